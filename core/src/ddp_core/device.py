@@ -1,0 +1,90 @@
+"""The device that a rank trains on, and what the ranks compare about each other before they train."""
+
+import os
+import socket
+
+import torch
+
+from ddp_core.config import TrainConfig
+from ddp_core.errors import PreflightError, UsageError
+from ddp_core.rank import Rank
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
+MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+
+
+def prepare_device(config: TrainConfig, rank: Rank) -> torch.device:
+    """This rank's device, made current before any process group exists, in the precision that was asked for.
+
+    device_index = local_rank % visible devices, so that it is 0 where the launcher shows each rank one device.
+    Raises PreflightError when the device that --device names is not there: never another one instead.
+    """
+    _check_environment(config)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    found = accelerator.type if accelerator else "cpu"
+    kind = found if config.device == "auto" else config.device
+    if kind not in ("cpu", found):
+        masks = ", ".join(f"{name}={os.environ[name]}" for name in MASKS if name in os.environ) or "no mask is set"
+        raise PreflightError(
+            f"--device {kind}, but torch {torch.__version__} sees no {kind} device on {socket.gethostname()} ({masks}): "
+            f"check the job's device request and the torch build, or pass --device cpu"
+        )
+    if backend_of(config, kind) not in ("gloo", BACKENDS[kind]):
+        raise UsageError(f"--backend {config.backend} does not carry tensors of --device {kind}: pass auto or gloo")
+    if kind == "cpu":
+        if config.precision == "tf32":
+            raise UsageError("--precision tf32 is a mode of accelerators: pass fp32 with --device cpu")
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.local_world_size))
+        return torch.device("cpu")
+    torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
+    if config.deterministic:  # on the CPU these models repeat bit for bit as they are
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    index = rank.local_rank % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)
+
+
+def backend_of(config: TrainConfig, kind: str) -> str:
+    return BACKENDS[kind] if config.backend == "auto" else config.backend
+
+
+def describe(config: TrainConfig, rank: Rank, device: torch.device) -> dict:
+    """One row of the `start` record: where this rank is and what it trains on."""
+    row = dict(rank=rank.rank, local_rank=rank.local_rank, node_rank=rank.node_rank, host=socket.gethostname())
+    row |= dict(device=str(device), device_index=device.index, backend=backend_of(config, device.type))
+    if device.type == "cuda":
+        row["device_uuid"] = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    return row | dict(cores=len(os.sched_getaffinity(0)), threads=torch.get_num_threads())
+
+
+def versions() -> dict[str, str]:
+    from ddp_core import __version__
+
+    return dict(ddp_core=__version__, torch=torch.__version__)
+
+
+def refuse_shared_devices(rows: list[dict]) -> None:
+    """nccl and xccl want a device to themselves; two ranks on one mean a binding that went wrong."""
+    owner: dict[tuple, int] = {}
+    for row in rows:
+        if row["backend"] == "gloo" or not row.get("device_uuid"):
+            continue
+        if (first := owner.setdefault((row["host"], row["device_uuid"]), row["rank"])) != row["rank"]:
+            raise PreflightError(
+                f"ranks {first} and {row['rank']} share one device on {row['host']} ({row['device']}): give each its own "
+                f"in the job script, or pass --backend gloo"
+            )
+
+
+def _check_environment(config: TrainConfig) -> None:
+    """Raises PreflightError when the environment would overrule --precision, or names an interface that is not there."""
+    for name in ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"):
+        if os.environ.get(name, "0") != "0" and config.precision in ("fp32", "fp64"):
+            raise PreflightError(f"{name}={os.environ[name]} turns TF32 on under --precision {config.precision}: unset it")
+    there = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in there:
+            raise PreflightError(f"GLOO_SOCKET_IFNAME={name}, but {socket.gethostname()} has {', '.join(there)}")

@@ -1,0 +1,62 @@
+"""What can go wrong, and the exit code that says so. The codes are stable: batch scripts branch on them.
+
+A Failure is an error that the user can act on: one line that names the flag, variable or file, its value and the fix.
+Anything else that escapes is a bug of ours: a traceback and exit code 1.
+"""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    DONE = 0
+    USAGE = 2  # a flag, or a value that this workload, batch or model cannot take
+    PREFLIGHT = 3  # launcher variables, device, data or run directory: nothing was started
+    RENDEZVOUS = 4  # the ranks did not meet, or do not agree on what they are about to run
+    SNAPSHOT = 5  # there is a snapshot and it cannot be used; it was left as it is
+    NON_FINITE = 6  # a loss or gradient is not finite; stopped before the optimizer used it
+    PEER_LOST = 7  # a rank died or hung; the last snapshot is whole
+    STORAGE = 8  # the run directory cannot be written; the last snapshot is whole
+    STOPPED = 75  # stopped early and saved, on all ranks alike: submit again to resume (EX_TEMPFAIL of sysexits.h)
+
+
+class Failure(Exception):
+    """everywhere: every rank raises the same one, so that rank 0 alone prints it."""
+
+    code: ExitCode
+
+    def __init__(self, message: str, everywhere: bool = False):
+        super().__init__(message)
+        self.everywhere = everywhere
+
+
+class UsageError(Failure, ValueError):
+    code = ExitCode.USAGE
+
+
+class PreflightError(Failure, ValueError):
+    code = ExitCode.PREFLIGHT
+
+
+class RendezvousError(Failure):
+    code = ExitCode.RENDEZVOUS
+
+
+class SnapshotError(Failure):
+    code = ExitCode.SNAPSHOT
+
+
+class NonFiniteError(Failure):
+    code = ExitCode.NON_FINITE
+
+
+class PeerLostError(Failure):
+    code = ExitCode.PEER_LOST
+
+
+class StorageError(Failure):
+    code = ExitCode.STORAGE
+
+
+def failure_with(code: int, message: str) -> Failure:
+    """The Failure of an exit code that a peer told us, raised on all ranks."""
+    return next(kind for kind in Failure.__subclasses__() if kind.code == code)(message, everywhere=True)

@@ -1,0 +1,87 @@
+"""Rank: who this process is. Each site's train.py makes one from what its launcher exports.
+
+Core knows no scheduler: a site says which variable holds what, and errors name that variable.
+"""
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ddp_core.errors import PreflightError
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among its peers. Raises PreflightError (a ValueError) on values that cannot be true.
+
+    rank, world_size             0..world_size-1, over the whole job
+    local_rank, local_world_size the same, over the ranks on this node; not a device index
+    node_rank                    this node's index, from 0
+    master_addr, master_port     where rank 0 listens; port 0 is for a world of one
+    job_id                       equal in all ranks of one start of one job, different in every other:
+                                 how a rank notices that it has met somebody else's rank 0
+    launcher_store               the launcher itself listens there (torchrun's agent does)
+    variables                    field name = the environment variable it came from, for error messages
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    job_id: str
+    launcher_store: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def single(cls) -> "Rank":
+        """A world of one, by explicit rule: no launcher, `python train.py`."""
+        return cls(0, 1, 0, 1, 0, "127.0.0.1", 0, "single")
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str], launcher_store: bool = False, **variables: str) -> "Rank":
+        """Rank from environment variables, one for each field: Rank.read(os.environ, rank="RANK", ...).
+
+        Raises PreflightError that names the variable and its value.
+        """
+        values = {}
+        for name, variable in variables.items():
+            text = environ.get(variable, "").strip()
+            if not text:
+                raise PreflightError(f"{variable} is not set ({name} is read from it): start this program as job scripts do")
+            if name not in ("master_addr", "job_id") and not (text.isascii() and text.isdigit()):
+                raise PreflightError(f"{variable}={text!r}, but should be a whole number from 0 up ({name})")
+            values[name] = text if name in ("master_addr", "job_id") else int(text)
+        return cls(**values, launcher_store=launcher_store, variables=variables)
+
+    def __post_init__(self):
+        one_node = self.local_world_size == self.world_size
+        lowest_port = 0 if self.world_size == 1 else 1
+        check = self._check
+        check(self.world_size >= 1, "at least 1", "world_size")
+        check(0 <= self.rank < self.world_size, "below the world size", "rank", "world_size")
+        check(1 <= self.local_world_size <= self.world_size, "1 to the world size", "local_world_size", "world_size")
+        check(0 <= self.local_rank < self.local_world_size, "below the ranks of its node", "local_rank", "local_world_size")
+        check(self.local_rank <= self.rank, "at most the rank", "local_rank", "rank")
+        check(0 <= self.node_rank < self.world_size, "below the world size", "node_rank", "world_size")
+        check(not one_node or self.node_rank == 0, "0: all are on one node", "node_rank", "local_world_size", "world_size")
+        check(not one_node or self.local_rank == self.rank, "the rank: all are on one node", "local_rank", "rank", "world_size")
+        check(bool(self.master_addr), "an address", "master_addr")
+        check(lowest_port <= self.master_port <= 65535, "a port from 1 to 65535", "master_port")
+        check(bool(self.job_id), "this job's own name", "job_id")
+        reachable = one_node or not _is_loopback(self.master_addr)
+        check(reachable, "an address of the first node that the others reach", "master_addr", "world_size", "local_world_size")
+
+    def _check(self, holds: bool, should_be: str, *names: str) -> None:
+        if not holds:
+            first, *others = (f"{self.variables.get(name, name)}={getattr(self, name)!r}" for name in names)
+            raise PreflightError(f"{first}, but should be {should_be}" + (f" ({', '.join(others)})" if others else ""))
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address in ("localhost", "localhost.localdomain")

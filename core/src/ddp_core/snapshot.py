@@ -1,0 +1,187 @@
+"""The file that a run resumes from: one safetensors file, written by rank 0, that cannot run code.
+
+Tensors `model.<parameter>` and `optim.<state>.<parameter>`; one metadata key, `ddp_core`, with one JSON document.
+Equal runs write equal bytes: no time, host, path or site is in it. World size is noted and is no condition.
+"""
+
+import ctypes
+import json
+import os
+import shutil
+import socket
+import struct
+import threading
+import zlib
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ddp_core.errors import PreflightError, SnapshotError, StorageError
+
+FORMAT = 1
+DTYPES = {torch.float64: "F64", torch.float32: "F32"}
+HEARTBEAT = 10.0  # seconds; a lock that was silent six times as long is a dead job's
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor], document: dict) -> None:
+    """Write a snapshot so that a crash at any moment leaves the old file or the new one, whole. Raises StorageError.
+
+    Temporary file in the same folder, fsync, rename, fsync of the folder. By hand, for safetensors' own writer needs
+    NumPy, does not fsync, and makes a file that the group cannot read.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    sums = {name: zlib.crc32(_memory(tensor)) for name, tensor in tensors.items()}
+    document = json.dumps(document | dict(format=FORMAT, crc32=sums), sort_keys=True, separators=(",", ":"))
+    header, end = {"__metadata__": {"ddp_core": document}}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = dict(dtype=DTYPES[tensor.dtype], shape=list(tensor.shape), data_offsets=[start, end])
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(struct.pack("<Q", len(head)) + head)
+            for tensor in tensors.values():
+                file.write(_memory(tensor))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        free = shutil.disk_usage(path.parent).free
+        raise StorageError(
+            f"{path}: {error.strerror}: {end / 1e6:.1f} MB are needed and {free / 1e6:.1f} MB free (a quota may allow less): "
+            f"free space and submit again; the snapshot before this one is whole"
+        ) from error
+
+
+def _memory(tensor: torch.Tensor) -> ctypes.Array:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 1)
+
+
+def read(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
+    """Tensors and document of a snapshot, every checksum compared. Raises SnapshotError that names the file."""
+    try:
+        with safe_open(path, "pt") as file:
+            document = json.loads((file.metadata() or {})["ddp_core"])
+            if document["format"] > FORMAT:
+                raise SnapshotError(
+                    f"{path} has format {document['format']}, of ddp_core {document['versions']['ddp_core']}; this ddp_core "
+                    f"reads up to format {FORMAT}: update it"
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a safe_open is no dict
+            sums = {name: zlib.crc32(_memory(tensor)) for name, tensor in tensors.items()}
+            broken = [name for name in sums.keys() | document["crc32"].keys() if sums.get(name) != document["crc32"].get(name)]
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SnapshotError(f"{path} is not a whole snapshot ({type(error).__name__}: {error})") from error
+    if broken:
+        raise SnapshotError(f"{path} is damaged: the checksum of {', '.join(sorted(broken))} differs")
+    return tensors, document
+
+
+class RunDirectory:
+    """A run's files, and the lock that keeps a second job out of them. Rank 0 alone has one."""
+
+    def __init__(self, folder: str, job_id: str, fresh: bool):
+        """Raises PreflightError when another job writes here, StorageError when nobody can."""
+        self.folder = Path(folder)
+        self.log = self.folder / "run.jsonl"
+        self.snapshot = self.folder / "snapshot.safetensors"
+        self.previous = self.folder / "snapshot.prev.safetensors"
+        self.best = self.folder / "best.safetensors"
+        self._lock = self.folder / "run.lock"
+        self._released = threading.Event()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._acquire(job_id)
+            for leftover in self.folder.glob(".*.tmp"):  # of a writer that was killed
+                leftover.unlink()
+            if fresh:
+                self._move_aside()
+        except OSError as error:
+            raise StorageError(f"--run-dir {folder} cannot be written ({error.strerror}): pass a folder that can be") from error
+
+    def load(self) -> tuple[dict[str, torch.Tensor], dict] | None:
+        """What to resume from; None in an empty directory. A broken snapshot is never taken for none. Raises SnapshotError."""
+        broken = []
+        for path in (self.snapshot, self.previous):
+            if not path.exists():
+                continue
+            try:
+                state = read(path)
+            except SnapshotError as error:
+                broken.append(str(error))
+                continue
+            if path == self.previous:
+                print(f"warning: {broken[0] if broken else f'{self.snapshot} is missing'}; resuming from {path}", flush=True)
+            return state
+        if broken:
+            raise SnapshotError(f"{' and '.join(broken)}: restore a copy, or pass --fresh to start again")
+        return None
+
+    def save(self, tensors: dict[str, torch.Tensor], document: dict) -> None:
+        """Write the snapshot and keep the one before it. Raises StorageError."""
+        try:
+            if self.snapshot.exists():
+                spare = self.folder / ".prev.tmp"
+                spare.unlink(missing_ok=True)
+                os.link(self.snapshot, spare)  # so that snapshot.safetensors is never missing
+                os.replace(spare, self.previous)
+        except OSError:  # a file system without hard links
+            os.replace(self.snapshot, self.previous)
+        write(self.snapshot, tensors, document)
+
+    def release(self) -> None:
+        self._released.set()
+        self._lock.unlink(missing_ok=True)
+
+    def _acquire(self, job_id: str) -> None:
+        pids = os.readlink("/proc/self/ns/pid")  # two containers on a host have their own process numbers
+        me = dict(job_id=job_id, host=socket.gethostname(), pid=os.getpid(), pids=pids)
+        if self._lock.exists():
+            self._refuse_if_alive(me)
+            self._lock.unlink(missing_ok=True)
+        try:
+            # Not flock: Lustre needs a mount option for it, and NFS servers differ.
+            with open(self._lock, "x") as file:
+                json.dump(me, file)
+        except FileExistsError as error:
+            raise PreflightError(f"--run-dir {self.folder} was taken by another job at this moment: pass another") from error
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _refuse_if_alive(self, me: dict) -> None:
+        clock = self.folder / f".clock.{os.getpid()}.tmp"
+        clock.touch()  # so that both times are by the file server's clock
+        silent = clock.stat().st_mtime - self._lock.stat().st_mtime
+        clock.unlink()
+        try:
+            owner = json.loads(self._lock.read_text())
+        except ValueError:
+            owner = {}
+        local = all(owner.get(name) == me[name] for name in ("host", "pids"))
+        name = f"job {owner.get('job_id')} (host {owner.get('host')}, process {owner.get('pid')})"
+        if silent < 6 * HEARTBEAT and not (local and not Path(f"/proc/{owner['pid']}").exists()):
+            raise PreflightError(f"--run-dir {self.folder} is in use by {name}: wait, cancel that job, or pass another")
+        print(f"warning: taking {self.folder} over from {name}, which is dead", flush=True)
+
+    def _beat(self) -> None:
+        while not self._released.wait(HEARTBEAT):
+            try:
+                os.utime(self._lock)
+            except OSError:
+                return
+
+    def _move_aside(self) -> None:
+        files = [path for path in (self.snapshot, self.previous, self.best, self.log) if path.exists()]
+        if files:
+            aside = self.folder / f"old-{1 + len(list(self.folder.glob('old-*')))}"
+            aside.mkdir()
+            for path in files:
+                os.replace(path, aside / path.name)
+            print(f"--fresh: the run that was here is now in {aside}", flush=True)
