@@ -4,9 +4,7 @@ Job geometry (nodes, ranks, devices) is in the batch script, process identity in
 """
 
 import argparse
-import hashlib
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ddp_core.errors import UsageError
 
@@ -65,10 +63,6 @@ class TrainConfig:
             problem["epochs"] = self.epochs  # the schedule is laid out over them
         return problem
 
-    def digest(self) -> str:
-        """A short hash of all choices, for the ranks to compare before the first step."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
-
 
 def parse(argv: list[str] | None, world_size: int, quiet: bool = False) -> TrainConfig:
     """Flags to TrainConfig. Raises UsageError that names the flag and its value; --help prints and exits.
@@ -118,17 +112,17 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (train.py --help lists the flags)")
 
 
-def _number(kind, low, above=False):
-    """An argparse type: a finite number from `low` up (or above it), else one line that says so."""
+def _number(kind, low, high, above=False):
+    """An argparse type: a number from `low` (or above it) to `high`, else one line that says so."""
 
     def convert(text: str):
         try:
             value = kind(text)
         except ValueError:
             value = None
-        if value is None or not (low < value if above else low <= value) or value == float("inf"):
+        if value is None or not low <= value <= high or (above and value == low):
             noun = "whole number" if kind is int else "number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {noun} {'above' if above else 'from'} {low}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {noun} {'above' if above else 'from'} {low} to {high:g}")
         return value
 
     return convert
@@ -144,7 +138,8 @@ def _parser(quiet: bool) -> argparse.ArgumentParser:
     )
     if quiet:
         parser.print_help = lambda file=None: None
-    count, size, positive, share = _number(int, 0), _number(int, 1), _number(float, 0, above=True), _number(float, 0)
+    count, size = _number(int, 0, 2**53), _number(int, 1, 2**53)
+    positive, seconds, share = (_number(float, 0, high, above) for high, above in ((1e9, True), (1e7, True), (1e9, False)))
 
     add = parser.add_argument_group("problem").add_argument
     add("--workload", choices=list(DEFAULTS), default="digits", help="what to train (default: %(default)s)")
@@ -175,8 +170,8 @@ def _parser(quiet: bool) -> argparse.ArgumentParser:
     add("--deterministic", action="store_true", help="only kernels that repeat bit for bit, on an accelerator")
     add("--compile", action="store_true", help="torch.compile; measured slower on CPU for these models")
     add("--channels-last", action="store_true", help="convolutions in NHWC memory order")
-    add("--rendezvous-timeout", type=positive, default=120.0, metavar="S", help="for all ranks to meet (default: 120)")
-    add("--timeout", type=positive, default=600.0, metavar="S", help="for one collective (default: 600)")
+    add("--rendezvous-timeout", type=seconds, default=120.0, metavar="S", help="for all ranks to meet (default: 120)")
+    add("--timeout", type=seconds, default=600.0, metavar="S", help="for one collective (default: 600)")
 
     add = parser.add_argument_group("run").add_argument
     add("--run-dir", metavar="DIR", help="snapshots and run.jsonl (default: runs/WORKLOAD)")

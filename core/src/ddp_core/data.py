@@ -9,6 +9,7 @@ import hashlib
 import math
 import struct
 import sysconfig
+import zlib
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -33,7 +34,7 @@ class Rows:
         return len(self.targets)
 
     def __getitem__(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.inputs[index], self.targets[index]
+        return self.inputs.index_select(0, index), self.targets.index_select(0, index)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Rows":
         """On the device; real numbers in the precision of the run, bytes and labels as they are."""
@@ -158,12 +159,13 @@ def _idx(config: TrainConfig, name: str, dimensions: int, digest) -> torch.Tenso
         raise PreflightError(f"--data-dir {config.data_dir} has no {name}[.gz]. {_how_to_fetch(config.data_dir)}")
     try:
         raw = gzip.decompress(found[0].read_bytes()) if found[0].suffix == ".gz" else found[0].read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise PreflightError(f"{found[0]}: {error}: fetch it again") from error
     digest.update(raw)
     start = 4 + 4 * dimensions
-    shape = struct.unpack(f">{dimensions}I", raw[4:start]) if raw[:4] == bytes((0, 0, 8, dimensions)) else (-1,)
-    if math.prod(shape) != len(raw) - start or not raw[start:]:
+    whole = raw[:4] == bytes((0, 0, 8, dimensions)) and len(raw) > start
+    shape = struct.unpack(f">{dimensions}I", raw[4:start]) if whole else ()
+    if not whole or math.prod(shape) != len(raw) - start:
         raise PreflightError(f"{found[0]} is not a whole IDX file of {dimensions} dimensions of bytes: fetch it again")
     return torch.frombuffer(bytearray(raw[start:]), dtype=torch.uint8).view(shape)
 

@@ -57,6 +57,10 @@ class StorageError(Failure):
     code = ExitCode.STORAGE
 
 
+class StoppedError(Failure):
+    code = ExitCode.STOPPED
+
+
 def failure_with(code: int, message: str) -> Failure:
     """The Failure of an exit code that a peer told us, raised on all ranks."""
     return next(kind for kind in Failure.__subclasses__() if kind.code == code)(message, everywhere=True)

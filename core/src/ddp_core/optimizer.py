@@ -30,7 +30,7 @@ class Optimizer:
     def step(self, lr: float) -> torch.Tensor:
         """Update `values`, unless a gradient is not finite. Returns the gradients' norm, on the device."""
         norm = torch.linalg.vector_norm(self.grads)
-        torch.logical_or(self.found_inf, norm.isfinite().logical_not_(), out=self.found_inf)
+        self.found_inf.logical_or_(norm - norm)  # 0 if it is finite, else NaN, which counts as true
         lists = [[self.values], [self.grads], *([flat] for flat in self.state.values())]
         common = dict(lr=lr, weight_decay=self.config.weight_decay, maximize=False, fused=True, found_inf=self.found_inf)
         if self.config.optimizer == "sgd":

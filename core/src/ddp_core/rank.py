@@ -68,7 +68,7 @@ class Rank:
         check(0 <= self.node_rank < self.world_size, "below the world size", "node_rank", "world_size")
         check(not one_node or self.node_rank == 0, "0: all are on one node", "node_rank", "local_world_size", "world_size")
         check(not one_node or self.local_rank == self.rank, "the rank: all are on one node", "local_rank", "rank", "world_size")
-        check(bool(self.master_addr), "an address", "master_addr")
+        check(len(self.master_addr.split()) == 1, "one address", "master_addr")
         check(lowest_port <= self.master_port <= 65535, "a port from 1 to 65535", "master_port")
         check(bool(self.job_id), "this job's own name", "job_id")
         reachable = one_node or not _is_loopback(self.master_addr)

@@ -19,6 +19,7 @@ class Record:
 
     def __init__(self, began: float):
         self.path: Path | None = None
+        self.failure: StorageError | None = None
         self.began = began
         self.seconds: dict[str, float] = {}  # from `began` to the end of each phase of the start
 
@@ -26,10 +27,11 @@ class Record:
         """Append to run.jsonl, without the half line that a killed writer may have left. Raises StorageError."""
         try:
             self._file = open(path, "ab+")  # noqa: SIM115 - open as long as the run
-            size = self._file.seek(0, os.SEEK_END)
-            self._file.seek(max(0, size - 65536))
-            torn = self._file.read().rpartition(b"\n")[2]
-            self._file.truncate(size - len(torn))
+            size, tail, reach = self._file.seek(0, os.SEEK_END), b"", 65536
+            while b"\n" not in tail and len(tail) < size:
+                self._file.seek(max(0, size - reach))
+                tail, reach = self._file.read(), 16 * reach
+            self._file.truncate(size - len(tail.rpartition(b"\n")[2]))
         except OSError as error:
             raise StorageError(f"{path}: {error.strerror}") from error
         self.path = path
@@ -38,13 +40,13 @@ class Record:
         self.seconds.setdefault(phase, round(time.monotonic() - self.began, 4))
 
     def write(self, kind: str, **values) -> None:
-        """One line of run.jsonl. Raises StorageError."""
+        """One line of run.jsonl. Does not raise, on one rank of all, but keeps the failure for them to agree on."""
         if self.path:
             try:
                 self._file.write(json.dumps(dict(kind=kind, **values), separators=(",", ":")).encode() + b"\n")
                 self._file.flush()
             except OSError as error:
-                raise StorageError(f"{self.path}: {error.strerror}: free space and submit again") from error
+                self.failure = StorageError(f"{self.path}: {error.strerror}: free space and submit again")
 
     def say(self, **values) -> None:
         """One progress line."""

@@ -6,6 +6,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 
 from ddp_core.config import TrainConfig, parse
 from ddp_core.errors import Failure, PeerLostError, UsageError
@@ -15,14 +16,13 @@ from ddp_core.stop import StopFlag
 
 def run(rank_of: Callable[[Mapping[str, str]], Rank], argv: list[str] | None = None) -> int:
     """Train as this rank; returns the exit code (errors.py). rank_of: the site's function of os.environ."""
-    began, rank, failure = time.monotonic(), None, None
+    began, rank, stop = time.monotonic(), None, StopFlag()
     argv = sys.argv[1:] if argv is None else argv
-    with StopFlag() as stop:
-        try:
-            rank = rank_of(os.environ)
-            return _train(rank, parse(argv, rank.world_size, quiet=rank.rank != 0), stop, began)
-        except Failure as error:
-            failure = error
+    try:
+        rank = rank_of(os.environ)
+        return _train(rank, parse(argv, rank.world_size, quiet=rank.rank != 0), stop, began)
+    except Failure as error:
+        failure = error
     where = f" [rank {rank.rank}, {os.uname().nodename}]" if rank and rank.world_size > 1 else ""
     if not rank or rank.rank == 0 or not (failure.everywhere or isinstance(failure, UsageError)):
         print(f"error{where}: {failure}", file=sys.stderr, flush=True)
@@ -37,7 +37,7 @@ def run(rank_of: Callable[[Mapping[str, str]], Rank], argv: list[str] | None = N
 
 def _train(rank: Rank, config: TrainConfig, stop: StopFlag, began: float) -> int:
     if not config.debug:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d's harmless socket warnings
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # pages of C++ frames, and harmless warnings
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # it is not needed
     # Not at the top of the file: --help and a mistyped flag need no torch, and a signal during this import is kept.
     import torch
@@ -51,10 +51,10 @@ def _train(rank: Rank, config: TrainConfig, stop: StopFlag, began: float) -> int
 
     record = Record(began)
     record.lap("imports")
-    rendezvous = Rendezvous(rank, config)
+    rendezvous = Rendezvous(rank, config, stop)
     record.lap("rendezvous")
-    failure = directory = state = trainer = None
-    row, facts = {}, {"config": config.digest()} | versions()
+    failure = directory = state = peers = trainer = None
+    row, facts = {}, asdict(config) | versions()
     try:
         try:
             device = prepare_device(config, rank)
@@ -78,7 +78,9 @@ def _train(rank: Rank, config: TrainConfig, stop: StopFlag, began: float) -> int
             record.start(rows, trainer)
             code = trainer.train()
             record.end(code, trainer)
-            peers.close()
+            peers.agree(record.failure)
+            peers.wait()
+            peers.leave()
             return int(code)
         except torch.OutOfMemoryError as error:
             size, accumulate = config.global_batch_size, config.accumulate
@@ -90,6 +92,8 @@ def _train(rank: Rank, config: TrainConfig, stop: StopFlag, began: float) -> int
             raise peers.lost(error, f"at step {trainer.step}" if trainer else "before the first step") from error
     except Failure as error:
         record.write("end", exit_code=error.code, error=str(error))
+        if peers and not isinstance(error, PeerLostError):
+            peers.leave()
         raise
     finally:
         if directory:

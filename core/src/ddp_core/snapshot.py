@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -32,12 +33,13 @@ def write(path: Path, tensors: dict[str, torch.Tensor], document: dict) -> None:
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
     sums = {name: zlib.crc32(_memory(tensor)) for name, tensor in tensors.items()}
-    document = json.dumps(document | dict(format=FORMAT, crc32=sums), sort_keys=True, separators=(",", ":"))
-    header, end = {"__metadata__": {"ddp_core": document}}, 0
+    document = document | dict(format=FORMAT, crc32=sums)
+    document |= dict(document_crc32=zlib.crc32(_json(document)))
+    header, end = {"__metadata__": {"ddp_core": _json(document).decode()}}, 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
         header[name] = dict(dtype=DTYPES[tensor.dtype], shape=list(tensor.shape), data_offsets=[start, end])
-    head = json.dumps(header, separators=(",", ":")).encode()
+    head = _json(header)
     head += b" " * (-len(head) % 8)
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
@@ -52,12 +54,21 @@ def write(path: Path, tensors: dict[str, torch.Tensor], document: dict) -> None:
         os.fsync(folder)
         os.close(folder)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
+        raise _no_storage(path, error, end) from error
+
+
+def _no_storage(path: Path, error: OSError, need: int = 0) -> StorageError:
+    space = ""
+    with suppress(OSError):
         free = shutil.disk_usage(path.parent).free
-        raise StorageError(
-            f"{path}: {error.strerror}: {end / 1e6:.1f} MB are needed and {free / 1e6:.1f} MB free (a quota may allow less): "
-            f"free space and submit again; the snapshot before this one is whole"
-        ) from error
+        space = f": {need / 1e6:.1f} MB are needed and {free / 1e6:.1f} MB free (a quota may allow less)"
+    return StorageError(f"{path}: {error.strerror}{space}: free space and submit again; the snapshot before it is whole")
+
+
+def _json(value: dict) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _memory(tensor: torch.Tensor) -> ctypes.Array:
@@ -77,8 +88,10 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a safe_open is no dict
             sums = {name: zlib.crc32(_memory(tensor)) for name, tensor in tensors.items()}
-            broken = [name for name in sums.keys() | document["crc32"].keys() if sums.get(name) != document["crc32"].get(name)]
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+            sums["the document"] = zlib.crc32(_json({name: document[name] for name in document if name != "document_crc32"}))
+            written = document["crc32"] | {"the document": document["document_crc32"]}
+            broken = [name for name in sums.keys() | written.keys() if sums.get(name) != written.get(name)]
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"{path} is not a whole snapshot ({type(error).__name__}: {error})") from error
     if broken:
         raise SnapshotError(f"{path} is damaged: the checksum of {', '.join(sorted(broken))} differs")
@@ -131,10 +144,13 @@ class RunDirectory:
             if self.snapshot.exists():
                 spare = self.folder / ".prev.tmp"
                 spare.unlink(missing_ok=True)
-                os.link(self.snapshot, spare)  # so that snapshot.safetensors is never missing
+                try:
+                    os.link(self.snapshot, spare)  # so that snapshot.safetensors is never missing
+                except OSError:  # a file system without hard links
+                    spare = self.snapshot
                 os.replace(spare, self.previous)
-        except OSError:  # a file system without hard links
-            os.replace(self.snapshot, self.previous)
+        except OSError as error:
+            raise _no_storage(self.previous, error) from error
         write(self.snapshot, tensors, document)
 
     def release(self) -> None:
@@ -163,7 +179,8 @@ class RunDirectory:
         try:
             owner = json.loads(self._lock.read_text())
         except ValueError:
-            owner = {}
+            owner = None
+        owner = owner if isinstance(owner, dict) else {}
         local = all(owner.get(name) == me[name] for name in ("host", "pids"))
         name = f"job {owner.get('job_id')} (host {owner.get('host')}, process {owner.get('pid')})"
         if silent < 6 * HEARTBEAT and not (local and not Path(f"/proc/{owner['pid']}").exists()):
@@ -180,7 +197,9 @@ class RunDirectory:
     def _move_aside(self) -> None:
         files = [path for path in (self.snapshot, self.previous, self.best, self.log) if path.exists()]
         if files:
-            aside = self.folder / f"old-{1 + len(list(self.folder.glob('old-*')))}"
+            number = 1
+            while (aside := self.folder / f"old-{number}").exists():
+                number += 1
             aside.mkdir()
             for path in files:
                 os.replace(path, aside / path.name)

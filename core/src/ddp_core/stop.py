@@ -6,24 +6,17 @@ import signal
 class StopFlag:
     """Set by SIGTERM (preemption, cancel), SIGUSR1 (the scheduler's warning) and SIGINT (Ctrl-C).
 
-    The trainer asks for it at step boundaries and stops when all ranks have agreed to.
+    The trainer asks for it at step boundaries and stops when all ranks have agreed to. The handlers stay to the end of the
+    process: a launcher that ends the other ranks once one has left with 75 must not turn their 75 into 143.
     """
-
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self):
         self.reason = ""
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._set)
 
     def __bool__(self) -> bool:
         return bool(self.reason)
-
-    def __enter__(self) -> "StopFlag":
-        self._previous = {number: signal.signal(number, self._set) for number in self.SIGNALS}
-        return self
-
-    def __exit__(self, *exception) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
 
     def _set(self, number, frame) -> None:
         self.reason = signal.Signals(number).name

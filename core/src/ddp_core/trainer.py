@@ -59,9 +59,12 @@ class Trainer:
         self.history: list[list] = []  # one row an epoch: epoch, training loss, evaluation loss, metric
         self.best: list | None = None  # epoch and evaluation loss of best.safetensors
 
-        self.share = torch.tensor(1 / config.global_batch_size, device=device, dtype=dtype)  # of one row in the mean loss
-        self.unseen = torch.zeros(2, MOST_STEPS_UNSEEN, device=device, dtype=torch.float64)  # losses, gradient norms
-        self.pending = 0  # columns of `unseen` in use
+        # Each rank's loss is its rows' part of the mean over the global batch, so gradients are summed over the ranks, not
+        # averaged; DDP divides by the world size, and is given that much more.
+        share = (self.world_size if self.replica.reduction == "ddp" else 1) / config.global_batch_size
+        self.share = torch.tensor(share, device=device, dtype=dtype)
+        self.losses: list[torch.Tensor] = []  # of this rank's rows since the last reconciliation, one a micro-batch
+        self.norms: list[torch.Tensor] = []  # of the gradients, one a step
         self.interval = 1  # steps from one reconciliation to the next
         self.reconciled = time.monotonic()
 
@@ -84,7 +87,7 @@ class Trainer:
         for index in range(first, self.steps_per_epoch):
             self._run_step(rows[index])
             last = index == self.steps_per_epoch - 1
-            if last or self.pending == self.interval:
+            if last or len(self.norms) == self.interval:
                 stop = self._reconcile()
                 if stop and not last:
                     return True
@@ -99,20 +102,18 @@ class Trainer:
                 self._forward_backward(batch)
         self._forward_backward(last)
         self.replica.sum_gradients()
-        norm = self.optimizer.step(learning_rate(self.config, self.step, self.total_steps))
-        self.unseen[1, self.pending] = norm
-        self.pending += 1
+        self.norms.append(self.optimizer.step(learning_rate(self.config, self.step, self.total_steps)))
         self.step += 1
 
     def _forward_backward(self, rows: torch.Tensor) -> None:
         inputs, targets = self.train_rows[rows]
         with self.autocast():
             loss = self.objective.loss(self.replica.forward(inputs), targets)
-        self.unseen[0, self.pending] += loss.detach()
-        # Each rank adds its rows' part of the mean over the global batch, so gradients are summed, never averaged.
+        value = loss.detach()
+        self.losses.append(value)
         # 0 * loss makes every gradient NaN where the loss is not finite: the sum then tells all ranks. (The weight as an
         # argument of backward() would be one operation less, and imports sympy: 0.4 s.)
-        (loss * torch.add(self.share, loss.detach(), alpha=0)).backward()
+        (loss * torch.add(self.share, value, alpha=0)).backward()
 
     # ---- what the ranks tell each other ---------------------------------------------------------------------------
 
@@ -121,35 +122,37 @@ class Trainer:
 
         Raises NonFiniteError on all ranks; no parameter has changed since before the step that it names.
         """
-        count, first, now = self.pending, self.step - self.pending, time.monotonic()
+        count, now = len(self.norms), time.monotonic()
+        first = self.step - count
+        losses = torch.stack(self.losses).double().view(count, -1).sum(1)
+        numbers = torch.cat((losses, torch.stack(self.norms).double())).cpu()  # waits for the device
         flags = torch.tensor([bool(self.stop), now - self.reconciled], dtype=torch.float64)
-        mine = torch.cat((flags, self.unseen[:, :count].cpu().flatten()))  # waits for the device
-        stops, seconds, *columns = self.peers.gather(mine).unbind(1)
-        losses, norms = torch.stack(columns[:count]), torch.stack(columns[count:])  # [steps, ranks]
-        bad = ~(losses.isfinite() & norms.isfinite())
-        if bad.any():
-            self._refuse_non_finite(first, bad.any(1).int().argmax().item(), losses)
-        total = losses[:, 0].clone()
-        for of_rank in losses.unbind(1)[1:]:  # in rank order, so that a run repeats bit for bit whatever the interval
+        everyone = self.peers.gather(torch.cat((flags, numbers)))
+        losses, norms = everyone[:, 2:].view(-1, 2, count).unbind(1)  # each [ranks, steps]
+        if not everyone.isfinite().all():
+            self._refuse_non_finite(first, losses, norms)
+        total = losses[0].clone()
+        for of_rank in losses[1:]:  # in rank order, so that a run repeats bit for bit whatever the interval
             total += of_rank
-        for step, (loss, norm) in enumerate(zip(total.tolist(), norms[:, 0].tolist(), strict=True), first):
+        for step, (loss, norm) in enumerate(zip(total.tolist(), norms[0].tolist(), strict=True), first):
             self._note(step, loss / self.config.global_batch_size, norm)
+        self.record.lap("first_step")
         # About a second of steps, by the slowest rank; all ranks compute the same.
-        self.interval = max(1, min(MOST_STEPS_UNSEEN, 2 * count, int(count / max(seconds.max().item(), 1e-6))))
-        self.unseen.zero_()
-        self.pending, self.reconciled = 0, now
-        return bool(stops.any())
+        seconds = everyone[:, 1].max().item()
+        self.interval = max(1, min(MOST_STEPS_UNSEEN, 2 * count, int(count / max(seconds, 1e-6))))
+        self.losses, self.norms, self.reconciled = [], [], now
+        return bool(everyone[:, 0].any())
 
     def _note(self, step: int, loss: float, grad_norm: float) -> None:
         epoch, index = divmod(step, self.steps_per_epoch)
         self.loss_sum = self.loss_sum + loss if index else loss
-        self.record.lap("first_step")
         if (step + 1) % self.config.log_every == 0:
             self.record.write("step", epoch=epoch, step=step, loss=loss, loss_hex=loss.hex(), grad_norm=grad_norm)
 
-    def _refuse_non_finite(self, first: int, index: int, losses: torch.Tensor) -> None:
+    def _refuse_non_finite(self, first: int, losses: torch.Tensor, norms: torch.Tensor) -> None:
+        index = (~(losses.isfinite() & norms.isfinite())).any(0).int().argmax().item()
         epoch, place = divmod(first + index, self.steps_per_epoch)
-        ranks = (~losses[index].isfinite()).nonzero().flatten().tolist()
+        ranks = (~losses[:, index].isfinite()).nonzero().flatten().tolist()
         where = f"loss on rank {', '.join(map(str, ranks))}" if ranks else "gradient"
         order = sample_order(self.config.seed, epoch, len(self.train_rows))
         rows = rows_of_rank(order, self.config.global_batch_size, *(ranks or [0])[:1], self.world_size)[place, :6].tolist()
@@ -234,18 +237,24 @@ class Trainer:
     def _adopt(self, tensors: dict[str, torch.Tensor], document: dict) -> list:
         """A snapshot's state into this replica; its progress. Raises SnapshotError that lists what does not fit."""
 
-        def facts(document: dict, tensors: dict[str, torch.Tensor]) -> dict:
-            shapes = {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()}
-            return document["problem"] | {"data": document["data"]} | shapes
+        def differences(theirs: dict, ours: dict) -> list[str]:
+            names = sorted(ours.keys() | theirs.keys())
+            return [f"{n}: {theirs.get(n)} there, {ours.get(n)} here" for n in names if ours.get(n) != theirs.get(n)]
 
-        mine = self._tensors()
-        ours, theirs = facts(self._document(), mine), facts(document, tensors)
-        names = sorted(ours.keys() | theirs.keys())
-        differ = [f"{n}: {theirs.get(n)} there, {ours.get(n)} here" for n in names if ours.get(n) != theirs.get(n)]
+        def shapes(tensors: dict[str, torch.Tensor]) -> dict:
+            return {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()}
+
+        mine, ours = self._tensors(), self._document()
+        if missing := sorted(ours.keys() - document.keys()):
+            raise SnapshotError(
+                f"{self.directory.snapshot} lacks {', '.join(missing)}: it is no snapshot of a run; pass --fresh"
+            )
+        differ = differences(document["problem"] | {"data": document["data"]}, ours["problem"] | {"data": ours["data"]})
+        differ = differ or differences(shapes(tensors), shapes(mine))
         if differ:
             raise SnapshotError(
-                f"{self.directory.snapshot} is of another run ({'; '.join(differ[:5])}{'; ...' if differ[5:] else ''}): "
-                f"pass that run's flags, another --run-dir, or --fresh"
+                f"{self.directory.snapshot} is of another run ({'; '.join(differ[:8])}): pass that run's flags, another "
+                f"--run-dir, or --fresh"
             )
         for name, view in mine.items():
             view.copy_(tensors[name])
@@ -253,8 +262,8 @@ class Trainer:
 
     def _on_rank_0(self, act: Callable):
         """Rank 0 acts, all ranks learn whether it could. Returns what it returned; raises its Failure on all ranks."""
-        failure = result = None
-        if self.rank == 0:
+        failure, result = self.record.failure, None
+        if self.rank == 0 and not failure:
             try:
                 result = act()
             except Failure as error:

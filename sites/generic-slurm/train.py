@@ -1,0 +1,77 @@
+"""generic-slurm: who this process is, from what srun or torchrun exports. All else is ddp_core's.
+
+    sbatch job.sl --epochs 5                                                a Slurm cluster: srun starts every rank
+    .venv/bin/torchrun --standalone --nproc-per-node 2 train.py --epochs 5  one machine, no scheduler
+    .venv/bin/python train.py --epochs 5                                    one process
+
+The same flags everywhere: python train.py --help.
+"""
+
+from collections.abc import Mapping
+
+from ddp_core import Rank, run
+
+
+def rank(environ: Mapping[str, str]) -> Rank:
+    """The Rank that this process's launcher tells; without a launcher, a world of one.
+
+    Raises PreflightError that names the variable and its value.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ:  # first, since torchrun in a Slurm job is the nearer of the two
+        return of_torchrun(environ)
+    if "SLURM_PROCID" in environ:
+        return of_srun(environ)
+    return Rank.single()
+
+
+def of_torchrun(environ: Mapping[str, str]) -> Rank:
+    """https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables"""
+    # torchrun starts all ranks again when one fails: another start, another id.
+    start = f"{environ['TORCHELASTIC_RUN_ID']}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return Rank.read(
+        {**environ, "TORCHELASTIC_RUN_ID": start},
+        rank="RANK",
+        world_size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_world_size="LOCAL_WORLD_SIZE",
+        node_rank="GROUP_RANK",
+        master_addr="MASTER_ADDR",
+        master_port="MASTER_PORT",
+        job_id="TORCHELASTIC_RUN_ID",
+        # Then MASTER_PORT is torchrun's own store, and rank 0 must not open another there.
+        launcher_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def of_srun(environ: Mapping[str, str]) -> Rank:
+    """https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES; MASTER_* are job.sl's.
+
+    The variables of the step, not of the job: a batch script that runs `python train.py` without srun has PROCID 0
+    too, and would pass for a world of one.
+    """
+    # A job has many steps, and is started again when it is requeued, which Slurm counts from the second start on.
+    start = [environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
+    return Rank.read(
+        {**environ, "SLURM_JOB_ID": ".".join(start), "SLURM_STEP_TASKS_PER_NODE": tasks_on_this_node(environ)},
+        rank="SLURM_PROCID",
+        world_size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        node_rank="SLURM_NODEID",
+        local_world_size="SLURM_STEP_TASKS_PER_NODE",
+        master_addr="MASTER_ADDR",
+        master_port="MASTER_PORT",
+        job_id="SLURM_JOB_ID",
+    )
+
+
+def tasks_on_this_node(environ: Mapping[str, str]) -> str:
+    """This node's entry of SLURM_STEP_TASKS_PER_NODE: "2(x3),1" means 2, 2, 2, 1. "" when it has none."""
+    tasks = []
+    for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        count, _, repeat = entry.partition("(x")
+        tasks += [count] * int(repeat.rstrip(")") or 1)
+    return {str(node): count for node, count in enumerate(tasks)}.get(environ.get("SLURM_NODEID", ""), "")
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(rank))
