@@ -43,7 +43,7 @@ def conformance(session: nox.Session) -> None:
     """All tests: lint, core, and every site in 1, 2 and 4 MPI ranks on the CPU. `-- --site NAME` for one site."""
     session.notify("lint")
     install(session, "numpy", "pytest", "pytest-timeout", "pytest-mpi", "mpi4py", "mpich")
-    session.env |= {"OMP_NUM_THREADS": "1", "MPIEXEC_TIMEOUT": "600"}
+    session.env.update(OMP_NUM_THREADS="1", MPIEXEC_TIMEOUT="600")
     session.run("python", "-m", "pytest", "core/tests", "conformance", *session.posargs)
     for world_size in WORLD_SIZES:
         session.env["EXPECT_WORLD"] = str(world_size)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from ddp_core.config import TrainConfig, parse
-from ddp_core.errors import Failure, PeerLostError, UsageError
+from ddp_core.errors import Failure, PeerLostError, RendezvousError, StoppedError, UsageError
 from ddp_core.rank import Rank
 from ddp_core.stop import StopFlag
 
@@ -28,8 +28,8 @@ def run(rank_of: Callable[[Mapping[str, str]], Rank], argv: list[str] | None = N
         print(f"error{where}: {failure}", file=sys.stderr, flush=True)
     if "--debug" in argv:
         traceback.print_exception(failure)
-    if isinstance(failure, PeerLostError):
-        # The process group cannot be torn down without the peer; leaving through Python would wait for it.
+    if isinstance(failure, PeerLostError | RendezvousError | StoppedError):
+        # Threads may still wait in C++ for a peer that does not come: leaving through Python would wait, or abort.
         sys.stdout.flush()
         os._exit(failure.code)
     return int(failure.code)
@@ -44,8 +44,9 @@ def _train(rank: Rank, config: TrainConfig, stop: StopFlag, began: float) -> int
 
     from ddp_core.data import load
     from ddp_core.device import describe, prepare_device, versions
-    from ddp_core.process_group import Peers, Rendezvous
+    from ddp_core.process_group import Peers
     from ddp_core.record import Record
+    from ddp_core.rendezvous import Rendezvous
     from ddp_core.snapshot import RunDirectory
     from ddp_core.trainer import Trainer
 

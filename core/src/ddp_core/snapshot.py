@@ -109,7 +109,7 @@ class RunDirectory:
         self.previous = self.folder / "snapshot.prev.safetensors"
         self.best = self.folder / "best.safetensors"
         self._lock = self.folder / "run.lock"
-        self._released = threading.Event()
+        self._released, self._mine = threading.Event(), ""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._acquire(job_id)
@@ -118,6 +118,7 @@ class RunDirectory:
             if fresh:
                 self._move_aside()
         except OSError as error:
+            self.release()
             raise StorageError(f"--run-dir {folder} cannot be written ({error.strerror}): pass a folder that can be") from error
 
     def load(self) -> tuple[dict[str, torch.Tensor], dict] | None:
@@ -154,19 +155,23 @@ class RunDirectory:
         write(self.snapshot, tensors, document)
 
     def release(self) -> None:
+        """Give the lock up, unless it is another's by now."""
         self._released.set()
-        self._lock.unlink(missing_ok=True)
+        with suppress(OSError):
+            if self._lock.read_text() == self._mine:
+                self._lock.unlink()
 
     def _acquire(self, job_id: str) -> None:
         pids = os.readlink("/proc/self/ns/pid")  # two containers on a host have their own process numbers
         me = dict(job_id=job_id, host=socket.gethostname(), pid=os.getpid(), pids=pids)
+        self._mine = json.dumps(me)
         if self._lock.exists():
             self._refuse_if_alive(me)
             self._lock.unlink(missing_ok=True)
         try:
             # Not flock: Lustre needs a mount option for it, and NFS servers differ.
             with open(self._lock, "x") as file:
-                json.dump(me, file)
+                file.write(self._mine)
         except FileExistsError as error:
             raise PreflightError(f"--run-dir {self.folder} was taken by another job at this moment: pass another") from error
         threading.Thread(target=self._beat, daemon=True).start()

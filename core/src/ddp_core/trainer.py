@@ -199,11 +199,7 @@ class Trainer:
 
     def restore(self, state: tuple[dict[str, torch.Tensor], dict] | None) -> None:
         """Rank 0's snapshot (None for a new run) to all ranks. Raises SnapshotError on all ranks."""
-        progress = [self.step, self.loss_sum, self.history, self.best]
-        if state:
-            progress = self._on_rank_0(lambda: self._adopt(*state))
-        else:
-            self._on_rank_0(lambda: None)
+        progress = self._on_rank_0(lambda: self._adopt(*state) if state else [0, 0.0, [], None])
         flat = [self.replica.values, *self.optimizer.state.values()]
         self.step, self.loss_sum, self.history, self.best = self.peers.broadcast(progress, flat)
         self.optimizer.steps.fill_(self.step)

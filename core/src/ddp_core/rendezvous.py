@@ -1,0 +1,156 @@
+"""How the ranks of a job meet, before any process group: the store that rank 0 serves, and the check-in."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ddp_core.config import TrainConfig
+from ddp_core.device import refuse_shared_devices
+from ddp_core.errors import Failure, RendezvousError, StoppedError, failure_with
+from ddp_core.rank import Rank
+from ddp_core.stop import StopFlag
+
+
+class Rendezvous:
+    """The store that rank 0 serves, and the check-in: all ranks learn that all are well, or why not."""
+
+    def __init__(self, rank: Rank, config: TrainConfig, stop: StopFlag):
+        """Connect. Raises RendezvousError within --rendezvous-timeout, and at once on another job's rank 0."""
+        self.rank, self.stop, self.seconds = rank, stop, config.rendezvous_timeout
+        self.deadline = time.monotonic() + self.seconds
+        self.where = f"MASTER_ADDR={rank.master_addr} MASTER_PORT={rank.master_port}"
+        serves = rank.rank == 0 and not rank.launcher_store
+        timeout = timedelta(seconds=self.seconds)
+        try:
+            socket.getaddrinfo(rank.master_addr, rank.master_port)
+            where = (rank.master_addr, rank.master_port, None, serves, timeout)
+            store = self._wait(lambda: dist.TCPStore(*where, wait_for_workers=False))
+        except OSError as error:
+            raise RendezvousError(f"{self.where}: {error.strerror}: is it the address of the job's first node?") from error
+        except (RuntimeError, ValueError) as error:  # pages of C++ frames
+            raise RendezvousError(
+                f"{self.where} is taken on {socket.gethostname()} by another program: choose another MASTER_PORT"
+                if serves
+                else f"{self.where}: rank 0 did not answer rank {rank.rank} on {socket.gethostname()} within "
+                f"{self.seconds:g} s (--rendezvous-timeout): it failed earlier, or cannot be reached from here"
+            ) from error
+        # A launcher's store outlives a restart of the ranks: job_id keeps the keys of one start apart from the next's.
+        self.store = dist.PrefixStore(f"ddp_core/{rank.job_id if rank.launcher_store else ''}", store)
+        self._greet()
+
+    def _greet(self) -> None:
+        """Read rank 0's greeting before writing a key: what answers on this port may be another job's rank 0."""
+        mine = dict(job_id=self.rank.job_id, world_size=self.rank.world_size)
+        if self.rank.rank == 0:
+            self.store.set("greeting", json.dumps(mine))
+            return
+        theirs = json.loads(self._get("greeting"))
+        if theirs["job_id"] != mine["job_id"]:
+            raise RendezvousError(
+                f"{self.where} belongs to job {theirs['job_id']}, and this is job {mine['job_id']}: choose another MASTER_PORT"
+            )
+        if theirs["world_size"] != mine["world_size"]:
+            message = f"world_size={mine['world_size']} on rank {self.rank.rank}, but {theirs['world_size']} on rank 0"
+            self._object(message, heard=[f"heard/{self.rank.rank}"])
+        if self.store.add(f"count/{self.rank.rank}", 1) > 1:
+            self._object(f"rank {self.rank.rank} is there twice, also on {socket.gethostname()}: check the launch line", [])
+
+    def check_in(self, facts: dict, row: dict, error: Failure | None) -> list[dict]:
+        """Tell rank 0 how this rank is and hear its verdict. Returns all ranks' rows.
+
+        facts must be equal on all ranks. Raises, on all ranks alike and printed by rank 0: the failure of the first rank
+        that has one; RendezvousError for ranks that are missing or of another mind.
+        """
+        mine = dict(error=[int(error.code), str(error)]) if error else dict(facts=facts, row=row)
+        self.store.set(f"rank/{self.rank.rank}", json.dumps(mine))
+        if self.rank.rank == 0:
+            try:
+                verdict = dict(rows=self._collect())
+            except Failure as failure:
+                verdict = dict(error=[int(failure.code), str(failure)])
+            self.store.set("verdict", json.dumps(verdict))
+        else:
+            verdict = json.loads(self._get("verdict"))
+            self.store.set(f"heard/{self.rank.rank}", "")
+        if "error" in verdict:
+            # The store ends with rank 0, which stays until the others have read why, also those that are yet to come.
+            others = [f"heard/{rank}" for rank in range(1, self.rank.world_size)]
+            end = max(self.deadline, time.monotonic() + 1) if self.rank.rank == 0 else 0
+            while time.monotonic() < end and others and not self.store.check(others):
+                self._obey()
+                time.sleep(0.02)
+            raise failure_with(*verdict["error"])
+        return verdict["rows"]
+
+    def _collect(self) -> list[dict]:
+        entries: dict[int, dict] = {}
+        while missing := sorted(set(range(self.rank.world_size)) - entries.keys()):
+            if self.store.check(["objection"]):
+                raise RendezvousError(self.store.get("objection").decode())
+            for rank in missing:
+                if not self.store.check([f"rank/{rank}"]):
+                    continue
+                entry = entries[rank] = json.loads(self.store.get(f"rank/{rank}"))
+                if "error" in entry:
+                    code, message = entry["error"]
+                    raise failure_with(code, message if rank == 0 else f"rank {rank}: {message}")
+                for name, value in entry["facts"].items():
+                    if value != entries[0]["facts"][name]:
+                        raise RendezvousError(f"{name}={value} on rank {rank}, but {entries[0]['facts'][name]} on rank 0")
+            if missing and time.monotonic() > self.deadline:
+                names = ", ".join(map(str, missing))
+                raise RendezvousError(
+                    f"{len(missing)} of {self.rank.world_size} ranks missing after {self.seconds:g} s "
+                    f"(--rendezvous-timeout): rank {names}"
+                )
+            self._obey()
+            time.sleep(0.005)
+        rows = [entries[rank]["row"] for rank in range(self.rank.world_size)]
+        refuse_shared_devices(rows)
+        return rows
+
+    def _object(self, message: str, heard: list[str]) -> None:
+        """Fail for a reason that rank 0 cannot see; it prints it, unless it had its ranks together before."""
+        self.store.set("objection", message)
+        try:
+            told = "error" in json.loads(self._get("verdict"))
+            for key in heard:
+                self.store.set(key, "")
+        except (RendezvousError, RuntimeError):
+            told = True  # rank 0 has left already: the job had failed
+        raise RendezvousError(message, everywhere=told)
+
+    def _get(self, key: str) -> bytes:
+        try:
+            return self._wait(lambda: self.store.get(key))
+        except (RuntimeError, ValueError) as error:
+            raise RendezvousError(f"{self.where}: rank 0 was lost, or gave no {key} within {self.seconds:g} s") from error
+
+    def _wait(self, act: Callable):
+        """act(), in a thread: a store blocks where no signal handler runs, and for ever when a stranger accepts."""
+        outcome = Future()
+
+        def fulfil():
+            try:
+                outcome.set_result(act())
+            except (RuntimeError, ValueError) as error:
+                outcome.set_exception(error)
+
+        threading.Thread(target=fulfil, daemon=True).start()
+        # Rank 0 needs all of its deadline to name who is missing; its verdict comes a little later.
+        while time.monotonic() < self.deadline + 2:
+            try:
+                return outcome.result(0.2)
+            except TimeoutError:
+                self._obey()
+        raise RuntimeError("no answer")
+
+    def _obey(self) -> None:
+        if self.stop:
+            raise StoppedError(f"{self.stop.reason} before the first step: the run is as it was, submit again")

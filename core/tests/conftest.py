@@ -1,0 +1,82 @@
+"""What the core's tests share: a time limit for each, finished runs to compare with, and MNIST-like files.
+
+    python -m pytest core/tests          (nox -s conformance runs these and all others)
+
+Ranks are forked processes (ranks.py), what goes wrong in them is in faults.py. No test is timed: seconds are deadlines
+of what would hang.
+"""
+
+import gzip
+import os
+import struct
+import sys
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+# Before torch is imported, here and (inherited) in the fork server.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # run() sets it before it imports torch; forked ranks have torch already
+sys.path.insert(0, str(Path(__file__).parent))  # ranks.py and its like: importlib mode leaves it out
+
+import pytest
+import ranks
+import torch
+from ddp_core.snapshot import RunDirectory
+from states import state
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        # method thread: a signal does not interrupt a collective that waits in C++.
+        item.add_marker(pytest.mark.timeout(120, method="thread"))
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory) -> Callable[..., ranks.Job]:
+    """finished(flags, world_size): the job that ran so without a fault, trained once in a session."""
+    jobs: dict[tuple[str, int], ranks.Job] = {}
+
+    def job(flags: str, world_size: int) -> ranks.Job:
+        if (flags, world_size) not in jobs:
+            folder = tmp_path_factory.mktemp("finished")
+            jobs[flags, world_size] = ranks.train(folder / "run", flags, world_size, code=0)
+        return jobs[flags, world_size]
+
+    return job
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """With the states of steps 1 and 2 in it, as a job leaves them."""
+    directory = RunDirectory(str(tmp_path / "run"), "job-0", fresh=False)
+    for step in (1, 2):
+        directory.save(*state(step))
+    directory.release()
+    return tmp_path / "run"
+
+
+@pytest.fixture(scope="session")
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """[1797, 8, 8] uint8 pixels and [1797] labels, read without ddp_core's own reader."""
+    text = gzip.decompress(resources.files("ddp_core").joinpath("digits.csv.gz").read_bytes()).decode()
+    table = torch.tensor([[int(value) for value in line.split(",")] for line in text.split()], dtype=torch.uint8)
+    return table[:, :64].view(-1, 8, 8), table[:, 64]
+
+
+@pytest.fixture(scope="session")
+def idx_folder(digits, tmp_path_factory) -> Path:
+    """Four files like MNIST's, made from digits: pixels three times as wide, a margin of 2; the labels gzipped."""
+    pixels, labels = digits
+    large = torch.zeros(len(pixels), 28, 28, dtype=torch.uint8)
+    large[:, 2:26, 2:26] = (pixels * 15).repeat_interleave(3, 1).repeat_interleave(3, 2)
+    folder = tmp_path_factory.mktemp("idx")
+    for split, rows in (("train", slice(0, 960)), ("t10k", slice(960, 1080))):
+        (folder / f"{split}-images-idx3-ubyte").write_bytes(idx_bytes(large[rows]))
+        (folder / f"{split}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx_bytes(labels[rows])))
+    return folder
+
+
+def idx_bytes(values: torch.Tensor) -> bytes:
+    """A uint8 tensor in the IDX format: 0, 0, 8 for bytes, the dimensions, their big-endian sizes, the bytes."""
+    return struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape) + bytes(values.flatten().tolist())

@@ -1,0 +1,120 @@
+"""What can be made to go wrong in one process of a job: `train(..., faults={1: at_step(20, signalled(SIGKILL))})`.
+
+A fault is called in the forked process before the program starts there. Faults are functions and partial() of
+functions, since a lambda cannot be sent to another process.
+"""
+
+import itertools
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+Fault = Callable[[], None]
+
+
+def at_step(number: int, act: Fault) -> Fault:
+    """Before the number-th optimizer step of this process (from 0): after its backward, before anything has changed."""
+    return partial(_hook_step, number, act)
+
+
+def _hook_step(number: int, act: Fault) -> None:
+    from ddp_core.optimizer import Optimizer
+
+    step, calls = Optimizer.step, itertools.count()
+
+    def hooked(*args, **kwargs):
+        if next(calls) == number:
+            act()
+        return step(*args, **kwargs)
+
+    Optimizer.step = hooked
+
+
+def after_save(act: Fault) -> Fault:
+    """After every snapshot that this process has written."""
+    return partial(_hook_save, act)
+
+
+def _hook_save(act: Fault) -> None:
+    from ddp_core.snapshot import RunDirectory
+
+    save = RunDirectory.save
+
+    def hooked(*args, **kwargs):
+        save(*args, **kwargs)
+        act()
+
+    RunDirectory.save = hooked
+
+
+def signalled(number: signal.Signals) -> Fault:
+    """The process sends itself a signal."""
+    return partial(_send, number)
+
+
+def _send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def signalled_after(seconds: float, number: signal.Signals) -> Fault:
+    """The process is sent a signal while it is at something else."""
+    return partial(_send_after, seconds, number)
+
+
+def _send_after(seconds: float, number: signal.Signals) -> None:
+    threading.Timer(seconds, _send, [number]).start()
+
+
+def sleeping(seconds: float) -> Fault:
+    return partial(time.sleep, seconds)
+
+
+def environment(**variables: str) -> Fault:
+    return partial(_set_environment, variables)
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+
+
+def files_limited_to(size: int) -> Fault:
+    """From now on, no file of the process may grow beyond size bytes: as on a full disk, writes fail."""
+    return partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
+
+
+def poisoned(row: int) -> Fault:
+    """In this process, and in no other, one training row holds a NaN."""
+    return partial(_poison, row)
+
+
+def _poison(row: int) -> None:
+    from ddp_core import data
+
+    load = data.load
+
+    def poisoned_load(config):
+        loaded = load(config)
+        loaded.train.inputs[row, 0] = torch.nan
+        return loaded
+
+    data.load = poisoned_load
+
+
+def failing_data(error: Exception) -> Fault:
+    """The data cannot be loaded in this process."""
+    return partial(_fail_data, error)
+
+
+def _fail_data(error: Exception) -> None:
+    from ddp_core import data
+
+    def failing_load(config):
+        raise error
+
+    data.load = failing_load

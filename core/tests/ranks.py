@@ -1,0 +1,163 @@
+"""Jobs of W ranks for the tests: forked processes that run ddp_core like the ranks of a real job, on 127.0.0.1.
+
+The processes come from a fork server, one clean process that has imported torch and done nothing with it: importing
+torch costs seconds, forking milliseconds, and a process that has run autograd may not be forked.
+"""
+
+import hashlib
+import importlib
+import itertools
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from ddp_core import Rank, run, snapshot
+
+forks = multiprocessing.get_context("forkserver")
+# DDP imports torch._dynamo, which takes each process 2 s.
+forks.set_forkserver_preload(["ddp_core.trainer", "torch._dynamo", "pytest"])
+
+SECONDS = 40.0  # a job that takes longer hangs: its ranks are killed and the test fails
+FLAGS = "--device cpu --log-every 1 --rendezvous-timeout 20 --timeout 20"
+numbers = itertools.count()
+
+
+@dataclass
+class Job:
+    """What the ranks of a job left behind: exit codes, output, and the run directory."""
+
+    codes: list[int]  # -9: killed by signal 9
+    out: list[str]
+    err: list[str]
+    run_dir: Path | None = None
+
+    @property
+    def error(self) -> str:
+        """The one line that all ranks together have written to stderr."""
+        lines = [line for text in self.err for line in text.splitlines()]
+        assert len(lines) == 1 and lines[0].startswith("error"), f"not one error line but {len(lines)}: {lines}"
+        return lines[0]
+
+    def records(self, kind: str) -> list[dict]:
+        lines = (self.run_dir / "run.jsonl").read_text().splitlines()
+        return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+    @property
+    def losses(self) -> list[float]:
+        """Of every step; where a step was repeated after a resume, the last record counts."""
+        losses = {record["step"]: float.fromhex(record["loss_hex"]) for record in self.records("step")}
+        assert sorted(losses) == list(range(len(losses))), f"steps are missing: {sorted(losses)}"
+        return [losses[step] for step in range(len(losses))]
+
+    @property
+    def snapshot(self) -> Path:
+        return self.run_dir / "snapshot.safetensors"
+
+    def snapshot_hash(self) -> str:
+        return hashlib.sha256(self.snapshot.read_bytes()).hexdigest()
+
+
+def train(
+    run_dir: Path,
+    flags: str = "",
+    world_size: int = 1,
+    *,
+    ranks: Sequence[Rank] | None = None,
+    flags_of: dict[int, str] | None = None,
+    faults: dict[int, Callable[[], None]] | None = None,
+    hanging: Sequence[int] = (),
+    code: int | None = None,
+) -> Job:
+    """Run a job to its end.
+
+    ranks: instead of world_size ranks of one job. By place in ranks, flags_of: more flags, and faults: what to call
+    before the program starts. hanging: ranks to kill when all others are gone. code: what every rank must exit with.
+    """
+    ranks = world(world_size) if ranks is None else ranks
+    common = [*FLAGS.split(), "--run-dir", str(run_dir), *flags.split()]
+    calls = []
+    for place, rank in enumerate(ranks):
+        argv = common + (flags_of or {}).get(place, "").split()
+        calls.append(partial(_as_rank, rank, argv, (faults or {}).get(place)))
+    job = replace(fork(run_dir.parent, *calls, hanging=hanging), run_dir=run_dir)
+    if code is not None:
+        assert job.codes == [code] * len(ranks), f"exit codes {job.codes}, but should be {code}: {job.err}"
+    return job
+
+
+def assert_same_run(job: Job, reference: Job) -> None:
+    """Bit for bit: every loss and every byte of the snapshot."""
+    assert [loss.hex() for loss in job.losses] == [loss.hex() for loss in reference.losses]
+    assert job.snapshot_hash() == reference.snapshot_hash()
+
+
+def step_of(job: Job) -> int:
+    return snapshot.read(job.snapshot)[1]["step"]
+
+
+def world(world_size: int, port: int | None = None, job_id: str = "job-1", **others) -> list[Rank]:
+    """All ranks of a job on this machine."""
+    port = free_port() if port is None else port
+    return [Rank(r, world_size, r, world_size, 0, "127.0.0.1", port, job_id, **others) for r in range(world_size)]
+
+
+def free_port() -> int:
+    """Below the range that outgoing connections take theirs from."""
+    while True:
+        port = 20000 + (os.getpid() * 64 + next(numbers)) % 12000
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+
+
+def fork(folder: Path, *calls: Callable[[], int | None], hanging: Sequence[int] = ()) -> Job:
+    """Each call in a process of its own. What a call returns is its exit code; an exception is 1 and a traceback."""
+    files = [folder / f"process-{next(numbers)}" for _ in calls]
+    processes = [forks.Process(target=_in_process, args=(file, call)) for file, call in zip(files, calls, strict=True)]
+    try:
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + SECONDS
+        for place, process in enumerate(processes):
+            if place not in hanging:
+                process.join(max(0.0, deadline - time.monotonic()))
+        late = [place for place, process in enumerate(processes) if process.is_alive() and place not in hanging]
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    out, err = ([file.with_suffix(ending).read_text() for file in files] for ending in (".out", ".err"))
+    assert not late, f"after {SECONDS:g} s processes {late} still ran: {out} {err}"
+    return Job([process.exitcode for process in processes], out, err)
+
+
+def call(module: str, name: str, *args) -> Callable[[], int | None]:
+    """A function of a test file, to be called in another process: pytest's own modules cannot be imported there."""
+    return partial(_import_and_call, module, name, *args)
+
+
+def _import_and_call(module: str, name: str, *args) -> int | None:
+    return getattr(importlib.import_module(module), name)(*args)
+
+
+def _in_process(file: Path, call: Callable[[], int | None]) -> None:
+    for descriptor, ending in ((1, ".out"), (2, ".err")):
+        os.dup2(os.open(file.with_suffix(ending), os.O_CREAT | os.O_WRONLY, 0o600), descriptor)
+    sys.exit(call())
+
+
+def _as_rank(rank: Rank, argv: list[str], fault: Callable[[], None] | None) -> int:
+    from ddp_core import process_group
+
+    process_group.ROLL_CALL = 1.0  # these ranks are on one machine: 5 s would be waiting for nobody
+    if fault:
+        fault()
+    return run(lambda environ: rank, argv)

@@ -1,0 +1,191 @@
+"""Flags: their defaults, the rules for batch sizes, what defines a problem, and errors that name flag and value.
+
+python -m pytest core/tests/test_config.py
+"""
+
+import dataclasses
+import re
+import subprocess
+import sys
+
+import pytest
+import ranks
+from ddp_core.config import DEFAULTS, TrainConfig, parse
+from ddp_core.errors import ExitCode, UsageError
+
+WORLD_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 96)
+
+# For every field of TrainConfig, flags that change it.
+CHANGES = {
+    "workload": "--workload=regression",
+    "data_dir": "--workload gpt --data-dir texts",
+    "model_size": "--workload gpt --model-size tiny",
+    "epochs": "--epochs 7",
+    "steps_per_epoch": "--steps-per-epoch 5",
+    "global_batch_size": "--global-batch-size 48",
+    "accumulate": "--accumulate 2",
+    "optimizer": "--optimizer adamw",
+    "lr": "--lr 0.3",
+    "momentum": "--momentum 0.5",
+    "weight_decay": "--weight-decay 0.01",
+    "lr_schedule": "--lr-schedule cosine",
+    "warmup_steps": "--warmup-steps 3",
+    "precision": "--precision fp64",
+    "seed": "--seed 1",
+    "device": "--device cpu",
+    "backend": "--backend gloo",
+    "reduction": "--reduction ddp",
+    "deterministic": "--deterministic",
+    "compile": "--compile",
+    "channels_last": "--workload mnist --data-dir idx --channels-last",
+    "run_dir": "--run-dir elsewhere",
+    "fresh": "--fresh",
+    "save_every": "--save-every 2",
+    "eval_every": "--eval-every 2",
+    "log_every": "--log-every 2",
+    "rendezvous_timeout": "--rendezvous-timeout 5",
+    "timeout": "--timeout 5",
+    "debug": "--debug",
+}
+
+
+def config(flags: str, world_size: int = 1) -> TrainConfig:
+    return parse(flags.split(), world_size)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(TrainConfig)])
+def test_every_choice_has_a_flag(name):
+    workload = re.match(r"--workload \w+ |", CHANGES[name])[0]
+    assert getattr(config(CHANGES[name]), name) != getattr(config(workload), name)
+
+
+def test_problem_holds_the_choices_that_determine_the_losses_and_no_others():
+    free = {"data_dir", "epochs", "accumulate", "device", "backend", "reduction", "deterministic", "compile"}
+    free |= {"channels_last", "run_dir", "fresh", "save_every", "eval_every", "log_every", "rendezvous_timeout"}
+    free |= {"timeout", "debug"}
+    assert config("").problem().keys() == CHANGES.keys() - free
+    # A cosine is laid out over the epochs: there, their number is a part of the problem.
+    assert config("--lr-schedule cosine").problem().keys() == CHANGES.keys() - free | {"epochs"}
+
+
+def test_problem_is_the_same_at_every_world_size_that_fits():
+    problems = [config("", world_size).problem() for world_size in WORLD_SIZES]
+    assert all(problem == problems[0] for problem in problems)
+
+
+@pytest.mark.parametrize("workload", DEFAULTS)
+def test_no_default_is_left_open(workload):
+    assert None not in dataclasses.asdict(config(f"--workload {workload}")).values()
+    assert config(f"--workload {workload}").run_dir == f"runs/{workload}"
+
+
+@pytest.mark.parametrize("workload", DEFAULTS)
+def test_a_flag_wins_over_the_default_of_the_workload(workload):
+    flags = "--epochs 9 --lr 0.25 --momentum 0.5 --optimizer adamw --global-batch-size 8"
+    chosen = config(f"--workload {workload} {flags}")
+    values = (chosen.epochs, chosen.lr, chosen.momentum, chosen.optimizer, chosen.global_batch_size)
+    assert values == (9, 0.25, 0.5, "adamw", 8)
+
+
+@pytest.mark.parametrize("workload", DEFAULTS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_default_batches_divide_by_the_world_sizes_of_the_machines(workload, world_size):
+    assert config(f"--workload {workload}", world_size).global_batch_size % world_size == 0
+
+
+def test_a_batch_per_rank_grows_with_the_world():
+    assert config("--per-rank-batch-size 10", 3).global_batch_size == 30
+    assert config("--workload regression", 4).global_batch_size == 4 * DEFAULTS["regression"]["per_rank_batch_size"]
+
+
+def test_scale_lr_multiplies_by_the_world_size_and_nothing_else_does():
+    assert config("--lr 0.25 --scale-lr", 4).lr == 1.0
+    assert config("--lr 0.25", 4).lr == 0.25
+
+
+def test_a_batch_that_does_not_divide_lists_what_fits():
+    with pytest.raises(UsageError) as caught:
+        config("--global-batch-size 100", 8)
+    message = str(caught.value)
+    assert "--global-batch-size 100" in message and "8 ranks" in message
+    assert "96 or 104" in message  # batches for this world
+    assert "1, 2, 4, 5, 10, 20, 25, 50, 100 ranks" in message  # worlds for this batch
+
+
+def test_a_batch_below_the_world_size_lists_only_what_trains():
+    with pytest.raises(UsageError, match="take 8, or"):
+        config("--global-batch-size 4", 8)
+
+
+def test_accumulate_counts_in_the_division():
+    assert config("--global-batch-size 96 --accumulate 3", 4).accumulate == 3
+    with pytest.raises(UsageError, match=r"--global-batch-size 96.*4 ranks.*--accumulate 5.*take 80 or 100"):
+        config("--global-batch-size 96 --accumulate 5", 4)
+    with pytest.raises(UsageError, match=r"--per-rank-batch-size 10.*--accumulate 3"):
+        config("--per-rank-batch-size 10 --accumulate 3", 2)
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        *((flag, value) for flag in ("--epochs", "--accumulate", "--save-every") for value in ("0", "-1", "1.5", "x")),
+        *((flag, value) for flag in ("--global-batch-size", "--per-rank-batch-size") for value in ("0", "-8", "many")),
+        *(("--lr", value) for value in ("0", "-0.1", "nan", "inf", "fast")),
+        *((flag, value) for flag in ("--momentum", "--weight-decay") for value in ("-0.1", "nan", "x")),
+        *((flag, value) for flag in ("--seed", "--steps-per-epoch", "--warmup-steps") for value in ("-1", "0.5", "x")),
+        *((flag, value) for flag in ("--timeout", "--rendezvous-timeout") for value in ("0", "-1", "nan", "inf")),
+        *((flag, "x") for flag in ("--workload", "--optimizer", "--precision", "--device", "--backend", "--reduction")),
+        ("--seed", str(2**64)),  # the order of samples is computed in 64 bits
+        ("--timeout", "1e15"),  # more seconds than a timeout can hold
+    ],
+)
+def test_a_bad_value_is_an_error_that_names_flag_and_value(flag, value):
+    with pytest.raises(UsageError) as caught:
+        parse([f"{flag}={value}"], 1)
+    assert flag in str(caught.value) and value in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.code == ExitCode.USAGE == 2
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--no-such-flag 3", "--no-such-flag"),
+        ("--epoch 3", "--epoch"),  # no abbreviations: a later flag would change what they mean
+        ("extra", "extra"),
+        ("--global-batch-size 8 --per-rank-batch-size 8", "--per-rank-batch-size"),
+        ("--model-size tiny", "--model-size tiny"),
+        ("--data-dir there", "--data-dir there"),
+        ("--channels-last", "--channels-last"),
+    ],
+)
+def test_flags_that_do_not_belong_are_named(flags, named):
+    with pytest.raises(UsageError) as caught:
+        config(flags)
+    assert named in str(caught.value)
+
+
+def test_a_usage_error_is_one_line_of_rank_0_and_exit_code_2_on_all(tmp_path):
+    job = ranks.train(tmp_path / "run", "--global-batch-size 7", world_size=2, code=2)
+    assert "--global-batch-size 7" in job.error
+    assert job.err[1] == "", "rank 1 repeats what rank 0 has said"
+    assert not job.run_dir.exists()
+
+
+def test_flags_are_read_without_torch():
+    """Importing torch takes seconds, for a mistyped flag too many."""
+    program = """
+import sys
+from ddp_core import Rank, run
+code = run(lambda environ: Rank.single(), ["--epochs", "none"])
+try:
+    run(lambda environ: Rank.single(), ["--help"])
+except SystemExit as end:
+    code += end.code or 0
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert "--epochs" in ended.stderr and "'none'" in ended.stderr
+    assert "exit codes: 0 done" in " ".join(ended.stdout.split())

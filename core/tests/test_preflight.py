@@ -1,0 +1,91 @@
+"""Before anything is started: device, interface, environment and data are there, and one rank's failure is everyone's.
+
+python -m pytest core/tests/test_preflight.py
+"""
+
+import socket
+
+import pytest
+import torch
+from ddp_core.errors import PreflightError, SnapshotError, UsageError, failure_with
+from faults import environment, failing_data, sleeping
+from ranks import train
+
+# ---- devices, interfaces, environment -----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a cuda device here")
+def test_a_device_that_is_not_there_is_an_error_and_no_other_device_is_taken(tmp_path):
+    job = train(tmp_path / "run", "--epochs 1 --device cuda", 2, code=3)
+    assert "--device cuda" in job.error and torch.__version__ in job.error
+
+
+def test_a_mask_that_hides_the_device_is_shown(tmp_path):
+    hidden = environment(CUDA_VISIBLE_DEVICES="", ROCR_VISIBLE_DEVICES="7")
+    job = train(tmp_path / "run", "--epochs 1 --device xpu", faults={0: hidden}, code=3)
+    assert "CUDA_VISIBLE_DEVICES=" in job.error and "ROCR_VISIBLE_DEVICES=7" in job.error
+
+
+@pytest.mark.parametrize("wrong", [{0}, {1}, {0, 1}])
+def test_an_interface_that_is_not_there_is_answered_with_those_that_are(tmp_path, wrong):
+    faults = {rank: environment(GLOO_SOCKET_IFNAME="hsn0") for rank in wrong}
+    job = train(tmp_path / "run", "--epochs 1", 2, faults=faults, code=3)
+    assert "GLOO_SOCKET_IFNAME=hsn0" in job.error
+    assert all(name in job.error for _, name in socket.if_nameindex())
+    assert 0 in wrong or "rank 1: " in job.error
+
+
+def test_an_interface_that_is_there_is_used(tmp_path):
+    faults = {rank: environment(GLOO_SOCKET_IFNAME="lo") for rank in range(2)}
+    train(tmp_path / "run", "--epochs 1 --steps-per-epoch 1", 2, faults=faults, code=0)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"])
+def test_an_environment_that_overrules_the_precision_is_refused(tmp_path, name):
+    job = train(tmp_path / "run", "--epochs 1", 2, faults={1: environment(**{name: "1"})}, code=3)
+    assert f"{name}=1" in job.error and "rank 1: " in job.error
+    train(tmp_path / "run", "--epochs 1 --steps-per-epoch 1", faults={0: environment(**{name: "0"})}, code=0)
+
+
+@pytest.mark.parametrize("flag", ["--precision tf32", "--backend nccl"])
+def test_what_the_cpu_cannot_do_is_a_usage_error(tmp_path, flag):
+    assert flag in train(tmp_path / "run", f"--epochs 1 {flag}", 2, code=2).error
+
+
+# ---- a failure of one rank ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "failing, error",
+    [
+        ([0], SnapshotError("it is broken")),
+        ([1], UsageError("it is too much")),
+        ([1], PreflightError("no data there")),
+        ([0, 1], PreflightError("no data there")),
+    ],
+)
+def test_a_failure_on_one_rank_reaches_all_with_its_code(tmp_path, failing, error):
+    faults = {rank: failing_data(error) for rank in failing}
+    job = train(tmp_path / "run", "--epochs 1", 2, faults=faults, code=error.code)
+    assert str(error) in job.error
+    assert 0 in failing or f"rank 1: {error}" in job.error
+    assert not (tmp_path / "run" / "run.lock").exists(), "the next start finds a lock"
+
+
+def test_a_failure_of_rank_0_is_told_to_a_rank_that_starts_later(tmp_path):
+    """Ranks import torch from a shared file system, and are seconds apart."""
+    faults = {0: failing_data(PreflightError("no data there")), 1: sleeping(1.5)}
+    job = train(tmp_path / "run", "--epochs 1 --rendezvous-timeout 10", 2, faults=faults, code=3)
+    assert "no data there" in job.error
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 5, 6, 7, 8])
+def test_every_exit_code_is_a_failure_that_can_be_told(code):
+    failure = failure_with(code, "why")
+    assert (int(failure.code), str(failure), failure.everywhere) == (code, "why", True)
+
+
+def test_debug_shows_the_traceback_along_with_the_line(tmp_path):
+    faults = {0: failing_data(PreflightError("no data there"))}
+    job = train(tmp_path / "run", "--epochs 1 --debug", faults=faults, code=3)
+    assert job.err[0].startswith("error: no data there\n") and "Traceback" in job.err[0]

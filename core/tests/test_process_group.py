@@ -1,0 +1,176 @@
+"""How ranks meet, and what they say when they do not: one line that names the culprit, and the same code on all.
+
+python -m pytest core/tests/test_process_group.py
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import ranks
+import torch
+from ddp_core.errors import PreflightError
+from faults import at_step, failing_data, signalled_after, sleeping
+from ranks import call, train, world
+
+SOON = "--epochs 1 --rendezvous-timeout 1"
+LATER = "--epochs 1 --rendezvous-timeout 3"
+LONG = {0: at_step(0, sleeping(2))}  # a job that is still there when a process comes late that does not belong to it
+
+
+@pytest.fixture(params=[b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None], ids=["hangs up", "http", "silent"])
+def listener(request):
+    """A port where another program listens, and what it answers with."""
+
+    def serve(server: socket.socket) -> None:
+        connections = []
+        while request.param is not None:
+            try:
+                connections.append(server.accept()[0])
+            except OSError:
+                return
+            connections[-1].sendall(request.param)
+            if not request.param:
+                connections.pop().close()
+
+    with socket.create_server(("127.0.0.1", ranks.free_port())) as server:
+        threading.Thread(target=serve, args=(server,), daemon=True).start()
+        yield server.getsockname()[1]
+
+
+# ---- who is missing, and who should not be there ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", [[2], [1, 3]])
+def test_missing_ranks_are_named(tmp_path, missing):
+    present = [rank for rank in world(4) if rank.rank not in missing]
+    job = train(tmp_path / "run", SOON, ranks=present, code=4)
+    assert f"{len(missing)} of 4 ranks missing after 1 s" in job.error
+    assert f"rank {', '.join(map(str, missing))}" in job.error
+
+
+def test_without_rank_0_the_others_say_where_they_looked():
+    """In a process that is not forked: c10d's own pages of C++ frames come from before Python's line."""
+    program = f"from ddp_core import *; raise SystemExit(run(lambda environ: {world(2)[1]!r}, {SOON.split()!r}))"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_")}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ, check=False)
+    assert ended.returncode == 4
+    (line,) = ended.stderr.splitlines()
+    assert "rank 0 did not answer rank 1" in line and "MASTER_PORT=" in line and "within 1 s" in line
+
+
+@pytest.mark.parametrize("odd, size", [(1, 3), (2, 4)])
+def test_a_rank_that_expects_a_larger_world_names_both(tmp_path, odd, size):
+    """Within rank 0's world of two, whose own rank 1 is missing then, and beyond it, where rank 0 does not look."""
+    present = world(2)
+    larger = world(size, port=present[0].master_port)[odd]
+    job = train(tmp_path / "run", LATER, ranks=[*present[:odd], larger], faults=LONG)
+    assert job.codes[odd] == 4 and {*job.codes[:odd]} <= {0, 4}, (job.codes, job.err)
+    assert f"world_size={size} on rank {odd}, but 2 on rank 0" in job.error
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_is_there_twice_is_named(tmp_path, world_size):
+    """Beside a world that is complete, and in the place of a rank that is missing."""
+    present = world(world_size)[:2]
+    job = train(tmp_path / "run", LATER, ranks=[*present, present[1]], faults=LONG)
+    assert 4 in job.codes[1:] and {*job.codes} <= {0, 4}, (job.codes, job.err)
+    assert "rank 1 is there twice" in job.error
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_a_rank_that_waits_for_the_other_can_be_told_to_stop(tmp_path, waiting):
+    told = {0: signalled_after(0.5, signal.SIGTERM)}
+    train(tmp_path / "run", "--epochs 1", ranks=[world(2)[waiting]], faults=told, code=75)
+    assert not (tmp_path / "run" / "run.lock").exists()
+
+
+# ---- the port and the address -------------------------------------------------------------------------------------
+
+
+def test_a_port_that_another_program_has_is_named_by_every_rank(tmp_path, listener):
+    job = train(tmp_path / "run", SOON, ranks=world(2, port=listener), code=4)
+    for rank, text in enumerate(job.err):
+        assert len(text.splitlines()) == 1 and f"[rank {rank}, " in text and f"MASTER_PORT={listener}" in text
+    assert "is taken" in job.err[0] and "another MASTER_PORT" in job.err[0]
+
+
+def test_another_job_s_rank_0_is_told_from_ours(tmp_path):
+    """Rank 1 of `mine` finds the rank 0 of `theirs` on the port, which waits for its own rank 1."""
+    theirs = world(2, job_id="theirs")[0]
+    mine = world(2, port=theirs.master_port, job_id="mine")[1]
+    job = train(tmp_path / "run", SOON, ranks=[theirs, mine], code=4)
+    assert len(job.err[1].splitlines()) == 1 and f"MASTER_PORT={theirs.master_port} belongs to job theirs" in job.err[1]
+    assert "this is job mine" in job.err[1]
+    assert "1 of 2 ranks missing" in job.err[0], "the other job was disturbed"
+
+
+def test_an_address_that_does_not_resolve_is_named(tmp_path):
+    nowhere = [replace(rank, master_addr="no-such-host.invalid") for rank in world(2)]
+    job = train(tmp_path / "run", SOON, ranks=nowhere, code=4)
+    for rank, text in enumerate(job.err):
+        assert len(text.splitlines()) == 1 and f"[rank {rank}, " in text and "MASTER_ADDR=no-such-host.invalid" in text
+
+
+def test_a_launcher_s_store_serves_one_start_after_another(tmp_path):
+    """torchrun's agent keeps its store over a restart of the ranks, with the keys of the first start in it."""
+    port = ranks.free_port()
+    store = torch.distributed.TCPStore("127.0.0.1", port, None, True, timedelta(seconds=20), wait_for_workers=False)
+    failing = {1: failing_data(PreflightError("no data"))}
+    first, second = (world(2, port=port, job_id=f"run.{start}", launcher_store=True) for start in (0, 1))
+    train(tmp_path / "run", SOON, ranks=first, faults=failing, code=3)
+    train(tmp_path / "run", SOON, ranks=second, code=0)
+    del store
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_many_ranks_meet_on_one_machine(tmp_path, world_size):
+    train(tmp_path / "run", "--epochs 1 --steps-per-epoch 1", world_size, code=0)
+
+
+# ---- of one mind --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--lr 0.2", "lr=0.2 on rank 1, but 0.1 on rank 0"),
+        ("--seed 1", "seed=1 on rank 1, but 0 on rank 0"),
+        ("--run-dir elsewhere", "run_dir=elsewhere on rank 1"),
+        ("--log-every 3", "log_every=3 on rank 1"),
+    ],
+)
+def test_a_rank_with_other_flags_is_named_with_them(tmp_path, flags, named):
+    job = train(tmp_path / "run", "--epochs 1", 2, flags_of={1: flags}, code=4)
+    assert named in job.error
+    assert not (tmp_path / "run" / "run.lock").exists()
+
+
+def _other_version() -> None:
+    import ddp_core
+
+    ddp_core.__version__ = "0.0.9"
+
+
+def test_a_rank_with_another_core_is_named(tmp_path):
+    job = train(tmp_path / "run", "--epochs 1", 2, faults={1: call("test_process_group", "_other_version")}, code=4)
+    assert "ddp_core=0.0.9 on rank 1, but" in job.error
+
+
+def test_a_rank_with_other_data_is_named(tmp_path):
+    job = train(tmp_path / "run", "--epochs 1", 2, faults={1: call("test_process_group", "_other_digits")}, code=4)
+    assert "data=other on rank 1, but" in job.error
+
+
+def _other_digits() -> None:
+    from ddp_core import data
+
+    load = data.load
+    data.load = lambda config: replace(load(config), fingerprint="other")

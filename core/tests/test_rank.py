@@ -1,0 +1,137 @@
+"""Rank: good values are taken, impossible ones are errors that name the variable and its value.
+
+python -m pytest core/tests/test_rank.py
+"""
+
+import dataclasses
+
+import pytest
+from ddp_core import Rank
+from ddp_core.errors import ExitCode, PreflightError
+
+# The second of two ranks on the second of two nodes, as some launcher exports it.
+GOOD = {
+    "L_RANK": "3",
+    "L_SIZE": "4",
+    "L_LOCAL_RANK": "1",
+    "L_LOCAL_SIZE": "2",
+    "L_NODE": "1",
+    "L_ADDR": "node0",
+    "L_PORT": "29500",
+    "L_JOB": "77.0",
+}
+VARIABLES = dict(
+    rank="L_RANK",
+    world_size="L_SIZE",
+    local_rank="L_LOCAL_RANK",
+    local_world_size="L_LOCAL_SIZE",
+    node_rank="L_NODE",
+    master_addr="L_ADDR",
+    master_port="L_PORT",
+    job_id="L_JOB",
+)
+ONE_NODE = GOOD | {"L_LOCAL_SIZE": "4", "L_LOCAL_RANK": "3", "L_NODE": "0"}
+NUMBERS = [variable for name, variable in VARIABLES.items() if name not in ("master_addr", "job_id")]
+
+
+def read(environ: dict[str, str]) -> Rank:
+    return Rank.read(environ, **VARIABLES)
+
+
+def test_good_values_become_a_rank():
+    assert read(GOOD) == Rank(3, 4, 1, 2, 1, "node0", 29500, "77.0")
+
+
+def test_spaces_around_a_value_do_not_count():
+    assert read(GOOD | {"L_RANK": " 3 ", "L_ADDR": "node0\n"}) == read(GOOD)
+
+
+def test_a_world_of_one_needs_no_launcher():
+    rank = Rank.single()
+    assert (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size, rank.node_rank) == (0, 1, 0, 1, 0)
+
+
+def test_a_rank_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Rank.single().rank = 1
+
+
+def test_a_launcher_store_is_noted():
+    assert Rank.read(GOOD, launcher_store=True, **VARIABLES).launcher_store
+    assert not read(GOOD).launcher_store
+
+
+@pytest.mark.parametrize("variable", GOOD)
+@pytest.mark.parametrize("missing", [None, "", "  "])
+def test_a_missing_value_names_its_variable(variable, missing):
+    environ = {name: value for name, value in GOOD.items() if name != variable}
+    if missing is not None:
+        environ[variable] = missing
+    with pytest.raises(PreflightError, match=f"{variable} is not set"):
+        read(environ)
+
+
+@pytest.mark.parametrize("variable", NUMBERS)
+@pytest.mark.parametrize("value", ["abc", "-1", "1.0", "0x1", "1 2", "1_0", "+1", "²", "٣", "$SLURM_PROCID", "2(x3)"])
+def test_what_is_no_whole_number_names_variable_and_value(variable, value):
+    with pytest.raises(PreflightError) as caught:
+        read(GOOD | {variable: value})
+    assert str(caught.value).startswith(f"{variable}={value!r}, but should be")
+
+
+@pytest.mark.parametrize(
+    "environ, named",
+    [
+        (GOOD | {"L_SIZE": "0"}, "L_SIZE=0"),
+        (GOOD | {"L_RANK": "4"}, "L_RANK=4"),
+        (GOOD | {"L_RANK": "4"}, "L_SIZE=4"),
+        (GOOD | {"L_LOCAL_SIZE": "0"}, "L_LOCAL_SIZE=0"),
+        (GOOD | {"L_LOCAL_SIZE": "5"}, "L_LOCAL_SIZE=5"),
+        (GOOD | {"L_LOCAL_RANK": "2"}, "L_LOCAL_RANK=2"),
+        (GOOD | {"L_RANK": "0"}, "L_LOCAL_RANK=1"),  # the local rank is above the rank
+        (GOOD | {"L_NODE": "4"}, "L_NODE=4"),
+        (ONE_NODE | {"L_NODE": "1"}, "L_NODE=1"),  # all ranks on one node, and that is not the first
+        (ONE_NODE | {"L_LOCAL_RANK": "2"}, "L_LOCAL_RANK=2"),  # all on one node, and yet not its rank
+        (GOOD | {"L_PORT": "65536"}, "L_PORT=65536"),
+        (GOOD | {"L_PORT": "99999"}, "L_PORT=99999"),
+        (GOOD | {"L_PORT": "0"}, "L_PORT=0"),  # a port that the others cannot know
+        (GOOD | {"L_ADDR": "127.0.0.1"}, "L_ADDR='127.0.0.1'"),  # the other node would talk to itself
+        (GOOD | {"L_ADDR": "127.0.1.1"}, "L_ADDR='127.0.1.1'"),  # Debian's /etc/hosts gives this for `hostname -i`
+        (GOOD | {"L_ADDR": "::1"}, "L_ADDR='::1'"),
+        (GOOD | {"L_ADDR": "localhost"}, "L_ADDR='localhost'"),
+    ],
+)
+def test_values_that_cannot_be_true_together_name_variable_and_value(environ, named):
+    with pytest.raises(PreflightError) as caught:
+        read(environ)
+    assert named in str(caught.value)
+    assert "but should be" in str(caught.value)
+    assert caught.value.code == ExitCode.PREFLIGHT == 3
+    assert isinstance(caught.value, ValueError)
+
+
+def test_an_error_names_the_field_where_no_variable_is_known():
+    with pytest.raises(PreflightError, match="rank=2"):
+        Rank(2, 2, 0, 1, 1, "node0", 29500, "77")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
+def test_loopback_is_good_on_one_node(address):
+    assert read(ONE_NODE | {"L_ADDR": address}).master_addr == address
+
+
+def test_port_0_is_good_for_a_world_of_one():
+    alone = ONE_NODE | {"L_SIZE": "1", "L_LOCAL_SIZE": "1", "L_RANK": "0", "L_LOCAL_RANK": "0", "L_PORT": "0"}
+    assert read(alone).master_port == 0
+
+
+def test_uneven_nodes_are_good():
+    """Two nodes of 3 and 1 ranks: the last rank is alone on its node."""
+    assert read(GOOD | {"L_LOCAL_SIZE": "1", "L_LOCAL_RANK": "0"}).rank == 3
+    assert read(GOOD | {"L_RANK": "2", "L_LOCAL_SIZE": "3", "L_LOCAL_RANK": "2", "L_NODE": "0"}).rank == 2
+
+
+def test_two_addresses_in_one_value_are_an_error():
+    """`hostname -i` prints several on a node with several interfaces."""
+    with pytest.raises(PreflightError, match=r"L_ADDR='10\.0\.0\.1 10\.1\.0\.1'"):
+        read(GOOD | {"L_ADDR": "10.0.0.1 10.1.0.1"})

@@ -1,0 +1,141 @@
+"""Stop a run whenever you like: it is resumed with the same losses and the same weights.
+
+python -m pytest core/tests/test_resume.py
+"""
+
+import signal
+
+import pytest
+import ranks
+from faults import at_step, signalled
+from ranks import assert_same_run, step_of, train
+from test_trainer import deviation
+
+RUN = "--epochs 3 --precision fp64"  # 14 steps an epoch
+
+
+# ---- told to stop -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "number, world_size, told",
+    [
+        (signal.SIGTERM, 1, 0),
+        (signal.SIGTERM, 2, 0),
+        (signal.SIGTERM, 2, 1),
+        (signal.SIGUSR1, 2, 1),
+        (signal.SIGINT, 2, 1),
+    ],
+)
+def test_one_rank_told_to_stop_stops_all_and_the_run_goes_on_as_ever(finished, tmp_path, number, world_size, told):
+    job = train(tmp_path / "run", RUN, world_size, faults={told: at_step(3, signalled(number))}, code=75)
+    assert job.err == [""] * world_size, "a stop is no error"
+    assert "submit again to resume" in job.out[0] and (told or number.name in job.out[0])
+    assert step_of(job) % 14 > 0, "it stopped at the end of an epoch: this shows nothing about the middle of one"
+    assert_same_run(train(tmp_path / "run", RUN, world_size, code=0), finished(RUN, world_size))
+
+
+@pytest.mark.parametrize("choices", ["--optimizer sgd", "--optimizer adamw --lr 0.003 --precision bf16"])
+def test_stopped_again_and_again_the_run_is_still_the_same(finished, tmp_path, choices):
+    flags, stops = f"--epochs 2 --lr-schedule cosine {choices}", 0
+    while train(tmp_path / "run", flags, 2, faults={1: at_step(2, signalled(signal.SIGTERM))}).codes == [75, 75]:
+        stops += 1
+    assert stops > 3
+    assert_same_run(train(tmp_path / "run", flags, 2, code=0), finished(flags, 2))
+
+
+def test_told_twice_is_told_once(finished, tmp_path):
+    """A signal that comes while the ranks stop and save changes nothing."""
+    told = {0: at_step(3, signalled(signal.SIGTERM)), 1: at_step(3, signalled(signal.SIGUSR1))}
+    train(tmp_path / "run", RUN, 2, faults=told, code=75)
+    assert_same_run(train(tmp_path / "run", RUN, 2, code=0), finished(RUN, 2))
+
+
+def test_told_at_the_last_step_the_run_is_complete(tmp_path):
+    job = train(tmp_path / "run", "--epochs 1", 2, faults={1: at_step(13, signalled(signal.SIGTERM))}, code=0)
+    assert "run complete" in job.out[0]
+
+
+# ---- killed -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_snapshot(finished, tmp_path, victim):
+    job = train(tmp_path / "run", RUN, 2, faults={victim: at_step(20, signalled(signal.SIGKILL))})
+    survivor = 1 - victim
+    assert (job.codes[victim], job.codes[survivor]) == (-signal.SIGKILL, 7)
+    assert f"rank {victim} died" in job.error and "the last snapshot is whole" in job.error
+    assert step_of(job) == 14
+    assert_same_run(train(tmp_path / "run", RUN, 2, code=0), finished(RUN, 2))
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_all_survivors_leave_and_name_the_rank_that_died_first(tmp_path, victim):
+    job = train(tmp_path / "run", RUN, 4, faults={victim: at_step(20, signalled(signal.SIGKILL))})
+    assert [code for rank, code in enumerate(job.codes) if rank != victim] == [7, 7, 7]
+    assert f"rank {victim} died" in job.error
+
+
+def test_a_rank_that_hangs_is_named_within_the_timeout(finished, tmp_path):
+    stopped = {1: at_step(20, signalled(signal.SIGSTOP))}
+    job = train(tmp_path / "run", f"{RUN} --timeout 2", 2, faults=stopped, hanging=[1])
+    assert job.codes[0] == 7
+    assert "rank 1 died or hangs" in job.error
+    assert_same_run(train(tmp_path / "run", RUN, 2, code=0), finished(RUN, 2))
+
+
+# ---- other world sizes, more epochs -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first, then", [(1, 2), (2, 1), (4, 2)])
+def test_a_run_goes_on_at_another_world_size(finished, tmp_path, first, then):
+    train(tmp_path / "run", RUN, first, faults={0: at_step(3, signalled(signal.SIGTERM))}, code=75)
+    job = train(tmp_path / "run", RUN, then, code=0)
+    assert deviation(job.losses, finished(RUN, 1).losses) < 1e-12
+    assert [record["world_size"] for record in job.records("start")] == [first, then]
+
+
+def test_a_run_goes_on_under_the_other_reduction_and_cut(finished, tmp_path):
+    train(tmp_path / "run", f"{RUN} --reduction flat", 2, faults={0: at_step(3, signalled(signal.SIGTERM))}, code=75)
+    job = train(tmp_path / "run", f"{RUN} --reduction ddp --accumulate 3", 2, code=0)
+    assert deviation(job.losses, finished(RUN, 1).losses) < 1e-12
+
+
+def test_more_epochs_continue_a_finished_run(finished, tmp_path):
+    train(tmp_path / "run", "--epochs 1 --precision fp64", 2, code=0)
+    assert_same_run(train(tmp_path / "run", RUN, 2, code=0), finished(RUN, 2))
+
+
+def test_the_best_model_so_far_is_remembered(finished, tmp_path):
+    """The loss of this run rises again: an epoch after the resume is worse than the best before it."""
+    flags = "--steps-per-epoch 3 --lr 3.0 --seed 1"
+    whole = finished(f"--epochs 6 {flags}", 1)
+    losses = [record["eval_loss"] for record in whole.records("epoch")]
+    best = losses.index(min(losses)) + 1
+    assert best < 6, "the last epoch is the best: this shows nothing"
+    train(tmp_path / "run", f"--epochs {best} {flags}", code=0)
+    job = train(tmp_path / "run", f"--epochs 6 {flags}", code=0)
+    assert (job.run_dir / "best.safetensors").read_bytes() == (whole.run_dir / "best.safetensors").read_bytes()
+
+
+def test_a_finished_run_has_nothing_to_do(tmp_path):
+    before = train(tmp_path / "run", "--epochs 1", 2, code=0).snapshot_hash()
+    job = train(tmp_path / "run", "--epochs 1", 2, code=0)
+    assert "complete already" in job.out[0]
+    assert job.snapshot_hash() == before
+
+
+def test_a_broken_snapshot_falls_back_to_the_one_before(finished, tmp_path):
+    job = train(tmp_path / "run", RUN, 2, code=0)
+    job.snapshot.write_bytes(job.snapshot.read_bytes()[:-100])
+    again = train(tmp_path / "run", RUN, 2, code=0)
+    assert "warning: " in again.out[0] and "snapshot.prev" in again.out[0]
+    assert_same_run(again, finished(RUN, 2))
+
+
+def test_fresh_starts_again_and_moves_the_old_run_aside(finished, tmp_path):
+    old = train(tmp_path / "run", "--epochs 1 --seed 5", 2, code=0).snapshot_hash()
+    job = train(tmp_path / "run", f"{RUN} --fresh", 2, code=0)
+    assert_same_run(job, finished(RUN, 2))
+    aside = ranks.Job([], [], [], tmp_path / "run" / "old-1")
+    assert aside.snapshot_hash() == old and len(aside.losses) == 14

@@ -1,0 +1,173 @@
+"""The run directory: killed anywhere it holds the old state or the new one, whole, and says which.
+
+python -m pytest core/tests/test_run_directory.py
+"""
+
+import errno
+import itertools
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import ranks
+from ddp_core import snapshot
+from ddp_core.errors import SnapshotError, StorageError
+from ddp_core.snapshot import RunDirectory
+from faults import files_limited_to
+from states import BYTES, load, state, step_of, steps
+
+# ---- what is loaded -----------------------------------------------------------------------------------------------
+
+
+def test_an_empty_directory_has_nothing_to_resume(tmp_path):
+    assert load(tmp_path / "new") is None
+
+
+def test_the_newest_state_is_loaded_and_the_one_before_is_kept(folder, capsys):
+    assert steps(folder) == [2, 1]
+    assert step_of(load(folder)) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_times_of_the_files_do_not_matter(folder):
+    os.utime(folder / "snapshot.safetensors", (0, 0))
+    assert step_of(load(folder)) == 2
+
+
+DAMAGES = {
+    "empty": lambda raw: b"",
+    "half": lambda raw: raw[: len(raw) // 2],
+    "one byte": lambda raw: raw[:-9] + b"x" + raw[-8:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_broken_snapshot_falls_back_with_a_warning(folder, capsys, damage):
+    path = folder / "snapshot.safetensors"
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    assert step_of(load(folder)) == 1
+    warning = capsys.readouterr().out
+    assert warning.startswith("warning: ") and str(path) in warning and "snapshot.prev" in warning
+
+
+def test_a_missing_snapshot_falls_back_with_a_warning(folder, capsys):
+    (folder / "snapshot.safetensors").unlink()
+    assert step_of(load(folder)) == 1
+    assert "warning: " in capsys.readouterr().out
+
+
+def test_two_broken_files_are_refused_and_stay(folder):
+    for path in folder.glob("*.safetensors"):
+        path.write_bytes(b"garbage")
+    with pytest.raises(SnapshotError, match=r"snapshot\.safetensors.*snapshot\.prev\.safetensors.*--fresh"):
+        load(folder)
+    assert [path.read_bytes() for path in folder.glob("*.safetensors")] == [b"garbage"] * 2
+
+
+def test_one_broken_file_alone_is_never_taken_for_an_empty_directory(folder):
+    (folder / "snapshot.prev.safetensors").unlink()
+    (folder / "snapshot.safetensors").write_bytes(b"")
+    with pytest.raises(SnapshotError):
+        load(folder)
+
+
+# ---- killed while saving ------------------------------------------------------------------------------------------
+
+
+def _no_link(*args) -> None:
+    raise OSError(errno.EPERM, "this file system has no hard links")
+
+
+CHANGES_FILES = {"open", "write", "flush", "close", "fsync", "link", "unlink", "replace", "rename", "chmod", "__exit__"}
+
+
+def _save_and_die(folder: Path, place: int, links: bool) -> None:
+    """Save step 3; at the place-th boundary, before or after a call that changes files, kill this process."""
+    if not links:
+        os.link = _no_link
+    directory, boundaries = RunDirectory(str(folder), "job-1", fresh=False), itertools.count()
+
+    def at_call(frame, event: str, function) -> None:
+        if event in ("c_call", "c_return") and function.__name__ in CHANGES_FILES and next(boundaries) == place:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(at_call)
+    directory.save(*state(3))
+    sys.setprofile(None)
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
+def test_killed_at_any_boundary_of_a_save_the_old_state_or_the_new_one_is_there_whole(folder, links):
+    found = []
+    for place in itertools.count():
+        job = ranks.fork(folder.parent, ranks.call("test_run_directory", "_save_and_die", folder, place, links))
+        if job.codes == [0]:
+            break  # there is no such boundary: the save went through
+        assert job.codes == [-signal.SIGKILL], job.err
+        found.append(step_of(load(folder)))
+        assert not list(folder.glob(".*")), "what the killed writer has left is swept away"
+        assert not links or {*steps(folder)} <= {1, 2, 3}, "with links, snapshot.safetensors is never missing"
+        for path, step in zip(("snapshot.safetensors", "snapshot.prev.safetensors"), (2, 1), strict=True):
+            snapshot.write(folder / path, *state(step))
+    assert len(found) >= 12, "these are not all boundaries of a save"
+    assert found == sorted(found) and {*found} == {2, 3}, "first the old state, then the new one"
+    assert step_of(load(folder)) == 3
+
+
+def _save_and_die_half_way(folder: Path, size: int) -> None:
+    directory = RunDirectory(str(folder), "job-1", fresh=False)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel kills who writes beyond the limit
+    files_limited_to(size)()
+    directory.save(*state(3))
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, BYTES // 2, BYTES])
+def test_killed_in_the_middle_of_writing_the_old_state_is_there(folder, size):
+    job = ranks.fork(folder.parent, ranks.call("test_run_directory", "_save_and_die_half_way", folder, size))
+    assert job.codes == [-signal.SIGXFSZ]
+    assert step_of(load(folder)) == 2
+
+
+# ---- storage that fails -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["link", "replace", "fsync"])
+def test_storage_that_fails_in_a_save_is_a_storage_error(folder, monkeypatch, name):
+    directory = RunDirectory(str(folder), "job-1", fresh=False)
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, name, fail)
+    if name == "link":  # a file system without hard links is none that fails
+        directory.save(*state(3))
+    else:
+        with pytest.raises(StorageError, match="Input/output error"):
+            directory.save(*state(3))
+    monkeypatch.undo()
+    directory.release()
+    assert step_of(load(folder)) == (3 if name == "link" else 2)
+
+
+def test_a_file_system_that_turned_read_only_is_a_storage_error(folder, monkeypatch):
+    directory = RunDirectory(str(folder), "job-1", fresh=False)
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for name in ("link", "replace", "rename", "unlink", "mkdir"):
+        monkeypatch.setattr(os, name, fail)
+    with pytest.raises(StorageError, match="Read-only file system"):
+        directory.save(*state(3))
+    monkeypatch.undo()
+    directory.release()
+    assert step_of(load(folder)) == 2
+
+
+def test_a_run_directory_below_a_file_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=f"--run-dir {re.escape(str(tmp_path / 'file' / 'run'))}"):
+        RunDirectory(str(tmp_path / "file" / "run"), "job-1", fresh=False)

@@ -1,0 +1,128 @@
+"""One job at a time writes in a run directory, and --fresh moves what is there aside.
+
+python -m pytest core/tests/test_run_lock.py
+"""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+from ddp_core import snapshot
+from ddp_core.errors import PreflightError
+from ddp_core.snapshot import RunDirectory
+from states import load, state, step_of
+
+# ---- one job at a time --------------------------------------------------------------------------------------------
+
+
+def test_a_second_job_is_refused_by_the_name_of_the_first(folder):
+    first = RunDirectory(str(folder), "job-1", fresh=False)
+    refusal = rf"--run-dir {re.escape(str(folder))} is in use by job job-1.*{os.getpid()}"
+    with pytest.raises(PreflightError, match=refusal):
+        RunDirectory(str(folder), "job-2", fresh=False)
+    assert not list(folder.glob(".*")), "the second job leaves nothing behind"
+    first.release()
+    RunDirectory(str(folder), "job-2", fresh=False).release()
+
+
+def test_a_refused_fresh_job_moves_nothing(folder):
+    first = RunDirectory(str(folder), "job-1", fresh=False)
+    with pytest.raises(PreflightError):
+        RunDirectory(str(folder), "job-2", fresh=True)
+    first.release()
+    assert step_of(load(folder)) == 2
+
+
+def _take_and_die(folder: Path) -> None:
+    RunDirectory(str(folder), "job-1", fresh=False)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_lock_of_a_dead_process_is_taken_over_with_a_warning(folder, capsys):
+    job = ranks.fork(folder.parent, ranks.call("test_run_lock", "_take_and_die", folder))
+    assert job.codes == [-signal.SIGKILL] and (folder / "run.lock").exists()
+    assert step_of(load(folder)) == 2
+    assert re.search("warning: .*job-1", capsys.readouterr().out)
+    assert not (folder / "run.lock").exists()
+
+
+OTHER_HOST = {"job_id": "job-1", "host": "another-host", "pid": 1, "pids": "pid:[1]", "processes": "pid:[1]"}
+
+
+LOCKS = {"whole": json.dumps(OTHER_HOST), "empty": "", "torn": "{", "null": "null", "a list": "[]"}
+
+
+@pytest.mark.parametrize("content", LOCKS.values(), ids=LOCKS)
+@pytest.mark.parametrize("silent", [5, 3600])
+def test_a_lock_of_another_host_is_taken_over_once_it_was_silent_for_long(folder, content, silent):
+    lock = folder / "run.lock"
+    lock.write_text(content)
+    last = lock.stat().st_mtime - silent
+    os.utime(lock, (last, last))
+    if silent == 5:
+        with pytest.raises(PreflightError, match="is in use by"):
+            load(folder)
+        assert lock.read_text() == content
+    else:
+        assert step_of(load(folder)) == 2
+
+
+def test_a_process_of_another_host_with_our_number_is_not_taken_for_dead(folder):
+    dead = 2**22 + 1  # above the largest process number of Linux
+    lock = OTHER_HOST | {"pid": dead}
+    (folder / "run.lock").write_text(json.dumps(lock))
+    with pytest.raises(PreflightError, match="another-host"):
+        load(folder)
+
+
+def test_a_live_job_keeps_its_lock_fresh(folder, monkeypatch):
+    monkeypatch.setattr(snapshot, "HEARTBEAT", 0.02)
+    directory = RunDirectory(str(folder), "job-1", fresh=False)
+    os.utime(folder / "run.lock", (0, 0))
+    for _ in range(500):
+        if (folder / "run.lock").stat().st_mtime > 0:
+            break
+        time.sleep(0.02)
+    assert (folder / "run.lock").stat().st_mtime > 0
+    directory.release()
+
+
+# ---- a fresh start ------------------------------------------------------------------------------------------------
+
+
+def test_fresh_moves_the_run_aside_and_loses_nothing(folder, capsys):
+    (folder / "run.jsonl").write_text("first\n")
+    for number in (1, 2):
+        before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        directory = RunDirectory(str(folder), f"job-{number}", fresh=True)
+        assert directory.load() is None
+        aside = folder / f"old-{number}"
+        assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
+        assert str(aside) in capsys.readouterr().out
+        directory.save(*state(7))
+        directory.release()
+
+
+def test_fresh_in_an_empty_directory_moves_nothing(tmp_path):
+    RunDirectory(str(tmp_path / "run"), "job-1", fresh=True).release()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_fresh_after_an_aside_was_removed_overwrites_no_other(folder):
+    """old-1 removed by hand, old-2 still there: the next one must not be old-2 again."""
+    for number in (1, 2):
+        directory = RunDirectory(str(folder), "job-1", fresh=True)
+        directory.save(*state(number))
+        directory.release()
+    for path in (folder / "old-1").iterdir():
+        path.unlink()
+    (folder / "old-1").rmdir()
+    kept = step_of(snapshot.read(folder / "old-2" / "snapshot.safetensors"))
+    RunDirectory(str(folder), "job-1", fresh=True).release()
+    assert step_of(snapshot.read(folder / "old-2" / "snapshot.safetensors")) == kept
+    assert len(list(folder.glob("old-*/snapshot.safetensors"))) == 2

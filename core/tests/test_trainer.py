@@ -1,0 +1,151 @@
+"""The same losses: again, at another world size, precision, reduction and cut of the batch; evaluation; what is kept.
+
+python -m pytest core/tests/test_trainer.py
+"""
+
+import json
+import math
+import socket
+
+import pytest
+import ranks
+import torch
+from ddp_core import snapshot
+
+TWO_EPOCHS = "--epochs 2 --precision fp64"
+
+
+def deviation(losses: list[float], reference: list[float]) -> float:
+    """The worst relative difference of two courses of the loss."""
+    assert len(losses) == len(reference)
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
+
+
+# ---- it learns ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_digits_are_learned_in_three_epochs(finished, world_size):
+    job = finished("--epochs 3", world_size)
+    epochs = job.records("epoch")
+    assert epochs[-1]["eval_accuracy"] > 0.95
+    assert epochs[0]["loss"] > epochs[1]["loss"] > epochs[2]["loss"] > 0
+    assert job.losses[0] > math.log(10) > 10 * job.losses[-1]
+    assert all(record["grad_norm"] > 0 for record in job.records("step"))
+
+
+def test_a_finished_run_says_so(finished):
+    job = finished("--epochs 3", 2)
+    assert "run complete" in job.out[0] and "3 of 3" in job.out[0]
+    assert job.out[1] == "" and job.err == ["", ""], "a rank other than 0 has something to say"
+    assert [record["exit_code"] for record in job.records("end")] == [0]
+
+
+def test_an_epoch_s_loss_is_the_mean_over_its_steps(finished):
+    job = finished(TWO_EPOCHS, 2)
+    for record in job.records("epoch"):
+        steps = job.losses[14 * record["epoch"] : 14 * (record["epoch"] + 1)]
+        assert record["loss"] == pytest.approx(sum(steps) / 14, rel=1e-14)
+
+
+@pytest.mark.parametrize("flag", ["--seed 1", "--lr 0.05", "--momentum 0.5", "--weight-decay 0.01", "--warmup-steps 5"])
+def test_another_choice_gives_another_curve(finished, flag):
+    """Nothing vacuous: a flag that changed nothing would pass every comparison of runs."""
+    assert deviation(finished(f"{TWO_EPOCHS} {flag}", 1).losses, finished(TWO_EPOCHS, 1).losses) > 1e-3
+
+
+def test_every_epoch_has_an_order_of_its_own(finished):
+    """With a learning rate that changes next to nothing, equal orders would give equal losses."""
+    losses = finished("--epochs 2 --lr 1e-12 --precision fp64", 1).losses
+    assert deviation(losses[:14], losses[14:]) > 1e-3
+
+
+# ---- the same losses ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("flags", ["", "--optimizer adamw --lr 0.003", "--lr-schedule cosine --warmup-steps 4"])
+def test_losses_do_not_depend_on_the_world_size(finished, world_size, flags):
+    flags = f"{TWO_EPOCHS} {flags}".strip()
+    assert deviation(finished(flags, world_size).losses, finished(flags, 1).losses) < 1e-12
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_losses_in_fp32_do_not_depend_on_the_world_size(finished, world_size):
+    assert deviation(finished("--epochs 2", world_size).losses, finished("--epochs 2", 1).losses) < 1e-5
+
+
+def test_fp32_follows_fp64_and_bf16_at_a_distance(finished):
+    exact = finished(TWO_EPOCHS, 1).losses
+    assert 0 < deviation(finished("--epochs 2", 1).losses, exact) < 1e-5
+    assert 1e-5 < deviation(finished("--epochs 2 --precision bf16", 2).losses, exact) < 0.2
+
+
+@pytest.mark.parametrize("flags, world_size", [(TWO_EPOCHS, 1), (TWO_EPOCHS, 2), ("--epochs 2", 4)])
+def test_a_run_repeats_bit_for_bit(finished, tmp_path, flags, world_size):
+    again = ranks.train(tmp_path / "run", flags, world_size, code=0)
+    assert again.losses == finished(flags, world_size).losses
+    assert again.snapshot_hash() == finished(flags, world_size).snapshot_hash()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ddp_and_the_flat_sum_agree(finished, world_size):
+    ddp, flat = (finished(f"{TWO_EPOCHS} --reduction {kind}", world_size) for kind in ("ddp", "flat"))
+    assert [job.records("start")[0]["reduction"] for job in (ddp, flat)] == ["ddp", "flat"]
+    assert deviation(ddp.losses, flat.losses) < 1e-12
+
+
+@pytest.mark.parametrize("reduction", ["ddp", "flat"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_micro_batches_add_up_to_the_same_step(finished, world_size, reduction):
+    flags = f"{TWO_EPOCHS} --reduction {reduction}"
+    whole, cut = finished(flags, world_size), finished(f"{flags} --accumulate 3", world_size)
+    assert deviation(cut.losses, whole.losses) < 1e-12
+
+
+def test_scale_lr_trains_with_the_product(finished):
+    scaled, plain = finished(f"{TWO_EPOCHS} --lr 0.05 --scale-lr", 2), finished(f"{TWO_EPOCHS} --lr 0.1", 2)
+    assert scaled.losses == plain.losses
+
+
+# ---- evaluation and what is kept ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_held_out_row_counts_once(finished, world_size):
+    """359 rows do not divide by 2 or 4. An accuracy over all of them, each counted once, is a number of 359ths."""
+    for ours, alone in zip(*(finished(TWO_EPOCHS, size).records("epoch") for size in (world_size, 1)), strict=True):
+        assert ours["eval_accuracy"] * 359 == pytest.approx(round(ours["eval_accuracy"] * 359), abs=1e-9)
+        assert ours["eval_accuracy"] == alone["eval_accuracy"]
+        assert ours["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-12)
+
+
+def test_evaluation_and_snapshots_come_every_so_many_epochs_and_at_the_end(finished):
+    job = finished("--epochs 5 --eval-every 2 --save-every 3 --steps-per-epoch 3", 1)
+    assert ["eval_loss" in record for record in job.records("epoch")] == [False, True, False, True, True]
+    assert [record["epochs_run"] for record in job.records("snapshot")] == [3, 5]
+
+
+def test_the_best_model_is_that_of_the_lowest_held_out_loss(finished):
+    """A learning rate this large makes the loss rise again, so that the best epoch is not the last."""
+    job = finished("--epochs 6 --steps-per-epoch 3 --lr 3.0 --seed 1", 1)
+    losses = [record["eval_loss"] for record in job.records("epoch")]
+    _, document = snapshot.read(job.run_dir / "best.safetensors")
+    assert losses.index(min(losses)) != 5, f"the last epoch is the best, this shows nothing: {losses}"
+    assert document["epochs_run"] == losses.index(min(losses)) + 1
+    assert float.fromhex(document["best"][1]) == min(losses)
+
+
+@pytest.mark.parametrize("reduction", ["ddp", "flat"])
+def test_a_snapshot_has_the_names_of_the_bare_model(finished, reduction):
+    tensors, document = snapshot.read(finished(f"{TWO_EPOCHS} --reduction {reduction}", 2).snapshot)
+    names = ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert tensors.keys() == {f"{kind}.{name}" for kind in ("model", "optim.momentum") for name in names}
+    assert all(values.dtype == torch.float64 and values.isfinite().all() for values in tensors.values())
+    assert (document["step"], document["epochs_run"], document["world_size"]) == (28, 2, 2)
+
+
+def test_a_snapshot_says_nothing_of_where_it_was_written(finished):
+    job = finished(TWO_EPOCHS, 2)
+    text = json.dumps(snapshot.read(job.snapshot)[1])
+    assert str(job.run_dir) not in text and f'"{socket.gethostname()}"' not in text
