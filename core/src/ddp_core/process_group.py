@@ -19,7 +19,7 @@ from ddp_core.config import TrainConfig
 from ddp_core.device import backend_of
 from ddp_core.errors import Failure, PeerLostError, RendezvousError, failure_with
 from ddp_core.rank import Rank
-from ddp_core.rendezvous import Rendezvous
+from ddp_core.rendezvous import Rendezvous, patiently
 
 ROLL_CALL = 5.0  # seconds that survivors wait for each other before they call a rank lost
 
@@ -78,25 +78,14 @@ class Peers:
 
     def lost(self, error: RuntimeError, when: str) -> PeerLostError:
         """Who is missing when a collective has failed: rank 0 calls the roll over the store, and tells."""
-        others = range(1, self.rank.world_size)
+        traceback.clear_frames(error.__traceback__)
+        # Closes connections, so that ranks that wait for this one fail, too, and answer. nccl would wait for its peers.
+        dist.destroy_process_group(None if dist.get_backend() == "gloo" else self.control)
+        self.data = self.control = None
         try:
-            traceback.clear_frames(error.__traceback__)
-            # Closes connections, so that ranks that wait for this one fail, too, and answer. nccl would wait for its peers.
-            dist.destroy_process_group(None if dist.get_backend() == "gloo" else self.control)
-            self.data = self.control = None
-            self.store.set(f"alive/{self.rank.rank}", "")
-            if self.rank.rank == 0:
-                missing, end = [*others], time.monotonic() + ROLL_CALL
-                while missing and time.monotonic() < end:
-                    missing = [rank for rank in others if not self.store.check([f"alive/{rank}"])]
-                    time.sleep(0.05)
-                self.store.set("missing", json.dumps(missing))
-                time.sleep(1)  # the store ends with this process: let the others read
-            else:
-                self.store.wait(["missing"], timedelta(seconds=ROLL_CALL + 5))
-                missing = json.loads(self.store.get("missing"))
+            missing = patiently(self._call_the_roll, 2 * ROLL_CALL + 3)
         except (RuntimeError, ValueError):
-            missing = [0]  # the store went with it
+            missing = [0]  # the store went with it, or is frozen
         who = f"rank {', '.join(map(str, missing))} died or hangs" if missing else "a connection broke"
         # Without rank 0 one rank a node speaks.
         tells = self.rank.local_rank == 0 or self.rank.rank == 1 if missing == [0] else self.rank.rank == 0
@@ -104,6 +93,18 @@ class Peers:
             f"{who} {when} ({_first_line(error)}): see that rank's output, then submit again; the last snapshot is whole",
             everywhere=not tells,
         )
+
+    def _call_the_roll(self) -> list[int]:
+        others, end = range(1, self.rank.world_size), time.monotonic() + ROLL_CALL
+        self.store.set(f"alive/{self.rank.rank}", "")
+        if self.rank.rank:
+            self.store.wait(["missing"], timedelta(seconds=2 * ROLL_CALL))
+            return json.loads(self.store.get("missing"))
+        while (missing := [rank for rank in others if not self.store.check([f"alive/{rank}"])]) and time.monotonic() < end:
+            time.sleep(0.05)
+        self.store.set("missing", json.dumps(missing))
+        time.sleep(min(1, ROLL_CALL))  # the store ends with this process: let the others read
+        return missing
 
     def wait(self) -> None:
         """For all ranks: without it at the end, who leaves first can hang who is still connecting."""

@@ -83,7 +83,6 @@ class Rendezvous:
             others = [f"heard/{rank}" for rank in range(1, self.rank.world_size)]
             end = max(self.deadline, time.monotonic() + 1) if self.rank.rank == 0 else 0
             while time.monotonic() < end and others and not self.store.check(others):
-                self._obey()
                 time.sleep(0.02)
             raise failure_with(*verdict["error"])
         return verdict["rows"]
@@ -133,24 +132,30 @@ class Rendezvous:
             raise RendezvousError(f"{self.where}: rank 0 was lost, or gave no {key} within {self.seconds:g} s") from error
 
     def _wait(self, act: Callable):
-        """act(), in a thread: a store blocks where no signal handler runs, and for ever when a stranger accepts."""
-        outcome = Future()
-
-        def fulfil():
-            try:
-                outcome.set_result(act())
-            except (RuntimeError, ValueError) as error:
-                outcome.set_exception(error)
-
-        threading.Thread(target=fulfil, daemon=True).start()
         # Rank 0 needs all of its deadline to name who is missing; its verdict comes a little later.
-        while time.monotonic() < self.deadline + 2:
-            try:
-                return outcome.result(0.2)
-            except TimeoutError:
-                self._obey()
-        raise RuntimeError("no answer")
+        return patiently(act, self.deadline + 2 - time.monotonic(), self._obey)
 
     def _obey(self) -> None:
         if self.stop:
             raise StoppedError(f"{self.stop.reason} before the first step: the run is as it was, submit again")
+
+
+def patiently(act: Callable, seconds: float, meanwhile: Callable = lambda: None):
+    """act(), in a thread: the store blocks where no signal handler runs, and for ever when a stranger or a frozen rank
+    is at the other end. Raises what act raises, and RuntimeError when it takes longer.
+    """
+    outcome, end = Future(), time.monotonic() + seconds
+
+    def fulfil():
+        try:
+            outcome.set_result(act())
+        except (RuntimeError, ValueError) as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=fulfil, daemon=True).start()
+    while time.monotonic() < end:
+        try:
+            return outcome.result(0.2)
+        except TimeoutError:
+            meanwhile()
+    raise RuntimeError("no answer")

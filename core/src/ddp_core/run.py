@@ -23,6 +23,8 @@ def run(rank_of: Callable[[Mapping[str, str]], Rank], argv: list[str] | None = N
         return _train(rank, parse(argv, rank.world_size, quiet=rank.rank != 0), stop, began)
     except Failure as error:
         failure = error
+    finally:
+        stop.ignore()
     where = f" [rank {rank.rank}, {os.uname().nodename}]" if rank and rank.world_size > 1 else ""
     if not rank or rank.rank == 0 or not (failure.everywhere or isinstance(failure, UsageError)):
         print(f"error{where}: {failure}", file=sys.stderr, flush=True)

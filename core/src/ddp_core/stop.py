@@ -6,14 +6,23 @@ import signal
 class StopFlag:
     """Set by SIGTERM (preemption, cancel), SIGUSR1 (the scheduler's warning) and SIGINT (Ctrl-C).
 
-    The trainer asks for it at step boundaries and stops when all ranks have agreed to. The handlers stay to the end of the
-    process: a launcher that ends the other ranks once one has left with 75 must not turn their 75 into 143.
+    The trainer asks for it at step boundaries and stops when all ranks have agreed to.
     """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self):
         self.reason = ""
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for number in self.SIGNALS:
             signal.signal(number, self._set)
+
+    def ignore(self) -> None:
+        """From now on: a launcher may end the other ranks once one has left, and must not turn their 75 into 143.
+
+        Python takes its own handlers away while it ends; what is ignored stays ignored.
+        """
+        for number in self.SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
     def __bool__(self) -> bool:
         return bool(self.reason)

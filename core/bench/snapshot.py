@@ -1,0 +1,153 @@
+"""Writing and reading 1.2 GB of parameters and AdamW state: our snapshot, torch.save and torch.distributed.checkpoint.
+
+    python core/bench/snapshot.py --dir /scratch/$USER/bench        # 4 GB of that file system, 2 minutes
+    python core/bench/snapshot.py --dir /tmp --parameters 10000000
+
+`stall` is how long training stands still; it differs from `durable`, when the data has reached the disk, only for
+async_save, and is as long where nothing else is noted. Reads are from the page cache. One process.
+"""
+
+import argparse
+import os
+import shutil
+import time
+import warnings
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import Report, ratio, spread
+from ddp_core import snapshot
+from safetensors.torch import save_file
+
+
+def tensors_of(parameters: int) -> dict[str, torch.Tensor]:
+    """As a GPT of that size has them: matrices of 1024 x 4096 and a vector for each, three times."""
+    layers = max(1, parameters // (1024 * 4096 + 4096))
+    tensors = {}
+    for kind in ("model", "optim.mean", "optim.square"):
+        for layer in range(layers):
+            tensors[f"{kind}.{layer}.weight"] = torch.rand(1024, 4096)
+            tensors[f"{kind}.{layer}.bias"] = torch.rand(4096)
+    return tensors
+
+
+def fsync(path: Path) -> None:
+    for file in (path, *path.rglob("*")) if path.is_dir() else (path,):
+        handle = os.open(file, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def writers(folder: Path, tensors: dict) -> dict[str, Callable[[], float]]:
+    """Each returns the seconds of its stall; it is timed from outside until its data is durable."""
+    document = dict(problem={}, versions={"ddp_core": "bench"})
+
+    def ours():
+        snapshot.write(folder / "ours.safetensors", tensors, document)
+
+    def safetensors_alone():
+        save_file(tensors, folder / "alone.safetensors")
+        fsync(folder / "alone.safetensors")
+
+    def plain():
+        torch.save(tensors, folder / "plain.pt")
+
+    def durable():
+        torch.save(tensors, folder / ".durable.pt")
+        fsync(folder / ".durable.pt")
+        os.replace(folder / ".durable.pt", folder / "durable.pt")
+        fsync(folder)
+
+    def checkpoint():
+        shutil.rmtree(folder / "dcp", ignore_errors=True)
+        dcp.save(tensors, checkpoint_id=folder / "dcp")  # its writer calls fsync
+
+    def asynchronous():
+        shutil.rmtree(folder / "async", ignore_errors=True)
+        began = time.perf_counter()
+        future = dcp.async_save(tensors, checkpoint_id=folder / "async")
+        stall = time.perf_counter() - began
+        future.result()
+        return stall
+
+    return {
+        "ours": ours,
+        "safetensors + fsync": safetensors_alone,
+        "torch.save": plain,
+        "torch.save + fsync + rename": durable,
+        "dcp.save": checkpoint,
+        "dcp.async_save": asynchronous,
+    }
+
+
+def readers(folder: Path, tensors: dict) -> dict[str, Callable[[], object]]:
+    return {
+        "ours, checksums compared": lambda: snapshot.read(folder / "ours.safetensors"),
+        "torch.load(weights_only=True)": lambda: torch.load(folder / "durable.pt", weights_only=True),
+        "dcp.load into tensors": lambda: dcp.load(tensors, checkpoint_id=folder / "dcp"),
+    }
+
+
+def parts(folder: Path, tensors: dict) -> dict[str, Callable[[], object]]:
+    """What our write does, one thing at a time."""
+    path, pool = folder / "parts.safetensors", ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    return {
+        "crc32 of all tensors": lambda: [zlib.crc32(tensor.numpy()) for tensor in tensors.values()],
+        "crc32, a thread a core": lambda: list(pool.map(lambda tensor: zlib.crc32(tensor.numpy()), tensors.values())),
+        "save_file": lambda: save_file(tensors, path),
+        "fsync": lambda: fsync(path),
+        "copy of all tensors": lambda: [tensor.clone() for tensor in tensors.values()],
+    }
+
+
+def rounds_of(acts: dict[str, Callable], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds to the end of each act, and of its stall, by round; the first round is dropped."""
+    done: dict[str, list[float]] = {name: [] for name in acts}
+    stalls: dict[str, list[float]] = {name: [] for name in acts}
+    for _ in range(rounds + 1):
+        for name, act in acts.items():
+            if name != "fsync":
+                os.sync()  # nobody pays for what the one before left unwritten
+            began = time.perf_counter()
+            stall = act()
+            done[name].append(time.perf_counter() - began)
+            stalls[name].append(stall if isinstance(stall, float) else done[name][-1])
+    return {name: values[1:] for name, values in done.items()}, {name: values[1:] for name, values in stalls.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, required=True, help="a folder for it; what is written there is removed")
+    parser.add_argument("--parameters", type=int, default=100_000_000)
+    parser.add_argument("--rounds", type=int, default=3, help="counted ones; one more comes first (default: 3)")
+    parser.add_argument("--out", type=Path, help="write the output there: Markdown, or raw figures for *.json")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")  # of torch.distributed.checkpoint, about a world of one
+    folder = args.dir / f"bench-snapshot-{os.getpid()}"
+    folder.mkdir(parents=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # async_save wants one
+    try:
+        tensors = tensors_of(args.parameters)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        report = Report(args.out, f"# Snapshots of {size / 1e9:.2f} GB: seconds as median (min..max)")
+        for title, acts in (("write", writers), ("read", readers), ("part of our write", parts)):
+            done, stalls = rounds_of(acts(folder, tensors), args.rounds)
+            report.raw[title] = dict(done=done, stalls=stalls)
+            first = next(iter(done))
+            report.table(title, "durable" if title == "write" else "seconds", "stall", f"stall / {first}")
+            for name, values in done.items():
+                report.row(name, spread(values, 2), spread(stalls[name], 2), ratio(stalls[name], stalls[first]))
+            report.say("")
+        report.close()
+    finally:
+        dist.destroy_process_group()
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
