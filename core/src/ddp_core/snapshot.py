@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], document: dict) -> None:
     NumPy, does not fsync, and makes a file that the group cannot read.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
-    sums = {name: zlib.crc32(_memory(tensor)) for name, tensor in tensors.items()}
+    sums = _checksums(tensors)
     document = document | dict(format=FORMAT, crc32=sums)
     document |= dict(document_crc32=zlib.crc32(_json(document)))
     header, end = {"__metadata__": {"ddp_core": _json(document).decode()}}, 0
@@ -71,6 +72,11 @@ def _json(value: dict) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
+def _checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    with ThreadPoolExecutor() as pool:  # zlib lets go of the interpreter: half the time on two cores
+        return dict(zip(tensors, pool.map(lambda tensor: zlib.crc32(_memory(tensor)), tensors.values()), strict=True))
+
+
 def _memory(tensor: torch.Tensor) -> ctypes.Array:
     """The bytes of a contiguous CPU tensor, not copied."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 1)
@@ -87,7 +93,7 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
                     f"reads up to format {FORMAT}: update it"
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a safe_open is no dict
-            sums = {name: zlib.crc32(_memory(tensor)) for name, tensor in tensors.items()}
+            sums = _checksums(tensors)
             sums["the document"] = zlib.crc32(_json({name: document[name] for name in document if name != "document_crc32"}))
             written = document["crc32"] | {"the document": document["document_crc32"]}
             broken = [name for name in sums.keys() | written.keys() if sums.get(name) != written.get(name)]
