@@ -85,7 +85,7 @@ def uniform(count: int, *labels: int) -> torch.Tensor:
 def sample_order(seed: int, epoch: int, count: int) -> torch.Tensor:
     """[count] int64: a permutation of the rows, a function of seed and epoch and never of the world size.
 
-    The order in which distinct random words sort: exact on every machine, and 20 times faster here than Fisher-Yates.
+    The order in which distinct random words sort: exact on every machine, and 2 to 4 times faster here than Fisher-Yates.
     """
     return words(count, 1, seed, epoch).argsort()
 
