@@ -102,7 +102,7 @@ class Rendezvous:
                 for name, value in entry["facts"].items():
                     if value != entries[0]["facts"][name]:
                         raise RendezvousError(f"{name}={value} on rank {rank}, but {entries[0]['facts'][name]} on rank 0")
-            if missing and time.monotonic() > self.deadline:
+            if time.monotonic() > self.deadline:
                 names = ", ".join(map(str, missing))
                 raise RendezvousError(
                     f"{len(missing)} of {self.rank.world_size} ranks missing after {self.seconds:g} s "
