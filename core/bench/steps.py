@@ -1,6 +1,6 @@
 """Time of a training step: ours against the loop that OLCF publishes for Frontier, and against a bare DDP loop.
 
-    python core/bench/steps.py                              # all workloads in worlds of 1, 2 and 4: about 3 minutes
+    python core/bench/steps.py                              # all workloads in worlds of 1, 2 and 4: about 5 minutes
     python core/bench/steps.py --workloads regression --world-sizes 1 --rounds 15
 
 `ours` is the Trainer that run() built, driven by its own _run_epoch: the epoch's order, every step, the reconciliation
@@ -41,6 +41,7 @@ FLAGS = {  # a workload's flags; and the steps of one turn, about half a second 
     "gpt": (["--model-size", "tiny", "--steps-per-epoch", "4"], 4),
 }
 NEVER = str(10**6)
+SHARDS = (4, 8)  # of --reduction canonical, where the world size divides them
 TARGETS = {1: 2.5, 2: 1.5, 4: 1.1}  # published / ours by world size; ours / bare should be at most 1.1
 
 
@@ -129,6 +130,10 @@ class Published:
 
 def contestants(trainer: Trainer) -> dict:
     found = {"ours flat": Ours(trainer, reduction="flat"), "ours ddp": Ours(trainer, reduction="ddp")}
+    for shards in SHARDS:
+        if shards % trainer.world_size == 0:
+            cut = dict(shards=shards, accumulate=shards // trainer.world_size)
+            found[f"canonical {shards}"] = Ours(trainer, reduction="canonical", **cut)
     found["bare"] = Bare(trainer)
     if trainer.config.workload == "regression":
         found["published"] = Published(trainer)
@@ -190,6 +195,7 @@ def main() -> None:
     report.say(f"Targets: published / ours at least {TARGETS} by world size; ours / bare at most 1.1.\n")
     columns = ("workload", "ranks", "ours flat, us", "ours ddp, us", "bare DDP, us", "published, us")
     report.table(*columns, "published / ours flat", "ours flat / bare", "ours ddp / bare", "parameters differ")
+    canonical = []
     for workload in args.workloads:
         for world_size in args.world_sizes:
             result = measure(workload, world_size, args.rounds)
@@ -199,8 +205,15 @@ def main() -> None:
             times = [spread(us[name]) if name in us else "" for name in names]
             faster = ratio(us["published"], us["ours flat"]) if "published" in us else ""
             against = [ratio(us[name], us["bare"]) for name in names[:2]]
-            differ = max(result["differ"][name] for name in names[:2])
+            differ = max(result["differ"][name] for name in us if name.startswith(("ours", "canonical")))
             report.row(workload, str(world_size), *times, faster, *against, f"{differ:.0e}")
+            for name in (name for name in us if name.startswith("canonical")):
+                over = [ratio(us[name], us[other]) for other in ("ours ddp", "bare")]
+                canonical.append((workload, str(world_size), name.split()[1], spread(us[name]), *over))
+    report.say("\n--reduction canonical\n")
+    report.table("workload", "ranks", "shards", "us", "canonical / ours ddp", "canonical / bare")
+    for row in canonical:
+        report.row(*row)
     report.close()
 
 

@@ -1,4 +1,4 @@
-"""What the core's tests share: a time limit for each, finished runs to compare with, and MNIST-like files.
+"""What the core's tests share: a time limit for each, finished runs to compare with, small workloads, MNIST-like files.
 
     python -m pytest core/tests          (nox -s conformance runs these and all others)
 
@@ -75,6 +75,21 @@ def idx_folder(digits, tmp_path_factory) -> Path:
         (folder / f"{split}-images-idx3-ubyte").write_bytes(idx_bytes(large[rows]))
         (folder / f"{split}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx_bytes(labels[rows])))
     return folder
+
+
+@pytest.fixture(scope="session")
+def flags_of(idx_folder, tmp_path_factory):
+    """Small versions of the workloads; for gpt, 200 rows of text that can be guessed."""
+    texts = tmp_path_factory.mktemp("texts")
+    (texts / "text.txt").write_bytes(b"the loss falls and falls and falls; " * 361)
+    choices = {
+        "digits": "--epochs 2",
+        "regression": "--epochs 2 --steps-per-epoch 20 --global-batch-size 32 --lr 0.01",
+        "mnist": "--epochs 2 --steps-per-epoch 8 --global-batch-size 24 --optimizer adamw --lr 0.003",
+        "gpt": "--epochs 2 --steps-per-epoch 4 --global-batch-size 16 --model-size tiny",
+    }
+    folders = {"mnist": f"--data-dir {idx_folder}", "gpt": f"--data-dir {texts}"}
+    return {name: f"--workload {name} {folders.get(name, '')} {flags}" for name, flags in choices.items()}
 
 
 def idx_bytes(values: torch.Tensor) -> bytes:

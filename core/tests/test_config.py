@@ -24,6 +24,7 @@ CHANGES = {
     "steps_per_epoch": "--steps-per-epoch 5",
     "global_batch_size": "--global-batch-size 48",
     "accumulate": "--accumulate 2",
+    "shards": "--reduction canonical --shards 4",
     "optimizer": "--optimizer adamw",
     "lr": "--lr 0.3",
     "momentum": "--momentum 0.5",
@@ -62,7 +63,7 @@ def test_every_choice_has_a_flag(name):
 def test_problem_holds_the_choices_that_determine_the_losses_and_no_others():
     free = {"data_dir", "epochs", "accumulate", "device", "backend", "reduction", "deterministic", "compile"}
     free |= {"channels_last", "run_dir", "fresh", "save_every", "eval_every", "log_every", "rendezvous_timeout"}
-    free |= {"timeout", "debug"}
+    free |= {"timeout", "debug", "shards"}
     assert config("").problem().keys() == CHANGES.keys() - free
     # A cosine is laid out over the epochs: there, their number is a part of the problem.
     assert config("--lr-schedule cosine").problem().keys() == CHANGES.keys() - free | {"epochs"}
@@ -126,9 +127,50 @@ def test_accumulate_counts_in_the_division():
 
 
 @pytest.mark.parametrize(
+    "flags, world_size, shards",
+    [
+        ("", 1, 8),
+        ("", 4, 8),
+        ("", 8, 8),
+        ("--shards 12", 3, 12),
+        ("--shards 12", 1, 12),
+        ("--shards 3 --global-batch-size 9", 1, 3),
+        ("--per-rank-batch-size 10 --shards 4", 4, 4),
+    ],
+)
+def test_canonical_shards_are_the_micro_batches_of_all_ranks(flags, world_size, shards):
+    chosen = config(f"--reduction canonical {flags}", world_size)
+    assert (chosen.shards, chosen.accumulate) == (shards, shards // world_size)
+    assert chosen.deterministic, "an accelerator's default kernels need not repeat"
+
+
+@pytest.mark.parametrize(
+    "flags, world_size, named",
+    [
+        ("--shards 4", 1, "--shards 4 is for --reduction canonical, not auto"),
+        ("--shards 4 --reduction flat", 2, "--shards 4 is for --reduction canonical, not flat"),
+        ("--reduction canonical --accumulate 2", 2, "--accumulate 2: with --reduction canonical raise --shards 8"),
+        ("--reduction canonical --shards 5", 1, "--shards 5 is not 1 ranks x .* take 1, 2, 4, 8, 16, 32$"),
+        ("--reduction canonical", 3, "--shards 8 is not 3 ranks x .* take 3, 6, 12, 24, 48, 96$"),
+        ("--reduction canonical", 16, "--shards 8 is not 16 ranks x .* take 16, 32$"),
+        ("--reduction canonical --shards 12", 4, "--shards 12 is not 4 ranks x .* take 4, 8, 16, 32$"),
+        ("--reduction canonical --global-batch-size 20", 2, "--global-batch-size 20: take 2, 4$"),
+    ],
+)
+def test_shards_that_do_not_fit_are_named_with_what_does(flags, world_size, named):
+    with pytest.raises(UsageError, match=named) as caught:
+        config(flags, world_size)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "flag, value",
     [
-        *((flag, value) for flag in ("--epochs", "--accumulate", "--save-every") for value in ("0", "-1", "1.5", "x")),
+        *(
+            (flag, value)
+            for flag in ("--epochs", "--accumulate", "--shards", "--save-every")
+            for value in ("0", "-1", "1.5", "x")
+        ),
         *((flag, value) for flag in ("--global-batch-size", "--per-rank-batch-size") for value in ("0", "-8", "many")),
         *(("--lr", value) for value in ("0", "-0.1", "nan", "inf", "fast")),
         *((flag, value) for flag in ("--momentum", "--weight-decay") for value in ("-0.1", "nan", "x")),

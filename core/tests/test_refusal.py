@@ -15,7 +15,9 @@ RUN = "--epochs 3 --precision fp64"  # 14 steps an epoch
 # ---- numbers that are not finite ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", ["", "--reduction ddp", "--accumulate 2", "--optimizer adamw --lr 0.001"])
+@pytest.mark.parametrize(
+    "flags", ["", "--reduction ddp", "--reduction canonical", "--accumulate 2", "--optimizer adamw --lr 0.001"]
+)
 def test_a_nan_on_one_rank_stops_all_before_the_optimizer_uses_it(tmp_path, flags):
     """In step 5 of the second epoch, on rank 1 alone: rank 0's own losses stay finite."""
     first, second = (rows_of_rank(sample_order(0, epoch, 1438), 96, 1, 2) for epoch in (0, 1))

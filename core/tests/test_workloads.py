@@ -7,21 +7,6 @@ import pytest
 from test_trainer import deviation
 
 
-@pytest.fixture(scope="session")
-def flags_of(idx_folder, tmp_path_factory):
-    """Small versions of the workloads; for gpt, 200 rows of text that can be guessed."""
-    texts = tmp_path_factory.mktemp("texts")
-    (texts / "text.txt").write_bytes(b"the loss falls and falls and falls; " * 361)
-    choices = {
-        "digits": "--epochs 2",
-        "regression": "--epochs 2 --steps-per-epoch 20 --global-batch-size 32 --lr 0.01",
-        "mnist": "--epochs 2 --steps-per-epoch 8 --global-batch-size 24 --optimizer adamw --lr 0.003",
-        "gpt": "--epochs 2 --steps-per-epoch 4 --global-batch-size 16 --model-size tiny",
-    }
-    folders = {"mnist": f"--data-dir {idx_folder}", "gpt": f"--data-dir {texts}"}
-    return {name: f"--workload {name} {folders.get(name, '')} {flags}" for name, flags in choices.items()}
-
-
 @pytest.mark.parametrize("workload", ["digits", "regression", "mnist", "gpt"])
 def test_the_loss_falls_on_two_ranks(workload, flags_of, finished):
     job = finished(flags_of[workload], 2)

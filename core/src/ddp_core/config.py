@@ -16,6 +16,7 @@ DEFAULTS = {
     "mnist": dict(epochs=3, global_batch_size=192, optimizer="sgd", lr=0.05, momentum=0.9),
     "gpt": dict(epochs=1, global_batch_size=96, optimizer="adamw", lr=1e-3, momentum=0.9),
 }
+SHARDS = 8  # of --reduction canonical, for worlds of 1, 2, 4 and 8
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class TrainConfig:
     steps_per_epoch: int  # 0: as many full global batches as the training rows give
     global_batch_size: int  # rows a step, over all ranks
     accumulate: int  # micro-batches that one rank's share of a step is cut into
+    shards: int  # with --reduction canonical: micro-batches of a step over all ranks; else 0
     optimizer: str
     lr: float  # after --scale-lr
     momentum: float
@@ -78,6 +80,9 @@ def parse(argv: list[str] | None, world_size: int, quiet: bool = False) -> Train
     values["global_batch_size"] = _global_batch_size(
         values["global_batch_size"], values.pop("per_rank_batch_size"), flags.accumulate, world_size
     )
+    values["shards"] = _shards(flags, world_size)
+    if flags.shards:  # a rank's shards are its micro-batches; the default kernels of an accelerator need not repeat
+        values["accumulate"], values["deterministic"] = flags.shards // world_size, True
     values["lr"] *= world_size if values.pop("scale_lr") else 1
     values["run_dir"] = flags.run_dir or f"runs/{flags.workload}"
     if flags.model_size != "small" and flags.workload != "gpt":
@@ -105,6 +110,24 @@ def _global_batch_size(global_batch_size: int | None, per_rank: int | None, accu
             f"take {' or '.join(fits)}, or one of {', '.join(worlds) or 'no'} ranks"
         )
     return global_batch_size
+
+
+def _shards(flags: argparse.Namespace, world_size: int) -> int:
+    """Of --reduction canonical: micro-batches of a step over all ranks, whose sums nest in each other (tree_sum); else 0."""
+    if flags.reduction != "canonical":
+        if flags.shards:
+            raise UsageError(f"--shards {flags.shards} is for --reduction canonical, not {flags.reduction}")
+        return 0
+    shards, size = flags.shards or SHARDS, flags.global_batch_size
+    if flags.accumulate > 1:
+        raise UsageError(f"--accumulate {flags.accumulate}: with --reduction canonical raise --shards {shards} in its place")
+    fits = [world_size << power for power in range(size.bit_length()) if size % (world_size << power) == 0]
+    if shards not in fits and (world_size > 1 or size % shards):
+        raise UsageError(
+            f"--shards {shards} is not {world_size} ranks x a power of two that divides --global-batch-size {size}: "
+            f"take {', '.join(map(str, fits))}"
+        )
+    return shards
 
 
 class _Parser(argparse.ArgumentParser):
@@ -166,7 +189,14 @@ def _parser(quiet: bool) -> argparse.ArgumentParser:
     add("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto", help="auto: the accelerator if one is visible")
     add("--backend", choices=["auto", "gloo", "nccl", "xccl"], default="auto", help="auto: the one for the device")
     add("--precision", choices=["fp64", "fp32", "tf32", "bf16"], default="fp32", help="of the arithmetic (default: fp32)")
-    add("--reduction", choices=["auto", "flat", "ddp"], default="auto", help="how gradients are summed (reduce.py)")
+    add(
+        "--reduction",
+        choices=["auto", "flat", "ddp", "canonical"],
+        default="auto",
+        help="of gradients. flat: in one piece after backward; ddp: by DDP, during it; auto: flat up to 1 MiB, else ddp; "
+        "canonical: in --shards, for the same bits at every world size (deterministic, one thread a rank on the CPU; slower)",
+    )
+    add("--shards", type=size, metavar="N", help=f"of canonical: parts of a step, ranks x a power of two (default: {SHARDS})")
     add("--deterministic", action="store_true", help="only kernels that repeat bit for bit, on an accelerator")
     add("--compile", action="store_true", help="torch.compile; measured slower on CPU for these models")
     add("--channels-last", action="store_true", help="convolutions in NHWC memory order")

@@ -34,7 +34,9 @@ def prepare_device(config: TrainConfig, rank: Rank) -> torch.device:
     if kind == "cpu":
         if config.precision == "tf32":
             raise UsageError("--precision tf32 is a mode of accelerators: pass fp32 with --device cpu")
-        if "OMP_NUM_THREADS" not in os.environ:
+        if config.reduction == "canonical":
+            torch.set_num_threads(1)  # how a kernel sums depends on its threads, and these on the ranks of a node
+        elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.local_world_size))
         return torch.device("cpu")
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")

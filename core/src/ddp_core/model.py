@@ -89,12 +89,12 @@ class Objective:
 
 def _cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Of a row: the mean over its positions, in nats."""
-    positions = targets[0].numel()
+    positions = targets.shape[1:].numel()
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten().long(), reduction="sum") / positions
 
 
 def _accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (outputs.argmax(-1) == targets).sum() / targets[0].numel()
+    return (outputs.argmax(-1) == targets).sum() / targets.shape[1:].numel()
 
 
 def _squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,8 @@ updating are one operation each, whatever the number of layers.
 """
 
 import os
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,19 @@ from ddp_core.process_group import Peers
 # DDP's first bucket (torch.distributed). Gradients that fit in it leave DDP nothing to overlap: it, too, sends them
 # after the last layer's backward. There one collective by hand does the same work without DDP's hooks.
 FIRST_BUCKET = 1024 * 1024  # bytes
+
+
+def tree_sum(parts: Sequence):
+    """The sum of parts (tensors of one shape, or the rows of one) in an order that is a function of their number alone.
+
+    While their number is even, the second half is added to the first; what is left is added up in order. So several ranks
+    that each sum every world_size-th part, and then their sums, form the same brackets as one rank with all parts, if
+    and only if each has a power of two of them: --reduction canonical.
+    """
+    while len(parts) % 2 == 0:
+        half = len(parts) // 2
+        parts = [a + b for a, b in zip(parts[:half], parts[half:], strict=True)]
+    return sum(parts[1:], start=parts[0])
 
 
 class Replica:
@@ -43,10 +57,12 @@ class Replica:
             from torch.nn.parallel import DistributedDataParallel
 
             self.forward = DistributedDataParallel(self.forward, process_group=peers.data)
-        # gloo gathers small tensors faster than it sums them: gather, then add in rank order.
-        gathers = device.type == "cpu" and self.reduction == "flat" and self.world_size <= 8
-        self.parts = torch.empty(self.world_size, count, dtype=dtype) if gathers else None
+        # Gather, then add: gloo is faster so with small tensors, and the order of additions is ours, as canonical needs it.
+        small_world = device.type == "cpu" and self.world_size <= 8
+        gathers = self.reduction == "canonical" or (self.reduction == "flat" and small_world)
+        self.parts = torch.empty(self.world_size, count, device=device, dtype=dtype) if gathers else None
         self.gathered = list(self.parts.unbind()) if gathers else []
+        self.aside: list[torch.Tensor] = []  # canonical: the gradients of this step's shards but the last
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """A flat tensor of all parameters (or gradients, or momenta) as one view for each parameter's name."""
@@ -61,22 +77,33 @@ class Replica:
                 views[name] = part.view(shape)
         return views
 
-    def no_sync(self):
-        """For all micro-batches of a step but the last: DDP would send the gradients of each."""
-        return self.forward.no_sync() if hasattr(self.forward, "no_sync") else nullcontext()
+    @contextmanager
+    def more_to_come(self):
+        """For all micro-batches of a step but the last: DDP would send the gradients of each; canonical keeps them apart."""
+        with self.forward.no_sync() if hasattr(self.forward, "no_sync") else nullcontext():
+            yield
+        if self.reduction == "canonical":
+            self.aside.append(self.grads.clone())
+            self.grads.zero_()
 
     def sum_gradients(self) -> None:
         """Sum `grads` over the ranks, in place: the one collective of a step. Under DDP, backward has done it."""
+        if self.aside:
+            self.grads.copy_(tree_sum([*self.aside, self.grads]))
+            self.aside.clear()
         if self.world_size == 1 or self.reduction == "ddp":
             return
         if self.parts is None:
             dist.all_reduce(self.grads, group=self.peers.data)
         else:
             work = dist.all_gather(self.gathered, self.grads, group=self.peers.data, async_op=True)
-            while not work.is_completed():
+            while self.grads.is_cpu and not work.is_completed():
                 os.sched_yield()  # not asleep: a core that has halted wakes later than gloo has gathered (half the time)
             work.wait()
-            torch.sum(self.parts, 0, out=self.grads)
+            if self.reduction == "canonical":
+                self.grads.copy_(tree_sum(self.parts))
+            else:
+                torch.sum(self.parts, 0, out=self.grads)
 
     def checksum(self) -> torch.Tensor:
         """[1] fp64: the parameters' bits, summed as integers modulo 2**52. Replicas that agree have equal ones."""

@@ -86,8 +86,8 @@ def _train(rank: Rank, config: TrainConfig, stop: StopFlag, began: float) -> int
             peers.leave()
             return int(code)
         except torch.OutOfMemoryError as error:
-            size, accumulate = config.global_batch_size, config.accumulate
-            fix = f"lower --global-batch-size {size}, or raise --accumulate {accumulate}"
+            parts = f"--shards {config.shards}" if config.shards else f"--accumulate {config.accumulate}"
+            fix = f"lower --global-batch-size {config.global_batch_size}, or raise {parts}"
             raise PeerLostError(f"out of memory on {device} at step {trainer and trainer.step}: {fix}") from error
         except RuntimeError as error:
             if not peers.is_lost(error):

@@ -18,7 +18,7 @@ from ddp_core.model import build, initial_parameters, objective
 from ddp_core.optimizer import Optimizer, learning_rate
 from ddp_core.process_group import Peers
 from ddp_core.record import Record
-from ddp_core.replica import Replica
+from ddp_core.replica import Replica, tree_sum
 from ddp_core.snapshot import RunDirectory, write
 from ddp_core.stop import StopFlag
 
@@ -96,14 +96,20 @@ class Trainer:
 
     def _run_step(self, rows: torch.Tensor) -> None:
         self.replica.grads.zero_()
-        *others, last = rows.chunk(self.config.accumulate) if self.config.accumulate > 1 else (rows,)
+        *others, last = self._micro_batches(rows)
         for batch in others:
-            with self.replica.no_sync():
+            with self.replica.more_to_come():
                 self._forward_backward(batch)
         self._forward_backward(last)
         self.replica.sum_gradients()
         self.norms.append(self.optimizer.step(learning_rate(self.config, self.step, self.total_steps)))
         self.step += 1
+
+    def _micro_batches(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """A rank's rows m::accumulate, for every m. They are every (accumulate * world_size)-th of the rows of all ranks:
+        while that product (--shards) stays, so do the micro-batches, whatever the world size."""
+        count = self.config.accumulate
+        return tuple(rows[first::count] for first in range(count)) if count > 1 else (rows,)
 
     def _forward_backward(self, rows: torch.Tensor) -> None:
         inputs, targets = self.train_rows[rows]
@@ -124,17 +130,15 @@ class Trainer:
         """
         count, now = len(self.norms), time.monotonic()
         first = self.step - count
-        losses = torch.stack(self.losses).double().view(count, -1).sum(1)
+        losses = tree_sum(torch.stack(self.losses).double().view(count, -1).T)  # of this rank, by step
         numbers = torch.cat((losses, torch.stack(self.norms).double())).cpu()  # waits for the device
         flags = torch.tensor([bool(self.stop), now - self.reconciled], dtype=torch.float64)
         everyone = self.peers.gather(torch.cat((flags, numbers)))
         losses, norms = everyone[:, 2:].view(-1, 2, count).unbind(1)  # each [ranks, steps]
         if not everyone.isfinite().all():
             self._refuse_non_finite(first, losses, norms)
-        total = losses[0].clone()
-        for of_rank in losses[1:]:  # in rank order, so that a run repeats bit for bit whatever the interval
-            total += of_rank
-        for step, (loss, norm) in enumerate(zip(total.tolist(), norms[0].tolist(), strict=True), first):
+        # The sum of each step by itself, so that a run repeats bit for bit whatever the interval.
+        for step, (loss, norm) in enumerate(zip(tree_sum(losses).tolist(), norms[0].tolist(), strict=True), first):
             self._note(step, loss / self.config.global_batch_size, norm)
         self.record.lap("first_step")
         # About a second of steps, by the slowest rank; all ranks compute the same.
@@ -183,15 +187,17 @@ class Trainer:
         """Mean loss and metric over the held-out rows, every row counted once, whatever the world size."""
         self.replica.model.eval()
         mine = torch.arange(self.rank, len(self.held_out), self.world_size, device=self.device)
-        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
-        for rows in mine.split(max(1, self.config.global_batch_size // self.world_size)):
-            inputs, targets = self.held_out[rows]
-            with self.autocast():
-                outputs = self.replica.model(inputs)
-                totals[0] += self.objective.loss(outputs, targets)
-            totals[1] += self.objective.metric(outputs, targets)
-            totals[2] += len(rows)
-        loss, metric, count = self.peers.gather(totals.cpu()).sum(0).tolist()
+        totals = torch.zeros(self.config.accumulate, 3, dtype=torch.float64, device=self.device)
+        size = max(1, self.config.global_batch_size // self.world_size // self.config.accumulate)
+        for total, shard in zip(totals, self._micro_batches(mine), strict=True):
+            for rows in shard.split(size):
+                inputs, targets = self.held_out[rows]
+                with self.autocast():
+                    outputs = self.replica.model(inputs)
+                    total[0] += self.objective.loss(outputs, targets)
+                total[1] += self.objective.metric(outputs, targets)
+                total[2] += len(rows)
+        loss, metric, count = tree_sum(self.peers.gather(tree_sum(totals).cpu())).tolist()
         assert count == len(self.held_out), (count, len(self.held_out))
         return {"eval_loss": loss / count, f"eval_{self.objective.metric_name}": metric / count}
 

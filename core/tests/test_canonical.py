@@ -1,0 +1,131 @@
+"""--reduction canonical: the same bits at every world size, from the order in which shards of a step are summed.
+
+python -m pytest core/tests/test_canonical.py
+"""
+
+import signal
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from ddp_core import snapshot
+from ddp_core.replica import tree_sum
+from faults import at_step, signalled
+from ranks import Job, train
+from test_trainer import deviation
+
+CANONICAL = "--reduction canonical"
+RUN = f"--epochs 3 {CANONICAL}"  # 14 steps an epoch
+
+
+def assert_same_bits(job: Job, reference: Job) -> None:
+    """Every loss, gradient norm, evaluation and tensor; snapshots differ in what names the world size, and only there."""
+    assert [loss.hex() for loss in job.losses] == [loss.hex() for loss in reference.losses]
+    ours, theirs = ({step["step"]: step["grad_norm"] for step in one.records("step")} for one in (job, reference))
+    assert ours == theirs
+    ours, theirs = ([record | {"seconds": 0} for record in one.records("epoch")] for one in (job, reference))
+    assert ours == theirs
+    for name in ("snapshot.safetensors", "best.safetensors"):
+        (ours, document), (theirs, other) = (snapshot.read(one.run_dir / name) for one in (job, reference))
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            assert ours[key].view(torch.uint8).equal(theirs[key].view(torch.uint8)), f"{key} in {name}"
+        differ = {key for key in document.keys() | other.keys() if document.get(key) != other.get(key)}
+        assert differ <= {"world_size", "document_crc32"}
+
+
+# ---- the order of additions ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Term:
+    """A sum written out, with its brackets."""
+
+    text: str
+
+    def __add__(self, other: "Term") -> "Term":
+        return Term(f"({self.text}+{other.text})")
+
+
+def test_ranks_form_the_sum_of_one_exactly_if_they_have_a_power_of_two_of_shards():
+    for shards in range(1, 49):
+        terms = [Term(str(shard)) for shard in range(shards)]
+        for world_size in (size for size in range(1, shards + 1) if shards % size == 0):
+            nested = tree_sum([tree_sum(terms[rank::world_size]) for rank in range(world_size)])
+            allowed = world_size == 1 or (shards // world_size).bit_count() == 1
+            assert (nested == tree_sum(terms)) == allowed, f"{shards} shards on {world_size} ranks: {nested.text}"
+
+
+def test_the_order_of_additions():
+    assert tree_sum([Term(str(shard)) for shard in range(4)]).text == "((0+2)+(1+3))"
+    assert tree_sum([Term(str(shard)) for shard in range(6)]).text == "(((0+3)+(1+4))+(2+5))"
+
+
+def test_tensors_are_summed_in_that_order():
+    parts = torch.tensor([[1e16, 1.0], [1.0, 2.0], [-1e16, 4.0], [1.0, 8.0]], dtype=torch.float64)
+    assert tree_sum(parts).tolist() == [2.0, 15.0]  # in the order of the rows, the first would be 1
+    assert tree_sum(parts[:1]).tolist() == [1e16, 1.0]
+
+
+# ---- the same bits ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "workload, flags",
+    [
+        ("digits", ""),
+        ("digits", "--precision fp64"),
+        ("digits", "--precision bf16 --optimizer adamw --lr 0.003 --lr-schedule cosine"),
+        ("digits", "--shards 4"),
+        ("digits", "--precision fp64 --epochs 20 --steps-per-epoch 1"),  # most sums of few numbers agree in any order
+        ("regression", ""),
+        ("mnist", ""),
+        ("mnist", "--channels-last --precision fp64"),
+        ("gpt", ""),
+        ("gpt", "--global-batch-size 64 --shards 64 --steps-per-epoch 1"),  # 41 rows are held out: some shards have none
+    ],
+)
+def test_every_world_size_gives_the_same_bits(flags_of, finished, workload, flags, world_size):
+    flags = f"{flags_of[workload]} {CANONICAL} {flags}"
+    assert_same_bits(finished(flags, world_size), finished(flags, 1))
+
+
+def test_three_ranks_give_them_too(finished):
+    assert_same_bits(finished(f"{RUN} --shards 12", 3), finished(f"{RUN} --shards 12", 1))
+
+
+def test_it_is_the_same_training(finished):
+    plain, canonical = (finished(f"--epochs 3 --precision fp64{flags}", 2) for flags in ("", f" {CANONICAL}"))
+    assert deviation(canonical.losses, plain.losses) < 1e-12
+    (start,) = canonical.records("start")
+    assert (start["reduction"], start["config"]["shards"]) == ("canonical", 8)
+    for ours, theirs in zip(canonical.records("epoch"), plain.records("epoch"), strict=True):
+        assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-12)
+
+
+def test_threads_do_not_change_them(flags_of, finished, tmp_path):
+    """Where a rank has more cores to itself than another, kernels would add in another order."""
+    flags = f"{flags_of['mnist']} {CANONICAL}"
+    job = train(tmp_path / "run", flags, 1, faults={0: partial(torch.set_num_threads, 2)}, code=0)
+    assert [row["threads"] for row in job.records("start")[0]["ranks"]] == [1]
+    assert_same_bits(job, finished(flags, 2))
+
+
+# ---- stopped, and resumed by others -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first, then", [(2, 4), (1, 4), (4, 1)])
+def test_a_run_goes_on_at_another_world_size_to_the_bit(finished, tmp_path, first, then):
+    job = train(tmp_path / "run", RUN, first, faults={0: at_step(3, signalled(signal.SIGTERM))}, code=75)
+    assert snapshot.read(job.snapshot)[1]["step"] % 14, "it stopped at the end of an epoch"
+    job = train(tmp_path / "run", RUN, then, code=0)
+    assert [record["world_size"] for record in job.records("start")] == [first, then]
+    assert_same_bits(job, finished(RUN, 1))
+
+
+def test_a_run_of_another_reduction_goes_on_with_it(finished, tmp_path):
+    train(tmp_path / "run", "--epochs 1 --precision fp64", 2, code=0)
+    job = train(tmp_path / "run", f"{RUN} --precision fp64", 4, code=0)
+    assert deviation(job.losses, finished("--epochs 3 --precision fp64", 2).losses) < 1e-12
