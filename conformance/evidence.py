@@ -1,0 +1,233 @@
+"""What the reports say, clause by clause: the newest of each site, rung and backend, and which state that puts a clause in.
+
+report.py makes the reports and tells of them on a terminal and in CONFORMANCE.md, page.py draws the page.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# The ladder, weakest first, and what a rung says, in words that leave no doubt about where something ran.
+RUNGS = {
+    "suite": "the suite itself, against what it must reject; about no site",
+    "static": "files were read, nothing was trained",
+    "process": "the site's train.py in MPI ranks on the CPU of a test machine, told what its launcher would tell it",
+    "device": "the same on an accelerator of a test machine",
+    "cluster": "the site's job script under a real scheduler, on virtual nodes of a test machine",
+    "machine": "the site's job script on the machine itself",
+}
+# The first that is true of any of its checks is the state of a clause.
+STATES = ("failed", "expected failure", "pass", "not run", "untested", "elsewhere")
+MARKS = dict(zip(STATES, ("✗", "!", "✓", "○", "·", "·"), strict=True))
+STATE_OF = {"passed": "pass", "failed": "failed", "expected-failure": "expected failure", "skipped": "not run"}
+STATUS = {
+    "never-run": "never run",
+    "simulated": "simulated, never on the machine itself",
+    "run-on-site": "run on the machine itself",
+}
+CORE = "core"  # what belongs to no site
+
+
+# ---- SPEC.md -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spec:
+    """groups: letter to title. clauses: id to sentence. tiers: limit to (T1, fp64)."""
+
+    groups: dict[str, str]
+    clauses: dict[str, str]
+    untested: set[str]
+    tiers: dict[float, tuple[str, str]]
+
+    @classmethod
+    def read(cls, text: str) -> "Spec":
+        found = re.findall(r"^- \*\*([A-Z]+\d+)\*\* (\(untested\) )?(.+(?:\n  .+)*)", text, re.MULTILINE)
+        tiers = {}
+        for tier, words in re.findall(r"\*\*(T\d)\*\*((?:[^*·\n]|\n(?!\n))+)", text):
+            precision = re.search(r"\bin (\w+)", words)
+            for limit in re.findall(r"\d+e-\d+", words) or [0]:
+                tiers[float(limit)] = (tier, precision[1] if precision else "")
+        return cls(
+            dict(re.findall(r"^## ([A-Z]+): (.+)$", text, re.MULTILINE)),
+            {name: " ".join(sentence.split()) for name, _, sentence in found},
+            {name for name, untested, _ in found if untested},
+            tiers,
+        )
+
+    def of(self, group: str) -> list[str]:
+        return [name for name in self.clauses if name.rstrip("0123456789") == group]
+
+    def tier(self, site: str, limit: float) -> str:
+        """'T1, fp64: limit 1e-10'. Tiers are for the runs of sites."""
+        words = ", ".join(filter(None, self.tiers.get(limit, ()))) if site != CORE else CORE
+        return ": ".join(filter(None, [words, f"limit {plain(limit)}" if limit else "exact"]))
+
+
+def read(paths: Iterable[Path]) -> list[dict]:
+    """Parts or reports. Raises ValueError for a file that is not one."""
+    found = []
+    for path in sorted(paths):
+        try:
+            facts = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path}: not JSON, was its session ended? {error}") from None
+        if not isinstance(facts, dict) or facts.get("format") != 1:
+            raise ValueError(f"{path}: format should be 1")
+        found.append(facts)
+    return found
+
+
+# ---- what reports say ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Cell:
+    """A clause at a site. rung and date: of the strongest evidence for its state. notes: the checks that did not pass."""
+
+    state: str
+    rung: str = ""
+    date: str = ""
+    notes: list[dict] = field(default_factory=list)
+
+
+class Evidence:
+    """The newest report of each site, rung and backend, clause by clause. What it gives is in a fixed order."""
+
+    def __init__(self, reports: list[dict], facts_of_sites: list[dict], spec: str, trace: list[float]):
+        self.spec, self.golden = Spec.read(spec), trace
+        order = [facts["name"] for facts in facts_of_sites]
+        order += sorted({report["site"] for report in reports} - {*order, CORE})
+        self.sites = [*order, CORE]
+        self.facts = {facts["name"]: facts for facts in facts_of_sites}
+        self.reports = sorted(reports, key=self._place)
+        self.newest = list({(report["site"], report["rung"], report["backend"]): report for report in self.reports}.values())
+        self.cells = {(site, clause): self._cell(site, clause) for site in self.sites for clause in self.spec.clauses}
+
+    def _place(self, report: dict) -> tuple:
+        """Sites as they come, the strongest rung first, the newest report last."""
+        return self.sites.index(report["site"]), -list(RUNGS).index(report["rung"]), report["backend"], report["date"]
+
+    def _cell(self, site: str, clause: str) -> Cell:
+        found, notes = [], []
+        for report in (report for report in self.newest if report["site"] == site):
+            checks = [check for check in report["checks"] if clause in check["clauses"]]
+            told = dict(rung=report["rung"], date=report["date"])
+            notes += [check | told for check in checks if check["outcome"] != "passed"]
+            if states := {STATE_OF[check["outcome"]] for check in checks} - {"not run"}:
+                found.append((min(states, key=STATES.index), report["rung"], report["date"]))
+        if found:
+            state = min((state for state, _, _ in found), key=STATES.index)
+            strongest = max((list(RUNGS).index(rung), date) for at, rung, date in found if at == state)
+            return Cell(state, list(RUNGS)[strongest[0]], strongest[1], notes)
+        # What is asked of the core is not missing at a site, nor the other way round; what nobody was asked is like its group.
+        alike = ({clause}, {*self.spec.of(clause.rstrip("0123456789"))})
+        asked = [{report["site"] == CORE for report in self.newest if names & self._asked(report)} for names in alike]
+        if not {site == CORE} & (asked[0] or asked[1] or {True, False}):
+            return Cell("elsewhere")
+        return Cell("untested" if clause in self.spec.untested else "not run", notes=notes)
+
+    @staticmethod
+    def _asked(report: dict) -> set[str]:
+        return {*report["expected"], *(clause for check in report["checks"] for clause in check["clauses"])}
+
+    def status(self, site: str) -> str:
+        """What site.toml says about itself."""
+        verified = self.facts.get(site, {}).get("verified", {})
+        if site not in self.facts:
+            return "belongs to no site" if site == CORE else "has no site.toml here"
+        words = STATUS.get(verified.get("status"), "says nothing of itself")
+        return f"{words}, {verified['date']}" if "date" in verified else words
+
+    def words(self, site: str) -> str:
+        """The evidence that site.toml gives."""
+        return " ".join(self.facts.get(site, {}).get("verified", {}).get("evidence", "").split())
+
+    def group(self, site: str, group: str) -> tuple[Counter, list[str], list[str]]:
+        """How many clauses are in each state; their rungs, weakest first; their dates."""
+        cells = [self.cells[site, clause] for clause in self.spec.of(group)]
+        rungs = sorted({cell.rung for cell in cells if cell.rung}, key=list(RUNGS).index)
+        return Counter(cell.state for cell in cells), rungs, sorted({cell.date for cell in cells if cell.date})
+
+    def notes(self, *states: str) -> list[tuple[str, str, str, dict]]:
+        """(site, clause, text, one check) for everything in these states; checks that say the same are told once."""
+        found = []
+        for (site, clause), cell in self.cells.items():
+            alike: dict[tuple, list[dict]] = {}
+            for note in cell.notes:
+                if STATE_OF[note["outcome"]] in states:
+                    alike.setdefault((note["rung"], note["name"], note["reason"] or note["message"]), []).append(note)
+            for (rung, name, message), notes in alike.items():
+                launchers = ", ".join(sorted({note["launcher"] for note in notes} - {None}))
+                sizes = ", ".join(map(str, sorted({note["world_size"] for note in notes} - {None})))
+                where = filter(None, [f"{rung} rung", launchers, sizes and f"world size {sizes}"])
+                found.append((site, clause, f"{name} [{', '.join(where)}]: {message}", notes[0]))
+        return found
+
+    def deviations(self) -> dict[str, dict[tuple, dict]]:
+        """Tier, then (site, rung, backend), then world size, to the check that came nearest to the limit."""
+        table: dict[tuple, dict] = {}
+        for report in self.newest:
+            for check in report["checks"]:
+                if check["limit"] is not None and check["deviation"] is not None:
+                    tier = (report["site"] == CORE, check["limit"], self.spec.tier(report["site"], check["limit"]))
+                    row = table.setdefault(tier, {}).setdefault((report["site"], report["rung"], report["backend"]), {})
+                    size = check["world_size"]
+                    row[size] = max(row.get(size, check), check, key=deviation)
+        return {tier: table[of_core, limit, tier] for of_core, limit, tier in sorted(table)}
+
+    def worst(self) -> list[tuple[str, str, str]]:
+        """(tier, margin, place) for the worst of each tier."""
+        found = []
+        for tier, rows in self.deviations().items():
+            checks = [(deviation(of[size]), key, size, of[size]) for key, of in rows.items() for size in of]
+            _, (site, rung, _), size, check = max(checks, key=lambda entry: entry[0])
+            place = [site, check["launcher"], f"{rung} rung", size and f"world size {size}"]
+            found.append((tier, margin(check), ", ".join(filter(None, place))))
+        return found
+
+    def dates(self) -> str:
+        dates = sorted({report["date"] for report in self.newest})
+        return span(dates) if dates else "no report yet"
+
+    @staticmethod
+    def states(checks: Iterable[dict]) -> Counter:
+        return Counter(STATE_OF[check["outcome"]] for check in checks)
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def counted(counts: Counter) -> dict[str, str]:
+    """State to '2 expected failures', in the order of STATES."""
+    return {
+        state: plural(counts[state], state) if state == "expected failure" else f"{counts[state]:,} {state}"
+        for state in STATES
+        if counts[state]
+    }
+
+
+def plain(number: float) -> str:
+    return f"{number:g}".replace("e-0", "e-")
+
+
+def deviation(check: dict) -> float:
+    return float(check["deviation"])
+
+
+def margin(check: dict) -> str:
+    """'9.8e-16, 100,000 times below'."""
+    worst, limit = deviation(check), float(check["limit"])
+    if worst == 0 or not limit or not math.isfinite(worst):
+        return "exact" if worst == 0 else f"{worst:.1e}, should be exact" if not limit else "not comparable"
+    times = float(f"{max(limit / worst, worst / limit):.2g}")
+    return f"{worst:.1e}, {times:,.{int(times < 10)}f} times {'below' if worst <= limit else 'above'}"
+
+
+def span(dates: list[str]) -> str:
+    return dates[0] if dates[:1] == dates[-1:] else " to ".join([dates[0], dates[-1]]) if dates else ""
