@@ -1,18 +1,20 @@
 """Options, fixtures, and what is collected when.
 
     python -m pytest conformance                                              what needs one process
-    EXPECT_WORLD=2 mpiexec -n 2 python -m pytest --with-mpi conformance/test_process.py      what needs ranks
+    EXPECT_WORLD=2 mpiexec -n 2 python -m pytest --with-mpi conformance/test_run.py          what needs ranks
+    python -m pytest --submit --site NAME conformance/test_run.py             the same by jobs, on a login node
 
---site NAME_OR_FOLDER restricts both to one site.
+--site NAME_OR_FOLDER restricts both to one site, --clause ID to one clause; each may be given again.
 """
 
 import sys
+from pathlib import Path
 
 import pytest
 
-from conformance import sites
-from conformance.plugin import Ranks, Summary, clauses_of
-from conformance.reference import worst_deviation
+from conformance import sites, submit
+from conformance.check import Check, clauses_of, launch_of, parameters
+from conformance.plugin import Ranks, Submitted, Verdicts
 
 try:
     import pytest_mpi
@@ -24,77 +26,94 @@ if pytest_mpi and not hasattr(pytest_mpi, "MPIPlugin"):
         f"need ranks would run without them: pip uninstall mpi-pytest && pip install --force-reinstall pytest-mpi (V4)"
     )
 
+OF_RANKS = "test_run.py"
+OF_MINUTES = "test_broken.py"
+
 
 def pytest_addoption(parser):
-    parser.addoption("--site", metavar="NAME_OR_FOLDER", help="only this site of sites/, or the one in this folder")
+    add = parser.getgroup("conformance").addoption
+    add("--site", action="append", metavar="NAME_OR_FOLDER", help="only this site of sites/, or the one in this folder")
+    add("--clause", action="append", metavar="ID", help="only the checks of this clause of SPEC.md")
+    add("--device", choices=["cpu", "cuda", "xpu"], help="what the ranks train on (default: cpu, or the job script's own)")
+    add("--backend", default="auto", choices=["auto", "gloo", "nccl", "xccl"], help="what carries their gradients")
+    add("--broken", action="store_true", help="run broken sites and cores, too: each must be rejected, some minutes")
+    add("--rung", default="static", choices=["static", "suite"], help="what the verdicts of a session without ranks stand on")
+    add("--part", metavar="FOLDER", help="write the verdicts there, for conformance/report.py")
+    add("--handed-on", metavar="FOLDER", help="where sessions of other world sizes leave snapshots, and find them")
+    add("--submit", nargs="?", const="", metavar="OPTIONS", help="by the site's job script; options of sbatch or qsub for it")
+    add("--submit-timeout", type=float, default=float("inf"), metavar="SECONDS", help="what a job may take, its queue included")
+    add("--geometry", type=submit.geometry, metavar="NODESxRANKS", help="of the job (default: [job] in site.toml)")
+    add("--virtual", action="store_true", help="the scheduler's nodes are virtual: this is not the machine itself")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "clause(*ids): the clauses of SPEC.md that this test checks")
+    config.addinivalue_line("markers", "rejects(clause): this test breaks the clause and sees it rejected")
+    config.addinivalue_line(
+        "markers", "machine(*flags, twice=False, only=False): also (or only) of submitted jobs, which train with these flags"
+    )
+    config.addinivalue_line("markers", "only(sizes, devices, mpi): when this test says something; elsewhere it is not there")
     try:
         config.sites = sites.find(config.getoption("--site"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
-    if config.getoption("--with-mpi", default=False):
-        config.pluginmanager.register(Ranks(), "ranks")
+    with_ranks, submitted = config.getoption("--with-mpi", default=False), config.getoption("--submit") is not None
+    if submitted:
+        if with_ranks:
+            raise pytest.UsageError("--submit needs no ranks: without mpiexec and --with-mpi")
+        config.addinivalue_line("markers", "mpi: needs ranks")  # no pytest-mpi is needed
     else:
-        config.pluginmanager.register(Summary(), "summary")
+        config.option.device = config.option.device or "cpu"
+    of_this_session = Submitted if submitted else Ranks if with_ranks else Verdicts
+    config.pluginmanager.register(of_this_session(config), "ranks" if with_ranks or submitted else "verdicts")
 
 
 def pytest_ignore_collect(collection_path, config):
-    """test_process.py alone needs the ranks; without them it is not there, rather than skipped."""
-    without_ranks = not config.getoption("--with-mpi", default=False)
-    return True if collection_path.name == "test_process.py" and without_ranks else None
+    """What needs ranks, or minutes, is not there without them, rather than skipped."""
+    missing = {OF_RANKS: not config.pluginmanager.has_plugin("ranks"), OF_MINUTES: not config.getoption("--broken")}
+    return missing.get(collection_path.name) or None
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.pluginmanager.has_plugin("ranks") and any(item.get_closest_marker("mpi") for item in items):
-        raise pytest.UsageError("test_process.py needs ranks: start it by mpiexec, and pass --with-mpi (V2)")
+    ranks = config.pluginmanager.get_plugin("ranks")
+    if not ranks and any(item.get_closest_marker("mpi") for item in items):
+        raise pytest.UsageError(f"{OF_RANKS} needs ranks: start it by mpiexec, and pass --with-mpi (V2)")
+    wanted, submitted = config.getoption("--clause"), config.getoption("--submit") is not None
+
+    def says_something(item) -> bool:
+        launch, world_size, machine = launch_of(item), ranks and ranks.world.size, item.get_closest_marker("machine")
+        if not machine if submitted else machine and machine.kwargs.get("only"):
+            return False
+        return (not wanted or bool({*wanted} & {*clauses_of(item)})) and all(
+            world_size in mark.kwargs.get("sizes", [world_size])
+            and config.getoption("--device") in mark.kwargs.get("devices", [config.getoption("--device")])
+            and not (launch and launch.mpi and not mark.kwargs.get("mpi", True))
+            for mark in item.iter_markers("only")
+        )
+
+    chosen = [item for item in items if says_something(item)]
+    later = [item for item in chosen if parameters(item).get("handed_on", ...) is None]
+    if not submitted:
+        (ranks or config.pluginmanager.get_plugin("verdicts")).expect(later)  # report.py sees that another session does
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen or item in later])
+    items[:] = [item for item in chosen if item not in later]
 
 
 def pytest_generate_tests(metafunc):
+    """`launch`: every launcher of every site; `site`: every site; `handed_on`: every snapshot of another world size."""
     found = metafunc.config.sites
+    ranks = metafunc.config.pluginmanager.get_plugin("ranks")
+    if ranks and "handed_on" in metafunc.fixturenames:
+        here, folder = ranks.world.size, metafunc.config.getoption("--handed-on")
+        files = sorted(Path(folder).glob("*.safetensors")) if folder else []
+        others = [path for path in files if not path.stem.endswith(f"-{here}")]
+        metafunc.parametrize("handed_on", others or [None], ids=lambda path: path.stem if path else "nothing-yet")
     if "launch" in metafunc.fixturenames:
-        launches = [launch for site in found for launch in site.launches]
+        started = slice(1 if metafunc.config.getoption("--submit") is not None else None)  # a job script has one launcher
+        launches = [launch for site in found for launch in site.launches[started]]
         metafunc.parametrize("launch", launches, ids=lambda launch: f"{launch.site}-{launch.launcher}", scope="session")
     if "site" in metafunc.fixturenames:
         metafunc.parametrize("site", found, ids=lambda site: site.name, scope="session")
-
-
-class Check:
-    """The checks of one test. where: what is checked, in the words of a message."""
-
-    def __init__(self, where: str, node: pytest.Item):
-        self.where, self.node = where, node
-        self.clauses = clauses_of(node)
-
-    def equal(self, clause: str, **facts: tuple) -> None:
-        """name=(value, what it should be); all that differ are told."""
-        __tracebackhide__ = True
-        differ = {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
-        self.holds(
-            clause, *(f"{name}={_short(value)}, but should be {_short(other)}" for name, (value, other) in differ.items())
-        )
-
-    def close(self, clause: str, values: list[float], reference: list[float], limit: float, what: str = "losses") -> None:
-        """No relative difference above the limit; the worst is printed at the end of the session, also when green."""
-        __tracebackhide__ = True
-        worst = worst_deviation(values, reference)
-        self.node.user_properties.append(("deviation", (worst, limit)))
-        if not worst <= limit:
-            self.holds(clause, f"worst relative deviation of {what}={worst:.1e}, but should be at most {limit:g}")
-
-    def holds(self, clause: str, *violations: str) -> None:
-        """Fails with one line for each violation, if there is one."""
-        __tracebackhide__ = True
-        assert clause in self.clauses, f"{self.node.name} is not marked with clause {clause}"
-        if violations:
-            pytest.fail("\n".join(f"{violation} [{self.where}] ({clause})" for violation in violations), pytrace=False)
-
-
-def _short(value) -> str:
-    text = str(value)
-    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 @pytest.fixture
@@ -109,3 +128,9 @@ def check(request) -> Check:
 @pytest.fixture(scope="session")
 def world(request):
     return request.config.pluginmanager.get_plugin("ranks").world
+
+
+@pytest.fixture(scope="session")
+def root(world, tmp_path_factory) -> Path:
+    """Where the runs are: of jobs, where all nodes see them."""
+    return getattr(world, "root", None) or world.on_rank_0(lambda: tmp_path_factory.mktemp("runs"))

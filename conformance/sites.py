@@ -4,10 +4,15 @@ What conformance reads of a site.toml:
 
     name = "..."  operator = "..."  scheduler = "..."  launcher = "..."  submit = "job.sl"
     [node]                      the shape of a node
-    [[launchers]]               each way in which this site starts ranks
+    [job]                       nodes and ranks_per_node of the job script as it stands
+    [verified]                  status, date, evidence
+    [[sources]]                 address, read
+    [[launchers]]               each way in which this site starts ranks; the first is the site's own
     name = "srun"
+    mpi = false                 whether train.py asks MPI who it is
     [launchers.environment]     what that launcher exports to a rank; {placeholders} as in Launch.environ
     SLURM_PROCID = "{rank}"
+    [[expected_failures]]       clause, reason, link
 """
 
 import os
@@ -30,19 +35,24 @@ class Launch:
     launcher: str
     train: Path
     templates: tuple[tuple[str, str], ...]
+    mpi: bool
 
     def __str__(self) -> str:
         return f"{self.site}, {self.launcher}"
 
-    def environ(self, rank: int, world_size: int, num_nodes: int, port: int, job_id: str) -> dict[str, str]:
+    def environ(self, rank: int, world_size: int, num_nodes: int, port: int, job_id: str, restart: int = 0) -> dict[str, str]:
         """What this launcher exports to one rank, the ranks lying in blocks on equal nodes."""
         per_node = world_size // num_nodes
         values = dict(rank=rank, world_size=world_size, local_rank=rank % per_node, local_world_size=per_node)
-        values |= dict(node_rank=rank // per_node, num_nodes=num_nodes, job_id=job_id, restart=0)
+        values |= dict(node_rank=rank // per_node, num_nodes=num_nodes, job_id=job_id, restart=restart)
         values |= dict(master_addr=os.uname().nodename, master_port=port)
         # Slurm's own spelling of the ranks on each node: 4 on one node, 4(x2) on two.
         values |= dict(tasks_per_node=per_node if num_nodes == 1 else f"{per_node}(x{num_nodes})")
         return {name: template.format(**values) for name, template in self.templates}
+
+    def variables_with(self, placeholder: str) -> list[str]:
+        """The variables by which this launcher tells something: world_size, for example."""
+        return [name for name, template in self.templates if template == f"{{{placeholder}}}"]
 
 
 @dataclass(frozen=True)
@@ -52,27 +62,49 @@ class Site:
 
     @property
     def name(self) -> str:
-        return self.facts["name"]
+        return str(self.facts.get("name", self.folder.name))
 
     @property
     def launches(self) -> list[Launch]:
+        """The site's launchers, its own first."""
         return [
-            Launch(self.name, launcher["name"], self.folder / "train.py", tuple(launcher["environment"].items()))
-            for launcher in self.facts["launchers"]
+            Launch(
+                site=self.name,
+                launcher=launcher.get("name", ""),
+                train=self.folder / "train.py",
+                templates=tuple(launcher.get("environment", {}).items()),
+                mpi=launcher.get("mpi", False),
+            )
+            for launcher in self.facts.get("launchers", [])
         ]
 
+    @property
+    def job_scripts(self) -> list[Path]:
+        """The scripts that are submitted; `submit` names the first of them."""
+        return [path for path in self.scripts if path.suffix != ".sh"]
 
-def find(only: str | None = None) -> list[Site]:
-    """All sites, or the one of that name or in that folder. Raises ValueError when there is none."""
-    if only and Path(only, "site.toml").is_file():
-        folders = [Path(only).resolve()]
-    else:
-        folders = sorted(path.parent for path in ROOT.glob("sites/*/site.toml"))
-    found = [Site(folder, tomllib.loads((folder / "site.toml").read_text())) for folder in folders]
-    if only and not Path(only, "site.toml").is_file():
-        found = [site for site in found if site.name == only]
+    @property
+    def scripts(self) -> list[Path]:
+        """The site's shell scripts, the job script among them."""
+        return sorted(
+            path for path in self.folder.iterdir() if path.suffix in (".sh", ".sl", ".pbs", ".slurm") and path.is_file()
+        )
+
+
+def find(only: list[str] | None = None) -> list[Site]:
+    """All sites, or those of these names or in these folders. Raises ValueError that names what is not there."""
+    known = {path.parent.name: path.parent for path in sorted(ROOT.glob("sites/*/site.toml"))}
+    found = []
+    for wanted in only or known:
+        folder = known.get(wanted) or Path(wanted).resolve()
+        if not (folder / "site.toml").is_file():
+            raise ValueError(f"--site {wanted} is neither one of {', '.join(known)} nor a folder with a site.toml")
+        try:
+            found.append(Site(folder, tomllib.loads((folder / "site.toml").read_text())))
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{folder / 'site.toml'}: {error} (F2)") from error
     if not found:
-        raise ValueError(f"--site {only}: no such site" if only else f"no site.toml below {ROOT / 'sites'}")
+        raise ValueError(f"no site.toml below {ROOT / 'sites'}")
     return found
 
 

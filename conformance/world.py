@@ -4,12 +4,16 @@ All ranks judge the same gathered evidence: what a rank has seen alone is gather
 passes or fails on all ranks alike. pytest-mpi has no such rule of its own, and a rank that fails alone hangs the others.
 """
 
+import gc
 import io
 import json
 import os
+import resource
 import runpy
+import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -24,16 +28,21 @@ from conformance.sites import Launch, without_launcher
 
 # The ranks start within milliseconds of each other: whoever waits this long waits for a rank that will not come.
 DEADLINES = "--timeout 60 --rendezvous-timeout 10"
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one start of train.py has left, equal on all ranks. One entry a rank: exit_codes, output, errors."""
+    """What one start of train.py has left, equal on all ranks. One entry a rank: exit_codes, output, errors, written.
+
+    written: the files of the run directory that this rank has opened to write, or has moved.
+    """
 
     folder: Path
     exit_codes: list[int]
     output: list[str]
     errors: list[str]
+    written: list[list[str]]
     records: list[dict]
 
     def of(self, kind: str) -> list[dict]:
@@ -46,14 +55,22 @@ class Run:
     def values(self, kind: str, name: str) -> list:
         return [record[name] for record in self.of(kind)]
 
+    @property
+    def losses(self) -> list[float]:
+        return [float.fromhex(text) for text in self.values("step", "loss_hex")]
+
 
 class World:
-    """This rank among the others. comm: an MPI communicator."""
+    """This rank among the others. comm: an MPI communicator. device, backend: what train.py is told to use."""
 
-    def __init__(self, comm):
-        self.comm = comm
+    def __init__(self, comm, device: str = "cpu", backend: str = "auto"):
+        self.comm, self.device, self.backend = comm, device, backend
         self.rank, self.size = comm.rank, comm.size
+        self.backend_in_use = BACKENDS[device] if backend == "auto" else backend
         self.starts = 0
+        self.writes = Writes()
+
+    # ---- the ranks --------------------------------------------------------------------------------------------------
 
     def meet(self, seconds: float = 600) -> bool:
         """Wait for all ranks; False when some have not come. Asleep: MPI's own waiting takes a core from those that work."""
@@ -82,30 +99,98 @@ class World:
             raise error
         return result
 
-    def train(self, launch: Launch, folder: Path, flags: str, num_nodes=1, alone=False, signal_rank=None) -> Run:
+    # ---- train.py ---------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        launch: Launch,
+        folder: Path,
+        flags: str,
+        num_nodes: int = 1,
+        environ: dict[str, str] | None = None,
+        odd_flags: str = "",
+        odd_start: tuple[str, int] | None = None,
+        signal_rank: int | None = None,
+        kill_ranks: tuple[int, ...] = (),
+        largest_file: int | None = None,
+    ) -> Run:
         """Start the site's train.py by its path on all ranks, as this launcher starts it; returns when all have ended.
 
-        alone: on rank 0 only, without a launcher. signal_rank: the rank that gets a SIGUSR1 when it has trained a step.
+        environ: what is changed in what the launcher exports. odd_flags, and odd_start, a job id and
+        a count of restarts, are for the last rank alone. signal_rank gets a
+        SIGUSR1 in mid-epoch, and kill_ranks a SIGKILL; or, where largest_file says so many bytes, a SIGXFSZ when one of
+        their files has them.
         """
         import torch  # noqa: F401 - now, and not in the program: the ranks meet after it, whatever it takes on each
 
         self.starts += 1
-        environ, mine = without_launcher(), None
-        port = self.on_rank_0(_free_port)
-        if not alone:
-            environ |= launch.environ(self.rank, self.size, num_nodes, port, job_id=str(1000 + self.starts))
-        if not alone or self.rank == 0:
-            if self.rank == signal_rank:
-                threading.Thread(target=_signal_in_mid_epoch, args=(folder / "run.jsonl",), daemon=True).start()
-            argv = [*flags.split(), *DEADLINES.split(), "--device", "cpu", "--log-every", "1", "--run-dir", str(folder)]
-            mine = _start(launch.train, argv, environ)
-        ended = zip(*(one for one in self.gather(mine) if one), strict=True)
-        return Run(folder, *map(list, ended), self.on_rank_0(lambda: _read_records(folder)))
+        last = self.rank == self.size - 1
+        job_id, restart = odd_start if odd_start and last else (str(1000 + self.starts), 0)
+        exported = launch.environ(self.rank, self.size, num_nodes, self.on_rank_0(free_port), job_id, restart)
+        argv = [*self.flags(folder, flags), *(odd_flags.split() if last else ())]
+        variables = without_launcher() | exported | (environ or {})
+        log = folder / "run.jsonl"
+        with self.writes.below(folder) as written:
+            if kill_ranks:
+                kill = dict(largest_file=largest_file) if largest_file else dict(log=log)
+                ended = _start_and_kill(launch.train, argv, variables, **(kill if self.rank in kill_ranks else {}))
+            else:
+                if self.rank == signal_rank:
+                    threading.Thread(target=_signal_in_mid_epoch, args=(log,), daemon=True).start()
+                ended = _start(launch.train, argv, variables)
+        everyone = zip(*self.gather((*ended, sorted(written))), strict=True)
+        return Run(folder, *map(list, everyone), self.on_rank_0(lambda: read_records(folder)))
+
+    def alone(self, launch: Launch, folder: Path, flags: str) -> Run:
+        """`python train.py` by hand: a process of its own on rank 0, without a launcher."""
+
+        def by_hand() -> subprocess.CompletedProcess:
+            command = [sys.executable, launch.train, *self.flags(folder, flags)]
+            return subprocess.run(command, env=without_launcher(), capture_output=True, text=True, timeout=60, check=False)
+
+        ended = self.on_rank_0(by_hand)
+        records = self.on_rank_0(lambda: read_records(folder))
+        return Run(folder, [ended.returncode], [ended.stdout], [ended.stderr], [[]], records)
+
+    def flags(self, folder: Path, flags: str) -> list[str]:
+        """What every run of conformance is told; flags come last, so that they count."""
+        told = f"{DEADLINES} --log-every 1 --device {self.device} --backend {self.backend}"
+        if self.device != "cpu":
+            told += " --deterministic"
+        return [*told.split(), "--run-dir", str(folder), *flags.split()]
 
 
-def _read_records(folder: Path) -> list[dict]:
+def read_records(folder: Path) -> list[dict]:
     path = folder / "run.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class Writes:
+    """Which files this process opens to write, moves or removes below a folder. Python's own audit events tell."""
+
+    def __init__(self):
+        self.folder, self.seen = None, set()
+        sys.addaudithook(self._hear)
+
+    def below(self, folder: Path) -> "Writes":
+        self.folder, self.seen = str(folder), set()
+        return self
+
+    def __enter__(self) -> set[str]:
+        return self.seen
+
+    def __exit__(self, *_) -> None:
+        self.folder = None
+
+    def _hear(self, event: str, arguments: tuple) -> None:
+        if self.folder and (event == "open" or event in ("os.rename", "os.link", "os.remove", "os.truncate", "os.mkdir")):
+            path, mode, flags = arguments if event == "open" else (arguments[0], None, os.O_WRONLY)
+            writes = any(letter in (mode or "") for letter in "wax+") or flags & (os.O_WRONLY | os.O_RDWR)
+            if writes and isinstance(path, str | Path) and str(path).startswith(self.folder):
+                self.seen.add(Path(path).name)
+
+
+# ---- one program in this process ------------------------------------------------------------------------------------
 
 
 class _Left(BaseException):
@@ -139,6 +224,9 @@ def _start(program: Path, argv: list[str], environ: dict[str, str]) -> tuple[int
         os.environ.update(before[0])
         sys.argv, sys.path[:], os._exit = before[1:]
         _drop_process_group()
+        # What a site has changed of the core ends with its program: the next one imports its own.
+        for name in [name for name in sys.modules if name.partition(".")[0] == "ddp_core"]:
+            del sys.modules[name]
     return code, output.getvalue(), errors.getvalue()
 
 
@@ -149,17 +237,55 @@ def _drop_process_group() -> None:
         torch.distributed.destroy_process_group()
 
 
+def _start_and_kill(
+    program: Path, argv: list[str], environ: dict[str, str], log: Path | None = None, largest_file: int | None = None
+) -> tuple[int, str, str]:
+    """As _start, in a child of this process. It gets a SIGKILL when its log tells of a second epoch, or the kernel's SIGXFSZ
+    when it has written so many bytes of a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    receive, send = os.pipe()
+    gc.collect()  # stores of earlier runs: in the child they would wait for threads that it has not
+    child = os.fork()  # torch is imported already, and no group of it is open
+    if child == 0:
+        gc.freeze()
+        if largest_file:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it, and would go on to clean up
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+        try:
+            told = _start(program, argv, environ)
+            os.write(send, json.dumps(told)[-60000:].encode())
+        finally:
+            os._exit(0)
+    os.close(send)
+    if log:
+        _wait_for(log, '"epoch":1', receive)
+        os.kill(child, signal.SIGKILL)  # not yet reaped, so it is still this child's number
+    with open(receive, "rb") as pipe:
+        told = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return tuple(json.loads(told)) if told else (128 + os.WTERMSIG(status), "", "")
+
+
 def _signal_in_mid_epoch(log: Path) -> None:
     """Send this process a SIGUSR1 when the first step is on record, as a scheduler does before the time is up."""
-    end = time.monotonic() + 60
+    if _wait_for(log, '"kind":"step"'):
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def _wait_for(log: Path, words: str, *ends: int, seconds: float = 60) -> bool:
+    """Until a log has these words, or one of these pipes has something to say."""
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if log.exists() and '"kind":"step"' in log.read_text():
-            os.kill(os.getpid(), signal.SIGUSR1)
-            return
-        time.sleep(0.0005)
+        if log.exists() and words in log.read_text():
+            return True
+        if select.select(ends, [], [], 0.002)[0]:
+            break
+    return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("", 0))
         return listener.getsockname()[1]

@@ -1,0 +1,45 @@
+"""sound-mpi: a whole site for a machine that does not exist, whose launcher tells the ranks nothing: they ask MPI.
+
+mpiexec -n 8 --ppn 4 python train.py --epochs 5
+"""
+
+import socket
+import uuid
+from collections.abc import Mapping
+
+from ddp_core import Rank, run
+
+
+def rank(environ: Mapping[str, str]) -> Rank:
+    """The Rank that MPI tells; without mpiexec MPI itself is a world of one. Collective: all ranks call it."""
+    from mpi4py import MPI  # not at the top of the file: this import starts MPI
+
+    world = MPI.COMM_WORLD
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)  # the ranks that can share memory with this one
+    local_rank, local_world_size = node.rank, node.size
+    # MPI does not number the nodes: each is known by the lowest of its ranks, and counted in their order.
+    lowest_here = node.bcast(world.rank)
+    lowest = sorted(set(world.allgather(lowest_here)))
+    node.Free()
+    address, port, job_id = world.bcast(meeting_point() if world.rank == 0 else None)
+    return Rank(
+        rank=world.rank,
+        world_size=world.size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=lowest.index(lowest_here),
+        master_addr=address,
+        master_port=port,
+        job_id=job_id,
+    )
+
+
+def meeting_point() -> tuple[str, int, str]:
+    """Rank 0's address, a port that is free there now, and a name that no other start has."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return socket.gethostname(), listener.getsockname()[1], uuid.uuid4().hex
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(rank))

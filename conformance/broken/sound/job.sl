@@ -1,0 +1,50 @@
+#!/bin/bash
+# sound: one rank per device of a machine that does not exist.
+
+# EDIT: the account that pays.
+# https://slurm.schedmd.com/sbatch.html#OPT_account
+#SBATCH --account=my_account
+
+# Two nodes show what one does not.
+# https://slurm.schedmd.com/sbatch.html#OPT_nodes
+#SBATCH --nodes=2
+
+# A rank for each device.
+# https://slurm.schedmd.com/sbatch.html#OPT_ntasks-per-node
+#SBATCH --ntasks-per-node=4
+
+# All devices of a node.
+# https://slurm.schedmd.com/sbatch.html#OPT_gpus-per-node
+#SBATCH --gpus-per-node=4
+
+# A quarter of the node's cores.
+# https://slurm.schedmd.com/sbatch.html#OPT_cpus-per-task
+#SBATCH --cpus-per-task=8
+
+# The requeued job writes on in the same log.
+# https://slurm.schedmd.com/sbatch.html#OPT_open-mode
+#SBATCH --open-mode=append
+
+# After a lost node Slurm starts the job again.
+# https://slurm.schedmd.com/sbatch.html#OPT_requeue
+#SBATCH --requeue
+
+# To the ranks, two minutes before the time limit.
+# https://slurm.schedmd.com/sbatch.html#OPT_signal
+#SBATCH --signal=USR1@120
+
+set -euo pipefail
+
+# CPU threads of a rank: its own cores.
+# https://docs.pytorch.org/docs/stable/threading_environment_variables.html
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+
+# From the job's number, so that two jobs on a node do not meet.
+# unverified
+export MARCH_PORT=$((20000 + SLURM_JOB_ID % 10000))
+
+march_flags=(
+    # Ranks on each node. march --help
+    --each "$SLURM_NTASKS_PER_NODE"
+)
+march "${march_flags[@]}" python3 train.py "$@"

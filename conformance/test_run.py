@@ -1,0 +1,549 @@
+"""What every site's runs must show, by its own train.py in real ranks, started as each of its launchers does.
+
+    EXPECT_WORLD=2 mpiexec -n 2 python -m pytest --with-mpi conformance/test_run.py [--site NAME_OR_FOLDER]
+
+The process rung on CPU and gloo, the device rung with `--device cuda`. torch is imported once a rank: train.py is run by
+its path inside the rank, with the environment that its launcher would export and nothing of MPI's. Every rank judges the
+same gathered evidence (world.py). The clauses are those of SPEC.md.
+"""
+
+import hashlib
+import json
+import shutil
+import signal
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conformance import reference, sites
+from conformance.golden import make as golden
+from conformance.reference import LAYERS
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120, method="thread")]
+clause, only, machine = pytest.mark.clause, pytest.mark.only, pytest.mark.machine
+
+FP64 = "--workload digits --precision fp64 --epochs 3"
+FP32 = "--workload digits --precision fp32 --epochs 3"
+SEED = "--precision fp64 --epochs 1 --seed 1"
+MISTYPED = "--global-batch-size 97 --epochs -1"
+LONG = "--workload digits --epochs 2 --global-batch-size 8"  # 179 steps an epoch: time for a signal
+SHORT = "--workload digits --epochs 1 --steps-per-epoch 1"
+T0, T1 = 0, 1e-10  # relative, at every step: the same run again, fp64
+T2 = {"cpu": 1e-5, "cuda": 1e-4, "xpu": 1e-4}  # fp32; of the accelerators assumed, not measured
+G = 96  # the reference run's global batch
+TWO = pytest.param(2, marks=only(sizes=(2, 4), mpi=False, devices=("cpu",)))  # nodes, made of the ranks of one
+SNAPSHOT, LOG = "snapshot.safetensors", "run.jsonl"
+
+
+class Runs:
+    """The runs of a session, each under its own name; train() runs what many checks look at only once, or once again."""
+
+    def __init__(self, world, root: Path):
+        self.world, self.root, self.done, self.folders = world, root, {}, {}
+
+    def folder(self, launch, name: str) -> Path:
+        return self.root / f"{launch.site}-{launch.launcher}" / name
+
+    def once(self, launch, flags: str, again: bool = False) -> Path:
+        return self.folders.setdefault((launch, flags, again), self.folder(launch, f"once-{len(self.folders)}"))
+
+    def train(self, launch, flags: str, again: bool = False):
+        if (launch, flags, again) not in self.done:
+            self.done[launch, flags, again] = self.world.train(launch, self.once(launch, flags, again), flags)
+        return self.done[launch, flags, again]
+
+
+@pytest.fixture(scope="session")
+def runs(world, root, pytestconfig) -> Runs:
+    runs = Runs(world, root)
+    for flags, again in getattr(world, "plan", ()):  # jobs, which wait in one queue: all at once
+        world.ahead(runs.once(pytestconfig.sites[0].launches[0], flags, again), flags)
+    return runs
+
+
+@pytest.fixture(scope="session")
+def own(site):
+    """The launcher that a site names first: what does not depend on the launcher is checked under it."""
+    return site.launches[0]
+
+
+@pytest.fixture(scope="session")
+def first():
+    """What depends on no site is checked once, under the first launcher of this repository."""
+    return next(launch for site in sites.find() for launch in site.launches if not launch.mpi)
+
+
+def ended(check, clause_id, run, code) -> None:
+    """All ranks have ended with this code."""
+    __tracebackhide__ = True
+    if run.exit_codes != [code] * len(run.exit_codes):
+        said = " | ".join(" ".join(text.split())[-400:] for text in run.errors if text) or "nothing"
+        check.holds(clause_id, f"exit codes={run.exit_codes}, but should be all {code}; standard error: {said}")
+
+
+def done(check, clause_id, *runs) -> None:
+    __tracebackhide__ = True
+    for run in runs:
+        ended(check, clause_id, run, 0)
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else f"no {path.name}"
+
+
+# ---- ranks --------------------------------------------------------------------------------------------------------
+
+
+@machine(FP64)
+@clause("R1", "R2", "X1")
+def test_every_rank_is_there_once(check, world, launch, runs):
+    run = runs.train(launch, FP64)
+    done(check, "X1", run)
+    *_, start = run.of("start")
+    rows = start["ranks"]
+    check.equal("R1", rank=([row["rank"] for row in rows], [*range(world.size)]), world_size=(start["world_size"], world.size))
+    per_node, devices = getattr(world, "ranks_per_node", world.size), len_devices(world)
+    index = [rank % per_node % devices if devices else None for rank in range(world.size)]
+    should_be = [[world.device if i is None else f"{world.device}:{i}", i, world.backend_in_use] for i in index]
+    check.equal("R2", device=([[row["device"], row["device_index"], row["backend"]] for row in rows], should_be))
+
+
+def len_devices(world) -> int:
+    """Accelerators that a rank sees; none on the CPU. Of a job site.toml tells it, since this process is on no node."""
+    if world.device == "cpu":
+        return 0
+    if told := getattr(world, "devices_visible_to_a_rank", 0):
+        return told
+    import torch
+
+    return torch.accelerator.device_count()
+
+
+@clause("R3", "R4")
+@pytest.mark.parametrize("num_nodes", [1, TWO])
+def test_place_on_its_node(check, world, launch, runs, num_nodes):
+    """On one node, and on two half as large: what is right on one node only shows there."""
+    run = world.train(launch, runs.folder(launch, f"{num_nodes}-nodes"), SHORT, num_nodes)
+    done(check, "R3", run)
+    counted_on_each_node(check, run, num_nodes, world.size // num_nodes)
+
+
+def counted_on_each_node(check, run, num_nodes: int, per_node: int) -> list[dict]:
+    __tracebackhide__ = True
+    rows, ranks = run.values("start", "ranks")[-1], range(num_nodes * per_node)
+    check.equal("R3", local_rank=([row["local_rank"] for row in rows], [rank % per_node for rank in ranks]))
+    check.equal("R4", node_rank=([row["node_rank"] for row in rows], [rank // per_node for rank in ranks]))
+    return rows
+
+
+@machine(FP64, only=True)
+@clause("R3", "R4")
+def test_place_in_the_job(check, world, launch, runs):
+    """On as many nodes as the job has; there the hosts' names show that they are as many."""
+    run = runs.train(launch, FP64)
+    done(check, "R3", run)
+    rows = counted_on_each_node(check, run, world.nodes, world.ranks_per_node)
+    hosts = [sorted({row["host"] for row in rows if row["node_rank"] == node}) for node in range(world.nodes)]
+    check.equal("R4", hosts=(len({*map(tuple, hosts)}), world.nodes), hosts_of_a_node=([*map(len, hosts)], [1] * world.nodes))
+
+
+@clause("R5")
+@only(sizes=(1,))
+def test_without_a_launcher_a_world_of_one(check, world, own, runs):
+    run = world.alone(own, runs.folder(own, "alone"), SHORT)
+    done(check, "R5", run)
+    check.equal("R5", world_size=(run.values("start", "world_size"), [1]))
+
+
+@clause("R6", "X4")
+@only(sizes=(2, 4), mpi=False)
+@pytest.mark.parametrize("value", ["", "many"])
+def test_a_launcher_that_does_not_tell_the_world_size(check, world, launch, runs, value):
+    variables = launch.variables_with("world_size")
+    check.equal("R6", variables_that_tell_the_world_size=(bool(variables), True))
+    run = world.train(launch, runs.folder(launch, f"told-{value}"), SHORT, environ=dict.fromkeys(variables, value))
+    check.equal("R6", starts=(len(run.of("start")), 0))
+    ended(check, "X4", run, 3)
+    unnamed = [rank for rank, text in enumerate(run.errors) if not any(name in text for name in variables)]
+    check.equal("X4", ranks_that_do_not_name_the_variable=(unnamed, []))
+
+
+# ---- the job script -----------------------------------------------------------------------------------------------
+
+
+@machine(FP64, only=True)
+@clause("J1")
+def test_the_job_script_passes_its_arguments_on(check, launch, runs):
+    run = runs.train(launch, FP64)
+    told = dict(workload="digits", precision="fp64", epochs=3, log_every=1, run_dir=str(run.folder))
+    configs = [{name: config[name] for name in told} for config in run.values("start", "config")]
+    check.equal("J1", config=(configs[-1:], [told]))
+
+
+@machine(MISTYPED, only=True)
+@clause("J2", "X3")
+def test_the_job_script_hands_on_the_exit_code(check, launch, runs):
+    run = runs.train(launch, MISTYPED)
+    ended(check, "J2", run, 2)
+    lines = [line for line in run.errors[0].splitlines() if "error" in line and "--epochs" in line]
+    check.equal("X3", lines_that_name_the_flag=(len(lines), 1))
+
+
+@clause("R8")
+@only(sizes=(2,), mpi=False)
+@pytest.mark.parametrize("job_id, restart", [("7", 0), (None, 1)], ids=["another-job", "another-start"])
+def test_a_rank_of_another_start_is_not_joined(check, world, launch, runs, job_id, restart):
+    """It has this job's address and port, as a neighbour's rank would that was given the same port."""
+    odd_start = (job_id or str(1001 + world.starts), restart)
+    folder, flags = runs.folder(launch, f"met-{job_id}"), f"{SHORT} --rendezvous-timeout 1"
+    run = world.train(launch, folder, flags, odd_start=odd_start)
+    ended(check, "R8", run, 4)
+    check.equal("R8", starts=(len(run.of("start")), 0), says=("belongs to" in "".join(run.errors), True))
+
+
+# ---- order of samples ---------------------------------------------------------------------------------------------
+
+
+@clause("D1", "D2", "D3")
+@pytest.mark.parametrize("seed, epoch", [(0, 0), (0, 1), (7, 2)])
+def test_order_of_samples(check, world, seed, epoch):
+    from ddp_core.data import rows_of_rank, sample_order
+
+    count = 1438
+    should_be = reference.sample_order(seed, epoch, count)
+    mine = sample_order(seed, epoch, count)
+    shares = world.gather(rows_of_rank(mine, G, world.rank, world.size).tolist())
+    orders = world.gather(mine.tolist())
+    check.equal("D3", same_order_as_the_next_epoch=(orders[0] == sample_order(seed, epoch + 1, count).tolist(), False))
+    check.equal("D1", order=(orders, [should_be.tolist()] * world.size))
+    check.equal("D2", rows_of_each_rank=(shares, reference.batches(should_be, G, world.size).tolist()))
+    together = [sorted(row for share in shares for row in share[step]) for step in range(count // G)]
+    global_batches = [sorted(should_be[step * G :][:G].tolist()) for step in range(count // G)]
+    check.equal("D2", global_batches=(together, global_batches))
+
+
+# ---- losses -------------------------------------------------------------------------------------------------------
+
+
+@machine(FP64)
+@clause("L1")
+def test_every_step_is_recorded(check, own, runs):
+    run = runs.train(own, FP64)
+    done(check, "L1", run)
+    check.equal("L1", steps=(run.values("step", "step"), [*range(42)]), epochs=(run.values("epoch", "epoch"), [0, 1, 2]))
+    check.equal("L1", losses_and_their_hex_forms=(run.values("step", "loss"), run.losses))
+
+
+@machine(FP64)
+@clause("L2")
+def test_losses_are_the_golden_ones_in_fp64(check, launch, runs):
+    run = runs.train(launch, FP64)
+    done(check, "L2", run)
+    check.curve("fp64", run.losses)
+    check.close("L2", run.losses, golden.load()["losses"], T1)
+
+
+@machine(FP32)
+@clause("L3")
+def test_losses_are_the_golden_ones_in_fp32(check, world, own, runs):
+    run = runs.train(own, FP32)
+    done(check, "L3", run)
+    check.curve("fp32", run.losses)
+    check.close("L3", run.losses, golden.load()["losses"], T2[world.device])
+    in_fp64 = reference.worst_deviation(run.losses, golden.load()["losses"]) < T1
+    check.equal("L3", same_losses_as_in_fp64=(in_fp64, False))
+
+
+@machine(FP64)
+@clause("L4")
+def test_evaluation_counts_every_row_once(check, own, runs):
+    run = runs.train(own, FP64)
+    done(check, "L4", run)
+    check.close("L4", run.values("epoch", "eval_loss"), golden.load()["eval_losses"], T1, "held-out losses")
+    check.equal("L4", accuracies=(run.values("epoch", "eval_accuracy"), golden.load()["eval_accuracies"]))
+
+
+@clause("L5", "S3")
+@pytest.mark.parametrize(
+    "flags", [pytest.param(flags, marks=machine(flags, twice=True), id=flags.split()[3]) for flags in (FP64, FP32)]
+)
+def test_again_is_bitwise_the_same(check, world, own, runs, flags):
+    run, again = runs.train(own, flags), runs.train(own, flags, again=True)
+    done(check, "L5", run, again)
+    check.equal("L5", losses=(again.values("step", "loss_hex"), run.values("step", "loss_hex")))
+    check.close("L5", again.losses, run.losses, T0)
+    check.equal("S3", snapshot_sha256=world.on_rank_0(lambda: (sha256(again.folder / SNAPSHOT), sha256(run.folder / SNAPSHOT))))
+
+
+@machine(FP64)
+@clause("L6")
+def test_it_learns(check, own, runs):
+    run = runs.train(own, FP64)
+    done(check, "L6", run)
+    check.equal("L6", gradients_are_not_zero=(min(run.values("step", "grad_norm")) > 1e-6, True))
+    means = np.reshape(run.losses, (3, -1)).mean(1)
+    check.equal("L6", losses_fall=(bool(means[2] < means[0] / 2), True))
+
+
+@machine(FP64, SEED)
+@clause("L7")
+def test_another_seed_gives_another_curve(check, world, own, runs):
+    run, other = runs.train(own, FP64), runs.train(own, SEED)
+    done(check, "L7", run, other)
+    check.equal("L7", differs=(reference.worst_deviation(other.losses, run.losses[:14]) > 1e-3, True))
+
+
+@clause("L11")
+def test_fp32_is_not_tf32(check, world, own, runs):
+    """One matrix product as the run has left the settings: TF32 is off by 3e-4, bf16 by 2e-3, fp32 by 3e-7."""
+    import torch
+
+    done(check, "L11", runs.train(own, FP32))
+    left, right = (torch.tensor(reference.uniform(512 * 512, 11, side) - 0.5).view(512, 512) for side in (0, 1))
+    exact = left @ right
+    product = (left.float().to(world.device) @ right.float().to(world.device)).cpu().double()
+    error = max(world.gather(((product - exact).norm() / exact.norm()).item()))
+    check.close("L11", [1 + error], [1.0], 1e-5, "a matrix product in fp32 (norm)")
+
+
+@clause("L12")
+@only(sizes=(2, 4))
+def test_canonical_is_bitwise_the_same_in_a_world_of_one(check, world, runs, first):
+    flags = f"{FP32} --reduction canonical"
+    run, single = runs.train(first, flags), world.alone(first, runs.folder(first, "canonical-alone"), flags)
+    done(check, "L12", run, single)
+    check.equal("L12", losses=(run.values("step", "loss_hex"), single.values("step", "loss_hex")))
+    here, there = world.on_rank_0(lambda: [take_apart(one.folder / SNAPSHOT)["crc32"] for one in (run, single)])
+    check.equal("L12", checksums_of_tensors=(here, there))
+
+
+@clause("L13")
+@only(sizes=(2,))
+@pytest.mark.parametrize("flags", ["--reduction ddp", "--accumulate 2"])
+def test_other_ways_to_sum_are_the_same_training(check, runs, first, flags):
+    run = runs.train(first, f"{FP64} {flags}")
+    done(check, "L13", run)
+    check.close("L13", run.losses, golden.load()["losses"], T1)
+
+
+# ---- snapshot -----------------------------------------------------------------------------------------------------
+
+
+def take_apart(path: Path) -> dict:
+    """A safetensors file read by its format: a length, a JSON header, bytes."""
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    metadata = header.pop("__metadata__")
+    tensors = {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
+    sums = {name: zlib.crc32(raw[start:][slice(*entry["data_offsets"])]) for name, entry in header.items()}
+    return dict(keys=[*metadata], document=json.loads(metadata["ddp_core"]), tensors=tensors, crc32=sums)
+
+
+@machine(FP64)
+@clause("S1", "S2", "S5", "S6")
+def test_what_a_snapshot_holds(check, world, own, runs):
+    run = runs.train(own, FP64)
+    done(check, "S1", run)
+    there = world.on_rank_0(lambda: sorted(path.name for path in run.folder.iterdir()))
+    check.equal("S6", files=(there, sorted([SNAPSHOT, "snapshot.prev.safetensors", "best.safetensors", LOG])))
+    snapshot = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT))
+    shapes = {f"{kind}.{name}": ("F64", [*shape]) for kind in ("model", "optim.momentum") for name, shape in LAYERS.items()}
+    check.equal("S1", tensors=(snapshot["tensors"], shapes))
+    document = snapshot["document"]
+    known = {"format", "problem", "data", "step", "steps_per_epoch", "epochs_run", "epoch_loss_sum"}
+    known |= {"history", "best", "crc32", "document_crc32", "world_size", "versions"}
+    check.equal("S2", metadata_keys=(snapshot["keys"], ["ddp_core"]), missing_in_the_document=(known - {*document}, set()))
+    facts = dict(format=1, step=42, epochs_run=3, steps_per_epoch=14, world_size=world.size)
+    check.equal("S2", **{name: (document[name], should_be) for name, should_be in facts.items()})
+    text = json.dumps(
+        {name: document[name] for name in {*document} - {"document_crc32"}}, sort_keys=True, separators=(",", ":")
+    )
+    sums = dict(crc32=snapshot["crc32"], document_crc32=zlib.crc32(text.encode()))
+    check.equal("S5", **{name: (document[name], should_be) for name, should_be in sums.items()})
+
+
+@clause("S4")
+def test_every_launcher_of_every_site_writes_the_same_bytes(check, world, launch, runs, first):
+    for precision in (FP64, FP32):
+        run, other = runs.train(launch, precision), runs.train(first, precision)
+        done(check, "S4", run, other)
+        mine, others = world.on_rank_0(lambda run=run, other=other: [sha256(one.folder / SNAPSHOT) for one in (run, other)])
+        check.equal("S4", **{f"sha256_as_of_{first}": (mine, others)})
+
+
+@clause("S8")
+@pytest.mark.parametrize("num_nodes", [1, TWO])
+def test_rank_0_alone_writes(check, world, launch, runs, num_nodes):
+    run = world.train(launch, runs.folder(launch, f"writers-{num_nodes}"), SHORT, num_nodes)
+    done(check, "S8", run)
+    writers = {rank: files for rank, files in enumerate(run.written) if files}
+    check.equal("S8", rank_0_writes=(SNAPSHOT in str(writers.pop(0, "")), True), other_writers=(writers, {}))
+
+
+# ---- continue -----------------------------------------------------------------------------------------------------
+
+
+@clause("C1", "X2")
+def test_stopped_and_resumed_is_bitwise_as_never_stopped(check, world, own, runs):
+    never, there = runs.train(own, LONG), runs.folder(own, "stopped")
+    stopped = world.train(own, there, LONG, signal_rank=world.size - 1)
+    ended(check, "X2", stopped, 75)
+    step = world.on_rank_0(lambda: take_apart(there / SNAPSHOT)["document"]["step"])
+    resumed = world.train(own, there, LONG)
+    done(check, "C1", never, resumed)
+    check.equal("C1", stopped_in_mid_epoch=(step % 179 != 0, True), went_on_at_step=(resumed.values("start", "step")[-1], step))
+    same_as_never_stopped(check, "C1", world, resumed, never)
+
+
+def same_as_never_stopped(check, clause_id, world, resumed, never) -> None:
+    __tracebackhide__ = True
+    check.equal(clause_id, losses=(resumed.values("step", "loss_hex"), never.values("step", "loss_hex")))
+    check.close(clause_id, resumed.losses, never.losses, T0)
+    here, there = world.on_rank_0(lambda: [sha256(one.folder / SNAPSHOT) for one in (resumed, never)])
+    check.equal(clause_id, snapshot_sha256=(here, there))
+
+
+@machine()
+@clause("C2")
+def test_continued_by_another_site_at_another_world_size(check, world, own, runs, handed_on):
+    there = runs.folder(own, f"after-{handed_on.stem}")
+    world.on_rank_0(lambda: [there.mkdir(parents=True), shutil.copy(handed_on, there / SNAPSHOT)])
+    rest = world.train(own, there, FP64)
+    done(check, "C2", rest)
+    check.equal("C2", started_at_step=(rest.values("start", "step"), [28]))
+    check.close("C2", rest.losses, golden.load()["losses"][28:], T1)
+    check.close("C2", rest.values("epoch", "eval_loss"), golden.load()["eval_losses"][2:], T1)
+
+
+@clause("C2")
+def test_snapshots_are_handed_on(check, world, own, runs, pytestconfig):
+    """After two of three epochs, to the sessions of other world sizes."""
+    run, folder = runs.train(own, FP64), pytestconfig.getoption("--handed-on")
+    done(check, "C2", run)
+    if folder:
+        target = Path(folder) / f"{own.site}-{world.size}.safetensors"
+        world.on_rank_0(lambda: bool(shutil.copy(run.folder / "snapshot.prev.safetensors", target)))
+
+
+@machine(FP64)
+@clause("C3")
+def test_another_problem_is_refused(check, world, own, runs):
+    run, there = runs.train(own, FP64), runs.folder(own, "refused")
+    done(check, "C3", run)
+    world.on_rank_0(lambda: bool(shutil.copytree(run.folder, there)))
+    before = world.on_rank_0(lambda: sha256(there / SNAPSHOT))
+    refused = world.train(own, there, FP64 + " --seed 1")
+    ended(check, "C3", refused, 5)
+    check.equal("C3", snapshot=(world.on_rank_0(lambda: sha256(there / SNAPSHOT)), before))
+
+
+@clause("C4")
+def test_a_damaged_snapshot_is_never_taken_for_none(check, world, own, runs):
+    run, there = runs.train(own, FP64), runs.folder(own, "damaged")
+    done(check, "C4", run)
+
+    def damage(*names: str) -> None:
+        for name in names:
+            raw = bytearray((run.folder / name).read_bytes())
+            raw[len(raw) // 2] ^= 1
+            (there / name).write_bytes(raw)
+
+    world.on_rank_0(lambda: [shutil.copytree(run.folder, there), damage(SNAPSHOT)])
+    fell_back = world.train(own, there, FP64)
+    done(check, "C4", fell_back)
+    check.equal(
+        "C4", started_at_steps=(fell_back.values("start", "step"), [0, 28]), warns=("warning" in fell_back.output[0], True)
+    )
+    world.on_rank_0(lambda: damage(SNAPSHOT, "snapshot.prev.safetensors"))
+    ended(check, "C4", world.train(own, there, FP64), 5)
+
+
+@clause("C5", "S7")
+@only(sizes=(2,), mpi=False, devices=("cpu",))
+def test_killed_and_resumed_is_bitwise_as_never_killed(check, world, own, runs):
+    """SIGKILL to all ranks in the second epoch: a crash, a lost node."""
+    never, there = runs.train(own, LONG), runs.folder(own, "killed")
+    killed = world.train(own, there, LONG, kill_ranks=tuple(range(world.size)))
+    ended(check, "C5", killed, 137)
+    at_hand = world.on_rank_0(lambda: [take_apart(path)["document"]["step"] for path in there.glob("snapshot*")])
+    check.equal("S7", a_whole_snapshot=(bool(at_hand), True))
+    resumed = world.train(own, there, LONG)
+    done(check, "C5", never, resumed)
+    check.equal("C5", went_on_from_an_epoch=(resumed.values("start", "step")[-1] >= 179, True))
+    same_as_never_stopped(check, "C5", world, resumed, never)
+
+
+@clause("S7")
+@only(sizes=(1,), mpi=False, devices=("cpu",))
+def test_killed_in_the_middle_of_a_snapshot(check, world, own, runs):
+    """When 100 kB of the second snapshot are written, of 300: the first stands as it was."""
+    there, flags = runs.folder(own, "killed-in-the-middle"), "--precision fp64 --eval-every 3"
+    done(check, "S7", world.train(own, there, f"{flags} --epochs 1"))
+    before = world.on_rank_0(lambda: sha256(there / SNAPSHOT))
+    killed = world.train(own, there, f"{flags} --epochs 3", kill_ranks=(0,), largest_file=100_000)
+    ended(check, "S7", killed, 128 + signal.SIGXFSZ)
+    check.equal("S7", snapshot=(world.on_rank_0(lambda: sha256(there / SNAPSHOT)), before))
+
+
+@clause("C6")
+@only(devices=("cuda", "xpu"))
+def test_from_cpu_to_accelerator_and_back(check, world, own, runs):
+    from conformance.world import World
+
+    on_cpu = World(world.comm)
+    there = runs.folder(own, "crossing")
+    for epochs, where in enumerate((on_cpu, world, on_cpu), 1):
+        run = where.train(own, there, f"{FP64[:-1]}{epochs}")
+        done(check, "C6", run)
+    check.equal("C6", started_at_steps=(run.values("start", "step"), [0, 14, 28]))
+    check.close("C6", run.losses, golden.load()["losses"], T1)
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------
+
+
+@clause("X3")
+def test_a_mistyped_flag_is_one_line(check, world, own, runs):
+    run = world.train(own, runs.folder(own, "mistyped"), MISTYPED)
+    ended(check, "X3", run, 2)
+    lines = [line for text in run.errors + run.output for line in text.splitlines()]
+    check.equal("X3", lines=(len(lines), 1), names_the_flag=("--epochs" in "".join(lines), True))
+
+
+@clause("X5")
+@only(sizes=(2, 4))
+def test_ranks_that_were_told_differently(check, world, own, runs):
+    run = world.train(own, runs.folder(own, "odd"), SHORT, odd_flags="--lr 0.2")
+    ended(check, "X5", run, 4)
+    told = f"lr=0.2 on rank {world.size - 1}, but 0.1 on rank 0"
+    check.equal("X5", says=(told if told in "".join(run.errors) else run.errors, told))
+
+
+@clause("X6")
+def test_a_loss_that_is_not_finite(check, world, own, runs):
+    there = runs.folder(own, "not-finite")
+    run = world.train(own, there, "--workload regression --lr 1000")
+    ended(check, "X6", run, 6)
+    check.equal("X6", names_the_step=("at step" in "".join(run.errors), True))
+    check.equal("X6", every_recorded_loss_is_finite=(bool(np.isfinite(run.losses).all()), True))
+
+
+@clause("X7")
+@only(sizes=(2,), devices=("cpu",))
+def test_a_killed_rank_is_named_by_the_others(check, world, runs, first):
+    run = world.train(first, runs.folder(first, "lost"), LONG, kill_ranks=(world.size - 1,))
+    check.equal("X7", exit_codes=(run.exit_codes, [7] * (world.size - 1) + [137]))
+    lost = f"rank {world.size - 1} died or hangs"
+    check.equal("X7", says=(lost if lost in "".join(run.errors) else run.errors, lost))
+
+
+@clause("X8")
+def test_a_run_directory_that_cannot_be_written(check, world, own, runs):
+    file = runs.folder(own, "a-file")
+    world.on_rank_0(lambda: [file.parent.mkdir(parents=True, exist_ok=True), file.touch()])
+    run = world.train(own, file / "run", SHORT)
+    ended(check, "X8", run, 8)
+    check.equal("X8", names_the_flag=("--run-dir" in "".join(run.errors), True))

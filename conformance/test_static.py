@@ -1,0 +1,239 @@
+"""The static rung: who knows what, and what can be read off a site's files.
+
+    python -m pytest conformance/test_static.py [--site NAME_OR_FOLDER]
+
+This needs neither ranks nor torch.
+"""
+
+import ast
+import datetime
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from conformance.shell import CONSTANT_PORT, DIRECTIVE, NEARLY, PLACEHOLDER, SOURCE, Line, Script
+from conformance.sites import ROOT
+
+clause = pytest.mark.clause
+CORE = sorted((ROOT / "core/src/ddp_core").rglob("*.py"))
+CONFORMANCE = sorted((ROOT / "conformance").rglob("*.py"))
+SITES = {path.name for path in (ROOT / "sites").iterdir() if path.is_dir()}
+SCHEDULER_VARIABLE = re.compile(r"\b(SLURM|PBS|PALS|PMI|PMIX|OMPI|LSB|JSM|FLUX)_\w*")
+
+
+def imports(path: Path) -> set[str]:
+    """The top-level names of the modules that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add("." if node.level else node.module.partition(".")[0])
+    return names
+
+
+def found_in(files: list[Path], pattern: str) -> dict[str, list[str]]:
+    """File name to the matches in it."""
+    matches = {str(path.relative_to(ROOT)): [m[0] for m in re.finditer(pattern, path.read_text())] for path in files}
+    return {name: found for name, found in matches.items() if found}
+
+
+def names_of(sites: set[str]) -> str:
+    """A pattern for the names of these sites; one that matches nothing for none."""
+    return r"\b(" + "|".join(map(re.escape, sorted(sites))) + r")\b" if sites else r"(?!)"
+
+
+@clause("A1")
+def test_core_names_no_site(check):
+    check.equal("A1", site_names_in_core=(found_in(CORE, names_of(SITES)), {}))
+
+
+@clause("A1")
+def test_conformance_names_no_site(check):
+    check.equal("A1", site_names_in_conformance=(found_in(CONFORMANCE, names_of(SITES)), {}))
+
+
+@clause("A2")
+def test_core_reads_no_scheduler_variable(check):
+    check.equal("A2", scheduler_variables_in_core=(found_in(CORE, SCHEDULER_VARIABLE.pattern), {}))
+
+
+@clause("A3")
+def test_core_imports_little(check):
+    allowed = sys.stdlib_module_names | {"torch", "safetensors", "ddp_core"}
+    others = {path.name: sorted(imports(path) - allowed) for path in CORE if imports(path) - allowed}
+    check.equal("A3", other_imports_of_core=(others, {}))
+
+
+@clause("A4")
+def test_site_imports_of_ours_only_the_core(check, site):
+    files = sorted(site.folder.rglob("*.py"))
+    ours = {".", "core", "sites", "conformance", *SITES}
+    wrong = {path.name: sorted(imports(path) & ours) for path in files if imports(path) & ours}
+    others = names_of(SITES - {site.name})
+    named = {path.name: found for path in files if (found := re.findall(others, path.read_text()))}
+    check.equal("A4", imports=(wrong, {}), other_sites_named=(named, {}))
+
+
+@clause("F1", "F2")
+def test_files_of_a_site(check, site):
+    texts = {name: type(site.facts.get(name)) for name in ("name", "operator", "scheduler", "launcher", "submit")}
+    check.equal("F2", site_toml=(texts, dict.fromkeys(texts, str)))
+    tables = {name: type(site.facts.get(name)) for name in ("node", "job", "verified")}
+    check.equal("F2", tables=(tables, dict.fromkeys(tables, dict)), launchers=(bool(site.launches), True))
+    check.equal("F2", name=(site.name, site.folder.name))
+    wanted = {"README.md", "install.sh", "train.py", site.facts["submit"], *site.facts.get("files", [])}
+    check.equal("F1", missing_files=(sorted(name for name in wanted if not (site.folder / name).is_file()), []))
+
+
+@clause("F3")
+def test_launchers_tell_the_ranks_apart(check, launch):
+    """Filled in for the ranks of two nodes, what a launcher exports differs from rank to rank."""
+    exported = [launch.environ(rank, 4, 2, 29500, "1") for rank in range(4)]
+    check.equal("F3", distinct_ranks=(4 if launch.mpi else len({str(environ) for environ in exported}), 4))
+
+
+@clause("F4")
+def test_the_node_and_the_job_are_described(check, site):
+    number, text = int, str
+    node = dict(cores=number, memory_gib=number, devices=number, device=text, devices_visible_to_a_rank=number, interfaces=list)
+    for table, keys in (("node", node), ("job", dict(nodes=number, ranks_per_node=number))):
+        facts = site.facts.get(table, {})
+        check.equal("F4", **{table: ({key: type(facts.get(key)) for key in keys}, keys)})
+
+
+@clause("F5")
+def test_the_status_is_told_alike(check, site):
+    verified = site.facts.get("verified", {})
+    status, date = verified.get("status"), verified.get("date")
+    known = ("never-run", "simulated", "run-on-site")
+    check.equal("F5", status=(status if status not in known else True, True), evidence=(bool(verified.get("evidence")), True))
+    check.equal("F5", has_a_date=(isinstance(date, datetime.date), status != "never-run"))
+    told = re.search(r"\*\*Status: ([\w-]+)\.?\*\*\.?(?: \((\S+)\))?", (site.folder / "README.md").read_text())
+    check.equal("F5", README_md=(told and told.groups(), (status, date and str(date))))
+
+
+@clause("F6")
+def test_sources_have_a_date(check, site):
+    sources, today = site.facts.get("sources", []), datetime.date.today()
+    check.equal("F6", sources=(bool(sources), True))
+    incomplete = [source for source in sources if not (source.get("address") and isinstance(source.get("read"), datetime.date))]
+    check.equal("F6", without_address_or_date=(incomplete, []))
+    check.equal("F6", read_in_the_future=([str(source["read"]) for source in sources if source["read"] > today], []))
+    if old := [source["address"] for source in sources if (today - source["read"]).days > 183]:
+        warnings.warn(f"{site.name}: read more than six months ago: {', '.join(old)} (F6)", stacklevel=1)
+
+
+@clause("F7")
+def test_nothing_is_left_to_fill_in(check, site):
+    left = [
+        f"{name}:{number}: {line.strip()}, but should be filled in"
+        for name in ("site.toml", "README.md")
+        for number, line in enumerate((site.folder / name).read_text().splitlines(), 1)
+        if "EDIT:" in line and "`# EDIT:`" not in line
+    ]
+    check.holds("F7", *left)
+
+
+# ---- job scripts --------------------------------------------------------------------------------------------------
+
+
+def at(script: Script, line: Line, should_be: str) -> str:
+    return f"{script.path.name}:{line.number}: {line.text.strip()[:100]!r}, but should {should_be}"
+
+
+@clause("J3")
+def test_everything_is_explained(check, site):
+    def unexplained(line: Line, comments: list[str]) -> str:
+        if not comments:
+            return "have its reason directly above"
+        return "" if SOURCE.search("\n".join(comments)) else 'have its source above: an address, --help, or "unverified"'
+
+    violations = []
+    for script in map(Script, site.job_scripts):
+        for line, _ in [*script.directives, *script.flags]:
+            directly = line.paragraph if line.above.lstrip().startswith("#") and not DIRECTIVE.match(line.above) else []
+            violations += [at(script, line, what)] if (what := unexplained(line, directly)) else []
+        for line, _ in script.exports:
+            violations += [at(script, line, what)] if (what := unexplained(line, line.paragraph)) else []
+        check.equal("J3", directives_in_the_job_script=(bool(script.directives), True))
+    check.holds("J3", *violations)
+
+
+@clause("J4")
+def test_what_is_to_be_edited_is_marked(check, site):
+    violations = [
+        at(script, line, "stand below a comment `# EDIT:`")
+        for script in map(Script, site.job_scripts)
+        for line in script.lines
+        if not line.is_comment and PLACEHOLDER.search(line.text) and not any("# EDIT:" in text for text in line.paragraph)
+    ]
+    check.holds("J4", *violations)
+
+
+@clause("J5")
+def test_directives_are_directives(check, site):
+    violations = []
+    for script in map(Script, site.job_scripts):
+        for line in script.lines:
+            if "\r" in line.text:
+                violations.append(at(script, line, "end without a carriage return"))
+            if NEARLY.match(line.text) and not DIRECTIVE.match(line.text):
+                violations.append(at(script, line, "begin with exactly #SBATCH or #PBS and an option"))
+        for line, text in script.directives:
+            if line.number > script.first_command:
+                violations.append(at(script, line, f"stand before the first command, line {script.first_command}"))
+            if re.search(r"\s#", text):
+                violations.append(at(script, line, "have no comment behind it"))
+    check.holds("J5", *violations)
+
+
+@clause("J6")
+def test_the_port_is_no_constant(check, site):
+    violations = [
+        at(script, line, "come from the job's number, or from a free port of rank 0")
+        for script in map(Script, site.scripts)
+        for line in script.lines
+        if not line.is_comment and CONSTANT_PORT.search(line.text)
+    ]
+    check.holds("J6", *violations)
+
+
+@clause("J7")
+def test_scripts_stop_at_the_first_error(check, site):
+    lax = [path.name for path in site.scripts if not re.search(r"^set -euo pipefail$", path.read_text(), re.MULTILINE)]
+    check.equal("J7", without_set_euo_pipefail=(lax, []))
+    shellcheck = shutil.which("shellcheck", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    check.equal("J7", shellcheck=(bool(shellcheck), True))
+    command = [shellcheck, "--format=gcc", *(path.name for path in site.scripts)]
+    found = subprocess.run(command, cwd=site.folder, capture_output=True, text=True, timeout=60, check=False)
+    check.holds("J7", *(f"{line}, but should pass shellcheck" for line in (found.stdout + found.stderr).splitlines()))
+
+
+@clause("J8")
+def test_a_stopped_job_comes_back(check, site):
+    if site.facts["scheduler"] != "slurm":
+        return  # another scheduler's own way is its site's to show, on the cluster rung
+    for script in map(Script, site.job_scripts):
+        options = {text.partition("=")[0]: text.partition("=")[2] for _, text in script.directives}
+        check.equal("J8", open_mode=(options.get("--open-mode"), "append"))
+        check.equal("J8", **{option: (option in options, True) for option in ("--requeue", "--signal")})
+
+
+@clause("J9")
+def test_the_job_fits_the_node(check, site):
+    node, job = site.facts["node"], site.facts["job"]
+    for script in map(Script, site.job_scripts):
+        geometry = script.geometry
+        ranks = geometry.get("ntasks-per-node", job["ranks_per_node"])
+        check.equal("J9", nodes=(geometry.get("nodes"), job["nodes"]), ranks_per_node=(ranks, job["ranks_per_node"]))
+        cores, there = ranks * geometry.get("cpus-per-task", 1), node["cores"] - node.get("reserved_cores", 0)
+        devices = geometry.get("gpus-per-node", ranks * geometry.get("gpus-per-task", 0))
+        check.equal("J9", cores_that_a_node_has_not=(max(0, cores - there), 0))
+        check.equal("J9", devices_that_a_node_has_not=(max(0, devices - node["devices"]), 0))
