@@ -19,6 +19,11 @@ ROOT = Path(__file__).parent
 SITE = ROOT / "sites" / "generic-slurm"  # the site that runs on any machine
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 WORLD_SIZES = (2, 4, 1)  # in this order a snapshot goes on in more ranks and in fewer
+COUNT = """
+import sys, torch
+found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+print(torch.accelerator.device_count() if found and found.type == sys.argv[1] else 0)
+"""
 
 nox.needs_version = ">=2024.3.2"
 nox.options.sessions = ["lint", "tests", "conformance", "mutants"]
@@ -69,8 +74,10 @@ def conformance(session: nox.Session) -> None:
             run(*pytest, "conformance/test_static.py", "conformance/test_golden.py")
         else:
             session.env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic; read when the first run starts cuBLAS
-            count = session.run("python", "-c", "import torch; print(torch.accelerator.device_count())", silent=True)
-            ranks = [(size, "auto") for size in sorted({1, int(count)})] + [(2, "gloo"), (4, "gloo")]
+            there = session.run("python", "-c", COUNT, chosen.device, silent=True).strip()
+            if there == "0":
+                session.error(f"--device {chosen.device}, but this torch sees no such device here")
+            ranks = [(size, "auto") for size in sorted({1, int(there)})] + [(2, "gloo"), (4, "gloo")]
         for world_size, backend in ranks:
             mpiexec = [*shlex.split(chosen.mpiexec or "mpiexec"), "-n", str(world_size)]
             flags = ["--with-mpi", f"--device={chosen.device or 'cpu'}", f"--backend={backend}", f"--handed-on={handed_on}"]

@@ -28,7 +28,6 @@ FP64 = "--workload digits --precision fp64 --epochs 3"
 FP32 = "--workload digits --precision fp32 --epochs 3"
 SEED = "--precision fp64 --epochs 1 --seed 1"
 MISTYPED = "--global-batch-size 97 --epochs -1"
-LONG = "--workload digits --epochs 2 --global-batch-size 8"  # 179 steps an epoch: time for a signal
 SHORT = "--workload digits --epochs 1 --steps-per-epoch 1"
 T0, T1 = 0, 1e-10  # relative, at every step: the same run again, fp64
 T2 = {"cpu": 1e-5, "cuda": 1e-4, "xpu": 1e-4}  # fp32; of the accelerators assumed, not measured
@@ -73,6 +72,12 @@ def own(site):
 def first():
     """What depends on no site is checked once, under the first launcher of this repository."""
     return next(launch for site in sites.find() for launch in site.launches if not launch.mpi)
+
+
+def long(world) -> tuple[str, int]:
+    """Flags, and steps an epoch: time for a signal at 0.2 ms a step, as in one rank, and not long at 20, as in four."""
+    size = 8 if world.size < 4 else 32
+    return f"--workload digits --epochs 2 --lr 0.01 --global-batch-size {size}", 1438 // size
 
 
 def ended(check, clause_id, run, code) -> None:
@@ -197,7 +202,7 @@ def test_the_job_script_hands_on_the_exit_code(check, launch, runs):
 def test_a_rank_of_another_start_is_not_joined(check, world, launch, runs, job_id, restart):
     """It has this job's address and port, as a neighbour's rank would that was given the same port."""
     odd_start = (job_id or str(1001 + world.starts), restart)
-    folder, flags = runs.folder(launch, f"met-{job_id}"), f"{SHORT} --rendezvous-timeout 1"
+    folder, flags = runs.folder(launch, f"met-{job_id}"), f"{SHORT} --rendezvous-timeout 0.5"
     run = world.train(launch, folder, flags, odd_start=odd_start)
     ended(check, "R8", run, 4)
     check.equal("R8", starts=(len(run.of("start")), 0), says=("belongs to" in "".join(run.errors), True))
@@ -388,13 +393,16 @@ def test_rank_0_alone_writes(check, world, launch, runs, num_nodes):
 
 @clause("C1", "X2")
 def test_stopped_and_resumed_is_bitwise_as_never_stopped(check, world, own, runs):
-    never, there = runs.train(own, LONG), runs.folder(own, "stopped")
-    stopped = world.train(own, there, LONG, signal_rank=world.size - 1)
+    flags, an_epoch = long(world)
+    never, there = runs.train(own, flags), runs.folder(own, "stopped")
+    stopped = world.train(own, there, flags, signal_rank=world.size - 1)
     ended(check, "X2", stopped, 75)
     step = world.on_rank_0(lambda: take_apart(there / SNAPSHOT)["document"]["step"])
-    resumed = world.train(own, there, LONG)
+    resumed = world.train(own, there, flags)
     done(check, "C1", never, resumed)
-    check.equal("C1", stopped_in_mid_epoch=(step % 179 != 0, True), went_on_at_step=(resumed.values("start", "step")[-1], step))
+    check.equal(
+        "C1", stopped_in_mid_epoch=(step % an_epoch != 0, True), went_on_at_step=(resumed.values("start", "step")[-1], step)
+    )
     same_as_never_stopped(check, "C1", world, resumed, never)
 
 
@@ -465,14 +473,15 @@ def test_a_damaged_snapshot_is_never_taken_for_none(check, world, own, runs):
 @only(sizes=(2,), mpi=False, devices=("cpu",))
 def test_killed_and_resumed_is_bitwise_as_never_killed(check, world, own, runs):
     """SIGKILL to all ranks in the second epoch: a crash, a lost node."""
-    never, there = runs.train(own, LONG), runs.folder(own, "killed")
-    killed = world.train(own, there, LONG, kill_ranks=tuple(range(world.size)))
+    flags, an_epoch = long(world)
+    never, there = runs.train(own, flags), runs.folder(own, "killed")
+    killed = world.train(own, there, flags, kill_ranks=tuple(range(world.size)))
     ended(check, "C5", killed, 137)
     at_hand = world.on_rank_0(lambda: [take_apart(path)["document"]["step"] for path in there.glob("snapshot*")])
     check.equal("S7", a_whole_snapshot=(bool(at_hand), True))
-    resumed = world.train(own, there, LONG)
+    resumed = world.train(own, there, flags)
     done(check, "C5", never, resumed)
-    check.equal("C5", went_on_from_an_epoch=(resumed.values("start", "step")[-1] >= 179, True))
+    check.equal("C5", went_on_from_an_epoch=(resumed.values("start", "step")[-1] >= an_epoch, True))
     same_as_never_stopped(check, "C5", world, resumed, never)
 
 
@@ -534,7 +543,7 @@ def test_a_loss_that_is_not_finite(check, world, own, runs):
 @clause("X7")
 @only(sizes=(2,), devices=("cpu",))
 def test_a_killed_rank_is_named_by_the_others(check, world, runs, first):
-    run = world.train(first, runs.folder(first, "lost"), LONG, kill_ranks=(world.size - 1,))
+    run = world.train(first, runs.folder(first, "lost"), long(world)[0], kill_ranks=(world.size - 1,))
     check.equal("X7", exit_codes=(run.exit_codes, [7] * (world.size - 1) + [137]))
     lost = f"rank {world.size - 1} died or hangs"
     check.equal("X7", says=(lost if lost in "".join(run.errors) else run.errors, lost))
