@@ -202,7 +202,7 @@ def test_the_job_script_hands_on_the_exit_code(check, launch, runs):
 def test_a_rank_of_another_start_is_not_joined(check, world, launch, runs, job_id, restart):
     """It has this job's address and port, as a neighbour's rank would that was given the same port."""
     odd_start = (job_id or str(1001 + world.starts), restart)
-    folder, flags = runs.folder(launch, f"met-{job_id}"), f"{SHORT} --rendezvous-timeout 0.5"
+    folder, flags = runs.folder(launch, f"met-{job_id}"), f"{SHORT} --rendezvous-timeout 2"
     run = world.train(launch, folder, flags, odd_start=odd_start)
     ended(check, "R8", run, 4)
     check.equal("R8", starts=(len(run.of("start")), 0), says=("belongs to" in "".join(run.errors), True))
