@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from conformance.check import clauses_of, parameters
+from conformance.evidence import margin, plain
 from conformance.submit import Jobs, Refusal
 from conformance.world import World
 
@@ -148,17 +149,10 @@ class Verdicts:
                 line += f", {told} failed as expected"
             if compared := [check for check in checks if check["limit"] is not None]:
                 worst = max(compared, key=lambda check: check["deviation"])
-                line += f"  worst deviation {margin(worst['deviation'], worst['limit'])}" + f" [{worst['case']}]" * bool(
-                    worst["case"]
-                )
+                line += f"  worst deviation {margin(worst)}, limit {plain(worst['limit'])} [{worst['case']}]"
             terminalreporter.write_line(line, red=passed + told < len(checks))
         for objection in self.objections:
             terminalreporter.write_line(objection, red=True)
-
-
-def margin(worst: float, limit: float) -> str:
-    """A deviation and how far it is from its limit, in words."""
-    return f"{worst:.1e}, {limit / worst:.2g} times below {limit:g}" if worst else f"0, exact (limit {limit:g})"
 
 
 def versions() -> dict[str, str]:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,9 @@ class Machine:
         ]
         pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "hurry", "conformance/test_run.py"]
         told = dict(cwd=ROOT, env=self.environ | environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        return subprocess.Popen([*pytest, *asked, *options], **told)
+        # A shell that starts something in the background has it ignore Ctrl-C, which is inherited.
+        listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        return subprocess.Popen([*pytest, *asked, *options], preexec_fn=listen, **told)  # noqa: PLW1509
 
     def rung(self, *options: str, **told: str) -> tuple[int, str]:
         """Exit code of the session, and what it said."""

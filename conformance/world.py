@@ -116,10 +116,9 @@ class World:
     ) -> Run:
         """Start the site's train.py by its path on all ranks, as this launcher starts it; returns when all have ended.
 
-        environ: what is changed in what the launcher exports. odd_flags, and odd_start, a job id and
-        a count of restarts, are for the last rank alone. signal_rank gets a
-        SIGUSR1 in mid-epoch, and kill_ranks a SIGKILL; or, where largest_file says so many bytes, a SIGXFSZ when one of
-        their files has them.
+        environ: what is changed in what the launcher exports. odd_flags, and odd_start, a job id and a count of restarts,
+        are for the last rank alone. signal_rank gets a SIGUSR1 in mid-epoch, and kill_ranks a SIGKILL; or, where
+        largest_file says so many bytes, a SIGXFSZ when one of their files has them.
         """
         import torch  # noqa: F401 - now, and not in the program: the ranks meet after it, whatever it takes on each
 
