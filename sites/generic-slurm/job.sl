@@ -147,8 +147,8 @@ srun_flags=(
     --cpus-per-task="$SLURM_CPUS_PER_TASK"
 
     # Ranks end with one exit code, but not in one instant. With 1, which some clusters have as their default, the first
-    # to end has SIGTERM sent to the others, and 143 takes the place of 75 (resume me) or of the code that says what was
-    # wrong; or 75 takes the place of that code, and the job would be requeued only to fail again.
+    # to end has SIGTERM and then SIGKILL sent to the others, and 137 takes the place of the code and of the line that
+    # say what was wrong (README.md has the figures).
     # https://slurm.schedmd.com/srun.html#OPT_kill-on-bad-exit
     --kill-on-bad-exit=0
 
