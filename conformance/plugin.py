@@ -173,7 +173,7 @@ def machine() -> dict:
     torch = sys.modules.get("torch")
     there = torch.accelerator.device_count() if torch and torch.accelerator.is_available() else 0
     name = torch.get_device_module().get_device_name() if there else None
-    return dict(cores=len(os.sched_getaffinity(0)), accelerator=name, accelerators=there)
+    return dict(cores=os.cpu_count(), accelerator=name, accelerators=there)  # not what an MPI has bound this rank to
 
 
 class Ranks(Verdicts):
