@@ -1,6 +1,7 @@
 """What conformance adds to pytest: a verdict for each clause and site, and ranks that fail and end together.
 
-conftest.py registers Verdicts in every session, and Ranks in place of it under --with-mpi, beside pytest-mpi.
+conftest.py registers Verdicts in every session, or in place of it Ranks under --with-mpi, beside pytest-mpi, or Submitted
+under --submit.
 EXPECT_WORLD says how many ranks mpiexec was to start. --part names the folder that report.py reads.
 """
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 DIRECTIVE = re.compile(r"#(SBATCH|PBS)\s+(-\S.*)$")
@@ -44,7 +45,7 @@ class Script:
     def text(self) -> str:
         return self.path.read_bytes().decode()  # with its line ends as they are
 
-    @property
+    @cached_property
     def lines(self) -> list[Line]:
         found, paragraph, above = [], [], ""
         for number, text in enumerate(self.text.split("\n"), 1):
