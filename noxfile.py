@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import nox
@@ -26,7 +27,7 @@ print(torch.accelerator.device_count() if found and found.type == sys.argv[1] el
 """
 
 nox.needs_version = ">=2024.3.2"
-nox.options.sessions = ["lint", "tests", "conformance", "mutants"]
+nox.options.sessions = ["lint", "tests", "conformance", "extras", "mutants"]
 nox.options.reuse_existing_virtualenvs = True
 
 
@@ -105,6 +106,25 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--submit", nargs="?", const="")
     parser.add_argument("--mpiexec", default=os.environ.get("MPIEXEC"))
     return parser
+
+
+@nox.session
+def extras(session: nox.Session) -> None:
+    """What sites bring beside their jobs: notebooks, metrics, other libraries. `-- --site NAME`; `--by-hand`: long ones too."""
+    chosen, _ = options().parse_known_args(session.posargs)
+    folders = [ROOT / "sites" / name for name in chosen.site] or sorted((ROOT / "sites").iterdir())
+    sites = [path for folder in folders if (path := folder / "site.toml").is_file()]
+    found = [extra for path in sites for extra in tomllib.loads(path.read_text()).get("extras", [])]
+    found = [extra for extra in found if "--by-hand" in session.posargs or not extra.get("by_hand")]
+    if not found:
+        session.skip("no extras there")
+    packages = sorted({package for extra in found for package in extra.get("packages", [])})
+    install(session, "numpy", "pytest", "pytest-timeout")
+    session.install(*packages, "-c", "constraints.txt")  # now that torch is there: some would bring another
+    parts = empty(session, "parts")
+    flags = ["--extras", "--rung=extras", f"--part={parts}", *session.posargs]
+    session.run("python", "-m", "pytest", "conformance/test_extras.py", *flags)
+    session.run("python", "-m", "conformance.report", "--parts", str(parts))
 
 
 @nox.session

@@ -28,6 +28,7 @@ if pytest_mpi and not hasattr(pytest_mpi, "MPIPlugin"):
 
 OF_RANKS = "test_run.py"
 OF_MINUTES = "test_broken.py"
+OF_EXTRAS = "test_extras.py"
 
 
 def pytest_addoption(parser):
@@ -37,7 +38,10 @@ def pytest_addoption(parser):
     add("--device", choices=["cpu", "cuda", "xpu"], help="what the ranks train on (default: cpu, or the job script's own)")
     add("--backend", default="auto", choices=["auto", "gloo", "nccl", "xccl"], help="what carries their gradients")
     add("--broken", action="store_true", help="run broken sites and cores, too: each must be rejected, some minutes")
-    add("--rung", default="static", choices=["static", "suite"], help="what the verdicts of a session without ranks stand on")
+    add("--extras", action="store_true", help="what sites bring beside their job, too (nox -s extras has the packages)")
+    add("--by-hand", action="store_true", help="of these also what site.toml says to run by hand: it takes long")
+    weak = ["static", "extras", "suite"]
+    add("--rung", default="static", choices=weak, help="what the verdicts of a session without ranks stand on")
     add("--part", metavar="FOLDER", help="write the verdicts there, for conformance/report.py")
     add("--handed-on", metavar="FOLDER", help="where sessions of other world sizes leave snapshots, and find them")
     add("--submit", nargs="?", const="", metavar="OPTIONS", help="by the site's job script; options of sbatch or qsub for it")
@@ -70,7 +74,8 @@ def pytest_configure(config):
 
 def pytest_ignore_collect(collection_path, config):
     """What needs ranks, or minutes, is not there without them, rather than skipped."""
-    missing = {OF_RANKS: not config.pluginmanager.has_plugin("ranks"), OF_MINUTES: not config.getoption("--broken")}
+    missing = {OF_RANKS: not config.pluginmanager.has_plugin("ranks")}
+    missing |= {OF_MINUTES: not config.getoption("--broken"), OF_EXTRAS: not config.getoption("--extras")}
     return missing.get(collection_path.name) or None
 
 
@@ -112,8 +117,15 @@ def pytest_generate_tests(metafunc):
         started = slice(1 if metafunc.config.getoption("--submit") is not None else None)  # a job script has one launcher
         launches = [launch for site in found for launch in site.launches[started]]
         metafunc.parametrize("launch", launches, ids=lambda launch: f"{launch.site}-{launch.launcher}", scope="session")
-    if "site" in metafunc.fixturenames:
+    if "extra" in metafunc.fixturenames:
+        wanted = [(site, extra) for site in found for extra in extras_of(site, metafunc.config.getoption("--by-hand"))]
+        metafunc.parametrize("site, extra", wanted, ids=[f"{site.name}-{extra['name']}" for site, extra in wanted])
+    elif "site" in metafunc.fixturenames:
         metafunc.parametrize("site", found, ids=lambda site: site.name, scope="session")
+
+
+def extras_of(site, by_hand: bool) -> list[dict]:
+    return [extra for extra in site.facts.get("extras", []) if by_hand or not extra.get("by_hand")]
 
 
 @pytest.fixture

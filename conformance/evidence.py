@@ -15,6 +15,7 @@ from pathlib import Path
 RUNGS = {
     "suite": "the suite itself, against what it must reject; about no site",
     "static": "files were read, nothing was trained",
+    "extras": "what a site brings beside its job, run on the CPU of a test machine",
     "process": "the site's train.py in MPI ranks on the CPU of a test machine, told what its launcher would tell it",
     "device": "the same on an accelerator of a test machine",
     "cluster": "the site's job script under a real scheduler, on virtual nodes of a test machine",

@@ -80,10 +80,10 @@ def site_toml(text: str, old: Site) -> str:
     """Without the old site's facts. What its copied files still need stays: [job] and the launchers."""
     made = []
     for header, lines in tables(text):
-        if header == "[node]":
-            node = [(key, NOTHING.get(type(value), '""'), value) for key, value in old.facts["node"].items()]
-            facts = [f"{key} = {nothing} # EDIT: this machine's; {value!r} at {old.name}" for key, nothing, value in node]
-            made += ["[node]", *facts, ""]
+        if header in ("[node]", "[queue]", "[software]"):
+            theirs = [(key, NOTHING.get(type(value), '""'), value) for key, value in old.facts[header.strip("[]")].items()]
+            facts = [f"{key} = {nothing} # EDIT: this machine's; {value!r} at {old.name}" for key, nothing, value in theirs]
+            made += [header, *facts, ""]
         elif header == "[verified]":
             made += ["[verified]", 'status = "never-run" # never-run, simulated, run-on-site', 'evidence = "nothing yet"', ""]
         elif header == "[[expected_failures]]":

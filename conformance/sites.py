@@ -4,7 +4,9 @@ What conformance reads of a site.toml:
 
     name = "..."  operator = "..."  scheduler = "..."  launcher = "..."  submit = "job.sl"
     [node]                      the shape of a node
+    [software]                  modules that the scripts load, or the image that they start
     [job]                       nodes and ranks_per_node of the job script as it stands
+    [job."other.sl"]            of another script that is submitted: what differs; tasks_per_node, trains = false
     [verified]                  status, date, evidence
     [[sources]]                 address, read
     [[launchers]]               each way in which this site starts ranks; the first is the site's own
@@ -12,6 +14,7 @@ What conformance reads of a site.toml:
     mpi = false                 whether train.py asks MPI who it is
     [launchers.environment]     what that launcher exports to a rank; {placeholders} as in Launch.environ
     SLURM_PROCID = "{rank}"
+    [[extras]]                  what the site brings beside its job: name, packages, command, golden, prepare, by_hand
     [[expected_failures]]       clause, reason, link
 """
 
@@ -77,6 +80,11 @@ class Site:
             )
             for launcher in self.facts.get("launchers", [])
         ]
+
+    def job(self, script: Path) -> dict:
+        """What [job] says of one of the job scripts."""
+        job = self.facts["job"]
+        return {key: value for key, value in job.items() if not isinstance(value, dict)} | job.get(script.name, {})
 
     @property
     def job_scripts(self) -> list[Path]:

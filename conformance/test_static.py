@@ -106,6 +106,16 @@ def test_the_node_and_the_job_are_described(check, site):
     for table, keys in (("node", node), ("job", dict(nodes=number, ranks_per_node=number))):
         facts = site.facts.get(table, {})
         check.equal("F4", **{table: ({key: type(facts.get(key)) for key in keys}, keys)})
+    told, devices = site.facts["node"], site.facts["node"]["devices"]
+    optional = dict(sockets=number, threads_per_core=number, reserved_cores=number, reserved=text, cores_near_device=list)
+    optional |= dict(device_environment=text, hosts=text)
+    wrong = {key: type(told[key]) for key in optional if key in told and type(told[key]) is not optional[key]}
+    check.equal("F4", wrong_types=(wrong, {}))
+    check.equal("F4", devices_with_cores_near=(len(told.get("cores_near_device", [""] * devices)), devices))
+    reserved = [core for core in told.get("reserved", "").split(",") if core]
+    check.equal("F4", reserved=(len(reserved), told.get("reserved_cores", 0) if "reserved" in told else 0))
+    names = {told.get("hosts", "{}").format(number) for number in (1, 2)}
+    check.equal("F4", host_names_of_two_nodes=(len(names), 2))
 
 
 @clause("F5")
@@ -141,6 +151,25 @@ def test_nothing_is_left_to_fill_in(check, site):
     check.holds("F7", *left)
 
 
+@clause("F8")
+def test_scripts_and_site_toml_name_the_same_software(check, site):
+    software, scripts = site.facts.get("software", {}), {path.name: path.read_text() for path in site.scripts}
+    modules = software.get("modules", [])
+    missing = [name for name in modules if name not in scripts[site.facts["submit"]]]
+    check.equal("F8", modules_not_in_the_job_script=(missing, []))
+    image = software.get("image", "")
+    check.equal("F8", image_in_a_script=(any(image in text for text in scripts.values()), True))
+    loaded = {
+        f"{script}: {name}"
+        for script, text in scripts.items()
+        for line in text.splitlines()
+        if not line.lstrip().startswith("#") and (found := re.search(r"\bmodule load ([^;&|}\n]+)", line))
+        for name in found[1].split()
+        if re.fullmatch(r"[\w./+-]+", name) and name not in modules
+    }
+    check.equal("F8", loads_what_site_toml_does_not_name=(sorted(loaded), []))
+
+
 # ---- job scripts --------------------------------------------------------------------------------------------------
 
 
@@ -156,13 +185,14 @@ def test_everything_is_explained(check, site):
         return "" if SOURCE.search("\n".join(comments)) else 'have its source above: an address, --help, or "unverified"'
 
     violations = []
-    for script in map(Script, site.job_scripts):
+    for script in map(Script, site.scripts):
         for line, _ in [*script.directives, *script.flags]:
             directly = line.paragraph if line.above.lstrip().startswith("#") and not DIRECTIVE.match(line.above) else []
             violations += [at(script, line, what)] if (what := unexplained(line, directly)) else []
         for line, _ in script.exports:
             violations += [at(script, line, what)] if (what := unexplained(line, line.paragraph)) else []
-        check.equal("J3", directives_in_the_job_script=(bool(script.directives), True))
+        submitted = script.path in site.job_scripts
+        check.equal("J3", directives_in_the_job_script=(bool(script.directives), submitted))
     check.holds("J3", *violations)
 
 
@@ -221,6 +251,8 @@ def test_a_stopped_job_comes_back(check, site):
     if site.facts["scheduler"] != "slurm":
         return  # another scheduler's own way is its site's to show, on the cluster rung
     for script in map(Script, site.job_scripts):
+        if not site.job(script.path).get("trains", True):
+            continue  # it has nothing to come back to
         options = {text.partition("=")[0]: text.partition("=")[2] for _, text in script.directives}
         check.equal("J8", open_mode=(options.get("--open-mode"), "append"))
         check.equal("J8", **{option: (option in options, True) for option in ("--requeue", "--signal")})
@@ -228,12 +260,14 @@ def test_a_stopped_job_comes_back(check, site):
 
 @clause("J9")
 def test_the_job_fits_the_node(check, site):
-    node, job = site.facts["node"], site.facts["job"]
+    node = site.facts["node"]
     for script in map(Script, site.job_scripts):
-        geometry = script.geometry
-        ranks = geometry.get("ntasks-per-node", job["ranks_per_node"])
-        check.equal("J9", nodes=(geometry.get("nodes"), job["nodes"]), ranks_per_node=(ranks, job["ranks_per_node"]))
-        cores, there = ranks * geometry.get("cpus-per-task", 1), node["cores"] - node.get("reserved_cores", 0)
-        devices = geometry.get("gpus-per-node", ranks * geometry.get("gpus-per-task", 0))
+        geometry, job = script.geometry, site.job(script.path)
+        there = job.get("tasks_per_node", job["ranks_per_node"])  # one where a launcher on each node starts its ranks
+        tasks = geometry.get("ntasks-per-node", there)
+        check.equal("J9", nodes=(geometry.get("nodes"), job["nodes"]), tasks_per_node=(tasks, there))
+        cores = tasks * geometry.get("cpus-per-task", 1)  # schedulers count a core's threads
+        there = (node["cores"] - node.get("reserved_cores", 0)) * node.get("threads_per_core", 1)
+        devices = geometry.get("gpus-per-node", tasks * geometry.get("gpus-per-task", 0))
         check.equal("J9", cores_that_a_node_has_not=(max(0, cores - there), 0))
         check.equal("J9", devices_that_a_node_has_not=(max(0, devices - node["devices"]), 0))

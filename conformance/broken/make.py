@@ -54,7 +54,8 @@ class Broken:
 
     def run(self, root: Path, device: str) -> subprocess.CompletedProcess:
         """The checks of its clause there."""
-        options = ["--site", SOUND, "--clause", self.clause, "--device", device, *(["-k", self.tests] if self.tests else [])]
+        options = ["--site", SOUND, "--extras", "--clause", self.clause, "--device", device]
+        options += ["-k", self.tests] if self.tests else []
         if self.after:
             options += ["--handed-on", str(root)]
             before = start(root, self.after, *options)
