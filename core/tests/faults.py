@@ -75,6 +75,20 @@ def sleeping(seconds: float) -> Fault:
     return partial(time.sleep, seconds)
 
 
+def in_turn(*acts: Fault) -> Fault:
+    return partial(_call_all, acts)
+
+
+def _call_all(acts: tuple[Fault, ...]) -> None:
+    for act in acts:
+        act()
+
+
+def dying() -> None:
+    """As a process that does not come as far as the program: a library is missing on its node."""
+    os._exit(99)
+
+
 def environment(**variables: str) -> Fault:
     return partial(_set_environment, variables)
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 
 from ddp_core import Rank, run, snapshot
@@ -73,12 +74,14 @@ def train(
     flags_of: dict[int, str] | None = None,
     faults: dict[int, Callable[[], None]] | None = None,
     hanging: Sequence[int] = (),
+    strict_launcher: bool = False,
     code: int | None = None,
 ) -> Job:
     """Run a job to its end.
 
     ranks: instead of world_size ranks of one job. By place in ranks, flags_of: more flags, and faults: what to call
-    before the program starts. hanging: ranks to kill when all others are gone. code: what every rank must exit with.
+    before the program starts. hanging: ranks to kill when all others are gone. strict_launcher: when the first rank has
+    ended, all others get SIGTERM, as from srun --kill-on-bad-exit=1. code: what every rank must exit with.
     """
     ranks = world(world_size) if ranks is None else ranks
     common = [*FLAGS.split(), "--run-dir", str(run_dir), *flags.split()]
@@ -86,7 +89,7 @@ def train(
     for place, rank in enumerate(ranks):
         argv = common + (flags_of or {}).get(place, "").split()
         calls.append(partial(_as_rank, rank, argv, (faults or {}).get(place)))
-    job = replace(fork(run_dir.parent, *calls, hanging=hanging), run_dir=run_dir)
+    job = replace(fork(run_dir.parent, *calls, hanging=hanging, strict=strict_launcher), run_dir=run_dir)
     if code is not None:
         assert job.codes == [code] * len(ranks), f"exit codes {job.codes}, but should be {code}: {job.err}"
     return job
@@ -117,7 +120,7 @@ def free_port() -> int:
                 return port
 
 
-def fork(folder: Path, *calls: Callable[[], int | None], hanging: Sequence[int] = ()) -> Job:
+def fork(folder: Path, *calls: Callable[[], int | None], hanging: Sequence[int] = (), strict: bool = False) -> Job:
     """Each call in a process of its own. What a call returns is its exit code; an exception is 1 and a traceback."""
     files = [folder / f"process-{next(numbers)}" for _ in calls]
     processes = [forks.Process(target=_in_process, args=(file, call)) for file, call in zip(files, calls, strict=True)]
@@ -125,6 +128,10 @@ def fork(folder: Path, *calls: Callable[[], int | None], hanging: Sequence[int] 
         for process in processes:
             process.start()
         deadline = time.monotonic() + SECONDS
+        if strict:
+            connection.wait([process.sentinel for process in processes], SECONDS)
+            for process in processes:
+                process.terminate()
         for place, process in enumerate(processes):
             if place not in hanging:
                 process.join(max(0.0, deadline - time.monotonic()))

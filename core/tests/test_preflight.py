@@ -4,11 +4,12 @@ python -m pytest core/tests/test_preflight.py
 """
 
 import socket
+from signal import SIGTERM
 
 import pytest
 import torch
 from ddp_core.errors import PreflightError, SnapshotError, UsageError, failure_with
-from faults import environment, failing_data, sleeping
+from faults import dying, environment, failing_data, in_turn, signalled_after, sleeping
 from ranks import train
 
 # ---- devices, interfaces, environment -----------------------------------------------------------------------------
@@ -77,6 +78,40 @@ def test_a_failure_of_rank_0_is_told_to_a_rank_that_starts_later(tmp_path):
     faults = {0: failing_data(PreflightError("no data there")), 1: sleeping(1.5)}
     job = train(tmp_path / "run", "--epochs 1 --rendezvous-timeout 10", 2, faults=faults, code=3)
     assert "no data there" in job.error
+
+
+# ---- a launcher that ends all ranks once one has left -------------------------------------------------------------
+
+PATIENT = "--epochs 1 --rendezvous-timeout 100"  # longer than a test may take
+
+
+@pytest.mark.parametrize("failing", [[0], [1], [0, 1, 2]])
+def test_no_rank_leaves_before_all_have_heard_why(tmp_path, failing):
+    """Rank 2 is late: whoever left before it has heard would have it killed on its way."""
+    faults = {rank: failing_data(PreflightError("no data there")) for rank in failing}
+    faults[2] = in_turn(sleeping(1.5), *filter(None, [faults.get(2)]))
+    job = train(tmp_path / "run", PATIENT, 3, faults=faults, strict_launcher=True, code=3)
+    assert "no data there" in job.error
+
+
+def test_ranks_that_wait_for_a_dead_one_end_with_the_failure_that_they_know(tmp_path):
+    faults = {1: failing_data(PreflightError("no data there")), 2: in_turn(sleeping(2), dying)}
+    job = train(tmp_path / "run", PATIENT, 3, faults=faults, strict_launcher=True)
+    assert job.codes == [3, 3, 99] and "no data there" in job.error
+
+
+def test_ranks_that_know_of_no_failure_say_once_that_they_were_told_to_stop(tmp_path):
+    job = train(tmp_path / "run", PATIENT, 3, faults={2: in_turn(sleeping(2), dying)}, strict_launcher=True)
+    assert job.codes == [75, 75, 99] and "SIGTERM before the first step" in job.error
+
+
+def test_a_rank_that_is_told_to_stop_gives_rank_0_time_to_say_why(tmp_path):
+    faults = {0: in_turn(sleeping(1.5), failing_data(PreflightError("no data there"))), 1: signalled_after(0.5, SIGTERM)}
+    job = train(tmp_path / "run", PATIENT, 2, faults=faults, code=3)
+    assert "no data there" in job.error
+
+
+# ---- what a failure says ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", [2, 3, 4, 5, 6, 7, 8])

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from ddp_core.device import refuse_shared_devices
 from ddp_core.errors import Failure, RendezvousError, StoppedError, failure_with
 from ddp_core.rank import Rank
 from ddp_core.stop import StopFlag
+
+GRACE = 2.0  # seconds that a rank which is told to stop gives the others: to say, or to hear, why the job ends
 
 
 class Rendezvous:
@@ -77,15 +80,27 @@ class Rendezvous:
             self.store.set("verdict", json.dumps(verdict))
         else:
             verdict = json.loads(self._get("verdict"))
-            self.store.set(f"heard/{self.rank.rank}", "")
         if "error" in verdict:
-            # The store ends with rank 0, which stays until the others have read why, also those that are yet to come.
-            others = [f"heard/{rank}" for rank in range(1, self.rank.world_size)]
-            end = max(self.deadline, time.monotonic() + 1) if self.rank.rank == 0 else 0
-            while time.monotonic() < end and others and not self.store.check(others):
-                time.sleep(0.02)
+            self._leave_together()
             raise failure_with(*verdict["error"])
         return verdict["rows"]
+
+    def _leave_together(self) -> None:
+        """Wait until all ranks know why they end, also those that are yet to come: the store ends with rank 0, and a launcher
+        may end all ranks once one has left (srun --kill-on-bad-exit=1), with other codes than this one.
+        """
+        if self.rank.rank:
+            with suppress(RuntimeError, RendezvousError, StoppedError):  # rank 0 has left, or this rank was told to
+                self.store.set(f"heard/{self.rank.rank}", "")
+                self._get("farewell")
+            return
+        others = [f"heard/{rank}" for rank in range(1, self.rank.world_size)]
+        end = max(self.deadline, time.monotonic() + 1)
+        while time.monotonic() < end and others and not self.store.check(others):
+            if self.stop:  # then some may be dead, and never hear
+                end = min(end, time.monotonic() + GRACE)
+            time.sleep(0.02)
+        self.store.set("farewell", "")
 
     def _collect(self) -> list[dict]:
         entries: dict[int, dict] = {}
@@ -121,6 +136,8 @@ class Rendezvous:
             told = "error" in json.loads(self._get("verdict"))
             for key in heard:
                 self.store.set(key, "")
+            if told:
+                self._get("farewell")
         except (RendezvousError, RuntimeError):
             told = True  # rank 0 has left already: the job had failed
         raise RendezvousError(message, everywhere=told)
@@ -129,14 +146,15 @@ class Rendezvous:
         try:
             return self._wait(lambda: self.store.get(key))
         except (RuntimeError, ValueError) as error:
+            self._obey()  # as rank 0 may have done
             raise RendezvousError(f"{self.where}: rank 0 was lost, or gave no {key} within {self.seconds:g} s") from error
 
     def _wait(self, act: Callable):
-        # Rank 0 needs all of its deadline to name who is missing; its verdict comes a little later.
-        return patiently(act, self.deadline + 2 - time.monotonic(), self._obey)
+        # Rank 0 needs all of its deadline to name who is missing; its verdict comes a little later, also that it obeys.
+        return patiently(act, self.deadline + 2 - time.monotonic(), lambda: self._obey(GRACE))
 
-    def _obey(self) -> None:
-        if self.stop:
+    def _obey(self, grace: float = 0.0) -> None:
+        if self.stop and time.monotonic() >= self.stop.since + grace:
             raise StoppedError(f"{self.stop.reason} before the first step: the run is as it was, submit again")
 
 

@@ -1,6 +1,7 @@
 """The wish to stop, as a flag. A signal handler that does more than this deadlocks or dies (Lightning#21406)."""
 
 import signal
+import time
 
 
 class StopFlag:
@@ -12,7 +13,7 @@ class StopFlag:
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self):
-        self.reason = ""
+        self.reason, self.since = "", 0.0
         for number in self.SIGNALS:
             signal.signal(number, self._set)
 
@@ -28,4 +29,5 @@ class StopFlag:
         return bool(self.reason)
 
     def _set(self, number, frame) -> None:
+        self.since = self.since or time.monotonic()
         self.reason = signal.Signals(number).name
