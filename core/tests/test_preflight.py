@@ -100,9 +100,10 @@ def test_ranks_that_wait_for_a_dead_one_end_with_the_failure_that_they_know(tmp_
     assert job.codes == [3, 3, 99] and "no data there" in job.error
 
 
-def test_ranks_that_know_of_no_failure_say_once_that_they_were_told_to_stop(tmp_path):
+def test_ranks_that_wait_for_a_dead_one_and_are_told_to_stop_do_not_ask_for_another_start(tmp_path):
+    """With 75 the job would come back, and the rank fail again."""
     job = train(tmp_path / "run", PATIENT, 3, faults={2: in_turn(sleeping(2), dying)}, strict_launcher=True)
-    assert job.codes == [75, 75, 99] and "SIGTERM before the first step" in job.error
+    assert job.codes == [4, 4, 99] and "SIGTERM before all ranks had met (rank 2 had not)" in job.error
 
 
 def test_a_rank_that_is_told_to_stop_gives_rank_0_time_to_say_why(tmp_path):

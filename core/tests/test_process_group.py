@@ -16,7 +16,7 @@ import pytest
 import ranks
 import torch
 from ddp_core.errors import PreflightError
-from faults import at_step, failing_data, signalled_after, sleeping
+from faults import at_step, failing_data, in_turn, signalled_after, sleeping
 from ranks import call, train, world
 
 SOON = "--epochs 1 --rendezvous-timeout 1"
@@ -86,10 +86,19 @@ def test_a_rank_that_is_there_twice_is_named(tmp_path, world_size):
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
-def test_a_rank_that_waits_for_the_other_can_be_told_to_stop(tmp_path, waiting):
-    told = {0: signalled_after(0.5, signal.SIGTERM)}
-    train(tmp_path / "run", "--epochs 1", ranks=[world(2)[waiting]], faults=told, code=75)
+@pytest.mark.parametrize("told, code", [(signal.SIGUSR1, 75), (signal.SIGTERM, 4)])
+def test_a_rank_that_waits_for_the_other_can_be_told_to_stop(tmp_path, waiting, told, code):
+    """SIGTERM is also what launchers send when a rank has failed, which then is the one that is missing."""
+    faults = {0: signalled_after(0.5, told)}
+    job = train(tmp_path / "run", "--epochs 1 --rendezvous-timeout 100", ranks=[world(2)[waiting]], faults=faults, code=code)
+    assert told.name in job.error
     assert not (tmp_path / "run" / "run.lock").exists()
+
+
+def test_the_first_signal_is_the_reason(tmp_path):
+    """The scheduler's warning reaches all ranks; who obeys first has the launcher end the others."""
+    faults = {0: in_turn(signalled_after(0.5, signal.SIGUSR1), signalled_after(1, signal.SIGTERM))}
+    train(tmp_path / "run", "--epochs 1", ranks=[world(2)[1]], faults=faults, code=75)
 
 
 # ---- the port and the address -------------------------------------------------------------------------------------

@@ -117,13 +117,13 @@ class Rendezvous:
                 for name, value in entry["facts"].items():
                     if value != entries[0]["facts"][name]:
                         raise RendezvousError(f"{name}={value} on rank {rank}, but {entries[0]['facts'][name]} on rank 0")
+            names = ", ".join(map(str, missing))
             if time.monotonic() > self.deadline:
-                names = ", ".join(map(str, missing))
                 raise RendezvousError(
                     f"{len(missing)} of {self.rank.world_size} ranks missing after {self.seconds:g} s "
                     f"(--rendezvous-timeout): rank {names}"
                 )
-            self._obey()
+            self._obey(missing=f" (rank {names} had not)")
             time.sleep(0.005)
         rows = [entries[rank]["row"] for rank in range(self.rank.world_size)]
         refuse_shared_devices(rows)
@@ -153,9 +153,14 @@ class Rendezvous:
         # Rank 0 needs all of its deadline to name who is missing; its verdict comes a little later, also that it obeys.
         return patiently(act, self.deadline + 2 - time.monotonic(), lambda: self._obey(GRACE))
 
-    def _obey(self, grace: float = 0.0) -> None:
-        if self.stop and time.monotonic() >= self.stop.since + grace:
-            raise StoppedError(f"{self.stop.reason} before the first step: the run is as it was, submit again")
+    def _obey(self, grace: float = 0.0, missing: str = "") -> None:
+        if not self.stop or time.monotonic() < self.stop.since + grace:
+            return
+        if self.stop.reason == "SIGTERM":  # 75 would have the job come back, and the rank that cannot start fail again
+            raise RendezvousError(
+                f"SIGTERM before all ranks had met{missing}: a rank has failed (see its own output), or the job was cancelled"
+            )
+        raise StoppedError(f"{self.stop.reason} before the first step: the run is as it was, submit again")
 
 
 def patiently(act: Callable, seconds: float, meanwhile: Callable = lambda: None):

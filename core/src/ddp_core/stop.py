@@ -29,5 +29,5 @@ class StopFlag:
         return bool(self.reason)
 
     def _set(self, number, frame) -> None:
-        self.since = self.since or time.monotonic()
-        self.reason = signal.Signals(number).name
+        if not self.reason:  # the first one is the reason; a launcher may send SIGTERM after it, as ranks end
+            self.since, self.reason = time.monotonic(), signal.Signals(number).name
