@@ -130,12 +130,12 @@ def _shards(flags: argparse.Namespace, world_size: int) -> int:
     return shards
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UsageError(f"{message} (train.py --help lists the flags)")
 
 
-def _number(kind, low, high, above=False):
+def number(kind, low, high, above=False):
     """An argparse type: a number from `low` (or above it) to `high`, else one line that says so."""
 
     def convert(text: str):
@@ -152,7 +152,7 @@ def _number(kind, low, high, above=False):
 
 
 def _parser(quiet: bool) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="train.py",
         description="Train one workload on all ranks of this job; what is in the run directory is resumed.",
         epilog="exit codes: 0 done, 2 usage, 3 preflight, 4 rendezvous or peers disagree, 5 snapshot unusable, "
@@ -161,8 +161,8 @@ def _parser(quiet: bool) -> argparse.ArgumentParser:
     )
     if quiet:
         parser.print_help = lambda file=None: None
-    count, size = _number(int, 0, 2**53), _number(int, 1, 2**53)
-    positive, seconds, share = (_number(float, 0, high, above) for high, above in ((1e9, True), (1e7, True), (1e9, False)))
+    count, size = number(int, 0, 2**53), number(int, 1, 2**53)
+    positive, seconds, share = (number(float, 0, high, above) for high, above in ((1e9, True), (1e7, True), (1e9, False)))
 
     add = parser.add_argument_group("problem").add_argument
     add("--workload", choices=list(DEFAULTS), default="digits", help="what to train (default: %(default)s)")

@@ -99,6 +99,10 @@ def rows_of_rank(order: torch.Tensor, global_batch_size: int, rank: int, world_s
     return order[: steps * global_batch_size].view(steps, global_batch_size)[:, rank::world_size]
 
 
+def steps_per_epoch(config: TrainConfig, data: Data) -> int:
+    return min(len(data.train) // config.global_batch_size, config.steps_per_epoch or len(data.train))
+
+
 # ---- datasets -----------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import struct
+import sys
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -215,3 +216,9 @@ class RunDirectory:
             for path in files:
                 os.replace(path, aside / path.name)
             print(f"--fresh: the run that was here is now in {aside}", flush=True)
+
+
+if __name__ == "__main__":
+    from ddp_core.convert import main
+
+    raise SystemExit(main(sys.argv[1:]))

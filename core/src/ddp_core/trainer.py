@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import torch
 
 from ddp_core.config import TrainConfig
-from ddp_core.data import Data, rows_of_rank, sample_order
+from ddp_core.data import Data, rows_of_rank, sample_order, steps_per_epoch
 from ddp_core.device import versions
 from ddp_core.errors import ExitCode, Failure, NonFiniteError, PeerLostError, SnapshotError
 from ddp_core.model import build, initial_parameters, objective
@@ -52,7 +52,7 @@ class Trainer:
         bf16 = config.precision == "bf16"
         self.autocast = (lambda: torch.autocast(device.type, torch.bfloat16)) if bf16 else nullcontext
 
-        self.steps_per_epoch = min(len(data.train) // config.global_batch_size, config.steps_per_epoch or len(data.train))
+        self.steps_per_epoch = steps_per_epoch(config, data)
         self.total_steps = config.epochs * self.steps_per_epoch
         self.step = 0  # optimizer steps done, in all epochs and all earlier starts of this run
         self.loss_sum = 0.0  # of the steps done in this epoch

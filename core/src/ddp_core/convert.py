@@ -1,0 +1,179 @@
+"""A checkpoint of a published DDP example becomes a snapshot, which train.py resumes like one of its own.
+
+    python -m ddp_core.snapshot convert OLD.pt --run-dir DIR [flags of train.py]
+
+No other code here reads a pickle. This does by torch's safe unpickler, which a file could make run code before torch 2.6
+(CVE-2025-32434) and 2.10 (CVE-2026-24747, https://github.com/pytorch/pytorch/security/advisories/GHSA-63cw-57p8-fm3p).
+"""
+
+import re
+import sys
+import zipfile
+from pathlib import Path
+
+import torch
+
+from ddp_core.config import Parser, TrainConfig, number, parse
+from ddp_core.data import load, steps_per_epoch
+from ddp_core.device import versions
+from ddp_core.errors import Failure, PreflightError, SnapshotError, UsageError
+from ddp_core.model import build
+from ddp_core.snapshot import RunDirectory
+
+# What the parts are called: MODEL_STATE and EPOCHS_RUN by pytorch's ddp-tutorial-series and OLCF's example; model_state,
+# optimizer_state_dict, scheduler_state_dict, epoch and iters by NERSC's tutorials.
+MODEL = ("MODEL_STATE", "model_state", "model_state_dict")
+OPTIMIZER = ("optimizer_state_dict", "optimizer_state", "optimizer")
+EPOCH = ("EPOCHS_RUN", "epoch")  # all of these programs write the 0-based index of the last epoch that was finished
+STATES = {"sgd": {"momentum": "momentum_buffer"}, "adamw": {"mean": "exp_avg", "square": "exp_avg_sq"}}
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MOST_EPOCHS = 10**6
+
+
+def main(argv: list[str]) -> int:
+    """The command line; returns the exit code (errors.py)."""
+    usage = "python -m ddp_core.snapshot convert OLD.pt --run-dir DIR [--world-size N] [--epochs-run N] [flags of train.py]"
+    parser = Parser(
+        usage=usage,
+        description="Make a snapshot from what torch.save wrote: {MODEL_STATE, EPOCHS_RUN}; {model_state, epoch, iters, "
+        "optimizer_state_dict, ...}; or a bare state_dict; with or without `module.` in the names. Parameters, momentum or "
+        "AdamW's moments, and epochs run are taken over. Flags of train.py: those of the run that is to go on.",
+        epilog="exit codes: 0 done, 2 usage, 3 torch is older than 2.10 or DIR has a run, 5 OLD.pt cannot be used, 8 storage",
+        allow_abbrev=False,
+    )
+    size, count = number(int, 1, 2**20), number(int, 0, MOST_EPOCHS)
+    parser.add_argument("--world-size", type=size, default=1, metavar="N", help="ranks, for --per-rank-batch-size (default: 1)")
+    parser.add_argument("--epochs-run", type=count, metavar="N", help="count N epochs as run, whatever the file says")
+    try:
+        if {"-h", "--help"} & {*argv}:
+            parser.print_help()
+            return 0
+        if argv[:1] != ["convert"] or len(argv) < 2 or argv[1].startswith("-"):
+            raise UsageError(f"usage: {usage}")
+        mine, others = parser.parse_known_args(argv[2:])
+        convert(Path(argv[1]), parse(others, mine.world_size), mine.world_size, mine.epochs_run)
+    except Failure as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.code)
+    return 0
+
+
+def convert(old: Path, config: TrainConfig, world_size: int = 1, epochs_run: int | None = None) -> None:
+    """Write the snapshot into config.run_dir, or nothing. Raises a Failure that names the file and what does not fit."""
+    content, data = _load(old), load(config)
+    shapes = {name: parameter.shape for name, parameter in build(config).named_parameters()}
+    dtype = torch.float64 if config.precision == "fp64" else torch.float32
+    model = _fitted(old, next((content[key] for key in MODEL if key in content), content), shapes, dtype)
+    moments, moments_step = _moments(old, content, shapes, dtype, config)
+
+    told, key = epochs_run is not None, next((key for key in EPOCH if key in content), None)
+    if not told:
+        epochs_run = _count(old, content, key, MOST_EPOCHS) + 1 if key else 0
+        says = f"{key}={epochs_run - 1} is the last epoch that was finished" if key else "no epoch is in the file"
+        print(f"{says}: {epochs_run} epochs run (--epochs-run N if it is not so)")
+    steps = steps_per_epoch(config, data)
+    step = epochs_run * steps
+    done = _count(old, content, "iters", 2**53) if "iters" in content else moments_step
+    if not told and done not in (None, step):
+        raise SnapshotError(
+            f"{old} was saved after {done} steps, but {epochs_run} epochs of these flags are {step} ({steps} an epoch): pass "
+            f"that run's batch size; if it was saved within an epoch, --epochs-run N goes on from the start of epoch N"
+        )
+    if moments_step not in (None, step):  # AdamW's bias correction is a function of the step
+        print(f"the optimizer's state is of step {moments_step}, and this is {step}: it is left out")
+        moments = {}
+    for theirs in STATES[config.optimizer].values():
+        if theirs not in moments:
+            print(f"{theirs}: the file has none for all parameters, it begins at zero")
+            moments[theirs] = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+    if any(key.startswith("scheduler") for key in content):
+        print("the scheduler's state is not needed: the learning rate is a function of the step (--lr-schedule)")
+    print("losses of earlier epochs are not in the file: the history has none, and the next evaluation is the best so far")
+
+    parts = {"model": model} | {f"optim.{ours}": moments[theirs] for ours, theirs in STATES[config.optimizer].items()}
+    tensors = {f"{part}.{name}": values for part, named in parts.items() for name, values in named.items()}
+    document = dict(problem=config.problem(), data=data.fingerprint, step=step, steps_per_epoch=steps, epochs_run=epochs_run)
+    document |= dict(epoch_loss_sum=(0.0).hex(), history=[[epoch] for epoch in range(epochs_run)], best=None)
+    directory = RunDirectory(config.run_dir, "convert", config.fresh)
+    try:
+        there = [path for path in (directory.snapshot, directory.previous, directory.best, directory.log) if path.exists()]
+        if there:
+            raise PreflightError(f"--run-dir {config.run_dir} has a run already ({there[0].name}): pass another, or --fresh")
+        directory.save(tensors, document | dict(world_size=world_size, versions=versions()))
+    finally:
+        directory.release()
+    print(f"wrote {directory.snapshot}: train.py with these flags goes on at step {step}, {epochs_run} epochs run")
+
+
+def _load(old: Path) -> dict:
+    """The dictionary in the file. Raises SnapshotError whatever is in it, PreflightError where torch is too old for it."""
+    if torch.__version__ < "2.10":
+        raise PreflightError(
+            f"torch {torch.__version__} is older than 2.10, and a checkpoint can make its safe unpickler run code "
+            f"(CVE-2026-24747): convert where torch is newer; it may train with this one"
+        )
+    if not old.is_file():
+        raise SnapshotError(f"{old} is no file")
+    try:
+        with zipfile.ZipFile(old) as archive:  # an entry that is not compressed cannot be larger than the file
+            if any(entry.compress_type for entry in archive.infolist()):
+                raise ValueError("its entries are compressed, which torch.save never does")
+        content = torch.load(old, map_location="cpu", weights_only=True)
+    except Exception as error:  # there is nothing that a hostile file cannot make the unpickler raise
+        found = re.search(r"GLOBAL ([\w.]{1,80})", str(error))
+        why = f"it holds {found[1]}, which is no plain data" if found else f"{type(error).__name__}: {_short(str(error))}"
+        raise SnapshotError(f"{old} is not a checkpoint that can be read safely ({why})") from error
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise SnapshotError(f"{old} holds no dictionary of names, but {type(content).__name__}")
+    return content
+
+
+def _fitted(old: Path, found: object, shapes: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A state_dict's tensors, in `dtype`. Raises SnapshotError that lists what is missing, unexpected or of another kind."""
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise SnapshotError(f"{old} holds no parameters by name")
+    if all(name.startswith("module.") for name in found):  # DDP's prefix, before all names or none
+        found = {name.removeprefix("module."): values for name, values in found.items()}
+    wrong = [f"{_short(name)}: {'missing' if name in shapes else 'unexpected'}" for name in shapes.keys() ^ found.keys()]
+    for name in shapes.keys() & found.keys():
+        values = found[name]
+        plain = isinstance(values, torch.Tensor) and values.layout == torch.strided and values.is_cpu
+        if not plain or values.dtype not in FLOATS:
+            wrong.append(f"{name}: {values.dtype if plain else type(values).__name__}, but should be a tensor of real numbers")
+        elif values.shape != shapes[name]:
+            wrong.append(f"{name}: {_short(str(tuple(values.shape)))} there, {tuple(shapes[name])} here")
+        elif not values.isfinite().all():
+            wrong.append(f"{name}: not finite")
+        elif not torch.equal(values.to(dtype).to(values.dtype), values):
+            wrong.append(f"{name}: {values.dtype} numbers that {dtype} rounds: pass --precision fp64")
+    if wrong:
+        raise SnapshotError(f"{old} does not fit the model of these flags ({'; '.join(sorted(wrong)[:8])}): pass that run's")
+    return {name: found[name].detach().to(dtype) for name in shapes}
+
+
+def _moments(old: Path, content: dict, shapes: dict, dtype: torch.dtype, config: TrainConfig) -> tuple[dict, int | None]:
+    """Momentum, or AdamW's two, by the parameters' names, and AdamW's step. Nothing where the file has not all of it."""
+    theirs = next((content[key] for key in OPTIMIZER if key in content), None)
+    try:
+        [group] = theirs["param_groups"]  # of several groups the order is not the model's
+        states = [theirs["state"][index] for index in group["params"]]
+        lists = {key: [state[key] for state in states] for key in STATES[config.optimizer].values()}
+        [step] = {int(state["step"]) if config.optimizer == "adamw" else None for state in states}
+    except (TypeError, KeyError, IndexError, ValueError, OverflowError, RuntimeError):
+        return {}, None
+    if any(len(values) != len(shapes) or any(value is None for value in values) for values in lists.values()):
+        return {}, None
+    return {key: _fitted(old, dict(zip(shapes, values, strict=True)), shapes, dtype) for key, values in lists.items()}, step
+
+
+def _count(old: Path, content: dict, key: str, most: int) -> int:
+    value = content[key]
+    if type(value) is not int or not 0 <= value < most:
+        shown = value if type(value) is int and value.bit_length() < 64 else type(value).__name__
+        raise SnapshotError(f"{old}: {key}={shown} is no whole number from 0 to {most:g}")
+    return value
+
+
+def _short(text: str) -> str:
+    """One line, and nothing that a terminal would obey."""
+    return "".join(char if char.isprintable() else " " for char in text[:160])
