@@ -5,9 +5,13 @@ python -m pytest core/tests/test_preflight.py
 
 import socket
 from signal import SIGTERM
+from types import SimpleNamespace
 
 import pytest
 import torch
+from ddp_core import Rank
+from ddp_core.config import parse
+from ddp_core.device import describe
 from ddp_core.errors import PreflightError, SnapshotError, UsageError, failure_with
 from faults import dying, environment, failing_data, in_turn, signalled_after, sleeping
 from ranks import train
@@ -25,6 +29,16 @@ def test_a_mask_that_hides_the_device_is_shown(tmp_path):
     hidden = environment(CUDA_VISIBLE_DEVICES="", ROCR_VISIBLE_DEVICES="7")
     job = train(tmp_path / "run", "--epochs 1 --device xpu", faults={0: hidden}, code=3)
     assert "CUDA_VISIBLE_DEVICES=" in job.error and "ROCR_VISIBLE_DEVICES=7" in job.error
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_a_rank_s_row_names_its_device(monkeypatch, kind):
+    """With a stand-in for the accelerator: which one it was tells nobody from `cuda:1`."""
+    monkeypatch.setattr(torch.get_device_module(kind), "get_device_name", lambda device: f"Accelerator {device.index}")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"uuid-{device.index}"))
+    row = describe(parse([], 1), Rank.single(), torch.device(kind, 1))
+    assert (row["device"], row["device_index"], row["device_name"]) == (f"{kind}:1", 1, "Accelerator 1")
+    assert row.get("device_uuid") == ("uuid-1" if kind == "cuda" else None)
 
 
 @pytest.mark.parametrize("wrong", [{0}, {1}, {0, 1}])

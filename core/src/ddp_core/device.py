@@ -57,6 +57,8 @@ def describe(config: TrainConfig, rank: Rank, device: torch.device) -> dict:
     """One row of the `start` record: where this rank is and what it trains on."""
     row = dict(rank=rank.rank, local_rank=rank.local_rank, node_rank=rank.node_rank, host=socket.gethostname())
     row |= dict(device=str(device), device_index=device.index, backend=backend_of(config, device.type))
+    if device.type != "cpu":
+        row["device_name"] = torch.get_device_module(device).get_device_name(device)
     if device.type == "cuda":
         row["device_uuid"] = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
     return row | dict(cores=len(os.sched_getaffinity(0)), threads=torch.get_num_threads())

@@ -2,6 +2,8 @@
 
 Tensors `model.<parameter>` and `optim.<state>.<parameter>`; one metadata key, `ddp_core`, with one JSON document.
 Equal runs write equal bytes: no time, host, path or site is in it. World size is noted and is no condition.
+
+    python -m ddp_core.snapshot convert OLD.pt --run-dir DIR    one from a checkpoint of torch.save (convert.py)
 """
 
 import ctypes
