@@ -4,6 +4,8 @@ python -m pytest core/tests/test_resume.py
 """
 
 import signal
+import subprocess
+import sys
 
 import pytest
 import ranks
@@ -139,3 +141,21 @@ def test_fresh_starts_again_and_moves_the_old_run_aside(finished, tmp_path):
     assert_same_run(job, finished(RUN, 2))
     aside = ranks.Job([], [], [], tmp_path / "run" / "old-1")
     assert aside.snapshot_hash() == old and len(aside.losses) == 14
+
+
+def test_a_signal_is_heard_though_the_rank_s_own_glue_has_taken_it(tmp_path):
+    """As MPICH does, which keeps SIGUSR1 after its end."""
+    glue = """
+import os, signal, sys, threading
+from ddp_core import Rank, run
+
+def rank(environ):
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    return Rank.single()
+
+sys.exit(run(rank))
+"""
+    command = [sys.executable, "-c", glue, "--epochs", "1", "--device", "cpu", "--run-dir", str(tmp_path / "run")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 75, ended.stderr

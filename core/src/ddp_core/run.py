@@ -20,6 +20,7 @@ def run(rank_of: Callable[[Mapping[str, str]], Rank], argv: list[str] | None = N
     argv = sys.argv[1:] if argv is None else argv
     try:
         rank = rank_of(os.environ)
+        stop.listen()  # again: an MPI library that was started and ended there can have kept SIGUSR1 (MPICH 5.0.2 does)
         return _train(rank, parse(argv, rank.world_size, quiet=rank.rank != 0), stop, began)
     except Failure as error:
         failure = error

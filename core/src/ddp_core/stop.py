@@ -14,6 +14,9 @@ class StopFlag:
 
     def __init__(self):
         self.reason, self.since = "", 0.0
+        self.listen()
+
+    def listen(self) -> None:
         for number in self.SIGNALS:
             signal.signal(number, self._set)
 
