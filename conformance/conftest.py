@@ -56,7 +56,11 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "machine(*flags, twice=False, only=False): also (or only) of submitted jobs, which train with these flags"
     )
-    config.addinivalue_line("markers", "only(sizes, devices, mpi): when this test says something; elsewhere it is not there")
+    config.addinivalue_line(
+        "markers",
+        "only(sizes, devices, mpi): when this test says something; elsewhere it is not there. mpi: False, or what a launcher "
+        "whose ranks ask MPI must tell all the same",
+    )
     try:
         config.sites = sites.find(config.getoption("--site"))
     except ValueError as error:
@@ -92,7 +96,7 @@ def pytest_collection_modifyitems(config, items):
         return (not wanted or bool({*wanted} & {*clauses_of(item)})) and all(
             world_size in mark.kwargs.get("sizes", [world_size])
             and config.getoption("--device") in mark.kwargs.get("devices", [config.getoption("--device")])
-            and not (launch and launch.mpi and not mark.kwargs.get("mpi", True))
+            and not (launch and launch.mpi and not tells(launch, mark.kwargs.get("mpi", True)))
             for mark in item.iter_markers("only")
         )
 
@@ -102,6 +106,10 @@ def pytest_collection_modifyitems(config, items):
         (ranks or config.pluginmanager.get_plugin("verdicts")).expect(later)  # report.py sees that another session does
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen or item in later])
     items[:] = [item for item in chosen if item not in later]
+
+
+def tells(launch, what: bool | str) -> bool:
+    return bool(launch.variables_with(what)) if isinstance(what, str) else what
 
 
 def pytest_generate_tests(metafunc):

@@ -163,7 +163,7 @@ def test_without_a_launcher_a_world_of_one(check, world, own, runs):
 
 
 @clause("R6", "X4")
-@only(sizes=(2, 4), mpi=False)
+@only(sizes=(2, 4), mpi="world_size")
 @pytest.mark.parametrize("value", ["", "many"])
 def test_a_launcher_that_does_not_tell_the_world_size(check, world, launch, runs, value):
     variables = launch.variables_with("world_size")
