@@ -1,0 +1,86 @@
+"""frontier: who this process is, agreed over MPI between the ranks that srun has started. All else is ddp_core's.
+
+    sbatch job.sl --epochs 5            a job: srun starts one rank for each GCD
+    env/bin/python train.py --epochs 5  one process, without a launcher
+
+The same flags everywhere: env/bin/python train.py --help.
+"""
+
+import os
+import random
+import socket
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+
+from ddp_core import Rank, run
+from ddp_core.errors import PreflightError
+
+
+def rank(environ: Mapping[str, str]) -> Rank:
+    """The Rank that MPI tells; without srun a world of one. Collective: all ranks call it. Raises PreflightError."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        raise PreflightError(
+            "TORCHELASTIC_RUN_ID is set: torchrun puts the ranks of a node on one core here, and OLCF has measured 10 minutes "
+            "in place of 10 seconds: let srun start each rank, as job.sl does"
+        )
+    if "SLURM_PROCID" not in environ:
+        return Rank.single()
+    # The step's number, not the job's: a batch script that runs `python train.py` without srun has a PROCID, too.
+    told = environ.get("SLURM_STEP_NUM_TASKS", "")
+    if not told.isdecimal():
+        raise PreflightError(
+            f"SLURM_STEP_NUM_TASKS={told!r}, but should be the number of ranks: start this by srun, as job.sl does"
+        )
+    step = ".".join(environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
+    return of_mpi(int(told), step)
+
+
+def of_mpi(told: int, step: str) -> Rank:
+    """told: how many ranks srun has started. step: the job's and the step's number, for people to read."""
+    # Before torch, which core imports later: imported after it, Cray MPICH finds the ranks badly bound, and aborts.
+    # https://docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html#mpich-mpi4py-errors
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise PreflightError(f"mpi4py does not load ({error}): load what job.sl loads, and run ./install.sh again") from error
+    if is_ours := not MPI.Is_initialized():
+        cores = os.sched_getaffinity(0)
+        MPI.Init()
+        os.sched_setaffinity(0, cores)  # MPICH has been seen to leave a rank on one of its seven
+    world = MPI.COMM_WORLD
+    if world.size != told:  # n worlds of one would train n times, and look like success
+        raise PreflightError(
+            f"SLURM_STEP_NUM_TASKS={told}, but MPI tells of a world of {world.size}: mpi4py was not built with this machine's "
+            f"MPI, or srun was given another --mpi: run ./install.sh again"
+        )
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)  # the ranks that can share memory with this one
+    # MPI does not number the nodes: each is known by the lowest of its ranks, and counted in their order.
+    lowest_here = node.bcast(world.rank)
+    lowest = sorted(set(world.allgather(lowest_here)))
+    address, port, start = world.bcast(meeting_point(step) if world.rank == 0 else None)
+    me = dict(rank=world.rank, world_size=world.size, local_rank=node.rank, local_world_size=node.size)
+    me |= dict(node_rank=lowest.index(lowest_here), master_addr=address, master_port=port, job_id=start)
+    node.Free()
+    if is_ours:  # MPI has told all that is asked of it; left open, it would wait at the end for ranks that are lost
+        MPI.Finalize()
+    return Rank(**me, variables=dict(master_addr="hostname -i of rank 0"))
+
+
+def meeting_point(step: str) -> tuple[str, int, str]:
+    """Rank 0's address, which is its first Slingshot interface's, a free port there, and a name that no other start has."""
+    host = socket.gethostname()
+    with suppress(OSError):  # core tells all ranks that the name leads nowhere
+        host = socket.gethostbyname(host)
+    for port in random.sample(range(20000, 30000), 100):  # below the ports that Linux gives to outgoing connections
+        with suppress(OSError), socket.socket() as listener:
+            listener.bind(("", port))
+            break
+    return host, port, f"{step}.{uuid.uuid4().hex[:8]}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(rank))
