@@ -163,7 +163,7 @@ def test_scripts_and_site_toml_name_the_same_software(check, site):
         f"{script}: {name}"
         for script, text in scripts.items()
         for line in text.splitlines()
-        if not line.lstrip().startswith("#") and (found := re.search(r"\bmodule load ([^;&|}\n]+)", line))
+        if not line.lstrip().startswith("#") and (found := re.search(r"^[^\"']*\bmodule load ([^;&|}\n]+)", line))
         for name in found[1].split()
         if re.fullmatch(r"[\w./+-]+", name) and name not in modules
     }
@@ -256,6 +256,18 @@ def test_a_stopped_job_comes_back(check, site):
         options = {text.partition("=")[0]: text.partition("=")[2] for _, text in script.directives}
         check.equal("J8", open_mode=(options.get("--open-mode"), "append"))
         check.equal("J8", **{option: (option in options, True) for option in ("--requeue", "--signal")})
+
+
+@clause("J11")
+def test_a_rank_that_dies_alone_ends_the_job(check, site):
+    violations = [
+        at(script, line, "have --kill-on-bad-exit=1 among its flags")
+        for script in map(Script, site.scripts)
+        for line in script.lines
+        if re.match(r"[^#]*\bsrun \"\$\{\w+\[@\]\}\"", line.text)
+        and "--kill-on-bad-exit=1" not in [text for _, text in script.flags]
+    ]
+    check.holds("J11", *violations)
 
 
 @clause("J9")

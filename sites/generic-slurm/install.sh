@@ -153,5 +153,5 @@ print("ddp_core", ddp_core.__version__)
 ' || fail 1 "the environment does not work (above): run this again, and with other modules if it fails again"
 
 echo "installed in $prefix"
-[[ $prefix -ef $here/.venv ]] || echo "job.sl looks for .venv beside itself: ln -s $(printf %q "$prefix") .venv"
+[[ $prefix -ef $here/.venv || $prefix -ef $here/.venv-apptainer ]] || echo "job.sl looks for .venv beside itself: ln -s $(printf %q "$prefix") .venv"
 echo "submit: cd $(printf %q "$here") && sbatch job.sl --epochs 3"

@@ -4,6 +4,7 @@
 #   sbatch job.sl [flags of train.py]          submit, from this directory
 #   sbatch job.sl --run-dir runs/JOB [flags]   resume what job JOB left
 #   scancel --signal=USR1 JOB                  save now, stop, and go back into the queue
+#   job-torchrun.sl                            the same by one torchrun a node
 #
 # -l above: a login shell has the module command and Slurm's own, however the job was submitted.
 
@@ -42,7 +43,7 @@
 # https://slurm.schedmd.com/sbatch.html#OPT_time
 #SBATCH --time=01:00:00
 
-# ---- every cluster: nothing to edit from here on ----------------------------------------------------------------
+# ---- every cluster: directives that stay as they are -------------------------------------------------------------
 
 # Names the log, below.
 # https://slurm.schedmd.com/sbatch.html#OPT_job-name
@@ -67,6 +68,19 @@
 
 set -euo pipefail
 
+# ---- this cluster, again: two values to edit, which stand here since no directive may follow a command -----------
+
+# EDIT: where PyTorch is: "venv" (of install.sh), or in the image of image-build.sh: "apptainer --nv" with NVIDIA's GPUs,
+# "apptainer --rocm" with AMD's. https://apptainer.org/docs/user/latest/gpu.html
+software=venv
+
+# EDIT: on a RoCE network (RDMA over Ethernet), the row of the adapter's address table with the nodes' RoCE v2 address, which
+# show_gids lists; 3 on many. Empty is right on InfiniBand, and since NCCL 2.21 on most RoCE too: it looks for that row itself.
+# https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-ib-gid-index
+roce_gid_index=
+
+# ---- every cluster: nothing to edit from here on ----------------------------------------------------------------
+
 fail() {
     echo "error: $1" >&2
     exit 3 # as train.py: nothing was started
@@ -80,16 +94,39 @@ max_restarts=20
 
 # sbatch has copied this script elsewhere, so the files beside it are found from the directory of submission.
 [[ -f train.py ]] || fail "no train.py in $PWD: submit from the site's directory, or with sbatch --chdir=DIR"
-python=$PWD/.venv/bin/python
-[[ -x $python ]] || fail "no virtual environment at $PWD/.venv: run ./install.sh first"
+case $software in
+venv) venv=$PWD/.venv install=./install.sh ;;
+"apptainer --nv" | "apptainer --rocm") venv=$PWD/.venv-apptainer install=./image-build.sh ;;
+*) fail "software=$software, but should be venv, apptainer --nv or apptainer --rocm" ;;
+esac
+[[ -e $venv/.install ]] || fail "no virtual environment at $venv: run $install first"
 
-# The modules that were loaded when install.sh ran: another set can mean other libraries under the same Python.
-if [[ -e .venv/modules ]]; then
-    read -r -a modules <.venv/modules
+# The modules that were loaded when it was installed: another set can mean other libraries under the same Python.
+if [[ -e $venv/modules ]]; then
+    read -r -a modules <"$venv/modules"
     set +u # module functions read unset variables
     { module purge && module load "${modules[@]}"; } ||
-        fail "module load ${modules[*]} failed (above): load what there is now and run ./install.sh again"
+        fail "module load ${modules[*]} failed (above): load what there is now and run $install again"
     set -u
+fi
+
+python=("$venv/bin/python")
+if [[ $software != venv ]]; then
+    command -v apptainer >/dev/null || fail "no apptainer on $(hostname): load its module and run $install again, or set software=venv"
+    [[ -e image.sif ]] || fail "no image.sif in $PWD: run $install first"
+    apptainer_flags=(
+        # --nv or --rocm: the driver's libraries and devices in the image.
+        "${software#apptainer }"
+
+        # This directory, which not every cluster shows in an image by itself. Another one, as of --data-dir, wants its own line.
+        # https://apptainer.org/docs/user/latest/bind_paths_and_mounts.html
+        --bind "$PWD"
+
+        # And the ranks start in it.
+        # https://apptainer.org/docs/user/latest/cli/apptainer_exec.html
+        --pwd "$PWD"
+    )
+    python=(apptainer --quiet exec "${apptainer_flags[@]}" image.sif "${python[@]}")
 fi
 
 # Under sbatch --export=NONE srun would start the ranks without PATH and without the variables below; the manual says so.
@@ -114,14 +151,26 @@ export MASTER_ADDR=${hosts%%$'\n'*}
 # https://docs.kernel.org/networking/ip-sysctl.html
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 
+# Where one is given.
+# https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-ib-gid-index
+[[ -z $roce_gid_index ]] || export NCCL_IB_GID_INDEX=$roce_gid_index
+
 # A run's files, unless --run-dir says otherwise. The job id stays when the job is requeued, and is no other job's: this
 # run is found again, and two jobs do not meet in one directory by accident.
 run_dir=(--run-dir "runs/$SLURM_JOB_ID")
 fresh=()
 arguments=()
+program=train.py script=job.sl log=runs/$SLURM_JOB_ID/run.jsonl
 for argument in "$@"; do
+    [[ ${arguments[*]: -1} != --run-dir ]] || log=$argument/run.jsonl
     case $argument in
-    --run-dir | --run-dir=*) run_dir=() ;;
+    --run-dir | --run-dir=*) run_dir=() log=${argument#--run-dir=}/run.jsonl ;;
+    # Of job-horovod.sl and job-accelerate.sl: train_horovod.py, train_accelerate.py.
+    --program=*)
+        program=${argument#*=} script=${program/train_/job-} script=${script/.py/.sl}
+        [[ -f $program ]] || fail "no $program in $PWD"
+        continue
+        ;;
     # For the first start: after a requeue it would put aside what this job has done.
     --fresh)
         ((restarts > 0)) || fresh=(--fresh)
@@ -146,39 +195,43 @@ srun_flags=(
     # https://github.com/SchedMD/slurm/blob/slurm-22-05-0-1/RELEASE_NOTES
     --cpus-per-task="$SLURM_CPUS_PER_TASK"
 
-    # Ranks end with one exit code, but not in one instant. With 1, which some clusters have as their default, the first
-    # to end has SIGTERM and then SIGKILL sent to the others, and 137 takes the place of the code and of the line that
-    # say what was wrong (README.md has the figures).
+    # A rank that died alone ends the job, instead of the time limit. Ranks that end together say why, and with which code,
+    # before Slurm's SIGTERM matters to them (README.md has the figures).
     # https://slurm.schedmd.com/srun.html#OPT_kill-on-bad-exit
-    --kill-on-bad-exit=0
+    --kill-on-bad-exit=1
 
-    # Ranks that are left 60 s after the first one ended, well or not, hang: end them.
+    # Ranks that are left 60 s after the first one ended well hang: end them.
     # https://slurm.schedmd.com/srun.html#OPT_wait
     --wait=60
 )
 
-versions=$("$python" -c '
+versions=$("${python[@]}" -c '
 from importlib.metadata import version
 from platform import python_version
 print(f"python={python_version()}", *(f"{name}={version(name)}" for name in ("torch", "ddp-core")))
-' 2>&1) || fail "$PWD/.venv is not whole (${versions##*$'\n'}): run ./install.sh again"
-echo "job=$SLURM_JOB_ID restarts=$restarts slurm=$(srun --version) $versions"
+' 2>&1) || fail "$venv is not whole (${versions##*$'\n'}): run $install again"
+echo "job=$SLURM_JOB_ID restarts=$restarts slurm=$(srun --version) $versions software=${software%% *}"
 echo "nodes=$SLURM_JOB_NUM_NODES ranks=$SLURM_NTASKS ranks_per_node=$SLURM_NTASKS_PER_NODE cores_per_rank=$SLURM_CPUS_PER_TASK gpus_per_node=${SLURM_GPUS_PER_NODE:-0}"
 echo "hosts=${hosts//$'\n'/,} master=$MASTER_ADDR:$MASTER_PORT"
 
 code=0
 # What the user passed comes last: of a flag given twice, the last one counts.
-srun "${srun_flags[@]}" "$python" train.py "${train_flags[@]}" "${fresh[@]}" "${arguments[@]}" || code=$?
+srun "${srun_flags[@]}" "${python[@]}" "$program" "${train_flags[@]}" "${fresh[@]}" "${arguments[@]}" || code=$?
+# Apptainer without setuid mounts the image by a process, squashfuse, that Slurm's USR1 ends with all others of the step but the
+# ranks. They save, but leave with a bus error, 135, when their libraries are gone; what rank 0 wrote last is the truth.
+if [[ $software != venv && $code -eq 135 && $(tail -n 1 "$log") == *'"exit_code":75'* ]]; then
+    code=75
+fi
 ((code == 75)) || exit "$code"
 
 # 75: stopped early and saved, on all ranks. This shell has not seen the USR1; a SIGTERM, as from scancel, has ended it
 # before it comes here, and "Incomplete" keeps even then a cancelled job from coming back.
-resume="sbatch job.sl$(printf ' %q' "${arguments[@]}")"
+resume="sbatch $script$(printf ' %q' "${arguments[@]}")"
 if ((restarts >= max_restarts)); then
     echo "error: stopped and saved, but this was restart $restarts of $max_restarts (max_restarts); to resume: $resume" >&2
-elif scontrol requeue Incomplete "$SLURM_JOB_ID"; then
-    echo "stopped and saved: job $SLURM_JOB_ID is back in the queue, and resumes when it starts"
 else
-    echo "error: stopped and saved, but Slurm did not requeue the job (above); to resume: $resume" >&2
+    # Said before: the requeue ends this shell.
+    echo "stopped and saved: job $SLURM_JOB_ID goes back into the queue, and resumes when it starts"
+    scontrol requeue Incomplete "$SLURM_JOB_ID" || echo "error: Slurm did not requeue the job (above); to resume: $resume" >&2
 fi
 exit 75

@@ -1,0 +1,28 @@
+"""generic-slurm: torchrun for job-torchrun.sl, with the ranks' exit code for its own.
+
+    .venv/bin/python agent.py --standalone --nproc-per-node 2 train.py --epochs 5
+
+All flags are torchrun's. It differs in two things, both for a batch script. torchrun ends with 1 whatever the ranks ended with:
+75, "saved, submit me again", and 5, "the snapshot is damaged", would be one. And USR1, which Slurm sends to every process of a
+step before the time limit, would end it, and the ranks with it: here they alone hear it, and save.
+"""
+
+import os
+import signal
+import sys
+
+if "--debug" not in sys.argv:
+    # Its store prints pages of C++ frames when the torchrun of another node has ended first.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+
+if __name__ == "__main__":
+    # Inherited by the ranks until train.py takes the signal, so that it cannot end one that is still importing either.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        main()
+    except ChildFailedError as error:
+        _, first = error.get_first_failure()
+        raise SystemExit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None  # -9: SIGKILL, 137
