@@ -166,7 +166,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     scripts = [str(path) for path in sorted(ROOT.glob("sites/*/*")) if path.suffix in (".sh", ".sl", ".pbs")]
-    session.run("shellcheck", ".ci/run", *scripts)
+    session.run("shellcheck", "--external-sources", "--source-path=SCRIPTDIR", ".ci/run", *scripts)
 
 
 @nox.session

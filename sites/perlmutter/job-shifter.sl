@@ -225,9 +225,9 @@ if ((restarts >= max_restarts)); then
     echo "error: stopped and saved, but this was restart $restarts of $max_restarts (max_restarts); to resume: $resume" >&2
 elif [[ $state != RUNNING ]]; then
     echo "stopped and saved: job $SLURM_JOB_ID is $state and does not come back; to resume: $resume"
-elif scontrol requeue Incomplete "$SLURM_JOB_ID"; then
-    echo "stopped and saved: job $SLURM_JOB_ID is back in the queue, and resumes when it starts"
 else
-    echo "error: stopped and saved, but Slurm did not requeue the job (above); to resume: $resume" >&2
+    # Said before: the requeue ends this shell.
+    echo "stopped and saved: job $SLURM_JOB_ID goes back into the queue, and resumes when it starts"
+    scontrol requeue Incomplete "$SLURM_JOB_ID" || echo "error: Slurm did not requeue the job (above); to resume: $resume" >&2
 fi
 exit 75
