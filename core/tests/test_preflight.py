@@ -121,7 +121,7 @@ def test_ranks_that_wait_for_a_dead_one_and_are_told_to_stop_do_not_ask_for_anot
 
 
 def test_a_rank_that_is_told_to_stop_gives_rank_0_time_to_say_why(tmp_path):
-    faults = {0: in_turn(sleeping(1.5), failing_data(PreflightError("no data there"))), 1: signalled_after(0.5, SIGTERM)}
+    faults = {0: in_turn(sleeping(1), failing_data(PreflightError("no data there"))), 1: signalled_after(0.5, SIGTERM)}
     job = train(tmp_path / "run", PATIENT, 2, faults=faults, code=3)
     assert "no data there" in job.error
 

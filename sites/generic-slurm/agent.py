@@ -10,19 +10,38 @@ step before the time limit, would end it, and the ranks with it: here they alone
 import os
 import signal
 import sys
+import traceback
 
-if "--debug" not in sys.argv:
-    # Its store prints pages of C++ frames when the torchrun of another node has ended first.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
+def launch() -> int:
+    """Run torchrun; returns the exit code of the rank that failed first, as a shell has it, or 0."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
 
-if __name__ == "__main__":
-    # Inherited by the ranks until train.py takes the signal, so that it cannot end one that is still importing either.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         main()
     except ChildFailedError as error:
         _, first = error.get_first_failure()
-        raise SystemExit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None  # -9: SIGKILL, 137
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # -9: SIGKILL, 137
+    except SignalException:
+        return 1  # srun ends the step: another node has the ranks' code, and srun takes the highest
+    return 0
+
+
+if __name__ == "__main__":
+    # Inherited by the ranks until train.py takes the signal, so that it cannot end one that is still importing either.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if "--debug" not in sys.argv:
+        # Its store prints pages of C++ frames when the torchrun of another node has ended first.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    try:
+        code = launch()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At once: Python takes a second to clean up, and a node that is done sooner has srun send SIGTERM to the others, 143 in
+    # place of 75.
+    os._exit(code)

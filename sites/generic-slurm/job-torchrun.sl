@@ -179,6 +179,15 @@ torchrun_flags=(
     # A failed rank is Slurm's to start again: torchrun would do it within this time limit, and for every cause.
     # https://docs.pytorch.org/docs/stable/elastic/run.html
     --max-restarts=0
+    # What it starts is the command below, not a Python file. torchrun --help
+    --no-python
+)
+
+rank=(
+    # Ignored until train.py takes it: torchrun sends TERM when another rank has failed first, and would end one that is still
+    # starting before it has said what is wrong. env --help
+    env --ignore-signal=TERM
+    "$python" train.py
 )
 
 srun_flags=(
@@ -208,7 +217,7 @@ echo "hosts=${hosts//$'\n'/,} master=$head:$port"
 code=0
 # agent.py is torchrun, but for two things: USR1 does not end it, and the ranks' exit code becomes its own.
 # What the user passed comes last: of a flag given twice, the last one counts.
-srun "${srun_flags[@]}" "$python" agent.py "${torchrun_flags[@]}" train.py "${train_flags[@]}" "${fresh[@]}" "${arguments[@]}" || code=$?
+srun "${srun_flags[@]}" "$python" agent.py "${torchrun_flags[@]}" "${rank[@]}" "${train_flags[@]}" "${fresh[@]}" "${arguments[@]}" || code=$?
 ((code == 75)) || exit "$code"
 
 # 75: stopped early and saved, on all ranks. This shell has not seen the USR1; a SIGTERM, as from scancel, has ended it
