@@ -76,7 +76,7 @@ def test_site_imports_of_ours_only_the_core(check, site):
     files = sorted(site.folder.rglob("*.py"))
     ours = {".", "core", "sites", "conformance", *SITES}
     wrong = {path.name: sorted(imports(path) & ours) for path in files if imports(path) & ours}
-    others = names_of(SITES - {site.name})
+    others = rf"(?<![\w-]){names_of(SITES - {site.name})}(?![\w-])"  # my-site is not site
     named = {path.name: found for path in files if (found := re.findall(others, path.read_text()))}
     check.equal("A4", imports=(wrong, {}), other_sites_named=(named, {}))
 
