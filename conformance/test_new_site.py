@@ -40,7 +40,8 @@ def left_to_fill_in(site: Path) -> dict[str, int]:
 
 def fill_in(site: Path, name: str) -> None:
     """What its operator would write; the shape of the node is as before, since the job script is."""
-    told = dict(OLD.facts["node"], operator="the weavers, who do not exist")
+    tables = (OLD.facts.get(name, {}) for name in ("node", "queue", "software"))
+    told = {key: value for table in tables for key, value in table.items()} | dict(operator="the weavers, who do not exist")
 
     def filled(line: str) -> str:
         key = re.match(r"(\w+) = ", line)
@@ -149,7 +150,8 @@ def test_only_the_files_of_the_site_are_copied(tmp_path):
 def test_nothing_is_left_of_the_old_site(made):
     facts = sites.find([str(made)])[0].facts
     assert facts["name"] == NAME and facts["verified"] == dict(status="never-run", evidence="nothing yet")
-    assert not any(facts["node"].values()) and facts["job"] == OLD.facts["job"]
+    assert not any(value for name in ("node", "queue", "software") for value in facts.get(name, {}).values())
+    assert facts["job"] == OLD.facts["job"]
     for path in made.iterdir():
         told = [line for line in path.read_text().splitlines() if not new_site.is_mark(line)]
         assert not re.search(rf"(?<![\w-]){OLD.name}(?![\w-])", re.sub(new_site.ADDRESS, "", "\n".join(told))), path.name
