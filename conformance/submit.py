@@ -119,7 +119,12 @@ class Pbs:
     def command(script: str, options: list[str], flags: list[str]) -> list[str]:
         if odd := [flag for flag in flags if re.search(r"[\s,'\"\\]", flag)]:
             raise Refusal(f"{odd[0]}: qsub -v can hand on neither spaces nor commas nor quotes: use a folder without them")
-        return ["qsub", *options, "-v", f"TRAIN_ARGS={' '.join(flags)}", script]
+        variables = [f"TRAIN_ARGS={' '.join(flags)}"]
+        while "-v" in options[:-1]:  # of several, qsub takes the last alone
+            place = options.index("-v")
+            variables.insert(-1, options[place + 1])
+            options = [*options[:place], *options[place + 2 :]]
+        return ["qsub", *options, "-v", ",".join(variables), script]
 
     @staticmethod
     def number(said: str) -> str | None:

@@ -274,3 +274,11 @@ def test_jobs_need_a_geometry(machine, monkeypatch):
     facts = dict(name="sound", scheduler="slurm", submit="job.sl")
     with pytest.raises(submit.Refusal, match="--geometry"):
         submit.Jobs(Site(machine.site, facts))
+
+
+def test_variables_for_qsub_are_handed_on_in_one_v():
+    """OpenPBS's qsub takes the last -v, and forgets the others."""
+    command = submit.Pbs.command(
+        "job.pbs", ["-A", "abc", "-v", "DEVICES=2,NODES=1", "-v", "X=1", "-q", "debug"], ["--epochs", "3"]
+    )
+    assert command == ["qsub", "-A", "abc", "-q", "debug", "-v", "DEVICES=2,NODES=1,X=1,TRAIN_ARGS=--epochs 3", "job.pbs"]
