@@ -89,7 +89,7 @@ RULES = [
     Rule("singularity exec i.sif echo in", 255, "mount source /no doesn't exist", dict(SINGULARITY_BIND="/usr,/no")),
     Rule("singularity exec --bind /usr:/user-software i.sif echo in", 255, "stand-in: singularity cannot show /usr as"),
     Rule("singularity exec --bind . i.sif no-such-command", 255, '"no-such-command": executable file not found'),
-    Rule("singularity exec --bind . i.sif env", 0, "FOO=1", dict(SINGULARITYENV_FOO="1", FOO="2")),
+    Rule("singularity exec --bind . i.sif env", 0, "\nFOO=1", dict(SINGULARITYENV_FOO="1", FOO="2")),
     Rule("singularity exec --bind . i.sif env", 0, "LD_LIBRARY_PATH=/.singularity.d/libs", dict(LD_LIBRARY_PATH="/x")),
     Rule("singularity exec --bind . i.sif sh -c 'echo foo=$FOO'", 0, "foo=1", dict(FOO="1")),
     Rule("singularity exec --cleanenv --bind . i.sif sh -c 'echo foo=$FOO.'", 0, r"foo=\.", dict(FOO="1")),
@@ -102,15 +102,19 @@ RULES = [
     Rule("qsub -q prod -l select=3 job.pbs && cat asked", 0, "--nodes=3\n--partition=prod\n"),
     Rule("qsub -v TRAIN_ARGS='--epochs 3',A=1 job.pbs && cat body", 0, "TRAIN_ARGS='--epochs 3' A=1 "),
     Rule("qsub job.pbs && cat body", 0, "exec env -i .*OMP_NUM_THREADS=1"),
+    Rule("qsub -v A=1,B=1 -v A=2 job.pbs && grep -c ' A=2 ' body && ! grep B=1 body", 0, "1"),
+    Rule("sed 's/#PBS -j oe/#PBS --job=oe/' job.pbs >b && qsub b", 1, "qsub: directive error: --job=oe"),
+    Rule("qsub job.pbs --epochs 3", 2, "a script has no arguments"),
     Rule("qsub -v NO_SUCH_VARIABLE job.pbs", 1, "cannot send environment with the job"),
     Rule("qsub -Q prod job.pbs", 2, "invalid option -- 'Q'"),
     Rule("qsub -q unread job.pbs", 170, "Unknown queue"),
     Rule("qsub no.pbs", 1, "script file:: No such file or directory"),
     Rule("qsub -l slect=2 job.pbs", 187, "Unknown resource Resource_List.slect"),
     Rule("qsub -l nodes=2 job.pbs", 6, "Cannot be used with select or place: nodes"),
+    Rule("qsub -l select=2:place=scatter job.pbs", 1, "Resource invalid in 'select' specification: place"),
     Rule("qsub -j out job.pbs", 2, "illegal -j value"),
     Rule("grep -v -e -A job.pbs >b && qsub b", 1, "Account_Name is required"),
-    Rule("grep -v filesystems job.pbs >b && qsub b", 1, "filesystems is required"),
+    Rule("grep -v filesystems job.pbs >b && qsub b", 1, "Resource: filesystems is required to be set"),
     Rule("sed 's/^#PBS -A/# PBS -A/' job.pbs >b && qsub b", 1, "Account_Name is required"),
     Rule("qsub job.pbs && qstat -f 7.host", 0, r"Job_Name = job\.pbs[\s\S]*job_state = R[\s\S]*run_count = 1"),
     Rule("qsub job.pbs && qstat -f 7", 35, "Job has finished", dict(STATE="COMPLETED")),
@@ -158,10 +162,11 @@ BROKEN = [
     ("shifter", 'refuse(f"shifter: {message}")', "pass"),
     ("shifterimg", "$IMAGES", ""),
     ("qsub", "        if not given.get(name):", "        if False:"),
-    ("qsub", 'if line.startswith("#PBS "):', 'if line.replace("# PBS", "#PBS").startswith("#PBS"):'),
+    ("qsub", 'if line.startswith("#PBS "):', 'if (line := line.replace("# PBS", "#PBS")).startswith("#PBS "):'),
     ("qsub", 'if told.get("q", "") not in', "if 0 not in [0] and"),
     ("qsub", "        if name not in RESOURCES:", "        if False:"),
-    ("qsub", "collect(given + directives(script))", "collect(directives(script) + given)"),
+    ("qsub", "collect(directives(script) + given)", "collect(given + directives(script))"),
+    ("qsub", 'told[flag.lstrip("-")] = value', 'told.setdefault(flag.lstrip("-"), value)'),
     ("qsub", "exec env -i ", "exec env "),
     ("qstat", 'if letter == "F" and "-x" not in flags:', "if False:"),
     ("qstat", "{256 + int(signal) if int(signal or 0) else code}", "{code}"),
@@ -268,7 +273,7 @@ def files(folder: Path) -> list[str]:
 def test_modules_are_exactly_those_of_site_toml(site, tmp_path, build):
     made = layer.build(site, tmp_path / "layer")
     below = [made.modulepath, *(path for path in made.paths.values() if path and path != tmp_path)]
-    there = sorted(path for folder in below for path in map(str, folder.rglob("*.lua")))
+    there = sorted(str(path) for folder in below for path in folder.rglob("[!.]*.lua"))
     named = site.facts.get("software", {}).get("modules", [])
     assert len(there) == len(named)
     assert all(any(path.endswith(f"/{module}.lua") for path in there) for module in named)
@@ -277,7 +282,7 @@ def test_modules_are_exactly_those_of_site_toml(site, tmp_path, build):
 def test_a_module_behind_module_use_is_found_there_only(build):
     scripts = {"job.sl": 'where=/far/modules\nmodule load gcc/13.2\nmodule use "$where"\nmodule load bindings || exit 3\n'}
     made = build(software=dict(modules=["gcc/13.2", "bindings"]), scripts=scripts)
-    assert files(made.modulepath) == ["gcc/13.2.lua"]
+    assert files(made.modulepath) == [f"{layer.OF_A_LOGIN}.lua", "gcc/13.2.lua"]
     assert files(made.paths["/far"]) == ["modules/bindings.lua"]
 
 

@@ -45,6 +45,9 @@ MODULES = {
     r".*bindings": f'setenv("SINGULARITY_BIND", "/usr/local,{prefix.ROOT}")',
 }
 
+# Without such a module `module reset` fails. Behind a dot, it is in no list.
+OF_A_LOGIN = ".of-a-login"
+
 
 def module_file(module: str) -> tuple[Path, str]:
     """Its place below a folder of MODULEPATH, and its text. A module without a version is a file by itself."""
@@ -167,6 +170,7 @@ def build(site: Site, folder: Path, cache: Path = prefix.CACHE) -> Layer:
         for path, text in map(module_file, modules):
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text)
+    (modulepath / f"{OF_A_LOGIN}.lua").write_text('whatis("stand-in for what a login loads by itself")\n')
     if any("net-plugin" in module for module in site.facts.get("software", {}).get("modules", [])):
         compile_empty(home / "net-plugin/lib/librccl-net.so")
     if "image" in site.facts.get("software", {}):
@@ -182,7 +186,8 @@ def build(site: Site, folder: Path, cache: Path = prefix.CACHE) -> Layer:
         paths=places(tree) | local_disks(site) | {prefix.ROOT: prefix.make(cache)},
         hosts=[f"{{name}}.{domain}" for domain in [slow_domain(site)] if domain],
         # There is no network; pip takes what has been fetched before, and no user's settings.
-        environment=dict(PIP_NO_INDEX="1", PIP_FIND_LINKS=f"{prefix.ROOT}/wheels {HOME}/wheels", PIP_CONFIG_FILE=os.devnull),
+        environment=dict(PIP_NO_INDEX="1", PIP_FIND_LINKS=f"{prefix.ROOT}/wheels {HOME}/wheels", PIP_CONFIG_FILE=os.devnull)
+        | dict(LMOD_SYSTEM_DEFAULT_MODULES=OF_A_LOGIN),
     )
 
 

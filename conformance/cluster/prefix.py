@@ -8,6 +8,7 @@ nodes it is ROOT:
     python/   this Python with pip; torch/ is seen through python/lib/python3.*/site-packages/torch.pth, and nothing else
     torch/    torch, numpy, and what torch needs
     mpi/      MPICH: bin/mpicc, include, lib
+    suite/    what `pytest conformance --submit` needs on a login node, by PYTHONPATH: pytest and numpy
     wheels/   what install scripts ask pip for, besides torch (layer.py): there is no network on the nodes
 """
 
@@ -32,7 +33,8 @@ WHEELS = ("setuptools", "wheel", "pip", "packaging", "conda-pack==0.9.2")
 
 def make(cache: Path = CACHE) -> Path:
     """The environment of these versions, made if it is not there. Raises ValueError where this Python will not do."""
-    pinned = [f"{name}=={found(name).version}" for name in ("torch", "numpy", "safetensors", "mpich", "mpi4py")]
+    names = ("torch", "numpy", "safetensors", "mpich", "mpi4py", "pytest", "pytest-timeout")
+    pinned = [f"{name}=={found(name).version}" for name in names]
     of = "\n".join([sys.version, os.path.realpath(sys.executable), *pinned, *WHEELS, Path(__file__).read_text()])
     there = cache / f"test-environment-{hashlib.sha256(of.encode()).hexdigest()[:12]}"
     if there.is_dir():
@@ -44,10 +46,11 @@ def make(cache: Path = CACHE) -> Path:
     try:
         new.chmod(0o755)  # an ordinary user reads it
         copy_python(new / "python")
-        for package in sorted(with_needs("torch") | {"numpy"}):
-            lay(distribution(package), Path(sysconfig.get_path("purelib")), new / "torch")
+        for folder, packages in dict(torch=("torch", "numpy"), suite=("pytest", "pytest-timeout", "numpy")).items():
+            for package in set().union(*map(with_needs, packages)):
+                lay(distribution(package), Path(sysconfig.get_path("purelib")), new / folder)
         lay(distribution("mpich"), Path(sys.prefix), new / "mpi")
-        download(new / "wheels", [pin for pin in pinned if not pin.startswith(("torch==", "mpich=="))])
+        download(new / "wheels", [pin for pin in pinned if pin.startswith(("numpy==", "safetensors==", "mpi4py=="))])
         new.rename(there)  # whole, or not there
     except OSError:
         if not there.is_dir():  # another one was faster
