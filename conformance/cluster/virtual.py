@@ -24,12 +24,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from conformance import sites
-from conformance.cluster import Layer
-from conformance.sites import Site
+from conformance.cluster import Layer, layer
+from conformance.sites import ROOT, Site
 
 HERE = Path(__file__).parent
 LOGIN = "login1"
@@ -211,16 +211,24 @@ def missing() -> str | None:
 
 
 class VirtualSite:
-    """Up from up() or `with` to down(), or to the end of this process. settings: more of slurm.conf."""
+    """Up from up() or `with` to down(), or to the end of this process.
+
+    build: makes what a job finds there, into an empty folder; without, there is Slurm alone. settings: more of slurm.conf.
+    """
 
     def __init__(
-        self, site: Site, folder: Path, nodes: int = 2, layer: Layer | None = None, settings: dict[str, str] | None = None
+        self,
+        site: Site,
+        folder: Path,
+        nodes: int = 2,
+        build: Callable[[Site, Path], Layer] | None = None,
+        settings: dict[str, str] | None = None,
     ):
-        self.site, self.folder, self.layer, self.settings = site, Path(folder).resolve(), layer, settings or {}
+        self.site, self.folder, self.build, self.settings = site, Path(folder).resolve(), build, settings or {}
         self.names = names_of(site, nodes)
         self.pids: dict[str, int] = {}
         self.seconds: dict[str, float] = {}  # what up() and down() took
-        self._inits: list[subprocess.Popen] = []
+        self._inits: dict[str, subprocess.Popen] = {}
         self._lock: int | None = None
 
     def __enter__(self) -> "VirtualSite":
@@ -256,23 +264,23 @@ class VirtualSite:
         """Ends all that is left of it; also of half of one, and of none."""
         start = time.monotonic()
         (self.folder / "up.json").unlink(missing_ok=True)
-        for init in self._inits:
+        for init in self._inits.values():
+            init.kill()  # unshare, which takes along its child, PID 1
             init.stdin.close()
-        for pid in self.pids.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for init in self._inits:
-            try:
-                init.wait(10)
-            except subprocess.TimeoutExpired:  # its PID 1 had not come to reading: unshare takes it along
-                init.kill()
-                init.wait()
             init.stdout.close()
-        self._inits, self.pids = [], {}
+        for init in self._inits.values():
+            init.wait()
+        for pid in self.pids.values():
+            _gone(pid)
+        self._inits, self.pids = {}, {}
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
         self.seconds["down"] = time.monotonic() - start
+
+    def wait(self) -> None:
+        """Until its login node is gone."""
+        self._inits[LOGIN].wait()
 
     def on(
         self, node: str, command: str | list[str], user: bool = True, timeout: float = 60, folder: str | None = None
@@ -291,11 +299,34 @@ class VirtualSite:
             raise subprocess.TimeoutExpired(command, timeout, ended.stdout, ended.stderr)
         return ended
 
+    def crash(self, node: str) -> None:
+        """As when it loses its power."""
+        os.kill(self._pid(node), signal.SIGKILL)
+        self._inits[node].wait()
+
     def _pid(self, node: str) -> int:
         node = LOGIN if node == "login" else node
-        if node not in self.pids:
-            raise Refusal(f"no node {node}: there are {', '.join(self.pids) or 'none, it is not up'}")
+        alive = [name for name in self.pids if self._inits[name].poll() is None]
+        if node not in alive:  # its PID may be another's by now
+            raise Refusal(f"no node {node} is up, but {', '.join(alive) or 'none'}")
         return self.pids[node]
+
+    def put_site(self) -> str:
+        """The repository as a user has it who wants this site: into the home, on the nodes at the path that this returns."""
+        there = self.home / "ddp-sites"
+        for name in ("core", "conformance", "pyproject.toml"):
+            if (ROOT / name).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "reports", "build")
+                shutil.copytree(ROOT / name, there / name, ignore=ignored, dirs_exist_ok=True)
+            else:
+                shutil.copy(ROOT / name, there / name)
+        folder = there / "sites" / self.site.name
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in {*self.site.facts.get("files", []), "site.toml"}:
+            shutil.copy(self.site.folder / name, folder / name)
+        for path in (there, *there.rglob("*")):
+            os.lchown(path, UID, UID)
+        return f"/home/{USER}/{folder.relative_to(self.home)}"
 
     # ---- the steps of up() ------------------------------------------------------------------------------------------
 
@@ -318,7 +349,7 @@ class VirtualSite:
 
     def _lay_out(self) -> None:
         """The files that the nodes boot from. Homes are kept from one time to the next, and logs until then."""
-        for name in ("all", "node", "layer", "shared", "munge"):
+        for name in ("all", "node", "made", "layer", "shared", "munge"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         every, shared = self.folder / "all", self.folder / "shared"
         for folder in (every / "etc/slurm", every / "etc/profile.d", shared / "state", shared / "log", self.folder / "munge"):
@@ -328,11 +359,13 @@ class VirtualSite:
             folder.chmod(0o755)
         self.home.mkdir(parents=True, exist_ok=True)
         os.chown(self.home, UID, UID)
-        layer = self.layer
-        if layer:
-            shutil.copytree(layer.overlay, self.folder / "layer", symlinks=True)
+        made = None
+        if self.build:
+            (self.folder / "made").mkdir()
+            made = self.build(self.site, self.folder / "made")
+            shutil.copytree(made.overlay, self.folder / "layer", symlinks=True)
         etc = {
-            "hosts": hosts_file(self.site, self.names, layer.hosts if layer else []),
+            "hosts": hosts_file(self.site, self.names, made.hosts if made else []),
             "resolv.conf": "",
             # Names are in /etc/hosts, and no DNS is to be waited for.
             "nsswitch.conf": _with("/etc/nsswitch.conf", "hosts:", "hosts: files"),
@@ -344,8 +377,8 @@ class VirtualSite:
             "slurm/gres.conf": gres_conf(self.site),
             "slurm/cgroup.conf": "CgroupPlugin=cgroup/v1\n",
         }
-        exported = dict(layer.environment) if layer else {}
-        if layer and layer.modulepath:
+        exported = dict(made.environment) if made else {}
+        if made and made.modulepath:
             etc["lmod/modulespath"] = f"{MODULES}\n"  # which Debian's profile.d/lmod.sh reads
         etc["profile.d/00-site.sh"] = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in exported.items())
         for name, text in etc.items():
@@ -356,9 +389,9 @@ class VirtualSite:
         for name in (LOGIN, *self.names):
             (self.folder / "node" / name / "etc").mkdir(parents=True)
             (self.folder / "node" / name / "etc/hostname").write_text(f"{name}\n")
-        paths = dict(layer.paths) if layer else {}
-        if layer and layer.modulepath:
-            paths[MODULES] = layer.modulepath
+        paths = dict(made.paths) if made else {}
+        if made and made.modulepath:
+            paths[MODULES] = made.modulepath
         lines = [f"{place.format(user=USER)}\t{source.resolve() if source else ''}\n" for place, source in paths.items()]
         (self.folder / "paths").write_text("".join(lines))
         command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(self.folder / "vcpu.so"), str(HERE / "vcpu.c"), "-ldl"]
@@ -372,19 +405,17 @@ class VirtualSite:
             on_login = name == LOGIN
             facts = [name, self.folder, 0 if on_login else cpus_of(self.site), 0 if on_login else devices_of(self.site), UID]
             with open(log / f"boot-{name}.log", "w") as errors:
-                self._inits.append(
-                    subprocess.Popen(
-                        [*APART, HERE / "boot.sh", *map(str, facts), home_of_python()],
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=errors,
-                        pass_fds=[self._lock],
-                        start_new_session=True,  # Ctrl-C is for whoever raised it
-                        env=plain(),
-                        text=True,
-                    )
+                self._inits[name] = subprocess.Popen(
+                    [*APART, HERE / "boot.sh", *map(str, facts), home_of_python()],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    pass_fds=[self._lock],
+                    start_new_session=True,  # Ctrl-C is for whoever raised it
+                    env=plain(),
+                    text=True,
                 )
-        for name, init in zip((LOGIN, *self.names), self._inits, strict=True):
+        for name, init in self._inits.items():
             said = init.stdout.readline().strip()
             if not said:
                 why = (log / f"boot-{name}.log").read_text().strip().splitlines() or ["it says nothing"]
@@ -473,6 +504,18 @@ def _with(path: str, beginning: str, line: str) -> str:
     return "\n".join([*kept, line]) + "\n"
 
 
+def _gone(pid: int) -> None:
+    """Wait until a PID 1 that was killed has taken its node along."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            if "boot.sh" not in Path(f"/proc/{pid}/cmdline").read_text():
+                return
+        except OSError:
+            return
+        time.sleep(0.005)
+
+
 def _must(ended: subprocess.CompletedProcess, what: str) -> None:
     if ended.returncode:
         raise Refusal(f"{what}: {(ended.stderr or ended.stdout or f'exit code {ended.returncode}').strip().splitlines()[-1]}")
@@ -514,6 +557,7 @@ def main() -> int | str:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where it lives (default: a new one, which is removed afterwards)")
     parser.add_argument("--keep", action="store_true", help="a shell on its login node; without a terminal, until it is ended")
+    parser.add_argument("--bare", action="store_true", help="with Slurm alone: no modules, no containers, no copy of the site")
     parser.add_argument("--on", metavar="NODE", help="there, in the cluster that is up in --folder: a shell, or COMMAND")
     parser.add_argument("--down", action="store_true", help="take that one down")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
@@ -537,13 +581,15 @@ def main() -> int | str:
         (site,) = sites.find([told.site])
         temporary = None if told.folder else tempfile.mkdtemp(prefix="cluster-")
         try:
-            with ended_by_signal(), VirtualSite(site, told.folder or Path(temporary), told.nodes) as cluster:
+            build = None if told.bare else layer.build
+            with ended_by_signal(), VirtualSite(site, told.folder or Path(temporary), told.nodes, build) as cluster:
+                there = None if told.bare else cluster.put_site()
                 print(f"up in {cluster.seconds['up']:.2f} s: {site.name}, {LOGIN} and {', '.join(cluster.names)}", flush=True)
                 if told.keep and sys.stdin.isatty():
-                    subprocess.run([*entered(cluster.pids[LOGIN]), *as_user(["bash"])], check=False, env=plain())
+                    subprocess.run([*entered(cluster.pids[LOGIN]), *as_user(["bash"], there)], check=False, env=plain())
                 elif told.keep:
                     print(f"python -m conformance.cluster.virtual --folder {cluster.folder} --on login", flush=True)
-                    cluster._inits[0].wait()
+                    cluster.wait()
             print(f"down in {cluster.seconds['down']:.2f} s")
         finally:
             if temporary:
