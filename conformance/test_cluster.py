@@ -19,7 +19,8 @@ import pytest
 
 from conformance import sites
 from conformance.cluster import layer, placement
-from conformance.cluster.virtual import LOGIN, UID, USER, Refusal, VirtualSite, cpus_of, interfaces_of
+from conformance.cluster.shape import LOGIN, cpus_of, interfaces_of
+from conformance.cluster.virtual import UID, USER, Refusal, VirtualSite
 from conformance.sites import ROOT, Site
 
 clause, rejects, only = pytest.mark.clause, pytest.mark.rejects, pytest.mark.only

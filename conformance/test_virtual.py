@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.cluster import placement, virtual
+from conformance.cluster import placement, shape, virtual
 from conformance.sites import Site
 
 THREADS = dict(
@@ -44,17 +44,17 @@ def made_up(**node) -> Site:
 
 
 def test_a_node_as_site_toml_says():
-    text = virtual.slurm_conf(made_up(), ["n0001", "n0002"], {})
+    text = shape.slurm_conf(made_up(), ["n0001", "n0002"], {})
     assert (
         "NodeName=n0001,n0002 Sockets=2 CoresPerSocket=4 ThreadsPerCore=2 RealMemory=16384 Gres=gpu:2 "
         "CpuSpecList=0,1,8,9 Feature=disk\n"
     ) in text
     assert "PartitionName=wide Nodes=ALL Default=YES OverSubscribe=EXCLUSIVE State=UP\n" in text
     assert "PartitionName=small Nodes=ALL Default=NO OverSubscribe=NO State=UP\n" in text
-    assert virtual.gres_conf(made_up()) == (
+    assert shape.gres_conf(made_up()) == (
         "Name=gpu File=/dev/gpu0 Flags=amd_gpu_env Cores=4-7\nName=gpu File=/dev/gpu1 Flags=amd_gpu_env Cores=0-3\n"
     )
-    assert virtual.topology(made_up()) == "pack:2 core:4 pu:2(indexes=2*8:8*1)"
+    assert shape.topology(made_up()) == "pack:2 core:4 pu:2(indexes=2*8:8*1)"
 
 
 def test_a_site_that_says_little():
@@ -62,38 +62,38 @@ def test_a_site_that_says_little():
     site = Site(
         Path("made-up"), dict(name="made-up", scheduler="slurm", node=dict(cores=4, memory_gib=1, devices=0, interfaces=[]))
     )
-    text = virtual.slurm_conf(site, virtual.names_of(site, 2), {"KillWait": "5"})
+    text = shape.slurm_conf(site, shape.names_of(site, 2), {"KillWait": "5"})
     assert "NodeName=node001,node002 Sockets=1 CoresPerSocket=4 ThreadsPerCore=1 RealMemory=1024\n" in text
     assert "PartitionName=batch Nodes=ALL Default=YES" in text
     assert "KillWait=5\n" in text and "Gres" not in text
-    assert virtual.gres_conf(site) == ""
-    assert virtual.topology(site) == "pack:1 core:4 pu:1"
-    assert "10.253.0.11 node001 node001-eth0\n" in virtual.hosts_file(site, ["node001"], [])
+    assert shape.gres_conf(site) == ""
+    assert shape.topology(site) == "pack:1 core:4 pu:1"
+    assert "10.253.0.11 node001 node001-eth0\n" in shape.hosts_file(site, ["node001"], [])
 
 
 def test_names_and_addresses():
-    assert virtual.names_of(made_up(), 2) == ["n0001", "n0002"]
-    told = virtual.hosts_file(made_up(), ["n0001"], ["{name}.more"]).splitlines()
+    assert shape.names_of(made_up(), 2) == ["n0001", "n0002"]
+    told = shape.hosts_file(made_up(), ["n0001"], ["{name}.more"]).splitlines()
     assert told[-2:] == ["10.253.0.11 n0001 n0001.fab.example.org n0001.more n0001-fab0", "10.253.1.11 n0001-fab1"]
 
 
 def test_devices_are_slurms_only_where_the_site_has_slurm():
     site = Site(Path("made-up"), THREADS | dict(scheduler="pbs"))
-    assert virtual.gres_conf(site) == "" and "gpu" not in virtual.slurm_conf(site, ["n0001"], {})
+    assert shape.gres_conf(site) == "" and "gpu" not in shape.slurm_conf(site, ["n0001"], {})
 
 
 def test_every_site_has_a_cluster(site):
     """The text is whole, and of this site's numbers: each CPU that Slurm counts is one of the node's."""
     node = site.facts["node"]
-    text = virtual.slurm_conf(site, virtual.names_of(site, 2), {})
-    shape = {name: int(value) for name, value in re.findall(r"(Sockets|CoresPerSocket|ThreadsPerCore|RealMemory)=(\d+)", text)}
-    assert shape["Sockets"] * shape["CoresPerSocket"] == node["cores"]
-    assert shape["RealMemory"] == node["memory_gib"] * 1024
+    text = shape.slurm_conf(site, shape.names_of(site, 2), {})
+    told = {name: int(value) for name, value in re.findall(r"(Sockets|CoresPerSocket|ThreadsPerCore|RealMemory)=(\d+)", text)}
+    assert told["Sockets"] * told["CoresPerSocket"] == node["cores"]
+    assert told["RealMemory"] == node["memory_gib"] * 1024
     assert text.count("Default=YES") == 1
     reserved = re.search(r"CpuSpecList=(\S+)", text)
-    count = len(virtual.numbers(reserved[1])) if reserved else 0
-    assert count == node.get("reserved_cores", 0) * shape["ThreadsPerCore"]
-    assert len(virtual.gres_conf(site).splitlines()) == virtual.devices_of(site)
+    count = len(shape.numbers(reserved[1])) if reserved else 0
+    assert count == node.get("reserved_cores", 0) * told["ThreadsPerCore"]
+    assert len(shape.gres_conf(site).splitlines()) == shape.devices_of(site)
 
 
 # ---- where it cannot be ---------------------------------------------------------------------------------------------
@@ -185,5 +185,5 @@ def test_every_job_script_can_start_a_probe(site):
 
 
 def test_ranges():
-    assert virtual.numbers("0,8-10") == [0, 8, 9, 10] and virtual.numbers("") == []
+    assert shape.numbers("0,8-10") == [0, 8, 9, 10] and shape.numbers("") == []
     assert placement.ranges({0, 8, 9, 10}) == "0,8-10"

@@ -10,7 +10,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from conformance.cluster.virtual import numbers
+from conformance.cluster.shape import numbers
 from conformance.sites import Site
 
 # A file a rank: srun cuts long lines, and those of many ranks mix.

@@ -2,8 +2,8 @@
  *
  *     cc -O2 -shared -fPIC -o vcpu.so vcpu.c       (virtual.py does it, and names the result in the node's /etc/ld.so.preload)
  *
- * A thread's mask is the target of a symbolic link, /run/vcpu/TID.START, with START the kernel's start time of that thread: made in
- * one step, read in one step, and never a later thread's of the same number. Who has none has that of its process, or of the
+ * A thread's mask is the target of a symbolic link, /run/vcpu/TID.START, with START the kernel's start time of that thread:
+ * made in one step, read in one step, and never a later thread's of the same number. Who has none has that of its process, or of the
  * nearest ancestor that has one, or all CPUs. The machine's own affinity is not touched. Not seen: programs without libc, and
  * threads that another thread binds. */
 #define _GNU_SOURCE
