@@ -183,13 +183,12 @@ class Machine:
 
     def __init__(self, folder: Path, changed: tuple[str, str, str] | None = None):
         self.home, self.bin, self.here = folder / "stand-ins", folder / "bin", folder / "here"
-        for path in (self.bin, self.home / "image", self.here, folder / "home", folder / "python/lib/python3.11/site-packages"):
+        for path in (self.bin, self.home / "image", self.here, folder / "home"):
             path.mkdir(parents=True)
-        for name in ("bin", "include"):
-            (folder / "python" / name).mkdir()
-        (folder / "python/lib/python3.11/site-packages/torch.pth").touch()
+        for name in ("bin", "include", "lib"):
+            (folder / "plain" / name).mkdir(parents=True)
         for name, text in SLURM.items():
-            path = (folder / "python/bin" if name == "python" else self.bin) / name
+            path = (folder / "plain/bin" if name == "python" else self.bin) / name
             path.write_text(f"#!/bin/sh\n{text}\n")
             path.chmod(0o755)
         layer.link_commands(self.home / "image/bin")
@@ -200,9 +199,7 @@ class Machine:
                 assert text.count(changed[1]) == 1, f"{name} has {changed[1]!r} {text.count(changed[1])} times"
                 text = text.replace(changed[1], changed[2])
             (self.bin / name).write_text(text)
-        facts = FACTS | dict(
-            PYTHON_HOME=str(folder / "python"), IMAGE_PATH=str(self.home / "image/bin"), DOMAIN="", MPI_HOME=""
-        )
+        facts = FACTS | dict(PLAIN_HOME=str(folder / "plain"), IMAGE_PATH=str(self.home / "image/bin"), DOMAIN="", MPI_HOME="")
         (self.home / "facts").write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in facts.items()))
         (self.here / "i.sif").touch()
         (self.here / "job.pbs").write_text(JOB)
@@ -245,7 +242,6 @@ def test_source_activate_puts_the_environment_first(tmp_path):
     machine = Machine(tmp_path)
     made = Rule('conda create -y -p env python && source activate "$PWD/env" && command -v python', 0, "/here/env/bin/python")
     assert not [*machine.broken([made, Rule("source activate /no-such", 1, "EnvironmentLocationNotFound")])]
-    assert not list(machine.here.glob("env/lib/python*/site-packages/torch.pth"))
 
 
 # ---- what is made from site.toml ------------------------------------------------------------------------------------
@@ -315,7 +311,9 @@ def test_stand_ins_follow_from_site_toml(build):
 
 
 def test_nothing_is_there_that_site_toml_does_not_ask_for(build):
-    assert not (build().overlay / "usr/local/bin").exists()
+    made = build()
+    assert [path.name for path in (made.overlay / "usr/local/bin").iterdir()] == ["python3"]
+    assert files(made.modulepath) == [f"{layer.OF_A_LOGIN}.lua"]
 
 
 def test_pip_finds_the_torch_that_a_script_asks_for(build):

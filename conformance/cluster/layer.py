@@ -21,7 +21,7 @@ from conformance.sites import Site
 
 HERE = Path(__file__).parent / "stand_ins"
 HOME = "/usr/local/stand-ins"  # on the nodes
-PYTHON, MPI = f"{prefix.ROOT}/python", f"{prefix.ROOT}/mpi"
+PLAIN, PYTHON, MPI = (f"{prefix.ROOT}/{name}" for name in ("plain", "python", "mpi"))
 # What a container does not have of this machine: the scheduler is outside.
 OUTSIDE = "s(run|batch|cancel|control|queue|info|acct|bcast|alloc|attach|acctmgr|prio|share|stat|trigger|crontab|diag|report)"
 
@@ -126,7 +126,7 @@ def facts(site: Site) -> dict[str, str]:
     reserved = [core + thread * cores for thread in range(threads) for core in numbers(node.get("reserved", ""))]
     image = software.get("image", "")
     return dict(
-        PYTHON_HOME=PYTHON,
+        PLAIN_HOME=PLAIN,
         MPI_HOME=MPI,
         IMAGE_PATH=f"{PYTHON}/bin:{HOME}/image/bin",
         IMAGES="" if image_file(site) else image,
@@ -161,6 +161,10 @@ def build(site: Site, folder: Path, cache: Path = prefix.CACHE) -> Layer:
     for below, names in stand_ins(site).items():
         for name in names:
             lay(name, home / below if below else overlay / "usr/local/bin")
+    if not site.facts.get("software", {}).get("modules") and "image" not in site.facts.get("software", {}):
+        # The machine's own python3, which may be too old, or another one than torch was built for.
+        (overlay / "usr/local/bin").mkdir(parents=True, exist_ok=True)
+        (overlay / "usr/local/bin/python3").symlink_to(f"{PLAIN}/bin/python3")
     (home / "facts").write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in facts(site).items()))
 
     modulepath = folder / "modules"

@@ -5,7 +5,8 @@
 Made once, of the Python that runs this and of its packages: these must hold torch, numpy, mpich and their like. On the
 nodes it is ROOT:
 
-    python/   this Python with pip; torch/ is seen through python/lib/python3.*/site-packages/torch.pth, and nothing else
+    plain/    this Python with pip
+    python/   the same, which sees torch/, and nothing else, through lib/python3.*/site-packages/torch.pth
     torch/    torch, numpy, and what torch needs
     mpi/      MPICH: bin/mpicc, include, lib
     suite/    what `pytest conformance --submit` needs on a login node, by PYTHONPATH: pytest and numpy
@@ -28,7 +29,7 @@ from packaging.requirements import Requirement
 ROOT = "/opt/test-environment"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ddp-sites")
 # Besides what is pinned below, what builds it: pip makes an environment of its own for a build.
-WHEELS = ("setuptools", "wheel", "pip", "packaging", "conda-pack==0.9.2")
+WHEELS = ("setuptools", "wheel", "pip", "build", "pyproject-hooks", "cython", "packaging", "conda-pack==0.9.2")
 
 
 def make(cache: Path = CACHE) -> Path:
@@ -45,7 +46,10 @@ def make(cache: Path = CACHE) -> Path:
     new = Path(tempfile.mkdtemp(prefix="making-", dir=cache))
     try:
         new.chmod(0o755)  # an ordinary user reads it
-        copy_python(new / "python")
+        copy_python(new / "plain")
+        shutil.copytree(new / "plain", new / "python", symlinks=True, copy_function=os.link)
+        for packages in (new / "python").glob("lib/python3.*/site-packages"):
+            (packages / "torch.pth").write_text(f"{ROOT}/torch\n")
         for folder, packages in dict(torch=("torch", "numpy"), suite=("pytest", "pytest-timeout", "numpy")).items():
             for package in set().union(*map(with_needs, packages)):
                 lay(distribution(package), Path(sysconfig.get_path("purelib")), new / folder)
@@ -81,8 +85,6 @@ def copy_python(to: Path) -> None:
         shutil.copy2(library, to / "lib" / library.name, follow_symlinks=False)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
     subprocess.run([to / "bin/python", "-m", "ensurepip", "--default-pip"], check=True, env=clean, stdout=subprocess.DEVNULL)
-    packages = to / "lib" / version / "site-packages"
-    (packages / "torch.pth").write_text(f"{ROOT}/torch\n")
 
 
 def with_needs(package: str) -> set[str]:
