@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -264,35 +265,43 @@ def test_its_cpus_and_devices(cluster, site):
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
 
-def placed(cluster, site, flags: str = "") -> list[placement.Row]:
-    """The rows that a probe leaves, started by the site's own directives and srun flags, from a copy of its folder."""
+@pytest.fixture(scope="session")
+def installed(cluster, site) -> str:
+    """The site's folder in the user's home, after its own install.sh."""
+    folder = cluster.put_site()
+    ended = cluster.on("login", "./install.sh", folder=folder, timeout=240)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return folder
+
+
+def placed(cluster, site, folder: str, change: Callable[[str], str] = str) -> list[placement.Row]:
+    """The rows of a probe that stands where train.py was, in a job of the site's script."""
+    here = cluster.home / Path(folder).relative_to(f"/home/{USER}")
+    results = here / f"placed-{time.monotonic_ns()}"
+    results.mkdir()
+    os.chown(results, UID, UID)
+    (here / "train.py").write_text(placement.probe(site, f"{folder}/{results.name}"))
     script = (site.folder / site.facts["submit"]).read_text()
-    folder = f"/home/{USER}/probe-{time.monotonic_ns()}"
-    there = cluster.home / Path(folder).name
-    there.mkdir()
-    for path in site.scripts:
-        (there / path.name).write_bytes(path.read_bytes())
-    (there / "probe.py").write_text(placement.PROBE)
-    (there / "probe.sl").write_text(placement.job_of(script, folder, site.facts["node"].get("device_environment", ""), flags))
-    for path in (there, *there.iterdir()):
-        os.chown(path, UID, UID)
-    ended = cluster.on("login", "sbatch --wait --output=probe.log probe.sl", folder=folder)
-    log = there / "probe.log"
+    (here / site.facts["submit"]).write_text(change(script))
+    log = results / "log"
+    ended = cluster.on("login", f"sbatch --wait --output={folder}/{results.name}/log {site.facts['submit']}", folder=folder)
     assert ended.returncode == 0, ended.stderr + (log.read_text() if log.exists() else "")
-    return placement.rows_of([path.read_text() for path in there.glob("*.json")])
+    return placement.rows_of([path.read_text() for path in results.glob("*.json")])
 
 
+@pytest.mark.timeout(400)
 @clause("J9")
 @only(schedulers=["slurm"])
-def test_ranks_are_on_the_cores_near_their_device(check, cluster, site):
+def test_ranks_are_on_the_cores_near_their_device(check, cluster, site, installed):
     """In blocks, each with a device of its own and cores of its own, near it where site.toml says what is near."""
-    rows = placed(cluster, site)
+    rows = placed(cluster, site, installed)
     print(json.dumps([[row.rank, row.host, placement.device_of(site, row), placement.ranges({*row.cpus})] for row in rows]))
     check.holds("J9", *placement.misplaced(site, rows))
 
 
+@pytest.mark.timeout(400)
 @rejects("J9")
 @only(schedulers=["slurm"])
-def test_ranks_that_are_not_bound_are_rejected(cluster, site):
-    rows = placed(cluster, site, "--cpu-bind=none")
+def test_ranks_that_are_not_bound_are_rejected(cluster, site, installed):
+    rows = placed(cluster, site, installed, placement.unbound)
     assert any("cores=" in line or "core=" in line for line in placement.misplaced(site, rows))

@@ -2,8 +2,7 @@
 
     python -m pytest conformance/test_cluster.py --cluster --site NAME -k near
 
-The job that starts the probe has the script's directives and srun flags, word for word. What srun starts is the probe, in what
-the script starts train.py in, unless that is a container: this changes neither cores nor devices.
+The probe takes the place of train.py; the job script is submitted as it stands, after the site's install.sh.
 """
 
 import json
@@ -15,13 +14,13 @@ from conformance.sites import Site
 
 # A file a rank: srun cuts long lines, and those of many ranks mix.
 PROBE = r"""
-import json, os, socket, sys
+import json, os, socket
 NUMBERS = dict(rank="PROCID", local_rank="LOCALID", node_rank="NODEID")
-visible = os.environ.get(sys.argv[2], "") if sys.argv[2] else ""
+visible = os.environ.get("VARIABLE", "")
 facts = {name: int(os.environ["SLURM_" + number]) for name, number in NUMBERS.items()}
 facts |= dict(host=socket.gethostname(), cpus=sorted(os.sched_getaffinity(0)))
 facts |= dict(visible=[int(device) for device in visible.split(",") if device])
-with open(f"{sys.argv[1]}/{facts['rank']}.json", "w") as file:
+with open(f"FOLDER/{facts['rank']}.json", "w") as file:
     json.dump(facts, file)
 """
 
@@ -38,36 +37,15 @@ class Row:
     visible: list[int]
 
 
-def srun_of(script: str) -> tuple[str, str]:
-    """The array of srun's flags, with the lines that set what it is made of; and what srun starts train.py in."""
-    array = re.search(r"^srun_flags=\(\n.*?^\)$", script, re.MULTILINE | re.DOTALL)
-    if not array:
-        raise ValueError("no array srun_flags in the job script: its flags cannot be taken over")
-    begin = array.start()
-    for name in re.findall(r"\$\{?([a-z]\w*)", array[0]):
-        if made := re.search(rf"^{name}=", script[:begin], re.MULTILINE):
-            begin = min(begin, made.start())
-    started = re.search(r'^srun "\$\{srun_flags\[@\]\}"(.*?)\s"\$\{?python\S*"', script.replace("\\\n", " "), re.MULTILINE)
-    within = started[1].strip() if started else ""
-    return script[begin : array.end()], "" if '"$image"' in within else within
+def probe(site: Site, folder: str) -> str:
+    """A train.py that leaves a file in the folder, for each rank."""
+    variable = site.facts["node"].get("device_environment", "")
+    return PROBE.replace("VARIABLE", variable).replace("FOLDER", folder)
 
 
-def job_of(script: str, folder: str, variable: str, flags: str = "") -> str:
-    """A job that writes a file a rank into the folder. variable: which says what devices there are. flags: more of srun."""
-    directives = re.findall(r"^#SBATCH .*$", script, re.MULTILINE)
-    made, within = srun_of(script)
-    return "\n".join(
-        [
-            "#!/bin/bash -l",
-            *directives,
-            "set -euo pipefail",
-            # As every job script has it: without, ranks of a job that was submitted with --export=NONE have no PATH.
-            "export SLURM_EXPORT_ENV=ALL",
-            made,
-            f"srun \"${{srun_flags[@]}}\" {flags} {within} /usr/bin/python3 {folder}/probe.py {folder} '{variable}'",
-            "",
-        ]
-    )
+def unbound(script: str) -> str:
+    """The job script without its srun's flags: ranks are where they come to be."""
+    return re.sub(r"^srun_flags=\(\n.*?^\)$", "srun_flags=(--cpu-bind=none)", script, flags=re.MULTILINE | re.DOTALL)
 
 
 def rows_of(texts: list[str]) -> list[Row]:
