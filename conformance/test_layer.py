@@ -319,7 +319,7 @@ def test_nothing_is_there_that_site_toml_does_not_ask_for(build):
 def test_pip_finds_the_torch_that_a_script_asks_for(build):
     made = build(scripts={"install.sh": "torch=torch==2.10.0\n"})
     wheels = files(made.overlay / f"{layer.HOME.lstrip('/')}/wheels")
-    assert "torch-2.10.0+stand.in-py3-none-any.whl" in wheels
+    assert any(wheel.startswith("torch-2.10.0+stand.in-") for wheel in wheels)
     target = made.overlay.parent / "target"
     pip = [
         sys.executable,

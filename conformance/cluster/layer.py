@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -243,15 +244,16 @@ def torch_wheels(site: Site, folder: Path, version: str) -> None:
     Its version says that it is a stand-in: 2.10.0+stand.in satisfies torch==2.10.0.
     """
     folder.mkdir(parents=True)
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}-none-any"  # another Python could not load that torch
     asked = {found for script in site.scripts for found in re.findall(r"\btorch==([\d.]*\d)", script.read_text())}
     for release in sorted(asked | {version.partition("+")[0]}):
         name, info = f"torch-{release}+stand.in", f"torch-{release}+stand.in.dist-info"
         files = {
             "torch-of-the-test-environment.pth": f"{prefix.ROOT}/torch\n",
             f"{info}/METADATA": f"Metadata-Version: 2.1\nName: torch\nVersion: {release}+stand.in\nSummary: torch {version}\n",
-            f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: conformance\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: conformance\nRoot-Is-Purelib: true\nTag: {tag}\n",
         }
-        with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as wheel:
+        with zipfile.ZipFile(folder / f"{name}-{tag}.whl", "w") as wheel:
             for path, text in files.items():
                 wheel.writestr(path, text)
             record = "".join(f"{path},sha256={digest(text)},{len(text)}\n" for path, text in files.items())
