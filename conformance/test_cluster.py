@@ -284,7 +284,10 @@ def placed(cluster, site, folder: str, change: Callable[[str], str] = str) -> li
     script = (site.folder / site.facts["submit"]).read_text()
     (here / site.facts["submit"]).write_text(change(script))
     log = results / "log"
-    ended = cluster.on("login", f"sbatch --wait --output={folder}/{results.name}/log {site.facts['submit']}", folder=folder)
+    # sbatch --wait looks after 2 s and then after 10.
+    wait = 'while [[ $(squeue -h -t PD,R -j "$job") ]]; do sleep 0.2; done; scontrol show job "$job" | grep -q " ExitCode=0:0"'
+    submit = f"sbatch --parsable --output={folder}/{results.name}/log {site.facts['submit']}"
+    ended = cluster.on("login", f"job=$({submit}) && {wait}", folder=folder, timeout=90)
     assert ended.returncode == 0, ended.stderr + (log.read_text() if log.exists() else "")
     return placement.rows_of([path.read_text() for path in results.glob("*.json")])
 
