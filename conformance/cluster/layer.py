@@ -1,0 +1,264 @@
+"""What a job finds on a site's machine besides Slurm: modules, conda, containers, PBS. Made from site.toml.
+
+    layer = build(site, folder)      of a conformance.sites.Site, into an empty folder
+
+Commands are the stand-ins of stand_ins/, and which of them are laid is derived: of an `image` a container runtime, of a
+module whose name says conda a conda, of scheduler = "pbs" the commands of PBS and of PALS. Modules are exactly those that
+site.toml names. Where on the machine an image and the modules lie is read in the site's own scripts.
+"""
+
+import base64
+import hashlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from conformance.cluster import Layer, prefix
+from conformance.sites import Site
+
+HERE = Path(__file__).parent / "stand_ins"
+HOME = "/usr/local/stand-ins"  # on the nodes
+PLAIN, PYTHON, MPI = (f"{prefix.ROOT}/{name}" for name in ("plain", "python", "mpi"))
+# What a container does not have of this machine: the scheduler is outside.
+OUTSIDE = "s(run|batch|cancel|control|queue|info|acct|bcast|alloc|attach|acctmgr|prio|share|stat|trigger|crontab|diag|report)"
+
+# ---- modules --------------------------------------------------------------------------------------------------------
+
+# What a module of such a name does, in Lmod's language: {name} and {version} are the module's. Others do nothing.
+# {name}-{version} has a folder of its own below HOME, empty but where FOLDERS says otherwise.
+MODULES = {
+    r"(mini|ana)conda|(mini|mamba)forge|conda": f'prepend_path("PATH", "{HOME}/conda/bin")',
+    r"PrgEnv-": f'family("PrgEnv")\nprepend_path("PATH", "{HOME}/wrappers/bin")',
+    r"cpe$": f'setenv("CRAY_LD_LIBRARY_PATH", "{MPI}/lib")',
+    r"craype-accel-": 'setenv("CRAY_ACCEL_TARGET", "{name}")',
+    r"rocm$": f'setenv("ROCM_PATH", "{HOME}/empty")',
+    r"cuda": f'setenv("CUDA_HOME", "{HOME}/empty")',
+    # A library of the name that RCCL and NCCL look for; nothing else is in it.
+    r".*net-plugin": f'prepend_path("LD_LIBRARY_PATH", "{HOME}/net-plugin/lib")\nsetenv("FI_CXI_RDZV_PROTO", "alt_read")',
+    # The Python with torch, and the folder that `pip install --user` fills.
+    r"pytorch|frameworks|tensorflow": f'prepend_path("PATH", "{PYTHON}/bin")\n'
+    'setenv("PYTHONUSERBASE", pathJoin(os.getenv("HOME") or "", ".local/{name}-{version}"))',
+    r"python|cray-python": f'prepend_path("PATH", "{PYTHON}/bin")',
+    r".*bindings": f'setenv("SINGULARITY_BIND", "/usr/local,{prefix.ROOT}")',
+}
+
+# Without such a module `module reset` fails. Behind a dot, it is in no list.
+OF_A_LOGIN = ".of-a-login"
+
+
+def module_file(module: str) -> tuple[Path, str]:
+    """Its place below a folder of MODULEPATH, and its text. A module without a version is a file by itself."""
+    name, _, version = module.partition("/")
+    does = next((text for pattern, text in MODULES.items() if re.match(pattern, name)), "")
+    text = f'whatis("stand-in for {module}")\n' + does.replace("{name}", name).replace("{version}", version) + "\n"
+    return Path(f"{module}.lua"), text
+
+
+def modules_at(site: Site) -> dict[str, list[str]]:
+    """Modules of site.toml by the folder in which they are found: "" where no script says `module use` before it loads them."""
+    modules, found = site.facts.get("software", {}).get("modules", []), {}
+    for script in site.scripts:
+        used = ""
+        for line in script.read_text().splitlines():
+            if use := re.match(r"\s*module use (\S+)", line):
+                used = value_of(site, use[1])
+            elif load := re.search(r"\bmodule +(?:-\S+ +)*load +([^&|;}]+)", line):
+                found |= {module: used for module in load[1].split() if module in modules and used}
+    places: dict[str, list[str]] = {}
+    for module in modules:
+        places.setdefault(found.get(module, ""), []).append(module)
+    return places
+
+
+def value_of(site: Site, text: str) -> str:
+    """A word of the site's scripts, with the variables in it that a script sets to a constant."""
+    lines = "\n".join(script.read_text() for script in site.scripts)
+    told = dict(re.findall(r"^\s*(?:export )?(\w+)=([^\s$(`;]*(?:\$\{?\w+\}?[^\s$(`;]*)*)(?:\s|$)", lines, re.MULTILINE))
+    text = text.strip("\"'")
+    for _ in range(5):  # as deep as they name each other
+        text = re.sub(r"\$\{?(\w+)\}?", lambda name: told.get(name[1], name[0]).strip("\"'"), text)
+    return text
+
+
+# ---- images ---------------------------------------------------------------------------------------------------------
+
+
+def image_file(site: Site) -> str:
+    """Where the image lies on the machine, if it is a file: site.toml has the end of the path, a script the whole."""
+    image = site.facts.get("software", {}).get("image", "")
+    if not image.endswith((".sif", ".sqfs", ".sqsh")):
+        return ""
+    words = {word for script in site.scripts for word in re.findall(r"[\w./${}-]+", script.read_text())}
+    paths = {value_of(site, word) for word in words if word.endswith(image.rpartition("/")[2])} | {image}
+    if not (absolute := sorted(path for path in paths if path.startswith("/") and f"/{path}".endswith(f"/{image}"))):
+        raise ValueError(f"image={image} in {site.name}'s site.toml: no script says in which folder it lies")
+    return absolute[0]
+
+
+# ---- which stand-ins -------------------------------------------------------------------------------------------------
+
+
+def stand_ins(site: Site) -> dict[str, list[str]]:
+    """Commands by the folder below HOME, or "" for /usr/local/bin, that they lie in."""
+    software = site.facts.get("software", {})
+    names, image = [module.partition("/")[0] for module in software.get("modules", [])], software.get("image", "")
+    found: dict[str, list[str]] = {"": []}
+    if any(re.match(r"(mini|ana)conda|(mini|mamba)forge|conda", name) for name in names):
+        found["conda/bin"] = ["conda", "activate"]
+    if any(re.match(r"PrgEnv-|cray-mpich", name) for name in names):
+        found["wrappers/bin"] = ["cc"]
+    if image_file(site):
+        found[""] += ["singularity", "apptainer"]
+    elif image:
+        found[""] += ["shifter", "shifterimg"]
+    if site.facts.get("scheduler") == "pbs":
+        found[""] += ["qsub", "qstat", "qdel", "pbsnodes", "mpiexec"]
+    return found
+
+
+def facts(site: Site) -> dict[str, str]:
+    """What stand-ins must know of the machine."""
+    node, queue, software = (site.facts.get(table, {}) for table in ("node", "queue", "software"))
+    cores, threads = node.get("cores", 1), node.get("threads_per_core", 1)
+    reserved = [core + thread * cores for thread in range(threads) for core in numbers(node.get("reserved", ""))]
+    image = software.get("image", "")
+    return dict(
+        PLAIN_HOME=PLAIN,
+        MPI_HOME=MPI,
+        IMAGE_PATH=f"{PYTHON}/bin:{HOME}/image/bin",
+        IMAGES="" if image_file(site) else image,
+        CPUS=str(cores * threads),
+        RESERVED=" ".join(map(str, reserved)),
+        QUEUES=" ".join(queue.get("partitions", [])),
+        REQUIRED=" ".join(["Account_Name"] * ("account" in queue) + ["filesystems"] * ("filesystems" in queue)),
+        DOMAIN=slow_domain(site),
+    )
+
+
+def numbers(text: str) -> list[int]:
+    """0,52 or 0-3,8 as numbers."""
+    pairs = [part.partition("-") for part in text.split(",") if part]
+    return [number for first, _, last in pairs for number in range(int(first), int(last or first) + 1)]
+
+
+def slow_domain(site: Site) -> str:
+    """By which nodes are named outside the fast network: the domain of site.toml with another first word."""
+    domain = site.facts.get("node", {}).get("domain", "")
+    return domain and f"mgmt.{domain.partition('.')[2]}"
+
+
+# ---- all of it -------------------------------------------------------------------------------------------------------
+
+
+def build(site: Site, folder: Path, cache: Path = prefix.CACHE) -> Layer:
+    """Raises ValueError where site.toml and the scripts do not tell enough."""
+    overlay, tree = folder / "overlay", folder / "tree"
+    home = overlay / HOME.lstrip("/")
+    (home / "empty").mkdir(parents=True)
+    for below, names in stand_ins(site).items():
+        for name in names:
+            lay(name, home / below if below else overlay / "usr/local/bin")
+    if not site.facts.get("software", {}).get("modules") and "image" not in site.facts.get("software", {}):
+        # The machine's own python3, which may be too old, or another one than torch was built for.
+        (overlay / "usr/local/bin").mkdir(parents=True, exist_ok=True)
+        (overlay / "usr/local/bin/python3").symlink_to(f"{PLAIN}/bin/python3")
+    (home / "facts").write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in facts(site).items()))
+
+    modulepath = folder / "modules"
+    modulepath.mkdir()
+    for used, modules in modules_at(site).items():
+        root = tree / used.lstrip("/") if used else modulepath
+        for path, text in map(module_file, modules):
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_text(text)
+    (modulepath / f"{OF_A_LOGIN}.lua").write_text('whatis("stand-in for what a login loads by itself")\n')
+    if any("net-plugin" in module for module in site.facts.get("software", {}).get("modules", [])):
+        compile_empty(home / "net-plugin/lib/librccl-net.so")
+    if "image" in site.facts.get("software", {}):
+        link_commands(home / "image/bin")
+    if image := image_file(site):
+        (tree / image.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
+        (tree / image.lstrip("/")).write_text("A stand-in for an image: the stand-in for singularity looks no further.\n")
+
+    torch_wheels(site, home / "wheels", prefix.found("torch").version)
+    return Layer(
+        overlay=overlay,
+        modulepath=modulepath,
+        paths=places(tree) | local_disks(site) | {prefix.ROOT: prefix.make(cache)},
+        hosts=[f"{{name}}.{domain}" for domain in [slow_domain(site)] if domain],
+        # There is no network; pip takes what has been fetched before, and no user's settings.
+        environment=dict(PIP_NO_INDEX="1", PIP_FIND_LINKS=f"{prefix.ROOT}/wheels {HOME}/wheels", PIP_CONFIG_FILE=os.devnull)
+        | dict(LMOD_SYSTEM_DEFAULT_MODULES=OF_A_LOGIN),
+    )
+
+
+def lay(name: str, where: Path) -> None:
+    """One stand-in; one in Python is started by the test environment's, whatever the job has done to PATH."""
+    where.mkdir(parents=True, exist_ok=True)
+    text = (HERE / ("singularity" if name == "apptainer" else name)).read_text()
+    (where / name).write_text(text.replace("#!/usr/bin/env python3\n", f"#!{PYTHON}/bin/python3 -I\n", 1))
+    (where / name).chmod(0o755)
+
+
+def places(tree: Path) -> dict[str, Path]:
+    """Each folder below tree that this machine lacks, as high up as can be, and the place where it belongs."""
+    found, ahead = {}, sorted(tree.iterdir()) if tree.is_dir() else []
+    while ahead:
+        path = ahead.pop()
+        on_the_nodes = Path("/", path.relative_to(tree))
+        if on_the_nodes.is_dir():
+            ahead += sorted(path.iterdir())
+        else:
+            found[str(on_the_nodes)] = path
+    return found
+
+
+def local_disks(site: Site) -> dict[str, None]:
+    """Folders named for the user that scripts write to and this machine lacks: a disk in each node, empty at first."""
+    text = "\n".join(script.read_text() for script in site.scripts)
+    found = set(re.findall(r"(?<![\w.$}])((?:/[a-z]+)+)/\$\{?USER\b", text))
+    return {f"{folder}/{{user}}": None for folder in sorted(found) if not Path(folder).is_dir()}
+
+
+def compile_empty(library: Path) -> None:
+    library.parent.mkdir(parents=True)
+    command = ["cc", "-shared", "-fPIC", "-o", str(library), "-x", "c", "-"]
+    subprocess.run(command, input="int stand_in;\n", text=True, check=True)
+
+
+def link_commands(to: Path) -> None:
+    """An image's /usr/bin: this machine's, without the scheduler and without any Python but the image's own."""
+    to.mkdir(parents=True)
+    for path in Path("/usr/bin").iterdir():
+        if not re.fullmatch(rf"{OUTSIDE}|python.*|pip.*", path.name):
+            (to / path.name).symlink_to(path)
+
+
+def torch_wheels(site: Site, folder: Path, version: str) -> None:
+    """A wheel for each torch that the site's scripts ask pip for: it installs a link to the test environment's.
+
+    Its version says that it is a stand-in: 2.10.0+stand.in satisfies torch==2.10.0.
+    """
+    folder.mkdir(parents=True)
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}-none-any"  # another Python could not load that torch
+    asked = {found for script in site.scripts for found in re.findall(r"\btorch==([\d.]*\d)", script.read_text())}
+    for release in sorted(asked | {version.partition("+")[0]}):
+        name, info = f"torch-{release}+stand.in", f"torch-{release}+stand.in.dist-info"
+        files = {
+            "torch-of-the-test-environment.pth": f"{prefix.ROOT}/torch\n",
+            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: torch\nVersion: {release}+stand.in\nSummary: torch {version}\n",
+            f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: conformance\nRoot-Is-Purelib: true\nTag: {tag}\n",
+        }
+        with zipfile.ZipFile(folder / f"{name}-{tag}.whl", "w") as wheel:
+            for path, text in files.items():
+                wheel.writestr(path, text)
+            record = "".join(f"{path},sha256={digest(text)},{len(text)}\n" for path, text in files.items())
+            wheel.writestr(f"{info}/RECORD", f"{record}{info}/RECORD,,\n")
+
+
+def digest(text: str) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=")

@@ -1,0 +1,147 @@
+"""A virtual cluster in numbers and text, from site.toml alone: its nodes' names, Slurm's files, /etc/hosts.
+
+print(slurm_conf(site, names_of(site, 2), {}))      of a conformance.sites.Site
+"""
+
+from conformance.sites import Site
+
+LOGIN = "login1"
+SUBNET = "10.253"  # .K.1: the login node's interface K; .K.11 and on: the nodes'
+# What Slurm is told of a device, by the variable through which the machine hands devices to ranks.
+DEVICE_FLAGS = {
+    "CUDA_VISIBLE_DEVICES": "nvidia_gpu_env",
+    "ROCR_VISIBLE_DEVICES": "amd_gpu_env",
+    "ZE_AFFINITY_MASK": "intel_gpu_env",
+}
+
+
+def names_of(site: Site, nodes: int) -> list[str]:
+    template = site.facts["node"].get("hosts", "node{:03d}")
+    return [template.format(number) for number in range(1, nodes + 1)]
+
+
+def interfaces_of(site: Site) -> list[str]:
+    return site.facts["node"].get("interfaces") or ["eth0"]
+
+
+def numbers(ranges: str) -> list[int]:
+    """Of "0,8-10" 0, 8, 9 and 10."""
+    found = []
+    for part in filter(None, ranges.split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def shape(site: Site) -> tuple[int, int, int]:
+    """Sockets, cores a socket, threads a core."""
+    node = site.facts["node"]
+    sockets = node.get("sockets", 1)
+    return sockets, node["cores"] // sockets, node.get("threads_per_core", 1)
+
+
+def cpus_of(site: Site) -> int:
+    sockets, cores, threads = shape(site)
+    return sockets * cores * threads
+
+
+def devices_of(site: Site) -> int:
+    """What Slurm hands out. A scheduler that Slurm only stands in for leaves the devices to the ranks."""
+    return site.facts["node"]["devices"] if site.facts["scheduler"] == "slurm" else 0
+
+
+def topology(site: Site) -> str:
+    """For hwloc, and so for slurmd. As Linux numbers them: first one thread of each core, then the others.
+
+    https://www.open-mpi.org/projects/hwloc/doc/v2.9.0/a00382.php
+    """
+    sockets, cores, threads = shape(site)
+    every = sockets * cores
+    order = f"(indexes={threads}*{every}:{every}*1)" if threads > 1 else ""
+    return f"pack:{sockets} core:{cores} pu:{threads}{order}"
+
+
+def slurm_conf(site: Site, names: list[str], settings: dict[str, str]) -> str:
+    """https://slurm.schedmd.com/slurm.conf.html"""
+    node, queue = site.facts["node"], site.facts.get("queue", {})
+    sockets, cores, threads = shape(site)
+    with_mpi = any(launch.mpi for launch in site.launches)
+    told = dict(
+        ClusterName=site.name,
+        SlurmctldHost=LOGIN,
+        SlurmUser="root",
+        AuthType="auth/munge",
+        StateSaveLocation="/run/cluster/state",
+        SlurmdSpoolDir="/var/spool/slurmd",
+        SlurmctldPidFile="/run/slurmctld.pid",
+        SlurmdPidFile="/run/slurmd.pid",
+        SlurmctldLogFile="/run/cluster/log/slurmctld.log",
+        SlurmdLogFile="/run/cluster/log/slurmd-%n.log",
+        MailProg="/bin/true",
+        # Of processes: cgroups are the machine's, and two clusters may have nodes of the same name.
+        ProctrackType="proctrack/linuxproc",
+        JobAcctGatherType="jobacct_gather/none",
+        TaskPlugin="task/affinity",
+        # PyPI's mpich asks by PMI2 who it is; a rank that asks nobody needs nothing.
+        MpiDefault="pmi2" if with_mpi else "none",
+        SelectType="select/cons_tres",
+        SelectTypeParameters="CR_Core_Memory",
+        # Refused when it is submitted, as where there is somebody to ask, and not left in the queue.
+        EnforcePartLimits="ALL",
+        # Nobody else is served here: look for work at once.
+        SchedulerParameters="sched_interval=2,bf_interval=1,sched_min_interval=0,batch_sched_delay=0",
+        # The nodes' shape is the one written here, whatever slurmd finds.
+        SlurmdParameters="config_overrides",
+        ReturnToService="2",
+        # A dead node is told as such after 15 s, not 300.
+        SlurmdTimeout="15",
+        # An ended job can be asked about for an hour.
+        MinJobAge="3600",
+        PropagateResourceLimits="NONE",
+    )
+    devices = devices_of(site)
+    told |= dict(GresTypes="gpu") if devices else {}
+    told |= settings
+    facts = dict(Sockets=sockets, CoresPerSocket=cores, ThreadsPerCore=threads, RealMemory=node["memory_gib"] * 1024)
+    facts |= dict(Gres=f"gpu:{devices}") if devices else {}
+    # Slurm numbers the threads of a core one after the other, whatever the kernel does.
+    reserved = [core * threads + thread for core in numbers(node.get("reserved", "")) for thread in range(threads)]
+    facts |= dict(CpuSpecList=",".join(map(str, reserved))) if reserved else {}
+    facts |= dict(Feature=",".join(queue["constraints"])) if queue.get("constraints") else {}
+    lines = [f"{name}={value}" for name, value in told.items()]
+    lines += [f"NodeName={','.join(names)} " + " ".join(f"{name}={value}" for name, value in facts.items())]
+    default = node.get("partition", "batch")
+    for partition in dict.fromkeys([*queue.get("partitions", []), default]):
+        whole = partition in queue.get("exclusive", [partition])
+        lines += [
+            f"PartitionName={partition} Nodes=ALL Default={'YES' if partition == default else 'NO'} "
+            f"OverSubscribe={'EXCLUSIVE' if whole else 'NO'} State=UP"
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def gres_conf(site: Site) -> str:
+    """https://slurm.schedmd.com/gres.conf.html"""
+    node = site.facts["node"]
+    near = node.get("cores_near_device", [])
+    flags = DEVICE_FLAGS.get(node.get("device_environment", "CUDA_VISIBLE_DEVICES"))
+    return "".join(
+        f"Name=gpu File=/dev/gpu{device}"
+        + (f" Flags={flags}" if flags else "")
+        + (f" Cores={near[device]}" if near else "")
+        + "\n"
+        for device in range(devices_of(site))
+    )
+
+
+def hosts_file(site: Site, names: list[str], aliases: list[str]) -> str:
+    """The first interface's address has the node's name; the others' have it with the interface's."""
+    domain = site.facts["node"].get("domain")
+    lines = ["127.0.0.1 localhost"]
+    for number, name in [(1, LOGIN), *enumerate(names, 11)]:
+        more = [f"{name}.{domain}"] if domain else []
+        more += [alias.format(name=name) for alias in aliases]
+        for k, interface in enumerate(interfaces_of(site)):
+            said = [name, *more, f"{name}-{interface}"] if k == 0 else [f"{name}-{interface}"]
+            lines.append(f"{SUBNET}.{k}.{number} {' '.join(said)}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,473 @@
+"""A site's virtual cluster: one login node and some compute nodes of its shape, with a real Slurm, on this one machine.
+
+    python -m conformance.cluster.virtual --site NAME_OR_FOLDER [--nodes N] [--keep] [--folder FOLDER]
+    python -m conformance.cluster.virtual --folder FOLDER --on NODE [COMMAND ...]
+    python -m conformance.cluster.virtual --folder FOLDER --down
+
+The first raises it, says how long that took, and takes it down; with --keep a shell on its login node comes in between. The
+others are for a second terminal. Needs root, and of Debian slurmctld, slurmd, slurm-client, munge, iproute2, gcc and lmod.
+
+Everything is made from site.toml. A node is a set of namespaces (mount, network, UTS, IPC, PID), whose PID 1 is boot.sh: with
+it goes whatever the node has, and it goes with the process that raised it. Networks are inside the namespaces, so that any
+number of clusters can be up, each in a folder of its own, with the same names and addresses.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from conformance import sites
+from conformance.cluster import Layer, layer
+from conformance.cluster.shape import (
+    LOGIN,
+    SUBNET,
+    cpus_of,
+    devices_of,
+    gres_conf,
+    hosts_file,
+    interfaces_of,
+    names_of,
+    slurm_conf,
+    topology,
+)
+from conformance.sites import ROOT, Site
+
+HERE = Path(__file__).parent
+USER, UID = "visitor", 20001
+MODULES = "/opt/modulefiles"
+PACKAGES = {
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sinfo": "slurm-client",
+    "munged": "munge",
+    "ip": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+    "cc": "gcc libc6-dev",
+    "/usr/share/lmod/lmod/libexec/lmod": "lmod",
+}
+APART = ["unshare", "--fork", "--kill-child", "--mount", "--net", "--uts", "--ipc", "--pid"]
+
+
+class Refusal(Exception):
+    """Why no cluster can be raised, or is up, here: one line for whoever called."""
+
+
+# ---- a cluster ------------------------------------------------------------------------------------------------------
+
+
+def missing() -> str | None:
+    """Why none can be raised here, and what to install; None where one can."""
+    if os.geteuid():
+        return "a virtual cluster is raised by root: nodes are namespaces with mounts and networks of their own"
+    lacking = [command for command in PACKAGES if not shutil.which(command)]
+    if lacking:
+        packages = " ".join(dict.fromkeys(PACKAGES[command] for command in lacking))
+        return f"no {', '.join(lacking)} here: apt-get install -y --no-install-recommends {packages}"
+    tried = subprocess.run([*APART, "true"], capture_output=True, text=True, check=False)
+    return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+class VirtualSite:
+    """Up from up() or `with` to down(), or to the end of this process.
+
+    build: makes what a job finds there, into an empty folder; without, there is Slurm alone. settings: more of slurm.conf.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        folder: Path,
+        nodes: int = 2,
+        build: Callable[[Site, Path], Layer] | None = None,
+        settings: dict[str, str] | None = None,
+    ):
+        self.site, self.folder, self.build, self.settings = site, Path(folder).resolve(), build, settings or {}
+        self.names = names_of(site, nodes)
+        self.pids: dict[str, int] = {}
+        self.seconds: dict[str, float] = {}  # what up() and down() took
+        self._inits: dict[str, subprocess.Popen] = {}
+        self._lock: int | None = None
+
+    def __enter__(self) -> "VirtualSite":
+        self.up()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.down()
+
+    @property
+    def home(self) -> Path:
+        """The user's, as this machine sees it; on the nodes it is /home/USER."""
+        return self.folder / "home" / USER
+
+    def up(self) -> None:
+        """Raises Refusal where that cannot be, or where this folder's cluster is up already."""
+        start = time.monotonic()
+        if reason := missing():
+            raise Refusal(reason)
+        self._take_folder()
+        try:
+            self._lay_out()
+            self._boot()
+            self._connect()
+            self._start_slurm()
+        except BaseException:
+            self.down()
+            raise
+        (self.folder / "up.json").write_text(json.dumps(dict(raised_by=os.getpid(), pids=self.pids)))
+        self.seconds["up"] = time.monotonic() - start
+
+    def down(self) -> None:
+        """Ends all that is left of it; also of half of one, and of none."""
+        start = time.monotonic()
+        (self.folder / "up.json").unlink(missing_ok=True)
+        for init in self._inits.values():
+            init.kill()  # unshare, which takes along its child, PID 1
+            init.stdin.close()
+            init.stdout.close()
+        for init in self._inits.values():
+            init.wait()
+        for pid in self.pids.values():
+            _gone(pid)
+        self._inits, self.pids = {}, {}
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+        self.seconds["down"] = time.monotonic() - start
+
+    def wait(self) -> None:
+        """Until its login node is gone."""
+        self._inits[LOGIN].wait()
+
+    def on(
+        self, node: str, command: str | list[str], user: bool = True, timeout: float = 60, folder: str | None = None
+    ) -> subprocess.CompletedProcess:
+        """Run it on a node ("login": the login node), in a login shell of the user or as root.
+
+        Raises subprocess.TimeoutExpired; the command is ended then.
+        """
+        words = ["bash", "-c", command] if isinstance(command, str) else command
+        limited = ["timeout", "--kill-after=2", str(timeout), *words]
+        whole = [*entered(self._pid(node)), *(as_user(limited, folder) if user else limited)]
+        ended = subprocess.run(
+            whole, capture_output=True, text=True, check=False, timeout=timeout + 10, stdin=subprocess.DEVNULL, env=plain()
+        )
+        if ended.returncode == 124:
+            raise subprocess.TimeoutExpired(command, timeout, ended.stdout, ended.stderr)
+        return ended
+
+    def crash(self, node: str) -> None:
+        """As when it loses its power."""
+        os.kill(self._pid(node), signal.SIGKILL)
+        self._inits[node].wait()
+
+    def _pid(self, node: str) -> int:
+        node = LOGIN if node == "login" else node
+        alive = [name for name in self.pids if self._inits[name].poll() is None]
+        if node not in alive:  # its PID may be another's by now
+            raise Refusal(f"no node {node} is up, but {', '.join(alive) or 'none'}")
+        return self.pids[node]
+
+    def put_site(self) -> str:
+        """The repository as a user has it who wants this site: into the home, on the nodes at the path that this returns."""
+        there = self.home / "ddp-sites"
+        for name in ("core", "conformance", "pyproject.toml"):
+            if (ROOT / name).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "reports", "build")
+                shutil.copytree(ROOT / name, there / name, ignore=ignored, dirs_exist_ok=True)
+            else:
+                shutil.copy(ROOT / name, there / name)
+        folder = there / "sites" / self.site.name
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in {*self.site.facts.get("files", []), "site.toml"}:
+            shutil.copy(self.site.folder / name, folder / name)
+        for path in (there, *there.rglob("*")):
+            os.lchown(path, UID, UID)
+        return f"/home/{USER}/{folder.relative_to(self.home)}"
+
+    # ---- the steps of up() ------------------------------------------------------------------------------------------
+
+    def _take_folder(self) -> None:
+        """The nodes' PID 1 have the lock, too: it is free when the last of them is gone."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        end = time.monotonic() + 2  # the nodes of a killed cluster may just be going
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    os.close(lock)
+                    raise Refusal(f"a cluster is up in {self.folder} already: --down, or another --folder") from None
+                time.sleep(0.05)
+            else:
+                self._lock = lock
+                return
+
+    def _lay_out(self) -> None:
+        """The files that the nodes boot from. Homes are kept from one time to the next, and logs until then."""
+        for name in ("all", "node", "made", "layer", "shared", "munge"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        every, shared = self.folder / "all", self.folder / "shared"
+        for folder in (every / "etc/slurm", every / "etc/profile.d", shared / "state", shared / "log", self.folder / "munge"):
+            folder.mkdir(parents=True)
+        # Whoever is on a node reads the logs, and none of them can pass through a folder of root's own.
+        for folder in (self.folder, self.folder / "munge"):
+            folder.chmod(0o755)
+        self.home.mkdir(parents=True, exist_ok=True)
+        os.chown(self.home, UID, UID)
+        made = None
+        if self.build:
+            (self.folder / "made").mkdir()
+            made = self.build(self.site, self.folder / "made")
+            shutil.copytree(made.overlay, self.folder / "layer", symlinks=True)
+        etc = {
+            "hosts": hosts_file(self.site, self.names, made.hosts if made else []),
+            "resolv.conf": "",
+            # Names are in /etc/hosts, and no DNS is to be waited for.
+            "nsswitch.conf": _with("/etc/nsswitch.conf", "hosts:", "hosts: files"),
+            "passwd": _with("/etc/passwd", f"{USER}:", f"{USER}:x:{UID}:{UID}::/home/{USER}:/bin/bash"),
+            "group": _with("/etc/group", f"{USER}:", f"{USER}:x:{UID}:"),
+            # Without an entry here `su` fails, and with it what gives a job of --export=NONE its environment.
+            "shadow": _with("/etc/shadow", f"{USER}:", f"{USER}:*:19000:0:99999:7:::"),
+            "slurm/slurm.conf": slurm_conf(self.site, self.names, self.settings),
+            "slurm/gres.conf": gres_conf(self.site),
+            "slurm/cgroup.conf": "CgroupPlugin=cgroup/v1\n",
+        }
+        exported = dict(made.environment) if made else {}
+        if made and made.modulepath:
+            etc["lmod/modulespath"] = f"{MODULES}\n"  # which Debian's profile.d/lmod.sh reads
+        etc["profile.d/00-site.sh"] = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in exported.items())
+        for name, text in etc.items():
+            path = every / "etc" / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        (every / "etc/shadow").chmod(0o640)
+        for name in (LOGIN, *self.names):
+            (self.folder / "node" / name / "etc").mkdir(parents=True)
+            (self.folder / "node" / name / "etc/hostname").write_text(f"{name}\n")
+        paths = dict(made.paths) if made else {}
+        if made and made.modulepath:
+            paths[MODULES] = made.modulepath
+        lines = [f"{place.format(user=USER)}\t{source.resolve() if source else ''}\n" for place, source in paths.items()]
+        (self.folder / "paths").write_text("".join(lines))
+        command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(self.folder / "vcpu.so"), str(HERE / "vcpu.c"), "-ldl"]
+        if not (self.folder / "vcpu.so").is_file():
+            _must(subprocess.run(command, capture_output=True, text=True, check=False), "vcpu.c")
+
+    def _boot(self) -> None:
+        """All at once. A node says its PID when it is ready; a node that fails says why."""
+        log = self.folder / "shared/log"
+        for name in (LOGIN, *self.names):
+            on_login = name == LOGIN
+            facts = [name, self.folder, 0 if on_login else cpus_of(self.site), 0 if on_login else devices_of(self.site), UID]
+            with open(log / f"boot-{name}.log", "w") as errors:
+                self._inits[name] = subprocess.Popen(
+                    [*APART, HERE / "boot.sh", *map(str, facts), home_of_python()],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    pass_fds=[self._lock],
+                    start_new_session=True,  # Ctrl-C is for whoever raised it
+                    env=plain(),
+                    text=True,
+                )
+        for name, init in self._inits.items():
+            said = init.stdout.readline().strip()
+            if not said:
+                why = (log / f"boot-{name}.log").read_text().strip().splitlines() or ["it says nothing"]
+                raise Refusal(f"{name} does not boot: {why[-1]}")
+            self.pids[name] = int(said)
+
+    def _connect(self) -> None:
+        """A bridge for each interface, inside the login node; no route leads out."""
+        lines = []
+        for k, interface in enumerate(interfaces_of(self.site)):
+            lines += [f"link add {interface} type bridge", f"address add {SUBNET}.{k}.1/24 dev {interface}"]
+            for name in self.names:
+                port = f"p{k}.{self.names.index(name)}"
+                lines += [f"link add {port} type veth peer name {interface} netns {self.pids[name]}"]
+                lines += [f"link set {port} master {interface} up"]
+            lines += [f"link set {interface} up"]
+        self._ip(LOGIN, lines)
+        for number, name in enumerate(self.names, 11):
+            lines = []
+            for k, interface in enumerate(interfaces_of(self.site)):
+                lines += [f"address add {SUBNET}.{k}.{number}/24 dev {interface}", f"link set {interface} up"]
+            self._ip(name, lines)
+
+    def _ip(self, node: str, lines: list[str]) -> None:
+        # Of the namespaces only this one: netns PID then means the machine's PID.
+        command = ["nsenter", f"--target={self.pids[node]}", "--net", "ip", "-batch", "-"]
+        ended = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=False)
+        _must(ended, f"the network of {node}")
+
+    def _start_slurm(self) -> None:
+        munge = self.folder / "munge"
+        (munge / "key").write_bytes(os.urandom(1024))
+        (munge / "key").chmod(0o400)
+        # One for all: its socket lies in a folder that all nodes have.
+        munged = "munged --force --key-file=/run/munge/key --seed-file=/run/munge/seed --log-file=/run/cluster/log/munged.log"
+        for command in (f"{munged} --socket=/run/munge/munge.socket.2 --pid-file=/run/munge/munged.pid", "slurmctld"):
+            _must(self.on("login", command.split(), user=False), command.split()[0])
+        slurmd = ["env", f"HWLOC_SYNTHETIC={topology(self.site)}", "slurmd"]
+        running = [
+            subprocess.Popen(
+                [*entered(self.pids[name]), *slurmd], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=plain(), text=True
+            )
+            for name in self.names
+        ]
+        for name, process in zip(self.names, running, strict=True):
+            errors = process.communicate()[1]
+            _must(subprocess.CompletedProcess([], process.returncode, "", errors), f"slurmd on {name}")
+        end = time.monotonic() + 20 + len(self.names)
+        while True:
+            said = self.on("login", ["sinfo", "-h", "-N", "-o", "%N %t"], user=False).stdout
+            states = dict(line.split() for line in said.splitlines())
+            if len(states) == len(self.names) and {*states.values()} == {"idle"}:
+                return
+            if time.monotonic() > end:
+                raise Refusal(f"nodes do not come up: {states or 'slurmctld does not answer'}; see {self.folder}/shared/log")
+            time.sleep(0.05)
+
+
+def plain() -> dict[str, str]:
+    """For what runs on the nodes: nothing of this process's own environment, whose folders are not there."""
+    path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    return dict(PATH=path, HOME="/root", LANG="C.UTF-8", TERM=os.environ.get("TERM", "dumb"))
+
+
+def entered(pid: int) -> list[str]:
+    return ["nsenter", f"--target={pid}", "--mount", "--net", "--uts", "--ipc", "--pid", "--wdns=/", "--"]
+
+
+def as_user(command: list[str], folder: str | None = None) -> list[str]:
+    """In a login shell, as after ssh."""
+    told = plain() | dict(HOME=f"/home/{USER}", USER=USER, LOGNAME=USER, SHELL="/bin/bash", PATH=os.defpath)
+    environment = [f"{name}={value}" for name, value in told.items()]
+    shell = ["bash", "-lc", 'cd "$1" && shift && exec "$@"', "bash", folder or f"/home/{USER}", *command]
+    return ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--init-groups", "env", "-i", *environment, *shell]
+
+
+def home_of_python() -> str:
+    """The folder in /root that this Python lives in, if it does: /root/.pyenv, for example."""
+    prefix = Path(sys.base_prefix).resolve()
+    return str(Path("/root", prefix.relative_to("/root").parts[0])) if prefix.is_relative_to("/root/") else ""
+
+
+def _with(path: str, beginning: str, line: str) -> str:
+    """A file of this machine's, with this line in place of what begins so."""
+    kept = [each for each in Path(path).read_text().splitlines() if not each.startswith(beginning)]
+    return "\n".join([*kept, line]) + "\n"
+
+
+def _gone(pid: int) -> None:
+    """Wait until a PID 1 that was killed has taken its node along."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            if "boot.sh" not in Path(f"/proc/{pid}/cmdline").read_text():
+                return
+        except OSError:
+            return
+        time.sleep(0.005)
+
+
+def _must(ended: subprocess.CompletedProcess, what: str) -> None:
+    if ended.returncode:
+        raise Refusal(f"{what}: {(ended.stderr or ended.stdout or f'exit code {ended.returncode}').strip().splitlines()[-1]}")
+
+
+# ---- from another process -------------------------------------------------------------------------------------------
+
+
+def found(folder: Path) -> dict[str, int]:
+    """The nodes' PIDs of the cluster that is up in this folder. Raises Refusal where none is."""
+    try:
+        pids = json.loads((folder / "up.json").read_text())["pids"]
+        alive = {name: pid for name, pid in pids.items() if str(folder) in Path(f"/proc/{pid}/cmdline").read_text()}
+    except OSError:
+        alive = {}
+    if not alive:
+        raise Refusal(f"no cluster is up in {folder}")
+    return alive
+
+
+@contextlib.contextmanager
+def ended_by_signal() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a `with` as Ctrl-C does."""
+
+    def end(number, _):
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def main() -> int | str:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--site", metavar="NAME_OR_FOLDER")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="where it lives (default: a new one, which is removed afterwards)")
+    parser.add_argument("--keep", action="store_true", help="a shell on its login node; without a terminal, until it is ended")
+    parser.add_argument("--bare", action="store_true", help="with Slurm alone: no modules, no containers, no copy of the site")
+    parser.add_argument("--on", metavar="NODE", help="there, in the cluster that is up in --folder: a shell, or COMMAND")
+    parser.add_argument("--down", action="store_true", help="take that one down")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    told = parser.parse_args()
+    if told.folder is None and (told.on or told.down):
+        parser.error("--on and --down need --folder")
+    if not (told.site or told.on or told.down):
+        parser.error("--site is missing")
+    try:
+        if told.on:
+            pids = found(told.folder.resolve())
+            node = LOGIN if told.on == "login" else told.on
+            if node not in pids:
+                return f"no node {node}: there are {', '.join(pids)}"
+            command = told.command[told.command[:1] == ["--"] :] or ["bash"]
+            return subprocess.run([*entered(pids[node]), *as_user(command)], check=False, env=plain()).returncode
+        if told.down:
+            for pid in found(told.folder.resolve()).values():
+                os.kill(pid, signal.SIGKILL)
+            return 0
+        (site,) = sites.find([told.site])
+        temporary = None if told.folder else tempfile.mkdtemp(prefix="cluster-")
+        try:
+            build = None if told.bare else layer.build
+            with ended_by_signal(), VirtualSite(site, told.folder or Path(temporary), told.nodes, build) as cluster:
+                there = None if told.bare else cluster.put_site()
+                print(f"up in {cluster.seconds['up']:.2f} s: {site.name}, {LOGIN} and {', '.join(cluster.names)}", flush=True)
+                if told.keep and sys.stdin.isatty():
+                    subprocess.run([*entered(cluster.pids[LOGIN]), *as_user(["bash"], there)], check=False, env=plain())
+                elif told.keep:
+                    print(f"python -m conformance.cluster.virtual --folder {cluster.folder} --on login", flush=True)
+                    cluster.wait()
+            print(f"down in {cluster.seconds['down']:.2f} s")
+        finally:
+            if temporary:
+                shutil.rmtree(temporary)
+    except (Refusal, ValueError) as refusal:
+        return f"error: {refusal}"
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,349 @@
+"""Of the virtual cluster, what a job finds there besides Slurm: made from site.toml, and the stand-ins refuse what is wrong.
+
+    python -m pytest conformance/test_layer.py
+
+Needs neither root nor Slurm nor conda: each stand-in is called as a script would call it, and so are broken ones.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from conformance.cluster import layer, prefix
+from conformance.sites import Site
+
+FACTS = dict(IMAGES="ours/torch:1.0", CPUS="8", RESERVED="0 4", QUEUES="debug prod", REQUIRED="Account_Name filesystems")
+# A scheduler that takes everything and says what it was told.
+SLURM = {
+    "sbatch": 'printf "%s\\n" "$@" >asked; cat >body; echo 7',
+    "scontrol": 'echo "JobState=${STATE:-RUNNING} RunTime=00:01:00 Restarts=0 ExitCode=${ENDED:-0:0} Reason=None"',
+    "scancel": 'echo "cancelled $*"',
+    "srun": 'printf "%s\\n" "$@"; echo "SLURM_JOB_ID=$SLURM_JOB_ID FOO=${FOO:-}"',
+    "sinfo": "printf 'n1 idle\\nn2 down*\\nn3 drain\\n'",
+    "python": "echo Python 3.11.0",
+}
+JOB = """#!/bin/bash
+#PBS -A project
+#PBS -l select=2
+#PBS -l walltime=00:10:00
+#PBS -q debug
+#PBS -l filesystems=home
+#PBS -j oe
+echo started
+#PBS -q unread
+"""
+
+
+@dataclass
+class Rule:
+    """How a command is called; its exit code, and words of what it says."""
+
+    command: str
+    code: int
+    words: str
+    environ: dict[str, str] = field(default_factory=dict)
+
+
+RULES = [
+    Rule("conda --version", 0, "a stand-in"),
+    Rule("conda create --yes --prefix env --channel conda-forge python=3.12 pip", 0, "stand-in for conda: python=3.12 pip is"),
+    Rule("conda create --yes -n name -q python", 0, "stand-in for conda"),
+    Rule("conda create --yes --prefix env --chanel conda-forge python", 2, "unrecognized arguments: --chanel"),
+    Rule("conda create --yes python=3.12", 1, "one of the arguments -n/--name -p/--prefix is required"),
+    Rule("conda create --prefix env python", 1, "Proceed"),
+    Rule("conda create --yes --prefix env python scipy", 1, "not available from current channels: scipy"),
+    Rule("conda create --yes python --prefix", 2, "expected one argument"),
+    Rule("conda activate env", 1, "Run 'conda init' before 'conda activate'"),
+    Rule("conda instal numpy", 2, "invalid choice: 'instal'"),
+    Rule("shifter --version", 0, "a stand-in"),
+    Rule("shifter --image=ours/torch:1.0 --module=gpu,nccl-plugin echo in", 0, "in"),
+    Rule("shifter --image docker:ours/torch:1.0 env", 0, "SHIFTER_RUNTIME=1"),
+    Rule("shifter --image=ours/torch:1.0 --env=FOO=1 env", 0, "FOO=1"),
+    Rule("shifter --image=ours/torch:1.0 sh -c 'command -v srun || echo outside'", 0, "outside"),
+    Rule("shifter --image=ours/torch:2.0 echo in", 1, "FAILED to lookup docker image ours/torch:2.0"),
+    Rule("shifter echo in", 1, "no image"),
+    Rule("shifter --img=ours/torch:1.0 echo in", 1, "unrecognized arguments: --img"),
+    Rule("shifter --image=ours/torch:1.0 --module=none,gpu echo in", 1, "none stands alone"),
+    Rule("shifter --image=ours/torch:1.0 --volume=/no-such-folder:/data echo in", 1, "invalid volume map"),
+    Rule("shifter --image=ours/torch:1.0 --env=FOO echo in", 1, "not NAME=VALUE"),
+    Rule("shifter --image=ours/torch:1.0 no-such-command", 1, "no-such-command: No such file or directory"),
+    Rule("shifterimg --version", 0, "a stand-in"),
+    Rule("shifterimg images", 0, "READY .* ours/torch:1.0"),
+    Rule("shifterimg image", 2, "invalid choice: 'image'"),
+    Rule("singularity --version", 0, "a stand-in"),
+    Rule("singularity exec i.sif echo --in", 0, "--in"),
+    Rule("singularity exec --rocm --bind . i.sif pwd", 0, "."),
+    Rule("singularity exec --rcm i.sif echo in", 1, "unknown flag: --rcm"),
+    Rule("singularity exec --roc i.sif echo in", 1, "unknown flag: --roc"),
+    Rule("singularity exec j.sif echo in", 255, "could not open image .*/j.sif: .* no such file or directory"),
+    Rule("singularity exec i.sif", 1, r"requires at least 2 arg\(s\), only received 1"),
+    Rule("singularity exce i.sif echo in", 1, 'unknown command "exce"'),
+    Rule("singularity exec --bind /no-such-folder i.sif echo in", 255, "mount source /no-such-folder doesn't exist"),
+    Rule("singularity exec i.sif echo in", 255, "mount source /no doesn't exist", dict(SINGULARITY_BIND="/usr,/no")),
+    Rule("singularity exec --bind /usr:/user-software i.sif echo in", 255, "stand-in: singularity cannot show /usr as"),
+    Rule("singularity exec --bind . i.sif no-such-command", 255, '"no-such-command": executable file not found'),
+    Rule("singularity exec --bind . i.sif env", 0, "\nFOO=1", dict(SINGULARITYENV_FOO="1", FOO="2")),
+    Rule("singularity exec --bind . i.sif env", 0, "LD_LIBRARY_PATH=/.singularity.d/libs", dict(LD_LIBRARY_PATH="/x")),
+    Rule("singularity exec --bind . i.sif sh -c 'echo foo=$FOO'", 0, "foo=1", dict(FOO="1")),
+    Rule("singularity exec --cleanenv --bind . i.sif sh -c 'echo foo=$FOO.'", 0, r"foo=\.", dict(FOO="1")),
+    Rule("singularity exec --bind . i.sif sh -c 'command -v srun || echo outside'", 0, "outside"),
+    Rule("singularity exec --pwd / i.sif pwd", 0, "WARNING: / is not there in the container"),
+    Rule("apptainer --quiet exec --env FOO=1 i.sif env", 0, "FOO=1"),
+    Rule("apptainer exec --bind . i.sif env", 0, "FOO=1", dict(APPTAINERENV_FOO="1")),
+    Rule("qsub --version", 0, "a stand-in"),
+    Rule("qsub job.pbs && cat asked", 0, r"7\.[\s\S]*--nodes=2\n--partition=debug\n--time=0:600\n"),
+    Rule("qsub -q prod -l select=3 job.pbs && cat asked", 0, "--nodes=3\n--partition=prod\n"),
+    Rule("qsub -v TRAIN_ARGS='--epochs 3',A=1 job.pbs && cat body", 0, "TRAIN_ARGS='--epochs 3' A=1 "),
+    Rule("qsub job.pbs && cat body", 0, "exec env -i .*OMP_NUM_THREADS=1"),
+    Rule("qsub -v A=1,B=1 -v A=2 job.pbs && grep -c ' A=2 ' body && ! grep B=1 body", 0, "1"),
+    Rule("sed 's/#PBS -j oe/#PBS --job=oe/' job.pbs >b && qsub b", 1, "qsub: directive error: --job=oe"),
+    Rule("qsub job.pbs --epochs 3", 2, "a script has no arguments"),
+    Rule("qsub -v NO_SUCH_VARIABLE job.pbs", 1, "cannot send environment with the job"),
+    Rule("qsub -Q prod job.pbs", 2, "invalid option -- 'Q'"),
+    Rule("qsub -q unread job.pbs", 170, "Unknown queue"),
+    Rule("qsub no.pbs", 1, "script file:: No such file or directory"),
+    Rule("qsub -l slect=2 job.pbs", 187, "Unknown resource Resource_List.slect"),
+    Rule("qsub -l nodes=2 job.pbs", 6, "Cannot be used with select or place: nodes"),
+    Rule("qsub -l select=2:place=scatter job.pbs", 1, "Resource invalid in 'select' specification: place"),
+    Rule("qsub -j out job.pbs", 2, "illegal -j value"),
+    Rule("grep -v -e -A job.pbs >b && qsub b", 1, "Account_Name is required"),
+    Rule("grep -v filesystems job.pbs >b && qsub b", 1, "Resource: filesystems is required to be set"),
+    Rule("sed 's/^#PBS -A/# PBS -A/' job.pbs >b && qsub b", 1, "Account_Name is required"),
+    Rule("qsub job.pbs && qstat -f 7.host", 0, r"Job_Name = job\.pbs[\s\S]*job_state = R[\s\S]*run_count = 1"),
+    Rule("qsub job.pbs && qstat -f 7", 35, "Job has finished", dict(STATE="COMPLETED")),
+    Rule("qsub job.pbs && qstat -x -f 7", 0, "Exit_status = 75", dict(STATE="FAILED", ENDED="75:0")),
+    Rule("qsub job.pbs && qstat -x -f 7", 0, "Exit_status = 271", dict(STATE="CANCELLED", ENDED="0:15")),
+    Rule("qsub job.pbs && qstat -x -f 7", 0, "Exit_status = -29", dict(STATE="TIMEOUT", ENDED="0:15")),
+    Rule("qstat -f 8", 153, "Unknown Job Id 8"),
+    Rule("qstat -F 8", 2, "invalid option -- 'F'"),
+    Rule("qstat --version", 0, "a stand-in"),
+    Rule("qsub job.pbs && qdel 7.host", 0, "cancelled 7$"),
+    Rule("qdel 8", 153, "Unknown Job Id 8"),
+    Rule("qdel -W force 8", 2, "only qdel JOB"),
+    Rule("pbsnodes -l", 0, r"^n2 +down\nn3 +down\n$"),
+    Rule("pbsnodes -z", 2, "only pbsnodes -l"),
+    Rule("mpiexec --version", 0, "a stand-in"),
+    Rule("mpiexec -n 4 --ppn 2 ./rank.sh --flag", 0, r"--nodes=2\n--ntasks=4\n--ntasks-per-node=2\n--nodelist=n1,n2\n"),
+    Rule("mpiexec -n 4 --ppn 2 ./rank.sh --flag", 0, r"PALS_LOCAL_SIZE=2[\s\S]*\nmpiexec\n\./rank\.sh\n--flag\n"),
+    Rule("mpiexec -n 2 --cpu-bind list:1-3:5,6 ./rank.sh", 0, "--cpu-bind=mask_cpu:0xe\n"),
+    Rule("mpiexec -n 2 --ppn 2 --cpu-bind list:1-3:5,6 ./rank.sh", 0, "--cpu-bind=mask_cpu:0xe,0x60\n"),
+    Rule("mpiexec -n 2 --ppn 2 --depth=2 --cpu-bind depth ./rank.sh", 0, "--cpu-bind=mask_cpu:0x6,0x28\n"),
+    Rule("mpiexec -n 1 ./rank.sh", 0, "--kill-on-bad-exit=1\n"),
+    Rule("mpiexec -n 1 --env FOO=1 ./rank.sh", 0, "SLURM_JOB_ID=7 FOO=1"),
+    Rule("mpiexec -n 2 --cpu-bind list:0-3:5,6 ./rank.sh", 1, "CPU 0 of --cpu-bind is not the job's"),
+    Rule("mpiexec -n 3 --ppn 3 --cpu-bind list:1:2 ./rank.sh", 1, "has 2 entries for 3 ranks a node"),
+    Rule("mpiexec -n 6 --ppn 2 ./rank.sh", 1, "6 ranks at 2 a node need 3 hosts, and there are 2"),
+    Rule("mpiexec -n 1 --hosts n9 ./rank.sh", 1, "host n9 is not in job 7"),
+    Rule("mpiexec --bind-to core -n 2 ./rank.sh", 1, "unrecognized option '--bind-to'"),
+    Rule("mpiexec --ntasks 2 ./rank.sh", 1, "unrecognized option '--ntasks'"),
+    Rule("mpiexec --pmi=pmi9 -n 2 ./rank.sh", 1, "invalid choice: 'pmi9'"),
+    Rule("mpiexec -n 2", 1, "no command"),
+    Rule("env -u PBS_JOBID mpiexec -n 2 ./rank.sh", 1, "not in a job"),
+]
+# A stand-in, what is changed in it, and into what: each of these breaks one of the rules above.
+BROKEN = [
+    ("singularity", "        unknown =", "        return\n        unknown ="),
+    ("singularity", "if not os.path.exists(image):", "if False:"),
+    ("singularity", "if source and not os.path.exists(source):", "if False:"),
+    ("singularity", "        environ |= told\n", ""),
+    ("singularity", 'LD_LIBRARY_PATH="/.singularity.d/libs"', 'A=""'),
+    ("singularity", 'parser = Parser(prog="exec", add_help=False, allow_abbrev=False)', 'parser = Parser(prog="exec")'),
+    ("conda", '-*) refuse 2 "conda: error: unrecognized', '-*) : "'),
+    ("conda", "[[ -n $yes ]] || refuse", "[[ -n $yes ]] || : refuse"),
+    ("conda", '*) refuse 1 "Packages', '*) : "'),
+    ("shifter", 'if image not in FACTS["IMAGES"].split():', "if False:"),
+    ("shifter", 'refuse(f"shifter: {message}")', "pass"),
+    ("shifterimg", "$IMAGES", ""),
+    ("qsub", "        if not given.get(name):", "        if False:"),
+    ("qsub", 'if line.startswith("#PBS "):', 'if (line := line.replace("# PBS", "#PBS")).startswith("#PBS "):'),
+    ("qsub", 'if told.get("q", "") not in', "if 0 not in [0] and"),
+    ("qsub", "        if name not in RESOURCES:", "        if False:"),
+    ("qsub", "collect(directives(script) + given)", "collect(given + directives(script))"),
+    ("qsub", 'told[flag.lstrip("-")] = value', 'told.setdefault(flag.lstrip("-"), value)'),
+    ("qsub", "exec env -i ", "exec env "),
+    ("qstat", 'if letter == "F" and "-x" not in flags:', "if False:"),
+    ("qstat", "{256 + int(signal) if int(signal or 0) else code}", "{code}"),
+    ("qdel", "if [[ ! -e", "if false && [[ ! -e"),
+    ("mpiexec", "if odd := [cpu for", "if odd := [] and [cpu for"),
+    ("mpiexec", "    if nodes > len(names):", "    if False:"),
+    ("mpiexec", 'refuse(re.sub(r"unrec', 'print(re.sub(r"unrec'),
+    ("mpiexec", "asked.no_abort_on_failure", "True"),
+]
+
+
+class Machine:
+    """A folder with stand-ins, or with changed ones, beside a scheduler that takes everything."""
+
+    def __init__(self, folder: Path, changed: tuple[str, str, str] | None = None):
+        self.home, self.bin, self.here = folder / "stand-ins", folder / "bin", folder / "here"
+        for path in (self.bin, self.home / "image", self.here, folder / "home"):
+            path.mkdir(parents=True)
+        for name in ("bin", "include", "lib"):
+            (folder / "plain" / name).mkdir(parents=True)
+        for name, text in SLURM.items():
+            path = (folder / "plain/bin" if name == "python" else self.bin) / name
+            path.write_text(f"#!/bin/sh\n{text}\n")
+            path.chmod(0o755)
+        layer.link_commands(self.home / "image/bin")
+        for name in [*(path.name for path in layer.HERE.iterdir()), "apptainer"]:
+            layer.lay(name, self.bin)
+            text = (self.bin / name).read_text().replace(f"#!{layer.PYTHON}/bin/python3 -I", f"#!{sys.executable} -I")
+            if changed and changed[0] == name:
+                assert text.count(changed[1]) == 1, f"{name} has {changed[1]!r} {text.count(changed[1])} times"
+                text = text.replace(changed[1], changed[2])
+            (self.bin / name).write_text(text)
+        facts = FACTS | dict(PLAIN_HOME=str(folder / "plain"), IMAGE_PATH=str(self.home / "image/bin"), DOMAIN="", MPI_HOME="")
+        (self.home / "facts").write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in facts.items()))
+        (self.here / "i.sif").touch()
+        (self.here / "job.pbs").write_text(JOB)
+        (self.here / "nodes").write_text("n1.domain\nn2.domain\n")
+        self.environ = dict(
+            PATH=f"{self.bin}:{os.defpath}", HOME=str(folder / "home"), STAND_INS=str(self.home), USER="somebody",
+            PBS_JOBID="7.host", PBS_NODEFILE=str(self.here / "nodes"),
+        )  # fmt: skip
+
+    def broken(self, rules: list[Rule]) -> Iterator[str]:
+        """What does not go as the rules say."""
+        for rule in rules:
+            for left in ("asked", "body"):
+                (self.here / left).unlink(missing_ok=True)
+            ended = subprocess.run(
+                ["bash", "-c", rule.command], cwd=self.here, env=self.environ | rule.environ, capture_output=True, text=True,
+                check=False, timeout=30, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+            said = ended.stdout + ended.stderr
+            if ended.returncode != rule.code or not re.search(rule.words, said):
+                yield f"{rule.command}: {ended.returncode}, but should be {rule.code} and {rule.words!r}: {said}"
+
+
+def rules_of(name: str) -> list[Rule]:
+    return [rule for rule in RULES if re.search(rf"(^|&& |PBS_JOBID ){name}\b", rule.command)]
+
+
+@pytest.mark.parametrize("name", sorted({path.name for path in layer.HERE.iterdir()} - {"cc", "activate"} | {"apptainer"}))
+def test_a_stand_in_refuses_what_its_counterpart_refuses(name, tmp_path):
+    assert rules_of(name)
+    assert not [*Machine(tmp_path).broken(rules_of(name))]
+
+
+@pytest.mark.parametrize("changed", BROKEN, ids=lambda changed: f"{changed[0]}: {changed[1].strip()}")
+def test_a_lenient_stand_in_is_noticed(changed, tmp_path):
+    assert next(Machine(tmp_path, changed).broken(rules_of(changed[0])), None)
+
+
+def test_source_activate_puts_the_environment_first(tmp_path):
+    machine = Machine(tmp_path)
+    made = Rule('conda create -y -p env python && source activate "$PWD/env" && command -v python', 0, "/here/env/bin/python")
+    assert not [*machine.broken([made, Rule("source activate /no-such", 1, "EnvironmentLocationNotFound")])]
+
+
+# ---- what is made from site.toml ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    """The layer of a site with these facts and these scripts."""
+    monkeypatch.setattr(prefix, "make", lambda cache: tmp_path)
+    monkeypatch.setattr(layer, "compile_empty", lambda library: None)
+
+    def made(folder: Path = tmp_path, scripts: dict[str, str] | None = None, **facts):
+        (folder / "site").mkdir()
+        for name, text in (scripts or {}).items():
+            (folder / "site" / name).write_text(text)
+        return layer.build(Site(folder / "site", dict(name="made-up") | facts), folder / "layer")
+
+    return made
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
+
+
+def test_modules_are_exactly_those_of_site_toml(site, tmp_path, build):
+    made = layer.build(site, tmp_path / "layer")
+    below = [made.modulepath, *(path for path in made.paths.values() if path and path != tmp_path)]
+    there = sorted(str(path) for folder in below for path in folder.rglob("[!.]*.lua"))
+    named = site.facts.get("software", {}).get("modules", [])
+    assert len(there) == len(named)
+    assert all(any(path.endswith(f"/{module}.lua") for path in there) for module in named)
+
+
+def test_a_module_behind_module_use_is_found_there_only(build):
+    scripts = {"job.sl": 'where=/far/modules\nmodule load gcc/13.2\nmodule use "$where"\nmodule load bindings || exit 3\n'}
+    made = build(software=dict(modules=["gcc/13.2", "bindings"]), scripts=scripts)
+    assert files(made.modulepath) == [f"{layer.OF_A_LOGIN}.lua", "gcc/13.2.lua"]
+    assert files(made.paths["/far"]) == ["modules/bindings.lua"]
+
+
+def test_module_file_says_what_such_a_module_does():
+    path, text = layer.module_file("miniforge3/23.11")
+    assert str(path) == "miniforge3/23.11.lua"
+    assert f'prepend_path("PATH", "{layer.HOME}/conda/bin")' in text
+    assert "prepend_path" not in layer.module_file("unheard-of")[1]
+
+
+def test_an_image_file_lies_where_the_scripts_say(build):
+    scripts = {"common.sh": "images=/far/images\nimage=$images/a/b.sif\n"}
+    made = build(software=dict(image="a/b.sif"), scripts=scripts)
+    assert files(made.paths["/far"]) == ["images/a/b.sif"]
+    assert files(made.overlay / "usr/local/bin") == ["apptainer", "singularity"]
+    with pytest.raises(ValueError, match="no script says in which folder"):
+        layer.image_file(Site(made.overlay, dict(name="made-up", software=dict(image="a/b.sif"))))
+
+
+def test_stand_ins_follow_from_site_toml(build):
+    made = build(software=dict(image="ours/torch:1.0", modules=["conda", "PrgEnv-gnu/8"]), scheduler="pbs")
+    assert files(made.overlay / "usr/local/bin") == [
+        *sorted(["mpiexec", "pbsnodes", "qdel", "qstat", "qsub"]),
+        "shifter",
+        "shifterimg",
+    ]
+    home = made.overlay / layer.HOME.lstrip("/")
+    assert (home / "conda/bin/conda").exists()
+    assert (home / "wrappers/bin/cc").exists()
+
+
+def test_nothing_is_there_that_site_toml_does_not_ask_for(build):
+    made = build()
+    assert [path.name for path in (made.overlay / "usr/local/bin").iterdir()] == ["python3"]
+    assert files(made.modulepath) == [f"{layer.OF_A_LOGIN}.lua"]
+
+
+def test_pip_finds_the_torch_that_a_script_asks_for(build):
+    made = build(scripts={"install.sh": "torch=torch==2.10.0\n"})
+    wheels = files(made.overlay / f"{layer.HOME.lstrip('/')}/wheels")
+    assert any(wheel.startswith("torch-2.10.0+stand.in-") for wheel in wheels)
+    target = made.overlay.parent / "target"
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--quiet",
+        "install",
+        "--no-deps",
+        "--target",
+        str(target),
+    ]
+    found = f"--find-links={made.overlay / layer.HOME.lstrip('/')}/wheels"
+    subprocess.run([*pip, "--no-index", found, "torch==2.10.0"], check=True, env=dict(os.environ, PIP_CONFIG_FILE=os.devnull))
+    assert (target / "torch-of-the-test-environment.pth").read_text().strip() == f"{prefix.ROOT}/torch"
+
+
+def test_facts_count_the_second_threads_of_reserved_cores():
+    site = Site(Path("/nonexistent"), dict(node=dict(cores=104, threads_per_core=2, reserved="0,52")))
+    assert layer.facts(site)["RESERVED"] == "0 52 104 156"
+    assert layer.facts(site)["CPUS"] == "208"
+
+
+def test_a_disk_of_each_node_is_read_in_the_scripts(build):
+    scripts = {"job.sl": 'cp a /mnt/nvme/$USER/a\nexport CACHE=/tmp/$USER-1 B=$A/$USER\nls "/mnt/nvme/${USER}"\n'}
+    made = build(scripts=scripts)
+    assert made.paths == {"/mnt/nvme/{user}": None, prefix.ROOT: made.overlay.parent.parent}

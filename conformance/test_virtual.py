@@ -1,0 +1,160 @@
+"""What a virtual cluster is made of, as text: from site.toml, without root and without Slurm.
+
+python -m pytest conformance/test_virtual.py
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from conformance.cluster import placement, shape, virtual
+from conformance.sites import Site
+
+THREADS = dict(
+    name="made-up",
+    scheduler="slurm",
+    node=dict(
+        partition="wide",
+        cores=8,
+        sockets=2,
+        threads_per_core=2,
+        reserved="0,4",
+        memory_gib=16,
+        devices=2,
+        devices_visible_to_a_rank=1,
+        device_environment="ROCR_VISIBLE_DEVICES",
+        cores_near_device=["4-7", "0-3"],
+        interfaces=["fab0", "fab1"],
+        hosts="n{:04d}",
+        domain="fab.example.org",
+    ),
+    queue=dict(partitions=["wide", "small"], constraints=["disk"], exclusive=["wide"]),
+    job=dict(nodes=1, ranks_per_node=2),
+)
+
+
+def made_up(**node) -> Site:
+    return Site(Path("made-up"), THREADS | dict(node=THREADS["node"] | node))
+
+
+# ---- from site.toml -------------------------------------------------------------------------------------------------
+
+
+def test_a_node_as_site_toml_says():
+    text = shape.slurm_conf(made_up(), ["n0001", "n0002"], {})
+    assert (
+        "NodeName=n0001,n0002 Sockets=2 CoresPerSocket=4 ThreadsPerCore=2 RealMemory=16384 Gres=gpu:2 "
+        "CpuSpecList=0,1,8,9 Feature=disk\n"
+    ) in text
+    assert "PartitionName=wide Nodes=ALL Default=YES OverSubscribe=EXCLUSIVE State=UP\n" in text
+    assert "PartitionName=small Nodes=ALL Default=NO OverSubscribe=NO State=UP\n" in text
+    assert shape.gres_conf(made_up()) == (
+        "Name=gpu File=/dev/gpu0 Flags=amd_gpu_env Cores=4-7\nName=gpu File=/dev/gpu1 Flags=amd_gpu_env Cores=0-3\n"
+    )
+    assert shape.topology(made_up()) == "pack:2 core:4 pu:2(indexes=2*8:8*1)"
+
+
+def test_a_site_that_says_little():
+    """Only what F4 asks for."""
+    site = Site(
+        Path("made-up"), dict(name="made-up", scheduler="slurm", node=dict(cores=4, memory_gib=1, devices=0, interfaces=[]))
+    )
+    text = shape.slurm_conf(site, shape.names_of(site, 2), {"KillWait": "5"})
+    assert "NodeName=node001,node002 Sockets=1 CoresPerSocket=4 ThreadsPerCore=1 RealMemory=1024\n" in text
+    assert "PartitionName=batch Nodes=ALL Default=YES" in text
+    assert "KillWait=5\n" in text and "Gres" not in text
+    assert shape.gres_conf(site) == ""
+    assert shape.topology(site) == "pack:1 core:4 pu:1"
+    assert "10.253.0.11 node001 node001-eth0\n" in shape.hosts_file(site, ["node001"], [])
+
+
+def test_names_and_addresses():
+    assert shape.names_of(made_up(), 2) == ["n0001", "n0002"]
+    told = shape.hosts_file(made_up(), ["n0001"], ["{name}.more"]).splitlines()
+    assert told[-2:] == ["10.253.0.11 n0001 n0001.fab.example.org n0001.more n0001-fab0", "10.253.1.11 n0001-fab1"]
+
+
+def test_devices_are_slurms_only_where_the_site_has_slurm():
+    site = Site(Path("made-up"), THREADS | dict(scheduler="pbs"))
+    assert shape.gres_conf(site) == "" and "gpu" not in shape.slurm_conf(site, ["n0001"], {})
+
+
+def test_every_site_has_a_cluster(site):
+    """The text is whole, and of this site's numbers: each CPU that Slurm counts is one of the node's."""
+    node = site.facts["node"]
+    text = shape.slurm_conf(site, shape.names_of(site, 2), {})
+    told = {name: int(value) for name, value in re.findall(r"(Sockets|CoresPerSocket|ThreadsPerCore|RealMemory)=(\d+)", text)}
+    assert told["Sockets"] * told["CoresPerSocket"] == node["cores"]
+    assert told["RealMemory"] == node["memory_gib"] * 1024
+    assert text.count("Default=YES") == 1
+    reserved = re.search(r"CpuSpecList=(\S+)", text)
+    count = len(shape.numbers(reserved[1])) if reserved else 0
+    assert count == node.get("reserved_cores", 0) * told["ThreadsPerCore"]
+    assert len(shape.gres_conf(site).splitlines()) == shape.devices_of(site)
+
+
+# ---- where it cannot be ---------------------------------------------------------------------------------------------
+
+
+def test_it_is_refused_without_root(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(virtual.Refusal, match="raised by root"):
+        virtual.VirtualSite(made_up(), tmp_path / "cluster").up()
+    assert not (tmp_path / "cluster").exists()
+
+
+def test_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda name: None if name in ("slurmd", "unshare", "nsenter") else name)
+    expected = "no slurmd, unshare, nsenter here: apt-get install -y --no-install-recommends slurmd util-linux"
+    assert virtual.missing() == expected
+
+
+# ---- where ranks are ------------------------------------------------------------------------------------------------
+
+
+def row(rank: int, cpus: list[int], visible: list[int], **other) -> placement.Row:
+    return placement.Row(**dict(rank=rank, local_rank=rank, node_rank=0, host="n0001", cpus=cpus, visible=visible) | other)
+
+
+@pytest.mark.parametrize(
+    "second, words",
+    [
+        (row(1, [1, 2], [1]), None),
+        (row(1, [1, 9], [1]), None),  # 9: the second thread of core 1
+        (row(1, [3, 4], [1]), "rank 1, n0001, local rank 1: cores=3-4, but should be near device 1, in 1-3"),
+        (row(1, [0, 1], [1]), "cores=0-1, but should be near device 1, in 1-3"),  # 0 is reserved
+        (row(1, [5], [0]), "device=0, but rank 0 has it"),
+        (row(1, [1], [0, 1]), "devices=[0, 1], but should be 1 of them"),
+        (row(1, [1], [1], node_rank=1), "node_rank=1, but should be 0"),
+        (row(2, [1], [1]), "ranks=[0, 2], but should be 0 to 1"),
+    ],
+)
+def test_what_is_misplaced_is_told(second, words):
+    told = placement.misplaced(made_up(), [row(0, [5, 6], [0]), second])
+    assert (not told) if words is None else any(words in line for line in told), told
+
+
+def test_a_shared_core_is_told():
+    told = placement.misplaced(made_up(cores_near_device=[]), [row(0, [1, 2], [0]), row(1, [2, 3], [1])])
+    assert told == ["rank 1, n0001, local rank 1: core=2, but rank 0 has it"]
+
+
+def test_of_several_devices_the_one_with_the_local_rank_is_used():
+    site = made_up(devices_visible_to_a_rank=2)
+    assert [placement.device_of(site, row(rank, [1], [1, 0])) for rank in (0, 1)] == [1, 0]
+    assert placement.device_of(site, row(1, [1], [])) == 1
+
+
+@pytest.mark.only(schedulers=["slurm"])
+def test_a_job_script_can_be_unbound(site):
+    script = (site.folder / site.facts["submit"]).read_text()
+    assert "srun_flags=(--cpu-bind=none)" in placement.unbound(script) and "--kill-on-bad-exit" in script
+
+
+def test_ranges():
+    assert shape.numbers("0,8-10") == [0, 8, 9, 10] and shape.numbers("") == []
+    assert placement.ranges({0, 8, 9, 10}) == "0,8-10"
