@@ -130,9 +130,8 @@ def extras(session: nox.Session) -> None:
 @nox.session
 def cluster(session: nox.Session) -> None:
     """Raise each site's virtual cluster, a real Slurm on this machine, and look at it: as root. `-- --site NAME_OR_FOLDER`."""
-    install(
-        session, "numpy", "pytest", "pytest-timeout", "mpi4py", "mpich"
-    )  # also what conformance/cluster/prefix.py takes along
+    # Also what conformance/cluster/prefix.py takes along for the sites' own jobs.
+    install(session, "numpy", "pytest", "pytest-timeout", "mpi4py", "mpich")
     parts = empty(session, "parts")
     flags = ["--cluster", "--rung=cluster", f"--part={parts}", *session.posargs]
     session.run("python", "-m", "pytest", "conformance/test_cluster.py", *flags)
