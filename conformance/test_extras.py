@@ -25,8 +25,8 @@ MINUTES = 15  # to prepare what no wheel is there for
 @pytest.mark.clause("E1", "E2")
 def test_an_extra_runs_as_the_site_says(check, site, extra, tmp_path):
     """In a copy of the site's files, as a user has one, and with a home of its own."""
+    (tmp_path / "site").mkdir()
     for name in {*site.facts.get("files", []), "site.toml"}:
-        (tmp_path / "site").mkdir(exist_ok=True)
         shutil.copy(site.folder / name, tmp_path / "site" / name)
     run_dir = tmp_path / "run"
     if "prepare" in extra:

@@ -18,6 +18,7 @@ import zipfile
 from pathlib import Path
 
 from conformance.cluster import Layer, prefix
+from conformance.cluster.shape import numbers
 from conformance.sites import Site
 
 HERE = Path(__file__).parent / "stand_ins"
@@ -137,12 +138,6 @@ def facts(site: Site) -> dict[str, str]:
         REQUIRED=" ".join(["Account_Name"] * ("account" in queue) + ["filesystems"] * ("filesystems" in queue)),
         DOMAIN=slow_domain(site),
     )
-
-
-def numbers(text: str) -> list[int]:
-    """0,52 or 0-3,8 as numbers."""
-    pairs = [part.partition("-") for part in text.split(",") if part]
-    return [number for first, _, last in pairs for number in range(int(first), int(last or first) + 1)]
 
 
 def slow_domain(site: Site) -> str:

@@ -363,7 +363,7 @@ def as_user(command: list[str], folder: str | None = None) -> list[str]:
 
 
 def home_of_python() -> str:
-    """The folder in /root that this Python lives in, if it does: /root/.pyenv, for example."""
+    """The folder in root's home that this Python lives in, if it does: no ordinary user could run it."""
     prefix = Path(sys.base_prefix).resolve()
     return str(Path("/root", prefix.relative_to("/root").parts[0])) if prefix.is_relative_to("/root/") else ""
 

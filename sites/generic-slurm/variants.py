@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 from ddp_core import Rank
 from ddp_core.config import TrainConfig, parse
-from ddp_core.data import load, rows_of_rank, sample_order
+from ddp_core.data import load, rows_of_rank, sample_order, steps_per_epoch
 from ddp_core.device import describe, prepare_device, versions
 from ddp_core.errors import ExitCode, Failure, NonFiniteError, PreflightError, SnapshotError, UsageError
 from ddp_core.model import build, initial_parameters, objective
@@ -67,7 +67,7 @@ class Run:
         self.model.to(self.device, dtype)
         rule = dict(lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
         self.optimizer = torch.optim.SGD(self.model.parameters(), **rule)
-        self.steps_per_epoch = min(len(data.train) // config.global_batch_size, config.steps_per_epoch or len(data.train))
+        self.steps_per_epoch = steps_per_epoch(config, data)
         self.total_steps, self.directory = config.epochs * self.steps_per_epoch, None
         self.step, self.loss_sum, self.history, self.best = 0, 0.0, [], None
 
