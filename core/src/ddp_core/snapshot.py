@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -186,10 +187,7 @@ class RunDirectory:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _refuse_if_alive(self, me: dict) -> None:
-        clock = self.folder / f".clock.{os.getpid()}.tmp"
-        clock.touch()  # so that both times are by the file server's clock
-        silent = clock.stat().st_mtime - self._lock.stat().st_mtime
-        clock.unlink()
+        """Of a job on another host only the silence of its lock tells that it is dead; one beat tells that it lives."""
         try:
             owner = json.loads(self._lock.read_text())
         except ValueError:
@@ -197,9 +195,30 @@ class RunDirectory:
         owner = owner if isinstance(owner, dict) else {}
         local = all(owner.get(name) == me[name] for name in ("host", "pids"))
         name = f"job {owner.get('job_id')} (host {owner.get('host')}, process {owner.get('pid')})"
-        if silent < 6 * HEARTBEAT and not (local and not Path(f"/proc/{owner['pid']}").exists()):
-            raise PreflightError(f"--run-dir {self.folder} is in use by {name}: wait, cancel that job, or pass another")
+        in_use = PreflightError(f"--run-dir {self.folder} is in use by {name}: wait, cancel that job, or pass another")
+        if local and Path(f"/proc/{owner['pid']}").exists():
+            raise in_use
+        beat, told = self._lock.stat().st_mtime, False
+        while not local and (missing := 6 * HEARTBEAT - (self._now() - beat)) > 0:
+            if not told:
+                print(f"warning: {name} may still write into {self.folder}: looking for {missing:.0f} s", flush=True)
+                told = True
+            time.sleep(min(missing, HEARTBEAT / 20))
+            try:
+                alive = self._lock.stat().st_mtime != beat
+            except FileNotFoundError:  # it has just ended
+                return
+            if alive:
+                raise in_use
         print(f"warning: taking {self.folder} over from {name}, which is dead", flush=True)
+
+    def _now(self) -> float:
+        """By the file server's clock, as the time of the lock is."""
+        clock = self.folder / f".clock.{os.getpid()}.tmp"
+        clock.touch()
+        now = clock.stat().st_mtime
+        clock.unlink()
+        return now
 
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT):
