@@ -88,7 +88,7 @@ ln -s fd/1 $dev/stdout
 ln -s fd/2 $dev/stderr
 ln -s pts/ptmx $dev/ptmx
 
-# ---- more CPUs than this machine has --------------------------------------------------------------------------------
+# ---- more CPUs than this machine has, and a slower disk -------------------------------------------------------------
 
 # A user binds a task that root has bound before: everybody may replace what lies there.
 chmod 777 $root/run/vcpu
@@ -97,9 +97,9 @@ if ((cpus)); then
         echo "0-$((cpus - 1))" >$root/run/cpus
         mount --bind $root/run/cpus $root/sys/devices/system/cpu/$kind
     done
-    cp "$folder/vcpu.so" $root/run/vcpu.so
+    cp "$folder/vcpu.so" "$folder/disk.so" $root/run
     echo "$cpus" >$root/run/vcpu/count
-    echo /run/vcpu.so >$root/etc/ld.so.preload
+    printf '%s\n' /run/vcpu.so /run/disk.so >$root/etc/ld.so.preload
 fi
 
 # Not chroot, in which no user may make a namespace, and so no container.

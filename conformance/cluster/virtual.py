@@ -174,6 +174,12 @@ class VirtualSite:
         os.kill(self._pid(node), signal.SIGKILL)
         self._inits[node].wait()
 
+    def slow_disk(self, seconds: float) -> None:
+        """From now on each fsync on a node lasts so long; 0: as long as this machine's."""
+        told = self.folder / "shared/fsync"
+        (self.folder / "shared/fsync.new").write_text(str(seconds))
+        (self.folder / "shared/fsync.new").rename(told)
+
     def _pid(self, node: str) -> int:
         node = LOGIN if node == "login" else node
         alive = [name for name in self.pids if self._inits[name].poll() is None]
@@ -264,9 +270,10 @@ class VirtualSite:
             paths[MODULES] = made.modulepath
         lines = [f"{place.format(user=USER)}\t{source.resolve() if source else ''}\n" for place, source in paths.items()]
         (self.folder / "paths").write_text("".join(lines))
-        command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(self.folder / "vcpu.so"), str(HERE / "vcpu.c"), "-ldl"]
-        if not (self.folder / "vcpu.so").is_file():
-            _must(subprocess.run(command, capture_output=True, text=True, check=False), "vcpu.c")
+        for name in ("vcpu", "disk"):
+            command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(self.folder / f"{name}.so"), str(HERE / f"{name}.c"), "-ldl"]
+            if not (self.folder / f"{name}.so").is_file():
+                _must(subprocess.run(command, capture_output=True, text=True, check=False), f"{name}.c")
 
     def _boot(self) -> None:
         """All at once. A node says its PID when it is ready; a node that fails says why."""
