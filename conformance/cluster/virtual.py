@@ -5,7 +5,8 @@
     python -m conformance.cluster.virtual --folder FOLDER --down
 
 The first raises it, says how long that took, and takes it down; with --keep a shell on its login node comes in between. The
-others are for a second terminal. Needs root, and of Debian slurmctld, slurmd, slurm-client, munge, iproute2, gcc and lmod.
+others are for a second terminal. Needs root, and of Debian slurmctld, slurmd, slurmdbd, slurm-client, munge,
+mariadb-server-core, iproute2, gcc and lmod; none of their daemons has to run.
 
 Everything is made from site.toml. A node is a set of namespaces (mount, network, UTS, IPC, PID), whose PID 1 is boot.sh: with
 it goes whatever the node has, and it goes with the process that raised it. Networks are inside the namespaces, so that any
@@ -28,7 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from conformance import sites
-from conformance.cluster import Layer, layer
+from conformance.cluster import Layer, accounting, layer
 from conformance.cluster.shape import (
     LOGIN,
     SUBNET,
@@ -51,6 +52,8 @@ PACKAGES = {
     "slurmd": "slurmd",
     "sinfo": "slurm-client",
     "munged": "munge",
+    "mariadbd": "mariadb-server-core",
+    "slurmdbd": "slurmdbd",
     "ip": "iproute2",
     "unshare": "util-linux",
     "nsenter": "util-linux",
@@ -249,7 +252,8 @@ class VirtualSite:
             "group": _with("/etc/group", f"{USER}:", f"{USER}:x:{UID}:"),
             # Without an entry here `su` fails, and with it what gives a job of --export=NONE its environment.
             "shadow": _with("/etc/shadow", f"{USER}:", f"{USER}:*:19000:0:99999:7:::"),
-            "slurm/slurm.conf": slurm_conf(self.site, self.names, self.settings),
+            "slurm/slurm.conf": slurm_conf(self.site, self.names, accounting.settings(self.site) | self.settings),
+            "slurm/slurmdbd.conf": accounting.SLURMDBD_CONF,
             "slurm/gres.conf": gres_conf(self.site),
             "slurm/cgroup.conf": "CgroupPlugin=cgroup/v1\n",
         }
@@ -262,6 +266,7 @@ class VirtualSite:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
         (every / "etc/shadow").chmod(0o640)
+        (every / "etc/slurm/slurmdbd.conf").chmod(0o600)  # or slurmdbd would not start
         for name in (LOGIN, *self.names):
             (self.folder / "node" / name / "etc").mkdir(parents=True)
             (self.folder / "node" / name / "etc/hostname").write_text(f"{name}\n")
@@ -309,6 +314,9 @@ class VirtualSite:
                 lines += [f"link add {port} type veth peer name {interface} netns {self.pids[name]}"]
                 lines += [f"link set {port} master {interface} up"]
             lines += [f"link set {interface} up"]
+        # Of the login node with itself: slurmdbd writes a message in two parts, of which the second waits for the first one's
+        # acknowledgment, 40 ms.
+        lines += [f"route replace local {SUBNET}.0.1 dev {interfaces_of(self.site)[0]} table local quickack 1"]
         self._ip(LOGIN, lines)
         for number, name in enumerate(self.names, 11):
             lines = []
@@ -328,8 +336,11 @@ class VirtualSite:
         (munge / "key").chmod(0o400)
         # One for all: its socket lies in a folder that all nodes have.
         munged = "munged --force --key-file=/run/munge/key --seed-file=/run/munge/seed --log-file=/run/cluster/log/munged.log"
-        for command in (f"{munged} --socket=/run/munge/munge.socket.2 --pid-file=/run/munge/munged.pid", "slurmctld"):
-            _must(self.on("login", command.split(), user=False), command.split()[0])
+        munged += " --socket=/run/munge/munge.socket.2 --pid-file=/run/munge/munged.pid"
+        # slurmctld starts only if slurmdbd answers.
+        steps = dict(munged=munged.split()) | accounting.steps(self.site, USER) | dict(slurmctld=["slurmctld"])
+        for what, command in steps.items():
+            _must(self.on("login", command, user=False), what)
         slurmd = ["env", f"HWLOC_SYNTHETIC={topology(self.site)}", "slurmd"]
         running = [
             subprocess.Popen(
