@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.cluster import placement, shape, virtual
+from conformance.cluster import accounting, placement, shape, virtual
 from conformance.sites import Site
 
 THREADS = dict(
@@ -80,6 +80,34 @@ def test_names_and_addresses():
 def test_devices_are_slurms_only_where_the_site_has_slurm():
     site = Site(Path("made-up"), THREADS | dict(scheduler="pbs"))
     assert shape.gres_conf(site) == "" and "gpu" not in shape.slurm_conf(site, ["n0001"], {})
+
+
+def test_root_alone_can_make_jobs_give_way():
+    text = shape.slurm_conf(made_up(), ["n0001"], {})
+    assert "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\nPartitionName=DEFAULT GraceTime=" in text
+    urgent = next(line for line in text.splitlines() if f"PartitionName={shape.URGENT} " in line)
+    assert {"PriorityTier=2", "PreemptMode=OFF", "RootOnly=YES", "Hidden=YES"} <= {*urgent.split()}
+    longer = shape.slurm_conf(made_up(), ["n0001"], {"PartitionName": "DEFAULT GraceTime=90"})
+    assert "PartitionName=DEFAULT GraceTime=90\n" in longer and longer.count("GraceTime") == 1
+    pbs = Site(Path("made-up"), THREADS | dict(scheduler="pbs"))
+    assert shape.URGENT not in shape.slurm_conf(pbs, ["n0001"], {})
+
+
+def test_accounts_are_those_of_site_toml():
+    """With the first QOS for who asks for none. Nobody is asked where there is no account, nor where Slurm only stands in."""
+    site = Site(Path("made-up"), THREADS | dict(queue=dict(account="A1", qos=["debug", "normal"])))
+    told = accounting.settings(site)
+    assert told["AccountingStorageType"] == "accounting_storage/slurmdbd" and told["AccountingStorageHost"] == shape.LOGIN
+    assert {"associations", "qos"} <= {*told["AccountingStorageEnforce"].split(",")}
+    adds = [command[3:] for command in accounting.steps(site, "me").values() if command[0] == "sacctmgr"]
+    user = ["user", "me", "Account=A1", "QOS=debug,normal", "DefaultQOS=debug"]
+    assert adds == [["cluster", "made-up"], ["qos", "debug"], ["account", "A1"], user]
+    without = Site(Path("made-up"), THREADS | dict(queue=dict(account="A1")))
+    assert "sacctmgr add qos" not in accounting.steps(without, "me")
+    assert accounting.steps(without, "me")["sacctmgr add user"][-1] == "DefaultQOS=normal"
+    for nobody in (made_up(), Site(Path("made-up"), site.facts | dict(scheduler="pbs"))):
+        assert not accounting.steps(nobody, "me") and not accounting.settings(nobody)
+    assert f"DbdHost={shape.LOGIN}\n" in accounting.SLURMDBD_CONF
 
 
 def test_every_site_has_a_cluster(site):

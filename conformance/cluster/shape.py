@@ -6,6 +6,8 @@ print(slurm_conf(site, names_of(site, 2), {}))      of a conformance.sites.Site
 from conformance.sites import Site
 
 LOGIN = "login1"
+# Root's own partition, whose jobs preempt all others: sbatch --partition=urgent --exclusive --nodelist=NODES --wrap=true
+URGENT = "urgent"
 SUBNET = "10.253"  # .K.1: the login node's interface K; .K.11 and on: the nodes'
 # What Slurm is told of a device, by the variable through which the machine hands devices to ranks.
 DEVICE_FLAGS = {
@@ -101,6 +103,10 @@ def slurm_conf(site: Site, names: list[str], settings: dict[str, str]) -> str:
     )
     devices = devices_of(site)
     told |= dict(GresTypes="gpu") if devices else {}
+    if site.facts["scheduler"] == "slurm":
+        # For the grace time, the ranks of a job that is preempted have SIGTERM, or their --signal instead under
+        # SlurmctldParameters=preempt_send_user_signal; then it is requeued. https://slurm.schedmd.com/preempt.html
+        told |= dict(PreemptType="preempt/partition_prio", PreemptMode="REQUEUE", PartitionName="DEFAULT GraceTime=30")
     told |= settings
     facts = dict(Sockets=sockets, CoresPerSocket=cores, ThreadsPerCore=threads, RealMemory=node["memory_gib"] * 1024)
     facts |= dict(Gres=f"gpu:{devices}") if devices else {}
@@ -117,6 +123,9 @@ def slurm_conf(site: Site, names: list[str], settings: dict[str, str]) -> str:
             f"PartitionName={partition} Nodes=ALL Default={'YES' if partition == default else 'NO'} "
             f"OverSubscribe={'EXCLUSIVE' if whole else 'NO'} State=UP"
         ]
+    if site.facts["scheduler"] == "slurm":
+        # Users do not see it, and have the partitions of site.toml.
+        lines += [f"PartitionName={URGENT} Nodes=ALL PriorityTier=2 PreemptMode=OFF RootOnly=YES Hidden=YES State=UP"]
     return "\n".join(lines) + "\n"
 
 
