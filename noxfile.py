@@ -134,7 +134,8 @@ def cluster(session: nox.Session) -> None:
     install(session, "numpy", "pytest", "pytest-timeout", "mpi4py", "mpich")
     parts = empty(session, "parts")
     flags = ["--cluster", "--rung=cluster", f"--part={parts}", *session.posargs]
-    session.run("python", "-m", "pytest", "conformance/test_cluster.py", *flags)
+    files = [f"conformance/test_{name}.py" for name in ("cluster", "queue")]
+    session.run("python", "-m", "pytest", *files, *flags)
 
 
 @nox.session
