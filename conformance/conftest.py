@@ -29,7 +29,7 @@ if pytest_mpi and not hasattr(pytest_mpi, "MPIPlugin"):
 OF_RANKS = "test_run.py"
 OF_MINUTES = "test_broken.py"
 OF_EXTRAS = "test_extras.py"
-OF_CLUSTER = "test_cluster.py"
+OF_CLUSTER = ("test_cluster.py", "test_pbs.py")
 
 
 def pytest_addoption(parser):
@@ -82,7 +82,7 @@ def pytest_ignore_collect(collection_path, config):
     """What needs ranks, or minutes, is not there without them, rather than skipped."""
     missing = {OF_RANKS: not config.pluginmanager.has_plugin("ranks")}
     missing |= {OF_MINUTES: not config.getoption("--broken"), OF_EXTRAS: not config.getoption("--extras")}
-    missing |= {OF_CLUSTER: not config.getoption("--cluster")}
+    missing |= dict.fromkeys(OF_CLUSTER, not config.getoption("--cluster"))
     return missing.get(collection_path.name) or None
 
 
