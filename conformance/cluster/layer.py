@@ -18,7 +18,7 @@ import zipfile
 from pathlib import Path
 
 from conformance.cluster import Layer, prefix
-from conformance.cluster.shape import numbers
+from conformance.cluster.shape import LOGIN, numbers
 from conformance.sites import Site
 
 HERE = Path(__file__).parent / "stand_ins"
@@ -117,7 +117,7 @@ def stand_ins(site: Site) -> dict[str, list[str]]:
     elif image:
         found[""] += ["shifter", "shifterimg"]
     if site.facts.get("scheduler") == "pbs":
-        found[""] += ["qsub", "qstat", "qdel", "pbsnodes", "mpiexec"]
+        found[""] += ["qsub", "qstat", "qdel", "qsig", "pbsnodes", "mpiexec"]
     return found
 
 
@@ -134,6 +134,7 @@ def facts(site: Site) -> dict[str, str]:
         IMAGES="" if image_file(site) else image,
         CPUS=str(cores * threads),
         RESERVED=" ".join(map(str, reserved)),
+        SERVER=LOGIN,
         QUEUES=" ".join(queue.get("partitions", [])),
         REQUIRED=" ".join(["Account_Name"] * ("account" in queue) + ["filesystems"] * ("filesystems" in queue)),
         DOMAIN=slow_domain(site),

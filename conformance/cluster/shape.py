@@ -101,6 +101,9 @@ def slurm_conf(site: Site, names: list[str], settings: dict[str, str]) -> str:
         MinJobAge="3600",
         PropagateResourceLimits="NONE",
     )
+    if site.facts["scheduler"] == "pbs":
+        # Its stand-in ends a job at its walltime to the second, which Slurm cannot; KILL comes 10 s after TERM.
+        told |= dict(OverTimeLimit="1", KillWait="10")
     devices = devices_of(site)
     told |= dict(GresTypes="gpu") if devices else {}
     if site.facts["scheduler"] == "slurm":
