@@ -20,10 +20,12 @@ from conformance.cluster import layer, prefix
 from conformance.sites import Site
 
 FACTS = dict(IMAGES="ours/torch:1.0", CPUS="8", RESERVED="0 4", QUEUES="debug prod", REQUIRED="Account_Name filesystems")
+FACTS |= dict(SERVER="server")
 # A scheduler that takes everything and says what it was told.
 SLURM = {
     "sbatch": 'printf "%s\\n" "$@" >asked; cat >body; echo 7',
-    "scontrol": 'echo "JobState=${STATE:-RUNNING} RunTime=00:01:00 Restarts=0 ExitCode=${ENDED:-0:0} Reason=None"',
+    "scontrol": 'echo "JobState=${STATE:-RUNNING} RunTime=00:01:00 Restarts=0 ExitCode=${ENDED:-0:0} Reason=${WHY:-None}"; '
+    'echo "Dependency=${AFTER:-(null)}"',
     "scancel": 'echo "cancelled $*"',
     "srun": 'printf "%s\\n" "$@"; echo "SLURM_JOB_ID=$SLURM_JOB_ID FOO=${FOO:-}"',
     "sinfo": "printf 'n1 idle\\nn2 down*\\nn3 drain\\n'",
@@ -39,6 +41,10 @@ JOB = """#!/bin/bash
 echo started
 #PBS -q unread
 """
+
+
+# A job that has run: of one that was deleted before, PBS tells no Exit_status.
+STARTED = "qsub job.pbs && touch ~/.pbs-stand-in/7.SC"
 
 
 @dataclass
@@ -98,8 +104,24 @@ RULES = [
     Rule("apptainer --quiet exec --env FOO=1 i.sif env", 0, "FOO=1"),
     Rule("apptainer exec --bind . i.sif env", 0, "FOO=1", dict(APPTAINERENV_FOO="1")),
     Rule("qsub --version", 0, "a stand-in"),
-    Rule("qsub job.pbs && cat asked", 0, r"7\.[\s\S]*--nodes=2\n--partition=debug\n--time=0:600\n"),
-    Rule("qsub -q prod -l select=3 job.pbs && cat asked", 0, "--nodes=3\n--partition=prod\n"),
+    Rule("qsub job.pbs && cat asked", 0, r"7\.server\n[\s\S]*--partition=debug\n--time=0:600\n[\s\S]*--nodes=2\n"),
+    Rule("qsub -q prod -l select=3 job.pbs && cat asked", 0, r"--partition=prod\n[\s\S]*--nodes=3\n"),
+    Rule("qsub -l select=4 job.pbs && WHY=JobHeldUser STATE=PENDING qstat -f 7", 0, "comment = Can Never Run: Not enough"),
+    Rule("qsub -z job.pbs && cat asked", 0, "^--parsable\n"),
+    Rule("qsub -r n job.pbs && cat asked", 0, "\n--no-requeue\n"),
+    Rule("qsub -W depend=afterok:7.server:8.server job.pbs && cat asked", 0, "=afterok:7:8\n--kill-on-invalid-dep=yes\n"),
+    Rule("qsub -W depend=afterok:7.server,afterany:8 job.pbs && cat asked", 0, "=afterok:7,afterany:8\n"),
+    Rule("qsub -W depend=beforeok:7.server job.pbs", 1, "no depend=beforeok here"),
+    Rule("qsub -W depend=afterok:7 -W tolerate_node_failures=all job.pbs && cat asked", 0, "--no-kill\n--dependency=afterok:7"),
+    Rule("qsub -W block=true job.pbs", 1, "no -W block here"),
+    Rule("qsub -J 0-3 job.pbs", 1, "no -J here"),
+    Rule("qsub job.pbs && cat asked", 0, r"--output=/\S*/home/\.pbs-stand-in/%j\.OU\n--"),
+    Rule("qsub -j n job.pbs && cat asked", 0, r"--output=/\S*%j\.OU\n--error=/\S*%j\.ER\n"),
+    Rule("qsub -j eo -k doe job.pbs && cat asked", 0, r"--output=/\S*/here/job\.pbs\.e%j\n"),
+    Rule("qsub -k oe job.pbs && cat asked", 0, r"--output=/\S*/home/job\.pbs\.o%j\n"),
+    Rule("mkdir -p o && qsub -o o/ -k doe job.pbs && cat asked", 0, r"--output=/\S*/here/o//%j\.server\.OU\n"),
+    Rule("qsub job.pbs && cat body", 0, r"mv /\S*/\.pbs-stand-in/\$number\.OU /\S*/here/job\.pbs\.o\$number\n"),
+    Rule("qsub -k doe job.pbs && ! grep -w mv body", 0, "7.server"),
     Rule("qsub -v TRAIN_ARGS='--epochs 3',A=1 job.pbs && cat body", 0, "TRAIN_ARGS='--epochs 3' A=1 "),
     Rule("qsub job.pbs && cat body", 0, "exec env -i .*OMP_NUM_THREADS=1"),
     Rule("qsub -v A=1,B=1 -v A=2 job.pbs && grep -c ' A=2 ' body && ! grep B=1 body", 0, "1"),
@@ -110,6 +132,8 @@ RULES = [
     Rule("qsub -q unread job.pbs", 170, "Unknown queue"),
     Rule("qsub no.pbs", 1, "script file:: No such file or directory"),
     Rule("qsub -l slect=2 job.pbs", 187, "Unknown resource Resource_List.slect"),
+    Rule("qsub -l nodect=2 job.pbs", 155, "read only or insufficient permission"),
+    Rule("grep -v select job.pbs >b && qsub -l nodes=2 b", 1, "no -l nodes without select here"),
     Rule("qsub -l nodes=2 job.pbs", 6, "Cannot be used with select or place: nodes"),
     Rule("qsub -l select=2:place=scatter job.pbs", 1, "Resource invalid in 'select' specification: place"),
     Rule("qsub -j out job.pbs", 2, "illegal -j value"),
@@ -118,15 +142,24 @@ RULES = [
     Rule("sed 's/^#PBS -A/# PBS -A/' job.pbs >b && qsub b", 1, "Account_Name is required"),
     Rule("qsub job.pbs && qstat -f 7.host", 0, r"Job_Name = job\.pbs[\s\S]*job_state = R[\s\S]*run_count = 1"),
     Rule("qsub job.pbs && qstat -f 7", 35, "Job has finished", dict(STATE="COMPLETED")),
-    Rule("qsub job.pbs && qstat -x -f 7", 0, "Exit_status = 75", dict(STATE="FAILED", ENDED="75:0")),
-    Rule("qsub job.pbs && qstat -x -f 7", 0, "Exit_status = 271", dict(STATE="CANCELLED", ENDED="0:15")),
-    Rule("qsub job.pbs && qstat -x -f 7", 0, "Exit_status = -29", dict(STATE="TIMEOUT", ENDED="0:15")),
+    Rule("qsub job.pbs && qstat -f 7", 0, "job_state = H\n", dict(STATE="PENDING", AFTER="afterok:1(unfulfilled)")),
+    Rule(f"{STARTED} && qstat -x -f 7", 0, "Exit_status = 75", dict(STATE="FAILED", ENDED="75:0")),
+    Rule(f"{STARTED} && qstat -x -f 7", 0, "Exit_status = 266", dict(STATE="FAILED", ENDED="0:10")),
+    Rule(f"{STARTED} && qstat -x -f 7", 0, "Exit_status = 271", dict(STATE="CANCELLED", ENDED="0:0")),
+    Rule(f"{STARTED} && qstat -x -f 7", 0, "Exit_status = -29", dict(STATE="TIMEOUT", ENDED="0:15")),
+    Rule(f"{STARTED} && touch ~/.pbs-stand-in/7.over && qstat -x -f 7", 0, "Exit_status = -29", dict(STATE="CANCELLED")),
+    Rule("qsub job.pbs && qstat -x -f 7 | grep -c Exit_status", 1, r"\n0\n$", dict(STATE="CANCELLED")),
     Rule("qstat -f 8", 153, "Unknown Job Id 8"),
     Rule("qstat -F 8", 2, "invalid option -- 'F'"),
     Rule("qstat --version", 0, "a stand-in"),
     Rule("qsub job.pbs && qdel 7.host", 0, "cancelled 7$"),
     Rule("qdel 8", 153, "Unknown Job Id 8"),
     Rule("qdel -W force 8", 2, "only qdel JOB"),
+    Rule("qsub job.pbs && qdel 7", 35, "qdel: 7 Job has finished", dict(STATE="COMPLETED")),
+    Rule("qsig --version", 0, "a stand-in"),
+    Rule("qsub job.pbs && qsig -s SIGUSR1 7.server", 0, "cancelled --full --signal=USR1 7$"),
+    Rule("qsig 8", 153, "qsig: Unknown Job Id 8"),
+    Rule("qsig -x 8", 2, r"only qsig \[-s SIGNAL\] JOB"),
     Rule("pbsnodes -l", 0, r"^n2 +down\nn3 +down\n$"),
     Rule("pbsnodes -z", 2, "only pbsnodes -l"),
     Rule("mpiexec --version", 0, "a stand-in"),
@@ -136,6 +169,8 @@ RULES = [
     Rule("mpiexec -n 2 --ppn 2 --cpu-bind list:1-3:5,6 ./rank.sh", 0, "--cpu-bind=mask_cpu:0xe,0x60\n"),
     Rule("mpiexec -n 2 --ppn 2 --depth=2 --cpu-bind depth ./rank.sh", 0, "--cpu-bind=mask_cpu:0x6,0x28\n"),
     Rule("mpiexec -n 1 ./rank.sh", 0, "--kill-on-bad-exit=1\n"),
+    Rule("mpiexec -n 1 --pmi=pmix ./rank.sh", 0, r"PMIX_RANK=\$SLURM_PROCID"),
+    Rule("mpiexec -n 1 --envnone ./rank.sh", 1, "unrecognized option '--envnone'"),
     Rule("mpiexec -n 1 --env FOO=1 ./rank.sh", 0, "SLURM_JOB_ID=7 FOO=1"),
     Rule("mpiexec -n 2 --cpu-bind list:0-3:5,6 ./rank.sh", 1, "CPU 0 of --cpu-bind is not the job's"),
     Rule("mpiexec -n 3 --ppn 3 --cpu-bind list:1:2 ./rank.sh", 1, "has 2 entries for 3 ranks a node"),
@@ -165,12 +200,27 @@ BROKEN = [
     ("qsub", 'if line.startswith("#PBS "):', 'if (line := line.replace("# PBS", "#PBS")).startswith("#PBS "):'),
     ("qsub", 'if told.get("q", "") not in', "if 0 not in [0] and"),
     ("qsub", "        if name not in RESOURCES:", "        if False:"),
+    ("qsub", "        if name in READ_ONLY:", "        if False:"),
+    ("qsub", '["--nodes=1", "--hold"] if never else', "[] if False else"),
+    ("qsub", ', "--kill-on-invalid-dep=yes"]', "]"),
+    ("qsub", 'return re.sub(r"\\.[^:,]*", "", told)', "return told"),
+    ("qsub", 'last if letter in keep else f"', 'last if True else f"'),
+    ("qsub", 'if letter in keep and "d" not in keep:', "if False:"),
+    ("qsub", "if joined is None]", "]"),
+    ("qsub", "and there != last]", "]"),
+    ("qsub", 'if flag in ("-l", "-W"):', 'if flag == "-l":'),
     ("qsub", "collect(directives(script) + given)", "collect(given + directives(script))"),
     ("qsub", 'told[flag.lstrip("-")] = value', 'told.setdefault(flag.lstrip("-"), value)'),
     ("qsub", "exec env -i ", "exec env "),
     ("qstat", 'if letter == "F" and "-x" not in flags:', "if False:"),
-    ("qstat", "{256 + int(signal) if int(signal or 0) else code}", "{code}"),
-    ("qdel", "if [[ ! -e", "if false && [[ ! -e"),
+    ("qstat", "code = 256 + signal", "pass"),
+    ("qstat", "code = 256 + 15", "pass"),
+    ("qstat", 'known.with_suffix(".over").exists() or', ""),
+    ("qstat", 'not known.with_suffix(".SC").exists()', "False"),
+    ("qstat", 'facts.get("Dependency", "(null)") != "(null)"', "False"),
+    ("qdel", "|| code=$?", "|| code=0"),
+    ("qsig", "|| code=$?", "|| code=0"),
+    ("qsig", " --full", ""),
     ("mpiexec", "if odd := [cpu for", "if odd := [] and [cpu for"),
     ("mpiexec", "    if nodes > len(names):", "    if False:"),
     ("mpiexec", 'refuse(re.sub(r"unrec', 'print(re.sub(r"unrec'),
@@ -212,8 +262,8 @@ class Machine:
     def broken(self, rules: list[Rule]) -> Iterator[str]:
         """What does not go as the rules say."""
         for rule in rules:
-            for left in ("asked", "body"):
-                (self.here / left).unlink(missing_ok=True)
+            for left in (self.here / "asked", self.here / "body", *self.home.parent.glob("home/.pbs-stand-in/*")):
+                left.unlink(missing_ok=True)
             ended = subprocess.run(
                 ["bash", "-c", rule.command], cwd=self.here, env=self.environ | rule.environ, capture_output=True, text=True,
                 check=False, timeout=30, stdin=subprocess.DEVNULL,
@@ -301,7 +351,7 @@ def test_an_image_file_lies_where_the_scripts_say(build):
 def test_stand_ins_follow_from_site_toml(build):
     made = build(software=dict(image="ours/torch:1.0", modules=["conda", "PrgEnv-gnu/8"]), scheduler="pbs")
     assert files(made.overlay / "usr/local/bin") == [
-        *sorted(["mpiexec", "pbsnodes", "qdel", "qstat", "qsub"]),
+        *sorted(["mpiexec", "pbsnodes", "qdel", "qsig", "qstat", "qsub"]),
         "shifter",
         "shifterimg",
     ]
