@@ -306,5 +306,5 @@ def test_ranks_are_on_the_cores_near_their_device(check, cluster, site, installe
 @rejects("J9")
 @only(schedulers=["slurm"])
 def test_ranks_that_are_not_bound_are_rejected(cluster, site, installed):
-    rows = placed(cluster, site, installed, placement.unbound)
+    rows = placed(cluster, site, installed, lambda script: placement.unbound(script, site.facts["launcher"]))
     assert any("cores=" in line or "core=" in line for line in placement.misplaced(site, rows))
