@@ -3,6 +3,7 @@
 python -m pytest conformance/test_virtual.py
 """
 
+import json
 import os
 import re
 import shutil
@@ -177,10 +178,20 @@ def test_of_several_devices_the_one_with_the_local_rank_is_used():
     assert placement.device_of(site, row(1, [1], [])) == 1
 
 
-@pytest.mark.only(schedulers=["slurm"])
 def test_a_job_script_can_be_unbound(site):
-    script = (site.folder / site.facts["submit"]).read_text()
-    assert "srun_flags=(--cpu-bind=none)" in placement.unbound(script) and "--kill-on-bad-exit" in script
+    script, launcher = (site.folder / site.facts["submit"]).read_text(), site.facts["launcher"]
+    changed = placement.unbound(script, launcher).splitlines()
+    (line,) = [number for number, line in enumerate(changed) if line not in script.splitlines()]
+    assert changed[line].strip() == "--cpu-bind=none" and changed[line + 1].strip() == ")"
+    assert [*changed[:line], *changed[line + 1 :]] == script.splitlines()
+    with pytest.raises(ValueError, match="no array other_flags"):
+        placement.unbound(script, "other")
+
+
+def test_a_rank_that_asks_mpi_is_counted():
+    told = [dict(rank=rank, host=host, cpus=[rank], visible=[]) for rank, host in enumerate(["a", "b", "a"])]
+    rows = placement.rows_of(map(json.dumps, reversed(told)))
+    assert [(row.rank, row.local_rank, row.node_rank) for row in rows] == [(0, 0, 0), (1, 0, 1), (2, 1, 0)]
 
 
 def test_ranges():

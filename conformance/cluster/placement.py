@@ -1,25 +1,26 @@
-"""On which cores, and with which device, a site's own job script starts each rank: seen by a probe that needs no torch.
+"""On which cores, and with which device, a site's own job script starts each rank: seen by a probe in the place of train.py.
 
-    python -m pytest conformance/test_cluster.py --cluster --site NAME -k near
+    python -m pytest conformance/test_cluster.py conformance/test_pbs.py --cluster -k near
 
-The probe takes the place of train.py; the job script is submitted as it stands, after the site's install.sh.
+The job script is submitted as it stands, after the site's install.sh. The probe looks after `import torch`, which might move a
+rank; without torch it is light, for what is broken anyhow.
 """
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from conformance.cluster.shape import numbers
 from conformance.sites import Site
 
-# A file a rank: srun cuts long lines, and those of many ranks mix.
+# A file a rank: a launcher cuts long lines, and those of many ranks mix.
 PROBE = r"""
 import json, os, socket
-NUMBERS = dict(rank="PROCID", local_rank="LOCALID", node_rank="NODEID")
-visible = os.environ.get("VARIABLE", "")
-facts = {name: int(os.environ["SLURM_" + number]) for name, number in NUMBERS.items()}
+facts = {name: int(os.environ[variable]) for name, variable in TOLD.items()}
+IMPORT
 facts |= dict(host=socket.gethostname(), cpus=sorted(os.sched_getaffinity(0)))
-facts |= dict(visible=[int(device) for device in visible.split(",") if device])
+facts |= dict(visible=[int(device) for device in os.environ.get("DEVICES", "").split(",") if device])
 with open(f"FOLDER/{facts['rank']}.json", "w") as file:
     json.dump(facts, file)
 """
@@ -37,19 +38,31 @@ class Row:
     visible: list[int]
 
 
-def probe(site: Site, folder: str) -> str:
-    """A train.py that leaves a file in the folder, for each rank."""
-    variable = site.facts["node"].get("device_environment", "")
-    return PROBE.replace("VARIABLE", variable).replace("FOLDER", folder)
+def probe(site: Site, folder: str, torch: bool = True) -> str:
+    """A train.py that leaves a file in the folder, for each rank; which it is, the variables of site.toml's launcher tell."""
+    launch, words = site.launches[0], ("rank", "local_rank", "node_rank")
+    told = {word: variables[0] for word in words if (variables := launch.variables_with(word))}
+    text = PROBE.replace("TOLD", repr(told)).replace("IMPORT", "import torch" if torch else "")
+    return text.replace("DEVICES", site.facts["node"].get("device_environment", "")).replace("FOLDER", folder)
 
 
-def unbound(script: str) -> str:
-    """The job script without its srun's flags: ranks are where they come to be."""
-    return re.sub(r"^srun_flags=\(\n.*?^\)$", "srun_flags=(--cpu-bind=none)", script, flags=re.MULTILINE | re.DOTALL)
+def unbound(script: str, launcher: str) -> str:
+    """The job script whose launcher binds no rank: ranks are where they come to be. Of a flag given twice the last counts."""
+    flags = rf"^( *){launcher}_flags=\(\n(.*?\n)\1\)$"
+    text, found = re.subn(flags, rf"\1{launcher}_flags=(\n\2\1    --cpu-bind=none\n\1)", script, flags=re.MULTILINE | re.DOTALL)
+    if not found:
+        raise ValueError(f"no array {launcher}_flags in the job script: its ranks cannot be unbound")
+    return text
 
 
-def rows_of(texts: list[str]) -> list[Row]:
-    return sorted((Row(**json.loads(text)) for text in texts), key=lambda row: row.rank)
+def rows_of(texts: Iterable[str]) -> list[Row]:
+    """In the order of their ranks. Where a rank asks MPI for its place and its node, these are counted."""
+    rows: list[Row] = []
+    for facts in sorted(map(json.loads, texts), key=lambda facts: facts["rank"]):
+        hosts = list(dict.fromkeys([*(row.host for row in rows), facts["host"]]))
+        before = sum(row.host == facts["host"] for row in rows)
+        rows.append(Row(**dict(local_rank=before, node_rank=hosts.index(facts["host"])) | facts))
+    return rows
 
 
 def device_of(site: Site, row: Row) -> int:
