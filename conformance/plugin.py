@@ -127,6 +127,13 @@ class Verdicts:
         part = dict(format=1, rung=self.rung, backend=self.backend, world_size=self.world_size, **self.where())
         part |= dict(expected={site: sorted(clauses) for site, clauses in self.expected.items()})
         part |= dict(checks=self.checks, curves=self.curves, objections=self.objections)
+        if self.rung == "cluster":
+            from conformance.cluster.layer import stand_ins  # not where jobs are submitted: it needs more than pytest
+
+            laid = {
+                site.name: sorted(name for names in stand_ins(site).values() for name in names) for site in self.config.sites
+            }
+            part |= dict(stand_ins={site: ", ".join(names) for site, names in laid.items() if names})
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{self.rung}-{self.backend}-{self.world_size}.json").write_text(json.dumps(part, indent=1))
 

@@ -80,7 +80,9 @@ def merge(parts: list[dict], date: str, commit: str | None = None, modified: boo
         for site in sorted({*part["expected"], *(of["site"] for of in checks + part["curves"])}):
             if wrong := [name for name in (site, part["backend"]) if not re.fullmatch(r"\w[\w.-]*", name)]:
                 raise ValueError(f"site or backend={wrong[0]}, but should be fit for the name of a file [{_where(part)}]")
-            same = dict(device=part["device"], date=date, commit=commit, modified=modified, versions=clean(part["versions"]))
+            told = {"stand-ins for": part["stand_ins"][site]} if site in part.get("stand_ins", {}) else {}
+            same = dict(device=part["device"], date=date, commit=commit, modified=modified)
+            same |= dict(versions=clean(part["versions"] | told))
             same |= dict(machine=clean({name: part["machine"].get(name) for name in ("cores", "accelerator", "accelerators")}))
             first = dict(format=1, site=site, rung=part["rung"], backend=part["backend"]) | same
             first |= dict(world_sizes=[], expected=[], checks=[], curves=[])

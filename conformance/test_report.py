@@ -438,3 +438,12 @@ def test_a_stale_page_is_noticed(tmp_path):
     for one in report.merge([part(checks=[FAILED])], "2031-05-05"):
         report.write(one, reports)
     assert stale(tmp_path) == ["index.html", "CONFORMANCE.md"]
+
+
+@clause("V7")
+def test_a_report_tells_which_commands_were_stand_ins():
+    checks = [checked(), checked(site="birch")]
+    ash, birch = report.merge([part(rung="cluster", checks=checks, stand_ins=dict(ash="qsub, mpiexec"))], "2031-05-04")
+    assert ash["versions"]["stand-ins for"] == "qsub, mpiexec" and "stand-ins for" not in birch["versions"]
+    told = Evidence([ash, birch], SITES, SPEC, golden.load()["losses"])
+    assert page.render(told).count("stand-ins for qsub, mpiexec") == 1
