@@ -280,14 +280,14 @@ def placed(cluster, site, folder: str, change: Callable[[str], str] = str) -> li
     results = here / f"placed-{time.monotonic_ns()}"
     results.mkdir()
     os.chown(results, UID, UID)
-    (here / "train.py").write_text(placement.probe(site, f"{folder}/{results.name}"))
+    (here / "train.py").write_text(placement.probe(site, f"{folder}/{results.name}", torch=change is str))
     script = (site.folder / site.facts["submit"]).read_text()
     (here / site.facts["submit"]).write_text(change(script))
     log = results / "log"
     # sbatch --wait looks after 2 s and then after 10.
     wait = 'while [[ $(squeue -h -t PD,R -j "$job") ]]; do sleep 0.2; done; scontrol show job "$job" | grep -q " ExitCode=0:0"'
     submit = f"sbatch --parsable --output={folder}/{results.name}/log {site.facts['submit']}"
-    ended = cluster.on("login", f"job=$({submit}) && {wait}", folder=folder, timeout=90)
+    ended = cluster.on("login", f"job=$({submit}) && {wait}", folder=folder, timeout=200)
     assert ended.returncode == 0, ended.stderr + (log.read_text() if log.exists() else "")
     return placement.rows_of([path.read_text() for path in results.glob("*.json")])
 
