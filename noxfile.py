@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
@@ -19,6 +20,8 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).parent
 SITE = ROOT / "sites" / "generic-slurm"  # the site that runs on any machine
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+OF_A_CLUSTER = ("conformance/test_nodes.py", "conformance/test_queue.py", "conformance/test_jobs.py")
+AT_ONCE = 3  # virtual clusters
 WORLD_SIZES = (2, 4, 1)  # in this order a snapshot goes on in more ranks and in fewer
 COUNT = """
 import sys, torch
@@ -129,13 +132,44 @@ def extras(session: nox.Session) -> None:
 
 @nox.session
 def cluster(session: nox.Session) -> None:
-    """Raise each site's virtual cluster, a real Slurm on this machine, and look at it: as root. `-- --site NAME_OR_FOLDER`."""
+    """Every site's job on its own virtual cluster, a real Slurm on this machine: as root. `-- --site NAME_OR_FOLDER`."""
     # Also what conformance/cluster/prefix.py takes along for the sites' own jobs.
-    install(session, "numpy", "pytest", "pytest-timeout", "mpi4py", "mpich")
-    parts = empty(session, "parts")
-    flags = ["--cluster", "--rung=cluster", f"--part={parts}", *session.posargs]
-    files = [f"conformance/test_{name}.py" for name in ("cluster", "queue")]
-    session.run("python", "-m", "pytest", *files, *flags)
+    install(session, "numpy", "pytest", "pytest-timeout", "pytest-mpi", "mpi4py", "mpich")
+    chosen, others = options().parse_known_args(session.posargs)
+    parts, handed_on, logs = empty(session, "parts"), empty(session, "handed-on"), empty(session, "logs")
+    session.env.update(OMP_NUM_THREADS="1", MPIEXEC_TIMEOUT="600")
+    pytest = ("python", "-m", "pytest")
+    session.run("python", "-c", "import sys; from conformance.cluster.virtual import missing; sys.exit(missing())")
+    session.run("python", "-m", "conformance.cluster.prefix", silent=True)  # once, and not by several at the same time
+    # What snapshots are compared to: 4 ranks without a scheduler, of any site.
+    before = ("--with-mpi", "--device=cpu", f"--handed-on={handed_on}", "--clause=C2", "-k=handed_on")
+    first = chosen.site[0] if chosen.site else str(SITE)
+    ranks = ("mpiexec", "-n", "4", *pytest, *before, f"--site={first}", "conformance/test_run.py")
+    session.run(*ranks, env=dict(EXPECT_WORLD="4"))
+
+    def look(name: str, *flags: str) -> str | None:
+        """Its last lines where it has failed. They wait more than they work: three at once are as quick as each alone."""
+        log = logs / f"{Path(name).name}.txt"
+        with open(log, "w") as file:
+            try:
+                session.run(*pytest, "--cluster", *flags, stdout=file, stderr=file, log=False)
+            except CommandFailed:
+                return f"{name}: failed, see {log}\n" + "\n".join(log.read_text().splitlines()[-60:])
+        print("\n".join(line for line in log.read_text().splitlines() if " passed" in line), flush=True)
+        return None
+
+    sites = chosen.site or sorted(path.parent.name for path in ROOT.glob("sites/*/site.toml"))
+    of_each = (*OF_A_CLUSTER, "--rung=cluster", f"--handed-on={handed_on}")
+    told = {name: (*of_each, f"--site={name}", f"--part={parts / Path(name).name}") for name in sites}
+    if not chosen.site:  # about no site: the clusters' own coming and going, and what is to be rejected
+        told |= {"clusters": ("conformance/test_cluster.py",), "broken": ("conformance/test_broken.py", "--broken")}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        failed = [*filter(None, pool.map(lambda name: look(name, *told[name], *others), told))]
+    outside = [folder for name in chosen.site if (folder := Path(name).resolve() / "site.toml").is_file()]
+    outside = [path.parent / "reports" for path in outside if ROOT not in path.parents]
+    session.run("python", "-m", "conformance.report", "--parts", str(parts), *(f"--reports={folder}" for folder in outside))
+    if failed:
+        session.error("\n\n".join(failed))
 
 
 @nox.session

@@ -29,7 +29,7 @@ if pytest_mpi and not hasattr(pytest_mpi, "MPIPlugin"):
 OF_RANKS = "test_run.py"
 OF_MINUTES = "test_broken.py"
 OF_EXTRAS = "test_extras.py"
-OF_CLUSTER = ("test_cluster.py", "test_pbs.py")
+OF_CLUSTER = ("test_cluster.py", "test_nodes.py", "test_queue.py", "test_jobs.py", "test_pbs.py")
 
 
 def pytest_addoption(parser):
@@ -60,8 +60,9 @@ def pytest_configure(config):
     )
     config.addinivalue_line(
         "markers",
-        "only(sizes, devices, mpi, schedulers): when this test says something; elsewhere it is not there. mpi: False, or what "
-        "a launcher whose ranks ask MPI must tell all the same. schedulers: of the sites that it is about",
+        "only(sizes, devices, mpi, schedulers, shared): when this test says something; elsewhere it is not there. mpi: False, "
+        "or what a launcher whose ranks ask MPI must tell all the same. schedulers: of the sites that it is about. shared: of "
+        "those whose nodes several jobs may share",
     )
     try:
         config.sites = sites.find(config.getoption("--site"))
@@ -95,12 +96,14 @@ def pytest_collection_modifyitems(config, items):
     def says_something(item) -> bool:
         launch, world_size, machine = launch_of(item), ranks and ranks.world.size, item.get_closest_marker("machine")
         scheduler = site.facts.get("scheduler") if (site := parameters(item).get("site")) else None
+        shares = bool(site and site.shares_nodes)
         if not machine if submitted else machine and machine.kwargs.get("only"):
             return False
         return (not wanted or bool({*wanted} & {*clauses_of(item)})) and all(
             world_size in mark.kwargs.get("sizes", [world_size])
             and config.getoption("--device") in mark.kwargs.get("devices", [config.getoption("--device")])
             and scheduler in mark.kwargs.get("schedulers", [scheduler])
+            and mark.kwargs.get("shared", shares) == shares
             and not (launch and launch.mpi and not tells(launch, mark.kwargs.get("mpi", True)))
             for mark in item.iter_markers("only")
         )
@@ -159,3 +162,15 @@ def world(request):
 def root(world, tmp_path_factory) -> Path:
     """Where the runs are: of jobs, where all nodes see them."""
     return getattr(world, "root", None) or world.on_rank_0(lambda: tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="session")
+def cluster(site, tmp_path_factory):
+    """The site's, with a spare node, under a Slurm that soon gives a node up."""
+    from conformance.cluster import layer
+    from conformance.cluster.virtual import VirtualSite
+
+    folder, settings = tmp_path_factory.mktemp("cluster"), dict(SlurmdTimeout="5", MessageTimeout="3", KillWait="5")
+    with VirtualSite(site, folder, nodes=3, build=layer.build, settings=settings) as raised:
+        print(f"{site.name}: up in {raised.seconds['up']:.2f} s")
+        yield raised

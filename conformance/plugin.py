@@ -242,6 +242,7 @@ class Submitted(Verdicts):
             raise pytest.UsageError("--submit: name the site of this machine, --site NAME_OR_FOLDER")
         told = {name: config.getoption(f"--{name}") for name in ("geometry", "device", "backend")}
         told |= dict(options=config.getoption("--submit"), timeout=config.getoption("--submit-timeout"))
+        told |= dict(poll=1.0) if config.getoption("--virtual") else {}  # nobody else is served there
         try:
             self.world = Jobs(config.sites[0], say=self._say, **told)
         except Refusal as refusal:

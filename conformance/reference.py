@@ -6,6 +6,7 @@ Read it as the definition of workload `digits`: its random numbers, its order of
 """
 
 import gzip
+import json
 import math
 import zlib
 from pathlib import Path
@@ -124,6 +125,17 @@ def worst_deviation(values: list[float], reference: list[float]) -> float:
 def amplification(perturbation: float = 1e-7) -> float:
     """How far the losses move when the initial parameters do, as a relative difference."""
     return worst_deviation(train(perturbation=perturbation)["losses"], train()["losses"])
+
+
+def take_apart(path: Path) -> dict:
+    """A safetensors file read by its format: a length, a JSON header, bytes."""
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    metadata = header.pop("__metadata__")
+    tensors = {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
+    sums = {name: zlib.crc32(raw[start:][slice(*entry["data_offsets"])]) for name, entry in header.items()}
+    return dict(keys=[*metadata], document=json.loads(metadata["ddp_core"]), tensors=tensors, crc32=sums)
 
 
 if __name__ == "__main__":

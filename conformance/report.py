@@ -256,7 +256,9 @@ def main(arguments: list[str] | None = None) -> int:
     from conformance import page
 
     parser = argparse.ArgumentParser(prog="python -m conformance.report", description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", type=Path, metavar="FOLDER", help="what the sessions of a run have left, *.json")
+    parser.add_argument(
+        "--parts", type=Path, metavar="FOLDER", help="what the sessions of a run have left, *.json, in folders, too"
+    )
     parser.add_argument("--reports", type=Path, metavar="FOLDER", default=HERE / "reports", help="default: %(default)s")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="default: CONFORMANCE.md beside SPEC.md, or in --reports")
     parser.add_argument("--date", default=str(datetime.date.today()), help="of the run (default: %(default)s)")
@@ -265,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     failed, missing = [], []
     try:
         if options.parts:
-            parts = read(options.parts.glob("*.json"))
+            parts = read(options.parts.rglob("*.json"))
             if not parts:
                 raise ValueError(f"--parts {options.parts}: no part in it, so nothing was checked")
             reports = merge(parts, str(datetime.date.fromisoformat(options.date)), *commit_of_this_tree())

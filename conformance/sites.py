@@ -81,6 +81,12 @@ class Site:
             for launcher in self.facts.get("launchers", [])
         ]
 
+    @property
+    def shares_nodes(self) -> bool:
+        """Whether nodes of its partition are given to several jobs at once."""
+        partition = self.facts.get("node", {}).get("partition", "batch")
+        return partition not in self.facts.get("queue", {}).get("exclusive", [partition])
+
     def job(self, script: Path) -> dict:
         """What [job] says of one of the job scripts."""
         job = self.facts["job"]

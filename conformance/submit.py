@@ -199,7 +199,8 @@ class Jobs:
     """One site's job script, for whatever a check wants trained. Raises Refusal where it cannot be submitted.
 
     options: for sbatch or qsub. geometry: (nodes, ranks a node), [job] of site.toml by default. device, backend: None and
-    "auto" leave them to the job script. timeout: seconds that a job may take from being submitted. say: takes a line of
+    "auto" leave them to the job script. timeout: seconds that a job may take from being submitted. poll: seconds between two
+    questions to the scheduler, at most. say: takes a line of
     progress.
     """
 
@@ -213,9 +214,11 @@ class Jobs:
         device: str | None = None,
         backend: str = "auto",
         timeout: float = float("inf"),
+        poll: float = POLL,
         say: Callable[[str], None] = print,
     ):
         self.site, self.told_device, self.told_backend, self.timeout, self.say = site, device, backend, timeout, say
+        self.poll = poll
         scheduler, self.script = str(site.facts.get("scheduler")), str(site.facts.get("submit"))
         if scheduler not in SCHEDULERS:
             known = " and ".join(SCHEDULERS)
@@ -363,7 +366,7 @@ class Jobs:
             if time.monotonic() - job.submitted > self.timeout:
                 raise Refusal(f"job {job.number} is still {job.look.state} after {self.timeout:g} s (--submit-timeout)")
             time.sleep(pause)
-            pause = min(1.5 * pause, POLL)
+            pause = min(1.5 * pause, self.poll)
 
     def _look_at(self, job: Job) -> None:
         if job.look.code is None:

@@ -1,27 +1,25 @@
-"""Virtual clusters, raised: that nodes and ranks are what site.toml says, and that nothing is left.
+"""Virtual clusters come and go, several at once, and nothing of them is left, however they end.
 
-    python -m pytest conformance/test_cluster.py --cluster [--site NAME_OR_FOLDER]
+    python -m pytest conformance/test_cluster.py --cluster
 
-As root, with Slurm. `nox -s cluster` runs it; test_virtual.py has what needs neither.
+As root, with Slurm. `nox -s cluster` runs it.
 """
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from conformance import sites
-from conformance.cluster import layer, placement
-from conformance.cluster.shape import LOGIN, cpus_of, interfaces_of
-from conformance.cluster.virtual import UID, USER, Refusal, VirtualSite
+from conformance.cluster.refusals import taken
+from conformance.cluster.shape import URGENT
+from conformance.cluster.virtual import Refusal, VirtualSite
 from conformance.sites import ROOT, Site
 
 clause, rejects, only = pytest.mark.clause, pytest.mark.rejects, pytest.mark.only
@@ -34,14 +32,6 @@ memory_gib = 1
 devices = 2
 interfaces = ["fab0", "fab1"]
 """
-
-
-@pytest.fixture(scope="session")
-def cluster(site, tmp_path_factory):
-    """The site's, with two nodes."""
-    with VirtualSite(site, tmp_path_factory.mktemp("cluster"), build=layer.build) as raised:
-        print(f"{site.name}: up in {raised.seconds['up']:.2f} s")
-        yield raised
 
 
 @pytest.fixture
@@ -193,118 +183,75 @@ def test_a_node_may_die(small, tmp_path):
     assert traces.left() == []
 
 
-# ---- a node ---------------------------------------------------------------------------------------------------------
+# ---- its queue ------------------------------------------------------------------------------------------------------
+
+MADE_UP = """
+name = "made-up"
+scheduler = "slurm"
+submit = "job.sl"
+files = ["job.sl"]
+[node]
+cores = 2
+memory_gib = 1
+devices = 0
+interfaces = ["fab0"]
+[queue]
+account = "Project_1"
+qos = ["first", "second"]
+constraints = ["disk"]
+"""
+JOB = """#!/bin/bash
+#SBATCH --account=Project_1
+#SBATCH --constraint=disk
+#SBATCH --nodes=2
+"""
 
 
-def test_names_and_addresses(cluster, site):
-    """hostname -i gives the address that the other nodes look up, on the first interface; no route leads out."""
-    for number, name in enumerate(cluster.names, 11):
-        said = cluster.on(name, "hostname; hostname -i; getent hosts $(hostname)").stdout.split()
-        address = f"10.253.0.{number}"
-        assert said[:3] == [name, address, address], said
-        for other in (LOGIN, *cluster.names):
-            assert cluster.on(other, f"getent hosts {name}").stdout.split()[:2] == [address, name]
-        links = cluster.on(name, "ls /sys/class/net; ip -4 -o address show").stdout
-        assert {*interfaces_of(site)} <= {*links.split()}
-        assert f"{address}/24" in next(line for line in links.splitlines() if f"{interfaces_of(site)[0]} " in line)
-        assert cluster.on(name, "ip route show default").stdout == ""
-    if domain := site.facts["node"].get("domain"):
-        assert cluster.on(LOGIN, f"getent hosts {cluster.names[1]}.{domain}").stdout.split()[0] == "10.253.0.12"
-    # Where the name leads, somebody answers, over every interface.
-    listen = "import socket; s = socket.create_server(('', 7777)); s.accept()"
-    for interface in interfaces_of(site):
-        with ThreadPoolExecutor() as pool:
-            server = pool.submit(cluster.on, cluster.names[1], ["timeout", "10", "python3", "-c", listen])
-            reach = (
-                f"for i in {{1..50}}; do echo > /dev/tcp/{cluster.names[1]}-{interface}/7777 && exit; sleep 0.1; done; exit 1"
-            )
-            assert cluster.on(cluster.names[0], reach).returncode == 0
-            assert server.result().returncode == 0
+@pytest.fixture
+def made_up(tmp_path) -> Site:
+    folder = tmp_path / "made-up"
+    folder.mkdir()
+    (folder / "site.toml").write_text(MADE_UP)
+    (folder / "job.sl").write_text(JOB)
+    return sites.find([str(folder)])[0]
 
 
-def test_the_user(cluster):
-    """An ordinary one, with a home that all nodes have."""
-    for name in ("login", *cluster.names):
-        assert cluster.on(name, "id -u; id -un; pwd; echo $HOME").stdout.split() == [str(UID), USER, *2 * [f"/home/{USER}"]]
-        assert "Permission denied" in cluster.on(name, "cat /etc/shadow /run/munge/key").stderr
-    cluster.on("login", "echo shared > ~/file")
-    assert cluster.on(cluster.names[1], "cat ~/file").stdout == "shared\n"
-    assert cluster.on("login", ["su", "-", USER, "-c", "pwd"], user=False).stdout == f"/home/{USER}\n"
+def until(cluster: VirtualSite, command: str, words: str, seconds: float = 30) -> str:
+    end = time.monotonic() + seconds
+    while not re.search(words, said := cluster.on("login", command).stdout):
+        assert time.monotonic() < end, f"{command}: {said}, but should have {words}"
+        time.sleep(0.2)
+    return said
 
 
-def test_what_belongs_to_one_node(cluster):
-    """/tmp, the processes, the boot's id (by which UCX and NCCL tell hosts apart), and what is written beside the home."""
-    first, second = cluster.names[:2]
-    name = f"cluster-test-{os.getpid()}"
-    cluster.on(first, f"touch /tmp/{name} /dev/shm/{name}")
-    cluster.on(first, f"touch /opt/{name} /etc/{name}; mkdir /{name}", user=False)
-    for place in ("/tmp", "/dev/shm", "/opt", "/etc", ""):
-        assert cluster.on(first, f"ls -d {place}/{name}").returncode == 0
-        assert cluster.on(second, f"ls -d {place}/{name}").returncode != 0
-        assert not Path(f"{place}/{name}").exists()
-    ids = {cluster.on(node, "cat /proc/sys/kernel/random/boot_id").stdout for node in (first, second)}
-    assert len(ids) == 2 and Path("/proc/sys/kernel/random/boot_id").read_text() not in ids
-    assert "slurmctld" not in cluster.on(first, "ps -e").stdout
+@clause("V11")
+@rejects("V11")
+@pytest.mark.parametrize("enforced", [True, False])
+def test_a_scheduler_that_asks_nobody_is_rejected(made_up, tmp_path, enforced):
+    settings = {} if enforced else dict(AccountingStorageEnforce="nojobs")
+    with VirtualSite(made_up, tmp_path / "cluster", settings=settings) as cluster:
+        found = taken(cluster, made_up, cluster.put_site())
+    left = ["--account=nobodys", "--qos=nobodys", "jobs in the queue=['1', '2'], but should be none"]
+    assert [line.partition(": exit")[0] for line in found] == ([] if enforced else left), found
 
 
-def test_its_cpus_and_devices(cluster, site):
-    node = cluster.names[0]
-    every = cpus_of(site)
-    ask = "import os; print(os.cpu_count(), len(os.sched_getaffinity(0)))"
-    assert cluster.on(node, f"nproc; python3 -c '{ask}'").stdout.split() == [str(every)] * 3
-    assert cluster.on(node, "taskset -c 0 nproc").stdout == "1\n"
-    bound = cluster.on(node, f"taskset -c {every - 1} python3 -c 'import os; print(os.sched_getaffinity(0))'")
-    assert bound.stdout == f"{{{every - 1}}}\n"
-    told = cluster.on("login", f"scontrol show node {node}").stdout
-    assert re.search(rf"CPUTot={every}\b", told), told
-    assert re.search(rf"RealMemory={site.facts['node']['memory_gib'] * 1024}\b", told), told
-    if site.facts["scheduler"] == "slurm":
-        assert re.search(rf"Gres=gpu:{site.facts['node']['devices']}\b", told), told
-
-
-# ---- ranks ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def installed(cluster, site) -> str:
-    """The site's folder in the user's home, after its own install.sh."""
-    folder = cluster.put_site()
-    ended = cluster.on("login", "./install.sh", folder=folder, timeout=240)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return folder
-
-
-def placed(cluster, site, folder: str, change: Callable[[str], str] = str) -> list[placement.Row]:
-    """The rows of a probe that stands where train.py was, in a job of the site's script."""
-    here = cluster.home / Path(folder).relative_to(f"/home/{USER}")
-    results = here / f"placed-{time.monotonic_ns()}"
-    results.mkdir()
-    os.chown(results, UID, UID)
-    (here / "train.py").write_text(placement.probe(site, f"{folder}/{results.name}", torch=change is str))
-    script = (site.folder / site.facts["submit"]).read_text()
-    (here / site.facts["submit"]).write_text(change(script))
-    log = results / "log"
-    # sbatch --wait looks after 2 s and then after 10.
-    wait = 'while [[ $(squeue -h -t PD,R -j "$job") ]]; do sleep 0.2; done; scontrol show job "$job" | grep -q " ExitCode=0:0"'
-    submit = f"sbatch --parsable --output={folder}/{results.name}/log {site.facts['submit']}"
-    ended = cluster.on("login", f"job=$({submit}) && {wait}", folder=folder, timeout=200)
-    assert ended.returncode == 0, ended.stderr + (log.read_text() if log.exists() else "")
-    return placement.rows_of([path.read_text() for path in results.glob("*.json")])
-
-
-@pytest.mark.timeout(400)
-@clause("J9")
-@only(schedulers=["slurm"])
-def test_ranks_are_on_the_cores_near_their_device(check, cluster, site, installed):
-    """In blocks, each with a device of its own and cores of its own, near it where site.toml says what is near."""
-    rows = placed(cluster, site, installed)
-    print(json.dumps([[row.rank, row.host, placement.device_of(site, row), placement.ranges({*row.cpus})] for row in rows]))
-    check.holds("J9", *placement.misplaced(site, rows))
-
-
-@pytest.mark.timeout(400)
-@rejects("J9")
-@only(schedulers=["slurm"])
-def test_ranks_that_are_not_bound_are_rejected(cluster, site, installed):
-    rows = placed(cluster, site, installed, lambda script: placement.unbound(script, site.facts["launcher"]))
-    assert any("cores=" in line or "core=" in line for line in placement.misplaced(site, rows))
+def test_accounts_and_preemption(made_up, tmp_path):
+    """The user is told what is theirs. A job without a QOS has the first; preempted, it gets SIGTERM, and goes on later."""
+    rank = "trap 'echo told; sleep 1; exit 75' TERM; echo begun; while :; do sleep 0.1; done"
+    job = f'srun bash -c "{rank}" || {{ scontrol requeue $SLURM_JOB_ID; exit 75; }}'
+    with VirtualSite(made_up, tmp_path / "cluster") as cluster:
+        (cluster.home / "job.sl").write_text(f"{JOB}#SBATCH --requeue --output=log\n{job}\n")
+        assert "project_1|visitor|first,second|first\n" in (
+            cluster.on("login", "sacctmgr -nP show associations format=account,user,qos,defaultqos").stdout
+        )
+        assert cluster.on("login", "sbatch --parsable job.sl").stdout == "1\n"
+        until(cluster, "cat log", "(?s)begun.*begun")
+        assert URGENT not in cluster.on("login", f"sinfo; sbatch --partition={URGENT} job.sl").stdout
+        nodes = ",".join(cluster.names)
+        urgent = f"sbatch --partition={URGENT} --exclusive --nodelist={nodes} --output=/dev/null --wrap='sleep 1'"
+        assert cluster.on("login", urgent, user=False).returncode == 0
+        until(cluster, "cat log", "(?s)told.*told")
+        until(cluster, "squeue -h -a -o '%i %T %r'", "1 PENDING BeginTime")
+        until(cluster, "sacct -n -P -X -D -a -o JobID,QOS,State", "2\\|normal\\|COMPLETED")
+        cluster.on("login", "scontrol update JobId=1 StartTime=now")
+        until(cluster, "sacct -n -P -X -D -o JobID,QOS,State", "1\\|first\\|REQUEUED\n1\\|first\\|RUNNING")

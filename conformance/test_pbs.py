@@ -2,26 +2,20 @@
 
     python -m pytest conformance/test_pbs.py --cluster
 
-As root, with Slurm. The site is of no machine, but in the last section; test_layer.py has what the stand-ins refuse, which
-needs no cluster.
+As root, with Slurm. The site is of no machine; test_layer.py has what the stand-ins refuse, which needs no cluster.
 """
 
-# ruff: noqa: F811 (fixtures are named twice)
-
-import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
-from conformance.cluster import layer, placement
+from conformance.cluster import layer
 from conformance.cluster.shape import LOGIN, numbers
 from conformance.cluster.virtual import UID, USER, VirtualSite
 from conformance.sites import Site
-from conformance.test_cluster import cluster, installed  # noqa: F401 (fixtures)
 
 clause, rejects, only = pytest.mark.clause, pytest.mark.rejects, pytest.mark.only
 FACTS = dict(
@@ -243,7 +237,7 @@ def test_exit_status_is_the_script_s(pbs):
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
-# Options of mpiexec, and the CPUs of each rank of a node. https://docs.alcf.anl.gov/aurora/running-jobs-aurora/
+# Options of mpiexec, and the CPUs of each rank of a node, as ALCF documents them.
 PLACED = {
     "-n 12 --ppn 6 --cpu-bind depth --depth 8": "1-8 9-16 17-24 25-32 33-40 41-48",
     "-n 24 --ppn 12 --cpu-bind depth --depth 8": "1-8 9-16 17-24 25-32 33-40 41-48 49-51,53-57 58-65 66-73 74-81 82-89 90-97",
@@ -267,41 +261,3 @@ def test_ranks_are_placed_as_alcf_documents(pbs, options):
     assert [row[:4] for row in rows] == wanted
     assert [numbers(row[4]) for row in rows] == [numbers(each) for each in of_a_node] * 2
     assert not [row for row in rows if row[5:]]
-
-
-# ---- ranks of a site's own job script -------------------------------------------------------------------------------
-
-
-def placed(cluster, site, folder: str, torch: bool, change: Callable[[str], str] = str) -> list[placement.Row]:
-    """The rows of a probe that stands where train.py was, in a job of the site's script."""
-    here = cluster.home / Path(folder).relative_to(f"/home/{USER}")
-    results = here / f"placed-{time.monotonic_ns()}"
-    results.mkdir()
-    os.chown(results, UID, UID)
-    (here / "train.py").write_text(placement.probe(site, f"{folder}/{results.name}", torch))
-    (here / site.facts["submit"]).write_text(change((site.folder / site.facts["submit"]).read_text()))
-    wait = 'while ! qstat -x -f "$job" | grep -q "job_state = F"; do sleep 0.2; done; qstat -x -f "$job"'
-    ended = cluster.on("login", f"job=$(qsub {site.facts['submit']}) && {wait}", folder=folder, timeout=200)
-    assert "Exit_status = 0\n" in ended.stdout, ended.stdout + ended.stderr
-    return placement.rows_of(path.read_text() for path in results.glob("*.json"))
-
-
-@pytest.mark.timeout(400)
-@clause("J9")
-@only(schedulers=["pbs"])
-def test_ranks_are_on_the_cores_near_their_device(check, cluster, site, installed):
-    """In blocks, each with a device of its own and cores of its own, near it where site.toml says what is near."""
-    rows = placed(cluster, site, installed, torch=True)
-    print(json.dumps([[row.rank, row.host, placement.device_of(site, row), placement.ranges({*row.cpus})] for row in rows]))
-    check.holds("J9", *placement.misplaced(site, rows))
-
-
-@pytest.mark.timeout(400)
-@rejects("J9")
-@only(schedulers=["pbs"])
-def test_ranks_that_are_not_bound_are_rejected(cluster, site, installed):
-    launcher = site.facts["launcher"]
-    rows = placed(cluster, site, installed, torch=False, change=lambda script: placement.unbound(script, launcher))
-    told = placement.misplaced(site, rows)
-    assert any("cores=" in line or "core=" in line for line in told), told
-    print(told[0])

@@ -19,7 +19,7 @@ import pytest
 
 from conformance import reference, sites
 from conformance.golden import make as golden
-from conformance.reference import LAYERS
+from conformance.reference import LAYERS, take_apart
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120, method="thread")]
 clause, only, machine = pytest.mark.clause, pytest.mark.only, pytest.mark.machine
@@ -334,17 +334,6 @@ def test_other_ways_to_sum_are_the_same_training(check, runs, first, flags):
 
 
 # ---- snapshot -----------------------------------------------------------------------------------------------------
-
-
-def take_apart(path: Path) -> dict:
-    """A safetensors file read by its format: a length, a JSON header, bytes."""
-    raw = path.read_bytes()
-    start = 8 + int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8:start])
-    metadata = header.pop("__metadata__")
-    tensors = {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
-    sums = {name: zlib.crc32(raw[start:][slice(*entry["data_offsets"])]) for name, entry in header.items()}
-    return dict(keys=[*metadata], document=json.loads(metadata["ddp_core"]), tensors=tensors, crc32=sums)
 
 
 @machine(FP64)

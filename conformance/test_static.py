@@ -85,7 +85,7 @@ def test_site_imports_of_ours_only_the_core(check, site):
 
 @clause("F1", "F2")
 def test_files_of_a_site(check, site):
-    texts = {name: type(site.facts.get(name)) for name in ("name", "operator", "scheduler", "launcher", "submit")}
+    texts = {name: type(site.facts.get(name)) for name in ("name", "operator", "scheduler", "launcher", "submit", "stop")}
     check.equal("F2", site_toml=(texts, dict.fromkeys(texts, str)))
     tables = {name: type(site.facts.get(name)) for name in ("node", "job", "verified")}
     check.equal("F2", tables=(tables, dict.fromkeys(tables, dict)), launchers=(bool(site.launches), True))

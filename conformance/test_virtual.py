@@ -163,13 +163,15 @@ def row(rank: int, cpus: list[int], visible: list[int], **other) -> placement.Ro
     ],
 )
 def test_what_is_misplaced_is_told(second, words):
-    told = placement.misplaced(made_up(), [row(0, [5, 6], [0]), second])
+    rows = [row(0, [5, 6], [0]), second]
+    told = placement.misplaced(made_up(), rows) + placement.doubled(made_up(), rows, "device")
     assert (not told) if words is None else any(words in line for line in told), told
 
 
 def test_a_shared_core_is_told():
-    told = placement.misplaced(made_up(cores_near_device=[]), [row(0, [1, 2], [0]), row(1, [2, 3], [1])])
-    assert told == ["rank 1, n0001, local rank 1: core=2, but rank 0 has it"]
+    told = placement.doubled(made_up(), [row(0, [1, 2], [0]), row(1, [2, 3], [1])], "core")
+    assert told == ["rank 1, n0001: core=2, but rank 0 has it"]
+    assert placement.doubled(made_up(), [row(0, [1, 2], [0]), row(1, [2], [1], host="n0002")], "core") == []
 
 
 def test_of_several_devices_the_one_with_the_local_rank_is_used():

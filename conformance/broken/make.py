@@ -1,6 +1,7 @@
 """Broken sites, cores and suites: how one is made of a sound one, run, and judged to be rejected.
 
-sites.toml changes the site in sound/, core.toml the core, suite.toml anything of the repository. Of each entry `[[broken]]`:
+sites.toml changes the site in sound/, cluster.toml the one in sound-cluster/, core.toml the core, suite.toml anything of the
+repository. Of each entry `[[broken]]`:
 
     clause = "R3"                the clause that must reject it
     what = "..."                 what is broken: the name of its test, so no other has it
@@ -28,7 +29,7 @@ import pytest
 from conformance.sites import ROOT, without_launcher
 
 SOUND = "conformance/broken/sound"
-LISTS = {"sites": SOUND, "core": "core/src/ddp_core", "suite": "."}  # and the folder whose files an entry changes
+LISTS = {"sites": SOUND, "cluster": f"{SOUND}-cluster", "core": "core/src/ddp_core", "suite": "."}  # and what an entry changes
 PARTS = ("conformance", "core/src", "sites", "pyproject.toml")  # what a copy of the repository consists of
 
 
@@ -54,8 +55,10 @@ class Broken:
 
     def run(self, root: Path, device: str) -> subprocess.CompletedProcess:
         """The checks of its clause there."""
-        options = ["--site", SOUND, "--extras", "--clause", self.clause, "--device", device]
-        options += ["-k", self.tests] if self.tests else []
+        options = ["--extras", "--clause", self.clause, "--device", device, *(["-k", self.tests] if self.tests else [])]
+        if self.kind == "cluster":
+            return start(root, 0, "--site", LISTS["cluster"], "--cluster", "conformance/test_jobs.py", *options, seconds=200)
+        options += ["--site", SOUND]
         if self.after:
             options += ["--handed-on", str(root)]
             before = start(root, self.after, *options)

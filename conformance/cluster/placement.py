@@ -1,6 +1,6 @@
 """On which cores, and with which device, a site's own job script starts each rank: seen by a probe in the place of train.py.
 
-    python -m pytest conformance/test_cluster.py conformance/test_pbs.py --cluster -k near
+    python -m pytest conformance/test_jobs.py --cluster -k near
 
 The job script is submitted as it stands, after the site's install.sh. The probe looks after `import torch`, which might move a
 rank; without torch it is light, for what is broken anyhow.
@@ -81,7 +81,6 @@ def misplaced(site: Site, rows: list[Row]) -> list[str]:
         return [f"ranks={[row.rank for row in rows]}, but should be 0 to {size - 1}"]
     near = node.get("cores_near_device")
     reserved = {*numbers(node.get("reserved", ""))}
-    taken: dict[tuple, int] = {}
     for row in rows:
         cores, device = {cpu % node["cores"] for cpu in row.cpus}, device_of(site, row)
         told = f"rank {row.rank}, {row.host}, local rank {row.local_rank}"
@@ -92,11 +91,19 @@ def misplaced(site: Site, rows: list[Row]) -> list[str]:
             found.append(f"{told}: devices={row.visible}, but should be {node['devices_visible_to_a_rank']} of them")
         if near and not cores <= (allowed := {*numbers(near[device])} - reserved):
             found.append(f"{told}: cores={ranges(cores)}, but should be near device {device}, in {ranges(allowed)}")
-        for what in [("device", device), *(("core", core) for core in sorted(cores))]:
-            other = taken.setdefault((row.host, *what), row.rank)
-            if other != row.rank:
-                found.append(f"{told}: {what[0]}={what[1]}, but rank {other} has it")
-                break
+    return found
+
+
+def doubled(site: Site, rows: list[Row], what: str) -> list[str]:
+    """Devices, or cores, that two ranks of a node have."""
+    taken: dict[tuple, int] = {}
+    found = []
+    for row in rows:
+        mine = [device_of(site, row)] if what == "device" else sorted({cpu % site.facts["node"]["cores"] for cpu in row.cpus})
+        others = [(number, taken.setdefault((row.host, number), row.rank)) for number in mine]
+        number, other = next(((number, other) for number, other in others if other != row.rank), (0, row.rank))
+        if other != row.rank:
+            found.append(f"rank {row.rank}, {row.host}: {what}={number}, but rank {other} has it")
     return found
 
 

@@ -94,7 +94,8 @@ def slurm_conf(site: Site, names: list[str], settings: dict[str, str]) -> str:
         SchedulerParameters="sched_interval=2,bf_interval=1,sched_min_interval=0,batch_sched_delay=0",
         # The nodes' shape is the one written here, whatever slurmd finds.
         SlurmdParameters="config_overrides",
-        ReturnToService="2",
+        # One that was set down comes back when it is told to.
+        ReturnToService="1",
         # A dead node is told as such after 15 s, not 300.
         SlurmdTimeout="15",
         # An ended job can be asked about for an hour.
@@ -111,6 +112,8 @@ def slurm_conf(site: Site, names: list[str], settings: dict[str, str]) -> str:
         # SlurmctldParameters=preempt_send_user_signal; then it is requeued. https://slurm.schedmd.com/preempt.html
         told |= dict(PreemptType="preempt/partition_prio", PreemptMode="REQUEUE", PartitionName="DEFAULT GraceTime=30")
     told |= settings
+    # Of two jobs on a node each has the memory of its cores.
+    told["DefMemPerCPU"] = node["memory_gib"] * 1024 // (sockets * cores * threads)
     facts = dict(Sockets=sockets, CoresPerSocket=cores, ThreadsPerCore=threads, RealMemory=node["memory_gib"] * 1024)
     facts |= dict(Gres=f"gpu:{devices}") if devices else {}
     # Slurm numbers the threads of a core one after the other, whatever the kernel does.

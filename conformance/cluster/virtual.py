@@ -185,10 +185,13 @@ class VirtualSite:
 
     def _pid(self, node: str) -> int:
         node = LOGIN if node == "login" else node
-        alive = [name for name in self.pids if self._inits[name].poll() is None]
-        if node not in alive:  # its PID may be another's by now
-            raise Refusal(f"no node {node} is up, but {', '.join(alive) or 'none'}")
+        if node not in self.alive():  # its PID may be another's by now
+            raise Refusal(f"no node {node} is up, but {', '.join(self.alive()) or 'none'}")
         return self.pids[node]
+
+    def alive(self) -> list[str]:
+        """The nodes that have not crashed, the login node among them."""
+        return [name for name in self.pids if self._inits[name].poll() is None]
 
     def put_site(self) -> str:
         """The repository as a user has it who wants this site: into the home, on the nodes at the path that this returns."""

@@ -1,0 +1,87 @@
+#!/bin/bash -l
+# sound-cluster: one rank per device of a machine that is virtual only, started by srun.
+
+# EDIT: the account that pays.
+# https://slurm.schedmd.com/sbatch.html#OPT_account
+#SBATCH --account=my_account
+
+# Two nodes show what one does not.
+# https://slurm.schedmd.com/sbatch.html#OPT_nodes
+#SBATCH --nodes=2
+
+# A rank for each device.
+# https://slurm.schedmd.com/sbatch.html#OPT_ntasks-per-node
+#SBATCH --ntasks-per-node=2
+
+# All devices of a node.
+# https://slurm.schedmd.com/sbatch.html#OPT_gpus-per-node
+#SBATCH --gpus-per-node=2
+
+# Half of the node's cores are near a device; the other one is left to the system.
+# https://slurm.schedmd.com/sbatch.html#OPT_cpus-per-task
+#SBATCH --cpus-per-task=1
+
+# The requeued job writes on in the same log.
+# https://slurm.schedmd.com/sbatch.html#OPT_open-mode
+#SBATCH --open-mode=append
+
+# After a lost node Slurm starts the job again.
+# https://slurm.schedmd.com/sbatch.html#OPT_requeue
+#SBATCH --requeue
+
+# To the ranks, two minutes before the time limit.
+# https://slurm.schedmd.com/sbatch.html#OPT_signal
+#SBATCH --signal=USR1@120
+
+set -euo pipefail
+
+set +u # module functions read unset variables
+module load pytorch/1.0
+set -u
+
+restarts=${SLURM_RESTART_COUNT:-0}
+max_restarts=20
+
+# An inner srun would have no PATH.
+# https://slurm.schedmd.com/sbatch.html#OPT_export
+export SLURM_EXPORT_ENV=ALL
+
+# CPU threads of a rank: its own cores.
+# https://docs.pytorch.org/docs/stable/threading_environment_variables.html
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+
+# Rank 0's node, by its name on the first interface.
+# unverified
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR
+
+# From the job's number, so that two jobs on a node do not meet.
+# unverified
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+
+# Names this start of this job.
+# unverified
+export JOB_START=$SLURM_JOB_ID.$restarts
+
+srun_flags=(
+    # srun does not take it from the job. https://slurm.schedmd.com/srun.html#OPT_cpus-per-task
+    --cpus-per-task="$SLURM_CPUS_PER_TASK"
+
+    # One device a rank. https://slurm.schedmd.com/srun.html#OPT_gpus-per-task
+    --gpus-per-task=1
+
+    # The one near its cores. https://slurm.schedmd.com/srun.html#OPT_gpu-bind
+    --gpu-bind=closest
+
+    # A rank that died alone ends the job. https://slurm.schedmd.com/srun.html#OPT_kill-on-bad-exit
+    --kill-on-bad-exit=1
+)
+code=0
+srun "${srun_flags[@]}" python3 train.py "$@" || code=$?
+((code == 75)) || exit "$code"
+if ((restarts < max_restarts)); then
+    scontrol requeue Incomplete "$SLURM_JOB_ID"
+else
+    echo "stopped and saved; to resume: sbatch job.sl $*"
+fi
+exit 75

@@ -1,0 +1,203 @@
+"""A site's job on its virtual cluster: submitted by a user on the login node, and watched by what it leaves.
+
+    job = Submitter(cluster, site, folder).submit("--epochs 3", nodes=2, ranks=1)
+    job.until(lambda: job.steps() > 10)
+
+What a job has done stands in run.jsonl of its run directory, whatever the scheduler. Beside the site's own files, these
+facts of site.toml count: `submit`, `stop` (the command by which a user has a job save and go back into the queue), and under
+[job] `geometry` and `restarts`.
+"""
+
+import json
+import re
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from conformance.cluster.virtual import USER, VirtualSite
+from conformance.sites import Site
+from conformance.submit import SCHEDULERS
+from conformance.world import Run
+
+WAITING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+# What is told to the scheduler for fewer nodes and ranks than the job script asks for; [job] may say otherwise.
+GEOMETRY = {"slurm": "--nodes={nodes} --ntasks-per-node={ranks}", "pbs": "-l select={nodes}"}
+RESTARTS = {"slurm": "SLURM_RESTART_COUNT"}
+VARIABLE = {"slurm": "--export=ALL,{}={}", "pbs": "-v {}={}"}
+LOOK = 0.2  # seconds between two looks
+
+
+class Odd(Exception):
+    """What should have happened has not, in one line."""
+
+
+@dataclass
+class Job:
+    """number: as the scheduler has said it. folder: the run directory, as this machine sees it."""
+
+    submitter: "Submitter"
+    number: str
+    flags: str
+    folder: Path
+    log: Path
+    seen: int = field(default=0)  # starts that were waited for
+
+    @property
+    def id(self) -> str:
+        """By which the Slurm that is beneath knows it."""
+        return self.number.partition(".")[0]
+
+    # ---- what it leaves ---------------------------------------------------------------------------------------------
+
+    def run(self) -> Run:
+        """What it has recorded so far."""
+        path = self.folder / "run.jsonl"
+        whole = path.read_text().rpartition("\n")[0] if path.exists() else ""  # the last line may be half written
+        return Run(self.folder, [], [], [], [], [json.loads(line) for line in whole.splitlines()])
+
+    def starts(self) -> list[dict]:
+        return self.run().of("start")
+
+    def steps(self) -> int:
+        """In the last start."""
+        kinds = [record["kind"] for record in self.run().records]
+        last = len(kinds) - kinds[::-1].index("start") if "start" in kinds else 0
+        return kinds[last:].count("step")
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def last_words(self) -> str:
+        return " | ".join(self.said().splitlines()[-6:]) or "nothing"
+
+    # ---- what the scheduler says ------------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, str]:
+        told = self.submitter.cluster.on("login", ["scontrol", "-o", "show", "job", self.id], user=False)
+        return dict(re.findall(r"(\w+)=(\S*)", told.stdout))
+
+    def alive(self) -> bool:
+        return self.facts().get("JobState") in WAITING
+
+    def code(self) -> int | str:
+        """The exit code of one that has ended by itself, or Slurm's word for another end."""
+        facts = self.facts()
+        code, _, signal = facts["ExitCode"].partition(":")
+        return (
+            int(code) or 128 * bool(int(signal)) + int(signal)
+            if facts["JobState"] in ("COMPLETED", "FAILED")
+            else facts["JobState"]
+        )
+
+    # ---- waiting ----------------------------------------------------------------------------------------------------
+
+    def until(self, true: Callable[[], object], what: str, seconds: float = 60) -> None:
+        """Raises Odd with the job's last words where it has ended, or the seconds are over, before that."""
+        end = time.monotonic() + seconds
+        while not true():
+            ended = not self.alive()
+            if true():
+                return
+            if ended or time.monotonic() > end:
+                state = self.facts().get("JobState", "gone")
+                raise Odd(f"job {self.number} is {state} and {what} was waited for; its log: {self.last_words()}")
+            time.sleep(LOOK)
+
+    def trains(self, seconds: float = 60) -> None:
+        """Until it has trained some steps since its last start."""
+        self.until(lambda: len(self.starts()) > self.seen and self.steps() > 0, "a start that trains", seconds)
+        self.seen = len(self.starts())
+
+    def comes_back(self, seconds: float = 90) -> dict:
+        """Until it trains again after it was stopped or lost: its start record. A delay of Slurm's own is not waited out."""
+
+        def again() -> bool:
+            if len(self.starts()) > self.seen and self.steps() > 0:
+                return True
+            self.submitter.hurry(self)
+            return False
+
+        self.until(again, "another start", seconds)
+        self.seen = len(self.starts())
+        return self.starts()[-1]
+
+    def ends(self, seconds: float = 90) -> int | str:
+        end = time.monotonic() + seconds
+        while self.alive():
+            if time.monotonic() > end:
+                raise Odd(
+                    f"job {self.number} has not ended after {seconds:g} s; its log: {' | '.join(self.said().splitlines()[-6:])}"
+                )
+            time.sleep(LOOK)
+        return self.code()
+
+
+class Submitter:
+    """A user in the site's folder on the login node."""
+
+    def __init__(self, cluster: VirtualSite, site: Site, folder: str):
+        self.cluster, self.site, self.folder = cluster, site, folder
+        self.kind = site.facts["scheduler"]
+        self.scheduler = SCHEDULERS[self.kind]
+        self.here = cluster.home / Path(folder).relative_to(f"/home/{USER}")
+        self.count = 0
+
+    def submit(
+        self,
+        flags: str,
+        nodes: int = 0,
+        ranks: int = 0,
+        options: str = "",
+        run: str = "",
+        variables: dict[str, str] | None = None,
+    ) -> Job:
+        """Raises Odd where the scheduler refuses. nodes: 0 for those of the job script as it stands. ranks: on each.
+
+        run: the name of the run directory, below runs/; its own by default. variables: what the script finds exported.
+        """
+        self.count += 1
+        name = run or f"run-{self.count}"
+        whole = [*shlex.split(self.geometry(nodes, ranks) if nodes else ""), *shlex.split(options)]
+        for variable, value in (variables or {}).items():
+            whole += shlex.split(VARIABLE[self.kind].format(variable, value))
+        log = f"log-{self.count}"
+        whole += [f"--output={log}"] if self.kind == "slurm" else ["-o", log, "-j", "oe"]
+        told = ["--run-dir", f"runs/{name}", "--device", "cpu", "--log-every", "1", *shlex.split(flags)]
+        command = self.scheduler.command(self.site.facts["submit"], whole, told)
+        ended = self.cluster.on("login", command, folder=self.folder)
+        number = self.scheduler.number(ended.stdout)
+        if ended.returncode or not number:
+            raise Odd(f"{shlex.join(command)} was refused: {(ended.stderr or ended.stdout).strip()}")
+        there = self.here / "runs" / name
+        job = Job(self, number, flags, there, self.here / log)
+        job.seen = len(job.starts())
+        return job
+
+    def geometry(self, nodes: int, ranks: int) -> str:
+        return self.site.facts["job"].get("geometry", GEOMETRY[self.kind]).format(nodes=nodes, ranks=ranks)
+
+    def stop(self, job: Job) -> None:
+        """As README.md tells users to."""
+        command = self.site.facts["stop"].format(job=job.number, number=job.id)
+        ended = self.cluster.on("login", command, folder=self.folder)
+        if ended.returncode:
+            raise Odd(f"{command}: exit code {ended.returncode}: {ended.stderr.strip()}")
+
+    def waits(self, job: Job) -> bool:
+        """In the queue. While the script of the start before still ends, its exit code would be taken for the next one's."""
+        its_script = ["pgrep", "-f", rf"slurmstepd: \[{job.id}\.batch"]
+        if job.facts().get("JobState") != "PENDING":
+            return False
+        return all(self.cluster.on(node, its_script, user=False).returncode for node in self.cluster.alive())
+
+    def hurry(self, job: Job) -> None:
+        """Start it now if it waits; of a scheduler whose jobs submit a successor, that is the job from now on."""
+        if self.waits(job):
+            self.cluster.on("login", ["scontrol", "update", f"jobid={job.id}", "StartTime=now"], user=False)
+        if self.kind != "slurm":
+            jobs = self.cluster.on("login", ["squeue", "-h", "-o", "%i", "-u", USER], user=False).stdout.split()
+            newest = max(map(int, jobs), default=0)
+            if newest > int(job.id):
+                job.number = job.number.replace(job.id, str(newest), 1)

@@ -1,0 +1,403 @@
+"""A site's own job script on its virtual cluster, as it stands: where its ranks are, whom they meet, and how it lives on.
+
+    python -m pytest conformance/test_jobs.py --cluster [--site NAME_OR_FOLDER] [--clause ID]
+
+As root, with Slurm; `nox -s cluster` runs it. One job, `life`, is stopped, preempted, and robbed of its nodes, and in the end
+its losses must be those of a job that nothing has happened to. It is slow by its disk and not by its work.
+"""
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conformance.check import Check
+from conformance.cluster import placement, prefix
+from conformance.cluster.jobs import Job, Odd, Submitter
+from conformance.cluster.shape import SUBNET, URGENT, interfaces_of
+from conformance.cluster.virtual import UID, USER
+from conformance.golden import make as golden
+from conformance.reference import take_apart
+
+clause, only = pytest.mark.clause, pytest.mark.only
+pytestmark = pytest.mark.timeout(300, method="thread")
+SLURM = only(schedulers=["slurm"])
+
+# What the suite looks at on the login node: all of one run, and one that fails.
+OF_LOGIN = ("R1", "R3", "J1", "J2", "L1", "L2", "L4", "L6", "S1")
+FP64 = "--workload digits --precision fp64 --epochs 3"
+T1 = 1e-10
+# 1000 steps, and a snapshot after every fifth.
+LONG = "--workload digits --precision fp64 --epochs 200 --steps-per-epoch 5 --eval-every 200"
+SNAPSHOT = "snapshot.safetensors"
+SLOW = 0.3  # seconds of an fsync, two of which are a snapshot
+
+
+@contextlib.contextmanager
+def holds(check: Check, name: str):
+    """What does not happen breaks this clause."""
+    __tracebackhide__ = True
+    try:
+        yield
+    except Odd as odd:
+        check.holds(name, str(odd))
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else f"no {path.name}"
+
+
+def whole(folder: Path) -> int:
+    """The step of its snapshot. Raises Odd where that is damaged, or is not there."""
+    if not (folder / SNAPSHOT).exists():
+        raise Odd(f"no {SNAPSHOT} is left")
+    snapshot = take_apart(folder / SNAPSHOT)
+    if snapshot["crc32"] != snapshot["document"]["crc32"]:
+        raise Odd(f"{SNAPSHOT} is damaged")
+    return snapshot["document"]["step"]
+
+
+@pytest.fixture(scope="session")
+def user(cluster, site) -> Submitter:
+    """In the site's folder in the user's home, after its own install.sh."""
+    folder = cluster.put_site()
+    ended = cluster.on("login", "./install.sh", folder=folder, timeout=240)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return Submitter(cluster, site, folder)
+
+
+# ---- what it trains -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def suite(user, pytestconfig) -> Path:
+    """The runs of the suite itself, started by the user on the login node as on the machine's own; it needs no torch there."""
+    there = f"{prefix.ROOT}/python/bin/python"
+    command = ["env", f"PYTHONPATH={prefix.ROOT}/suite", there, "-m", "pytest", "-p", "no:cacheprovider"]
+    command += ["conformance/test_run.py", f"--site={user.folder}", f"--submit={user.geometry(2, 2)}", "--virtual"]
+    command += ["--geometry=2x2", "--device=cpu", "--part=parts", *(f"--clause={name}" for name in OF_LOGIN)]
+    ended = user.cluster.on("login", command, folder=user.folder.partition("/sites/")[0], timeout=240)
+    if ended.returncode:
+        pytest.fail(f"{ended.stdout}{ended.stderr}", pytrace=False)
+    (part,) = (user.here.parents[1] / "parts").glob("*.json")
+    if folder := pytestconfig.getoption("--part"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        shutil.copy(part, Path(folder, f"{user.site.name}-{part.name}"))
+    (runs,) = (user.here / "runs").glob("conformance-*")
+    return runs
+
+
+@clause("J12")
+def test_the_suite_submits_it_from_the_login_node(check, suite):
+    """As README.md has it: what it finds goes into the report by itself."""
+    check.equal("J12", runs_of_it=(bool([*suite.rglob(SNAPSHOT)]), True))
+
+
+@clause("S4")
+def test_its_snapshot_is_that_of_ranks_without_a_scheduler(check, suite, pytestconfig):
+    """After two of three epochs, by 4 ranks on 2 nodes and by 4 ranks of the process rung."""
+    handed_on = pytestconfig.getoption("--handed-on")
+    should_be = {sha256(path) for path in Path(handed_on or "/nowhere").glob("*-4.safetensors")}
+    check.equal("S4", snapshots_of_4_ranks_in_handed_on=(len(should_be), 1))
+    runs = {sha256(path) for path in suite.rglob("snapshot.prev.safetensors")}
+    check.equal("S4", sha256=(runs, should_be))
+
+
+@SLURM
+@clause("J12")
+def test_it_trains_when_nothing_is_exported(check, user):
+    """srun takes over --export=NONE, and has no PATH then; no stub of it shows that."""
+    with holds(check, "J12"):
+        job = user.submit(FP64, nodes=2, ranks=2, options="--export=NONE")
+        code = job.ends()
+        check.equal("J12", exit_code=(f"{code}: {job.said()[-400:]}" if code else 0, 0))
+        check.close("J12", job.run().losses, golden.load()["losses"], T1)
+
+
+@clause("J10")
+def test_it_comes_back_only_so_often(check, user, site):
+    """As the thousandth start of its job it does not, and says how to go on."""
+    with holds(check, "J10"):
+        user.cluster.slow_disk(0)
+        variable = site.facts["job"].get("restarts", "SLURM_RESTART_COUNT")
+        job = user.submit(f"{LONG}0", nodes=1, ranks=1, variables={variable: "1000"})
+        job.trains()
+        user.stop(job)
+        check.equal("J10", exit_code=(job.ends(30), 75), says=("to resume" in job.said(), True))
+        check.equal("J10", jobs_in_the_queue=(user.cluster.on("login", f"squeue -h -u {USER}").stdout, ""))
+
+
+@clause("J16")
+def test_a_full_disk(check, user):
+    """It has room for one snapshot and not for the next: that stands, and from it the job goes on when there is room."""
+    folder, nodes = f"{user.folder}/runs/full", user.cluster.names
+
+    def on_each_node(command: str) -> None:
+        for node in nodes:
+            ended = user.cluster.on(node, command, user=False)
+            assert ended.returncode == 0, ended.stderr
+
+    def seen() -> Path:
+        """What is on the disk, which is one node's own, as this machine sees it."""
+        on_each_node(f"cp -r {folder}/. {user.folder}/runs/seen")
+        return user.here / "runs/seen"
+
+    with holds(check, "J16"):
+        user.cluster.slow_disk(0)
+        assert user.cluster.on("login", f"mkdir -p {folder} {user.folder}/runs/seen").returncode == 0
+        on_each_node(f"mount -t tmpfs -o size=800k,uid={UID} full {folder}")
+        job = user.submit(FP64, nodes=1, ranks=2, run="full")
+        check.equal("J16", exit_code=(job.ends(), 8), says=("No space left" in job.said(), True))
+        check.equal("J16", step_of_the_snapshot=(whole(seen()), 14))
+        on_each_node(f"mount -o remount,size=8m {folder}")
+        again = user.submit(FP64, nodes=1, ranks=2, run="full")
+        check.equal("J16", exit_code=(again.ends(), 0), step_of_the_snapshot=(whole(seen()), 42))
+        on_each_node(f"umount {folder}")
+
+
+# ---- where its ranks are --------------------------------------------------------------------------------------------
+
+
+def placed(user, change: Callable[[str], str] = str, torch: bool = True) -> list[placement.Row]:
+    """Of the unedited job, or of a changed one: where a probe was started that stood in the place of train.py."""
+    train, script, results = user.here / "train.py", user.here / user.site.facts["submit"], user.here / "placed"
+    before = train.read_text(), script.read_text()
+    shutil.rmtree(results, ignore_errors=True)
+    results.mkdir()
+    os.chown(results, UID, UID)
+    try:
+        train.write_text(placement.probe(user.site, f"{user.folder}/placed", torch))
+        script.write_text(change(script.read_text()))
+        job = user.submit("")
+        if code := job.ends():
+            raise Odd(f"exit code={code}; its log: {job.last_words()}")
+    finally:
+        train.write_text(before[0]), script.write_text(before[1])
+    return placement.rows_of(path.read_text() for path in results.glob("*.json"))
+
+
+@clause("J9", "R7")
+def test_ranks_are_on_the_cores_near_their_device(check, user, site):
+    """In blocks, each with a device of its own and cores of its own, near it where site.toml says what is near."""
+    with holds(check, "J9"):
+        rows = placed(user)
+        print(json.dumps([[row.rank, row.host, placement.device_of(site, row), placement.ranges({*row.cpus})] for row in rows]))
+        check.holds("R7", *placement.doubled(site, rows, "device"))
+        check.holds("J9", *placement.misplaced(site, rows), *placement.doubled(site, rows, "core"))
+
+
+@pytest.mark.rejects("J9")
+def test_ranks_that_are_not_bound_are_rejected(user, site):
+    rows = placed(user, lambda script: placement.unbound(script, site.facts["launcher"]), torch=False)
+    assert placement.misplaced(site, rows) or placement.doubled(site, rows, "core")
+
+
+# ---- whom it meets --------------------------------------------------------------------------------------------------
+
+
+class Life:
+    """The one job that all of this happens to; submitted again, to go on, after what ends a job for good."""
+
+    def __init__(self, user: Submitter):
+        self.user, self.cluster = user, user.cluster
+        self.job: Job | None = None
+        self.jobs: list[Job] = []
+
+    def training(self, slow: float = SLOW) -> Job:
+        """It, after at least one snapshot."""
+        self.cluster.slow_disk(slow)
+        if not self.job or not self.job.alive():
+            self.job = self.user.submit(LONG, nodes=2, ranks=1, run="life")
+            self.jobs.append(self.job)
+            self.job.trains()
+        self.job.until((self.job.folder / SNAPSHOT).exists, "a snapshot")
+        return self.job
+
+    def nodes(self) -> list[str]:
+        """In the order of the ranks."""
+        return [row["host"] for row in self.job.starts()[-1]["ranks"]]
+
+    def root(self, command: str) -> str:
+        return self.cluster.on("login", command, user=False).stdout
+
+    def ends_in(self, seconds: int) -> None:
+        """Its time limit, from now."""
+        end = datetime.datetime.now() + datetime.timedelta(seconds=seconds)
+        self.root(f"scontrol update jobid={self.job.id} EndTime={end:%Y-%m-%dT%H:%M:%S}")
+
+
+@pytest.fixture(scope="session")
+def life(user) -> Life:
+    return Life(user)
+
+
+@clause("J13")
+def test_ranks_meet_over_the_first_interface(check, life, site):
+    with holds(check, "J13"):
+        life.training()
+        found = set()
+        for node in life.nodes():
+            lines = life.cluster.on(node, ["ss", "-Htnp", "state", "established"], user=False).stdout.splitlines()
+            found |= {address for line in lines if "python" in line for address in re.findall(rf"{SUBNET}\.(\d+)\.\d+:", line)}
+        first = interfaces_of(site)[0]
+        check.equal("J13", interfaces_between_ranks=({interfaces_of(site)[int(k)] for k in found}, {first}))
+
+
+@only(shared=True)
+@clause("J13")
+def test_two_jobs_on_one_node_do_not_meet(check, user):
+    """Started at the same moment."""
+    with holds(check, "J13"):
+        user.cluster.slow_disk(SLOW)
+        node = f"--nodelist={user.cluster.names[-1]}"
+        jobs = [user.submit(LONG, nodes=1, ranks=1, options=node) for _ in range(2)]
+        for job in jobs:
+            job.trains()
+        check.equal("J13", both_train=([job.alive() for job in jobs], [True, True]))
+        rows = [job.starts()[-1]["ranks"] for job in jobs]
+        check.equal("J13", hosts=([[row["host"] for row in of] for of in rows], [[user.cluster.names[-1]]] * 2))
+        for job in jobs:
+            user.cluster.on("login", [user.scheduler.cancels, job.number])
+            job.ends()
+
+
+@clause("J17")
+def test_a_second_job_on_its_run_directory_is_refused(check, life):
+    with holds(check, "J17"):
+        first = life.training()
+        starts = len(first.starts())
+        second = life.user.submit(LONG, nodes=1, ranks=1, run="life")
+        code = second.ends()
+        check.equal("J17", exit_code=(code, 3), says=("in use by" in second.said(), True))
+        check.equal("J17", first_one_lives=(first.alive(), True), starts=(len(first.starts()), starts))
+
+
+# ---- what happens to it ---------------------------------------------------------------------------------------------
+
+
+def resumes(check, name: str, job: Job) -> None:
+    """It comes back by itself, at the step at which it has saved."""
+    __tracebackhide__ = True
+    start = job.comes_back()["step"]
+    *_, end = (record for record in job.run().records if record["kind"] == "end")
+    check.equal(name, exit_code=(end["exit_code"], 75), resumes_at_step=(start, end["step"]))
+
+
+def recovers(check, name: str, job: Job, step: int) -> None:
+    """It comes back by itself, and has lost nothing that was saved at this step."""
+    __tracebackhide__ = True
+    check.equal(name, resumes_behind_the_snapshot=(job.comes_back()["step"] < step, False))
+
+
+@clause("J10")
+def test_it_comes_back_when_it_is_stopped(check, life):
+    with holds(check, "J10"):
+        job = life.training()
+        life.user.stop(job)
+        resumes(check, "J10", job)
+
+
+@SLURM
+@clause("J10")
+def test_it_comes_back_after_its_time_limit(check, life):
+    """Warned by the scheduler, and by nobody else."""
+    with holds(check, "J10"):
+        job = life.training()
+        limit = job.facts()["TimeLimit"]
+        life.ends_in(100)
+        job.until(lambda: life.user.waits(job), "its place in the queue")
+        life.root(f"scontrol update jobid={job.id} TimeLimit={limit}")
+        resumes(check, "J10", job)
+
+
+@SLURM
+@clause("J10")
+def test_it_comes_back_when_it_is_preempted(check, life):
+    """Its ranks are told by SIGTERM, and have the partition's grace time."""
+    with holds(check, "J10"):
+        job = life.training()
+        nodes = ",".join(life.nodes())
+        life.root(f"sbatch --partition={URGENT} --exclusive --nodelist={nodes} --output=/dev/null --wrap='sleep 1'")
+        resumes(check, "J10", job)
+
+
+@SLURM
+@clause("J14")
+def test_it_comes_back_when_a_node_is_set_down(check, life):
+    with holds(check, "J14"):
+        job = life.training()
+        step = whole(job.folder)
+        node = life.nodes()[-1]
+        life.root(f"scontrol update nodename={node} state=down reason=test")
+        try:
+            recovers(check, "J14", job, step)
+        finally:
+            life.root(f"scontrol update nodename={node} state=resume")
+
+
+@SLURM
+@clause("J14")
+def test_it_comes_back_when_a_node_loses_its_link(check, life, site):
+    with holds(check, "J14"):
+        job = life.training()
+        step = whole(job.folder)
+        node = life.nodes()[-1]
+        link = f"ip link set {interfaces_of(site)[0]}"
+        life.cluster.on(node, f"{link} down", user=False)
+        try:
+            recovers(check, "J14", job, step)
+        finally:
+            life.cluster.on(node, f"{link} up", user=False)
+
+
+@clause("J14")
+def test_it_comes_back_when_a_node_crashes(check, life):
+    """Rank 0's: the lock of the run directory is a dead host's then."""
+    with holds(check, "J14"):
+        job = life.training()
+        step = whole(job.folder)
+        life.cluster.crash(life.nodes()[0])
+        recovers(check, "J14", job, step)
+
+
+@SLURM
+@clause("J16")
+def test_a_time_limit_shorter_than_the_save(check, life):
+    with holds(check, "J16"):
+        job = life.training()
+        before = whole(job.folder)
+        life.cluster.slow_disk(120)
+        life.ends_in(0)
+        check.equal("J16", ends_as=(job.ends(), "TIMEOUT"))
+        check.equal("J16", snapshot_of_step_or_later=(whole(job.folder) >= before, True))
+
+
+@clause("J15")
+def test_a_cancelled_job_saves_and_does_not_come_back(check, life):
+    with holds(check, "J15"):
+        job = life.training()
+        step = whole(job.folder)
+        life.cluster.on("login", [life.user.scheduler.cancels, job.number])
+        code = job.ends()
+        check.equal("J15", ends_as=(code, "CANCELLED"), saved=(whole(job.folder) > step, True))
+        waiting = life.root(f"squeue -h -u {USER}")
+        check.equal("J15", jobs_in_the_queue=(waiting, ""))
+
+
+@clause("J14")
+def test_its_losses_are_those_of_one_that_nothing_happened_to(check, life):
+    with holds(check, "J14"):
+        job = life.training(slow=0)
+        check.equal("J14", exit_code=(job.ends(), 0))
+        other = life.user.submit(LONG, nodes=2, ranks=1)
+        check.equal("J14", exit_code=(other.ends(), 0))
+        run, never = job.run(), other.run()
+        check.equal("J14", losses=(run.values("step", "loss_hex"), never.values("step", "loss_hex")))
+        check.equal("J14", snapshot=(sha256(job.folder / SNAPSHOT), sha256(other.folder / SNAPSHOT)))
