@@ -131,7 +131,7 @@ def test_it_comes_back_only_so_often(check, user, site):
         job.trains()
         user.stop(job)
         check.equal("J10", exit_code=(job.ends(30), 75), says=("to resume" in job.said(), True))
-        check.equal("J10", jobs_in_the_queue=(user.cluster.on("login", f"squeue -h -u {USER}").stdout, ""))
+        check.equal("J10", jobs_in_the_queue=(user.cluster.on("login", f"squeue -h -u {USER} -o %i").stdout, ""))
 
 
 @clause("J16")
@@ -176,7 +176,7 @@ def placed(user, change: Callable[[str], str] = str, torch: bool = True) -> list
         train.write_text(placement.probe(user.site, f"{user.folder}/placed", torch))
         script.write_text(change(script.read_text()))
         job = user.submit("")
-        if code := job.ends():
+        if code := job.ends(180):
             raise Odd(f"exit code={code}; its log: {job.last_words()}")
     finally:
         train.write_text(before[0]), script.write_text(before[1])
@@ -274,7 +274,7 @@ def test_a_second_job_on_its_run_directory_is_refused(check, life):
         first = life.training()
         starts = len(first.starts())
         second = life.user.submit(LONG, nodes=1, ranks=1, run="life")
-        code = second.ends()
+        code = second.ends(45)
         check.equal("J17", exit_code=(code, 3), says=("in use by" in second.said(), True))
         check.equal("J17", first_one_lives=(first.alive(), True), starts=(len(first.starts()), starts))
 
@@ -387,7 +387,7 @@ def test_a_cancelled_job_saves_and_does_not_come_back(check, life):
         life.cluster.on("login", [life.user.scheduler.cancels, job.number])
         code = job.ends()
         check.equal("J15", ends_as=(code, "CANCELLED"), saved=(whole(job.folder) > step, True))
-        waiting = life.root(f"squeue -h -u {USER}")
+        waiting = life.root(f"squeue -h -u {USER} -o %i")
         check.equal("J15", jobs_in_the_queue=(waiting, ""))
 
 

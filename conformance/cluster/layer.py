@@ -188,7 +188,9 @@ def build(site: Site, folder: Path, cache: Path = prefix.CACHE) -> Layer:
         hosts=[f"{{name}}.{domain}" for domain in [slow_domain(site)] if domain],
         # There is no network; pip takes what has been fetched before, and no user's settings.
         environment=dict(PIP_NO_INDEX="1", PIP_FIND_LINKS=f"{prefix.ROOT}/wheels {HOME}/wheels", PIP_CONFIG_FILE=os.devnull)
-        | dict(LMOD_SYSTEM_DEFAULT_MODULES=OF_A_LOGIN),
+        | dict(LMOD_SYSTEM_DEFAULT_MODULES=OF_A_LOGIN)
+        # Behind a node's many CPUs are this machine's few: several threads a rank would only be in each other's way.
+        | dict(OMP_THREAD_LIMIT="1"),
     )
 
 
