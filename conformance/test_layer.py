@@ -8,10 +8,13 @@ Needs neither root nor Slurm nor conda: each stand-in is called as a script woul
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
@@ -235,7 +238,7 @@ class Machine:
         self.home, self.bin, self.here = folder / "stand-ins", folder / "bin", folder / "here"
         for path in (self.bin, self.home / "image", self.here, folder / "home"):
             path.mkdir(parents=True)
-        for name in ("bin", "include", "lib"):
+        for name in ("bin", "lib"):
             (folder / "plain" / name).mkdir(parents=True)
         for name, text in SLURM.items():
             path = (folder / "plain/bin" if name == "python" else self.bin) / name
@@ -362,7 +365,9 @@ def test_stand_ins_follow_from_site_toml(build):
 
 def test_nothing_is_there_that_site_toml_does_not_ask_for(build):
     made = build()
-    assert [path.name for path in (made.overlay / "usr/local/bin").iterdir()] == ["python3"]
+    (python,) = (made.overlay / "usr/local/bin").iterdir()
+    assert python.name == "python3"
+    assert not python.is_symlink()  # the home of an environment made through a link has no library
     assert files(made.modulepath) == [f"{layer.OF_A_LOGIN}.lua"]
 
 
@@ -397,3 +402,75 @@ def test_a_disk_of_each_node_is_read_in_the_scripts(build):
     scripts = {"job.sl": 'cp a /mnt/nvme/$USER/a\nexport CACHE=/tmp/$USER-1 B=$A/$USER\nls "/mnt/nvme/${USER}"\n'}
     made = build(scripts=scripts)
     assert made.paths == {"/mnt/nvme/{user}": None, prefix.ROOT: made.overlay.parent.parent}
+
+
+# ---- what is handed out ---------------------------------------------------------------------------------------------
+
+
+def test_packages_are_laid_from_wherever_they_are(tmp_path):
+    """A link may have led to them, as nox does to this machine's torch; and commands lie above the packages."""
+    info = tmp_path / "there/lib/site-packages/package-1.0.dist-info"
+    for path in (info / "METADATA", info.parent / "package/__init__.py", tmp_path / "there/bin/command"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("Name: package\n")
+    (info / "RECORD").write_text("package-1.0.dist-info/METADATA,,\npackage/__init__.py,,\n../../bin/command,,\n")
+    prefix.lay(Distribution.at(info), tmp_path / "packages")
+    assert files(tmp_path / "packages") == ["package-1.0.dist-info/METADATA", "package/__init__.py"]
+    prefix.lay(Distribution.at(info), tmp_path / "all", within="../..")
+    assert files(tmp_path / "all")[0] == "bin/command"
+
+
+@pytest.fixture
+def wheels(tmp_path) -> Path:
+    """With a wheel like mpi4py's, and what pip takes for its source; beside it two MPIs."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    wheel = folder / "mpi4py-4.1.2-py3-none-manylinux_2_5_x86_64.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("mpi4py/__init__.py", "here = 1\nfrom . import _mpiabi\n")
+        file.writestr("mpi4py/MPI.mpich.cpython.so", "for MPICH")
+        file.writestr("mpi4py/MPI.openmpi.cpython.so", "for Open MPI")
+        file.writestr("mpi4py-4.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: mpi4py\nVersion: 4.1.2\n")
+        file.writestr("mpi4py-4.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-any\n")
+        file.writestr("mpi4py-4.1.2.dist-info/RECORD", "")
+    prefix.pack_source(wheel)
+    (tmp_path / "mpi.h").write_text("int MPI_Init(int *, char ***);\nint MPI_Finalize(void);\n")
+    (tmp_path / "mpi.c").write_text("int MPI_Init(int *a, char ***b) { return 0; }\nint MPI_Finalize(void) { return 0; }\n")
+    for name, library in dict(mpich="libmpi.so.12", other="libmpi.so.40").items():
+        (tmp_path / name).mkdir()
+        command = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{library}", "-o", tmp_path / name / "libmpi.so", tmp_path / "mpi.c"]
+        subprocess.run(command, check=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "mpicc, words",
+    [
+        ("cc -shared -I{0} -L{0}/mpich -Wl,--no-as-needed -lmpi", None),
+        ("cc -shared -I{0} -L{0}/other -Wl,--no-as-needed -lmpi", "links another MPI than libmpi.so.12"),
+        ("cc -I{0}", "Cannot link MPI programs"),
+        ("cc", "Cannot compile MPI programs"),
+        ("", "Cannot compile MPI programs"),
+    ],
+)
+def test_mpi4py_is_built_with_the_compiler_that_is_named(wheels, mpicc, words):
+    folder = wheels.parent
+    link = folder / "bin/cc"  # and no mpicc
+    link.parent.mkdir()
+    for name in ("cc", "as", "ld"):
+        link.with_name(name).symlink_to(shutil.which(name))
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-index", f"--find-links={wheels}"]
+    command += ["--no-deps", "--no-binary=mpi4py", f"--wheel-dir={folder / 'built'}", "mpi4py==4.1.2"]
+    environ = dict(PATH=str(link.parent), HOME=str(folder), PIP_CONFIG_FILE=os.devnull)
+    environ |= dict(MPICC=mpicc.format(folder)) if mpicc else {}
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    if words:
+        assert ended.returncode, ended.stdout
+        assert words in ended.stdout + ended.stderr
+    else:
+        assert not ended.returncode, ended.stdout + ended.stderr
+        (built,) = (folder / "built").iterdir()
+        with zipfile.ZipFile(built) as file:
+            assert file.read("mpi4py/MPI.cpython.so") == b"for MPICH"
+            assert file.read("mpi4py/__init__.py") == b"here = 1\n"
+            assert not any("openmpi" in path for path in file.namelist())

@@ -160,8 +160,10 @@ def build(site: Site, folder: Path, cache: Path = prefix.CACHE) -> Layer:
             lay(name, home / below if below else overlay / "usr/local/bin")
     if not site.facts.get("software", {}).get("modules") and "image" not in site.facts.get("software", {}):
         # The machine's own python3, which may be too old, or another one than torch was built for.
+        # No link: an environment that is made through one looks for its library beside the link.
         (overlay / "usr/local/bin").mkdir(parents=True, exist_ok=True)
-        (overlay / "usr/local/bin/python3").symlink_to(f"{PLAIN}/bin/python3")
+        (overlay / "usr/local/bin/python3").write_text(f'#!/bin/sh\nexec {PLAIN}/bin/python3 "$@"\n')
+        (overlay / "usr/local/bin/python3").chmod(0o755)
     (home / "facts").write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in facts(site).items()))
 
     modulepath = folder / "modules"

@@ -10,16 +10,20 @@ nodes it is ROOT:
     torch/    torch, numpy, and what torch needs
     mpi/      MPICH: bin/mpicc, include, lib
     suite/    what `pytest conformance --submit` needs on a login node, by PYTHONPATH: pytest and numpy
-    wheels/   what install scripts ask pip for, besides torch (layer.py): there is no network on the nodes
+    wheels/   what install scripts ask pip for, besides torch (layer.py): there is no network on the nodes; and in place of
+              mpi4py's source, from which it takes a minute to build, from_source.py
 """
 
 import hashlib
+import io
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
@@ -28,33 +32,50 @@ from packaging.requirements import Requirement
 
 ROOT = "/opt/test-environment"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ddp-sites")
-# Besides what is pinned below, what builds it: pip makes an environment of its own for a build.
-WHEELS = ("setuptools", "wheel", "pip", "build", "pyproject-hooks", "cython", "packaging", "conda-pack==0.9.2")
+# Besides what is pinned below: what builds ddp_core, since pip makes an environment of its own for a build, and what packs.
+WHEELS = ("setuptools", "conda-pack==0.9.2")
+BACKEND = Path(__file__).with_name("from_source.py")
+PYPROJECT = """\
+[build-system]
+requires = []
+build-backend = "from_source"
+backend-path = ["."]
+"""
+# Debian's Python looks for packages elsewhere, unless it is in an environment, or says so in the manner of old virtualenvs.
+SITECUSTOMIZE = """\
+import site, sys
+sys.real_prefix = sys.base_prefix
+site.addsitedir(f"{sys.prefix}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages")
+"""
 
 
 def make(cache: Path = CACHE) -> Path:
     """The environment of these versions, made if it is not there. Raises ValueError where this Python will not do."""
-    names = ("torch", "numpy", "safetensors", "mpich", "mpi4py", "pytest", "pytest-timeout")
+    names = ("torch", "numpy", "safetensors", "mpich", "mpi4py", "pytest", "pytest-timeout", "pip")
     pinned = [f"{name}=={found(name).version}" for name in names]
-    of = "\n".join([sys.version, os.path.realpath(sys.executable), *pinned, *WHEELS, Path(__file__).read_text()])
+    sources = [Path(__file__).read_text(), BACKEND.read_text()]
+    of = "\n".join([sys.version, os.path.realpath(sys.executable), *pinned, *WHEELS, *sources])
     there = cache / f"test-environment-{hashlib.sha256(of.encode()).hexdigest()[:12]}"
     if there.is_dir():
         return there
-    if "dist-packages" in sysconfig.get_path("purelib"):
-        raise ValueError(f"{sys.executable} is Debian's, whose packages lie elsewhere: start this by another Python")
+    if sys.prefix == sys.base_prefix:
+        raise ValueError(f"{sys.executable} is in no virtual environment: nox -s cluster makes one")
     cache.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix="making-", dir=cache))
     try:
-        new.chmod(0o755)  # an ordinary user reads it
         copy_python(new / "plain")
         shutil.copytree(new / "plain", new / "python", symlinks=True, copy_function=os.link)
         for packages in (new / "python").glob("lib/python3.*/site-packages"):
             (packages / "torch.pth").write_text(f"{ROOT}/torch\n")
         for folder, packages in dict(torch=("torch", "numpy"), suite=("pytest", "pytest-timeout", "numpy")).items():
             for package in set().union(*map(with_needs, packages)):
-                lay(distribution(package), Path(sysconfig.get_path("purelib")), new / folder)
-        lay(distribution("mpich"), Path(sys.prefix), new / "mpi")
+                lay(distribution(package), new / folder)
+        lay(distribution("mpich"), new / "mpi", within="../../..")
         download(new / "wheels", [pin for pin in pinned if pin.startswith(("numpy==", "safetensors==", "mpi4py=="))])
+        (wheel,) = (new / "wheels").glob("mpi4py-*.whl")
+        pack_source(wheel)
+        # An ordinary user reads it, whatever the umask was when all this was installed.
+        subprocess.run(["chmod", "-R", "a+rX", new], check=True)
         new.rename(there)  # whole, or not there
     except OSError:
         if not there.is_dir():  # another one was faster
@@ -78,13 +99,19 @@ def copy_python(to: Path) -> None:
     shutil.copy2(os.path.realpath(sys.executable), to / "bin" / version)
     for name in ("python", "python3"):
         (to / "bin" / name).symlink_to(version)
-    unneeded = shutil.ignore_patterns("test", "tests", "site-packages", "config-*", "idlelib", "tkinter", "__pycache__")
+    unneeded = shutil.ignore_patterns("test", "tests", "site-packages", "config-*", "idlelib", "tkinter")
     shutil.copytree(base / "lib" / version, to / "lib" / version, symlinks=True, ignore=unneeded)
-    shutil.copytree(base / "include" / version, to / "include" / version)
     for library in base.glob("lib/libpython*"):
         shutil.copy2(library, to / "lib" / library.name, follow_symlinks=False)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
-    subprocess.run([to / "bin/python", "-m", "ensurepip", "--default-pip"], check=True, env=clean, stdout=subprocess.DEVNULL)
+    packages = to / "lib" / version / "site-packages"
+    lay(found("pip"), packages)
+    (to / "bin/pip").write_text('#!/bin/sh\nexec "${0%/*}/python" -m pip "$@"\n')
+    (to / "bin/pip").chmod(0o755)
+    # It cannot be written to where it is used: without this each start would compile what it imports.
+    subprocess.run([to / "bin/python", "-m", "compileall", "-q", "-j0", to / "lib" / version], check=True)
+    if "deb_system" in sysconfig.get_scheme_names():
+        (packages.parent / "sitecustomize.py").unlink(missing_ok=True)  # a link into /etc
+        (packages.parent / "sitecustomize.py").write_text(SITECUSTOMIZE)
 
 
 def with_needs(package: str) -> set[str]:
@@ -109,8 +136,9 @@ def installed(package: str) -> bool:
         return False
 
 
-def lay(package: Distribution, below: Path, to: Path) -> None:
-    """Its files that lie below a folder, as links where the file system allows: torch has 900 MB."""
+def lay(package: Distribution, to: Path, within: str = "") -> None:
+    """Its files within site-packages, or within this folder as seen from there: links, where it can be. torch has 900 MB."""
+    below = Path(os.path.normpath(package.locate_file(within)))
     for file in package.files or []:
         path = Path(os.path.normpath(file.locate()))
         if path.is_relative_to(below) and path.is_file():
@@ -123,11 +151,21 @@ def lay(package: Distribution, below: Path, to: Path) -> None:
 
 
 def download(to: Path, pinned: list[str]) -> None:
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest", to]
+    pip = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps", "--dest", to]
     subprocess.run([*pip, *WHEELS, *pinned], check=True)
-    # Its source, too: where a machine has an MPI of its own, it is built.
-    mpi4py = [pin for pin in pinned if pin.startswith("mpi4py")]
-    subprocess.run([*pip, "--no-binary=mpi4py", *mpi4py], check=True)
+
+
+def pack_source(wheel: Path) -> None:
+    """Beside mpi4py's wheel what pip takes for its source: the wheel and from_source.py."""
+    name = "-".join(wheel.name.split("-")[:2])
+    with zipfile.ZipFile(wheel) as files:
+        metadata = files.read(f"{name}.dist-info/METADATA")
+    files = {"pyproject.toml": PYPROJECT.encode(), "PKG-INFO": metadata, BACKEND.name: BACKEND.read_bytes()}
+    with tarfile.open(wheel.with_name(f"{name}.tar.gz"), "w:gz", compresslevel=1) as archive:
+        for path, content in (files | {wheel.name: wheel.read_bytes()}).items():
+            info = tarfile.TarInfo(f"{name}/{path}")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
 
 
 if __name__ == "__main__":
