@@ -60,9 +60,9 @@ def pytest_configure(config):
     )
     config.addinivalue_line(
         "markers",
-        "only(sizes, devices, mpi, schedulers, shared): when this test says something; elsewhere it is not there. mpi: False, "
-        "or what a launcher whose ranks ask MPI must tell all the same. schedulers: of the sites that it is about. shared: of "
-        "those whose nodes several jobs may share",
+        "only(sizes, devices, mpi, schedulers, when): when this test says something; elsewhere it is not there. mpi: False, or "
+        "what a launcher whose ranks ask MPI must tell all the same. schedulers: of the sites that it is about. when: is told "
+        "the site",
     )
     try:
         config.sites = sites.find(config.getoption("--site"))
@@ -96,14 +96,13 @@ def pytest_collection_modifyitems(config, items):
     def says_something(item) -> bool:
         launch, world_size, machine = launch_of(item), ranks and ranks.world.size, item.get_closest_marker("machine")
         scheduler = site.facts.get("scheduler") if (site := parameters(item).get("site")) else None
-        shares = bool(site and site.shares_nodes)
         if not machine if submitted else machine and machine.kwargs.get("only"):
             return False
         return (not wanted or bool({*wanted} & {*clauses_of(item)})) and all(
             world_size in mark.kwargs.get("sizes", [world_size])
             and config.getoption("--device") in mark.kwargs.get("devices", [config.getoption("--device")])
             and scheduler in mark.kwargs.get("schedulers", [scheduler])
-            and mark.kwargs.get("shared", shares) == shares
+            and mark.kwargs.get("when", bool)(site or True)
             and not (launch and launch.mpi and not tells(launch, mark.kwargs.get("mpi", True)))
             for mark in item.iter_markers("only")
         )

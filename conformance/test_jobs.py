@@ -250,7 +250,7 @@ def test_ranks_meet_over_the_first_interface(check, life, site):
         check.equal("J13", interfaces_between_ranks=({interfaces_of(site)[int(k)] for k in found}, {first}))
 
 
-@only(shared=True)
+@only(when=lambda site: site.shares_nodes)
 @clause("J13")
 def test_two_jobs_on_one_node_do_not_meet(check, user):
     """Started at the same moment."""
