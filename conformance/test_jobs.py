@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -131,7 +132,7 @@ def test_it_comes_back_only_so_often(check, user, site):
         job.trains()
         user.stop(job)
         check.equal("J10", exit_code=(job.ends(30), 75), says=("to resume" in job.said(), True))
-        check.equal("J10", jobs_in_the_queue=(user.cluster.on("login", f"squeue -h -u {USER} -o %i").stdout, ""))
+        check.equal("J10", jobs_in_the_queue=(user.cluster.on("login", f"squeue -h -u {USER} -o %i").stdout.split(), []))
 
 
 @clause("J16")
@@ -226,6 +227,16 @@ class Life:
 
     def root(self, command: str) -> str:
         return self.cluster.on("login", command, user=False).stdout
+
+    def is_back(self, node: str) -> None:
+        """Wait until a node that was lost is free: what is left there of the job would be ended with the job's next start."""
+        end = time.monotonic() + 60
+        while self.root(f"sinfo -h -n {node} -o %t | sort -u") != "idle\n" or self.processes_of_jobs(node):
+            assert time.monotonic() < end, f"{node} does not come back: {self.root(f'sinfo -N; scontrol show node {node}')}"
+            time.sleep(0.2)
+
+    def processes_of_jobs(self, node: str) -> str:
+        return self.cluster.on(node, ["pgrep", "-f", "^slurmstepd"], user=False).stdout
 
     def ends_in(self, seconds: int) -> None:
         """Its time limit, from now."""
@@ -340,6 +351,7 @@ def test_it_comes_back_when_a_node_is_set_down(check, life):
             recovers(check, "J14", job, step)
         finally:
             life.root(f"scontrol update nodename={node} state=resume")
+            life.is_back(node)
 
 
 @SLURM
@@ -355,6 +367,7 @@ def test_it_comes_back_when_a_node_loses_its_link(check, life, site):
             recovers(check, "J14", job, step)
         finally:
             life.cluster.on(node, f"{link} up", user=False)
+            life.is_back(node)
 
 
 @clause("J14")
@@ -387,8 +400,8 @@ def test_a_cancelled_job_saves_and_does_not_come_back(check, life):
         life.cluster.on("login", [life.user.scheduler.cancels, job.number])
         code = job.ends()
         check.equal("J15", ends_as=(code, "CANCELLED"), saved=(whole(job.folder) > step, True))
-        waiting = life.root(f"squeue -h -u {USER} -o %i")
-        check.equal("J15", jobs_in_the_queue=(waiting, ""))
+        waiting = life.root(f"squeue -h -u {USER} -o %i").split()
+        check.equal("J15", jobs_in_the_queue=(waiting, []))
 
 
 @clause("J14")
