@@ -110,6 +110,8 @@ RULES = [
     Rule("qsub job.pbs && cat asked", 0, r"7\.server\n[\s\S]*--partition=debug\n--time=0:600\n[\s\S]*--nodes=2\n"),
     Rule("qsub -q prod -l select=3 job.pbs && cat asked", 0, r"--partition=prod\n[\s\S]*--nodes=3\n"),
     Rule("qsub -l select=4 job.pbs && WHY=JobHeldUser STATE=PENDING qstat -f 7", 0, "comment = Can Never Run: Not enough"),
+    Rule("qsub -l select=4 job.pbs && cat asked", 0, "--nodes=1\n--hold\n"),
+    Rule("qsub job.pbs && ! grep -e --error asked", 0, "7.server"),
     Rule("qsub -z job.pbs && cat asked", 0, "^--parsable\n"),
     Rule("qsub -r n job.pbs && cat asked", 0, "\n--no-requeue\n"),
     Rule("qsub -W depend=afterok:7.server:8.server job.pbs && cat asked", 0, "=afterok:7:8\n--kill-on-invalid-dep=yes\n"),

@@ -237,7 +237,7 @@ def test_exit_status_is_the_script_s(pbs):
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
-# Options of mpiexec, and the CPUs of each rank of a node, as ALCF documents them.
+# Options of mpiexec, and the CPUs of each rank of a node, as the pages of ALCF on running jobs have them.
 PLACED = {
     "-n 12 --ppn 6 --cpu-bind depth --depth 8": "1-8 9-16 17-24 25-32 33-40 41-48",
     "-n 24 --ppn 12 --cpu-bind depth --depth 8": "1-8 9-16 17-24 25-32 33-40 41-48 49-51,53-57 58-65 66-73 74-81 82-89 90-97",

@@ -58,6 +58,13 @@ def test_a_node_as_site_toml_says():
     assert shape.topology(made_up()) == "pack:2 core:4 pu:2(indexes=2*8:8*1)"
 
 
+def test_slurm_ends_jobs_as_pbs_does_where_it_stands_behind_pbs():
+    """KILL ten seconds after TERM, and a limit behind the one that qsub's stand-in keeps."""
+    text = shape.slurm_conf(Site(Path("made-up"), THREADS | dict(scheduler="pbs")), ["n0001"], {})
+    assert "KillWait=10\n" in text and "OverTimeLimit=1\n" in text
+    assert "KillWait" not in shape.slurm_conf(made_up(), ["n0001"], {})
+
+
 def test_a_site_that_says_little():
     """Only what F4 asks for."""
     site = Site(
