@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.cluster import accounting, placement, shape, virtual
+from conformance.cluster import accounting, layer, placement, shape, tree, virtual
 from conformance.sites import Site
 
 THREADS = dict(
@@ -79,6 +79,28 @@ def test_a_site_that_says_little():
     assert "10.253.0.11 node001 node001-eth0\n" in shape.hosts_file(site, ["node001"], [])
 
 
+@pytest.mark.parametrize(
+    "near, sockets",
+    [
+        (["4-7", "0-3"], 2),
+        (["0-3", "4-7"], 2),
+        (["0-7", "0-7"], 1),
+        (["0-1,6-7", "0-1,6-7"], 4),
+        ([], 1),
+    ],
+)
+def test_a_newer_slurm_has_whole_sockets_near_a_device(near, sockets):
+    site = made_up(sockets=1, cores_near_device=near)
+    assert shape.shape(site, (24, 11)) == (sockets, 8 // sockets, 2)
+    assert shape.shape(site, (24, 5)) == shape.shape(site) == (1, 8, 2)
+    assert f" Sockets={sockets} CoresPerSocket={8 // sockets} " in shape.slurm_conf(site, ["n0001"], {}, (25, 5))
+    assert shape.topology(site, (24, 11)).startswith(f"pack:{sockets} core:{8 // sockets} ")
+
+
+def test_sockets_of_site_toml_stay_where_they_are_small_enough():
+    assert shape.shape(made_up(cores_near_device=["0-7", "0-7"]), (24, 11)) == shape.shape(made_up())
+
+
 def test_names_and_addresses():
     assert shape.names_of(made_up(), 2) == ["n0001", "n0002"]
     told = shape.hosts_file(made_up(), ["n0001"], ["{name}.more"]).splitlines()
@@ -144,9 +166,80 @@ def test_it_is_refused_without_root(monkeypatch, tmp_path):
 
 def test_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(shutil, "which", lambda name: None if name in ("slurmd", "unshare", "nsenter") else name)
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None if name in ("slurmd", "unshare", "nsenter") else name)
     expected = "no slurmd, unshare, nsenter here: apt-get install -y --no-install-recommends slurmd util-linux"
     assert virtual.missing() == expected
+
+
+# ---- another Debian's tree ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    """As root, with no other commands than these."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+
+    def lay(folder: Path = tmp_path / "bin", **texts: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+            (folder / name).chmod(0o755)
+
+    return lay
+
+
+def test_of_a_tree_the_scheduler_is_not_asked_for_here(tmp_path, commands):
+    commands(**dict.fromkeys([*virtual.HERE_TOO], "exit 0"))
+    base = tmp_path / "tree"
+    hint = "python -m conformance.cluster.tree makes a tree that has all"
+    assert virtual.missing(base) == f"no {', '.join(virtual.ON_NODES)} in {base}: {hint}"
+    commands(base / "usr/sbin", **{name: "" for name in virtual.ON_NODES if "/" not in name})
+    commands(base / "usr/share/lmod/lmod/libexec", lmod="")
+    assert virtual.missing(base) is None
+    (tmp_path / "bin/cc").unlink()
+    assert virtual.missing(base) == "no cc here: apt-get install -y --no-install-recommends gcc libc6-dev"
+
+
+def test_a_tree_is_made_once_and_whole(tmp_path, commands):
+    commands(setpriv='for last; do before=${folder:-} folder=${last%/debian}; done; echo > "$before/made"', mmdebstrap="")
+    there = tree.make(tmp_path / "cache")
+    assert [path.name for path in there.iterdir()] == ["made"] and there.stat().st_mode & 0o777 == 0o755
+    commands(setpriv="exit 1")
+    assert tree.make(tmp_path / "cache") == there
+    assert [*(tmp_path / "cache").iterdir()] == [there]
+
+
+def test_where_no_tree_can_be_made_it_is_said(tmp_path, commands, monkeypatch):
+    commands(setpriv='echo "I: one"; echo "E: Failed to fetch" >&2; echo "E: mmdebstrap failed to run" >&2; exit 25')
+    with pytest.raises(virtual.Refusal, match="no mmdebstrap here: apt-get install"):
+        tree.make(tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+    commands(mmdebstrap="")
+    with pytest.raises(virtual.Refusal, match=f"mmdebstrap, from {tree.ANYWHERE}: E: Failed to fetch$"):
+        tree.make(tmp_path / "cache")
+    assert [*(tmp_path / "cache").iterdir()] == []
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(virtual.Refusal, match="made by root"):
+        tree.make(tmp_path / "cache")
+
+
+def test_the_mirror_is_this_machines(commands):
+    commands(**{"apt-get": "echo http://mirror.example.org/debian/; echo http://other.example.org/debian/"})
+    assert tree.mirror() == "http://mirror.example.org/debian/"
+    commands(**{"apt-get": ""})
+    assert tree.mirror() == tree.ANYWHERE
+
+
+def test_what_a_tree_lacks_is_laid_there(tmp_path):
+    """Not what this machine lacks."""
+    (tmp_path / "made/usr/modules").mkdir(parents=True)
+    (tmp_path / "base/usr/bin").mkdir(parents=True)
+    (tmp_path / "base/usr/bin/of-the-tree").touch()
+    assert layer.places(tmp_path / "made", tmp_path / "base") == {"/usr/modules": tmp_path / "made/usr/modules"}
+    assert layer.places(tmp_path / "made", tmp_path) == {"/usr": tmp_path / "made/usr"}
+    layer.link_commands(tmp_path / "bin", tmp_path / "base")
+    assert [os.readlink(path) for path in (tmp_path / "bin").iterdir()] == ["/usr/bin/of-the-tree"]
 
 
 # ---- where ranks are ------------------------------------------------------------------------------------------------

@@ -3,28 +3,28 @@
 # input is closed. virtual.py holds the other end, so that its death, however it comes, ends this process; and the end of a
 # PID 1 ends all processes of its node, which were the last to know its mounts and its network.
 #
-#     unshare --fork --mount --net --uts --ipc --pid boot.sh NAME FOLDER CPUS DEVICES UID [HOME_OF_PYTHON]
+#     unshare --fork --mount --net --uts --ipc --pid boot.sh NAME FOLDER CPUS DEVICES UID TREE [HOME_OF_PYTHON]
 set -euo pipefail
-name=$1 folder=$2 cpus=$3 devices=$4 user=$5 python=${6:-}
+name=$1 folder=$2 cpus=$3 devices=$4 user=$5 tree=$6 python=${7:-}
 
 # While /proc is the machine's, this is the PID by which the machine knows the node.
 read -r pid _ </proc/self/stat
 hostname "$name"
 ip link set lo up
 
-# ---- the root: this machine's, with what is written kept in memory --------------------------------------------------
+# ---- the root: TREE, which may be this machine's, with what is written kept in memory -------------------------------
 
 mount -t tmpfs -o mode=755 node /run
 mkdir /run/upper /run/work /run/root
 # Copied, since overlayfs takes no two layers of which one lies in the other.
-for tree in "$folder/layer" "$folder/all" "$folder/node/$name"; do
-    [[ ! -d $tree ]] || cp -a "$tree/." /run/upper
+for layer in "$folder/layer" "$folder/all" "$folder/node/$name"; do
+    [[ ! -d $layer ]] || cp -a "$layer/." /run/upper
 done
 root=/run/root
-mount -t overlay -o lowerdir=/,upperdir=/run/upper,workdir=/run/work overlay $root
+mount -t overlay -o "lowerdir=$tree,upperdir=/run/upper,workdir=/run/work" overlay $root
 # A mount of the machine's is no part of its root's file system.
 for place in /usr /opt /var; do
-    ! mountpoint -q $place || mount --rbind $place $root$place
+    [[ $tree != / ]] || ! mountpoint -q $place || mount --rbind $place $root$place
 done
 
 # ---- what belongs to the kernel, to this node, or to all of them ----------------------------------------------------

@@ -150,8 +150,8 @@ def slow_domain(site: Site) -> str:
 # ---- all of it -------------------------------------------------------------------------------------------------------
 
 
-def build(site: Site, folder: Path, cache: Path = prefix.CACHE) -> Layer:
-    """Raises ValueError where site.toml and the scripts do not tell enough."""
+def build(site: Site, folder: Path, base: Path = Path("/"), cache: Path = prefix.CACHE) -> Layer:
+    """base: the root that nodes boot from. Raises ValueError where site.toml and the scripts do not tell enough."""
     overlay, tree = folder / "overlay", folder / "tree"
     home = overlay / HOME.lstrip("/")
     (home / "empty").mkdir(parents=True)
@@ -177,7 +177,7 @@ def build(site: Site, folder: Path, cache: Path = prefix.CACHE) -> Layer:
     if any("net-plugin" in module for module in site.facts.get("software", {}).get("modules", [])):
         compile_empty(home / "net-plugin/lib/librccl-net.so")
     if "image" in site.facts.get("software", {}):
-        link_commands(home / "image/bin")
+        link_commands(home / "image/bin", base)
     if image := image_file(site):
         (tree / image.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
         (tree / image.lstrip("/")).write_text("A stand-in for an image: the stand-in for singularity looks no further.\n")
@@ -186,7 +186,7 @@ def build(site: Site, folder: Path, cache: Path = prefix.CACHE) -> Layer:
     return Layer(
         overlay=overlay,
         modulepath=modulepath,
-        paths=places(tree) | local_disks(site) | {prefix.ROOT: prefix.make(cache)},
+        paths=places(tree, base) | local_disks(site, base) | {prefix.ROOT: prefix.make(cache)},
         hosts=[f"{{name}}.{domain}" for domain in [slow_domain(site)] if domain],
         # There is no network; pip takes what has been fetched before, and no user's settings.
         environment=dict(PIP_NO_INDEX="1", PIP_FIND_LINKS=f"{prefix.ROOT}/wheels {HOME}/wheels", PIP_CONFIG_FILE=os.devnull)
@@ -204,24 +204,24 @@ def lay(name: str, where: Path) -> None:
     (where / name).chmod(0o755)
 
 
-def places(tree: Path) -> dict[str, Path]:
-    """Each folder below tree that this machine lacks, as high up as can be, and the place where it belongs."""
+def places(tree: Path, base: Path = Path("/")) -> dict[str, Path]:
+    """Each folder below tree that base lacks, as high up as can be, and the place where it belongs."""
     found, ahead = {}, sorted(tree.iterdir()) if tree.is_dir() else []
     while ahead:
         path = ahead.pop()
-        on_the_nodes = Path("/", path.relative_to(tree))
-        if on_the_nodes.is_dir():
+        on_the_nodes = path.relative_to(tree)
+        if (base / on_the_nodes).is_dir():
             ahead += sorted(path.iterdir())
         else:
-            found[str(on_the_nodes)] = path
+            found[f"/{on_the_nodes}"] = path
     return found
 
 
-def local_disks(site: Site) -> dict[str, None]:
-    """Folders named for the user that scripts write to and this machine lacks: a disk in each node, empty at first."""
+def local_disks(site: Site, base: Path = Path("/")) -> dict[str, None]:
+    """Folders named for the user that scripts write to and base lacks: a disk in each node, empty at first."""
     text = "\n".join(script.read_text() for script in site.scripts)
     found = set(re.findall(r"(?<![\w.$}])((?:/[a-z]+)+)/\$\{?USER\b", text))
-    return {f"{folder}/{{user}}": None for folder in sorted(found) if not Path(folder).is_dir()}
+    return {f"{folder}/{{user}}": None for folder in sorted(found) if not Path(f"{base}{folder}").is_dir()}
 
 
 def compile_empty(library: Path) -> None:
@@ -230,12 +230,12 @@ def compile_empty(library: Path) -> None:
     subprocess.run(command, input="int stand_in;\n", text=True, check=True)
 
 
-def link_commands(to: Path) -> None:
-    """An image's /usr/bin: this machine's, without the scheduler and without any Python but the image's own."""
+def link_commands(to: Path, base: Path = Path("/")) -> None:
+    """An image's /usr/bin: base's, without the scheduler and without any Python but the image's own."""
     to.mkdir(parents=True)
-    for path in Path("/usr/bin").iterdir():
+    for path in (base / "usr/bin").iterdir():
         if not re.fullmatch(rf"{OUTSIDE}|python.*|pip.*", path.name):
-            (to / path.name).symlink_to(path)
+            (to / path.name).symlink_to(f"/usr/bin/{path.name}")
 
 
 def torch_wheels(site: Site, folder: Path, version: str) -> None:

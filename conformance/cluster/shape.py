@@ -3,9 +3,12 @@
 print(slurm_conf(site, names_of(site, 2), {}))      of a conformance.sites.Site
 """
 
+import math
+
 from conformance.sites import Site
 
 LOGIN = "login1"
+OLDEST = (22, 5)  # of Slurm's versions that are served
 # Root's own partition, whose jobs preempt all others: sbatch --partition=urgent --exclusive --nodelist=NODES --wrap=true
 URGENT = "urgent"
 SUBNET = "10.253"  # .K.1: the login node's interface K; .K.11 and on: the nodes'
@@ -35,11 +38,21 @@ def numbers(ranges: str) -> list[int]:
     return found
 
 
-def shape(site: Site) -> tuple[int, int, int]:
-    """Sockets, cores a socket, threads a core."""
+def shape(site: Site, version: tuple[int, int] = OLDEST) -> tuple[int, int, int]:
+    """Sockets, cores a socket, threads a core, as this version of Slurm counts them."""
     node = site.facts["node"]
-    sockets = node.get("sockets", 1)
-    return sockets, node["cores"] // sockets, node.get("threads_per_core", 1)
+    cores = node["cores"] // node.get("sockets", 1)
+    if version >= (24, 11):
+        # From here on only whole sockets are near a device, and a smaller part of one has to be called a socket.
+        # https://slurm.schedmd.com/slurm.conf.html#OPT_l3cache_as_socket
+        cores = math.gcd(cores, *(edge for near in node.get("cores_near_device", []) for edge in edges(near)))
+    return node["cores"] // cores, cores, node.get("threads_per_core", 1)
+
+
+def edges(ranges: str) -> set[int]:
+    """Where they begin, and what comes behind them: of "0-3,8-11" 0, 4, 8 and 12."""
+    inside = {*numbers(ranges)}
+    return inside ^ {each + 1 for each in inside}
 
 
 def cpus_of(site: Site) -> int:
@@ -52,21 +65,21 @@ def devices_of(site: Site) -> int:
     return site.facts["node"]["devices"] if site.facts["scheduler"] == "slurm" else 0
 
 
-def topology(site: Site) -> str:
+def topology(site: Site, version: tuple[int, int] = OLDEST) -> str:
     """For hwloc, and so for slurmd. As Linux numbers them: first one thread of each core, then the others.
 
     https://www.open-mpi.org/projects/hwloc/doc/v2.9.0/a00382.php
     """
-    sockets, cores, threads = shape(site)
+    sockets, cores, threads = shape(site, version)
     every = sockets * cores
     order = f"(indexes={threads}*{every}:{every}*1)" if threads > 1 else ""
     return f"pack:{sockets} core:{cores} pu:{threads}{order}"
 
 
-def slurm_conf(site: Site, names: list[str], settings: dict[str, str]) -> str:
+def slurm_conf(site: Site, names: list[str], settings: dict[str, str], version: tuple[int, int] = OLDEST) -> str:
     """https://slurm.schedmd.com/slurm.conf.html"""
     node, queue = site.facts["node"], site.facts.get("queue", {})
-    sockets, cores, threads = shape(site)
+    sockets, cores, threads = shape(site, version)
     with_mpi = any(launch.mpi for launch in site.launches)
     told = dict(
         ClusterName=site.name,

@@ -1,12 +1,13 @@
 """A site's virtual cluster: one login node and some compute nodes of its shape, with a real Slurm, on this one machine.
 
-    python -m conformance.cluster.virtual --site NAME_OR_FOLDER [--nodes N] [--keep] [--folder FOLDER]
+    python -m conformance.cluster.virtual --site NAME_OR_FOLDER [--nodes N] [--keep] [--folder FOLDER] [--tree FOLDER]
     python -m conformance.cluster.virtual --folder FOLDER --on NODE [COMMAND ...]
     python -m conformance.cluster.virtual --folder FOLDER --down
 
 The first raises it, says how long that took, and takes it down; with --keep a shell on its login node comes in between. The
 others are for a second terminal. Needs root, and of Debian slurmctld, slurmd, slurmdbd, slurm-client, munge,
-mariadb-server-core, iproute2, gcc and lmod; none of their daemons has to run.
+mariadb-server-core, iproute2, gcc and lmod; none of their daemons has to run. With --tree the nodes boot from another
+Debian's tree, made by tree.py, and all of these but iproute2 and gcc are the tree's.
 
 Everything is made from site.toml. A node is a set of namespaces (mount, network, UTS, IPC, PID), whose PID 1 is boot.sh: with
 it goes whatever the node has, and it goes with the process that raised it. Networks are inside the namespaces, so that any
@@ -32,6 +33,7 @@ from conformance import sites
 from conformance.cluster import Layer, accounting, layer
 from conformance.cluster.shape import (
     LOGIN,
+    OLDEST,
     SUBNET,
     cpus_of,
     devices_of,
@@ -47,20 +49,18 @@ from conformance.sites import ROOT, Site
 HERE = Path(__file__).parent
 USER, UID = "visitor", 20001
 MODULES = "/opt/modulefiles"
-PACKAGES = {
+# Debian's package of each command: what the nodes run, and what raises them.
+ON_NODES = {
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
     "sinfo": "slurm-client",
     "munged": "munge",
     "mariadbd": "mariadb-server-core",
     "slurmdbd": "slurmdbd",
-    "ip": "iproute2",
-    "unshare": "util-linux",
-    "nsenter": "util-linux",
     "setpriv": "util-linux",
-    "cc": "gcc libc6-dev",
     "/usr/share/lmod/lmod/libexec/lmod": "lmod",
 }
+HERE_TOO = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "cc": "gcc libc6-dev"}
 APART = ["unshare", "--fork", "--kill-child", "--mount", "--net", "--uts", "--ipc", "--pid"]
 
 
@@ -71,22 +71,37 @@ class Refusal(Exception):
 # ---- a cluster ------------------------------------------------------------------------------------------------------
 
 
-def missing() -> str | None:
-    """Why none can be raised here, and what to install; None where one can."""
+def missing(tree: Path = Path("/")) -> str | None:
+    """Why none can be raised here, and what to install; None where one can. tree: as for VirtualSite."""
     if os.geteuid():
         return "a virtual cluster is raised by root: nodes are namespaces with mounts and networks of their own"
-    lacking = [command for command in PACKAGES if not shutil.which(command)]
+    root, lacking = str(tree).rstrip("/"), {}
+    folders = ":".join(root + folder for folder in plain()["PATH"].split(":"))
+    for command, package in ON_NODES.items():
+        if not shutil.which(root + command if command.startswith("/") else command, path=folders):
+            lacking[command] = package
+    if root and lacking:
+        return f"no {', '.join(lacking)} in {root}: python -m conformance.cluster.tree makes a tree that has all"
+    lacking |= {command: package for command, package in HERE_TOO.items() if not shutil.which(command)}
     if lacking:
-        packages = " ".join(dict.fromkeys(PACKAGES[command] for command in lacking))
+        packages = " ".join(dict.fromkeys(lacking.values()))
         return f"no {', '.join(lacking)} here: apt-get install -y --no-install-recommends {packages}"
     tried = subprocess.run([*APART, "true"], capture_output=True, text=True, check=False)
     return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+def version_of(tree: Path) -> tuple[int, int]:
+    """Of its Slurm: (22, 5)."""
+    ended = subprocess.run(["chroot", tree, "slurmctld", "-V"], capture_output=True, text=True, check=False, env=plain())
+    _must(ended, f"slurmctld in {tree}")
+    return tuple(map(int, ended.stdout.split()[-1].split(".")[:2]))
 
 
 class VirtualSite:
     """Up from up() or `with` to down(), or to the end of this process.
 
     build: makes what a job finds there, into an empty folder; without, there is Slurm alone. settings: more of slurm.conf.
+    tree: the root that nodes boot from, this machine's or one of tree.py.
     """
 
     def __init__(
@@ -94,11 +109,12 @@ class VirtualSite:
         site: Site,
         folder: Path,
         nodes: int = 2,
-        build: Callable[[Site, Path], Layer] | None = None,
+        build: Callable[[Site, Path, Path], Layer] | None = None,
         settings: dict[str, str] | None = None,
+        tree: Path = Path("/"),
     ):
         self.site, self.folder, self.build, self.settings = site, Path(folder).resolve(), build, settings or {}
-        self.names = names_of(site, nodes)
+        self.names, self.tree, self.version = names_of(site, nodes), Path(tree).resolve(), OLDEST
         self.pids: dict[str, int] = {}
         self.seconds: dict[str, float] = {}  # what up() and down() took
         self._inits: dict[str, subprocess.Popen] = {}
@@ -119,8 +135,9 @@ class VirtualSite:
     def up(self) -> None:
         """Raises Refusal where that cannot be, or where this folder's cluster is up already."""
         start = time.monotonic()
-        if reason := missing():
+        if reason := missing(self.tree):
             raise Refusal(reason)
+        self.version = version_of(self.tree)
         self._take_folder()
         try:
             self._lay_out()
@@ -244,18 +261,18 @@ class VirtualSite:
         made = None
         if self.build:
             (self.folder / "made").mkdir()
-            made = self.build(self.site, self.folder / "made")
+            made = self.build(self.site, self.folder / "made", self.tree)
             shutil.copytree(made.overlay, self.folder / "layer", symlinks=True)
         etc = {
             "hosts": hosts_file(self.site, self.names, made.hosts if made else []),
             "resolv.conf": "",
             # Names are in /etc/hosts, and no DNS is to be waited for.
-            "nsswitch.conf": _with("/etc/nsswitch.conf", "hosts:", "hosts: files"),
-            "passwd": _with("/etc/passwd", f"{USER}:", f"{USER}:x:{UID}:{UID}::/home/{USER}:/bin/bash"),
-            "group": _with("/etc/group", f"{USER}:", f"{USER}:x:{UID}:"),
+            "nsswitch.conf": _with(self.tree / "etc/nsswitch.conf", "hosts:", "hosts: files"),
+            "passwd": _with(self.tree / "etc/passwd", f"{USER}:", f"{USER}:x:{UID}:{UID}::/home/{USER}:/bin/bash"),
+            "group": _with(self.tree / "etc/group", f"{USER}:", f"{USER}:x:{UID}:"),
             # Without an entry here `su` fails, and with it what gives a job of --export=NONE its environment.
-            "shadow": _with("/etc/shadow", f"{USER}:", f"{USER}:*:19000:0:99999:7:::"),
-            "slurm/slurm.conf": slurm_conf(self.site, self.names, accounting.settings(self.site) | self.settings),
+            "shadow": _with(self.tree / "etc/shadow", f"{USER}:", f"{USER}:*:19000:0:99999:7:::"),
+            "slurm/slurm.conf": slurm_conf(self.site, self.names, accounting.settings(self.site) | self.settings, self.version),
             "slurm/slurmdbd.conf": accounting.SLURMDBD_CONF,
             "slurm/gres.conf": gres_conf(self.site),
             "slurm/cgroup.conf": "CgroupPlugin=cgroup/v1\n",
@@ -291,7 +308,7 @@ class VirtualSite:
             facts = [name, self.folder, 0 if on_login else cpus_of(self.site), 0 if on_login else devices_of(self.site), UID]
             with open(log / f"boot-{name}.log", "w") as errors:
                 self._inits[name] = subprocess.Popen(
-                    [*APART, HERE / "boot.sh", *map(str, facts), home_of_python()],
+                    [*APART, HERE / "boot.sh", *map(str, facts), self.tree, home_of_python()],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
@@ -344,7 +361,7 @@ class VirtualSite:
         steps = dict(munged=munged.split()) | accounting.steps(self.site, USER) | dict(slurmctld=["slurmctld"])
         for what, command in steps.items():
             _must(self.on("login", command, user=False), what)
-        slurmd = ["env", f"HWLOC_SYNTHETIC={topology(self.site)}", "slurmd"]
+        slurmd = ["env", f"HWLOC_SYNTHETIC={topology(self.site, self.version)}", "slurmd"]
         running = [
             subprocess.Popen(
                 [*entered(self.pids[name]), *slurmd], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=plain(), text=True
@@ -389,9 +406,9 @@ def home_of_python() -> str:
     return str(Path("/root", prefix.relative_to("/root").parts[0])) if prefix.is_relative_to("/root/") else ""
 
 
-def _with(path: str, beginning: str, line: str) -> str:
-    """A file of this machine's, with this line in place of what begins so."""
-    kept = [each for each in Path(path).read_text().splitlines() if not each.startswith(beginning)]
+def _with(path: Path, beginning: str, line: str) -> str:
+    """A file's text, with this line in place of what begins so."""
+    kept = [each for each in path.read_text().splitlines() if not each.startswith(beginning)]
     return "\n".join([*kept, line]) + "\n"
 
 
@@ -448,6 +465,7 @@ def main() -> int | str:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where it lives (default: a new one, which is removed afterwards)")
     parser.add_argument("--keep", action="store_true", help="a shell on its login node; without a terminal, until it is ended")
+    parser.add_argument("--tree", type=Path, default="/", help="its nodes boot from: see python -m conformance.cluster.tree")
     parser.add_argument("--bare", action="store_true", help="with Slurm alone: no modules, no containers, no copy of the site")
     parser.add_argument("--on", metavar="NODE", help="there, in the cluster that is up in --folder: a shell, or COMMAND")
     parser.add_argument("--down", action="store_true", help="take that one down")
@@ -472,8 +490,8 @@ def main() -> int | str:
         (site,) = sites.find([told.site])
         temporary = None if told.folder else tempfile.mkdtemp(prefix="cluster-")
         try:
-            build = None if told.bare else layer.build
-            with ended_by_signal(), VirtualSite(site, told.folder or Path(temporary), told.nodes, build) as cluster:
+            build, folder = None if told.bare else layer.build, told.folder or Path(temporary)
+            with ended_by_signal(), VirtualSite(site, folder, told.nodes, build, tree=told.tree) as cluster:
                 there = None if told.bare else cluster.put_site()
                 print(f"up in {cluster.seconds['up']:.2f} s: {site.name}, {LOGIN} and {', '.join(cluster.names)}", flush=True)
                 if told.keep and sys.stdin.isatty():

@@ -1,0 +1,75 @@
+"""A Debian tree that virtual nodes boot from, for a newer Slurm than this machine's: trixie's is 24.11.
+
+    python -m conformance.cluster.tree [FOLDER]
+
+Made once, by mmdebstrap, as root. It prints where the tree is: `nox -s cluster -- --tree THERE` raises clusters of it.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from conformance.cluster.prefix import CACHE
+from conformance.cluster.virtual import Refusal, ended_by_signal
+
+SUITE = "trixie"
+# Slurm with its accounting, modules, a compiler for install scripts, Python for its libraries, what boot.sh and tests call.
+PACKAGES = (
+    "slurmctld slurmd slurm-client munge slurmdbd mariadb-server-core lmod gcc libc6-dev python3 ca-certificates "
+    "iproute2 util-linux mount procps hostname"
+)
+ANYWHERE = "http://deb.debian.org/debian"
+
+
+def make(cache: Path = CACHE) -> Path:
+    """The tree, made if it is not there. Raises Refusal where it cannot be."""
+    of = hashlib.sha256(f"{SUITE} {PACKAGES}".encode()).hexdigest()[:12]
+    there = cache.resolve() / f"debian-{SUITE}-{of}"
+    if there.is_dir():
+        return there
+    if os.geteuid():
+        raise Refusal("a tree is made by root: the files in it are root's")
+    if not shutil.which("mmdebstrap"):
+        raise Refusal("no mmdebstrap here: apt-get install -y --no-install-recommends mmdebstrap debian-archive-keyring")
+    there.parent.mkdir(parents=True, exist_ok=True)
+    new, asked = Path(tempfile.mkdtemp(prefix="making-", dir=there.parent)), mirror()
+    # Whatever it starts ends with this process: an apt that is left behind would fill the folder again.
+    alone = ["setpriv", "--pdeathsig=KILL", "unshare", "--fork", "--kill-child", "--pid", "--mount-proc"]
+    command = [*alone, "mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(new), asked]
+    try:
+        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=900)
+        if ended.returncode:
+            errors = [line for line in ended.stderr.splitlines() if line.startswith("E: ")] or [f"exit code {ended.returncode}"]
+            raise Refusal(f"mmdebstrap, from {asked}: {errors[0]}")
+        new.chmod(0o755)  # an ordinary user reads it
+        new.rename(there)  # whole, or not there
+    except subprocess.TimeoutExpired:
+        raise Refusal(f"mmdebstrap, from {asked}: not ready after 15 min") from None
+    except OSError:
+        if not there.is_dir():  # another one was faster
+            raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return there
+
+
+def mirror() -> str:
+    """Debian's, as this machine's apt has it. A machine that is no Debian asks the one that is everywhere."""
+    asked = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", "Origin: Debian", "Label: Debian"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
+    except OSError:
+        said = []
+    return next(iter(said), ANYWHERE)
+
+
+if __name__ == "__main__":
+    try:
+        with ended_by_signal():
+            print(make(*map(Path, sys.argv[1:2])))
+    except Refusal as refusal:
+        sys.exit(f"error: {refusal}")
