@@ -42,6 +42,7 @@ def pytest_addoption(parser):
     add("--extras", action="store_true", help="what sites bring beside their job, too (nox -s extras has the packages)")
     add("--by-hand", action="store_true", help="of these also what site.toml says to run by hand: it takes long")
     add("--cluster", action="store_true", help="raise virtual clusters, too: as root, with Slurm (nox -s cluster)")
+    add("--tree", type=Path, default=Path("/"), metavar="FOLDER", help="of conformance.cluster.tree, for clusters' nodes")
     weak = ["static", "extras", "suite", "cluster"]
     add("--rung", default="static", choices=weak, help="what the verdicts of a session without ranks stand on")
     add("--part", metavar="FOLDER", help="write the verdicts there, for conformance/report.py")
