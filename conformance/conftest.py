@@ -165,12 +165,13 @@ def root(world, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cluster(site, tmp_path_factory):
+def cluster(site, tmp_path_factory, pytestconfig):
     """The site's, with a spare node, under a Slurm that soon gives a node up."""
     from conformance.cluster import layer
     from conformance.cluster.virtual import VirtualSite
 
     folder, settings = tmp_path_factory.mktemp("cluster"), dict(SlurmdTimeout="5", MessageTimeout="3", KillWait="5")
-    with VirtualSite(site, folder, nodes=3, build=layer.build, settings=settings) as raised:
+    tree = pytestconfig.getoption("--tree")
+    with VirtualSite(site, folder, nodes=3, build=layer.build, settings=settings, tree=tree) as raised:
         print(f"{site.name}: up in {raised.seconds['up']:.2f} s")
         yield raised

@@ -1,6 +1,6 @@
 """Virtual clusters come and go, several at once, and nothing of them is left, however they end.
 
-    python -m pytest conformance/test_cluster.py --cluster
+    python -m pytest conformance/test_cluster.py --cluster [--tree FOLDER]
 
 As root, with Slurm. `nox -s cluster` runs it.
 """
@@ -95,9 +95,9 @@ class Traces:
             time.sleep(0.05)
 
 
-def test_nothing_is_left_after_it_is_down(small, tmp_path):
+def test_nothing_is_left_after_it_is_down(small, tmp_path, pytestconfig):
     traces = Traces(tmp_path / "cluster")
-    with VirtualSite(small, tmp_path / "cluster") as cluster:
+    with VirtualSite(small, tmp_path / "cluster", tree=pytestconfig.getoption("--tree")) as cluster:
         # What a job leaves behind in the background, too.
         behind = "setsid sleep 600 >&/dev/null </dev/null &"
         assert cluster.on("login", f"sbatch --wait -N2 -n2 --wrap='srun bash -c \"{behind}\"'").returncode == 0
@@ -108,10 +108,11 @@ def test_nothing_is_left_after_it_is_down(small, tmp_path):
 
 
 @pytest.mark.parametrize("seconds", [None, 0.1, 0.2, 0.3, 0.4, 0.5])
-def test_nothing_is_left_when_it_is_killed(small, tmp_path, seconds):
+def test_nothing_is_left_when_it_is_killed(small, tmp_path, seconds, pytestconfig):
     """Whenever: without a chance to tidy up, and half-way, too. Raised again in the same folder at once."""
     traces = Traces(tmp_path / "cluster")
     command = ["-m", "conformance.cluster.virtual", "--bare", "--keep", f"--site={small.folder}", f"--folder={traces.folder}"]
+    command += [f"--tree={pytestconfig.getoption('--tree')}"]
     with subprocess.Popen(
         [sys.executable, *command], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     ) as process:

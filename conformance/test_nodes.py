@@ -46,6 +46,15 @@ def test_names_and_addresses(cluster, site):
             assert server.result().returncode == 0
 
 
+def test_it_runs_what_it_was_booted_from(cluster):
+    """This machine's Slurm, or the one of --tree: the commands, and what has registered the nodes."""
+    said = subprocess.run(["chroot", cluster.tree, "slurmctld", "-V"], capture_output=True, text=True, check=True).stdout
+    for name in (LOGIN, *cluster.names):
+        assert cluster.on(name, "srun --version").stdout == said
+    for name in cluster.names:
+        assert f" Version={said.split()[-1]}\n" in cluster.on(LOGIN, f"scontrol show node {name}").stdout
+
+
 def test_the_user(cluster):
     """An ordinary one, with a home that all nodes have."""
     for name in ("login", *cluster.names):
