@@ -89,14 +89,18 @@ ranks_per_node=8
 # https://docs.pytorch.org/docs/stable/threading_environment_variables.html
 export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / ranks_per_node))
 
+# srun would take --cpus-per-task from these, except in Slurm 22.05 and 23.02. It implies --exact, which cuts the step to half
+# of the cores where Slurm counts two threads a core, so that the mask below would be refused.
+# https://slurm.schedmd.com/srun.html#SECTION_INPUT-ENVIRONMENT-VARIABLES
+unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
+
 need_whole_nodes
 read_arguments "$@"
 describe_job "$ranks_per_node"
 
 srun_flags=(
     # All the cores, which torchrun divides: of each of the eight chiplets the upper seven of eight. Without it srun would
-    # bind the task, and all ranks with it, to one core; --cpus-per-task in its place implies --exact, and cut the step to
-    # half of the cores where Slurm counts two threads a core.
+    # bind the task, and all ranks with it, to one core.
     # https://slurm.schedmd.com/srun.html#OPT_cpu-bind
     --cpu-bind=mask_cpu:0xfefefefefefefefe
 

@@ -86,6 +86,11 @@ export SLURM_EXPORT_ENV=ALL
 # https://docs.pytorch.org/docs/stable/threading_environment_variables.html
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 
+# srun would take --cpus-per-task from these, except in Slurm 22.05 and 23.02. It implies --exact, which cuts the step to half
+# of the cores where Slurm counts two threads a core, so that the masks below would be refused.
+# https://slurm.schedmd.com/srun.html#SECTION_INPUT-ENVIRONMENT-VARIABLES
+unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
+
 # The chiplet (CCD) that GCD 0, 1, ... hangs at: rank and GCD have one number, so rank 0 belongs on CCD 6. CCD c has cores
 # 8c to 8c+7; 0xfe are the upper seven of eight. Hence 0xfe000000000000 for GCD 0: cores 49-55.
 # https://docs.lumi-supercomputer.eu/runjobs/scheduled-jobs/distribution-binding/#gpu-binding
@@ -95,8 +100,7 @@ for ccd in 6 7 2 3 0 1 4 5; do
 done
 
 srun_flags=(
-    # A rank's cores, as above. In place of --cpus-per-task, which srun does not take from the job: it implies --exact, and
-    # that cut the step to half of the cores where Slurm counts two threads a core, so that the masks were refused.
+    # A rank's cores, as above, in place of --cpus-per-task.
     # https://slurm.schedmd.com/srun.html#OPT_cpu-bind
     --cpu-bind=mask_cpu:"${masks#,}"
 
