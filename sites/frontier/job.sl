@@ -233,7 +233,7 @@ srun_flags=(
     # https://slurm.schedmd.com/srun.html#OPT_ntasks
     --ntasks="$SLURM_NTASKS"
 
-    # Since Slurm 22.05 srun does not take it from the job, and each rank would get one core.
+    # srun of Slurm 22.05 and 23.02 does not take it from the job, and each rank would get one core.
     # https://github.com/SchedMD/slurm/blob/slurm-22-05-0-1/RELEASE_NOTES
     --cpus-per-task="$SLURM_CPUS_PER_TASK"
 

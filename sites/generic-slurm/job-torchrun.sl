@@ -191,7 +191,7 @@ rank=(
 )
 
 srun_flags=(
-    # Since Slurm 22.05 srun does not take it from the job, and all ranks of a node would share one core.
+    # srun of Slurm 22.05 and 23.02 does not take it from the job, and all ranks of a node would share one core.
     # https://github.com/SchedMD/slurm/blob/slurm-22-05-0-1/RELEASE_NOTES
     --cpus-per-task="$SLURM_CPUS_PER_TASK"
 

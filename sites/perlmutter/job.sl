@@ -153,7 +153,7 @@ train_flags=(
 )
 
 srun_flags=(
-    # Since Slurm 22.05 srun does not take it from the job, and a rank would not be held to its quarter of the node.
+    # srun of Slurm 22.05 and 23.02 does not take it from the job, and a rank would not be held to its quarter of the node.
     # https://github.com/SchedMD/slurm/blob/slurm-22-05-0-1/RELEASE_NOTES
     --cpus-per-task="$SLURM_CPUS_PER_TASK"
 
