@@ -108,6 +108,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--device")
     parser.add_argument("--submit", nargs="?", const="")
     parser.add_argument("--mpiexec", default=os.environ.get("MPIEXEC"))
+    parser.add_argument("--tree", default="/")
     return parser
 
 
@@ -132,14 +133,19 @@ def extras(session: nox.Session) -> None:
 
 @nox.session
 def cluster(session: nox.Session) -> None:
-    """Every site's job on its own virtual cluster, a real Slurm on this machine: as root. `-- --site NAME_OR_FOLDER`."""
+    """Every site's job on its own virtual cluster, a real Slurm on this machine: as root. `-- --site NAME_OR_FOLDER`.
+
+    `--tree FOLDER`: under another Slurm than this machine's. `python -m conformance.cluster.tree` makes one.
+    """
     # Also what conformance/cluster/prefix.py takes along for the sites' own jobs.
     install(session, "numpy", "pytest", "pytest-timeout", "pytest-mpi", "mpi4py", "mpich")
     chosen, others = options().parse_known_args(session.posargs)
     parts, handed_on, logs = empty(session, "parts"), empty(session, "handed-on"), empty(session, "logs")
     session.env.update(OMP_NUM_THREADS="1", MPIEXEC_TIMEOUT="600")
     pytest = ("python", "-m", "pytest")
-    session.run("python", "-c", "import sys; from conformance.cluster.virtual import missing; sys.exit(missing())")
+    others.append(f"--tree={chosen.tree}")
+    missing = "import sys; from pathlib import Path; from conformance.cluster.virtual import missing"
+    session.run("python", "-c", f"{missing}; sys.exit(missing(Path(sys.argv[1])))", chosen.tree)
     session.run("python", "-m", "conformance.cluster.prefix", silent=True)  # once, and not by several at the same time
     # What snapshots are compared to: 4 ranks without a scheduler, of any site.
     before = ("--with-mpi", "--device=cpu", f"--handed-on={handed_on}", "--clause=C2", "-k=handed_on")
