@@ -44,7 +44,7 @@ MODULES = {
     r"pytorch|frameworks|tensorflow": f'prepend_path("PATH", "{PYTHON}/bin")\n'
     'setenv("PYTHONUSERBASE", pathJoin(os.getenv("HOME") or "", ".local/{name}-{version}"))',
     r"python|cray-python": f'prepend_path("PATH", "{PYTHON}/bin")',
-    r".*bindings": f'setenv("SINGULARITY_BIND", "/usr/local,{prefix.ROOT}")',
+    r".*bindings": 'setenv("SINGULARITY_BIND", "/opt")',
 }
 
 # Without such a module `module reset` fails. Behind a dot, it is in no list.
@@ -113,9 +113,9 @@ def stand_ins(site: Site) -> dict[str, list[str]]:
     if any(re.match(r"PrgEnv-|cray-mpich", name) for name in names):
         found["wrappers/bin"] = ["cc"]
     if image_file(site):
-        found[""] += ["singularity", "apptainer"]
+        found[""] += ["singularity", "apptainer", "contained"]
     elif image:
-        found[""] += ["shifter", "shifterimg"]
+        found[""] += ["shifter", "shifterimg", "contained"]
     if site.facts.get("scheduler") == "pbs":
         found[""] += ["qsub", "qstat", "qdel", "qsig", "pbsnodes", "mpiexec"]
     return found
@@ -130,6 +130,8 @@ def facts(site: Site) -> dict[str, str]:
     return dict(
         PLAIN_HOME=PLAIN,
         MPI_HOME=MPI,
+        CONTAINED="/usr/local/bin/contained",
+        ENVIRONMENT=prefix.ROOT,
         IMAGE_PATH=f"{PYTHON}/bin:{HOME}/image/bin",
         IMAGES="" if image_file(site) else image,
         CPUS=str(cores * threads),
