@@ -101,7 +101,7 @@ def copy_python(to: Path) -> None:
         (to / "bin" / name).symlink_to(version)
     unneeded = shutil.ignore_patterns("test", "tests", "site-packages", "config-*", "idlelib", "tkinter")
     shutil.copytree(base / "lib" / version, to / "lib" / version, symlinks=True, ignore=unneeded)
-    for library in base.glob("lib/libpython*"):
+    for library in base.glob("lib/libpython*.so*"):
         shutil.copy2(library, to / "lib" / library.name, follow_symlinks=False)
     packages = to / "lib" / version / "site-packages"
     lay(found("pip"), packages)
@@ -152,7 +152,8 @@ def lay(package: Distribution, to: Path, within: str = "") -> None:
 
 def download(to: Path, pinned: list[str]) -> None:
     pip = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps", "--dest", to]
-    subprocess.run([*pip, *WHEELS, *pinned], check=True)
+    if subprocess.run([*pip, *WHEELS, *pinned], check=False).returncode:
+        raise ValueError(f"pip could not download {' '.join([*WHEELS, *pinned])} (above): once, a network is needed here")
 
 
 def pack_source(wheel: Path) -> None:
