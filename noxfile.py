@@ -20,8 +20,12 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).parent
 SITE = ROOT / "sites" / "generic-slurm"  # the site that runs on any machine
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
-OF_A_CLUSTER = ("conformance/test_nodes.py", "conformance/test_queue.py", "conformance/test_jobs.py")
-AT_ONCE = 3  # virtual clusters
+OF_A_CLUSTER = [f"conformance/test_{name}.py" for name in ("nodes", "found", "queue", "jobs")]
+OF_NO_SITE = {
+    "clusters": ["conformance/test_cluster.py", "conformance/test_pbs.py"],
+    "broken": ["conformance/test_broken.py", "--broken"],
+}
+AT_ONCE = 3  # virtual clusters: they wait more than they work
 WORLD_SIZES = (2, 4, 1)  # in this order a snapshot goes on in more ranks and in fewer
 COUNT = """
 import sys, torch
@@ -154,7 +158,7 @@ def cluster(session: nox.Session) -> None:
     session.run(*ranks, env=dict(EXPECT_WORLD="4"))
 
     def look(name: str, *flags: str) -> str | None:
-        """Its last lines where it has failed. They wait more than they work: three at once are as quick as each alone."""
+        """Its last lines where it has failed."""
         log = logs / f"{Path(name).name}.txt"
         with open(log, "w") as file:
             try:
@@ -168,7 +172,7 @@ def cluster(session: nox.Session) -> None:
     of_each = (*OF_A_CLUSTER, "--rung=cluster", f"--handed-on={handed_on}")
     told = {name: (*of_each, f"--site={name}", f"--part={parts / Path(name).name}") for name in sites}
     if not chosen.site:  # about no site: the clusters' own coming and going, and what is to be rejected
-        told |= {"clusters": ("conformance/test_cluster.py",), "broken": ("conformance/test_broken.py", "--broken")}
+        told |= OF_NO_SITE
     with ThreadPoolExecutor(AT_ONCE) as pool:
         failed = [*filter(None, pool.map(lambda name: look(name, *told[name], *others), told))]
     outside = [folder for name in chosen.site if (folder := Path(name).resolve() / "site.toml").is_file()]

@@ -18,7 +18,7 @@ RUNGS = {
     "extras": "what a site brings beside its job, run on the CPU of a test machine",
     "process": "the site's train.py in MPI ranks on the CPU of a test machine, told what its launcher would tell it",
     "device": "the same on an accelerator of a test machine",
-    "cluster": "the site's job script under a real scheduler, on virtual nodes of a test machine",
+    "cluster": "the site's job script under a real Slurm on virtual nodes of a test machine; stand-ins are named",
     "machine": "the site's job script on the machine itself",
 }
 # The first that is true of any of its checks is the state of a clause.
