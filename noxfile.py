@@ -25,7 +25,7 @@ OF_NO_SITE = {
     "clusters": ["conformance/test_cluster.py", "conformance/test_pbs.py"],
     "broken": ["conformance/test_broken.py", "--broken"],
 }
-AT_ONCE = 3  # virtual clusters: they wait more than they work
+AT_ONCE = 4  # virtual clusters: they wait more than they work
 WORLD_SIZES = (2, 4, 1)  # in this order a snapshot goes on in more ranks and in fewer
 COUNT = """
 import sys, torch
@@ -111,6 +111,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--site", action="append", default=[])
     parser.add_argument("--device")
     parser.add_argument("--submit", nargs="?", const="")
+    parser.add_argument("--keep", action="store_true")
     parser.add_argument("--mpiexec", default=os.environ.get("MPIEXEC"))
     parser.add_argument("--tree", default="/")
     return parser
@@ -139,7 +140,8 @@ def extras(session: nox.Session) -> None:
 def cluster(session: nox.Session) -> None:
     """Every site's job on its own virtual cluster, a real Slurm on this machine: as root. `-- --site NAME_OR_FOLDER`.
 
-    `--tree FOLDER`: under another Slurm than this machine's. `python -m conformance.cluster.tree` makes one.
+    `--keep`: tests nothing, and opens a shell on the login node of that site's. `--tree FOLDER`: under another Slurm than this
+    machine's. `python -m conformance.cluster.tree` makes one.
     """
     # Also what conformance/cluster/prefix.py takes along for the sites' own jobs.
     install(session, "numpy", "pytest", "pytest-timeout", "pytest-mpi", "mpi4py", "mpich")
@@ -151,6 +153,10 @@ def cluster(session: nox.Session) -> None:
     missing = "import sys; from pathlib import Path; from conformance.cluster.virtual import missing"
     session.run("python", "-c", f"{missing}; sys.exit(missing(Path(sys.argv[1])))", chosen.tree)
     session.run("python", "-m", "conformance.cluster.prefix", silent=True)  # once, and not by several at the same time
+    if chosen.keep:
+        sites = [f"--site={name}" for name in chosen.site] or session.error("--keep: of which site? -- --keep --site NAME")
+        session.run("python", "-m", "conformance.cluster.virtual", *sites, f"--tree={chosen.tree}", "--keep")
+        return
     # What snapshots are compared to: 4 ranks without a scheduler, of any site.
     before = ("--with-mpi", "--device=cpu", f"--handed-on={handed_on}", "--clause=C2", "-k=handed_on")
     first = chosen.site[0] if chosen.site else str(SITE)
@@ -162,7 +168,7 @@ def cluster(session: nox.Session) -> None:
         log = logs / f"{Path(name).name}.txt"
         with open(log, "w") as file:
             try:
-                session.run(*pytest, "--cluster", *flags, stdout=file, stderr=file, log=False)
+                session.run(*pytest, "--cluster", "--durations=12", *flags, stdout=file, stderr=file, log=False)
             except CommandFailed:
                 return f"{name}: failed, see {log}\n" + "\n".join(log.read_text().splitlines()[-60:])
         print("\n".join(line for line in log.read_text().splitlines() if " passed" in line), flush=True)

@@ -110,9 +110,17 @@ def test_the_node_and_the_job_are_described(check, site):
         check.equal("F4", **{table: ({key: type(facts.get(key)) for key in keys}, keys)})
     told, devices = site.facts["node"], site.facts["node"]["devices"]
     optional = dict(sockets=number, threads_per_core=number, reserved_cores=number, reserved=text, cores_near_device=list)
-    optional |= dict(device_environment=text, hosts=text)
-    wrong = {key: type(told[key]) for key in optional if key in told and type(told[key]) is not optional[key]}
+    optional = dict(node=optional | dict(device_environment=text, hosts=text), job=dict(geometry=text, restarts=text))
+    optional |= dict(queue=dict.fromkeys(("partitions", "exclusive", "qos", "constraints"), list) | dict(account=text))
+    facts = {
+        f"{table}.{key}": (site.facts.get(table, {}).get(key), kind)
+        for table in optional
+        for key, kind in optional[table].items()
+    }
+    wrong = {key: type(value) for key, (value, kind) in facts.items() if value is not None and type(value) is not kind}
     check.equal("F4", wrong_types=(wrong, {}))
+    queue = site.facts.get("queue", {})
+    check.equal("F4", exclusive_and_no_partition=({*queue.get("exclusive", [])} - {*queue.get("partitions", [])}, set()))
     check.equal("F4", devices_with_cores_near=(len(told.get("cores_near_device", [""] * devices)), devices))
     reserved = [core for core in told.get("reserved", "").split(",") if core]
     if "reserved" in told:

@@ -26,7 +26,7 @@ WAITING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQU
 GEOMETRY = {"slurm": "--nodes={nodes} --ntasks-per-node={ranks}", "pbs": "-l select={nodes}"}
 RESTARTS = {"slurm": "SLURM_RESTART_COUNT"}
 VARIABLE = {"slurm": "--export=ALL,{}={}", "pbs": "-v {}={}"}
-LOOK = 0.2  # seconds between two looks
+LOOK = 0.3  # seconds between two looks
 
 
 class Odd(Exception):
@@ -95,9 +95,11 @@ class Job:
 
     def until(self, true: Callable[[], object], what: str, seconds: float = 60) -> None:
         """Raises Odd with the job's last words where it has ended, or the seconds are over, before that."""
-        end = time.monotonic() + seconds
+        end, looks = time.monotonic() + seconds, 0
         while not true():
-            ended = not self.alive()
+            looks += 1
+            # Slurm's commands are processes, and so not asked at each look.
+            ended = looks % 4 == 0 and not self.alive()
             if true():
                 return
             if ended or time.monotonic() > end:
@@ -110,13 +112,24 @@ class Job:
         self.until(lambda: len(self.starts()) > self.seen and self.steps() > 0, "a start that trains", seconds)
         self.seen = len(self.starts())
 
-    def comes_back(self, seconds: float = 90) -> dict:
-        """Until it trains again after it was stopped or lost: its start record. A delay of Slurm's own is not waited out."""
+    def comes_back(self, lost: bool = False, seconds: float = 90) -> dict:
+        """Until it trains again after it was stopped or has lost a node: its start record.
+
+        Slurm's delay of two minutes is not waited out, but so much of it that nothing which was sent about the start before
+        reaches the next, whose steps have the same numbers: to a lost node Slurm sends again and again. And credentials are
+        revoked by the second.
+        """
+        delay, since = 12 if lost else 2, 0.0
 
         def again() -> bool:
+            nonlocal since
             if len(self.starts()) > self.seen and self.steps() > 0:
                 return True
-            self.submitter.hurry(self)
+            if self.submitter.waits(self):
+                since = since or time.monotonic()
+                if time.monotonic() > since + delay:
+                    self.submitter.hurry(self)
+            self.submitter.follow(self)
             return False
 
         self.until(again, "another start", seconds)
@@ -193,9 +206,11 @@ class Submitter:
         return all(self.cluster.on(node, its_script, user=False).returncode for node in self.cluster.alive())
 
     def hurry(self, job: Job) -> None:
-        """Start it now if it waits; of a scheduler whose jobs submit a successor, that is the job from now on."""
-        if self.waits(job):
-            self.cluster.on("login", ["scontrol", "update", f"jobid={job.id}", "StartTime=now"], user=False)
+        """Let it wait no longer."""
+        self.cluster.on("login", ["scontrol", "update", f"jobid={job.id}", "StartTime=now"], user=False)
+
+    def follow(self, job: Job) -> None:
+        """Of a scheduler whose jobs submit a successor, that is the job from now on."""
         if self.kind != "slurm":
             jobs = self.cluster.on("login", ["squeue", "-h", "-o", "%i", "-u", USER], user=False).stdout.split()
             newest = max(map(int, jobs), default=0)
