@@ -494,10 +494,15 @@ def main() -> int | str:
             with ended_by_signal(), VirtualSite(site, folder, told.nodes, build, tree=told.tree) as cluster:
                 there = None if told.bare else cluster.put_site()
                 print(f"up in {cluster.seconds['up']:.2f} s: {site.name}, {LOGIN} and {', '.join(cluster.names)}", flush=True)
+                if told.keep:
+                    node = cluster.names[0]
+                    print(
+                        f"another terminal: python -m conformance.cluster.virtual --folder {cluster.folder} --on {node}",
+                        flush=True,
+                    )
                 if told.keep and sys.stdin.isatty():
                     subprocess.run([*entered(cluster.pids[LOGIN]), *as_user(["bash"], there)], check=False, env=plain())
                 elif told.keep:
-                    print(f"python -m conformance.cluster.virtual --folder {cluster.folder} --on login", flush=True)
                     cluster.wait()
             print(f"down in {cluster.seconds['down']:.2f} s")
         finally:
