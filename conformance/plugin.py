@@ -129,7 +129,9 @@ class Verdicts:
         part |= dict(checks=self.checks, curves=self.curves, objections=self.objections)
         if self.rung == "cluster":
             from conformance.cluster.layer import stand_ins  # not where jobs are submitted: it needs more than pytest
+            from conformance.cluster.virtual import release_of
 
+            part["versions"]["slurm"] = release_of(self.config.getoption("--tree"))
             laid = {
                 site.name: sorted(name for names in stand_ins(site).values() for name in names) for site in self.config.sites
             }

@@ -90,11 +90,17 @@ def missing(tree: Path = Path("/")) -> str | None:
     return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else None
 
 
-def version_of(tree: Path) -> tuple[int, int]:
-    """Of its Slurm: (22, 5)."""
-    ended = subprocess.run(["chroot", tree, "slurmctld", "-V"], capture_output=True, text=True, check=False, env=plain())
+def release_of(tree: Path) -> str:
+    """Of its Slurm: "22.05.8"."""
+    there = ["chroot", tree] if tree != Path("/") else []  # which is root's
+    ended = subprocess.run([*there, "slurmctld", "-V"], capture_output=True, text=True, check=False, env=plain())
     _must(ended, f"slurmctld in {tree}")
-    return tuple(map(int, ended.stdout.split()[-1].split(".")[:2]))
+    return ended.stdout.split()[-1]
+
+
+def version_of(tree: Path) -> tuple[int, int]:
+    """(22, 5)"""
+    return tuple(map(int, release_of(tree).split(".")[:2]))
 
 
 class VirtualSite:
