@@ -123,12 +123,11 @@ def test_it_trains_when_nothing_is_exported(check, user):
 
 
 @clause("J10")
-def test_it_comes_back_only_so_often(check, user, site):
+def test_it_comes_back_only_so_often(check, user):
     """As the thousandth start of its job it does not, and says how to go on."""
     with holds(check, "J10"):
         user.cluster.slow_disk(0)
-        variable = site.facts["job"].get("restarts", "SLURM_RESTART_COUNT")
-        job = user.submit(f"{LONG}0", nodes=1, ranks=1, variables={variable: "1000"})
+        job = user.submit(f"{LONG}0", nodes=1, ranks=1, variables={user.restarts: "1000"})
         job.trains()
         user.stop(job)
         check.equal("J10", exit_code=(job.ends(30), 75), says=("to resume" in job.said(), True))
@@ -209,14 +208,12 @@ class Life:
     def __init__(self, user: Submitter):
         self.user, self.cluster = user, user.cluster
         self.job: Job | None = None
-        self.jobs: list[Job] = []
 
     def training(self, slow: float = SLOW) -> Job:
         """It, after at least one snapshot."""
         self.cluster.slow_disk(slow)
         if not self.job or not self.job.alive():
             self.job = self.user.submit(LONG, nodes=2, ranks=1, run="life")
-            self.jobs.append(self.job)
             self.job.trains()
         self.job.until((self.job.folder / SNAPSHOT).exists, "a snapshot")
         return self.job

@@ -13,7 +13,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.cluster.virtual import USER, VirtualSite
@@ -22,7 +22,7 @@ from conformance.submit import SCHEDULERS
 from conformance.world import Run
 
 WAITING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
-# What is told to the scheduler for fewer nodes and ranks than the job script asks for; [job] may say otherwise.
+# Options for other nodes and ranks than those of the job script, and the variable that counts starts; [job] may say otherwise.
 GEOMETRY = {"slurm": "--nodes={nodes} --ntasks-per-node={ranks}", "pbs": "-l select={nodes}"}
 RESTARTS = {"slurm": "SLURM_RESTART_COUNT"}
 VARIABLE = {"slurm": "--export=ALL,{}={}", "pbs": "-v {}={}"}
@@ -39,10 +39,9 @@ class Job:
 
     submitter: "Submitter"
     number: str
-    flags: str
     folder: Path
     log: Path
-    seen: int = field(default=0)  # starts that were waited for
+    seen: int  # starts that were waited for, or were there before
 
     @property
     def id(self) -> str:
@@ -84,12 +83,10 @@ class Job:
     def code(self) -> int | str:
         """The exit code of one that has ended by itself, or Slurm's word for another end."""
         facts = self.facts()
-        code, _, signal = facts["ExitCode"].partition(":")
-        return (
-            int(code) or 128 * bool(int(signal)) + int(signal)
-            if facts["JobState"] in ("COMPLETED", "FAILED")
-            else facts["JobState"]
-        )
+        if facts["JobState"] not in ("COMPLETED", "FAILED"):
+            return facts["JobState"]
+        code, signal = map(int, facts["ExitCode"].split(":"))
+        return 128 + signal if signal else code
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 
@@ -140,9 +137,7 @@ class Job:
         end = time.monotonic() + seconds
         while self.alive():
             if time.monotonic() > end:
-                raise Odd(
-                    f"job {self.number} has not ended after {seconds:g} s; its log: {' | '.join(self.said().splitlines()[-6:])}"
-                )
+                raise Odd(f"job {self.number} has not ended after {seconds:g} s; its log: {self.last_words()}")
             time.sleep(LOOK)
         return self.code()
 
@@ -183,10 +178,14 @@ class Submitter:
         number = self.scheduler.number(ended.stdout)
         if ended.returncode or not number:
             raise Odd(f"{shlex.join(command)} was refused: {(ended.stderr or ended.stdout).strip()}")
-        there = self.here / "runs" / name
-        job = Job(self, number, flags, there, self.here / log)
+        job = Job(self, number, self.here / "runs" / name, self.here / log, seen=0)
         job.seen = len(job.starts())
         return job
+
+    @property
+    def restarts(self) -> str:
+        """The variable by which a start is told how often its job was started before."""
+        return self.site.facts["job"].get("restarts") or RESTARTS[self.kind]
 
     def geometry(self, nodes: int, ranks: int) -> str:
         return self.site.facts["job"].get("geometry", GEOMETRY[self.kind]).format(nodes=nodes, ranks=ranks)
