@@ -3,9 +3,11 @@
 What conformance reads of a site.toml:
 
     name = "..."  operator = "..."  scheduler = "..."  launcher = "..."  submit = "job.sl"
+    stop = "scancel ... {job}"  how a user has a job save and come back; {number}: its id without a host
     [node]                      the shape of a node
+    [queue]                     partitions, exclusive, qos, constraints, account: what a job there may ask for
     [software]                  modules that the scripts load, or the image that they start
-    [job]                       nodes and ranks_per_node of the job script as it stands
+    [job]                       nodes and ranks_per_node of the job script as it stands; geometry, restarts: see F4 of SPEC.md
     [job."other.sl"]            of another script that is submitted: what differs; tasks_per_node, trains = false
     [verified]                  status, date, evidence
     [[sources]]                 address, read
