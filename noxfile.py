@@ -25,7 +25,7 @@ OF_NO_SITE = {
     "clusters": ["conformance/test_cluster.py", "conformance/test_pbs.py"],
     "broken": ["conformance/test_broken.py", "--broken"],
 }
-AT_ONCE = 5  # virtual clusters: they wait more than they work
+AT_ONCE = 4  # virtual clusters: they wait more than they work
 WORLD_SIZES = (2, 4, 1)  # in this order a snapshot goes on in more ranks and in fewer
 COUNT = """
 import sys, torch

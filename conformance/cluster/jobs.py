@@ -100,7 +100,8 @@ class Job:
             if true():
                 return
             if ended or time.monotonic() > end:
-                state = self.facts().get("JobState", "gone")
+                facts = self.facts()
+                state = f"{facts.get('JobState', 'gone')} ({facts.get('Reason')})"
                 raise Odd(f"job {self.number} is {state} and {what} was waited for; its log: {self.last_words()}")
             time.sleep(LOOK)
 

@@ -239,7 +239,7 @@ class VirtualSite:
         """The nodes' PID 1 have the lock, too: it is free when the last of them is gone."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        end = time.monotonic() + 2  # the nodes of a killed cluster may just be going
+        end = time.monotonic() + 6  # the nodes of a killed cluster may just be going
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -452,12 +452,12 @@ def found(folder: Path) -> dict[str, int]:
 
 @contextlib.contextmanager
 def ended_by_signal() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a `with` as Ctrl-C does."""
+    """SIGTERM, SIGHUP and SIGINT end a `with`: the last is ignored in what a script has started in the background."""
 
     def end(number, _):
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
     try:
         yield
     finally:
