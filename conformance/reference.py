@@ -6,6 +6,7 @@ Read it as the definition of workload `digits`: its random numbers, its order of
 """
 
 import gzip
+import hashlib
 import json
 import math
 import zlib
@@ -125,6 +126,10 @@ def worst_deviation(values: list[float], reference: list[float]) -> float:
 def amplification(perturbation: float = 1e-7) -> float:
     """How far the losses move when the initial parameters do, as a relative difference."""
     return worst_deviation(train(perturbation=perturbation)["losses"], train()["losses"])
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else f"no {path.name}"
 
 
 def take_apart(path: Path) -> dict:

@@ -8,7 +8,6 @@ its losses must be those of a job that nothing has happened to. It is slow by it
 
 import contextlib
 import datetime
-import hashlib
 import json
 import os
 import re
@@ -22,10 +21,11 @@ import pytest
 from conformance.check import Check
 from conformance.cluster import placement, prefix
 from conformance.cluster.jobs import Job, Odd, Submitter
+from conformance.cluster.refusals import queue
 from conformance.cluster.shape import SUBNET, URGENT, interfaces_of
-from conformance.cluster.virtual import UID, USER
+from conformance.cluster.virtual import UID
 from conformance.golden import make as golden
-from conformance.reference import take_apart
+from conformance.reference import sha256, take_apart
 
 clause, only = pytest.mark.clause, pytest.mark.only
 pytestmark = pytest.mark.timeout(300, method="thread")
@@ -49,10 +49,6 @@ def holds(check: Check, name: str):
         yield
     except Odd as odd:
         check.holds(name, str(odd))
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else f"no {path.name}"
 
 
 def whole(folder: Path) -> int:
@@ -131,7 +127,7 @@ def test_it_comes_back_only_so_often(check, user):
         job.trains()
         user.stop(job)
         check.equal("J10", exit_code=(job.ends(30), 75), says=("to resume" in job.said(), True))
-        check.equal("J10", jobs_in_the_queue=(user.cluster.on("login", f"squeue -h -u {USER} -o %i").stdout.split(), []))
+        check.equal("J10", jobs_in_the_queue=(queue(user.cluster), []))
 
 
 @clause("J16")
@@ -397,8 +393,7 @@ def test_a_cancelled_job_saves_and_does_not_come_back(check, life):
         life.cluster.on("login", [life.user.scheduler.cancels, job.number])
         code = job.ends()
         check.equal("J15", ends_as=(code, "CANCELLED"), saved=(whole(job.folder) > step, True))
-        waiting = life.root(f"squeue -h -u {USER} -o %i").split()
-        check.equal("J15", jobs_in_the_queue=(waiting, []))
+        check.equal("J15", jobs_in_the_queue=(queue(life.cluster), []))
 
 
 @clause("J14")

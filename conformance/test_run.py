@@ -7,7 +7,6 @@ its path inside the rank, with the environment that its launcher would export an
 same gathered evidence (world.py). The clauses are those of SPEC.md.
 """
 
-import hashlib
 import json
 import shutil
 import signal
@@ -19,7 +18,7 @@ import pytest
 
 from conformance import reference, sites
 from conformance.golden import make as golden
-from conformance.reference import LAYERS, take_apart
+from conformance.reference import LAYERS, sha256, take_apart
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120, method="thread")]
 clause, only, machine = pytest.mark.clause, pytest.mark.only, pytest.mark.machine
@@ -92,10 +91,6 @@ def done(check, clause_id, *runs) -> None:
     __tracebackhide__ = True
     for run in runs:
         ended(check, clause_id, run, 0)
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else f"no {path.name}"
 
 
 # ---- ranks --------------------------------------------------------------------------------------------------------
