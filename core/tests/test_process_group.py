@@ -66,6 +66,15 @@ def test_without_rank_0_the_others_say_where_they_looked():
     assert "rank 0 did not answer rank 1" in line and "MASTER_PORT=" in line and "within 1 s" in line
 
 
+def test_ranks_do_not_end_through_python(tmp_path):
+    """There one of gloo's threads that asks for the interpreter aborts a run that is complete."""
+    flags = f"{ranks.FLAGS} --epochs 1 --steps-per-epoch 1 --run-dir {tmp_path}/run".split()
+    program = "import atexit, os; atexit.register(os.abort); from ddp_core import *; raise SystemExit(run(lambda _: {}, {}))"
+    commands = [[sys.executable, "-c", program.format(rank, flags)] for rank in world(2)]
+    started = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
+    assert [process.wait(60) for process in started] == [0, 0]
+
+
 @pytest.mark.parametrize("odd, size", [(1, 3), (2, 4)])
 def test_a_rank_that_expects_a_larger_world_names_both(tmp_path, odd, size):
     """Within rank 0's world of two, whose own rank 1 is missing then, and beyond it, where rank 0 does not look."""

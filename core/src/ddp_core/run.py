@@ -15,29 +15,34 @@ from ddp_core.stop import StopFlag
 
 
 def run(rank_of: Callable[[Mapping[str, str]], Rank], argv: list[str] | None = None) -> int:
-    """Train as this rank; returns the exit code (errors.py). rank_of: the site's function of os.environ."""
-    began, rank, stop = time.monotonic(), None, StopFlag()
+    """Train as this rank; the exit code (errors.py) is returned, and of several ranks each ends its process with it.
+
+    rank_of: the site's function of os.environ.
+    """
+    began, rank, stop, failure = time.monotonic(), None, StopFlag(), None
     argv = sys.argv[1:] if argv is None else argv
     try:
         rank = rank_of(os.environ)
         stop.listen()  # again: an MPI library that was started and ended there can have kept SIGUSR1 (MPICH 5.0.2 does)
-        return _train(rank, parse(argv, rank.world_size, quiet=rank.rank != 0), stop, began)
+        code = _train(rank, parse(argv, rank.world_size, quiet=rank.rank != 0), stop, began)
     except Failure as error:
-        failure = error
+        failure, code = error, int(error.code)
     finally:
         stop.ignore()
-    where = f" [rank {rank.rank}, {os.uname().nodename}]" if rank and rank.world_size > 1 else ""
-    if not rank or rank.rank == 0 or not (failure.everywhere or isinstance(failure, UsageError)):
-        print(f"error{where}: {failure}", file=sys.stderr, flush=True)
-    if "--debug" in argv:
-        traceback.print_exception(failure)
+    if failure:
+        where = f" [rank {rank.rank}, {os.uname().nodename}]" if rank and rank.world_size > 1 else ""
+        if not rank or rank.rank == 0 or not (failure.everywhere or isinstance(failure, UsageError)):
+            print(f"error{where}: {failure}", file=sys.stderr)
+        if "--debug" in argv:
+            traceback.print_exception(failure)
     if rank and rank.world_size > 1:
         # Not through Python: gloo's threads may wait for a peer that does not come, and one that asks for the interpreter
-        # while it ends aborts the process (134 in place of 5 in 3 of 9 refused snapshots, on two nodes).
+        # while it ends aborts the process (134 in place of 5 in 3 of 9 refused snapshots, on two nodes; once in place of 0).
+        # https://github.com/pytorch/pytorch/pull/179291
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(failure.code)
-    return int(failure.code)
+        os._exit(code)
+    return code
 
 
 def _train(rank: Rank, config: TrainConfig, stop: StopFlag, began: float) -> int:
