@@ -184,6 +184,29 @@ def test_a_node_may_die(small, tmp_path):
     assert traces.left() == []
 
 
+BESIDE_THE_ROOT = """
+import sys
+from pathlib import Path
+from conformance import sites
+from conformance.cluster.virtual import VirtualSite
+
+site, folder = sys.argv[1:]
+with VirtualSite(sites.find([site])[0], Path(folder)) as cluster:
+    first, second = cluster.names
+    print(cluster.on(first, "cat /var/opt/file; echo changed > /var/opt/file; cat /var/opt/file", user=False).stdout.split())
+    print(cluster.on(second, "cat /var/opt/file").stdout.split(), Path("/var/opt/file").read_text().split())
+"""
+
+
+def test_what_the_machine_has_mounted_beside_its_root_is_not_written_to(small, tmp_path):
+    """It has /var or /opt on a disk of their own, and a node writes into its own memory there, too."""
+    mounted = 'mount -t tmpfs apart /var/opt && echo whole > /var/opt/file && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-ec", mounted, "sh", sys.executable, "-c", BESIDE_THE_ROOT]
+    command += [str(small.folder), str(tmp_path / "cluster")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.stdout.splitlines() == ["['whole', 'changed']", "['whole'] ['whole']"], ended.stderr
+
+
 # ---- its queue ------------------------------------------------------------------------------------------------------
 
 MADE_UP = """

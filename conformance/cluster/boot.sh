@@ -20,11 +20,22 @@ mkdir /run/upper /run/work /run/root
 for layer in "$folder/layer" "$folder/all" "$folder/node/$name"; do
     [[ ! -d $layer ]] || cp -a "$layer/." /run/upper
 done
+# A mount of the machine's is no part of its root's file system, and is laid out in the same way, after it.
+apart=()
+if [[ $tree == / ]]; then
+    mapfile -t apart < <(findmnt --raw --noheadings --output TARGET | grep -E '^/(usr|opt|var)(/[^/]+)?$' | sort -u)
+fi
+for ((i = ${#apart[@]} - 1; i >= 0; i--)); do # /usr/local before /usr
+    mkdir -p "/run/apart/$i/upper" "/run/apart/$i/work" "/run/upper${apart[i]}"
+    cp -a "/run/upper${apart[i]}/." "/run/apart/$i/upper"
+    rm -r "/run/upper${apart[i]}"
+    chmod --reference="${apart[i]}" "/run/apart/$i/upper"
+done
 root=/run/root
 mount -t overlay -o "lowerdir=$tree,upperdir=/run/upper,workdir=/run/work" overlay $root
-# A mount of the machine's is no part of its root's file system.
-for place in /usr /opt /var; do
-    [[ $tree != / ]] || ! mountpoint -q $place || mount --rbind $place $root$place
+for i in "${!apart[@]}"; do
+    own="upperdir=/run/apart/$i/upper,workdir=/run/apart/$i/work"
+    mount -t overlay -o "lowerdir=${apart[i]},$own" overlay "$root${apart[i]}"
 done
 
 # ---- what belongs to the kernel, to this node, or to all of them ----------------------------------------------------

@@ -14,6 +14,7 @@ nodes it is ROOT:
               mpi4py's source, from which it takes a minute to build, from_source.py
 """
 
+import contextlib
 import hashlib
 import io
 import os
@@ -60,9 +61,7 @@ def make(cache: Path = CACHE) -> Path:
         return there
     if sys.prefix == sys.base_prefix:
         raise ValueError(f"{sys.executable} is in no virtual environment: nox -s cluster makes one")
-    cache.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix="making-", dir=cache))
-    try:
+    with whole(there) as new:
         copy_python(new / "plain")
         shutil.copytree(new / "plain", new / "python", symlinks=True, copy_function=os.link)
         for packages in (new / "python").glob("lib/python3.*/site-packages"):
@@ -76,13 +75,22 @@ def make(cache: Path = CACHE) -> Path:
         pack_source(wheel)
         # An ordinary user reads it, whatever the umask was when all this was installed.
         subprocess.run(["chmod", "-R", "a+rX", new], check=True)
-        new.rename(there)  # whole, or not there
+    return there
+
+
+@contextlib.contextmanager
+def whole(there: Path) -> Iterator[Path]:
+    """A new folder beside it, which takes its name at the end: it is whole, or not there."""
+    there.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix="making-", dir=there.parent))
+    try:
+        yield new
+        new.rename(there)
     except OSError:
         if not there.is_dir():  # another one was faster
             raise
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    return there
 
 
 def found(package: str) -> Distribution:
@@ -99,7 +107,7 @@ def copy_python(to: Path) -> None:
     shutil.copy2(os.path.realpath(sys.executable), to / "bin" / version)
     for name in ("python", "python3"):
         (to / "bin" / name).symlink_to(version)
-    unneeded = shutil.ignore_patterns("test", "tests", "site-packages", "config-*", "idlelib", "tkinter")
+    unneeded = shutil.ignore_patterns("test", "tests", "site-packages", "config-*", "idlelib", "tkinter", "EXTERNALLY-MANAGED")
     shutil.copytree(base / "lib" / version, to / "lib" / version, symlinks=True, ignore=unneeded)
     for library in base.glob("lib/libpython*.so*"):
         shutil.copy2(library, to / "lib" / library.name, follow_symlinks=False)

@@ -10,10 +10,9 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from conformance.cluster.prefix import CACHE
+from conformance.cluster.prefix import CACHE, whole
 from conformance.cluster.virtual import Refusal, ended_by_signal
 
 SUITE = "trixie"
@@ -35,25 +34,19 @@ def make(cache: Path = CACHE) -> Path:
         raise Refusal("a tree is made by root: the files in it are root's")
     if not shutil.which("mmdebstrap"):
         raise Refusal("no mmdebstrap here: apt-get install -y --no-install-recommends mmdebstrap debian-archive-keyring")
-    there.parent.mkdir(parents=True, exist_ok=True)
-    new, asked = Path(tempfile.mkdtemp(prefix="making-", dir=there.parent)), mirror()
+    asked = mirror()
     # Whatever it starts ends with this process: an apt that is left behind would fill the folder again.
     alone = ["setpriv", "--pdeathsig=KILL", "unshare", "--fork", "--kill-child", "--pid", "--mount-proc"]
-    command = [*alone, "mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(new), asked]
-    try:
-        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=900)
+    with whole(there) as new:
+        command = [*alone, "mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(new), asked]
+        try:
+            ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=900)
+        except subprocess.TimeoutExpired:
+            raise Refusal(f"mmdebstrap, from {asked}: not ready after 15 min") from None
         if ended.returncode:
             errors = [line for line in ended.stderr.splitlines() if line.startswith("E: ")] or [f"exit code {ended.returncode}"]
             raise Refusal(f"mmdebstrap, from {asked}: {errors[0]}")
         new.chmod(0o755)  # an ordinary user reads it
-        new.rename(there)  # whole, or not there
-    except subprocess.TimeoutExpired:
-        raise Refusal(f"mmdebstrap, from {asked}: not ready after 15 min") from None
-    except OSError:
-        if not there.is_dir():  # another one was faster
-            raise
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
     return there
 
 
