@@ -9,11 +9,15 @@ It needs `.venv/bin/pip install accelerate==1.15.0`. variants.py has what this s
 import os
 from datetime import timedelta
 
-from accelerate import Accelerator, __version__
-from accelerate.utils import InitProcessGroupKwargs, gather_object
 from ddp_core.errors import ExitCode
 from train import rank
-from variants import Run, main
+from variants import Run, main, not_installed
+
+try:
+    from accelerate import Accelerator, __version__
+    from accelerate.utils import InitProcessGroupKwargs, gather_object
+except ModuleNotFoundError as error:
+    main(rank, not_installed(error, ".venv/bin/pip install accelerate==1.15.0"))
 
 
 def export(run: Run) -> None:

@@ -11,15 +11,19 @@ import time
 from collections.abc import Mapping
 from http.client import HTTPConnection
 
-import horovod.torch as hvd
 from ddp_core import Rank
 from ddp_core.errors import ExitCode, PreflightError, RendezvousError
-from horovod import __version__
-from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
-from horovod.runner.util.threads import in_thread
 from train import rank
-from variants import Run, main
+from variants import Run, main, not_installed
+
+try:
+    import horovod.torch as hvd
+    from horovod import __version__
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+    from horovod.runner.util.threads import in_thread
+except ModuleNotFoundError as error:
+    main(rank, not_installed(error, "./install-horovod.sh"))
 
 
 def rank_of(environ: Mapping[str, str]) -> Rank:

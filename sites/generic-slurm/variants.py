@@ -53,6 +53,15 @@ def main(rank_of: Callable, train: Callable) -> int:
     os._exit(code)  # not through Python, where a library may wait for a rank that has left
 
 
+def not_installed(error: ModuleNotFoundError, fix: str) -> Callable:
+    """What main() does in place of training where every rank lacks the library: one line, and exit code 3."""
+
+    def train(_):
+        raise PreflightError(f"{error}: {fix}", everywhere=True)
+
+    return train
+
+
 class Run:
     """One rank's part of a run. `model` and `optimizer` are plain; a variant puts the library's in their place."""
 
