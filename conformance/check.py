@@ -4,6 +4,10 @@ import pytest
 
 from conformance.reference import worst_deviation
 
+# Tiers of equality (SPEC.md), relative and at every step.
+T0, T1 = 0, 1e-10  # the same run again; fp64
+T2 = {"cpu": 1e-5, "cuda": 1e-4, "xpu": 1e-4}  # fp32; of the accelerators assumed, not measured
+
 
 def clauses_of(item: pytest.Item) -> list[str]:
     return [clause for mark in item.iter_markers("clause") for clause in mark.args]

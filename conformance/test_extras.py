@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance.check import T1
 from conformance.golden import make as golden
 from conformance.sites import without_launcher
 from conformance.world import Run, read_records
@@ -38,7 +39,7 @@ def test_an_extra_runs_as_the_site_says(check, site, extra, tmp_path):
         losses = Run(run_dir, [], [], [], [], read_records(run_dir)).losses
         should_be = golden.load()["losses"]
         check.equal("E2", steps=(len(losses), len(should_be)))
-        check.close("E2", losses, should_be, 1e-10)
+        check.close("E2", losses, should_be, T1)
 
 
 def start(command: list[str], folder: Path, run_dir: Path, seconds: float) -> subprocess.CompletedProcess:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.check import Check
+from conformance.check import T1, Check
 from conformance.cluster import placement, prefix
 from conformance.cluster.jobs import Job, Odd, Submitter
 from conformance.cluster.refusals import queue
@@ -33,8 +33,7 @@ SLURM = only(schedulers=["slurm"])
 
 # What the suite looks at on the login node: all of one run, and one that fails.
 OF_LOGIN = ("R1", "R3", "J1", "J2", "L1", "L2", "L4", "L6", "S1")
-FP64 = "--workload digits --precision fp64 --epochs 3"
-T1 = 1e-10
+FP64 = golden.RUN
 # 600 steps, and a snapshot after every fifth.
 LONG = "--workload digits --precision fp64 --epochs 120 --steps-per-epoch 5 --eval-every 120"
 SNAPSHOT = "snapshot.safetensors"
@@ -108,13 +107,17 @@ def test_its_snapshot_is_that_of_ranks_without_a_scheduler(check, suite, pytestc
 
 
 @SLURM
-@clause("J12")
-def test_it_trains_when_nothing_is_exported(check, user):
-    """srun takes over --export=NONE, and has no PATH then; no stub of it shows that."""
+@clause("J12", "R3", "R4")
+def test_it_trains_when_nothing_is_exported_and_ranks_are_dealt_out(check, user):
+    """srun takes over --export=NONE, and has no PATH then; no stub of it shows that. Rank 1 is on the second node here."""
     with holds(check, "J12"):
-        job = user.submit(FP64, nodes=2, ranks=2, options="--export=NONE")
+        job = user.submit(FP64, nodes=2, ranks=2, options="--export=NONE --distribution=cyclic")
         code = job.ends()
         check.equal("J12", exit_code=(f"{code}: {job.said()[-400:]}" if code else 0, 0))
+        (start,) = job.starts()
+        told = {name: [row[name] for row in start["ranks"]] for name in ("host", "local_rank", "node_rank")}
+        check.equal("R3", hosts=(told["host"], told["host"][:2] * 2), local_ranks=(told["local_rank"], [0, 0, 1, 1]))
+        check.equal("R4", node_ranks=(told["node_rank"], [0, 1, 0, 1]))
         check.close("J12", job.run().losses, golden.load()["losses"], T1)
 
 
@@ -332,35 +335,32 @@ def test_it_comes_back_when_it_is_preempted(check, life):
         resumes(check, "J10", job)
 
 
-@SLURM
-@clause("J14")
-def test_it_comes_back_when_a_node_is_set_down(check, life):
+def without(check, life, switch: Callable[[str, str], object]) -> None:
+    """It goes on without its last node, which is switched "down", and "up" again afterwards."""
+    __tracebackhide__ = True
     with holds(check, "J14"):
         job = life.training()
-        step = whole(job.folder)
-        node = life.nodes()[-1]
-        life.root(f"scontrol update nodename={node} state=down reason=test")
+        step, node = whole(job.folder), life.nodes()[-1]
+        switch(node, "down")
         try:
             recovers(check, "J14", job, step)
         finally:
-            life.root(f"scontrol update nodename={node} state=resume")
+            switch(node, "up")
             life.is_back(node)
+
+
+@SLURM
+@clause("J14")
+def test_it_comes_back_when_a_node_is_set_down(check, life):
+    states = dict(down="down reason=test", up="resume")
+    without(check, life, lambda node, to: life.root(f"scontrol update nodename={node} state={states[to]}"))
 
 
 @SLURM
 @clause("J14")
 def test_it_comes_back_when_a_node_loses_its_link(check, life, site):
-    with holds(check, "J14"):
-        job = life.training()
-        step = whole(job.folder)
-        node = life.nodes()[-1]
-        link = f"ip link set {interfaces_of(site)[0]}"
-        life.cluster.on(node, f"{link} down", user=False)
-        try:
-            recovers(check, "J14", job, step)
-        finally:
-            life.cluster.on(node, f"{link} up", user=False)
-            life.is_back(node)
+    first = interfaces_of(site)[0]
+    without(check, life, lambda node, to: life.cluster.on(node, f"ip link set {first} {to}", user=False))
 
 
 @clause("J14")

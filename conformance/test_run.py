@@ -17,19 +17,18 @@ import numpy as np
 import pytest
 
 from conformance import reference, sites
+from conformance.check import T0, T1, T2
 from conformance.golden import make as golden
 from conformance.reference import LAYERS, sha256, take_apart
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120, method="thread")]
 clause, only, machine = pytest.mark.clause, pytest.mark.only, pytest.mark.machine
 
-FP64 = "--workload digits --precision fp64 --epochs 3"
+FP64 = golden.RUN
 FP32 = "--workload digits --precision fp32 --epochs 3"
 SEED = "--precision fp64 --epochs 1 --seed 1"
 MISTYPED = "--global-batch-size 97 --epochs -1"
 SHORT = "--workload digits --epochs 1 --steps-per-epoch 1"
-T0, T1 = 0, 1e-10  # relative, at every step: the same run again, fp64
-T2 = {"cpu": 1e-5, "cuda": 1e-4, "xpu": 1e-4}  # fp32; of the accelerators assumed, not measured
 G = 96  # the reference run's global batch
 TWO = pytest.param(2, marks=only(sizes=(2, 4), mpi=False, devices=("cpu",)))  # nodes, made of the ranks of one
 SNAPSHOT, LOG = "snapshot.safetensors", "run.jsonl"

@@ -27,6 +27,7 @@ GEOMETRY = {"slurm": "--nodes={nodes} --ntasks-per-node={ranks}", "pbs": "-l sel
 RESTARTS = {"slurm": "SLURM_RESTART_COUNT"}
 VARIABLE = {"slurm": "--export=ALL,{}={}", "pbs": "-v {}={}"}
 LOOK = 0.3  # seconds between two looks
+PATIENCE = 150.0  # seconds for what takes a tenth of it on a quiet machine
 
 
 class Odd(Exception):
@@ -90,7 +91,7 @@ class Job:
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 
-    def until(self, true: Callable[[], object], what: str, seconds: float = 60) -> None:
+    def until(self, true: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
         """Raises Odd with the job's last words where it has ended, or the seconds are over, before that."""
         end, looks = time.monotonic() + seconds, 0
         while not true():
@@ -105,12 +106,12 @@ class Job:
                 raise Odd(f"job {self.number} is {state} and {what} was waited for; its log: {self.last_words()}")
             time.sleep(LOOK)
 
-    def trains(self, seconds: float = 60) -> None:
+    def trains(self, seconds: float = PATIENCE) -> None:
         """Until it has trained some steps since its last start."""
         self.until(lambda: len(self.starts()) > self.seen and self.steps() > 0, "a start that trains", seconds)
         self.seen = len(self.starts())
 
-    def comes_back(self, lost: bool = False, seconds: float = 90) -> dict:
+    def comes_back(self, lost: bool = False, seconds: float = PATIENCE) -> dict:
         """Until it trains again after it was stopped or has lost a node: its start record.
 
         Slurm's delay of two minutes is not waited out, but so much of it that nothing which was sent about the start before
@@ -134,7 +135,7 @@ class Job:
         self.seen = len(self.starts())
         return self.starts()[-1]
 
-    def ends(self, seconds: float = 90) -> int | str:
+    def ends(self, seconds: float = PATIENCE) -> int | str:
         end = time.monotonic() + seconds
         while self.alive():
             if time.monotonic() > end:

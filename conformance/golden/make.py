@@ -11,7 +11,8 @@ from pathlib import Path
 
 FILE = Path(__file__).with_name("digits-fp64.json")
 # What the trace was made with; everything else is at its default (global batch 96, seed 0, SGD, lr 0.1, momentum 0.9).
-FLAGS = "--workload digits --precision fp64 --device cpu --epochs 3 --log-every 1"
+RUN = "--workload digits --precision fp64 --epochs 3"
+FLAGS = f"{RUN} --device cpu --log-every 1"
 
 
 def main() -> None:
