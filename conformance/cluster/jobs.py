@@ -102,7 +102,7 @@ class Job:
                 return
             if ended or time.monotonic() > end:
                 facts = self.facts()
-                state = f"{facts.get('JobState', 'gone')} ({facts.get('Reason')})"
+                state = f"{facts.get('JobState', 'gone')} ({facts.get('Reason')}; {self.submitter.nodes()})"
                 raise Odd(f"job {self.number} is {state} and {what} was waited for; its log: {self.last_words()}")
             time.sleep(LOOK)
 
@@ -209,6 +209,11 @@ class Submitter:
     def hurry(self, job: Job) -> None:
         """Let it wait no longer."""
         self.cluster.on("login", ["scontrol", "update", f"jobid={job.id}", "StartTime=now"], user=False)
+
+    def nodes(self) -> str:
+        """Their states, and the reasons of those that take no job."""
+        told = self.cluster.on("login", ["sinfo", "-h", "-N", "-o", "%N %t %E"], user=False).stdout
+        return ", ".join(sorted({line.removesuffix(" none") for line in told.splitlines()}))
 
     def follow(self, job: Job) -> None:
         """Of a scheduler whose jobs submit a successor, that is the job from now on."""
