@@ -155,8 +155,9 @@ def next_steps(folder: Path, source: str) -> list[str]:
         f"1. Fill in the {len(marks)} lines of site.toml and README.md that are marked EDIT:, and delete the marks.",
         "2. Change in train.py, install.sh and the job script what differs on this machine.",
         f"3. nox -s conformance -- --site {where}             says what is missing, clause by clause",
-        f"4. On the machine: ./install.sh, then nox -s conformance -- --site {where} --submit",
-        "5. Write into [verified] and README.md what was run there, and when.",
+        f"4. nox -s cluster -- --site {where}                 submits the job script on a virtual cluster: as root",
+        f"5. On the machine: ./install.sh, then nox -s conformance -- --site {where} --submit",
+        "6. Write into [verified] and README.md what was run there, and when.",
     ]
 
 

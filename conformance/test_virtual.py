@@ -58,6 +58,26 @@ def test_a_node_as_site_toml_says():
     assert shape.topology(made_up()) == "pack:2 core:4 pu:2(indexes=2*8:8*1)"
 
 
+@pytest.mark.parametrize(
+    "told, should_say",
+    [
+        (dict(cores=0), "cores=0, but should be 1 or more"),
+        (dict(memory_gib="16"), "memory_gib='16', but should be 1 or more"),
+        (dict(sockets=3), "cores=8, but should be a multiple of sockets=3"),
+        (dict(reserved="0,8"), "reserved='0,8', but should have cores of 0 to 7"),
+        (dict(cores_near_device=["0-3", "4-8"]), "cores_near_device=['0-3', '4-8'], but should have cores of 0 to 7"),
+        (dict(reserved="all"), "reserved='all', but cores should be told as in 0-3,8"),
+        (dict(hosts=""), "hosts='', but should have one {}, for the number of the node"),
+        (dict(hosts="n{name}"), "hosts='n{name}', but should have one {}, for the number of the node"),
+    ],
+)
+def test_what_no_node_can_be_is_told(tmp_path, told, should_say):
+    """As in a site that new_site.py has begun, and nobody has filled in."""
+    assert shape.impossible(made_up(**told)) == [f"[node] {should_say}"]
+    with pytest.raises(virtual.Refusal, match=re.escape(f"made-up/site.toml: [node] {should_say}")):
+        virtual.VirtualSite(made_up(**told), tmp_path)
+
+
 def test_slurm_ends_jobs_as_pbs_does_where_it_stands_behind_pbs():
     """KILL ten seconds after TERM, and a limit behind the one that qsub's stand-in keeps."""
     text = shape.slurm_conf(Site(Path("made-up"), THREADS | dict(scheduler="pbs")), ["n0001"], {})

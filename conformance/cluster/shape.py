@@ -25,6 +25,31 @@ def names_of(site: Site, nodes: int) -> list[str]:
     return [template.format(number) for number in range(1, nodes + 1)]
 
 
+def impossible(site: Site) -> list[str]:
+    """What no node can be, a line each: [node] may be half filled in."""
+    node = dict(sockets=1, threads_per_core=1, hosts="node{}", reserved="", cores_near_device=[]) | site.facts.get("node", {})
+    least = dict(cores=1, sockets=1, threads_per_core=1, memory_gib=1, devices=0)
+    wrong = {key: node.get(key) for key in least if type(node.get(key)) is not int or node[key] < least[key]}
+    found = [f"{key}={value!r}, but should be {least[key]} or more" for key, value in wrong.items()]
+    if not wrong and node["cores"] % node["sockets"]:
+        found.append(f"cores={node['cores']}, but should be a multiple of sockets={node['sockets']}")
+    for key, ranges in dict(reserved=[node["reserved"]], cores_near_device=node["cores_near_device"]).items():
+        try:
+            named = max((number for each in ranges for number in numbers(each)), default=0)
+        except ValueError:
+            found.append(f"{key}={node[key]!r}, but cores should be told as in 0-3,8")
+        else:
+            if not wrong and named >= node["cores"]:
+                found.append(f"{key}={node[key]!r}, but should have cores of 0 to {node['cores'] - 1}")
+    try:
+        names = {node["hosts"].format(1), node["hosts"].format(2)}
+    except (LookupError, ValueError):
+        names = {}
+    if len(names) < 2:
+        found.append(f"hosts={node['hosts']!r}, but should have one {{}}, for the number of the node")
+    return [f"[node] {line}" for line in found]
+
+
 def interfaces_of(site: Site) -> list[str]:
     return site.facts["node"].get("interfaces") or ["eth0"]
 

@@ -39,6 +39,7 @@ from conformance.cluster.shape import (
     devices_of,
     gres_conf,
     hosts_file,
+    impossible,
     interfaces_of,
     names_of,
     slurm_conf,
@@ -107,7 +108,7 @@ class VirtualSite:
     """Up from up() or `with` to down(), or to the end of this process.
 
     build: makes what a job finds there, into an empty folder; without, there is Slurm alone. settings: more of slurm.conf.
-    tree: the root that nodes boot from, this machine's or one of tree.py.
+    tree: the root that nodes boot from, this machine's or one of tree.py. Raises Refusal where site.toml describes no node.
     """
 
     def __init__(
@@ -119,6 +120,8 @@ class VirtualSite:
         settings: dict[str, str] | None = None,
         tree: Path = Path("/"),
     ):
+        if wrong := impossible(site):
+            raise Refusal(f"{site.folder / 'site.toml'}: {wrong[0]}")
         self.site, self.folder, self.build, self.settings = site, Path(folder).resolve(), build, settings or {}
         self.names, self.tree, self.version = names_of(site, nodes), Path(tree).resolve(), OLDEST
         self.pids: dict[str, int] = {}
