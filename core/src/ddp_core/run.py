@@ -37,8 +37,8 @@ def run(rank_of: Callable[[Mapping[str, str]], Rank], argv: list[str] | None = N
             traceback.print_exception(failure)
     if rank and rank.world_size > 1:
         # Not through Python: gloo's threads may wait for a peer that does not come, and one that asks for the interpreter
-        # while it ends aborts the process (134 in place of 5 in 3 of 9 refused snapshots, on two nodes; once in place of 0).
-        # https://github.com/pytorch/pytorch/pull/179291
+        # while it ends aborts the process: 134 in place of 5 in 3 of 9 refused snapshots, on two nodes, and once, it seems,
+        # in place of 0. https://github.com/pytorch/pytorch/pull/179291
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
