@@ -28,7 +28,7 @@ def test_every_script_is_taken_as_it_stands(check, cluster, site):
         look = "squeue -h -o '%a %q' -j $job; scancel $job"
         ended = cluster.on("login", f"job=$(sbatch --parsable --hold {script.name}) && {{ {look}; }}", folder=folder)
         said = " | ".join(f"{asked.stderr}{ended.stderr}".splitlines()[-2:])
-        if asked.returncode or ended.returncode:
+        if asked.returncode or ended.returncode or ended.stderr:
             check.holds("V11", f"{script.name}: refused ({said}), but should be taken as it stands")
         if "account" in queued:
             account, qos = ended.stdout.split()

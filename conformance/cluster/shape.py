@@ -27,7 +27,7 @@ def names_of(site: Site, nodes: int) -> list[str]:
 
 def impossible(site: Site) -> list[str]:
     """What no node can be, a line each: [node] may be half filled in."""
-    node = dict(sockets=1, threads_per_core=1, hosts="node{}", reserved="", cores_near_device=[]) | site.facts.get("node", {})
+    node = dict(sockets=1, threads_per_core=1, reserved="", cores_near_device=[]) | site.facts.get("node", {})
     least = dict(cores=1, sockets=1, threads_per_core=1, memory_gib=1, devices=0)
     wrong = {key: node.get(key) for key in least if type(node.get(key)) is not int or node[key] < least[key]}
     found = [f"{key}={value!r}, but should be {least[key]} or more" for key, value in wrong.items()]
@@ -42,11 +42,11 @@ def impossible(site: Site) -> list[str]:
             if not wrong and named >= node["cores"]:
                 found.append(f"{key}={node[key]!r}, but should have cores of 0 to {node['cores'] - 1}")
     try:
-        names = {node["hosts"].format(1), node["hosts"].format(2)}
+        names = {*names_of(site, 2)}
     except (LookupError, ValueError):
-        names = {}
+        names = set()
     if len(names) < 2:
-        found.append(f"hosts={node['hosts']!r}, but should have one {{}}, for the number of the node")
+        found.append(f"hosts={node.get('hosts')!r}, but should have one {{}}, for the number of the node")
     return [f"[node] {line}" for line in found]
 
 
