@@ -62,6 +62,8 @@ def queue(**job) -> str:
 
 
 def start(number: str) -> int:
+    while os.environ.get("STAND_IN_WAITS") and not (SPOOL / f"asked-{number}").exists():
+        time.sleep(0.02)
     with open(SPOOL / "one-at-a-time", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         job = write(read(number) | dict(state="RUNNING", reason="None"))
@@ -118,6 +120,8 @@ def scontrol(show: str, what: str, number: str) -> int:
     print(f"   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode={code}:{by_signal}")
     log = job["log"].replace("%j", number)
     print(f"   StdErr={log}\n   StdIn=/dev/null\n   StdOut={log}\n   Power=\n")
+    while os.environ.get("STAND_IN_WAITS") and read(number)["state"] in ("PENDING", "RUNNING"):
+        time.sleep(0.02)
     return 0
 
 

@@ -349,10 +349,11 @@ class Jobs:
         self.say(f"job {number}: {self.script} {flags}")
         self._look_at(job)
         # Job numbers begin again when a cluster is set up anew, and a job may append to its namesake's log.
-        waits = job.look.code is None and not job.look.state.startswith("R")
-        job.before = {
-            path: path.stat().st_size for path in (job.look.output, job.look.errors) if waits and path and path.is_file()
-        }
+        sizes = {path: path.stat().st_size for path in (job.look.output, job.look.errors) if path and path.is_file()}
+        self._look_at(job)
+        # What stood there is another job's if this one waits even now: it may have begun, and printed, since the first look.
+        if job.look.code is None and not job.look.state.startswith("R"):
+            job.before = sizes
         return job
 
     def _wait(self, job: Job) -> None:

@@ -246,6 +246,11 @@ def test_what_another_job_of_this_number_has_printed_is_not_read(machine):
     assert (machine.site / "slurm-2.out").read_text().count("--epochs") == 2
 
 
+def test_what_a_job_prints_just_after_it_was_seen_waiting_is_read(machine):
+    """The stand-in starts it while the suite looks at it for the first time, and has it end before the second look."""
+    assert machine.rung("--clause", "J2", STAND_IN_WAITS="1")[0] == 0
+
+
 def test_nodes_are_not_named_in_the_report(machine, tmp_path):
     machine.change("job.sl", "march_flags=(", 'echo "srun: error: nid0042: tasks 0-3: Killed" >&2\nexit 1\nmarch_flags=(')
     machine.rung("--clause", "J2", "--part", str(tmp_path / "parts"))
