@@ -78,7 +78,7 @@ class Traces:
 
     def left(self) -> list[str]:
         """Processes of its namespaces or about its folder, mounts, interfaces. After what has just been killed is gone."""
-        end = time.monotonic() + 5
+        end = time.monotonic() + 15
         while True:
             found = []
             for process in Path("/proc").glob("[0-9]*"):
@@ -143,7 +143,7 @@ def test_a_signal_takes_it_down(small, tmp_path, number):
         assert process.stdout.readline().startswith("up in")
         traces.look(process.pid)
         process.send_signal(number)
-        process.wait(20)
+        process.wait(60)
     assert traces.left() == []
     assert not (traces.folder / "up.json").exists()
 
@@ -240,7 +240,7 @@ def made_up(tmp_path) -> Site:
     return sites.find([str(folder)])[0]
 
 
-def until(cluster: VirtualSite, command: str, words: str, seconds: float = 30) -> str:
+def until(cluster: VirtualSite, command: str, words: str, seconds: float = 60) -> str:
     end = time.monotonic() + seconds
     while not re.search(words, said := cluster.on("login", command).stdout):
         assert time.monotonic() < end, f"{command}: {said}, but should have {words}"

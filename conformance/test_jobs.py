@@ -129,7 +129,7 @@ def test_it_comes_back_only_so_often(check, user):
         job = user.submit(f"{LONG}0", nodes=1, ranks=1, variables={user.restarts: "1000"})
         job.trains()
         user.stop(job)
-        check.equal("J10", exit_code=(job.ends(30), 75), says=("to resume" in job.said(), True))
+        check.equal("J10", exit_code=(job.ends(60), 75), says=("to resume" in job.said(), True))
         check.equal("J10", jobs_in_the_queue=(queue(user.cluster), []))
 
 
@@ -285,7 +285,7 @@ def test_a_second_job_on_its_run_directory_is_refused(check, life):
         first = life.training()
         starts = len(first.starts())
         second = life.user.submit(LONG, nodes=1, ranks=1, run="life")
-        code = second.ends(45)
+        code = second.ends(90)
         check.equal("J17", exit_code=(code, 3), says=("in use by" in second.said(), True))
         check.equal("J17", first_one_lives=(first.alive(), True), starts=(len(first.starts()), starts))
 

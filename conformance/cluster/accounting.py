@@ -23,7 +23,7 @@ LogFile=/run/cluster/log/slurmdbd.log
 START = r"""
 logs=/run/cluster/log
 until_it() { # ... does what the rest says
-    for _ in {1..500}; do
+    for _ in {1..1500}; do
         said=$("${@:2}" 2>&1) && return
         if [[ $said == *fatal:* ]] || ! kill -0 "$1" 2>/dev/null; then break; fi
         sleep 0.02

@@ -380,7 +380,7 @@ class VirtualSite:
         for name, process in zip(self.names, running, strict=True):
             errors = process.communicate()[1]
             _must(subprocess.CompletedProcess([], process.returncode, "", errors), f"slurmd on {name}")
-        end = time.monotonic() + 20 + len(self.names)
+        end = time.monotonic() + 60 + len(self.names)
         while True:
             said = self.on("login", ["sinfo", "-h", "-N", "-o", "%N %t"], user=False).stdout
             states = dict(line.split() for line in said.splitlines())
