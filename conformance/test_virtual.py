@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.cluster import accounting, layer, placement, shape, tree, virtual
+from conformance.cluster import accounting, jobs, layer, placement, shape, tree, virtual
 from conformance.sites import Site
 
 THREADS = dict(
@@ -319,3 +319,37 @@ def test_a_rank_that_asks_mpi_is_counted():
 def test_ranges():
     assert shape.numbers("0,8-10") == [0, 8, 9, 10] and shape.numbers("") == []
     assert placement.ranges({0, 8, 9, 10}) == "0,8-10"
+
+
+# ---- a job that is waited for ---------------------------------------------------------------------------------------
+
+
+class Ended(jobs.Job):
+    """Job 10 has ended, and those after it have not."""
+
+    def alive(self) -> bool:
+        return self.number != "10"
+
+    def facts(self) -> dict[str, str]:
+        return dict(JobState="COMPLETED")
+
+
+@pytest.mark.parametrize("followed", [True, False])
+def test_a_job_whose_successor_has_just_come_has_not_ended(monkeypatch, followed):
+    """It was asked for at the very look that found the successor."""
+    monkeypatch.setattr(jobs, "LOOK", 0)
+    monkeypatch.setattr(jobs.Submitter, "nodes", lambda submitter: "")
+    job = Ended(object.__new__(jobs.Submitter), "10", Path(), Path("/nowhere"), seen=0)
+    looks = iter(range(1, 100))
+
+    def trains() -> bool:
+        look = next(looks)
+        if followed and look == 8:  # the job was asked for between this one and the one before
+            job.number = "12"
+        return look == 12
+
+    if followed:
+        job.until(trains, "another start")
+    else:
+        with pytest.raises(jobs.Odd, match="COMPLETED"):
+            job.until(trains, "another start")

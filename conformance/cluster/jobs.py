@@ -97,10 +97,10 @@ class Job:
         while not true():
             looks += 1
             # Slurm's commands are processes, and so not asked at each look.
-            ended = looks % 4 == 0 and not self.alive()
+            ended = self.number if looks % 4 == 0 and not self.alive() else None
             if true():
                 return
-            if ended or time.monotonic() > end:
+            if ended == self.number or time.monotonic() > end:  # true() may have come to follow its successor
                 facts = self.facts()
                 state = f"{facts.get('JobState', 'gone')} ({facts.get('Reason')}; {self.submitter.nodes()})"
                 raise Odd(f"job {self.number} is {state} and {what} was waited for; its log: {self.last_words()}")
