@@ -75,8 +75,15 @@ class Job:
     # ---- what the scheduler says ------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, str]:
-        told = self.submitter.cluster.on("login", ["scontrol", "-o", "show", "job", self.id], user=False)
-        return dict(re.findall(r"(\w+)=(\S*)", told.stdout))
+        """Empty where it is known no longer. Raises Odd where nobody answers."""
+        end = time.monotonic() + PATIENCE
+        while True:
+            told = self.submitter.cluster.on("login", ["scontrol", "-o", "show", "job", self.id], user=False)
+            if told.returncode == 0 or "Invalid job id" in told.stderr:
+                return dict(re.findall(r"(\w+)=(\S*)", told.stdout))
+            if time.monotonic() > end:
+                raise Odd(f"scontrol show job {self.id}: {told.stderr.strip()}")
+            time.sleep(LOOK)
 
     def alive(self) -> bool:
         return self.facts().get("JobState") in WAITING
