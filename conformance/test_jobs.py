@@ -231,8 +231,9 @@ class Life:
         """
         self.cluster.slow_disk(10 * SLOW)  # or the job, which has its steps, comes to its end meanwhile
         end = time.monotonic() + PATIENCE
-        while self.root(f"sinfo -h -n {node} -o %t | sort -u") != "idle\n" or self.processes_of_jobs(node):
-            assert time.monotonic() < end, f"{node} does not come back: {self.root(f'sinfo -N; scontrol show node {node}')}"
+        # All nodes are asked for: to be asked for one, slurmctld does not count anew which cores are in use (its proc_req.c).
+        while f"{node} idle" not in self.user.nodes().split(", ") or self.processes_of_jobs(node):
+            assert time.monotonic() < end, f"{node} does not come back: {self.user.nodes()}; {self.processes_of_jobs(node)}"
             time.sleep(0.2)
 
     def processes_of_jobs(self, node: str) -> str:

@@ -16,10 +16,11 @@ from conformance.cluster.prefix import CACHE, whole
 from conformance.cluster.virtual import Refusal, ended_by_signal
 
 SUITE = "trixie"
-# Slurm with its accounting, modules, a compiler for install scripts, Python for its libraries, what boot.sh and tests call.
+# Slurm with its accounting, modules, a compiler for install scripts, Python for its libraries and for the pip that a Python
+# of Debian's, this machine's too, puts into a new venv, what boot.sh and tests call.
 PACKAGES = (
-    "slurmctld slurmd slurm-client munge slurmdbd mariadb-server-core lmod gcc libc6-dev python3 ca-certificates "
-    "iproute2 util-linux mount procps hostname"
+    "slurmctld slurmd slurm-client munge slurmdbd mariadb-server-core lmod gcc libc6-dev python3 python3-pip-whl "
+    "python3-setuptools-whl ca-certificates iproute2 util-linux mount procps hostname"
 )
 ANYWHERE = "http://deb.debian.org/debian"
 
