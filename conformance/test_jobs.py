@@ -225,10 +225,7 @@ class Life:
         return self.cluster.on("login", command, user=False).stdout
 
     def is_back(self, node: str) -> None:
-        """Wait until a node that was lost is free: what is left there of the job would be ended with the job's next start.
-
-        Slurm's step manager has tried for more than a minute there to say that the step is over (24.11.5, on a busy machine).
-        """
+        """Wait until a node that was lost is free: what is left there of the job would be ended with the job's next start."""
         self.cluster.slow_disk(10 * SLOW)  # or the job, which has its steps, comes to its end meanwhile
         end = time.monotonic() + PATIENCE
         # All nodes are asked for: to be asked for one, slurmctld does not count anew which cores are in use (its proc_req.c).
