@@ -125,16 +125,15 @@ class Job:
         reaches the next, whose steps have the same numbers: to a lost node Slurm sends again and again. And credentials are
         revoked by the second.
         """
-        delay, since = 12 if lost else 2, 0.0
+        delay, since = 8 if lost else 2, 0.0
 
         def again() -> bool:
             nonlocal since
             if len(self.starts()) > self.seen and self.steps() > 0:
                 return True
-            if self.submitter.waits(self):
-                since = since or time.monotonic()
-                if time.monotonic() > since + delay:
-                    self.submitter.hurry(self)
+            since = (since or time.monotonic()) if self.submitter.waits(self) else 0.0
+            if since and time.monotonic() > since + delay:
+                self.submitter.hurry(self)
             self.submitter.follow(self)
             return False
 
@@ -207,11 +206,18 @@ class Submitter:
             raise Odd(f"{command}: exit code {ended.returncode}: {ended.stderr.strip()}")
 
     def waits(self, job: Job) -> bool:
-        """In the queue. While the script of the start before still ends, its exit code would be taken for the next one's."""
-        its_script = ["pgrep", "-f", rf"slurmstepd: \[{job.id}\.batch"]
+        """In the queue, and nothing is under way about the start before.
+
+        Its script's exit code would be taken for the next one's, an srun that is killed has its step cancelled, and slurmctld's
+        agents bring nodes what they did not take at once.
+        """
+        left = ["pgrep", "-f", rf"slurmstepd: \[{job.id}\.batch|^srun "]
         if job.facts().get("JobState") != "PENDING":
             return False
-        return all(self.cluster.on(node, its_script, user=False).returncode for node in self.cluster.alive())
+        agents = self.cluster.on("login", ["sdiag"], user=False).stdout
+        if not re.search(r"Agent queue size: *0\n.*Agent count: *0\n", agents, re.DOTALL):
+            return False
+        return all(self.cluster.on(node, left, user=False).returncode for node in self.cluster.alive())
 
     def hurry(self, job: Job) -> None:
         """Let it wait no longer."""
