@@ -181,8 +181,8 @@ def march(*arguments: str) -> int:
     number = os.environ.get("SLURM_JOB_ID") or os.environ["PBS_JOBID"]
     ranks = []
     for rank in range(each * nodes):
-        told = dict(MARCH_START=f"{number}.0", MARCH_RANK=rank, MARCH_RANKS=each * nodes, MARCH_PLACE=rank % each)
-        told |= dict(MARCH_PLACES=each, MARCH_NODE=rank // each, MARCH_HEAD=os.uname().nodename)
+        told = dict(MARCH_START=f"{number}.0", MARCH_RESTARTS=0, MARCH_RANK=rank, MARCH_RANKS=each * nodes)
+        told |= dict(MARCH_PLACE=rank % each, MARCH_PLACES=each, MARCH_NODE=rank // each, MARCH_HEAD=os.uname().nodename)
         ranks.append(subprocess.Popen(arguments[2:], env=os.environ | {name: str(value) for name, value in told.items()}))
     while any(rank.poll() is None for rank in ranks):
         time.sleep(0.05)

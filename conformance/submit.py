@@ -378,9 +378,9 @@ class Jobs:
                 self.say(f"job {job.number}: {job.look.state} after {waited}")
 
     def close(self) -> None:
-        """Leave no empty folder where nothing was submitted."""
+        """Leave no folder where nothing was submitted."""
         if self._root and not self.jobs:
-            self._root.rmdir()
+            shutil.rmtree(self._root)
 
     def left_alone(self) -> str:
         """What to say of jobs that nobody waits for any more."""

@@ -56,7 +56,7 @@ def evidence(*dated: tuple[str, list[dict]], sites=SITES, spec=SPEC) -> Evidence
 
 def realistic(names: list[str], spec: str) -> Evidence:
     """Sites that have come differently far, over the real spec: what the page should look like."""
-    clauses, noise = Spec.read(spec), random.Random(1)  # noqa: S311
+    clauses, noise = Spec.read(spec), random.Random(1)
     tested = [name for name in clauses.clauses if name not in clauses.untested]
     of_core, static = {"A1", "A2", "A3", "L8", "L9", "L10"}, {"A4", "F1", "F2", "F3"}
     for_core = [name for name in tested if name in of_core or name[0] == "V"]

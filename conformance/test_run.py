@@ -7,6 +7,7 @@ its path inside the rank, with the environment that its launcher would export an
 same gathered evidence (world.py). The clauses are those of SPEC.md.
 """
 
+import functools
 import json
 import shutil
 import signal
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from conformance import reference, sites
+from conformance.broken.workloads import WORKLOADS
 from conformance.check import T0, T1, T2
 from conformance.golden import make as golden
 from conformance.reference import LAYERS, sha256, take_apart
@@ -26,12 +28,21 @@ clause, only, machine = pytest.mark.clause, pytest.mark.only, pytest.mark.machin
 
 FP64 = golden.RUN
 FP32 = "--workload digits --precision fp32 --epochs 3"
+FLAT = f"{FP64} --reduction flat"
+NOISY = "--workload {noisy} --precision fp64 --epochs 2"  # in its folder: Runs.filled
 SEED = "--precision fp64 --epochs 1 --seed 1"
 MISTYPED = "--global-batch-size 97 --epochs -1"
+DRAWS = "--workload {noisy} --dropout 0.2 --jitter 0.1"
+# All that a run must remember: where its loader is, what was drawn, buffers, and an optimizer's own step.
+ALL = f"{DRAWS} --batch-norm --workers 1 --optimizer adamw --clip-norm 1 --accumulate 2"
 SHORT = "--workload digits --epochs 1 --steps-per-epoch 1"
 G = 96  # the reference run's global batch
 TWO = pytest.param(2, marks=only(sizes=(2, 4), mpi=False, devices=("cpu",)))  # nodes, made of the ranks of one
 SNAPSHOT, LOG = "snapshot.safetensors", "run.jsonl"
+# Of broken/workloads.py, and what is to be said of them.
+MISTAKES = dict(syntax="syntax.py, line 8: ", no_class="one class that derives from ddp_core.Workload")
+MISTAKES |= dict(raises="line 10 (loss): AttributeError", mean="loss() returns a mean over rows")
+MISTAKES |= dict(unused="no gradient for 3.weight")
 
 
 class Runs:
@@ -43,12 +54,19 @@ class Runs:
     def folder(self, launch, name: str) -> Path:
         return self.root / f"{launch.site}-{launch.launcher}" / name
 
+    def filled(self, flags: str) -> str:
+        """The flags with the path of noisy.py, a copy where all nodes see it."""
+        there = self.root / "noisy.py"
+        if "{noisy}" in flags:
+            self.world.on_rank_0(lambda: bool(shutil.copy(Path(__file__).with_name("noisy.py"), there)))
+        return flags.format(noisy=there)
+
     def once(self, launch, flags: str, again: bool = False) -> Path:
         return self.folders.setdefault((launch, flags, again), self.folder(launch, f"once-{len(self.folders)}"))
 
     def train(self, launch, flags: str, again: bool = False):
         if (launch, flags, again) not in self.done:
-            self.done[launch, flags, again] = self.world.train(launch, self.once(launch, flags, again), flags)
+            self.done[launch, flags, again] = self.world.train(launch, self.once(launch, flags, again), self.filled(flags))
         return self.done[launch, flags, again]
 
 
@@ -56,7 +74,7 @@ class Runs:
 def runs(world, root, pytestconfig) -> Runs:
     runs = Runs(world, root)
     for flags, again in getattr(world, "plan", ()):  # jobs, which wait in one queue: all at once
-        world.ahead(runs.once(pytestconfig.sites[0].launches[0], flags, again), flags)
+        world.ahead(runs.once(pytestconfig.sites[0].launches[0], flags, again), runs.filled(flags))
     return runs
 
 
@@ -72,10 +90,10 @@ def first():
     return next(launch for site in sites.find() for launch in site.launches if not launch.mpi)
 
 
-def long(world) -> tuple[str, int]:
+def long(world, workload: str = "--workload digits") -> tuple[str, int]:
     """Flags, and steps an epoch: time for a signal at 0.2 ms a step, as in one rank, and not long at 20, as in four."""
     size = 8 if world.size < 4 else 32
-    return f"--workload digits --epochs 2 --lr 0.01 --global-batch-size {size}", 1438 // size
+    return f"{workload} --epochs 2 --lr 0.01 --global-batch-size {size}", 1438 // size
 
 
 def ended(check, clause_id, run, code) -> None:
@@ -202,13 +220,28 @@ def test_a_rank_of_another_start_is_not_joined(check, world, own, runs, job_id, 
     check.equal("R8", starts=(len(run.of("start")), 0), says=("belongs to" in "".join(run.errors), True))
 
 
+@machine(FP64)
+@clause("R9")
+def test_the_end_says_how_fast_it_was(check, world, own, runs):
+    run = runs.train(own, FP64)
+    done(check, "R9", run)
+    *_, end = run.of("end")
+    speeds = [end.get(name, 0) for name in ("rows_a_second", "median", "p10")]
+    parts = ("computing", "communication", "reading", "evaluation", "snapshots")
+    seconds = {name: end["seconds"].get(name, -1) for name in parts}
+    check.equal("R9", all_speeds_are_told=(min(speeds) > 0, True), p10_is_the_slower=(speeds[2] <= speeds[1], True))
+    check.equal("R9", all_parts_are_told=(min(seconds.values()) >= 0, True))
+    check.close("R9", [1 + sum(seconds.values())], [1 + end["seconds"]["training"]], 0.01, "seconds of all parts")
+    check.equal("R9", slowest_rank=(end.get("slowest_rank") in range(world.size), True))
+
+
 # ---- order of samples ---------------------------------------------------------------------------------------------
 
 
 @clause("D1", "D2", "D3")
 @pytest.mark.parametrize("seed, epoch", [(0, 0), (0, 1), (7, 2)])
 def test_order_of_samples(check, world, seed, epoch):
-    from ddp_core.data import rows_of_rank, sample_order
+    from ddp_core.order import rows_of_rank, sample_order
 
     count = 1438
     should_be = reference.sample_order(seed, epoch, count)
@@ -221,6 +254,23 @@ def test_order_of_samples(check, world, seed, epoch):
     together = [sorted(row for share in shares for row in share[step]) for step in range(count // G)]
     global_batches = [sorted(should_be[step * G :][:G].tolist()) for step in range(count // G)]
     check.equal("D2", global_batches=(together, global_batches))
+
+
+@clause("D4")
+@pytest.mark.parametrize("count, first_step", [(1000, 0), (10**9 + 7, 10**7)], ids=["all", "some"])
+def test_order_of_more_rows_than_can_be_sorted(check, world, count, first_step):
+    """All places of a small one, which the core would sort, and three steps in the middle of one of 10^9 rows."""
+    import torch
+    from ddp_core.order import SORTED_ORDER, Order, keyed_order
+
+    places = np.arange(count) if count == 1000 else np.arange(first_step * G, (first_step + 3) * G)
+    should_be = reference.keyed_order(7, 2, count, places)
+    mine = keyed_order(7, 2, count, torch.from_numpy(places)).tolist()
+    check.equal("D4", order=(mine, should_be.tolist()), rows=(len({*mine}), len(places)), sorted_up_to=(SORTED_ORDER, 2**24))
+    if count > SORTED_ORDER:
+        steps = Order(count, 7, G, world.rank, world.size).epoch(2, first_step, first_step + 3, torch.device("cpu"))
+        shares = world.gather([rows.tolist() for rows in steps])
+        check.equal("D4", rows_of_each_rank=(shares, reference.batches(should_be, G, world.size).tolist()))
 
 
 # ---- losses -------------------------------------------------------------------------------------------------------
@@ -237,9 +287,10 @@ def test_every_step_is_recorded(check, own, runs):
 
 @machine(FP64)
 @clause("L2")
-def test_losses_are_the_golden_ones_in_fp64(check, launch, runs):
+def test_losses_are_the_golden_ones_in_fp64(check, world, launch, runs):
     run = runs.train(launch, FP64)
     done(check, "L2", run)
+    check.equal("L2", reduction=(run.values("start", "reduction"), ["ddp" if world.size > 1 else "none"]))
     check.curve("fp64", run.losses)
     check.close("L2", run.losses, golden.load()["losses"], T1)
 
@@ -310,21 +361,99 @@ def test_fp32_is_not_tf32(check, world, own, runs):
 @clause("L12")
 @only(sizes=(2, 4))
 def test_canonical_is_bitwise_the_same_in_a_world_of_one(check, world, runs, first):
-    flags = f"{FP32} --reduction canonical"
-    run, single = runs.train(first, flags), world.alone(first, runs.folder(first, "canonical-alone"), flags)
-    done(check, "L12", run, single)
-    check.equal("L12", losses=(run.values("step", "loss_hex"), single.values("step", "loss_hex")))
+    same_in_a_world_of_one(check, "L12", world, runs, first, FP32)
+
+
+def same_in_a_world_of_one(check, clause_id, world, runs, launch, flags) -> None:
+    __tracebackhide__ = True
+    flags = f"{flags} --reduction canonical"
+    run, there = runs.train(launch, flags), runs.folder(launch, f"alone-{clause_id}")
+    single = world.alone(launch, there, runs.filled(flags))
+    done(check, clause_id, run, single)
+    check.equal(clause_id, losses=(run.values("step", "loss_hex"), single.values("step", "loss_hex")))
     here, there = world.on_rank_0(lambda: [take_apart(one.folder / SNAPSHOT)["crc32"] for one in (run, single)])
-    check.equal("L12", checksums_of_tensors=(here, there))
+    check.equal(clause_id, checksums_of_tensors=(here, there))
+
+
+@machine(FLAT)
+@clause("L13")
+def test_flat_sums_are_the_same_training(check, launch, runs):
+    run = runs.train(launch, FLAT)
+    done(check, "L13", run)
+    check.equal("L13", reduction=(run.values("start", "reduction"), ["flat"]))
+    check.close("L13", run.losses, golden.load()["losses"], T1)
 
 
 @clause("L13")
-@only(sizes=(2,))
-@pytest.mark.parametrize("flags", ["--reduction ddp", "--accumulate 2"])
-def test_other_ways_to_sum_are_the_same_training(check, runs, first, flags):
-    run = runs.train(first, f"{FP64} {flags}")
+@pytest.mark.parametrize("flags", [f"{FP64} --accumulate 2", f"{FLAT} --accumulate 2"], ids=["ddp", "flat"])
+def test_micro_batches_are_the_same_training(check, runs, first, flags):
+    run = runs.train(first, flags)
     done(check, "L13", run)
     check.close("L13", run.losses, golden.load()["losses"], T1)
+
+
+@functools.cache
+def numpy_trace(**told) -> dict[str, list[float]]:
+    """Of the noisy run."""
+    return reference.train(noisy=True, epochs=2, **told)
+
+
+@machine(NOISY)
+@clause("L14")
+def test_a_workload_of_ones_own(check, launch, runs):
+    """Its rows are read one by one, and what they draw is known to NumPy."""
+    run = runs.train(launch, NOISY)
+    done(check, "L14", run)
+    trace = numpy_trace()
+    check.close("L14", run.losses, trace["losses"], T1)
+    check.close("L14", run.values("epoch", "eval_loss"), trace["eval_losses"], T1, "held-out losses")
+
+
+@clause("L15")
+def test_rows_are_the_same_whoever_reads_them(check, runs, first):
+    run, workers = runs.train(first, NOISY), runs.train(first, f"{NOISY} --workers 2")
+    done(check, "L15", run, workers)
+    check.equal("L15", losses=(workers.values("step", "loss_hex"), run.values("step", "loss_hex")))
+    check.close("L15", workers.losses, numpy_trace()["losses"], T1)
+
+
+@clause("L16")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_a_model_draws_depends_on_step_and_micro_batch(check, world, runs, first, accumulate):
+    run = runs.train(first, f"{NOISY} --jitter 0.5 --accumulate {accumulate}")
+    done(check, "L16", run)
+    check.close("L16", run.losses, numpy_trace(jitter=0.5, shards=world.size * accumulate)["losses"], T1)
+
+
+@clause("L16")
+@only(sizes=(2, 4))
+def test_dropout_under_canonical_is_that_of_a_world_of_one(check, world, runs, first):
+    same_in_a_world_of_one(check, "L16", world, runs, first, f"{DRAWS} --epochs 1")
+
+
+@clause("L17")
+def test_what_depends_on_the_world_size_is_said(check, world, runs, first):
+    plain, noted = runs.train(first, FP64), runs.train(first, f"{NOISY} --batch-norm --dropout 0.2")
+    done(check, "L17", plain, noted)
+    (notes,), (none,) = noted.values("start", "notes"), plain.values("start", "notes")
+    said = {word: any(word in note and "world size" in note for note in notes) for word in ("BatchNorm1d", "dropout")}
+    check.equal("L17", notes=(said, dict.fromkeys(said, True)), notes_of_digits=(none, []))
+    check.equal("L17", notes_that_are_not_printed=([note for note in notes if note not in noted.output[0]], []))
+
+
+@clause("L18")
+@only(sizes=(2, 4))
+def test_all_ranks_begin_with_the_numbers_of_rank_0(check, world, runs, first):
+    run = train_own(world, runs, first, "unseeded")
+    done(check, "L18", run)
+
+
+def train_own(world, runs, launch, name: str, flags: str = "", **told):
+    """A run of one of broken/workloads.py."""
+    file = runs.root / "workloads" / f"{name}.py"
+    world.on_rank_0(lambda: [file.parent.mkdir(exist_ok=True), file.write_text(WORKLOADS[name])])
+    there = runs.folder(launch, f"{name}-{world.starts}")
+    return world.train(launch, there, f"--workload {file} --epochs 1 {flags}", **told)
 
 
 # ---- snapshot -----------------------------------------------------------------------------------------------------
@@ -344,13 +473,27 @@ def test_what_a_snapshot_holds(check, world, own, runs):
     known = {"format", "problem", "data", "step", "steps_per_epoch", "epochs_run", "epoch_loss_sum"}
     known |= {"history", "best", "crc32", "document_crc32", "world_size", "versions"}
     check.equal("S2", metadata_keys=(snapshot["keys"], ["ddp_core"]), missing_in_the_document=(known - {*document}, set()))
-    facts = dict(format=1, step=42, epochs_run=3, steps_per_epoch=14, world_size=world.size)
+    facts = dict(format=2, step=42, epochs_run=3, steps_per_epoch=14, world_size=world.size)
     check.equal("S2", **{name: (document[name], should_be) for name, should_be in facts.items()})
     text = json.dumps(
         {name: document[name] for name in {*document} - {"document_crc32"}}, sort_keys=True, separators=(",", ":")
     )
     sums = dict(crc32=snapshot["crc32"], document_crc32=zlib.crc32(text.encode()))
     check.equal("S5", **{name: (document[name], should_be) for name, should_be in sums.items()})
+
+
+@clause("S1")
+def test_a_snapshot_holds_buffers_and_any_optimizer_s_state(check, world, runs, first):
+    run = runs.train(first, f"{ALL} --epochs 1")
+    done(check, "S1", run)
+    trained = {"0.weight": [256, 64], "0.bias": [256], "4.weight": [10, 256], "4.bias": [10]}
+    trained |= {"2.weight": [256], "2.bias": [256]}
+    tensors = {f"model.{name}": ("F32", shape) for name, shape in trained.items()}
+    tensors |= {f"model.2.running_{name}": ("F32", [256]) for name in ("mean", "var")}
+    tensors |= {"model.2.num_batches_tracked": ("I64", []), "model.6.mean": ("F32", [])}
+    tensors |= {f"optim.{name}.{of}": ("F32", shape) for of, shape in trained.items() for name in ("mean", "square")}
+    tensors |= {f"optim.step.{of}": ("F32", []) for of in trained}
+    check.equal("S1", tensors=(world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT)["tensors"]), tensors))
 
 
 @clause("S4")
@@ -495,6 +638,68 @@ def test_from_cpu_to_accelerator_and_back(check, world, own, runs):
     check.close("C6", run.losses, golden.load()["losses"], T1)
 
 
+@clause("C7")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_all_that_is_drawn_and_kept_survives_a_stop(check, world, runs, first, precision):
+    flags, an_epoch = long(world, ALL)
+    flags += f" --precision {precision}"
+    never, there = runs.train(first, flags), runs.folder(first, f"stopped-{precision}")
+    stopped = world.train(first, there, runs.filled(flags), signal_rank=0)
+    ended(check, "C7", stopped, 75)
+    step = world.on_rank_0(lambda: take_apart(there / SNAPSHOT)["document"]["step"])
+    resumed = world.train(first, there, runs.filled(flags))
+    done(check, "C7", never, resumed)
+    check.equal("C7", stopped_in_mid_epoch=(step % an_epoch != 0, True))
+    same_as_never_stopped(check, "C7", world, resumed, never)
+
+
+@clause("C8")
+@only(sizes=(2,), devices=("cpu",))
+def test_killed_between_epochs_it_goes_on_from_its_last_step_saved(check, world, runs, first):
+    flags, an_epoch = long(world, ALL)
+    flags += f" --save-steps {an_epoch // 5}"
+    never, there = runs.train(first, flags), runs.folder(first, "killed-in-mid-epoch")
+    words = f'"kind":"snapshot","step":{2 * (an_epoch // 5)}'
+    killed = world.train(first, there, runs.filled(flags), kill_ranks=tuple(range(world.size)), kill_at=words)
+    ended(check, "C8", killed, 137)
+    resumed = world.train(first, there, runs.filled(flags))
+    done(check, "C8", never, resumed)
+    check.equal("C8", went_on_in_mid_epoch=(0 < resumed.values("start", "step")[-1] < an_epoch, True))
+    same_as_never_stopped(check, "C8", world, resumed, never)
+
+
+@clause("C8")
+def test_it_saves_every_so_many_minutes(check, world, runs, first):
+    flags, an_epoch = long(world, DRAWS)
+    run = runs.train(first, f"{flags} --save-minutes 0.0005")
+    done(check, "C8", run)
+    between_epochs = [step for step in run.values("snapshot", "step") if step % an_epoch]
+    check.equal("C8", saves_between_epochs=(bool(between_epochs), True))
+    plain = runs.train(first, FP64)
+    check.equal("C8", save_minutes_by_default=(plain.values("start", "config")[0]["save_minutes"], 10))
+
+
+@clause("C9")
+@only(sizes=(1, 2), mpi="restart")
+def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
+    """--new-run-dir is how job scripts name a run directory; what the launcher tells of earlier starts decides."""
+    there, of_job = runs.folder(launch, "of-a-job"), dict(run_dir="--new-run-dir")
+    done(check, "C9", world.train(launch, there, SHORT, **of_job))
+    before = world.on_rank_0(lambda: sha256(there / SNAPSHOT))
+    refused = world.train(launch, there, SHORT, **of_job)
+    ended(check, "C9", refused, 3)
+    lines = [line for text in refused.errors for line in text.splitlines()]
+    check.equal("C9", lines_that_name_run_dir=(sum("--run-dir" in line for line in lines), 1), lines=(len(lines), 1))
+    check.equal("C9", snapshot=(world.on_rank_0(lambda: sha256(there / SNAPSHOT)), before))
+    again = world.train(launch, there, f"{SHORT} --epochs 2 --fresh", restart=1, **of_job)
+    done(check, "C9", again)
+    check.equal("C9", started_at_steps=(again.values("start", "step"), [0, 1]))
+    check.equal("C9", restarts=(again.values("start", "restart"), [0, 1]))
+    fresh = world.train(launch, there, f"{SHORT} --fresh", **of_job)
+    done(check, "C9", fresh)
+    check.equal("C9", started_at_steps=(fresh.values("start", "step"), [0]))
+
+
 # ---- errors -------------------------------------------------------------------------------------------------------
 
 
@@ -504,6 +709,20 @@ def test_a_mistyped_flag_is_one_line(check, world, own, runs):
     ended(check, "X3", run, 2)
     lines = [line for text in run.errors + run.output for line in text.splitlines()]
     check.equal("X3", lines=(len(lines), 1), names_the_flag=("--epochs" in "".join(lines), True))
+
+
+@clause("X5")
+@only(sizes=(2,))
+def test_ranks_with_different_files_of_one_name(check, world, runs, first):
+    """A stale copy on one node."""
+    flags = f"{NOISY} --steps-per-epoch 1"
+    stale = runs.root / "stale" / "noisy.py"
+    file = Path(__file__).with_name("noisy.py").read_text()
+    world.on_rank_0(lambda: [stale.parent.mkdir(), stale.write_text(f"{file}\n")])
+    run = world.train(first, runs.folder(first, "stale"), runs.filled(flags), odd_flags=f"--workload {stale}")
+    ended(check, "X5", run, 4)
+    told = [line for text in run.errors for line in text.splitlines() if "workload_file=" in line and "on rank 1" in line]
+    check.equal("X5", lines_that_name_the_file=(len(told), 1))
 
 
 @clause("X5")
@@ -524,6 +743,16 @@ def test_a_loss_that_is_not_finite(check, world, own, runs):
     check.equal("X6", every_recorded_loss_is_finite=(bool(np.isfinite(run.losses).all()), True))
 
 
+@clause("X6")
+@only(sizes=(1, 2))
+def test_numbers_that_are_not_finite_reach_no_parameter(check, world, runs, first):
+    """Of the steps that are trained before it is found out none may use them: the workload looks at its own parameters."""
+    run = train_own(world, runs, first, "overflows")
+    ended(check, "X6", run, 6)
+    seen = [text for text in run.output if "parameters are not finite" in text]
+    check.equal("X6", names_the_step=("at step 5 " in "".join(run.errors), True), seen_in_a_later_step=(bool(seen), False))
+
+
 @clause("X7")
 @only(sizes=(2,), devices=("cpu",))
 def test_a_killed_rank_is_named_by_the_others(check, world, runs, first):
@@ -541,3 +770,25 @@ def test_a_run_directory_that_cannot_be_written(check, world, own, runs):
     run = world.train(own, file / "run", SHORT)
     ended(check, "X8", run, 8)
     check.equal("X8", names_the_flag=("--run-dir" in "".join(run.errors), True))
+
+
+@clause("X9")
+@only(sizes=(1, 2))
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_workload_file_that_cannot_be_used_is_one_line(check, world, runs, first, name):
+    run, words = train_own(world, runs, first, name), MISTAKES[name]
+    ended(check, "X9", run, 2)
+    lines = [line for text in run.errors + run.output for line in text.splitlines()]
+    check.equal("X9", lines=(len(lines), 1), says=(words if words in "".join(lines) else lines, words))
+
+
+@clause("X10")
+@only(sizes=(1, 2), devices=("cpu",))
+@pytest.mark.parametrize("batches", [0.5, 2.5])
+def test_a_worker_that_dies_is_named(check, world, runs, first, batches):
+    """While the rank waits for its first batch, or is in its first step: workers read two batches ahead."""
+    last = int(batches * G / world.size)
+    run = train_own(world, runs, first, "dies", f"--workers 1 --last {last}", apart=True)
+    ended(check, "X10", run, 7)
+    words = "a worker that reads rows died"
+    check.equal("X10", says=(words if words in "".join(run.errors) else run.errors, words))

@@ -7,7 +7,9 @@ passes or fails on all ranks alike. pytest-mpi has no such rule of its own, and 
 import gc
 import io
 import json
+import multiprocessing
 import os
+import random
 import resource
 import runpy
 import select
@@ -19,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,29 +112,35 @@ class World:
         environ: dict[str, str] | None = None,
         odd_flags: str = "",
         odd_start: tuple[str, int] | None = None,
+        restart: int = 0,
+        run_dir: str = "--run-dir",
         signal_rank: int | None = None,
         kill_ranks: tuple[int, ...] = (),
+        kill_at: str = '"epoch":1',
         largest_file: int | None = None,
+        apart: bool = False,
     ) -> Run:
         """Start the site's train.py by its path on all ranks, as this launcher starts it; returns when all have ended.
 
         environ: what is changed in what the launcher exports. odd_flags, and odd_start, a job id and a count of restarts,
-        are for the last rank alone. signal_rank gets a SIGUSR1 in mid-epoch, and kill_ranks a SIGKILL; or, where
-        largest_file says so many bytes, a SIGXFSZ when one of their files has them.
+        are for the last rank alone. restart: how often the job was started before. run_dir: the flag that names the folder.
+        signal_rank gets a SIGUSR1 in mid-epoch, and kill_ranks a SIGKILL when run.jsonl has the words of kill_at; or, where
+        largest_file says so many bytes, a SIGXFSZ when one of their files has them. apart: each rank is a process of its own,
+        as it is where ranks are killed: one that fails alone ends, and its connections with it.
         """
         import torch  # noqa: F401 - now, and not in the program: the ranks meet after it, whatever it takes on each
 
         self.starts += 1
         last = self.rank == self.size - 1
-        job_id, restart = odd_start if odd_start and last else (str(1000 + self.starts), 0)
-        exported = launch.environ(self.rank, self.size, num_nodes, self.on_rank_0(free_port), job_id, restart)
-        argv = [*self.flags(folder, flags), *(odd_flags.split() if last else ())]
+        start = odd_start if odd_start and last else (str(1000 + self.starts), restart)
+        exported = launch.environ(self.rank, self.size, num_nodes, self.on_rank_0(free_port), *start)
+        argv = [*self.flags(folder, flags, run_dir), *(odd_flags.split() if last else ())]
         variables = without_launcher() | exported | (environ or {})
         log = folder / "run.jsonl"
         with self.writes.below(folder) as written:
-            if kill_ranks:
-                kill = dict(largest_file=largest_file) if largest_file else dict(log=log)
-                ended = _start_and_kill(launch.train, argv, variables, **(kill if self.rank in kill_ranks else {}))
+            if kill_ranks or apart:
+                kill = dict(largest_file=largest_file) if largest_file else dict(log=log, words=kill_at)
+                ended = _start_apart(launch.train, argv, variables, **(kill if self.rank in kill_ranks else {}))
             else:
                 if self.rank == signal_rank:
                     threading.Thread(target=_signal_in_mid_epoch, args=(log,), daemon=True).start()
@@ -151,12 +159,12 @@ class World:
         records = self.on_rank_0(lambda: read_records(folder))
         return Run(folder, [ended.returncode], [ended.stdout], [ended.stderr], [[]], records)
 
-    def flags(self, folder: Path, flags: str) -> list[str]:
+    def flags(self, folder: Path, flags: str, run_dir: str = "--run-dir") -> list[str]:
         """What every run of conformance is told; flags come last, so that they count."""
         told = f"{DEADLINES} --log-every 1 --device {self.device} --backend {self.backend}"
         if self.device != "cpu":
             told += " --deterministic"
-        return [*told.split(), "--run-dir", str(folder), *flags.split()]
+        return [*told.split(), run_dir, str(folder), *flags.split()]
 
 
 def read_records(folder: Path) -> list[dict]:
@@ -198,12 +206,12 @@ class _Left(BaseException):
 
 def _start(program: Path, argv: list[str], environ: dict[str, str]) -> tuple[int, str, str]:
     """Run a program in this process, which has imported torch already: exit code, standard output, standard error."""
-    before = dict(os.environ), sys.argv, list(sys.path), os._exit
+    before, here = (dict(os.environ), sys.argv, list(sys.path), os._exit), os.getpid()
     output, errors = io.StringIO(), io.StringIO()
 
     def leave(code: int) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            before[-1](code)  # pytest-timeout's: it means this process
+        if threading.current_thread() is not threading.main_thread() or os.getpid() != here:
+            before[-1](code)  # pytest-timeout's, which means this process; and that of a process that reads rows
         raise _Left(code)
 
     os.environ.clear()
@@ -226,21 +234,44 @@ def _start(program: Path, argv: list[str], environ: dict[str, str]) -> tuple[int
         # What a site has changed of the core ends with its program: the next one imports its own.
         for name in [name for name in sys.modules if name.partition(".")[0] == "ddp_core"]:
             del sys.modules[name]
+        if "--workers" in argv:
+            _end_workers()
     return code, output.getvalue(), errors.getvalue()
 
 
+def _end_workers() -> None:
+    """The processes that read rows would have ended with this one.
+
+    A later run's would inherit what is not yet collected, the groups of this one, and wait for threads that they have not.
+    """
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own calls it an error
+    for worker in multiprocessing.active_children():
+        worker.kill()
+        worker.join()
+    signal.signal(signal.SIGCHLD, before)
+    gc.collect()
+
+
 def _drop_process_group() -> None:
-    """A program that fails leaves its group to the end of its process, which here goes on."""
+    """A program that fails leaves its group to the end of its process, which here goes on: so that peers see it end."""
     torch = sys.modules.get("torch")
     if torch and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+        gc.collect()  # DistributedDataParallel holds it in a circle
 
 
-def _start_and_kill(
-    program: Path, argv: list[str], environ: dict[str, str], log: Path | None = None, largest_file: int | None = None
+def _start_apart(
+    program: Path,
+    argv: list[str],
+    environ: dict[str, str],
+    log: Path | None = None,
+    words: str = "",
+    largest_file: int | None = None,
 ) -> tuple[int, str, str]:
-    """As _start, in a child of this process. It gets a SIGKILL when its log tells of a second epoch, or the kernel's SIGXFSZ
-    when it has written so many bytes of a file."""
+    """As _start, in a child of this process.
+
+    It gets a SIGKILL when its log has these words, or the kernel's SIGXFSZ when it has written so many bytes of a file.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     receive, send = os.pipe()
@@ -259,7 +290,7 @@ def _start_and_kill(
             os._exit(0)
     os.close(send)
     if log:
-        _wait_for(log, '"epoch":1', receive)
+        _wait_for(log, words, receive)
         os.kill(child, signal.SIGKILL)  # not yet reaped, so it is still this child's number
     with open(receive, "rb") as pipe:
         told = pipe.read()
@@ -285,6 +316,9 @@ def _wait_for(log: Path, words: str, *ends: int, seconds: float = 60) -> bool:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]
+    """None of those that the kernel gives to whoever connects: a moment later it could be somebody's."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with suppress(OSError), socket.socket() as listener:
+            listener.bind(("", port))
+            return port

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks.py and its like: importl
 import pytest
 import ranks
 import torch
-from ddp_core.snapshot import RunDirectory
+from ddp_core.run_directory import RunDirectory
 from states import state
 
 
@@ -34,14 +34,15 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> Callable[..., ranks.Job]:
-    """finished(flags, world_size): the job that ran so without a fault, trained once in a session."""
-    jobs: dict[tuple[str, int], ranks.Job] = {}
+    """finished(flags, world_size, workload): the job that ran so without a fault, trained once in a session."""
+    jobs: dict[tuple[str, int, str], ranks.Job] = {}
 
-    def job(flags: str, world_size: int) -> ranks.Job:
-        if (flags, world_size) not in jobs:
+    def job(flags: str, world_size: int, workload: str = "") -> ranks.Job:
+        key = (flags, world_size, workload)
+        if key not in jobs:
             folder = tmp_path_factory.mktemp("finished")
-            jobs[flags, world_size] = ranks.train(folder / "run", flags, world_size, code=0)
-        return jobs[flags, world_size]
+            jobs[key] = ranks.train(folder / "run", flags, world_size, workload=workload, code=0)
+        return jobs[key]
 
     return job
 
@@ -59,7 +60,7 @@ def folder(tmp_path) -> Path:
 @pytest.fixture(scope="session")
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
     """[1797, 8, 8] uint8 pixels and [1797] labels, read without ddp_core's own reader."""
-    text = gzip.decompress(resources.files("ddp_core").joinpath("digits.csv.gz").read_bytes()).decode()
+    text = gzip.decompress(resources.files("ddp_core.workloads").joinpath("digits.csv.gz").read_bytes()).decode()
     table = torch.tensor([[int(value) for value in line.split(",")] for line in text.split()], dtype=torch.uint8)
     return table[:, :64].view(-1, 8, 8), table[:, 64]
 

@@ -24,16 +24,16 @@ def at_step(number: int, act: Fault) -> Fault:
 
 
 def _hook_step(number: int, act: Fault) -> None:
-    from ddp_core.optimizer import Optimizer
+    from ddp_core.guard import Guard
 
-    step, calls = Optimizer.step, itertools.count()
+    step, calls = Guard.step, itertools.count()
 
     def hooked(*args, **kwargs):
         if next(calls) == number:
             act()
         return step(*args, **kwargs)
 
-    Optimizer.step = hooked
+    Guard.step = hooked
 
 
 def after_save(act: Fault) -> Fault:
@@ -42,7 +42,7 @@ def after_save(act: Fault) -> Fault:
 
 
 def _hook_save(act: Fault) -> None:
-    from ddp_core.snapshot import RunDirectory
+    from ddp_core.run_directory import RunDirectory
 
     save = RunDirectory.save
 
@@ -110,14 +110,14 @@ def poisoned(row: int) -> Fault:
 def _poison(row: int) -> None:
     from ddp_core import data
 
-    load = data.load
+    of_workload = data.of_workload
 
-    def poisoned_load(config):
-        loaded = load(config)
-        loaded.train.inputs[row, 0] = torch.nan
-        return loaded
+    def poisoned_rows(workload, config):
+        train, held_out = of_workload(workload, config)
+        train.columns[0][row, 0] = torch.nan
+        return train, held_out
 
-    data.load = poisoned_load
+    data.of_workload = poisoned_rows
 
 
 def failing_data(error: Exception) -> Fault:
@@ -128,7 +128,7 @@ def failing_data(error: Exception) -> Fault:
 def _fail_data(error: Exception) -> None:
     from ddp_core import data
 
-    def failing_load(config):
+    def failing(workload, config):
         raise error
 
-    data.load = failing_load
+    data.of_workload = failing

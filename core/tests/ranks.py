@@ -22,8 +22,8 @@ from pathlib import Path
 from ddp_core import Rank, run, snapshot
 
 forks = multiprocessing.get_context("forkserver")
-# DDP imports torch._dynamo, which takes each process 2 s.
-forks.set_forkserver_preload(["ddp_core.trainer", "torch._dynamo", "pytest"])
+
+forks.set_forkserver_preload(["ddp_core.trainer", "pytest"])
 
 SECONDS = 40.0  # a job that takes longer hangs: its ranks are killed and the test fails
 FLAGS = "--device cpu --log-every 1 --rendezvous-timeout 20 --timeout 20"
@@ -75,20 +75,22 @@ def train(
     faults: dict[int, Callable[[], None]] | None = None,
     hanging: Sequence[int] = (),
     strict_launcher: bool = False,
+    workload: str = "",
     code: int | None = None,
 ) -> Job:
     """Run a job to its end.
 
     ranks: instead of world_size ranks of one job. By place in ranks, flags_of: more flags, and faults: what to call
     before the program starts. hanging: ranks to kill when all others are gone. strict_launcher: when the first rank has
-    ended, all others get SIGTERM, as from srun --kill-on-bad-exit=1. code: what every rank must exit with.
+    ended, all others get SIGTERM, as from srun --kill-on-bad-exit=1. workload: of run(): "module:Class", or a file.
+    code: what every rank must exit with.
     """
     ranks = world(world_size) if ranks is None else ranks
     common = [*FLAGS.split(), "--run-dir", str(run_dir), *flags.split()]
     calls = []
     for place, rank in enumerate(ranks):
         argv = common + (flags_of or {}).get(place, "").split()
-        calls.append(partial(_as_rank, rank, argv, (faults or {}).get(place)))
+        calls.append(partial(as_rank, rank, argv, (faults or {}).get(place), workload))
     job = replace(fork(run_dir.parent, *calls, hanging=hanging, strict=strict_launcher), run_dir=run_dir)
     if code is not None:
         assert job.codes == [code] * len(ranks), f"exit codes {job.codes}, but should be {code}: {job.err}"
@@ -161,10 +163,12 @@ def _in_process(file: Path, call: Callable[[], int | None]) -> None:
     sys.exit(call())
 
 
-def _as_rank(rank: Rank, argv: list[str], fault: Callable[[], None] | None) -> int:
+def as_rank(rank: Rank, argv: list[str], fault: Callable[[], None] | None = None, workload: str = "") -> int:
     from ddp_core import process_group
 
     process_group.ROLL_CALL = 1.0  # these ranks are on one machine: 5 s would be waiting for nobody
     if fault:
         fault()
-    return run(lambda environ: rank, argv)
+    module, _, name = workload.partition(":")
+    chosen = {"workload": getattr(importlib.import_module(module), name) if name else Path(workload)} if workload else {}
+    return run(lambda environ: rank, argv, **chosen)

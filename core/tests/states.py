@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from ddp_core import snapshot
-from ddp_core.snapshot import RunDirectory
+from ddp_core.run_directory import RunDirectory
 
 BYTES = 40_000  # of the tensor in a state
 

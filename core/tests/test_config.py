@@ -10,16 +10,15 @@ import sys
 
 import pytest
 import ranks
-from ddp_core.config import DEFAULTS, TrainConfig, parse
-from ddp_core.errors import ExitCode, UsageError
+from ddp_core.config import TrainConfig, parse
+from ddp_core.errors import ExitCode, UsageError, WorkloadError
+from ddp_core.workload import BUILT_IN, find
 
 WORLD_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 96)
 
 # For every field of TrainConfig, flags that change it.
 CHANGES = {
     "workload": "--workload=regression",
-    "data_dir": "--workload gpt --data-dir texts",
-    "model_size": "--workload gpt --model-size tiny",
     "epochs": "--epochs 7",
     "steps_per_epoch": "--steps-per-epoch 5",
     "global_batch_size": "--global-batch-size 48",
@@ -31,22 +30,33 @@ CHANGES = {
     "weight_decay": "--weight-decay 0.01",
     "lr_schedule": "--lr-schedule cosine",
     "warmup_steps": "--warmup-steps 3",
+    "clip_norm": "--clip-norm 1",
     "precision": "--precision fp64",
     "seed": "--seed 1",
     "device": "--device cpu",
     "backend": "--backend gloo",
-    "reduction": "--reduction ddp",
+    "reduction": "--reduction flat",
     "deterministic": "--deterministic",
     "compile": "--compile",
-    "channels_last": "--workload mnist --data-dir idx --channels-last",
+    "workers": "--workers 2",
+    "row_seeds": "--row-seeds off",
     "run_dir": "--run-dir elsewhere",
+    "new_run_dir": "--new-run-dir elsewhere",
     "fresh": "--fresh",
     "save_every": "--save-every 2",
+    "save_minutes": "--save-minutes 0",
+    "save_steps": "--save-steps 5",
     "eval_every": "--eval-every 2",
     "log_every": "--log-every 2",
+    "log_seconds": "--log-seconds 0",
     "rendezvous_timeout": "--rendezvous-timeout 5",
     "timeout": "--timeout 5",
     "debug": "--debug",
+}
+OWN = {  # of the built-in workloads
+    "data_dir": "--workload gpt --data-dir texts",
+    "model_size": "--workload gpt --model-size tiny",
+    "channels_last": "--workload mnist --data-dir idx --channels-last",
 }
 
 
@@ -54,19 +64,26 @@ def config(flags: str, world_size: int = 1) -> TrainConfig:
     return parse(flags.split(), world_size)
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(TrainConfig)])
+FIELDS = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in ("own", "remembered")]
+
+
+@pytest.mark.parametrize("name", [*FIELDS, *OWN])
 def test_every_choice_has_a_flag(name):
-    workload = re.match(r"--workload \w+ |", CHANGES[name])[0]
-    assert getattr(config(CHANGES[name]), name) != getattr(config(workload), name)
+    flags = (CHANGES | OWN)[name]
+    workload = re.match(r"--workload \w+ |", flags)[0]
+    assert getattr(config(flags), name) != getattr(config(workload), name)
 
 
 def test_problem_holds_the_choices_that_determine_the_losses_and_no_others():
-    free = {"data_dir", "epochs", "accumulate", "device", "backend", "reduction", "deterministic", "compile"}
-    free |= {"channels_last", "run_dir", "fresh", "save_every", "eval_every", "log_every", "rendezvous_timeout"}
-    free |= {"timeout", "debug", "shards"}
+    free = {"epochs", "accumulate", "device", "backend", "reduction", "deterministic", "compile", "workers", "shards"}
+    free |= {"run_dir", "new_run_dir", "fresh", "save_every", "save_minutes", "save_steps", "eval_every", "log_every"}
+    free |= {"log_seconds", "rendezvous_timeout", "timeout", "debug"}
     assert config("").problem().keys() == CHANGES.keys() - free
     # A cosine is laid out over the epochs: there, their number is a part of the problem.
     assert config("--lr-schedule cosine").problem().keys() == CHANGES.keys() - free | {"epochs"}
+    # Of the own flags, --data-dir and --channels-last are declared with remembered=False.
+    assert config("--workload gpt").problem().keys() == CHANGES.keys() - free | {"model_size"}
+    assert config("--workload mnist").problem().keys() == CHANGES.keys() - free
 
 
 def test_problem_is_the_same_at_every_world_size_that_fits():
@@ -74,13 +91,13 @@ def test_problem_is_the_same_at_every_world_size_that_fits():
     assert all(problem == problems[0] for problem in problems)
 
 
-@pytest.mark.parametrize("workload", DEFAULTS)
+@pytest.mark.parametrize("workload", BUILT_IN)
 def test_no_default_is_left_open(workload):
     assert None not in dataclasses.asdict(config(f"--workload {workload}")).values()
     assert config(f"--workload {workload}").run_dir == f"runs/{workload}"
 
 
-@pytest.mark.parametrize("workload", DEFAULTS)
+@pytest.mark.parametrize("workload", BUILT_IN)
 def test_a_flag_wins_over_the_default_of_the_workload(workload):
     flags = "--epochs 9 --lr 0.25 --momentum 0.5 --optimizer adamw --global-batch-size 8"
     chosen = config(f"--workload {workload} {flags}")
@@ -88,7 +105,7 @@ def test_a_flag_wins_over_the_default_of_the_workload(workload):
     assert values == (9, 0.25, 0.5, "adamw", 8)
 
 
-@pytest.mark.parametrize("workload", DEFAULTS)
+@pytest.mark.parametrize("workload", BUILT_IN)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_default_batches_divide_by_the_world_sizes_of_the_machines(workload, world_size):
     assert config(f"--workload {workload}", world_size).global_batch_size % world_size == 0
@@ -96,7 +113,7 @@ def test_default_batches_divide_by_the_world_sizes_of_the_machines(workload, wor
 
 def test_a_batch_per_rank_grows_with_the_world():
     assert config("--per-rank-batch-size 10", 3).global_batch_size == 30
-    assert config("--workload regression", 4).global_batch_size == 4 * DEFAULTS["regression"]["per_rank_batch_size"]
+    assert config("--workload regression", 4).global_batch_size == 4 * find("regression").defaults["per_rank_batch_size"]
 
 
 def test_scale_lr_multiplies_by_the_world_size_and_nothing_else_does():
@@ -147,7 +164,7 @@ def test_canonical_shards_are_the_micro_batches_of_all_ranks(flags, world_size, 
 @pytest.mark.parametrize(
     "flags, world_size, named",
     [
-        ("--shards 4", 1, "--shards 4 is for --reduction canonical, not auto"),
+        ("--shards 4", 1, "--shards 4 is for --reduction canonical, not ddp"),
         ("--shards 4 --reduction flat", 2, "--shards 4 is for --reduction canonical, not flat"),
         ("--reduction canonical --accumulate 2", 2, "--accumulate 2: with --reduction canonical raise --shards 8"),
         ("--reduction canonical --shards 5", 1, "--shards 5 is not 1 ranks x .* take 1, 2, 4, 8, 16, 32$"),
@@ -173,16 +190,19 @@ def test_shards_that_do_not_fit_are_named_with_what_does(flags, world_size, name
         ),
         *((flag, value) for flag in ("--global-batch-size", "--per-rank-batch-size") for value in ("0", "-8", "many")),
         *(("--lr", value) for value in ("0", "-0.1", "nan", "inf", "fast")),
-        *((flag, value) for flag in ("--momentum", "--weight-decay") for value in ("-0.1", "nan", "x")),
+        *((flag, value) for flag in ("--momentum", "--weight-decay", "--clip-norm") for value in ("-0.1", "nan", "x")),
+        *((flag, value) for flag in ("--save-minutes", "--log-seconds") for value in ("-1", "inf", "often")),
         *((flag, value) for flag in ("--seed", "--steps-per-epoch", "--warmup-steps") for value in ("-1", "0.5", "x")),
+        *((flag, value) for flag in ("--save-steps", "--workers") for value in ("-1", "0.5", "x")),
         *((flag, value) for flag in ("--timeout", "--rendezvous-timeout") for value in ("0", "-1", "nan", "inf")),
-        *((flag, "x") for flag in ("--workload", "--optimizer", "--precision", "--device", "--backend", "--reduction")),
+        *((flag, "x") for flag in ("--workload", "--optimizer", "--precision", "--device", "--backend", "--row-seeds")),
+        *(("--reduction", value) for value in ("x", "auto")),
         ("--seed", str(2**64)),  # the order of samples is computed in 64 bits
         ("--timeout", "1e15"),  # more seconds than a timeout can hold
     ],
 )
 def test_a_bad_value_is_an_error_that_names_flag_and_value(flag, value):
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises((UsageError, WorkloadError)) as caught:
         parse([f"{flag}={value}"], 1)
     assert flag in str(caught.value) and value in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -214,17 +234,21 @@ def test_a_usage_error_is_one_line_of_rank_0_and_exit_code_2_on_all(tmp_path):
     assert not job.run_dir.exists()
 
 
-def test_flags_are_read_without_torch():
-    """Importing torch takes seconds, for a mistyped flag too many."""
+def test_the_rank_is_asked_for_before_torch_is_imported_and_flags_are_read_after():
+    """An MPI library may have to be started before torch; the workload, which has flags of its own, comes with it."""
     program = """
 import sys
 from ddp_core import Rank, run
-code = run(lambda environ: Rank.single(), ["--epochs", "none"])
+
+def rank(environ):
+    assert "torch" not in sys.modules
+    return Rank.single()
+
+code = run(rank, ["--epochs", "none"])
 try:
     run(lambda environ: Rank.single(), ["--help"])
 except SystemExit as end:
     code += end.code or 0
-assert "torch" not in sys.modules
 sys.exit(code)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)

@@ -15,12 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_core import convert, snapshot
-from ddp_core.config import parse
-from ddp_core.data import load, rows_of_rank, sample_order
-from ddp_core.model import build, initial_parameters, objective
-from ddp_core.optimizer import learning_rate
-from ranks import train
+from ddp_core import convert, data, snapshot
+from ddp_core.config import choose, parse
+from ddp_core.order import rows_of_rank, sample_order
+from ranks import train as train_job
 from test_hostile import RunsCode
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,26 +30,25 @@ COSINE = "--workload digits --precision fp64 --lr-schedule cosine --warmup-steps
 
 def by_hand(flags: str, epochs: int, wrapped: bool = False, world_size: int = 1):
     """Model, optimizer, scheduler and steps after `epochs` epochs of a loop as in the examples, with torch.optim."""
-    config = parse(flags.split(), world_size)
-    data, loss_of = load(config), objective(config.workload).loss
-    inputs, targets = data.train.inputs.double(), data.train.targets
-    targets = targets.double() if targets.is_floating_point() else targets
-    model = build(config)
-    initial_parameters(model, config.seed)
-    model = DistributedDataParallel(model.double()) if wrapped else model.double()
+    workload, config = choose(flags.split()), parse(flags.split(), world_size)
+    train, _ = data.of_workload(workload, config)
+    inputs, targets = train[torch.arange(len(train))]
+    inputs, targets = inputs.double(), targets.double() if targets.is_floating_point() else targets
+    model = workload.model(config).double()
+    model = DistributedDataParallel(model) if wrapped else model
     common = dict(params=model.parameters(), lr=1.0, weight_decay=config.weight_decay)
     if config.optimizer == "sgd":
         optimizer = torch.optim.SGD(**common, momentum=config.momentum)
     else:
         optimizer = torch.optim.AdamW(**common, betas=(config.momentum, 0.95))
-    batches = len(data.train) // config.global_batch_size
+    batches = len(train) // config.global_batch_size
     total = config.epochs * batches
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(config, step, total))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.lr * workload.schedule(step, total, config))
     for epoch in range(epochs):
-        order = sample_order(config.seed, epoch, len(data.train))
+        order = sample_order(config.seed, epoch, len(train))
         for rows in rows_of_rank(order, config.global_batch_size, 0, 1):
             optimizer.zero_grad()
-            (loss_of(model(inputs[rows]), targets[rows]) / config.global_batch_size).backward()
+            (workload.loss(model(inputs[rows]), (None, targets[rows])) / config.global_batch_size).backward()
             optimizer.step()
             scheduler.step()
     return model, optimizer, scheduler, epochs * batches
@@ -109,7 +106,7 @@ def test_training_goes_on_as_if_it_had_been_ours(finished, tmp_path, group, caps
     assert "2 epochs run" in said and ("scheduler" in said) == (kind == "nersc")
     assert ("begins at zero" in said) == (kind == "olcf")
     ours = finished(f"{flags} --epochs 4", 1)
-    job = train(tmp_path / "run", f"{flags} --epochs 4", code=0)
+    job = train_job(tmp_path / "run", f"{flags} --epochs 4", code=0)
     steps = job.records("step")
     assert [record["step"] for record in steps] == list(range(len(ours.losses) // 2, len(ours.losses)))
     assert [record["loss"] for record in steps] == pytest.approx(ours.losses[len(steps) :], rel=1e-12)
@@ -123,28 +120,28 @@ def test_training_goes_on_as_if_it_had_been_ours(finished, tmp_path, group, caps
 def test_a_bare_state_dict_starts_a_run_with_its_parameters(finished, tmp_path, capsys):
     flags = f"{SGD} --epochs 3"
     assert "no epoch is in the file: 0 epochs run" in converted(tmp_path, checkpoint("bare", flags, 0), flags, capsys=capsys)
-    assert train(tmp_path / "run", flags, code=0).losses == finished(flags, 1).losses
+    assert train_job(tmp_path / "run", flags, code=0).losses == finished(flags, 1).losses
 
 
 def test_a_bare_state_dict_can_be_told_its_epochs(tmp_path, group, capsys):
     converted(tmp_path, checkpoint("bare", PLAIN, 2, wrapped=True), f"{PLAIN} --epochs-run 2", capsys=capsys)
     tensors, document = snapshot.read(tmp_path / "run" / "snapshot.safetensors")
     assert (document["epochs_run"], document["step"]) == (2, 128)
-    assert tensors.keys() == {"model.weight", "model.bias", "optim.momentum.weight", "optim.momentum.bias"}
+    assert tensors.keys() == {"model.weight", "model.bias"}, "without --momentum SGD has no state"
 
 
 def test_rows_a_rank_are_of_all_ranks(finished, tmp_path, capsys):
     """OLCF's example has its batch a rank: the problem is another one at every world size."""
     converted(tmp_path, checkpoint("olcf", PLAIN, 2, world_size=2), f"{PLAIN} --world-size 2", capsys=capsys)
-    job = train(tmp_path / "run", PLAIN, 2, code=0)
+    job = train_job(tmp_path / "run", PLAIN, 2, code=0)
     ours = finished(PLAIN, 2).losses
     assert [record["loss"] for record in job.records("step")] == pytest.approx(ours[len(ours) // 2 :], rel=1e-12)
 
 
 def test_a_finished_run_is_complete_and_can_be_continued(tmp_path, capsys):
     converted(tmp_path, checkpoint("olcf", PLAIN, 4), PLAIN, capsys=capsys)
-    assert "run is complete already" in train(tmp_path / "run", PLAIN, code=0).out[0]
-    assert len(train(tmp_path / "run", f"{PLAIN} --epochs 5", code=0).records("step")) == 64
+    assert "run is complete already" in train_job(tmp_path / "run", PLAIN, code=0).out[0]
+    assert len(train_job(tmp_path / "run", f"{PLAIN} --epochs 5", code=0).records("step")) == 64
 
 
 # ---- what does not fit --------------------------------------------------------------------------------------------
@@ -224,7 +221,7 @@ def test_the_moments_of_several_parameter_groups_are_not_guessed(tmp_path, capsy
 
 
 def test_a_directory_that_has_a_run_is_refused(tmp_path, capsys):
-    train(tmp_path / "run", f"{REGRESSION} --epochs 1", code=0)
+    train_job(tmp_path / "run", f"{REGRESSION} --epochs 1", code=0)
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     line = converted(tmp_path, linear(), REGRESSION, code=3, capsys=capsys)
     assert "has a run already" in line and f"--run-dir {tmp_path / 'run'}" in line

@@ -1,104 +1,358 @@
-"""Random integers, the order of samples, and who trains on which rows.
+"""Rows in tensors, arrays and mapped files: the same rows whatever holds them, a fingerprint of their content, and errors.
 
 python -m pytest core/tests/test_data.py
 """
 
+import os
+import re
+
+import numpy
 import pytest
 import torch
 from ddp_core import data
+from ddp_core.batches import Batches
+from ddp_core.config import parse
+from ddp_core.data import Bytes, Every, Rows, mapped, split
+from ddp_core.errors import PreflightError, UsageError, WorkloadError
+from ddp_core.workload import find
+from ranks import train
+from safetensors.torch import save_file
+from small import Small, table
+from torch.utils.data import TensorDataset
 
-MASK = 2**64 - 1
-# The sequence from seed 1234567 that https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64 publishes.
-PUBLISHED = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
-
-
-def splitmix64(state: int) -> int:
-    """The output of one state, in Python's own integers."""
-    z = (state + 0x9E3779B97F4A7C15) & MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-    return z ^ (z >> 31)
-
-
-def words(count: int, *labels: int) -> list[int]:
-    state = 0
-    for label in labels:
-        state = splitmix64(state ^ label)
-    return [splitmix64((state + i * 0x9E3779B97F4A7C15) & MASK) for i in range(count)]
+INPUTS, TARGETS = table()
+SOME = torch.tensor([5, 0, 127, 5])
 
 
-def unsigned(values: torch.Tensor) -> list[int]:
-    return [value & MASK for value in values.tolist()]
+def of(train_rows, held_out=None, batch: int = 16):
+    """What the core makes of data()'s answer: training rows, held-out rows, and their fingerprint."""
+    workload = find(Small)
+    workload.data = lambda config: (train_rows, held_out)
+    config = parse(["--global-batch-size", str(batch)], 1, workload=find(Small))
+    rows = data.of_workload(workload, config)
+    return *rows, data.fingerprint(*rows, workload, config)
 
 
-# ---- integers -----------------------------------------------------------------------------------------------------
+# ---- forms --------------------------------------------------------------------------------------------------------
 
 
-def test_splitmix64_gives_the_published_numbers():
-    states = [(1234567 + i * 0x9E3779B97F4A7C15) & MASK for i in range(len(PUBLISHED))]
-    assert [splitmix64(state) for state in states] == PUBLISHED
-    signed = torch.tensor([state - 2**64 if state >= 2**63 else state for state in states])
-    assert unsigned(data.splitmix64(signed)) == PUBLISHED
+def forms(folder) -> dict:
+    """The same table in every form that is read by whole batches, and what a batch of it is."""
+    numpy.save(folder / "inputs.npy", INPUTS.numpy())
+    numpy.save(folder / "targets.npy", TARGETS.numpy())
+    save_file({"inputs": INPUTS, "other": torch.ones(3), "targets": TARGETS}, folder / "both.safetensors")
+    (folder / "inputs.raw").write_bytes(INPUTS.numpy().tobytes())
+    raw = mapped(folder / "inputs.raw", torch.float64).view(128, 6)
+    opened = [numpy.load(folder / f"{name}.npy", mmap_mode="r") for name in ("inputs", "targets")]
+    return {
+        "a tuple of tensors": ((INPUTS, TARGETS), tuple),
+        "a tuple of arrays": ((INPUTS.numpy(), TARGETS.numpy()), tuple),
+        "Rows": (Rows(INPUTS, TARGETS), tuple),
+        "a TensorDataset": (TensorDataset(INPUTS, TARGETS), tuple),
+        "a dictionary": ({"a": INPUTS, "b": TARGETS}, dict),
+        "one tensor": (INPUTS, torch.Tensor),
+        "NumPy's memory maps": (tuple(opened), tuple),
+        "mapped npy": ((mapped(folder / "inputs.npy"), mapped(folder / "targets.npy")), tuple),
+        "mapped safetensors": (tuple(mapped(folder / "both.safetensors", name=name) for name in ("inputs", "targets")), tuple),
+        "mapped raw": (raw, torch.Tensor),
+    }
 
 
-@pytest.mark.parametrize("labels", [(), (0,), (1, 0, 0), (3, 7, 2**32 - 1)])
-def test_words_equal_those_of_plain_python(labels):
-    assert unsigned(data.words(500, *labels)) == words(500, *labels)
+FORMS = ["a tuple of tensors", "a tuple of arrays", "Rows", "a TensorDataset", "a dictionary", "one tensor"]
+FORMS += ["NumPy's memory maps", "mapped npy", "mapped safetensors", "mapped raw"]
 
 
-def test_uniform_numbers_are_multiples_of_2_to_the_minus_24():
-    values = data.uniform(1000, 2, 0)
-    assert values.tolist() == [(word >> 40) / 2**24 for word in words(1000, 2, 0)]
-    assert values.min() >= 0 and values.max() < 1 and 0.45 < values.mean() < 0.55
-    assert torch.equal(values.float().double(), values), "not exact in fp32"
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_rows(tmp_path, form):
+    given, kind = forms(tmp_path)[form]
+    rows, none, fingerprint = of(given)
+    batch = rows[SOME]
+    assert type(batch) is kind and len(rows) == 128 and none is None
+    columns = batch.values() if kind is dict else batch if kind is tuple else [batch]
+    for ours, theirs in zip(columns, (INPUTS, TARGETS), strict=kind is not torch.Tensor):
+        assert torch.equal(ours, theirs[SOME])
+    assert kind is not dict or [*batch] == ["a", "b"]
+    assert fingerprint == of(INPUTS if kind is torch.Tensor else (INPUTS, TARGETS))[2], "the same content by another name"
 
 
-# ---- the order of samples -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("form", ["a TensorDataset", "NumPy's memory maps", "mapped npy", "mapped safetensors"])
+def test_training_on_any_form_is_the_same_training(finished, tmp_path, form):
+    source = f"""
+from small import *
+from pathlib import Path
+from test_data import forms
+
+class Mine(Small):
+    def data(self, config):
+        return forms(Path({str(tmp_path)!r}))[{form!r}][0], table(37, first=128)
+"""
+    (tmp_path / "mine.py").write_text(source)
+    job = train(tmp_path / "run", f"--workload {tmp_path / 'mine.py'}", code=0)
+    assert job.losses == finished("", 1, "small:Small").losses
 
 
-@pytest.mark.parametrize("count", [1, 2, 97, 1438])
-def test_the_order_is_a_permutation(count):
-    assert sorted(data.sample_order(0, 0, count).tolist()) == list(range(count))
+def test_an_empty_held_out_part_is_none_at_all(finished, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from small import *\nclass Mine(Small):\n    def data(self, config):\n        return table(), table(0)\n"
+    )
+    job = train(tmp_path / "run", f"--workload {tmp_path / 'mine.py'} --epochs 1", 2, code=0)
+    assert "eval_loss" not in job.records("epoch")[0] and not (job.run_dir / "best.safetensors").exists()
+    assert job.losses == finished("", 2, "small:Small").losses[:8]
 
 
-def test_the_order_is_that_of_plain_python():
-    drawn = [word - 2**64 if word >= 2**63 else word for word in words(200, 1, 5, 3)]
-    assert data.sample_order(5, 3, 200).tolist() == sorted(range(200), key=drawn.__getitem__)
+@pytest.mark.parametrize("given", [(table()[0], table(100)[1]), {"a": table()[0], "b": table(100)[1]}])
+def test_columns_of_unequal_length_are_named(given):
+    with pytest.raises(UsageError, match=r"columns of 100, 128 rows"):
+        of(given)
 
 
-def test_every_seed_and_epoch_has_an_order_of_its_own():
-    orders = {tuple(data.sample_order(seed, epoch, 50).tolist()) for seed in range(10) for epoch in range(10)}
-    assert len(orders) == 100
+# ---- mapped files -------------------------------------------------------------------------------------------------
 
 
-def test_every_row_comes_first_about_equally_often():
-    first = torch.tensor([data.sample_order(0, epoch, 10)[0] for epoch in range(2000)]).bincount(minlength=10)
-    assert first.min() > 140 and first.max() < 260, first  # 200 +- 4.5 standard deviations
+@pytest.mark.parametrize("dtype", ["u1", "i1", "?", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8"])
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4)])
+def test_npy_files_of_every_kind_are_mapped(tmp_path, dtype, shape):
+    array = (numpy.arange(numpy.prod(shape)) % 3).reshape(shape).astype(dtype)
+    numpy.save(tmp_path / "a.npy", array)
+    found = mapped(tmp_path / "a.npy")
+    assert found.dtype == torch.from_numpy(array).dtype and torch.equal(found, torch.from_numpy(array))
 
 
-# ---- who trains on what -------------------------------------------------------------------------------------------
-
-BATCHES = [(world_size, rows * world_size) for world_size in range(1, 17) for rows in (1, 3, 8)]
-
-
-@pytest.mark.parametrize("world_size, batch", BATCHES)
-def test_the_ranks_share_every_global_batch_out_among_them(world_size, batch):
-    order = data.sample_order(0, 0, 403)
-    shares = [data.rows_of_rank(order, batch, rank, world_size) for rank in range(world_size)]
-    assert {share.shape for share in shares} == {(403 // batch, batch // world_size)}
-    for step in range(403 // batch):
-        together = torch.cat([share[step] for share in shares])
-        assert sorted(together.tolist()) == sorted(order[step * batch : (step + 1) * batch].tolist())
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4, 6])
-def test_rank_r_takes_every_world_size_th_row(world_size):
-    order = data.sample_order(2, 1, 100)
-    for rank in range(world_size):
-        share = data.rows_of_rank(order, 12, rank, world_size)
-        assert share[3].tolist() == order[36 + rank : 48 : world_size].tolist()
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32]
+)
+def test_safetensors_of_every_kind_are_mapped(tmp_path, dtype):
+    tensors = {
+        "a": torch.arange(7).to(dtype),
+        "wanted": torch.arange(24).view(2, 3, 4).to(dtype),
+        "z": torch.ones(3, dtype=dtype),
+    }
+    save_file(tensors, tmp_path / "a.safetensors")
+    found = mapped(tmp_path / "a.safetensors", name="wanted")
+    assert found.dtype == dtype and torch.equal(found, tensors["wanted"])
 
 
-def test_rows_left_over_are_others_in_the_next_epoch():
-    left = [set(data.sample_order(0, epoch, 100)[96:].tolist()) for epoch in range(2)]
-    assert left[0] != left[1]
+def test_raw_numbers_are_mapped_and_a_rest_that_is_no_number_is_left_out(tmp_path):
+    (tmp_path / "tokens.bin").write_bytes(numpy.arange(1000, dtype=numpy.uint16).tobytes() + b"x")
+    found = mapped(tmp_path / "tokens.bin", torch.uint16)
+    assert found.shape == (1000,) and found.to(torch.int32).tolist() == list(range(1000))
+    assert mapped(tmp_path / "tokens.bin").shape == (2001,)
+
+
+def test_a_mapped_file_stays_on_the_disk(tmp_path):
+    """300 MB, of which some rows are read: resident memory does not grow by a tenth of it."""
+    with open(tmp_path / "large.bin", "wb") as file:
+        file.truncate(300 * 2**20)
+
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    rows = Rows(mapped(tmp_path / "large.bin", torch.float32).view(-1, 256))
+    assert len(rows) == 307_200 and rows[torch.arange(0, 307_200, 3072)][0].shape == (100, 256)
+    assert resident() - before < 30 * 2**20
+
+
+@pytest.mark.parametrize(
+    "name, raw, said",
+    [
+        ("not-there.npy", None, "FileNotFoundError"),
+        ("short.npy", b"\x93NUMPY", "IndexError"),
+        ("text.npy", b"hello, this is no array at all, but a text", "cannot be mapped"),
+        ("short.safetensors", b"\x10\0\0\0\0\0\0\0{}", "cannot be mapped"),
+        ("not-there.bin", None, "FileNotFoundError"),
+    ],
+)
+def test_a_file_that_cannot_be_mapped_is_named(tmp_path, name, raw, said):
+    if raw is not None:
+        (tmp_path / name).write_bytes(raw)
+    with pytest.raises(PreflightError, match=f"{re.escape(str(tmp_path / name))} .*{said}"):
+        mapped(tmp_path / name, name="a")
+
+
+@pytest.mark.parametrize(
+    "array",
+    [numpy.asfortranarray(numpy.ones((3, 4))), numpy.ones(3, dtype=">f4"), numpy.array(["a", "b"])],
+    ids=["fortran", "big", "text"],
+)
+def test_an_array_in_an_order_that_is_not_read_is_named(tmp_path, array):
+    numpy.save(tmp_path / "a.npy", array)
+    with pytest.raises(PreflightError, match=r"a\.npy cannot be mapped"):
+        mapped(tmp_path / "a.npy")
+
+
+def test_a_tensor_that_a_file_does_not_have_is_named(tmp_path):
+    save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+    with pytest.raises(PreflightError, match=r"a\.safetensors cannot be mapped \(KeyError: 'b'\)"):
+        mapped(tmp_path / "a.safetensors", name="b")
+
+
+# ---- text of several files ----------------------------------------------------------------------------------------
+
+TEXTS = {
+    "one": [b"abcdefghijklmnopqrstuvwxyz" * 3],
+    "two": [b"0123456789" * 3, b"abcdefghij" * 4],
+    "empty ones among them": [b"", b"abc" * 5, b"", b"", b"defg" * 4, b""],
+    "many of one byte": [bytes([65 + number % 26]) for number in range(40)],
+    "a row over four files": [b"a" * 6, b"b", b"", b"c", b"d" * 30],
+}
+
+
+@pytest.mark.parametrize("parts", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("width", [1, 4, 7])
+def test_bytes_of_several_files_are_those_of_all_read_at_once(tmp_path, parts, width):
+    files = []
+    for number, part in enumerate(parts):
+        files.append(tmp_path / f"{number:02d}")
+        files[-1].write_bytes(part)
+    whole = b"\n".join(parts)
+    rows = Bytes(files, width, "here")
+    assert len(rows) == len(whole) // width
+    expected = torch.tensor([list(whole[row * width : (row + 1) * width]) for row in range(len(rows))], dtype=torch.uint8)
+    assert torch.equal(rows[torch.arange(len(rows))], expected)
+    backwards = torch.arange(len(rows)).flip(0)
+    assert torch.equal(rows[backwards], expected[backwards])
+    for part, kept in zip(split(rows), (lambda row: row % 5 != 4, lambda row: row % 5 == 4), strict=True):
+        mine = [row for row in range(len(rows)) if kept(row)]
+        assert isinstance(part, Every) and len(part) == len(mine)
+        assert torch.equal(part[torch.arange(len(part))], expected[mine])
+
+
+def test_a_text_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(PreflightError, match=f"{re.escape(str(tmp_path / 'folder'))}: Is a directory"):
+        Bytes([tmp_path / "folder"], 4, "here")
+
+
+def test_the_fingerprint_of_texts_tells_where_one_ends(tmp_path):
+    def fingerprint(*parts: bytes) -> str:
+        files = [tmp_path / f"{len(parts)}-{number}" for number in range(len(parts))]
+        for file, part in zip(files, parts, strict=True):
+            file.write_bytes(part)
+        return Bytes(files, 1, "here").fingerprint
+
+    assert fingerprint(b"abcdef", b"g") != fingerprint(b"abcde", b"fg") != fingerprint(b"abcdefg")
+    assert fingerprint(b"abc\ndef") == fingerprint(b"abc", b"def"), "these are the same rows"
+
+
+# ---- held out -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [5, 9, 10, 11, 128])
+def test_every_fifth_row_is_held_out(count):
+    column = torch.arange(count)
+    kept, held_out = split(Rows(column, bare=True))
+    assert held_out.columns[0].tolist() == list(range(4, count, 5))
+    assert sorted(kept.columns[0].tolist() + held_out.columns[0].tolist()) == list(range(count))
+
+
+# ---- fingerprints -------------------------------------------------------------------------------------------------
+
+
+def changed(tensor: torch.Tensor, row: int) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor[row] += 1
+    return tensor
+
+
+@pytest.mark.parametrize("row", [0, 1, 64, 127])
+def test_one_other_number_is_another_fingerprint(row):
+    given = of((INPUTS, TARGETS))[2]
+    assert of((INPUTS, changed(TARGETS, row)))[2] != given != of((changed(INPUTS, row), TARGETS))[2]
+
+
+def test_held_out_rows_count_too_and_equal_names_are_said_once():
+    assert of(INPUTS, TARGETS)[2] != of(INPUTS, changed(TARGETS, 0))[2]
+    assert of(Rows(INPUTS, fingerprint="v1"), Rows(INPUTS, fingerprint="v1"))[2] == "v1"
+    assert of(Rows(INPUTS, fingerprint="v1"), Rows(TARGETS, fingerprint="v2"))[2] == "v1+v2"
+
+
+def test_of_large_data_the_size_and_a_part_of_the_bytes_are_compared(monkeypatch):
+    monkeypatch.setattr(data, "HASHED_WHOLE", 2**20)
+    large = torch.zeros(3 * 2**20, dtype=torch.uint8)
+    given = data.digest([large])
+    for row, same in ((0, False), (3 * 2**19, True), (3 * 2**20 - 1, False)):
+        assert (data.digest([changed(large, row)]) == given) is same, row
+    assert data.digest([large[:-1]]) != given
+
+
+class Listed:
+    """Rows that are read one by one: any value a row may be."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, row):
+        return self.values[row]
+
+
+@pytest.mark.parametrize(
+    "first, other",
+    [
+        (1, 2),
+        ("a", "b"),
+        (None, 0),
+        ((1, [2, 3]), (1, [2, 4])),
+        ({"a": 1, "b": 2}, {"a": 1, "b": 3}),
+        ({"a": 1}, {"b": 1}),
+        (torch.ones(2), torch.zeros(2)),
+        (torch.ones(2, 3).t(), torch.arange(6.0).view(3, 2)),
+        (numpy.ones(2), numpy.zeros(2)),
+        (b"x", b"y"),
+    ],
+)
+def test_rows_of_any_kind_have_a_fingerprint(first, other):
+    one, again, two = (of(Listed([value] * 20))[2] for value in (first, first, other))
+    assert one == again != two
+    assert of(Listed([first] * 21))[2] != one, "another length"
+
+
+def test_a_dictionary_s_order_does_not_matter():
+    assert of(Listed([{"a": 1, "b": 2}] * 16))[2] == of(Listed([{"b": 2, "a": 1}] * 16))[2]
+
+
+def test_a_fingerprint_of_their_own_wins():
+    rows = Listed([1] * 16)
+    rows.fingerprint = "release 7"
+    assert of(rows)[2] == "release 7"
+
+
+def test_augmented_rows_have_one_fingerprint_however_often_it_is_taken():
+    """The generators are seeded for each row, also here; without seeds it would differ from rank to rank."""
+    from small import OneByOne
+
+    assert of(OneByOne(*table(), noise=1.0))[2] == of(OneByOne(*table(), noise=1.0))[2]
+
+
+def test_a_row_that_cannot_be_read_for_the_fingerprint_is_blamed_on_the_data():
+    class Broken(Listed):
+        def __getitem__(self, row):
+            raise OSError("tape 7")
+
+    with pytest.raises(WorkloadError, match="the data of --workload small: OSError: tape 7"):
+        of(Broken([0] * 16))
+
+
+class Own:
+    """Rows of a class of one's own that are indexed by a whole batch: `batched` says so."""
+
+    batched, fingerprint = True, "own"
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index: torch.Tensor):
+        return index.double() / 4, 2 * index
+
+
+def test_rows_that_say_so_are_indexed_by_a_whole_batch():
+    rows, _, fingerprint = of(Own())
+    config = parse(["--device", "cpu"], 1, workload=find(Small))
+    batches = Batches(rows, find(Small), config, torch.device("cpu"), torch.float32)
+    ((inputs, targets),) = batches.stream(iter([(0, SOME)]))
+    assert fingerprint == "own" and torch.equal(targets, 2 * SOME)
+    assert inputs.dtype == torch.float32 and torch.equal(inputs, SOME.float() / 4)

@@ -1,4 +1,4 @@
-"""The datasets: what is read, what is held out, and files that are missing or broken.
+"""The data of the built-in workloads: what is read, what is held out, and files that are missing or broken.
 
 python -m pytest core/tests/test_datasets.py
 """
@@ -6,17 +6,31 @@ python -m pytest core/tests/test_datasets.py
 import gzip
 import hashlib
 import shutil
+from dataclasses import dataclass
 from importlib import resources
 
 import pytest
 import torch
 from ddp_core import data
-from ddp_core.config import parse
+from ddp_core.config import choose, parse
 from ddp_core.errors import PreflightError, UsageError
 
 
-def load(*argv: str, world_size: int = 1) -> data.Data:
-    return data.load(parse(list(argv), world_size))
+@dataclass
+class Loaded:
+    """All training rows and all held-out rows, each as one batch."""
+
+    train: tuple | torch.Tensor
+    held_out: tuple | torch.Tensor
+    fingerprint: str
+
+
+def load(*argv: str, world_size: int = 1) -> Loaded:
+    argv, workload = list(argv), choose(list(argv))
+    config = parse(argv, world_size, workload=workload)
+    train, held_out = data.of_workload(workload, config)
+    batches = (rows[torch.arange(len(rows))] for rows in (train, held_out))
+    return Loaded(*batches, data.fingerprint(train, held_out, workload, config))
 
 
 def test_a_batch_larger_than_the_data_is_an_error():
@@ -29,7 +43,7 @@ def test_a_batch_larger_than_the_data_is_an_error():
 
 def test_digits_are_the_published_ones(digits):
     """1,797 rows; the number of each digit is that of Alpaydin and Kaynak's test set."""
-    text = gzip.decompress(resources.files("ddp_core").joinpath("digits.csv.gz").read_bytes())
+    text = gzip.decompress(resources.files("ddp_core.workloads").joinpath("digits.csv.gz").read_bytes())
     assert hashlib.sha256(text).hexdigest() == "6ebb3d2fee246a4e99363262ddf8a00a3c41bee6014c373ed9d9216ba7f651b8"
     pixels, labels = digits
     assert labels.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
@@ -39,23 +53,25 @@ def test_digits_are_the_published_ones(digits):
 def test_digits_are_read_as_they_are_and_every_fifth_is_held_out(digits):
     loaded, (pixels, labels) = load(), digits
     for rows, mine in ((loaded.held_out, [*range(4, 1797, 5)]), (loaded.train, [i for i in range(1797) if i % 5 != 4])):
-        assert rows.targets.tolist() == labels[mine].tolist()
-        assert torch.equal(rows.inputs, pixels[mine].view(-1, 64) / 4)
-    assert (len(loaded.train), len(loaded.held_out)) == (1438, 359)
+        inputs, targets = rows
+        assert targets.tolist() == labels[mine].tolist()
+        assert torch.equal(inputs, pixels[mine].view(-1, 64) / 4)
+    assert (len(loaded.train[0]), len(loaded.held_out[0])) == (1438, 359)
 
 
 @pytest.mark.parametrize("workload", ["regression", "gpt"])
 def test_a_fifth_of_the_rows_is_held_out_and_none_of_them_is_trained_on(workload, tmp_path):
     flags = text_folder(tmp_path) if workload == "gpt" else []
     loaded = load("--workload", workload, *flags, "--global-batch-size", "8")
-    trained, held_out = ({tuple(row) for row in rows.inputs.tolist()} for rows in (loaded.train, loaded.held_out))
+    inputs = [rows[:, :-1] if workload == "gpt" else rows[0] for rows in (loaded.train, loaded.held_out)]
+    trained, held_out = ({tuple(row) for row in rows.tolist()} for rows in inputs)
     assert len(trained) == 4 * len(held_out) and not trained & held_out
-    assert (len(loaded.train), len(loaded.held_out)) == (len(trained), len(held_out))
+    assert [len(rows) for rows in inputs] == [len(trained), len(held_out)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_world_size_reads_the_same_rows(world_size):
-    assert torch.equal(load(world_size=world_size).train.inputs, load().train.inputs)
+    assert torch.equal(load(world_size=world_size).train[0], load().train[0])
 
 
 # ---- regression ---------------------------------------------------------------------------------------------------
@@ -63,11 +79,11 @@ def test_every_world_size_reads_the_same_rows(world_size):
 
 def test_regression_can_be_learned():
     """The published example draws targets and inputs independently: there is nothing to learn in it."""
-    rows = load("--workload", "regression").train
-    assert rows.inputs.shape == (2048, 20) and rows.targets.shape == (2048, 1)
-    inputs = torch.cat((rows.inputs, torch.ones(2048, 1)), 1)
-    rest = rows.targets - inputs @ torch.linalg.lstsq(inputs, rows.targets).solution
-    assert rest.var() < 0.01 * rows.targets.var()
+    inputs, targets = load("--workload", "regression").train
+    assert inputs.shape == (2048, 20) and targets.shape == (2048, 1)
+    inputs = torch.cat((inputs, torch.ones(2048, 1)), 1)
+    rest = targets - inputs @ torch.linalg.lstsq(inputs, targets).solution
+    assert rest.var() < 0.01 * targets.var()
 
 
 # ---- mnist --------------------------------------------------------------------------------------------------------
@@ -75,11 +91,30 @@ def test_regression_can_be_learned():
 
 def test_idx_files_are_read_gzipped_or_not(idx_folder, digits):
     loaded = load("--workload", "mnist", "--data-dir", str(idx_folder))
-    assert loaded.train.inputs.shape == (960, 1, 28, 28) and loaded.held_out.inputs.shape == (120, 1, 28, 28)
-    assert loaded.train.targets.tolist() == digits[1][:960].tolist()
-    assert loaded.held_out.targets.tolist() == digits[1][960:1080].tolist()
-    grey = ((loaded.train.inputs[:, 0] * 0.3081 + 0.1307) * 255).round()
-    assert torch.equal(grey[:, 3:27:3, 3:27:3], digits[0][:960] * 15.0)
+    (images, labels), (held_out, held_out_labels) = loaded.train, loaded.held_out
+    assert images.shape == (960, 28, 28) and held_out.shape == (120, 28, 28)
+    assert labels.tolist() == digits[1][:960].tolist()
+    assert held_out_labels.tolist() == digits[1][960:1080].tolist()
+    assert torch.equal(images[:, 3:27:3, 3:27:3], digits[0][:960] * 15)
+
+
+def test_images_are_bytes_until_they_are_in_a_batch_and_then_as_pytorch_s_example_has_them(idx_folder, digits):
+    """In the model's input, pixel 3, 3 of the first digit: (grey / 255 - 0.1307) / 0.3081."""
+    loaded, seen = load("--workload", "mnist", "--data-dir", str(idx_folder)), []
+    images, labels = loaded.train
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+        def forward(self, inputs):
+            seen.append(inputs)
+
+    choose(["--workload", "mnist"]).forward(Model(), (images[:5], labels[:5]))
+    assert images.dtype == torch.uint8 and seen[0].shape == (5, 1, 28, 28)
+    expected = (digits[0][:5, 0, 0].double() * 15 / 255 - 0.1307) / 0.3081
+    assert torch.allclose(seen[0][:, 0, 3, 3], expected, rtol=1e-14, atol=0)
 
 
 def test_idx_files_may_lie_deeper_in_the_folder(idx_folder, tmp_path):
@@ -151,10 +186,12 @@ def text_folder(folder, count: int = 65 * 50) -> list[str]:
 
 def test_gpt_predicts_each_byte_from_those_before_it(tmp_path):
     loaded = load("--workload", "gpt", *text_folder(tmp_path), "--global-batch-size", "8")
-    assert loaded.train.inputs.shape == (40, 64) and loaded.held_out.inputs.shape == (10, 64)
-    assert torch.equal(loaded.train.inputs[:, 1:], loaded.train.targets[:, :-1])
-    assert loaded.train.inputs[0].tolist() == [i * 7 % 251 for i in range(64)]
-    assert loaded.held_out.inputs[0, 0] == 4 * 65 * 7 % 251, "the fifth row is not the first that is held out"
+    assert loaded.train.shape == (40, 65) and loaded.held_out.shape == (10, 65)
+    assert loaded.train[0].tolist() == [i * 7 % 251 for i in range(65)]
+    assert loaded.held_out[0, 0] == 4 * 65 * 7 % 251, "the fifth row is not the first that is held out"
+    logits = torch.zeros(40, 64, 256)
+    logits.scatter_(2, loaded.train[:, 1:].long().unsqueeze(2), 1.0)  # on the byte that follows
+    assert choose(["--workload", "gpt"]).metrics(logits, loaded.train)["accuracy"] == 40
 
 
 def test_gpt_reads_python_s_own_library_by_default():

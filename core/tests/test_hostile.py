@@ -84,7 +84,7 @@ def test_the_package_knows_no_pickle_but_in_the_one_place_that_converts():
     """There torch.load is called once, with weights_only=True (test_convert.py)."""
     forbidden = re.compile(r"import \w*pickle|torch\.load|torch\.save\(|marshal|shelve|\beval\(|\bexec\(")
     found = []
-    for source in Path(ddp_core.__file__).parent.glob("*.py"):
+    for source in Path(ddp_core.__file__).parent.rglob("*.py"):
         code = "\n".join(line.partition("#")[0] for line in source.read_text().splitlines())
         found += [(source.name, word) for word in forbidden.findall(code.replace(".eval(", ""))]
     assert found == [("convert.py", "torch.load")]

@@ -135,3 +135,25 @@ def test_two_addresses_in_one_value_are_an_error():
     """`hostname -i` prints several on a node with several interfaces."""
     with pytest.raises(PreflightError, match=r"L_ADDR='10\.0\.0\.1 10\.1\.0\.1'"):
         read(GOOD | {"L_ADDR": "10.0.0.1 10.1.0.1"})
+
+
+# ---- how often the job was started before -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value, restart", [(None, 0), ("", 0), (" ", 0), ("0", 0), ("3", 3)])
+def test_the_number_of_earlier_starts_may_be_unset(value, restart):
+    """Slurm sets SLURM_RESTART_COUNT from the second start on."""
+    environ = GOOD if value is None else GOOD | {"L_RESTARTS": value}
+    assert Rank.read(environ, **VARIABLES, restart="L_RESTARTS").restart == restart
+    assert read(GOOD | {"L_RESTARTS": "3"}).restart == 0, "a site that names no variable has none"
+
+
+@pytest.mark.parametrize("value", ["-1", "one", "1.0"])
+def test_a_number_of_starts_that_is_none_is_named(value):
+    with pytest.raises(PreflightError, match=f"L_RESTARTS='{value}', but should be"):
+        Rank.read(GOOD | {"L_RESTARTS": value}, **VARIABLES, restart="L_RESTARTS")
+
+
+def test_a_negative_number_of_starts_is_refused_where_no_variable_is_known():
+    with pytest.raises(PreflightError, match="restart=-1"):
+        Rank(0, 1, 0, 1, 0, "node0", 0, "77", restart=-1)

@@ -1,10 +1,13 @@
-"""run.jsonl: what its records hold, that a resumed run appends to it, and that half a line at its end does no harm.
+"""run.jsonl: what its records hold, and that half a line at its end does no harm; progress, notes, and the table at the end.
 
 python -m pytest core/tests/test_record.py
 """
 
 import json
 import math
+import re
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -12,14 +15,15 @@ import pytest
 import ranks
 from ddp_core.errors import StorageError
 from ddp_core.record import Record
-from faults import after_save, at_step, files_limited_to
+from faults import after_save, at_step, files_limited_to, signalled
 
 KEYS = {  # at least
-    "start": {"step", "config", "data", "versions", "world_size", "reduction", "ranks", "seconds"},
+    "start": {"step", "config", "data", "versions", "world_size", "reduction", "ranks", "seconds", "restart", "notes"}
+    | {"workload_file", "training_rows", "held_out_rows"},
     "step": {"epoch", "step", "loss", "loss_hex", "grad_norm"},
     "epoch": {"epoch", "step", "loss", "eval_loss", "eval_accuracy", "seconds"},
     "snapshot": {"step", "epochs_run", "seconds"},
-    "end": {"exit_code", "step", "rows_a_second", "seconds"},
+    "end": {"exit_code", "step", "rows_a_second", "median", "p10", "slowest_rank", "seconds"},
 }
 RANK_KEYS = {"rank", "local_rank", "node_rank", "host", "device", "device_index", "backend", "cores", "threads"}
 
@@ -147,3 +151,240 @@ def test_an_end_that_cannot_be_written_ends_the_run_on_all_ranks_alike(tmp_path)
     (tmp_path / "run" / "run.jsonl").write_text('{"kind":"step"}\n' * 60_000)
     job = ranks.train(tmp_path / "run", "--epochs 1", 2, faults={0: after_save(files_limited_to(500_000))}, code=8)
     assert "run.jsonl" in job.error and job.snapshot.exists()
+
+
+# ---- several losses, metrics, notes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_of_several_losses_is_recorded_and_their_sum_is_the_loss(finished, world_size):
+    job = finished("", world_size, "small:SeveralLosses")
+    for record in job.records("step"):
+        assert record["losses"].keys() == {"square", "size"}
+        assert sum(record["losses"].values()) == pytest.approx(record["loss"], rel=1e-12)
+    for record in job.records("epoch"):
+        assert record["eval_loss_square"] + record["eval_loss_size"] == pytest.approx(record["eval_loss"], rel=1e-12)
+    alone = finished("", 1, "small:SeveralLosses").records("step")
+    for ours, theirs in zip(job.records("step"), alone, strict=True):
+        assert ours["losses"]["square"] == pytest.approx(theirs["losses"]["square"], rel=1e-10)
+
+
+def test_one_loss_has_no_parts(finished):
+    assert all("losses" not in record for record in finished("", 2, "small:Small").records("step"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_metric_with_a_count_of_its_own_is_a_mean_over_that(finished, world_size):
+    """small.SeveralLosses: the error over rows above 0 alone, recomputed from the snapshot."""
+    from ddp_core import snapshot
+    from ddp_core.config import parse
+    from ddp_core.workload import find
+    from small import SeveralLosses, table
+
+    job = finished("", world_size, "small:SeveralLosses")
+    model = find(SeveralLosses).model(parse([], 1)).double()
+    tensors, _ = snapshot.read(job.snapshot)
+    model.load_state_dict({name.removeprefix("model."): v for name, v in tensors.items() if name.startswith("model.")})
+    inputs, targets = table(37, first=128)
+    error = (model(inputs) - targets).abs()
+    (*_, last) = job.records("epoch")
+    assert last["eval_error_above_0"] == pytest.approx(error[targets > 0].mean().item(), rel=1e-12)
+    assert last["eval_absolute_error"] == pytest.approx(error.mean().item(), rel=1e-12)
+
+
+NOTES = {
+    "small:Small": None,
+    "small:Frozen": None,
+    "small:Augmented": None,
+    "small:BatchNorm": "BatchNorm1d uses statistics of a rank's own rows: losses depend on the world size; GroupNorm does not",
+    "small:Dropout": "random numbers are drawn in the model or loss (dropout, noise)",
+}
+
+
+@pytest.mark.parametrize("workload", NOTES)
+def test_what_a_workload_does_not_allow_is_said_at_the_start_and_recorded(finished, workload):
+    job, note = finished("", 2, workload), NOTES[workload]
+    (start,) = job.records("start")
+    assert len(start["notes"]) == (note is not None) and job.out[0].count("note=") == len(start["notes"])
+    if note:
+        assert note in start["notes"][0] and f"note={start['notes'][0]}" in job.out[0].splitlines()
+
+
+def test_under_canonical_dropout_needs_no_note(finished):
+    assert finished("--reduction canonical", 2, "small:Dropout").records("start")[0]["notes"] == []
+
+
+def test_parameters_that_the_optimizer_does_not_have_are_a_note(tmp_path):
+    source = "    def optimizer(self, model, config):\n        return torch.optim.SGD(model[0].parameters(), lr=0.1)\n"
+    (tmp_path / "mine.py").write_text(f"from small import *\n\nclass Mine(Small):\n{source}")
+    job = ranks.train(tmp_path / "run", f"--workload {tmp_path / 'mine.py'} --epochs 1", 2, code=0)
+    (note,) = job.records("start")[0]["notes"]
+    assert "2.weight, 2.bias" in note and "not trained" in note
+
+
+def test_the_start_says_how_often_the_job_was_started_and_how_many_rows_there_are(tmp_path):
+    job = ranks.train(tmp_path / "run", "", ranks=ranks.world(2, restart=3), workload="small:Small", code=0)
+    (start,) = job.records("start")
+    assert (start["restart"], start["training_rows"], start["held_out_rows"]) == (3, 128, 37)
+    assert re.fullmatch(r"[0-9a-f]{12}", start["workload_file"])
+
+
+# ---- progress -----------------------------------------------------------------------------------------------------
+
+LINE = re.compile(r"epoch=(\d)/2 step=(\d+)/14 loss=(\S+) rows_a_second=\d+ left=\d+:\d\d:\d\d")
+
+
+def test_lines_come_while_an_epoch_lasts(finished):
+    """Seconds that have always passed: a line at every reconciliation, which comes after 1, 3, 7 steps at the latest."""
+    job = finished("--epochs 2 --log-seconds 1e-9", 2)
+    found = [match.groups() for match in map(LINE.fullmatch, job.out[0].splitlines()) if match]
+    assert len(found) >= 4 and job.out[1] == ""
+    for epoch, step, loss in found:
+        assert float(loss) == pytest.approx(job.losses[14 * (int(epoch) - 1) + int(step) - 1], rel=1e-5)
+
+
+@pytest.mark.parametrize("flags", ["--epochs 2 --log-seconds 0", "--epochs 2"])
+def test_there_is_none_with_0_and_none_in_a_run_of_a_second(finished, flags):
+    out = finished(flags, 2).out[0].splitlines()
+    assert not [line for line in out if "left=" in line] and len([line for line in out if line.startswith("epoch=")]) == 2
+
+
+def told(record: Record, capsys, seconds: list[float], monkeypatch) -> list[float]:
+    """At which of these times a line of progress is printed."""
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    lines = []
+    for now in seconds:
+        record.progress("1/2", 3, 10, 0.5, 1000.0, 60.0)
+        if out := capsys.readouterr().out:
+            assert out == "epoch=1/2 step=3/10 loss=0.5 rows_a_second=1000 left=0:01:00\n"
+            lines.append(now)
+    return lines
+
+
+def test_a_line_comes_every_so_many_seconds_since_the_last_word(tmp_path, monkeypatch, capsys):
+    record = Record(0.0, log_seconds=30)
+    record.open(tmp_path / "run.jsonl")
+    record.spoke = 100.0
+    assert told(record, capsys, [101, 129, 130, 131, 159, 160, 300, 310], monkeypatch) == [130, 160, 300]
+    monkeypatch.setattr(time, "monotonic", lambda: 320.0)
+    record.epoch(0, 2, 10, {"loss": 0.5})
+    capsys.readouterr()
+    assert told(record, capsys, [331, 349, 350], monkeypatch) == [350], "an epoch's line is a word, too"
+
+
+@pytest.mark.parametrize("seconds, shown", [(0, "0:00:00"), (59.6, "0:01:00"), (3599, "0:59:59"), (90_061, "25:01:01")])
+def test_the_time_left_is_hours_minutes_seconds(tmp_path, capsys, seconds, shown):
+    record = Record(0.0, log_seconds=1e-9)
+    record.open(tmp_path / "run.jsonl")
+    record.progress("1/2", 3, 10, 0.5, 1000.0, seconds)
+    assert capsys.readouterr().out.endswith(f"left={shown}\n")
+
+
+def test_on_a_terminal_one_line_is_written_over_and_taken_away(tmp_path, monkeypatch, capsys):
+    record = opened(tmp_path / "run.jsonl")
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for step in (1, 2):
+        record.progress("1/2", step, 10, 0.5, 1000.0, 60.0)
+    record.say(epoch="1/2")
+    live = "\r\033[Kepoch 1/2  loss 0.5  1000 rows/s  0:01:00 left  step {}/10"
+    assert capsys.readouterr().out == live.format(1) + live.format(2) + "\r\033[K" + "epoch=1/2\n"
+
+
+def test_where_tqdm_is_installed_the_line_is_its_bar(tmp_path, monkeypatch):
+    class Bar:
+        made = []
+
+        def __init__(self, total, leave, file):
+            self.total, self.n, self.said, self.closed = total, 0, "", False
+            Bar.made.append(self)
+
+        def set_description_str(self, text, refresh):
+            self.said = text
+
+        def close(self):
+            self.closed = True
+
+    record = opened(tmp_path / "run.jsonl")
+    monkeypatch.setitem(sys.modules, "tqdm", type(sys)("tqdm"))
+    sys.modules["tqdm"].tqdm = Bar
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for step in (1, 7):
+        record.progress("1/2", step, 10, 0.5, 1000.0, 60.0)
+    (bar,) = Bar.made
+    assert (bar.total, bar.n, bar.closed) == (10, 7, False) and "loss 0.5" in bar.said
+    record.say(epoch="1/2")
+    assert bar.closed
+
+
+# ---- the end ------------------------------------------------------------------------------------------------------
+
+PARTS = ["computing", "reading", "communication", "evaluation", "snapshots"]
+
+
+def table_of(job: ranks.Job) -> dict[str, str]:
+    """The lines below the title, which are indented."""
+    lines = [line for line in job.out[0].splitlines() if line.startswith("  ")]
+    return dict(re.split(r"  +", line.strip(), maxsplit=1) for line in lines)
+
+
+def test_the_table_at_the_end_has_what_was_trained_how_fast_and_where_the_time_went(finished):
+    job = finished("--epochs 3", 2)
+    table, (end,), last = table_of(job), job.records("end"), job.records("epoch")[-1]
+    assert (table["workload"], table["epochs run"], table["steps"], table["ranks"]) == ("digits", "3 of 3", "42", "2 on cpu")
+    shown = [float(table[name]) for name in ("training loss", "held-out loss", "held-out accuracy")]
+    assert shown == pytest.approx([last["loss"], last["eval_loss"], last["eval_accuracy"]], rel=1e-5)
+    speed = re.fullmatch(r"(\S+) \(median (\S+), slowest tenth (\S+)\)", table["rows a second"]).groups()
+    assert [float(part) for part in speed] == pytest.approx([end["rows_a_second"], end["median"], end["p10"]], rel=1e-4)
+    assert [re.match(r"[a-z]+( \(estimated\))?", part)[0] for part in table["seconds"].split(", ")] == [
+        part + " (estimated)" * (part == "communication") for part in PARTS
+    ]
+    host = job.records("start")[0]["ranks"][end["slowest_rank"]]["host"]
+    assert re.match(rf"{end['slowest_rank']} on {host}: \d+\.\d\d times the median", table["slowest rank"])
+    assert table["run"] == str(job.run_dir)
+
+
+def test_the_parts_of_the_training_s_seconds_are_all_of_them(finished):
+    for world_size in (1, 2):
+        (end,) = finished("--epochs 3", world_size).records("end")
+        seconds = end["seconds"]
+        assert sum(seconds[part] for part in PARTS) == pytest.approx(seconds["training"], abs=1e-3)
+        assert min(seconds[part] for part in PARTS) >= 0 and seconds["evaluation"] > 0 and seconds["snapshots"] > 0
+        assert end["p10"] <= end["median"]
+
+
+def test_communication_that_can_be_seen_is_not_estimated_and_one_rank_is_not_the_slowest(finished):
+    flat, alone = table_of(finished("--epochs 2 --reduction flat", 2)), table_of(finished("--epochs 2", 1))
+    assert "communication " in flat["seconds"] and "estimated" not in flat["seconds"]
+    assert "slowest rank" not in alone and "estimated" not in alone["seconds"]
+
+
+def test_the_table_has_every_loss_and_metric(finished):
+    table, last = (get(finished("", 2, "small:SeveralLosses")) for get in (table_of, lambda job: job.records("epoch")[-1]))
+    for shown, key in {
+        "held-out loss": "eval_loss",
+        "held-out loss, square": "eval_loss_square",
+        "held-out loss, size": "eval_loss_size",
+        "held-out error_above_0": "eval_error_above_0",
+        "held-out absolute_error": "eval_absolute_error",
+    }.items():
+        assert float(table[shown]) == pytest.approx(last[key], rel=1e-5)
+
+
+def test_a_run_that_was_stopped_tells_its_own_steps_speed(tmp_path):
+    """Rows a second are of this start, not of all steps so far."""
+    flags = "--epochs 2"
+    job = ranks.train(tmp_path / "run", flags, 1, faults={0: at_step(3, signalled(signal.SIGUSR1))}, code=75)
+    assert "stopped early (SIGUSR1) and saved" in job.out[0] and table_of(job)["epochs run"] == "0 of 2"
+    job = ranks.train(tmp_path / "run", flags, 1, code=0)
+    end = job.records("end")[-1]
+    begun = job.records("start")[-1]["step"]
+    assert 0 < begun < 28
+    assert end["rows_a_second"] == pytest.approx((28 - begun) * 96 / end["seconds"]["training"], rel=0.01)
+
+
+def test_a_run_with_nothing_left_to_do_has_no_speed(finished, tmp_path):
+    ranks.train(tmp_path / "run", "--epochs 1", 2, code=0)
+    job = ranks.train(tmp_path / "run", "--epochs 1", 2, code=0)
+    end = job.records("end")[-1]
+    assert (end["rows_a_second"], end["median"], end["p10"]) == (0, 0, 0) and "seconds" not in table_of(job)

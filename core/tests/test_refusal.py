@@ -6,7 +6,8 @@ python -m pytest core/tests/test_refusal.py
 import pytest
 import ranks
 from ddp_core import snapshot
-from ddp_core.data import rows_of_rank, sample_order
+from ddp_core.order import rows_of_rank, sample_order
+from ddp_core.run_directory import RunDirectory
 from faults import at_step, files_limited_to, poisoned
 from ranks import assert_same_run, step_of, train
 
@@ -89,7 +90,7 @@ def test_a_snapshot_that_does_not_fit_ends_the_run_on_all_ranks_and_the_one_befo
 
 
 def test_a_second_job_in_the_same_directory_is_refused(tmp_path):
-    first = snapshot.RunDirectory(str(tmp_path / "run"), "first", fresh=False)
+    first = RunDirectory(str(tmp_path / "run"), "first", fresh=False)
     job = train(tmp_path / "run", "--epochs 1", ranks=ranks.world(2, job_id="second"), code=3)
     first.release()
     assert "in use by job first" in job.error

@@ -10,7 +10,7 @@ import sys
 import pytest
 import ranks
 from faults import at_step, signalled
-from ranks import assert_same_run, step_of, train
+from ranks import assert_same_run, step_of, train, world
 from test_trainer import deviation
 
 RUN = "--epochs 3 --precision fp64"  # 14 steps an epoch
@@ -86,6 +86,71 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(finished, tmp_path):
     assert_same_run(train(tmp_path / "run", RUN, 2, code=0), finished(RUN, 2))
 
 
+# ---- saved in the middle of an epoch ------------------------------------------------------------------------------
+
+
+def saved_at(job: ranks.Job) -> list[int]:
+    return [record["step"] for record in job.records("snapshot")]
+
+
+def test_snapshots_come_every_so_many_steps_and_at_the_ends_of_epochs(finished):
+    """Counted over the whole run: epochs have 14 steps. A save changes nothing that is trained."""
+    job = finished(f"{RUN} --save-steps 5", 2)
+    assert saved_at(job) == [5, 10, 14, 15, 20, 25, 28, 30, 35, 40, 42]
+    assert job.losses == finished(RUN, 2).losses and job.snapshot_hash() == finished(RUN, 2).snapshot_hash()
+
+
+def test_a_step_that_ends_an_epoch_is_saved_once(finished):
+    assert saved_at(finished(f"{RUN} --save-steps 7", 1)) == [7, 14, 21, 28, 35, 42]
+
+
+def test_steps_are_saved_though_epochs_are_not(finished):
+    assert saved_at(finished(f"{RUN} --save-steps 20 --save-every 9", 1)) == [20, 40, 42]
+
+
+def test_snapshots_come_every_so_many_minutes(finished):
+    """A time that has always passed: at every reconciliation, of which there is at least one in the first steps."""
+    job = finished(f"{RUN} --save-minutes 1e-9", 2)
+    assert saved_at(job)[0] == 1 and len(saved_at(job)) > 5 and {14, 28, 42} <= {*saved_at(job)}
+    assert job.losses == finished(RUN, 2).losses and job.snapshot_hash() == finished(RUN, 2).snapshot_hash()
+
+
+def test_by_default_a_short_run_is_saved_at_the_ends_of_epochs_only(finished):
+    assert saved_at(finished(RUN, 2)) == saved_at(finished(f"{RUN} --save-minutes 0", 2)) == [14, 28, 42]
+
+
+@pytest.mark.parametrize(
+    "flags, dies_at, saved",
+    [
+        ("--save-steps 4", 24, {24}),
+        ("--save-steps 5", 24, {20}),
+        ("--save-minutes 1e-9", 11, {*range(7, 12)}),  # the ranks speak after 1, 3 and 7 steps at the latest
+    ],
+)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_in_the_middle_of_an_epoch_the_run_goes_on_from_there_bit_for_bit(
+    finished, tmp_path, flags, dies_at, saved, victim
+):
+    """Epochs have 14 steps; the loss of the one it was killed in is the mean of both starts' steps."""
+    job = train(tmp_path / "run", f"{RUN} {flags}", 2, faults={victim: at_step(dies_at, signalled(signal.SIGKILL))})
+    assert job.codes[victim] == -signal.SIGKILL and job.codes[1 - victim] == 7
+    assert step_of(job) in saved
+    again = train(tmp_path / "run", RUN, 2, code=0)
+    assert_same_run(again, finished(RUN, 2))
+    ours, theirs = ([record["loss"] for record in one.records("epoch")] for one in (again, finished(RUN, 2)))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_so_does_one_with_augmented_rows_and_workers(finished, tmp_path, workers):
+    flags = f"--workers {workers}"
+    faults = {1: at_step(13, signalled(signal.SIGKILL))}
+    job = train(tmp_path / "run", f"{flags} --save-steps 3", 2, workload="small:Augmented", faults=faults)
+    assert job.codes == [7, -signal.SIGKILL] and step_of(job) == 12
+    again = train(tmp_path / "run", flags, 2, workload="small:Augmented", code=0)
+    assert_same_run(again, finished(flags, 2, "small:Augmented"))
+
+
 # ---- other world sizes, more epochs -------------------------------------------------------------------
 
 
@@ -141,6 +206,61 @@ def test_fresh_starts_again_and_moves_the_old_run_aside(finished, tmp_path):
     assert_same_run(job, finished(RUN, 2))
     aside = ranks.Job([], [], [], tmp_path / "run" / "old-1")
     assert aside.snapshot_hash() == old and len(aside.losses) == 14
+
+
+# ---- started again by the same job --------------------------------------------------------------------------------
+
+
+def test_fresh_acts_at_a_job_s_first_start_only(finished, tmp_path):
+    """A job script passes --fresh on at every start; a requeued job must not begin again."""
+    train(tmp_path / "run", "--epochs 1 --seed 5", 2, code=0)
+    flags = f"{RUN} --fresh"
+    job = train(tmp_path / "run", flags, ranks=world(2), faults={0: at_step(20, signalled(signal.SIGTERM))}, code=75)
+    assert [path.name for path in (tmp_path / "run").glob("old-*")] == ["old-1"]
+    assert 14 < step_of(job) < 42
+    job = train(tmp_path / "run", flags, ranks=world(2, restart=1), code=0)
+    assert [path.name for path in (tmp_path / "run").glob("old-*")] == ["old-1"]
+    assert [record["restart"] for record in job.records("start")] == [0, 1]
+    assert_same_run(job, finished(RUN, 2))
+
+
+def launched(folder, flags: str, restart: int = 0, code: int | None = None) -> ranks.Job:
+    """Without the --run-dir that train() has: it would win."""
+    arguments = [*ranks.FLAGS.split(), "--epochs", "1", *flags.split()]
+    calls = [ranks.call("ranks", "as_rank", rank, arguments) for rank in world(2, restart=restart)]
+    job = ranks.fork(folder, *calls)
+    assert code is None or job.codes == [code] * 2, (job.codes, job.err)
+    return job
+
+
+def test_a_directory_of_a_job_s_own_is_refused_where_another_job_has_left_a_run(tmp_path):
+    run = tmp_path / "run-7"
+    launched(tmp_path, f"--new-run-dir {run}", code=0)
+    before = {path: path.read_bytes() for path in run.iterdir()}
+    job = launched(tmp_path, f"--new-run-dir {run} --epochs 2", code=3)
+    assert f"--new-run-dir {run} " in job.error and "another job" in job.error and "pass --run-dir" in job.error
+    assert {path: path.read_bytes() for path in run.iterdir()} == before
+
+
+def test_at_a_restart_the_directory_is_the_job_s_own_and_is_taken(tmp_path):
+    launched(tmp_path, f"--new-run-dir {tmp_path / 'run'}", code=0)
+    job = launched(tmp_path, f"--new-run-dir {tmp_path / 'run'} --epochs 2", restart=1, code=0)
+    assert "resuming=" in job.out[0]
+
+
+@pytest.mark.parametrize("order", ["--new-run-dir {0}/job --run-dir {0}/mine", "--run-dir {0}/mine --new-run-dir {0}/job"])
+def test_run_dir_overrides_it_in_either_order(tmp_path, order):
+    flags = order.format(tmp_path)
+    launched(tmp_path, flags, code=0)
+    assert "complete already" in launched(tmp_path, flags, code=0).out[0]
+    assert (tmp_path / "mine" / "run.jsonl").exists() and not (tmp_path / "job").exists()
+
+
+def test_fresh_and_a_directory_of_its_own_move_the_other_job_s_run_aside(tmp_path):
+    flags = f"--new-run-dir {tmp_path / 'run'} --fresh"
+    launched(tmp_path, flags, code=0)
+    launched(tmp_path, flags, code=0)
+    assert (tmp_path / "run" / "old-1" / "run.jsonl").exists()
 
 
 def test_a_signal_is_heard_though_the_rank_s_own_glue_has_taken_it(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 import ranks
 from ddp_core import snapshot
 from ddp_core.errors import SnapshotError, StorageError
-from ddp_core.snapshot import RunDirectory
+from ddp_core.run_directory import RunDirectory
 from faults import files_limited_to
 from states import BYTES, load, state, step_of, steps
 

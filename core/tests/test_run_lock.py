@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import ranks
-from ddp_core import snapshot
+from ddp_core import run_directory, snapshot
 from ddp_core.errors import PreflightError
-from ddp_core.snapshot import RunDirectory
+from ddp_core.run_directory import RunDirectory
 from states import load, state, step_of
 
 # ---- one job at a time --------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def test_a_lock_of_another_host_is_taken_over_once_it_was_silent_for_long(folder
 
 def test_a_lock_of_another_host_that_falls_silent_is_waited_for(folder, monkeypatch, capsys):
     """Its node was lost a moment ago, and the job was started again elsewhere: it is not refused by its own lock."""
-    monkeypatch.setattr(snapshot, "HEARTBEAT", 0.1)
+    monkeypatch.setattr(run_directory, "HEARTBEAT", 0.1)
     (folder / "run.lock").write_text(json.dumps(OTHER_HOST))
     began = time.monotonic()
     assert step_of(load(folder)) == 2
@@ -77,7 +77,7 @@ def test_a_lock_of_another_host_that_falls_silent_is_waited_for(folder, monkeypa
 
 
 def test_a_process_of_another_host_with_our_number_is_not_taken_for_dead(folder, monkeypatch):
-    monkeypatch.setattr(snapshot, "HEARTBEAT", 2)
+    monkeypatch.setattr(run_directory, "HEARTBEAT", 2)
     dead = 2**22 + 1  # above the largest process number of Linux
     lock = folder / "run.lock"
     lock.write_text(json.dumps(OTHER_HOST | {"pid": dead}))
@@ -89,7 +89,7 @@ def test_a_process_of_another_host_with_our_number_is_not_taken_for_dead(folder,
 
 
 def test_a_live_job_keeps_its_lock_fresh(folder, monkeypatch):
-    monkeypatch.setattr(snapshot, "HEARTBEAT", 0.02)
+    monkeypatch.setattr(run_directory, "HEARTBEAT", 0.02)
     directory = RunDirectory(str(folder), "job-1", fresh=False)
     os.utime(folder / "run.lock", (0, 0))
     for _ in range(500):

@@ -140,7 +140,7 @@ def test_a_newer_format_names_its_writer(file, monkeypatch):
     monkeypatch.setattr(snapshot, "FORMAT", snapshot.FORMAT + 1)
     snapshot.write(file, TENSORS, DOCUMENT | {"versions": {"ddp_core": "9.9"}})
     monkeypatch.undo()
-    with pytest.raises(SnapshotError, match=r"format 2.*9\.9.*format 1"):
+    with pytest.raises(SnapshotError, match=r"format 3.*9\.9.*format 2"):
         snapshot.read(file)
 
 

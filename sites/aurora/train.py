@@ -17,7 +17,8 @@ def rank(environ: Mapping[str, str]) -> Rank:
 
     PALS tells a rank its number, its place on the node, how many share the node, and the node's number; the names are in
     https://github.com/meta-pytorch/torchcomms/pull/79. It tells no world size and, with --pmi=pmix, PMI does not either:
-    WORLD_SIZE, MASTER_ADDR, MASTER_PORT and JOB_START are job.pbs's. JOB_START is another one for each mpiexec of a job.
+    WORLD_SIZE, MASTER_ADDR, MASTER_PORT, JOB_START and DDP_RESTART are job.pbs's. JOB_START is another one for each mpiexec of
+    a job; DDP_RESTART counts the starts before this one, over all jobs of the run.
     """
     if "PALS_RANKID" not in environ:
         return Rank.single()
@@ -31,6 +32,7 @@ def rank(environ: Mapping[str, str]) -> Rank:
         master_addr="MASTER_ADDR",
         master_port="MASTER_PORT",
         job_id="JOB_START",
+        restart="DDP_RESTART",
     )
 
 

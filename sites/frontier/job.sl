@@ -195,33 +195,16 @@ else
 fi
 python=$environment/bin/python
 
-# A run's files, unless --run-dir says otherwise. The job id stays when the job is requeued, and is no other job's: this
-# run is found again, and two jobs do not meet in one directory by accident.
-run_dir=(--run-dir "runs/$SLURM_JOB_ID")
-fresh=()
-arguments=()
-for argument in "$@"; do
-    case $argument in
-    --run-dir | --run-dir=*) run_dir=() ;;
-    # For the first start: after a requeue it would put aside what this job has done.
-    --fresh)
-        ((restarts > 0)) || fresh=(--fresh)
-        continue
-        ;;
-    esac
-    arguments+=("$argument")
-done
-# Job ids begin again when a cluster is set up anew, and two clusters may share a file system.
-[[ $restarts -gt 0 || ${#run_dir[@]} -eq 0 || ! -e ${run_dir[1]} ]] ||
-    fail "${run_dir[1]} is there already, from another job of this id: pass --run-dir"
-arguments=("${run_dir[@]}" "${arguments[@]}")
-
 # ---- the launch -------------------------------------------------------------------------------------------------
 
 train_flags=(
     # Named, not found: a node without a working GPU is an error, never a slow run on its CPU. "cuda" is AMD's too.
     # python train.py --help
     --device cuda
+
+    # A requeued job keeps its id, and so finds its run again. A first start refuses an older run; --run-dir overrides this.
+    # python train.py --help
+    --new-run-dir "runs/$SLURM_JOB_ID"
 )
 
 srun_flags=(
@@ -267,12 +250,14 @@ echo "environment=$environment broadcast_seconds=${broadcast:-0} rccl_net=$NCCL_
 
 code=0
 # What the user passed comes last: of a flag given twice, the last one counts.
-srun "${srun_flags[@]}" "$python" train.py "${train_flags[@]}" "${fresh[@]}" "${arguments[@]}" || code=$?
+srun "${srun_flags[@]}" "$python" train.py "${train_flags[@]}" "$@" || code=$?
 ((code == 75)) || exit "$code"
 
 # 75: stopped early and saved, on all ranks. This shell has not seen the USR1; a SIGTERM, as from scancel, has ended it
 # before it comes here, and "Incomplete" keeps even then a cancelled job from coming back.
-resume="sbatch job.sl$(printf ' %q' "${arguments[@]}")"
+# The command that resumes by hand. Without --fresh, which would put aside what this job has done.
+resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
+resume=${resume/ --fresh / }
 if ((restarts >= max_restarts)); then
     echo "error: stopped and saved, but this was restart $restarts of $max_restarts (max_restarts); to resume: $resume" >&2
 else

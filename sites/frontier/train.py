@@ -27,16 +27,21 @@ def rank(environ: Mapping[str, str]) -> Rank:
     if "SLURM_PROCID" not in environ:
         return Rank.single()
     # The step's number, not the job's: a batch script that runs `python train.py` without srun has a PROCID, too.
-    told = environ.get("SLURM_STEP_NUM_TASKS", "")
-    if not told.isdecimal():
-        raise PreflightError(
-            f"SLURM_STEP_NUM_TASKS={told!r}, but should be the number of ranks: start this by srun, as job.sl does"
-        )
-    step = ".".join(environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
-    return of_mpi(int(told), step)
+    told = whole_number(environ, "SLURM_STEP_NUM_TASKS")
+    # Slurm sets it from the second start of a job on.
+    restart = whole_number(environ, "SLURM_RESTART_COUNT", unset="0")
+    step = f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}.{restart}"
+    return of_mpi(told, restart, step)
 
 
-def of_mpi(told: int, step: str) -> Rank:
+def whole_number(environ: Mapping[str, str], variable: str, unset: str = "") -> int:
+    text = environ.get(variable) or unset
+    if not text.isdecimal():
+        raise PreflightError(f"{variable}={text!r}, but should be a whole number: start this by srun, as job.sl does")
+    return int(text)
+
+
+def of_mpi(told: int, restart: int, step: str) -> Rank:
     """told: how many ranks srun has started. step: the job's and the step's number, for people to read."""
     # Before torch, which core imports later: imported after it, Cray MPICH finds the ranks badly bound, and aborts.
     # https://docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html#mpich-mpi4py-errors
@@ -63,7 +68,7 @@ def of_mpi(told: int, step: str) -> Rank:
     lowest = sorted(set(world.allgather(lowest_here)))
     address, port, start = world.bcast(meeting_point(step) if world.rank == 0 else None)
     me = dict(rank=world.rank, world_size=world.size, local_rank=node.rank, local_world_size=node.size)
-    me |= dict(node_rank=lowest.index(lowest_here), master_addr=address, master_port=port, job_id=start)
+    me |= dict(node_rank=lowest.index(lowest_here), master_addr=address, master_port=port, job_id=start, restart=restart)
     node.Free()
     if is_ours:  # MPI has told all that is asked of it; left open, it would wait at the end for ranks that are lost
         MPI.Finalize()

@@ -70,4 +70,4 @@ set -euo pipefail
 
 # From here on all is job.sl's: its modules, variables, launch and requeue. What it reads as comments are its directives.
 # In the image of image-build.sh there is no Accelerate: software=venv.
-exec bash -l job.sl --program=train_accelerate.py "$@"
+exec env DDP_PROGRAM=train_accelerate.py DDP_SCRIPT=job-accelerate.sl bash -l job.sl "$@"

@@ -69,4 +69,4 @@ set -euo pipefail
 
 # From here on all is job.sl's: its modules, variables, launch and requeue. What it reads as comments are its directives.
 # In the image of image-build.sh there is no Horovod: software=venv.
-exec bash -l job.sl --program=train_horovod.py "$@"
+exec env DDP_PROGRAM=train_horovod.py DDP_SCRIPT=job-horovod.sl bash -l job.sl "$@"

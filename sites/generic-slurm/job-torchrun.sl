@@ -133,31 +133,14 @@ port=$((20000 + SLURM_JOB_ID % 10000))
 # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-ib-gid-index
 [[ -z $roce_gid_index ]] || export NCCL_IB_GID_INDEX=$roce_gid_index
 
-# A run's files, unless --run-dir says otherwise. The job id stays when the job is requeued, and is no other job's: this
-# run is found again, and two jobs do not meet in one directory by accident.
-run_dir=(--run-dir "runs/$SLURM_JOB_ID")
-fresh=()
-arguments=()
-for argument in "$@"; do
-    case $argument in
-    --run-dir | --run-dir=*) run_dir=() ;;
-    # For the first start: after a requeue it would put aside what this job has done.
-    --fresh)
-        ((restarts > 0)) || fresh=(--fresh)
-        continue
-        ;;
-    esac
-    arguments+=("$argument")
-done
-# Job ids begin again when a cluster is set up anew, and two clusters may share a file system.
-[[ $restarts -gt 0 || ${#run_dir[@]} -eq 0 || ! -e ${run_dir[1]} ]] ||
-    fail "${run_dir[1]} is there already, from another job of this id: pass --run-dir"
-arguments=("${run_dir[@]}" "${arguments[@]}")
-
 train_flags=(
     # Named, not found: a node without a working GPU is an error, never a slow run on its CPU. "cuda" is AMD's too.
     # python train.py --help
     --device cuda
+
+    # A requeued job keeps its id, and so finds its run again. A first start refuses an older run; --run-dir overrides this.
+    # python train.py --help
+    --new-run-dir "runs/$SLURM_JOB_ID"
 )
 
 torchrun_flags=(
@@ -217,12 +200,14 @@ echo "hosts=${hosts//$'\n'/,} master=$head:$port"
 code=0
 # agent.py is torchrun, but for two things: USR1 does not end it, and the ranks' exit code becomes its own.
 # What the user passed comes last: of a flag given twice, the last one counts.
-srun "${srun_flags[@]}" "$python" agent.py "${torchrun_flags[@]}" "${rank[@]}" "${train_flags[@]}" "${fresh[@]}" "${arguments[@]}" || code=$?
+srun "${srun_flags[@]}" "$python" agent.py "${torchrun_flags[@]}" "${rank[@]}" "${train_flags[@]}" "$@" || code=$?
 ((code == 75)) || exit "$code"
 
 # 75: stopped early and saved, on all ranks. This shell has not seen the USR1; a SIGTERM, as from scancel, has ended it
 # before it comes here, and "Incomplete" keeps even then a cancelled job from coming back.
-resume="sbatch job-torchrun.sl$(printf ' %q' "${arguments[@]}")"
+# The command that resumes by hand. Without --fresh, which would put aside what this job has done.
+resume="sbatch job-torchrun.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
+resume=${resume/ --fresh / }
 if ((restarts >= max_restarts)); then
     echo "error: stopped and saved, but this was restart $restarts of $max_restarts (max_restarts); to resume: $resume" >&2
 else

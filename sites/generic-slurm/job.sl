@@ -92,8 +92,10 @@ restarts=${SLURM_RESTART_COUNT:-0}
 # It goes back into the queue at most so often: a job that can never end shall not come back for ever.
 max_restarts=20
 
+# What each rank runs. job-horovod.sl and job-accelerate.sl name another program, and themselves.
+program=${DDP_PROGRAM:-train.py} script=${DDP_SCRIPT:-job.sl}
 # sbatch has copied this script elsewhere, so the files beside it are found from the directory of submission.
-[[ -f train.py ]] || fail "no train.py in $PWD: submit from the site's directory, or with sbatch --chdir=DIR"
+[[ -f $program ]] || fail "no $program in $PWD: submit from the site's directory, or with sbatch --chdir=DIR"
 case $software in
 venv) venv=$PWD/.venv install=./install.sh ;;
 "apptainer --nv" | "apptainer --rocm") venv=$PWD/.venv-apptainer install=./image-build.sh ;;
@@ -155,39 +157,14 @@ export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-ib-gid-index
 [[ -z $roce_gid_index ]] || export NCCL_IB_GID_INDEX=$roce_gid_index
 
-# A run's files, unless --run-dir says otherwise. The job id stays when the job is requeued, and is no other job's: this
-# run is found again, and two jobs do not meet in one directory by accident.
-run_dir=(--run-dir "runs/$SLURM_JOB_ID")
-fresh=()
-arguments=()
-program=train.py script=job.sl log=runs/$SLURM_JOB_ID/run.jsonl
-for argument in "$@"; do
-    [[ ${arguments[*]: -1} != --run-dir ]] || log=$argument/run.jsonl
-    case $argument in
-    --run-dir | --run-dir=*) run_dir=() log=${argument#--run-dir=}/run.jsonl ;;
-    # Of job-horovod.sl and job-accelerate.sl: train_horovod.py, train_accelerate.py.
-    --program=*)
-        program=${argument#*=} script=${program/train_/job-} script=${script/.py/.sl}
-        [[ -f $program ]] || fail "no $program in $PWD"
-        continue
-        ;;
-    # For the first start: after a requeue it would put aside what this job has done.
-    --fresh)
-        ((restarts > 0)) || fresh=(--fresh)
-        continue
-        ;;
-    esac
-    arguments+=("$argument")
-done
-# Job ids begin again when a cluster is set up anew, and two clusters may share a file system.
-[[ $restarts -gt 0 || ${#run_dir[@]} -eq 0 || ! -e ${run_dir[1]} ]] ||
-    fail "${run_dir[1]} is there already, from another job of this id: pass --run-dir"
-arguments=("${run_dir[@]}" "${arguments[@]}")
-
 train_flags=(
     # Named, not found: a node without a working GPU is an error, never a slow run on its CPU. "cuda" is AMD's too.
     # python train.py --help
     --device cuda
+
+    # A requeued job keeps its id, and so finds its run again. A first start refuses an older run; --run-dir overrides this.
+    # python train.py --help
+    --new-run-dir "runs/$SLURM_JOB_ID"
 )
 
 srun_flags=(
@@ -216,17 +193,20 @@ echo "hosts=${hosts//$'\n'/,} master=$MASTER_ADDR:$MASTER_PORT"
 
 code=0
 # What the user passed comes last: of a flag given twice, the last one counts.
-srun "${srun_flags[@]}" "${python[@]}" "$program" "${train_flags[@]}" "${fresh[@]}" "${arguments[@]}" || code=$?
+srun "${srun_flags[@]}" "${python[@]}" "$program" "${train_flags[@]}" "$@" || code=$?
 # Apptainer without setuid mounts the image by a process, squashfuse, that Slurm's USR1 ends with all others of the step but the
 # ranks. They save, but leave with a bus error, 135, when their libraries are gone; what rank 0 wrote last is the truth.
-if [[ $software != venv && $code -eq 135 && $(tail -n 1 "$log") == *'"exit_code":75'* ]]; then
-    code=75
+if [[ $software != venv && $code -eq 135 ]]; then
+    run_dir=$("${python[@]}" -m ddp_core.find_run "${train_flags[@]}" "$@") || exit "$code"
+    [[ $(tail -n 1 "$run_dir/run.jsonl") != *'"exit_code":75'* ]] || code=75
 fi
 ((code == 75)) || exit "$code"
 
 # 75: stopped early and saved, on all ranks. This shell has not seen the USR1; a SIGTERM, as from scancel, has ended it
 # before it comes here, and "Incomplete" keeps even then a cancelled job from coming back.
-resume="sbatch $script$(printf ' %q' "${arguments[@]}")"
+# The command that resumes by hand. Without --fresh, which would put aside what this job has done.
+resume="sbatch $script $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
+resume=${resume/ --fresh / }
 if ((restarts >= max_restarts)); then
     echo "error: stopped and saved, but this was restart $restarts of $max_restarts (max_restarts); to resume: $resume" >&2
 else

@@ -38,6 +38,8 @@ def of_torchrun(environ: Mapping[str, str]) -> Rank:
         master_addr="MASTER_ADDR",
         master_port="MASTER_PORT",
         job_id="TORCHELASTIC_RUN_ID",
+        # Slurm sets its count from the second start of a job on; by itself torchrun starts ranks again that have failed.
+        restart="SLURM_RESTART_COUNT" if "SLURM_RESTART_COUNT" in environ else "TORCHELASTIC_RESTART_COUNT",
         # Then MASTER_PORT is torchrun's own store, and rank 0 must not open another there.
         launcher_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
@@ -61,6 +63,7 @@ def of_srun(environ: Mapping[str, str]) -> Rank:
         master_addr="MASTER_ADDR",
         master_port="MASTER_PORT",
         job_id="SLURM_JOB_ID",
+        restart="SLURM_RESTART_COUNT",
     )
 
 

@@ -1,64 +1,52 @@
-"""generic-slurm: train.py with Hugging Face's Accelerate: it wraps the model in DDP and finds the device.
+"""generic-slurm: train.py, but Hugging Face's Accelerate wraps the model, and so sums the gradients.
 
     sbatch job-accelerate.sl --epochs 5
-    .venv/bin/torchrun --standalone --nproc-per-node 2 train_accelerate.py --epochs 5
+    .venv/bin/torchrun --standalone --nproc-per-node 2 train_accelerate.py --epochs 5     one machine, no scheduler
 
-It needs `.venv/bin/pip install accelerate==1.15.0`. variants.py has what this shares with Horovod's variant.
+It needs `.venv/bin/pip install accelerate==1.15.0`.
 """
 
 import os
-from datetime import timedelta
 
-from ddp_core.errors import ExitCode
+from ddp_core import run
+from ddp_core.errors import PreflightError
+from ddp_core.reduction import Ddp, Reduction
 from train import rank
-from variants import Run, main, not_installed
-
-try:
-    from accelerate import Accelerator, __version__
-    from accelerate.utils import InitProcessGroupKwargs, gather_object
-except ModuleNotFoundError as error:
-    main(rank, not_installed(error, ".venv/bin/pip install accelerate==1.15.0"))
 
 
-def export(run: Run) -> None:
-    """What torchrun exports, for ranks that srun started: Accelerate reads nothing else.
+class Accelerate(Ddp):
+    """As --reduction ddp, but Accelerate makes the DistributedDataParallel."""
+
+    def __init__(self, model, compiled, peers, unused_parameters):
+        Reduction.__init__(self, model, compiled, peers, unused_parameters)  # Ddp's own would wrap the model
+        try:
+            from accelerate import Accelerator, DistributedDataParallelKwargs, __version__
+        except ImportError as error:
+            raise PreflightError(f"{error}: .venv/bin/pip install accelerate==1.15.0") from error
+        self.name = f"accelerate {__version__}"
+        device = self.parameters[0].device
+        export(device.index)
+        ddp = DistributedDataParallelKwargs(find_unused_parameters=unused_parameters, gradient_as_bucket_view=True)
+        # Without GPUs it starts a world of one, whatever the variables say, unless cpu=True.
+        self.accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[ddp])
+        if self.accelerator.num_processes != peers.world_size:  # 16 worlds of one look like 16 successes
+            raise PreflightError(f"Accelerate has {self.accelerator.num_processes} ranks, but should have {peers.world_size}")
+        # The model alone. Its data loader would order the rows by the number of ranks, and repeat some of them at the end.
+        self.forward = self.accelerator.prepare_model(compiled)
+
+
+def export(device_index: int | None) -> None:
+    """What torchrun exports, also for ranks that srun started: Accelerate reads nothing else.
 
     https://huggingface.co/docs/accelerate/package_reference/state
     """
-    who = run.rank
-    told = dict(RANK=who.rank, WORLD_SIZE=who.world_size, LOCAL_RANK=who.local_rank, LOCAL_WORLD_SIZE=who.local_world_size)
-    told |= dict(MASTER_ADDR=who.master_addr, MASTER_PORT=who.master_port)
-    if who.world_size > 1:
-        os.environ.update({name: str(value) for name, value in told.items()})
-
-
-def train(run: Run) -> ExitCode:
-    export(run)
-    timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=run.config.timeout))
-    # On a node without GPUs Accelerate starts a world of one, whatever the launcher said, unless it is told cpu=True.
-    accelerator = Accelerator(cpu=run.device.type == "cpu", kwargs_handlers=[timeout])
-    run.begin(f"accelerate {__version__}", accelerator.num_processes, lambda value: gather_object([value]))
-    # Not the data: its loader would deal out the rows in another order at each world size, and repeat some of them at the end.
-    run.model, run.optimizer = accelerator.prepare(run.bare, run.optimizer)
-
-    while run.step < run.total_steps:
-        inputs, targets = run.batch()
-        run.optimizer.zero_grad()
-        loss = run.objective.loss(run.model(inputs), targets)  # summed over the rows of this rank
-        # DDP averages gradients over the ranks, and we want their sum.
-        accelerator.backward(loss * (run.share * accelerator.num_processes))
-        run.optimizer.step()
-        if not run.done(accelerator.reduce(run.told(loss), reduction="sum")):
-            continue
-        if run.step % run.steps_per_epoch == 0:
-            run.end_epoch(accelerator.reduce(run.evaluate(), reduction="sum"))
-        run.save()
-        if run.stopping:
-            break
-    code = run.end()
-    accelerator.end_training()
-    return code
+    me = rank(os.environ)
+    if me.world_size > 1:
+        # It takes LOCAL_RANK for the index of its GPU, which is 0 where each rank sees one GPU.
+        local_rank = me.local_rank if device_index is None else device_index
+        place = dict(RANK=me.rank, WORLD_SIZE=me.world_size, LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=me.local_world_size)
+        os.environ.update({name: str(value) for name, value in place.items()})
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(rank, train))
+    raise SystemExit(run(rank, reduction=Accelerate))

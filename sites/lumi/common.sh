@@ -87,46 +87,17 @@ restarts=${SLURM_RESTART_COUNT:-0}
 # It goes back into the queue at most so often: a job that can never end shall not come back for ever.
 max_restarts=20
 
-# Job script's arguments: sets `arguments`, those of train.py.
-read_arguments() {
-    # A run's files, unless --run-dir says otherwise. The job id stays when the job is requeued, and is no other job's.
-    local run_dir=(--run-dir "runs/$SLURM_JOB_ID") fresh=() argument
-    arguments=()
-    for argument in "$@"; do
-        case $argument in
-        --run-dir | --run-dir=*) run_dir=() ;;
-        # For the first start: after a requeue it would put aside what this job has done.
-        --fresh)
-            ((restarts > 0)) || fresh=(--fresh)
-            continue
-            ;;
-        # The one option that is not train.py's, taken off here.
-        --rccl-debug)
-            rccl_debug
-            continue
-            ;;
-        esac
-        arguments+=("$argument")
-    done
-    # Job ids begin again when a cluster is set up anew, and two clusters may share a file system.
-    [[ $restarts -gt 0 || ${#run_dir[@]} -eq 0 || ! -e ${run_dir[1]} ]] ||
-        fail "${run_dir[1]} is there already, from another job of this id: pass --run-dir"
-    # --device is named, not found: a node without a working GPU is an error, never a slow run on its CPU. "cuda" is AMD's
-    # too. What the user passed comes last: of a flag given twice, the last one counts. python train.py --help
-    arguments=(--device cuda "${run_dir[@]}" "${fresh[@]}" "${arguments[@]}")
-}
-
-# What RCCL finds and chooses, into a file a process: which network it uses stands there. Injected into the container, so
-# that it holds whatever the image sets.
-rccl_debug() {
+# RCCL_DEBUG=yes sbatch job.sl: what RCCL finds and chooses, into a file a process; which network it uses stands there.
+# Injected into the container, so that it holds whatever the image sets.
+if [[ -n ${RCCL_DEBUG:-} ]]; then
     # https://rocm.docs.amd.com/projects/rccl/en/latest/api-reference/env-variables.html
     export SINGULARITYENV_NCCL_DEBUG=INFO
     # Not COLL, which writes a line at each collective of each rank.
     # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-debug-subsys
     export SINGULARITYENV_NCCL_DEBUG_SUBSYS=INIT,NET
     # %h and %p: host and process. https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-debug-file
-    export SINGULARITYENV_NCCL_DEBUG_FILE="$PWD/rccl-$SLURM_JOB_ID-%h-%p.log"
-}
+    export SINGULARITYENV_NCCL_DEBUG_FILE="$PWD/rccl-${SLURM_JOB_ID:-no-job}-%h-%p.log"
+fi
 
 # Binding to cores needs all of them: core 0 of each chiplet is the system's, 1 to 7 are the job's. Where some are another
 # job's, srun refuses the masks, in many words of its own; here it is one line.
@@ -166,13 +137,16 @@ print(f"python={python_version()}", *(f"{name}={version(name)}" for name in ("to
     echo "hosts=${hosts//$'\n'/,} master=$MASTER_ADDR:$MASTER_PORT"
 }
 
-# The end of a job script. $1: its name, $2: the ranks' exit code.
+# The end of a job script: its name, the ranks' exit code, its arguments.
 finish() {
-    (($2 == 75)) || exit "$2"
+    local script=$1 code=$2 resume
+    shift 2
+    ((code == 75)) || exit "$code"
     # 75: stopped early and saved, on all ranks. This shell has not seen the USR1; a SIGTERM, as from scancel, has ended it
     # before it comes here, and "Incomplete" keeps even then a cancelled job from coming back.
-    local resume
-    resume="sbatch $1$(printf ' %q' "${arguments[@]}")"
+    # The command that resumes by hand. Without --fresh, which would put aside what this job has done.
+    resume="sbatch $script $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
+    resume=${resume/ --fresh / }
     if ((restarts >= max_restarts)); then
         echo "error: stopped and saved, but this was restart $restarts of $max_restarts (max_restarts); to resume: $resume" >&2
     else

@@ -1,9 +1,10 @@
 #!/bin/bash -l
 # lumi: one rank per GCD of LUMI-G nodes, started by a torchrun on each node, which srun starts in a container.
 #
-#   sbatch job-torchrun.sl [flags of train.py] [--rccl-debug]   submit, from this directory
-#   sbatch job-torchrun.sl --run-dir runs/JOB [flags]           resume what job JOB left
-#   scancel --signal=USR1 JOB                                   save now, stop, and go back into the queue
+#   sbatch job-torchrun.sl [flags of train.py]          submit, from this directory
+#   sbatch job-torchrun.sl --run-dir runs/JOB [flags]   resume what job JOB left
+#   scancel --signal=USR1 JOB                           save now, stop, and go back into the queue
+#   RCCL_DEBUG=yes sbatch job-torchrun.sl [flags]       which network RCCL uses, in a file for each rank
 #
 # -l above: a login shell has the module command, however the job was submitted.
 
@@ -95,7 +96,6 @@ export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / ranks_per_node))
 unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
 
 need_whole_nodes
-read_arguments "$@"
 describe_job "$ranks_per_node"
 
 srun_flags=(
@@ -140,6 +140,16 @@ torchrun_flags=(
     --no-python
 )
 
+train_flags=(
+    # Named, not found: a node without a working GPU is an error, never a slow run on its CPU. "cuda" is AMD's too.
+    # python train.py --help
+    --device cuda
+
+    # A requeued job keeps its id, and so finds its run again. A first start refuses an older run; --run-dir overrides this.
+    # python train.py --help
+    --new-run-dir "runs/$SLURM_JOB_ID"
+)
+
 rank=(
     # Ignored until train.py takes them: a signal that comes while Python starts would end it. torchrun sends TERM when another
     # rank has failed first, and the line that says what was wrong would be lost. env --help
@@ -148,7 +158,8 @@ rank=(
 )
 
 code=0
+# What the user passed comes last: of a flag given twice, the last one counts.
 # exec, not run: exactly this command, whatever start script the image has.
 srun "${srun_flags[@]}" singularity exec "${singularity_flags[@]}" "$image" \
-    "$python" torchrun.py "${torchrun_flags[@]}" "${rank[@]}" "${arguments[@]}" || code=$?
-finish job-torchrun.sl "$code"
+    "$python" torchrun.py "${torchrun_flags[@]}" "${rank[@]}" "${train_flags[@]}" "$@" || code=$?
+finish job-torchrun.sl "$code" "$@"

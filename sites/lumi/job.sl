@@ -1,9 +1,10 @@
 #!/bin/bash -l
 # lumi: one rank per GCD of LUMI-G nodes, each started by srun in a container of its own.
 #
-#   sbatch job.sl [flags of train.py] [--rccl-debug]   submit, from this directory
-#   sbatch job.sl --run-dir runs/JOB [flags]           resume what job JOB left
-#   scancel --signal=USR1 JOB                          save now, stop, and go back into the queue
+#   sbatch job.sl [flags of train.py]          submit, from this directory
+#   sbatch job.sl --run-dir runs/JOB [flags]   resume what job JOB left
+#   scancel --signal=USR1 JOB                  save now, stop, and go back into the queue
+#   RCCL_DEBUG=yes sbatch job.sl [flags]       which network RCCL uses, in a file for each rank
 #
 # -l above: a login shell has the module command, however the job was submitted.
 
@@ -113,12 +114,22 @@ srun_flags=(
     --wait=60
 )
 
+train_flags=(
+    # Named, not found: a node without a working GPU is an error, never a slow run on its CPU. "cuda" is AMD's too.
+    # python train.py --help
+    --device cuda
+
+    # A requeued job keeps its id, and so finds its run again. A first start refuses an older run; --run-dir overrides this.
+    # python train.py --help
+    --new-run-dir "runs/$SLURM_JOB_ID"
+)
+
 need_whole_nodes
-read_arguments "$@"
 describe_job "$SLURM_NTASKS_PER_NODE"
 
 code=0
+# What the user passed comes last: of a flag given twice, the last one counts.
 # exec, not run: exactly this command, whatever start script the image has.
 srun "${srun_flags[@]}" singularity exec "${singularity_flags[@]}" "$image" \
-    bash rank.sh "$python" train.py "${arguments[@]}" || code=$?
-finish job.sl "$code"
+    bash rank.sh "$python" train.py "${train_flags[@]}" "$@" || code=$?
+finish job.sl "$code" "$@"

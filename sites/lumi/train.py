@@ -36,6 +36,7 @@ def rank(environ: Mapping[str, str]) -> Rank:
         master_addr="MASTER_ADDR",
         master_port="MASTER_PORT",
         job_id="RUN_ID",
+        restart="SLURM_RESTART_COUNT",  # from the second start of a job on
         # Then MASTER_PORT is torchrun's own store, and rank 0 must not open another there.
         launcher_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )

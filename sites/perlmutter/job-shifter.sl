@@ -136,33 +136,14 @@ export MASTER_ADDR=${hosts%%$'\n'*}
 # https://docs.kernel.org/networking/ip-sysctl.html
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 
-# A run's files, unless --run-dir says otherwise. The job id stays when the job is requeued, and is no other job's: this
-# run is found again, and two jobs do not meet in one directory by accident.
-run_dir=runs/$SLURM_JOB_ID named=''
-fresh=()
-arguments=()
-while (($#)); do
-    case $1 in
-    --run-dir=*) run_dir=${1#*=} named=yes ;;
-    --run-dir)
-        (($# > 1)) || fail "--run-dir needs a directory"
-        run_dir=$2 named=yes
-        shift
-        ;;
-    # For the first start: after a requeue it would put aside what this job has done.
-    --fresh) ((restarts > 0)) || fresh=(--fresh) ;;
-    *) arguments+=("$1") ;;
-    esac
-    shift
-done
-# Job ids begin again when a machine is set up anew, and directories are copied.
-[[ $restarts -gt 0 || -n $named || ! -e $run_dir ]] || fail "$run_dir is there already, from another job of this id: pass --run-dir"
-arguments=(--run-dir "$run_dir" "${arguments[@]}")
-
 train_flags=(
     # Named, not found: a node without a working GPU is an error, never a slow run on its CPU.
     # python train.py --help
     --device cuda
+
+    # A requeued job keeps its id, and so finds its run again. A first start refuses an older run; --run-dir overrides this.
+    # python train.py --help
+    --new-run-dir "runs/$SLURM_JOB_ID"
 )
 
 srun_flags=(
@@ -196,6 +177,7 @@ echo "hosts=${hosts//$'\n'/,} master=$MASTER_ADDR:$MASTER_PORT"
 metrics=''
 if [[ -n ${METRICS:-} ]]; then
     read -r -a backends <<<"$METRICS"
+    run_dir=$("${container[@]}" "$python" -m ddp_core.find_run "${train_flags[@]}" "$@")
     "${container[@]}" "$python" metrics.py --follow "${backends[@]/#/--}" "$run_dir" &
     metrics=$!
 fi
@@ -204,7 +186,7 @@ code=0
 # What the user passed comes last: of a flag given twice, the last one counts.
 # shellcheck disable=SC2016 # "$@" is for the shell of the rank
 srun "${srun_flags[@]}" "${container[@]}" bash -c 'source ./export_DDP_vars.sh && exec "$@"' rank \
-    "$python" train.py "${train_flags[@]}" "${fresh[@]}" "${arguments[@]}" || code=$?
+    "$python" train.py "${train_flags[@]}" "$@" || code=$?
 
 # It has 20 s to write what is left, and whether it could is of no consequence here.
 if [[ -n $metrics ]]; then
@@ -220,7 +202,9 @@ fi
 # 75: stopped early and saved, on all ranks. A job that is still RUNNING for Slurm, as in the grace time of a preemption, goes
 # back into the queue; one that was cancelled is COMPLETING, and stays cancelled.
 state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state=unknown
-resume="sbatch job-shifter.sl$(printf ' %q' "${arguments[@]}")"
+# The command that resumes by hand. Without --fresh, which would put aside what this job has done.
+resume="sbatch job-shifter.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
+resume=${resume/ --fresh / }
 if ((restarts >= max_restarts)); then
     echo "error: stopped and saved, but this was restart $restarts of $max_restarts (max_restarts); to resume: $resume" >&2
 elif [[ $state != RUNNING ]]; then

@@ -23,12 +23,12 @@ def rank(environ: Mapping[str, str]) -> Rank:
     started = environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
     if not told and not started:
         return Rank.single()
-    job = {"job_id": "DDP_JOB_ID"}
+    job = {"job_id": "DDP_JOB_ID", "restart": "SLURM_RESTART_COUNT"}
     if "TORCHELASTIC_RUN_ID" in environ:
         # torchrun starts all ranks again when one fails: another start, another id.
         start = f"{environ['TORCHELASTIC_RUN_ID']}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         environ = {**environ, "TORCHELASTIC_RUN_ID": start}
-        job = {"job_id": "TORCHELASTIC_RUN_ID"}
+        job = {"job_id": "TORCHELASTIC_RUN_ID", "restart": "TORCHELASTIC_RESTART_COUNT"}
     return Rank.read(
         environ,
         # Then MASTER_PORT is torchrun's own store, and rank 0 must not open another there.

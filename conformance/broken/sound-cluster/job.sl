@@ -76,12 +76,16 @@ srun_flags=(
     # A rank that died alone ends the job. https://slurm.schedmd.com/srun.html#OPT_kill-on-bad-exit
     --kill-on-bad-exit=1
 )
+train_flags=(
+    # A requeued job keeps its number, and so finds its run again. python3 train.py --help
+    --new-run-dir "runs/$SLURM_JOB_ID"
+)
 code=0
-srun "${srun_flags[@]}" python3 train.py "$@" || code=$?
+srun "${srun_flags[@]}" python3 train.py "${train_flags[@]}" "$@" || code=$?
 ((code == 75)) || exit "$code"
 if ((restarts < max_restarts)); then
     scontrol requeue Incomplete "$SLURM_JOB_ID"
 else
-    echo "stopped and saved; to resume: sbatch job.sl $*"
+    echo "stopped and saved; to resume: sbatch job.sl --run-dir runs/$SLURM_JOB_ID $*"
 fi
 exit 75

@@ -26,6 +26,7 @@ def rank(environ: Mapping[str, str]) -> Rank:
         master_addr="MASTER_ADDR",
         master_port="MASTER_PORT",
         job_id="JOB_START",
+        restart="SLURM_RESTART_COUNT",  # from the second start on
     )
 
 

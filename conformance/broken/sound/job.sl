@@ -47,4 +47,8 @@ march_flags=(
     # Ranks on each node. march --help
     --each "$SLURM_NTASKS_PER_NODE"
 )
-march "${march_flags[@]}" python3 train.py "$@"
+train_flags=(
+    # A requeued job keeps its number, and so finds its run again. python3 train.py --help
+    --new-run-dir "runs/$SLURM_JOB_ID"
+)
+march "${march_flags[@]}" python3 train.py "${train_flags[@]}" "$@"

@@ -22,6 +22,7 @@ def rank(environ: Mapping[str, str]) -> Rank:
         master_addr="MARCH_HEAD",
         master_port="MARCH_PORT",
         job_id="MARCH_START",
+        restart="MARCH_RESTARTS",
     )
 
 

@@ -1,97 +1,155 @@
 """TrainConfig: the training choices, and the flags that set them.
 
 Job geometry (nodes, ranks, devices) is in the batch script, process identity in the environment; neither is here.
+A workload's defaults stand in its file, and its own flags too: `config.width` is the value of its flag --width.
 """
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from ddp_core.errors import UsageError
+from ddp_core.errors import UsageError, WorkloadError
 
-# What each workload trains with unless a flag says otherwise. Global batches divide by 1, 2, 4, 8, 12, 16, 24, 32,
-# 48 and 96 ranks. `regression` is OLCF's example for Frontier: its batch is per rank, so its problem grows with the world.
-DEFAULTS = {
-    "digits": dict(epochs=10, global_batch_size=96, optimizer="sgd", lr=0.1, momentum=0.9),
-    "regression": dict(epochs=20, per_rank_batch_size=32, optimizer="sgd", lr=1e-3, momentum=0.0),
-    "mnist": dict(epochs=3, global_batch_size=192, optimizer="sgd", lr=0.05, momentum=0.9),
-    "gpt": dict(epochs=1, global_batch_size=96, optimizer="adamw", lr=1e-3, momentum=0.9),
-}
 SHARDS = 8  # of --reduction canonical, for worlds of 1, 2, 4 and 8
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """Every training choice of a run, resolved: no None is left for the trainer to guess at."""
+class Problem:
+    """What is trained."""
 
     workload: str
-    data_dir: str
-    model_size: str
     epochs: int
     steps_per_epoch: int  # 0: as many full global batches as the training rows give
     global_batch_size: int  # rows a step, over all ranks
     accumulate: int  # micro-batches that one rank's share of a step is cut into
     shards: int  # with --reduction canonical: micro-batches of a step over all ranks; else 0
+    seed: int
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """How its parameters move."""
+
     optimizer: str
     lr: float  # after --scale-lr
     momentum: float
     weight_decay: float
     lr_schedule: str
     warmup_steps: int
-    precision: str
-    seed: int
+    clip_norm: float  # 0: not clipped
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What computes it, and how ranks and rows are fetched."""
+
     device: str
     backend: str
+    precision: str
     reduction: str
     deterministic: bool
     compile: bool
-    channels_last: bool
-    run_dir: str
-    fresh: bool
-    save_every: int  # epochs
-    eval_every: int  # epochs
-    log_every: int  # steps
+    workers: int  # processes a rank that read rows; 0: the rank itself
+    row_seeds: str
     rendezvous_timeout: float  # seconds
     timeout: float  # seconds
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is kept and told of it."""
+
+    run_dir: str
+    new_run_dir: bool  # the run directory is a job's own: another job's is refused
+    fresh: bool
+    save_every: int  # epochs
+    save_minutes: float
+    save_steps: int
+    eval_every: int  # epochs
+    log_every: int  # steps
+    log_seconds: float
     debug: bool
+
+
+@dataclass(frozen=True)
+class TrainConfig(Run, Machine, Optimization, Problem):
+    """Every training choice of a run, resolved: no None is left for the trainer to guess at."""
+
+    own: dict  # the workload's own flags
+    remembered: tuple[str, ...]  # the choices that determine the losses
+
+    def __getattr__(self, name: str):
+        own = self.__dict__.get("own", {})
+        if name in own:
+            return own[name]
+        raise AttributeError(f"there is no flag --{name.replace('_', '-')} (config.{name})")
 
     def problem(self) -> dict:
         """The choices that determine the losses: a snapshot resumes only under the same ones."""
-        names = (
-            *("workload", "model_size", "steps_per_epoch", "global_batch_size", "optimizer", "lr", "momentum"),
-            *("weight_decay", "lr_schedule", "warmup_steps", "precision", "seed"),
-        )
-        problem = {name: getattr(self, name) for name in names}
-        if self.lr_schedule == "cosine":
-            problem["epochs"] = self.epochs  # the schedule is laid out over them
-        return problem
+        return {name: getattr(self, name) for name in self.remembered}
+
+    def facts(self) -> dict:
+        """All of them, as numbers and texts: for the record, and for the ranks to compare."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("own", "remembered")}
+        return plain | {name: value if _is_plain(value) else str(value) for name, value in self.own.items()}
 
 
-def parse(argv: list[str] | None, world_size: int, quiet: bool = False) -> TrainConfig:
+def _is_plain(value) -> bool:
+    return isinstance(value, str | int | float | bool | None)
+
+
+# Of every workload; a schedule that is laid out over the whole run has `epochs` too.
+REMEMBERED = ("workload", "steps_per_epoch", "global_batch_size", "optimizer", "lr", "momentum", "weight_decay")
+REMEMBERED += ("lr_schedule", "warmup_steps", "clip_norm", "row_seeds", "precision", "seed")
+
+
+def choose(argv: list[str], default: str | type = "digits"):
+    """The workload that --workload names; else `default`, a name, a file or a class. Raises WorkloadError."""
+    from ddp_core.workload import find
+
+    first = Parser(add_help=False, allow_abbrev=False)
+    first.add_argument("--workload")
+    named = first.parse_known_args(argv)[0].workload
+    return find(default if named is None else named)
+
+
+def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) -> TrainConfig:
     """Flags to TrainConfig. Raises UsageError that names the flag and its value; --help prints and exits.
 
-    quiet: print no help (every rank but 0).
+    quiet: print no help (every rank but 0). workload: as choose() returned it.
     """
-    flags = _parser(quiet).parse_args(argv)
-    values = vars(flags)
-    for name, value in DEFAULTS[flags.workload].items():
-        batch_is_set = flags.global_batch_size or flags.per_rank_batch_size
+    workload = workload or choose(argv)
+    parser, own, forgotten = _parser(workload, quiet)
+    values = vars(parser.parse_args(argv))
+    batch_is_set = values["global_batch_size"] or values["per_rank_batch_size"]
+    for name, value in _defaults(workload, values).items():
         if values[name] is None and not (name.endswith("batch_size") and batch_is_set):
             values[name] = value
-    values["global_batch_size"] = _global_batch_size(
-        values["global_batch_size"], values.pop("per_rank_batch_size"), flags.accumulate, world_size
-    )
-    values["shards"] = _shards(flags, world_size)
-    if flags.shards:  # a rank's shards are its micro-batches; the default kernels of an accelerator need not repeat
-        values["accumulate"], values["deterministic"] = flags.shards // world_size, True
+    own = {name: values.pop(name) for name in own}
+    per_rank = values.pop("per_rank_batch_size")
+    values["global_batch_size"] = _global_batch_size(values["global_batch_size"], per_rank, values["accumulate"], world_size)
+    values["shards"] = _shards(values, world_size)
+    if values["shards"]:  # a rank's shards are its micro-batches; the default kernels of an accelerator need not repeat
+        values["accumulate"], values["deterministic"] = values["shards"] // world_size, True
     values["lr"] *= world_size if values.pop("scale_lr") else 1
-    values["run_dir"] = flags.run_dir or f"runs/{flags.workload}"
-    if flags.model_size != "small" and flags.workload != "gpt":
-        raise UsageError(f"--model-size {flags.model_size} is for --workload gpt, not {flags.workload}")
-    if flags.data_dir and flags.workload not in ("mnist", "gpt"):
-        raise UsageError(f"--data-dir {flags.data_dir}: --workload {flags.workload} brings its own data")
-    if flags.channels_last and flags.workload != "mnist":
-        raise UsageError(f"--channels-last is for images (--workload mnist), not {flags.workload}")
-    return TrainConfig(**values)
+    values["workload"] = workload.name
+    new = values.pop("new_run_dir")
+    values["new_run_dir"] = bool(new and not values["run_dir"])
+    values["run_dir"] = values["run_dir"] or new or f"runs/{workload.name}"
+    remembered = (*REMEMBERED, *(name for name in own if name not in forgotten))
+    if values["lr_schedule"] == "cosine" or workload.overrides("schedule"):
+        remembered += ("epochs",)
+    return TrainConfig(own=own, remembered=remembered, **values)
+
+
+def _defaults(workload, flags: dict) -> dict:
+    """The workload's, and below them the core's for what every workload must have."""
+    common = dict(epochs=10, optimizer="sgd", lr=0.01, momentum=0.9, weight_decay=0.0, clip_norm=0.0, warmup_steps=0)
+    common |= dict(lr_schedule="constant", accumulate=1, precision="fp32", workers=0)
+    if "per_rank_batch_size" not in workload.defaults:
+        common["global_batch_size"] = 96
+    if unknown := sorted(workload.defaults.keys() - flags.keys()):
+        raise WorkloadError(f"--workload {workload.name}: its defaults name {', '.join(unknown)}, and there is no such flag")
+    return common | workload.defaults
 
 
 def _global_batch_size(global_batch_size: int | None, per_rank: int | None, accumulate: int, world_size: int) -> int:
@@ -104,7 +162,9 @@ def _global_batch_size(global_batch_size: int | None, per_rank: int | None, accu
     if global_batch_size % parts:
         below = global_batch_size // parts * parts
         fits = [str(size) for size in (below, below + parts) if size]
-        worlds = [str(size) for size in range(1, global_batch_size + 1) if global_batch_size % (size * accumulate) == 0]
+        worlds = [
+            str(size) for size in range(1, min(global_batch_size, 4096) + 1) if global_batch_size % (size * accumulate) == 0
+        ]
         raise UsageError(
             f"--global-batch-size {global_batch_size} does not divide by {world_size} ranks x --accumulate {accumulate}: "
             f"take {' or '.join(fits)}, or one of {', '.join(worlds) or 'no'} ranks"
@@ -112,15 +172,15 @@ def _global_batch_size(global_batch_size: int | None, per_rank: int | None, accu
     return global_batch_size
 
 
-def _shards(flags: argparse.Namespace, world_size: int) -> int:
+def _shards(flags: dict, world_size: int) -> int:
     """Of --reduction canonical: micro-batches of a step over all ranks, whose sums nest in each other (tree_sum); else 0."""
-    if flags.reduction != "canonical":
-        if flags.shards:
-            raise UsageError(f"--shards {flags.shards} is for --reduction canonical, not {flags.reduction}")
+    if flags["reduction"] != "canonical":
+        if flags["shards"]:
+            raise UsageError(f"--shards {flags['shards']} is for --reduction canonical, not {flags['reduction']}")
         return 0
-    shards, size = flags.shards or SHARDS, flags.global_batch_size
-    if flags.accumulate > 1:
-        raise UsageError(f"--accumulate {flags.accumulate}: with --reduction canonical raise --shards {shards} in its place")
+    shards, size = flags["shards"] or SHARDS, flags["global_batch_size"]
+    if flags["accumulate"] > 1:
+        raise UsageError(f"--accumulate {flags['accumulate']}: with --reduction canonical raise --shards {shards} instead")
     fits = [world_size << power for power in range(size.bit_length()) if size % (world_size << power) == 0]
     if shards not in fits and (world_size > 1 or size % shards):
         raise UsageError(
@@ -128,6 +188,9 @@ def _shards(flags: argparse.Namespace, world_size: int) -> int:
             f"take {', '.join(map(str, fits))}"
         )
     return shards
+
+
+# ---- the flags ----------------------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
@@ -151,12 +214,13 @@ def number(kind, low, high, above=False):
     return convert
 
 
-def _parser(quiet: bool) -> argparse.ArgumentParser:
+def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], set[str]]:
+    """The parser; the names of the workload's own flags; and those of them that a snapshot does not remember."""
     parser = Parser(
         prog="train.py",
         description="Train one workload on all ranks of this job; what is in the run directory is resumed.",
-        epilog="exit codes: 0 done, 2 usage, 3 preflight, 4 rendezvous or peers disagree, 5 snapshot unusable, "
-        "6 non-finite loss, 7 peer lost or hung, 8 storage, 75 stopped early and saved: submit again to resume",
+        epilog="exit codes: 0 done, 2 usage or the workload's file, 3 preflight, 4 rendezvous or peers disagree, 5 snapshot "
+        "unusable, 6 non-finite loss, 7 peer lost or hung, 8 storage, 75 stopped early and saved: submit again to resume",
         allow_abbrev=False,
     )
     if quiet:
@@ -164,50 +228,74 @@ def _parser(quiet: bool) -> argparse.ArgumentParser:
     count, size = number(int, 0, 2**53), number(int, 1, 2**53)
     positive, seconds, share = (number(float, 0, high, above) for high, above in ((1e9, True), (1e7, True), (1e9, False)))
 
+    def default(name: str) -> str:
+        return f"(default: {workload.defaults[name]})" if name in workload.defaults else ""
+
     add = parser.add_argument_group("problem").add_argument
-    add("--workload", choices=list(DEFAULTS), default="digits", help="what to train (default: %(default)s)")
-    add("--data-dir", default="", metavar="DIR", help="mnist: the IDX files; gpt: text files (default: Python's own)")
-    add("--model-size", choices=["tiny", "small", "medium"], default="small", help="of gpt (default: %(default)s)")
-    add("--epochs", type=size, metavar="N", help="epochs in all, counted from the start of the run")
+    add("--workload", metavar="NAME|FILE", help="digits, regression, mnist, gpt, or a file of yours (default: digits)")
+    add("--epochs", type=size, metavar="N", help=f"epochs in all, counted from the start of the run {default('epochs')}")
     add("--steps-per-epoch", type=count, default=0, metavar="N", help="end each epoch after N steps (default: all rows)")
     batch = parser.add_mutually_exclusive_group()
-    batch.add_argument("--global-batch-size", type=size, metavar="N", help="rows a step, over all ranks")
+    batch.add_argument(
+        "--global-batch-size", type=size, metavar="N", help=f"rows a step, over all ranks {default('global_batch_size')}"
+    )
     batch.add_argument("--per-rank-batch-size", type=size, metavar="N", help="rows a step on each rank")
-    add("--accumulate", type=size, default=1, metavar="N", help="micro-batches a step, to save memory (default: 1)")
-    add("--seed", type=count, default=0, metavar="N", help="of the initial parameters and the sample order (default: 0)")
+    add("--accumulate", type=size, metavar="N", help="micro-batches a step, to save memory (default: 1)")
+    add("--seed", type=count, default=0, metavar="N", help="of initial parameters, order, augmentation, dropout (default: 0)")
 
     add = parser.add_argument_group("optimizer").add_argument
-    add("--optimizer", choices=["sgd", "adamw"], help="SGD with momentum, or AdamW")
-    add("--lr", type=positive, metavar="X", help="learning rate")
+    add("--optimizer", choices=["sgd", "adamw"], help=f"SGD with momentum, or AdamW {default('optimizer')}")
+    add("--lr", type=positive, metavar="X", help=f"learning rate {default('lr')}")
     add("--scale-lr", action="store_true", help="multiply --lr by the world size")
-    add("--momentum", type=share, metavar="X", help="of SGD; AdamW's beta1")
-    add("--weight-decay", type=share, default=0.0, metavar="X", help="L2 with sgd, decoupled with adamw (default: 0)")
-    add("--lr-schedule", choices=["constant", "cosine"], default="constant", help="cosine: to 0 at the last step")
-    add("--warmup-steps", type=count, default=0, metavar="N", help="the learning rate rises linearly over them (default: 0)")
+    add("--momentum", type=share, metavar="X", help=f"of SGD; AdamW's beta1 (beta2: 0.95) {default('momentum')}")
+    add("--weight-decay", type=share, metavar="X", help="L2 with sgd, decoupled with adamw (default: 0)")
+    add("--lr-schedule", choices=["constant", "cosine"], help="cosine: to 0 at the last step (default: constant)")
+    add("--warmup-steps", type=count, metavar="N", help="the learning rate rises linearly over them (default: 0)")
+    add("--clip-norm", type=share, metavar="X", help="scale gradients down to this norm (default: 0, not clipped)")
 
     add = parser.add_argument_group("machine").add_argument
     add("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto", help="auto: the accelerator if one is visible")
     add("--backend", choices=["auto", "gloo", "nccl", "xccl"], default="auto", help="auto: the one for the device")
-    add("--precision", choices=["fp64", "fp32", "tf32", "bf16"], default="fp32", help="of the arithmetic (default: fp32)")
+    add("--precision", choices=["fp64", "fp32", "tf32", "bf16", "fp16"], help="of the arithmetic (default: fp32)")
     add(
         "--reduction",
-        choices=["auto", "flat", "ddp", "canonical"],
-        default="auto",
-        help="of gradients. flat: in one piece after backward; ddp: by DDP, during it; auto: flat up to 1 MiB, else ddp; "
-        "canonical: in --shards, for the same bits at every world size (deterministic, one thread a rank on the CPU; slower)",
+        choices=["ddp", "flat", "canonical"],
+        default="ddp",
+        help="of gradients. ddp: DistributedDataParallel; flat: in one piece after backward; canonical: in --shards, for the "
+        "same bits at every world size (deterministic, one thread a rank on the CPU; slower) (default: ddp)",
     )
     add("--shards", type=size, metavar="N", help=f"of canonical: parts of a step, ranks x a power of two (default: {SHARDS})")
     add("--deterministic", action="store_true", help="only kernels that repeat bit for bit, on an accelerator")
     add("--compile", action="store_true", help="torch.compile; measured slower on CPU for these models")
-    add("--channels-last", action="store_true", help="convolutions in NHWC memory order")
+    add("--workers", type=count, metavar="N", help="processes a rank for data that are read row by row (default: 0)")
+    add("--row-seeds", choices=["on", "off"], default="on", help="seed generators for each such row (default: on)")
     add("--rendezvous-timeout", type=seconds, default=120.0, metavar="S", help="for all ranks to meet (default: 120)")
     add("--timeout", type=seconds, default=600.0, metavar="S", help="for one collective (default: 600)")
 
     add = parser.add_argument_group("run").add_argument
-    add("--run-dir", metavar="DIR", help="snapshots and run.jsonl (default: runs/WORKLOAD)")
+    add("--run-dir", metavar="DIR", help="snapshots and run.jsonl; what is there is resumed (default: runs/WORKLOAD)")
+    add("--new-run-dir", metavar="DIR", help="of job scripts: the same, but refused if another job has left a run there")
     add("--fresh", action="store_true", help="start again; the run that is there is moved to DIR/old-N")
     add("--save-every", type=size, default=1, metavar="N", help="epochs between snapshots (default: 1)")
+    add("--save-minutes", type=share, default=10.0, metavar="M", help="and at least so often (default: 10; 0: never)")
+    add("--save-steps", type=count, default=0, metavar="N", help="and every N steps (default: 0, never)")
     add("--eval-every", type=size, default=1, metavar="N", help="epochs between evaluations (default: 1)")
     add("--log-every", type=size, default=10, metavar="N", help="steps between records of the loss (default: 10)")
+    add("--log-seconds", type=share, default=30.0, metavar="S", help="between lines of progress (default: 30; 0: none)")
     add("--debug", action="store_true", help="tracebacks and C++ messages along with the one-line errors")
-    return parser
+
+    before, forgotten = {action.dest for action in parser._actions}, set()
+    group = parser.add_argument_group(f"of --workload {workload.name}")
+
+    def add_own(*names: str, remembered: bool = True, **keywords) -> None:
+        action = group.add_argument(*names, **keywords)
+        action.default = workload.defaults.get(action.dest, action.default)
+        if not remembered:
+            forgotten.add(action.dest)
+
+    try:
+        workload.flags(add_own)
+    except Exception as error:
+        raise WorkloadError(f"--workload {workload.name}: its flags() failed: {type(error).__name__}: {error}") from error
+    own = [action.dest for action in parser._actions if action.dest not in before]
+    return parser, own, forgotten

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from ddp_core.config import Parser, TrainConfig, number, parse
-from ddp_core.data import load, steps_per_epoch
+from ddp_core import data, state
+from ddp_core.config import Parser, TrainConfig, choose, number, parse
 from ddp_core.device import versions
 from ddp_core.errors import Failure, PreflightError, SnapshotError, UsageError
-from ddp_core.model import build
-from ddp_core.snapshot import RunDirectory
+from ddp_core.run_directory import RunDirectory
+from ddp_core.workload import Workload
 
 # What the parts are called: MODEL_STATE and EPOCHS_RUN by pytorch's ddp-tutorial-series and OLCF's example; model_state,
 # optimizer_state_dict, scheduler_state_dict, epoch and iters by NERSC's tutorials.
@@ -51,27 +51,35 @@ def main(argv: list[str]) -> int:
         if argv[:1] != ["convert"] or len(argv) < 2 or argv[1].startswith("-"):
             raise UsageError(f"usage: {usage}")
         mine, others = parser.parse_known_args(argv[2:])
-        convert(Path(argv[1]), parse(others, mine.world_size), mine.world_size, mine.epochs_run)
+        workload = choose(others)
+        config = parse(others, mine.world_size, workload=workload)
+        convert(Path(argv[1]), workload, config, mine.world_size, mine.epochs_run)
     except Failure as error:
         print(f"error: {error}", file=sys.stderr)
         return int(error.code)
     return 0
 
 
-def convert(old: Path, config: TrainConfig, world_size: int = 1, epochs_run: int | None = None) -> None:
+def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int = 1, epochs_run: int | None = None) -> None:
     """Write the snapshot into config.run_dir, or nothing. Raises a Failure that names the file and what does not fit."""
-    content, data = _load(old), load(config)
-    shapes = {name: parameter.shape for name, parameter in build(config).named_parameters()}
+    if workload.overrides("optimizer"):
+        raise UsageError(
+            f"--workload {workload.name} has an optimizer of its own: only SGD and AdamW of the flags are converted"
+        )
+    content, rows = _load(old), data.of_workload(workload, config)
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
+    net = workload.model(config).to(dtype)
+    shapes = {name.removeprefix("model."): tensor.shape for name, tensor in state.of_model(net).items()}
+    trained = {name: parameter.shape for name, parameter in net.named_parameters()}
     model = _fitted(old, next((content[key] for key in MODEL if key in content), content), shapes, dtype)
-    moments, moments_step = _moments(old, content, shapes, dtype, config)
+    moments, moments_step = _moments(old, content, trained, dtype, config)
 
     told, key = epochs_run is not None, next((key for key in EPOCH if key in content), None)
     if not told:
         epochs_run = _count(old, content, key, MOST_EPOCHS) + 1 if key else 0
         says = f"{key}={epochs_run - 1} is the last epoch that was finished" if key else "no epoch is in the file"
         print(f"{says}: {epochs_run} epochs run (--epochs-run N if it is not so)")
-    steps = steps_per_epoch(config, data)
+    steps = min(len(rows[0]) // config.global_batch_size, config.steps_per_epoch or len(rows[0]))
     step = epochs_run * steps
     done = _count(old, content, "iters", 2**53) if "iters" in content else moments_step
     if not told and done not in (None, step):
@@ -85,16 +93,21 @@ def convert(old: Path, config: TrainConfig, world_size: int = 1, epochs_run: int
     for theirs in STATES[config.optimizer].values():
         if theirs not in moments:
             print(f"{theirs}: the file has none for all parameters, it begins at zero")
-            moments[theirs] = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+            moments[theirs] = {name: torch.zeros(shape, dtype=dtype) for name, shape in trained.items()}
     if any(key.startswith("scheduler") for key in content):
         print("the scheduler's state is not needed: the learning rate is a function of the step (--lr-schedule)")
     print("losses of earlier epochs are not in the file: the history has none, and the next evaluation is the best so far")
 
     parts = {"model": model} | {f"optim.{ours}": moments[theirs] for ours, theirs in STATES[config.optimizer].items()}
+    if config.optimizer == "adamw":
+        parts["optim.step"] = {name: torch.tensor(float(step)) for name in trained}
+    elif not config.momentum:
+        del parts["optim.momentum"]
     tensors = {f"{part}.{name}": values for part, named in parts.items() for name, values in named.items()}
-    document = dict(problem=config.problem(), data=data.fingerprint, step=step, steps_per_epoch=steps, epochs_run=epochs_run)
+    fingerprint = data.fingerprint(*rows, workload, config)
+    document = dict(problem=config.problem(), data=fingerprint, step=step, steps_per_epoch=steps, epochs_run=epochs_run)
     document |= dict(epoch_loss_sum=(0.0).hex(), history=[[epoch] for epoch in range(epochs_run)], best=None)
-    directory = RunDirectory(config.run_dir, "convert", config.fresh)
+    directory = RunDirectory(config.run_dir, "convert", fresh=config.fresh)
     try:
         there = [path for path in (directory.snapshot, directory.previous, directory.best, directory.log) if path.exists()]
         if there:

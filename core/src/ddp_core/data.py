@@ -1,204 +1,265 @@
-"""Datasets as tensors, and the order of their rows.
+"""The rows of a workload: tensors in memory or in a mapped file, or anything that gives its rows one by one.
 
-Random numbers come from integer arithmetic (splitmix64), not from torch's generators, whose numbers change with the
-instruction set: every machine draws the same. Rows lie in one tensor on the rank's device; a batch is one index into it.
+What a workload's data() may return, for training and for held-out rows alike:
+  - tensors: Rows(inputs, targets), or a tuple or dictionary of tensors or arrays of equal first dimension. They are
+    indexed by a whole batch at once, on the device where they fit. Memory-mapped ones (mapped(), numpy's mmap_mode) stay
+    in their file, and only the rows of a batch are read.
+  - a torch.utils.data.Dataset, or anything with a length and an index: rows are read one by one through PyTorch's
+    DataLoader (--workers), with Python's, NumPy's and torch's generators seeded for each row.
+
+Every rank calls data(). What it writes, a cache say, it writes under another name and renames: the ranks do it at once.
+An attribute `fingerprint` names the content; ranks compare it, and a snapshot resumes under the same one. Without it
+tensors are hashed, and of data that are read row by row 16 rows.
 """
 
-import gzip
+import ast
 import hashlib
+import itertools
+import json
 import math
-import struct
-import sysconfig
-import zlib
-from dataclasses import dataclass
-from importlib import resources
+import mmap
+import warnings
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ddp_core.config import TrainConfig
+from ddp_core.batches import SeededRows
 from ddp_core.errors import PreflightError, UsageError
+from ddp_core.snapshot import memory
+from ddp_core.workload import Workload, blame
 
-HELD_OUT = 5  # every fifth row is held out, where a dataset brings no split of its own
-CONTEXT = {"tiny": 64, "small": 256, "medium": 512}  # bytes of text in one row of gpt
+HELD_OUT = 5  # every fifth row is held out, where data bring no split of their own
+HASHED_WHOLE = 2**30  # bytes: above it a fingerprint is of the size and of 1 MiB in every 64
+SAMPLED_ROWS = 16  # of data that are read row by row: their fingerprint
 
 
-@dataclass(frozen=True)
+# ---- rows in tensors ----------------------------------------------------------------------------------------------
+
+
 class Rows:
-    """[n, ...] inputs and [n, ...] targets; rows[index] is a batch."""
+    """Columns of equal length, one entry a row; rows[index] is a batch: a tuple, a dictionary, or one tensor.
 
-    inputs: torch.Tensor
-    targets: torch.Tensor
+    fingerprint: names the content; ranks compare it, and a snapshot resumes under the same one. Computed if not given.
+    """
+
+    batched = True  # indexed by an int64 tensor of row numbers, at once
+
+    def __init__(self, *columns: torch.Tensor, names: Sequence[str] = (), bare: bool = False, fingerprint: str = ""):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nothing here writes
+            self.columns = tuple(torch.as_tensor(column) for column in columns)
+        self.names, self.bare, self.given = tuple(names), bare, fingerprint
+        lengths = {len(column) for column in self.columns}
+        if len(lengths) != 1:
+            raise UsageError(f"data() gave columns of {', '.join(map(str, sorted(lengths)))} rows, but should give equal ones")
 
     def __len__(self) -> int:
-        return len(self.targets)
+        return len(self.columns[0])
 
-    def __getitem__(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.inputs.index_select(0, index), self.targets.index_select(0, index)
+    def __getitem__(self, index: torch.Tensor) -> Any:
+        batch = tuple(column.index_select(0, index) for column in self.columns)
+        if self.names:
+            return dict(zip(self.names, batch, strict=True))
+        return batch[0] if self.bare else batch
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> "Rows":
-        """On the device; real numbers in the precision of the run, bytes and labels as they are."""
+    @property
+    def nbytes(self) -> int:
+        return sum(column.nbytes for column in self.columns)
 
-        def move(values: torch.Tensor) -> torch.Tensor:
-            return values.to(device, dtype) if values.is_floating_point() else values.to(device)
+    @cached_property
+    def fingerprint(self) -> str:
+        return self.given or digest(column.contiguous().view(-1).view(torch.uint8) for column in self.columns)
 
-        return Rows(move(self.inputs), move(self.targets))
-
-
-@dataclass(frozen=True)
-class Data:
-    train: Rows
-    held_out: Rows
-    fingerprint: str  # of the bytes that were read: the ranks compare it, and a snapshot remembers it
-
-
-# ---- integers -----------------------------------------------------------------------------------------------------
-
-GOLDEN, MIX1, MIX2 = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+    def with_columns(self, columns) -> "Rows":
+        return Rows(*columns, names=self.names, bare=self.bare, fingerprint=self.given)
 
 
-def splitmix64(state: torch.Tensor) -> torch.Tensor:
-    """int64 states to int64 outputs, a bijection of the 64-bit words (Steele, Lea, Flood, OOPSLA 2014)."""
-    z = state + GOLDEN  # int64 wraps modulo 2**64, as the algorithm wants
-    z = (z ^ _shift(z, 30)) * MIX1
-    z = (z ^ _shift(z, 27)) * MIX2
-    return z ^ _shift(z, 31)
+class Bytes:
+    """Rows of `width` bytes of some files, one behind the other with a line feed between. Mapped, never loaded whole."""
+
+    batched = True
+
+    def __init__(self, files: Sequence[Path], width: int, where: object):
+        self.width, self.parts = width, []
+        for path in files:
+            try:
+                with open(path, "rb") as file:
+                    size = file.seek(0, 2)
+                    self.parts.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
+            except OSError as error:
+                raise PreflightError(f"{path}: {error.strerror}") from error
+        self.starts = [0, *itertools.accumulate(len(part) + 1 for part in self.parts)]
+        self.total = max(0, self.starts[-1] - 1)
+        if len(self) < HELD_OUT:
+            raise PreflightError(f"{where} has {len(files)} files of {self.total} bytes: fewer than {HELD_OUT} rows of {width}")
+
+    def __len__(self) -> int:
+        return self.total // self.width
+
+    def __getitem__(self, index: torch.Tensor) -> torch.Tensor:
+        text = b"".join(self.read(row * self.width, self.width) for row in index.tolist())
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8).view(len(index), self.width)
+
+    def read(self, start: int, count: int) -> bytes:
+        number = bisect_right(self.starts, start) - 1
+        text = self.parts[number][start - self.starts[number] :][:count]
+        while len(text) < count and number + 1 < len(self.parts):
+            number += 1
+            text += b"\n" + self.parts[number][: count - len(text) - 1]
+        return text[:count]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        feed = torch.frombuffer(bytearray(b"\n"), dtype=torch.uint8)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            parts = [torch.frombuffer(part, dtype=torch.uint8) if len(part) else feed[:0] for part in self.parts]
+        return digest(piece for number, part in enumerate(parts) for piece in ((feed, part) if number else (part,)))
 
 
-def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
-    return (z >> bits) & ((1 << (64 - bits)) - 1)  # logical: torch's own shift keeps the sign
+class Every:
+    """The rows of others that a rule keeps: every fifth (held out), or the four between."""
+
+    batched = True
+
+    def __init__(self, rows, held_out: bool):
+        self.rows, self.held_out = rows, held_out
+        self.fingerprint = rows.fingerprint
+
+    def __len__(self) -> int:
+        held_out = len(self.rows) // HELD_OUT
+        return held_out if self.held_out else len(self.rows) - held_out
+
+    def __getitem__(self, index: torch.Tensor) -> Any:
+        return self.rows[HELD_OUT * index + HELD_OUT - 1 if self.held_out else index + index // (HELD_OUT - 1)]
 
 
-def words(count: int, *labels: int) -> torch.Tensor:
-    """[count] distinct int64 words; other labels, another stream."""
-    state = torch.zeros(1, dtype=torch.int64)
-    for label in labels:
-        state = splitmix64(state ^ label)
-    return splitmix64(state + GOLDEN * torch.arange(count, dtype=torch.int64))
+def split(rows: Rows | Bytes) -> tuple[Any, Any]:
+    """Training and held-out rows; every fifth is held out."""
+    if not isinstance(rows, Rows):
+        return Every(rows, False), Every(rows, True)
+    held_out = torch.arange(len(rows)) % HELD_OUT == HELD_OUT - 1
+    return tuple(rows.with_columns([column[kept] for column in rows.columns]) for kept in (~held_out, held_out))
 
 
-def uniform(count: int, *labels: int) -> torch.Tensor:
-    """[count] fp64 values k / 2**24 in [0, 1): exact in fp32 too."""
-    return _shift(words(count, *labels), 40).double() / 2**24
-
-
-def sample_order(seed: int, epoch: int, count: int) -> torch.Tensor:
-    """[count] int64: a permutation of the rows, a function of seed and epoch and never of the world size.
-
-    The order in which distinct random words sort: exact on every machine, and 2 to 4 times faster here than Fisher-Yates.
-    """
-    return words(count, 1, seed, epoch).argsort()
-
-
-def rows_of_rank(order: torch.Tensor, global_batch_size: int, rank: int, world_size: int) -> torch.Tensor:
-    """[steps, rows a rank] int64: step s trains on order[s*G : (s+1)*G], this rank on every world_size-th of them.
-
-    Rows that do not fill a global batch are left out of this epoch; the next epoch's order leaves out others.
-    """
-    steps = len(order) // global_batch_size
-    return order[: steps * global_batch_size].view(steps, global_batch_size)[:, rank::world_size]
-
-
-def steps_per_epoch(config: TrainConfig, data: Data) -> int:
-    return min(len(data.train) // config.global_batch_size, config.steps_per_epoch or len(data.train))
-
-
-# ---- datasets -----------------------------------------------------------------------------------------------------
-
-
-def load(config: TrainConfig) -> Data:
-    """The data of a workload. Never downloads. Raises PreflightError that names the missing file and how to get it."""
-    data = {"digits": _digits, "regression": _regression, "mnist": _mnist, "gpt": _text}[config.workload](config)
-    if config.global_batch_size > len(data.train):
-        raise UsageError(
-            f"--global-batch-size {config.global_batch_size} is more than the {len(data.train)} training rows of "
-            f"{config.workload}: no step would fill it"
-        )
-    return data
-
-
-def _split(inputs: torch.Tensor, targets: torch.Tensor, fingerprint: str) -> Data:
-    held_out = torch.arange(len(targets)) % HELD_OUT == HELD_OUT - 1
-    return Data(Rows(inputs[~held_out], targets[~held_out]), Rows(inputs[held_out], targets[held_out]), fingerprint)
-
-
-def _digits(config: TrainConfig) -> Data:
-    """1,797 handwritten digits of 8x8 pixels from 0 to 16, labels 0 to 9 (digits.md has the source)."""
-    text = gzip.decompress(resources.files("ddp_core").joinpath("digits.csv.gz").read_bytes())
-    table = torch.frombuffer(bytearray(map(int, text.replace(b"\n", b",").strip(b",").split(b","))), dtype=torch.uint8)
-    table = table.view(-1, 65)
-    return _split(table[:, :64].float() / 4, table[:, 64].long(), hashlib.sha256(text).hexdigest()[:12])
-
-
-def _regression(config: TrainConfig) -> Data:
-    """2,048 rows of 20 features in [0, 1), as in OLCF's example for Frontier; the targets can be learned, as there not."""
-    count, features = 2048 + 2048 // (HELD_OUT - 1), 20
-    inputs = uniform(count * features, 2, 0).view(count, features)
-    teacher = uniform(features, 2, 1) - 0.5
-    noise = uniform(count, 2, 2) - 0.5
-    # Summed feature by feature: a matrix product's order of additions differs between machines.
-    targets = sum(inputs[:, i] * teacher[i] for i in range(features)) + 0.1 * noise
-    return _split(inputs, targets.view(count, 1), "regression-1")
-
-
-def _mnist(config: TrainConfig) -> Data:
-    """The IDX files of MNIST, gzipped or not, anywhere below --data-dir; its own 10,000 rows are held out."""
-    digest = hashlib.sha256()
-    parts = {}
-    for split in ("train", "t10k"):
-        images = _idx(config, f"{split}-images-idx3-ubyte", 3, digest)
-        labels = _idx(config, f"{split}-labels-idx1-ubyte", 1, digest)
-        if len(images) != len(labels) or images.shape[1:] != (28, 28):
-            raise PreflightError(f"--data-dir {config.data_dir}: {split} is {tuple(images.shape)}, {len(labels)} labels")
-        parts[split] = Rows((images.unsqueeze(1).float() / 255 - 0.1307) / 0.3081, labels.long())
-    return Data(parts["train"], parts["t10k"], digest.hexdigest()[:12])
-
-
-def _idx(config: TrainConfig, name: str, dimensions: int, digest) -> torch.Tensor:
-    """An IDX file as a uint8 tensor: magic number 0x0000080d, d big-endian sizes, the bytes."""
-    if not config.data_dir:
-        raise UsageError("--workload mnist needs --data-dir: the folder of the IDX files. " + _how_to_fetch("DIR"))
-    found = sorted(path for ending in ("", ".gz") for path in Path(config.data_dir).rglob(name + ending))
-    if not found:
-        raise PreflightError(f"--data-dir {config.data_dir} has no {name}[.gz]. {_how_to_fetch(config.data_dir)}")
+def mapped(path: str | Path, dtype: torch.dtype = torch.uint8, name: str = "") -> torch.Tensor:
+    """A tensor that stays in its file: .npy, one tensor of a .safetensors file (name), else raw numbers of `dtype`."""
+    path = Path(path)
+    shape, start = (-1,), 0
     try:
-        raw = gzip.decompress(found[0].read_bytes()) if found[0].suffix == ".gz" else found[0].read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise PreflightError(f"{found[0]}: {error}: fetch it again") from error
-    digest.update(raw)
-    start = 4 + 4 * dimensions
-    whole = raw[:4] == bytes((0, 0, 8, dimensions)) and len(raw) > start
-    shape = struct.unpack(f">{dimensions}I", raw[4:start]) if whole else ()
-    if not whole or math.prod(shape) != len(raw) - start:
-        raise PreflightError(f"{found[0]} is not a whole IDX file of {dimensions} dimensions of bytes: fetch it again")
-    return torch.frombuffer(bytearray(raw[start:]), dtype=torch.uint8).view(shape)
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            if path.suffix == ".npy":
+                head = file.read(12)
+                long = head[6] > 1
+                start = (12 if long else 10) + int.from_bytes(head[8 : 12 if long else 10], "little")
+                file.seek(12 if long else 10)
+                facts = ast.literal_eval(file.read(start - file.tell()).decode("latin1"))
+                if facts["fortran_order"]:
+                    raise ValueError("it is in Fortran's order")
+                shape, dtype = facts["shape"], NUMPY[facts["descr"]]
+            elif path.suffix == ".safetensors":
+                length = int.from_bytes(file.read(8), "little")
+                facts = json.loads(file.read(length))[name]
+                shape, dtype, start = facts["shape"], SAFETENSORS[facts["dtype"]], 8 + length + facts["data_offsets"][0]
+    except (OSError, ValueError, KeyError, SyntaxError, IndexError) as error:
+        raise PreflightError(f"{path} cannot be mapped ({type(error).__name__}: {error})") from error
+    content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[start:]
+    count = math.prod(shape) * dtype.itemsize if shape != (-1,) else len(content) // dtype.itemsize * dtype.itemsize
+    return content[:count].view(dtype).view(*shape)
 
 
-def _how_to_fetch(folder: str) -> str:
-    address = "https://ossci-datasets.s3.amazonaws.com/mnist"
-    return (
-        f"Fetch them once on a login node: mkdir -p {folder} && cd {folder} && for f in train-images-idx3 "
-        f"train-labels-idx1 t10k-images-idx3 t10k-labels-idx1; do curl -fLO {address}/$f-ubyte.gz; done"
-    )
+NUMPY = {"|u1": torch.uint8, "|i1": torch.int8, "|b1": torch.bool, "<u2": torch.uint16, "<i2": torch.int16}
+NUMPY |= {"<i4": torch.int32, "<i8": torch.int64, "<f2": torch.float16, "<f4": torch.float32, "<f8": torch.float64}
+SAFETENSORS = {"U8": torch.uint8, "I8": torch.int8, "BOOL": torch.bool, "U16": torch.uint16, "I16": torch.int16}
+SAFETENSORS |= {"I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16}
+SAFETENSORS |= {"F32": torch.float32, "F64": torch.float64}
 
 
-def _text(config: TrainConfig) -> Data:
-    """The bytes of the text files below --data-dir, in rows of CONTEXT + 1; by default Python's standard library."""
-    if config.data_dir:
-        folder = Path(config.data_dir)
-        files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-    else:
-        folder = Path(sysconfig.get_path("stdlib"))
-        files = sorted(folder.glob("*.py"))
+def digest(parts) -> str:
+    """sha256 of uint8 tensors, in 12 hexadecimal digits; of large ones of their size and of 1 MiB in every 64."""
+    total = hashlib.sha256()
+    for part in parts:
+        if len(part) <= HASHED_WHOLE:
+            total.update(memory(part))
+            continue
+        total.update(str(len(part)).encode())
+        for start in (*range(0, len(part), 2**26), len(part) - 2**20):
+            total.update(memory(part[start : start + 2**20]))
+    return total.hexdigest()[:12]
+
+
+# ---- of a workload ------------------------------------------------------------------------------------------------
+
+
+def of_workload(workload: Workload, config) -> tuple[Any, Any]:
+    """Training and held-out rows of a workload, in one of the two forms. Raises a Failure that names its file."""
+    workload.config = config
     try:
-        raw = b"\n".join(path.read_bytes() for path in files)
-    except OSError as error:
-        raise PreflightError(f"--data-dir {config.data_dir}: {error}") from error
-    width = CONTEXT[config.model_size] + 1
-    count = len(raw) // width
-    if count < HELD_OUT:
-        raise PreflightError(
-            f"--data-dir {folder} has {len(files)} files of {len(raw)} bytes: less than {HELD_OUT} rows of {width}"
-        )
-    table = torch.frombuffer(bytearray(raw[: count * width]), dtype=torch.uint8).view(count, width)
-    return _split(table[:, :-1], table[:, 1:], hashlib.sha256(raw).hexdigest()[:12])
+        found = workload.data(config)
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise TypeError(f"data() should return (training rows, held-out rows), and returned {type(found).__name__}")
+        train, held_out = (_known(rows) for rows in found)
+        if train is None or config.global_batch_size > len(train):
+            raise UsageError(
+                f"--global-batch-size {config.global_batch_size} is more than the {len(train or ())} training rows of "
+                f"{workload.name}: no step would fill it"
+            )
+        return train, held_out
+    except Exception as error:
+        raise blame(error, workload.file, f"the data of --workload {workload.name}") from error
+
+
+def _known(rows: Any) -> Any:
+    if rows is None or getattr(rows, "batched", False):
+        return rows
+    if isinstance(rows, torch.Tensor):
+        return Rows(rows, bare=True)
+    if isinstance(rows, Mapping) and rows and all(hasattr(column, "shape") for column in rows.values()):
+        return Rows(*rows.values(), names=[*rows])
+    if isinstance(rows, tuple) and rows and all(hasattr(column, "shape") for column in rows):
+        return Rows(*rows)
+    if type(rows).__name__ == "TensorDataset":
+        return Rows(*rows.tensors)
+    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        raise TypeError(f"rows need a length and an index, and {type(rows).__name__} has not both (streams are not supported)")
+    return rows
+
+
+def fingerprint(train: Any, held_out: Any, workload: Workload, config) -> str:
+    """Of both: what they say of themselves, else of their bytes, else of some of their rows."""
+    try:
+        parts = [_fingerprint(rows, config) for rows in (train, held_out) if rows is not None]
+    except Exception as error:
+        raise blame(error, workload.file, f"the data of --workload {workload.name}") from error
+    return "+".join(dict.fromkeys(parts))
+
+
+def _fingerprint(rows: Any, config) -> str:
+    if named := getattr(rows, "fingerprint", ""):
+        return str(named)
+    total, count = hashlib.sha256(str(len(rows)).encode()), len(rows)
+    seeded = SeededRows(rows, config)
+    for row in sorted({count * number // SAMPLED_ROWS for number in range(SAMPLED_ROWS)} if count else ()):
+        _update(total, seeded[0, row])
+    return total.hexdigest()[:12]
+
+
+def _update(total, value: Any) -> None:
+    if isinstance(value, Mapping):
+        value = [entry for pair in sorted(value.items(), key=lambda pair: str(pair[0])) for entry in pair]
+    if isinstance(value, list | tuple):
+        for entry in value:
+            _update(total, entry)
+    elif isinstance(value, torch.Tensor):
+        value = value.detach().cpu().contiguous()  # by name, for memory() does not keep it
+        total.update(memory(value))
+    elif hasattr(value, "tobytes"):  # NumPy's arrays, Pillow's images
+        total.update(value.tobytes())
+    elif isinstance(value, str | bytes | int | float | bool | None):
+        total.update(repr(value).encode())

@@ -9,7 +9,7 @@ from enum import IntEnum
 
 class ExitCode(IntEnum):
     DONE = 0
-    USAGE = 2  # a flag, or a value that this workload, batch or model cannot take
+    USAGE = 2  # a flag, a value that this workload or batch cannot take, or the workload's own file
     PREFLIGHT = 3  # launcher variables, device, data or run directory: nothing was started
     RENDEZVOUS = 4  # the ranks did not meet, or do not agree on what they are about to run
     SNAPSHOT = 5  # there is a snapshot and it cannot be used; it was left as it is
@@ -30,6 +30,12 @@ class Failure(Exception):
 
 
 class UsageError(Failure, ValueError):
+    code = ExitCode.USAGE
+
+
+class WorkloadError(Failure, ValueError):
+    """The workload's file cannot be used, or has failed: names the file and the line."""
+
     code = ExitCode.USAGE
 
 

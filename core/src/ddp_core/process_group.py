@@ -10,6 +10,7 @@ import re
 import socket
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -28,7 +29,8 @@ class Peers:
     """The two groups of a running job, and what the trainer asks of them."""
 
     def __init__(self, rank: Rank, config: TrainConfig, device: torch.device, rendezvous: Rendezvous):
-        self.rank, self.store = rank, rendezvous.store
+        self.rank, self.world_size, self.local_rank = rank.rank, rank.world_size, rank.local_rank
+        self.store, self.broadcasts = rendezvous.store, 0
         backend, timeout = backend_of(config, device.type), timedelta(seconds=config.timeout)
         try:
             dist.init_process_group(
@@ -49,9 +51,9 @@ class Peers:
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """[n] fp64 values of this rank to the [world_size, n] values of all, on every rank."""
-        if self.rank.world_size == 1:
+        if self.world_size == 1:
             return values.view(1, -1)
-        everyone = torch.empty(self.rank.world_size, len(values), dtype=torch.float64)
+        everyone = torch.empty(self.world_size, len(values), dtype=torch.float64)
         dist.all_gather(list(everyone.unbind()), values, group=self.control)
         return everyone
 
@@ -59,17 +61,36 @@ class Peers:
         """After something that one rank did alone: raises its Failure there, and one of its code on all others."""
         codes = self.gather(torch.tensor([failure.code if failure else 0], dtype=torch.float64))[:, 0]
         if failure:
+            failure.everywhere = bool(codes[0])  # then rank 0 speaks for all
             raise failure
         if codes.any():
             raise failure_with(int(codes.max()), f"rank {int(codes.argmax())} failed")
 
-    def broadcast(self, value, tensors: list[torch.Tensor]):
-        """Rank 0's small value (as JSON), returned on all ranks, and its tensors, in place."""
-        if self.rank.rank == 0:
-            self.store.set("broadcast", json.dumps(value))
-        for tensor in tensors:
-            dist.broadcast(tensor, 0, group=self.data)
-        return json.loads(self.store.get("broadcast"))
+    def broadcast(self, value):
+        """Rank 0's small value (as JSON), returned on all ranks."""
+        if self.world_size == 1:
+            return value
+        self.broadcasts += 1
+        if self.rank == 0:
+            self.store.set(f"broadcast/{self.broadcasts}", json.dumps(value))
+        return json.loads(self.store.get(f"broadcast/{self.broadcasts}"))
+
+    def broadcast_tensors(self, tensors: list[torch.Tensor]) -> None:
+        """Rank 0's numbers to all ranks, in place: a message for each large tensor, and one for all small ones of a kind."""
+        kinds: dict[tuple, list[torch.Tensor]] = {}
+        for number, tensor in enumerate(tensors if self.world_size > 1 else ()):
+            alone = number if tensor.nbytes > 2**20 else -1
+            kinds.setdefault((tensor.dtype, tensor.device.type, alone), []).append(tensor)
+        for (_, device, alone), alike in kinds.items():
+            # An optimizer may keep its step count on the CPU, where nccl does not reach.
+            group = self.control if device == "cpu" else self.data
+            if alone >= 0 and alike[0].is_contiguous():
+                dist.broadcast(_as_bytes(alike[0]), 0, group=group)
+                continue
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
+            dist.broadcast(_as_bytes(flat), 0, group=group)
+            for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+                tensor.detach().copy_(part.view(tensor.shape))
 
     @staticmethod
     def is_lost(error: RuntimeError) -> bool:
@@ -88,16 +109,16 @@ class Peers:
             missing = [0]  # the store went with it, or is frozen
         who = f"rank {', '.join(map(str, missing))} died or hangs" if missing else "a connection broke"
         # Without rank 0 one rank a node speaks.
-        tells = self.rank.local_rank == 0 or self.rank.rank == 1 if missing == [0] else self.rank.rank == 0
+        tells = self.local_rank == 0 or self.rank == 1 if missing == [0] else self.rank == 0
         return PeerLostError(
             f"{who} {when} ({_first_line(error)}): see that rank's output, then submit again; the last snapshot is whole",
             everywhere=not tells,
         )
 
     def _call_the_roll(self) -> list[int]:
-        others, end = range(1, self.rank.world_size), time.monotonic() + ROLL_CALL
-        self.store.set(f"alive/{self.rank.rank}", "")
-        if self.rank.rank:
+        others, end = range(1, self.world_size), time.monotonic() + ROLL_CALL
+        self.store.set(f"alive/{self.rank}", "")
+        if self.rank:
             self.store.wait(["missing"], timedelta(seconds=2 * ROLL_CALL))
             return json.loads(self.store.get("missing"))
         while (missing := [rank for rank in others if not self.store.check([f"alive/{rank}"])]) and time.monotonic() < end:
@@ -106,12 +127,29 @@ class Peers:
         time.sleep(min(1, ROLL_CALL))  # the store ends with this process: let the others read
         return missing
 
+    def speaks(self) -> bool:
+        """Whether this rank prints a failure of its own: rank 0 does, the others only where rank 0 has none."""
+        with suppress(RuntimeError, ValueError):
+            self.store.set(f"failed/{self.rank}", "")
+            end = time.monotonic() + 1
+            while self.rank and time.monotonic() < end:
+                if self.store.check(["failed/0"]):
+                    return False
+                time.sleep(0.05)
+            time.sleep(0 if self.rank or self.world_size == 1 else 1)  # the store ends with rank 0: let the others read
+        return True
+
     def wait(self) -> None:
         """For all ranks: without it at the end, who leaves first can hang who is still connecting."""
         dist.barrier(group=self.control)
 
     def leave(self) -> None:
         dist.destroy_process_group()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor: gloo and nccl know few kinds of number, and no booleans."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _first_line(error: BaseException) -> str:

@@ -20,6 +20,7 @@ class Rank:
     master_addr, master_port     where rank 0 listens; port 0 is for a world of one
     job_id                       equal in all ranks of one start of one job, different in every other:
                                  how a rank notices that it has met somebody else's rank 0
+    restart                      how often this job was started before; core keeps --fresh to start 0
     launcher_store               the launcher itself listens there (torchrun's agent does)
     variables                    field name = the environment variable it came from, for error messages
     """
@@ -32,6 +33,7 @@ class Rank:
     master_addr: str
     master_port: int
     job_id: str
+    restart: int = 0
     launcher_store: bool = False
     variables: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
@@ -44,11 +46,11 @@ class Rank:
     def read(cls, environ: Mapping[str, str], launcher_store: bool = False, **variables: str) -> "Rank":
         """Rank from environment variables, one for each field: Rank.read(os.environ, rank="RANK", ...).
 
-        Raises PreflightError that names the variable and its value.
+        Raises PreflightError that names the variable and its value. `restart` alone may be unset: 0.
         """
         values = {}
         for name, variable in variables.items():
-            text = environ.get(variable, "").strip()
+            text = environ.get(variable, "").strip() or ("0" if name == "restart" else "")
             if not text:
                 raise PreflightError(f"{variable} is not set ({name} is read from it): start this program as job scripts do")
             if name not in ("master_addr", "job_id") and not (text.isascii() and text.isdigit()):
@@ -71,6 +73,7 @@ class Rank:
         check(len(self.master_addr.split()) == 1, "one address", "master_addr")
         check(lowest_port <= self.master_port <= 65535, "a port from 1 to 65535", "master_port")
         check(bool(self.job_id), "this job's own name", "job_id")
+        check(self.restart >= 0, "0 or more", "restart")
         reachable = one_node or not _is_loopback(self.master_addr)
         check(reachable, "an address of the first node that the others reach", "master_addr", "world_size", "local_world_size")
 

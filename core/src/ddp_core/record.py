@@ -1,4 +1,4 @@
-"""What a run says: run.jsonl for programs, key=value lines and a closing table for people. Rank 0 alone speaks.
+"""What a run says: run.jsonl for programs; key=value lines, progress and a closing table for people. Rank 0 alone speaks.
 
 run.jsonl holds one object a line: start, step, epoch, snapshot, end. A resumed run appends to it and repeats the steps
 after its snapshot; the last record of a step counts. Losses stand there as numbers and, exactly, as float.hex().
@@ -6,22 +6,23 @@ after its snapshot; the last record of a step counts. Losses stand there as numb
 
 import json
 import os
+import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
-from ddp_core.device import versions
 from ddp_core.errors import ExitCode, StorageError
 
 
 class Record:
     """began: time.monotonic() of the program's start. Silent until it is opened, which rank 0 alone does."""
 
-    def __init__(self, began: float):
+    def __init__(self, began: float, log_seconds: float = 30.0):
         self.path: Path | None = None
         self.failure: StorageError | None = None
-        self.began = began
+        self.began, self.log_seconds = began, log_seconds
         self.seconds: dict[str, float] = {}  # from `began` to the end of each phase of the start
+        self.training = self.spoke = time.monotonic()
+        self.bar = None
 
     def open(self, path: Path) -> None:
         """Append to run.jsonl, without the half line that a killed writer may have left. Raises StorageError."""
@@ -40,7 +41,10 @@ class Record:
         self.seconds.setdefault(phase, round(time.monotonic() - self.began, 4))
 
     def write(self, kind: str, **values) -> None:
-        """One line of run.jsonl. Does not raise, on one rank of all, but keeps the failure for them to agree on."""
+        """One line of run.jsonl: `kind` first, then the values in this order, for job scripts read it with sed.
+
+        Does not raise, on one rank of all, but keeps the failure for them to agree on.
+        """
         if self.path:
             try:
                 self._file.write(json.dumps(dict(kind=kind, **values), separators=(",", ":")).encode() + b"\n")
@@ -49,52 +53,93 @@ class Record:
                 self.failure = StorageError(f"{self.path}: {error.strerror}: free space and submit again")
 
     def say(self, **values) -> None:
-        """One progress line."""
+        """One line of key=value."""
         if self.path:
+            self._clear()
             print(" ".join(f"{name}={_short(value)}" for name, value in values.items() if value is not None), flush=True)
 
-    def start(self, rows: list[dict], trainer) -> None:
-        """rows: where each rank is, in rank order."""
-        self.first, self.training = trainer.step, time.monotonic()
-        world = dict(world_size=trainer.world_size, reduction=trainer.replica.reduction, ranks=rows)
-        run = dict(config=asdict(trainer.config), data=trainer.fingerprint, versions=versions())
-        self.write("start", step=trainer.step, **run, **world, seconds=self.seconds)
+    def start(self, step: int, epochs_run: int, config: dict, rows: list[dict], notes: list[str], **facts) -> None:
+        """rows: where each rank is, in rank order. notes: what of the usual promises this run does not keep."""
+        self.training = self.spoke = time.monotonic()
+        if config["device"] == "auto" and rows[0]["device"] == "cpu":
+            self.say(note="no accelerator is visible, training on the CPU (--device auto)")
+        self.write("start", step=step, config=config, **facts, ranks=rows, notes=notes, seconds=self.seconds)
         for row in rows[:8]:
             self.say(**row)
         if len(rows) > 8:
             self.say(ranks=f"{len(rows)} (all of them in {self.path})")
-        if trainer.config.device == "auto" and rows[0]["device"] == "cpu":
-            self.say(note="no accelerator is visible, training on the CPU (--device auto)")
-        if trainer.step:
-            self.say(resuming=self.path and self.path.parent, epochs_run=len(trainer.history), step=trainer.step)
+        for note in notes:
+            self.say(note=note)
+        if step:
+            self.say(resuming=self.path and self.path.parent, epochs_run=epochs_run, step=step)
 
-    def epoch(self, trainer, epoch: int, values: dict[str, float]) -> None:
+    def epoch(self, epoch: int, epochs: int, step: int, values: dict[str, float]) -> None:
         seconds = round(time.monotonic() - self.training, 3)
-        self.write("epoch", epoch=epoch, step=trainer.step, seconds=seconds, **values)
-        self.say(epoch=f"{epoch + 1}/{trainer.config.epochs}", step=trainer.step, **values, seconds=seconds)
+        self.write("epoch", epoch=epoch, step=step, seconds=seconds, **values)
+        self.say(epoch=f"{epoch + 1}/{epochs}", step=step, **values, seconds=seconds)
+        self.spoke = time.monotonic()
 
-    def end(self, code: ExitCode, trainer) -> None:
-        """The last record of a run that ends in order, and the table."""
-        steps, training = trainer.step - self.first, round(time.monotonic() - self.training, 4)
-        speed = round(steps * trainer.config.global_batch_size / training, 1)
-        seconds = self.seconds | dict(training=training)
-        self.write("end", exit_code=code, step=trainer.step, rows_a_second=speed, seconds=seconds)
+    # ---- progress within an epoch ---------------------------------------------------------------------------------
+
+    def progress(self, epoch: str, index: int, steps: int, loss: float, rows_a_second: float, left: float) -> None:
+        """Of an epoch's `steps`, `index` are done; left: seconds to the end of the run. A live line, or one now and then."""
+        now = time.monotonic()
+        if not self.path or not self.log_seconds:
+            return
+        if sys.stdout.isatty():
+            self._live(epoch, index, steps, loss, rows_a_second, left)
+        elif now - self.spoke >= self.log_seconds:
+            self.spoke = now
+            self.say(epoch=epoch, step=f"{index}/{steps}", loss=loss, rows_a_second=round(rows_a_second), left=_clock(left))
+
+    def _live(self, epoch: str, index: int, steps: int, loss: float, rows_a_second: float, left: float) -> None:
+        text = f"epoch {epoch}  loss {_short(loss)}  {rows_a_second:.0f} rows/s  {_clock(left)} left"
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            print(f"\r\033[K{text}  step {index}/{steps}", end="", flush=True)
+            self.bar = "\r\033[K"
+            return
+        if self.bar is None or self.bar.total != steps:
+            self.bar = tqdm(total=steps, leave=False, file=sys.stdout)
+        self.bar.n = index
+        self.bar.set_description_str(text, refresh=True)
+
+    def _clear(self) -> None:
+        """Take the live line away before another is printed."""
+        if isinstance(self.bar, str):
+            print(self.bar, end="")
+        elif self.bar is not None:
+            self.bar.close()
+        self.bar = None
+
+    # ---- the end --------------------------------------------------------------------------------------------------
+
+    def end(self, code: ExitCode, trainer, speed: dict, seconds: dict, lines: dict, trained: bool) -> None:
+        """The last record of a run that ends in order, and the table. lines: what summary.py tells of its speed."""
+        self.write("end", exit_code=code, step=trainer.step, **speed, seconds=self.seconds | seconds)
         if not self.path:
             return
-        epochs = f"{len(trainer.history)} of {trainer.config.epochs}"
-        table = {"workload": trainer.config.workload, "epochs run": epochs, "steps": trainer.step}
-        names = ("training loss", "held-out loss", f"held-out {trainer.objective.metric_name}")
-        if trainer.history:
-            table |= dict(zip(names, map(float.fromhex, trainer.history[-1][1:]), strict=False))
-        table |= {"ranks": f"{trainer.world_size} on {trainer.device.type}", "rows a second": speed, "run": self.path.parent}
+        config, history, seen = trainer.config, trainer.state.progress.history, trainer.seen
+        names = ["training loss", "held-out loss", *(f"held-out loss, {part}" for part in seen.losses)]
+        names += [f"held-out {name}" for name in seen.metrics]
+        table = {"workload": config.workload, "epochs run": f"{len(history)} of {config.epochs}", "steps": trainer.step}
+        table |= dict(zip(names, map(float.fromhex, history[-1][1:]), strict=False)) if history else {}
+        table |= {"ranks": f"{len(trainer.ranks)} on {trainer.device.type}"} | lines | {"run": self.path.parent}
         title = "run complete"
         if code == ExitCode.STOPPED:
             title = f"stopped early ({trainer.stop.reason or 'another rank was told to'}) and saved: submit again to resume"
-        elif not steps:
-            title = f"run is complete already, nothing to do (--epochs {2 * trainer.config.epochs} would continue it)"
+        elif not trained:
+            title = f"run is complete already, nothing to do (--epochs {2 * config.epochs} would continue it)"
         width = max(map(len, table))
+        self._clear()
         print("\n".join([title, *(f"  {name:<{width}}  {_short(value)}" for name, value in table.items())]), flush=True)
 
 
 def _short(value) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

@@ -6,106 +6,195 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from pathlib import Path
 
-from ddp_core.config import TrainConfig, parse
-from ddp_core.errors import Failure, PeerLostError, UsageError
+from ddp_core.config import TrainConfig, choose, parse
+from ddp_core.errors import ExitCode, Failure, PeerLostError, UsageError, WorkloadError
 from ddp_core.rank import Rank
 from ddp_core.stop import StopFlag
 
+# Here, not in run(): torch reads it when it is imported, and a class for workload= or reduction= imports torch before run().
+if "--debug" not in sys.argv:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # pages of C++ frames, and harmless warnings
 
-def run(rank_of: Callable[[Mapping[str, str]], Rank], argv: list[str] | None = None) -> int:
+
+def run(
+    rank_of: Callable[[Mapping[str, str]], Rank],
+    argv: list[str] | None = None,
+    workload: str | type | Path = "digits",
+    reduction: type | None = None,
+) -> int:
     """Train as this rank; the exit code (errors.py) is returned, and of several ranks each ends its process with it.
 
-    rank_of: the site's function of os.environ.
+    rank_of: the site's function of os.environ. workload: a name, a file or a class, where --workload names none.
+    reduction: a class (reduction.py) by which another library sums the gradients.
     """
     began, rank, stop, failure = time.monotonic(), None, StopFlag(), None
     argv = sys.argv[1:] if argv is None else argv
     try:
         rank = rank_of(os.environ)
         stop.listen()  # again: an MPI library that was started and ended there can have kept SIGUSR1 (MPICH 5.0.2 does)
-        code = _train(rank, parse(argv, rank.world_size, quiet=rank.rank != 0), stop, began)
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # it is not needed
+        try:
+            chosen = choose(argv, workload if isinstance(workload, type) else str(workload))
+            config = parse(argv, rank.world_size, quiet=rank.rank != 0, workload=chosen)
+            if reduction and config.reduction != "ddp":
+                raise UsageError(
+                    f"--reduction {config.reduction}: this program sums gradients by {reduction.__name__}; see train.py"
+                )
+        except Failure as error:
+            error.everywhere = True  # the flags and the file are the same on all ranks: rank 0 speaks
+            raise
+        code = _train(rank, _Job(rank, chosen, config, stop, began, reduction))
     except Failure as error:
         failure, code = error, int(error.code)
     finally:
         stop.ignore()
     if failure:
         where = f" [rank {rank.rank}, {os.uname().nodename}]" if rank and rank.world_size > 1 else ""
-        if not rank or rank.rank == 0 or not (failure.everywhere or isinstance(failure, UsageError)):
+        if not rank or rank.rank == 0 or not failure.everywhere:
             print(f"error{where}: {failure}", file=sys.stderr)
         if "--debug" in argv:
             traceback.print_exception(failure)
     if rank and rank.world_size > 1:
         # Not through Python: gloo's threads may wait for a peer that does not come, and one that asks for the interpreter
-        # while it ends aborts the process: 134 in place of 5 in 3 of 9 refused snapshots, on two nodes, and once, it seems,
-        # in place of 0. https://github.com/pytorch/pytorch/pull/179291
+        # while it ends aborts the process: 134 instead of 5 in 3 of 9 refused snapshots, on two nodes, and once, it seems,
+        # instead of 0. https://github.com/pytorch/pytorch/pull/179291
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code
 
 
-def _train(rank: Rank, config: TrainConfig, stop: StopFlag, began: float) -> int:
-    if not config.debug:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # pages of C++ frames, and harmless warnings
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # it is not needed
-    # Not at the top of the file: --help and a mistyped flag need no torch, and a signal during this import is kept.
-    import torch
+def _train(rank: Rank, job: "_Job") -> int:
+    """Meet the other ranks, agree that all are well, train. Raises a Failure."""
+    from ddp_core import lazy_dynamo
 
-    from ddp_core.data import load
+    if not job.config.compile:
+        lazy_dynamo.put_off()
     from ddp_core.device import describe, prepare_device, versions
     from ddp_core.process_group import Peers
-    from ddp_core.record import Record
     from ddp_core.rendezvous import Rendezvous
-    from ddp_core.snapshot import RunDirectory
-    from ddp_core.trainer import Trainer
 
-    record = Record(began)
-    record.lap("imports")
-    rendezvous = Rendezvous(rank, config, stop)
-    record.lap("rendezvous")
-    failure = directory = state = peers = trainer = None
-    row, facts = {}, asdict(config) | versions()
+    job.record.lap("imports")
+    rendezvous = Rendezvous(rank, job.config, job.stop)
+    job.record.lap("rendezvous")
+    failure = peers = None
+    row, facts = {}, job.config.facts() | versions() | dict(workload_file=job.workload.digest())
     try:
         try:
-            device = prepare_device(config, rank)
-            row = describe(config, rank, device)
-            data = load(config)
-            facts["data"] = data.fingerprint
-            if rank.rank == 0:
-                directory = RunDirectory(config.run_dir, rank.job_id, config.fresh)
-                state = directory.load()
-                record.open(directory.log)
+            job.device = prepare_device(job.config, rank)
+            row = describe(job.config, rank, job.device)
+            facts |= job.prepare()
         except Failure as error:
             failure = error
-        record.lap("data")
-        rows = rendezvous.check_in(facts, row, failure)
-        peers = Peers(rank, config, device, rendezvous)
-        record.lap("groups")
+        job.record.lap("data")
         try:
-            trainer = Trainer(config, peers, device, data, directory, record, stop)
-            trainer.restore(state)
-            record.lap("model")
-            record.start(rows, trainer)
-            code = trainer.train()
-            record.end(code, trainer)
-            peers.agree(record.failure)
+            job.ranks = rendezvous.check_in(facts, row, failure)
+        except Failure as verdict:
+            raise verdict from failure  # for --debug: where it comes from
+        peers = Peers(rank, job.config, job.device, rendezvous)
+        job.record.lap("groups")
+        try:
+            code = job.train(peers, facts)
+            peers.agree(job.record.failure)
+            job.trainer.reduction.leave()
             peers.wait()
             peers.leave()
             return int(code)
-        except torch.OutOfMemoryError as error:
-            parts = f"--shards {config.shards}" if config.shards else f"--accumulate {config.accumulate}"
-            fix = f"lower --global-batch-size {config.global_batch_size}, or raise {parts}"
-            raise PeerLostError(f"out of memory on {device} at step {trainer and trainer.step}: {fix}") from error
-        except RuntimeError as error:
-            if not peers.is_lost(error):
-                raise
-            raise peers.lost(error, f"at step {trainer.step}" if trainer else "before the first step") from error
+        except Exception as error:
+            raise job.explain(error, peers) from error
     except Failure as error:
-        record.write("end", exit_code=error.code, error=str(error))
+        job.record.write("end", exit_code=error.code, error=str(error))
         if peers and not isinstance(error, PeerLostError):
             peers.leave()
         raise
     finally:
-        if directory:
-            directory.release()
+        if job.trainer and rank.world_size == 1:  # the workers of several ranks die with their rank
+            job.trainer.close()
+        if job.directory:
+            job.directory.release()
+
+
+class _Job:
+    """What a run needs once its ranks have met: the workload's rows, the run directory, the trainer."""
+
+    def __init__(self, rank: Rank, workload, config: TrainConfig, stop: StopFlag, began: float, reduction: type | None):
+        from ddp_core.record import Record
+
+        self.rank, self.workload, self.config, self.stop, self.reduction = rank, workload, config, stop, reduction
+        self.record = Record(began, config.log_seconds)
+        self.device = self.directory = self.found = self.trainer = None
+        self.ranks: list[dict] = []
+
+    def prepare(self) -> dict:
+        """Read the data; on rank 0 also open the run directory. Returns what all ranks must have in common."""
+        from ddp_core import data
+        from ddp_core.run_directory import RunDirectory
+        from ddp_core.trainer import seed_everything
+
+        config, first = self.config, self.rank.restart == 0
+        seed_everything(config.seed)
+        self.rows = data.of_workload(self.workload, config)
+        lengths = [0 if rows is None else len(rows) for rows in self.rows]
+        self.fingerprint = data.fingerprint(*self.rows, self.workload, config)
+        if self.rank.rank == 0:
+            self.directory = RunDirectory(
+                config.run_dir, self.rank.job_id, config.fresh and first, config.new_run_dir and first
+            )
+            self.found = self.directory.load()
+            self.record.open(self.directory.log)
+        return dict(training_rows=lengths[0], held_out_rows=lengths[1], data=self.fingerprint)
+
+    def train(self, peers, facts: dict) -> ExitCode:
+        """All of the training, and what is said of it."""
+        from ddp_core.summary import summarize
+        from ddp_core.trainer import Trainer
+
+        record, parts = self.record, (self.directory, self.record, self.stop, self.reduction)
+        self.trainer = trainer = Trainer(self.workload, self.config, peers, self.device, self.rows, self.fingerprint, *parts)
+        trainer.restore(self.found)
+        trainer.ranks = self.ranks
+        record.lap("model")
+        names = ("data", "training_rows", "held_out_rows", "workload_file")
+        world = dict(world_size=peers.world_size, reduction=trainer.reduction.name, restart=self.rank.restart)
+        world |= {name: facts[name] for name in names} | dict(versions=trainer.state.facts["versions"])
+        begun = trainer.step
+        record.start(begun, len(trainer.state.progress.history), self.config.facts(), self.ranks, trainer.seen.notes, **world)
+        code = trainer.train()
+        record.end(code, trainer, *summarize(trainer, trainer.step - begun), trained=trainer.step > begun)
+        return code
+
+    def explain(self, error: Exception, peers) -> Exception:
+        """The Failure that an exception of the training means; itself where it is a bug of ours."""
+        import torch
+
+        from ddp_core.batches import lost_worker
+        from ddp_core.workload import blame, line_in
+
+        config, name, step = self.config, self.workload.name, self.trainer.step if self.trainer else 0
+        if isinstance(error, Failure):
+            failure = error
+        elif lost := lost_worker(error):
+            failure = lost
+        elif isinstance(error, torch.OutOfMemoryError):
+            parts = f"--shards {config.shards}" if config.shards else f"--accumulate {config.accumulate}"
+            fix = f"lower --global-batch-size {config.global_batch_size}, or raise {parts}"
+            failure = PeerLostError(f"out of memory on {self.device} at step {step}: {fix}")
+        elif "Expected to have finished reduction" in str(error):  # DDP's own words, in ten lines
+            failure = WorkloadError(
+                f"--workload {name}: some parameters had no gradient in the step before step {step}: set "
+                f"unused_parameters = True in the class"
+            )
+        elif isinstance(error, RuntimeError) and peers.is_lost(error):
+            if self.trainer:  # what holds the connections that lost() closes: workers inherit them, and DDP has its group
+                self.trainer.close()
+                self.trainer.reduction = None
+            return peers.lost(error, f"at step {step}" if self.trainer else "before the first step")
+        elif line_in(error, self.workload.file):
+            failure = blame(error, self.workload.file, f"--workload {name}, at step {step}")
+        else:
+            return error
+        if not failure.everywhere and not isinstance(failure, PeerLostError):
+            failure.everywhere = not peers.speaks()
+        return failure

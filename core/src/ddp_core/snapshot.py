@@ -1,6 +1,6 @@
 """The file that a run resumes from: one safetensors file, written by rank 0, that cannot run code.
 
-Tensors `model.<parameter>` and `optim.<state>.<parameter>`; one metadata key, `ddp_core`, with one JSON document.
+Tensors `model.<parameter or buffer>` and `optim.<state>.<parameter>`; one metadata key, `ddp_core`, with one JSON document.
 Equal runs write equal bytes: no time, host, path or site is in it. World size is noted and is no condition.
 
     python -m ddp_core.snapshot convert OLD.pt --run-dir DIR    one from a checkpoint of torch.save (convert.py)
@@ -12,9 +12,6 @@ import os
 import shutil
 import socket
 import struct
-import sys
-import threading
-import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,11 +20,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ddp_core.errors import PreflightError, SnapshotError, StorageError
+from ddp_core.errors import SnapshotError, StorageError, WorkloadError
 
-FORMAT = 1
-DTYPES = {torch.float64: "F64", torch.float32: "F32"}
-HEARTBEAT = 10.0  # seconds; a lock that was silent six times as long is a dead job's
+FORMAT = 2  # 1: before workloads were open (migrate)
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"}
+DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], document: dict) -> None:
@@ -36,7 +33,9 @@ def write(path: Path, tensors: dict[str, torch.Tensor], document: dict) -> None:
     Temporary file in the same folder, fsync, rename, fsync of the folder. By hand, for safetensors' own writer needs
     NumPy, does not fsync, and makes a file that the group cannot read.
     """
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    # Wide numbers first, so that each stands at a multiple of its size; then by name.
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    tensors = {name: tensors[name].detach().cpu().contiguous() for name in order}
     sums = _checksums(tensors)
     document = document | dict(format=FORMAT, crc32=sums)
     document |= dict(document_crc32=zlib.crc32(_json(document)))
@@ -51,7 +50,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], document: dict) -> None:
         with open(temporary, "wb") as file:
             file.write(struct.pack("<Q", len(head)) + head)
             for tensor in tensors.values():
-                file.write(_memory(tensor))
+                file.write(memory(tensor))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -61,10 +60,10 @@ def write(path: Path, tensors: dict[str, torch.Tensor], document: dict) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        raise _no_storage(path, error, end) from error
+        raise no_storage(path, error, end) from error
 
 
-def _no_storage(path: Path, error: OSError, need: int = 0) -> StorageError:
+def no_storage(path: Path, error: OSError, need: int = 0) -> StorageError:
     space = ""
     with suppress(OSError):
         free = shutil.disk_usage(path.parent).free
@@ -78,11 +77,11 @@ def _json(value: dict) -> bytes:
 
 def _checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     with ThreadPoolExecutor() as pool:  # zlib lets go of the interpreter: half the time on two cores
-        return dict(zip(tensors, pool.map(lambda tensor: zlib.crc32(_memory(tensor)), tensors.values()), strict=True))
+        return dict(zip(tensors, pool.map(lambda tensor: zlib.crc32(memory(tensor)), tensors.values()), strict=True))
 
 
-def _memory(tensor: torch.Tensor) -> ctypes.Array:
-    """The bytes of a contiguous CPU tensor, not copied."""
+def memory(tensor: torch.Tensor) -> ctypes.Array:
+    """The bytes of a contiguous CPU tensor, not copied: the caller keeps the tensor."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 1)
 
 
@@ -101,145 +100,42 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
             sums["the document"] = zlib.crc32(_json({name: document[name] for name in document if name != "document_crc32"}))
             written = document["crc32"] | {"the document": document["document_crc32"]}
             broken = [name for name in sums.keys() | written.keys() if sums.get(name) != written.get(name)]
+            if not broken:
+                return migrate(tensors, document)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"{path} is not a whole snapshot ({type(error).__name__}: {error})") from error
-    if broken:
-        raise SnapshotError(f"{path} is damaged: the checksum of {', '.join(sorted(broken))} differs")
-    return tensors, document
+    raise SnapshotError(f"{path} is damaged: the checksum of {', '.join(sorted(broken))} differs")
 
 
-class RunDirectory:
-    """A run's files, and the lock that keeps a second job out of them. Rank 0 alone has one."""
+def migrate(tensors: dict[str, torch.Tensor], document: dict) -> tuple[dict[str, torch.Tensor], dict]:
+    """A snapshot of format 1 as one of format 2: it knew no other problems, and counted the optimizer's steps itself."""
+    if document["format"] > 1 or "problem" not in document:
+        return tensors, document
+    problem = dict(document["problem"])
+    size = problem.pop("model_size", None)
+    problem |= dict(clip_norm=0.0, row_seeds="on") | (dict(model_size=size) if problem.get("workload") == "gpt" else {})
+    if problem.get("optimizer") == "adamw":
+        steps = torch.tensor(float(document["step"]))
+        names = [name.removeprefix("optim.mean.") for name in tensors if name.startswith("optim.mean.")]
+        tensors = tensors | {f"optim.step.{name}": steps.clone() for name in names}
+    elif not problem.get("momentum"):  # format 1 had a momentum of zeros there
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("optim.")}
+    return tensors, document | dict(problem=problem)
 
-    def __init__(self, folder: str, job_id: str, fresh: bool):
-        """Raises PreflightError when another job writes here, StorageError when nobody can."""
-        self.folder = Path(folder)
-        self.log = self.folder / "run.jsonl"
-        self.snapshot = self.folder / "snapshot.safetensors"
-        self.previous = self.folder / "snapshot.prev.safetensors"
-        self.best = self.folder / "best.safetensors"
-        self._lock = self.folder / "run.lock"
-        self._released, self._mine = threading.Event(), ""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._acquire(job_id)
-            for leftover in self.folder.glob(".*.tmp"):  # of a writer that was killed
-                leftover.unlink()
-            if fresh:
-                self._move_aside()
-        except OSError as error:
-            self.release()
-            raise StorageError(f"--run-dir {folder} cannot be written ({error.strerror}): pass a folder that can be") from error
 
-    def load(self) -> tuple[dict[str, torch.Tensor], dict] | None:
-        """What to resume from; None in an empty directory. A broken snapshot is never taken for none. Raises SnapshotError."""
-        broken = []
-        for path in (self.snapshot, self.previous):
-            if not path.exists():
-                continue
-            try:
-                state = read(path)
-            except SnapshotError as error:
-                broken.append(str(error))
-                continue
-            if path == self.previous:
-                print(f"warning: {broken[0] if broken else f'{self.snapshot} is missing'}; resuming from {path}", flush=True)
-            return state
-        if broken:
-            raise SnapshotError(f"{' and '.join(broken)}: restore a copy, or pass --fresh to start again")
-        return None
-
-    def save(self, tensors: dict[str, torch.Tensor], document: dict) -> None:
-        """Write the snapshot and keep the one before it. Raises StorageError."""
-        try:
-            if self.snapshot.exists():
-                spare = self.folder / ".prev.tmp"
-                spare.unlink(missing_ok=True)
-                try:
-                    os.link(self.snapshot, spare)  # so that snapshot.safetensors is never missing
-                except OSError:  # a file system without hard links
-                    spare = self.snapshot
-                os.replace(spare, self.previous)
-        except OSError as error:
-            raise _no_storage(self.previous, error) from error
-        write(self.snapshot, tensors, document)
-
-    def release(self) -> None:
-        """Give the lock up, unless it is another's by now."""
-        self._released.set()
-        with suppress(OSError):
-            if self._lock.read_text() == self._mine:
-                self._lock.unlink()
-
-    def _acquire(self, job_id: str) -> None:
-        pids = os.readlink("/proc/self/ns/pid")  # two containers on a host have their own process numbers
-        me = dict(job_id=job_id, host=socket.gethostname(), pid=os.getpid(), pids=pids)
-        self._mine = json.dumps(me)
-        if self._lock.exists():
-            self._refuse_if_alive(me)
-            self._lock.unlink(missing_ok=True)
-        try:
-            # Not flock: Lustre needs a mount option for it, and NFS servers differ.
-            with open(self._lock, "x") as file:
-                file.write(self._mine)
-        except FileExistsError as error:
-            raise PreflightError(f"--run-dir {self.folder} was taken by another job at this moment: pass another") from error
-        threading.Thread(target=self._beat, daemon=True).start()
-
-    def _refuse_if_alive(self, me: dict) -> None:
-        """Of a job on another host only the silence of its lock tells that it is dead; one beat tells that it lives."""
-        try:
-            owner = json.loads(self._lock.read_text())
-        except ValueError:
-            owner = None
-        owner = owner if isinstance(owner, dict) else {}
-        local = all(owner.get(name) == me[name] for name in ("host", "pids"))
-        name = f"job {owner.get('job_id')} (host {owner.get('host')}, process {owner.get('pid')})"
-        in_use = PreflightError(f"--run-dir {self.folder} is in use by {name}: wait, cancel that job, or pass another")
-        if local and Path(f"/proc/{owner['pid']}").exists():
-            raise in_use
-        beat, told = self._lock.stat().st_mtime, False
-        while not local and (missing := 6 * HEARTBEAT - (self._now() - beat)) > 0:
-            if not told:
-                print(f"warning: {name} may still write into {self.folder}: looking for {missing:.0f} s", flush=True)
-                told = True
-            time.sleep(min(missing, HEARTBEAT / 20))
-            try:
-                alive = self._lock.stat().st_mtime != beat
-            except FileNotFoundError:  # it has just ended
-                return
-            if alive:
-                raise in_use
-        print(f"warning: taking {self.folder} over from {name}, which is dead", flush=True)
-
-    def _now(self) -> float:
-        """By the file server's clock, as the time of the lock is."""
-        clock = self.folder / f".clock.{os.getpid()}.tmp"
-        clock.touch()
-        now = clock.stat().st_mtime
-        clock.unlink()
-        return now
-
-    def _beat(self) -> None:
-        while not self._released.wait(HEARTBEAT):
-            try:
-                os.utime(self._lock)
-            except OSError:
-                return
-
-    def _move_aside(self) -> None:
-        files = [path for path in (self.snapshot, self.previous, self.best, self.log) if path.exists()]
-        if files:
-            number = 1
-            while (aside := self.folder / f"old-{number}").exists():
-                number += 1
-            aside.mkdir()
-            for path in files:
-                os.replace(path, aside / path.name)
-            print(f"--fresh: the run that was here is now in {aside}", flush=True)
+def refuse_unknown_dtypes(tensors: dict[str, torch.Tensor], workload: str) -> None:
+    """Before the training, not at its first save. Raises WorkloadError."""
+    unknown = [f"{name} is {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype not in DTYPES]
+    if unknown:
+        raise WorkloadError(
+            f"--workload {workload}: {unknown[0]}, which a snapshot cannot hold: make it real or integer, or no parameter and "
+            f"no persistent buffer (register_buffer(..., persistent=False))"
+        )
 
 
 if __name__ == "__main__":
+    import sys
+
     from ddp_core.convert import main
 
     raise SystemExit(main(sys.argv[1:]))

@@ -1,28 +1,42 @@
 """The training loop. Read this file first.
 
-One step: a batch is one index into the training rows, forward, backward, one sum of gradients over the ranks, one
-update. The host waits for the device, and the ranks for each other's losses, once a second (_reconcile), not once a step.
+A step is what every PyTorch tutorial shows: zero_grad, forward, loss, backward, step (_run_step). What a run of many
+ranks needs beside it has a room of its own:
+
+    order.py, batches.py   which rows this rank trains on, and how they are read
+    reduction.py           how the gradients of all ranks are summed: DistributedDataParallel, or by hand
+    guard.py               numbers that are not finite never reach the model
+    reconcile.py           what the ranks tell each other, once a second
+    evaluation.py          the held-out rows
+    state.py, snapshot.py, run_directory.py    what is saved, how it is written, and where
 """
 
+import random
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import torch
 
+from ddp_core.batches import Batches
 from ddp_core.config import TrainConfig
-from ddp_core.data import Data, rows_of_rank, sample_order, steps_per_epoch
 from ddp_core.device import versions
-from ddp_core.errors import ExitCode, Failure, NonFiniteError, PeerLostError, SnapshotError
-from ddp_core.model import build, initial_parameters, objective
-from ddp_core.optimizer import Optimizer, learning_rate
+from ddp_core.errors import ExitCode, Failure, NonFiniteError, PeerLostError, WorkloadError
+from ddp_core.evaluation import evaluate
+from ddp_core.guard import Guard
+from ddp_core.order import DROPOUT, Order, micro_batches, seed_generators
+from ddp_core.probe import probe
 from ddp_core.process_group import Peers
+from ddp_core.reconcile import Agreed, Reconciliation
 from ddp_core.record import Record
-from ddp_core.replica import Replica, tree_sum
-from ddp_core.snapshot import RunDirectory, write
+from ddp_core.reduction import KINDS, Reduction
+from ddp_core.run_directory import RunDirectory
+from ddp_core.snapshot import refuse_unknown_dtypes, write
+from ddp_core.state import State, of_model
 from ddp_core.stop import StopFlag
-
-MOST_STEPS_UNSEEN = 256  # between two reconciliations, however fast the steps are
+from ddp_core.summary import Stopwatch
+from ddp_core.workload import Workload, blame
 
 
 class Trainer:
@@ -30,48 +44,92 @@ class Trainer:
 
     def __init__(
         self,
+        workload: Workload,
         config: TrainConfig,
         peers: Peers,
         device: torch.device,
-        data: Data,
+        rows: tuple,
+        fingerprint: str,
         directory: RunDirectory | None,
         record: Record,
         stop: StopFlag,
+        reduction: type[Reduction] | None = None,
     ):
-        self.config, self.peers, self.device = config, peers, device
+        """reduction: another class than --reduction's."""
+        self.kind = reduction or KINDS[config.reduction]
+        self.workload, self.config, self.peers, self.device = workload, config, peers, device
         self.directory, self.record, self.stop = directory, record, stop
-        self.rank, self.world_size = peers.rank.rank, peers.rank.world_size
         dtype = torch.float64 if config.precision == "fp64" else torch.float32
-        self.train_rows, self.held_out = data.train.to(device, dtype), data.held_out.to(device, dtype)
-        self.fingerprint = data.fingerprint
-        model = build(config)
-        initial_parameters(model, config.seed)
-        self.replica = Replica(model, config, device, dtype, peers)
-        self.objective = objective(config.workload)
-        self.optimizer = Optimizer(config, self.replica.values, self.replica.grads)
-        bf16 = config.precision == "bf16"
-        self.autocast = (lambda: torch.autocast(device.type, torch.bfloat16)) if bf16 else nullcontext
+        lower = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
+        self.autocast = (lambda: torch.autocast(device.type, lower)) if lower else nullcontext
 
-        self.steps_per_epoch = steps_per_epoch(config, data)
+        train, held_out = rows
+        self.train_rows = Batches(train, workload, config, device, dtype)
+        self.held_out = Batches(held_out, workload, config, device, dtype) if held_out is not None and len(held_out) else None
+        self.order = Order(len(train), config.seed, config.global_batch_size, peers.rank, peers.world_size)
+        self.steps_per_epoch = min(len(train) // config.global_batch_size, config.steps_per_epoch or len(train))
         self.total_steps = config.epochs * self.steps_per_epoch
-        self.step = 0  # optimizer steps done, in all epochs and all earlier starts of this run
-        self.loss_sum = 0.0  # of the steps done in this epoch
-        self.history: list[list] = []  # one row an epoch: epoch, training loss, evaluation loss, metric
-        self.best: list | None = None  # epoch and evaluation loss of best.safetensors
 
-        # Each rank's loss is its rows' part of the mean over the global batch, so gradients are summed over the ranks, not
-        # averaged; DDP divides by the world size, and is given that much more.
-        share = (self.world_size if self.replica.reduction == "ddp" else 1) / config.global_batch_size
-        self.share = torch.tensor(share, device=device, dtype=dtype)
-        self.losses: list[torch.Tensor] = []  # of this rank's rows since the last reconciliation, one a micro-batch
-        self.norms: list[torch.Tensor] = []  # of the gradients, one a step
-        self.interval = 1  # steps from one reconciliation to the next
-        self.reconciled = time.monotonic()
+        self.together(lambda: self._build(dtype))
+        facts = dict(problem=config.problem(), data=fingerprint, steps_per_epoch=self.steps_per_epoch)
+        facts |= dict(world_size=peers.world_size, versions=versions())
+        self.state = State(self.model, self.optimizer, facts)
+        self.reconciliation, self.watch, self.saved = Reconciliation(peers), Stopwatch(), time.monotonic()
+
+    def _build(self, dtype: torch.dtype) -> None:
+        """Model and optimizer, tried on two rows (probe.py) before anything is trained."""
+        workload, config = self.workload, self.config
+        seed_everything(config.seed)
+        try:
+            model = workload.model(config)
+            refuse_unknown_dtypes(of_model(model), workload.name)
+            self.model = model.to(self.device, dtype)
+            self.seen = probe(workload, self.model, self.train_rows, config, self.autocast)
+            self.optimizer = workload.optimizer(self.model, config)
+            self.seen.notes.extend(check_optimizer(self.optimizer, self.model, workload))
+        except Exception as error:
+            raise blame(error, workload.file, f"the model of --workload {workload.name}") from error
+        for group in self.optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+
+    def restore(self, found: tuple[dict[str, torch.Tensor], dict] | None) -> None:
+        """Go on from rank 0's snapshot, or begin with its new model. Raises SnapshotError on all ranks."""
+        config = self.config
+        self.state.restore(found, self.directory and self.directory.snapshot, self.peers, self.on_rank_0)
+        # After the numbers are there: DDP and the flat tensors are made of them.
+        compiled = torch.compile(self.model) if config.compile else self.model
+        self.reduction = self.kind(self.model, compiled, self.peers, self.workload.unused_parameters)
+        self.reduction.changing = self.seen.buffers
+        weight = self.reduction.weight(config.global_batch_size)
+        self.guard = Guard(self.optimizer, config.precision, config.clip_norm, weight, self.device)
+        self.guard.scale = self.state.progress.scale
+        self._refuse_diverged_replicas()
+        if self.step < self.total_steps:
+            self.reduction.settle(self._first_backward)
+
+    def _first_backward(self) -> None:
+        """Of two rows, on every rank; nothing is made of its gradients."""
+        rows = [*range(min(2, len(self.train_rows)))]
+        [batch] = self.train_rows.few(rows, [rows])
+        with self.autocast():
+            loss = self.workload.loss(self.workload.forward(self.reduction.forward, batch), batch)
+        (sum(loss.values()) if isinstance(loss, dict) else loss).backward()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done, in all epochs and all starts of this run."""
+        return self.state.progress.step
+
+    def close(self) -> None:
+        """End the processes that read rows."""
+        for batches in filter(None, (self.train_rows, self.held_out)):
+            batches.close()
 
     # ---- the loop -------------------------------------------------------------------------------------------------
 
     def train(self) -> ExitCode:
         """Train to the end, or until the ranks agree to stop. Raises a Failure on all ranks alike."""
+        self.batches = self.train_rows.stream(self._plan())
         while self.step < self.total_steps:
             stop = self._run_epoch(*divmod(self.step, self.steps_per_epoch))
             if stop and self.step < self.total_steps:
@@ -81,200 +139,146 @@ class Trainer:
 
     def _run_epoch(self, epoch: int, first: int) -> bool:
         """The steps of an epoch from `first` on. True when the ranks have agreed to stop."""
-        order = sample_order(self.config.seed, epoch, len(self.train_rows))
-        rows = rows_of_rank(order, self.config.global_batch_size, self.rank, self.world_size).to(self.device)
-        self.replica.forward.train()
+        self.reduction.forward.train()
         for index in range(first, self.steps_per_epoch):
-            self._run_step(rows[index])
+            self._run_step()
             last = index == self.steps_per_epoch - 1
-            if last or len(self.norms) == self.interval:
-                stop = self._reconcile()
-                if stop and not last:
+            save = self.config.save_steps > 0 and self.step % self.config.save_steps == 0
+            if last or save or self.reconciliation.due:
+                agreed = self._reconcile(epoch, index)
+                if agreed.stop and not last:
                     return True
+                if (agreed.save or save) and not last:
+                    self._save_snapshot()
         self._end_epoch(epoch)
-        return stop
+        return agreed.stop
 
-    def _run_step(self, rows: torch.Tensor) -> None:
-        self.replica.grads.zero_()
-        *others, last = self._micro_batches(rows)
-        for batch in others:
-            with self.replica.more_to_come():
-                self._forward_backward(batch)
-        self._forward_backward(last)
-        self.replica.sum_gradients()
-        self.norms.append(self.optimizer.step(learning_rate(self.config, self.step, self.total_steps)))
-        self.step += 1
+    def _run_step(self) -> None:
+        """One optimizer step, on this rank's share of a global batch."""
+        began = time.perf_counter()
+        batches = [next(self.batches) for _ in range(self.config.accumulate)]
+        self.watch.spent("reading", began)
 
-    def _micro_batches(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """A rank's rows m::accumulate, for every m. They are every (accumulate * world_size)-th of the rows of all ranks:
-        while that product (--shards) stays, so do the micro-batches, whatever the world size."""
-        count = self.config.accumulate
-        return tuple(rows[first::count] for first in range(count)) if count > 1 else (rows,)
+        self.reduction.zero_grad()
+        for number, batch in enumerate(batches):
+            # Dropout is a function of seed, step and micro-batch: a stopped run resumes with the same masks.
+            shard = self.peers.rank + self.peers.world_size * number
+            seed_generators(self.device, DROPOUT, self.config.seed, self.step, shard)
+            # DDP sums gradients in the last backward of a step; before it they only add up on each rank.
+            with self.reduction.more_to_come() if number < len(batches) - 1 else nullcontext():
+                with self.autocast():
+                    outputs = self.workload.forward(self.reduction.forward, batch)
+                    loss = self._kept(self.workload.loss(outputs, batch))
+                if number == 0:
+                    self.watch.spent("own", began)
+                self.guard.weighted(loss).backward()
 
-    def _forward_backward(self, rows: torch.Tensor) -> None:
-        inputs, targets = self.train_rows[rows]
-        with self.autocast():
-            loss = self.objective.loss(self.replica.forward(inputs), targets)
-        value = loss.detach()
-        self.losses.append(value)
-        # 0 * loss makes every gradient NaN where the loss is not finite: the sum then tells all ranks. (The weight as an
-        # argument of backward() would be one operation less, and imports sympy: 0.4 s.)
-        (loss * torch.add(self.share, value, alpha=0)).backward()
+        began = time.perf_counter()
+        self.reduction.sum_gradients()
+        self.watch.spent("communication", began)
+
+        self._set_learning_rate()
+        self.reconciliation.norms.append(self.guard.norm(self.reduction.gradients))
+        self.guard.step()  # optimizer.step(), unless a gradient is not finite
+        self.state.progress.step += 1
+
+    def _kept(self, loss: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
+        """The loss to train on, a scalar. Its value waits on the device for the next reconciliation: no step waits for it."""
+        if not isinstance(loss, dict):
+            self.reconciliation.losses.append(loss.detach())
+            return loss
+        total = sum(loss.values())
+        self.reconciliation.losses.append(torch.stack([part.detach().reshape(()) for part in (total, *loss.values())]))
+        return total
+
+    def _set_learning_rate(self) -> None:
+        factor = self.workload.schedule(self.step, self.total_steps, self.config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+
+    def _plan(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The epoch and the rows of every micro-batch, from this step to the run's end."""
+        epoch, first = divmod(self.step, self.steps_per_epoch)
+        while epoch < self.config.epochs:
+            for rows in self.order.epoch(epoch, first, self.steps_per_epoch, self.train_rows.index_device):
+                for part in micro_batches(rows, self.config.accumulate):
+                    yield epoch, part
+            epoch, first = epoch + 1, 0
 
     # ---- what the ranks tell each other ---------------------------------------------------------------------------
 
-    def _reconcile(self) -> bool:
-        """Exchange the losses of the steps since the last time, and the wish to stop. True: all ranks stop here.
-
-        Raises NonFiniteError on all ranks; no parameter has changed since before the step that it names.
-        """
-        count, now = len(self.norms), time.monotonic()
-        first = self.step - count
-        losses = tree_sum(torch.stack(self.losses).double().view(count, -1).T)  # of this rank, by step
-        numbers = torch.cat((losses, torch.stack(self.norms).double())).cpu()  # waits for the device
-        flags = torch.tensor([bool(self.stop), now - self.reconciled], dtype=torch.float64)
-        everyone = self.peers.gather(torch.cat((flags, numbers)))
-        losses, norms = everyone[:, 2:].view(-1, 2, count).unbind(1)  # each [ranks, steps]
-        if not everyone.isfinite().all():
-            self._refuse_non_finite(first, losses, norms)
-        # The sum of each step by itself, so that a run repeats bit for bit whatever the interval.
-        for step, (loss, norm) in enumerate(zip(tree_sum(losses).tolist(), norms[0].tolist(), strict=True), first):
-            self._note(step, loss / self.config.global_batch_size, norm)
+    def _reconcile(self, epoch: int, index: int) -> Agreed:
+        """Raises NonFiniteError on all ranks; no parameter has changed since before the step that it names."""
+        config = self.config
+        due = config.save_minutes > 0 and time.monotonic() - self.saved >= 60 * config.save_minutes
+        agreed = self.reconciliation.exchange(self.step, bool(self.stop), due, self.guard.tolerates())
+        if agreed.not_finite:
+            self._refuse_non_finite(*agreed.not_finite)
+        losses = (agreed.losses / config.global_batch_size).tolist()
+        for step, (parts, norm) in enumerate(zip(losses, agreed.norms.tolist(), strict=True), agreed.first):
+            self._note(step, *parts, grad_norm=norm)
         self.record.lap("first_step")
-        # About a second of steps, by the slowest rank; all ranks compute the same.
-        seconds = everyone[:, 1].max().item()
-        self.interval = max(1, min(MOST_STEPS_UNSEEN, 2 * count, int(count / max(seconds, 1e-6))))
-        self.losses, self.norms, self.reconciled = [], [], now
-        return bool(everyone[:, 0].any())
+        self.watch.speeds.append(len(losses) * config.global_batch_size / max(agreed.seconds, 1e-9))
+        left = (self.total_steps - self.step) * config.global_batch_size / self.watch.speed
+        place = (f"{epoch + 1}/{config.epochs}", index + 1, self.steps_per_epoch)
+        self.record.progress(*place, losses[-1][0], self.watch.speeds[-1], left)
+        return agreed
 
-    def _note(self, step: int, loss: float, grad_norm: float) -> None:
+    def _note(self, step: int, loss: float, *parts: float, grad_norm: float) -> None:
         epoch, index = divmod(step, self.steps_per_epoch)
-        self.loss_sum = self.loss_sum + loss if index else loss
+        progress = self.state.progress
+        progress.loss_sum = progress.loss_sum + loss if index else loss
         if (step + 1) % self.config.log_every == 0:
-            self.record.write("step", epoch=epoch, step=step, loss=loss, loss_hex=loss.hex(), grad_norm=grad_norm)
+            named = dict(losses=dict(zip(self.seen.losses, parts, strict=True))) if parts else {}
+            norm = grad_norm if grad_norm < float("inf") else None  # fp16 skipped this step
+            self.record.write("step", epoch=epoch, step=step, loss=loss, loss_hex=loss.hex(), **named, grad_norm=norm)
 
-    def _refuse_non_finite(self, first: int, losses: torch.Tensor, norms: torch.Tensor) -> None:
-        index = (~(losses.isfinite() & norms.isfinite())).any(0).int().argmax().item()
-        epoch, place = divmod(first + index, self.steps_per_epoch)
-        ranks = (~losses[:, index].isfinite()).nonzero().flatten().tolist()
-        where = f"loss on rank {', '.join(map(str, ranks))}" if ranks else "gradient"
-        order = sample_order(self.config.seed, epoch, len(self.train_rows))
-        rows = rows_of_rank(order, self.config.global_batch_size, *(ranks or [0])[:1], self.world_size)[place, :6].tolist()
+    def _refuse_non_finite(self, step: int, ranks: list[int], which: str) -> None:
+        epoch, index = divmod(step, self.steps_per_epoch)
+        size, world_size = self.config.global_batch_size, self.peers.world_size
+        order = Order(self.order.count, self.config.seed, size, ranks[0] if ranks else 0, world_size)
+        rows = next(order.epoch(epoch, index, index + 1, torch.device("cpu")))[:6].tolist()
         raise NonFiniteError(
-            f"the {where} is not finite at step {first + index} (epoch {epoch}, rows {rows} and on): stopped before the "
-            f"optimizer step, the snapshot is as it was; lower --lr {self.config.lr:g}, add --warmup-steps, or see these rows",
+            f"the {which} is not finite at step {step} (epoch {epoch}, rows {rows} and on): stopped before the optimizer "
+            f"step, the snapshot is as it was; lower --lr {self.config.lr:g}, add --warmup-steps, or see these rows",
             everywhere=True,
         )
 
-    # ---- the end of an epoch --------------------------------------------------------------------------------------
+    # ---- the end of an epoch, and snapshots -----------------------------------------------------------------------
 
     def _end_epoch(self, epoch: int) -> None:
-        config, done = self.config, self.step == self.total_steps
-        values = {"loss": self.loss_sum / self.steps_per_epoch}
-        if done or (epoch + 1) % config.eval_every == 0:
-            values |= self._evaluate()
-        self.history.append([epoch, *(value.hex() for value in values.values())])
-        self.record.epoch(self, epoch, values)
+        config, progress, done = self.config, self.state.progress, self.step == self.total_steps
+        values = {"loss": progress.loss_sum / self.steps_per_epoch}
+        if self.held_out and (done or (epoch + 1) % config.eval_every == 0):
+            began = time.perf_counter()
+            self.peers.broadcast_tensors(list(self.model.buffers()))
+            values |= evaluate(self)
+            self.watch.spent("evaluation", began)
+        progress.history.append([epoch, *(value.hex() for value in values.values())])
+        self.record.epoch(epoch, config.epochs, self.step, values)
         loss = values.get("eval_loss", float("inf"))
-        if loss < (float.fromhex(self.best[1]) if self.best else float("inf")):
-            self.best = [epoch, loss.hex()]
-            self._on_rank_0(lambda: write(self.directory.best, self._tensors(), self._document()))
+        if loss < (float.fromhex(progress.best[1]) if progress.best else float("inf")):
+            progress.best = [epoch, loss.hex()]
+            self.on_rank_0(lambda: write(self.directory.best, self.state.tensors(), self._document()))
         if done or (epoch + 1) % config.save_every == 0:
             self._save_snapshot()
-
-    @torch.no_grad()
-    def _evaluate(self) -> dict[str, float]:
-        """Mean loss and metric over the held-out rows, every row counted once, whatever the world size."""
-        self.replica.model.eval()
-        mine = torch.arange(self.rank, len(self.held_out), self.world_size, device=self.device)
-        totals = torch.zeros(self.config.accumulate, 3, dtype=torch.float64, device=self.device)
-        size = max(1, self.config.global_batch_size // self.world_size // self.config.accumulate)
-        for total, shard in zip(totals, self._micro_batches(mine), strict=True):
-            for rows in shard.split(size):
-                inputs, targets = self.held_out[rows]
-                with self.autocast():
-                    outputs = self.replica.model(inputs)
-                    total[0] += self.objective.loss(outputs, targets)
-                total[1] += self.objective.metric(outputs, targets)
-                total[2] += len(rows)
-        loss, metric, count = tree_sum(self.peers.gather(tree_sum(totals).cpu())).tolist()
-        assert count == len(self.held_out), (count, len(self.held_out))
-        return {"eval_loss": loss / count, f"eval_{self.objective.metric_name}": metric / count}
-
-    # ---- snapshots ------------------------------------------------------------------------------------------------
-
-    def restore(self, state: tuple[dict[str, torch.Tensor], dict] | None) -> None:
-        """Rank 0's snapshot (None for a new run) to all ranks. Raises SnapshotError on all ranks."""
-        progress = self._on_rank_0(lambda: self._adopt(*state) if state else [0, 0.0, [], None])
-        flat = [self.replica.values, *self.optimizer.state.values()]
-        self.step, self.loss_sum, self.history, self.best = self.peers.broadcast(progress, flat)
-        self.optimizer.steps.fill_(self.step)
-        self._refuse_diverged_replicas()
+        self.reconciliation.last = time.monotonic()  # the next steps are timed without this
 
     def _save_snapshot(self) -> None:
-        began = time.monotonic()
+        began = time.perf_counter()
         self._refuse_diverged_replicas()
-        self._on_rank_0(lambda: self.directory.save(self._tensors(), self._document()))
-        self.record.write("snapshot", step=self.step, epochs_run=len(self.history), seconds=time.monotonic() - began)
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """Names as in the bare model: no `module.`, no trace of DDP or torch.compile."""
-        flats = {"model": self.replica.values} | {f"optim.{name}": flat for name, flat in self.optimizer.state.items()}
-        return {f"{kind}.{name}": view for kind, flat in flats.items() for name, view in self.replica.views(flat).items()}
+        self.on_rank_0(lambda: self.directory.save(self.state.tensors(), self._document()))
+        self.saved = time.monotonic()
+        self.watch.spent("snapshots", began)
+        epochs_run, seconds = len(self.state.progress.history), time.perf_counter() - began
+        self.record.write("snapshot", step=self.step, epochs_run=epochs_run, seconds=seconds)
 
     def _document(self) -> dict:
-        return dict(
-            problem=self.config.problem(),
-            data=self.fingerprint,
-            step=self.step,
-            steps_per_epoch=self.steps_per_epoch,
-            epochs_run=len(self.history),
-            epoch_loss_sum=self.loss_sum.hex(),
-            history=self.history,
-            best=self.best,
-            world_size=self.world_size,
-            versions=versions(),
-        )
-
-    def _adopt(self, tensors: dict[str, torch.Tensor], document: dict) -> list:
-        """A snapshot's state into this replica; its progress. Raises SnapshotError that lists what does not fit."""
-
-        def differences(theirs: dict, ours: dict) -> list[str]:
-            names = sorted(ours.keys() | theirs.keys())
-            return [f"{n}: {theirs.get(n)} there, {ours.get(n)} here" for n in names if ours.get(n) != theirs.get(n)]
-
-        def shapes(tensors: dict[str, torch.Tensor]) -> dict:
-            return {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()}
-
-        mine, ours = self._tensors(), self._document()
-        if missing := sorted(ours.keys() - document.keys()):
-            raise SnapshotError(
-                f"{self.directory.snapshot} lacks {', '.join(missing)}: it is no snapshot of a run; pass --fresh"
-            )
-        differ = differences(document["problem"] | {"data": document["data"]}, ours["problem"] | {"data": ours["data"]})
-        differ = differ or differences(shapes(tensors), shapes(mine))
-        if differ:
-            raise SnapshotError(
-                f"{self.directory.snapshot} is of another run ({'; '.join(differ[:8])}): pass that run's flags, another "
-                f"--run-dir, or --fresh"
-            )
-        for name, view in mine.items():
-            view.copy_(tensors[name])
-        return [document["step"], float.fromhex(document["epoch_loss_sum"]), document["history"], document["best"]]
-
-    def _on_rank_0(self, act: Callable):
-        """Rank 0 acts, all ranks learn whether it could. Returns what it returned; raises its Failure on all ranks."""
-        failure, result = self.record.failure, None
-        if self.rank == 0 and not failure:
-            try:
-                result = act()
-            except Failure as error:
-                failure = error
-        self.peers.agree(failure)
-        return result
+        self.state.progress.scale = self.guard.scale
+        return self.state.document()
 
     def _refuse_diverged_replicas(self) -> None:
-        sums = self.peers.gather(self.replica.checksum())[:, 0]
+        sums = self.peers.gather(checksum(self.model))[:, 0]
         odd = (sums != sums[0]).nonzero().flatten().tolist()
         if odd:
             raise PeerLostError(
@@ -282,3 +286,54 @@ class Trainer:
                 f"written; suspect the memory or the fabric of that node, and resume without it",
                 everywhere=True,
             )
+
+    # ---- together -------------------------------------------------------------------------------------------------
+
+    def together(self, act: Callable) -> None:
+        """Every rank acts; where one fails, all do."""
+        failure = None
+        try:
+            act()
+        except Failure as error:
+            failure = error
+        self.peers.agree(failure)
+
+    def on_rank_0(self, act: Callable):
+        """Rank 0 acts, all ranks learn whether it could. Returns what it returned; raises its Failure on all ranks."""
+        failure, result = self.record.failure, None
+        if self.peers.rank == 0 and not failure:
+            try:
+                result = act()
+            except Failure as error:
+                failure = error
+        self.peers.agree(failure)
+        return result
+
+
+def checksum(model: torch.nn.Module) -> torch.Tensor:
+    """[1] fp64: the parameters' bits, summed as integers modulo 2**52. Replicas that agree have equal ones."""
+    total = torch.zeros((), dtype=torch.int64)
+    for parameter in model.parameters():
+        bits = parameter.detach().reshape(-1).view(torch.int64 if parameter.dtype == torch.float64 else torch.int32)
+        total = total.to(bits.device) + bits.sum(dtype=torch.int64)
+    return (total % 2**52).double().cpu().view(1)
+
+
+def check_optimizer(optimizer: object, model: torch.nn.Module, workload: Workload) -> list[str]:
+    """Notes on what it leaves alone. Raises WorkloadError where it is none that a loop can step."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        raise WorkloadError(
+            f"--workload {workload.name}: optimizer() returned {type(optimizer).__name__}, and should return an optimizer of "
+            f"torch.optim that needs no closure"
+        )
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    return [f"the optimizer has no group with {', '.join(left[:6])}: not trained"] if left else []
+
+
+def seed_everything(seed: int) -> None:
+    """Python's, NumPy's and torch's generators, before a workload makes its data and its model."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)

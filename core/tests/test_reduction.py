@@ -1,6 +1,6 @@
-"""--reduction canonical: the same bits at every world size, from the order in which shards of a step are summed.
+"""How gradients are summed: ddp, flat and canonical agree; canonical gives the same bits at every world size.
 
-python -m pytest core/tests/test_canonical.py
+python -m pytest core/tests/test_reduction.py
 """
 
 import signal
@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from ddp_core import snapshot
-from ddp_core.replica import tree_sum
+from ddp_core.reduction import tree_sum
 from faults import at_step, signalled
 from ranks import Job, train
 from test_trainer import deviation
@@ -30,7 +30,8 @@ def assert_same_bits(job: Job, reference: Job) -> None:
         (ours, document), (theirs, other) = (snapshot.read(one.run_dir / name) for one in (job, reference))
         assert ours.keys() == theirs.keys()
         for key in ours:
-            assert ours[key].view(torch.uint8).equal(theirs[key].view(torch.uint8)), f"{key} in {name}"
+            bits, others = (tensors[key].reshape(-1).view(torch.uint8) for tensors in (ours, theirs))
+            assert bits.equal(others), f"{key} in {name}"
         differ = {key for key in document.keys() | other.keys() if document.get(key) != other.get(key)}
         assert differ <= {"world_size", "document_crc32"}
 
@@ -129,3 +130,38 @@ def test_a_run_of_another_reduction_goes_on_with_it(finished, tmp_path):
     train(tmp_path / "run", "--epochs 1 --precision fp64", 2, code=0)
     job = train(tmp_path / "run", f"{RUN} --precision fp64", 4, code=0)
     assert deviation(job.losses, finished("--epochs 3 --precision fp64", 2).losses) < 1e-12
+
+
+# ---- parameters that have no gradient in some steps, and buffers ---------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", ["--reduction ddp", "--reduction flat", "--reduction canonical --shards 4"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_parameters_without_a_gradient_are_left_alone_whatever_sums_the_others(finished, flags, world_size):
+    """small.Experts: on each rank and in each shard others have none; who has none on any rank is not stepped at all."""
+    decay = "--weight-decay 0.01"
+    job, alone = finished(f"{flags} {decay}", world_size, "small:Experts"), finished(decay, 1, "small:Experts")
+    assert deviation(job.losses, alone.losses) < 1e-12
+    (ours, _), (theirs, _) = (snapshot.read(one.snapshot) for one in (job, alone))
+    assert ours.keys() == theirs.keys(), "another parameter was stepped"
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("flags", ["--reduction ddp --accumulate 2", "--reduction flat --accumulate 2"])
+def test_micro_batches_may_have_gradients_of_different_parameters(finished, flags):
+    job, alone = finished(flags, 2, "small:Experts"), finished("", 1, "small:Experts")
+    assert deviation(job.losses, alone.losses) < 1e-12
+
+
+@pytest.mark.parametrize("workload", ["BatchNorm", "Dropout", "SeveralLosses", "Tied", "Frozen"])
+def test_ddp_and_flat_agree_on_any_model(finished, workload):
+    ddp, flat = (finished(f"--reduction {kind}", 2, f"small:{workload}") for kind in ("ddp", "flat"))
+    assert deviation(ddp.losses, flat.losses) < 1e-12
+    for ours, theirs in zip(ddp.records("epoch"), flat.records("epoch"), strict=True):
+        assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-10)
+
+
+def test_ddp_is_the_default(finished):
+    assert finished("--epochs 3", 2).records("start")[0]["reduction"] == "ddp"
+    assert finished("", 2, "small:Small").losses == finished("--reduction ddp", 2, "small:Small").losses

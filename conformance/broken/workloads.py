@@ -1,0 +1,94 @@
+"""Workload files with one peculiarity each, by name, as test_run.py writes them for the ranks. noisy.py is a sound one."""
+
+HEAD = """
+import os, random, time
+import torch
+import torch.nn.functional as F
+from ddp_core.workloads.digits import Digits
+from torch import nn
+
+"""
+
+WORKLOADS = {
+    # ---- sound
+    # Not under the seed: every rank has other numbers, and rank 0's count.
+    "unseeded": """
+class Unseeded(Digits):
+    def model(self, config):
+        net = nn.Sequential(*super().model(config), nn.BatchNorm1d(10))
+        for tensor in net.state_dict().values():
+            tensor.add_(random.SystemRandom().choice([1, 2, 3]) / 1024 if tensor.is_floating_point() else 0)
+        return net
+""",
+    # A loss at step 5 that is not finite. The ranks speak after 1, 3 and 7 steps, so a step more is trained before it is known.
+    "overflows": """
+from ddp_core.order import sample_order
+
+class Overflows(Digits):
+    def data(self, config):
+        train, held_out = super().data(config)
+        train.columns[0][sample_order(config.seed, 0, len(train))[5 * 96]] = float("nan")
+        return train, held_out
+
+    def forward(self, model, batch):
+        if not all(parameter.isfinite().all() for parameter in model.parameters()):
+            print("parameters are not finite")
+        return model(batch[0])
+""",
+    # Its worker is killed, out of memory, say: while the rank waits for the first batch, or in the middle of a step.
+    "dies": """
+class Rows:
+    def __init__(self, rows, last):
+        self.rows, self.process, self.read, self.last = rows, os.getpid(), 0, last
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, row):
+        self.read += 1
+        if os.getpid() != self.process and self.read > self.last:
+            os.kill(os.getpid(), 9)
+        return tuple(column[row] for column in self.rows.columns)
+
+
+class Dies(Digits):
+    def flags(self, add):
+        add("--last", type=int, default=40)
+
+    def data(self, config):
+        train, held_out = super().data(config)
+        return Rows(train, config.last), held_out
+
+    def forward(self, model, batch):
+        time.sleep(0.2)
+        return model(batch[0])
+""",
+    # ---- mistakes
+    "syntax": """
+class Syntax(Digits)
+    pass
+""",
+    "no_class": """
+class Model(nn.Linear):
+    pass
+""",
+    "raises": """
+class Raises(Digits):
+    def loss(self, outputs, batch):
+        return outputs.no_such_method()
+""",
+    "mean": """
+class Mean(Digits):
+    def loss(self, outputs, batch):
+        return F.cross_entropy(outputs, batch[1])
+""",
+    "unused": """
+class Unused(Digits):
+    def model(self, config):
+        return nn.Sequential(*super().model(config), nn.Linear(1, 1))
+
+    def forward(self, model, batch):
+        return model[:3](batch[0])
+""",
+}
+WORKLOADS = {name: HEAD.lstrip() + text for name, text in WORKLOADS.items()}

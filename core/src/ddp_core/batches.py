@@ -1,0 +1,200 @@
+"""From rows to batches on the device, in our order; rows that are read one by one come through PyTorch's DataLoader."""
+
+import ctypes
+import gc
+import random
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from ddp_core.errors import PeerLostError
+from ddp_core.order import AUGMENTATION, word
+from ddp_core.workload import Workload, blame
+
+SMALL = 2**28  # bytes: numbers of another precision are converted once, not batch by batch
+
+
+class Batches:
+    """Micro-batches on the device, in the order of a plan: pairs of an epoch and [n] row numbers.
+
+    Rows that fit are moved to the device once, all of them; others batch by batch.
+    """
+
+    def __init__(self, rows: Any, workload: Workload, config, device: torch.device, dtype: torch.dtype):
+        self.workload, self.config, self.device, self.dtype = workload, config, device, dtype
+        self.rows, self.resident, self.streaming = rows, False, None
+        if hasattr(rows, "columns") and (device.type == "cpu" or rows.nbytes < _free_memory(device) / 4):
+            converted_already = all(column.dtype == dtype or not column.is_floating_point() for column in rows.columns)
+            if device.type != "cpu" or (rows.nbytes <= SMALL and not converted_already):
+                self.rows, self.resident = rows.with_columns([self._moved(column) for column in rows.columns]), True
+            self.resident = self.resident or converted_already
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def index_device(self) -> torch.device:
+        """Where row numbers are wanted."""
+        return self.device if self.resident else torch.device("cpu")
+
+    def stream(self, plan) -> Iterator[Any]:
+        """The plan's batches. A second stream ends the first."""
+        self.close()
+        if not getattr(self.rows, "batched", False):
+            self.streaming = self._read(plan)
+            return self._ahead(self.streaming)
+        batches = (self.rows[rows] for _, rows in plan)
+        return batches if self.resident else self._ahead(batches)
+
+    def close(self) -> None:
+        """End the processes that read rows."""
+        if self.streaming is not None:
+            self.streaming.close()
+
+    def few(self, rows: list[int], groups: list[list[int]], epoch: int = 0) -> list[Any]:
+        """A batch of each group, whose numbers are places in `rows`; every row is read once, by this process itself."""
+        if not getattr(self.rows, "batched", False):
+            seeded = SeededRows(self.rows, self.config)
+            read = [seeded[epoch, row] for row in rows]
+            return [self._moved(self.workload.collate([read[place] for place in group])) for group in groups]
+        numbers = torch.tensor(rows, device=self.index_device)
+        return [self._moved(self.rows[numbers[group]]) for group in groups]
+
+    def _ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """One batch ahead on an accelerator: it is copied there while the one before is worked on."""
+        if self.device.type == "cpu":
+            yield from map(self._moved, batches)
+            return
+        before = None
+        for batch in batches:
+            now = self._moved(_pinned(batch))
+            if before is not None:
+                yield before
+            before = now
+        if before is not None:
+            yield before
+
+    def _read(self, plan) -> Iterator[Any]:
+        """Through DataLoader, which asks for rows in our order, --workers processes at a time."""
+        asked: deque = deque()  # what the workers are reading, for messages
+
+        def places() -> Iterator[list]:
+            for epoch, rows in plan:
+                asked.append(rows)
+                yield [(epoch, row) for row in rows.tolist()]
+
+        workers = self.config.workers
+        timing = dict(timeout=self.config.timeout, multiprocessing_context="fork") if workers else {}
+        loader = DataLoader(
+            SeededRows(self.rows, self.config),
+            batch_sampler=places(),
+            collate_fn=self.workload.collate,
+            num_workers=workers,
+            pin_memory=self.device.type != "cpu",
+            worker_init_fn=_begin_worker if workers else None,
+            **timing,
+        )
+        batches = iter(loader)
+        try:
+            while True:
+                try:
+                    batch = next(batches, None)
+                except Exception as error:
+                    raise self._lost(error, asked[0]) from error
+                if batch is None:
+                    return
+                asked.popleft()
+                yield batch
+        finally:
+            _end_workers(batches)
+
+    def _lost(self, error: Exception, rows: torch.Tensor) -> Exception:
+        if lost := lost_worker(error):
+            return lost
+        names = ", ".join(map(str, rows[:6].tolist()))
+        return blame(
+            error, self.workload.file, f"rows {names}{' and on' if len(rows) > 6 else ''} of --workload {self.workload.name}"
+        )
+
+    def _moved(self, batch: Any) -> Any:
+        """On the device; real numbers in the precision of the run, all others as they are."""
+        return converted(batch, self._move, self.device)
+
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(self.device, dtype, non_blocking=True)
+
+
+def lost_worker(error: Exception) -> PeerLostError | None:
+    """What torch says of a process that reads rows. When one dies it says so wherever the rank is: in a signal handler."""
+    text = str(error)
+    if isinstance(error, RuntimeError) and text.startswith(("DataLoader worker", "DataLoader timed out")):
+        why = text.splitlines()[0][:160]
+        return PeerLostError(f"a worker that reads rows died or hangs ({why}): lower --workers, or see its memory")
+    return None
+
+
+class SeededRows:
+    """Rows by (epoch, row). Whatever is drawn while a row is read is a function of seed, epoch and row, and of nothing else:
+    not of the worker, the rank, the world size, or the rows before.
+    """
+
+    def __init__(self, rows: Any, config):
+        self.rows, self.seed, self.seeded = rows, config.seed, config.row_seeds == "on"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: tuple[int, int]) -> Any:
+        epoch, row = place
+        if self.seeded:
+            seed = word(AUGMENTATION, self.seed, epoch, row)
+            random.seed(seed)
+            torch.default_generator.manual_seed(seed)
+            if numpy := sys.modules.get("numpy"):
+                numpy.random.seed(seed & 0xFFFFFFFF)
+        return self.rows[row]
+
+
+def _begin_worker(number: int) -> None:
+    """A scheduler signals every process of a job: workers read on until their rank has saved, and die with it."""
+    for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(name, signal.SIG_IGN)
+    gc.freeze()  # what the rank has left, a process group say, is not closed here: that would wait for threads it has not
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the rank's process ends
+
+
+def _end_workers(batches: Iterator) -> None:
+    """They ignore SIGTERM, by which Python ends its children before it leaves: it would wait for them for ever."""
+    if workers := getattr(batches, "_worker_pids_set", False) and batches._workers:  # else they have ended
+        torch.utils.data._utils.signal_handling._remove_worker_pids(id(batches))  # it calls a killed worker an error
+        batches._worker_pids_set = False
+        for worker in workers:
+            worker.kill()
+        batches._shutdown_workers()
+
+
+def converted(batch: Any, convert: Callable, device: torch.device) -> Any:
+    """The batch with every tensor converted: in tuples, lists, dictionaries, and objects with a method `to` of their own."""
+    if isinstance(batch, torch.Tensor):
+        return convert(batch)
+    if isinstance(batch, Mapping):
+        return {name: converted(value, convert, device) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(converted(value, convert, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(converted(value, convert, device) for value in batch)
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def _pinned(batch: Any) -> Any:
+    return converted(batch, lambda tensor: tensor.pin_memory(), torch.device("cpu"))
+
+
+def _free_memory(device: torch.device) -> int:
+    return torch.get_device_module(device).mem_get_info(device)[0]

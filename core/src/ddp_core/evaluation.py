@@ -1,0 +1,50 @@
+"""Mean losses and metrics over the held-out rows: every row counted once, whatever the world size."""
+
+import torch
+
+from ddp_core.errors import NonFiniteError, WorkloadError
+from ddp_core.order import EVALUATION, micro_batches, seed_generators
+from ddp_core.reduction import tree_sum
+
+
+@torch.no_grad()
+def evaluate(trainer) -> dict[str, float]:
+    """Collective. Name (eval_loss, eval_loss_<part>, eval_<metric>) to mean. Raises NonFiniteError on all ranks."""
+    workload, config, peers, batches, seen = (trainer.workload, trainer.config, trainer.peers, trainer.held_out, trainer.seen)
+    trainer.model.eval()
+    names = ["loss", *(f"loss_{part}" for part in seen.losses), *seen.metrics]
+    # Means of means would be wrong: sums travel, each with its count, in micro-batches like those of the training.
+    mine = torch.arange(peers.rank, len(batches), peers.world_size, device=batches.index_device)
+    size = max(1, config.global_batch_size // peers.world_size // config.accumulate)
+    shards = [[rows for rows in shard.split(size) if len(rows)] for shard in micro_batches(mine, config.accumulate)]
+    read = batches.stream((-1, rows) for shard in shards for rows in shard)
+    totals = torch.zeros(config.accumulate, 2 * len(names) + 1, dtype=torch.float64, device=trainer.device)
+    for number, shard in enumerate(shards):
+        for place, rows in enumerate(shard):
+            batch = next(read)
+            seed_generators(trainer.device, EVALUATION, config.seed, peers.rank + peers.world_size * number, place)
+            with trainer.autocast():
+                outputs = workload.forward(trainer.model, batch)
+                loss, metrics = workload.loss(outputs, batch), workload.metrics(outputs, batch)
+            if metrics.keys() != seen.metrics.keys():
+                raise WorkloadError(f"--workload {workload.name}: metrics() gave {[*metrics]}, and {[*seen.metrics]} before")
+            totals[number] += _sums(loss, metrics, len(rows)).to(trainer.device)
+    sums, counts, count = tree_sum(peers.gather(tree_sum(totals).cpu())).split([len(names), len(names), 1])
+    assert int(count) == len(batches), (count, len(batches))
+    means = [total / (own or count.item()) for total, own in zip(sums.tolist(), counts.tolist(), strict=True)]
+    results = {f"eval_{name}": mean for name, mean in zip(names, means, strict=True)}
+    if not sums.isfinite().all():
+        raise NonFiniteError(
+            f"held-out results are not finite after step {trainer.step} ({results}): no snapshot was written; lower --lr "
+            f"{config.lr:g}, or see the held-out rows",
+            everywhere=True,
+        )
+    return results
+
+
+def _sums(loss, metrics: dict, rows: int) -> torch.Tensor:
+    """[2n + 1] fp64: of n losses and metrics the sums, the counts of their own (0: the rows), and the rows."""
+    losses = [sum(loss.values()), *loss.values()] if isinstance(loss, dict) else [loss]
+    pairs = [(value, 0) for value in losses] + [v if isinstance(v, tuple) else (v, 0) for v in metrics.values()]
+    values = [*(value for value, _ in pairs), *(count for _, count in pairs), rows]
+    return torch.stack([torch.as_tensor(value).detach().double().reshape(()).to(losses[0].device) for value in values])

@@ -1,0 +1,27 @@
+"""Where the run of these flags is, for job scripts: prints --run-dir, else --new-run-dir. Imports no torch.
+
+python -m ddp_core.find_run [flags of train.py]
+"""
+
+import sys
+from pathlib import Path
+
+from ddp_core.config import Parser
+from ddp_core.errors import UsageError
+
+
+def find_run(argv: list[str]) -> str:
+    """The run directory that these flags of train.py mean. Raises UsageError."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    for name in ("--run-dir", "--new-run-dir", "--workload"):
+        parser.add_argument(name)
+    flags, _ = parser.parse_known_args(argv)
+    return flags.run_dir or flags.new_run_dir or f"runs/{Path(flags.workload or 'digits').stem}"
+
+
+if __name__ == "__main__":
+    try:
+        print(find_run(sys.argv[1:]))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.code)

@@ -1,0 +1,127 @@
+"""Random numbers from integers, and the order of rows that is made of them.
+
+splitmix64, not torch's generators, whose numbers change with the instruction set: every machine draws the same.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+SORTED_ORDER = 2**24  # rows: above it the order is not sorted (16 bytes a row in each rank) but computed row by row
+ORDER, AUGMENTATION, DROPOUT, EVALUATION = 1, 4, 5, 6  # streams of random numbers: the first label of words()
+
+
+# ---- integers -----------------------------------------------------------------------------------------------------
+
+GOLDEN, MIX1, MIX2 = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+MASK = 2**64 - 1
+
+
+def splitmix64(state: torch.Tensor) -> torch.Tensor:
+    """int64 states to int64 outputs, a bijection of the 64-bit words (Steele, Lea, Flood, OOPSLA 2014)."""
+    z = state + GOLDEN  # int64 wraps modulo 2**64, as the algorithm wants
+    z = (z ^ _shift(z, 30)) * MIX1
+    z = (z ^ _shift(z, 27)) * MIX2
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)  # logical: torch's own shift keeps the sign
+
+
+def words(count: int, *labels: int) -> torch.Tensor:
+    """[count] distinct int64 words; other labels, another stream."""
+    state = torch.zeros(1, dtype=torch.int64)
+    for label in labels:
+        state = splitmix64(state ^ label)
+    return splitmix64(state + GOLDEN * torch.arange(count, dtype=torch.int64))
+
+
+def uniform(count: int, *labels: int) -> torch.Tensor:
+    """[count] fp64 values k / 2**24 in [0, 1): exact in fp32 too."""
+    return _shift(words(count, *labels), 40).double() / 2**24
+
+
+def word(*labels: int) -> int:
+    """The first of words(1, *labels), without a sign, in 2 microseconds: a seed for other generators."""
+    state = 0
+    for label in (*labels, 0):
+        z = ((state ^ label) + GOLDEN) & MASK
+        z = ((z ^ z >> 30) * MIX1) & MASK
+        z = ((z ^ z >> 27) * MIX2) & MASK
+        state = z ^ z >> 31
+    return state
+
+
+# ---- the order of rows --------------------------------------------------------------------------------------------
+
+
+def sample_order(seed: int, epoch: int, count: int) -> torch.Tensor:
+    """[count] int64: a permutation of the rows, a function of seed and epoch and never of the world size.
+
+    The order in which distinct random words sort: exact on every machine, and 2 to 4 times faster here than Fisher-Yates.
+    """
+    return words(count, ORDER, seed, epoch).argsort()
+
+
+def keyed_order(seed: int, epoch: int, count: int, places: torch.Tensor) -> torch.Tensor:
+    """The rows at these places of an order that is never laid out: for more rows than can be sorted in memory.
+
+    A Feistel network of four rounds permutes the words of 2*half bits, the fewest that hold count. A word that is no row
+    is sent through again until it is one: cycle walking, fewer than 4 turns on average.
+    """
+    half = max(1, math.ceil((count - 1).bit_length() / 2))
+    keys = [word(ORDER, seed, epoch, round_) & (2**62 - 1) for round_ in range(4)]
+    low = (1 << half) - 1
+    rows, outside = places.clone(), torch.ones_like(places, dtype=torch.bool)
+    while outside.any():
+        left, right = rows[outside] >> half, rows[outside] & low
+        for key in keys:
+            left, right = right, left ^ (splitmix64(right ^ key) & low)
+        rows[outside] = (left << half) | right
+        outside = rows >= count
+    return rows
+
+
+def rows_of_rank(order: torch.Tensor, global_batch_size: int, rank: int, world_size: int) -> torch.Tensor:
+    """[steps, rows a rank] int64: step s trains on order[s*G : (s+1)*G], this rank on every world_size-th of them.
+
+    Rows that do not fill a global batch are left out of this epoch; the next epoch's order leaves out others.
+    """
+    steps = len(order) // global_batch_size
+    return order[: steps * global_batch_size].view(steps, global_batch_size)[:, rank::world_size]
+
+
+def micro_batches(rows: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """A rank's rows m::count, for every m. They are every (count * world_size)-th of the rows of all ranks: while that product
+    (--shards) stays, so do the micro-batches, whatever the world size.
+    """
+    return [rows[first::count] for first in range(count)] if count > 1 else [rows]
+
+
+class Order:
+    """Which rows this rank trains on, step by step."""
+
+    def __init__(self, count: int, seed: int, global_batch_size: int, rank: int, world_size: int):
+        self.count, self.seed, self.global_batch_size = count, seed, global_batch_size
+        self.rank, self.world_size = rank, world_size
+
+    def epoch(self, epoch: int, first: int, steps: int, device: torch.device) -> Iterator[torch.Tensor]:
+        """This rank's rows of the steps first..steps-1 of an epoch: int64, on the device."""
+        size = self.global_batch_size
+        if self.count <= SORTED_ORDER:
+            order = sample_order(self.seed, epoch, self.count)
+            yield from rows_of_rank(order, size, self.rank, self.world_size)[first:steps].to(device)
+            return
+        for step in range(first, steps):
+            places = torch.arange(step * size + self.rank, (step + 1) * size, self.world_size)
+            yield keyed_order(self.seed, epoch, self.count, places).to(device)
+
+
+def seed_generators(device: torch.device, *labels: int) -> None:
+    """torch's generators of the CPU and of this device: torch.manual_seed seeds every device's, at ten times the cost."""
+    seed = word(*labels)
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).default_generators[device.index].manual_seed(seed)

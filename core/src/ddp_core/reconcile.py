@@ -1,0 +1,76 @@
+"""What the ranks tell each other while they train: about once a second, not once a step.
+
+At a reconciliation the host waits for the device, and the ranks for each other: losses of the steps since the last one,
+gradient norms, the wish to stop, and whether rank 0's clock says that a snapshot is due.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ddp_core.process_group import Peers
+from ddp_core.reduction import tree_sum
+
+MOST_STEPS = 256  # between two reconciliations, however fast the steps are
+SECONDS = 1.0  # wanted between two
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The same on all ranks. first: the step of the first of `losses` [steps, parts] (sums over rows) and `norms` [steps]."""
+
+    first: int
+    losses: torch.Tensor
+    norms: torch.Tensor
+    stop: bool
+    save: bool
+    seconds: float  # since the last reconciliation, by the slowest rank's clock
+    not_finite: tuple[int, list[int], str] | None  # a step, the ranks whose loss it is (none: a gradient), and which it is
+
+
+class Reconciliation:
+    def __init__(self, peers: Peers):
+        self.peers = peers
+        self.losses: list[torch.Tensor] = []  # of this rank's rows since the last time, one a micro-batch
+        self.norms: list[torch.Tensor] = []  # of the gradients, one a step
+        self.interval = 1  # steps from one to the next
+        self.last = time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        return len(self.norms) >= self.interval
+
+    def exchange(self, step: int, stop: bool, save: bool, tolerates: bool) -> Agreed:
+        """Collective. step: steps done so far. save: rank 0's word counts. tolerates: norms need not be finite (fp16)."""
+        count, now = len(self.norms), time.monotonic()
+        losses = torch.stack(self.losses).double().view(count, len(self.losses) // count, -1)
+        mine = tree_sum(losses.unbind(1))  # [steps, parts], of this rank
+        numbers = torch.cat((mine.flatten(), torch.stack(self.norms).double())).cpu()  # waits for the device
+        flags = torch.tensor([stop, save, tolerates, now - self.last], dtype=torch.float64)
+        everyone = self.peers.gather(torch.cat((flags, numbers)))
+        parts = everyone[:, 4 : 4 + mine.numel()].view(-1, *mine.shape)  # [ranks, steps, parts]
+        norms = everyone[:, 4 + mine.numel() :]
+        seconds = everyone[:, 3].max().item()
+        # All ranks compute the same interval from the slowest one's clock.
+        self.interval = max(1, min(MOST_STEPS, 2 * count, int(count * SECONDS / max(seconds, 1e-6))))
+        self.losses, self.norms, self.last = [], [], now
+        return Agreed(
+            first=step - count,
+            losses=tree_sum(parts),  # each step by itself: a run repeats bit for bit whatever the interval
+            norms=norms[0],
+            stop=bool(everyone[:, 0].any()),
+            save=bool(everyone[0, 1]),
+            seconds=seconds,
+            not_finite=self._not_finite(step - count, parts, norms, bool(everyone[:, 2].all())),
+        )
+
+    @staticmethod
+    def _not_finite(first: int, parts: torch.Tensor, norms: torch.Tensor, tolerates: bool) -> tuple[int, list[int], str] | None:
+        bad = ~parts.isfinite().all(2)  # [ranks, steps]
+        steps = bad.any(0) | (~norms.isfinite().all(0) & (not tolerates))
+        if not steps.any():
+            return None
+        index = int(steps.int().argmax())
+        ranks = bad[:, index].nonzero().flatten().tolist()
+        return first + index, ranks, f"loss on rank {', '.join(map(str, ranks))}" if ranks else "gradient"

@@ -1,0 +1,228 @@
+"""How the gradients of all ranks become one: --reduction ddp, flat or canonical, or a class given to run(rank, reduction=...).
+
+A rank's loss is the sum over its rows, divided by the global batch: gradients are summed over the ranks, not averaged.
+Buffers, such as BatchNorm's statistics, are rank 0's after every step, as under DistributedDataParallel.
+"""
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_core.process_group import Peers
+
+
+class Reduction:
+    """What the others derive from; by itself it sums nothing. forward: what the training step calls."""
+
+    name = "none"
+    overlaps = False  # whether gradients are summed while backward runs: then nobody sees how long it takes
+
+    def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
+        self.model, self.forward, self.peers, self.unused_parameters = model, compiled, peers, unused_parameters
+        self.world_size = peers.world_size
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.changing: list[str] = []  # buffers that a forward in training changes, as probe.py has seen
+
+    def weight(self, global_batch_size: int) -> float:
+        """What a rank's summed loss is multiplied with, so that the gradients of all ranks add up to the mean's."""
+        return 1 / global_batch_size
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def settle(self, backward: Callable) -> None:
+        """Before the training. backward: collective, of any rows."""
+
+    def more_to_come(self):
+        """Around the backward of all micro-batches of a step but the last."""
+        return nullcontext()
+
+    def sum_gradients(self) -> None:
+        """After the last backward of a step."""
+        if self.changing:
+            self.peers.broadcast_tensors([self.model.get_buffer(name) for name in self.changing])
+
+    def leave(self) -> None:
+        """After the training, before the ranks part."""
+
+    def seconds_of_a_sum(self) -> float:
+        """What one sum of as many numbers as there are gradients takes by itself, all ranks together."""
+        numbers = torch.zeros(sum(p.numel() for p in self.parameters), device=self.parameters[0].device)
+        took = []
+        for _ in range(2):  # the first one connects
+            self.peers.wait()
+            began = time.perf_counter()
+            dist.all_reduce(numbers, group=self.peers.data)
+            numbers[0].item()
+            took.append(time.perf_counter() - began)
+        return took[-1]
+
+
+class Ddp(Reduction):
+    """PyTorch's DistributedDataParallel: sums buckets of gradients while backward still runs. Gradients stay in its buckets."""
+
+    name = "ddp"
+    overlaps = True
+
+    def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
+        super().__init__(model, compiled, peers, unused_parameters)
+        if self.world_size == 1:
+            self.name, self.overlaps = Reduction.name, Reduction.overlaps
+            return
+        from torch.nn.parallel import DistributedDataParallel
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # its successor is new in torch 2.13
+            self.forward = DistributedDataParallel(
+                compiled,
+                process_group=peers.data,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=unused_parameters,
+                broadcast_buffers=False,  # sum_gradients() does, once a step
+                init_sync=False,  # Trainer.restore() has sent rank 0's numbers to all
+            )
+
+    def weight(self, global_batch_size: int) -> float:
+        return self.world_size / global_batch_size  # DDP divides the sum by the world size
+
+    def settle(self, backward: Callable) -> None:
+        """After its first backward DDP lays its buckets out anew. A gradient's place decides in which order those of more than
+        two ranks are added, so without this a resumed run would differ in the last bits from one that was never stopped.
+        """
+        if self.world_size > 2 and not self.unused_parameters:
+            buffers = [buffer.clone() for buffer in self.model.buffers()]
+            backward()
+            self.zero_grad()
+            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                buffer.detach().copy_(before)
+
+    def more_to_come(self):
+        return self.forward.no_sync() if self.world_size > 1 else super().more_to_come()
+
+
+class Flat(Reduction):
+    """All gradients are views into one tensor, which is summed after backward: one collective, nothing overlaps."""
+
+    name = "flat"
+
+    def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
+        super().__init__(model, compiled, peers, unused_parameters)
+        first = self.parameters[0]
+        count, self.last = sum(parameter.numel() for parameter in self.parameters), len(self.parameters)
+        # Behind the gradients, where some may be missing: how many ranks have each.
+        self.flat = torch.zeros(count + unused_parameters * self.last, device=first.device, dtype=first.dtype)
+        self.views, start = [], 0
+        for parameter in self.parameters:
+            part = self.flat[start : start + parameter.numel()]
+            start += parameter.numel()
+            self.views.append(_as_laid_out(part, parameter))
+        self.zero_grad()
+        # Gather, then add: gloo is faster so with small tensors, and the order of additions is ours, as canonical needs it.
+        gathers = self.name == "canonical" or (first.device.type == "cpu" and self.world_size <= 8)
+        self.parts = self.flat.new_empty(self.world_size, len(self.flat)) if gathers else None
+        self.gathered = list(self.parts.unbind()) if gathers else []
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        return super().gradients if self.unused_parameters else [self.flat]
+
+    def zero_grad(self) -> None:
+        self.flat.zero_()
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = None if self.unused_parameters else view
+
+    def sum_gradients(self) -> None:
+        super().sum_gradients()
+        if self.unused_parameters:
+            self._collect()
+        if self.world_size > 1:
+            self._sum_over_ranks()
+        if self.unused_parameters:
+            present = self.flat[-self.last :].tolist()
+            for parameter, view, ranks in zip(self.parameters, self.views, present, strict=True):
+                parameter.grad = view if ranks else None
+
+    def _collect(self) -> None:
+        for number, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+                self.flat[number - self.last] = 1
+
+    def _sum_over_ranks(self) -> None:
+        if self.parts is None:
+            dist.all_reduce(self.flat, group=self.peers.data)
+            return
+        work = dist.all_gather(self.gathered, self.flat, group=self.peers.data, async_op=True)
+        while self.flat.is_cpu and not work.is_completed():
+            os.sched_yield()  # not asleep: a core that has halted wakes later than gloo has gathered (half the time)
+        work.wait()
+        self._add_parts()
+
+    def _add_parts(self) -> None:
+        torch.sum(self.parts, 0, out=self.flat)
+
+
+class Canonical(Flat):
+    """The same bits at every world size: the micro-batches (--shards) are the same at all, and are added in one fixed tree."""
+
+    name = "canonical"
+
+    def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
+        super().__init__(model, compiled, peers, unused_parameters)
+        self.aside: list[torch.Tensor] = []  # the gradients of this step's shards but the last
+
+    @contextmanager
+    def more_to_come(self):
+        yield
+        if self.unused_parameters:
+            self._collect()
+        self.aside.append(self.flat.clone())
+        self.zero_grad()
+
+    def sum_gradients(self) -> None:
+        if self.aside:
+            if self.unused_parameters:
+                self._collect()
+            self.flat.copy_(tree_sum([*self.aside, self.flat]))
+            self.aside.clear()
+            if self.unused_parameters:  # they are in the sum already
+                for parameter in self.parameters:
+                    parameter.grad = None
+        super().sum_gradients()
+
+    def _add_parts(self) -> None:
+        self.flat.copy_(tree_sum(self.parts))
+
+
+def tree_sum(parts: Sequence):
+    """The sum of parts (tensors of one shape, or the rows of one) in an order that is a function of their number alone.
+
+    While their number is even, the second half is added to the first; what is left is added up in order. When each rank
+    holds a power-of-two number of parts, the additions nest as on one rank: --reduction canonical.
+    """
+    while len(parts) % 2 == 0:
+        half = len(parts) // 2
+        parts = [a + b for a, b in zip(parts[:half], parts[half:], strict=True)]
+    return sum(parts[1:], start=parts[0])
+
+
+def _as_laid_out(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A flat part in the parameter's shape and memory order (channels last, where it is so)."""
+    if parameter.ndim == 4 and parameter.is_contiguous(memory_format=torch.channels_last):
+        out, into, height, width = parameter.shape
+        return part.view(out, height, width, into).permute(0, 3, 1, 2)
+    return part.view(parameter.shape)
+
+
+KINDS = {"ddp": Ddp, "flat": Flat, "canonical": Canonical}

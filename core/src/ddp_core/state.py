@@ -1,0 +1,121 @@
+"""What a snapshot holds: the model, its optimizer, and how far the run has come. Names are those of the bare model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ddp_core.errors import SnapshotError
+
+# torch.optim's names of a state, and ours in a snapshot; other optimizers' states keep torch's.
+NAMES = {"momentum_buffer": "momentum", "exp_avg": "mean", "exp_avg_sq": "square"}
+
+
+@dataclass
+class Progress:
+    """How far a run has come, in all its starts."""
+
+    step: int = 0  # optimizer steps done
+    loss_sum: float = 0.0  # of the steps done in this epoch
+    history: list[list] = field(default_factory=list)  # one row an epoch: epoch, training loss, then what was evaluated
+    best: list | None = None  # epoch and held-out loss of best.safetensors
+    scale: list | None = None  # of fp16: the scale, and the steps since it changed
+    stateless: list[str] = field(default_factory=list)  # trained parameters that have had no gradient so far
+
+    def document(self) -> dict:
+        known = dict(step=self.step, epochs_run=len(self.history), epoch_loss_sum=self.loss_sum.hex())
+        known |= dict(history=self.history, best=self.best)
+        return known | {name: value for name in ("scale", "stateless") if (value := getattr(self, name))}
+
+    @classmethod
+    def of(cls, document: dict) -> "Progress":
+        parts = (document["history"], document["best"], document.get("scale"), document.get("stateless", []))
+        return cls(document["step"], float.fromhex(document["epoch_loss_sum"]), *parts)
+
+
+class State:
+    """facts: what a snapshot must have in common with the run that resumes it (problem, data), and what it only notes."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict):
+        self.model, self.optimizer, self.facts, self.progress = model, optimizer, facts, Progress()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """No `module.`, no trace of DDP or torch.compile."""
+        return of_model(self.model) | of_optimizer(self.model, self.optimizer)
+
+    def document(self) -> dict:
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        has_state = self.optimizer.state or self.progress.scale  # under fp16 all steps so far may have been skipped
+        self.progress.stateless = [name for name, p in trained.items() if has_state and not self.optimizer.state.get(p)]
+        return self.facts | self.progress.document()
+
+    def lay_out(self) -> None:
+        """Have the optimizer make its state, for a snapshot to be copied into.
+
+        torch.optim makes it at the first step only: this is one with gradients of zero. The parameters are overwritten after.
+        """
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+
+    def adopt(self, tensors: dict[str, torch.Tensor], document: dict, path: object) -> Progress:
+        """Copy a snapshot into the model and the laid-out optimizer. Raises SnapshotError that lists what does not fit."""
+        if missing := sorted((self.facts | Progress().document()).keys() - document.keys()):
+            raise SnapshotError(f"{path} lacks {', '.join(missing)}: it is no snapshot of a run; pass --fresh")
+        progress = Progress.of(document)
+        self.forget(progress.stateless)
+        theirs, ours = (facts["problem"] | {"data": facts["data"]} for facts in (document, self.facts))
+        mine = self.tensors()
+        if differ := differences(theirs, ours) or differences(layout(tensors), layout(mine)):
+            raise SnapshotError(
+                f"{path} is of another run ({'; '.join(differ[:8])}): pass that run's flags, another --run-dir, or --fresh"
+            )
+        for name, tensor in mine.items():
+            tensor.copy_(tensors[name])
+        return progress
+
+    def forget(self, stateless: list[str]) -> None:
+        """The optimizer's state of parameters that have had no gradient."""
+        for name, parameter in self.model.named_parameters():
+            if name in stateless:
+                self.optimizer.state.pop(parameter, None)
+
+    def restore(self, found: tuple[dict[str, torch.Tensor], dict] | None, path: object, peers, on_rank_0: Callable) -> None:
+        """Rank 0's snapshot, or its new model, to all ranks. Raises SnapshotError on all ranks."""
+        resuming = peers.broadcast(found is not None)
+        if resuming:
+            self.lay_out()
+        progress = on_rank_0(lambda: self.adopt(*found, path).__dict__ if found else {})
+        self.progress = Progress(**peers.broadcast(progress))
+        self.forget(self.progress.stateless)
+        peers.broadcast_tensors(list(self.tensors().values()))
+
+
+def of_model(model: nn.Module) -> dict[str, torch.Tensor]:
+    """`model.<name>`: every parameter once (of tied ones, the first name), and the buffers that a state_dict has."""
+    saved = model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {f"model.{name}": tensor.detach() for name, tensor in (dict(model.named_parameters()) | buffers).items()}
+
+
+def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """`optim.<state>.<parameter>`: the tensors of the optimizer's state. torch.optim keeps nothing else there."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optim.{NAMES.get(key, key)}.{name}"] = value.detach()
+    return tensors
+
+
+def differences(theirs: dict, ours: dict) -> list[str]:
+    names = sorted(ours.keys() | theirs.keys())
+    return [f"{n}: {theirs.get(n)} there, {ours.get(n)} here" for n in names if ours.get(n) != theirs.get(n)]
+
+
+def layout(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()}

@@ -1,0 +1,50 @@
+"""How fast a run was, and where its seconds went: for the record's last line and the table at the end."""
+
+import statistics
+import time
+
+import torch
+
+PARTS = ("reading", "communication", "evaluation", "snapshots")  # of the training's seconds; the rest is computing
+
+
+class Stopwatch:
+    """What this rank has spent in each part, since its training began."""
+
+    def __init__(self):
+        self.began = time.monotonic()
+        self.seconds = dict.fromkeys((*PARTS, "own"), 0.0)  # own: until a rank's gradients meet those of the others
+        self.speeds: list[float] = []  # rows a second, all ranks together, from one reconciliation to the next
+
+    def spent(self, part: str, since: float) -> None:
+        """since: time.perf_counter() when the part began."""
+        self.seconds[part] += time.perf_counter() - since
+
+    @property
+    def speed(self) -> float:
+        """Rows a second lately."""
+        return statistics.median(self.speeds[-30:])
+
+
+def summarize(trainer, steps: int) -> tuple[dict, dict, dict]:
+    """Collective. Rows a second, seconds by part, and the lines of the table that tell both. steps: of this start."""
+    watch, peers = trainer.watch, trainer.peers
+    training = time.monotonic() - watch.began
+    took, estimated = {part: watch.seconds[part] for part in PARTS}, ""
+    if steps and peers.world_size > 1 and (trainer.reduction.overlaps or trainer.device.type != "cpu"):
+        # It happens during backward, where nobody sees it: what a sum of as many numbers takes by itself.
+        took["communication"], estimated = min(steps * trainer.reduction.seconds_of_a_sum(), training / 2), " (estimated)"
+    own = peers.gather(torch.tensor([watch.seconds["own"]], dtype=torch.float64))[:, 0]
+    slowest, times = int(own.argmax()), (own.max() / own.median().clamp(min=1e-9)).item()
+    speeds = sorted(watch.speeds) or [0.0]
+    mean = round(steps * trainer.config.global_batch_size / training, 1)
+    speed = dict(rows_a_second=mean, median=round(statistics.median(speeds), 1), p10=round(speeds[len(speeds) // 10], 1))
+    seconds = dict(training=training, computing=max(0.0, training - sum(took.values()))) | took
+    lines = {"rows a second": f"{mean:.6g} (median {speed['median']:.6g}, slowest tenth {speed['p10']:.6g})"}
+    if steps:
+        parts = {part + (estimated if part == "communication" else ""): value for part, value in seconds.items()}
+        lines["seconds"] = ", ".join(f"{part} {value:.3g}" for part, value in parts.items() if part != "training")
+    if steps and peers.world_size > 1:
+        host = trainer.ranks[slowest]["host"]
+        lines["slowest rank"] = f"{slowest} on {host}: {times:.2f} times the median, before gradients are exchanged"
+    return speed | {"slowest_rank": slowest}, {part: round(value, 4) for part, value in seconds.items()}, lines

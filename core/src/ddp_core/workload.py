@@ -1,0 +1,216 @@
+"""Workload: what is trained. One file says it: data, model, loss, metrics, defaults, and flags of its own.
+
+    python train.py --workload digits            a built-in one: workloads/*.py, each a template for yours
+    python train.py --workload path/to/mine.py   yours: a file with one class that derives from Workload
+
+A workload never sees ranks. The core decides the order of rows, the seeds of rows and steps, the sums over ranks and
+what a snapshot holds, so that a workload cannot get these wrong.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import math
+import re
+import sys
+import traceback
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ddp_core.errors import Failure, WorkloadError
+
+BUILT_IN = ("digits", "regression", "mnist", "gpt")
+
+
+class Workload:
+    """Derive from this; `data`, `model` and `loss` are required. `config` has every flag: config.epochs, config.seed."""
+
+    defaults: ClassVar[dict] = {}  # of flags, the core's and its own: dict(epochs=10, global_batch_size=96, lr=0.1)
+    unused_parameters = False  # True: some parameters have no gradient in some steps, and the optimizer leaves them alone
+
+    name = ""  # the built-in's name, or the file's without .py
+    file: Path | None = None
+    config: Any = None  # from data() on, also in forward, loss and metrics: self.config.width
+
+    def flags(self, add: Callable) -> None:
+        """Own flags: add("--width", type=int, default=64, help="..."), as argparse's add_argument.
+
+        A snapshot remembers them and resumes under the same ones; remembered=False is for those, such as a folder's
+        name, that do not change the losses.
+        """
+
+    def data(self, config) -> tuple[Any, Any]:
+        """Training and held-out rows (None: no evaluation): tensors, or anything with a length and an index (data.py)."""
+        raise NotImplementedError
+
+    def collate(self, rows: Sequence) -> Any:
+        """Rows that were read one by one to a batch; torch's default_collate unless you say otherwise.
+
+        A batch can be of any form, also of ragged rows: the core counts the rows that it asked for.
+        """
+        from torch.utils.data import default_collate
+
+        return default_collate(rows)
+
+    def model(self, config) -> nn.Module:
+        """The module, on the CPU. It is built under --seed; all ranks then train with rank 0's numbers."""
+        raise NotImplementedError
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """The model's outputs for a batch. A tuple's first entry is the model's input; a dictionary, all its keywords: write
+        your own forward() where the dictionary holds targets too.
+
+        In several ranks `model` has DistributedDataParallel around it: getattr(model, "module", model) is the bare one.
+        """
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        return model(batch[0]) if isinstance(batch, list | tuple) else model(batch)
+
+    def loss(self, outputs: Any, batch: Any) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The sum over the rows of the batch, a scalar; of several losses a dictionary, and their sum is trained.
+
+        Where a row has many positions (pixels, tokens), its loss is their mean: reduction="sum" divided by their number.
+        """
+        raise NotImplementedError
+
+    def metrics(self, outputs: Any, batch: Any) -> dict:
+        """Name to the sum over the rows of a held-out batch; or to a pair, where the mean is not over rows: (sum, count)."""
+        return {}
+
+    def optimizer(self, model: nn.Module, config) -> torch.optim.Optimizer:
+        """Any optimizer of torch.optim, also with parameter groups. This one is --optimizer with its flags."""
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        rule = dict(lr=config.lr, weight_decay=config.weight_decay)
+        if config.optimizer == "sgd":
+            # torch 2.13's fused SGD has a momentum of uninitialized memory where fp16's scaler skips the first step, and fails
+            # where a parameter has its first gradient later than others.
+            fused = config.precision != "fp16" and not self.unused_parameters
+            return torch.optim.SGD(parameters, momentum=config.momentum, fused=fused, **rule)
+        return torch.optim.AdamW(parameters, betas=(config.momentum, 0.95), fused=True, **rule)
+
+    def schedule(self, step: int, total_steps: int, config) -> float:
+        """What every group's learning rate is multiplied with at this step, counted from 0.
+
+        A function of the step, so that nothing of it need be saved. This one is --warmup-steps, then --lr-schedule:
+        constant, or a cosine that would reach 0 after the last step.
+        """
+        if step < config.warmup_steps:
+            return (step + 1) / (config.warmup_steps + 1)
+        if config.lr_schedule == "constant":
+            return 1.0
+        done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+        return 0.5 * (1 + math.cos(math.pi * done))
+
+    def overrides(self, method: str) -> bool:
+        return getattr(type(self), method) is not getattr(Workload, method)
+
+    def digest(self) -> str:
+        """Of the file: ranks compare it, so that a stale copy on one node is noticed."""
+        return hashlib.sha256(self.file.read_bytes()).hexdigest()[:12] if self.file else ""
+
+
+# ---- from a name or a file to the workload ------------------------------------------------------------------------
+
+
+def find(what: str | type[Workload]) -> Workload:
+    """The workload of a built-in name, a file, or a class. Raises WorkloadError that names the file and its line."""
+    if isinstance(what, type):
+        module = sys.modules[what.__module__]
+        file = Path(module.__file__).resolve() if getattr(module, "__file__", None) else None
+        return _made(what, re.sub(r"\W+", "-", what.__name__).lower(), file)
+    if what in BUILT_IN:
+        module = importlib.import_module(f"ddp_core.workloads.{what}")
+        return _made(_only_class(module, what), what, Path(module.__file__))
+    path = Path(what)
+    if path.suffix != ".py" or not path.is_file():
+        raise WorkloadError(f"--workload {what} is no file of Python here, nor one of {', '.join(BUILT_IN)}")
+    return _made(_only_class(_load(path), what), path.stem, path.resolve())
+
+
+def _made(kind: type[Workload], name: str, file: Path | None) -> Workload:
+    missing = [method for method in ("data", "model", "loss") if getattr(kind, method, None) is getattr(Workload, method)]
+    if missing or not issubclass(kind, Workload):
+        raise WorkloadError(f"--workload {name}: class {kind.__name__} lacks {', '.join(missing) or 'Workload as its base'}")
+    workload = kind()
+    workload.name, workload.file = name, file
+    return workload
+
+
+def _load(path: Path):
+    """The file as a module. Files beside it can be imported, too: by its workers as well, for they get sys.path."""
+    name, folder = path.stem, str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    there = sys.modules.get(name)
+    if there is not None and Path(getattr(there, "__file__", None) or "-").resolve() != path.resolve():
+        name = f"workload_{name}"  # a module of that name is in use: statistics.py, say
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise WorkloadError(f"--workload {path}, line {error.lineno}: {error.msg}") from error
+    except Exception as error:
+        raise blame(error, path.resolve(), f"--workload {path}") from error
+    return module
+
+
+def _only_class(module, what: str) -> type[Workload]:
+    mine = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Workload)]
+    mine = [kind for kind in dict.fromkeys(mine) if kind.__module__ == module.__name__]
+    leaves = [kind for kind in mine if not any(other is not kind and issubclass(other, kind) for other in mine)]
+    if len(leaves) != 1:
+        found = f"{len(leaves)} ({', '.join(kind.__name__ for kind in leaves)})" if leaves else "none"
+        raise WorkloadError(f"--workload {what} should have one class that derives from ddp_core.Workload, and has {found}")
+    return leaves[0]
+
+
+def blame(error: Exception, file: Path | None, when: str) -> Exception:
+    """One line for an exception that the workload's file has raised, or that was raised on its behalf."""
+    if isinstance(error, Failure | torch.OutOfMemoryError):
+        return error
+    place = line_in(error, file)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0][:240]}" if lines else type(error).__name__
+    if lines and lines[0].startswith("Caught "):  # in a worker: its own traceback follows, and ends with the error
+        text = lines[-1][:240]
+    return WorkloadError(f"{when}{f', {place}' if place else ''}: {text}")
+
+
+def line_in(error: BaseException, file: Path | None) -> str:
+    """The deepest line of the file that the error came through: 'line 12 (loss)'; empty where there is none."""
+    if file is None:
+        return ""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == file]
+    if frames:
+        return f"line {frames[-1].lineno} ({frames[-1].name})"
+    # From a worker the traceback comes as text.
+    found = re.findall(rf'File "{re.escape(str(file))}", line (\d+), in (\S+)', str(error))
+    return f"line {found[-1][0]} ({found[-1][1]})" if found else ""
+
+
+# ---- what the built-in workloads share, and yours may use ----------------------------------------------------------
+
+
+@torch.no_grad()
+def initial_parameters(model: nn.Module, seed: int) -> nn.Module:
+    """Matrices uniform in +-1/sqrt(fan_in), gains 1, biases 0: from integers, the same numbers on every machine.
+
+    torch's own generators give other numbers on other instruction sets.
+    """
+    from ddp_core.order import uniform
+
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            bound = 1 / math.sqrt(parameter[0].numel())
+            values = uniform(parameter.numel(), 3, seed, zlib.crc32(name.encode()))
+            parameter.copy_(((2 * values - 1) * bound).float().view(parameter.shape))  # fp32, also in an fp64 run
+    return model

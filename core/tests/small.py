@@ -1,0 +1,207 @@
+"""Small workloads, such as a scientist writes, that train in a second: `train(..., workload="small:Dropout")`.
+
+A test that needs a file of its own writes one that derives from Small.
+"""
+
+import random
+
+import numpy
+import torch
+import torch.nn.functional as F
+from ddp_core import Workload
+from torch import nn
+from torch.utils.data import Dataset
+
+
+def table(count: int = 128, features: int = 6, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """[count, features] numbers from -1 to 1, and [count, 1] that follow from them: the same on every machine."""
+    place = torch.arange(first, first + count, dtype=torch.float64).unsqueeze(1)
+    inputs = torch.sin(place * (1 + torch.arange(features, dtype=torch.float64)) * 1.7)
+    return inputs, (inputs[:, :3].sum(1, keepdim=True) - inputs[:, 3:4]).tanh()
+
+
+class Small(Workload):
+    """[n, 6] numbers to one: 128 rows, 8 steps an epoch, 37 held-out rows."""
+
+    defaults = dict(epochs=3, global_batch_size=16, lr=0.05, momentum=0.9, precision="fp64")
+
+    def data(self, config):
+        return table(), table(37, first=128)
+
+    def model(self, config):
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def loss(self, outputs, batch):
+        return F.mse_loss(outputs, batch[1], reduction="sum")
+
+    def metrics(self, outputs, batch):
+        return {"absolute_error": F.l1_loss(outputs, batch[1], reduction="sum")}
+
+
+# ---- models -------------------------------------------------------------------------------------------------------
+
+
+class Dropout(Small):
+    def model(self, config):
+        return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1))
+
+
+class BatchNorm(Small):
+    def model(self, config):
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+class Tied(Small):
+    """Two layers that share one matrix, which the loss meets twice."""
+
+    def model(self, config):
+        net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+        net[2].weight = net[0].weight
+        return net
+
+
+class Frozen(Small):
+    """The first layer stays as it was built."""
+
+    def model(self, config):
+        net = super().model(config)
+        net[0].requires_grad_(False)
+        return net
+
+
+class Experts(Small):
+    """Each row goes through one of six experts; those that no row of a batch asks for have no gradient. The last never has."""
+
+    defaults = Small.defaults | dict(global_batch_size=8)
+    unused_parameters = True
+
+    def model(self, config):
+        return Routed()
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 1) for _ in range(6))
+
+    def forward(self, inputs):
+        asked = (inputs[:, 5].abs() ** 3 * 5).long().clamp(max=4)
+        outputs = inputs.new_zeros(len(inputs), 1)
+        for number, expert in enumerate(self.experts):
+            mine = (asked == number).nonzero().flatten()
+            if len(mine):
+                outputs = outputs.index_copy(0, mine, expert(inputs[mine]))
+        return outputs
+
+
+# ---- batches and losses -------------------------------------------------------------------------------------------
+
+
+class Dictionary(Small):
+    """Batches are dictionaries, and their keys are the model's keywords."""
+
+    def data(self, config):
+        return tuple(dict(zip(("inputs", "targets"), rows, strict=True)) for rows in super().data(config))
+
+    def model(self, config):
+        return TakesKeywords()
+
+    def loss(self, outputs, batch):
+        return super().loss(outputs, (batch["inputs"], batch["targets"]))
+
+    def metrics(self, outputs, batch):
+        return super().metrics(outputs, (batch["inputs"], batch["targets"]))
+
+
+class TakesKeywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, inputs, targets):
+        return self.net(inputs)
+
+
+class SeveralLosses(Small):
+    """Two of them, and a metric that is a mean over something else than rows."""
+
+    def loss(self, outputs, batch):
+        return {"square": super().loss(outputs, batch), "size": 0.1 * (outputs**2).sum()}
+
+    def metrics(self, outputs, batch):
+        chosen = batch[1] > 0
+        return {"error_above_0": ((outputs - batch[1]).abs()[chosen].sum(), chosen.sum())} | super().metrics(outputs, batch)
+
+
+class Groups(Small):
+    """Two parameter groups with learning rates of their own, and a schedule of its own."""
+
+    def optimizer(self, model, config):
+        first, last = model[0].parameters(), model[2].parameters()
+        return torch.optim.AdamW([dict(params=first, lr=0.01), dict(params=last, lr=0.03, weight_decay=0.1)], betas=(0.8, 0.9))
+
+    def schedule(self, step, total_steps, config):
+        return 1 / (1 + step)
+
+
+OPTIMIZERS = {
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True),
+    "dampened": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, dampening=0.5, weight_decay=0.01),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.02, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.02),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.02),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.02),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.05, t0=3),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.02, foreach=True),
+    "plain": lambda p: torch.optim.SGD(p, lr=0.05),
+}
+
+
+class Optimizers(Small):
+    """--rule says which."""
+
+    def flags(self, add):
+        add("--rule", choices=[*OPTIMIZERS], required=True)
+
+    def optimizer(self, model, config):
+        return OPTIMIZERS[config.rule](model.parameters())
+
+
+# ---- rows that are read one by one --------------------------------------------------------------------------------
+
+
+class OneByOne(Dataset):
+    """Rows of tensors; each is augmented with numbers from three generators whenever it is read."""
+
+    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor, noise: float):
+        self.inputs, self.targets, self.noise = inputs, targets, noise
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, row: int):
+        drawn = random.random() + numpy.random.rand() + torch.rand(()).item()
+        return self.inputs[row] + self.noise * drawn, self.targets[row]
+
+
+class Augmented(Small):
+    """--noise 0: rows as they are."""
+
+    def flags(self, add):
+        add("--noise", type=float, default=0.1, remembered=False)
+
+    def data(self, config):
+        train, held_out = super().data(config)
+        return OneByOne(*train, config.noise), held_out
+
+
+class EvaluatedOneByOne(Augmented):
+    """The held-out rows, too, go through the DataLoader."""
+
+    def data(self, config):
+        train, held_out = Small.data(self, config)
+        return OneByOne(*train, config.noise), OneByOne(*held_out, config.noise)

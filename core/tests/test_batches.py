@@ -1,0 +1,221 @@
+"""Rows that are read one by one: through DataLoader in our order, the same values whatever reads them and wherever.
+
+python -m pytest core/tests/test_batches.py
+"""
+
+import random
+import signal
+from collections import namedtuple
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import ranks
+import torch
+from ddp_core.batches import Batches, SeededRows
+from ddp_core.config import parse
+from ddp_core.workload import find
+from faults import at_step, signalled
+from ranks import assert_same_run, step_of, train
+from small import Augmented, OneByOne, table
+from test_order import words
+from test_reduction import assert_same_bits
+from test_trainer import deviation
+
+AUGMENTED = "small:Augmented"
+
+
+def seeded(seed: int = 0, row_seeds: str = "on") -> SeededRows:
+    return SeededRows(OneByOne(*table(), noise=1.0), SimpleNamespace(seed=seed, row_seeds=row_seeds))
+
+
+# ---- random numbers of a row --------------------------------------------------------------------------------------
+
+
+def test_a_row_is_a_function_of_seed_epoch_and_row_and_of_nothing_else():
+    rows = seeded()
+    forwards = {place: rows[place][0] for place in [(epoch, row) for epoch in range(3) for row in range(20)]}
+    torch.rand(7), random.random(), numpy.random.rand()
+    for place in reversed(forwards):
+        assert torch.equal(rows[place][0], forwards[place]), place
+    drawn = {tuple((values - table()[0][place[1]]).tolist()) for place, values in forwards.items()}
+    assert len(drawn) == 60, "two rows or epochs have the same numbers"
+    assert not torch.equal(seeded(seed=1)[0, 0][0], forwards[0, 0])
+
+
+def test_the_generators_are_seeded_with_the_words_of_plain_python():
+    """The fourth stream: words(1, 4, seed, epoch, row); NumPy takes the low 32 bits."""
+    (seed,) = words(1, 4, 5, 2, 7)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy.random.seed(seed & 0xFFFFFFFF)
+    drawn = random.random() + numpy.random.rand() + torch.rand(()).item()
+    values, _ = seeded(seed=5)[2, 7]
+    torch.testing.assert_close(values, table()[0][7] + drawn, rtol=1e-15, atol=0)
+
+
+def test_row_seeds_off_leaves_the_generators_alone():
+    rows = seeded(row_seeds="off")
+    random.seed(3)
+    state = random.getstate()
+    assert not torch.equal(rows[0, 0][0], rows[0, 0][0])
+    random.setstate(state)
+
+
+# ---- batches ------------------------------------------------------------------------------------------------------
+
+
+def values_read(file, workers: int, world_size: int) -> None:
+    """The values of every row in two epochs' batches, by epoch and row: as many ranks read them, each with its workers."""
+    config = parse(["--workers", str(workers), "--device", "cpu"], 1, workload=find(Augmented))
+    dataset, found = OneByOne(*table(), noise=1.0), {}
+    for rank in range(world_size):
+        starts = [(epoch, start) for epoch in range(2) for start in range(0, 128, 16)]
+        plan = [(epoch, torch.arange(start + rank, start + 16, world_size)) for epoch, start in starts]
+        batches = Batches(dataset, find(Augmented), config, torch.device("cpu"), torch.float64)
+        for (epoch, rows), (inputs, _) in zip(plan, batches.stream(iter(plan)), strict=True):
+            found |= {(epoch, row): values for row, values in zip(rows.tolist(), inputs, strict=True)}
+        batches.close()
+    torch.save([found[key] for key in sorted(found)], file)
+
+
+def test_every_row_has_the_same_values_for_any_number_of_workers_and_ranks(tmp_path):
+    """In a process of its own, for workers are forked."""
+    kinds = [(workers, world_size) for workers in (0, 1, 2) for world_size in (1, 2, 4)]
+    files = [tmp_path / f"{workers}-{world_size}" for workers, world_size in kinds]
+    calls = [ranks.call("test_batches", "values_read", file, *kind) for file, kind in zip(files, kinds, strict=True)]
+    job = ranks.fork(tmp_path, *calls)
+    assert job.codes == [0] * len(kinds), job.err
+    first, *others = (torch.stack(torch.load(file)) for file in files)
+    assert len(first) == 256 and not torch.equal(first[:128], first[128:]), "the second epoch has the numbers of the first"
+    for kind, other in zip(kinds[1:], others, strict=True):
+        assert torch.equal(first, other), kind
+
+
+def test_batches_come_in_the_order_of_the_plan_and_are_as_long_as_it_says():
+    config = parse(["--device", "cpu"], 1, workload=find(Augmented))
+    batches = Batches(OneByOne(*table(), noise=0.0), find(Augmented), config, torch.device("cpu"), torch.float32)
+    plan = [(0, torch.tensor([5, 3, 9])), (0, torch.tensor([7])), (1, torch.tensor([3, 3]))]
+    read = list(batches.stream(iter(plan)))
+    for (_, rows), (inputs, targets) in zip(plan, read, strict=True):
+        assert torch.equal(inputs, table()[0][rows].float()) and torch.equal(targets, table()[1][rows].float())
+
+
+Pair = namedtuple("Pair", "image, label")
+
+
+class Ragged:
+    """A batch of an own class, such as a graph library's."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def to(self, device):
+        return Ragged(self.values.to(device))
+
+
+def test_numbers_are_converted_in_any_kind_of_batch_and_all_else_stays():
+    """Real numbers to the run's precision; integers, texts and objects of others as they are."""
+    real, whole = torch.ones(2), torch.arange(2)
+    batch = {"pair": Pair(real, whole), "list": [real, "text", None], "graph": Ragged(real), "tuple": (whole, 7)}
+    workload = find(Augmented)
+    config = parse(["--device", "cpu"], 1, workload=workload)
+
+    class Rows:
+        batched = True
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return batch
+
+    batches = Batches(Rows(), workload, config, torch.device("cpu"), torch.float64)
+    (moved,) = batches.stream(iter([(0, torch.tensor([0]))]))
+    assert isinstance(moved["pair"], Pair) and moved["pair"].image.dtype == torch.float64
+    assert moved["pair"].label.dtype == torch.int64 and moved["list"][0].dtype == torch.float64
+    assert moved["list"][1:] == ["text", None] and moved["tuple"][1] == 7
+    assert isinstance(moved["graph"], Ragged)
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_losses_do_not_depend_on_the_number_of_workers(finished, world_size, workers):
+    job, alone = finished(f"--workers {workers}", world_size, AUGMENTED), finished("", world_size, AUGMENTED)
+    assert_same_run(job, alone)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_losses_of_augmented_rows_do_not_depend_on_the_world_size(finished, world_size):
+    job, alone = finished("", world_size, AUGMENTED), finished("", 1, AUGMENTED)
+    assert deviation(job.losses, alone.losses) < 1e-12
+    assert deviation(alone.losses, finished("--noise 0", 1, AUGMENTED).losses) > 1e-4, "nothing was augmented"
+
+
+def test_under_canonical_they_are_the_same_bits(finished):
+    flags = "--reduction canonical"
+    assert_same_bits(finished(f"{flags} --workers 1", 2, AUGMENTED), finished(flags, 1, AUGMENTED))
+
+
+def test_read_row_by_row_or_all_at_once_it_is_the_same_training(finished):
+    assert_same_run_but_for_names(finished("--noise 0", 2, AUGMENTED), finished("", 2, "small:Small"))
+
+
+def assert_same_run_but_for_names(job: ranks.Job, reference: ranks.Job) -> None:
+    assert job.losses == reference.losses
+    ours, theirs = ([record["eval_loss"] for record in one.records("epoch")] for one in (job, reference))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_held_out_rows_go_through_the_loader_too(finished, world_size):
+    flags = "--noise 0 --workers 1"
+    ours, theirs = finished(flags, world_size, "small:EvaluatedOneByOne"), finished("", world_size, "small:Small")
+    assert_same_run_but_for_names(ours, theirs)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("first, then", [(1, 1), (2, 2), (2, 1)])
+def test_stopped_in_the_middle_of_an_epoch_it_goes_on_with_the_same_rows(finished, tmp_path, workers, first, then):
+    """Its workers, which a scheduler signals along with their rank, read on until it has saved."""
+    flags = f"--workers {workers}"
+    stopped = {0: at_step(3, signalled(signal.SIGUSR1))}
+    job = train(tmp_path / "run", flags, first, workload=AUGMENTED, faults=stopped, code=75)
+    assert 0 < step_of(job) < 8
+    job = train(tmp_path / "run", flags, then, workload=AUGMENTED, code=0)
+    if first == then:
+        assert_same_run(job, finished(flags, first, AUGMENTED))
+    assert deviation(job.losses, finished(flags, first, AUGMENTED).losses) < 1e-12
+
+
+def test_workers_that_are_signalled_with_their_rank_read_on(finished, tmp_path):
+    """As by srun, which sends SIGTERM to every process of a step."""
+    stopped = {0: at_step(3, ranks.call("test_batches", "_signal_the_family"))}
+    job = train(tmp_path / "run", "--workers 2", 2, workload=AUGMENTED, faults=stopped, code=75)
+    assert job.err == ["", ""] and 0 < step_of(job) < 8
+    assert_same_run(
+        train(tmp_path / "run", "--workers 2", 2, workload=AUGMENTED, code=0), finished("--workers 2", 2, AUGMENTED)
+    )
+
+
+def _signal_the_family() -> None:
+    import multiprocessing
+    import os
+
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("row_seeds", ["on", "off"])
+def test_a_run_repeats_with_seeds_for_each_row_and_without(finished, tmp_path, row_seeds):
+    """Without them too where one process reads all rows in order: the run's own seed is enough."""
+    flags = f"--row-seeds {row_seeds}"
+    again = train(tmp_path / "run", flags, 1, workload=AUGMENTED, code=0)
+    assert again.losses == finished(flags, 1, AUGMENTED).losses
+    assert deviation(finished("--row-seeds off", 1, AUGMENTED).losses, finished("", 1, AUGMENTED).losses) > 1e-6

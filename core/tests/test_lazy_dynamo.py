@@ -1,0 +1,67 @@
+"""torch's compiler is imported by who compiles, and by nobody else: a second or two of every rank's start.
+
+python -m pytest core/tests/test_lazy_dynamo.py
+"""
+
+import sys
+
+import ranks
+from ranks import call, train
+
+REAL = "torch._dynamo.eval_frame"  # a part of the real module
+
+
+def _tell_at_the_end() -> None:
+    from ddp_core.process_group import Peers
+
+    leave = Peers.leave
+
+    def telling(self):
+        print("the compiler is", "there" if REAL in sys.modules else "not there", flush=True)
+        leave(self)
+
+    Peers.leave = telling
+
+
+def test_a_run_under_ddp_does_not_import_it(tmp_path):
+    tells = {rank: call("test_lazy_dynamo", "_tell_at_the_end") for rank in range(2)}
+    job = train(tmp_path / "run", "--epochs 1", 2, faults=tells, code=0)
+    assert job.records("start")[0]["reduction"] == "ddp"
+    assert all("the compiler is not there" in text for text in job.out)
+
+
+def _compile() -> None:
+    from ddp_core import lazy_dynamo
+
+    lazy_dynamo.put_off()
+    import torch
+
+    assert REAL not in sys.modules and torch._dynamo is sys.modules["torch._dynamo"]
+    model = torch.nn.Linear(3, 2)
+    torch.optim.AdamW(model.parameters(), lr=0.1)
+    assert REAL not in sys.modules, "making an optimizer imports it"
+    inputs = torch.arange(6.0).view(2, 3)
+    assert torch.equal(torch.compile(model, backend="eager")(inputs), model(inputs))
+    assert REAL in sys.modules and type(sys.modules["torch._dynamo"]).__name__ == "module"
+
+
+def test_who_compiles_gets_the_real_one(tmp_path):
+    """Its stand-in makes room at the first question that it does not know."""
+    job = ranks.fork(tmp_path, call("test_lazy_dynamo", "_compile"))
+    assert job.codes == [0], job.err
+
+
+def _ask() -> None:
+    from ddp_core import lazy_dynamo
+
+    lazy_dynamo.put_off()
+    import torch._dynamo
+
+    assert torch._dynamo.config.cache_size_limit > 0 and REAL in sys.modules
+    lazy_dynamo.put_off()
+    assert type(sys.modules["torch._dynamo"]).__name__ == "module", "the real one was put away again"
+
+
+def test_who_asks_it_for_anything_gets_the_real_one(tmp_path):
+    job = ranks.fork(tmp_path, call("test_lazy_dynamo", "_ask"))
+    assert job.codes == [0], job.err

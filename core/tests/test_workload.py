@@ -1,0 +1,502 @@
+"""A workload of one's own: what is wrong in its file is one line on stderr and exit code 2, 3 or 7, never a hang.
+
+python -m pytest core/tests/test_workload.py
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ddp_core.config import parse
+from ddp_core.errors import UsageError
+from faults import environment
+from ranks import Job, assert_same_run, train
+
+SMALL = "from small import *\n\n\nclass Mine(Small):\n"
+WHOLE = """
+import torch
+from ddp_core import Workload
+
+
+class Mine(Workload):
+    defaults = dict(epochs=1, global_batch_size=8, lr=0.1)
+
+    def data(self, config):
+        inputs = torch.linspace(-1, 1, 96).view(32, 3)
+        return (inputs, inputs.sum(1, keepdim=True)), None
+
+    def model(self, config):
+        return torch.nn.Linear(3, 1)
+
+    def loss(self, outputs, batch):
+        return (outputs - batch[1]).square().sum()
+"""
+
+
+def written(folder: Path, source: str, name: str = "mine.py") -> Path:
+    file = folder / name
+    file.write_text(source)
+    return file
+
+
+def small(methods: str) -> str:
+    """A file with one class that differs from small.Small in these methods; they begin in line 5."""
+    lines = methods.strip("\n").splitlines()
+    margin = len(lines[0]) - len(lines[0].lstrip())
+    return SMALL + "".join(f"    {line[margin:]}\n" if line.strip() else "\n" for line in lines)
+
+
+def line_of(source: str, text: str) -> int:
+    (number,) = (number for number, line in enumerate(source.splitlines(), 1) if text in line)
+    return number
+
+
+def failed(folder: Path, source: str, flags: str = "", world_size: int = 2, code: int = 2, **others) -> Job:
+    return train(folder / "run", f"--workload {written(folder, source)} {flags}", world_size, code=code, **others)
+
+
+# ---- the file -----------------------------------------------------------------------------------------------------
+
+FILES = {
+    "empty": ("", "should have one class that derives from ddp_core.Workload, and has none"),
+    "a class of another kind": ("class Mine:\n    pass\n", "and has none"),
+    "an imported class only": ("from small import Small\n", "and has none"),
+    "two classes": (WHOLE + WHOLE.replace("Mine", "Other"), r"and has 2 \(Mine, Other\)"),
+    "a syntax error": (WHOLE.replace("return torch.nn", "return return torch.nn"), "line 14: invalid syntax"),
+    "tabs and spaces": (WHOLE.replace("        return torch.nn", "\treturn torch.nn"), r"line 14: inconsistent use of tabs"),
+    "a name that is not there": (WHOLE + "\nROWS = NUMBER\n", r"line 19 \(<module>\): NameError: name 'NUMBER' is not defined"),
+    "a module that is not there": ("import not_there\n" + WHOLE, r"line 1 \(<module>\): ModuleNotFoundError: .*'not_there'"),
+    "no loss": (WHOLE.partition("    def loss")[0], "class Mine lacks loss$"),
+    "neither data nor model": (
+        "from ddp_core import Workload\nclass Mine(Workload):\n    def loss(self, outputs, batch): ...\n",
+        "class Mine lacks data, model$",
+    ),
+    "an unknown flag among its defaults": (WHOLE.replace("lr=0.1", "learning_rate=0.1"), "its defaults name learning_rate"),
+    "a flag of the core's": (small('def flags(self, add):\n    add("--lr")'), r"flags\(\) failed: .*--lr"),
+    "a flag that argparse does not understand": (
+        small('def flags(self, add):\n    add("--a", kind=int)'),
+        r"flags\(\) failed: .*kind",
+    ),
+    "flags that fail": (
+        small('def flags(self, add):\n    add("--a", default=1 / 0)'),
+        r"flags\(\) failed: ZeroDivisionError: division by zero",
+    ),
+}
+
+
+@pytest.mark.parametrize("source, said", FILES.values(), ids=FILES)
+def test_a_file_that_cannot_be_used_is_one_line_and_2(tmp_path, source, said):
+    job = failed(tmp_path, source)
+    assert re.search(said, job.error), job.error
+    assert "mine" in job.error and not job.run_dir.exists()
+
+
+@pytest.mark.parametrize("name", ["nowhere.py", "mine.txt", "folder", "digitz"])
+def test_what_is_no_file_of_python_is_named_with_what_there_is(tmp_path, name):
+    written(tmp_path, WHOLE, "mine.txt")
+    (tmp_path / "folder").mkdir()
+    job = train(tmp_path / "run", f"--workload {tmp_path / name}", 2, code=2)
+    assert str(tmp_path / name) in job.error and "digits, regression, mnist, gpt" in job.error
+
+
+def test_a_whole_file_trains_and_needs_neither_flags_nor_held_out_rows(tmp_path):
+    job = failed(tmp_path, WHOLE, code=0)
+    assert len(job.losses) == 4 and "eval_loss" not in job.records("epoch")[0]
+    assert job.records("start")[0]["config"]["workload"] == "mine"
+
+
+def test_a_base_class_in_the_same_file_is_no_second_workload(tmp_path):
+    source = (
+        WHOLE.replace("Mine(Workload)", "Base(Workload)")
+        + "\n\nclass Mine(Base):\n    defaults = Base.defaults | dict(epochs=2)\n"
+    )
+    assert len(failed(tmp_path, source, code=0).losses) == 8
+
+
+def test_files_beside_it_can_be_imported_and_a_name_of_the_standard_library_is_no_trouble(tmp_path):
+    written(tmp_path, "ROWS = 32\n", "my_settings.py")
+    source = WHOLE.replace("import torch\n", "import torch\nimport my_settings\n", 1).replace(
+        "96).view(32, 3)", "96).view(my_settings.ROWS, 3)"
+    )
+    job = train(tmp_path / "run", f"--workload {written(tmp_path, source, 'statistics.py')}", code=0)
+    assert len(job.losses) == 4
+
+
+# ---- data ---------------------------------------------------------------------------------------------------------
+
+ROWS = """
+    class Rows:
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, row):
+            {}
+            return torch.full((6,), float(row), dtype=torch.float64), torch.zeros(1)
+
+    def data(self, config):
+        return self.Rows(), None
+"""
+
+DATA = {
+    "it fails": ("def data(self, config):\n    return open('/not/there')", r"line 6 \(data\): FileNotFoundError: .*/not/there"),
+    "one thing": (
+        "def data(self, config):\n    return table()[0]",
+        r"data\(\) should return \(training rows, held-out rows\).*Tensor",
+    ),
+    "three things": (
+        "def data(self, config):\n    return *table(), None",
+        r"data\(\) should return \(training rows, held-out rows\)",
+    ),
+    "columns of unequal length": (
+        "def data(self, config):\n    return (table()[0], table(100)[1]), None",
+        "columns of 100, 128 rows, but should give equal ones",
+    ),
+    "a stream": (
+        "def data(self, config):\n    return (row for row in table()), None",
+        "rows need a length and an index, and generator has not both",
+    ),
+    "a number": ("def data(self, config):\n    return 7, None", "rows need a length and an index, and int has not both"),
+    "no training rows": ("def data(self, config):\n    return None, table()", "is more than the 0 training rows of mine"),
+    "too few rows": (
+        "def data(self, config):\n    return table(15), None",
+        "--global-batch-size 16 is more than the 15 training rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("methods, said", DATA.values(), ids=DATA)
+def test_data_that_cannot_be_used_are_one_line_and_2(tmp_path, methods, said):
+    job = failed(tmp_path, small(methods))
+    assert re.search(said, job.error), job.error
+
+
+def test_data_that_stop_with_a_preflight_error_of_their_own_are_3(tmp_path):
+    """As the built-ins do where a folder is missing: the program is right, and the place is not."""
+    methods = """
+    def data(self, config):
+        from ddp_core.errors import PreflightError
+        raise PreflightError("/scratch is not mounted")
+    """
+    assert "/scratch is not mounted" in failed(tmp_path, small(methods), code=3).error
+
+
+@pytest.mark.parametrize("which", ["training_rows", "held_out_rows"])
+def test_data_whose_length_differs_between_ranks_are_named(tmp_path, which):
+    """A file that one node reads while another still writes it; 4: the ranks are not of one mind."""
+    count = "128 - int(os.environ.get('FEWER', 0))"
+    train_rows, held_out = (count, "37") if which == "training_rows" else ("128", count)
+    methods = f"def data(self, config):\n    import os\n    return table({train_rows}), table({held_out})"
+    job = failed(tmp_path, small(methods), faults={1: environment(FEWER="1")}, code=4)
+    assert f"{which}=127 on rank 1, but 128 on rank 0" in job.error
+
+
+def test_data_that_differ_between_ranks_are_named(tmp_path):
+    methods = "def data(self, config):\n    import os\n    return table(first=int(os.environ.get('FIRST', 0))), None"
+    job = failed(tmp_path, small(methods), faults={1: environment(FIRST="1")}, code=4)
+    assert re.search(r"data=\w+ on rank 1, but \w+ on rank 0", job.error)
+
+
+def test_a_file_that_differs_between_ranks_is_named(tmp_path):
+    """A stale copy on one node."""
+    mine, other = written(tmp_path, WHOLE), tmp_path / "other"
+    other.mkdir()
+    stale = written(other, WHOLE.replace("lr=0.1", "lr=0.2").replace("lr=0.2)", "lr=0.1)  # stale"))
+    flags = {0: f"--workload {mine}", 1: f"--workload {stale}"}
+    job = train(tmp_path / "run", "", 2, flags_of=flags, code=4)
+    assert re.search(r"workload_file=\w+ on rank 1, but \w+ on rank 0", job.error)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "act, said",
+    [
+        ("if row == 37: raise OSError('tape 37')", r"rows .*\(__getitem__\): OSError: .*tape 37"),
+        (
+            "if row == 37: return torch.zeros(5), torch.zeros(1)",
+            r"rows .*37.*RuntimeError: .*(stack expects each tensor to be equal size|resize)",
+        ),
+        ("if row == 37: return None", r"rows .*37.*TypeError"),
+    ],
+    ids=["cannot be read", "cannot be collated", "is none"],
+)
+def test_a_row_that_cannot_be_read_or_collated_is_named_with_its_batch(tmp_path, workers, act, said):
+    """Row 37 is none of those that are tried at the start. Of two ranks one has it, and the other does not hang."""
+    flags = f"--workers {workers} --epochs 1 --global-batch-size 4"
+    job = failed(tmp_path, small(ROWS.format(act)), flags, world_size=1)
+    assert re.search(said, job.error), job.error
+    job = train(tmp_path / "two", f"--workload {tmp_path / 'mine.py'} {flags}", 2)
+    blamed(job, 2, said)
+
+
+def blamed(job: Job, code: int, said: str) -> None:
+    """Of two ranks one has ended with this code and a line that says so; the other, at most, points to it."""
+    assert all(len(text.splitlines()) <= 1 for text in job.err), job.err
+    ((rank, line),) = ((rank, text) for rank, text in enumerate(job.err) if re.search(said, text))
+    assert job.codes[rank] == code and line.startswith(f"error [rank {rank}, "), (job.codes, job.err)
+    other = 1 - rank
+    assert job.codes[other] in (code, 7) and (not job.err[other] or f"rank {rank} died or hangs" in job.err[other]), job.err
+
+
+def test_rows_that_cannot_be_collated_at_all_are_found_before_the_training(tmp_path):
+    methods = ROWS.replace("torch.full((6,), float(row), dtype=torch.float64)", "torch.zeros(row + 1)").format("")
+    job = failed(tmp_path, small(methods))
+    assert "stack expects each tensor to be equal size" in job.error and not job.records("step")
+
+
+# ---- workers ------------------------------------------------------------------------------------------------------
+
+IN_WORKER = "if row == 37 and torch.utils.data.get_worker_info(): "
+
+
+def test_a_worker_that_dies_is_named_and_nobody_hangs(tmp_path):
+    methods = ROWS.format(IN_WORKER + "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    job = failed(tmp_path, small(methods), "--workers 2 --epochs 1", world_size=1, code=7)
+    assert "a worker that reads rows died" in job.error and "DataLoader worker (pid" in job.error
+    job = train(tmp_path / "two", f"--workload {tmp_path / 'mine.py'} --workers 2 --epochs 1", 2)
+    blamed(job, 7, "a worker that reads rows died")
+
+
+def test_of_four_ranks_the_one_whose_worker_died_is_named_and_no_other(tmp_path):
+    """Workers inherit a rank's connections: while they live, the others do not see that it has closed them."""
+    methods = ROWS.format(IN_WORKER + "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    job = failed(tmp_path, small(methods), "--workers 1 --epochs 1", world_size=4, code=7)
+    (rank,) = (rank for rank, text in enumerate(job.err) if "a worker that reads rows died" in text)
+    others = [text for place, text in enumerate(job.err) if text and place != rank]
+    assert len(others) <= 1 and all(f"rank {rank} died or hangs" in text for text in others), job.err
+
+
+def test_a_worker_that_hangs_is_named_after_the_timeout(tmp_path):
+    methods = ROWS.format(IN_WORKER + "import time; time.sleep(3600)")
+    job = failed(tmp_path, small(methods), "--workers 1 --epochs 1 --timeout 2", world_size=1, code=7)
+    assert "a worker that reads rows died or hangs" in job.error and "timed out after 2" in job.error
+
+
+# ---- model, loss, metrics, optimizer, schedule --------------------------------------------------------------------
+
+WITH = "def model(self, config):\n    net = super().model(config)\n    {}\n    return net"
+PARTS = {
+    "model: it fails": (
+        "def model(self, config):\n    return nn.Linear(6, self.width)",
+        r"line 6 \(model\): AttributeError: .*width",
+    ),
+    "model: none": ("def model(self, config):\n    nn.Linear(6, 1)", r"model.*NoneType"),
+    "model: an unused layer": (
+        WITH.format("net[0].extra = nn.Linear(2, 2)"),
+        r"no gradient for 0\.extra\.weight, 0\.extra\.bias: use them in the loss, freeze them .* unused_parameters = True",
+    ),
+    "model: no parameters": (
+        "def model(self, config):\n    return nn.AvgPool1d(6)",
+        "the loss has no gradient for any parameter",
+    ),
+    "model: all frozen": (
+        "def model(self, config):\n    return super().model(config).requires_grad_(False)",
+        "the loss has no gradient for any parameter",
+    ),
+    "model: a complex parameter": (
+        WITH.format("net.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))"),
+        r"model\.phase is torch\.complex64, which a snapshot cannot hold",
+    ),
+    "model: a complex buffer": (
+        WITH.format("net.register_buffer('phase', torch.ones(2, dtype=torch.complex128))"),
+        r"model\.phase is torch\.complex128, which a snapshot cannot hold: .*persistent=False",
+    ),
+    "model: a buffer of a kind that files do not know": (
+        WITH.format("net.register_buffer('many', torch.ones(2, dtype=torch.uint16))"),
+        r"model\.many is torch\.uint16, which a snapshot cannot hold",
+    ),
+    "forward: it fails": (
+        "def forward(self, model, batch):\n    return model(batch[0][:, :5])",
+        r"line 6 \(forward\): RuntimeError: .*shapes",
+    ),
+    "loss: one value a row": (
+        "def loss(self, outputs, batch):\n    return (outputs - batch[1]) ** 2",
+        r"loss\(\) returned a tensor of shape \(2, 1\), and should return a scalar",
+    ),
+    "loss: a number": (
+        "def loss(self, outputs, batch):\n    return super().loss(outputs, batch).item()",
+        r"loss\(\) returned float, and should return a scalar",
+    ),
+    "loss: nothing": (
+        "def loss(self, outputs, batch):\n    super().loss(outputs, batch)",
+        r"loss\(\) returned NoneType, and should return a scalar",
+    ),
+    "loss: one of two is a vector": (
+        "def loss(self, outputs, batch):\n    return dict(all=super().loss(outputs, batch), each=outputs[:, 0])",
+        r"loss\(\) 'each' returned a tensor of shape \(2,\)",
+    ),
+    "loss: a mean": (
+        "def loss(self, outputs, batch):\n    return F.mse_loss(outputs, batch[1])",
+        r"loss\(\) returns a mean over rows .* and should return their sum",
+    ),
+    "loss: means in a dictionary": (
+        "def loss(self, outputs, batch):\n    return dict(one=F.mse_loss(outputs, batch[1]), two=F.l1_loss(outputs, batch[1]))",
+        r"loss\(\) returns a mean over rows",
+    ),
+    "loss: cut off": (
+        "def loss(self, outputs, batch):\n    return super().loss(outputs.detach(), batch)",
+        r"no gradient for any parameter: is it cut off \(detach\)",
+    ),
+    "loss: it fails": (
+        "def loss(self, outputs, batch):\n    return F.cross_entropy(outputs, batch[2])",
+        r"line 6 \(loss\): IndexError",
+    ),
+    "metrics: a number": (
+        "def metrics(self, outputs, batch):\n    return 0.5",
+        r"metrics\(\) should return a dictionary, and returned float",
+    ),
+    "metrics: they fail": (
+        "def metrics(self, outputs, batch):\n    return {'x': batch['x']}",
+        r"line 6 \(metrics\): TypeError",
+    ),
+    "optimizer: it fails": (
+        "def optimizer(self, model, config):\n    return torch.optim.SGD(model.weights)",
+        r"line 6 \(optimizer\): AttributeError",
+    ),
+    "optimizer: none": (
+        "def optimizer(self, model, config):\n    torch.optim.SGD(model.parameters())",
+        r"optimizer\(\) returned NoneType",
+    ),
+    "optimizer: one that needs a closure": (
+        "def optimizer(self, model, config):\n    return torch.optim.LBFGS(model.parameters())",
+        r"optimizer\(\) returned LBFGS, and should return an optimizer of torch.optim that needs no closure",
+    ),
+    "schedule: it fails": (
+        "def schedule(self, step, total_steps, config):\n    return 1 / step",
+        r"line 6 \(schedule\): ZeroDivisionError",
+    ),
+}
+
+
+@pytest.mark.parametrize("methods, said", PARTS.values(), ids=PARTS)
+def test_a_part_that_cannot_be_used_is_one_line_and_2(tmp_path, methods, said):
+    job = failed(tmp_path, small(methods))
+    assert re.search(said, job.error), job.error
+    assert not job.snapshot.exists() and not job.records("step")
+
+
+@pytest.mark.parametrize("flags", ["", "--global-batch-size 1 --epochs 1"])
+def test_a_loss_that_weighs_rows_unequally_is_no_mean(tmp_path, flags):
+    """Rows whose losses are far apart: the mean of two is not half of their sum by chance."""
+    methods = "def loss(self, outputs, batch):\n    return (batch[0][:, 0].abs() ** 3 * (outputs - batch[1])[:, 0] ** 2).sum()"
+    failed(tmp_path, small(methods), flags, world_size=1, code=0)
+
+
+@pytest.mark.parametrize("reduction", ["ddp", "flat", "canonical"])
+def test_a_parameter_that_later_has_no_gradient_is_told_where_ddp_cannot_go_on(tmp_path, reduction):
+    """The probe sees both layers in use. From step 3 on one of them is not: DDP waits for its gradient."""
+    methods = """
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.always, self.first, self.calls = nn.Linear(6, 1), nn.Linear(6, 1), 0
+
+        def forward(self, inputs):
+            self.calls += self.training and torch.is_grad_enabled()
+            return self.always(inputs) + (self.first(inputs) if self.calls < 5 else 0)
+
+    def model(self, config):
+        return self.Net()
+    """
+    code = 2 if reduction == "ddp" else 0
+    job = failed(
+        tmp_path,
+        small(methods),
+        f"--reduction {reduction} --shards 2" if reduction == "canonical" else f"--reduction {reduction}",
+        code=code,
+    )
+    if code:
+        assert "had no gradient" in job.error and "unused_parameters = True" in job.error
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_fails_on_one_rank_in_the_middle_of_the_training_is_told_with_its_line(tmp_path, rank):
+    methods = """
+    def loss(self, outputs, batch):
+        import os
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls > 12 and os.environ.get("FAILS"):
+            raise ValueError("a row without a target")
+        return super().loss(outputs, batch)
+    """
+    source = small(methods)
+    job = failed(tmp_path, source, faults={rank: environment(FAILS="1")}, code=None)
+    blamed(job, 2, re.escape(f"line {line_of(source, 'raise ValueError')} (loss): ValueError: a row without a target"))
+    assert job.codes[rank] == 2
+
+
+def test_a_bug_of_a_workload_is_shown_whole_with_debug(tmp_path):
+    job = failed(tmp_path, small("def data(self, config):\n    return 1 / 0"), "--debug", world_size=1)
+    assert job.err[0].startswith("error: ") and "Traceback" in job.err[0] and "return 1 / 0" in job.err[0]
+
+
+# ---- flags of its own ---------------------------------------------------------------------------------------------
+
+WIDE = small("""
+    def flags(self, add):
+        add("--width", type=int, default=8, help="of the hidden layer")
+        add("--words", choices=["few", "many"], default="few", remembered=False)
+
+    def model(self, config):
+        return nn.Sequential(nn.Linear(6, config.width), nn.Tanh(), nn.Linear(config.width, 1))
+""")
+
+
+def test_own_flags_are_in_the_help_and_other_workloads_do_not_have_them(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--workload", str(written(tmp_path, WIDE)), "--help"], 1)
+    out = capsys.readouterr().out
+    assert "of --workload mine" in out and "--width" in out and "of the hidden layer" in out
+    with pytest.raises(UsageError, match="--width 8"):
+        parse(["--width", "8"], 1)
+
+
+@pytest.mark.parametrize(
+    "flags, said", [("--width wide", "--width: invalid int value: 'wide'"), ("--words none", "--words: invalid choice: 'none'")]
+)
+def test_own_flags_are_checked(tmp_path, flags, said):
+    assert said in failed(tmp_path, WIDE, flags).error
+
+
+def test_own_flags_have_their_values_in_the_config_the_record_and_the_defaults_of_the_class(tmp_path):
+    job = failed(tmp_path, WIDE + "    defaults = Small.defaults | dict(width=5)\n", code=0, world_size=1)
+    assert job.records("start")[0]["config"]["width"] == 5
+    with pytest.raises(AttributeError, match="there is no flag --height"):
+        _ = parse(["--workload", str(tmp_path / "mine.py")], 1).height
+
+
+def test_a_snapshot_remembers_own_flags_unless_they_say_no(tmp_path):
+    failed(tmp_path, WIDE, "--epochs 1", code=0)
+    assert "width: 8 there, 9 here" in failed(tmp_path, WIDE, "--epochs 2 --width 9", code=5).error
+    job = failed(tmp_path, WIDE, "--epochs 2 --words many", code=0)
+    assert_same_run(job, train(tmp_path / "whole", f"--workload {tmp_path / 'mine.py'} --epochs 2", 2, code=0))
+
+
+# ---- from a program -----------------------------------------------------------------------------------------------
+
+
+def test_run_takes_a_class_a_file_and_a_name(tmp_path):
+    file = written(tmp_path, small("pass"))
+    by_class, by_file, by_flag = (
+        train(tmp_path / "class", "", 2, workload="small:Small", code=0),
+        train(tmp_path / "file", "", 2, workload=str(file), code=0),
+        train(tmp_path / "flag", f"--workload {file}", 2, workload="small:Dropout", code=0),
+    )
+    assert by_class.losses == by_file.losses == by_flag.losses, "--workload wins over what run() was given"
+    assert by_class.records("start")[0]["config"]["workload"] == "small"
+    assert by_file.snapshot_hash() == by_flag.snapshot_hash()
+
+
+def test_the_whole_of_a_train_py(tmp_path):
+    """A program with its class in it, as a site's train.py could have it; its own line is in the error."""
+    program = WHOLE + "\nfrom ddp_core import Rank, run\nraise SystemExit(run(lambda environ: Rank.single(), workload=Mine))\n"
+    file = written(tmp_path, program, "train.py")
+    flags = ["--device", "cpu", "--run-dir", str(tmp_path / "run")]
+    ended = subprocess.run([sys.executable, str(file), *flags], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "") and "run complete" in ended.stdout
+    file.write_text(program.replace("torch.nn.Linear(3, 1)", "torch.nn.Linear(3, width)"))
+    ended = subprocess.run([sys.executable, str(file), *flags], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2 and re.fullmatch(r"error: .*line 14 \(model\): NameError: .*'width'.*\n", ended.stderr), (
+        ended.stderr
+    )
