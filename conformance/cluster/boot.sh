@@ -99,7 +99,9 @@ ln -s fd/1 $dev/stdout
 ln -s fd/2 $dev/stderr
 ln -s pts/ptmx $dev/ptmx
 
-# ---- more CPUs than this machine has, and a slower disk -------------------------------------------------------------
+# ---- one thread a process, more CPUs than this machine has, and a slower disk ---------------------------------------
+
+preloaded=(threads)
 
 # A user binds a task that root has bound before: everybody may replace what lies there.
 chmod 777 $root/run/vcpu
@@ -108,10 +110,13 @@ if ((cpus)); then
         echo "0-$((cpus - 1))" >$root/run/cpus
         mount --bind $root/run/cpus $root/sys/devices/system/cpu/$kind
     done
-    cp "$folder/vcpu.so" "$folder/disk.so" $root/run
     echo "$cpus" >$root/run/vcpu/count
-    printf '%s\n' /run/vcpu.so /run/disk.so >$root/etc/ld.so.preload
+    preloaded+=(vcpu disk)
 fi
+for name in "${preloaded[@]}"; do
+    cp "$folder/$name.so" $root/run
+    echo "/run/$name.so"
+done >$root/etc/ld.so.preload
 
 # Not chroot, in which no user may make a namespace, and so no container.
 cd $root

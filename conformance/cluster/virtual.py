@@ -304,7 +304,7 @@ class VirtualSite:
             paths[MODULES] = made.modulepath
         lines = [f"{place.format(user=USER)}\t{source.resolve() if source else ''}\n" for place, source in paths.items()]
         (self.folder / "paths").write_text("".join(lines))
-        for name in ("vcpu", "disk"):
+        for name in ("threads", "vcpu", "disk"):
             command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(self.folder / f"{name}.so"), str(HERE / f"{name}.c"), "-ldl"]
             if not (self.folder / f"{name}.so").is_file():
                 _must(subprocess.run(command, capture_output=True, text=True, check=False), f"{name}.c")
