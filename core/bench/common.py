@@ -1,69 +1,104 @@
-"""What the benchmarks share: ranks forked after one import of torch, turns interleaved in one run, and a table."""
+"""What the benchmarks share: contestants in processes of their own, turns in rounds, ratios, and a report.
 
-import ctypes
+Every contestant is a real program: world_size processes of contestants.py. While others have their turn it waits for a
+line on its standard input and uses no core.
+"""
+
+import itertools
 import json
 import os
 import platform
-import signal
+import select
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import date
 from pathlib import Path
+from typing import Any
+
+PROGRAM = Path(__file__).with_name("contestants.py")
+PATIENCE = 600.0  # seconds for one reply
+PORTS = itertools.count(15000 + os.getpid() % 10000)  # below those that the system gives to others, which come and go
 
 
-def fork_ranks(world_size: int, rank_main: Callable[[int, int, Path], None], deadline: float):
-    """Run rank_main(rank, port, folder) in world_size processes; return what rank 0 left in folder/result.json.
+class World:
+    """The ranks of one contestant, as processes of this machine, with torchrun's variables."""
 
-    Raises SystemExit when a rank fails, or when not all have ended after `deadline` seconds.
-    """
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        ranks = [_fork(rank, port, Path(folder), rank_main) for rank in range(world_size)]
-        end, left = time.monotonic() + deadline, dict(zip(ranks, range(world_size), strict=True))
-        while left:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid in left and os.waitstatus_to_exitcode(status) == 0:
-                del left[pid]
-            elif pid in left or time.monotonic() > end:
-                why = f"rank {left.pop(pid)} failed" if pid in left else f"ranks {list(left.values())} hang"
-                for other in left:
-                    os.kill(other, signal.SIGKILL)
-                    os.waitpid(other, 0)
-                raise SystemExit(f"{why} in a world of {world_size}")
-            time.sleep(0.01)
-        return json.loads((Path(folder) / "result.json").read_text())
+    def __init__(self, name: str, world_size: int, flags: Iterable[str]):
+        self.name, self.ranks = name, []
+        self.folder = tempfile.TemporaryDirectory(prefix="ddp-bench-")
+        # One thread a rank: two are slower as soon as the ranks fill the cores. torchrun sets it, too.
+        job = dict(OMP_NUM_THREADS=1, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size, GROUP_RANK=0)
+        job |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port(), TORCHELASTIC_RUN_ID="bench")
+        self.began = time.monotonic()
+        for rank in range(world_size):
+            environ = os.environ | {key: str(value) for key, value in (job | dict(RANK=rank, LOCAL_RANK=rank)).items()}
+            with open(self.path(f"{rank}.err"), "w") as errors:
+                pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1)
+                command = [sys.executable, str(PROGRAM), name, *flags]
+                self.ranks.append(subprocess.Popen(command, env=environ, cwd=self.folder.name, **pipes))
+
+    def path(self, name: str) -> Path:
+        return Path(self.folder.name, name)
+
+    def ask(self, **request) -> list[dict]:
+        """Send one request to every rank; return the reply of each. Raises SystemExit with a rank's last lines."""
+        for rank in self.ranks:
+            rank.stdin.write(json.dumps(request) + "\n")
+        return self.replies()
+
+    def replies(self) -> list[dict]:
+        found = []
+        for number, rank in enumerate(self.ranks):
+            there = select.select([rank.stdout], [], [], PATIENCE)[0]
+            line = rank.stdout.readline() if there else ""
+            if not line:
+                self.fail(number)
+            found.append(json.loads(line))
+        return found
+
+    def wait(self) -> None:
+        """For a contestant that ends by itself."""
+        for number, rank in enumerate(self.ranks):
+            if rank.wait(PATIENCE):
+                self.fail(number)
+
+    def fail(self, number: int) -> None:
+        errors = self.path(f"{number}.err").read_text().splitlines()[-15:]
+        raise SystemExit("\n".join([*errors, f"{self.name}: rank {number} of {len(self.ranks)} failed, or hangs"]))
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+        for rank in self.ranks:
+            rank.communicate()
+        self.folder.cleanup()
 
 
-def _fork(rank: int, port: int, folder: Path, rank_main) -> int:
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives this program
-        rank_main(rank, port, folder)
-        code = 0
-    except BaseException as error:  # a child must not run on into its parent's code
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+def _free_port() -> int:
+    for port in PORTS:
+        with socket.socket() as there:
+            if there.connect_ex(("127.0.0.1", port)):
+                return port
+    raise AssertionError
 
 
-def interleave(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Every round gives each contestant one turn. A turn returns its figure; the first round is dropped."""
-    figures: dict[str, list[float]] = {name: [] for name in turns}
-    for _ in range(rounds + 1):
-        for name, turn in turns.items():
-            figures[name].append(turn())
+def interleave(turns: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list]:
+    """Every round gives each contestant one turn, and begins with the next of them. The first round is dropped."""
+    figures: dict[str, list] = {name: [] for name in turns}
+    names = list(turns)
+    for first in range(rounds + 1):
+        for place in range(len(names)):
+            name = names[(first + place) % len(names)]
+            figures[name].append(turns[name]())
     return {name: values[1:] for name, values in figures.items()}
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
 
 
 def spread(values: list[float], digits: int = 0) -> str:
@@ -71,9 +106,13 @@ def spread(values: list[float], digits: int = 0) -> str:
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}..{max(values):.{digits}f})"
 
 
+def ratios(over: list[float], under: list[float]) -> list[float]:
+    """Within a round: what else the machine does in that round hits both."""
+    return [a / b for a, b in zip(over, under, strict=True)]
+
+
 def ratio(over: list[float], under: list[float]) -> str:
-    """Median (min..max) of the ratios within a round: what else the machine does in that round hits both."""
-    return spread([a / b for a, b in zip(over, under, strict=True)], 2)
+    return spread(ratios(over, under), 2)
 
 
 def machine() -> str:
@@ -88,24 +127,40 @@ def machine() -> str:
 
 
 class Report:
-    """Prints Markdown as it comes; --out keeps it, or with .json the raw figures."""
+    """Prints Markdown as it comes. --out FILE.md keeps it, and the raw figures in FILE.json."""
 
     def __init__(self, out: Path | None, title: str):
         self.out, self.lines, self.raw = out, [], {"machine": machine()}
-        self.say(f"{title}\n\n{self.raw['machine']}\n")
+        self.wanted: list[tuple[str, float, str, bool]] = []
+        self.say(f"# {title}\n\n{self.raw['machine']}")
 
     def say(self, line: str) -> None:
         print(line, flush=True)
         self.lines.append(line)
+        if self.out:  # at once: a run that is stopped has left what it found
+            self.out.with_suffix(".md").write_text("\n".join(self.lines) + "\n")
+            self.out.with_suffix(".json").write_text(json.dumps(self.raw, indent=1) + "\n")
 
     def table(self, *columns: str) -> None:
+        self.say("")
         self.row(*columns)
         self.row(*("---" for _ in columns))
 
     def row(self, *cells: str) -> None:
         self.say("| " + " | ".join(cells) + " |")
 
+    def want(self, what: str, over: list[float], under: list[float], *, most: float = 0.0, least: float = 0.0) -> str:
+        """The ratio as ratio() has it; close() lists whether its median is as wanted."""
+        median = statistics.median(ratios(over, under))
+        wanted = f"at most {most}" if most else f"at least {least}"
+        self.wanted.append((what, median, wanted, median <= most if most else median >= least))
+        return ratio(over, under)
+
     def close(self) -> None:
-        if self.out:
-            text = json.dumps(self.raw, indent=1) if self.out.suffix == ".json" else "\n".join(self.lines)
-            self.out.write_text(text + "\n")
+        if self.wanted:
+            missed = [row for row in self.wanted if not row[-1]]
+            self.say(f"\n## Wanted\n\n{len(self.wanted) - len(missed)} of {len(self.wanted)} medians are as wanted.")
+        if self.wanted and missed:
+            self.table("missed", "measured", "wanted")
+            for what, median, wanted, _ in missed:
+                self.row(what, f"{median:.3f}", wanted)

@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, required=True, help="a folder for it; what is written there is removed")
     parser.add_argument("--parameters", type=int, default=100_000_000)
     parser.add_argument("--rounds", type=int, default=3, help="counted ones; one more comes first (default: 3)")
-    parser.add_argument("--out", type=Path, help="write the output there: Markdown, or raw figures for *.json")
+    parser.add_argument("--out", type=Path, metavar="FILE.md", help="write the output there, and raw figures to FILE.json")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")  # of torch.distributed.checkpoint, about a world of one
     folder = args.dir / f"bench-snapshot-{os.getpid()}"
@@ -134,7 +134,7 @@ def main() -> None:
     try:
         tensors = tensors_of(args.parameters)
         size = sum(tensor.nbytes for tensor in tensors.values())
-        report = Report(args.out, f"# Snapshots of {size / 1e9:.2f} GB: seconds as median (min..max)")
+        report = Report(args.out, f"Snapshots of {size / 1e9:.2f} GB: seconds as median (min..max)")
         for title, acts in (("write", writers), ("read", readers), ("part of our write", parts)):
             done, stalls = rounds_of(acts(folder, tensors), args.rounds)
             report.raw[title] = dict(done=done, stalls=stalls)
@@ -142,7 +142,6 @@ def main() -> None:
             report.table(title, "durable" if title == "write" else "seconds", "stall", f"stall / {first}")
             for name, values in done.items():
                 report.row(name, spread(values, 2), spread(stalls[name], 2), ratio(stalls[name], stalls[first]))
-            report.say("")
         report.close()
     finally:
         dist.destroy_process_group()

@@ -1,221 +1,129 @@
-"""Time of a training step: ours against the loop that OLCF publishes for Frontier, and against a bare DDP loop.
+"""The time of a training step, and the memory of a rank: ours, an expert's DDP loop, Lightning and Accelerate.
 
-    python core/bench/steps.py                              # all workloads in worlds of 1, 2 and 4: about 5 minutes
-    python core/bench/steps.py --workloads regression --world-sizes 1 --rounds 15
-
-`ours` is the Trainer that run() built, driven by its own _run_epoch: the epoch's order, every step, the reconciliation
-with the other ranks and, on rank 0, the records of run.jsonl as in default use. Evaluation and snapshots are left out
-on every side. Each contestant trains the same number of steps in each round; the first round is dropped.
+Each contestant trains the same number of steps in each turn. A turn of ours has all that a user's run has but evaluation
+and snapshots: the order of the epoch, the guards, what the ranks tell each other, and rank 0's records.
 """
 
-import argparse
-import itertools
-import json
-import os
-import time
-from contextlib import redirect_stdout
-from dataclasses import replace
-from functools import partial
+import math
+import statistics
+import struct
+from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-# A rank computes on one thread: two a rank are slower as soon as the ranks fill the cores (variants.py).
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-import ddp_core
 import torch
-import torch._dynamo  # the first step of a torch.optim class imports it (2 s): once here, and not in every rank
-import torch.distributed as dist
-import torch.nn.functional as F
-from common import Report, fork_ranks, interleave, ratio, spread
-from ddp_core.data import Data, rows_of_rank, sample_order
-from ddp_core.errors import ExitCode
-from ddp_core.model import build, initial_parameters
-from ddp_core.trainer import Trainer
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.distributed import DistributedSampler
+from common import Report, World, interleave, ratio, spread
+from safetensors.torch import load_file
 
-FLAGS = {  # a workload's flags; and the steps of one turn, about half a second at one rank
-    "regression": ([], 1024),
-    "digits": ([], 504),
-    "gpt": (["--model-size", "tiny", "--steps-per-epoch", "4"], 4),
+FLAGS = {  # a row of the table; gpt small has as many rows a step as two cores do in some seconds
+    "regression": ["--workload", "regression"],
+    "digits": ["--workload", "digits"],
+    "mnist": ["--workload", "mnist", "--steps-per-epoch", "10"],
+    "gpt tiny": ["--workload", "gpt", "--model-size", "tiny", "--steps-per-epoch", "4"],
+    "gpt small": ["--workload", "gpt", "--model-size", "small", "--steps-per-epoch", "1", "--global-batch-size", "8"],
 }
-NEVER = str(10**6)
-SHARDS = (4, 8)  # of --reduction canonical, where the world size divides them
-TARGETS = {1: 2.5, 2: 1.5, 4: 1.1}  # published / ours by world size; ours / bare should be at most 1.1
+CONTESTANTS = {  # a name here: the program's name, its own flags
+    "ours": ("ours", []),
+    "bare": ("bare", []),
+    "ours flat": ("ours", ["--reduction", "flat"]),
+}
+OTHERS = ["Lightning", "Lightning tuned", "Accelerate", "Accelerate tuned"]
 
 
-# ---- contestants: each has epoch(index) -----------------------------------------------------------------------------
+def others(report: Report) -> list[str]:
+    """Those whose package is installed; the report names what is left out."""
+    there = [name for name in OTHERS if find_spec(name.split()[0].lower())]
+    if missing := [name for name in OTHERS if name not in there]:
+        report.say(f"\nNot installed here, and left out: {', '.join(missing)}.")
+    return there
 
 
-class Ours:
-    """The Trainer, or a second one of other choices beside it."""
-
-    def __init__(self, trainer: Trainer, **choices):
-        data = Data(trainer.train_rows, trainer.held_out, trainer.fingerprint)
-        config = replace(trainer.config, **choices)
-        parts = (trainer.peers, trainer.device, data, trainer.directory, trainer.record, trainer.stop)
-        self.trainer = Trainer(config, *parts)
-        self.model = self.trainer.replica.model
-
-    def epoch(self, index: int) -> None:
-        self.trainer._run_epoch(index, 0)
-
-
-class Bare:
-    """DDP as its documentation shows it, with our model, initial parameters, row order and tensor indexing."""
-
-    def __init__(self, trainer: Trainer, **ddp):
-        self.trainer, self.config = trainer, trainer.config
-        self.model = build(self.config)
-        initial_parameters(self.model, self.config.seed)
-        self.forward = DistributedDataParallel(self.model.to(trainer.device), **ddp)
-        parameters, lr, momentum = self.forward.parameters(), self.config.lr, self.config.momentum
-        self.optimizer = torch.optim.SGD(parameters, lr, momentum)
-        if self.config.optimizer == "adamw":
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr, (momentum, 0.95), weight_decay=0.0)
-        self.loss = F.mse_loss if self.config.workload == "regression" else _cross_entropy
-
-    def epoch(self, index: int) -> None:
-        trainer, size = self.trainer, self.config.global_batch_size
-        order = sample_order(self.config.seed, index, len(trainer.train_rows))
-        rows = rows_of_rank(order, size, trainer.rank, trainer.world_size).to(trainer.device)
-        for step in range(trainer.steps_per_epoch):
-            inputs, targets = trainer.train_rows[rows[step]]
-            self.optimizer.zero_grad()
-            self.loss(self.forward(inputs), targets).backward()
-            self.optimizer.step()
-
-
-def _cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten().long())
-
-
-class RandomPairs(Dataset):
-    def __init__(self, count: int):
-        self.pairs = [(torch.rand(20), torch.rand(1)) for _ in range(count)]
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, index: int):
-        return self.pairs[index]
-
-
-class Published:
-    """The loop of OLCF's PyTorch guide, written anew from what it does: rows one by one through a DataLoader, and one
-    batch fetched each epoch only to print its size. Its cross-entropy over one output is 0 for ever: mean square here.
-    https://docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html
+def race(contestants: dict, flags: list[str], world_size: int, rounds: int, turn_seconds: float = 0.5) -> dict[str, dict]:
+    """By contestant: of each round the microseconds a step (us), those of CPU time (cpu) and the bytes of rank 0 (resident,
+    peak); and how far its parameters are from those of `bare` after one epoch (differs).
     """
+    with ExitStack() as stack:
+        worlds = {}
+        for name, (program, own) in contestants.items():
+            worlds[name] = World(program, world_size, [*flags, *own])
+            stack.callback(worlds[name].close)
+        for world in worlds.values():
+            world.ask(epochs=1)  # starts, imports, compiles
+        saved = {name: _parameters(world) for name, world in worlds.items()}
+        seconds = max(reply["seconds"] for reply in worlds["bare"].ask(epochs=1))
+        epochs = max(1, math.ceil(turn_seconds / seconds))
 
-    def __init__(self, trainer: Trainer):
-        self.device, self.rank = trainer.device, trainer.rank
-        self.model = DistributedDataParallel(torch.nn.Linear(20, 1).to(self.device))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        rows = RandomPairs(2048)
-        # The guide pins memory; without an accelerator that only warns.
-        pin = self.device.type != "cpu"
-        self.loader = DataLoader(rows, batch_size=32, pin_memory=pin, shuffle=False, sampler=DistributedSampler(rows))
+        def turn(name: str) -> dict[str, float]:
+            """The slowest rank's time, and what rank 0 holds."""
+            replies = worlds[name].ask(epochs=epochs)
+            figures = {kind: max(r[of] / r["steps"] for r in replies) * 1e6 for kind, of in (("us", "seconds"), ("cpu", "cpu"))}
+            return figures | {kind: replies[0][kind] for kind in ("resident", "peak")}
 
-    def epoch(self, index: int) -> None:
-        size = len(next(iter(self.loader))[0])
-        print(f"[GPU{self.rank}] Epoch {index} | Batchsize: {size} | Steps: {len(self.loader)}")
-        self.loader.sampler.set_epoch(index)
-        for inputs, targets in self.loader:
-            self.optimizer.zero_grad()
-            loss = F.mse_loss(self.model(inputs.to(self.device)), targets.to(self.device))
-            loss.backward()
-            self.optimizer.step()
-
-
-def contestants(trainer: Trainer) -> dict:
-    found = {"ours flat": Ours(trainer, reduction="flat"), "ours ddp": Ours(trainer, reduction="ddp")}
-    for shards in SHARDS:
-        if shards % trainer.world_size == 0:
-            cut = dict(shards=shards, accumulate=shards // trainer.world_size)
-            found[f"canonical {shards}"] = Ours(trainer, reduction="canonical", **cut)
-    found["bare"] = Bare(trainer)
-    if trainer.config.workload == "regression":
-        found["published"] = Published(trainer)
+        turns = interleave({name: lambda name=name: turn(name) for name in worlds}, rounds)
+    found = {name: {kind: [turn[kind] for turn in mine] for kind in mine[0]} for name, mine in turns.items()}
+    for name, result in found.items():
+        pairs = zip(saved[name], saved["bare"], strict=True)
+        result["differs"] = max((a - b).abs().max().item() for a, b in pairs)
     return found
 
 
-# ---- one world ------------------------------------------------------------------------------------------------------
+def write_idx(folder: Path) -> None:
+    """Random images in the four files of MNIST, with fewer rows."""
+    numbers = torch.Generator().manual_seed(1)
+    for split, count in (("train", 3840), ("t10k", 384)):
+        images = torch.randint(256, (count, 28, 28), dtype=torch.uint8, generator=numbers)
+        labels = torch.randint(10, (count,), dtype=torch.uint8, generator=numbers)
+        for name, values in ((f"{split}-images-idx3-ubyte", images), (f"{split}-labels-idx1-ubyte", labels)):
+            head = bytes((0, 0, 8, values.ndim)) + struct.pack(f">{values.ndim}I", *values.shape)
+            (folder / name).write_bytes(head + bytes(values.flatten().tolist()))
 
 
-def measure(workload: str, world_size: int, rounds: int, entrants=contestants, extra=(), deadline=600.0) -> dict:
-    """Microseconds a step by contestant and round; the parameters' largest difference from those of `bare`."""
-    flags, steps = FLAGS[workload]
-    flags = ["--workload", workload, "--epochs", NEVER, "--eval-every", NEVER, "--save-every", NEVER, *flags, *extra]
-
-    def compare(trainer: Trainer, folder: Path) -> ExitCode:
-        entered = entrants(trainer)
-        epochs = max(1, steps // world_size // trainer.steps_per_epoch)
-        turns = {name: partial(_turn, trainer, entrant, epochs, itertools.count()) for name, entrant in entered.items()}
-        result = dict(us=interleave(turns, rounds), differ={})
-        with torch.no_grad():
-            for name, entrant in entered.items() if "bare" in entered else ():
-                pairs = zip(entrant.model.parameters(), entered["bare"].model.parameters(), strict=True)
-                result["differ"][name] = max((a - b).abs().max().item() for a, b in pairs)
-        if trainer.rank == 0:
-            (folder / "result.json").write_text(json.dumps(result))
-        return ExitCode.DONE
-
-    def rank_main(rank: int, port: int, folder: Path) -> None:
-        # run() does all that it does for a user, up to the training, whose place the comparison takes.
-        Trainer.train = lambda trainer: compare(trainer, folder)
-        me = ddp_core.Rank(rank, world_size, rank, world_size, 0, "127.0.0.1", port, "bench")
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-            code = ddp_core.run(lambda environ: me, [*flags, "--run-dir", str(folder / "run")])
-        assert code == 0, code
-
-    return fork_ranks(world_size, rank_main, deadline)
+def _parameters(world: World) -> list[torch.Tensor]:
+    """After one epoch, before rounding has grown."""
+    path = world.path("parameters.safetensors")
+    world.ask(save=str(path))
+    return [tensor for _, tensor in sorted(load_file(path).items(), key=lambda item: int(item[0]))]
 
 
-def _turn(trainer: Trainer, entrant, epochs: int, indices) -> float:
-    dist.barrier(group=trainer.peers.control)
-    began = time.perf_counter()
-    for _ in range(epochs):
-        entrant.epoch(next(indices))
-    return (time.perf_counter() - began) / epochs / trainer.steps_per_epoch * 1e6
+def measure(report: Report, works: list[str], world_sizes: list[int], rounds: int, common: list[str]) -> None:
+    report.say(f"\n## A step: microseconds, and ratios within a round, median (min..max) of {rounds} rounds")
+    there = others(report)
+    report.table(
+        *("workload", "ranks", "ours, us", "bare DDP, us", "ours / bare", "in CPU time", "ours flat / bare"),
+        *(f"{name} / ours" for name in there),
+        "parameters differ by",
+    )
+    raced, contestants = {}, CONTESTANTS | {name: (name, []) for name in there}
+    for work in works:
+        for size in world_sizes:
+            with TemporaryDirectory(prefix="ddp-bench-") as folder:
+                flags = FLAGS[work]
+                if work == "mnist":
+                    write_idx(Path(folder))
+                    flags = [*flags, "--data-dir", folder]
+                found = raced[work, size] = race(contestants, [*flags, *common], size, rounds)
+            us = {name: result["us"] for name, result in found.items()}
+            where = f"a step of {work}, ranks: {size}"
+            row = [work, str(size), spread(us["ours"]), spread(us["bare"])]
+            row.append(report.want(f"{where}, ours / bare", us["ours"], us["bare"], most=1.05))
+            row += [ratio(found["ours"]["cpu"], found["bare"]["cpu"]), ratio(us["ours flat"], us["bare"])]
+            row += [report.want(f"{where}, {name} / ours", us[name], us["ours"], least=1.0) for name in there]
+            report.row(*row, f"{max(result['differs'] for result in found.values()):.0e}")
+            report.raw[f"{work} {size}"] = found
+    memory(report, raced, [name for name in there if "tuned" in name])
 
 
-def arguments(doc: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", choices=list(FLAGS), default=list(FLAGS))
-    parser.add_argument("--world-sizes", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=7, help="counted ones; one more comes first (default: 7)")
-    parser.add_argument("--out", type=Path, help="write the output there: Markdown, or raw figures for *.json")
-    return parser
-
-
-def main() -> None:
-    args = arguments(__doc__).parse_args()
-    report = Report(args.out, "# Step times: us a step, and ratios within a round, as median (min..max)")
-    report.say(f"Targets: published / ours at least {TARGETS} by world size; ours / bare at most 1.1.\n")
-    columns = ("workload", "ranks", "ours flat, us", "ours ddp, us", "bare DDP, us", "published, us")
-    report.table(*columns, "published / ours flat", "ours flat / bare", "ours ddp / bare", "parameters differ")
-    canonical = []
-    for workload in args.workloads:
-        for world_size in args.world_sizes:
-            result = measure(workload, world_size, args.rounds)
-            report.raw[f"{workload} {world_size}"] = result
-            us = result["us"]
-            names = ("ours flat", "ours ddp", "bare", "published")
-            times = [spread(us[name]) if name in us else "" for name in names]
-            faster = ratio(us["published"], us["ours flat"]) if "published" in us else ""
-            against = [ratio(us[name], us["bare"]) for name in names[:2]]
-            differ = max(result["differ"][name] for name in us if name.startswith(("ours", "canonical")))
-            report.row(workload, str(world_size), *times, faster, *against, f"{differ:.0e}")
-            for name in (name for name in us if name.startswith("canonical")):
-                over = [ratio(us[name], us[other]) for other in ("ours ddp", "bare")]
-                canonical.append((workload, str(world_size), name.split()[1], spread(us[name]), *over))
-    report.say("\n--reduction canonical\n")
-    report.table("workload", "ranks", "shards", "us", "canonical / ours ddp", "canonical / bare")
-    for row in canonical:
-        report.row(*row)
-    report.close()
-
-
-if __name__ == "__main__":
-    main()
+def memory(report: Report, raced: dict, tuned: list[str]) -> None:
+    report.say("\n## Memory of rank 0: resident, MB, after the steps above; ratios of it, and of the peak since the start")
+    columns = [f"{name} / ours" for name in tuned]
+    report.table("workload", "ranks", "ours, MB", "bare DDP, MB", "ours / bare", "ours / bare, peak", *columns)
+    for (work, size), found in raced.items():
+        resident = {name: result["resident"] for name, result in found.items()}
+        row = [f"{statistics.median(resident[name]) / 1e6:.0f}" for name in ("ours", "bare")]
+        if work == "gpt small":
+            row.append(report.want(f"memory of {work}, ranks: {size}", resident["ours"], resident["bare"], most=1.0))
+        else:
+            row.append(ratio(resident["ours"], resident["bare"]))
+        row.append(ratio(found["ours"]["peak"], found["bare"]["peak"]))
+        report.row(work, str(size), *row, *(ratio(resident[name], resident["ours"]) for name in tuned))
