@@ -230,8 +230,8 @@ def test_the_end_says_how_fast_it_was(check, world, own, runs):
     parts = ("computing", "communication", "reading", "evaluation", "snapshots")
     seconds = {name: end["seconds"].get(name, -1) for name in parts}
     check.equal("R9", all_speeds_are_told=(min(speeds) > 0, True), p10_is_the_slower=(speeds[2] <= speeds[1], True))
-    check.equal("R9", all_parts_are_told=(min(seconds.values()) >= 0, True))
-    check.close("R9", [1 + sum(seconds.values())], [1 + end["seconds"]["training"]], 0.01, "seconds of all parts")
+    adds_up = abs(sum(seconds.values()) - end["seconds"]["training"]) < 0.1
+    check.equal("R9", all_parts_are_told=(min(seconds.values()) >= 0, True), the_parts_are_the_whole=(adds_up, True))
     check.equal("R9", slowest_rank=(end.get("slowest_rank") in range(world.size), True))
 
 

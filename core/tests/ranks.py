@@ -76,21 +76,22 @@ def train(
     hanging: Sequence[int] = (),
     strict_launcher: bool = False,
     workload: str = "",
+    reduction: str = "",
     code: int | None = None,
 ) -> Job:
     """Run a job to its end.
 
     ranks: instead of world_size ranks of one job. By place in ranks, flags_of: more flags, and faults: what to call
     before the program starts. hanging: ranks to kill when all others are gone. strict_launcher: when the first rank has
-    ended, all others get SIGTERM, as from srun --kill-on-bad-exit=1. workload: of run(): "module:Class", or a file.
-    code: what every rank must exit with.
+    ended, all others get SIGTERM, as from srun --kill-on-bad-exit=1. workload and reduction: of run(), as
+    "module:Class"; the former may be a file. code: what every rank must exit with.
     """
     ranks = world(world_size) if ranks is None else ranks
     common = [*FLAGS.split(), "--run-dir", str(run_dir), *flags.split()]
     calls = []
     for place, rank in enumerate(ranks):
         argv = common + (flags_of or {}).get(place, "").split()
-        calls.append(partial(as_rank, rank, argv, (faults or {}).get(place), workload))
+        calls.append(partial(as_rank, rank, argv, (faults or {}).get(place), workload, reduction))
     job = replace(fork(run_dir.parent, *calls, hanging=hanging, strict=strict_launcher), run_dir=run_dir)
     if code is not None:
         assert job.codes == [code] * len(ranks), f"exit codes {job.codes}, but should be {code}: {job.err}"
@@ -163,12 +164,18 @@ def _in_process(file: Path, call: Callable[[], int | None]) -> None:
     sys.exit(call())
 
 
-def as_rank(rank: Rank, argv: list[str], fault: Callable[[], None] | None = None, workload: str = "") -> int:
+def as_rank(
+    rank: Rank, argv: list[str], fault: Callable[[], None] | None = None, workload: str = "", reduction: str = ""
+) -> int:
     from ddp_core import process_group
 
     process_group.ROLL_CALL = 1.0  # these ranks are on one machine: 5 s would be waiting for nobody
     if fault:
         fault()
-    module, _, name = workload.partition(":")
-    chosen = {"workload": getattr(importlib.import_module(module), name) if name else Path(workload)} if workload else {}
-    return run(lambda environ: rank, argv, **chosen)
+    given = {name: _named(text) for name, text in dict(workload=workload, reduction=reduction).items() if text}
+    return run(lambda environ: rank, argv, **given)
+
+
+def _named(text: str) -> type | Path:
+    module, _, name = text.partition(":")
+    return getattr(importlib.import_module(module), name) if name else Path(text)

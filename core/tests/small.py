@@ -69,6 +69,15 @@ class Frozen(Small):
         return net
 
 
+class Turned(Small):
+    """A matrix of more than a megabyte, whose columns stand one behind the other in memory."""
+
+    def model(self, config):
+        net = nn.Sequential(nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 400, bias=False), nn.Tanh(), nn.Linear(400, 1))
+        net[2].weight = nn.Parameter(torch.empty(400, 400).uniform_(-0.05, 0.05).t())
+        return net
+
+
 class Experts(Small):
     """Each row goes through one of six experts; those that no row of a batch asks for have no gradient. The last never has."""
 

@@ -13,6 +13,7 @@ import ranks
 from ddp_core.config import TrainConfig, parse
 from ddp_core.errors import ExitCode, UsageError, WorkloadError
 from ddp_core.workload import BUILT_IN, find
+from small import Groups, Small
 
 WORLD_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 96)
 
@@ -84,6 +85,11 @@ def test_problem_holds_the_choices_that_determine_the_losses_and_no_others():
     # Of the own flags, --data-dir and --channels-last are declared with remembered=False.
     assert config("--workload gpt").problem().keys() == CHANGES.keys() - free | {"model_size"}
     assert config("--workload mnist").problem().keys() == CHANGES.keys() - free
+
+
+def test_a_schedule_of_the_workload_s_own_may_be_laid_out_over_the_epochs_too():
+    assert "epochs" in parse([], 1, workload=find(Groups)).problem()
+    assert "epochs" not in parse([], 1, workload=find(Small)).problem()
 
 
 def test_problem_is_the_same_at_every_world_size_that_fits():

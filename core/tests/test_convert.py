@@ -144,6 +144,25 @@ def test_a_finished_run_is_complete_and_can_be_continued(tmp_path, capsys):
     assert len(train_job(tmp_path / "run", f"{PLAIN} --epochs 5", code=0).records("step")) == 64
 
 
+def test_the_checkpoint_of_a_file_of_one_s_own_is_converted_with_its_buffers(finished, tmp_path, capsys):
+    """A BatchNorm's statistics, and the whole number of batches that it has seen."""
+    (tmp_path / "mine.py").write_text("from small import *\n\nclass Mine(BatchNorm):\n    pass\n")
+    flags = f"--workload {tmp_path / 'mine.py'}"
+    tensors, _ = snapshot.read(train_job(tmp_path / "first", f"{flags} --epochs 1", code=0).snapshot)
+    state = {name.removeprefix("model."): values for name, values in tensors.items() if name.startswith("model.")}
+    converted(tmp_path, {"MODEL_STATE": state, "EPOCHS_RUN": 0}, flags, capsys=capsys)
+    found, document = snapshot.read(tmp_path / "run" / "snapshot.safetensors")
+    assert document["step"] == 8 and found["model.1.num_batches_tracked"].dtype == torch.int64
+    assert all(torch.equal(found[f"model.{name}"], values) for name, values in state.items())
+    train_job(tmp_path / "run", f"{flags} --epochs 2", code=0)
+
+
+def test_an_optimizer_of_the_file_s_own_is_not_converted(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("from small import *\n\nclass Mine(Groups):\n    pass\n")
+    line = converted(tmp_path, linear(), f"--workload {tmp_path / 'mine.py'}", code=2, capsys=capsys)
+    assert "--workload mine has an optimizer of its own" in line
+
+
 # ---- what does not fit --------------------------------------------------------------------------------------------
 
 

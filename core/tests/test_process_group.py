@@ -57,7 +57,7 @@ def test_missing_ranks_are_named(tmp_path, missing):
 
 def test_without_rank_0_the_others_say_where_they_looked():
     """In a process that is not forked: c10d's own pages of C++ frames come from before Python's line."""
-    program = f"from ddp_core import Rank, run; raise SystemExit(run(lambda environ: {world(2)[1]!r}, {SOON.split()!r}))"
+    program = f"from ddp_core import *; raise SystemExit(run(lambda environ: {world(2)[1]!r}, {SOON.split()!r}))"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_")}
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ, check=False)
@@ -69,9 +69,7 @@ def test_without_rank_0_the_others_say_where_they_looked():
 def test_ranks_do_not_end_through_python(tmp_path):
     """There one of gloo's threads that asks for the interpreter aborts a run that is complete."""
     flags = f"{ranks.FLAGS} --epochs 1 --steps-per-epoch 1 --run-dir {tmp_path}/run".split()
-    program = (
-        "import atexit, os; atexit.register(os.abort); from ddp_core import Rank, run; raise SystemExit(run(lambda _: {}, {}))"
-    )
+    program = "import atexit, os; atexit.register(os.abort); from ddp_core import *; raise SystemExit(run(lambda _: {}, {}))"
     commands = [[sys.executable, "-c", program.format(rank, flags)] for rank in world(2)]
     started = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
     assert [process.wait(60) for process in started] == [0, 0]

@@ -13,9 +13,15 @@ from pathlib import Path
 
 import pytest
 import ranks
+from ddp_core import snapshot
+from ddp_core.config import parse
 from ddp_core.errors import StorageError
+from ddp_core.order import sample_order
 from ddp_core.record import Record
+from ddp_core.trainer import seed_everything
+from ddp_core.workload import find
 from faults import after_save, at_step, files_limited_to, signalled
+from small import SeveralLosses, table
 
 KEYS = {  # at least
     "start": {"step", "config", "data", "versions", "world_size", "reduction", "ranks", "seconds", "restart", "notes"}
@@ -169,6 +175,17 @@ def test_each_of_several_losses_is_recorded_and_their_sum_is_the_loss(finished, 
         assert ours["losses"]["square"] == pytest.approx(theirs["losses"]["square"], rel=1e-10)
 
 
+def test_the_parts_have_the_names_that_the_workload_gave_them(finished):
+    """Of the first step, by hand: the model as it is built, and the rows of the first global batch."""
+    seed_everything(0)
+    model, rows = find(SeveralLosses).model(parse([], 1)).double(), sample_order(0, 0, 128)[:16]
+    inputs, targets = (column[rows] for column in table())
+    outputs = model(inputs)
+    record = finished("", 2, "small:SeveralLosses").records("step")[0]
+    assert record["losses"]["square"] == pytest.approx((outputs - targets).square().mean().item(), rel=1e-12)
+    assert record["losses"]["size"] == pytest.approx(0.1 * outputs.square().mean().item(), rel=1e-12)
+
+
 def test_one_loss_has_no_parts(finished):
     assert all("losses" not in record for record in finished("", 2, "small:Small").records("step"))
 
@@ -176,11 +193,6 @@ def test_one_loss_has_no_parts(finished):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_metric_with_a_count_of_its_own_is_a_mean_over_that(finished, world_size):
     """small.SeveralLosses: the error over rows above 0 alone, recomputed from the snapshot."""
-    from ddp_core import snapshot
-    from ddp_core.config import parse
-    from ddp_core.workload import find
-    from small import SeveralLosses, table
-
     job = finished("", world_size, "small:SeveralLosses")
     model = find(SeveralLosses).model(parse([], 1)).double()
     tensors, _ = snapshot.read(job.snapshot)

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from ddp_core import snapshot
-from ddp_core.reduction import tree_sum
+from ddp_core.reduction import Reduction, tree_sum
 from faults import at_step, signalled
 from ranks import Job, train
 from test_trainer import deviation
@@ -154,7 +154,7 @@ def test_micro_batches_may_have_gradients_of_different_parameters(finished, flag
     assert deviation(job.losses, alone.losses) < 1e-12
 
 
-@pytest.mark.parametrize("workload", ["BatchNorm", "Dropout", "SeveralLosses", "Tied", "Frozen"])
+@pytest.mark.parametrize("workload", ["BatchNorm", "Dropout", "SeveralLosses", "Tied", "Frozen", "Turned"])
 def test_ddp_and_flat_agree_on_any_model(finished, workload):
     ddp, flat = (finished(f"--reduction {kind}", 2, f"small:{workload}") for kind in ("ddp", "flat"))
     assert deviation(ddp.losses, flat.losses) < 1e-12
@@ -165,3 +165,29 @@ def test_ddp_and_flat_agree_on_any_model(finished, workload):
 def test_ddp_is_the_default(finished):
     assert finished("--epochs 3", 2).records("start")[0]["reduction"] == "ddp"
     assert finished("", 2, "small:Small").losses == finished("--reduction ddp", 2, "small:Small").losses
+
+
+# ---- a reduction of a program's own -------------------------------------------------------------------------------
+
+
+class OneByOne(Reduction):
+    """As another library may sum gradients: each by itself, after backward."""
+
+    name = "one by one"
+
+    def sum_gradients(self) -> None:
+        super().sum_gradients()
+        for gradient in self.gradients:
+            torch.distributed.all_reduce(gradient, group=self.peers.data)
+
+
+@pytest.mark.parametrize("workload", ["small:Small", "small:BatchNorm"])
+def test_a_program_may_bring_its_own_and_trains_the_same(finished, tmp_path, workload):
+    job = train(tmp_path / "run", "", 2, workload=workload, reduction="test_reduction:OneByOne", code=0)
+    assert job.records("start")[0]["reduction"] == "one by one"
+    assert deviation(job.losses, finished("", 2, workload).losses) < 1e-12
+
+
+def test_then_a_flag_that_names_another_is_refused(tmp_path):
+    job = train(tmp_path / "run", "--reduction flat", 2, reduction="test_reduction:OneByOne", code=2)
+    assert "--reduction flat" in job.error and "OneByOne" in job.error

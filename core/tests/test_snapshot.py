@@ -44,6 +44,17 @@ def test_what_is_written_is_read(file):
     assert {name: document[name] for name in DOCUMENT} == DOCUMENT
 
 
+@pytest.mark.parametrize("dtype", snapshot.DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (2, 3)])
+def test_every_kind_of_number_is_written_and_read(tmp_path, dtype, shape):
+    """Also one number alone, as an optimizer's step is, none at all, and kinds of different sizes side by side."""
+    values = (torch.arange(7) % 2)[: max(1, torch.Size(shape).numel())].expand(max(shape, default=1), -1).reshape(-1)
+    values = values[: torch.Size(shape).numel()].view(shape).to(dtype)
+    snapshot.write(tmp_path / "file", {"model.a": values, "model.b": torch.ones(3, dtype=torch.uint8)}, DOCUMENT)
+    found = snapshot.read(tmp_path / "file")[0]["model.a"]
+    assert found.dtype == dtype and found.shape == shape and torch.equal(found, values)
+
+
 def test_the_same_state_is_the_same_bytes(file):
     first = sha256(file)
     for _ in range(5):

@@ -8,9 +8,14 @@ import signal
 import pytest
 import torch
 from ddp_core import snapshot
+from ddp_core.config import parse
+from ddp_core.order import rows_of_rank, sample_order
+from ddp_core.trainer import seed_everything
+from ddp_core.workload import find
 from faults import at_step, signalled
 from ranks import Job, assert_same_run, step_of, train
-from small import OPTIMIZERS
+from small import OPTIMIZERS, BatchNorm, Dropout, Groups, table
+from test_order import words
 from test_reduction import assert_same_bits
 from test_trainer import deviation
 
@@ -56,12 +61,6 @@ def test_states_are_named_after_their_parameters_and_of_sgd_and_adam_as_in_earli
 
 def test_a_loop_by_hand_with_its_groups_clipping_and_schedule_has_the_same_losses(finished):
     """small.Groups: AdamW with two groups, a schedule of its own; the textbook's loop on the same rows."""
-    from ddp_core.config import parse
-    from ddp_core.order import rows_of_rank, sample_order
-    from ddp_core.trainer import seed_everything
-    from ddp_core.workload import find
-    from small import Groups, table
-
     flags = "--clip-norm 0.5 --epochs 2"
     workload, config = find(Groups), parse(flags.split(), 1, workload=find(Groups))
     seed_everything(config.seed)
@@ -96,7 +95,10 @@ def test_groups_clipping_and_a_schedule_go_on_where_they_were(finished, tmp_path
 # ---- any model ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workload", ["Dropout", "BatchNorm", "Tied", "Frozen", "Experts", "Dictionary", "SeveralLosses"])
+KINDS = ["Dropout", "BatchNorm", "Tied", "Frozen", "Experts", "Turned", "Dictionary", "SeveralLosses"]
+
+
+@pytest.mark.parametrize("workload", KINDS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_model_of_any_kind_is_stopped_and_resumed_bit_for_bit(finished, tmp_path, workload, world_size):
     whole = finished("", world_size, f"small:{workload}")
@@ -158,12 +160,6 @@ def test_buffers_are_in_the_snapshot_and_those_of_rank_0(finished):
 
 def test_statistics_are_trained_and_evaluation_uses_them(finished):
     """On one rank: rank 0's own running mean, by hand, after the first epoch."""
-    from ddp_core.config import parse
-    from ddp_core.order import rows_of_rank, sample_order
-    from ddp_core.trainer import seed_everything
-    from ddp_core.workload import find
-    from small import BatchNorm, table
-
     workload = find(BatchNorm)
     config = parse(["--epochs", "1"], 1, workload=workload)
     seed_everything(0)
@@ -183,10 +179,6 @@ def test_statistics_are_trained_and_evaluation_uses_them(finished):
 @pytest.mark.parametrize("reduction", ["ddp", "flat", "canonical"])
 def test_every_rank_evaluates_with_the_same_statistics(finished, reduction):
     """Means over all held-out rows of rank 0's model, recomputed from the snapshot."""
-    from ddp_core.config import parse
-    from ddp_core.workload import find
-    from small import BatchNorm, table
-
     job = finished(f"--reduction {reduction}", 2, "small:BatchNorm")
     workload = find(BatchNorm)
     model = workload.model(parse([], 1, workload=workload)).double()
@@ -205,6 +197,28 @@ def test_dropout_drops_and_another_seed_drops_others(finished):
     )
     assert deviation(plain.losses, dropped.losses) > 1e-3
     assert deviation(plain.losses, other.losses) > 1e-3
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_masks_are_a_function_of_seed_step_and_micro_batch(finished, world_size):
+    """By hand: two micro-batches a rank, each under torch's generator seeded with words(1, 5, seed, step, its number)."""
+    seed_everything(0)
+    workload = find(Dropout)
+    model, (inputs, targets) = workload.model(parse([], 1, workload=workload)).double().train(), table()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
+    for epoch in range(3):
+        for rows in rows_of_rank(sample_order(0, epoch, 128), 16, 0, 1):
+            optimizer.zero_grad()
+            total = 0.0
+            for number in range(2 * world_size):
+                torch.manual_seed(words(1, 5, 0, len(losses), number)[0])
+                mine = rows[number :: 2 * world_size]
+                loss = torch.nn.functional.mse_loss(model(inputs[mine]), targets[mine], reduction="sum") / 16
+                loss.backward()
+                total += loss.item()
+            optimizer.step()
+            losses.append(total)
+    assert deviation(finished("--accumulate 2", world_size, "small:Dropout").losses, losses) < 1e-12
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

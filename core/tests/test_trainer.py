@@ -120,6 +120,16 @@ def test_every_held_out_row_counts_once(finished, world_size):
         assert ours["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-12)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_held_out_rows_may_be_fewer_than_ranks(tmp_path, rows, world_size):
+    methods = f"    def data(self, config):\n        return table(), table({rows}, first=128)\n"
+    (tmp_path / "mine.py").write_text(f"from small import *\n\nclass Mine(Small):\n{methods}")
+    flags = f"--workload {tmp_path / 'mine.py'} --epochs 1"
+    one, many = (ranks.train(tmp_path / str(size), flags, size, code=0).records("epoch")[0] for size in (1, world_size))
+    assert many["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-12) and one["eval_loss"] > 0
+
+
 def test_evaluation_and_snapshots_come_every_so_many_epochs_and_at_the_end(finished):
     job = finished("--epochs 5 --eval-every 2 --save-every 3 --steps-per-epoch 3", 1)
     assert ["eval_loss" in record for record in job.records("epoch")] == [False, True, False, True, True]

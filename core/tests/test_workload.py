@@ -116,9 +116,13 @@ def test_a_base_class_in_the_same_file_is_no_second_workload(tmp_path):
 
 
 def test_files_beside_it_can_be_imported_and_a_name_of_the_standard_library_is_no_trouble(tmp_path):
+    """statistics.py: whoever imports the library's own afterwards still gets it."""
     written(tmp_path, "ROWS = 32\n", "my_settings.py")
     source = WHOLE.replace("import torch\n", "import torch\nimport my_settings\n", 1).replace(
-        "96).view(32, 3)", "96).view(my_settings.ROWS, 3)"
+        "        inputs = torch.linspace(-1, 1, 96).view(32, 3)",
+        "        import statistics\n\n"
+        "        rows = int(statistics.median([my_settings.ROWS]))\n"
+        "        inputs = torch.linspace(-1, 1, 96).view(rows, 3)",
     )
     job = train(tmp_path / "run", f"--workload {written(tmp_path, source, 'statistics.py')}", code=0)
     assert len(job.losses) == 4

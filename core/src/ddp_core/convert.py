@@ -69,9 +69,9 @@ def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int 
     content, rows = _load(old), data.of_workload(workload, config)
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
     net = workload.model(config).to(dtype)
-    shapes = {name.removeprefix("model."): tensor.shape for name, tensor in state.of_model(net).items()}
-    trained = {name: parameter.shape for name, parameter in net.named_parameters()}
-    model = _fitted(old, next((content[key] for key in MODEL if key in content), content), shapes, dtype)
+    mine = {name.removeprefix("model."): tensor for name, tensor in state.of_model(net).items()}
+    trained = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
+    model = _fitted(old, next((content[key] for key in MODEL if key in content), content), mine, dtype)
     moments, moments_step = _moments(old, content, trained, dtype, config)
 
     told, key = epochs_run is not None, next((key for key in EPOCH if key in content), None)
@@ -93,7 +93,7 @@ def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int 
     for theirs in STATES[config.optimizer].values():
         if theirs not in moments:
             print(f"{theirs}: the file has none for all parameters, it begins at zero")
-            moments[theirs] = {name: torch.zeros(shape, dtype=dtype) for name, shape in trained.items()}
+            moments[theirs] = {name: torch.zeros(parameter.shape, dtype=dtype) for name, parameter in trained.items()}
     if any(key.startswith("scheduler") for key in content):
         print("the scheduler's state is not needed: the learning rate is a function of the step (--lr-schedule)")
     print("losses of earlier epochs are not in the file: the history has none, and the next evaluation is the best so far")
@@ -141,30 +141,32 @@ def _load(old: Path) -> dict:
     return content
 
 
-def _fitted(old: Path, found: object, shapes: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A state_dict's tensors, in `dtype`. Raises SnapshotError that lists what is missing, unexpected or of another kind."""
+def _fitted(old: Path, found: object, mine: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A state_dict's tensors: real numbers in `dtype`, others as they are. Raises SnapshotError that lists what differs."""
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise SnapshotError(f"{old} holds no parameters by name")
     if all(name.startswith("module.") for name in found):  # DDP's prefix, before all names or none
         found = {name.removeprefix("module."): values for name, values in found.items()}
-    wrong = [f"{_short(name)}: {'missing' if name in shapes else 'unexpected'}" for name in shapes.keys() ^ found.keys()]
-    for name in shapes.keys() & found.keys():
+    wrong = [f"{_short(name)}: {'missing' if name in mine else 'unexpected'}" for name in mine.keys() ^ found.keys()]
+    for name in mine.keys() & found.keys():
         values = found[name]
         plain = isinstance(values, torch.Tensor) and values.layout == torch.strided and values.is_cpu
-        if not plain or values.dtype not in FLOATS:
-            wrong.append(f"{name}: {values.dtype if plain else type(values).__name__}, but should be a tensor of real numbers")
-        elif values.shape != shapes[name]:
-            wrong.append(f"{name}: {_short(str(tuple(values.shape)))} there, {tuple(shapes[name])} here")
+        real = mine[name].is_floating_point()
+        if not plain or (values.dtype not in FLOATS if real else values.dtype != mine[name].dtype):
+            kind = "real numbers" if real else str(mine[name].dtype)
+            wrong.append(f"{name}: {values.dtype if plain else type(values).__name__}, but should be a tensor of {kind}")
+        elif values.shape != mine[name].shape:
+            wrong.append(f"{name}: {_short(str(tuple(values.shape)))} there, {tuple(mine[name].shape)} here")
         elif not values.isfinite().all():
             wrong.append(f"{name}: not finite")
-        elif not torch.equal(values.to(dtype).to(values.dtype), values):
+        elif real and not torch.equal(values.to(dtype).to(values.dtype), values):
             wrong.append(f"{name}: {values.dtype} numbers that {dtype} rounds: pass --precision fp64")
     if wrong:
         raise SnapshotError(f"{old} does not fit the model of these flags ({'; '.join(sorted(wrong)[:8])}): pass that run's")
-    return {name: found[name].detach().to(dtype) for name in shapes}
+    return {name: found[name].detach().to(dtype if mine[name].is_floating_point() else mine[name].dtype) for name in mine}
 
 
-def _moments(old: Path, content: dict, shapes: dict, dtype: torch.dtype, config: TrainConfig) -> tuple[dict, int | None]:
+def _moments(old: Path, content: dict, mine: dict, dtype: torch.dtype, config: TrainConfig) -> tuple[dict, int | None]:
     """Momentum, or AdamW's two, by the parameters' names, and AdamW's step. Nothing where the file has not all of it."""
     theirs = next((content[key] for key in OPTIMIZER if key in content), None)
     try:
@@ -174,9 +176,9 @@ def _moments(old: Path, content: dict, shapes: dict, dtype: torch.dtype, config:
         [step] = {int(state["step"]) if config.optimizer == "adamw" else None for state in states}
     except (TypeError, KeyError, IndexError, ValueError, OverflowError, RuntimeError):
         return {}, None
-    if any(len(values) != len(shapes) or any(value is None for value in values) for values in lists.values()):
+    if any(len(values) != len(mine) or any(value is None for value in values) for values in lists.values()):
         return {}, None
-    return {key: _fitted(old, dict(zip(shapes, values, strict=True)), shapes, dtype) for key, values in lists.items()}, step
+    return {key: _fitted(old, dict(zip(mine, values, strict=True)), mine, dtype) for key, values in lists.items()}, step
 
 
 def _count(old: Path, content: dict, key: str, most: int) -> int:

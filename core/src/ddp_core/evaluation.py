@@ -14,7 +14,7 @@ def evaluate(trainer) -> dict[str, float]:
     trainer.model.eval()
     names = ["loss", *(f"loss_{part}" for part in seen.losses), *seen.metrics]
     # Means of means would be wrong: sums travel, each with its count, in micro-batches like those of the training.
-    mine = torch.arange(peers.rank, len(batches), peers.world_size, device=batches.index_device)
+    mine = torch.arange(min(peers.rank, len(batches)), len(batches), peers.world_size, device=batches.index_device)
     size = max(1, config.global_batch_size // peers.world_size // config.accumulate)
     shards = [[rows for rows in shard.split(size) if len(rows)] for shard in micro_batches(mine, config.accumulate)]
     read = batches.stream((-1, rows) for shard in shards for rows in shard)

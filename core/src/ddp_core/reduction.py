@@ -218,11 +218,8 @@ def tree_sum(parts: Sequence):
 
 
 def _as_laid_out(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A flat part in the parameter's shape and memory order (channels last, where it is so)."""
-    if parameter.ndim == 4 and parameter.is_contiguous(memory_format=torch.channels_last):
-        out, into, height, width = parameter.shape
-        return part.view(out, height, width, into).permute(0, 3, 1, 2)
-    return part.view(parameter.shape)
+    """A flat part in the parameter's shape and memory order (channels last, transposed): fused optimizers expect them equal."""
+    return part.as_strided(parameter.shape, torch.empty_like(parameter).stride(), part.storage_offset())
 
 
 KINDS = {"ddp": Ddp, "flat": Flat, "canonical": Canonical}
