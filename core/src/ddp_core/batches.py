@@ -89,6 +89,9 @@ class Batches:
                 yield [(epoch, row) for row in rows.tolist()]
 
         workers = self.config.workers
+        # Its first use imports a module, and reports at length if a worker dies in that moment (SIGCHLD raises there).
+        with torch.autograd.profiler.record_function("rows"):
+            pass
         timing = dict(timeout=self.config.timeout, multiprocessing_context="fork") if workers else {}
         loader = DataLoader(
             SeededRows(self.rows, self.config),
