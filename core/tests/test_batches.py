@@ -212,6 +212,30 @@ def _signal_the_family() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def test_a_worker_that_dies_while_others_are_started_leaves_none_that_python_would_wait_for(tmp_path):
+    job = ranks.fork(tmp_path, ranks.call("test_batches", "_read_with_a_worker_that_dies_at_once"))
+    assert job.codes == [1] and "DataLoader worker (pid" in job.err[0], (job.codes, job.err)
+
+
+def _read_with_a_worker_that_dies_at_once() -> None:
+    import os
+    import time
+
+    class Deadly(OneByOne):
+        def __getitem__(self, row):
+            if torch.utils.data.get_worker_info().id == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+
+    def plan():
+        yield 0, torch.arange(4)
+        time.sleep(30)  # the signal of its death ends this: DataLoader is still being made
+        yield 0, torch.arange(4)
+
+    config = parse(["--workers", "2", "--device", "cpu"], 1, workload=find(Augmented))
+    next(Batches(Deadly(*table(), noise=0.0), find(Augmented), config, torch.device("cpu"), torch.float64).stream(plan()))
+
+
 @pytest.mark.parametrize("row_seeds", ["on", "off"])
 def test_a_run_repeats_with_seeds_for_each_row_and_without(finished, tmp_path, row_seeds):
     """Without them too where one process reads all rows in order: the run's own seed is enough."""

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import active_children, util
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ class Batches:
     def __init__(self, rows: Any, workload: Workload, config, device: torch.device, dtype: torch.dtype):
         self.workload, self.config, self.device, self.dtype = workload, config, device, dtype
         self.rows, self.resident, self.streaming = rows, False, None
+        if config.workers:
+            util.Finalize(None, _kill_children, exitpriority=100)
         if hasattr(rows, "columns") and (device.type == "cpu" or rows.nbytes < _free_memory(device) / 4):
             converted_already = all(column.dtype == dtype or not column.is_floating_point() for column in rows.columns)
             if device.type != "cpu" or (rows.nbytes <= SMALL and not converted_already):
@@ -180,6 +183,14 @@ def _end_workers(batches: Iterator) -> None:
         for worker in workers:
             worker.kill()
         batches._shutdown_workers()
+
+
+def _kill_children() -> None:
+    """At the end of the process, before Python waits for them: DataLoader that failed while it started has left them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for child in active_children():
+        if child.daemon:
+            child.kill()
 
 
 def converted(batch: Any, convert: Callable, device: torch.device) -> Any:
