@@ -167,9 +167,9 @@ def _in_process(file: Path, call: Callable[[], int | None]) -> None:
 def as_rank(
     rank: Rank, argv: list[str], fault: Callable[[], None] | None = None, workload: str = "", reduction: str = ""
 ) -> int:
-    from ddp_core import process_group
+    from ddp_core import process_group, rendezvous
 
-    process_group.ROLL_CALL = 1.0  # these ranks are on one machine: 5 s would be waiting for nobody
+    process_group.ROLL_CALL = rendezvous.TELLING = 1.0  # these ranks are on one machine: more would be waiting for nobody
     if fault:
         fault()
     given = {name: _named(text) for name, text in dict(workload=workload, reduction=reduction).items() if text}

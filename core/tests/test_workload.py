@@ -3,6 +3,7 @@
 python -m pytest core/tests/test_workload.py
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -241,6 +242,16 @@ def blamed(job: Job, code: int, said: str) -> None:
     assert job.codes[rank] == code and line.startswith(f"error [rank {rank}, "), (job.codes, job.err)
     other = 1 - rank
     assert job.codes[other] in (code, 7) and (not job.err[other] or f"rank {rank} died or hangs" in job.err[other]), job.err
+
+
+@pytest.mark.parametrize("source", ["", "import not_there"])
+def test_a_file_that_one_node_alone_lacks_or_cannot_load_is_told_by_rank_0(tmp_path, source):
+    there = tmp_path / "other.py"
+    if source:
+        there.write_text(source)
+    job = train(tmp_path / "run", f"--workload {written(tmp_path, WHOLE)}", 2, flags_of={1: f"--workload {there}"}, code=2)
+    said = "line 1 .*not_there" if source else f"is no file of Python on {os.uname().nodename}"
+    assert re.search(f"rank 1: --workload {there}.*{said}", job.error), job.error
 
 
 def test_rows_that_cannot_be_collated_at_all_are_found_before_the_training(tmp_path):

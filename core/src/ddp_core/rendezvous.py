@@ -11,21 +11,21 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ddp_core.config import TrainConfig
 from ddp_core.device import refuse_shared_devices
 from ddp_core.errors import Failure, RendezvousError, StoppedError, failure_with
 from ddp_core.rank import Rank
 from ddp_core.stop import StopFlag
 
+TELLING = 10.0  # seconds that a rank without its workload's file tries to reach rank 0
 GRACE = 2.0  # seconds that a rank which is told to stop gives the others: to say, or to hear, why the job ends
 
 
 class Rendezvous:
     """The store that rank 0 serves, and the check-in: all ranks learn that all are well, or why not."""
 
-    def __init__(self, rank: Rank, config: TrainConfig, stop: StopFlag):
-        """Connect. Raises RendezvousError within --rendezvous-timeout, and at once on another job's rank 0."""
-        self.rank, self.stop, self.seconds = rank, stop, config.rendezvous_timeout
+    def __init__(self, rank: Rank, seconds: float, stop: StopFlag):
+        """Connect. Raises RendezvousError within these seconds (--rendezvous-timeout); at once on another job's rank 0."""
+        self.rank, self.stop, self.seconds = rank, stop, seconds
         self.deadline = time.monotonic() + self.seconds
         self.where = f"MASTER_ADDR={rank.master_addr} MASTER_PORT={rank.master_port}"
         serves = rank.rank == 0 and not rank.launcher_store
@@ -161,6 +161,15 @@ class Rendezvous:
                 f"SIGTERM before all ranks had met{missing}: a rank has failed (see its own output), or the job was cancelled"
             )
         raise StoppedError(f"{self.stop.reason} before the first step: the run is as it was, submit again")
+
+
+def tell(rank: Rank, failure: Failure, stop: StopFlag) -> None:
+    """Of a rank that cannot use the workload's file: rank 0 may be able to, on another node, and wait for this one.
+
+    Silent where rank 0 does not answer: it has failed too, and said so.
+    """
+    with suppress(Failure):
+        Rendezvous(rank, TELLING, stop).check_in({}, {}, failure)
 
 
 def patiently(act: Callable, seconds: float, meanwhile: Callable = lambda: None):

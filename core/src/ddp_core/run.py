@@ -44,6 +44,10 @@ def run(
                 )
         except Failure as error:
             error.everywhere = True  # the flags and the file are the same on all ranks: rank 0 speaks
+            if rank.rank and isinstance(error, WorkloadError):
+                from ddp_core.rendezvous import tell
+
+                tell(rank, error, stop)  # unless a node lacks the file
             raise
         code = _train(rank, _Job(rank, chosen, config, stop, began, reduction))
     except Failure as error:
@@ -77,7 +81,7 @@ def _train(rank: Rank, job: "_Job") -> int:
     from ddp_core.rendezvous import Rendezvous
 
     job.record.lap("imports")
-    rendezvous = Rendezvous(rank, job.config, job.stop)
+    rendezvous = Rendezvous(rank, job.config.rendezvous_timeout, job.stop)
     job.record.lap("rendezvous")
     failure = peers = None
     row, facts = {}, job.config.facts() | versions() | dict(workload_file=job.workload.digest())

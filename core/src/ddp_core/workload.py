@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import math
+import os
 import re
 import sys
 import traceback
@@ -128,7 +129,9 @@ def find(what: str | type[Workload]) -> Workload:
         return _made(_only_class(module, what), what, Path(module.__file__))
     path = Path(what)
     if path.suffix != ".py" or not path.is_file():
-        raise WorkloadError(f"--workload {what} is no file of Python here, nor one of {', '.join(BUILT_IN)}")
+        raise WorkloadError(
+            f"--workload {what} is no file of Python on {os.uname().nodename}, nor one of {', '.join(BUILT_IN)}"
+        )
     return _made(_only_class(_load(path), what), path.stem, path.resolve())
 
 
