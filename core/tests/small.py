@@ -46,6 +46,26 @@ class Dropout(Small):
         return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1))
 
 
+class Mixup(Small):
+    """Noise in the loss from Python's and NumPy's generators, as in many programs of others."""
+
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) * (0.9 + 0.1 * random.random() + 0.1 * numpy.random.rand())
+
+
+class OwnNoise(Small):
+    """Noise from a generator of its own: nobody can seed it."""
+
+    def loss(self, outputs, batch):
+        self.own = getattr(self, "own", None) or torch.Generator().manual_seed(0)
+        return super().loss(outputs, batch) * (0.9 + 0.2 * torch.rand((), generator=self.own, dtype=outputs.dtype))
+
+
+class SpectralNorm(Small):
+    def model(self, config):
+        return nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 1))
+
+
 class BatchNorm(Small):
     def model(self, config):
         return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
@@ -131,6 +151,13 @@ class TakesKeywords(nn.Module):
         return self.net(inputs)
 
 
+class Rounded(nn.Module):
+    """Numbers from -1 to 1 to whole ones from 0 to 8."""
+
+    def forward(self, inputs):
+        return ((inputs + 1) * 4).long()
+
+
 class SeveralLosses(Small):
     """Two of them, and a metric that is a mean over something else than rows."""
 
@@ -153,6 +180,23 @@ class Groups(Small):
         return 1 / (1 + step)
 
 
+class Counting(torch.optim.Optimizer):
+    """One's own, which counts steps in plain numbers, a parameter's and its group's, and needs both counts."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, dict(lr=0.05, calls=0))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["calls"] += 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["steps"] = state.get("steps", 0) + 1
+                state["mean"] = 0.8 * state.get("mean", 0) + parameter.grad
+                parameter.sub_(group["lr"] * state["mean"] / (1 + 0.1 * state["steps"]) / group["calls"] ** 0.1)
+
+
 OPTIMIZERS = {
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True),
     "dampened": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, dampening=0.5, weight_decay=0.01),
@@ -167,6 +211,7 @@ OPTIMIZERS = {
     "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
     "foreach": lambda p: torch.optim.AdamW(p, lr=0.02, foreach=True),
     "plain": lambda p: torch.optim.SGD(p, lr=0.05),
+    "counting": Counting,
 }
 
 
@@ -206,6 +251,20 @@ class Augmented(Small):
     def data(self, config):
         train, held_out = super().data(config)
         return OneByOne(*train, config.noise), held_out
+
+
+class OwnRows(OneByOne):
+    """Rows of a generator of their own, made once: what a row holds depends on how many were read before it."""
+
+    def __getitem__(self, row: int):
+        self.own = getattr(self, "own", None) or numpy.random.default_rng(0)
+        return self.inputs[row] + self.own.random(), self.targets[row]
+
+
+class AugmentedByItself(Small):
+    def data(self, config):
+        train, held_out = super().data(config)
+        return OwnRows(*train, 0.1), held_out
 
 
 class EvaluatedOneByOne(Augmented):

@@ -210,6 +210,10 @@ NOTES = {
     "small:Augmented": None,
     "small:BatchNorm": "BatchNorm1d uses statistics of a rank's own rows: losses depend on the world size; GroupNorm does not",
     "small:Dropout": "random numbers are drawn in the model or loss (dropout, noise)",
+    "small:Mixup": "random numbers are drawn in the model or loss (dropout, noise)",
+    "small:OwnNoise": "the same rows and seeds gave another loss the second time",
+    "small:AugmentedByItself": "row 0 was another when it was read again",
+    "small:SpectralNorm": "the model changes its buffers 0.weight_u, 0.weight_v in training, and all ranks take rank 0's",
 }
 
 
@@ -223,7 +227,10 @@ def test_what_a_workload_does_not_allow_is_said_at_the_start_and_recorded(finish
 
 
 def test_under_canonical_dropout_needs_no_note(finished):
-    assert finished("--reduction canonical", 2, "small:Dropout").records("start")[0]["notes"] == []
+    assert all(
+        finished("--reduction canonical", 2, f"small:{name}").records("start")[0]["notes"] == []
+        for name in ("Dropout", "Mixup")
+    )
 
 
 def test_parameters_that_the_optimizer_does_not_have_are_a_note(tmp_path):

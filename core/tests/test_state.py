@@ -42,7 +42,7 @@ def test_any_optimizer_of_torch_is_stopped_and_resumed_bit_for_bit(finished, tmp
     assert_same_run(stopped_and_resumed(tmp_path, "small:Optimizers", f"--rule {rule}", 1, 1), whole)
 
 
-@pytest.mark.parametrize("rule", ["nesterov", "rprop", "nadam"])
+@pytest.mark.parametrize("rule", ["nesterov", "rprop", "nadam", "counting"])
 def test_it_is_the_same_on_two_ranks(finished, tmp_path, rule):
     """A state that was not sent to rank 1 would drive the replicas apart."""
     whole = finished(f"--rule {rule}", 2, "small:Optimizers")
@@ -197,6 +197,11 @@ def test_dropout_drops_and_another_seed_drops_others(finished):
     )
     assert deviation(plain.losses, dropped.losses) > 1e-3
     assert deviation(plain.losses, other.losses) > 1e-3
+
+
+@pytest.mark.parametrize("flags, first, then", [("", 2, 2), ("--reduction canonical", 1, 2)])
+def test_noise_from_python_and_numpy_is_drawn_again_after_a_stop(finished, tmp_path, flags, first, then):
+    assert_same_run(stopped_and_resumed(tmp_path, "small:Mixup", flags, first, then), finished(flags, then, "small:Mixup"))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

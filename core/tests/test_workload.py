@@ -377,6 +377,15 @@ PARTS = {
         "def optimizer(self, model, config):\n    return torch.optim.LBFGS(model.parameters())",
         r"optimizer\(\) returned LBFGS, and should return an optimizer of torch.optim that needs no closure",
     ),
+    "optimizer: of a parameter that is not the model's": (
+        "def optimizer(self, model, config):\n    self.own = nn.Parameter(torch.ones(2))\n"
+        "    return torch.optim.SGD([*model.parameters(), self.own], lr=0.1)",
+        r"optimizer\(\) has 1 parameters that are not the model's, and no gradient of theirs is summed",
+    ),
+    "model: a sparse gradient": (
+        "def model(self, config):\n    return nn.Sequential(Rounded(), nn.EmbeddingBag(9, 1, sparse=True))",
+        r"the gradient of 1\.weight is sparse, .* sparse=False",
+    ),
     "schedule: it fails": (
         "def schedule(self, step, total_steps, config):\n    return 1 / step",
         r"line 6 \(schedule\): ZeroDivisionError",
@@ -389,6 +398,23 @@ def test_a_part_that_cannot_be_used_is_one_line_and_2(tmp_path, methods, said):
     job = failed(tmp_path, small(methods))
     assert re.search(said, job.error), job.error
     assert not job.snapshot.exists() and not job.records("step")
+
+
+def test_an_optimizer_that_keeps_what_no_snapshot_holds_is_told(tmp_path):
+    methods = """
+    def optimizer(self, model, config):
+        class Kept(torch.optim.SGD):
+            def step(self):
+                super().step()
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        self.state[parameter]["history"] = ["a list"]
+        return Kept(model.parameters(), lr=0.1)
+    """
+    job = failed(tmp_path, small(methods))
+    assert (
+        "the optimizer Kept keeps history, and a snapshot holds tensors and numbers" in job.error and not job.snapshot.exists()
+    )
 
 
 @pytest.mark.parametrize("flags", ["", "--global-batch-size 1 --epochs 1"])

@@ -2,9 +2,7 @@
 
 import ctypes
 import gc
-import random
 import signal
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import active_children, util
@@ -14,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ddp_core.errors import PeerLostError
-from ddp_core.order import AUGMENTATION, word
+from ddp_core.order import AUGMENTATION, seed_others, word
 from ddp_core.workload import Workload, blame
 
 SMALL = 2**28  # bytes: numbers of another precision are converted once, not batch by batch
@@ -160,10 +158,8 @@ class SeededRows:
         epoch, row = place
         if self.seeded:
             seed = word(AUGMENTATION, self.seed, epoch, row)
-            random.seed(seed)
             torch.default_generator.manual_seed(seed)
-            if numpy := sys.modules.get("numpy"):
-                numpy.random.seed(seed & 0xFFFFFFFF)
+            seed_others(seed)
         return self.rows[row]
 
 

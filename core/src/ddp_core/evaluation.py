@@ -22,7 +22,8 @@ def evaluate(trainer) -> dict[str, float]:
     for number, shard in enumerate(shards):
         for place, rows in enumerate(shard):
             batch = next(read)
-            seed_generators(trainer.device, EVALUATION, config.seed, peers.rank + peers.world_size * number, place)
+            part = peers.rank + peers.world_size * number
+            seed_generators(trainer.device, EVALUATION, config.seed, part, place, others=seen.others)
             with trainer.autocast():
                 outputs = workload.forward(trainer.model, batch)
                 loss, metrics = workload.loss(outputs, batch), workload.metrics(outputs, batch)

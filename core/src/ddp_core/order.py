@@ -4,6 +4,8 @@ splitmix64, not torch's generators, whose numbers change with the instruction se
 """
 
 import math
+import random
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -119,9 +121,21 @@ class Order:
             yield keyed_order(self.seed, epoch, self.count, places).to(device)
 
 
-def seed_generators(device: torch.device, *labels: int) -> None:
-    """torch's generators of the CPU and of this device: torch.manual_seed seeds every device's, at ten times the cost."""
+def seed_generators(device: torch.device, *labels: int, others: bool = False) -> None:
+    """torch's generators of the CPU and of this device: torch.manual_seed seeds every device's, at ten times the cost.
+
+    others: Python's and NumPy's too, at ten times the cost.
+    """
     seed = word(*labels)
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).default_generators[device.index].manual_seed(seed)
+    if others:
+        seed_others(seed)
+
+
+def seed_others(seed: int) -> None:
+    """Python's generator, and NumPy's where somebody has imported it."""
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed & 0xFFFFFFFF)

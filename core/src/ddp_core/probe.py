@@ -10,12 +10,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_core.batches import Batches
+from ddp_core.batches import Batches, converted
 from ddp_core.errors import WorkloadError
 from ddp_core.order import DROPOUT, seed_generators
 from ddp_core.workload import Workload, blame
 
 DRAWS = 32  # of a loss in which noise is drawn, to tell a mean from a sum
+RANDOM = (
+    "random numbers are drawn in the model or loss (dropout, noise): a run repeats and resumes bit for bit, but losses "
+    "depend on the world size; not so with --reduction canonical"
+)
+NOT_REPEATED = (
+    "the same rows and seeds gave another loss the second time: the model or loss draws from a generator of its own "
+    "(torch.Generator, numpy.random.default_rng), keeps something from call to call, or uses kernels that do not repeat "
+    "(--deterministic): a run does not repeat, nor resume, bit for bit"
+)
+ROWS_NOT_REPEATED = (
+    "row 0 was another when it was read again: it is drawn from a generator of its own (torch.Generator, "
+    "numpy.random.default_rng): a run does not repeat; torch's, Python's and NumPy's own generators are seeded for each row"
+)
 BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -26,60 +39,101 @@ class Seen:
     losses: tuple[str, ...]
     metrics: dict[str, bool]
     buffers: list[str]  # those that a forward in training changes: BatchNorm's statistics
+    others: bool  # the loss draws from Python's or NumPy's generator too
     notes: list[str]  # what of the usual promises this workload does not allow
 
 
 def probe(workload: Workload, model: nn.Module, batches: Batches, config, autocast) -> Seen:
     """Raises WorkloadError: a loss that is no scalar or a mean, a parameter without a gradient, rows that do not collate."""
-    count = min(2, len(batches))
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    trial = _Trial(workload, model, batches, config, autocast)
     try:
-        losses, metrics, notes = _look(workload, model, batches, config, autocast, count)
-        changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])]
+        losses, metrics = trial.look()
+        notes = trial.notes_on_rows()
+        others, random = trial.look_for_random_numbers()
     except Exception as error:
-        raise blame(error, workload.file, f"--workload {workload.name}, tried on {count} of its rows") from error
+        raise blame(error, workload.file, f"--workload {workload.name}, tried on {trial.count} of its rows") from error
     finally:
         for parameter in model.parameters():
             parameter.grad = None
+        changed = trial.put_buffers_back()
+    return Seen(losses, metrics, changed, others, notes_on_buffers(model, changed) + notes + random)
+
+
+class _Trial:
+    def __init__(self, workload: Workload, model: nn.Module, batches: Batches, config, autocast):
+        self.workload, self.model, self.batches, self.config, self.autocast = workload, model, batches, config, autocast
+        self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self.changed: list[str] = []
+        self.count = min(2, len(batches))
+        self.rows = self.alone = None
+
+    def outcome(self, batch: Any, seed: int, others: bool = False) -> tuple[Any, Any]:
+        """Outputs and loss."""
+        seed_generators(self.batches.device, DROPOUT, self.config.seed, seed, others=others)
+        with self.autocast():
+            outputs = self.workload.forward(self.model, batch)
+            return outputs, self.workload.loss(outputs, batch)
+
+    def total(self, batch: Any, seed: int, others: bool = False) -> torch.Tensor:
+        return _total(self.workload, self.outcome(batch, seed, others)[1])[1]
+
+    def put_buffers_back(self) -> list[str]:
+        """The names of those that the model has changed so far."""
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
-    return Seen(losses, metrics, changed, notes)
+            for name, buffer in self.model.named_buffers():
+                if not torch.equal(buffer, self.buffers[name]):
+                    buffer.copy_(self.buffers[name])
+                    self.changed = list(dict.fromkeys([*self.changed, name]))
+        return self.changed
 
+    def look(self) -> tuple[tuple[str, ...], dict[str, bool]]:
+        """The names of several losses, and of the metrics."""
+        workload, places = self.workload, [*range(self.count)]
+        self.rows, *self.alone = self.batches.few(places, [places, *([place] for place in places)])
+        self.model.eval()
+        with torch.no_grad():
+            outputs, loss = self.outcome(self.rows, 0)
+            names, whole = _total(workload, loss)
+            metrics = workload.metrics(outputs, self.rows)
+            if not isinstance(metrics, Mapping):
+                raise WorkloadError(
+                    f"--workload {workload.name}: metrics() should return a dictionary, and returned {type(metrics).__name__}"
+                )
+            if self.count == 2:
+                draws = range(1 if whole == self.total(self.rows, 1) else DRAWS)
+                losses = [[self.total(batch, draw).double() for batch in (self.rows, *self.alone)] for draw in draws]
+                _refuse_mean(workload, torch.tensor(losses))
+        self.model.train()
+        total = self.total(self.rows, 0)
+        if total.requires_grad:
+            total.backward()
+        _refuse_unused(workload, self.model)
+        return names, {name: isinstance(value, tuple) for name, value in metrics.items()}
 
-def _look(workload: Workload, model: nn.Module, batches: Batches, config, autocast, count: int) -> tuple:
-    def outcome(of: Any, seed: int) -> tuple[Any, Any]:
-        seed_generators(batches.device, DROPOUT, config.seed, seed)
-        with autocast():
-            outputs = workload.forward(model, of)
-            return outputs, workload.loss(outputs, of)
+    @torch.no_grad()
+    def look_for_random_numbers(self) -> tuple[bool, list[str]]:
+        """Whether Python's or NumPy's generator is drawn from too; notes."""
 
-    rows, *alone = batches.few([*range(count)], [[*range(count)], *([place] for place in range(count))])
-    model.eval()
-    with torch.no_grad():
-        outputs, loss = outcome(rows, 0)
-        names, whole = _total(workload, loss)
-        metrics = workload.metrics(outputs, rows)
-        if not isinstance(metrics, Mapping):
-            raise WorkloadError(
-                f"--workload {workload.name}: metrics() should return a dictionary, and returned {type(metrics).__name__}"
-            )
-        if count == 2:
-            draws = 1 if whole == _total(workload, outcome(rows, 1)[1])[1] else DRAWS
-            losses = [[_total(workload, outcome(of, draw)[1])[1].double() for of in (rows, *alone)] for draw in range(draws)]
-            _refuse_mean(workload, torch.tensor(losses))
-    model.train()
-    with torch.no_grad():
-        random = _total(workload, outcome(rows, 0)[1])[1] != _total(workload, outcome(rows, 1)[1])[1]
-    _, total = _total(workload, outcome(rows, 0)[1])
-    if total.requires_grad:
-        total.backward()
-    _refuse_unused(workload, model)
-    return (
-        names,
-        {name: isinstance(value, tuple) for name, value in metrics.items()},
-        _notes(model, bool(random) and not config.shards),
-    )
+        def loss(seed: int, others: bool = False) -> float:
+            self.put_buffers_back()
+            return self.total(self.rows, seed, others).nan_to_num().item()
+
+        if loss(0) == loss(0):
+            return False, [RANDOM] if loss(0) != loss(1) and not self.config.shards else []
+        if loss(0, others=True) == loss(0, others=True):
+            return True, [] if self.config.shards else [RANDOM]
+        return False, [NOT_REPEATED]
+
+    def notes_on_rows(self) -> list[str]:
+        """A row that is read twice with the same seeds should be the same."""
+        if getattr(self.batches.rows, "batched", False) or self.config.row_seeds == "off":
+            return []
+        numbers: list[list[torch.Tensor]] = [[], []]
+        for found in numbers:
+            [batch] = self.batches.few([0], [[0]])
+            converted(batch, lambda tensor, found=found: found.append(tensor.nan_to_num()), self.batches.device)
+        same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*numbers, strict=False))
+        return [] if same else [ROWS_NOT_REPEATED]
 
 
 def _total(workload: Workload, loss: Any) -> tuple[tuple[str, ...], torch.Tensor]:
@@ -109,6 +163,12 @@ def _refuse_mean(workload: Workload, losses: torch.Tensor) -> None:
 def _refuse_unused(workload: Workload, model: nn.Module) -> None:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     unused = [name for name, parameter in trained.items() if parameter.grad is None]
+    sparse = [name for name, parameter in trained.items() if parameter.grad is not None and parameter.grad.is_sparse]
+    if sparse:
+        raise WorkloadError(
+            f"--workload {workload.name}: the gradient of {', '.join(sparse)} is sparse, and ranks add up dense ones: make the "
+            f"layer with sparse=False"
+        )
     if not trained or len(unused) == len(trained):
         raise WorkloadError(f"--workload {workload.name}: the loss has no gradient for any parameter: is it cut off (detach)?")
     if unused and not workload.unused_parameters:
@@ -118,17 +178,20 @@ def _refuse_unused(workload: Workload, model: nn.Module) -> None:
         )
 
 
-def _notes(model: nn.Module, random: bool) -> list[str]:
-    kinds = sorted({type(module).__name__ for module in model.modules() if type(module) in BATCH_STATISTICS})
+def notes_on_buffers(model: nn.Module, changed: list[str]) -> list[str]:
+    """changed: the buffers that a forward in training changes."""
+    normal = {name: module for name, module in model.named_modules() if type(module) in BATCH_STATISTICS}
+    kinds = sorted({type(module).__name__ for module in normal.values()})
+    own = [name for name in changed if name.rpartition(".")[0] not in normal]
     notes = []
     if kinds:
         notes.append(
             f"{', '.join(kinds)} uses statistics of a rank's own rows: losses depend on the world size; GroupNorm does not, "
             f"nor SyncBatchNorm on accelerators"
         )
-    if random:
+    if own:
         notes.append(
-            "random numbers are drawn in the model or loss (dropout, noise): a run repeats and resumes bit for bit, but losses "
-            "depend on the world size; not so with --reduction canonical"
+            f"the model changes its buffers {', '.join(own[:6])}{' and on' if len(own) > 6 else ''} in training, and all ranks "
+            f"take rank 0's: losses depend on the world size if these depend on its rows"
         )
     return notes

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ddp_core.errors import SnapshotError
+from ddp_core.errors import SnapshotError, WorkloadError
 
+RATES = ("lr", "initial_lr")  # of an optimizer's group: the schedule sets them
 # torch.optim's names of a state, and ours in a snapshot; other optimizers' states keep torch's.
 NAMES = {"momentum_buffer": "momentum", "exp_avg": "mean", "exp_avg_sq": "square"}
 
@@ -22,15 +23,17 @@ class Progress:
     best: list | None = None  # epoch and held-out loss of best.safetensors
     scale: list | None = None  # of fp16: the scale, and the steps since it changed
     stateless: list[str] = field(default_factory=list)  # trained parameters that have had no gradient so far
+    numbers: list[dict] = field(default_factory=list)  # of the optimizer: numbers_of(), where they have changed
 
     def document(self) -> dict:
         known = dict(step=self.step, epochs_run=len(self.history), epoch_loss_sum=self.loss_sum.hex())
         known |= dict(history=self.history, best=self.best)
-        return known | {name: value for name in ("scale", "stateless") if (value := getattr(self, name))}
+        return known | {name: value for name in ("scale", "stateless", "numbers") if (value := getattr(self, name))}
 
     @classmethod
     def of(cls, document: dict) -> "Progress":
-        parts = (document["history"], document["best"], document.get("scale"), document.get("stateless", []))
+        parts = (document["history"], document["best"], document.get("scale"))
+        parts += (document.get("stateless", []), document.get("numbers", []))
         return cls(document["step"], float.fromhex(document["epoch_loss_sum"]), *parts)
 
 
@@ -39,6 +42,7 @@ class State:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict):
         self.model, self.optimizer, self.facts, self.progress = model, optimizer, facts, Progress()
+        self.begun_with = numbers_of(model, optimizer)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """No `module.`, no trace of DDP or torch.compile."""
@@ -48,6 +52,9 @@ class State:
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         has_state = self.optimizer.state or self.progress.scale  # under fp16 all steps so far may have been skipped
         self.progress.stateless = [name for name, p in trained.items() if has_state and not self.optimizer.state.get(p)]
+        pairs = zip(numbers_of(self.model, self.optimizer), self.begun_with, strict=True)
+        moved = [{key: value for key, value in now.items() if value != then.get(key)} for now, then in pairs]
+        self.progress.numbers = moved if any(moved) else []
         return self.facts | self.progress.document()
 
     def lay_out(self) -> None:
@@ -84,6 +91,16 @@ class State:
             if name in stateless:
                 self.optimizer.state.pop(parameter, None)
 
+    def put_numbers(self) -> None:
+        """As the snapshot has them: laying out has counted a step."""
+        *begun, _ = self.begun_with
+        *moved, states = self.progress.numbers or [{} for _ in self.begun_with]
+        for group, then, now in zip(self.optimizer.param_groups, begun, moved, strict=True):
+            group.update(then | now)
+        for name, parameter in self.model.named_parameters():
+            if name in states:
+                self.optimizer.state[parameter].update(states[name])
+
     def restore(self, found: tuple[dict[str, torch.Tensor], dict] | None, path: object, peers, on_rank_0: Callable) -> None:
         """Rank 0's snapshot, or its new model, to all ranks. Raises SnapshotError on all ranks."""
         resuming = peers.broadcast(found is not None)
@@ -92,6 +109,8 @@ class State:
         progress = on_rank_0(lambda: self.adopt(*found, path).__dict__ if found else {})
         self.progress = Progress(**peers.broadcast(progress))
         self.forget(self.progress.stateless)
+        if resuming:
+            self.put_numbers()
         peers.broadcast_tensors(list(self.tensors().values()))
 
 
@@ -110,6 +129,29 @@ def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
             if isinstance(value, torch.Tensor):
                 tensors[f"optim.{NAMES.get(key, key)}.{name}"] = value.detach()
     return tensors
+
+
+def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict]:
+    """The plain numbers that an optimizer keeps, such as a count of steps: of each group; and last, by name, of each parameter.
+
+    torch.optim's own keep tensors only. Raises WorkloadError on a state that is neither.
+    """
+    numbers = [
+        {key: n for key, n in group.items() if isinstance(n, int | float) and key not in RATES}
+        for group in optimizer.param_groups
+    ]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    states = {}
+    for parameter, state in optimizer.state.items():
+        found = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor | None)}
+        if parameter not in names or not all(isinstance(value, int | float) for value in found.values()):
+            what = ", ".join(found) if parameter in names else "a state of no parameter"
+            raise WorkloadError(
+                f"the optimizer {type(optimizer).__name__} keeps {what}, and a snapshot holds tensors and numbers of parameters"
+            )
+        if found:
+            states[names[parameter]] = found
+    return [*numbers, states]
 
 
 def differences(theirs: dict, ours: dict) -> list[str]:

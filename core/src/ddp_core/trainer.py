@@ -11,8 +11,6 @@ ranks needs beside it has a room of its own:
     state.py, snapshot.py, run_directory.py    what is saved, how it is written, and where
 """
 
-import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -25,7 +23,7 @@ from ddp_core.device import versions
 from ddp_core.errors import ExitCode, Failure, NonFiniteError, PeerLostError, WorkloadError
 from ddp_core.evaluation import evaluate
 from ddp_core.guard import Guard
-from ddp_core.order import DROPOUT, Order, micro_batches, seed_generators
+from ddp_core.order import DROPOUT, Order, micro_batches, seed_generators, seed_others
 from ddp_core.probe import probe
 from ddp_core.process_group import Peers
 from ddp_core.reconcile import Agreed, Reconciliation
@@ -163,7 +161,7 @@ class Trainer:
         for number, batch in enumerate(batches):
             # Dropout is a function of seed, step and micro-batch: a stopped run resumes with the same masks.
             shard = self.peers.rank + self.peers.world_size * number
-            seed_generators(self.device, DROPOUT, self.config.seed, self.step, shard)
+            seed_generators(self.device, DROPOUT, self.config.seed, self.step, shard, others=self.seen.others)
             # DDP sums gradients in the last backward of a step; before it they only add up on each rank.
             with self.reduction.more_to_come() if number < len(batches) - 1 else nullcontext():
                 with self.autocast():
@@ -327,13 +325,16 @@ def check_optimizer(optimizer: object, model: torch.nn.Module, workload: Workloa
             f"torch.optim that needs no closure"
         )
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if strangers := len(stepped - {id(parameter) for parameter in model.parameters()}):
+        raise WorkloadError(
+            f"--workload {workload.name}: optimizer() has {strangers} parameters that are not the model's, and no gradient of "
+            f"theirs is summed over ranks: make them the model's (a module or nn.Parameter of it)"
+        )
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
     return [f"the optimizer has no group with {', '.join(left[:6])}: not trained"] if left else []
 
 
 def seed_everything(seed: int) -> None:
     """Python's, NumPy's and torch's generators, before a workload makes its data and its model."""
-    random.seed(seed)
     torch.manual_seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
+    seed_others(seed)
