@@ -3,6 +3,7 @@
 python -m pytest core/tests/test_state.py
 """
 
+import re
 import signal
 
 import pytest
@@ -267,6 +268,7 @@ class Large(Small):
     skipped = [record["grad_norm"] is None for record in whole.records("step")]
     assert skipped[0] and not skipped[-1], "this shows nothing"
     assert all(loss > 0 for loss in whole.losses)
+    assert re.search(rf"skipped steps +{sum(skipped)} of {len(skipped)}: gradients overflowed", whole.out[0]), whole.out[0]
     scale, _ = snapshot.read(whole.snapshot)[1]["scale"]
     assert float.fromhex(scale) == 65536 / 2 ** sum(skipped)
     train(tmp_path / "run", flags, 2, faults={0: at_step(1, signalled(signal.SIGUSR1))}, code=75)

@@ -14,6 +14,7 @@ class Stopwatch:
     def __init__(self):
         self.began = time.monotonic()
         self.seconds = dict.fromkeys((*PARTS, "own"), 0.0)  # own: until a rank's gradients meet those of the others
+        self.skipped = 0  # steps whose gradient had overflowed, under fp16
         self.speeds: list[float] = []  # rows a second, all ranks together, from one reconciliation to the next
 
     def spent(self, part: str, since: float) -> None:
@@ -44,6 +45,8 @@ def summarize(trainer, steps: int) -> tuple[dict, dict, dict]:
     if steps:
         parts = {part + (estimated if part == "communication" else ""): value for part, value in seconds.items()}
         lines["seconds"] = ", ".join(f"{part} {value:.3g}" for part, value in parts.items() if part != "training")
+    if watch.skipped:
+        lines["skipped steps"] = f"{watch.skipped} of {steps}: gradients overflowed, and fp16's scale was halved each time"
     if steps and peers.world_size > 1:
         host = trainer.ranks[slowest]["host"]
         lines["slowest rank"] = f"{slowest} on {host}: {times:.2f} times the median, before gradients are exchanged"

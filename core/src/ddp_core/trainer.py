@@ -11,6 +11,7 @@ ranks needs beside it has a room of its own:
     state.py, snapshot.py, run_directory.py    what is saved, how it is written, and where
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -226,9 +227,10 @@ class Trainer:
         epoch, index = divmod(step, self.steps_per_epoch)
         progress = self.state.progress
         progress.loss_sum = progress.loss_sum + loss if index else loss
+        self.watch.skipped += not math.isfinite(grad_norm)
         if (step + 1) % self.config.log_every == 0:
             named = dict(losses=dict(zip(self.seen.losses, parts, strict=True))) if parts else {}
-            norm = grad_norm if grad_norm < float("inf") else None  # fp16 skipped this step
+            norm = grad_norm if math.isfinite(grad_norm) else None  # fp16 skipped this step
             self.record.write("step", epoch=epoch, step=step, loss=loss, loss_hex=loss.hex(), **named, grad_norm=norm)
 
     def _refuse_non_finite(self, step: int, ranks: list[int], which: str) -> None:
