@@ -592,6 +592,8 @@ def test_a_damaged_snapshot_is_never_taken_for_none(check, world, own, runs):
     check.equal(
         "C4", started_at_steps=(fell_back.values("start", "step"), [0, 28]), warns=("warning" in fell_back.output[0], True)
     )
+    prev, before = world.on_rank_0(lambda: [sha256(one / "snapshot.prev.safetensors") for one in (there, run.folder)])
+    check.equal("C4", snapshot_prev=(prev, before))
     world.on_rank_0(lambda: damage(SNAPSHOT, "snapshot.prev.safetensors"))
     ended(check, "C4", world.train(own, there, FP64), 5)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import ranks
-from ddp_core import snapshot
+from ddp_core import run_directory, snapshot
 from ddp_core.errors import SnapshotError, StorageError
 from ddp_core.run_directory import RunDirectory
 from faults import files_limited_to
@@ -51,6 +51,27 @@ def test_a_broken_snapshot_falls_back_with_a_warning(folder, capsys, damage):
     assert step_of(load(folder)) == 1
     warning = capsys.readouterr().out
     assert warning.startswith("warning: ") and str(path) in warning and "snapshot.prev" in warning
+
+
+def test_a_broken_snapshot_never_takes_the_place_of_the_only_whole_one(folder, monkeypatch):
+    """The save after a fall-back fails, as on a full disk: what it fell back to is still there."""
+    path = folder / "snapshot.safetensors"
+    path.write_bytes(b"garbage")
+    directory = RunDirectory(str(folder), "job")
+    directory.load()
+    monkeypatch.setattr(run_directory, "write", lambda *_: (_ for _ in ()).throw(StorageError("full")))
+    with pytest.raises(StorageError, match="full"):
+        directory.save(*state(2))
+    monkeypatch.undo()
+    directory.release()
+    assert step_of(load(folder)) == 1 and (folder / "snapshot.damaged.safetensors").read_bytes() == b"garbage"
+
+    directory = RunDirectory(str(folder), "job")
+    directory.load()
+    directory.save(*state(2))
+    directory.save(*state(3))
+    directory.release()
+    assert steps(folder) == [3, 2]
 
 
 def test_a_missing_snapshot_falls_back_with_a_warning(folder, capsys):

@@ -28,8 +28,10 @@ class RunDirectory:
         self.log = self.folder / "run.jsonl"
         self.snapshot = self.folder / "snapshot.safetensors"
         self.previous = self.folder / "snapshot.prev.safetensors"
+        self.damaged = self.folder / "snapshot.damaged.safetensors"
         self.best = self.folder / "best.safetensors"
         self._lock = self.folder / "run.lock"
+        self._fell_back = False
         self._released, self._mine = threading.Event(), ""
         try:
             if new and not fresh and (self.log.exists() or self.snapshot.exists()):
@@ -56,7 +58,10 @@ class RunDirectory:
                 broken.append(str(error))
                 continue
             if path == self.previous:
-                print(f"warning: {broken[0] if broken else f'{self.snapshot} is missing'}; resuming from {path}", flush=True)
+                self._fell_back = bool(broken)
+                aside = f", and the next save moves that file to {self.damaged.name}" if broken else ""
+                why = broken[0] if broken else f"{self.snapshot} is missing"
+                print(f"warning: {why}; resuming from {path}{aside}", flush=True)
             return state
         if broken:
             raise SnapshotError(f"{' and '.join(broken)}: restore a copy, or pass --fresh to start again")
@@ -65,7 +70,10 @@ class RunDirectory:
     def save(self, tensors: dict[str, torch.Tensor], document: dict) -> None:
         """Write the snapshot and keep the one before it. Raises StorageError."""
         try:
-            if self.snapshot.exists():
+            if self._fell_back:  # else it would take the place of the only whole one
+                os.replace(self.snapshot, self.damaged)
+                self._fell_back = False
+            elif self.snapshot.exists():
                 spare = self.folder / ".prev.tmp"
                 spare.unlink(missing_ok=True)
                 try:
@@ -141,7 +149,7 @@ class RunDirectory:
                 return
 
     def _move_aside(self) -> None:
-        files = [path for path in (self.snapshot, self.previous, self.best, self.log) if path.exists()]
+        files = [path for path in (self.snapshot, self.previous, self.damaged, self.best, self.log) if path.exists()]
         if files:
             number = 1
             while (aside := self.folder / f"old-{number}").exists():
