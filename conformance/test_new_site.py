@@ -55,6 +55,18 @@ def as_toml(value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value) if isinstance(value, int | list) else f'"{value}"'
 
 
+@clause("A4")
+@pytest.mark.parametrize("copied", sites.find(), ids=lambda site: site.name)
+def test_a_copy_by_hand_with_another_name_passes(tmp_path, copied):
+    """README.md's first way to a new site: copy the folder, change `name`, and nothing else."""
+    copy = tmp_path / "mymachine"
+    shutil.copytree(copied.folder, copy)
+    text, count = re.subn(r'(?m)^name = ".*"', 'name = "mymachine"', (copy / "site.toml").read_text(), count=1)
+    (copy / "site.toml").write_text(text)
+    job = static_rung(copy)
+    assert count == 1 and job.returncode == 0 and " passed" in job.stdout, job.stdout + job.stderr
+
+
 @pytest.fixture
 def made(tmp_path, capsys) -> Path:
     """As the command leaves it."""
