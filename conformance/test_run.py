@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conformance import reference, sites
+from conformance import anchors, reference, sites
 from conformance.broken.workloads import WORKLOADS
 from conformance.check import T0, T1, T2
 from conformance.golden import make as golden
@@ -230,6 +230,8 @@ def test_the_end_says_how_fast_it_was(check, world, own, runs):
     parts = ("computing", "communication", "reading", "evaluation", "snapshots")
     seconds = {name: end["seconds"].get(name, -1) for name in parts}
     check.equal("R9", all_speeds_are_told=(min(speeds) > 0, True), p10_is_the_slower=(speeds[2] <= speeds[1], True))
+    rows = end["rows_a_second"] * end["seconds"]["training"]
+    check.equal("R9", rows_a_second_times_seconds_are_the_rows=(abs(rows / (42 * G) - 1) < 0.02, True))
     adds_up = abs(sum(seconds.values()) - end["seconds"]["training"]) < 0.1
     check.equal("R9", all_parts_are_told=(min(seconds.values()) >= 0, True), the_parts_are_the_whole=(adds_up, True))
     check.equal("R9", slowest_rank=(end.get("slowest_rank") in range(world.size), True))
@@ -343,6 +345,7 @@ def test_another_seed_gives_another_curve(check, world, own, runs):
     run, other = runs.train(own, FP64), runs.train(own, SEED)
     done(check, "L7", run, other)
     check.equal("L7", differs=(reference.worst_deviation(other.losses, run.losses[:14]) > 1e-3, True))
+    check.close("L7", other.losses, reference.train(seed=1, epochs=1)["losses"], T1, "losses under seed 1")
 
 
 @clause("L11")
@@ -361,10 +364,11 @@ def test_fp32_is_not_tf32(check, world, own, runs):
 @clause("L12")
 @only(sizes=(2, 4))
 def test_canonical_is_bitwise_the_same_in_a_world_of_one(check, world, runs, first):
-    same_in_a_world_of_one(check, "L12", world, runs, first, FP32)
+    run = same_in_a_world_of_one(check, "L12", world, runs, first, FP32)
+    check.close("L12", run.losses, golden.load()["losses"], T2[world.device])
 
 
-def same_in_a_world_of_one(check, clause_id, world, runs, launch, flags) -> None:
+def same_in_a_world_of_one(check, clause_id, world, runs, launch, flags):
     __tracebackhide__ = True
     flags = f"{flags} --reduction canonical"
     run, there = runs.train(launch, flags), runs.folder(launch, f"alone-{clause_id}")
@@ -373,6 +377,7 @@ def same_in_a_world_of_one(check, clause_id, world, runs, launch, flags) -> None
     check.equal(clause_id, losses=(run.values("step", "loss_hex"), single.values("step", "loss_hex")))
     here, there = world.on_rank_0(lambda: [take_apart(one.folder / SNAPSHOT)["crc32"] for one in (run, single)])
     check.equal(clause_id, checksums_of_tensors=(here, there))
+    return run
 
 
 @machine(FLAT)
@@ -454,6 +459,51 @@ def train_own(world, runs, launch, name: str, flags: str = "", **told):
     world.on_rank_0(lambda: [file.parent.mkdir(exist_ok=True), file.write_text(WORKLOADS[name])])
     there = runs.folder(launch, f"{name}-{world.starts}")
     return world.train(launch, there, f"--workload {file} --epochs 1 {flags}", **told)
+
+
+@clause("L20")
+@only(sizes=(1, 2))
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_products_are_rounded_as_was_asked_for(check, world, first, runs, precision):
+    """bf16 moves the first loss by 3e-5, fp16 by 4e-6, and fp32 by 4e-8."""
+    import torch
+
+    run = world.train(first, runs.folder(first, precision), f"{SHORT} --precision {precision}")
+    done(check, "L20", run)
+    images, labels, _, _ = reference.load()
+    rows = reference.sample_order(0, 0, len(labels))[:G]
+    parameters = {name: torch.from_numpy(values).float() for name, values in reference.initial_parameters(0).items()}
+    tensors = (torch.from_numpy(images[rows]).float(), *parameters.values(), torch.from_numpy(labels[rows]))
+    inputs, weight1, bias1, weight2, bias2, labels = (tensor.to(world.device) for tensor in tensors)
+    linear = torch.nn.functional.linear
+    with torch.autocast(world.device, {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
+        logits = linear(torch.tanh(linear(inputs, weight1, bias1)), weight2, bias2)
+    should_be = torch.nn.functional.cross_entropy(logits.float(), labels).item()
+    check.close("L20", run.losses, [should_be], 2e-6, "the first loss")
+
+
+@clause("L19", "S9")
+@only(sizes=(1, 2))
+@pytest.mark.parametrize("name", anchors.CASES)
+def test_the_other_workloads_are_a_plain_loop_s(check, world, first, runs, name):
+    """What is recorded and what is kept as the best, for regression, mnist and gpt."""
+    case, data = anchors.CASES[name], runs.root / f"data-{name}"
+    should_be = world.on_rank_0(lambda: anchors.train(case, data, world.size))
+    run = world.train(first, runs.folder(first, f"L19-{name}"), f"--precision fp64 {case.flags.format(data=data)}")
+    done(check, "L19", run)
+    recorded = {key: run.values("step", key) for key in ("loss", "grad_norm")}
+    recorded |= {key: run.values("epoch", key.removeprefix("epoch_")) for key in ("epoch_loss", "eval_loss", case.metric)}
+    for key, values in recorded.items():
+        check.close("L19", values, should_be[key], T1, key)
+    document, best = world.on_rank_0(
+        lambda: [take_apart(run.folder / file)["document"] for file in (SNAPSHOT, "best.safetensors")]
+    )
+    history = [[row[0], *map(float.fromhex, row[1:])] for row in document["history"]]
+    rows = zip(recorded["epoch_loss"], recorded["eval_loss"], recorded[case.metric], strict=True)
+    check.equal("S9", history=(history, [[epoch, *row] for epoch, row in enumerate(rows)]))
+    epoch = int(np.argmin(should_be["eval_loss"]))
+    steps = (epoch + 1) * len(should_be["loss"]) // case.epochs
+    check.equal("S9", best=(document["best"], [epoch, recorded["eval_loss"][epoch].hex()]), step=(best["step"], steps))
 
 
 # ---- snapshot -----------------------------------------------------------------------------------------------------
