@@ -797,12 +797,22 @@ def test_a_loss_that_is_not_finite(check, world, own, runs):
 
 @clause("X6")
 @only(sizes=(1, 2))
-def test_numbers_that_are_not_finite_reach_no_parameter(check, world, runs, first):
+@pytest.mark.parametrize("name", ["overflows", "steep"])
+def test_numbers_that_are_not_finite_reach_no_parameter(check, world, runs, first, name):
     """Of the steps that are trained before it is found out none may use them: the workload looks at its own parameters."""
-    run = train_own(world, runs, first, "overflows")
+    run = train_own(world, runs, first, name)
     ended(check, "X6", run, 6)
     seen = [text for text in run.output if "parameters are not finite" in text]
     check.equal("X6", names_the_step=("at step 5 " in "".join(run.errors), True), seen_in_a_later_step=(bool(seen), False))
+
+
+@clause("X11")
+@only(sizes=(2,))
+def test_replicas_that_differ_leave_no_snapshot(check, world, runs, first):
+    run = train_own(world, runs, first, "diverges", "--precision fp64")
+    ended(check, "X11", run, 7)
+    said = "".join(run.errors)
+    check.equal("X11", names_the_rank=("of rank 1 differ" in said, True), snapshot=((run.folder / SNAPSHOT).exists(), False))
 
 
 @clause("X7")

@@ -35,6 +35,35 @@ class Overflows(Digits):
             print("parameters are not finite")
         return model(batch[0])
 """,
+    # The same, but the loss is finite: at step 5 the root of 0 has an infinite derivative.
+    "steep": """
+from ddp_core.order import sample_order
+
+class Steep(Digits):
+    def data(self, config):
+        train, held_out = super().data(config)
+        train.columns[0][sample_order(config.seed, 0, len(train))[5 * 96], 0] = -1.0
+        return train, held_out
+
+    def forward(self, model, batch):
+        if not all(parameter.isfinite().all() for parameter in model.parameters()):
+            print("parameters are not finite")
+        outputs = model(batch[0])
+        return outputs + (0 * outputs.sum()).sqrt() if (batch[0][:, 0] < 0).any() else outputs
+""",
+    # A rank that computes with other numbers, as one with broken memory does: from step 5 on, by one part in 10^9.
+    "diverges": """
+class Diverges(Digits):
+    def optimizer(self, model, config):
+        self.own, self.steps = model, 0
+        return super().optimizer(model, config)
+
+    def schedule(self, step, total_steps, config):
+        if step == 5 and torch.distributed.get_rank() == 1:
+            with torch.no_grad():
+                self.own[0].bias += 1e-9
+        return 1.0
+""",
     # Its worker is killed, out of memory, say: while the rank waits for the first batch, or in the middle of a step.
     "dies": """
 class Rows:
