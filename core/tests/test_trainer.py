@@ -48,6 +48,20 @@ def test_an_epoch_s_loss_is_the_mean_over_its_steps(finished):
         assert record["loss"] == pytest.approx(sum(steps) / 14, rel=1e-14)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_epochs_without_evaluation_and_snapshot_are_recorded_as_well(finished, world_size):
+    """The ranks do not wait for each other at the end of such an epoch: its loss is told later, and is the same."""
+    often, seldom = (
+        finished(f"--epochs 6 --precision fp64{flags}", world_size) for flags in ("", " --eval-every 4 --save-every 9")
+    )
+    assert [loss.hex() for loss in often.losses] == [loss.hex() for loss in seldom.losses]
+    for name in ("epoch", "step", "loss"):
+        assert [record[name] for record in often.records("epoch")] == [record[name] for record in seldom.records("epoch")]
+    assert [record["epoch"] for record in seldom.records("epoch") if "eval_loss" in record] == [3, 5]
+    assert [len(row) for row in snapshot.read(seldom.snapshot)[1]["history"]] == [2, 2, 2, 4, 2, 4]
+    assert len(seldom.records("snapshot")) == 1
+
+
 @pytest.mark.parametrize("flag", ["--seed 1", "--lr 0.05", "--momentum 0.5", "--weight-decay 0.01", "--warmup-steps 5"])
 def test_another_choice_gives_another_curve(finished, flag):
     """Nothing vacuous: a flag that changed nothing would pass every comparison of runs."""

@@ -139,18 +139,23 @@ class Trainer:
     def _run_epoch(self, epoch: int, first: int) -> bool:
         """The steps of an epoch from `first` on. True when the ranks have agreed to stop."""
         self.reduction.forward.train()
+        stop, done = False, (epoch + 1) * self.steps_per_epoch == self.total_steps
+        ends = done or self._evaluates(epoch) or (epoch + 1) % self.config.save_every == 0
         for index in range(first, self.steps_per_epoch):
             self._run_step()
             last = index == self.steps_per_epoch - 1
             save = self.config.save_steps > 0 and self.step % self.config.save_steps == 0
-            if last or save or self.reconciliation.due:
+            # An epoch without evaluation and snapshot is no reason to wait: its loss is told a little later.
+            if (last and ends) or save or self.reconciliation.due:
                 agreed = self._reconcile(epoch, index)
-                if agreed.stop and not last:
-                    return True
-                if (agreed.save or save) and not last:
+                stop = agreed.stop
+                if (agreed.save or save) and not last and not stop:
                     self._save_snapshot()
-        self._end_epoch(epoch)
-        return agreed.stop
+                if stop and not last:
+                    return True
+        if ends:
+            self._end_epoch(epoch)
+        return stop
 
     def _run_step(self) -> None:
         """One optimizer step, on this rank's share of a global batch."""
@@ -232,6 +237,8 @@ class Trainer:
             named = dict(losses=dict(zip(self.seen.losses, parts, strict=True))) if parts else {}
             norm = grad_norm if math.isfinite(grad_norm) else None  # fp16 skipped this step
             self.record.write("step", epoch=epoch, step=step, loss=loss, loss_hex=loss.hex(), **named, grad_norm=norm)
+        if index == self.steps_per_epoch - 1 and not self._evaluates(epoch):
+            self._close_epoch(epoch, {})
 
     def _refuse_non_finite(self, step: int, ranks: list[int], which: str) -> None:
         epoch, index = divmod(step, self.steps_per_epoch)
@@ -246,23 +253,32 @@ class Trainer:
 
     # ---- the end of an epoch, and snapshots -----------------------------------------------------------------------
 
+    def _evaluates(self, epoch: int) -> bool:
+        """Whether this epoch ends with the held-out rows."""
+        return self.held_out is not None and (epoch + 1 == self.config.epochs or (epoch + 1) % self.config.eval_every == 0)
+
     def _end_epoch(self, epoch: int) -> None:
-        config, progress, done = self.config, self.state.progress, self.step == self.total_steps
-        values = {"loss": progress.loss_sum / self.steps_per_epoch}
-        if self.held_out and (done or (epoch + 1) % config.eval_every == 0):
+        """Evaluation and snapshots, where this epoch has them. The ranks have just told each other their losses."""
+        progress = self.state.progress
+        if self._evaluates(epoch):
             began = time.perf_counter()
             self.peers.broadcast_tensors(list(self.model.buffers()))
-            values |= evaluate(self)
+            results = evaluate(self)
             self.watch.spent("evaluation", began)
-        progress.history.append([epoch, *(value.hex() for value in values.values())])
-        self.record.epoch(epoch, config.epochs, self.step, values)
-        loss = values.get("eval_loss", float("inf"))
-        if loss < (float.fromhex(progress.best[1]) if progress.best else float("inf")):
-            progress.best = [epoch, loss.hex()]
-            self.on_rank_0(lambda: write(self.directory.best, self.state.tensors(), self._document()))
-        if done or (epoch + 1) % config.save_every == 0:
+            self._close_epoch(epoch, results)
+            if results["eval_loss"] < (float.fromhex(progress.best[1]) if progress.best else float("inf")):
+                progress.best = [epoch, results["eval_loss"].hex()]
+                self.on_rank_0(lambda: write(self.directory.best, self.state.tensors(), self._document()))
+        if self.step == self.total_steps or (epoch + 1) % self.config.save_every == 0:
             self._save_snapshot()
         self.reconciliation.last = time.monotonic()  # the next steps are timed without this
+
+    def _close_epoch(self, epoch: int, results: dict[str, float]) -> None:
+        """All steps of the epoch are known. results: of the held-out rows."""
+        progress = self.state.progress
+        values = {"loss": progress.loss_sum / self.steps_per_epoch} | results
+        progress.history.append([epoch, *(value.hex() for value in values.values())])
+        self.record.epoch(epoch, self.config.epochs, (epoch + 1) * self.steps_per_epoch, values)
 
     def _save_snapshot(self) -> None:
         began = time.perf_counter()
