@@ -35,6 +35,7 @@ class Reduction:
 
     @property
     def gradients(self) -> list[torch.Tensor]:
+        """After sum_gradients(): the tensors that hold them, which can be many in one."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def zero_grad(self) -> None:
@@ -77,6 +78,7 @@ class Ddp(Reduction):
 
     def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
         super().__init__(model, compiled, peers, unused_parameters)
+        self.buckets: list[torch.Tensor] | None = None
         if self.world_size == 1:
             self.name, self.overlaps = Reduction.name, Reduction.overlaps
             return
@@ -97,15 +99,28 @@ class Ddp(Reduction):
         return self.world_size / global_batch_size  # DDP divides the sum by the world size
 
     def settle(self, backward: Callable) -> None:
-        """After its first backward DDP lays its buckets out anew. A gradient's place decides in which order those of more than
-        two ranks are added, so without this a resumed run would differ in the last bits from one that was never stopped.
+        """After its first backward DDP lays its buckets out anew. A gradient's place decides in which order those of several
+        ranks are added, so without this a resumed run would differ in the last bits from one that was never stopped.
         """
-        if self.world_size > 2 and not self.unused_parameters:
+        if self.world_size > 1 and not self.unused_parameters:
             buffers = [buffer.clone() for buffer in self.model.buffers()]
             backward()
             self.zero_grad()
             for buffer, before in zip(self.model.buffers(), buffers, strict=True):
                 buffer.detach().copy_(before)
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """The buckets, where they hold all gradients and nothing else: one tensor for most small models."""
+        if self.world_size == 1 or self.unused_parameters:
+            return super().gradients
+        if self.buckets is None:
+            gradients = super().gradients
+            first_of = {gradient.untyped_storage().data_ptr(): gradient for gradient in gradients}
+            buckets = [gradient.new_empty(0).set_(gradient.untyped_storage()) for gradient in first_of.values()]
+            whole = sum(bucket.numel() for bucket in buckets) == sum(gradient.numel() for gradient in gradients)
+            self.buckets = buckets if whole else []
+        return self.buckets or super().gradients
 
     def more_to_come(self):
         return self.forward.no_sync() if self.world_size > 1 else super().more_to_come()
