@@ -19,7 +19,7 @@ import pytest
 
 from conformance.cluster.shape import impossible
 from conformance.shell import CONSTANT_PORT, DIRECTIVE, NEARLY, PLACEHOLDER, SOURCE, Line, Script
-from conformance.sites import ROOT
+from conformance.sites import ROOT, date_of_copy, mistakes
 
 clause = pytest.mark.clause
 CORE = sorted((ROOT / "core/src/ddp_core").rglob("*.py"))
@@ -155,14 +155,16 @@ def test_the_status_is_told_alike(check, site):
 
 
 @clause("F6")
-def test_sources_have_a_date(check, site):
+def test_sources_tell_which_copy_was_read(check, site):
     sources, today = site.facts.get("sources", []), datetime.date.today()
     check.equal("F6", sources=(bool(sources), True))
-    incomplete = [source for source in sources if not (source.get("address") and isinstance(source.get("read"), datetime.date))]
-    check.equal("F6", without_address_or_date=(incomplete, []))
+    check.holds("F6", *(mistake for source in sources for mistake in mistakes(source)))
     check.equal("F6", read_in_the_future=([str(source["read"]) for source in sources if source["read"] > today], []))
-    if old := [source["address"] for source in sources if (today - source["read"]).days > 183]:
-        warnings.warn(f"{site.name}: read more than six months ago: {', '.join(old)} (F6)", stacklevel=1)
+    days = {source["address"]: date_of_copy(source) for source in sources}
+    if old := [address for address, day in days.items() if day and (today - day).days > 183]:
+        warnings.warn(f"{site.name}: the copy that was read is older than six months: {', '.join(old)} (F6)", stacklevel=1)
+    if undated := [address for address, day in days.items() if not day]:
+        warnings.warn(f"{site.name}: of when is the commit? `dated` should say: {', '.join(undated)} (F6)", stacklevel=1)
 
 
 @clause("F7")
@@ -218,6 +220,24 @@ def test_everything_is_explained(check, site):
             violations += [at(script, line, what)] if (what := unexplained(line, line.paragraph)) else []
         submitted = script.path in site.job_scripts
         check.equal("J3", directives_in_the_job_script=(bool(script.directives), submitted))
+    check.holds("J3", *violations)
+
+
+@clause("J3")
+def test_variables_under_one_address_are_facts_of_its_page(check, site):
+    """Whether the page has the facts, conformance.sources looks up. What is not there can stand under a comment of its own."""
+    facts = {source["address"].rstrip("/"): source["facts"] for source in site.facts.get("sources", []) if "facts" in source}
+    violations = []
+    for script in map(Script, site.scripts):
+        blocks: dict[tuple[str, ...], list[tuple[Line, str]]] = {}
+        for line, name in script.exports:
+            blocks.setdefault(tuple(line.paragraph), []).append((line, name))
+        for comments, exported in blocks.items():
+            pages = {page.partition("#")[0].rstrip("/.") for page in re.findall(r"https?://[^\s)>\"'`,;]+", " ".join(comments))}
+            if len(exported) > 1 and pages and pages <= facts.keys():
+                known = " ".join(fact for page in pages for fact in facts[page])
+                lost = [line for line, name in exported if not re.search(rf"\b{name}\b", known)]
+                violations += [at(script, line, f"be in one of the facts of {' or '.join(sorted(pages))}") for line in lost]
     check.holds("J3", *violations)
 
 
