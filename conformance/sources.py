@@ -217,18 +217,21 @@ def run(chosen: list[sites.Site], checkouts: list[Checkout], strict: bool) -> in
                 raise ValueError(f"{site.folder / 'site.toml'}: {wrong[0]} (F6)")
             if not (facts := source.get("facts", [])):
                 continue
+            page = f"{source['file']} of {source['repository']}"
             checkout = max(checkouts, key=lambda one: one.is_of(source["repository"]))
             if not checkout.is_of(source["repository"]):
-                left[source["repository"]] += len(facts)
+                left[f"{source['repository']}, which is none of --checkout"] += len(facts)
+                continue
+            if (day := checkout.day(checkout.at)) < str(source.get("dated", "")):
+                left[f"{page}: the checkout is of {day}, older than the copy that was read"] += len(facts)
                 continue
             findings, hints = look_up(source, checkout)
             looked_up, gone, hinted = looked_up + len(facts), gone + len(findings), hinted + len(hints)
-            page = f"{source['file']} of {source['repository']}"
             print(f"{site.name}: {len(facts) - len(findings)} of {len(facts)} facts stand in {page}")
             for text in findings + hints:
                 print("  " + text.replace("\n", "\n  "))
-    for repository, count in left.items():
-        print(f"not looked up: {count} facts of {repository}, which is none of --checkout")
+    for page, count in left.items():
+        print(f"not looked up: {count} facts of {page}")
     if not looked_up:
         raise ValueError(
             f"no fact of {', '.join(site.name for site in chosen)} could be looked up: is it the right --checkout?"

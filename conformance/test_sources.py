@@ -14,7 +14,7 @@ import pytest
 
 from conformance import sources
 from conformance.broken import make
-from conformance.sites import ROOT, mistakes
+from conformance.sites import mistakes
 
 # Where the repository was unpacked without git, there is none to look facts up with.
 pytestmark = pytest.mark.only(when=lambda _: bool(shutil.which("git")))
@@ -335,6 +335,13 @@ def test_what_cannot_be_looked_up_is_one_line(look, tmp_path, monkeypatch, argum
 
 
 @clause("F6")
+def test_a_checkout_that_is_older_than_the_copy_says_nothing(pages, takes, look):
+    takes(facts=["march/2031.9.0"], copy="dated = 2031-05-02")
+    code, said = look()
+    assert code == 2 and "docs/fabric.md of weavers/guides: the checkout is of 2031-05-01, older than the copy" in said
+
+
+@clause("F6")
 def test_nothing_looked_up_is_no_success(pages, takes, look):
     takes(repository="spinners/handbook")
     code, said = look()
@@ -377,8 +384,3 @@ def test_the_suite_warns_of_old_copies_and_not_of_old_readings(tmp_path, days, c
 @clause("F6")
 def test_mistakes_in_a_source_are_told():
     assert mistakes({}) == ["a source: no address, but should have one", "a source: no read, but should have one"]
-
-
-@clause("F6")
-def test_the_command_of_the_readme_is_this_one():
-    assert "python -m conformance.sources --strict --checkout" in (ROOT / "README.md").read_text()

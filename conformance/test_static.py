@@ -19,7 +19,7 @@ import pytest
 
 from conformance.cluster.shape import impossible
 from conformance.shell import CONSTANT_PORT, DIRECTIVE, NEARLY, PLACEHOLDER, SOURCE, Line, Script
-from conformance.sites import ROOT, date_of_copy, mistakes
+from conformance.sites import ROOT, date_of_copy, find, mistakes
 
 clause = pytest.mark.clause
 CORE = sorted((ROOT / "core/src/ddp_core").rglob("*.py"))
@@ -152,6 +152,32 @@ def test_the_status_is_told_alike(check, site):
     check.equal("F5", has_a_date=(isinstance(date, datetime.date), status != "never-run"))
     told = re.search(r"\*\*Status: ([\w-]+)\.?\*\*\.?(?: \((\S+)\))?", (site.folder / "README.md").read_text())
     check.equal("F5", README_md=(told and told.groups(), (status, date and str(date))))
+
+
+@clause("F9")
+def test_what_no_run_has_shown_is_listed(check, site):
+    verified = site.facts.get("verified", {})
+    listed = verified.get("unverified")
+    sentences = isinstance(listed, list) and all(re.fullmatch(r"(?s)[A-Z].*\.", str(sentence)) for sentence in listed)
+    check.equal("F9", unverified_is_a_list_of_sentences=(sentences, True))
+    check.equal("F9", unverified_or_run_on_site=(bool(listed) or verified.get("status") == "run-on-site", True))
+
+
+@clause("F9")
+def test_the_table_of_sites_tells_what_is_unverified(check):
+    """Of the sites that have a row there; a new one needs none."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (ROOT / "README.md").read_text().splitlines()]
+    heads = next((row for row in rows if row[:1] == ["site"]), [])
+    told = {
+        match[1]: dict(zip(heads, row, strict=False)) for row in rows if row and (match := re.match(r"\[([\w-]+)\]", row[0]))
+    }
+    verified = {site.name: site.facts.get("verified", {}) for site in find() if site.name in told}
+    numbers = {name: told[name].get("unverified") for name in verified}
+    check.equal(
+        "F9", unverified_in_README_md=(numbers, {name: str(len(verified[name].get("unverified", []))) for name in verified})
+    )
+    wrong = [name for name, row in told.items() if name in verified and not row["status"].startswith(verified[name]["status"])]
+    check.equal("F9", another_status_in_README_md=(wrong, []))
 
 
 @clause("F6")
