@@ -221,7 +221,7 @@ Each cell names the rungs that it stands on, and when they were run:
 
 What a site counts on and no run has shown: a virtual cluster has whatever modules, images and queues `site.toml` names.
 
-{lines(f"- **{site}**: {_literal(sentence)}" for site, sentences in unverified.items() for sentence in sentences)}
+{lines(f"- **{site}**: {_prose(sentence)}" for site, sentences in unverified.items() for sentence in sentences)}
 
 ## Untested clauses
 
@@ -232,6 +232,11 @@ What a site counts on and no run has shown: a virtual cluster has whatever modul
 def _literal(text: str) -> str:
     """As it stands, and not as Markdown or HTML."""
     return re.sub(r"([\\`*_<>\[\]|])", r"\\\1", text)
+
+
+def _prose(text: str) -> str:
+    """The same, but for what stands `in backticks`."""
+    return "".join(part if re.fullmatch(r"`[^`]+`", part) else _literal(part) for part in re.split(r"(`[^`]+`)", text))
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------

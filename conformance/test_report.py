@@ -376,7 +376,7 @@ def test_what_is_unverified_is_told_apart_from_the_status():
     text = report.markdown(found)
     assert (
         "## Unverified\n" in text
-        and "\n- **ash**: The module \\`sap/1.0\\` exists.\n- **ash**: \\<RCCL\\> opens that file.\n" in text
+        and "\n- **ash**: The module `sap/1.0` exists.\n- **ash**: \\<RCCL\\> opens that file.\n" in text
     )
     assert "- **birch**: never run, 2031-05-02, 0 unverified" in text
     assert "<ul><li>The module <code>sap/1.0</code> exists.</li><li>&lt;RCCL&gt; opens that file.</li></ul>" in page.render(
