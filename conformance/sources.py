@@ -144,11 +144,11 @@ def newer(fact: str, file: str, checkout: Checkout, before: str) -> list[str]:
 
 
 def elsewhere(fact: str, file: str, checkout: Checkout, before: str) -> tuple[bool, Place | None]:
-    """The nearest file with the fact, best one that did not have it before; whether it is such a one."""
+    """Whether another file has the fact since, and the place; else the nearest file that has it."""
     found = [place for place in checkout.grep(checkout.at, fact) if place.file != file and places(fact, "", place.text)]
     known = {place.file for place in checkout.grep(before, fact)}
     found.sort(key=lambda place: (place.file in known, -len(os.path.commonpath([place.file, file]))))
-    return (found[0].file not in known, found[0]) if found else (False, None)
+    return (bool(before) and found[0].file not in known, found[0]) if found else (False, None)
 
 
 def look_up(source: dict, checkout: Checkout) -> tuple[list[str], list[str]]:
@@ -177,7 +177,7 @@ def look_up(source: dict, checkout: Checkout) -> tuple[list[str], list[str]]:
             name = (re.split(r"[=/:]", fact)[0].split() or [fact])[-1]
             near = next(iter(places(name, file_now, now)), None)
         lines += [f"closest: {near}"] if near else []
-        lines += [f"{'now in' if is_new else 'also in, as before'}: {other}"] if other else []
+        lines += [f"{'now in' if is_new else 'also in'}: {other}"] if other else []
         findings.append("\n    ".join([f"{kind}: {fact!r}", *lines]))
     return findings, hints
 
