@@ -219,6 +219,12 @@ def new_site(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def sources(session: nox.Session) -> None:
+    """`-- --checkout FOLDER...`: do the operators' pages, in newer checkouts, still say what the sites take from them?"""
+    session.run(sys.executable, "-m", "conformance.sources", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
 def report(session: nox.Session) -> None:
     """Draw conformance/reports/index.html and conformance/CONFORMANCE.md anew from the reports that are there."""
     session.run(sys.executable, "-m", "conformance.report", external=True)

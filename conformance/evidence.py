@@ -148,6 +148,10 @@ class Evidence:
         """The evidence that site.toml gives."""
         return " ".join(self.facts.get(site, {}).get("verified", {}).get("evidence", "").split())
 
+    def unverified(self, site: str) -> list[str]:
+        """The sentences that site.toml lists: what no run has shown."""
+        return [" ".join(sentence.split()) for sentence in self.facts.get(site, {}).get("verified", {}).get("unverified", [])]
+
     def group(self, site: str, group: str) -> tuple[Counter, list[str], list[str]]:
         """How many clauses are in each state; their rungs, weakest first; their dates."""
         cells = [self.cells[site, clause] for clause in self.spec.of(group)]

@@ -20,6 +20,7 @@ from conformance.sites import ROOT, Site
 
 # An address in which the old name stands leads nowhere with the new one.
 ADDRESS = r"https?://[^\s)>\"'`]+"
+NEVER_SHOWN = "Everything: no job of this site has run anywhere."
 NOTHING = {bool: "false", int: "0", float: "0.0", str: '""', list: "[]"}
 
 
@@ -85,7 +86,8 @@ def site_toml(text: str, old: Site) -> str:
             facts = [f"{key} = {nothing} # EDIT: this machine's; {value!r} at {old.name}" for key, nothing, value in theirs]
             made += [header, *facts, ""]
         elif header == "[verified]":
-            made += ["[verified]", 'status = "never-run" # never-run, simulated, run-on-site', 'evidence = "nothing yet"', ""]
+            made += ["[verified]", 'status = "never-run" # never-run, simulated, run-on-site', 'evidence = "nothing yet"']
+            made += [f'unverified = ["{NEVER_SHOWN}"] # what the scripts count on and no run has shown', ""]
         elif header == "[[expected_failures]]":
             continue  # they were the old site's
         elif header == "[[launchers]]" and "[[launchers]]" not in made:
@@ -157,7 +159,7 @@ def next_steps(folder: Path, source: str) -> list[str]:
         f"3. nox -s conformance -- --site {where}             says what is missing, clause by clause",
         f"4. nox -s cluster -- --site {where}                 submits the job script on a virtual cluster: as root",
         f"5. On the machine: ./install.sh, then nox -s conformance -- --site {where} --submit",
-        "6. Write into [verified] and README.md what was run there, and when.",
+        "6. Write into [verified] and README.md what was run there, and when; delete from unverified what that has shown.",
     ]
 
 

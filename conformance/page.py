@@ -134,14 +134,18 @@ def matrix(evidence: Evidence) -> str:
     head = ["clause", *(f"{escape(site)}<small>{dated(evidence.status(site))}</small>" for site in evidence.sites)]
     caption = "Clauses of SPEC.md by site. Each cell: the state, the strongest rung that it stands on, and the date."
     ladder = "".join(f"<div><dt>{rung}</dt><dd>{words}</dd></div>" for rung, words in RUNGS.items())
+    words = {site: escape(evidence.words(site)) + unverified(evidence, site) for site in evidence.sites if site != CORE}
     status = "".join(
-        f"<li><strong>{escape(site)}</strong>: {dated(evidence.status(site))}. {escape(evidence.words(site))}</li>"
-        for site in evidence.sites
-        if site != CORE
+        f"<li><strong>{escape(site)}</strong>: {dated(evidence.status(site))}. {told}</li>" for site, told in words.items()
     )
     return f"""<p>The rungs of the ladder, weakest first:</p><dl class="ladder">{ladder}</dl>
 <p class="tools" hidden><button type="button" id="all">Show all clauses</button></p>
 {table(caption, head, bodies, "matrix")}<h3>What the sites say of themselves</h3><ul>{status}</ul>"""
+
+
+def unverified(evidence: Evidence, site: str) -> str:
+    sentences = "".join(f"<li>{prose(sentence)}</li>" for sentence in evidence.unverified(site))
+    return f"<p>Unverified, since no run has shown it:</p><ul>{sentences}</ul>" if sentences else ""
 
 
 def whole_group(evidence: Evidence, site: str, group: str) -> str:

@@ -9,8 +9,8 @@ What conformance reads of a site.toml:
     [software]                  modules that the scripts load, or the image that they start
     [job]                       nodes and ranks_per_node of the job script as it stands; geometry, restarts: see F4 of SPEC.md
     [job."other.sl"]            of another script that is submitted: what differs; tasks_per_node, trains = false
-    [verified]                  status, date, evidence
-    [[sources]]                 address, read
+    [verified]                  status, date, evidence, unverified: sentences
+    [[sources]]                 address, read; repository, commit, dated, file, facts: see F6
     [[launchers]]               each way in which this site starts ranks; the first is the site's own
     name = "srun"
     mpi = false                 whether train.py asks MPI who it is
@@ -20,6 +20,7 @@ What conformance reads of a site.toml:
     [[expected_failures]]       clause, reason, link
 """
 
+import datetime
 import os
 import re
 import tomllib
@@ -30,6 +31,15 @@ ROOT = Path(__file__).parents[1]
 # What a scheduler or an MPI has exported to the test's own ranks: no rank of a site may be told by it.
 FOREIGN = re.compile(r"(SLURM|SRUN|PBS|PALS|PMI|PMIX|MPI|MPIEXEC|MPIR|OMPI|HYDRA|HYDI|TORCHELASTIC)_")
 TOLD = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "EXPECT_WORLD"}
+# What a text in [[sources]] looks like, in a pattern and in words; which keys are days; and what a key is no use without.
+TEXTS = {
+    "address": (r"https?://\S+", "an address"),
+    "repository": (r"[\w.-]+/[\w.-]+", "owner/name"),
+    "commit": (r"[0-9a-f]{7,40}", "7 to 40 hexadecimal digits, in quotes"),
+    "file": (r"[^/\s].*", "a path in the repository"),
+}
+DAYS = ("read", "dated")
+NEEDED = {"commit": "repository", "file": "repository", "facts": "file"}
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,32 @@ def find(only: list[str] | None = None) -> list[Site]:
     if not found:
         raise ValueError(f"no site.toml below {ROOT / 'sites'}")
     return found
+
+
+def mistakes(source: dict) -> list[str]:
+    """What is wrong with one of [[sources]], in the words of a check (F6)."""
+    known = [*TEXTS, *DAYS, "facts"]
+    wrong = [f"{key}, but should be one of {', '.join(known)}" for key in source if key not in known]
+    wrong += [f"no {key}, but should have one" for key in ("address", "read") if key not in source]
+    wrong += [f"{key}, but should have {other}, too" for key, other in NEEDED.items() if key in source and other not in source]
+    for key, value in source.items():
+        if key in TEXTS and not (isinstance(value, str) and re.fullmatch(TEXTS[key][0], value)):
+            wrong.append(f"{key}={value!r}, but should be {TEXTS[key][1]}")
+        if key in DAYS and type(value) is not datetime.date:  # a time is one, too, to isinstance
+            wrong.append(f"{key}={value!r}, but should be a day")
+    facts = source.get("facts", ["-"])
+    if not (isinstance(facts, list) and facts and all(isinstance(fact, str) and fact.strip() for fact in facts)):
+        wrong.append(f"facts={facts!r}, but should be texts")
+    if "repository" in source and not {"commit", "dated"} & source.keys():
+        wrong.append("repository, but should have commit or dated, too: which copy was read?")
+    if not wrong and source.get("dated", source["read"]) > source["read"]:
+        wrong.append(f"dated={source['dated']}, but should be no later than read={source['read']}")
+    return [f"{source.get('address', 'a source')}: {text}" for text in wrong]
+
+
+def date_of_copy(source: dict) -> datetime.date | None:
+    """The day of what was read; None for a commit without one: only a checkout knows its day."""
+    return source.get("dated", None if "commit" in source else source["read"])
 
 
 def without_launcher() -> dict[str, str]:

@@ -161,7 +161,9 @@ def test_only_the_files_of_the_site_are_copied(tmp_path):
 
 def test_nothing_is_left_of_the_old_site(made):
     facts = sites.find([str(made)])[0].facts
-    assert facts["name"] == NAME and facts["verified"] == dict(status="never-run", evidence="nothing yet")
+    assert facts["name"] == NAME and facts["verified"] == dict(
+        status="never-run", evidence="nothing yet", unverified=[new_site.NEVER_SHOWN]
+    )
     assert not any(value for name in ("node", "queue", "software") for value in facts.get(name, {}).values())
     assert facts["job"] == OLD.facts["job"]
     for path in made.iterdir():

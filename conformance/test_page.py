@@ -395,7 +395,7 @@ def test_what_a_report_says_cannot_change_the_page():
     checks = [checked(outcome="expected-failure", reason=hostile, link="javascript:alert(1)", launcher=hostile, name=hostile)]
     checks.append(checked(clauses="S1", deviation=1e-16, limit=1e-10, name=hostile, launcher=hostile))
     curves = [dict(site="ash", launcher=hostile, precision=hostile, losses=["0x1p+0"])]
-    sites = [dict(name="ash", verified=dict(status=hostile, evidence=hostile))]
+    sites = [dict(name="ash", verified=dict(status=hostile, evidence=hostile, unverified=[hostile]))]
     parts = [part(checks=checks, curves=curves, device=hostile, versions=dict(torch=hostile))]
     html = page.render(evidence(("2031-05-04", parts), sites=sites, spec=SPEC + f"## S: {hostile}\n\n- **S1** {hostile}\n"))
     assert "<script>alert" not in html

@@ -19,7 +19,7 @@ import pytest
 
 from conformance.cluster.shape import impossible
 from conformance.shell import CONSTANT_PORT, DIRECTIVE, NEARLY, PLACEHOLDER, SOURCE, Line, Script
-from conformance.sites import ROOT
+from conformance.sites import ROOT, date_of_copy, find, mistakes
 
 clause = pytest.mark.clause
 CORE = sorted((ROOT / "core/src/ddp_core").rglob("*.py"))
@@ -163,15 +163,48 @@ def test_the_status_is_told_alike(check, site):
     check.equal("F5", README_md=(told and told.groups(), (status, date and str(date))))
 
 
+@clause("F9")
+def test_what_no_run_has_shown_is_listed(check, site):
+    verified = site.facts.get("verified", {})
+    listed = verified.get("unverified")
+    sentences = isinstance(listed, list) and all(re.fullmatch(r"(?s)[A-Z`].* .*\.", str(sentence)) for sentence in listed)
+    check.equal("F9", unverified_is_a_list_of_sentences=(sentences, True))
+    status = verified.get("status")
+    check.equal("F9", unverified_or_run_on_site=(bool(listed) or status == "run-on-site", True))
+    if status == "simulated":  # by stand-ins of these names
+        software = site.facts.get("software", {})
+        names = [*software.get("modules", []), *([Path(software["image"]).name] if "image" in software else [])]
+        check.equal("F9", software_not_in_unverified=([name for name in names if name not in " ".join(listed)], []))
+
+
+@clause("F9")
+def test_the_table_of_sites_tells_what_is_unverified(check):
+    """Of the sites that have a row there; a new one needs none."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (ROOT / "README.md").read_text().splitlines()]
+    heads = next((row for row in rows if row[:1] == ["site"]), [])
+    told = {
+        match[1]: dict(zip(heads, row, strict=False)) for row in rows if row and (match := re.match(r"\[([\w-]+)\]", row[0]))
+    }
+    verified = {site.name: site.facts.get("verified", {}) for site in find() if site.name in told}
+    numbers = {name: told[name].get("unverified") for name in verified}
+    check.equal(
+        "F9", unverified_in_README_md=(numbers, {name: str(len(verified[name].get("unverified", []))) for name in verified})
+    )
+    wrong = [name for name, row in told.items() if name in verified and not row["status"].startswith(verified[name]["status"])]
+    check.equal("F9", another_status_in_README_md=(wrong, []))
+
+
 @clause("F6")
-def test_sources_have_a_date(check, site):
+def test_sources_tell_which_copy_was_read(check, site):
     sources, today = site.facts.get("sources", []), datetime.date.today()
     check.equal("F6", sources=(bool(sources), True))
-    incomplete = [source for source in sources if not (source.get("address") and isinstance(source.get("read"), datetime.date))]
-    check.equal("F6", without_address_or_date=(incomplete, []))
+    check.holds("F6", *(mistake for source in sources for mistake in mistakes(source)))
     check.equal("F6", read_in_the_future=([str(source["read"]) for source in sources if source["read"] > today], []))
-    if old := [source["address"] for source in sources if (today - source["read"]).days > 183]:
-        warnings.warn(f"{site.name}: read more than six months ago: {', '.join(old)} (F6)", stacklevel=1)
+    days = {source["address"]: date_of_copy(source) for source in sources}
+    if old := [address for address, day in days.items() if day and (today - day).days > 183]:
+        warnings.warn(f"{site.name}: the copy that was read is older than six months: {', '.join(old)} (F6)", stacklevel=1)
+    if undated := [address for address, day in days.items() if not day]:
+        warnings.warn(f"{site.name}: of when is the commit? `dated` should say: {', '.join(undated)} (F6)", stacklevel=1)
 
 
 @clause("F7")
@@ -227,6 +260,24 @@ def test_everything_is_explained(check, site):
             violations += [at(script, line, what)] if (what := unexplained(line, line.paragraph)) else []
         submitted = script.path in site.job_scripts
         check.equal("J3", directives_in_the_job_script=(bool(script.directives), submitted))
+    check.holds("J3", *violations)
+
+
+@clause("J3")
+def test_variables_under_one_address_are_facts_of_its_page(check, site):
+    """Whether the page has the facts, conformance.sources looks up. What is not there can stand under a comment of its own."""
+    facts = {source["address"].rstrip("/"): source["facts"] for source in site.facts.get("sources", []) if "facts" in source}
+    violations = []
+    for script in map(Script, site.scripts):
+        blocks: dict[tuple[str, ...], list[tuple[Line, str]]] = {}
+        for line, name in script.exports:
+            blocks.setdefault(tuple(line.paragraph), []).append((line, name))
+        for comments, exported in blocks.items():
+            pages = {page.partition("#")[0].rstrip("/.") for page in re.findall(r"https?://[^\s)>\"'`,;]+", " ".join(comments))}
+            if len(exported) > 1 and pages and pages <= facts.keys():
+                known = " ".join(fact for page in pages for fact in facts[page])
+                lost = [line for line, name in exported if not re.search(rf"\b{name}\b", known)]
+                violations += [at(script, line, f"be in one of the facts of {' or '.join(sorted(pages))}") for line in lost]
     check.holds("J3", *violations)
 
 

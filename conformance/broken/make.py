@@ -30,7 +30,7 @@ from conformance.sites import ROOT, without_launcher
 
 SOUND = "conformance/broken/sound"
 LISTS = {"sites": SOUND, "cluster": f"{SOUND}-cluster", "core": "core/src/ddp_core", "suite": "."}  # and what an entry changes
-PARTS = ("conformance", "core/src", "sites", "pyproject.toml")  # what a copy of the repository consists of
+PARTS = ("conformance", "core/src", "sites", "pyproject.toml", "README.md")  # what a copy of the repository consists of
 
 
 @dataclass(frozen=True)
