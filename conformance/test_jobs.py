@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from conformance.check import T1, Check
-from conformance.cluster import placement, prefix
+from conformance.cluster import layer, placement, prefix
 from conformance.cluster.jobs import PATIENCE, Job, Odd, Submitter
 from conformance.cluster.refusals import queue
 from conformance.cluster.shape import SUBNET, URGENT, interfaces_of
@@ -196,6 +196,16 @@ def test_ranks_are_on_the_cores_near_their_device(check, user, site):
         print(json.dumps([[row.rank, row.host, placement.device_of(site, row), placement.ranges({*row.cpus})] for row in rows]))
         check.holds("R7", *placement.doubled(site, rows, "device"))
         check.holds("J9", *placement.misplaced(site, rows), *placement.doubled(site, rows, "core"))
+
+
+@only(when=layer.brings_a_plugin)
+@clause("J13")
+def test_rccl_opens_its_network_plugin(check, user):
+    """On several nodes. Which file, by RCCL's own order of search; whether that starts, only the machine shows."""
+    with holds(check, "J13"):
+        rows = placed(user, torch=False)
+        print({row.plugin for row in rows})
+        check.holds("J13", *placement.unplugged(rows))
 
 
 @pytest.mark.rejects("J9")

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from conformance.cluster import layer, prefix
+from conformance.cluster.stand_ins import rccl
 from conformance.sites import Site
 
 FACTS = dict(IMAGES="ours/torch:1.0", CPUS="8", RESERVED="0 4", QUEUES="debug prod", REQUIRED="Account_Name filesystems")
@@ -283,7 +284,7 @@ def rules_of(name: str) -> list[Rule]:
 
 
 # Nobody calls these with arguments that can be wrong.
-BEHIND = {"activate", "cc", "contained"}
+BEHIND = {"activate", "cc", "contained", "rccl.py"}
 
 
 @pytest.mark.parametrize("name", sorted({path.name for path in layer.HERE.iterdir()} - BEHIND | {"apptainer"}))
@@ -301,6 +302,26 @@ def test_source_activate_puts_the_environment_first(tmp_path):
     machine = Machine(tmp_path)
     made = Rule('conda create -y -p env python && source activate "$PWD/env" && command -v python', 0, "/here/env/bin/python")
     assert not [*machine.broken([made, Rule("source activate /no-such", 1, "EnvironmentLocationNotFound")])]
+
+
+@pytest.mark.parametrize(
+    "environ, tried",
+    [
+        ({}, ["libnccl-net.so"]),
+        (dict(NCCL_NET_PLUGIN=""), []),
+        (dict(NCCL_NET_PLUGIN="/a/librccl-net.so"), ["/a/librccl-net.so"]),
+        (dict(NCCL_NET_PLUGIN="librccl-net.so,ofi"), ["librccl-net.so", "ofi", "librccl-net-ofi.so"]),
+    ],
+)
+def test_rccl_looks_for_its_plugin_under_these_names(environ, tried):
+    assert rccl.names(environ) == tried
+
+
+def test_rccl_opens_the_first_plugin_that_loads(tmp_path):
+    layer.compile_empty(tmp_path / "lib/librccl-net.so")
+    (tmp_path / "lib/text.so").write_text("no library")
+    assert rccl.opens(dict(NCCL_NET_PLUGIN=f"{tmp_path}/lib/text.so,{tmp_path}/lib/librccl-net.so")).endswith("/librccl-net.so")
+    assert rccl.opens({}) == ""
 
 
 # ---- what is made from site.toml ------------------------------------------------------------------------------------

@@ -38,8 +38,9 @@ MODULES = {
     r"craype-accel-": 'setenv("CRAY_ACCEL_TARGET", "{name}")',
     r"rocm$": f'setenv("ROCM_PATH", "{HOME}/empty")',
     r"cuda": f'setenv("CUDA_HOME", "{HOME}/empty")',
-    # A library of the name that RCCL and NCCL look for; nothing else is in it.
-    r".*net-plugin": f'prepend_path("LD_LIBRARY_PATH", "{HOME}/net-plugin/lib")\nsetenv("FI_CXI_RDZV_PROTO", "alt_read")',
+    # Its library is empty, and has the name for which RCCL does not look by itself (stand_ins/rccl.py).
+    r".*net-plugin": f'prepend_path("LD_LIBRARY_PATH", "{HOME}/net-plugin/lib")\n'
+    f'setenv("OLCF_OFI_NCCL_ROOT", "{HOME}/net-plugin")\nsetenv("FI_CXI_RDZV_PROTO", "alt_read")',
     # The Python with torch, and the folder that `pip install --user` fills.
     r"pytorch|frameworks|tensorflow": f'prepend_path("PATH", "{PYTHON}/bin")\n'
     'setenv("PYTHONUSERBASE", pathJoin(os.getenv("HOME") or "", ".local/{name}-{version}"))',
@@ -116,9 +117,16 @@ def stand_ins(site: Site) -> dict[str, list[str]]:
         found[""] += ["singularity", "apptainer", "contained"]
     elif image:
         found[""] += ["shifter", "shifterimg", "contained"]
+    if brings_a_plugin(site):
+        found["rccl"] = ["rccl.py"]
     if site.facts.get("scheduler") == "pbs":
         found[""] += ["qsub", "qstat", "qdel", "qsig", "pbsnodes", "mpiexec"]
     return found
+
+
+def brings_a_plugin(site: Site) -> bool:
+    """Whether one of its modules has a network plugin for RCCL."""
+    return any("net-plugin" in module for module in site.facts.get("software", {}).get("modules", []))
 
 
 def facts(site: Site) -> dict[str, str]:
@@ -176,7 +184,7 @@ def build(site: Site, folder: Path, base: Path = Path("/"), cache: Path = prefix
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text)
     (modulepath / f"{OF_A_LOGIN}.lua").write_text('whatis("stand-in for what a login loads by itself")\n')
-    if any("net-plugin" in module for module in site.facts.get("software", {}).get("modules", [])):
+    if brings_a_plugin(site):
         compile_empty(home / "net-plugin/lib/librccl-net.so")
     if "image" in site.facts.get("software", {}):
         link_commands(home / "image/bin", base)

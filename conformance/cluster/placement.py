@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from conformance.cluster.layer import HOME, brings_a_plugin
 from conformance.cluster.shape import numbers
 from conformance.sites import Site
 
@@ -19,6 +20,7 @@ PROBE = r"""
 import json, os, socket
 facts = {name: int(os.environ[variable]) for name, variable in TOLD.items()}
 IMPORT
+NETWORK
 facts |= dict(host=socket.gethostname(), cpus=sorted(os.sched_getaffinity(0)))
 facts |= dict(visible=[int(device) for device in os.environ.get("DEVICES", "").split(",") if device])
 with open(f"FOLDER/{facts['rank']}.json", "w") as file:
@@ -26,11 +28,12 @@ with open(f"FOLDER/{facts['rank']}.json", "w") as file:
 """
 # It takes two seconds of a core: every fourth shows what it does to a rank's place.
 IMPORT = "if facts['rank'] % 4 == 0: import torch"
+NETWORK = f"import sys; sys.path.insert(0, '{HOME}/rccl'); import rccl; facts |= dict(plugin=rccl.opens(os.environ))"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A rank. visible: the devices that the launcher has told it of, none where it tells nothing."""
+    """A rank. visible: the devices that the launcher has told it of, none where it tells nothing. plugin: what RCCL opens."""
 
     rank: int
     local_rank: int
@@ -38,6 +41,7 @@ class Row:
     host: str
     cpus: list[int]
     visible: list[int]
+    plugin: str = ""
 
 
 def probe(site: Site, folder: str, torch: bool = True) -> str:
@@ -45,6 +49,7 @@ def probe(site: Site, folder: str, torch: bool = True) -> str:
     launch, words = site.launches[0], ("rank", "local_rank", "node_rank")
     told = {word: variables[0] for word in words if (variables := launch.variables_with(word))}
     text = PROBE.replace("TOLD", repr(told)).replace("IMPORT", IMPORT if torch else "")
+    text = text.replace("NETWORK", NETWORK if brings_a_plugin(site) else "")
     return text.replace("DEVICES", site.facts["node"].get("device_environment", "")).replace("FOLDER", folder)
 
 
@@ -94,6 +99,11 @@ def misplaced(site: Site, rows: list[Row]) -> list[str]:
         if near and not cores <= (allowed := {*numbers(near[device])} - reserved):
             found.append(f"{told}: cores={ranges(cores)}, but should be near device {device}, in {ranges(allowed)}")
     return found
+
+
+def unplugged(rows: list[Row]) -> list[str]:
+    """Ranks in which RCCL finds no network plugin: it would go over TCP, or end the job."""
+    return [f"rank {row.rank}, {row.host}: RCCL opens no network plugin, but should open one" for row in rows if not row.plugin]
 
 
 def doubled(site: Site, rows: list[Row], what: str) -> list[str]:

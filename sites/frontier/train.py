@@ -1,4 +1,4 @@
-"""frontier: who this process is, agreed over MPI between the ranks that srun has started. All else is ddp_core's.
+"""frontier: who this process is, agreed over MPI between the ranks that srun has started. ddp_core does the rest.
 
     sbatch job.sl --epochs 5            a job: srun starts one rank for each GCD
     env/bin/python train.py --epochs 5  one process, without a launcher
@@ -18,7 +18,7 @@ from ddp_core.errors import PreflightError
 
 
 def rank(environ: Mapping[str, str]) -> Rank:
-    """The Rank that MPI tells; without srun a world of one. Collective: all ranks call it. Raises PreflightError."""
+    """This process's Rank, from MPI; without srun a world of one. Collective: all ranks call it. Raises PreflightError."""
     if "TORCHELASTIC_RUN_ID" in environ:
         raise PreflightError(
             "TORCHELASTIC_RUN_ID is set: torchrun puts the ranks of a node on one core here, and OLCF has measured 10 minutes "
@@ -26,12 +26,12 @@ def rank(environ: Mapping[str, str]) -> Rank:
         )
     if "SLURM_PROCID" not in environ:
         return Rank.single()
-    # The step's number, not the job's: a batch script that runs `python train.py` without srun has a PROCID, too.
-    told = whole_number(environ, "SLURM_STEP_NUM_TASKS")
+    # Of the step, not of the job: a batch script that runs `python train.py` without srun has a PROCID, too.
+    world_size = whole_number(environ, "SLURM_STEP_NUM_TASKS")
     # Slurm sets it from the second start of a job on.
     restart = whole_number(environ, "SLURM_RESTART_COUNT", unset="0")
     step = f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}.{restart}"
-    return of_mpi(told, restart, step)
+    return from_mpi(world_size, restart, step)
 
 
 def whole_number(environ: Mapping[str, str], variable: str, unset: str = "") -> int:
@@ -41,9 +41,9 @@ def whole_number(environ: Mapping[str, str], variable: str, unset: str = "") -> 
     return int(text)
 
 
-def of_mpi(told: int, restart: int, step: str) -> Rank:
-    """told: how many ranks srun has started. step: the job's and the step's number, for people to read."""
-    # Before torch, which core imports later: imported after it, Cray MPICH finds the ranks badly bound, and aborts.
+def from_mpi(world_size: int, restart: int, step: str) -> Rank:
+    """world_size: the ranks that srun has started. step: the numbers of job and step, for people to read."""
+    # Before torch, which core imports later: after it, Cray MPICH takes the ranks for badly bound, and aborts.
     # https://docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html#mpich-mpi4py-errors
     try:
         import mpi4py
@@ -55,30 +55,30 @@ def of_mpi(told: int, restart: int, step: str) -> Rank:
     if is_ours := not MPI.Is_initialized():
         cores = os.sched_getaffinity(0)
         MPI.Init()
-        os.sched_setaffinity(0, cores)  # MPICH has been seen to leave a rank on one of its seven
+        os.sched_setaffinity(0, cores)  # MPICH can leave a rank on one of its seven cores
     world = MPI.COMM_WORLD
-    if world.size != told:  # n worlds of one would train n times, and look like success
+    if world.size != world_size:  # n worlds of one would train n times, and look like success
         raise PreflightError(
-            f"SLURM_STEP_NUM_TASKS={told}, but MPI tells of a world of {world.size}: mpi4py was not built with this machine's "
-            f"MPI, or srun was given another --mpi: run ./install.sh again"
+            f"SLURM_STEP_NUM_TASKS={world_size}, but MPI tells of a world of {world.size}: mpi4py was not built with this "
+            f"machine's MPI, or srun was given another --mpi: run ./install.sh again"
         )
     node = world.Split_type(MPI.COMM_TYPE_SHARED)  # the ranks that can share memory with this one
-    # MPI does not number the nodes: each is known by the lowest of its ranks, and counted in their order.
+    # MPI does not number the nodes: the lowest rank of each stands for it, and nodes are counted in that order.
     lowest_here = node.bcast(world.rank)
     lowest = sorted(set(world.allgather(lowest_here)))
     address, port, start = world.bcast(meeting_point(step) if world.rank == 0 else None)
     me = dict(rank=world.rank, world_size=world.size, local_rank=node.rank, local_world_size=node.size)
     me |= dict(node_rank=lowest.index(lowest_here), master_addr=address, master_port=port, job_id=start, restart=restart)
     node.Free()
-    if is_ours:  # MPI has told all that is asked of it; left open, it would wait at the end for ranks that are lost
+    if is_ours:  # left open, MPI would wait at the end for ranks that are lost
         MPI.Finalize()
     return Rank(**me, variables=dict(master_addr="hostname -i of rank 0"))
 
 
 def meeting_point(step: str) -> tuple[str, int, str]:
-    """Rank 0's address, which is its first Slingshot interface's, a free port there, and a name that no other start has."""
+    """The address of rank 0's first Slingshot interface, a free port there, and a name that no other start has."""
     host = socket.gethostname()
-    with suppress(OSError):  # core tells all ranks that the name leads nowhere
+    with suppress(OSError):  # if the name has no address, core reports that on all ranks
         host = socket.gethostbyname(host)
     for port in random.sample(range(20000, 30000), 100):  # below the ports that Linux gives to outgoing connections
         with suppress(OSError), socket.socket() as listener:

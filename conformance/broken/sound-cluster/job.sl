@@ -36,8 +36,12 @@
 set -euo pipefail
 
 set +u # module functions read unset variables
-module load pytorch/1.0
+module load pytorch/1.0 net-plugin/1.0
 set -u
+
+# By itself RCCL looks for libnccl-net.so, and finds none.
+# unverified
+export NCCL_NET_PLUGIN=librccl-net.so
 
 restarts=${SLURM_RESTART_COUNT:-0}
 max_restarts=20

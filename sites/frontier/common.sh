@@ -1,0 +1,132 @@
+#!/bin/bash
+# What happens around the launch: modules, caches, the nodes, what the job prints, how it ends. job.sl, install.sh and plugin.sh
+# source this file; nobody runs it.
+
+set -euo pipefail
+
+fail() { # MESSAGE [EXIT CODE]. 3, the default, means as for train.py: nothing was started.
+    echo "error: $1" >&2
+    exit "${2:-3}"
+}
+
+# Packages in ~/.local would come before the environment's.
+# https://docs.python.org/3/using/cmdline.html#envvar-PYTHONNOUSERSITE
+export PYTHONNOUSERSITE=1
+
+# MODULE...: loads them one after the other, since what exists can depend on what is loaded.
+load_modules() {
+    local name
+    command -v module >/dev/null || fail "no module command: is this Frontier?"
+    set +u # module functions read unset variables
+    module --quiet reset || fail "module reset failed: log in anew"
+    for name in "$@"; do
+        module is-avail "$name" || fail "no module $name; there is: $(module -t avail "${name%%/*}" 2>&1 | grep -v ':$' |
+            tr '\n' ' ' || true)- edit modules= in job.sl and run ./install.sh again"
+        module load "$name" || fail "module load $name failed (above): edit modules= in job.sl and run ./install.sh again"
+    done
+    set -u
+    # The libraries of cpe/26.03: it is not Frontier's default, and the system's own would be taken.
+    # https://docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html#installing-pytorch
+    export LD_LIBRARY_PATH=${CRAY_LD_LIBRARY_PATH:-}:${LD_LIBRARY_PATH:-}
+}
+
+# ---- for jobs ---------------------------------------------------------------------------------------------------
+
+# How often Slurm has started this job again; not set in the first start. man sbatch
+restarts=${SLURM_RESTART_COUNT:-0}
+# A job that can never end must not come back for ever.
+max_restarts=20
+
+# Sets variables for the ranks, and environment. Makes every node ready: cache directories, the packed environment on its NVMe.
+prepare_job() {
+    # Caches of compiled kernels, in each node's /tmp: on NFS, in the home directory, MIOpen meets disk I/O errors. The name has
+    # user and job, so that two jobs on a node do not meet.
+    # https://docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html#multinode-scripts
+    local caches=/tmp/$USER-$SLURM_JOB_ID
+    export MIOPEN_USER_DB_PATH=$caches/miopen MIOPEN_CUSTOM_CACHE_DIR=$caches/miopen
+    # What --compile writes.
+    # https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_configuration_tutorial.html
+    export TORCHINDUCTOR_CACHE_DIR=$caches/inductor TRITON_CACHE_DIR=$caches/triton
+
+    # What your own training downloads (HF_HOME holds HF_DATASETS_CACHE): on Orion, since the home directory has 50 GB.
+    # https://docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html#dataset-cache
+    export HF_HOME=${HF_HOME:-$PWD/cache/huggingface} TORCH_HOME=${TORCH_HOME:-$PWD/cache/torch}
+
+    # Compute nodes reach the internet through this proxy only. all_proxy=socks:// is left out: httpx, which Hugging Face uses,
+    # refuses it; with httpx[socks] it takes socks5://. no_proxy is without OLCF's "*." and "/8": Python does not read them.
+    # https://docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html#proxy-settings
+    export http_proxy=http://proxy.ccs.ornl.gov:3128/ https_proxy=http://proxy.ccs.ornl.gov:3128/
+    export ftp_proxy=ftp://proxy.ccs.ornl.gov:3128/ no_proxy=localhost,127.0.0.1,.ccs.ornl.gov,.frontier.olcf.ornl.gov
+
+    # Without it srun, under sbatch --export=NONE, starts the ranks without PATH and without the variables above.
+    # https://slurm.schedmd.com/sbatch.html#OPT_export
+    export SLURM_EXPORT_ENV=ALL
+
+    # CPU threads of a rank: its own cores.
+    # https://docs.pytorch.org/docs/stable/threading_environment_variables.html
+    export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+
+    local before=$SECONDS packed=''
+    environment=$PWD/env
+    if [[ -e env.tar.gz ]]; then # ./install.sh --pack
+        packed=/mnt/bb/$USER/env-$SLURM_JOB_ID
+        environment=$packed
+        [[ -d /mnt/bb/$USER ]] || fail "no /mnt/bb/$USER on $HOSTNAME: submit with --constraint=nvme, or remove env.tar.gz"
+        # --preserve keeps times and modes, --force overwrites what an earlier start has left. After a failure the nodes hold
+        # parts of files, so its exit code counts. https://docs.olcf.ornl.gov/software/python/sbcast_conda.html
+        sbcast --preserve --force env.tar.gz "$packed.tar.gz" ||
+            fail "a node did not get env.tar.gz (above): submit again, or remove env.tar.gz"
+    else
+        [[ -x env/bin/python ]] || fail "no environment at $PWD/env: run ./install.sh first"
+    fi
+    node_flags=(
+        # One process on each node, with all cores of its ranks, for unpacking. srun --help
+        --ntasks="$SLURM_JOB_NUM_NODES"
+        # As above. srun --help
+        --ntasks-per-node=1
+        # As above. srun --help
+        --cpus-per-task="$((SLURM_NTASKS_PER_NODE * SLURM_CPUS_PER_TASK))"
+        # A node that fails ends this on the others. srun --help
+        --kill-on-bad-exit=1
+    )
+    srun "${node_flags[@]}" ./node.sh "$packed" || fail "a node could not be made ready (above): submit again"
+    prepare_seconds=$((SECONDS - before))
+}
+
+# The four lines at the top of the log.
+describe_job() {
+    local versions hosts
+    versions=$("$environment/bin/python" -c '
+from importlib.metadata import version
+from platform import python_version
+print(f"python={python_version()}", *(f"{name}={version(name)}" for name in ("torch", "mpi4py", "ddp-core")))
+' 2>&1) || fail "$environment is not whole (${versions##*$'\n'}): run ./install.sh again"
+    hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    echo "job=$SLURM_JOB_ID restarts=$restarts slurm=$(srun --version) $versions"
+    echo "nodes=$SLURM_JOB_NUM_NODES ranks=$SLURM_NTASKS ranks_per_node=$SLURM_NTASKS_PER_NODE" \
+        "cores_per_rank=$SLURM_CPUS_PER_TASK gpus_per_node=${SLURM_GPUS_ON_NODE:-unknown}"
+    echo "hosts=${hosts//$'\n'/,} master=${hosts%%$'\n'*}:free" # rank 0 chooses the port
+    echo "environment=$environment prepare_seconds=$prepare_seconds rccl_net=$NCCL_NET rccl_plugin=${NCCL_NET_PLUGIN:-none}"
+}
+
+# CODE [ARGUMENT of job.sl]...: the ranks' exit code ends the job. After 75 (stopped and saved) the job comes back.
+finish() {
+    local code=$1 resume
+    shift
+    ((code == 75)) || exit "$code"
+    # The command that resumes by hand, without --fresh, which would put aside what this job has done.
+    resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
+    resume=${resume/ --fresh / }
+    if [[ ${SLURM_JOB_QOS:-} == debug ]]; then
+        # https://docs.olcf.ornl.gov/systems/frontier_user_guide.html#debug-quality-of-service-class
+        echo "stopped and saved. OLCF prohibits chains of debug jobs, so this one does not come back; to resume: $resume"
+    elif ((restarts >= max_restarts)); then
+        echo "error: stopped and saved, but this was restart $restarts of $max_restarts (max_restarts); to resume: $resume" >&2
+    else
+        # Printed first: the requeue ends this shell. "Incomplete" leaves a cancelled job cancelled.
+        echo "stopped and saved: job $SLURM_JOB_ID goes back into the queue, and resumes when it starts"
+        scontrol requeue Incomplete "$SLURM_JOB_ID" ||
+            echo "error: Slurm did not requeue the job (above); to resume: $resume" >&2
+    fi
+    exit 75
+}
