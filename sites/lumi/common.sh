@@ -29,7 +29,7 @@ module load Local-LAIF 2>/dev/null || module use /appl/local/laifs/modules || fa
 module load lumi-aif-singularity-bindings || fail "lumi-aif-singularity-bindings did not load (above): is this LUMI?"
 set -u
 command -v singularity >/dev/null || fail "no singularity on $HOSTNAME: on LUMI it is there without a module"
-[[ -f $image ]] || fail "no image $image; edit image= in common.sh: $(echo "$images"/*/lumi-multitorch-full-*.sif)"
+[[ -f $image ]] || fail "no image $image; set image= in common.sh to one of: $(echo "$images"/*/lumi-multitorch-full-*.sif)"
 image_name=$(basename "$(realpath "$image")") # of a link: what it leads to today
 
 # ---- what programs in the container see -------------------------------------------------------------------------
@@ -74,10 +74,8 @@ fi
 
 # ---- for job.sl -------------------------------------------------------------------------------------------------
 
-# How often Slurm has started this job again, and how often the job may ask for it: one that never ends must not come back
-# for ever. https://slurm.schedmd.com/sbatch.html#OPT_SLURM_RESTART_COUNT
-restarts=${SLURM_RESTART_COUNT:-0}
-max_restarts=20
+# How often Slurm has started this job again, and how often it may: one that never ends must not come back for ever.
+restarts=${SLURM_RESTART_COUNT:-0} max_restarts=20
 
 if [[ -n ${RCCL_DEBUG:-} ]]; then
     # What RCCL finds and chooses, without a line for each collective, in a file for each process: %h is the host.
@@ -87,20 +85,15 @@ if [[ -n ${RCCL_DEBUG:-} ]]; then
     export SINGULARITYENV_NCCL_DEBUG_FILE="$PWD/rccl-${SLURM_JOB_ID:-no-job}-%h-%p.log"
 fi
 
-# Ranks are bound to cores by number, so that a node must be the job's alone. Otherwise srun refuses the masks at length.
-need_whole_nodes() {
-    local mine needed=0xfefefefefefefefe
-    # "NO" is Slurm's word for whole nodes. https://slurm.schedmd.com/scontrol.html
-    [[ ! $(scontrol show job "$SLURM_JOB_ID") =~ OverSubscribe=NO ]] || return 0
-    mine=$(printf '%016x' 0)$(taskset -p $$ | sed 's/.* //')
-    mine=0x${mine: -16} # of 128 hardware threads the first 64 are the cores
-    (((mine & needed) == needed)) ||
-        fail "this job shares its nodes, and has the cores $mine of $needed: add --exclusive, or -p standard-g"
-}
-
 # The head node and its port, for the ranks to meet (get-master in LUMI's older containers); prints what the job is.
 describe_job() {
     local hosts versions messages
+    [[ ${LAUNCHER:=srun} == srun || $LAUNCHER == torchrun ]] || fail "LAUNCHER=$LAUNCHER, but should be srun or torchrun"
+    # Ranks are bound to cores by number, so a node must be the job's alone: "NO" is Slurm's word for that.
+    # https://slurm.schedmd.com/scontrol.html
+    [[ $(scontrol show job "$SLURM_JOB_ID") == *OverSubscribe=NO* ]] ||
+        fail "this job shares its nodes: add --exclusive, or -p standard-g (ranks are bound to the cores of whole nodes)"
+
     # Rank 0 runs on the first node. The container has no scontrol. https://slurm.schedmd.com/scontrol.html#OPT_hostnames
     hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
     export MASTER_ADDR=${hosts%%$'\n'*}
@@ -117,7 +110,7 @@ print(f"python={python_version()}", *(f"{name}={version(name)}" for name in ("to
 ' 2>"$messages") || fail "$python does not run in the container ($(tail -n 1 "$messages")): run ./install.sh again"
     rm "$messages"
     echo "job=$SLURM_JOB_ID restarts=$restarts slurm=$(srun --version) $versions image=$image_name"
-    echo "nodes=$SLURM_JOB_NUM_NODES ranks_per_node=$SLURM_NTASKS_PER_NODE launcher=${LAUNCHER:-srun}" \
+    echo "nodes=$SLURM_JOB_NUM_NODES ranks_per_node=$SLURM_NTASKS_PER_NODE launcher=$LAUNCHER" \
         "cores_per_rank=$OMP_NUM_THREADS gpus_per_node=${SLURM_GPUS_PER_NODE:-0}"
     echo "hosts=${hosts//$'\n'/,} master=$MASTER_ADDR:$MASTER_PORT"
 }

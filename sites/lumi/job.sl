@@ -66,13 +66,13 @@ export SLURM_EXPORT_ENV=ALL
 # CPU threads of a rank: its own cores.
 # https://docs.pytorch.org/docs/stable/threading_environment_variables.html
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
-# Without it jobs of several nodes can hang: it is how libfabric notices that registered memory was freed.
+# How libfabric notices that registered memory was freed: with its default, jobs of several nodes hung.
 # https://github.com/Lumi-supercomputer/LUMI-AI-Guide/pull/118
 export FI_MR_CACHE_MONITOR=userfaultfd
-# The interface of gloo, by which ranks exchange messages that are not for GPUs (unverified on LUMI).
+# The interface of gloo, which ranks use for what does not lie in a GPU's memory (unverified on LUMI).
 # https://docs.pytorch.org/docs/stable/distributed.html
 export GLOO_SOCKET_IFNAME=hsn0
-# Older documents set it; in these images jobs of several nodes hang with it.
+# Older documents set it. In these images jobs of several nodes hung with it.
 # https://github.com/lumi-ai-factory/laifs-container-recipes/issues/30
 unset NCCL_NET_GDR_LEVEL
 
@@ -98,9 +98,9 @@ unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
 srun_flags=(
     # As above. srun --help
     --ntasks="$tasks"
-    # As above. srun --help
+    # Cores of each rank, as above. srun --help
     --cpu-bind=mask_cpu:"${masks#,}"
-    # A rank that dies alone ends the job, and not the time limit. srun --help
+    # A rank that dies alone ends the job at once. srun --help
     --kill-on-bad-exit=1
     # Ranks that still run 60 s after the first one ended hang: end them. srun --help
     --wait=60
@@ -112,7 +112,6 @@ train_flags=(
     --new-run-dir "runs/$SLURM_JOB_ID"
 )
 
-need_whole_nodes
 describe_job
 code=0
 # Your own flags come last: of a flag given twice, the last one counts.

@@ -19,30 +19,26 @@ def to_the_ranks(number: int, frame: object) -> None:
             os.kill(int(child), number)
 
 
-def flags(ranks_per_node: str) -> list[str]:
-    """Those of torchrun, from what Slurm and job.sl export. https://docs.pytorch.org/docs/stable/elastic/run.html"""
-    import torch
-
-    job = os.environ
-    found = [f"--nnodes={job['SLURM_JOB_NUM_NODES']}", f"--nproc-per-node={ranks_per_node}", "--rdzv-backend=c10d"]
-    found += [f"--rdzv-endpoint={job['MASTER_ADDR']}:{job['MASTER_PORT']}"]
-    found += [f"--rdzv-id={job['SLURM_JOB_ID']}.{job.get('SLURM_RESTART_COUNT', '0')}"]  # this start of this job
-    if torch.cuda.is_available():
-        # Of a NUMA node's 14 cores each of its two GCDs gets 7. https://github.com/Lumi-supercomputer/LUMI-AI-Guide/pull/100
-        found += ["--numa-binding=exclusive"]
-    # The ranks ignore these until train.py takes them: one that comes while Python starts would end it.
-    return [*found, "--no-python", "env", "--ignore-signal=TERM", "--ignore-signal=USR1", sys.executable]
-
-
 def launch(ranks_per_node: str, program: list[str]) -> int:
     """Run torchrun; returns the exit code of the rank that failed first, as a shell has it, or 0."""
     # Not at the top of the file: a signal during these imports must find its handler.
+    import torch
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
+    # All flags: https://docs.pytorch.org/docs/stable/elastic/run.html
+    job = os.environ
+    flags = [f"--nnodes={job['SLURM_JOB_NUM_NODES']}", f"--nproc-per-node={ranks_per_node}", "--rdzv-backend=c10d"]
+    flags += [f"--rdzv-endpoint={job['MASTER_ADDR']}:{job['MASTER_PORT']}"]
+    flags += [f"--rdzv-id={job['SLURM_JOB_ID']}.{job.get('SLURM_RESTART_COUNT', '0')}"]  # this start of this job
+    if torch.cuda.is_available():
+        # A NUMA node has two GCDs and 14 cores: 7 for each rank. https://github.com/Lumi-supercomputer/LUMI-AI-Guide/pull/100
+        flags += ["--numa-binding=exclusive"]
+    # The ranks ignore the signals until train.py takes them: one that comes while Python starts would end it.
+    flags += ["--no-python", "env", "--ignore-signal=TERM", "--ignore-signal=USR1", sys.executable]
     try:
-        main([*flags(ranks_per_node), *program])
+        main([*flags, *program])
     except ChildFailedError as error:
         _, first = error.get_first_failure()
         return first.exitcode if first.exitcode >= 0 else 128 - first.exitcode  # killed by a signal
