@@ -3,13 +3,13 @@
 #
 #   ./install.sh [PREFIX] [--core WHAT] [--add PACKAGE]... [--squashfs]
 #
-#   PREFIX          where to make it (default: .venv beside this script, where the job scripts look for it)
+#   PREFIX          where to make it (default: .venv beside this script, where the job script looks for it)
 #   --core WHAT     ddp_core: a directory, a wheel or a URL (default: ../../core, as in the repository)
 #   --add PACKAGE   a package from PyPI that the image lacks, as pip names it: optuna, "h5py>=3"; what the image has stays
 #   --squashfs      pack it all into one file, for Lustre's sake: worth it with --add of large packages
 #
-# On a login node, or anywhere with a network. Run it again, with the same flags, after whatever happened: it is made anew,
-# in a minute, since PyTorch is not installed. It writes nothing outside PREFIX.
+# On a login node, or anywhere with a network, in a minute: PyTorch is not installed. Run again, with the same flags, it makes
+# all of it anew. It writes nothing outside PREFIX.
 # Exit codes: 0 done, 1 an installation failed (run it again), 2 a wrong flag, 3 something is missing: nothing was changed.
 
 set -euo pipefail
@@ -18,8 +18,6 @@ die() { # code, message
     echo "error: $2" >&2
     exit "$1"
 }
-
-# ---- what is asked for ------------------------------------------------------------------------------------------
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 prefix='' core='' packed='' add=()
@@ -32,40 +30,34 @@ while (($#)); do
     --core | --add)
         [[ -n ${2:-} ]] || die 2 "$1 needs a value (--help)"
         if [[ $1 == --core ]]; then core=$2; else add+=("$2"); fi
-        shift 2
-        ;;
-    --squashfs)
-        packed=yes
         shift
         ;;
+    --squashfs) packed=yes ;;
     -*) die 2 "unknown flag $1 (--help lists them)" ;;
     *)
         [[ -z $prefix ]] || die 2 "two prefixes, $prefix and $1: quote a path with spaces"
         prefix=$1
-        shift
         ;;
     esac
+    shift
 done
 prefix=${prefix:-$here/.venv}
 
 # ---- what is there: nothing is written before all of this holds --------------------------------------------------
 
-if [[ -z $core ]]; then
-    core=$here/../../core
-    [[ -d $core ]] || die 3 "no ddp_core at $core: pass --core, the repository's core/ directory, a wheel or a URL"
-elif [[ ! -e $core && $core != *://* ]]; then
-    die 3 "--core $core: no such directory or file, and not a URL"
-fi
+core=${core:-$here/../../core}
+[[ -e $core || $core == *://* ]] || die 3 "no ddp_core at $core: pass --core, the repository's core/, a wheel or a URL"
 [[ ! -d $core || -f $core/pyproject.toml ]] || die 3 "--core $core is no Python package: it has no pyproject.toml"
 [[ -z $packed ]] || command -v mksquashfs >/dev/null || die 3 "no mksquashfs on $HOSTNAME: LUMI's login nodes have it"
 
-# The module and the image: common.sh checks them, with the same messages as a job. Importing leaves no files behind.
-# https://docs.python.org/3/using/cmdline.html#environment-variables
+# The modules and the image: common.sh checks them, with the same messages as a job. Importing leaves no files behind.
+# https://docs.python.org/3/using/cmdline.html#envvar-PYTHONDONTWRITEBYTECODE
 export PYTHONDONTWRITEBYTECODE=1
 # shellcheck source=common.sh
 source "$here/common.sh"
+in_image() { singularity exec "$image" "$@"; }
 
-version=$(singularity exec "$image" python -c '
+version=$(in_image python -c '
 import platform, sys, torch
 if sys.version_info < (3, 11) or tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
     sys.exit(f"the image has Python {platform.python_version()} and torch {torch.__version__}, older than 3.11 and 2.8")
@@ -74,12 +66,10 @@ print(platform.python_version())
 
 mkdir -p "$prefix" || die 3 "PREFIX $prefix cannot be made"
 prefix=$(cd -P "$prefix" && pwd)
-# The mark of a directory that is ours, and may be emptied.
-mark=$prefix/.install
+mark=$prefix/.install # of a directory that is ours, and may be emptied
 [[ -e $mark || -z $(ls -A "$prefix") ]] || die 3 "PREFIX $prefix holds something else: pass a new or an empty directory"
 [[ -w $prefix ]] || die 3 "PREFIX $prefix cannot be written"
-singularity exec "$image" test -w "$prefix" ||
-    die 3 "containers do not see PREFIX $prefix: choose a directory in your home, /project, /scratch or /flash"
+in_image test -w "$prefix" || die 3 "containers do not see PREFIX $prefix: use your home, /project, /scratch or /flash"
 
 # ---- the virtual environment ------------------------------------------------------------------------------------
 
@@ -92,16 +82,14 @@ find "$prefix" -mindepth 1 -maxdepth 1 ! -name .install -exec rm -rf {} +
 export TMPDIR=$prefix/tmp PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 mkdir "$TMPDIR"
 trap 'rm -rf "$TMPDIR"' EXIT
-
 venv=$prefix
 [[ -z $packed ]] || venv=$TMPDIR/venv
-in_image() { singularity exec "$image" "$@"; }
 pip() { in_image "$venv/bin/python" -m pip --quiet "$@"; }
 
 # https://docs.lumi-supercomputer.eu/laif/software/ai-environment/
 in_image python -m venv --system-site-packages "$venv" || die 1 "the image's python -m venv failed (above): run this again"
-# The image's Python stands in a virtual environment itself (/opt/venv), whose packages another does not inherit unless
-# they are named. https://github.com/lumi-ai-factory/laifs-container-recipes/blob/fdf7153/containerfiles/torch/Venv_Torch
+# The image's own Python is in a virtual environment, too (/opt/venv), and another one does not inherit its packages. Newer
+# images name them in PYTHONPATH; this line does so in all. https://github.com/Lumi-supercomputer/LUMI-AI-Guide/issues/106
 in_image python -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))' >"$TMPDIR/image.pth"
 for packages in "$venv"/lib/python*/site-packages; do
     cp "$TMPDIR/image.pth" "$packages/image.pth"
@@ -112,21 +100,18 @@ if [[ -d $core ]]; then
     core=$TMPDIR/core
 fi
 echo "installing ddp_core${add[*]:+, ${add[*]}}"
-# What the image has must stay as it is: a torch from PyPI would be the one for NVIDIA.
+# What the image has stays: a torch from PyPI would be the one for NVIDIA, and the image's packages are found first anyway.
 # https://pip.pypa.io/en/stable/user_guide/#constraints-files
 pip list --format=freeze >"$TMPDIR/image.txt"
 pip install --constraint "$TMPDIR/image.txt" 'safetensors>=0.4.3' "${add[@]}" ||
-    die 1 "pip could not install ${add[*]:-safetensors} (above): check the network, and whether it wants another version of what the image has"
+    die 1 "pip could not install ${add[*]:-safetensors} (above): no network, or it needs another version of what the image has"
 # Without dependencies: nothing may replace torch.
 pip install --no-deps "$core" || die 1 "pip could not install ddp_core (above): without network pass a wheel as --core"
 
-# ---- does it work -----------------------------------------------------------------------------------------------
-
 in_image "$venv/bin/python" -c '
 import platform, torch, safetensors.torch, ddp_core
-print("python", platform.python_version())
-print("torch", torch.__version__, "for", f"hip {torch.version.hip}" if torch.version.hip else "no AMD GPU: this is not one of the images for LUMI")
-print("ddp_core", ddp_core.__version__)
+print("python", platform.python_version(), "ddp_core", ddp_core.__version__)
+print("torch", torch.__version__, "for", f"hip {torch.version.hip}" if torch.version.hip else "no AMD GPU: no image for LUMI")
 ' || die 1 "the environment does not work (above): run this again"
 
 if [[ -n $packed ]]; then
@@ -135,8 +120,8 @@ if [[ -n $packed ]]; then
     mksquashfs "$venv" "$TMPDIR/packed.sqsh" -processors 1 -no-xattrs -no-progress -quiet || die 1 "mksquashfs failed (above)"
     mv "$TMPDIR/packed.sqsh" "$prefix/packed.sqsh"
 fi
-echo "$version $image ${add[*]}" >"$mark"
+echo "$version $image_name ${add[*]}" >"$mark" # a job checks that it starts the same image
 
 echo "installed in $prefix"
-[[ $prefix -ef $here/.venv ]] || echo "the job scripts look for .venv beside themselves: ln -s $(printf %q "$prefix") .venv"
+[[ $prefix -ef $here/.venv ]] || echo "job.sl looks for .venv beside itself: ln -s $(printf %q "$prefix") .venv"
 echo "submit: cd $(printf %q "$here") && sbatch job.sl --epochs 3"

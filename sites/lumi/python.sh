@@ -1,8 +1,8 @@
 #!/bin/bash -l
-# One Python in the container, that sees all the GPUs it was given: to try things, or to train as one process.
+# One Python in the container (conda-python-simple in LUMI's older containers): to try things, or to train as one process.
 #
-#   srun --nodes=1 --ntasks=1 --gpus=8 ./python.sh -c 'import torch; print(torch.cuda.device_count())'
-#   srun --nodes=1 --ntasks=1 --gpus=1 ./python.sh train.py --epochs 3
+#   srun --nodes=1 --ntasks=1 --cpus-per-task=56 --gpus=8 ./python.sh -c 'import torch; print(torch.cuda.device_count())'
+#   srun --nodes=1 --ntasks=1 --cpus-per-task=7 --gpus=1 ./python.sh train.py --epochs 3
 #
 # in an allocation, as from salloc, or with --account, --partition and --time of its own.
 
@@ -10,9 +10,9 @@ set -euo pipefail
 # shellcheck source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-# CPU threads: a GCD's share of the cores, unless srun --cpus-per-task said more. By itself PyTorch takes all it sees: 112.
+# CPU threads: as srun --cpus-per-task says. Without it Slurm gives one core, and PyTorch would start a thread for each of 64.
 # https://docs.pytorch.org/docs/stable/threading_environment_variables.html
-export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-7}
+export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 
-mkdir -p "$MIOPEN_USER_DB_PATH" "$MIOPEN_CUSTOM_CACHE_DIR" "$TORCHINDUCTOR_CACHE_DIR" "$TRITON_CACHE_DIR"
+mkdir -p "$MIOPEN_USER_DB_PATH"
 exec singularity exec "${singularity_flags[@]}" "$image" "$python" "$@"

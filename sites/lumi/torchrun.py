@@ -1,6 +1,6 @@
-"""torchrun, once a node, that hands on what Slurm and job-torchrun.sl tell each other: the warning, and the exit code.
+"""torchrun, once a node. It hands Slurm's warning on to the ranks, and their exit code back to Slurm.
 
-    srun ... singularity exec IMAGE PYTHON torchrun.py [flags of torchrun] PYTHON train.py [flags]
+    srun ... singularity exec IMAGE PYTHON torchrun.py RANKS_PER_NODE train.py [flags]
 
 By itself torchrun dies of a SIGUSR1, and ends with 1 whatever its ranks ended with.
 """
@@ -11,8 +11,6 @@ import sys
 import traceback
 from pathlib import Path
 
-CACHES = ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-
 
 def to_the_ranks(number: int, frame: object) -> None:
     """Send the signal to this process's children: the ranks. https://man7.org/linux/man-pages/man5/proc_pid_children.5.html"""
@@ -21,7 +19,7 @@ def to_the_ranks(number: int, frame: object) -> None:
             os.kill(int(child), number)
 
 
-def launch(argv: list[str]) -> int:
+def launch(ranks_per_node: str, program: list[str]) -> int:
     """Run torchrun; returns the exit code of the rank that failed first, as a shell has it, or 0."""
     # Not at the top of the file: a signal during these imports must find its handler.
     import torch
@@ -29,11 +27,18 @@ def launch(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
-    if not torch.cuda.is_available():
-        # There is nothing to be near to: right for --device cpu, and of --device cuda train.py says what is missing.
-        argv = [flag for flag in argv if not flag.startswith("--numa-binding")]
+    # All flags: https://docs.pytorch.org/docs/stable/elastic/run.html
+    job = os.environ
+    flags = [f"--nnodes={job['SLURM_JOB_NUM_NODES']}", f"--nproc-per-node={ranks_per_node}", "--rdzv-backend=c10d"]
+    flags += [f"--rdzv-endpoint={job['MASTER_ADDR']}:{job['MASTER_PORT']}"]
+    flags += [f"--rdzv-id={job['SLURM_JOB_ID']}.{job.get('SLURM_RESTART_COUNT', '0')}"]  # this start of this job
+    if torch.cuda.is_available():
+        # A NUMA node has two GCDs and 14 cores: 7 for each rank. https://github.com/Lumi-supercomputer/LUMI-AI-Guide/pull/100
+        flags += ["--numa-binding=exclusive"]
+    # The ranks ignore the signals until train.py takes them: one that comes while Python starts would end it.
+    flags += ["--no-python", "env", "--ignore-signal=TERM", "--ignore-signal=USR1", sys.executable]
     try:
-        main(argv)
+        main([*flags, *program])
     except ChildFailedError as error:
         _, first = error.get_first_failure()
         return first.exitcode if first.exitcode >= 0 else 128 - first.exitcode  # killed by a signal
@@ -44,17 +49,14 @@ def launch(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, to_the_ranks)
-    if "--debug" not in sys.argv:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # pages of C++ frames, when another node's is done first
-    for name in CACHES:
-        Path(os.environ[name]).mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else pages of C++ frames when another node's launcher ends first
+    Path(os.environ["MIOPEN_USER_DB_PATH"]).mkdir(parents=True, exist_ok=True)
     try:
-        code = launch(sys.argv[1:])
+        code = launch(sys.argv[1], sys.argv[2:])
     except Exception:
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # At once. Python takes a second to clean up, and a node that is done sooner has srun send SIGTERM to the others: 143 in
-    # place of 75, and no requeue (seen on two nodes).
+    # At once: while Python cleans up, a node that is done has srun send SIGTERM to the others, and 143 is not 75.
     os._exit(code)

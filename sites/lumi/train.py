@@ -1,7 +1,7 @@
 """lumi: who this process is, from what rank.sh or torchrun exports in the container. All else is ddp_core's.
 
-    sbatch job.sl --epochs 5                        srun starts every rank
-    sbatch job-torchrun.sl --epochs 5               srun starts a torchrun a node, and that its ranks
+    sbatch job.sl --epochs 5                         srun starts every rank
+    LAUNCHER=torchrun sbatch job.sl --epochs 5       srun starts a torchrun on each node, and that its ranks
     srun -n1 --gpus=1 ./python.sh train.py --epochs 5    one process
 
 The same flags everywhere: ./python.sh train.py --help.
@@ -14,20 +14,20 @@ from ddp_core.errors import PreflightError
 
 
 def rank(environ: Mapping[str, str]) -> Rank:
-    """The Rank that this process was told; without a launcher, a world of one.
+    """The Rank that the launcher describes; without a launcher, a world of one.
 
     Raises PreflightError that names the variable and its value.
     """
-    told = dict(environ)
-    if "TORCHELASTIC_RUN_ID" in environ:  # first, since torchrun's own rank.sh variables would be those of its task
+    environ = dict(environ)
+    if "TORCHELASTIC_RUN_ID" in environ:
         # torchrun starts all ranks again when one fails: another start, another id.
-        told["RUN_ID"] = f"{environ['TORCHELASTIC_RUN_ID']}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        environ["RUN_ID"] = f"{environ['TORCHELASTIC_RUN_ID']}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     elif "RANK" not in environ:
         refuse_many(environ)
         return Rank.single()
     # https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     return Rank.read(
-        told,
+        environ,
         rank="RANK",
         world_size="WORLD_SIZE",
         local_rank="LOCAL_RANK",
@@ -36,8 +36,8 @@ def rank(environ: Mapping[str, str]) -> Rank:
         master_addr="MASTER_ADDR",
         master_port="MASTER_PORT",
         job_id="RUN_ID",
-        restart="SLURM_RESTART_COUNT",  # from the second start of a job on
-        # Then MASTER_PORT is torchrun's own store, and rank 0 must not open another there.
+        restart="SLURM_RESTART_COUNT",  # Slurm sets it from the second start of a job on
+        # MASTER_PORT is then torchrun's own store, and rank 0 must not open another there.
         launcher_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
