@@ -15,7 +15,7 @@ fail() {
 # https://docs.python.org/3/using/cmdline.html#envvar-PYTHONNOUSERSITE
 export PYTHONNOUSERSITE=1
 
-# Python 3.12, PyTorch 2.13 for Intel GPUs, mpi4py. Pinned: ALCF replaces it with each update of the machine.
+# PyTorch 2.13 for Intel GPUs and mpi4py. Pinned: ALCF replaces it with each update of the machine.
 # https://docs.alcf.anl.gov/aurora/data-science/frameworks/frameworks/
 load_modules() {
     [[ $(type -t module) == function ]] || fail "no module command: start this from a login shell (bash -l) on Aurora"
