@@ -1,7 +1,11 @@
 #!/bin/bash
-# What one rank needs before Python starts: mpiexec runs `rank.sh COMMAND...` once a rank, and COMMAND takes its place.
+# What one rank needs before Python starts: mpiexec runs `rank.sh RANKS_PER_DEVICE COMMAND...` once a rank, and COMMAND takes
+# its place.
 
 set -euo pipefail
+
+ranks_per_device=$1
+shift
 
 # Both mean "save and stop" to train.py, but would kill it before it listens; that they are ignored is inherited.
 trap '' USR1 TERM
@@ -18,11 +22,11 @@ if [[ -n ${TORCH_LIB:-} ]]; then
     export LD_LIBRARY_PATH=$TORCH_LIB:${LD_LIBRARY_PATH:-}
 fi
 
-if ((RANKS_PER_DEVICE > 1)); then
+if ((ranks_per_device > 1)); then
     # Neighbouring ranks share a tile, and each sees that one alone, as device 0, as in ALCF's script. With one rank a tile
     # there is no mask: a rank sees all twelve and takes the one with its local rank.
     # https://docs.alcf.anl.gov/aurora/data-science/frameworks/pytorch/
-    export ZE_AFFINITY_MASK=$((PALS_LOCAL_RANKID / RANKS_PER_DEVICE))
+    export ZE_AFFINITY_MASK=$((PALS_LOCAL_RANKID / ranks_per_device))
 fi
 
 exec "$@"

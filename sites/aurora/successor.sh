@@ -28,7 +28,7 @@ go_on() { # RUN_DIR OPTIONS ARGUMENT...: submits or says how, and exits with 75
     [[ -z ${PBS_O_QUEUE:-} ]] || successor+=(-q "$PBS_O_QUEUE")
     successor+=(-v "TRAIN_ARGS=$*,RESTARTS=$((restarts + 1)),FIRST_JOB=$first_job,$options" job.pbs)
 
-    words=" --run-dir $run_dir $* "
+    words=" --run-dir $run_dir${*:+ $*} "
     words=${words/ --fresh / } # it would put aside what this job has done
     by_hand="to resume: qsub -v TRAIN_ARGS=\"${words:1:-1}\" job.pbs, with the other options that this job had"
     # The steps at which this job has started and ended: if they are all one, it got no further, nor would the next.
