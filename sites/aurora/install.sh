@@ -6,13 +6,14 @@
 #   PREFIX        where to make it (default: .venv beside this script, where job.pbs looks for it)
 #   --core WHAT   ddp_core: a directory, a wheel or a URL (default: ../../core, as in the repository)
 #
-# Run it on a login node, which has the Internet. It loads the module that job.pbs loads. Run it again, with the same flags,
-# after whatever happened: what is whole is kept, the rest is made anew. It writes nothing outside PREFIX.
+# Run it on a login node, which has the Internet. It loads the modules of common.sh, as job.pbs does. Run it again, with the
+# same flags, after whatever happened: it makes all anew, in a minute, since PyTorch is the module's. It writes nothing
+# outside PREFIX.
 # Exit codes: 0 done, 1 an installation failed (run it again), 2 a wrong flag, 3 something is missing: nothing was changed.
 
 set -euo pipefail
 
-fail() { # code, message
+die() { # code, message
     echo "error: $2" >&2
     exit "$1"
 }
@@ -28,13 +29,13 @@ while (($#)); do
         exit 0
         ;;
     --core)
-        [[ -n ${2:-} ]] || fail 2 "$1 needs a value (--help)"
+        [[ -n ${2:-} ]] || die 2 "$1 needs a value (--help)"
         core=$2
         shift 2
         ;;
-    -*) fail 2 "unknown flag $1 (--help lists them)" ;;
+    -*) die 2 "unknown flag $1 (--help lists them)" ;;
     *)
-        [[ -z $prefix ]] || fail 2 "two prefixes, $prefix and $1: quote a path with spaces"
+        [[ -z $prefix ]] || die 2 "two prefixes, $prefix and $1: quote a path with spaces"
         prefix=$1
         shift
         ;;
@@ -46,104 +47,70 @@ prefix=${prefix:-$here/.venv}
 
 if [[ -z $core ]]; then
     core=$here/../../core
-    [[ -d $core ]] || fail 3 "no ddp_core at $core: pass --core, the repository's core/ directory, a wheel or a URL"
+    [[ -d $core ]] || die 3 "no ddp_core at $core: pass --core, the repository's core/ directory, a wheel or a URL"
 elif [[ ! -e $core && $core != *://* ]]; then
-    fail 3 "--core $core: no such directory or file, and not a URL"
+    die 3 "--core $core: no such directory or file, and not a URL"
 fi
-[[ ! -d $core || -f $core/pyproject.toml ]] || fail 3 "--core $core is no Python package: it has no pyproject.toml"
+[[ ! -d $core || -f $core/pyproject.toml ]] || die 3 "--core $core is no Python package: it has no pyproject.toml"
 
-# One place names the module: job.pbs.
-wanted_module=$(sed -n 's|^module load \([^ ]*\).*|\1|p' "$here/job.pbs")
-[[ -n $wanted_module ]] || fail 3 "$here/job.pbs loads no module"
-type module >/dev/null 2>&1 || fail 3 "no module command: run this on a login node of Aurora, in a login shell"
-
-# What lies in ~/.local is no part of the environment, here and in the job. Importing leaves no files in Python's own folders.
+# Importing leaves no files in Python's own folders.
 # https://docs.python.org/3/using/cmdline.html#environment-variables
-export PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
+export PYTHONDONTWRITEBYTECODE=1
+# shellcheck source=common.sh
+source "$here/common.sh"
+load_modules
+python=$(command -v python3) || die 3 "the modules of common.sh bring no python3"
+"$python" -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)' ||
+    die 3 "$python is in a virtual environment, which another cannot inherit: deactivate it"
+need_torch "$python"
+"$python" -c '
+import importlib.metadata, sys
+torch = importlib.metadata.version("torch")
+if sys.version_info < (3, 11) or tuple(map(int, torch.split(".")[:2])) < (2, 8):
+    sys.exit(f"Python {sys.version.split()[0]} and torch {torch}, but should be 3.11 and 2.8, or newer")
+' || die 3 "the Python of the modules in common.sh cannot be used (above): write another module there"
 
-set +u # module functions read unset variables
-if ! module load "$wanted_module"; then
-    echo "there is now:" >&2
-    module --terse avail frameworks >&2 || true
-    fail 3 "module $wanted_module cannot be loaded (above): write one that there is into job.pbs"
-fi
-set -u
-
-python=$(command -v python3) || fail 3 "module $wanted_module brings no python3"
-version=$("$python" -c 'import platform; print(platform.python_version())') || fail 3 "$python does not run (above)"
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    fail 3 "$python is Python $version, and 3.11 or newer is needed: write another module into job.pbs"
-torch=$("$python" -c '
-import sys
-if sys.prefix != sys.base_prefix:
-    sys.exit(f"{sys.executable} is in a virtual environment, which another cannot inherit: deactivate it")
-import torch
-if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
-    sys.exit(f"its torch is {torch.__version__}, and xccl is built in from 2.8 on")
-print(torch.__version__)
-') || fail 3 "the torch of module $wanted_module cannot be used (above)"
-
-mkdir -p "$prefix" || fail 3 "PREFIX $prefix cannot be made"
+mkdir -p "$prefix" || die 3 "PREFIX $prefix cannot be made"
 prefix=$(cd -P "$prefix" && pwd)
-# The mark of a directory that is ours, and may be emptied. It says how far we came.
+# The mark of a directory that is ours, and may be emptied.
 mark=$prefix/.install
-[[ -e $mark || -z $(ls -A "$prefix") ]] || fail 3 "PREFIX $prefix holds something else: pass a new or an empty directory"
-[[ -w $prefix ]] || fail 3 "PREFIX $prefix cannot be written"
+[[ -e $mark || -z $(ls -A "$prefix") ]] || die 3 "PREFIX $prefix holds something else: pass a new or an empty directory"
+[[ -w $prefix ]] || die 3 "PREFIX $prefix cannot be written"
 
-# ---- the virtual environment: whole, or made again ---------------------------------------------------------------
+# ---- the virtual environment ------------------------------------------------------------------------------------
 
-# It cannot be moved, nor survive another Python or another torch under it.
-wanted="$prefix | $python $version | $wanted_module torch $torch"
-if [[ ! -e $mark || $(<"$mark") != "$wanted" ]]; then
-    echo unfinished >"$mark"
-    echo "making $prefix with Python $version and torch $torch of $wanted_module"
-    find "$prefix" -mindepth 1 -maxdepth 1 ! -name .install -exec rm -rf {} +
-fi
+echo "making $prefix with $python"
+touch "$mark"
+find "$prefix" -mindepth 1 -maxdepth 1 ! -name .install -exec rm -rf {} +
 
 # pip and venv leave nothing in /tmp or ~/.cache.
 # https://pip.pypa.io/en/stable/topics/caching/
 export TMPDIR=$prefix/tmp PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
-rm -rf "$TMPDIR"
 mkdir "$TMPDIR"
 trap 'rm -rf "$TMPDIR"' EXIT
 pip() { "$prefix/bin/python" -m pip --quiet "$@"; }
 
-if [[ $(<"$mark") != "$wanted" ]]; then
-    # The torch of the module is used and never replaced: it was built for this machine.
-    # https://docs.alcf.anl.gov/aurora/data-science/python/
-    "$python" -m venv --system-site-packages "$prefix" || fail 1 "$python -m venv failed (above): run this again"
-    echo "$wanted" >"$mark"
-fi
-
-# ---- the core: small, so made again each time --------------------------------------------------------------------
-
-# An interrupted pip leaves packages that it can neither use nor remove.
-rm -rf "$prefix"/lib*/python*/site-packages/{ddp_core,safetensors,~}*
+# The torch of the module is used and never replaced: it was built for this machine.
+# https://docs.alcf.anl.gov/aurora/data-science/python/
+"$python" -m venv --system-site-packages "$prefix" || die 1 "$python -m venv failed (above): run this again"
 if [[ -d $core ]]; then
     cp -R "$core" "$TMPDIR/core" # a build writes into its source
     core=$TMPDIR/core
 fi
 echo "installing ddp_core"
-# pip takes the module's own safetensors, where it has one.
-pip install 'safetensors>=0.4.3' ||
-    fail 1 "pip could not install safetensors (above): run this on a login node, which has the Internet"
-# With the module's setuptools, where it can build the core, no Internet is needed.
-build=()
-"$prefix/bin/python" -c 'import setuptools, sys; sys.exit(int(setuptools.__version__.split(".")[0]) < 77)' 2>/dev/null &&
-    build=(--no-build-isolation)
-# Without dependencies: nothing may replace torch.
-pip install --no-deps "${build[@]}" "$core" ||
-    fail 1 "pip could not install ddp_core (above): run this on a login node, which has the Internet, or pass a wheel as --core"
+# pip takes the module's own safetensors, where it has one. Of ddp_core no dependencies: nothing may replace torch.
+{ pip install 'safetensors>=0.4.3' && pip install --no-deps "$core"; } ||
+    die 1 "pip could not install ddp_core (above): run this on a login node, which has the Internet, or pass a wheel as --core"
 
 # ---- does it work -----------------------------------------------------------------------------------------------
 
-"$prefix/bin/python" -c '
+LD_LIBRARY_PATH=${TORCH_LIB:-}${TORCH_LIB:+:}${LD_LIBRARY_PATH:-} "$prefix/bin/python" -c '
 import platform, torch, safetensors.torch, ddp_core
-print("python", platform.python_version())
 xpu = getattr(torch.version, "xpu", None)
+print("python", platform.python_version())
 print("torch", torch.__version__, f"for xpu {xpu}" if xpu else "NOT for xpu: train.py will refuse it")
 print("ddp_core", ddp_core.__version__)
-' || fail 1 "the environment does not work (above): run this again"
+' || die 1 "the environment does not work (above): run this again"
 
 echo "installed in $prefix"
 [[ $prefix -ef $here/.venv ]] || echo "job.pbs looks for .venv beside itself: ln -s $(printf %q "$prefix") .venv"
