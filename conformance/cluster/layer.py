@@ -40,13 +40,13 @@ MODULES = {
     r"cuda": f'setenv("CUDA_HOME", "{HOME}/empty")',
     # A library of the name that RCCL and NCCL look for; nothing else is in it.
     r".*net-plugin": f'prepend_path("LD_LIBRARY_PATH", "{HOME}/net-plugin/lib")\nsetenv("FI_CXI_RDZV_PROTO", "alt_read")',
-    # In it lies the same, and it names the network that NCCL must use.
-    r"nccl": 'setenv("NCCL_NET", "AWS Libfabric")',
     # The Python with torch, and the folder that `pip install --user` fills.
     r"pytorch|frameworks|tensorflow": f'prepend_path("PATH", "{PYTHON}/bin")\n'
     'setenv("PYTHONUSERBASE", pathJoin(os.getenv("HOME") or "", ".local/{name}-{version}"))',
     r"python|cray-python": f'prepend_path("PATH", "{PYTHON}/bin")',
     r".*bindings": 'setenv("SINGULARITY_BIND", "/opt")',
+    # It names the network that NCCL must use; here is none.
+    r"nccl": 'setenv("NCCL_NET", "AWS Libfabric")',
 }
 
 # Without such a module `module reset` fails. Behind a dot, it is in no list.

@@ -47,7 +47,7 @@ print(f"python={python_version()}", *versions, "nccl_net=" + environ.get("NCCL_N
     echo "hosts=${hosts//$'\n'/,} master=$MASTER_ADDR:$MASTER_PORT"
 
     # Between nodes NCCL without its plugin for Slingshot goes over TCP, 8.3 times slower, and does not say so (measured):
-    # https://github.com/saforem2/ezpz/blob/1dd97b738f6a32435dcf3369b9d7283016b06b0d/docs/guides/perlmutter.md
+    # https://github.com/saforem2/ezpz/blob/1dd97b7/docs/guides/perlmutter.md
     # With the plugin's name in NCCL_NET, where NERSC's modules put it, NCCL ends if it cannot load the plugin:
     # https://github.com/HewlettPackard/shs-ccl-docs/blob/438fcce/nccl/nccl_tuning_guide.md
     if ((SLURM_JOB_NUM_NODES > 1)) && [[ $software != *nccl_net=AWS_Libfabric* ]]; then

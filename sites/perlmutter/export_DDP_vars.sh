@@ -34,7 +34,7 @@ export DDP_JOB_ID=$SLURM_JOB_ID.$SLURM_STEP_ID.${SLURM_RESTART_COUNT:-0}
 
 # Local rank 0 runs on cores 0-15, and the GPU beside these cores is number 3; rank 3 on 48-63, beside GPU 0. Reversed,
 # the list gives every rank the near one. Only for a whole node: of a part of one, Slurm shows no number 3.
-# https://github.com/NERSC/sc25-dl-tutorial/blob/8c6ccde1684dffed40e563fa2438a295e7ec5de6/submit_pm_dp.sh
+# https://github.com/NERSC/sc25-dl-tutorial/blob/8c6ccde/submit_pm_dp.sh
 if [[ ${CUDA_VISIBLE_DEVICES:-} == 0,1,2,3 ]]; then
     export CUDA_VISIBLE_DEVICES=3,2,1,0
 fi

@@ -34,7 +34,7 @@
 # ---- Perlmutter: nothing to edit ------------------------------------------------------------------------------------
 
 # One rank for each of a node's four A100.
-# https://github.com/NERSC/sc25-dl-tutorial/blob/8c6ccde1684dffed40e563fa2438a295e7ec5de6/submit_pm_dp.sh
+# https://github.com/NERSC/sc25-dl-tutorial/blob/8c6ccde/submit_pm_dp.sh
 #SBATCH --ntasks-per-node=4
 
 # Per node, not per task: each rank sees all four GPUs and takes its own. GPUs that are hidden from each other have kept
@@ -42,7 +42,7 @@
 #SBATCH --gpus-per-node=4
 
 # A quarter of the node for each rank: its CPU has 64 cores, and Slurm counts the 2 hardware threads of each.
-# https://github.com/NERSC/sc25-dl-tutorial/blob/8c6ccde1684dffed40e563fa2438a295e7ec5de6/submit_pm_dp.sh
+# https://github.com/NERSC/sc25-dl-tutorial/blob/8c6ccde/submit_pm_dp.sh
 #SBATCH --cpus-per-task=32
 
 # Names the log. sbatch --help
@@ -78,7 +78,7 @@ pytorch=module
 case $pytorch in
 module)
     # PyTorch 2.13 for CUDA 13; and NCCL's plugin for Slingshot, which the first does not bring (describe_job in common.sh).
-    # Names and need: https://github.com/saforem2/ezpz/blob/1dd97b738f6a32435dcf3369b9d7283016b06b0d/docs/guides/perlmutter.md
+    # Names and need: https://github.com/saforem2/ezpz/blob/1dd97b7/docs/guides/perlmutter.md
     # No purge before them: NERSC's defaults, loaded at login, are part of what they expect (unverified).
     set +u # module functions read unset variables
     module load pytorch/2.13.0 nccl/2.24.3 || fail "no such module (above): module avail pytorch nccl, then edit job.sl"
@@ -86,18 +86,18 @@ module)
     ;;
 container)
     # NERSC's build of NVIDIA's container of January 2026, for CUDA 13. shifterimg images | grep pytorch lists others.
-    # https://docs.nersc.gov/machinelearning/pytorch/#containers
+    # https://github.com/NERSC/slurm-ray-cluster/blob/1da281f/submit-ray-symmetric.sbatch_shifter
     image=nersc/pytorch:26.01.01
 
     container=(
         shifter
 
         # Named here, not in an #SBATCH line, so that the same words work by hand.
-        # https://github.com/NERSC/shifter/blob/84b7d34911bb416ffe74e717b09969396523ff6e/doc/command/shifter.rst
+        # https://github.com/NERSC/shifter/blob/84b7d34/doc/command/shifter.rst
         --image="$image"
 
-        # What the node adds to the image: the driver, and NCCL with its plugin for Slingshot (the second name: unverified,
-        # seen in public job scripts of 2026). For CUDA 12 it is nccl-plugin, as in https://github.com/NERSC/sc25-dl-tutorial
+        # What the node adds to the image: the driver, and NCCL's plugin for Slingshot; nccl-plugin is the one for CUDA 12.
+        # https://github.com/NERSC/slurm-ray-cluster/blob/1da281f/README.md
         --module="gpu,nccl-cu13-plugin"
     )
     ;;
@@ -118,7 +118,7 @@ export PYTHONNOUSERSITE=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((SLURM_CPUS_PER_TASK + 1) / 2))}
 
 # How libfabric learns that memory it has registered was given back: the default monitor hangs under NCCL (unverified why).
-# https://github.com/NERSC/sc25-dl-tutorial/blob/8c6ccde1684dffed40e563fa2438a295e7ec5de6/submit_pm_dp.sh
+# https://github.com/NERSC/sc25-dl-tutorial/blob/8c6ccde/submit_pm_dp.sh
 export FI_MR_CACHE_MONITOR=userfaultfd
 
 # ---- the launch -------------------------------------------------------------------------------------------------------
