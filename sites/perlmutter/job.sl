@@ -78,7 +78,7 @@ pytorch=module
 case $pytorch in
 module)
     # PyTorch 2.13 for CUDA 13; and NCCL's plugin for Slingshot, which the first does not bring (describe_job in common.sh).
-    # Names and need: https://github.com/saforem2/ezpz/blob/1dd97b7/docs/guides/perlmutter.md
+    # https://github.com/saforem2/ezpz/blob/1dd97b7/docs/guides/perlmutter.md
     # No purge before them: NERSC's defaults, loaded at login, are part of what they expect (unverified).
     set +u # module functions read unset variables
     module load pytorch/2.13.0 nccl/2.24.3 || fail "no such module (above): module avail pytorch nccl, then edit job.sl"
