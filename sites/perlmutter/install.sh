@@ -59,7 +59,7 @@ else
     type module >/dev/null 2>&1 || fail 3 "no module command: run this in a login shell of Perlmutter"
     set +u # module functions read unset variables
     if ((${#modules[@]})) && ! module load "${modules[@]}"; then
-        module -t avail pytorch >&2 || true
+        module -t avail pytorch nccl >&2 || true
         fail 3 "no modules ${modules[*]}; there are the above: edit the line in job.sl that loads them"
     fi
     set -u
