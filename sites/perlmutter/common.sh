@@ -34,13 +34,14 @@ describe_job() {
     # https://docs.kernel.org/networking/ip-sysctl.html
     export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 
+    [[ -e .venv/.install && $(<.venv/.install) == *" | $1 | "* ]] || fail "no .venv of the $1 here: run ./install.sh"
     software=$("${container[@]}" "$python" -c '
 from importlib.metadata import version
 from os import environ
 from platform import python_version
 versions = [f"{name}={version(name)}" for name in ("torch", "ddp-core")]
 print(f"python={python_version()}", *versions, "nccl_net=" + environ.get("NCCL_NET", "unset").replace(" ", "_"))
-' 2>&1) || fail "$python does not start (${software##*$'\n'}): run ./install.sh, also after a change in job.sl"
+' 2>&1) || fail "$python does not start (${software##*$'\n'}): run ./install.sh again"
     echo "job=$SLURM_JOB_ID restarts=$restarts slurm=$(srun --version) pytorch=$1 $software"
     echo "nodes=$SLURM_JOB_NUM_NODES ranks=$SLURM_NTASKS ranks_per_node=$SLURM_NTASKS_PER_NODE" \
         "cpus_per_rank=$SLURM_CPUS_PER_TASK gpus_per_node=${SLURM_GPUS_PER_NODE:-0}"

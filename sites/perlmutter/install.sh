@@ -46,7 +46,7 @@ image=$(sed -n 's/^ *image=//p' "$here/job.sl")
 read -r -a modules < <(sed -n 's/^ *module load \([^|]*\).*/\1/p' "$here/job.sl" && echo)
 container=()
 if [[ $pytorch == container ]]; then
-    origin="image $image"
+    origin="container image=$image"
     images=$(shifterimg images | awk '{ print $NF }') || fail 3 "no list of images (above): run this on a login node"
     if ! grep -qxF "$image" <<<"$images"; then
         grep pytorch <<<"$images" >&2 || echo "(no image with pytorch in its name)" >&2
@@ -55,7 +55,7 @@ if [[ $pytorch == container ]]; then
     # No driver and no NCCL of the node: nothing computes here.
     container=(shifter --image="$image" --module=none)
 else
-    origin="modules ${modules[*]:-none}"
+    origin=module
     type module >/dev/null 2>&1 || fail 3 "no module command: run this in a login shell of Perlmutter"
     set +u # module functions read unset variables
     if ((${#modules[@]})) && ! module load "${modules[@]}"; then
@@ -78,7 +78,7 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
 if sys.prefix != sys.base_prefix:
     sys.exit(f"{sys.prefix} is a virtual environment, which another cannot inherit")
 print(os.path.realpath(sys.executable), torch.__version__, platform.python_version(), sep="\n")
-') || fail 3 "$origin cannot be used (above): name others in job.sl"
+') || fail 3 "the $origin ${modules[*]} cannot be used (above): name another in job.sl"
 { read -r python && read -r torch && read -r version; } <<<"$found"
 
 # ---- the virtual environment: whole, or made again -----------------------------------------------------------------------
@@ -87,7 +87,7 @@ venv=$here/.venv mark=$here/.venv/.install
 mkdir -p "$venv"
 [[ -e $mark || -z $(ls -A "$venv") ]] || fail 3 "$venv holds something else: move it away"
 
-# A virtual environment cannot be moved, nor survive another Python.
+# A virtual environment cannot be moved, nor survive another Python. job.sl looks for the words of its origin.
 wanted="$venv | $origin | $python $version | torch $torch"
 if [[ ! -e $mark || $(<"$mark") != "$wanted" ]]; then
     echo unfinished >"$mark"
