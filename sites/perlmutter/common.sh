@@ -52,7 +52,7 @@ print(f"python={python_version()}", *versions, "nccl_net=" + environ.get("NCCL_N
     # With the plugin's name in NCCL_NET, where NERSC's modules put it, NCCL ends if it cannot load the plugin:
     # https://github.com/HewlettPackard/shs-ccl-docs/blob/438fcce/nccl/nccl_tuning_guide.md
     if ((SLURM_JOB_NUM_NODES > 1)) && [[ $software != *nccl_net=AWS_Libfabric* ]]; then
-        fail "NCCL_NET is not \"AWS Libfabric\" (nccl_net above), and NCCL may go over TCP: load NERSC's nccl module in job.sl"
+        fail "NCCL_NET is not \"AWS Libfabric\" (nccl_net above), and NCCL may go over TCP: load nccl's module, or Shifter's"
     fi
 }
 
