@@ -31,7 +31,7 @@ from conformance.sites import ROOT, without_launcher
 
 SOUND = "conformance/broken/sound"
 LISTS = {"sites": SOUND, "cluster": f"{SOUND}-cluster", "core": "core/src/ddp_core", "suite": "."}  # and what an entry changes
-PARTS = ("conformance", "core/src", "core/pyproject.toml", "sites", "pyproject.toml")  # of which a copy of the repository consists
+PARTS = ("conformance", "core/src", "core/pyproject.toml", "sites", "pyproject.toml")  # what a copy of it has
 
 
 @dataclass(frozen=True)
