@@ -75,6 +75,8 @@ RULES = [
     Rule("shifter --version", 0, "a stand-in"),
     Rule("shifter --image=ours/torch:1.0 --module=gpu,nccl-plugin echo in", 0, "in"),
     Rule("shifter --image docker:ours/torch:1.0 env", 0, "SHIFTER_RUNTIME=1"),
+    Rule("shifter --image=ours/torch:1.0 --module=gpu,nccl-plugin env", 0, "\nNCCL_NET=AWS Libfabric\n"),
+    Rule("shifter --image=ours/torch:1.0 --module=gpu env | grep -c NCCL_NET", 1, "0"),
     Rule("shifter --image=ours/torch:1.0 --env=FOO=1 env", 0, "FOO=1"),
     Rule("shifter --image=ours/torch:1.0 sh -c 'command -v srun || echo outside'", 0, "outside"),
     Rule("shifter --image=ours/torch:2.0 echo in", 1, "FAILED to lookup docker image ours/torch:2.0"),

@@ -11,6 +11,7 @@ repository. Of each entry `[[broken]]`:
     after = 1                    where a session of so many ranks comes first and hands its snapshots on
     tests = "..."                pytest's -k, where not all checks of the clause need to run
     needs = "accelerator"        where it can be rejected there only
+    site = "..."                 of sites/, where that one is changed and checked, and not the sound one
     [[broken.change]]            file, old and new: old stands there exactly once. Without old a new file, with file alone none
 
 Every one is made in a copy of the repository, so that none can harm what it is made of.
@@ -30,7 +31,7 @@ from conformance.sites import ROOT, without_launcher
 
 SOUND = "conformance/broken/sound"
 LISTS = {"sites": SOUND, "cluster": f"{SOUND}-cluster", "core": "core/src/ddp_core", "suite": "."}  # and what an entry changes
-PARTS = ("conformance", "core/src", "sites", "pyproject.toml", "README.md")  # what a copy of the repository consists of
+PARTS = ("conformance", "core/src", "core/pyproject.toml", "sites", "pyproject.toml", "README.md")  # what a copy has
 
 
 @dataclass(frozen=True)
@@ -45,20 +46,26 @@ class Broken:
     after: int = 0
     tests: str = ""
     needs: str = ""
+    site: str = ""
+
+    @property
+    def changed(self) -> str:
+        """The folder, from the repository's top, that the files of its changes are in."""
+        return f"sites/{self.site}" if self.site else LISTS[self.kind]
 
     def make(self, folder: Path) -> Path:
         """A copy of the repository in this folder, with what is broken. Raises ValueError when the entry is out of date."""
         root = copy(folder)
         for change in self.change:
-            replace(root / LISTS[self.kind] / change["file"], change.get("old"), change.get("new"))
+            replace(root / self.changed / change["file"], change.get("old"), change.get("new"))
         return root
 
     def run(self, root: Path, device: str) -> subprocess.CompletedProcess:
         """The checks of its clause there."""
         options = ["--extras", "--clause", self.clause, "--device", device, *(["-k", self.tests] if self.tests else [])]
         if self.kind == "cluster":
-            return start(root, 0, "--site", LISTS["cluster"], "--cluster", "conformance/test_jobs.py", *options, seconds=200)
-        options += ["--site", SOUND]
+            return start(root, 0, "--site", self.changed, "--cluster", "conformance/test_jobs.py", *options, seconds=200)
+        options += ["--site", self.changed if self.site else SOUND]
         if self.after:
             options += ["--handed-on", str(root)]
             before = start(root, self.after, *options)

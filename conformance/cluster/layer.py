@@ -46,6 +46,8 @@ MODULES = {
     'setenv("PYTHONUSERBASE", pathJoin(os.getenv("HOME") or "", ".local/{name}-{version}"))',
     r"python|cray-python": f'prepend_path("PATH", "{PYTHON}/bin")',
     r".*bindings": 'setenv("SINGULARITY_BIND", "/opt")',
+    # It names the network that NCCL must use; here is none.
+    r"nccl": 'setenv("NCCL_NET", "AWS Libfabric")',
 }
 
 # Without such a module `module reset` fails. Behind a dot, it is in no list.

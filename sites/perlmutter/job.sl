@@ -1,5 +1,5 @@
 #!/bin/bash -l
-# perlmutter: one rank per A100 on the nodes of Perlmutter, with NERSC's PyTorch module.
+# perlmutter: one rank per A100 of Perlmutter's GPU nodes, with NERSC's PyTorch module or in NERSC's container.
 #
 #   sbatch job.sl [flags of train.py]              submit, from this directory
 #   sbatch job.sl --run-dir runs/JOB [flags]       resume what job JOB left
@@ -7,102 +7,110 @@
 #   METRICS="tensorboard wandb" sbatch job.sl      write metrics beside the training (README.md)
 #   sbatch --qos=shared --nodes=1 --ntasks-per-node=1 --gpus-per-node=1 job.sl     a single GPU
 #
-# -l above: a login shell has the module command, however the job was submitted.
+# -l above: a login shell has the commands module and shifter, however the job was submitted.
 
-# ---- your project: the lines to edit ----------------------------------------------------------------------------
+# ---- your project: the lines to edit; a sixth, module or container, stands below the directives --------------------
 
 # EDIT: the project that pays, as in Iris.
 # https://docs.nersc.gov/jobs/policy/
 #SBATCH --account=m1234
 
-# EDIT: what kind of job. debug starts soon and is short; regular is for production; preempt is charged less and may be
-# stopped for others, which costs this program nothing: it comes back and goes on; shared is for 1 or 2 GPUs of a node.
+# EDIT: debug starts soon and is short; regular is for production; preempt is charged less and may be stopped for other
+# jobs, which costs this program nothing: it comes back and goes on; shared is for 1 or 2 GPUs of a node.
 # https://docs.nersc.gov/jobs/policy/ https://docs.nersc.gov/jobs/examples/#preemptible-jobs
 #SBATCH --qos=debug
 
-# EDIT: nodes with GPUs; "gpu&hbm80g", in quotes, for those whose GPUs have 80 GB in place of 40.
-# https://docs.nersc.gov/jobs/policy/ (hbm80g: unverified, seen in public job scripts)
+# EDIT: nodes with GPUs; "gpu&hbm80g", in quotes, for GPUs of 80 GB instead of 40 (unverified: seen in public job scripts).
+# https://docs.nersc.gov/jobs/policy/
 #SBATCH --constraint=gpu
 
-# EDIT: nodes; ranks = nodes x 4 must divide the global batch (96 unless a flag says otherwise).
-# https://slurm.schedmd.com/sbatch.html#OPT_nodes
+# EDIT: nodes; ranks = nodes x 4 must divide the global batch (96 unless a flag says otherwise). sbatch --help
 #SBATCH --nodes=2
 
-# EDIT: time limit of one start; a run that needs more of them is requeued and goes on. debug allows 30 minutes, regular
-# and shared 2 days. https://github.com/doe-iri/iri-facility-api-python/issues/49
+# EDIT: time limit of one start; a longer run is requeued and goes on. debug allows 30 minutes, regular and shared 2 days.
+# https://github.com/doe-iri/iri-facility-api-python/issues/49
 #SBATCH --time=00:30:00
 
-# ---- Perlmutter: nothing to edit from here on, but the module's version when NERSC has a newer one -----------------
+# ---- Perlmutter: nothing to edit ------------------------------------------------------------------------------------
 
-# One rank for each of the four A100.
-# https://github.com/NERSC/sc25-dl-tutorial/blob/6f7a074964e8015e371bc4aefa80d1f1de7e4d3b/submit_pm_dp.sh
+# One rank for each of a node's four A100.
+# https://github.com/NERSC/sc25-dl-tutorial/blob/8c6ccde/submit_pm_dp.sh
 #SBATCH --ntasks-per-node=4
 
-# All GPUs of a node. Per node, not per task: each rank sees all four and takes its own, because GPUs that are hidden
-# from each other have kept NCCL from copying directly between them. https://github.com/NVIDIA/nccl/issues/1066
-# https://github.com/NERSC/sc25-dl-tutorial/blob/6f7a074964e8015e371bc4aefa80d1f1de7e4d3b/submit_pm_dp.sh
+# Per node, not per task: each rank sees all four GPUs and takes its own. GPUs that are hidden from each other have kept
+# NCCL from copying directly between them. https://github.com/NVIDIA/nccl/issues/1066
 #SBATCH --gpus-per-node=4
 
-# A quarter of the node a rank: its CPU has 64 cores, and Slurm counts the 2 hardware threads of each.
-# https://github.com/NERSC/sc25-dl-tutorial/blob/6f7a074964e8015e371bc4aefa80d1f1de7e4d3b/submit_pm_dp.sh
+# A quarter of the node for each rank: its CPU has 64 cores, and Slurm counts the 2 hardware threads of each.
+# https://github.com/NERSC/sc25-dl-tutorial/blob/8c6ccde/submit_pm_dp.sh
 #SBATCH --cpus-per-task=32
 
-# Names the log, below.
-# https://slurm.schedmd.com/sbatch.html#OPT_job-name
+# Names the log. sbatch --help
 #SBATCH --job-name=train
 
-# Beside this script: a job whose log directory does not exist dies without a word.
-# https://slurm.schedmd.com/sbatch.html#OPT_output
+# The log lies beside this script: a job whose log directory does not exist dies without a word. sbatch --help
 #SBATCH --output=%x-%j.out
 
-# A requeued job writes to the same log; truncating it would erase what happened before.
-# https://slurm.schedmd.com/sbatch.html#OPT_open-mode
+# A requeued job writes to the same log; truncating it would erase what happened before. sbatch --help
 #SBATCH --open-mode=append
 
-# After a node failure or a preemption Slurm starts this script again, under the same job id.
-# https://slurm.schedmd.com/sbatch.html#OPT_requeue
+# After a node failure or a preemption Slurm starts this script again, under the same job id. sbatch --help
 #SBATCH --requeue
 
-# USR1 to every rank 120 s before the time limit (Slurm may be 60 s early): they agree, save and exit with 75. Without
-# "B:", which would send it to this shell, that has nothing to do but to wait for them.
-# https://slurm.schedmd.com/sbatch.html#OPT_signal
+# USR1 to every rank 120 s before the time limit (Slurm may be 60 s early): they agree, save and exit with 75. Without "B:",
+# which would send it to this shell alone. https://slurm.schedmd.com/sbatch.html#OPT_signal
 #SBATCH --signal=USR1@120
 
 set -euo pipefail
 
-fail() {
-    echo "error: $1" >&2
-    exit 3 # as train.py: nothing was started
-}
-
-# SIGTERM, of a preemption or of scancel, is for the ranks. Should it come to this shell too, it waits for them all the same.
-trap 'echo "SIGTERM: waiting for the ranks to save"' TERM
-
-# How often Slurm has started this job again; it is not set in the first start.
-# https://slurm.schedmd.com/sbatch.html#OPT_SLURM_RESTART_COUNT
-restarts=${SLURM_RESTART_COUNT:-0}
-# It goes back into the queue at most so often: a job that can never end shall not come back for ever.
-max_restarts=20
-
 # sbatch has copied this script elsewhere, so the files beside it are found from the directory of submission.
-[[ -f train.py ]] || fail "no train.py in $PWD: submit from the site's directory, or with sbatch --chdir=DIR"
-python=$PWD/.venv/bin/python
-[[ -e .venv/.install ]] || fail "no virtual environment at $PWD/.venv: run ./install.sh first"
+[[ -f common.sh ]] || { echo "error: no common.sh in $PWD: submit from the site's directory" >&2 && exit 3; }
 
-# NERSC's PyTorch, with the NCCL and the plugin that carry it over Slingshot. install.sh reads this line: the same module.
-# No purge before it: NERSC's defaults, loaded at login, are part of what the module expects (unverified).
-set +u # module functions read unset variables
-module load pytorch/2.8.0 || fail "no module pytorch (above): module avail pytorch lists them; edit this line, ./install.sh again"
-set -u
-[[ -x $python ]] || fail "$python is gone: the module has changed since ./install.sh ran, run it again"
+# What surrounds the launch: a description of the job, the fabric check, metrics, the way back into the queue.
+# shellcheck source=common.sh
+source ./common.sh
 
-# Under sbatch --export=NONE srun would start the ranks without PATH and without the variables below; the manual says so.
+# ---- PyTorch ----------------------------------------------------------------------------------------------------------
+
+# EDIT: module or container. After a change here or in the names below run ./install.sh again, which reads them.
+pytorch=module
+
+case $pytorch in
+module)
+    # PyTorch 2.13 for CUDA 13; and NCCL's plugin for Slingshot, which the first does not bring (describe_job in common.sh).
+    # https://github.com/saforem2/ezpz/blob/1dd97b7/docs/guides/perlmutter.md
+    # No purge before them: NERSC's defaults, loaded at login, are part of what they expect (unverified).
+    set +u # module functions read unset variables
+    module load pytorch/2.13.0 nccl/2.24.3 || fail "no such module (above): module avail pytorch nccl, then edit job.sl"
+    set -u
+    ;;
+container)
+    # NERSC's build of NVIDIA's container of January 2026, for CUDA 13. shifterimg images | grep pytorch lists others.
+    # https://github.com/NERSC/slurm-ray-cluster/blob/1da281f/submit-ray-symmetric.sbatch_shifter
+    image=nersc/pytorch:26.01.01
+
+    container=(
+        shifter
+
+        # Named here, not in an #SBATCH line, so that the same words work by hand.
+        # https://github.com/NERSC/shifter/blob/84b7d34/doc/command/shifter.rst
+        --image="$image"
+
+        # What the node adds to the image: the driver, and NCCL's plugin for Slingshot; nccl-plugin is the one for CUDA 12.
+        # https://github.com/NERSC/slurm-ray-cluster/blob/1da281f/README.md
+        --module="gpu,nccl-cu13-plugin"
+    )
+    ;;
+*) fail "pytorch=$pytorch in job.sl, but should be module or container" ;;
+esac
+
+# ---- what the ranks find in their environment -----------------------------------------------------------------------
+
+# Under sbatch --export=NONE srun would start the ranks without PATH and without the variables below.
 # https://slurm.schedmd.com/sbatch.html#OPT_export
 export SLURM_EXPORT_ENV=ALL
 
-# Of packages in ~/.local and in the module's PYTHONUSERBASE, which `pip install --user` fills, none: they would come with
-# every later job, and before what install.sh has put into .venv.
-# https://docs.python.org/3/using/cmdline.html#envvar-PYTHONNOUSERSITE
+# What `pip install --user` has left, in ~/.local or beside the module, would come before the packages of .venv. python --help
 export PYTHONNOUSERSITE=1
 
 # CPU threads of a rank: its cores, which Slurm counts twice. What was exported at submission stands.
@@ -110,22 +118,13 @@ export PYTHONNOUSERSITE=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((SLURM_CPUS_PER_TASK + 1) / 2))}
 
 # How libfabric learns that memory it has registered was given back: the default monitor hangs under NCCL (unverified why).
-# https://github.com/NERSC/sc25-dl-tutorial/blob/6f7a074964e8015e371bc4aefa80d1f1de7e4d3b/submit_pm_dp.sh
+# https://github.com/NERSC/sc25-dl-tutorial/blob/8c6ccde/submit_pm_dp.sh
 export FI_MR_CACHE_MONITOR=userfaultfd
 
-# Rank 0 runs on the job's first node. The node list is compressed ("nid[001001-001002]"), and scontrol expands it.
-# https://slurm.schedmd.com/scontrol.html#OPT_hostnames
-hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export MASTER_ADDR=${hosts%%$'\n'*}
-
-# Rank 0's port, from the job id: two jobs on a node take the same one only if their ids differ by a multiple of 10000,
-# and then the ranks notice. 20000-29999 is below the ports that Linux hands to outgoing connections, 32768-60999.
-# https://docs.kernel.org/networking/ip-sysctl.html
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+# ---- the launch -------------------------------------------------------------------------------------------------------
 
 train_flags=(
-    # Named, not found: a node without a working GPU is an error, never a slow run on its CPU.
-    # python train.py --help
+    # Named, not found: a node without a working GPU is an error, never a slow run on its CPU. python train.py --help
     --device cuda
 
     # A requeued job keeps its id, and so finds its run again. A first start refuses an older run; --run-dir overrides this.
@@ -138,67 +137,22 @@ srun_flags=(
     # https://github.com/SchedMD/slurm/blob/slurm-22-05-0-1/RELEASE_NOTES
     --cpus-per-task="$SLURM_CPUS_PER_TASK"
 
-    # Each rank stays on its own cores, the first on 0-15: what the order of the GPUs in export_DDP_vars.sh counts on.
-    # https://slurm.schedmd.com/srun.html#OPT_cpu-bind
+    # Each rank stays on its own cores, the first on 0-15: the order of the GPUs in export_DDP_vars.sh counts on it. srun --help
     --cpu-bind=cores
 
-    # A rank that died alone ends the job, in place of the time limit.
-    # https://slurm.schedmd.com/srun.html#OPT_kill-on-bad-exit
+    # A rank that died alone ends the job; the others would wait for it until the time limit. srun --help
     --kill-on-bad-exit=1
 
-    # Ranks that are left 60 s after the first one ended, well or not, hang: end them.
-    # https://slurm.schedmd.com/srun.html#OPT_wait
+    # Ranks that are left 60 s after the first one ended, well or not, hang: end them. srun --help
     --wait=60
 )
 
-versions=$("$python" -c '
-from importlib.metadata import version
-from platform import python_version
-print(f"python={python_version()}", *(f"{name}={version(name)}" for name in ("torch", "ddp-core")))
-' 2>&1) || fail "$PWD/.venv is not whole (${versions##*$'\n'}): run ./install.sh again"
-echo "job=$SLURM_JOB_ID restarts=$restarts slurm=$(srun --version) $versions"
-echo "nodes=$SLURM_JOB_NUM_NODES ranks=$SLURM_NTASKS ranks_per_node=$SLURM_NTASKS_PER_NODE cores_per_rank=$SLURM_CPUS_PER_TASK gpus_per_node=${SLURM_GPUS_PER_NODE:-0}"
-echo "hosts=${hosts//$'\n'/,} master=$MASTER_ADDR:$MASTER_PORT"
-
-# Metrics, if they were asked for: a process beside the ranks, on this node, which reads what rank 0 writes.
-metrics=''
-if [[ -n ${METRICS:-} ]]; then
-    read -r -a backends <<<"$METRICS"
-    run_dir=$("$python" -m ddp_core.find_run "${train_flags[@]}" "$@")
-    "$python" metrics.py --follow "${backends[@]/#/--}" "$run_dir" &
-    metrics=$!
-fi
+describe_job "$pytorch${image:+ image=$image}"
+start_metrics "${train_flags[@]}" "$@"
 
 code=0
 # What the user passed comes last: of a flag given twice, the last one counts.
 # shellcheck disable=SC2016 # "$@" is for the shell of the rank
-srun "${srun_flags[@]}" bash -c 'source ./export_DDP_vars.sh && exec "$@"' rank \
+srun "${srun_flags[@]}" "${container[@]}" bash -c 'source ./export_DDP_vars.sh && exec "$@"' rank \
     "$python" train.py "${train_flags[@]}" "$@" || code=$?
-
-# It has 20 s to write what is left, and whether it could is of no consequence here.
-if [[ -n $metrics ]]; then
-    kill -TERM "$metrics" 2>/dev/null || true
-    for ((second = 0; second < 20; second++)); do
-        kill -0 "$metrics" 2>/dev/null || break
-        sleep 1
-    done
-    if kill -KILL "$metrics" 2>/dev/null; then echo "metrics: ended after 20 s, before all was written"; fi
-fi
-((code == 75)) || exit "$code"
-
-# 75: stopped early and saved, on all ranks. A job that is still RUNNING for Slurm, as in the grace time of a preemption, goes
-# back into the queue; one that was cancelled is COMPLETING, and stays cancelled.
-state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state=unknown
-# The command that resumes by hand. Without --fresh, which would put aside what this job has done.
-resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
-resume=${resume/ --fresh / }
-if ((restarts >= max_restarts)); then
-    echo "error: stopped and saved, but this was restart $restarts of $max_restarts (max_restarts); to resume: $resume" >&2
-elif [[ $state != RUNNING ]]; then
-    echo "stopped and saved: job $SLURM_JOB_ID is $state and does not come back; to resume: $resume"
-else
-    # Said before: the requeue ends this shell.
-    echo "stopped and saved: job $SLURM_JOB_ID goes back into the queue, and resumes when it starts"
-    scontrol requeue Incomplete "$SLURM_JOB_ID" || echo "error: Slurm did not requeue the job (above); to resume: $resume" >&2
-fi
-exit 75
+finish "$code" "$@"

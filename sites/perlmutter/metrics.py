@@ -18,19 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-INTERVAL = 2.0  # seconds between two looks at the file
-
-
-class Ended:
-    """Set by SIGTERM: write what is there, and go."""
-
-    def __init__(self):
-        self.seen = False
-        signal.signal(signal.SIGTERM, self._set)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the warning is for the ranks
-
-    def _set(self, number, frame) -> None:
-        self.seen = True
+ended = []  # not empty after SIGTERM: write what is there, and go
 
 
 class TensorBoard:
@@ -84,11 +72,11 @@ class WandB:
         self.run.finish()
 
 
-def records(log: Path, follow: bool, ended: Ended) -> Iterator[dict | None]:
+def records(log: Path, follow: bool) -> Iterator[dict | None]:
     """The records of run.jsonl, as they come. None: another file has taken its place (--fresh), what was read is void."""
-    file, rest = None, ""
-    while True:
-        last_look = ended.seen or not follow
+    file, rest, more = None, "", True
+    while more:
+        more = follow and not ended
         if log.exists() and (file is None or os.fstat(file.fileno()).st_ino != log.stat().st_ino):
             if file:
                 yield None
@@ -96,52 +84,50 @@ def records(log: Path, follow: bool, ended: Ended) -> Iterator[dict | None]:
         *lines, rest = (rest + (file.read() if file else "")).split("\n")
         for line in lines:
             yield json.loads(line)
-        if last_look:
-            return
-        for _ in range(int(INTERVAL / 0.1)):
-            if not ended.seen:
-                time.sleep(0.1)
+        if more:
+            time.sleep(0.5)
+
+
+def copy(run_dir: Path, kinds: list[type], follow: bool) -> int:
+    """The run's losses, gradients and evaluations into each backend. Returns how many records these were."""
+    backends, seen, count = [], -1, 0
+    for record in records(run_dir / "run.jsonl", follow):
+        if record is None or (record["kind"] == "start" and not backends):
+            for backend in backends:
+                backend.close()
+            backends, seen = [kind(run_dir, record["config"]) for kind in kinds] if record else [], -1
+        elif record["kind"] in ("step", "epoch"):
+            # A resumed run repeats the steps after its snapshot. An epoch's record has the number of steps done.
+            train = record["kind"] == "step"
+            step = record["step"] if train else record["step"] - 1
+            if 2 * step + (not train) > seen:
+                names = ("loss", "grad_norm") if train else [name for name in record if name.startswith("eval_")]
+                values = {("train/" if train else "") + name.replace("eval_", "eval/"): record[name] for name in names}
+                for backend in backends:
+                    backend.write(step, values)
+                seen, count = 2 * step + (not train), count + 1
+    for backend in backends:
+        backend.close()
+    if not count:
+        raise ValueError(f"no steps in {run_dir / 'run.jsonl'}")
+    return count
 
 
 def main() -> int:
-    ended = Ended()  # first: a job may be over before the imports below are
+    signal.signal(signal.SIGTERM, lambda *_: ended.append(True))  # first: a job may be over before the imports below are
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the warning is for the ranks
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--tensorboard", action="store_true")
-    parser.add_argument("--wandb", action="store_true")
-    parser.add_argument("--follow", action="store_true", help="until SIGTERM, in place of once")
+    parser.add_argument("--tensorboard", dest="kinds", action="append_const", const=TensorBoard)
+    parser.add_argument("--wandb", dest="kinds", action="append_const", const=WandB)
+    parser.add_argument("--follow", action="store_true", help="until SIGTERM, not once")
     flags = parser.parse_args()
-    kinds = [kind for wanted, kind in ((flags.tensorboard, TensorBoard), (flags.wandb, WandB)) if wanted]
-
-    backends, seen, count = [], -1, 0
     try:
-        for record in records(flags.run_dir / "run.jsonl", flags.follow, ended):
-            if record is None or (record["kind"] == "start" and not backends):
-                for backend in backends:
-                    backend.close()
-                backends = [kind(flags.run_dir, record["config"]) for kind in kinds] if record else []
-                seen = -1
-            elif record["kind"] in ("step", "epoch"):
-                # A resumed run repeats the steps after its snapshot. An epoch's record has the number of steps done.
-                train = record["kind"] == "step"
-                step = record["step"] if train else record["step"] - 1
-                place = 2 * step + (not train)
-                if place > seen:
-                    names = ("loss", "grad_norm") if train else [name for name in record if name.startswith("eval_")]
-                    values = {("train/" if train else "") + name.replace("eval_", "eval/"): record[name] for name in names}
-                    for backend in backends:
-                        backend.write(step, values)
-                    seen, count = place, count + 1
-        for backend in backends:
-            backend.close()
-        if not count:
-            raise ValueError(f"no steps in {flags.run_dir / 'run.jsonl'}")
+        count = copy(flags.run_dir, flags.kinds or [], flags.follow)
     except Exception as error:
         print(f"metrics: {type(error).__name__}: {' '.join(str(error).split())[:300]}; training goes on", flush=True)
         return 1
-    print(
-        f"metrics: {count} records of {flags.run_dir} to {', '.join(kind.__name__ for kind in kinds) or 'nobody'}", flush=True
-    )
+    print(f"metrics: {count} records of {flags.run_dir}", flush=True)
     return 0
 
 

@@ -1,7 +1,6 @@
 """perlmutter: who this process is, from what export_DDP_vars.sh or torchrun exports. All else is ddp_core's.
 
-    sbatch job.sl --epochs 5                 several GPUs and nodes, NERSC's module
-    sbatch job-shifter.sl --epochs 5         the same in NERSC's container
+    sbatch job.sl --epochs 5                 several GPUs and nodes
     .venv/bin/python train.py --epochs 5     one GPU: the same run as in notebook.ipynb
     .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 4 train.py --epochs 5     one node, by hand
 
