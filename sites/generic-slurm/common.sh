@@ -43,15 +43,11 @@ prepare() {
     command -v apptainer >/dev/null || fail 3 "no apptainer on $HOSTNAME: add its module to modules=()"
     local flags=(
         # --nv or --rocm: the driver's libraries and devices in the image.
-        # https://apptainer.org/docs/user/latest/gpu.html
         "${software#apptainer }"
-
         # This directory, which not every cluster shows in an image by itself; the one of --data-dir wants another such line.
         # https://apptainer.org/docs/user/latest/bind_paths_and_mounts.html
         --bind "$PWD"
-
-        # And the ranks start in it.
-        # https://apptainer.org/docs/user/latest/cli/apptainer_exec.html
+        # And the ranks start in it. apptainer exec --help
         --pwd "$PWD"
     )
     run_python=(apptainer --quiet exec "${flags[@]}" image.sif "${run_python[@]}")

@@ -85,7 +85,6 @@ if [[ $image ]]; then
         echo "$from" >"$sif.from"
     fi
     # Shown in the image: this directory, the one that relative paths start from, the core, and paths among the flags.
-    # https://apptainer.org/docs/user/latest/bind_paths_and_mounts.html
     binds=(--bind "$here" --bind "$PWD" --pwd "$PWD")
     for path in "$here/../../core" "${flags[@]}"; do
         [[ ! -e $path ]] || binds+=(--bind "$(realpath "$path")")
@@ -96,21 +95,16 @@ fi
 # ---- what is there: nothing is written before all of this holds --------------------------------------------------
 
 core=${core:-$here/../../core}
-[[ -e $core || $core == *://* ]] || fail 3 "no ddp_core at $core: pass --core, the repository's core/, a wheel or a URL"
-[[ ! -d $core || -f $core/pyproject.toml ]] || fail 3 "--core $core is no Python package: it has no pyproject.toml"
-
+[[ -f $core || -f $core/pyproject.toml || $core == *://* ]] ||
+    fail 3 "no ddp_core at $core: pass --core, the repository's core/, a wheel or a URL"
 # What lies in ~/.local is no part of the environment, here and in the job. Importing leaves no files in Python's own folders.
 # https://docs.python.org/3/using/cmdline.html#environment-variables
 export PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
 
-command -v "$python" >/dev/null || fail 3 "no $python: add a Python module to modules=() in job.sl, or set PYTHON=FILE"
-version=$("$python" -c 'import platform; print(platform.python_version())') || fail 3 "$python does not run (above)"
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    fail 3 "$(command -v "$python") is Python $version: take a module of 3.11 or newer, or set PYTHON=FILE"
-
+version=$("$python" -c 'import sys; print(sys.version.split()[0]); sys.exit(sys.version_info < (3, 11))') ||
+    fail 3 "$python is ${version:-not there}: add a module of 3.11 or newer to modules=() in job.sl, or set PYTHON"
 inherited=''
-if [[ -z $torch && -z $torch_index ]]; then
-    inherited=$("$python" -c '
+[[ $torch$torch_index ]] || inherited=$("$python" -c '
 import importlib.util, sys
 if importlib.util.find_spec("torch"):
     if sys.prefix != sys.base_prefix:
@@ -120,7 +114,6 @@ if importlib.util.find_spec("torch"):
         sys.exit(f"the torch of {sys.executable} is {torch.__version__}, older than 2.8")
     print(torch.__version__)
 ') || fail 3 "the torch that $python brings cannot be used (above): take another module, or pass --torch torch==2.13.0"
-fi
 # A release that this site was tried with. PyPI has it for NVIDIA GPUs; which driver it needs is pytorch.org's to say.
 torch=${torch:-torch==2.13.0}
 
@@ -187,5 +180,4 @@ print("python", platform.python_version())
 print("torch", torch.__version__, "for", *builds or ["the CPU alone: --torch-index finds builds for GPUs"])
 print("ddp_core", ddp_core.__version__)
 ' || fail 1 "the environment does not work (above): run this again, and with other modules if it fails again"
-echo "installed in $prefix"
-echo "submit: cd $(printf %q "$here") && sbatch job.sl --epochs 3"
+echo "installed in $prefix; submit: cd $(printf %q "$here") && sbatch job.sl --epochs 3"
