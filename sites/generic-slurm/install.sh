@@ -74,6 +74,7 @@ if [[ $image ]]; then
         # Off the home directory, where they would be by default: layers of an image are some GB, and homes are small.
         # https://apptainer.org/docs/user/latest/build_env.html
         export APPTAINER_CACHEDIR=$here/.apptainer/cache APPTAINER_TMPDIR=$here/.apptainer/tmp
+        trap 'rm -rf "$here/.apptainer"' EXIT
         mkdir -p "$APPTAINER_CACHEDIR" "$APPTAINER_TMPDIR"
         if [[ $image == *://* ]]; then
             echo "fetching $image (minutes, and some GB)"
