@@ -1,10 +1,10 @@
-"""generic-slurm: torchrun for job-torchrun.sl, with the ranks' exit code for its own.
+"""generic-slurm: torchrun for job.sl, with the ranks' exit code for its own.
 
     .venv/bin/python agent.py --standalone --nproc-per-node 2 train.py --epochs 5
 
-All flags are torchrun's. It differs in two things, both for a batch script. torchrun ends with 1 whatever the ranks ended with:
-75, "saved, submit me again", and 5, "the snapshot is damaged", would be one. And USR1, which Slurm sends to every process of a
-step before the time limit, would end it, and the ranks with it: here they alone hear it, and save.
+All flags are torchrun's. It differs in two things. torchrun ends with 1 whatever the ranks ended with: job.sl could not tell
+75, "saved, start me again", from 5, "the snapshot is damaged". And Slurm sends USR1 to every process of a step before the time
+limit, which would end torchrun, and the ranks with it. Here the ranks alone hear it, and save.
 """
 
 import os
@@ -26,22 +26,19 @@ def launch() -> int:
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # -9: SIGKILL, 137
     except SignalException:
         return 1  # srun ends the step: another node has the ranks' code, and srun takes the highest
+    except Exception:
+        traceback.print_exc()
+        return 1
     return 0
 
 
 if __name__ == "__main__":
-    # Inherited by the ranks until train.py takes the signal, so that it cannot end one that is still importing either.
+    # The ranks inherit it until train.py takes the signal, so that it cannot end one that is still importing either.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if "--debug" not in sys.argv:
-        # Its store prints pages of C++ frames when the torchrun of another node has ended first.
+    if "--debug" not in sys.argv:  # pages of C++ frames, when the torchrun of another node has ended first
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    try:
-        code = launch()
-    except Exception:
-        traceback.print_exc()
-        code = 1
+    code = launch()
     sys.stdout.flush()
     sys.stderr.flush()
-    # At once: Python takes a second to clean up, and a node that is done sooner has srun send SIGTERM to the others, 143 in
-    # place of 75.
+    # At once: Python takes a second to clean up, and srun would meanwhile end the other nodes, with 143 in place of 75.
     os._exit(code)

@@ -1,76 +1,111 @@
 #!/bin/bash
-# Makes the virtual environment in which job.sl runs: PyTorch and ddp_core.
+# Makes the virtual environment in which job.sl runs: PyTorch, ddp_core and, where asked for, Horovod and other packages.
 #
-#   ./install.sh [PREFIX] [--core WHAT] [--torch SPEC] [--torch-index URL]
+#   ./install.sh [--core WHAT] [--torch SPEC] [--torch-index URL] [--image IMAGE] [--add PACKAGE]... [--horovod]
 #
-#   PREFIX              where to make it (default: .venv beside this script, where job.sl looks for it)
 #   --core WHAT         ddp_core: a directory, a wheel or a URL (default: ../../core, as in the repository)
 #   --torch SPEC        the PyTorch to install (default: the one that Python brings, as from a module; else torch==2.13.0)
 #   --torch-index URL   where pip finds it, for a CUDA, ROCm or CPU build that is not PyPI's
+#   --image IMAGE       PyTorch is in an image: docker://REPOSITORY@sha256:DIGEST, or a .sif that is here already
+#   --add PACKAGE       a further package, as accelerate==1.15.0
+#   --horovod           Horovod 0.28.1, built here; install-horovod.sh says what that takes
 #   PYTHON=...          the Python to use, 3.11 or newer (default: python3)
 #
-# Load the modules that training shall run with first: job.sl loads the same ones. Run it again, with the same flags,
-# after whatever happened: what is whole is kept, the rest is made anew. It writes nothing outside PREFIX.
+# It loads the modules of job.sl's line modules=(...). Run it again, with the same flags, after whatever happened: what is
+# whole is kept, the rest is made anew. It writes .venv beside this script and nothing else; of an image, image.sif and
+# .venv-apptainer, which sees the image's PyTorch. Nothing is built into the image, so no root is needed.
 # Exit codes: 0 done, 1 an installation failed (run it again), 2 a wrong flag, 3 something is missing: nothing was changed.
 
 set -euo pipefail
 
-fail() { # code, message
-    echo "error: $2" >&2
-    exit "$1"
-}
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=common.sh
+source "$here/common.sh"
 
 # ---- what is asked for ------------------------------------------------------------------------------------------
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-prefix='' core='' torch='' torch_index='' python=${PYTHON:-python3}
+core='' torch='' torch_index='' image='' add=() horovod='' python=${PYTHON:-python3} flags=()
 while (($#)); do
     case $1 in
     --help | -h)
         sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
         exit 0
         ;;
-    --core | --torch | --torch-index)
-        [[ -n ${2:-} ]] || fail 2 "$1 needs a value (--help)"
+    --horovod) horovod=yes flags+=("$1") ;;
+    --core | --torch | --torch-index | --image | --add)
+        [[ ${2:-} ]] || fail 2 "$1 needs a value (--help)"
         case $1 in
         --core) core=$2 ;;
         --torch) torch=$2 ;;
         --torch-index) torch_index=$2 ;;
+        --image) image=$2 ;;
+        --add) add+=("$2") ;;
         esac
-        shift 2
-        ;;
-    -*) fail 2 "unknown flag $1 (--help lists them)" ;;
-    *)
-        [[ -z $prefix ]] || fail 2 "two prefixes, $prefix and $1: quote a path with spaces"
-        prefix=$1
+        [[ $1 == --image ]] || flags+=("$1" "$2")
         shift
         ;;
+    *) fail 2 "unknown flag $1 (--help lists them)" ;;
     esac
+    shift
 done
-prefix=${prefix:-$here/.venv}
+
+line=$(grep -m 1 '^modules=(.*)' "$here/job.sl") || fail 3 "job.sl has lost its line modules=(...), which may be empty"
+modules=()
+eval "$line"
+if [[ -z ${APPTAINER_CONTAINER:-} ]]; then # an image has its own software
+    load_modules
+    ((${#modules[@]})) || [[ -z ${LOADEDMODULES:-} ]] ||
+        echo "note: job.sl loads no module; what training needs of ${LOADEDMODULES//:/ } belongs into its modules=()"
+fi
+
+# ---- an image: fetched, and the rest of this script runs in it ---------------------------------------------------
+
+if [[ $image ]]; then
+    # A tag, as :latest, is another image tomorrow; a digest stays.
+    [[ $image != *://* || $image == *@sha256:* ]] ||
+        fail 2 "$image has no digest (skopeo inspect --format '{{.Digest}}' $image): pass docker://REPOSITORY@sha256:..."
+    [[ $image == *://* || -f $image ]] || fail 2 "no file $image, and it is no docker:// address (--help)"
+    command -v apptainer >/dev/null || fail 3 "no apptainer on $HOSTNAME: add its module to modules=() in job.sl"
+    sif=$here/image.sif from=$image
+    [[ $image == *://* ]] || from=$(stat --format "$(realpath "$image"), %s bytes of %y" "$image") # a file may change
+    if [[ ! -e $sif || ! -e $sif.from || $(<"$sif.from") != "$from" ]]; then
+        rm -f "$sif.from"
+        [[ ! -e $here/.venv-apptainer ]] || echo unfinished >"$here/.venv-apptainer/.install" # it was another image's
+        # Off the home directory, where they would be by default: layers of an image are some GB, and homes are small.
+        # https://apptainer.org/docs/user/latest/build_env.html
+        export APPTAINER_CACHEDIR=$here/.apptainer/cache APPTAINER_TMPDIR=$here/.apptainer/tmp
+        trap 'rm -rf "$here/.apptainer"' EXIT
+        mkdir -p "$APPTAINER_CACHEDIR" "$APPTAINER_TMPDIR"
+        if [[ $image == *://* ]]; then
+            echo "fetching $image (minutes, and some GB)"
+            apptainer pull --force "$sif" "$image" || fail 1 "apptainer could not fetch it (above): is a proxy needed here?"
+        elif [[ ! $image -ef $sif ]]; then
+            cp "$image" "$sif"
+        fi
+        rm -rf "$here/.apptainer"
+        echo "$from" >"$sif.from"
+    fi
+    # Shown in the image: this directory, the one that relative paths start from, the core, and paths among the flags.
+    binds=(--bind "$here" --bind "$PWD" --pwd "$PWD")
+    for path in "$here/../../core" "${flags[@]}"; do
+        [[ ! -e $path ]] || binds+=(--bind "$(realpath "$path")")
+    done
+    exec apptainer --quiet exec "${binds[@]}" "$sif" bash "$here/install.sh" "${flags[@]}"
+fi
 
 # ---- what is there: nothing is written before all of this holds --------------------------------------------------
 
-if [[ -z $core ]]; then
-    core=$here/../../core
-    [[ -d $core ]] || fail 3 "no ddp_core at $core: pass --core, the repository's core/ directory, a wheel or a URL"
-elif [[ ! -e $core && $core != *://* ]]; then
-    fail 3 "--core $core: no such directory or file, and not a URL"
-fi
-[[ ! -d $core || -f $core/pyproject.toml ]] || fail 3 "--core $core is no Python package: it has no pyproject.toml"
-
+core=${core:-$here/../../core}
+[[ -f $core || -f $core/pyproject.toml || $core == *://* ]] ||
+    fail 3 "no ddp_core at $core: pass --core, the repository's core/, a wheel or a URL"
 # What lies in ~/.local is no part of the environment, here and in the job. Importing leaves no files in Python's own folders.
 # https://docs.python.org/3/using/cmdline.html#environment-variables
 export PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
 
-command -v "$python" >/dev/null || fail 3 "no $python: load a Python module, or set PYTHON=/path/to/python3.11 (or newer)"
-version=$("$python" -c 'import platform; print(platform.python_version())') || fail 3 "$python does not run (above)"
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    fail 3 "$(command -v "$python") is Python $version: load a module of 3.11 or newer, or set PYTHON=/path/to/python3.11"
-
+version=$("$python" -c 'import sys; print(sys.version.split()[0]); sys.exit(sys.version_info < (3, 11))') ||
+    fail 3 "$python is ${version:-not there}: add a module of 3.11 or newer to modules=() in job.sl, or set PYTHON"
 inherited=''
-if [[ -z $torch && -z $torch_index ]]; then
-    inherited=$("$python" -c '
+[[ $torch$torch_index ]] || inherited=$("$python" -c '
 import importlib.util, sys
 if importlib.util.find_spec("torch"):
     if sys.prefix != sys.base_prefix:
@@ -79,23 +114,22 @@ if importlib.util.find_spec("torch"):
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
         sys.exit(f"the torch of {sys.executable} is {torch.__version__}, older than 2.8")
     print(torch.__version__)
-') || fail 3 "the torch that $python brings cannot be used (above): load another module, or pass --torch torch==2.13.0"
-fi
+') || fail 3 "the torch that $python brings cannot be used (above): take another module, or pass --torch torch==2.13.0"
 # A release that this site was tried with. PyPI has it for NVIDIA GPUs; which driver it needs is pytorch.org's to say.
-# https://pytorch.org/get-started/previous-versions/
 torch=${torch:-torch==2.13.0}
 
-mkdir -p "$prefix" || fail 3 "PREFIX $prefix cannot be made"
-prefix=$(cd -P "$prefix" && pwd)
+prefix=$here/.venv
+[[ -z ${APPTAINER_CONTAINER:-} ]] || prefix=$here/.venv-apptainer
+mkdir -p "$prefix" || fail 3 "$prefix cannot be made"
 # The mark of a directory that is ours, and may be emptied. It says how far we came.
 mark=$prefix/.install
-[[ -e $mark || -z $(ls -A "$prefix") ]] || fail 3 "PREFIX $prefix holds something else: pass a new or an empty directory"
-[[ -w $prefix ]] || fail 3 "PREFIX $prefix cannot be written"
+[[ -e $mark || -z $(ls -A "$prefix") ]] || fail 3 "$prefix holds something else: move it away"
 
 # ---- the virtual environment and PyTorch: whole, or made again ---------------------------------------------------
 
-# A virtual environment cannot be moved, nor survive another Python.
-wanted="$prefix | $("$python" -c 'import sys; print(sys.base_prefix)') $version | ${inherited:-$torch $torch_index}"
+# A virtual environment cannot be moved, nor survive another Python or other modules.
+base=$("$python" -c 'import sys; print(sys.base_prefix)')
+wanted="$prefix | $base $version | ${inherited:-$torch $torch_index} | modules=(${modules[*]})"
 if [[ ! -e $mark || $(<"$mark") != "$wanted" ]]; then
     echo unfinished >"$mark"
     echo "making $prefix with Python $version"
@@ -108,17 +142,16 @@ export TMPDIR=$prefix/tmp PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP
 rm -rf "$TMPDIR"
 mkdir "$TMPDIR"
 trap 'rm -rf "$TMPDIR"' EXIT
-pip() { "$prefix/bin/python" -m pip --quiet "$@"; }
+pip() { "$prefix/bin/python" -m pip --quiet install "$@"; }
 
 if [[ $(<"$mark") != "$wanted" ]]; then
     # The torch of a module is used and never replaced: it was built for this machine.
-    # https://docs.python.org/3/library/venv.html
     "$python" -m venv ${inherited:+--system-site-packages} "$prefix" ||
-        fail 1 "$python -m venv failed (above): load a Python module that has venv and ensurepip"
+        fail 1 "$python -m venv failed (above): take a Python that has venv and ensurepip"
     if [[ -z $inherited ]]; then
         echo "installing $torch (minutes, and some GB with CUDA)"
         # numpy: without it torch 2.13 warns at every import.
-        pip install ${torch_index:+--index-url "$torch_index"} "$torch" numpy ||
+        pip ${torch_index:+--index-url "$torch_index"} "$torch" numpy ||
             fail 1 "pip could not install $torch (above): check the network and --torch-index, then run this again"
     fi
     echo "$wanted" >"$mark"
@@ -132,15 +165,12 @@ if [[ -d $core ]]; then
     cp -R "$core" "$TMPDIR/core" # a build writes into its source
     core=$TMPDIR/core
 fi
-echo "installing ddp_core"
-pip install 'safetensors>=0.4.3' || fail 1 "pip could not install safetensors (above): check the network, then run this again"
-# Without dependencies: nothing may replace torch.
-pip install --no-deps "$core" || fail 1 "pip could not install ddp_core (above): without network pass a wheel as --core"
-
-# The modules of now, for job.sl.
-# https://modules.readthedocs.io/en/latest/module.html#envvar-LOADEDMODULES
-rm -f "$prefix/modules"
-[[ -z ${LOADEDMODULES:-} ]] || echo "${LOADEDMODULES//:/ }" >"$prefix/modules"
+echo "installing ddp_core ${add[*]}"
+# Nothing may replace torch: it is named again, and ddp_core comes without its dependencies.
+torch=$("$prefix/bin/python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))')
+pip 'safetensors>=0.4.3' "${add[@]}" "$torch" || fail 1 "pip could not install safetensors ${add[*]} (above): run this again"
+pip --no-deps "$core" || fail 1 "pip could not install ddp_core (above): without network pass a wheel as --core"
+[[ -z $horovod ]] || "$here/install-horovod.sh" "$prefix/bin/python" || exit
 
 # ---- does it work -----------------------------------------------------------------------------------------------
 
@@ -151,7 +181,4 @@ print("python", platform.python_version())
 print("torch", torch.__version__, "for", *builds or ["the CPU alone: --torch-index finds builds for GPUs"])
 print("ddp_core", ddp_core.__version__)
 ' || fail 1 "the environment does not work (above): run this again, and with other modules if it fails again"
-
-echo "installed in $prefix"
-[[ $prefix -ef $here/.venv || $prefix -ef $here/.venv-apptainer ]] || echo "job.sl looks for .venv beside itself: ln -s $(printf %q "$prefix") .venv"
-echo "submit: cd $(printf %q "$here") && sbatch job.sl --epochs 3"
+echo "installed in $prefix; submit: cd $(printf %q "$here") && sbatch job.sl --epochs 3"

@@ -1,137 +1,105 @@
 #!/bin/bash -l
-# generic-slurm: one rank per GPU on the nodes of any Slurm cluster, started by srun.
+# generic-slurm: trains on the GPUs of any Slurm cluster, one rank on each GPU.
 #
 #   sbatch job.sl [flags of train.py]          submit, from this directory
 #   sbatch job.sl --run-dir runs/JOB [flags]   resume what job JOB left
 #   scancel --signal=USR1 JOB                  save now, stop, and go back into the queue
-#   job-torchrun.sl                            the same by one torchrun a node
+#   sbatch --nodes=1 job.sl install [flags]    run ./install.sh on a node of the kind that will train
 #
 # -l above: a login shell has the module command and Slurm's own, however the job was submitted.
 
 # ---- this cluster: the lines to edit ----------------------------------------------------------------------------
 
-# EDIT: the account that pays; delete the line where the cluster has none.
-# https://slurm.schedmd.com/sbatch.html#OPT_account
+# EDIT: the account that pays; delete the line where the cluster has none. sbatch --help
 #SBATCH --account=my_account
 
-# EDIT: a partition whose nodes have GPUs (sinfo --format="%P %G %c %m" lists partitions, GPUs, cores and memory).
-# https://slurm.schedmd.com/sbatch.html#OPT_partition
+# EDIT: a partition whose nodes have GPUs (sinfo --format="%P %G %c %m %f": GPUs, cores, memory, features). sbatch --help
 #SBATCH --partition=gpu
 
-# EDIT: nodes; ranks = nodes x ntasks-per-node must divide the global batch (96 unless a flag says otherwise).
-# https://slurm.schedmd.com/sbatch.html#OPT_nodes
+# EDIT: a feature that chooses one kind of node; delete the line where the partition's nodes are all alike.
+# https://slurm.schedmd.com/sbatch.html#OPT_constraint
+#SBATCH --constraint=my_feature
+
+# EDIT: nodes; ranks = nodes x ntasks-per-node must divide the global batch (96 unless a flag says otherwise). sbatch --help
 #SBATCH --nodes=2
 
 # EDIT: GPUs of a node. Per node, not per task: each rank sees all of them and takes its own, because GPUs that are
 # hidden from each other have kept NCCL from copying directly between them. https://github.com/NVIDIA/nccl/issues/1066
-# https://slurm.schedmd.com/sbatch.html#OPT_gpus-per-node
 #SBATCH --gpus-per-node=4
 
-# EDIT: ranks on a node, one for each of its GPUs.
-# https://slurm.schedmd.com/sbatch.html#OPT_ntasks-per-node
+# EDIT: ranks on a node, one for each of its GPUs. sbatch --help
 #SBATCH --ntasks-per-node=4
 
-# EDIT: cores a rank, at most the cores of a node / ntasks-per-node.
-# https://slurm.schedmd.com/sbatch.html#OPT_cpus-per-task
+# EDIT: cores a rank, at most the cores of a node / ntasks-per-node. sbatch --help
 #SBATCH --cpus-per-task=4
 
 # EDIT: memory a node. A rank on a GPU holds a few GB of libraries before its first step (8 GB a rank: unverified).
-# https://slurm.schedmd.com/sbatch.html#OPT_mem
 #SBATCH --mem=32G
 
-# EDIT: time limit of one start; a run that needs more of them is requeued and goes on.
-# https://slurm.schedmd.com/sbatch.html#OPT_time
+# EDIT: time limit of one start; a run that needs more of them is requeued and goes on. sbatch --help
 #SBATCH --time=01:00:00
 
 # ---- every cluster: directives that stay as they are -------------------------------------------------------------
 
-# Names the log, below.
-# https://slurm.schedmd.com/sbatch.html#OPT_job-name
+# Names the log. sbatch --help
 #SBATCH --job-name=train
 
-# Beside this script: a job whose log directory does not exist dies without a word.
-# https://slurm.schedmd.com/sbatch.html#OPT_output
+# Beside this script: a job whose log directory does not exist dies without a word. sbatch --help
 #SBATCH --output=%x-%j.out
 
-# A requeued job writes to the same log; truncating it would erase what happened before.
-# https://slurm.schedmd.com/sbatch.html#OPT_open-mode
+# A requeued job writes to the same log; truncating it would erase what happened before. sbatch --help
 #SBATCH --open-mode=append
 
-# After a node failure or a preemption Slurm starts this script again, under the same job id.
-# https://slurm.schedmd.com/sbatch.html#OPT_requeue
+# After a node failure or a preemption Slurm starts this script again, under the same job id. sbatch --help
 #SBATCH --requeue
 
-# USR1 to every rank 120 s before the time limit (Slurm may be 60 s early): they agree, save and exit with 75. Without
-# "B:", which would send it to this shell, that has nothing to do but to wait for them.
-# https://slurm.schedmd.com/sbatch.html#OPT_signal
+# USR1 to every rank 120 s before the time limit (Slurm may be 60 s early): they agree, save and exit with 75. "B:" would
+# send it to this shell alone. https://slurm.schedmd.com/sbatch.html#OPT_signal
 #SBATCH --signal=USR1@120
 
 set -euo pipefail
 
-# ---- this cluster, again: two values to edit, which stand here since no directive may follow a command -----------
+# ---- this cluster, again: choices, which stand here since no directive may follow a command ----------------------
 
-# EDIT: where PyTorch is: "venv" (of install.sh), or in the image of image-build.sh: "apptainer --nv" with NVIDIA's GPUs,
+# EDIT: the modules to train with, each with its version and all on this line: modules=(gcc/13.2 cuda/12.8 python/3.11).
+# install.sh loads the same ones. Name Slurm's and Apptainer's too where they are modules. Empty: none.
+modules=()
+
+# EDIT: where PyTorch is: "venv" (of install.sh), or the image of install.sh --image: "apptainer --nv" with NVIDIA's GPUs,
 # "apptainer --rocm" with AMD's. https://apptainer.org/docs/user/latest/gpu.html
 software=venv
 
-# EDIT: on a RoCE network (RDMA over Ethernet), the row of the adapter's address table with the nodes' RoCE v2 address, which
-# show_gids lists; 3 on many. Empty is right on InfiniBand, and since NCCL 2.21 on most RoCE too: it looks for that row itself.
-# https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-ib-gid-index
+# EDIT: what starts the ranks: "srun", or one "torchrun" on each node. srun is a program less; torchrun has flags of its own, as
+# --numa-binding, which belong into use_torchrun of common.sh.
+launcher=srun
+
+# EDIT: who sums the gradients: train.py (PyTorch), train_horovod.py or train_accelerate.py. README.md says what they need.
+program=train.py
+
+# EDIT: on a RoCE network (RDMA over Ethernet), the index of the nodes' RoCE v2 address, which show_gids lists; 3 on many.
+# Empty is right on InfiniBand, and on most RoCE since NCCL 2.21, which looks for that index itself.
 roce_gid_index=
+
+# EDIT: the proxy through which nodes reach PyPI, for `job.sl install` alone: http://proxy.example.org:3128. Empty: none.
+proxy=
 
 # ---- every cluster: nothing to edit from here on ----------------------------------------------------------------
 
-fail() {
-    echo "error: $1" >&2
-    exit 3 # as train.py: nothing was started
-}
-
-# How often Slurm has started this job again; it is not set in the first start.
-# https://slurm.schedmd.com/sbatch.html#OPT_SLURM_RESTART_COUNT
-restarts=${SLURM_RESTART_COUNT:-0}
-# It goes back into the queue at most so often: a job that can never end shall not come back for ever.
-max_restarts=20
-
-# What each rank runs. job-horovod.sl and job-accelerate.sl name another program, and themselves.
-program=${DDP_PROGRAM:-train.py} script=${DDP_SCRIPT:-job.sl}
 # sbatch has copied this script elsewhere, so the files beside it are found from the directory of submission.
-[[ -f $program ]] || fail "no $program in $PWD: submit from the site's directory, or with sbatch --chdir=DIR"
-case $software in
-venv) venv=$PWD/.venv install=./install.sh ;;
-"apptainer --nv" | "apptainer --rocm") venv=$PWD/.venv-apptainer install=./image-build.sh ;;
-*) fail "software=$software, but should be venv, apptainer --nv or apptainer --rocm" ;;
-esac
-[[ -e $venv/.install ]] || fail "no virtual environment at $venv: run $install first"
+[[ -f common.sh ]] || { echo "error: no common.sh in $PWD: submit from the site's folder, or with --chdir=DIR" >&2 && exit 3; }
+# What surrounds the launch: prepare, use_torchrun, describe_job, finish.
+# shellcheck source=common.sh
+source ./common.sh
 
-# The modules that were loaded when it was installed: another set can mean other libraries under the same Python.
-if [[ -e $venv/modules ]]; then
-    read -r -a modules <"$venv/modules"
-    set +u # module functions read unset variables
-    { module purge && module load "${modules[@]}"; } ||
-        fail "module load ${modules[*]} failed (above): load what there is now and run $install again"
-    set -u
+if [[ ${1:-} == install ]]; then
+    # pip and Apptainer read these; no_proxy has the addresses that need no proxy.
+    # https://pip.pypa.io/en/stable/user_guide/#using-a-proxy-server
+    [[ -z $proxy ]] || export http_proxy=$proxy https_proxy=$proxy no_proxy=localhost,127.0.0.1
+    exec bash -l ./install.sh "${@:2}"
 fi
+prepare
 
-python=("$venv/bin/python")
-if [[ $software != venv ]]; then
-    command -v apptainer >/dev/null || fail "no apptainer on $(hostname): load its module and run $install again, or set software=venv"
-    [[ -e image.sif ]] || fail "no image.sif in $PWD: run $install first"
-    apptainer_flags=(
-        # --nv or --rocm: the driver's libraries and devices in the image.
-        "${software#apptainer }"
-
-        # This directory, which not every cluster shows in an image by itself. Another one, as of --data-dir, wants its own line.
-        # https://apptainer.org/docs/user/latest/bind_paths_and_mounts.html
-        --bind "$PWD"
-
-        # And the ranks start in it.
-        # https://apptainer.org/docs/user/latest/cli/apptainer_exec.html
-        --pwd "$PWD"
-    )
-    python=(apptainer --quiet exec "${apptainer_flags[@]}" image.sif "${python[@]}")
-fi
-
-# Under sbatch --export=NONE srun would start the ranks without PATH and without the variables below; the manual says so.
+# Under sbatch --export=NONE srun would start the ranks without PATH and without the variables below.
 # https://slurm.schedmd.com/sbatch.html#OPT_export
 export SLURM_EXPORT_ENV=ALL
 
@@ -153,9 +121,33 @@ export MASTER_ADDR=${hosts%%$'\n'*}
 # https://docs.kernel.org/networking/ip-sysctl.html
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 
-# Where one is given.
+# Which of an adapter's addresses NCCL uses.
 # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-ib-gid-index
 [[ -z $roce_gid_index ]] || export NCCL_IB_GID_INDEX=$roce_gid_index
+
+# What srun starts: the ranks, or a torchrun on each node that starts them.
+tasks_per_node=$SLURM_NTASKS_PER_NODE cores=$SLURM_CPUS_PER_TASK
+command=("${run_python[@]}" "$program")
+[[ $launcher == srun ]] || use_torchrun
+
+srun_flags=(
+    # The ranks of a node, or its torchrun. srun --help
+    --ntasks-per-node="$tasks_per_node"
+
+    # On all nodes: by itself srun starts as many as the job has ranks. srun --help
+    --ntasks="$((SLURM_JOB_NUM_NODES * tasks_per_node))"
+
+    # srun of Slurm 22.05 and 23.02 does not take it from the job, and each rank would get one core.
+    # https://github.com/SchedMD/slurm/blob/slurm-22-05-0-1/RELEASE_NOTES
+    --cpus-per-task="$cores"
+
+    # A rank that died alone ends the job, instead of the time limit.
+    # https://slurm.schedmd.com/srun.html#OPT_kill-on-bad-exit
+    --kill-on-bad-exit=1
+
+    # Ranks that are left 60 s after the first one ended well hang: end them. srun --help
+    --wait=60
+)
 
 train_flags=(
     # Named, not found: a node without a working GPU is an error, never a slow run on its CPU. "cuda" is AMD's too.
@@ -167,51 +159,8 @@ train_flags=(
     --new-run-dir "runs/$SLURM_JOB_ID"
 )
 
-srun_flags=(
-    # srun of Slurm 22.05 and 23.02 does not take it from the job, and each rank would get one core.
-    # https://github.com/SchedMD/slurm/blob/slurm-22-05-0-1/RELEASE_NOTES
-    --cpus-per-task="$SLURM_CPUS_PER_TASK"
-
-    # A rank that died alone ends the job, instead of the time limit. Ranks that end together say why, and with which code,
-    # before Slurm's SIGTERM matters to them (README.md has the figures).
-    # https://slurm.schedmd.com/srun.html#OPT_kill-on-bad-exit
-    --kill-on-bad-exit=1
-
-    # Ranks that are left 60 s after the first one ended well hang: end them.
-    # https://slurm.schedmd.com/srun.html#OPT_wait
-    --wait=60
-)
-
-versions=$("${python[@]}" -c '
-from importlib.metadata import version
-from platform import python_version
-print(f"python={python_version()}", *(f"{name}={version(name)}" for name in ("torch", "ddp-core")))
-' 2>&1) || fail "$venv is not whole (${versions##*$'\n'}): run $install again"
-echo "job=$SLURM_JOB_ID restarts=$restarts slurm=$(srun --version) $versions software=${software%% *}"
-echo "nodes=$SLURM_JOB_NUM_NODES ranks=$SLURM_NTASKS ranks_per_node=$SLURM_NTASKS_PER_NODE cores_per_rank=$SLURM_CPUS_PER_TASK gpus_per_node=${SLURM_GPUS_PER_NODE:-0}"
-echo "hosts=${hosts//$'\n'/,} master=$MASTER_ADDR:$MASTER_PORT"
-
+describe_job
 code=0
 # What the user passed comes last: of a flag given twice, the last one counts.
-srun "${srun_flags[@]}" "${python[@]}" "$program" "${train_flags[@]}" "$@" || code=$?
-# Apptainer without setuid mounts the image by a process, squashfuse, that Slurm's USR1 ends with all others of the step but the
-# ranks. They save, but leave with a bus error, 135, when their libraries are gone; what rank 0 wrote last is the truth.
-if [[ $software != venv && $code -eq 135 ]]; then
-    run_dir=$("${python[@]}" -m ddp_core.find_run "${train_flags[@]}" "$@") || exit "$code"
-    [[ $(tail -n 1 "$run_dir/run.jsonl") != *'"exit_code":75'* ]] || code=75
-fi
-((code == 75)) || exit "$code"
-
-# 75: stopped early and saved, on all ranks. This shell has not seen the USR1; a SIGTERM, as from scancel, has ended it
-# before it comes here, and "Incomplete" keeps even then a cancelled job from coming back.
-# The command that resumes by hand. Without --fresh, which would put aside what this job has done.
-resume="sbatch $script $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
-resume=${resume/ --fresh / }
-if ((restarts >= max_restarts)); then
-    echo "error: stopped and saved, but this was restart $restarts of $max_restarts (max_restarts); to resume: $resume" >&2
-else
-    # Said before: the requeue ends this shell.
-    echo "stopped and saved: job $SLURM_JOB_ID goes back into the queue, and resumes when it starts"
-    scontrol requeue Incomplete "$SLURM_JOB_ID" || echo "error: Slurm did not requeue the job (above); to resume: $resume" >&2
-fi
-exit 75
+srun "${srun_flags[@]}" "${command[@]}" "${train_flags[@]}" "$@" || code=$?
+finish "$code" "$@"

@@ -13,10 +13,7 @@ from ddp_core import Rank, run
 
 
 def rank(environ: Mapping[str, str]) -> Rank:
-    """The Rank that this process's launcher tells; without a launcher, a world of one.
-
-    Raises PreflightError that names the variable and its value.
-    """
+    """As this process's launcher has it; without a launcher, a world of one. PreflightError names a variable that is wrong."""
     if "TORCHELASTIC_RUN_ID" in environ:  # first, since torchrun in a Slurm job is the nearer of the two
         return of_torchrun(environ)
     if "SLURM_PROCID" in environ:
@@ -48,10 +45,9 @@ def of_torchrun(environ: Mapping[str, str]) -> Rank:
 def of_srun(environ: Mapping[str, str]) -> Rank:
     """https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES; MASTER_* are job.sl's.
 
-    The variables of the step, not of the job: a batch script that runs `python train.py` without srun has PROCID 0
-    too, and would pass for a world of one.
+    The step's variables, not the job's: a batch script without srun has PROCID 0 too, and would pass for a world of one.
     """
-    # A job has many steps, and is started again when it is requeued, which Slurm counts from the second start on.
+    # A job has many steps, and is started again when it is requeued. Slurm counts that from the second start on.
     start = [environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
     return Rank.read(
         {**environ, "SLURM_JOB_ID": ".".join(start), "SLURM_STEP_TASKS_PER_NODE": tasks_on_this_node(environ)},

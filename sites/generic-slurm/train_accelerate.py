@@ -1,9 +1,9 @@
 """generic-slurm: train.py, but Hugging Face's Accelerate wraps the model, and so sums the gradients.
 
-    sbatch job-accelerate.sl --epochs 5
+    sbatch job.sl --epochs 5        with program=train_accelerate.py in job.sl
     .venv/bin/torchrun --standalone --nproc-per-node 2 train_accelerate.py --epochs 5     one machine, no scheduler
 
-It needs `.venv/bin/pip install accelerate==1.15.0`.
+It needs `./install.sh --add accelerate==1.15.0`. All flags and files are train.py's.
 """
 
 import os
@@ -22,7 +22,7 @@ class Accelerate(Ddp):
         try:
             from accelerate import Accelerator, DistributedDataParallelKwargs, __version__
         except ImportError as error:
-            raise PreflightError(f"{error}: .venv/bin/pip install accelerate==1.15.0") from error
+            raise PreflightError(f"{error}: ./install.sh --add accelerate==1.15.0") from error
         self.name = f"accelerate {__version__}"
         device = self.parameters[0].device
         export(device.index)

@@ -1,9 +1,9 @@
 """generic-slurm: train.py, but Horovod sums the gradients, over gloo or NCCL of its own.
 
-    sbatch job-horovod.sl --epochs 5
+    sbatch job.sl --epochs 5        with program=train_horovod.py in job.sl
     .venv/bin/torchrun --standalone --nproc-per-node 2 train_horovod.py --epochs 5     one machine, no scheduler
 
-It needs `./install-horovod.sh`.
+It needs `./install.sh --horovod`. All flags and files are train.py's.
 """
 
 import os
@@ -27,9 +27,9 @@ class Horovod(Flat):
             import horovod.torch as hvd
             from horovod import __version__
         except ImportError as error:
-            raise PreflightError(f"{error}: ./install-horovod.sh") from error
+            raise PreflightError(f"{error}: ./install.sh --horovod") from error
         if not self.flat.is_cpu and not hvd.nccl_built():
-            raise PreflightError("this Horovod was built without NCCL: ./install-horovod.sh --nccl DIR, or pass --device cpu")
+            raise PreflightError("this Horovod was built without NCCL: build it with HOROVOD_NCCL_HOME, or pass --device cpu")
         self.hvd, self.name = hvd, f"horovod {__version__}"
         if peers.world_size > 1:
             export(peers)
