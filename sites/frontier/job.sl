@@ -103,8 +103,8 @@ else
     # https://github.com/ROCm/rocm-systems/pull/4201
     export NCCL_NET_PLUGIN=${NCCL_NET_PLUGIN:-${OLCF_OFI_NCCL_ROOT:-}/lib/librccl-net.so}
     # Loaded once here: what is missing shows now, and not after the ranks have waited for each other.
-    "$python" -c 'import ctypes, os; ctypes.CDLL(os.environ["NCCL_NET_PLUGIN"])' ||
-        fail "NCCL_NET_PLUGIN=$NCCL_NET_PLUGIN does not load (above): see module show rccl-net-plugin; --nodes=1 needs none"
+    said=$("$python" -c 'import ctypes, os; ctypes.CDLL(os.environ["NCCL_NET_PLUGIN"])' 2>&1) ||
+        fail "RCCL's network plugin does not load (${said##*$'\n'}): see module show rccl-net-plugin; --nodes=1 needs none"
 fi
 
 # ---- the launch -------------------------------------------------------------------------------------------------
