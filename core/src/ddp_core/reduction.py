@@ -75,10 +75,10 @@ class Ddp(Reduction):
 
     name = "ddp"
     overlaps = True
+    buckets: list[torch.Tensor] | None = None
 
     def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
         super().__init__(model, compiled, peers, unused_parameters)
-        self.buckets: list[torch.Tensor] | None = None
         if self.world_size == 1:
             self.name, self.overlaps = Reduction.name, Reduction.overlaps
             return

@@ -11,6 +11,7 @@ ranks needs beside it has a room of its own:
     state.py, snapshot.py, run_directory.py    what is saved, how it is written, and where
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -63,9 +64,12 @@ class Trainer:
         self.autocast = (lambda: torch.autocast(device.type, lower)) if lower else nullcontext
 
         train, held_out = rows
+        # Both know all rows. Which of them this rank reads is asked for batch by batch.
         self.train_rows = Batches(train, workload, config, device, dtype)
         self.held_out = Batches(held_out, workload, config, device, dtype) if held_out is not None and len(held_out) else None
+        # Of (seed, epoch) alone: every rank makes the same order and takes every world_size-th row of it.
         self.order = Order(len(train), config.seed, config.global_batch_size, peers.rank, peers.world_size)
+        # Rows that do not fill a global batch wait for the next epoch, whose order is another.
         self.steps_per_epoch = min(len(train) // config.global_batch_size, config.steps_per_epoch or len(train))
         self.total_steps = config.epochs * self.steps_per_epoch
 
@@ -78,6 +82,7 @@ class Trainer:
     def _build(self, dtype: torch.dtype) -> None:
         """Model and optimizer, tried on two rows (probe.py) before anything is trained."""
         workload, config = self.workload, self.config
+        # The ranks may draw different numbers all the same (a set, the clock): rank 0's are sent to all in restore().
         seed_everything(config.seed)
         try:
             model = workload.model(config)
@@ -88,6 +93,7 @@ class Trainer:
             self.seen.notes.extend(check_optimizer(self.optimizer, self.model, workload))
         except Exception as error:
             raise blame(error, workload.file, f"the model of --workload {workload.name}") from error
+        # What the schedule multiplies; torch.optim's own schedulers use the same name.
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
 
@@ -102,9 +108,8 @@ class Trainer:
         weight = self.reduction.weight(config.global_batch_size)
         self.guard = Guard(self.optimizer, config.precision, config.clip_norm, weight, self.device)
         self.guard.scale = self.state.progress.scale
+        # Now, not at the first snapshot: what was sent to the ranks has arrived as it was.
         self._refuse_diverged_replicas()
-        if self.step < self.total_steps:
-            self.reduction.settle(self._first_backward)
 
     def _first_backward(self) -> None:
         """Of two rows, on every rank; nothing is made of its gradients."""
@@ -128,7 +133,12 @@ class Trainer:
 
     def train(self) -> ExitCode:
         """Train to the end, or until the ranks agree to stop. Raises a Failure on all ranks alike."""
+        # One stream for all epochs: its workers read ahead over the end of an epoch, too.
         self.batches = self.train_rows.stream(self._plan())
+        if self.step < self.total_steps:
+            # Now its workers are forked. Forked behind the first sum of gradients they crashed, in one session of two.
+            self.batches = itertools.chain([next(self.batches)], self.batches)
+            self.reduction.settle(self._first_backward)
         while self.step < self.total_steps:
             stop = self._run_epoch(*divmod(self.step, self.steps_per_epoch))
             if stop and self.step < self.total_steps:
@@ -160,9 +170,11 @@ class Trainer:
     def _run_step(self) -> None:
         """One optimizer step, on this rank's share of a global batch."""
         began = time.perf_counter()
+        # Without --accumulate one batch: this rank's rows of the global batch.
         batches = [next(self.batches) for _ in range(self.config.accumulate)]
         self.watch.spent("reading", began)
 
+        # backward() adds to the gradients that are there, so a step begins without any.
         self.reduction.zero_grad()
         for number, batch in enumerate(batches):
             # Dropout is a function of seed, step and micro-batch: a stopped run resumes with the same masks.
@@ -170,18 +182,23 @@ class Trainer:
             seed_generators(self.device, DROPOUT, self.config.seed, self.step, shard, others=self.seen.others)
             # DDP sums gradients in the last backward of a step; before it they only add up on each rank.
             with self.reduction.more_to_come() if number < len(batches) - 1 else nullcontext():
+                # bf16 and fp16 are for the forward pass alone: parameters and gradients stay fp32.
                 with self.autocast():
                     outputs = self.workload.forward(self.reduction.forward, batch)
                     loss = self._kept(self.workload.loss(outputs, batch))
                 if number == 0:
                     self.watch.spent("own", began)
+                # The weight makes the gradients of all ranks add up to those of the mean over the global batch.
                 self.guard.weighted(loss).backward()
 
         began = time.perf_counter()
+        # DDP has summed the gradients during backward; flat and canonical do it here.
         self.reduction.sum_gradients()
         self.watch.spent("communication", began)
 
+        # A function of the step, so there is no scheduler whose state could be lost.
         self._set_learning_rate()
+        # After the sum, so that every rank has the same norm, clips alike, and keeps equal parameters.
         self.reconciliation.norms.append(self.guard.norm(self.reduction.gradients))
         self.guard.step()  # optimizer.step(), unless a gradient is not finite
         self.state.progress.step += 1
@@ -215,9 +232,11 @@ class Trainer:
         """Raises NonFiniteError on all ranks; no parameter has changed since before the step that it names."""
         config = self.config
         due = config.save_minutes > 0 and time.monotonic() - self.saved >= 60 * config.save_minutes
+        # Rank 0's clock decides for all: ranks that looked at their own would not save at the same step.
         agreed = self.reconciliation.exchange(self.step, bool(self.stop), due, self.guard.tolerates())
         if agreed.not_finite:
             self._refuse_non_finite(*agreed.not_finite)
+        # Sums over rows travel, and are divided once: a mean of the ranks' means would round at every world size anew.
         losses = (agreed.losses / config.global_batch_size).tolist()
         for step, (parts, norm) in enumerate(zip(losses, agreed.norms.tolist(), strict=True), agreed.first):
             self._note(step, *parts, grad_norm=norm)
@@ -262,6 +281,7 @@ class Trainer:
         progress = self.state.progress
         if self._evaluates(epoch):
             began = time.perf_counter()
+            # BatchNorm's statistics are each rank's own: all evaluate with those that the snapshot has.
             self.peers.broadcast_tensors(list(self.model.buffers()))
             results = evaluate(self)
             self.watch.spent("evaluation", began)
@@ -294,6 +314,7 @@ class Trainer:
         return self.state.document()
 
     def _refuse_diverged_replicas(self) -> None:
+        # A snapshot is rank 0's. If another rank trains with other numbers, it is no snapshot of this training.
         sums = self.peers.gather(checksum(self.model))[:, 0]
         odd = (sums != sums[0]).nonzero().flatten().tolist()
         if odd:
