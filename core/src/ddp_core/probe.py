@@ -118,8 +118,9 @@ class _Trial:
             self.put_buffers_back()
             return self.total(self.rows, seed, others).nan_to_num().item()
 
-        if loss(0) == loss(0):
-            return False, [RANDOM] if loss(0) != loss(1) and not self.config.shards else []
+        first = loss(0)
+        if first == loss(0):
+            return False, [RANDOM] if first != loss(1) and not self.config.shards else []
         if loss(0, others=True) == loss(0, others=True):
             return True, [] if self.config.shards else [RANDOM]
         return False, [NOT_REPEATED]
