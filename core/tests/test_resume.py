@@ -108,6 +108,11 @@ def test_steps_are_saved_though_epochs_are_not(finished):
     assert saved_at(finished(f"{RUN} --save-steps 20 --save-every 9", 1)) == [20, 40, 42]
 
 
+@pytest.mark.parametrize("evaluated", ["", " --eval-every 9"])
+def test_steps_that_end_an_epoch_are_saved_though_epochs_are_not(finished, evaluated):
+    assert saved_at(finished(f"{RUN} --save-steps 14 --save-every 9{evaluated}", 2)) == [14, 28, 42]
+
+
 def test_snapshots_come_every_so_many_minutes(finished):
     """A time that has always passed: at every reconciliation, of which there is at least one in the first steps."""
     job = finished(f"{RUN} --save-minutes 1e-9", 2)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ddp_core.errors import PeerLostError
-from ddp_core.order import AUGMENTATION, seed_others, word
+from ddp_core.order import AUGMENTATION, seed_others, stream, word
 from ddp_core.workload import Workload, blame
 
 SMALL = 2**28  # bytes: numbers of another precision are converted once, not batch by batch
@@ -150,6 +150,7 @@ class SeededRows:
 
     def __init__(self, rows: Any, config):
         self.rows, self.seed, self.seeded = rows, config.seed, config.row_seeds == "on"
+        self.epoch, self.state = None, 0
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -157,7 +158,9 @@ class SeededRows:
     def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, row = place
         if self.seeded:
-            seed = word(AUGMENTATION, self.seed, epoch, row)
+            if epoch != self.epoch:
+                self.epoch, self.state = epoch, stream(AUGMENTATION, self.seed, epoch)
+            seed = word(row, state=self.state)
             torch.default_generator.manual_seed(seed)
             seed_others(seed)
         return self.rows[row]

@@ -45,10 +45,17 @@ def uniform(count: int, *labels: int) -> torch.Tensor:
     return _shift(words(count, *labels), 40).double() / 2**24
 
 
-def word(*labels: int) -> int:
-    """The first of words(1, *labels), without a sign, in 2 microseconds: a seed for other generators."""
-    state = 0
-    for label in (*labels, 0):
+def word(*labels: int, state: int = 0) -> int:
+    """The first of words(1, *labels), without a sign, in 2 microseconds: a seed for other generators.
+
+    state: of the labels before these (stream), where many words share them.
+    """
+    return stream(*labels, 0, state=state)
+
+
+def stream(*labels: int, state: int = 0) -> int:
+    """What word() has come to after these labels."""
+    for label in labels:
         z = ((state ^ label) + GOLDEN) & MASK
         z = ((z ^ z >> 30) * MIX1) & MASK
         z = ((z ^ z >> 27) * MIX2) & MASK

@@ -158,13 +158,13 @@ class Trainer:
             # An epoch without evaluation and snapshot is no reason to wait: its loss is told a little later.
             if (last and ends) or save or self.reconciliation.due:
                 agreed = self._reconcile(epoch, index)
-                stop = agreed.stop
-                if (agreed.save or save) and not last and not stop:
+                stop, save = agreed.stop, save or agreed.save
+                if save and not last and not stop:
                     self._save_snapshot()
                 if stop and not last:
                     return True
-        if ends:
-            self._end_epoch(epoch)
+        if ends or save:
+            self._end_epoch(epoch, save and not stop)
         return stop
 
     def _run_step(self) -> None:
@@ -276,8 +276,11 @@ class Trainer:
         """Whether this epoch ends with the held-out rows."""
         return self.held_out is not None and (epoch + 1 == self.config.epochs or (epoch + 1) % self.config.eval_every == 0)
 
-    def _end_epoch(self, epoch: int) -> None:
-        """Evaluation and snapshots, where this epoch has them. The ranks have just told each other their losses."""
+    def _end_epoch(self, epoch: int, save: bool) -> None:
+        """Evaluation and snapshots, where this epoch has them. The ranks have just told each other their losses.
+
+        save: whether a snapshot is due, whatever --save-every says.
+        """
         progress = self.state.progress
         if self._evaluates(epoch):
             began = time.perf_counter()
@@ -289,7 +292,7 @@ class Trainer:
             if results["eval_loss"] < (float.fromhex(progress.best[1]) if progress.best else float("inf")):
                 progress.best = [epoch, results["eval_loss"].hex()]
                 self.on_rank_0(lambda: write(self.directory.best, self.state.tensors(), self._document()))
-        if self.step == self.total_steps or (epoch + 1) % self.config.save_every == 0:
+        if save or self.step == self.total_steps or (epoch + 1) % self.config.save_every == 0:
             self._save_snapshot()
         self.reconciliation.last = time.monotonic()  # the next steps are timed without this
 
