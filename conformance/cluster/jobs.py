@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.cluster.virtual import USER, VirtualSite
-from conformance.sites import Site
-from conformance.submit import SCHEDULERS
-from conformance.world import Run
+from conformance.harness.sites import Site
+from conformance.harness.submit import SCHEDULERS
+from conformance.harness.world import Run
 
 WAITING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 # Options for other nodes and ranks than those of the job script, and the variable that counts starts; [job] may say otherwise.

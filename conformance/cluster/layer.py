@@ -1,6 +1,6 @@
 """What a job finds on a site's machine besides Slurm: modules, conda, containers, PBS. Made from site.toml.
 
-    layer = build(site, folder)      of a conformance.sites.Site, into an empty folder
+    layer = build(site, folder)      of a conformance.harness.sites.Site, into an empty folder
 
 Commands are the stand-ins of stand_ins/, and which of them are laid is derived: of an `image` a container runtime, of a
 module whose name says conda a conda, of scheduler = "pbs" the commands of PBS and of PALS. Modules are exactly those that
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from conformance.cluster import Layer, prefix
 from conformance.cluster.shape import LOGIN, numbers
-from conformance.sites import Site
+from conformance.harness.sites import Site
 
 HERE = Path(__file__).parent / "stand_ins"
 HOME = "/usr/local/stand-ins"  # on the nodes

@@ -1,6 +1,6 @@
 """On which cores, and with which device, a site's own job script starts each rank: seen by a probe in the place of train.py.
 
-    python -m pytest conformance/test_jobs.py --cluster -k near
+    python -m pytest conformance/checks/test_jobs.py --cluster -k near
 
 The job script is submitted as it stands, after the site's install.sh. In some ranks the probe looks after `import torch`, which
 might move them; without torch it is light, for what is broken anyhow.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from conformance.cluster.layer import HOME, brings_a_plugin
 from conformance.cluster.shape import numbers
-from conformance.sites import Site
+from conformance.harness.sites import Site
 
 # A file a rank: a launcher cuts long lines, and those of many ranks mix.
 PROBE = r"""

@@ -6,7 +6,7 @@ taken(cluster, site, folder)        what it has taken that is wrong, a line each
 import re
 
 from conformance.cluster.virtual import USER, VirtualSite
-from conformance.sites import Site
+from conformance.harness.sites import Site
 
 # What is wrong with a job, by the options that make it so; and the scheduler's words for it.
 SLURM = {

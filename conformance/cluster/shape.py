@@ -1,11 +1,11 @@
 """A virtual cluster in numbers and text, from site.toml alone: its nodes' names, Slurm's files, /etc/hosts.
 
-print(slurm_conf(site, names_of(site, 2), {}))      of a conformance.sites.Site
+print(slurm_conf(site, names_of(site, 2), {}))      of a conformance.harness.sites.Site
 """
 
 import math
 
-from conformance.sites import Site
+from conformance.harness.sites import Site
 
 LOGIN = "login1"
 OLDEST = (22, 5)  # of Slurm's versions that are served

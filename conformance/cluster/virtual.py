@@ -29,7 +29,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from conformance import sites
 from conformance.cluster import Layer, accounting, layer
 from conformance.cluster.shape import (
     LOGIN,
@@ -45,7 +44,8 @@ from conformance.cluster.shape import (
     slurm_conf,
     topology,
 )
-from conformance.sites import ROOT, Site
+from conformance.harness import sites
+from conformance.harness.sites import ROOT, Site
 
 HERE = Path(__file__).parent
 USER, UID = "visitor", 20001

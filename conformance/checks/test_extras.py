@@ -1,0 +1,64 @@
+"""What a site brings beside its job: a notebook, a writer of metrics, another library's way to share gradients.
+
+    python -m pytest conformance/checks/test_extras.py --extras [--by-hand] [--site NAME_OR_FOLDER] [-k NAME]
+
+This needs the packages that the sites' [[extras]] name; `nox -s extras` installs them.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance.golden import make as golden
+from conformance.harness.check import T1
+from conformance.harness.sites import without_launcher
+from conformance.harness.world import Run, read_records
+
+MINUTES = 15  # to prepare what no wheel is there for
+
+
+@pytest.mark.timeout(60 * MINUTES + 300)
+@pytest.mark.clause("E1", "E2")
+def test_an_extra_runs_as_the_site_says(check, site, extra, tmp_path):
+    """In a copy of the site's files, as a user has one, and with a home of its own."""
+    (tmp_path / "site").mkdir()
+    for name in {*site.facts.get("files", []), "site.toml"}:
+        shutil.copy(site.folder / name, tmp_path / "site" / name)
+    run_dir = tmp_path / "run"
+    if "prepare" in extra:
+        ended = start(extra["prepare"], tmp_path, run_dir, 60 * MINUTES)
+        check.equal("E1", exit_code_of_prepare=told(ended, 0))
+    ended = start(extra["command"], tmp_path, run_dir, 180)
+    check.equal("E1", **{f"exit_code_of_{extra['name']}": told(ended, 0)})
+    if extra.get("golden"):
+        losses = Run(run_dir, [], [], [], [], read_records(run_dir)).losses
+        should_be = golden.load()["losses"]
+        check.equal("E2", steps=(len(losses), len(should_be)))
+        check.close("E2", losses, should_be, T1)
+
+
+def start(command: list[str], folder: Path, run_dir: Path, seconds: float) -> subprocess.CompletedProcess:
+    command = [part.format(run_dir=run_dir) for part in command]
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environ = without_launcher() | dict(HOME=str(home), PATH=path, OMP_NUM_THREADS="1")
+    print("+", shlex.join(command))
+    try:
+        return subprocess.run(
+            command, cwd=folder / "site", env=environ, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return subprocess.CompletedProcess(command, 1, "", str(error))
+
+
+def told(ended: subprocess.CompletedProcess, should_be: int) -> tuple:
+    """The exit code, with the end of what was printed where it is another than it should be."""
+    if ended.returncode == should_be:
+        return should_be, should_be
+    return f"{ended.returncode}, {' '.join((ended.stdout + ended.stderr).split())[-600:]!r}", should_be

@@ -1,0 +1,425 @@
+"""A site's own job script on its virtual cluster, as it stands: where its ranks are, whom they meet, and how it lives on.
+
+    python -m pytest conformance/checks/test_jobs.py --cluster [--site NAME_OR_FOLDER] [--clause ID]
+
+As root, with Slurm; `nox -s cluster` runs it. One job, `life`, is stopped, preempted, and robbed of its nodes, and in the end
+its losses must be those of a job that nothing has happened to. It is slow by its disk and not by its work.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conformance.cluster import layer, placement, prefix
+from conformance.cluster.jobs import PATIENCE, Job, Odd, Submitter
+from conformance.cluster.refusals import queue
+from conformance.cluster.shape import SUBNET, URGENT, interfaces_of
+from conformance.cluster.virtual import UID
+from conformance.golden import make as golden
+from conformance.harness.check import T1, Check
+from conformance.harness.reference import sha256, take_apart
+from conformance.harness.world import read_records
+
+clause, only = pytest.mark.clause, pytest.mark.only
+pytestmark = pytest.mark.timeout(300, method="thread")
+SLURM = only(schedulers=["slurm"])
+
+# What the suite looks at on the login node: all of one run, one that fails, one summed otherwise, and one of a user's own file.
+OF_LOGIN = ("R1", "R3", "R9", "J1", "J2", "L1", "L2", "L4", "L6", "L13", "L14", "S1")
+FP64 = golden.RUN
+# 600 steps, and a snapshot after every fifth.
+LONG = "--workload digits --precision fp64 --epochs 120 --steps-per-epoch 5 --eval-every 120"
+SNAPSHOT = "snapshot.safetensors"
+SLOW = 0.5  # seconds of an fsync, two of which are a snapshot
+
+
+@contextlib.contextmanager
+def holds(check: Check, name: str):
+    """What does not happen breaks this clause."""
+    __tracebackhide__ = True
+    try:
+        yield
+    except Odd as odd:
+        check.holds(name, str(odd))
+
+
+def whole(folder: Path) -> int:
+    """The step of its snapshot. Raises Odd where that is damaged, or is not there."""
+    if not (folder / SNAPSHOT).exists():
+        raise Odd(f"no {SNAPSHOT} is left")
+    snapshot = take_apart(folder / SNAPSHOT)
+    if snapshot["crc32"] != snapshot["document"]["crc32"]:
+        raise Odd(f"{SNAPSHOT} is damaged")
+    return snapshot["document"]["step"]
+
+
+@pytest.fixture(scope="session")
+def user(cluster, site) -> Submitter:
+    """In the site's folder in the user's home, after its own install.sh."""
+    folder = cluster.put_site()
+    ended = cluster.on("login", "./install.sh", folder=folder, timeout=240)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return Submitter(cluster, site, folder)
+
+
+# ---- what it trains -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def suite(user, pytestconfig) -> Path:
+    """The runs of the suite itself, started by the user on the login node as on the machine's own; it needs no torch there."""
+    there = f"{prefix.ROOT}/python/bin/python"
+    command = ["env", f"PYTHONPATH={prefix.ROOT}/suite", there, "-m", "pytest", "-p", "no:cacheprovider"]
+    command += ["conformance/checks/test_run.py", f"--site={user.folder}", f"--submit={user.geometry(2, 2)}", "--virtual"]
+    command += ["--geometry=2x2", "--device=cpu", "--part=parts", *(f"--clause={name}" for name in OF_LOGIN)]
+    ended = user.cluster.on("login", command, folder=user.folder.partition("/sites/")[0], timeout=280)
+    if ended.returncode:
+        pytest.fail(f"{ended.stdout}{ended.stderr}", pytrace=False)
+    (part,) = (user.here.parents[1] / "parts").glob("*.json")
+    if folder := pytestconfig.getoption("--part"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        shutil.copy(part, Path(folder, f"{user.site.name}-{part.name}"))
+    (runs,) = (user.here / "runs").glob("conformance-*")
+    return runs
+
+
+@clause("J12")
+def test_the_suite_submits_it_from_the_login_node(check, suite):
+    """As README.md has it: what it finds goes into the report by itself."""
+    check.equal("J12", runs_of_it=(bool([*suite.rglob(SNAPSHOT)]), True))
+
+
+@clause("S4")
+def test_its_snapshot_is_that_of_ranks_without_a_scheduler(check, suite, pytestconfig):
+    """After two of three epochs, by 4 ranks on 2 nodes and by 4 ranks of the process rung."""
+    handed_on = pytestconfig.getoption("--handed-on")
+    should_be = {sha256(path) for path in Path(handed_on or "/nowhere").glob("*-4.safetensors")}
+    check.equal("S4", snapshots_of_4_ranks_in_handed_on=(len(should_be), 1))
+    runs = {sha256(path) for path in suite.rglob("snapshot.prev.safetensors") if is_the_reference_run(path.parent)}
+    check.equal("S4", sha256=(runs, should_be))
+
+
+def is_the_reference_run(folder: Path) -> bool:
+    config = read_records(folder)[0]["config"]
+    return (config["workload"], config["reduction"]) == ("digits", "ddp")
+
+
+@SLURM
+@clause("J12", "R3", "R4")
+def test_it_trains_when_nothing_is_exported_and_ranks_are_dealt_out(check, user):
+    """srun takes over --export=NONE, and has no PATH then; no stub of it shows that. Rank 1 is on the second node here."""
+    with holds(check, "J12"):
+        job = user.submit(FP64, nodes=2, ranks=2, options="--export=NONE --distribution=cyclic")
+        code = job.ends()
+        check.equal("J12", exit_code=(f"{code}: {job.said()[-400:]}" if code else 0, 0))
+        (start,) = job.starts()
+        told = {name: [row[name] for row in start["ranks"]] for name in ("host", "local_rank", "node_rank")}
+        check.equal("R3", hosts=(told["host"], told["host"][:2] * 2), local_ranks=(told["local_rank"], [0, 0, 1, 1]))
+        check.equal("R4", node_ranks=(told["node_rank"], [0, 1, 0, 1]))
+        check.close("J12", job.run().losses, golden.load()["losses"], T1)
+
+
+@clause("J10")
+def test_it_comes_back_only_so_often(check, user):
+    """As the thousandth start of its job it does not, and says how to go on."""
+    with holds(check, "J10"):
+        user.cluster.slow_disk(0)
+        job = user.submit(f"{LONG}0", nodes=1, ranks=1, variables={user.restarts: "1000"})
+        job.trains()
+        user.stop(job)
+        check.equal("J10", exit_code=(job.ends(60), 75), says=("to resume" in job.said(), True))
+        check.equal("J10", jobs_in_the_queue=(queue(user.cluster), []))
+
+
+@clause("J16")
+def test_a_full_disk(check, user):
+    """It has room for one snapshot and not for the next: that stands, and from it the job goes on when there is room."""
+    folder, nodes = f"{user.folder}/runs/full", user.cluster.names
+
+    def on_each_node(command: str) -> None:
+        for node in nodes:
+            ended = user.cluster.on(node, command, user=False)
+            assert ended.returncode == 0, ended.stderr
+
+    def seen() -> Path:
+        """What is on the disk, which is one node's own, as this machine sees it."""
+        on_each_node(f"cp -r {folder}/. {user.folder}/runs/seen")
+        return user.here / "runs/seen"
+
+    with holds(check, "J16"):
+        user.cluster.slow_disk(0)
+        assert user.cluster.on("login", f"mkdir -p {folder} {user.folder}/runs/seen").returncode == 0
+        on_each_node(f"mount -t tmpfs -o size=800k,uid={UID} full {folder}")
+        job = user.submit(FP64, nodes=1, ranks=2, run="full")
+        check.equal("J16", exit_code=(job.ends(), 8), says=("No space left" in job.said(), True))
+        check.equal("J16", step_of_the_snapshot=(whole(seen()), 14))
+        on_each_node(f"mount -o remount,size=8m {folder}")
+        again = user.submit(FP64, nodes=1, ranks=2, run="full")
+        check.equal("J16", exit_code=(again.ends(), 0), step_of_the_snapshot=(whole(seen()), 42))
+        on_each_node(f"umount {folder}")
+
+
+# ---- where its ranks are --------------------------------------------------------------------------------------------
+
+
+def placed(user, change: Callable[[str], str] = str, torch: bool = True) -> list[placement.Row]:
+    """Of the unedited job, or of a changed one: where a probe was started that stood in the place of train.py."""
+    train, script, results = user.here / "train.py", user.here / user.site.facts["submit"], user.here / "placed"
+    before = train.read_text(), script.read_text()
+    shutil.rmtree(results, ignore_errors=True)
+    results.mkdir()
+    os.chown(results, UID, UID)
+    try:
+        train.write_text(placement.probe(user.site, f"{user.folder}/placed", torch))
+        script.write_text(change(script.read_text()))
+        job = user.submit("")
+        if code := job.ends(180):
+            raise Odd(f"exit code={code}; its log: {job.last_words()}")
+    finally:
+        train.write_text(before[0]), script.write_text(before[1])
+    return placement.rows_of(path.read_text() for path in results.glob("*.json"))
+
+
+@clause("J9", "R7")
+def test_ranks_are_on_the_cores_near_their_device(check, user, site):
+    """In blocks, each with a device of its own and cores of its own, near it where site.toml says what is near."""
+    with holds(check, "J9"):
+        rows = placed(user)
+        print(json.dumps([[row.rank, row.host, placement.device_of(site, row), placement.ranges({*row.cpus})] for row in rows]))
+        check.holds("R7", *placement.doubled(site, rows, "device"))
+        check.holds("J9", *placement.misplaced(site, rows), *placement.doubled(site, rows, "core"))
+
+
+@only(when=layer.brings_a_plugin)
+@clause("J13")
+def test_rccl_opens_its_network_plugin(check, user):
+    """On several nodes. Which file, by RCCL's own order of search; whether that starts, only the machine shows."""
+    with holds(check, "J13"):
+        rows = placed(user, torch=False)
+        print({row.plugin for row in rows})
+        check.holds("J13", *placement.unplugged(rows))
+
+
+@pytest.mark.rejects("J9")
+def test_ranks_that_are_not_bound_are_rejected(user, site):
+    rows = placed(user, lambda script: placement.unbound(script, site.facts["launcher"]), torch=False)
+    assert placement.misplaced(site, rows) or placement.doubled(site, rows, "core")
+
+
+# ---- whom it meets --------------------------------------------------------------------------------------------------
+
+
+class Life:
+    """The one job that all of this happens to; submitted again, to go on, after what ends a job for good."""
+
+    def __init__(self, user: Submitter):
+        self.user, self.cluster = user, user.cluster
+        self.job: Job | None = None
+
+    def training(self, slow: float = SLOW) -> Job:
+        """It, after at least one snapshot."""
+        self.cluster.slow_disk(slow)
+        if not self.job or not self.job.alive():
+            self.job = self.user.submit(LONG, nodes=2, ranks=1, run="life")
+            self.job.trains()
+        self.job.until((self.job.folder / SNAPSHOT).exists, "a snapshot")
+        return self.job
+
+    def nodes(self) -> list[str]:
+        """In the order of the ranks."""
+        return [row["host"] for row in self.job.starts()[-1]["ranks"]]
+
+    def root(self, command: str) -> str:
+        return self.cluster.on("login", command, user=False).stdout
+
+    def is_back(self, node: str) -> None:
+        """Wait until a node that was lost is free: what is left there of the job would be ended with the job's next start."""
+        self.cluster.slow_disk(10 * SLOW)  # or the job, which has its steps, comes to its end meanwhile
+        end = time.monotonic() + PATIENCE
+        # All nodes are asked for: to be asked for one, slurmctld does not count anew which cores are in use (its proc_req.c).
+        while f"{node} idle" not in self.user.nodes().split(", ") or self.processes_of_jobs(node):
+            assert time.monotonic() < end, f"{node} does not come back: {self.user.nodes()}; {self.processes_of_jobs(node)}"
+            time.sleep(0.2)
+
+    def processes_of_jobs(self, node: str) -> str:
+        return self.cluster.on(node, ["pgrep", "-f", "^slurmstepd"], user=False).stdout
+
+    def ends_in(self, seconds: int) -> None:
+        """Its time limit, from now."""
+        end = datetime.datetime.now() + datetime.timedelta(seconds=seconds)
+        self.root(f"scontrol update jobid={self.job.id} EndTime={end:%Y-%m-%dT%H:%M:%S}")
+
+
+@pytest.fixture(scope="session")
+def life(user) -> Life:
+    return Life(user)
+
+
+@clause("J13")
+def test_ranks_meet_over_the_first_interface(check, life, site):
+    with holds(check, "J13"):
+        life.training()
+        found = set()
+        for node in life.nodes():
+            lines = life.cluster.on(node, ["ss", "-Htnp", "state", "established"], user=False).stdout.splitlines()
+            found |= {address for line in lines if "python" in line for address in re.findall(rf"{SUBNET}\.(\d+)\.\d+:", line)}
+        first = interfaces_of(site)[0]
+        check.equal("J13", interfaces_between_ranks=({interfaces_of(site)[int(k)] for k in found}, {first}))
+
+
+@only(when=lambda site: site.shares_nodes)
+@clause("J13")
+def test_two_jobs_on_one_node_do_not_meet(check, user):
+    """Started at the same moment."""
+    with holds(check, "J13"):
+        user.cluster.slow_disk(SLOW)
+        node = f"--nodelist={user.cluster.names[-1]}"
+        jobs = [user.submit(LONG, nodes=1, ranks=1, options=node) for _ in range(2)]
+        for job in jobs:
+            job.trains()
+        check.equal("J13", both_train=([job.alive() for job in jobs], [True, True]))
+        rows = [job.starts()[-1]["ranks"] for job in jobs]
+        check.equal("J13", hosts=([[row["host"] for row in of] for of in rows], [[user.cluster.names[-1]]] * 2))
+        for job in jobs:
+            user.cluster.on("login", [user.scheduler.cancels, job.number])
+            job.ends()
+
+
+@clause("J17")
+def test_a_second_job_on_its_run_directory_is_refused(check, life):
+    with holds(check, "J17"):
+        first = life.training()
+        starts = len(first.starts())
+        second = life.user.submit(LONG, nodes=1, ranks=1, run="life")
+        code = second.ends(90)
+        check.equal("J17", exit_code=(code, 3), says=("in use by" in second.said(), True))
+        check.equal("J17", first_one_lives=(first.alive(), True), starts=(len(first.starts()), starts))
+
+
+# ---- what happens to it ---------------------------------------------------------------------------------------------
+
+
+def resumes(check, name: str, job: Job) -> None:
+    """It comes back by itself, at the step at which it has saved."""
+    __tracebackhide__ = True
+    start = job.comes_back()["step"]
+    *_, end = (record for record in job.run().records if record["kind"] == "end")
+    check.equal(name, exit_code=(end["exit_code"], 75), resumes_at_step=(start, end["step"]))
+
+
+def recovers(check, name: str, job: Job, step: int) -> None:
+    """It comes back by itself, and has lost nothing that was saved at this step."""
+    __tracebackhide__ = True
+    check.equal(name, resumes_behind_the_snapshot=(job.comes_back(lost=True)["step"] < step, False))
+
+
+@clause("J10")
+def test_it_comes_back_when_it_is_stopped(check, life):
+    with holds(check, "J10"):
+        job = life.training()
+        life.user.stop(job)
+        resumes(check, "J10", job)
+
+
+@SLURM
+@clause("J10")
+def test_it_comes_back_after_its_time_limit(check, life):
+    """Warned by the scheduler, and by nobody else."""
+    with holds(check, "J10"):
+        job = life.training()
+        limit = job.facts()["TimeLimit"]
+        life.ends_in(100)
+        job.until(lambda: life.user.waits(job), "its place in the queue")
+        life.root(f"scontrol update jobid={job.id} TimeLimit={limit}")
+        resumes(check, "J10", job)
+
+
+@SLURM
+@clause("J10")
+def test_it_comes_back_when_it_is_preempted(check, life):
+    """Its ranks are told by SIGTERM, and have the partition's grace time."""
+    with holds(check, "J10"):
+        job = life.training()
+        nodes = ",".join(life.nodes())
+        life.root(f"sbatch --partition={URGENT} --exclusive --nodelist={nodes} --output=/dev/null --wrap='sleep 1'")
+        resumes(check, "J10", job)
+
+
+def without(check, life, switch: Callable[[str, str], object]) -> None:
+    """It goes on without its last node, which is switched "down", and "up" again afterwards."""
+    __tracebackhide__ = True
+    with holds(check, "J14"):
+        job = life.training()
+        step, node = whole(job.folder), life.nodes()[-1]
+        switch(node, "down")
+        try:
+            recovers(check, "J14", job, step)
+        finally:
+            switch(node, "up")
+            life.is_back(node)
+
+
+@SLURM
+@clause("J14")
+def test_it_comes_back_when_a_node_is_set_down(check, life):
+    states = dict(down="down reason=test", up="resume")
+    without(check, life, lambda node, to: life.root(f"scontrol update nodename={node} state={states[to]}"))
+
+
+@clause("J14")
+def test_it_comes_back_when_a_node_loses_its_link(check, life, site):
+    first = interfaces_of(site)[0]
+    without(check, life, lambda node, to: life.cluster.on(node, f"ip link set {first} {to}", user=False))
+
+
+@clause("J14")
+def test_it_comes_back_when_a_node_crashes(check, life):
+    """Rank 0's: the lock of the run directory is a dead host's then."""
+    with holds(check, "J14"):
+        job = life.training()
+        step = whole(job.folder)
+        life.cluster.crash(life.nodes()[0])
+        recovers(check, "J14", job, step)
+
+
+@SLURM
+@clause("J16")
+def test_a_time_limit_shorter_than_the_save(check, life):
+    with holds(check, "J16"):
+        job = life.training()
+        before = whole(job.folder)
+        life.cluster.slow_disk(120)
+        life.ends_in(0)
+        check.equal("J16", ends_as=(job.ends(), "TIMEOUT"))
+        check.equal("J16", snapshot_of_step_or_later=(whole(job.folder) >= before, True))
+
+
+@clause("J15")
+def test_a_cancelled_job_saves_and_does_not_come_back(check, life):
+    with holds(check, "J15"):
+        job = life.training()
+        step = whole(job.folder)
+        life.cluster.on("login", [life.user.scheduler.cancels, job.number])
+        code = job.ends()
+        check.equal("J15", ends_as=(code, "CANCELLED"), saved=(whole(job.folder) > step, True))
+        check.equal("J15", jobs_in_the_queue=(queue(life.cluster), []))
+
+
+@clause("J14")
+def test_its_losses_are_those_of_one_that_nothing_happened_to(check, life):
+    with holds(check, "J14"):
+        job = life.training(slow=0)
+        check.equal("J14", exit_code=(job.ends(), 0))
+        other = life.user.submit(LONG, nodes=2, ranks=1)
+        check.equal("J14", exit_code=(other.ends(), 0))
+        run, never = job.run(), other.run()
+        check.equal("J14", losses=(run.values("step", "loss_hex"), never.values("step", "loss_hex")))
+        check.equal("J14", snapshot=(sha256(job.folder / SNAPSHOT), sha256(other.folder / SNAPSHOT)))

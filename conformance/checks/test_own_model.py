@@ -1,0 +1,223 @@
+"""The page "Your own model" of sites/README.md, followed word for word by an ordinary user on a virtual cluster.
+
+    python -m pytest conformance/checks/test_own_model.py --cluster
+
+As root, with Slurm; `nox -s cluster` runs it. The page says which site is copied. Its commands are typed line by line, and its
+code is saved under the name that it gives. Only `--device cpu` is added, to what is submitted: there is no GPU.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from conformance.cluster import layer
+from conformance.cluster.jobs import Job, Odd, Submitter
+from conformance.cluster.virtual import UID, USER, VirtualSite
+from conformance.harness import sites
+from conformance.harness.reference import sha256
+from conformance.harness.sites import ROOT, Site
+
+clause, rejects = pytest.mark.clause, pytest.mark.rejects
+pytestmark = pytest.mark.timeout(300, method="thread")
+
+TOP = f"/home/{USER}/ddp-sites"  # the repository, as the user has it
+BLOCK = re.compile(r"Save this as `(?P<name>[^`]+)`|^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+SLOW = 1.0  # seconds of an fsync, four of which are at the end of an epoch
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Page:
+    text: str
+
+    @property
+    def site(self) -> Site:
+        return sites.find([re.search(r"^cp -r sites/(\S+) ", self.text, re.MULTILINE)[1]])[0]
+
+    @property
+    def blocks(self) -> list[tuple[str, str]]:
+        """In order: ("", commands), or a file's name and its code. Raises ValueError where a block is neither."""
+        found, name = [], ""
+        for block in BLOCK.finditer(self.text):
+            if block["name"]:
+                name = block["name"]
+            elif block["language"] == "":
+                found.append(("", block["text"]))
+            elif block["language"] == "python" and name:
+                found.append((name, block["text"]))
+            else:
+                raise ValueError(f"a block of {block['language']}, and the page does not say what to do with it")
+        return found
+
+    @property
+    def commands(self) -> list[str]:
+        return [line for name, text in self.blocks if not name for line in text.splitlines()]
+
+    def of_job(self, number: str) -> tuple[str, str, str]:
+        """What the page says of a job JOB: its log, its run directory, and the command that stops it."""
+        log, folder, stop = (words.replace("JOB", number) for words in re.findall(r"`([^`\n]*JOB[^`\n]*)`", self.text))
+        return log, folder, stop
+
+    def says(self, words: str) -> bool:
+        return words in " ".join(self.text.split())
+
+    def but(self, old: str, new: str) -> "Page":
+        """With a mistake in it."""
+        assert self.text.count(old) == 1, old
+        return Page(self.text.replace(old, new))
+
+
+PAGE = Page(
+    re.search(r"^## Your own model\n(.*?)(?=^## )", (ROOT / "sites/README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+)
+
+
+class Reader:
+    """A user who has the repository at TOP on the login node, and follows the page in one shell."""
+
+    def __init__(self, cluster: VirtualSite):
+        self.cluster, self.folder = cluster, TOP
+
+    @property
+    def here(self) -> Path:
+        """The shell's folder, as this machine sees it."""
+        return self.cluster.home / Path(self.folder).relative_to(f"/home/{USER}")
+
+    def types(self, line: str) -> CompletedProcess:
+        line += " --device cpu" if line.startswith("sbatch ") else ""
+        ended = self.cluster.on("login", f"{line}\ncode=$?; pwd >~/folder; exit $code", folder=self.folder, timeout=240)
+        self.folder = (self.cluster.home / "folder").read_text().strip()
+        return ended
+
+    def follows(self, blocks: list[tuple[str, str]]) -> dict[str, CompletedProcess]:
+        """What came of each command; the one that fails is the last."""
+        found = {}
+        for name, text in blocks:
+            if name:
+                (self.here / name).write_text(text)
+                os.chown(self.here / name, UID, UID)
+            for line in [] if name else text.splitlines():
+                found[line] = self.types(line)
+                if found[line].returncode:
+                    return found
+        return found
+
+    def submits(self, line: str) -> Job:
+        """What is found where the page says. Raises Odd where it is refused."""
+        ended, user = self.types(line), Submitter(self.cluster, PAGE.site, self.folder)
+        number = re.search(r"\d+$", ended.stdout.strip())
+        if ended.returncode or not number:
+            raise Odd(f"`{line}` was refused: {(ended.stderr or ended.stdout).strip()}")
+        log, folder, _ = PAGE.of_job(number[0])
+        return Job(user, number[0], self.here / folder, self.here / log, seen=0)
+
+
+def failures(followed: dict[str, CompletedProcess]) -> list[str]:
+    ended = followed.items()
+    return [f"`{line}`: exit code={of.returncode}, but should be 0: {of.stderr.strip()}" for line, of in ended if of.returncode]
+
+
+# ---- followed -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def reader(tmp_path_factory, pytestconfig) -> Iterator[Reader]:
+    folder, tree = tmp_path_factory.mktemp("cluster"), pytestconfig.getoption("--tree")
+    with VirtualSite(PAGE.site, folder, build=layer.build, tree=tree) as cluster:
+        cluster.put_site()
+        yield Reader(cluster)
+
+
+@pytest.fixture(scope="session")
+def followed(reader) -> dict[str, CompletedProcess]:
+    """From the first command to the last but one."""
+    *blocks, (_, last) = PAGE.blocks
+    assert last.startswith("sbatch ") and last.count("\n") == 1, last
+    return reader.follows(blocks)
+
+
+@pytest.fixture(scope="session")
+def job(reader, followed) -> Job:
+    """The one that the last command submits, which nothing happens to."""
+    job = reader.submits(PAGE.commands[-1])
+    job.ends()
+    return job
+
+
+@clause("V12")
+def test_every_command_succeeds(check, followed):
+    check.holds("V12", *failures(followed))
+    check.equal("V12", commands=([*followed], PAGE.commands[:-1]))
+    *_, tried, shown = followed.values()  # the training by itself, and --help
+    told = [line for line in tried.stdout.splitlines() if line.startswith("note=") and "--reduction canonical" in line]
+    check.equal("V12", notes_that_name_canonical=(len(told), 1), on_the_page=(PAGE.says("`note=`"), True))
+    own = re.findall(r'add\("(--[\w-]+)"', "".join(text for name, text in PAGE.blocks if name))
+    check.equal(
+        "V12", own_flags_in_the_help=([flag for flag in own if flag in shown.stdout], own), has_own_flags=(bool(own), True)
+    )
+    check.equal("V12", own_flags_on_the_page=([flag for flag in own if PAGE.says(f"`{flag}`")], own))
+
+
+@clause("V12")
+def test_its_job_trains(check, job):
+    """By all ranks, every epoch, at falling losses, until nearly all held-out rows are right."""
+    code, run, facts = job.code(), job.run(), PAGE.site.facts["job"]
+    check.equal("V12", exit_code=(f"{code}: {job.last_words()}" if code else 0, 0))
+    losses, epochs = run.values("epoch", "loss"), int(re.search(r"--epochs (\d+)", PAGE.commands[-1])[1])
+    check.equal("V12", epochs=(len(losses), epochs), losses=(losses, sorted(losses, reverse=True)))
+    check.equal("V12", ranks=(len(job.starts()[0]["ranks"]), facts["nodes"] * facts["ranks_per_node"]))
+    right = run.values("epoch", "eval_accuracy")[-1]
+    check.equal("V12", more_than_nine_tenths=(right > 0.9, PAGE.says("more than nine tenths of the held-out rows are right")))
+
+
+@clause("V12")
+def test_a_stopped_job_has_the_losses_of_one_that_was_never_stopped(check, job, reader):
+    """Stopped by the page's command within an epoch: rows, shifts and dropout go on where they were."""
+    reader.cluster.slow_disk(SLOW)
+    try:
+        other = reader.submits(PAGE.commands[-1])
+        other.trains()
+        # The end of the first epoch, whose snapshot is still being written when the signal comes.
+        other.until(lambda: other.run().of("epoch"), "the end of an epoch")
+        stopped = reader.types(PAGE.of_job(other.number)[2])
+        reader.cluster.slow_disk(0)
+        step, epoch = other.comes_back()["step"], other.run().of("epoch")[0]["step"]
+        code = other.ends()
+    except Odd as odd:
+        check.holds("V12", str(odd))
+    finally:
+        reader.cluster.slow_disk(0)
+    run, never = other.run(), job.run()
+    ends = [record for record in run.records if record["kind"] == "end"]
+    check.equal("V12", exit_codes=([stopped.returncode, code, *(end["exit_code"] for end in ends)], [0, 0, 75, 0]))
+    check.equal("V12", resumes_at_step=(step, ends[0]["step"]), within_an_epoch=(step % epoch > 0, True))
+    for kind, name in (("step", "loss_hex"), ("epoch", "loss"), ("epoch", "eval_loss"), ("epoch", "eval_accuracy")):
+        check.equal("V12", **{name: (run.values(kind, name), never.values(kind, name))})
+    check.equal("V12", snapshot=(sha256(other.folder / "snapshot.safetensors"), sha256(job.folder / "snapshot.safetensors")))
+    check.equal("V12", promised=(PAGE.says("are those of a run that was never stopped, bit for bit"), True))
+
+
+# ---- a page with a mistake ------------------------------------------------------------------------------------------
+
+
+@rejects("V12")
+def test_a_command_with_a_mistake_is_rejected(reader):
+    user = Reader(reader.cluster)
+    assert user.types("mkdir typo && cp -r core sites typo && cd typo").returncode == 0
+    (said,) = failures(user.follows(PAGE.but("\n./install.sh ", "\n./instal.sh ").blocks))
+    assert said.startswith("`./instal.sh") and "exit code=127" in said, said
+
+
+@rejects("V12")
+def test_code_whose_loss_is_a_mean_is_rejected(reader, followed):
+    user = Reader(reader.cluster)
+    assert user.types(f"cp -r {reader.folder} ../mean && cd ../mean").returncode == 0
+    (said,) = failures(user.follows(PAGE.but('reduction="sum"', 'reduction="mean"').blocks[1:]))
+    assert "exit code=2" in said and "loss() returns a mean over rows" in said, said

@@ -1,0 +1,344 @@
+"""Every file of programs/: trained at one site, stopped and resumed there, and handed to another site.
+
+    python -m pytest conformance/checks/test_programs.py
+
+Ranks are processes of this machine that run a site's train.py, told what its launcher exports; they are forked, because the
+imports of a program cost seconds. What the programs import stands in constraints.txt; without it these tests fail.
+"""
+
+import functools
+import gc
+import multiprocessing
+import os
+import re
+import runpy
+import shutil
+import signal
+import sys
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from conformance.harness import sites
+from conformance.harness.check import T0, T1
+from conformance.harness.reference import sha256, take_apart, worst_deviation
+from conformance.harness.sites import ROOT, Launch, without_launcher
+from conformance.harness.world import Run, free_port, read_records
+
+clause, rejects = pytest.mark.clause, pytest.mark.rejects
+pytestmark = pytest.mark.timeout(300, method="thread")
+
+PROGRAMS = sorted((ROOT / "conformance/programs").glob("*.py"))
+LINES = 60
+FLAGS = "--device cpu --precision fp64 --log-every 1 --timeout 60 --rendezvous-timeout 30"  # all others are the program's own
+SECONDS = 120.0  # that a run of seconds may take
+CANONICAL = "--reduction canonical"
+STARTS = count(1)
+# Of each site its own launcher; ranks that ask MPI who they are would need an mpiexec.
+LAUNCHES = [site.launches[0] for site in sites.find() if site.launches and not site.launches[0].mpi]
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def server():
+    """A process that has imported what the programs import, and forks the ranks."""
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["torch._dynamo", *(path.stem for path in PROGRAMS)])
+    before = dict(os.environ)
+    path = [os.environ.get("PYTHONPATH", ""), str(ROOT), str(PROGRAMS[0].parent)]
+    told = dict(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL", PYTHONPATH=os.pathsep.join(filter(None, path)))
+    os.environ.update(told)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return forks
+
+
+def as_rank(train: str, argv: list[str], environ: dict[str, str], files: list[Path], stopped_in: Path | None) -> None:
+    """In a process of its own: `python train.py ARGV` as a launcher starts it. stopped_in: see stop_itself()."""
+    for descriptor, file in zip((1, 2), files, strict=True):
+        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600), descriptor)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv, sys.path[:0] = [train, *argv], [str(Path(train).parent)]
+    gc.freeze()
+    if stopped_in:
+        stop_itself(stopped_in)
+    runpy.run_path(train, run_name="__main__")
+
+
+def stop_itself(folder: Path) -> None:
+    """A SIGUSR1 to this process when it saves something at the end of the first epoch: so it comes in time, and only once."""
+    log, me, sent = folder / "run.jsonl", os.getpid(), []
+
+    def hear(event: str, arguments: tuple) -> None:
+        saves = event == "open" and str(arguments[0]).startswith(f"{folder}/") and "safetensors" in Path(str(arguments[0])).name
+        if saves and not sent and os.getpid() == me and '"kind":"epoch"' in log.read_text():
+            sent.append(event)
+            os.kill(me, signal.SIGUSR1)
+
+    sys.addaudithook(hear)
+
+
+def train(program: Path, folder: Path, launch: Launch, ranks: int, flags: str = "", stop: bool = False) -> Run:
+    """The program in so many ranks by this site's train.py, to their end. stop: one is told to in mid-epoch, by SIGUSR1."""
+    if stop:  # steps are so short that the ranks would talk to each other at the ends of epochs only
+        flags += " --save-steps 3"
+    argv = [*FLAGS.split(), "--workload", str(program), "--run-dir", str(folder), *flags.split()]
+    start, port, outside = next(STARTS), free_port(), without_launcher() | dict(OMP_NUM_THREADS="1")
+    files = [[folder.with_name(f"{folder.name}-{start}-{rank}.{end}") for end in ("out", "err")] for rank in range(ranks)]
+    processes = []
+    for rank in range(ranks):
+        told = outside | launch.environ(rank, ranks, 1, port, f"{1000 + start}")
+        arguments = (str(launch.train), argv, told, files[rank], folder if stop and rank == 0 else None)
+        processes.append(server().Process(target=as_rank, args=arguments))
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(SECONDS)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    output, errors = ([file.read_text() for file in those] for those in zip(*files, strict=True))
+    return Run(folder, [process.exitcode for process in processes], output, errors, [], read_records(folder))
+
+
+# ---- the runs of a program ------------------------------------------------------------------------------------------
+
+
+class Runs:
+    """What is done with a program; each run once. here, there: two sites. others: the ranks there, 1 or 4."""
+
+    def __init__(self, program: Path, folder: Path, number: int = 0):
+        self.program, self.folder = program, folder
+        self.here, self.there = (LAUNCHES[(number + other) % len(LAUNCHES)] for other in (0, 1))
+        self.others = 1 if number % 2 else 4
+
+    def run(self, name: str, launch: Launch, ranks: int, flags: str = "", after: Run | None = None, stop: bool = False) -> Run:
+        """after: goes on from a copy of that run's directory."""
+        if after:
+            shutil.copytree(after.folder, self.folder / name)
+        ended = train(self.program, self.folder / name, launch, ranks, flags, stop)
+        if ended.exit_codes != [75 if stop else 0] * ranks:
+            said = " ".join(line for text in ended.errors for line in text.splitlines()[-3:])
+            pytest.fail(
+                f"{self.program.name}, {name}: exit codes={ended.exit_codes} {said[-600:]}, but should be {75 if stop else 0}"
+            )
+        return ended
+
+    @functools.cached_property
+    def whole(self) -> Run:
+        return self.run("whole", self.here, 2)
+
+    @functools.cached_property
+    def stopped(self) -> Run:
+        return self.run("stopped", self.here, 2, stop=True)
+
+    @functools.cached_property
+    def resumed(self) -> Run:
+        """With as many workers as the program's first words recommend: they change nothing."""
+        workers = re.search(r"--workers \d+", self.program.read_text())
+        return self.run("resumed", self.here, 2, workers[0] if workers else "", after=self.stopped)
+
+    @functools.cached_property
+    def handed_on(self) -> Run:
+        return self.run("handed-on", self.there, self.others, after=self.stopped)
+
+    @functools.cached_property
+    def whole_canonical(self) -> Run:
+        """In one rank. The other is begun in two, and ends in four."""
+        return self.run("whole-canonical", self.there, 1, CANONICAL)
+
+    @functools.cached_property
+    def handed_on_canonical(self) -> Run:
+        stopped = self.run("stopped-canonical", self.here, 2, CANONICAL, stop=True)
+        return self.run("handed-on-canonical", self.there, 4, CANONICAL, after=stopped)
+
+    @property
+    def notes(self) -> list[str]:
+        return self.whole.of("start")[0]["notes"]
+
+    def noted(self, words: str) -> bool:
+        return any(words in note for note in self.notes)
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Its running mean is in the snapshot."""
+        return any(name.endswith("running_mean") for name in of_snapshot(self.whole, "tensors"))
+
+
+def of_snapshot(run: Run, what: str) -> dict:
+    return take_apart(run.folder / "snapshot.safetensors")[what]
+
+
+MADE: dict[Path, Runs] = {}
+
+
+@pytest.fixture
+def runs(program, tmp_path_factory) -> Runs:
+    if program not in MADE:
+        MADE[program] = Runs(program, tmp_path_factory.mktemp(program.stem), PROGRAMS.index(program))
+    return MADE[program]
+
+
+def resumes_where_it_stopped(runs: Runs, resumed: Run) -> list[str]:
+    """What is wrong with where a stopped run was gone on with."""
+    last = resumed.of("start")[1]
+    steps = len(runs.whole.losses)
+    epoch = steps // len(runs.whole.of("epoch"))
+    stopped = next(record["step"] for record in resumed.of("end") if record["exit_code"] == 75)
+    found = (
+        []
+        if stopped % epoch and epoch < stopped < steps
+        else [f"stopped at step={stopped}, but should be in mid-epoch, of {epoch}"]
+    )
+    found += [] if last["step"] == stopped else [f"resumed at step={last['step']}, but should be {stopped}"]
+    return found + ([] if len(resumed.losses) == steps else [f"steps={len(resumed.losses)}, but should be {steps}"])
+
+
+def differs_from_the_whole(runs: Runs) -> list[str]:
+    """What shows that the resumed run had been stopped: it should not."""
+    pairs = {
+        f"{name} of each {kind}": (kind, name)
+        for kind, name in (("step", "loss_hex"), ("epoch", "loss"), ("epoch", "eval_loss"))
+    }
+    seen = {what: [run.values(*pair) for run in (runs.resumed, runs.whole)] for what, pair in pairs.items()}
+    seen["snapshot"] = [sha256(run.folder / "snapshot.safetensors") for run in (runs.resumed, runs.whole)]
+    return [
+        f"{what}={str(ours)[:60]}, but should be {str(whole)[:60]}" for what, (ours, whole) in seen.items() if ours != whole
+    ]
+
+
+def too_long_or_crowded(program: Path) -> list[str]:
+    text = program.read_text()
+    lines, classes = len(text.splitlines()), len(re.findall(r"^class \w+\(.*\bWorkload\b.*\):", text, re.MULTILINE))
+    found = [] if lines <= LINES else [f"lines={lines}, but should be at most {LINES}"]
+    return found + ([] if classes == 1 else [f"workloads={classes}, but should be 1"])
+
+
+# ---- each of them ---------------------------------------------------------------------------------------------------
+
+each = pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+
+
+@clause("L14")
+@each
+def test_learns(check, runs):
+    """A file of a user, as short as it is, under the flags that it ships."""
+    check.holds("L14", *too_long_or_crowded(runs.program))
+    losses, held_out = runs.whole.values("epoch", "loss"), runs.whole.values("epoch", "eval_loss")
+    check.equal("L14", epochs=(len(losses) > 1, True), losses=(losses, sorted(losses, reverse=True)))
+    check.equal("L14", learns=(losses[-1] < losses[0] and held_out[-1] < held_out[0], True))
+
+
+@clause("C7")
+@each
+def test_resumes_as_if_never_stopped(check, runs):
+    check.holds("C7", *resumes_where_it_stopped(runs, runs.resumed), *differs_from_the_whole(runs))
+
+
+@clause("C2", "L16")
+@each
+def test_goes_on_at_another_site(check, runs):
+    """In other ranks than it was stopped in, along the same losses unless a note says why not."""
+    handed_on, whole = runs.handed_on, runs.whole
+    check.equal("C2", another_site=(runs.there.site == runs.here.site, False))
+    check.holds("C2", *resumes_where_it_stopped(runs, handed_on))
+    check.equal("C2", ranks=([len(start["ranks"]) for start in handed_on.of("start")], [2, runs.others]))
+    epochs = handed_on.values("epoch", "loss")
+    check.equal("C2", goes_on_learning=(epochs[-1] < epochs[0], True))
+    if not runs.notes:
+        check.close("C2", handed_on.losses, whole.losses, T1)
+    elif runs.noted("random numbers"):
+        canonical = runs.handed_on_canonical
+        check.holds("C2", *resumes_where_it_stopped(runs, canonical))
+        check.close("L16", canonical.losses, runs.whole_canonical.losses, T0)
+        check.equal("L16", tensors=tuple(of_snapshot(run, "crc32") for run in (canonical, runs.whole_canonical)))
+
+
+@clause("L17")
+@each
+def test_notes_say_what_depends_on_the_world_size(check, runs):
+    """BatchNorm, if its statistics are in the snapshot; else random numbers, if other ranks have had other losses."""
+    depends = worst_deviation(runs.handed_on.losses, runs.whole.losses) > T1
+    check.equal("L17", names_batch_norm=(runs.noted("BatchNorm"), runs.has_batch_norm))
+    check.equal("L17", notes=(len(runs.notes), int(depends)), same_notes=({*map(str, [runs.notes])}, {*printed(runs.whole)}))
+    check.equal("L17", names_random_numbers=(runs.noted("random numbers"), depends and not runs.has_batch_norm))
+
+
+def printed(run: Run) -> list[str]:
+    """The notes that rank 0 has printed, as a list's text."""
+    return [str([line.removeprefix("note=") for line in run.output[0].splitlines() if line.startswith("note=")])]
+
+
+# ---- and others, that must be rejected ------------------------------------------------------------------------------
+
+IMPURE = """
+import numpy as np
+import torch
+from ddp_core import Workload
+
+
+class Rows(torch.utils.data.Dataset):
+    fingerprint = "waves"  # else rows would be read for one, and differ between the ranks: exit code 4
+
+    def __init__(self):
+        self.inputs = torch.arange(96 * 4.0).view(96, 4).sin()
+        self.generator = np.random.default_rng(SEED)
+
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        row = self.inputs[index]
+        DRAW
+        return row.clone(), row.sum()
+
+
+class Impure(Workload):
+    defaults = dict(epochs=3, global_batch_size=12, lr=0.01)
+
+    def data(self, config):
+        inputs = torch.ones(24, 4)
+        return Rows(), (inputs, inputs.sum(1))
+
+    def model(self, config):
+        return torch.nn.Linear(4, 1)
+
+    def loss(self, outputs, batch):
+        return ((outputs.squeeze(1) - batch[1]) ** 2).sum()
+"""
+DRAWN = "row = row + 0.01 * self.generator.normal()"
+
+
+@clause("V6")
+@rejects("C7")
+@pytest.mark.parametrize(
+    "seed, draw",
+    [("", DRAWN), ("1", DRAWN), ("", "row *= 0.9")],
+    ids=["unseeded", "a-generator-of-its-own", "rows-changed-in-place"],
+)
+def test_a_program_with_a_state_of_its_own_is_rejected(tmp_path, seed, draw):
+    """What it draws, or leaves behind, is no function of seed, epoch and row: no run can resume it."""
+    program = tmp_path / "impure.py"
+    program.write_text(IMPURE.replace("SEED", seed).replace("DRAW", draw))
+    runs = Runs(program, tmp_path)
+    assert not resumes_where_it_stopped(runs, runs.resumed)
+    found = differs_from_the_whole(runs)
+    assert any(line.startswith("loss_hex") for line in found) and any(line.startswith("snapshot") for line in found), found
+
+
+@clause("V6")
+@rejects("L14")
+def test_a_program_that_is_too_long_is_rejected(tmp_path):
+    long = tmp_path / "long.py"
+    long.write_text(PROGRAMS[0].read_text() + "\n\nclass Another(Workload):\n    pass\n")
+    lines = len(long.read_text().splitlines())
+    assert too_long_or_crowded(long) == [f"lines={lines}, but should be at most {LINES}", "workloads=2, but should be 1"]

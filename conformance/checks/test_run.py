@@ -1,0 +1,857 @@
+"""What every site's runs must show, by its own train.py in real ranks, started as each of its launchers does.
+
+    EXPECT_WORLD=2 mpiexec -n 2 python -m pytest --with-mpi conformance/checks/test_run.py [--site NAME_OR_FOLDER]
+
+The process rung on CPU and gloo, the device rung with `--device cuda`. torch is imported once a rank: train.py is run by
+its path inside the rank, with the environment that its launcher would export and nothing of MPI's. Every rank judges the
+same gathered evidence (world.py). The clauses are those of SPEC.md.
+"""
+
+import functools
+import json
+import shutil
+import signal
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conformance.broken.workloads import WORKLOADS
+from conformance.golden import make as golden
+from conformance.harness import anchors, reference, sites
+from conformance.harness.check import T0, T1, T2
+from conformance.harness.reference import LAYERS, sha256, take_apart
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120, method="thread")]
+clause, only, machine = pytest.mark.clause, pytest.mark.only, pytest.mark.machine
+
+FP64 = golden.RUN
+FP32 = "--workload digits --precision fp32 --epochs 3"
+FLAT = f"{FP64} --reduction flat"
+NOISY = "--workload {noisy} --precision fp64 --epochs 2"  # in its folder: Runs.filled
+SEED = "--precision fp64 --epochs 1 --seed 1"
+MISTYPED = "--global-batch-size 97 --epochs -1"
+DRAWS = "--workload {noisy} --dropout 0.2 --jitter 0.1"
+# All that a run must remember: where its loader is, what was drawn, buffers, and an optimizer's own step.
+ALL = f"{DRAWS} --batch-norm --workers 1 --optimizer adamw --clip-norm 1 --accumulate 2"
+SHORT = "--workload digits --epochs 1 --steps-per-epoch 1"
+G = 96  # the reference run's global batch
+TWO = pytest.param(2, marks=only(sizes=(2, 4), mpi=False, devices=("cpu",)))  # nodes, made of the ranks of one
+SNAPSHOT, LOG = "snapshot.safetensors", "run.jsonl"
+NOISY_FILE = sites.ROOT / "conformance/harness/noisy.py"
+# Of broken/workloads.py, and what is to be said of them.
+MISTAKES = dict(syntax="syntax.py, line 8: ", no_class="one class that derives from ddp_core.Workload")
+MISTAKES |= dict(raises="line 10 (loss): AttributeError", mean="loss() returns a mean over rows")
+MISTAKES |= dict(unused="no gradient for 3.weight")
+
+
+class Runs:
+    """The runs of a session, each under its own name; train() runs what many checks look at only once, or once again."""
+
+    def __init__(self, world, root: Path):
+        self.world, self.root, self.done, self.folders = world, root, {}, {}
+
+    def folder(self, launch, name: str) -> Path:
+        return self.root / f"{launch.site}-{launch.launcher}" / name
+
+    def filled(self, flags: str) -> str:
+        """The flags with the path of noisy.py, a copy where all nodes see it."""
+        there = self.root / "noisy.py"
+        if "{noisy}" in flags:
+            self.world.on_rank_0(lambda: bool(shutil.copy(NOISY_FILE, there)))
+        return flags.format(noisy=there)
+
+    def once(self, launch, flags: str, again: bool = False) -> Path:
+        return self.folders.setdefault((launch, flags, again), self.folder(launch, f"once-{len(self.folders)}"))
+
+    def train(self, launch, flags: str, again: bool = False):
+        if (launch, flags, again) not in self.done:
+            self.done[launch, flags, again] = self.world.train(launch, self.once(launch, flags, again), self.filled(flags))
+        return self.done[launch, flags, again]
+
+
+@pytest.fixture(scope="session")
+def runs(world, root, pytestconfig) -> Runs:
+    runs = Runs(world, root)
+    for flags, again in getattr(world, "plan", ()):  # jobs, which wait in one queue: all at once
+        world.ahead(runs.once(pytestconfig.sites[0].launches[0], flags, again), runs.filled(flags))
+    return runs
+
+
+@pytest.fixture(scope="session")
+def own(site):
+    """The launcher that a site names first: what does not depend on the launcher is checked under it."""
+    return site.launches[0]
+
+
+@pytest.fixture(scope="session")
+def first():
+    """What depends on no site is checked once, under the first launcher of this repository."""
+    return next(launch for site in sites.find() for launch in site.launches if not launch.mpi)
+
+
+def long(world, workload: str = "--workload digits") -> tuple[str, int]:
+    """Flags, and steps an epoch: time for a signal at 0.2 ms a step, as in one rank, and not long at 20, as in four."""
+    size = 8 if world.size < 4 else 32
+    return f"{workload} --epochs 2 --lr 0.01 --global-batch-size {size}", 1438 // size
+
+
+def ended(check, clause_id, run, code) -> None:
+    """All ranks have ended with this code."""
+    __tracebackhide__ = True
+    if run.exit_codes != [code] * len(run.exit_codes):
+        said = " | ".join(" ".join(text.split())[-400:] for text in run.errors if text) or "nothing"
+        check.holds(clause_id, f"exit codes={run.exit_codes}, but should be all {code}; standard error: {said}")
+
+
+def done(check, clause_id, *runs) -> None:
+    __tracebackhide__ = True
+    for run in runs:
+        ended(check, clause_id, run, 0)
+
+
+# ---- ranks --------------------------------------------------------------------------------------------------------
+
+
+@machine(FP64)
+@clause("R1", "R2", "X1")
+def test_every_rank_is_there_once(check, world, launch, runs):
+    run = runs.train(launch, FP64)
+    done(check, "X1", run)
+    *_, start = run.of("start")
+    rows = start["ranks"]
+    check.equal("R1", rank=([row["rank"] for row in rows], [*range(world.size)]), world_size=(start["world_size"], world.size))
+    per_node, devices = getattr(world, "ranks_per_node", world.size), len_devices(world)
+    index = [rank % per_node % devices if devices else None for rank in range(world.size)]
+    should_be = [[world.device if i is None else f"{world.device}:{i}", i, world.backend_in_use] for i in index]
+    check.equal("R2", device=([[row["device"], row["device_index"], row["backend"]] for row in rows], should_be))
+
+
+def len_devices(world) -> int:
+    """Accelerators that a rank sees; none on the CPU. Of a job site.toml tells it, since this process is on no node."""
+    if world.device == "cpu":
+        return 0
+    if told := getattr(world, "devices_visible_to_a_rank", 0):
+        return told
+    import torch
+
+    return torch.accelerator.device_count()
+
+
+@clause("R3", "R4")
+@pytest.mark.parametrize("num_nodes", [1, TWO])
+def test_place_on_its_node(check, world, launch, runs, num_nodes):
+    """On one node, and on two half as large: what is right on one node only shows there."""
+    run = world.train(launch, runs.folder(launch, f"{num_nodes}-nodes"), SHORT, num_nodes)
+    done(check, "R3", run)
+    counted_on_each_node(check, run, num_nodes, world.size // num_nodes)
+
+
+def counted_on_each_node(check, run, num_nodes: int, per_node: int) -> list[dict]:
+    __tracebackhide__ = True
+    rows, ranks = run.values("start", "ranks")[-1], range(num_nodes * per_node)
+    check.equal("R3", local_rank=([row["local_rank"] for row in rows], [rank % per_node for rank in ranks]))
+    check.equal("R4", node_rank=([row["node_rank"] for row in rows], [rank // per_node for rank in ranks]))
+    return rows
+
+
+@machine(FP64, only=True)
+@clause("R3", "R4")
+def test_place_in_the_job(check, world, launch, runs):
+    """On as many nodes as the job has; there the hosts' names show that they are as many."""
+    run = runs.train(launch, FP64)
+    done(check, "R3", run)
+    rows = counted_on_each_node(check, run, world.nodes, world.ranks_per_node)
+    hosts = [sorted({row["host"] for row in rows if row["node_rank"] == node}) for node in range(world.nodes)]
+    check.equal("R4", hosts=(len({*map(tuple, hosts)}), world.nodes), hosts_of_a_node=([*map(len, hosts)], [1] * world.nodes))
+
+
+@clause("R5")
+@only(sizes=(1,))
+def test_without_a_launcher_a_world_of_one(check, world, own, runs):
+    run = world.alone(own, runs.folder(own, "alone"), SHORT)
+    done(check, "R5", run)
+    check.equal("R5", world_size=(run.values("start", "world_size"), [1]))
+
+
+@clause("R6", "X4")
+@only(sizes=(2, 4), mpi="world_size")
+@pytest.mark.parametrize("value", ["", "many"])
+def test_a_launcher_that_does_not_tell_the_world_size(check, world, launch, runs, value):
+    variables = launch.variables_with("world_size")
+    check.equal("R6", variables_that_tell_the_world_size=(bool(variables), True))
+    run = world.train(launch, runs.folder(launch, f"told-{value}"), SHORT, environ=dict.fromkeys(variables, value))
+    check.equal("R6", starts=(len(run.of("start")), 0))
+    ended(check, "X4", run, 3)
+    unnamed = [rank for rank, text in enumerate(run.errors) if not any(name in text for name in variables)]
+    check.equal("X4", ranks_that_do_not_name_the_variable=(unnamed, []))
+
+
+# ---- the job script -----------------------------------------------------------------------------------------------
+
+
+@machine(FP64, only=True)
+@clause("J1")
+def test_the_job_script_passes_its_arguments_on(check, launch, runs):
+    run = runs.train(launch, FP64)
+    told = dict(workload="digits", precision="fp64", epochs=3, log_every=1, run_dir=str(run.folder))
+    configs = [{name: config[name] for name in told} for config in run.values("start", "config")]
+    check.equal("J1", config=(configs[-1:], [told]))
+
+
+@machine(MISTYPED, only=True)
+@clause("J2", "X3")
+def test_the_job_script_hands_on_the_exit_code(check, launch, runs):
+    run = runs.train(launch, MISTYPED)
+    ended(check, "J2", run, 2)
+    lines = [line for line in run.errors[0].splitlines() if "error" in line and "--epochs" in line]
+    check.equal("X3", lines_that_name_the_flag=(len(lines), 1))
+
+
+@clause("R8")
+@only(sizes=(2,), mpi=False)
+@pytest.mark.parametrize("job_id, restart", [("7", 0), (None, 1)], ids=["another-job", "another-start"])
+def test_a_rank_of_another_start_is_not_joined(check, world, own, runs, job_id, restart):
+    """It has this job's address and port, as a neighbour's rank would that was given the same port."""
+    odd_start = (job_id or str(1001 + world.starts), restart)
+    folder, flags = runs.folder(own, f"met-{job_id}"), f"{SHORT} --rendezvous-timeout 2"
+    run = world.train(own, folder, flags, odd_start=odd_start)
+    ended(check, "R8", run, 4)
+    check.equal("R8", starts=(len(run.of("start")), 0), says=("belongs to" in "".join(run.errors), True))
+
+
+@machine(FP64)
+@clause("R9")
+def test_the_end_says_how_fast_it_was(check, world, own, runs):
+    run = runs.train(own, FP64)
+    done(check, "R9", run)
+    *_, end = run.of("end")
+    speeds = [end.get(name, 0) for name in ("rows_a_second", "median", "p10")]
+    parts = ("computing", "communication", "reading", "evaluation", "snapshots")
+    seconds = {name: end["seconds"].get(name, -1) for name in parts}
+    check.equal("R9", all_speeds_are_told=(min(speeds) > 0, True), p10_is_the_slower=(speeds[2] <= speeds[1], True))
+    rows = end["rows_a_second"] * end["seconds"]["training"]
+    check.equal("R9", rows_a_second_times_seconds_are_the_rows=(abs(rows / (42 * G) - 1) < 0.02, True))
+    adds_up = abs(sum(seconds.values()) - end["seconds"]["training"]) < 0.1
+    check.equal("R9", all_parts_are_told=(min(seconds.values()) >= 0, True), the_parts_are_the_whole=(adds_up, True))
+    check.equal("R9", slowest_rank=(end.get("slowest_rank") in range(world.size), True))
+
+
+# ---- order of samples ---------------------------------------------------------------------------------------------
+
+
+@clause("D1", "D2", "D3")
+@pytest.mark.parametrize("seed, epoch", [(0, 0), (0, 1), (7, 2)])
+def test_order_of_samples(check, world, seed, epoch):
+    from ddp_core.order import rows_of_rank, sample_order
+
+    count = 1438
+    should_be = reference.sample_order(seed, epoch, count)
+    mine = sample_order(seed, epoch, count)
+    shares = world.gather(rows_of_rank(mine, G, world.rank, world.size).tolist())
+    orders = world.gather(mine.tolist())
+    check.equal("D3", same_order_as_the_next_epoch=(orders[0] == sample_order(seed, epoch + 1, count).tolist(), False))
+    check.equal("D1", order=(orders, [should_be.tolist()] * world.size))
+    check.equal("D2", rows_of_each_rank=(shares, reference.batches(should_be, G, world.size).tolist()))
+    together = [sorted(row for share in shares for row in share[step]) for step in range(count // G)]
+    global_batches = [sorted(should_be[step * G :][:G].tolist()) for step in range(count // G)]
+    check.equal("D2", global_batches=(together, global_batches))
+
+
+@clause("D4")
+@pytest.mark.parametrize("count, first_step", [(1000, 0), (10**9 + 7, 10**7)], ids=["all", "some"])
+def test_order_of_more_rows_than_can_be_sorted(check, world, count, first_step):
+    """All places of a small one, which the core would sort, and three steps in the middle of one of 10^9 rows."""
+    import torch
+    from ddp_core.order import SORTED_ORDER, Order, keyed_order
+
+    places = np.arange(count) if count == 1000 else np.arange(first_step * G, (first_step + 3) * G)
+    should_be = reference.keyed_order(7, 2, count, places)
+    mine = keyed_order(7, 2, count, torch.from_numpy(places)).tolist()
+    check.equal("D4", order=(mine, should_be.tolist()), rows=(len({*mine}), len(places)), sorted_up_to=(SORTED_ORDER, 2**24))
+    if count > SORTED_ORDER:
+        steps = Order(count, 7, G, world.rank, world.size).epoch(2, first_step, first_step + 3, torch.device("cpu"))
+        shares = world.gather([rows.tolist() for rows in steps])
+        check.equal("D4", rows_of_each_rank=(shares, reference.batches(should_be, G, world.size).tolist()))
+
+
+# ---- losses -------------------------------------------------------------------------------------------------------
+
+
+@machine(FP64)
+@clause("L1")
+def test_every_step_is_recorded(check, own, runs):
+    run = runs.train(own, FP64)
+    done(check, "L1", run)
+    check.equal("L1", steps=(run.values("step", "step"), [*range(42)]), epochs=(run.values("epoch", "epoch"), [0, 1, 2]))
+    check.equal("L1", losses_and_their_hex_forms=(run.values("step", "loss"), run.losses))
+
+
+@machine(FP64)
+@clause("L2")
+def test_losses_are_the_golden_ones_in_fp64(check, world, launch, runs):
+    run = runs.train(launch, FP64)
+    done(check, "L2", run)
+    check.equal("L2", reduction=(run.values("start", "reduction"), ["ddp" if world.size > 1 else "none"]))
+    check.curve("fp64", run.losses)
+    check.close("L2", run.losses, golden.load()["losses"], T1)
+
+
+@machine(FP32)
+@clause("L3")
+def test_losses_are_the_golden_ones_in_fp32(check, world, own, runs):
+    run = runs.train(own, FP32)
+    done(check, "L3", run)
+    check.curve("fp32", run.losses)
+    check.close("L3", run.losses, golden.load()["losses"], T2[world.device])
+    in_fp64 = reference.worst_deviation(run.losses, golden.load()["losses"]) < T1
+    check.equal("L3", same_losses_as_in_fp64=(in_fp64, False))
+
+
+@machine(FP64)
+@clause("L4")
+def test_evaluation_counts_every_row_once(check, own, runs):
+    run = runs.train(own, FP64)
+    done(check, "L4", run)
+    check.close("L4", run.values("epoch", "eval_loss"), golden.load()["eval_losses"], T1, "held-out losses")
+    check.equal("L4", accuracies=(run.values("epoch", "eval_accuracy"), golden.load()["eval_accuracies"]))
+
+
+@clause("L5", "S3")
+@pytest.mark.parametrize(
+    "flags", [pytest.param(flags, marks=machine(flags, twice=True), id=flags.split()[3]) for flags in (FP64, FP32)]
+)
+def test_again_is_bitwise_the_same(check, world, own, runs, flags):
+    run, again = runs.train(own, flags), runs.train(own, flags, again=True)
+    done(check, "L5", run, again)
+    check.equal("L5", losses=(again.values("step", "loss_hex"), run.values("step", "loss_hex")))
+    check.close("L5", again.losses, run.losses, T0)
+    check.equal("S3", snapshot_sha256=world.on_rank_0(lambda: (sha256(again.folder / SNAPSHOT), sha256(run.folder / SNAPSHOT))))
+
+
+@machine(FP64)
+@clause("L6")
+def test_it_learns(check, own, runs):
+    run = runs.train(own, FP64)
+    done(check, "L6", run)
+    check.equal("L6", gradients_are_not_zero=(min(run.values("step", "grad_norm")) > 1e-6, True))
+    means = np.reshape(run.losses, (3, -1)).mean(1)
+    check.equal("L6", losses_fall=(bool(means[2] < means[0] / 2), True))
+
+
+@machine(FP64, SEED)
+@clause("L7")
+def test_another_seed_gives_another_curve(check, world, own, runs):
+    run, other = runs.train(own, FP64), runs.train(own, SEED)
+    done(check, "L7", run, other)
+    check.equal("L7", differs=(reference.worst_deviation(other.losses, run.losses[:14]) > 1e-3, True))
+    check.close("L7", other.losses, reference.train(seed=1, epochs=1)["losses"], T1, "losses under seed 1")
+
+
+@clause("L11")
+def test_fp32_is_not_tf32(check, world, own, runs):
+    """One matrix product as the run has left the settings: TF32 is off by 3e-4, bf16 by 2e-3, fp32 by 3e-7."""
+    import torch
+
+    done(check, "L11", runs.train(own, FP32))
+    left, right = (torch.tensor(reference.uniform(512 * 512, 11, side) - 0.5).view(512, 512) for side in (0, 1))
+    exact = left @ right
+    product = (left.float().to(world.device) @ right.float().to(world.device)).cpu().double()
+    error = max(world.gather(((product - exact).norm() / exact.norm()).item()))
+    check.close("L11", [1 + error], [1.0], 1e-5, "a matrix product in fp32 (norm)")
+
+
+@clause("L12")
+@only(sizes=(2, 4))
+def test_canonical_is_bitwise_the_same_in_a_world_of_one(check, world, runs, first):
+    run = same_in_a_world_of_one(check, "L12", world, runs, first, FP32)
+    check.close("L12", run.losses, golden.load()["losses"], T2[world.device])
+
+
+def same_in_a_world_of_one(check, clause_id, world, runs, launch, flags):
+    __tracebackhide__ = True
+    flags = f"{flags} --reduction canonical"
+    run, there = runs.train(launch, flags), runs.folder(launch, f"alone-{clause_id}")
+    single = world.alone(launch, there, runs.filled(flags))
+    done(check, clause_id, run, single)
+    check.equal(clause_id, losses=(run.values("step", "loss_hex"), single.values("step", "loss_hex")))
+    here, there = world.on_rank_0(lambda: [take_apart(one.folder / SNAPSHOT)["crc32"] for one in (run, single)])
+    check.equal(clause_id, checksums_of_tensors=(here, there))
+    return run
+
+
+@machine(FLAT)
+@clause("L13")
+def test_flat_sums_are_the_same_training(check, launch, runs):
+    run = runs.train(launch, FLAT)
+    done(check, "L13", run)
+    check.equal("L13", reduction=(run.values("start", "reduction"), ["flat"]))
+    check.close("L13", run.losses, golden.load()["losses"], T1)
+
+
+@clause("L13")
+@pytest.mark.parametrize("flags", [f"{FP64} --accumulate 2", f"{FLAT} --accumulate 2"], ids=["ddp", "flat"])
+def test_micro_batches_are_the_same_training(check, runs, first, flags):
+    run = runs.train(first, flags)
+    done(check, "L13", run)
+    check.close("L13", run.losses, golden.load()["losses"], T1)
+
+
+@functools.cache
+def numpy_trace(**told) -> dict[str, list[float]]:
+    """Of the noisy run."""
+    return reference.train(noisy=True, epochs=2, **told)
+
+
+@machine(NOISY)
+@clause("L14")
+def test_a_workload_of_ones_own(check, launch, runs):
+    """Its rows are read one by one, and what they draw is known to NumPy."""
+    run = runs.train(launch, NOISY)
+    done(check, "L14", run)
+    trace = numpy_trace()
+    check.close("L14", run.losses, trace["losses"], T1)
+    check.close("L14", run.values("epoch", "eval_loss"), trace["eval_losses"], T1, "held-out losses")
+
+
+@clause("L15")
+def test_rows_are_the_same_whoever_reads_them(check, runs, first):
+    run, workers = runs.train(first, NOISY), runs.train(first, f"{NOISY} --workers 2")
+    done(check, "L15", run, workers)
+    check.equal("L15", losses=(workers.values("step", "loss_hex"), run.values("step", "loss_hex")))
+    check.close("L15", workers.losses, numpy_trace()["losses"], T1)
+
+
+@clause("L16")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_a_model_draws_depends_on_step_and_micro_batch(check, world, runs, first, accumulate):
+    run = runs.train(first, f"{NOISY} --jitter 0.5 --accumulate {accumulate}")
+    done(check, "L16", run)
+    check.close("L16", run.losses, numpy_trace(jitter=0.5, shards=world.size * accumulate)["losses"], T1)
+
+
+@clause("L16")
+@only(sizes=(2, 4))
+def test_dropout_under_canonical_is_that_of_a_world_of_one(check, world, runs, first):
+    same_in_a_world_of_one(check, "L16", world, runs, first, f"{DRAWS} --epochs 1")
+
+
+@clause("L17")
+def test_what_depends_on_the_world_size_is_said(check, world, runs, first):
+    plain, noted = runs.train(first, FP64), runs.train(first, f"{NOISY} --batch-norm --dropout 0.2")
+    done(check, "L17", plain, noted)
+    (notes,), (none,) = noted.values("start", "notes"), plain.values("start", "notes")
+    said = {word: any(word in note and "world size" in note for note in notes) for word in ("BatchNorm1d", "dropout")}
+    check.equal("L17", notes=(said, dict.fromkeys(said, True)), notes_of_digits=(none, []))
+    check.equal("L17", notes_that_are_not_printed=([note for note in notes if note not in noted.output[0]], []))
+
+
+@clause("L18")
+@only(sizes=(2, 4))
+def test_all_ranks_begin_with_the_numbers_of_rank_0(check, world, runs, first):
+    run = train_own(world, runs, first, "unseeded")
+    done(check, "L18", run)
+
+
+def train_own(world, runs, launch, name: str, flags: str = "", **told):
+    """A run of one of broken/workloads.py."""
+    file = runs.root / "workloads" / f"{name}.py"
+    world.on_rank_0(lambda: [file.parent.mkdir(exist_ok=True), file.write_text(WORKLOADS[name])])
+    there = runs.folder(launch, f"{name}-{world.starts}")
+    return world.train(launch, there, f"--workload {file} --epochs 1 {flags}", **told)
+
+
+@clause("L20")
+@only(sizes=(1, 2))
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_products_are_rounded_as_was_asked_for(check, world, first, runs, precision):
+    """bf16 moves the first loss by 3e-5, fp16 by 4e-6, and fp32 by 4e-8."""
+    import torch
+
+    run = world.train(first, runs.folder(first, precision), f"{SHORT} --precision {precision}")
+    done(check, "L20", run)
+    images, labels, _, _ = reference.load()
+    rows = reference.sample_order(0, 0, len(labels))[:G]
+    parameters = {name: torch.from_numpy(values).float() for name, values in reference.initial_parameters(0).items()}
+    tensors = (torch.from_numpy(images[rows]).float(), *parameters.values(), torch.from_numpy(labels[rows]))
+    inputs, weight1, bias1, weight2, bias2, labels = (tensor.to(world.device) for tensor in tensors)
+    linear = torch.nn.functional.linear
+    with torch.autocast(world.device, {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
+        logits = linear(torch.tanh(linear(inputs, weight1, bias1)), weight2, bias2)
+    should_be = torch.nn.functional.cross_entropy(logits.float(), labels).item()
+    check.close("L20", run.losses, [should_be], 2e-6, "the first loss")
+
+
+@clause("L19", "S9")
+@only(sizes=(1, 2))
+@pytest.mark.parametrize("name", anchors.CASES)
+def test_the_other_workloads_are_a_plain_loop_s(check, world, first, runs, name):
+    """What is recorded and what is kept as the best, for regression, mnist and gpt."""
+    case, data = anchors.CASES[name], runs.root / f"data-{name}"
+    should_be = world.on_rank_0(lambda: anchors.train(case, data, world.size))
+    run = world.train(first, runs.folder(first, f"L19-{name}"), f"--precision fp64 {case.flags.format(data=data)}")
+    done(check, "L19", run)
+    recorded = {key: run.values("step", key) for key in ("loss", "grad_norm")}
+    recorded |= {key: run.values("epoch", key.removeprefix("epoch_")) for key in ("epoch_loss", "eval_loss", case.metric)}
+    for key, values in recorded.items():
+        check.close("L19", values, should_be[key], T1, key)
+    document, best = world.on_rank_0(
+        lambda: [take_apart(run.folder / file)["document"] for file in (SNAPSHOT, "best.safetensors")]
+    )
+    history = [[row[0], *map(float.fromhex, row[1:])] for row in document["history"]]
+    rows = zip(recorded["epoch_loss"], recorded["eval_loss"], recorded[case.metric], strict=True)
+    check.equal("S9", history=(history, [[epoch, *row] for epoch, row in enumerate(rows)]))
+    epoch = int(np.argmin(should_be["eval_loss"]))
+    steps = (epoch + 1) * len(should_be["loss"]) // case.epochs
+    check.equal("S9", best=(document["best"], [epoch, recorded["eval_loss"][epoch].hex()]), step=(best["step"], steps))
+
+
+# ---- snapshot -----------------------------------------------------------------------------------------------------
+
+
+@machine(FP64)
+@clause("S1", "S2", "S5", "S6")
+def test_what_a_snapshot_holds(check, world, own, runs):
+    run = runs.train(own, FP64)
+    done(check, "S1", run)
+    there = world.on_rank_0(lambda: sorted(path.name for path in run.folder.iterdir()))
+    check.equal("S6", files=(there, sorted([SNAPSHOT, "snapshot.prev.safetensors", "best.safetensors", LOG])))
+    snapshot = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT))
+    shapes = {f"{kind}.{name}": ("F64", [*shape]) for kind in ("model", "optim.momentum") for name, shape in LAYERS.items()}
+    check.equal("S1", tensors=(snapshot["tensors"], shapes))
+    document = snapshot["document"]
+    known = {"format", "problem", "data", "step", "steps_per_epoch", "epochs_run", "epoch_loss_sum"}
+    known |= {"history", "best", "crc32", "document_crc32", "world_size", "versions"}
+    check.equal("S2", metadata_keys=(snapshot["keys"], ["ddp_core"]), missing_in_the_document=(known - {*document}, set()))
+    facts = dict(format=2, step=42, epochs_run=3, steps_per_epoch=14, world_size=world.size)
+    check.equal("S2", **{name: (document[name], should_be) for name, should_be in facts.items()})
+    text = json.dumps(
+        {name: document[name] for name in {*document} - {"document_crc32"}}, sort_keys=True, separators=(",", ":")
+    )
+    sums = dict(crc32=snapshot["crc32"], document_crc32=zlib.crc32(text.encode()))
+    check.equal("S5", **{name: (document[name], should_be) for name, should_be in sums.items()})
+
+
+@clause("S1")
+def test_a_snapshot_holds_buffers_and_any_optimizer_s_state(check, world, runs, first):
+    run = runs.train(first, f"{ALL} --epochs 1")
+    done(check, "S1", run)
+    trained = {"0.weight": [256, 64], "0.bias": [256], "4.weight": [10, 256], "4.bias": [10]}
+    trained |= {"2.weight": [256], "2.bias": [256]}
+    tensors = {f"model.{name}": ("F32", shape) for name, shape in trained.items()}
+    tensors |= {f"model.2.running_{name}": ("F32", [256]) for name in ("mean", "var")}
+    tensors |= {"model.2.num_batches_tracked": ("I64", []), "model.6.mean": ("F32", [])}
+    tensors |= {f"optim.{name}.{of}": ("F32", shape) for of, shape in trained.items() for name in ("mean", "square")}
+    tensors |= {f"optim.step.{of}": ("F32", []) for of in trained}
+    check.equal("S1", tensors=(world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT)["tensors"]), tensors))
+
+
+@clause("S4")
+def test_every_launcher_of_every_site_writes_the_same_bytes(check, world, launch, runs, first):
+    for precision in (FP64, FP32):
+        run, other = runs.train(launch, precision), runs.train(first, precision)
+        done(check, "S4", run, other)
+        mine, others = world.on_rank_0(lambda run=run, other=other: [sha256(one.folder / SNAPSHOT) for one in (run, other)])
+        check.equal("S4", **{f"sha256_as_of_{first}": (mine, others)})
+
+
+@clause("S8")
+@pytest.mark.parametrize("num_nodes", [1, TWO])
+def test_rank_0_alone_writes(check, world, launch, runs, num_nodes):
+    run = world.train(launch, runs.folder(launch, f"writers-{num_nodes}"), SHORT, num_nodes)
+    done(check, "S8", run)
+    writers = {rank: files for rank, files in enumerate(run.written) if files}
+    check.equal("S8", rank_0_writes=(SNAPSHOT in str(writers.pop(0, "")), True), other_writers=(writers, {}))
+
+
+# ---- continue -----------------------------------------------------------------------------------------------------
+
+
+@clause("C1", "X2")
+def test_stopped_and_resumed_is_bitwise_as_never_stopped(check, world, own, runs):
+    flags, an_epoch = long(world)
+    never, there = runs.train(own, flags), runs.folder(own, "stopped")
+    stopped = world.train(own, there, flags, signal_rank=world.size - 1)
+    ended(check, "X2", stopped, 75)
+    step = world.on_rank_0(lambda: take_apart(there / SNAPSHOT)["document"]["step"])
+    resumed = world.train(own, there, flags)
+    done(check, "C1", never, resumed)
+    check.equal(
+        "C1", stopped_in_mid_epoch=(step % an_epoch != 0, True), went_on_at_step=(resumed.values("start", "step")[-1], step)
+    )
+    same_as_never_stopped(check, "C1", world, resumed, never)
+
+
+def same_as_never_stopped(check, clause_id, world, resumed, never) -> None:
+    __tracebackhide__ = True
+    check.equal(clause_id, losses=(resumed.values("step", "loss_hex"), never.values("step", "loss_hex")))
+    check.close(clause_id, resumed.losses, never.losses, T0)
+    here, there = world.on_rank_0(lambda: [sha256(one.folder / SNAPSHOT) for one in (resumed, never)])
+    check.equal(clause_id, snapshot_sha256=(here, there))
+
+
+@machine()
+@clause("C2")
+def test_continued_by_another_site_at_another_world_size(check, world, own, runs, handed_on):
+    there = runs.folder(own, f"after-{handed_on.stem}")
+    world.on_rank_0(lambda: [there.mkdir(parents=True), shutil.copy(handed_on, there / SNAPSHOT)])
+    rest = world.train(own, there, FP64)
+    done(check, "C2", rest)
+    check.equal("C2", started_at_step=(rest.values("start", "step"), [28]))
+    check.close("C2", rest.losses, golden.load()["losses"][28:], T1)
+    check.close("C2", rest.values("epoch", "eval_loss"), golden.load()["eval_losses"][2:], T1)
+
+
+@clause("C2")
+def test_snapshots_are_handed_on(check, world, own, runs, pytestconfig):
+    """After two of three epochs, to the sessions of other world sizes."""
+    run, folder = runs.train(own, FP64), pytestconfig.getoption("--handed-on")
+    done(check, "C2", run)
+    if folder:
+        target = Path(folder) / f"{own.site}-{world.size}.safetensors"
+        world.on_rank_0(lambda: bool(shutil.copy(run.folder / "snapshot.prev.safetensors", target)))
+
+
+@machine(FP64)
+@clause("C3")
+def test_another_problem_is_refused(check, world, own, runs):
+    run, there = runs.train(own, FP64), runs.folder(own, "refused")
+    done(check, "C3", run)
+    world.on_rank_0(lambda: bool(shutil.copytree(run.folder, there)))
+    before = world.on_rank_0(lambda: sha256(there / SNAPSHOT))
+    refused = world.train(own, there, FP64 + " --seed 1")
+    ended(check, "C3", refused, 5)
+    check.equal("C3", snapshot=(world.on_rank_0(lambda: sha256(there / SNAPSHOT)), before))
+
+
+@clause("C4")
+@only(sizes=(1, 2))
+def test_a_damaged_snapshot_is_never_taken_for_none(check, world, own, runs):
+    run, there = runs.train(own, FP64), runs.folder(own, "damaged")
+    done(check, "C4", run)
+
+    def damage(*names: str) -> None:
+        for name in names:
+            raw = bytearray((run.folder / name).read_bytes())
+            raw[len(raw) // 2] ^= 1
+            (there / name).write_bytes(raw)
+
+    world.on_rank_0(lambda: [shutil.copytree(run.folder, there), damage(SNAPSHOT)])
+    fell_back = world.train(own, there, FP64)
+    done(check, "C4", fell_back)
+    check.equal(
+        "C4", started_at_steps=(fell_back.values("start", "step"), [0, 28]), warns=("warning" in fell_back.output[0], True)
+    )
+    prev, before = world.on_rank_0(lambda: [sha256(one / "snapshot.prev.safetensors") for one in (there, run.folder)])
+    check.equal("C4", snapshot_prev=(prev, before))
+    world.on_rank_0(lambda: damage(SNAPSHOT, "snapshot.prev.safetensors"))
+    ended(check, "C4", world.train(own, there, FP64), 5)
+
+
+@clause("C5", "S7")
+@only(sizes=(2,), mpi=False, devices=("cpu",))
+def test_killed_and_resumed_is_bitwise_as_never_killed(check, world, own, runs):
+    """SIGKILL to all ranks in the second epoch: a crash, a lost node."""
+    flags, an_epoch = long(world)
+    never, there = runs.train(own, flags), runs.folder(own, "killed")
+    killed = world.train(own, there, flags, kill_ranks=tuple(range(world.size)))
+    ended(check, "C5", killed, 137)
+    at_hand = world.on_rank_0(lambda: [take_apart(path)["document"]["step"] for path in there.glob("snapshot*")])
+    check.equal("S7", a_whole_snapshot=(bool(at_hand), True))
+    resumed = world.train(own, there, flags)
+    done(check, "C5", never, resumed)
+    check.equal("C5", went_on_from_an_epoch=(resumed.values("start", "step")[-1] >= an_epoch, True))
+    same_as_never_stopped(check, "C5", world, resumed, never)
+
+
+@clause("S7")
+@only(sizes=(1,), mpi=False, devices=("cpu",))
+def test_killed_in_the_middle_of_a_snapshot(check, world, own, runs):
+    """When 100 kB of the second snapshot are written, of 300: the first stands as it was."""
+    there, flags = runs.folder(own, "killed-in-the-middle"), "--precision fp64 --eval-every 3"
+    done(check, "S7", world.train(own, there, f"{flags} --epochs 1"))
+    before = world.on_rank_0(lambda: sha256(there / SNAPSHOT))
+    killed = world.train(own, there, f"{flags} --epochs 3", kill_ranks=(0,), largest_file=100_000)
+    ended(check, "S7", killed, 128 + signal.SIGXFSZ)
+    check.equal("S7", snapshot=(world.on_rank_0(lambda: sha256(there / SNAPSHOT)), before))
+
+
+@clause("C6")
+@only(devices=("cuda", "xpu"))
+def test_from_cpu_to_accelerator_and_back(check, world, own, runs):
+    from conformance.harness.world import World
+
+    on_cpu = World(world.comm)
+    there = runs.folder(own, "crossing")
+    for epochs, where in enumerate((on_cpu, world, on_cpu), 1):
+        run = where.train(own, there, f"{FP64[:-1]}{epochs}")
+        done(check, "C6", run)
+    check.equal("C6", started_at_steps=(run.values("start", "step"), [0, 14, 28]))
+    check.close("C6", run.losses, golden.load()["losses"], T1)
+
+
+@clause("C7")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_all_that_is_drawn_and_kept_survives_a_stop(check, world, runs, first, precision):
+    flags, an_epoch = long(world, ALL)
+    flags += f" --precision {precision}"
+    never, there = runs.train(first, flags), runs.folder(first, f"stopped-{precision}")
+    stopped = world.train(first, there, runs.filled(flags), signal_rank=0)
+    ended(check, "C7", stopped, 75)
+    step = world.on_rank_0(lambda: take_apart(there / SNAPSHOT)["document"]["step"])
+    resumed = world.train(first, there, runs.filled(flags))
+    done(check, "C7", never, resumed)
+    check.equal("C7", stopped_in_mid_epoch=(step % an_epoch != 0, True))
+    same_as_never_stopped(check, "C7", world, resumed, never)
+
+
+@clause("C8")
+@only(sizes=(2,), devices=("cpu",))
+def test_killed_between_epochs_it_goes_on_from_its_last_step_saved(check, world, runs, first):
+    flags, an_epoch = long(world, ALL)
+    flags += f" --save-steps {an_epoch // 5}"
+    never, there = runs.train(first, flags), runs.folder(first, "killed-in-mid-epoch")
+    words = f'"kind":"snapshot","step":{2 * (an_epoch // 5)}'
+    killed = world.train(first, there, runs.filled(flags), kill_ranks=tuple(range(world.size)), kill_at=words)
+    ended(check, "C8", killed, 137)
+    resumed = world.train(first, there, runs.filled(flags))
+    done(check, "C8", never, resumed)
+    check.equal("C8", went_on_in_mid_epoch=(0 < resumed.values("start", "step")[-1] < an_epoch, True))
+    same_as_never_stopped(check, "C8", world, resumed, never)
+
+
+@clause("C8")
+def test_it_saves_every_so_many_minutes(check, world, runs, first):
+    flags, an_epoch = long(world, DRAWS)
+    run = runs.train(first, f"{flags} --save-minutes 0.0005")
+    done(check, "C8", run)
+    between_epochs = [step for step in run.values("snapshot", "step") if step % an_epoch]
+    check.equal("C8", saves_between_epochs=(bool(between_epochs), True))
+    plain = runs.train(first, FP64)
+    check.equal("C8", save_minutes_by_default=(plain.values("start", "config")[0]["save_minutes"], 10))
+
+
+@clause("C9")
+@only(sizes=(1, 2), mpi="restart")
+def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
+    """--new-run-dir is how job scripts name a run directory; what the launcher tells of earlier starts decides."""
+    there, of_job = runs.folder(launch, "of-a-job"), dict(run_dir="--new-run-dir")
+    done(check, "C9", world.train(launch, there, SHORT, **of_job))
+    before = world.on_rank_0(lambda: sha256(there / SNAPSHOT))
+    refused = world.train(launch, there, SHORT, **of_job)
+    ended(check, "C9", refused, 3)
+    lines = [line for text in refused.errors for line in text.splitlines()]
+    check.equal("C9", lines_that_name_run_dir=(sum("--run-dir" in line for line in lines), 1), lines=(len(lines), 1))
+    check.equal("C9", snapshot=(world.on_rank_0(lambda: sha256(there / SNAPSHOT)), before))
+    again = world.train(launch, there, f"{SHORT} --epochs 2 --fresh", restart=1, **of_job)
+    done(check, "C9", again)
+    check.equal("C9", started_at_steps=(again.values("start", "step"), [0, 1]))
+    check.equal("C9", restarts=(again.values("start", "restart"), [0, 1]))
+    fresh = world.train(launch, there, f"{SHORT} --fresh", **of_job)
+    done(check, "C9", fresh)
+    check.equal("C9", started_at_steps=(fresh.values("start", "step"), [0]))
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------
+
+
+@clause("X3")
+def test_a_mistyped_flag_is_one_line(check, world, own, runs):
+    run = world.train(own, runs.folder(own, "mistyped"), MISTYPED)
+    ended(check, "X3", run, 2)
+    lines = [line for text in run.errors + run.output for line in text.splitlines()]
+    check.equal("X3", lines=(len(lines), 1), names_the_flag=("--epochs" in "".join(lines), True))
+
+
+@clause("X5")
+@only(sizes=(2,))
+def test_ranks_with_different_files_of_one_name(check, world, runs, first):
+    """A stale copy on one node."""
+    flags = f"{NOISY} --steps-per-epoch 1"
+    stale = runs.root / "stale" / "noisy.py"
+    file = NOISY_FILE.read_text()
+    world.on_rank_0(lambda: [stale.parent.mkdir(), stale.write_text(f"{file}\n")])
+    run = world.train(first, runs.folder(first, "stale"), runs.filled(flags), odd_flags=f"--workload {stale}")
+    ended(check, "X5", run, 4)
+    told = [line for text in run.errors for line in text.splitlines() if "workload_file=" in line and "on rank 1" in line]
+    check.equal("X5", lines_that_name_the_file=(len(told), 1))
+
+
+@clause("X5")
+@only(sizes=(2,))
+def test_ranks_that_were_told_differently(check, world, own, runs):
+    run = world.train(own, runs.folder(own, "odd"), SHORT, odd_flags="--lr 0.2")
+    ended(check, "X5", run, 4)
+    told = f"lr=0.2 on rank {world.size - 1}, but 0.1 on rank 0"
+    check.equal("X5", says=(told if told in "".join(run.errors) else run.errors, told))
+
+
+@clause("X6")
+def test_a_loss_that_is_not_finite(check, world, own, runs):
+    there = runs.folder(own, "not-finite")
+    run = world.train(own, there, "--workload regression --lr 1000")
+    ended(check, "X6", run, 6)
+    check.equal("X6", names_the_step=("at step" in "".join(run.errors), True))
+    check.equal("X6", every_recorded_loss_is_finite=(bool(np.isfinite(run.losses).all()), True))
+
+
+@clause("X6")
+@only(sizes=(1, 2))
+@pytest.mark.parametrize("name", ["overflows", "steep"])
+def test_numbers_that_are_not_finite_reach_no_parameter(check, world, runs, first, name):
+    """Of the steps that are trained before it is found out none may use them: the workload looks at its own parameters."""
+    run = train_own(world, runs, first, name)
+    ended(check, "X6", run, 6)
+    seen = [text for text in run.output if "parameters are not finite" in text]
+    check.equal("X6", names_the_step=("at step 5 " in "".join(run.errors), True), seen_in_a_later_step=(bool(seen), False))
+
+
+@clause("X11")
+@only(sizes=(2,))
+def test_replicas_that_differ_leave_no_snapshot(check, world, runs, first):
+    run = train_own(world, runs, first, "diverges", "--precision fp64")
+    ended(check, "X11", run, 7)
+    said = "".join(run.errors)
+    check.equal("X11", names_the_rank=("of rank 1 differ" in said, True), snapshot=((run.folder / SNAPSHOT).exists(), False))
+
+
+@clause("X7")
+@only(sizes=(2,), devices=("cpu",))
+def test_a_killed_rank_is_named_by_the_others(check, world, runs, first):
+    run = world.train(first, runs.folder(first, "lost"), long(world)[0], kill_ranks=(world.size - 1,))
+    check.equal("X7", exit_codes=(run.exit_codes, [7] * (world.size - 1) + [137]))
+    lost = f"rank {world.size - 1} died or hangs"
+    check.equal("X7", says=(lost if lost in "".join(run.errors) else run.errors, lost))
+
+
+@clause("X8")
+@only(sizes=(1, 2))
+def test_a_run_directory_that_cannot_be_written(check, world, own, runs):
+    file = runs.folder(own, "a-file")
+    world.on_rank_0(lambda: [file.parent.mkdir(parents=True, exist_ok=True), file.touch()])
+    run = world.train(own, file / "run", SHORT)
+    ended(check, "X8", run, 8)
+    check.equal("X8", names_the_flag=("--run-dir" in "".join(run.errors), True))
+
+
+@clause("X9")
+@only(sizes=(1, 2))
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_workload_file_that_cannot_be_used_is_one_line(check, world, runs, first, name):
+    run, words = train_own(world, runs, first, name), MISTAKES[name]
+    ended(check, "X9", run, 2)
+    lines = [line for text in run.errors + run.output for line in text.splitlines()]
+    check.equal("X9", lines=(len(lines), 1), says=(words if words in "".join(lines) else lines, words))
+
+
+@clause("X10")
+@only(sizes=(1, 2), devices=("cpu",))
+@pytest.mark.parametrize("batches", [0.5, 2.5])
+def test_a_worker_that_dies_is_named(check, world, runs, first, batches):
+    """While the rank waits for its first batch, or is in its first step: workers read two batches ahead."""
+    last = int(batches * G / world.size)
+    run = train_own(world, runs, first, "dies", f"--workers 1 --last {last}", apart=True)
+    ended(check, "X10", run, 7)
+    words = "a worker that reads rows died"
+    check.equal("X10", says=(words if words in "".join(run.errors) else run.errors, words))

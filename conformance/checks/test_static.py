@@ -1,0 +1,370 @@
+"""The static rung: who knows what, and what can be read off a site's files.
+
+    python -m pytest conformance/checks/test_static.py [--site NAME_OR_FOLDER]
+
+This needs neither ranks nor torch.
+"""
+
+import ast
+import datetime
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from conformance.cluster.shape import impossible
+from conformance.harness.shell import CONSTANT_PORT, DIRECTIVE, NEARLY, PLACEHOLDER, SOURCE, Line, Script
+from conformance.harness.sites import ROOT, date_of_copy, find, mistakes
+
+clause = pytest.mark.clause
+CORE = sorted((ROOT / "core/src/ddp_core").rglob("*.py"))
+CONFORMANCE = sorted((ROOT / "conformance").rglob("*.py"))
+SITES = {path.name for path in (ROOT / "sites").iterdir() if path.is_dir()}
+SCHEDULER_VARIABLE = re.compile(r"\b(SLURM|PBS|PALS|PMI|PMIX|OMPI|LSB|JSM|FLUX)_\w*")
+
+
+def imports(path: Path) -> set[str]:
+    """The top-level names of the modules that a file imports, anywhere in it."""
+    return imported(ast.parse(path.read_text()))
+
+
+def imported(tree: ast.AST) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add("." if node.level else node.module.partition(".")[0])
+    return names
+
+
+def where_installed(path: Path) -> set[str]:
+    """tqdm, where all that the file imports of it stands in a `try` that goes on without it."""
+    tree = ast.parse(path.read_text())
+    tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try)]
+    guarded = [node for node in tries if any(ast.unparse(handler.type or node) == "ImportError" for handler in node.handlers)]
+    for node in guarded:
+        node.body = [line for line in node.body if imported(line) != {"tqdm"}]
+    return {"tqdm"} - imported(tree)
+
+
+def without_comments(path: Path) -> str:
+    """A Python file's code: in comments and docstrings a copy may go on naming the site that it was copied from."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body[0] = ast.Pass()
+    return ast.unparse(tree)
+
+
+def found_in(files: list[Path], pattern: str) -> dict[str, list[str]]:
+    """File name to the matches in it."""
+    matches = {str(path.relative_to(ROOT)): [m[0] for m in re.finditer(pattern, path.read_text())] for path in files}
+    return {name: found for name, found in matches.items() if found}
+
+
+def names_of(sites: set[str]) -> str:
+    """A pattern for the names of these sites; one that matches nothing for none."""
+    return r"\b(" + "|".join(map(re.escape, sorted(sites))) + r")\b" if sites else r"(?!)"
+
+
+@clause("A1")
+def test_core_names_no_site(check):
+    check.equal("A1", site_names_in_core=(found_in(CORE, names_of(SITES)), {}))
+
+
+@clause("A1")
+def test_conformance_names_no_site(check):
+    check.equal("A1", site_names_in_conformance=(found_in(CONFORMANCE, names_of(SITES)), {}))
+
+
+@clause("A2")
+def test_core_reads_no_scheduler_variable(check):
+    check.equal("A2", scheduler_variables_in_core=(found_in(CORE, SCHEDULER_VARIABLE.pattern), {}))
+
+
+@clause("A3")
+def test_core_imports_little(check):
+    allowed = sys.stdlib_module_names | {"torch", "safetensors", "ddp_core"}
+    others = {path.name: sorted(found) for path in CORE if (found := imports(path) - allowed - where_installed(path))}
+    check.equal("A3", other_imports_of_core=(others, {}))
+
+
+@clause("A4")
+def test_site_imports_of_ours_only_the_core(check, site):
+    files = sorted(site.folder.rglob("*.py"))
+    ours = {".", "core", "sites", "conformance", *SITES}
+    wrong = {path.name: sorted(imports(path) & ours) for path in files if imports(path) & ours}
+    others = rf"(?<![\w-]){names_of(SITES - {site.name})}(?![\w-])"  # my-site is not site
+    # In addresses they may stand: a source is one wherever it is read.
+    texts = {path.name: re.sub(r"https?://\S+", "", without_comments(path)) for path in files}
+    named = {name: found for name, text in texts.items() if (found := re.findall(others, text))}
+    check.equal("A4", imports=(wrong, {}), other_sites_named=(named, {}))
+
+
+@clause("F1", "F2")
+def test_files_of_a_site(check, site):
+    texts = {name: type(site.facts.get(name)) for name in ("name", "operator", "scheduler", "launcher", "submit", "stop")}
+    check.equal("F2", site_toml=(texts, dict.fromkeys(texts, str)))
+    tables = {name: type(site.facts.get(name)) for name in ("node", "job", "verified")}
+    check.equal("F2", tables=(tables, dict.fromkeys(tables, dict)), launchers=(bool(site.launches), True))
+    check.equal("F2", name=(site.name, site.folder.name))
+    wanted = {"README.md", "install.sh", "train.py", site.facts["submit"], *site.facts.get("files", [])}
+    check.equal("F1", missing_files=(sorted(name for name in wanted if not (site.folder / name).is_file()), []))
+
+
+@clause("F3")
+def test_launchers_tell_the_ranks_apart(check, launch):
+    """Filled in for the ranks of two nodes, what a launcher exports differs from rank to rank."""
+    exported = [launch.environ(rank, 4, 2, 29500, "1") for rank in range(4)]
+    check.equal("F3", distinct_ranks=(4 if launch.mpi else len({str(environ) for environ in exported}), 4))
+
+
+@clause("F4")
+def test_the_node_and_the_job_are_described(check, site):
+    number, text = int, str
+    node = dict(cores=number, memory_gib=number, devices=number, device=text, devices_visible_to_a_rank=number, interfaces=list)
+    for table, keys in (("node", node), ("job", dict(nodes=number, ranks_per_node=number))):
+        facts = site.facts.get(table, {})
+        check.equal("F4", **{table: ({key: type(facts.get(key)) for key in keys}, keys)})
+    told, devices = site.facts["node"], site.facts["node"]["devices"]
+    optional = dict(sockets=number, threads_per_core=number, reserved_cores=number, reserved=text, cores_near_device=list)
+    optional = dict(node=optional | dict(device_environment=text, hosts=text), job=dict(geometry=text, restarts=text))
+    optional |= dict(queue=dict.fromkeys(("partitions", "exclusive", "qos", "constraints"), list) | dict(account=text))
+    facts = {
+        f"{table}.{key}": (site.facts.get(table, {}).get(key), kind)
+        for table in optional
+        for key, kind in optional[table].items()
+    }
+    wrong = {key: type(value) for key, (value, kind) in facts.items() if value is not None and type(value) is not kind}
+    check.equal("F4", wrong_types=(wrong, {}))
+    queue = site.facts.get("queue", {})
+    check.equal("F4", exclusive_and_no_partition=({*queue.get("exclusive", [])} - {*queue.get("partitions", [])}, set()))
+    check.equal("F4", devices_with_cores_near=(len(told.get("cores_near_device", [""] * devices)), devices))
+    reserved = [core for core in told.get("reserved", "").split(",") if core]
+    if "reserved" in told:
+        check.equal("F4", reserved=(len(reserved), told.get("reserved_cores", 0)))
+    check.holds("F4", *impossible(site))
+
+
+@clause("F5")
+def test_the_status_is_told_alike(check, site):
+    verified = site.facts.get("verified", {})
+    status, date = verified.get("status"), verified.get("date")
+    known = ("never-run", "simulated", "run-on-site")
+    check.equal("F5", status=(status if status not in known else True, True), evidence=(bool(verified.get("evidence")), True))
+    check.equal("F5", has_a_date=(isinstance(date, datetime.date), status != "never-run"))
+    told = re.search(r"\*\*Status: ([\w-]+)\.?\*\*\.?(?: \((\S+)\))?", (site.folder / "README.md").read_text())
+    check.equal("F5", README_md=(told and told.groups(), (status, date and str(date))))
+
+
+@clause("F9")
+def test_what_no_run_has_shown_is_listed(check, site):
+    verified = site.facts.get("verified", {})
+    listed = verified.get("unverified")
+    sentences = isinstance(listed, list) and all(re.fullmatch(r"(?s)[A-Z`].* .*\.", str(sentence)) for sentence in listed)
+    check.equal("F9", unverified_is_a_list_of_sentences=(sentences, True))
+    status = verified.get("status")
+    check.equal("F9", unverified_or_run_on_site=(bool(listed) or status == "run-on-site", True))
+    if status == "simulated":  # by stand-ins of these names
+        software = site.facts.get("software", {})
+        names = [*software.get("modules", []), *([Path(software["image"]).name] if "image" in software else [])]
+        check.equal("F9", software_not_in_unverified=([name for name in names if name not in " ".join(listed)], []))
+
+
+@clause("F9")
+def test_the_table_of_sites_tells_what_is_unverified(check):
+    """Of the sites that have a row there; a new one needs none."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (ROOT / "README.md").read_text().splitlines()]
+    heads = next((row for row in rows if row[:1] == ["site"]), [])
+    told = {
+        match[1]: dict(zip(heads, row, strict=False)) for row in rows if row and (match := re.match(r"\[([\w-]+)\]", row[0]))
+    }
+    verified = {site.name: site.facts.get("verified", {}) for site in find() if site.name in told}
+    numbers = {name: told[name].get("unverified") for name in verified}
+    check.equal(
+        "F9", unverified_in_README_md=(numbers, {name: str(len(verified[name].get("unverified", []))) for name in verified})
+    )
+    wrong = [name for name, row in told.items() if name in verified and not row["status"].startswith(verified[name]["status"])]
+    check.equal("F9", another_status_in_README_md=(wrong, []))
+
+
+@clause("F6")
+def test_sources_tell_which_copy_was_read(check, site):
+    sources, today = site.facts.get("sources", []), datetime.date.today()
+    check.equal("F6", sources=(bool(sources), True))
+    check.holds("F6", *(mistake for source in sources for mistake in mistakes(source)))
+    check.equal("F6", read_in_the_future=([str(source["read"]) for source in sources if source["read"] > today], []))
+    days = {source["address"]: date_of_copy(source) for source in sources}
+    if old := [address for address, day in days.items() if day and (today - day).days > 183]:
+        warnings.warn(f"{site.name}: the copy that was read is older than six months: {', '.join(old)} (F6)", stacklevel=1)
+    if undated := [address for address, day in days.items() if not day]:
+        warnings.warn(f"{site.name}: of when is the commit? `dated` should say: {', '.join(undated)} (F6)", stacklevel=1)
+
+
+@clause("F7")
+def test_nothing_is_left_to_fill_in(check, site):
+    left = [
+        f"{name}:{number}: {line.strip()}, but should be filled in"
+        for name in ("site.toml", "README.md")
+        for number, line in enumerate((site.folder / name).read_text().splitlines(), 1)
+        if "EDIT:" in line and "`# EDIT:`" not in line
+    ]
+    check.holds("F7", *left)
+
+
+@clause("F8")
+def test_scripts_and_site_toml_name_the_same_software(check, site):
+    software, scripts = site.facts.get("software", {}), {path.name: path.read_text() for path in site.scripts}
+    modules = software.get("modules", [])
+    missing = [name for name in modules if name not in scripts[site.facts["submit"]]]
+    check.equal("F8", modules_not_in_the_job_script=(missing, []))
+    image = software.get("image", "")
+    check.equal("F8", image_in_a_script=(any(image in text for text in scripts.values()), True))
+    loaded = {
+        f"{script}: {name}"
+        for script, text in scripts.items()
+        for line in text.splitlines()
+        if not line.lstrip().startswith("#") and (found := re.search(r"^[^\"']*\bmodule load ([^;&|}\n]+)", line))
+        for name in found[1].split()
+        if re.fullmatch(r"[\w./+-]+", name) and name not in modules
+    }
+    check.equal("F8", loads_what_site_toml_does_not_name=(sorted(loaded), []))
+
+
+# ---- job scripts --------------------------------------------------------------------------------------------------
+
+
+def at(script: Script, line: Line, should_be: str) -> str:
+    return f"{script.path.name}:{line.number}: {line.text.strip()[:100]!r}, but should {should_be}"
+
+
+@clause("J3")
+def test_everything_is_explained(check, site):
+    def unexplained(line: Line, comments: list[str]) -> str:
+        if not comments:
+            return "have its reason directly above"
+        return "" if SOURCE.search("\n".join(comments)) else 'have its source above: an address, --help, or "unverified"'
+
+    violations = []
+    for script in map(Script, site.scripts):
+        for line, _ in [*script.directives, *script.flags]:
+            directly = line.paragraph if line.above.lstrip().startswith("#") and not DIRECTIVE.match(line.above) else []
+            violations += [at(script, line, what)] if (what := unexplained(line, directly)) else []
+        for line, _ in script.exports:
+            violations += [at(script, line, what)] if (what := unexplained(line, line.paragraph)) else []
+        submitted = script.path in site.job_scripts
+        check.equal("J3", directives_in_the_job_script=(bool(script.directives), submitted))
+    check.holds("J3", *violations)
+
+
+@clause("J3")
+def test_variables_under_one_address_are_facts_of_its_page(check, site):
+    """Whether the page has the facts, harness/sources.py looks up. What is not there can stand under a comment of its own."""
+    facts = {source["address"].rstrip("/"): source["facts"] for source in site.facts.get("sources", []) if "facts" in source}
+    violations = []
+    for script in map(Script, site.scripts):
+        blocks: dict[tuple[str, ...], list[tuple[Line, str]]] = {}
+        for line, name in script.exports:
+            blocks.setdefault(tuple(line.paragraph), []).append((line, name))
+        for comments, exported in blocks.items():
+            pages = {page.partition("#")[0].rstrip("/.") for page in re.findall(r"https?://[^\s)>\"'`,;]+", " ".join(comments))}
+            if len(exported) > 1 and pages and pages <= facts.keys():
+                known = " ".join(fact for page in pages for fact in facts[page])
+                lost = [line for line, name in exported if not re.search(rf"\b{name}\b", known)]
+                violations += [at(script, line, f"be in one of the facts of {' or '.join(sorted(pages))}") for line in lost]
+    check.holds("J3", *violations)
+
+
+@clause("J4")
+def test_what_is_to_be_edited_is_marked(check, site):
+    violations = [
+        at(script, line, "stand below a comment `# EDIT:`")
+        for script in map(Script, site.job_scripts)
+        for line in script.lines
+        if not line.is_comment and PLACEHOLDER.search(line.text) and not any("# EDIT:" in text for text in line.paragraph)
+    ]
+    check.holds("J4", *violations)
+
+
+@clause("J5")
+def test_directives_are_directives(check, site):
+    violations = []
+    for script in map(Script, site.job_scripts):
+        for line in script.lines:
+            if "\r" in line.text:
+                violations.append(at(script, line, "end without a carriage return"))
+            if NEARLY.match(line.text) and not DIRECTIVE.match(line.text):
+                violations.append(at(script, line, "begin with exactly #SBATCH or #PBS and an option"))
+        for line, text in script.directives:
+            if line.number > script.first_command:
+                violations.append(at(script, line, f"stand before the first command, line {script.first_command}"))
+            if re.search(r"\s#", text):
+                violations.append(at(script, line, "have no comment behind it"))
+    check.holds("J5", *violations)
+
+
+@clause("J6")
+def test_the_port_is_no_constant(check, site):
+    violations = [
+        at(script, line, "come from the job's number, or from a free port of rank 0")
+        for script in map(Script, site.scripts)
+        for line in script.lines
+        if not line.is_comment and CONSTANT_PORT.search(line.text)
+    ]
+    check.holds("J6", *violations)
+
+
+@clause("J7")
+def test_scripts_stop_at_the_first_error(check, site):
+    lax = [path.name for path in site.scripts if not re.search(r"^set -euo pipefail$", path.read_text(), re.MULTILINE)]
+    check.equal("J7", without_set_euo_pipefail=(lax, []))
+    shellcheck = shutil.which("shellcheck", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    check.equal("J7", shellcheck=(bool(shellcheck), True))
+    command = [shellcheck, "--format=gcc", *(path.name for path in site.scripts)]
+    found = subprocess.run(command, cwd=site.folder, capture_output=True, text=True, timeout=60, check=False)
+    check.holds("J7", *(f"{line}, but should pass shellcheck" for line in (found.stdout + found.stderr).splitlines()))
+
+
+@clause("J8")
+def test_a_stopped_job_comes_back(check, site):
+    if site.facts["scheduler"] != "slurm":
+        return  # another scheduler's own way is its site's to show, on the cluster rung
+    for script in map(Script, site.job_scripts):
+        if not site.job(script.path).get("trains", True):
+            continue  # it has nothing to come back to
+        options = {text.partition("=")[0]: text.partition("=")[2] for _, text in script.directives}
+        check.equal("J8", open_mode=(options.get("--open-mode"), "append"))
+        check.equal("J8", **{option: (option in options, True) for option in ("--requeue", "--signal")})
+
+
+@clause("J11")
+def test_a_rank_that_dies_alone_ends_the_job(check, site):
+    violations = [
+        at(script, line, "have --kill-on-bad-exit=1 among its flags")
+        for script in map(Script, site.scripts)
+        for line in script.lines
+        if re.match(r"[^#]*\bsrun \"\$\{\w+\[@\]\}\"", line.text)
+        and "--kill-on-bad-exit=1" not in [text for _, text in script.flags]
+    ]
+    check.holds("J11", *violations)
+
+
+@clause("J9")
+def test_the_job_fits_the_node(check, site):
+    node = site.facts["node"]
+    for script in map(Script, site.job_scripts):
+        geometry, job = script.geometry, site.job(script.path)
+        there = job.get("tasks_per_node", job["ranks_per_node"])  # one where a launcher on each node starts its ranks
+        tasks = geometry.get("ntasks-per-node", there)
+        check.equal("J9", nodes=(geometry.get("nodes"), job["nodes"]), tasks_per_node=(tasks, there))
+        cores = tasks * geometry.get("cpus-per-task", 1)  # schedulers count a core's threads
+        there = (node["cores"] - node.get("reserved_cores", 0)) * node.get("threads_per_core", 1)
+        devices = geometry.get("gpus-per-node", tasks * geometry.get("gpus-per-task", 0))
+        check.equal("J9", cores_that_a_node_has_not=(max(0, cores - there), 0))
+        check.equal("J9", devices_that_a_node_has_not=(max(0, devices - node["devices"]), 0))

@@ -1,0 +1,63 @@
+"""A check: one verdict in the words of SPEC.md. Messages have one grammar, `value, but should be value [where] (clause)`."""
+
+import pytest
+
+from conformance.harness.reference import worst_deviation
+
+# Tiers of equality (SPEC.md), relative and at every step.
+T0, T1 = 0, 1e-10  # the same run again; fp64
+T2 = {"cpu": 1e-5, "cuda": 1e-4, "xpu": 1e-4}  # fp32; of the accelerators assumed, not measured
+
+
+def clauses_of(item: pytest.Item) -> list[str]:
+    return [clause for mark in item.iter_markers("clause") for clause in mark.args]
+
+
+def parameters(item: pytest.Item) -> dict:
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
+def launch_of(item: pytest.Item):
+    """The launcher that an item is about: of a site, the site's own."""
+    launch, site = parameters(item).get("launch"), parameters(item).get("site")
+    return launch or (site.launches[0] if site and site.launches else None)
+
+
+class Check:
+    """The checks of one test. where: what is checked, in the words of a message."""
+
+    def __init__(self, where: str, node: pytest.Item):
+        self.where, self.node = where, node
+        self.clauses = clauses_of(node)
+
+    def equal(self, clause: str, **facts: tuple) -> None:
+        """name=(value, what it should be); all that differ are told."""
+        __tracebackhide__ = True
+        differ = {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
+        self.holds(
+            clause, *(f"{name}={_short(value)}, but should be {_short(other)}" for name, (value, other) in differ.items())
+        )
+
+    def close(self, clause: str, values: list[float], reference: list[float], limit: float, what: str = "losses") -> None:
+        """No relative difference above the limit; the worst is printed at the end of the session, also when green."""
+        __tracebackhide__ = True
+        worst = worst_deviation(values, reference)
+        self.node.user_properties.append(("deviation", (worst, limit, what)))
+        if not worst <= limit:
+            self.holds(clause, f"worst relative deviation of {what}={worst:.1e}, but should be at most {limit:g}")
+
+    def curve(self, precision: str, losses: list[float]) -> None:
+        """The losses of a reference run, for the report."""
+        self.node.user_properties.append(("curve", (precision, [loss.hex() for loss in losses])))
+
+    def holds(self, clause: str, *violations: str) -> None:
+        """Fails with one line for each violation, if there is one."""
+        __tracebackhide__ = True
+        assert clause in self.clauses, f"{self.node.name} is not marked with clause {clause}"
+        if violations:
+            pytest.fail("\n".join(f"{violation} [{self.where}] ({clause})" for violation in violations), pytrace=False)
+
+
+def _short(value) -> str:
+    text = str(value)
+    return text if len(text) <= 300 else f"{text[:300]}..."

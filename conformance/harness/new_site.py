@@ -1,0 +1,167 @@
+"""Begin a site: a copy of the nearest one, under its own name and without what only that one can say.
+
+    python -m conformance.harness.new_site NAME --from SITE [--to FOLDER]
+
+SITE is one of sites/, or a folder with a site.toml. FOLDER, by default sites/, is where the folder NAME is made; it may be
+outside the repository. What is to be filled in stands behind EDIT: in site.toml and README.md, and conformance rejects the
+site until nothing is left of it (F7). Exit codes: 0 done, 2 refused, and nothing was written.
+"""
+
+import argparse
+import re
+import shutil
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+from conformance.harness import sites
+from conformance.harness.sites import ROOT, Site
+
+# An address in which the old name stands leads nowhere with the new one.
+ADDRESS = r"https?://[^\s)>\"'`]+"
+NEVER_SHOWN = "Everything: no job of this site has run anywhere."
+NOTHING = {bool: "false", int: "0", float: "0.0", str: '""', list: "[]"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m conformance.harness.new_site", description=__doc__.splitlines()[0])
+    parser.add_argument("name", metavar="NAME", help="of the site and its folder: small letters, digits and hyphens")
+    parser.add_argument("--from", dest="source", metavar="SITE", required=True, help="the site that is nearest to the machine")
+    parser.add_argument("--to", type=Path, metavar="FOLDER", default=ROOT / "sites", help="default: sites/ of this repository")
+    options = parser.parse_args(arguments)
+    try:
+        folder = make(options.name, options.source, options.to)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(next_steps(folder, options.source)))
+    return 0
+
+
+def make(name: str, source: str, to: Path) -> Path:
+    """The new site's folder. Raises ValueError, before anything is written, that names what is wrong."""
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
+        raise ValueError(f"NAME {name!r}, but should be small letters, digits and single hyphens, for example my-machine")
+    if not to.is_dir():
+        raise ValueError(f"--to {to}: no such folder")
+    folder = to / name
+    if folder.exists() or folder.is_symlink():
+        raise ValueError(f"{folder} is there already: take another NAME")
+    try:
+        (old,) = sites.find([source])
+    except ValueError as error:
+        raise ValueError(str(error).replace("--site", "--from", 1)) from None
+    # Not .venv, runs and logs, which lie in a site that is in use.
+    files = old.facts.get("files", [])
+    if missing := [file for file in [*files, "site.toml", "README.md"] if not (old.folder / file).is_file()]:
+        raise ValueError(f"--from {source}: its site.toml lists {missing[0]}, which is not there")
+    with tempfile.TemporaryDirectory(dir=to, prefix=f".{name}-") as fresh:
+        for file in dict.fromkeys([*files, "site.toml", "README.md"]):
+            (target := Path(fresh, name, file)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(old.folder / file, target)  # with the mode: install.sh can be executed
+            target.write_text(fill(file, renamed(target.read_text(), old.name, name), old, name))
+        Path(fresh, name).rename(folder)  # whole or not at all
+    return folder
+
+
+def fill(file: str, text: str, old: Site, name: str) -> str:
+    return site_toml(text, old) if file == "site.toml" else readme(text, old, name) if file == "README.md" else text
+
+
+def renamed(text: str, old: str, new: str) -> str:
+    """Every whole word `old` is `new`, but for those in addresses."""
+    return re.sub(rf"{ADDRESS}|(?<![\w-]){re.escape(old)}(?![\w-])", lambda found: new if found[0] == old else found[0], text)
+
+
+# ---- site.toml ------------------------------------------------------------------------------------------------------
+
+
+def site_toml(text: str, old: Site) -> str:
+    """Without the old site's facts. What its copied files still need stays: [job] and the launchers."""
+    made = []
+    for header, lines in tables(text):
+        if header in ("[node]", "[queue]", "[software]"):
+            theirs = [(key, NOTHING.get(type(value), '""'), value) for key, value in old.facts[header.strip("[]")].items()]
+            facts = [f"{key} = {nothing} # EDIT: this machine's; {value!r} at {old.name}" for key, nothing, value in theirs]
+            made += [header, *facts, ""]
+        elif header == "[verified]":
+            made += ["[verified]", 'status = "never-run" # never-run, simulated, run-on-site', 'evidence = "nothing yet"']
+            made += [f'unverified = ["{NEVER_SHOWN}"] # what the scripts count on and no run has shown', ""]
+        elif header == "[[expected_failures]]":
+            continue  # they were the old site's
+        elif header == "[[launchers]]" and "[[launchers]]" not in made:
+            made += ["# EDIT: is this what the launchers here export to a rank? Compare with `env` under each.", *lines]
+        elif not header:
+            made += [re.sub(r"^operator = .*$", 'operator = "" # EDIT: who runs the machine', line) for line in lines]
+        else:
+            made += lines
+    made = "\n".join(made).rstrip() + "\n"
+    tomllib.loads(made)  # an assertion of ours: what is written can be read
+    return made
+
+
+def tables(text: str) -> list[tuple[str, list[str]]]:
+    """("[node]", its lines) and so on; "" for what stands before the first. Comments above a header belong to it."""
+    found, inside = [("", [])], ""
+    for line in text.splitlines():
+        header = re.match(r"(\[\[?)([\w.-]+)(\]\]?)\s*(#.*)?$", line) if not inside else None
+        if header:
+            before, above = found[-1][1], []
+            while before and before[-1].startswith("#"):
+                above.insert(0, before.pop())
+            found.append(("".join(header.groups()[:3]), above))
+        found[-1][1].append(line)
+        for quotes in re.findall(r'"""|\'\'\'', line):
+            inside = "" if quotes == inside else inside or quotes
+    return found
+
+
+# ---- README.md ------------------------------------------------------------------------------------------------------
+
+
+def readme(text: str, old: Site, name: str) -> str:
+    """The first sentence, the status and the output are the new site's to write; the rest may hold there, too."""
+    _, *sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
+    made = f"""\
+# {name}
+
+EDIT: the machine, who runs it, what a device is and which scheduler starts jobs, in one sentence with a link.
+
+**Status: never-run.** Nothing of this has been submitted on the machine.
+
+EDIT: what follows was written for {old.name}. Keep what is true of {name}, then delete this line.
+
+"""
+    for section in sections:
+        heading = section.splitlines()[0]
+        if re.search(r"\b(prints?|output)\b", heading, re.IGNORECASE):
+            section = f"{heading}\n\nEDIT: ten lines that a job has printed, and which job that was.\n\n"  # noqa: PLW2901
+        made += section
+    return made.rstrip() + "\n"
+
+
+def is_mark(line: str) -> bool:
+    """As F7 has it: not what tells of the marks in the job script."""
+    return "EDIT:" in line and "`# EDIT:`" not in line
+
+
+# ---- what comes next ------------------------------------------------------------------------------------------------
+
+
+def next_steps(folder: Path, source: str) -> list[str]:
+    where = folder.name if folder.parent.resolve() == ROOT / "sites" else str(folder)
+    marks = [line for name in ("site.toml", "README.md") for line in (folder / name).read_text().splitlines() if is_mark(line)]
+    return [
+        f"{folder}, from {source}. Next:",
+        f"1. Fill in the {len(marks)} lines of site.toml and README.md that are marked EDIT:, and delete the marks.",
+        "2. Change in train.py, install.sh and the job script what differs on this machine.",
+        f"3. nox -s conformance -- --site {where}             says what is missing, clause by clause",
+        f"4. nox -s cluster -- --site {where}                 submits the job script on a virtual cluster: as root",
+        f"5. On the machine: ./install.sh, then nox -s conformance -- --site {where} --submit",
+        "6. Write into [verified] and README.md what was run there, and when; delete from unverified what that has shown.",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

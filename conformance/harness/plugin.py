@@ -1,0 +1,307 @@
+"""What conformance adds to pytest: a verdict for each clause and site, and ranks that fail and end together.
+
+conftest.py registers Verdicts in every session, or in place of it Ranks under --with-mpi, beside pytest-mpi, or Submitted
+under --submit.
+EXPECT_WORLD says how many ranks mpiexec was to start. --part names the folder that report.py reads.
+"""
+
+import json
+import os
+import platform
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+from conformance.harness.check import clauses_of, parameters
+from conformance.harness.evidence import margin, plain
+from conformance.harness.submit import Jobs, Refusal
+from conformance.harness.world import World
+
+LONE = 5.0  # seconds that a rank which failed waits for the others to come to the end of the same test
+PATIENCE = 120.0  # seconds that a rank which passed does
+PASSED_ON = 1.0  # seconds for mpiexec to pass on what was said: MPICH's dropped it 5 times of 200 where an Abort came at once
+
+
+class Verdicts:
+    """At the end one line a check: its clauses, how many have passed, the worst deviation and its margin."""
+
+    backend, world_size = "none", None
+
+    def __init__(self, config: pytest.Config):
+        self.config, self.rung = config, config.getoption("--rung")
+        self.title = f"conformance, {self.rung} rung"
+        self.checks: list[dict] = []
+        self.curves: list[dict] = []
+        self.expected: dict[str, set] = {}
+        self.objections: list[str] = []
+        self.told_to_fail = [(site.name, entry) for site in config.sites for entry in site.facts.get("expected_failures", [])]
+        self.failed_as_told: list[dict] = []
+
+    # ---- what is checked of whom ------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        self.expect(items)
+
+    def expect(self, items: list[pytest.Item]) -> None:
+        """These clauses are to be checked of these sites."""
+        for item in items:
+            if clauses := clauses_of(item):
+                who = self._who(item)
+                item.user_properties += [("clauses", clauses), ("who", who)]
+                self.expected.setdefault(who["site"], set()).update(clauses)
+
+    @staticmethod
+    def _who(item) -> dict:
+        """The site and the launcher that an item is about; what is about no site is about the core."""
+        launch, site = parameters(item).get("launch"), parameters(item).get("site")
+        return dict(site=launch.site if launch else site.name if site else "core", launcher=launch.launcher if launch else None)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        """A failure that the site's own site.toml expects is told as such; one that it expects in vain is a failure (V9)."""
+        report = yield
+        who = dict(item.user_properties).get("who")
+        if not who or (report.when != "call" and not report.failed):
+            return report
+        for site, entry in self.told_to_fail:
+            about = site == who["site"] and entry.get("launcher") in (None, who["launcher"])
+            if about and report.failed and f"({entry.get('clause')})" in report.longreprtext:
+                report.outcome, report.wasxfail = "skipped", entry.get("reason", "")
+                report.user_properties.append(("expected", entry))
+                self.failed_as_told.append(entry)
+        return report
+
+    def pytest_runtest_logreport(self, report):
+        facts = dict(report.user_properties)
+        if not facts.get("clauses") or (report.when != "call" and report.passed):
+            return
+        told, compared = facts.get("expected"), [value for key, value in report.user_properties if key == "deviation"]
+        worst, limit, what = max(compared, default=(None, None, None))
+        name, _, case = report.nodeid.rpartition("::")[2].partition("[")
+        self.checks.append(
+            dict(
+                **facts["who"],
+                name=name.removeprefix("test_"),
+                case=case.rstrip("]"),
+                clauses=facts["clauses"],
+                outcome="expected-failure" if told else report.outcome,
+                message="" if report.passed else report.longreprtext,
+                reason=told["reason"] if told else "",
+                link=told["link"] if told else "",
+                what=what,
+                deviation=worst,
+                limit=limit,
+            )
+        )
+        curves = [value for key, value in report.user_properties if key == "curve"]
+        self.curves += [dict(**facts["who"], precision=precision, losses=losses) for precision, losses in curves]
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session, exitstatus):
+        self._judge()
+        if self.objections and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if folder := self.config.getoption("--part"):
+            self._write_part(Path(folder))
+
+    def _judge(self) -> None:
+        """Green only if nothing was skipped (V2), and every expected failure has happened (V9)."""
+        if skipped := [check["name"] for check in self.checks if check["outcome"] == "skipped"]:
+            self.objections.append(
+                f"{len(skipped)} required checks were skipped, but should have run: {', '.join(skipped)} (V2)"
+            )
+        if self.world_size and not any(check["outcome"] in ("passed", "expected-failure") for check in self.checks):
+            self.objections.append("no check has passed (V2)")
+        for site, entry in self.told_to_fail:
+            tried = [check for check in self.checks if check["site"] == site and entry.get("clause") in check["clauses"]]
+            if tried and entry not in self.failed_as_told:
+                told = f"expected_failures: {entry.get('clause')} in site.toml"
+                self.objections.append(f"{told}, but it passes: delete the entry [{site}] (V9)")
+
+    def _write_part(self, folder: Path) -> None:
+        """What report.py makes its reports of."""
+        part = dict(format=1, rung=self.rung, backend=self.backend, world_size=self.world_size, **self.where())
+        part |= dict(expected={site: sorted(clauses) for site, clauses in self.expected.items()})
+        part |= dict(checks=self.checks, curves=self.curves, objections=self.objections)
+        if self.rung == "cluster":
+            from conformance.cluster.layer import stand_ins  # not where jobs are submitted: it needs more than pytest
+            from conformance.cluster.virtual import release_of
+
+            part["versions"]["slurm"] = release_of(self.config.getoption("--tree"))
+            laid = {
+                site.name: sorted(name for names in stand_ins(site).values() for name in names) for site in self.config.sites
+            }
+            part |= dict(stand_ins={site: ", ".join(names) for site, names in laid.items() if names})
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{self.rung}-{self.backend}-{self.world_size}.json").write_text(json.dumps(part, indent=1))
+
+    def where(self) -> dict:
+        """What the losses may depend on."""
+        return dict(device=self.config.getoption("--device"), versions=versions(), machine=machine())
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if not self.checks and not self.objections:
+            return
+        terminalreporter.section(self.title)
+        rows: dict[str, list[dict]] = {}
+        for check in self.checks:
+            rows.setdefault(check["name"], []).append(check)
+        widest = max((len(" ".join(checks[0]["clauses"])) for checks in rows.values()), default=0)
+        longest = max(map(len, rows), default=0)
+        for name, checks in rows.items():
+            passed = sum(check["outcome"] == "passed" for check in checks)
+            line = f"{' '.join(checks[0]['clauses']):<{widest}}  {name:<{longest}}  {passed} of {len(checks)} passed"
+            if told := sum(check["outcome"] == "expected-failure" for check in checks):
+                line += f", {told} failed as expected"
+            if compared := [check for check in checks if check["limit"] is not None]:
+                worst = max(compared, key=lambda check: check["deviation"])
+                line += f"  worst deviation {margin(worst)}, limit {plain(worst['limit'])} [{worst['case']}]"
+            terminalreporter.write_line(line, red=passed + told < len(checks))
+        for objection in self.objections:
+            terminalreporter.write_line(objection, red=True)
+
+
+def versions() -> dict[str, str]:
+    """Of what the losses may depend on."""
+    found = dict(python=platform.python_version())
+    for name, package in (("torch", "torch"), ("ddp_core", "ddp-core"), ("numpy", "numpy")):
+        try:
+            found[name] = version(package)
+        except PackageNotFoundError:
+            continue
+    if "mpi4py.MPI" in sys.modules:
+        found["mpi"] = " ".join(sys.modules["mpi4py.MPI"].Get_library_version().split("\n")[0].strip("\0").split())
+    return found
+
+
+def machine() -> dict:
+    """What kind of machine this is, and not whose."""
+    torch = sys.modules.get("torch")
+    there = torch.accelerator.device_count() if torch and torch.accelerator.is_available() else 0
+    name = torch.get_device_module().get_device_name() if there else None
+    return dict(cores=os.cpu_count(), accelerator=name, accelerators=there)  # not what an MPI has bound this rank to
+
+
+class Ranks(Verdicts):
+    """The ranks that mpiexec has started; raises UsageError when they are not those that were asked for (V1)."""
+
+    def __init__(self, config: pytest.Config):
+        super().__init__(config)
+        from mpi4py import MPI  # starts MPI: not for a session without ranks
+
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, in the first run
+        device, backend = config.getoption("--device"), config.getoption("--backend")
+        self.world = World(MPI.COMM_WORLD, device, backend)
+        self.outcomes = World(MPI.COMM_WORLD.Dup())  # apart from what the tests themselves exchange
+        self.world_size = self.world.size
+        self.rung, self.backend = "process" if device == "cpu" else "device", self.world.backend_in_use
+        self.title = f"conformance, {self.rung} rung, {device}, {self.backend}, world size {self.world_size}"
+        expected = os.environ.get("EXPECT_WORLD", "unset")
+        if expected != str(self.world_size):
+            raise pytest.UsageError(
+                f"EXPECT_WORLD={expected}, but this is a world of {self.world_size}: is it the right mpiexec? (V1)"
+            )
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session):
+        for plugin in self.config.pluginmanager.get_plugins():
+            if type(plugin).__name__ == "MPIPlugin":
+                plugin._is_testing_mpi = False  # it would print 25 lines about MPI
+        if self.world.rank:
+            self.config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        """The same report on all ranks: failed if it failed on any. A rank that failed alone ends the session (V3)."""
+        report = yield from super().pytest_runtest_makereport(item, call)
+        if not self.outcomes.meet(LONE if report.failed else PATIENCE):
+            what = report.longreprtext if report.failed else f"{item.name}: the other ranks have not come to its end"
+            sys.__stderr__.write(f"\nrank {self.world.rank} alone, so that all are ended (V3): {item.nodeid}\n{what}\n")
+            sys.__stderr__.flush()
+            time.sleep(PASSED_ON)
+            self.world.comm.Abort(1)
+        everyone = self.outcomes.comm.allgather((report.outcome, report.longreprtext))
+        failed = [(rank, text) for rank, (outcome, text) in enumerate(everyone) if outcome == "failed"]
+        if failed and not report.failed:
+            report.outcome = "failed"
+            report.longrepr = "\n".join(f"on rank {rank} of {self.world.size}: {text}" for rank, text in failed)
+        return report
+
+    def _write_part(self, folder: Path) -> None:
+        if self.world.rank == 0:
+            super()._write_part(folder)
+
+
+class Submitted(Verdicts):
+    """Jobs of one site, in place of ranks. The evidence is of the machine rung, or with --virtual of the cluster rung."""
+
+    def __init__(self, config: pytest.Config):
+        super().__init__(config)
+        if len(config.sites) != 1 or not config.getoption("--site"):
+            raise pytest.UsageError("--submit: name the site of this machine, --site NAME_OR_FOLDER")
+        told = {name: config.getoption(f"--{name}") for name in ("geometry", "device", "backend")}
+        told |= dict(options=config.getoption("--submit"), timeout=config.getoption("--submit-timeout"))
+        told |= dict(poll=1.0) if config.getoption("--virtual") else {}  # nobody else is served there
+        try:
+            self.world = Jobs(config.sites[0], say=self._say, **told)
+        except Refusal as refusal:
+            raise pytest.UsageError(str(refusal)) from None
+        self.refused = False
+        self.rung, self.world_size = "cluster" if config.getoption("--virtual") else "machine", self.world.size
+        self.title = f"conformance, {self.rung} rung, {self.world.nodes} nodes x {self.world.ranks_per_node} ranks"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session):
+        for plugin in self.config.pluginmanager.get_plugins():
+            if type(plugin).__name__ == "MPIPlugin":  # it would skip what needs ranks
+                self.config.pluginmanager.unregister(plugin)
+
+    def _say(self, line: str) -> None:
+        """Now, and not with what a failed test has printed."""
+        plugin = self.config.pluginmanager.getplugin
+        with plugin("capturemanager").global_and_fixture_disabled():
+            plugin("terminalreporter").write_line(line, flush=True)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        super().pytest_collection_modifyitems(items)
+        for item in items:
+            item.add_marker(pytest.mark.timeout(0), append=False)  # queues take hours
+            for mark in item.iter_markers("machine"):
+                starts = (False, True) if mark.kwargs.get("twice") else (False,)
+                runs = [(flags, again) for flags in mark.args for again in starts]
+                self.world.plan += [run for run in runs if run not in self.world.plan]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        if call.excinfo and isinstance(call.excinfo.value, Refusal):
+            self.refused = True
+            pytest.exit(str(call.excinfo.value), returncode=2)
+        return (yield from super().pytest_runtest_makereport(item, call))
+
+    def _judge(self) -> None:
+        """That nothing has passed is no objection where nothing was submitted."""
+        if not self.refused:
+            super()._judge()
+
+    def _write_part(self, folder: Path) -> None:
+        self.backend = self.world.backend_in_use
+        for check in self.checks:
+            check["message"] = self.world.without_hosts(check["message"])
+        if self.checks:
+            super()._write_part(folder)
+
+    def where(self) -> dict:
+        return dict(device=self.world.device, versions=self.world.versions(), machine=self.world.machine())
+
+    def pytest_terminal_summary(self, terminalreporter):
+        super().pytest_terminal_summary(terminalreporter)
+        for line in filter(None, (self.world.jobs and f"runs: {self.world.root}", self.world.left_alone())):
+            terminalreporter.write_line(line)
+        self.world.close()

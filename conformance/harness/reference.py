@@ -1,0 +1,201 @@
+"""The reference training once more, in NumPy: what the golden trace is checked against. Imports neither torch nor core.
+
+    python -m conformance.harness.reference        prints the losses it arrives at and the amplification of a perturbation
+
+Read it as the definition of workload `digits`: its random numbers, its order of samples, its model, its loss; and, for
+noisy.py, of what may be drawn while rows are read and in a model.
+"""
+
+import gzip
+import hashlib
+import json
+import math
+import random
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+DIGITS = Path(__file__).parents[2] / "core/src/ddp_core/workloads/digits.csv.gz"
+AUGMENTATION, DROPOUT = 4, 5  # streams of random numbers: of rows, and of a step's micro-batches
+LAYERS = {"0.weight": (256, 64), "0.bias": (256,), "2.weight": (10, 256), "2.bias": (10,)}  # Linear, tanh, Linear
+
+
+def splitmix64(state: np.ndarray) -> np.ndarray:
+    """uint64 to uint64, modulo 2**64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    z = state + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def words(count: int, *labels: int) -> np.ndarray:
+    """[count] uint64: the stream that the labels name, one splitmix64 a label, then one a word."""
+    state = np.zeros(1, np.uint64)
+    for label in labels:
+        state = splitmix64(state ^ np.uint64(label))
+    return splitmix64(state + np.uint64(0x9E3779B97F4A7C15) * np.arange(count, dtype=np.uint64))
+
+
+def uniform(count: int, *labels: int) -> np.ndarray:
+    """[count] fp64: the upper 24 bits of each word, as k / 2**24 in [0, 1)."""
+    return (words(count, *labels) >> np.uint64(40)) / 2.0**24
+
+
+def sample_order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """[count] rows, in the order in which their words sort as signed integers."""
+    return np.argsort(words(count, 1, seed, epoch).view(np.int64))
+
+
+def keyed_order(seed: int, epoch: int, count: int, places: np.ndarray) -> np.ndarray:
+    """The rows at these places of an order of more than 2**24 rows, which nobody lays out.
+
+    A Feistel network of four rounds on words of 2 * half bits, the fewest that hold count. What is no row goes through it
+    again.
+    """
+    half = np.uint64(max(1, math.ceil((count - 1).bit_length() / 2)))
+    low = (np.uint64(1) << half) - np.uint64(1)
+    keys = [words(1, 1, seed, epoch, number) & np.uint64(2**62 - 1) for number in range(4)]
+    rows = np.array(places, np.uint64)
+    again = np.ones(len(rows), bool)
+    while again.any():
+        left, right = rows[again] >> half, rows[again] & low
+        for key in keys:
+            left, right = right, left ^ (splitmix64(right ^ key) & low)
+        rows[again] = left << half | right
+        again = rows >= count
+    return rows.astype(np.int64)
+
+
+def batches(order: np.ndarray, global_batch_size: int, world_size: int) -> np.ndarray:
+    """[world_size, steps, rows a rank]: of the global batch order[s*G : (s+1)*G], rank r has every world_size-th row."""
+    steps = len(order) // global_batch_size
+    whole = order[: steps * global_batch_size].reshape(steps, global_batch_size)
+    return np.stack([whole[:, rank::world_size] for rank in range(world_size)])
+
+
+def drawn(*labels: int) -> tuple[float, float]:
+    """The first numbers of Python's random.random() and torch's torch.rand(()), once both are seeded with the labels' word."""
+    seed = int(words(1, *labels)[0])
+    TWISTER.seed(seed & 0xFFFFFFFF)  # torch's generator is the Mersenne twister, and of a seed it takes 32 bits
+    return random.Random(seed).random(), int(TWISTER.randint(2**32, dtype=np.uint32) & 0xFFFFFF) / 2.0**24
+
+
+TWISTER = np.random.RandomState()
+
+
+def load() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Training images [1438, 64] from 0 to 4 and labels, then held-out ones [359, 64]: rows 4, 9, 14, ... of the file."""
+    table = np.array([line.split(b",") for line in gzip.decompress(DIGITS.read_bytes()).split()], np.int64)
+    held_out = np.arange(len(table)) % 5 == 4
+    images, labels = table[:, :64] / 4, table[:, 64]
+    return images[~held_out], labels[~held_out], images[held_out], labels[held_out]
+
+
+def initial_parameters(seed: int) -> dict[str, np.ndarray]:
+    """Matrices uniform in +-1/sqrt(fan_in), rounded to fp32; biases 0."""
+    parameters = {}
+    for name, shape in LAYERS.items():
+        values = np.zeros(shape)
+        if len(shape) == 2:
+            spread = 2 * uniform(math.prod(shape), 3, seed, zlib.crc32(name.encode())) - 1
+            values[:] = (spread / math.sqrt(shape[1])).astype(np.float32).reshape(shape)
+        parameters[name] = values
+    return parameters
+
+
+def forward(parameters: dict, images: np.ndarray, labels: np.ndarray, factor=1.0) -> tuple[np.ndarray, ...]:
+    """Hidden layer, log-probabilities, and cross-entropy of each row. factor: of the logits."""
+    hidden = np.tanh(images @ parameters["0.weight"].T + parameters["0.bias"])
+    logits = factor * (hidden @ parameters["2.weight"].T + parameters["2.bias"])
+    logits -= logits.max(1, keepdims=True)
+    log_probabilities = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    return hidden, log_probabilities, -log_probabilities[np.arange(len(labels)), labels]
+
+
+def gradients(parameters: dict, images: np.ndarray, labels: np.ndarray, factor=1.0) -> tuple[float, dict[str, np.ndarray]]:
+    """Of the mean loss over these rows."""
+    hidden, log_probabilities, losses = forward(parameters, images, labels, factor)
+    at_logits = np.exp(log_probabilities)
+    at_logits[np.arange(len(labels)), labels] -= 1
+    at_logits *= factor / len(labels)
+    at_hidden = at_logits @ parameters["2.weight"] * (1 - hidden**2)
+    names = {"0.weight": at_hidden.T @ images, "0.bias": at_hidden.sum(0)}
+    return losses.mean(), names | {"2.weight": at_logits.T @ hidden, "2.bias": at_logits.sum(0)}
+
+
+def train(
+    seed=0, epochs=3, global_batch_size=96, lr=0.1, momentum=0.9, perturbation=0.0, noisy=False, jitter=0.0, shards=1
+) -> dict[str, list[float]]:
+    """The loss of every step before its update, and the loss and accuracy on the held-out rows after every epoch.
+
+    perturbation: every initial parameter is multiplied by 1 +- this, with signs from another stream. noisy: rows are those of
+    noisy.py. jitter: its flag; what is drawn for it is drawn in each of the `shards` micro-batches of a step.
+    """
+    images, labels, held_out_images, held_out_labels = load()
+    parameters = initial_parameters(seed)
+    for number, (name, values) in enumerate(parameters.items()):
+        signs = np.where(uniform(values.size, 9, number) < 0.5, -1, 1).reshape(values.shape)
+        parameters[name] = values * (1 + perturbation * signs)
+    velocity = {name: np.zeros_like(values) for name, values in parameters.items()}
+    trace = dict(losses=[], eval_losses=[], eval_accuracies=[])
+    for epoch in range(epochs):
+        for rows in batches(sample_order(seed, epoch, len(labels)), global_batch_size, 1)[0]:
+            read = np.stack([as_read(images[row], seed, epoch, row) for row in rows.tolist()]) if noisy else images[rows]
+            step = len(trace["losses"])
+            parts = [
+                gradients(parameters, read[shard::shards], labels[rows[shard::shards]], factor(jitter, seed, step, shard))
+                for shard in range(shards)
+            ]
+            trace["losses"].append(float(sum(loss for loss, _ in parts)) / shards)
+            for name in parameters:
+                velocity[name] = momentum * velocity[name] + sum(gradient[name] for _, gradient in parts) / shards
+                parameters[name] -= lr * velocity[name]
+        _, log_probabilities, losses = forward(parameters, held_out_images, held_out_labels)
+        trace["eval_losses"].append(float(losses.mean()))
+        trace["eval_accuracies"].append(float((log_probabilities.argmax(1) == held_out_labels).mean()))
+    return trace
+
+
+def as_read(image: np.ndarray, seed: int, epoch: int, row: int) -> np.ndarray:
+    """A row of noisy.py: brighter or darker, whoever reads it and whatever was read before."""
+    shift, scale = drawn(AUGMENTATION, seed, epoch, row)
+    return image * scale + shift
+
+
+def factor(jitter: float, seed: int, step: int, shard: int) -> float:
+    """Of noisy.py's logits in one micro-batch: shard m of M is the rows m, m + M, ... of the global batch."""
+    return 1 + jitter * drawn(DROPOUT, seed, step, shard)[1]
+
+
+def worst_deviation(values: list[float], reference: list[float]) -> float:
+    """The largest relative difference; infinite where the lengths differ or a value is not finite."""
+    if len(values) != len(reference) or not reference or not np.isfinite(values).all():
+        return math.inf
+    return float(np.max(np.abs(np.subtract(values, reference)) / np.abs(reference)))
+
+
+def amplification(perturbation: float = 1e-7) -> float:
+    """How far the losses move when the initial parameters do, as a relative difference."""
+    return worst_deviation(train(perturbation=perturbation)["losses"], train()["losses"])
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else f"no {path.name}"
+
+
+def take_apart(path: Path) -> dict:
+    """A safetensors file read by its format: a length, a JSON header, bytes."""
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    metadata = header.pop("__metadata__")
+    tensors = {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
+    sums = {name: zlib.crc32(raw[start:][slice(*entry["data_offsets"])]) for name, entry in header.items()}
+    return dict(keys=[*metadata], document=json.loads(metadata["ddp_core"]), tensors=tensors, crc32=sums)
+
+
+if __name__ == "__main__":
+    trace = train()
+    print(f"losses {trace['losses'][0]:.6f} ... {trace['losses'][-1]:.6f}, held out {trace['eval_losses']}")
+    print(f"perturbed by 1e-7, the losses move by {amplification():.1e}")

@@ -1,0 +1,165 @@
+"""The sites of this repository and what their launchers export. Sites are found by sites/*/site.toml, never by name.
+
+What conformance reads of a site.toml:
+
+    name = "..."  operator = "..."  scheduler = "..."  launcher = "..."  submit = "job.sl"
+    stop = "scancel ... {job}"  how a user has a job save and come back; {number}: its id without a host
+    [node]                      the shape of a node
+    [queue]                     partitions, exclusive, qos, constraints, account: what a job there may ask for
+    [software]                  modules that the scripts load, or the image that they start
+    [job]                       nodes and ranks_per_node of the job script as it stands; geometry, restarts: see F4 of SPEC.md
+    [job."other.sl"]            of another script that is submitted: what differs; tasks_per_node, trains = false
+    [verified]                  status, date, evidence, unverified: sentences
+    [[sources]]                 address, read; repository, commit, dated, file, facts: see F6
+    [[launchers]]               each way in which this site starts ranks; the first is the site's own
+    name = "srun"
+    mpi = false                 whether train.py asks MPI who it is
+    [launchers.environment]     what that launcher exports to a rank; {placeholders} as in Launch.environ
+    SLURM_PROCID = "{rank}"
+    [[extras]]                  what the site brings beside its job: name, packages, command, golden, prepare, by_hand
+    [[expected_failures]]       clause, reason, link
+"""
+
+import datetime
+import os
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# What a scheduler or an MPI has exported to the test's own ranks: no rank of a site may be told by it.
+FOREIGN = re.compile(r"(SLURM|SRUN|PBS|PALS|PMI|PMIX|MPI|MPIEXEC|MPIR|OMPI|HYDRA|HYDI|TORCHELASTIC)_")
+TOLD = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "EXPECT_WORLD"}
+# What a text in [[sources]] looks like, in a pattern and in words; which keys are days; and what a key is no use without.
+TEXTS = {
+    "address": (r"https?://\S+", "an address"),
+    "repository": (r"[\w.-]+/[\w.-]+", "owner/name"),
+    "commit": (r"[0-9a-f]{7,40}", "7 to 40 hexadecimal digits, in quotes"),
+    "file": (r"[^/\s].*", "a path in the repository"),
+}
+DAYS = ("read", "dated")
+NEEDED = {"commit": "repository", "file": "repository", "facts": "file"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launcher of one site."""
+
+    site: str
+    launcher: str
+    train: Path
+    templates: tuple[tuple[str, str], ...]
+    mpi: bool
+
+    def __str__(self) -> str:
+        return f"{self.site}, {self.launcher}"
+
+    def environ(self, rank: int, world_size: int, num_nodes: int, port: int, job_id: str, restart: int = 0) -> dict[str, str]:
+        """What this launcher exports to one rank, the ranks lying in blocks on equal nodes."""
+        per_node = world_size // num_nodes
+        values = dict(rank=rank, world_size=world_size, local_rank=rank % per_node, local_world_size=per_node)
+        values |= dict(node_rank=rank // per_node, num_nodes=num_nodes, job_id=job_id, restart=restart)
+        values |= dict(master_addr=os.uname().nodename, master_port=port)
+        # Slurm's own spelling of the ranks on each node: 4 on one node, 4(x2) on two.
+        values |= dict(tasks_per_node=per_node if num_nodes == 1 else f"{per_node}(x{num_nodes})")
+        return {name: template.format(**values) for name, template in self.templates}
+
+    def variables_with(self, placeholder: str) -> list[str]:
+        """The variables by which this launcher tells something: world_size, for example."""
+        return [name for name, template in self.templates if template == f"{{{placeholder}}}"]
+
+
+@dataclass(frozen=True)
+class Site:
+    folder: Path
+    facts: dict
+
+    @property
+    def name(self) -> str:
+        return str(self.facts.get("name", self.folder.name))
+
+    @property
+    def launches(self) -> list[Launch]:
+        """The site's launchers, its own first."""
+        return [
+            Launch(
+                site=self.name,
+                launcher=launcher.get("name", ""),
+                train=self.folder / "train.py",
+                templates=tuple(launcher.get("environment", {}).items()),
+                mpi=launcher.get("mpi", False),
+            )
+            for launcher in self.facts.get("launchers", [])
+        ]
+
+    @property
+    def shares_nodes(self) -> bool:
+        """Whether nodes of its partition are given to several jobs at once."""
+        partition = self.facts.get("node", {}).get("partition", "batch")
+        return partition not in self.facts.get("queue", {}).get("exclusive", [partition])
+
+    def job(self, script: Path) -> dict:
+        """What [job] says of one of the job scripts."""
+        job = self.facts["job"]
+        return {key: value for key, value in job.items() if not isinstance(value, dict)} | job.get(script.name, {})
+
+    @property
+    def job_scripts(self) -> list[Path]:
+        """The scripts that are submitted; `submit` names the first of them."""
+        return [path for path in self.scripts if path.suffix != ".sh"]
+
+    @property
+    def scripts(self) -> list[Path]:
+        """The site's shell scripts, the job script among them."""
+        return sorted(
+            path for path in self.folder.iterdir() if path.suffix in (".sh", ".sl", ".pbs", ".slurm") and path.is_file()
+        )
+
+
+def find(only: list[str] | None = None) -> list[Site]:
+    """All sites, or those of these names or in these folders. Raises ValueError that names what is not there."""
+    known = {path.parent.name: path.parent for path in sorted(ROOT.glob("sites/*/site.toml"))}
+    found = []
+    for wanted in only or known:
+        folder = known.get(wanted) or Path(wanted).resolve()
+        if not (folder / "site.toml").is_file():
+            raise ValueError(f"--site {wanted} is neither one of {', '.join(known)} nor a folder with a site.toml")
+        try:
+            found.append(Site(folder, tomllib.loads((folder / "site.toml").read_text())))
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{folder / 'site.toml'}: {error} (F2)") from error
+    if not found:
+        raise ValueError(f"no site.toml below {ROOT / 'sites'}")
+    return found
+
+
+def mistakes(source: dict) -> list[str]:
+    """What is wrong with one of [[sources]], in the words of a check (F6)."""
+    known = [*TEXTS, *DAYS, "facts"]
+    wrong = [f"{key}, but should be one of {', '.join(known)}" for key in source if key not in known]
+    wrong += [f"no {key}, but should have one" for key in ("address", "read") if key not in source]
+    wrong += [f"{key}, but should have {other}, too" for key, other in NEEDED.items() if key in source and other not in source]
+    for key, value in source.items():
+        if key in TEXTS and not (isinstance(value, str) and re.fullmatch(TEXTS[key][0], value)):
+            wrong.append(f"{key}={value!r}, but should be {TEXTS[key][1]}")
+        if key in DAYS and type(value) is not datetime.date:  # a time is one, too, to isinstance
+            wrong.append(f"{key}={value!r}, but should be a day")
+    facts = source.get("facts", ["-"])
+    if not (isinstance(facts, list) and facts and all(isinstance(fact, str) and fact.strip() for fact in facts)):
+        wrong.append(f"facts={facts!r}, but should be texts")
+    if "repository" in source and not {"commit", "dated"} & source.keys():
+        wrong.append("repository, but should have commit or dated, too: which copy was read?")
+    if not wrong and source.get("dated", source["read"]) > source["read"]:
+        wrong.append(f"dated={source['dated']}, but should be no later than read={source['read']}")
+    return [f"{source.get('address', 'a source')}: {text}" for text in wrong]
+
+
+def date_of_copy(source: dict) -> datetime.date | None:
+    """The day of what was read; None for a commit without one: only a checkout knows its day."""
+    return source.get("dated", None if "commit" in source else source["read"])
+
+
+def without_launcher() -> dict[str, str]:
+    """The environment of this process without what a launcher may have put there."""
+    return {name: value for name, value in os.environ.items() if not FOREIGN.match(name) and name not in TOLD}

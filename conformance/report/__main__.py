@@ -1,0 +1,5 @@
+import sys
+
+from conformance.report.report import main
+
+sys.exit(main())

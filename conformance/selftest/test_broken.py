@@ -1,0 +1,30 @@
+"""Everything in broken/*.toml is rejected by the clause that it breaks, and says why.
+
+    python -m pytest conformance/selftest/test_broken.py                    all of them: some minutes
+    python -m pytest conformance/selftest/test_broken.py -k momentum -rP    one, and the words of its rejection
+
+Those that need an accelerator are there under `--device cuda`, those that need a scheduler, and no others, under `--cluster`.
+"""
+
+import shutil
+
+import pytest
+
+from conformance.broken import make
+
+clause, only = pytest.mark.clause, pytest.mark.only
+NEEDS = {"": [], "accelerator": only(devices=("cuda", "xpu"))}
+
+
+def pytest_generate_tests(metafunc):
+    on_cluster = metafunc.config.getoption("--cluster")
+    those = [broken for broken in make.load() if (broken.kind == "cluster") == on_cluster]
+    metafunc.parametrize("broken", [pytest.param(broken, id=broken.what, marks=NEEDS[broken.needs]) for broken in those])
+
+
+@clause("V6")
+@pytest.mark.timeout(240)
+def test_broken_is_rejected(broken, tmp_path, pytestconfig):
+    root = broken.make(tmp_path)
+    make.rejected(broken.run(root, pytestconfig.getoption("--device")), broken.clause, broken.says)
+    shutil.rmtree(root)

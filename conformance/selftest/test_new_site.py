@@ -1,0 +1,209 @@
+"""A new site: from the command to green, with a machine that does not exist, outside the repository.
+
+python -m pytest conformance/selftest/test_new_site.py
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from conformance.broken import make
+from conformance.harness import new_site, sites
+from conformance.harness.sites import ROOT
+
+clause, rejects = pytest.mark.clause, pytest.mark.rejects
+OLD = next(site for site in sites.find() if not site.launches[0].mpi)  # whichever it is: what is shown holds for any
+NAME = "loom"
+RANKS = [f"--clause={name}" for name in ("R1", "R3", "L2", "X3")]
+
+
+def state_of_the_repository() -> str:
+    """What git sees of it; nothing where there is no git."""
+    if not (ROOT / ".git").exists() or not shutil.which("git"):
+        return ""
+    command = ["git", "--no-optional-locks", "status", "--porcelain", "--untracked-files=all"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def static_rung(site: Path):
+    return make.start(ROOT, 0, "conformance/checks/test_static.py", "--site", str(site), "-k", site.name)
+
+
+def left_to_fill_in(site: Path) -> dict[str, int]:
+    return {
+        name: len([*filter(new_site.is_mark, (site / name).read_text().splitlines())]) for name in ("site.toml", "README.md")
+    }
+
+
+def fill_in(site: Path, name: str) -> None:
+    """What its operator would write; the shape of the node is as before, since the job script is."""
+    tables = (OLD.facts.get(name, {}) for name in ("node", "queue", "software"))
+    told = {key: value for table in tables for key, value in table.items()} | dict(operator="the weavers, who do not exist")
+
+    def filled(line: str) -> str:
+        key = re.match(r"(\w+) = ", line)
+        return f"{key[1]} = {as_toml(told[key[1]])}" if key else "" if line.startswith("#") else "A loom that does not exist."
+
+    lines = (site / name).read_text().splitlines()
+    (site / name).write_text("\n".join(filled(line) if new_site.is_mark(line) else line for line in lines) + "\n")
+
+
+def as_toml(value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value) if isinstance(value, int | list) else f'"{value}"'
+
+
+@clause("A4")
+@pytest.mark.parametrize("copied", sites.find(), ids=lambda site: site.name)
+def test_a_copy_by_hand_with_another_name_passes(tmp_path, copied):
+    """README.md's first way to a new site: copy the folder, change `name`, and nothing else."""
+    copy = tmp_path / "mymachine"
+    shutil.copytree(copied.folder, copy)
+    text, count = re.subn(r'(?m)^name = ".*"', 'name = "mymachine"', (copy / "site.toml").read_text(), count=1)
+    (copy / "site.toml").write_text(text)
+    job = static_rung(copy)
+    assert count == 1 and job.returncode == 0 and " passed" in job.stdout, job.stdout + job.stderr
+
+
+@pytest.fixture
+def made(tmp_path, capsys) -> Path:
+    """As the command leaves it."""
+    assert new_site.main([NAME, "--from", OLD.name, "--to", str(tmp_path)]) == 0
+    assert f"--site {tmp_path / NAME} --submit" in capsys.readouterr().out
+    return tmp_path / NAME
+
+
+@pytest.fixture
+def filled_in(made) -> Path:
+    for name in left_to_fill_in(made):
+        fill_in(made, name)
+    return made
+
+
+# ---- from start to green --------------------------------------------------------------------------------------------
+
+
+@clause("V10", "F7")
+@rejects("F7")
+@pytest.mark.timeout(300)
+def test_from_the_command_to_green(made, check):
+    before = state_of_the_repository()
+    marks = left_to_fill_in(made)
+    assert all(marks.values())
+    for name in marks:  # each says for itself what is missing
+        ended = static_rung(made)
+        assert ended.returncode == 1
+        told = {line for line in ended.stdout.splitlines() if line.startswith(f"{name}:") and line.endswith(f"[{NAME}] (F7)")}
+        assert len(told) == marks[name], ended.stdout  # pytest's summary repeats some of the lines, and all of them in CI
+        fill_in(made, name)
+    ended = static_rung(made)
+    assert ended.returncode == 0, ended.stdout
+
+    # Its launcher is another one. While only site.toml knows that, no rank is told which one it is.
+    variables = exported_by_the_launcher_alone(made)
+    in_another_launchers_words(made / "site.toml", variables)
+    make.rejected(
+        make.start(ROOT, 2, "--site", str(made), "-k", f"once and {OLD.launches[0].launcher}"), "X1", "but should be all 0"
+    )
+    in_another_launchers_words(made / "train.py", variables)
+    ended = make.start(ROOT, 2, "--site", str(made), *RANKS)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    check.equal("V10", repository=(state_of_the_repository(), before))
+
+
+def exported_by_the_launcher_alone(site: Path) -> list[str]:
+    """Not what the job script reads or sets: that is the scheduler's."""
+    script = (site / OLD.facts["submit"]).read_text()
+    return [name for name, _ in OLD.launches[0].templates if name not in script]
+
+
+def in_another_launchers_words(path: Path, variables: list[str]) -> None:
+    assert variables
+    path.write_text(re.sub(rf"\b({'|'.join(variables)})\b", r"LOOM_\1", path.read_text()))
+
+
+# ---- what is missing is told ----------------------------------------------------------------------------------------
+
+
+@rejects("V10")
+@pytest.mark.parametrize(
+    "file, old, new, clause_id, says",
+    [
+        ("train.py", None, None, "F1", "missing_files=['train.py']"),
+        ("site.toml", f'name = "{NAME}"', 'name = "another"', "F2", "name=another, but should be loom"),
+        ("site.toml", "cores = ", "kernels = ", "F4", "'cores': <class 'NoneType'>"),
+        ("README.md", "**Status: never-run.**", "**Status: run-on-site** (2026-11-21).", "F5", "README_md="),
+        ("README.md", "A loom", "EDIT: A loom", "F7", "EDIT: A loom"),
+    ],
+)
+def test_a_missing_piece_is_told_by_its_clause(filled_in, file, old, new, clause_id, says):
+    path = filled_in / file
+    path.write_text(path.read_text().replace(old, new)) if old else path.unlink()
+    ended = make.start(ROOT, 0, "conformance/checks/test_static.py", "--site", str(filled_in), "--clause", clause_id)
+    make.rejected(ended, clause_id, says)
+
+
+# ---- the copy -------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_files_of_the_site_are_copied(tmp_path):
+    used = tmp_path / "used"
+    shutil.copytree(OLD.folder, used)
+    for left in (".venv", "runs", "train-1.out"):
+        (used / left).mkdir()
+    made = new_site.make(NAME, str(used), tmp_path)
+    assert sorted(path.name for path in made.iterdir()) == sorted(OLD.facts["files"])
+    assert (made / "install.sh").stat().st_mode & 0o111
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_nothing_is_left_of_the_old_site(made):
+    facts = sites.find([str(made)])[0].facts
+    assert facts["name"] == NAME and facts["verified"] == dict(
+        status="never-run", evidence="nothing yet", unverified=[new_site.NEVER_SHOWN]
+    )
+    assert not any(value for name in ("node", "queue", "software") for value in facts.get(name, {}).values())
+    assert facts["job"] == OLD.facts["job"]
+    for path in made.iterdir():
+        told = [line for line in path.read_text().splitlines() if not new_site.is_mark(line)]
+        assert not re.search(rf"(?<![\w-]){OLD.name}(?![\w-])", re.sub(new_site.ADDRESS, "", "\n".join(told))), path.name
+
+
+@pytest.mark.parametrize(
+    "text, should_be",
+    [
+        ("# oak: a site", "# elm: a site"),
+        ("oaks, oak-tree and oak_1", "oaks, oak-tree and oak_1"),
+        ("sites/oak/job.sl and `oak`", "sites/elm/job.sl and `elm`"),
+        ("see https://oak.example/oak/guide, for oak", "see https://oak.example/oak/guide, for elm"),
+    ],
+)
+def test_whole_words_are_renamed_but_not_in_addresses(text, should_be):
+    assert new_site.renamed(text, "oak", "elm") == should_be
+
+
+def test_headers_inside_of_texts_are_no_tables():
+    text = 'a = 1\n# of the node\n[node]\ncores = 4\nnote = """\n[verified]\n"""\n[[sources]]\n'
+    assert [header for header, _ in new_site.tables(text)] == ["", "[node]", "[[sources]]"]
+    assert new_site.tables(text)[1][1][0] == "# of the node"
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["Loom", "--from", OLD.name], "NAME 'Loom'"),
+        (["../loom", "--from", OLD.name], "NAME '../loom'"),
+        (["taken", "--from", OLD.name], "taken is there already"),
+        ([NAME, "--from", "nowhere"], "--from nowhere is neither one of"),
+        ([NAME, "--from", OLD.name, "--to", "no-such-folder"], "--to no-such-folder"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_in_one_line(tmp_path, capsys, arguments, says):
+    (tmp_path / "taken").mkdir()
+    to = [] if "--to" in arguments else ["--to", str(tmp_path)]
+    assert new_site.main([*arguments, *to]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("error: ") and says in told.err and told.err.count("\n") == 1 and not told.out
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]

@@ -1,0 +1,263 @@
+"""What a job meets at a site with PBS on its virtual cluster: that the stand-ins do what OpenPBS 23.06.06 was seen to do.
+
+    python -m pytest conformance/selftest/test_pbs.py --cluster
+
+As root, with Slurm. The site is of no machine; test_layer.py has what the stand-ins refuse, which needs no cluster.
+"""
+
+import os
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from conformance.cluster import layer
+from conformance.cluster.shape import LOGIN, numbers
+from conformance.cluster.virtual import UID, USER, VirtualSite
+from conformance.harness.sites import Site
+
+clause, rejects, only = pytest.mark.clause, pytest.mark.rejects, pytest.mark.only
+FACTS = dict(
+    name="made-up",
+    scheduler="pbs",
+    # The nodes that ALCF's examples of placement are about.
+    node=dict(cores=104, sockets=2, threads_per_core=2, reserved="0,52", memory_gib=1, devices=12, partition="long"),
+    queue=dict(partitions=["short", "long"]),
+)
+KILL_WAIT = 2  # 10 there, and on every other cluster of this suite
+
+
+@pytest.fixture(scope="module")
+def raised(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pbs")
+    (folder / "site").mkdir()
+    settings = dict(KillWait=str(KILL_WAIT))
+    with VirtualSite(Site(folder / "site", FACTS), folder / "cluster", build=layer.build, settings=settings) as cluster:
+        limited = cluster.on("login", "scontrol update partition=short MaxTime=1", user=False)
+        assert limited.returncode == 0, limited.stderr
+        yield cluster
+
+
+@pytest.fixture
+def pbs(raised):
+    """Nothing of a test is in the queue of the next."""
+    yield raised
+    raised.on("login", f"scancel -u {USER}; while [[ $(squeue -h -u {USER}) ]]; do sleep 0.1; done")
+
+
+class Job:
+    """A script, submitted from a folder of its own below the home."""
+
+    def __init__(self, cluster: VirtualSite, script: str, options: str = "", queue: str = "long", environment: str = ""):
+        self.cluster, self.name = cluster, f"job-{time.monotonic_ns()}"
+        self.folder, self.here = f"/home/{USER}/{self.name}", cluster.home / self.name
+        self.here.mkdir()
+        (self.here / "job.pbs").write_text(script)
+        os.chown(self.here, UID, UID)
+        told = cluster.on("login", f"{environment} qsub -q {queue} -l select=2 {options} job.pbs", folder=self.folder)
+        self.code, self.errors, self.id = told.returncode, told.stderr, told.stdout.strip()
+        self.number = self.id.partition(".")[0]
+
+    def facts(self) -> dict[str, str]:
+        told = self.cluster.on("login", f"qstat -x -f {self.id}").stdout.replace("\n\t", "")
+        return dict(re.findall(r"^ {4}([\w.]+) = (.*)$", told, re.MULTILINE))
+
+    def until(self, letter: str) -> dict[str, str]:
+        end = time.monotonic() + 60
+        while (facts := self.facts()).get("job_state") != letter:
+            assert time.monotonic() < end, facts
+            time.sleep(0.1)
+        return facts
+
+    def says(self, name: str, word: str = "") -> str:
+        """What a file in its folder holds, as soon as the word is in it."""
+        path, end = self.here / name, time.monotonic() + 60
+        while not path.exists() or word not in path.read_text():
+            assert time.monotonic() < end, f"no {word!r} in {name}: {path.read_text() if path.exists() else 'not there'}"
+            time.sleep(0.05)
+        return path.read_text()
+
+
+# ---- what a job finds -----------------------------------------------------------------------------------------------
+
+
+def test_a_job_begins_as_there(pbs):
+    script = """pwd; tr '\\0' ' ' </proc/$PPID/cmdline; echo; ls -d "$TMPDIR"; cat "$PBS_NODEFILE"; env"""
+    job = Job(pbs, script, "-v WANTED=1", environment="UNWANTED=1")
+    assert re.fullmatch(rf"\d+\.{LOGIN}", job.id), job.errors
+    where, parent, folder, first, second, *environment = job.says("job.pbs.o" + job.number, "WANTED").splitlines()
+    found = dict(line.partition("=")[::2] for line in environment)
+    assert where == f"/home/{USER}"
+    assert parent.startswith("bash -lc ")
+    assert folder == f"/var/tmp/pbs.{job.id}"
+    assert [first, second] == pbs.names
+    wanted = dict(WANTED="1", OMP_NUM_THREADS="1", NCPUS="1", ENVIRONMENT="BATCH", TMPDIR=folder, PBS_JOBID=job.id)
+    wanted |= dict(PBS_O_WORKDIR=job.folder, PBS_O_HOST=LOGIN, PBS_JOBDIR=where, PBS_QUEUE="long", PBS_JOBNAME="job.pbs")
+    assert {name: found.get(name) for name in wanted} == wanted
+    assert not [name for name in found if name.startswith("SLURM") or name == "UNWANTED"]
+    assert pbs.on(pbs.names[0], f"ls {folder}").returncode != 0
+
+
+def test_a_line_of_the_nodefile_is_a_chunk_or_a_rank_of_one(pbs):
+    job = Job(pbs, 'cat "$PBS_NODEFILE"', "-l select=1:mpiprocs=2+1:mpiprocs=1")
+    assert job.says("job.pbs.o" + job.number).split() == [pbs.names[0], *pbs.names]
+
+
+def test_output_comes_at_the_end(pbs):
+    job = Job(pbs, "echo out; echo err >&2; touch $PBS_O_WORKDIR/wrote; sleep 1")
+    job.says("wrote")
+    assert not [*job.here.glob("*.[oe]*")]
+    assert job.says("job.pbs.o" + job.number, "out") == "out\n"
+    assert job.says("job.pbs.e" + job.number, "err") == "err\n"
+
+
+def test_output_that_is_kept_is_written_live(pbs):
+    job = Job(pbs, "echo out; echo err >&2; sleep 30", "-k doe -j oe -N named")
+    assert job.says("named.o" + job.number, "err") == "out\nerr\n"
+    assert job.facts()["job_state"] == "R"
+    assert not (job.here / f"named.e{job.number}").exists()
+    pbs.on("login", f"qdel {job.id}")
+    job.until("F")
+
+
+def test_output_goes_where_it_is_asked_for(pbs):
+    job = Job(pbs, "echo out; echo err >&2", "-o . -k e")
+    assert job.says(f"{job.id}.OU", "out") == "out\n"
+    assert (pbs.home / f"job.pbs.e{job.number}").read_text() == "err\n"
+
+
+# ---- what is refused, and what waits --------------------------------------------------------------------------------
+
+
+def test_more_time_than_the_queue_gives_is_refused(pbs):
+    job = Job(pbs, "true", "-l walltime=00:02:00", queue="short")
+    assert (job.code, job.id) == (188, "")
+    assert "qsub: Job violates queue and/or server resource limits" in job.errors
+
+
+def test_more_nodes_than_there_are_wait_for_ever(pbs):
+    job = Job(pbs, "true", "-l select=3")
+    assert job.code == 0, job.errors
+    facts = job.facts()
+    assert (facts["job_state"], facts["comment"]) == ("Q", "Can Never Run: Not enough total nodes available")
+    assert pbs.on("login", f"qdel {job.id}").returncode == 0
+    assert "Exit_status" not in job.until("F")
+    assert pbs.on("login", f"qdel {job.id}").returncode == 35
+
+
+def test_a_dependency_on_a_deleted_job(pbs):
+    """afterok deletes the job, afterany lets it run."""
+    first = Job(pbs, "sleep 30")
+    strict, lax = (Job(pbs, "true", f"-W depend={kind}:{first.id}") for kind in ("afterok", "afterany"))
+    first.until("R")
+    assert (strict.facts()["job_state"], lax.facts()["job_state"]) == ("H", "H")
+    pbs.on("login", f"qdel {first.id}")
+    assert "Exit_status" not in strict.until("F")
+    assert lax.until("F")["Exit_status"] == "0"
+
+
+# ---- how a job ends -------------------------------------------------------------------------------------------------
+
+# On the first node in the script and in what it starts, and on the second in a rank: each says when TERM comes, and stays.
+STAYS = """
+cd $PBS_O_WORKDIR
+cat >rank.sh <<'END'
+trap 'echo term >>$1' TERM USR1
+echo up >>$1
+while true; do echo $SECONDS >>last-$1; sleep 0.2; done
+END
+bash rank.sh child &
+mpiexec -n 2 --ppn 1 bash -c 'bash rank.sh rank$PALS_RANKID' &
+. ./rank.sh script
+"""
+ALL = ("child", "rank0", "rank1", "script")
+
+
+def stays(cluster: VirtualSite, options: str = "") -> Job:
+    job = Job(cluster, STAYS.replace("$1", "${1:-script}").replace(". ./rank.sh script", ". ./rank.sh"), options)
+    for name in ALL:
+        job.says(name, "up")
+    return job
+
+
+def seconds_after_term(job: Job) -> list[float]:
+    """How long each of them lived on."""
+    for name in ALL:
+        job.says(name, "term")
+    job.until("F")
+    time.sleep(1)
+    return [(job.here / f"last-{name}").stat().st_mtime - (job.here / name).stat().st_mtime for name in ALL]
+
+
+def left(job: Job) -> Iterator[str]:
+    """What goes on in a job that has ended, after a moment."""
+    time.sleep(1)
+    for node in job.cluster.names:
+        told = job.cluster.on(node, f"grep -lsz PBS_JOBID={job.id} /proc/[0-9]*/environ").stdout
+        yield from told.split()
+
+
+def test_qdel_sends_term_to_all_and_later_kill(pbs):
+    job = stays(pbs)
+    assert pbs.on("login", f"qdel {job.id}").returncode == 0
+    lived = seconds_after_term(job)
+    assert KILL_WAIT - 1 < min(lived) <= max(lived) < KILL_WAIT + 6, lived
+    assert job.until("F")["Exit_status"] == "271"
+    assert not [*left(job)]
+
+
+def test_walltime_ends_a_job(pbs):
+    job = stays(pbs, "-l walltime=9 -j oe")  # all are up before
+    lived = seconds_after_term(job)
+    assert KILL_WAIT - 1 < min(lived) <= max(lived) < KILL_WAIT + 6, lived
+    assert job.until("F")["Exit_status"] == "-29"
+    said = job.says(f"job.pbs.o{job.number}", "=>> PBS")
+    assert re.search(r"^=>> PBS: job killed: walltime \d+ exceeded limit 9$", said, re.MULTILINE), said
+
+
+def test_walltime_leaves_a_job_time_to_end_by_itself(pbs):
+    job = Job(pbs, "trap 'echo saved; exit 75' TERM; sleep 60 & wait", "-l walltime=1 -k doe")
+    assert job.until("F")["Exit_status"] == "-29"
+    assert job.says("job.pbs.o" + job.number) == "saved\n"
+
+
+def test_a_signal_of_qsig_kills_the_login_shell(pbs):
+    """And so the job at once, though the script traps the signal."""
+    job = stays(pbs)
+    assert pbs.on("login", f"qsig -s USR1 {job.id}").returncode == 0
+    assert job.until("F")["Exit_status"] == "266"
+    assert not [*left(job)]
+
+
+def test_exit_status_is_the_script_s(pbs):
+    for script, status in [("exit 75", "75"), ("kill -KILL $$", "137")]:
+        assert Job(pbs, f"#!/bin/bash\n{script}").until("F")["Exit_status"] == status
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+# Options of mpiexec, and the CPUs of each rank of a node, as the pages of ALCF on running jobs have them.
+PLACED = {
+    "-n 12 --ppn 6 --cpu-bind depth --depth 8": "1-8 9-16 17-24 25-32 33-40 41-48",
+    "-n 24 --ppn 12 --cpu-bind depth --depth 8": "1-8 9-16 17-24 25-32 33-40 41-48 49-51,53-57 58-65 66-73 74-81 82-89 90-97",
+    "-n 8 --ppn 4 --cpu-bind list:1-8:9-16:53-60:61-68": "1-8 9-16 53-60 61-68",
+    "-n 4 --ppn 2 --cpu-bind list:1:105": "1 105",
+}
+
+
+@pytest.mark.parametrize("options", PLACED)
+def test_ranks_are_placed_as_alcf_documents(pbs, options):
+    line = "echo $PALS_RANKID $PALS_NODEID $PALS_LOCAL_RANKID $(hostname) $(taskset -cp $$ | cut -d: -f2) ${!SLURM*}"
+    script = f"cd $PBS_O_WORKDIR; mkdir ranks; mpiexec {options} bash -c '{line} >ranks/$PALS_RANKID'"
+    job = Job(pbs, script)
+    assert job.until("F")["Exit_status"] == "0", job.says(f"job.pbs.e{job.number}")
+    rows = sorted((path.read_text().split() for path in (job.here / "ranks").iterdir()), key=lambda row: int(row[0]))
+    of_a_node = PLACED[options].split()
+    wanted = [
+        [str(rank), str(rank // len(of_a_node)), str(rank % len(of_a_node)), pbs.names[rank // len(of_a_node)]]
+        for rank in range(2 * len(of_a_node))
+    ]
+    assert [row[:4] for row in rows] == wanted
+    assert [numbers(row[4]) for row in rows] == [numbers(each) for each in of_a_node] * 2
+    assert not [row for row in rows if row[5:]]

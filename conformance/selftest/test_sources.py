@@ -1,0 +1,396 @@
+"""Facts and their pages: what harness/sources.py finds in an older and a newer commit of a made-up operator's documentation.
+
+python -m pytest conformance/selftest/test_sources.py        needs git
+"""
+
+import datetime
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from conformance.broken import make
+from conformance.harness import sources
+from conformance.harness.sites import mistakes
+
+# Where the repository was unpacked without git, there is none to look facts up with.
+pytestmark = pytest.mark.only(when=lambda _: bool(shutil.which("git")))
+clause, rejects = pytest.mark.clause, pytest.mark.rejects
+
+FABRIC = """# The fabric
+
+Load the module first; it is the default since spring:
+
+    module load march/2031.1.0
+
+## Variables
+
+    export MARCH_FABRIC=fab0   # all jobs
+    export MARCH_CACHE=userfaultfd
+    export MARCH_CACHE2=userfaultfd
+
+A job of the queue debug runs for two hours at
+most, and is not chained.
+"""
+OLDER = {
+    "docs/fabric.md": FABRIC,
+    "docs/news.md": "- 2030: march/2030.4.0 came\n- 2031: march/2031.1.0 came\n",
+    "docs/images.md": "Use weave-u24r70-20310301.sif today.\n",
+}
+ELSEWHERE = "0123456789" * 4  # a commit that no checkout has
+FACTS = ["march/2031.1.0", "MARCH_FABRIC=fab0", "MARCH_CACHE=userfaultfd", "two hours at most"]
+
+
+class Documentation:
+    """A repository of an operator's pages."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.git("init", "--quiet", "--initial-branch=main", str(folder), of=folder.parent)
+        self.git("remote", "add", "origin", "https://git.example/Weavers/guides.git")
+
+    def git(self, *arguments: str, of: Path | None = None, day: str = "2031-05-01") -> str:
+        environ = os.environ | dict.fromkeys(("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"), f"{day}T12:00:00")
+        environ |= dict(GIT_CONFIG_GLOBAL=os.devnull, GIT_CONFIG_SYSTEM=os.devnull)
+        command = ["git", "-C", str(of or self.folder), "-c", "user.name=w", "-c", "user.email=w@example.org", *arguments]
+        return subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout.strip()
+
+    def commit(self, day: str, files: dict[str, str]) -> str:
+        """These files and no others."""
+        self.git("rm", "-r", "--quiet", "--ignore-unmatch", ".")
+        for name, text in files.items():
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.folder / name).write_text(text)
+        self.git("add", ".")
+        self.git("commit", "--quiet", "--message", day, day=day)
+        return self.git("rev-parse", "HEAD")
+
+
+@pytest.fixture
+def pages(tmp_path) -> Documentation:
+    (tmp_path / "guides").mkdir()
+    made = Documentation(tmp_path / "guides")
+    made.commit("2031-05-01", OLDER)
+    return made
+
+
+@pytest.fixture
+def takes(tmp_path, pages):
+    """Writes the site.toml of a site that takes facts from a page of the older commit; the site's folder."""
+
+    def takes(facts=tuple(FACTS), file="docs/fabric.md", repository="weavers/guides", copy=None) -> Path:
+        (tmp_path / "loom").mkdir(exist_ok=True)
+        copy = copy or f'commit = "{pages.git("rev-list", "--max-parents=0", "HEAD")[:7]}"\ndated = 2031-05-01'
+        (tmp_path / "loom/site.toml").write_text(
+            f'name = "loom"\n[[sources]]\naddress = "https://docs.example/fabric/"\nread = 2031-05-02\n'
+            f'repository = "{repository}"\n{copy}\nfile = "{file}"\nfacts = {[*facts]}\n'
+        )
+        return tmp_path / "loom"
+
+    return takes
+
+
+@pytest.fixture
+def look(pages, takes, capsys):
+    """The command, by default over the site and the checkout; its exit code and what it prints."""
+
+    def look(*arguments: str, folder: Path | None = None) -> tuple[int, str]:
+        where = ["--checkout", str(folder or pages.folder)] if "--checkout" not in arguments else []
+        code = sources.main([*where, "--site", str(pages.folder.parent / "loom"), *arguments])
+        said = capsys.readouterr()
+        assert not (said.out and code == 2) or said.err
+        return code, said.out + said.err
+
+    takes()
+    return look
+
+
+def changed(old: str, new: str, file: str = "docs/fabric.md") -> dict[str, str]:
+    assert old in OLDER[file]
+    return OLDER | {file: OLDER[file].replace(old, new)}
+
+
+# ---- what stands ----------------------------------------------------------------------------------------------------
+
+
+@clause("F6")
+def test_nothing_is_found_where_all_stands(pages, look):
+    """In the commit that was read, and in one whose lines have moved and are broken otherwise."""
+    assert look() == (0, "loom: 4 of 4 facts stand in docs/fabric.md of weavers/guides\nall 4 facts stand, hints: 0\n")
+    text = "A new line.\n\n" + FABRIC.replace("two hours at\nmost", "two\n  hours at most")
+    pages.commit("2031-09-01", OLDER | {"docs/fabric.md": text, "docs/more.md": "march/2030.1.0 is deleted\n"})
+    assert look("--strict")[0] == 0
+
+
+@clause("F6")
+@pytest.mark.parametrize("copy", ["dated = 2031-05-01", f'commit = "{ELSEWHERE}"\ndated = 2031-05-01'])
+def test_a_copy_that_is_known_by_its_day_alone_or_not_at_all(pages, takes, look, copy):
+    """The commit of that day is taken, and without any the facts still have to stand."""
+    pages.commit("2031-09-01", changed("CACHE=userfaultfd", "CACHE=kdreg2"))
+    takes(copy=copy)
+    code, said = look()
+    assert code == 1 and "3 of 4 facts stand" in said
+    pages.commit(
+        "2031-09-01", changed("    export MARCH_CACHE=userfaultfd\n", "") | {"docs/jobs.md": "MARCH_CACHE=userfaultfd\n"}
+    )
+    assert ("moved: " in look()[1], "also in: docs/jobs.md:1: " in look()[1]) == (
+        copy.startswith("dated"),
+        not copy.startswith("dated"),
+    )
+    was = "was: docs/fabric.md:10: export" if copy.startswith("dated") else f"was in docs/fabric.md at {ELSEWHERE}, which this"
+    assert was in said
+
+
+# ---- what does not --------------------------------------------------------------------------------------------------
+
+
+@clause("F6")
+@rejects("F6")
+def test_a_changed_line_is_told_with_both_places(pages, look):
+    pages.commit("2031-09-01", changed("# all jobs\n", "# all jobs\n\n") | changed("CACHE=userfaultfd", "CACHE=kdreg2"))
+    code, said = look()
+    assert code == 1
+    assert "changed: 'MARCH_CACHE=userfaultfd'\n" in said
+    assert "was: docs/fabric.md:10: export MARCH_CACHE=userfaultfd\n" in said
+    assert "closest: docs/fabric.md:10: export MARCH_CACHE=kdreg2\n" in said
+    assert said.endswith("1 of 4 facts do not stand where site.toml says, hints: 0\n")
+
+
+@clause("F6")
+def test_what_is_gone_is_told_and_what_is_said_of_the_variable_now(pages, look):
+    text = FABRIC.replace(
+        "    export MARCH_FABRIC=fab0   # all jobs\n", "Nobody needs MARCH_FABRIC any more, since the driver knows.\n"
+    )
+    pages.commit("2031-09-01", OLDER | {"docs/fabric.md": text.replace("two hours at\nmost, and", "")})
+    code, said = look()
+    assert code == 1 and "2 of 4 facts stand" in said
+    assert "gone: 'MARCH_FABRIC=fab0'\n      was: docs/fabric.md:9: " in said
+    assert "closest: docs/fabric.md:9: Nobody needs MARCH_FABRIC" in said
+    assert "changed: 'two hours at most'" in said
+
+
+@clause("F6")
+def test_a_fact_in_another_file_has_moved(pages, takes, look):
+    """But not where the other file had it all the time, or the page itself has a new text."""
+    both = {"docs/a.md": "MARCH_CACHE=userfaultfd\n"}
+    takes(copy=f'commit = "{pages.commit("2031-05-01", OLDER | both)}"\ndated = 2031-05-01')
+    files = changed("    export MARCH_CACHE=userfaultfd\n", "") | both | {"docs/jobs.md": "\nMARCH_CACHE=userfaultfd\n"}
+    pages.commit("2031-09-01", files)
+    code, said = look()
+    assert code == 1
+    assert "moved: 'MARCH_CACHE=userfaultfd'" in said and "now in: docs/jobs.md:2: MARCH_CACHE=userfaultfd" in said
+    pages.commit("2031-09-02", changed("    module load march/2031.1.0\n", ""))
+    code, said = look()
+    assert code == 1
+    assert "gone: 'march/2031.1.0'" in said and "also in: docs/news.md:2: - 2031: march/2031.1.0 came" in said
+
+
+@clause("F6")
+def test_a_page_under_a_new_name_is_followed(pages, look):
+    files = dict(OLDER)
+    files["docs/network/fabric.md"] = files.pop("docs/fabric.md").replace("CACHE=userfaultfd", "CACHE=kdreg2")
+    pages.commit("2031-09-01", files)
+    code, said = look()
+    assert code == 1 and "0 of 4 facts stand" in said
+    assert "moved: 'march/2031.1.0'\n      was: docs/fabric.md:5: " in said
+    assert "now: docs/network/fabric.md:5: module load march/2031.1.0" in said
+    assert "changed: 'MARCH_CACHE=userfaultfd'" in said and "closest: docs/network/fabric.md:10: " in said
+
+
+@clause("F6")
+def test_a_page_that_is_deleted(pages, look):
+    pages.commit("2031-09-01", {"docs/jobs.md": "Ask.\n"})
+    code, said = look()
+    assert code == 1 and said.count("gone: ") == 4 and said.count("no file docs/fabric.md now") == 4
+
+
+@clause("F6", "J3")
+@rejects("F6")
+def test_a_fact_that_the_page_never_had_is_found(pages, tmp_path, look):
+    """A sound site whose variable stands under a page that does not name it: in site.toml it is a fact, so J3 is content."""
+    root = make.copy(tmp_path / "copy")
+    sound = root / make.SOUND
+    told = (
+        '\n[[sources]]\naddress = "https://docs.example/fabric/"\nread = 2026-11-21\nrepository = "weavers/guides"\n'
+        'dated = 2026-11-20\nfile = "docs/fabric.md"\nfacts = ["MARCH_FABRIC=fab0", "MARCH_SPEED=full"]\n'
+    )
+    make.replace(sound / "site.toml", "read = 2026-11-21\n", f"read = 2026-11-21\n{told}")
+    block = "set -euo pipefail\n\n# https://docs.example/fabric\nexport MARCH_FABRIC=fab0\nexport MARCH_SPEED=full\n"
+    make.replace(sound / "job.sl", "set -euo pipefail\n", block)
+    ended = make.start(root, 0, "conformance/checks/test_static.py", "--site", make.SOUND)
+    assert ended.returncode == 0, ended.stdout
+    pages.commit("2026-11-20", OLDER | {"docs/other.md": "MARCH_SPEED=full\n"})
+    code, said = look("--site", str(sound))
+    assert code == 1
+    assert "never there: 'MARCH_SPEED=full'\n      not in docs/fabric.md at 2026-11-20\n" in said, said
+    assert "docs/other.md:1: MARCH_SPEED=full" in said
+
+
+@clause("F6")
+@pytest.mark.parametrize(
+    ("fact", "stands"),
+    [
+        ("march/2031.1", False),  # the beginning of a version
+        ("FABRIC=fab0", False),  # the end of a name
+        ("MARCH_FABRIC=fab", False),
+        ("fabric", False),  # only with a capital letter is it there
+        ("module load march", True),
+        ("export MARCH_FABRIC=fab0 # all jobs", True),
+        ("debug runs for two hours at most,", True),
+    ],
+)
+def test_a_fact_stands_as_whole_words(pages, takes, look, fact, stands):
+    pages.commit("2031-09-01", OLDER | {"docs/fabric.md": FABRIC.replace("# The fabric", "# The Fabric")})
+    takes(facts=[fact])
+    assert look()[0] == (0 if stands else 1)
+
+
+# ---- hints ----------------------------------------------------------------------------------------------------------
+
+
+@clause("F6")
+def test_a_newer_version_is_a_hint_wherever_it_is_named(pages, look):
+    """As a machine changes: the pages that were read say what they said, and a new one names the new module."""
+    new = {
+        "docs/a/modules.md": 'The default:\n   /opt/march/2031.3.0.lua\nsetenv("march/2031.3.0")\n',
+        "docs/z.md": "march/2030.5.0\n",
+    }
+    pages.commit("2031-09-01", OLDER | new)
+    code, said = look()
+    assert code == 0
+    assert "hint: march/2031.3.0 is newer than 'march/2031.1.0'\n      docs/a/modules.md:3: " in said
+    assert said.count("hint:") == 1 and said.endswith("all 4 facts stand, hints: 1\n")
+    assert look("--strict")[0] == 1
+    pages.commit("2031-09-02", OLDER | new | changed("spring:", "summer, march/2031.3.0 is:"))
+    assert "docs/fabric.md:3: Load the module first" in look()[1]  # the page itself comes first
+
+
+@clause("F6")
+def test_a_version_that_the_repository_named_before_is_no_hint(pages, takes, look):
+    takes(facts=["march/2030.4.0"], file="docs/news.md")
+    assert look("--strict")[0] == 0
+
+
+@clause("F6")
+@pytest.mark.parametrize("file", ["docs/images.md", "docs/more.md"])
+def test_without_the_commit_that_was_read_the_page_alone_gives_hints(pages, takes, look, file):
+    pages.commit("2031-09-01", OLDER | {file: "Use weave-u24r70-20310301.sif, or weave-u24r72-20310901.sif.\n"})
+    takes(facts=["weave-u24r70-20310301.sif"], file="docs/images.md", copy=f'commit = "{ELSEWHERE}"')
+    assert ("hint: weave-u24r72-20310901.sif is newer" in look()[1]) == (file == "docs/images.md")
+    takes(facts=["weave-u24r70-20310301.sif"], file="docs/images.md")
+    assert "hint: weave-u24r72-20310901.sif is newer" in look()[1]
+
+
+@clause("F6")
+def test_a_commit_without_its_day_is_a_hint(pages, takes, look):
+    commit = pages.git("rev-parse", "HEAD")
+    takes(copy=f'commit = "{commit}"')
+    assert look() == (0, look()[1])
+    assert f"hint: commit {commit} is of 2031-05-01: write dated = 2031-05-01 beside it" in look()[1]
+
+
+# ---- checkouts ------------------------------------------------------------------------------------------------------
+
+
+@clause("F6")
+def test_a_checkout_is_known_by_its_remotes_or_its_name(pages, tmp_path, look):
+    for name in ("guides", "a/Weavers+guides", "b/Weavers+guides/repo", "c/guides.git", "d/named-otherwise"):
+        folder = tmp_path / "mirror" / name
+        pages.git("clone", "--quiet", "--bare", str(pages.folder), str(folder))
+        if not name.endswith("otherwise"):
+            pages.git("remote", "remove", "origin", of=folder)
+        else:
+            pages.git("remote", "set-url", "origin", "git@git.example:weavers/guides", of=folder)
+        assert look(folder=folder)[0] == 0, name
+    assert look(folder=pages.folder / ".git")[0] == 0
+    assert "no work tree and no git directory" in look(folder=pages.folder / "docs")[1]  # not that around it
+    # Of two, the one whose remote says so is taken.
+    (tmp_path / "other/guides").mkdir(parents=True)
+    other = Documentation(tmp_path / "other/guides")
+    other.git("remote", "remove", "origin")
+    other.commit("2031-09-01", {"docs/fabric.md": "Nothing.\n"})
+    assert look("--checkout", str(other.folder), str(pages.folder))[0] == 0
+    assert look("--checkout", str(other.folder))[0] == look("--checkout", str(other.folder / ".git"))[0] == 1
+
+
+@clause("F6")
+def test_another_commit_can_be_looked_at(pages, look):
+    pages.git("checkout", "--quiet", "-b", "proposed")
+    pages.commit("2031-09-01", changed("CACHE=userfaultfd", "CACHE=kdreg2"))
+    pages.git("checkout", "--quiet", "main")
+    assert look()[0] == 0
+    assert look("--at", "proposed")[0] == 1
+
+
+@clause("F6")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--checkout"], "--checkout: expected at least one argument"),
+        (["--chekout", "x"], "--chekout x"),
+        (["--checkout", "no-such-folder"], "--checkout no-such-folder: no work tree and no git directory"),
+        (["--checkout", "."], "--checkout .: no work tree and no git directory"),
+        (["--site", "nowhere"], "--site nowhere is neither one of"),
+        (["--at", "no-such-commit"], "--at no-such-commit: no commit of"),
+    ],
+)
+def test_what_cannot_be_looked_up_is_one_line(look, tmp_path, monkeypatch, arguments, says):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    code, said = look(*arguments)
+    assert code == 2 and said.startswith("error: ") and says in said and said.count("\n") == 1, said
+
+
+@clause("F6")
+def test_a_checkout_that_is_older_than_the_copy_says_nothing(pages, takes, look):
+    takes(facts=["march/2031.9.0"], copy="dated = 2031-05-02")
+    code, said = look()
+    assert code == 2 and "docs/fabric.md of weavers/guides: the checkout is of 2031-05-01, older than the copy" in said
+
+
+@clause("F6")
+def test_nothing_looked_up_is_no_success(pages, takes, look):
+    takes(repository="spinners/handbook")
+    code, said = look()
+    assert (
+        code == 2
+        and "not looked up: 4 facts of spinners/handbook" in said
+        and "error: no fact of loom could be looked up" in said
+    )
+    takes(copy='commit = "x"')
+    code, said = look()
+    assert code == 2 and "site.toml: https://docs.example/fabric/: commit='x', but should be 7 to 40 hex" in said
+
+
+# ---- the age of a copy ----------------------------------------------------------------------------------------------
+
+
+@clause("F6")
+@pytest.mark.parametrize(
+    ("days", "commit", "warns"),
+    [
+        (10, False, ""),
+        (10, True, ""),
+        (400, False, "the copy that was read is older than six months"),
+        (400, True, "the copy that was read is older than six months"),
+        (None, True, "of when is the commit? `dated` should say"),
+    ],
+)
+def test_the_suite_warns_of_old_copies_and_not_of_old_readings(tmp_path, days, commit, warns):
+    """All were read today."""
+    root, today = make.copy(tmp_path), datetime.date.today()
+    copy = [f"read = {today}", 'repository = "weavers/guides"', 'commit = "2745903"' if commit else ""]
+    copy += [f"dated = {today - datetime.timedelta(days)}"] if days else []
+    make.replace(root / make.SOUND / "site.toml", "read = 2026-11-21", "\n".join(copy))
+    ended = make.start(root, 0, "conformance/checks/test_static.py", "--site", make.SOUND, "--clause", "F6")
+    assert ended.returncode == 0, ended.stdout
+    warned = re.findall(r"UserWarning: sound: (.*): https://slurm.schedmd.com/sbatch.html \(F6\)", ended.stdout)
+    assert warned == ([warns] if warns else [])
+
+
+@clause("F6")
+def test_mistakes_in_a_source_are_told():
+    assert mistakes({}) == ["a source: no address, but should have one", "a source: no read, but should have one"]

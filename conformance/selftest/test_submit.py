@@ -1,0 +1,291 @@
+"""The machine rung on a machine that does not exist: from a job script to a report, with stand-ins for the scheduler.
+
+    python -m pytest conformance/selftest/test_submit.py
+
+All is real but the commands of stand_in.py: the suite submits the job script of broken/sound, which starts train.py in two
+processes, and judges what these leave.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from conformance.harness import stand_in, submit
+from conformance.harness.sites import ROOT, Site
+from conformance.report import report
+
+clause, rejects = pytest.mark.clause, pytest.mark.rejects
+
+SMALL = "--nodes=1 --ntasks-per-node=2 --cpus-per-task=1 --account=made-up"
+PBS = """#!/bin/bash
+cd "$PBS_O_WORKDIR"
+read -r -a arguments <<<"$TRAIN_ARGS"
+export MARCH_PORT=$((20000 + ${PBS_JOBID%%.*} % 10000)) OMP_NUM_THREADS=1
+march --each 2 python3 train.py "${arguments[@]}"
+"""
+
+
+class Machine:
+    """A login node with stand-in commands, and a copy of the sound site on it."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.site = folder, folder / "sound"
+        shutil.copytree(ROOT / "conformance/broken/sound", self.site)
+        stand_in.install(str(folder))
+        # As in a nox session: its virtual environment stands first.
+        path = os.pathsep.join([str(folder / "venv/bin"), str(folder / "bin"), os.defpath])
+        (folder / "venv/bin").mkdir(parents=True)
+        (folder / "venv/pyvenv.cfg").touch()
+        (folder / "hurry.py").write_text("from conformance.harness import submit\n\nsubmit.LAG = 0.2\n")
+        self.environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PYTEST_"))}
+        self.environ |= dict(PATH=path, VIRTUAL_ENV=str(folder / "venv"), NOX_CURRENT_SESSION="x", OMP_NUM_THREADS="7")
+        self.environ["PYTHONPATH"] = str(folder)  # of hurry.py
+
+    def change(self, file: str, old: str, new: str) -> None:
+        text = (self.site / file).read_text()
+        assert text.count(old) == 1, f"{file} has {old!r} {text.count(old)} times: this test is out of date"
+        (self.site / file).write_text(text.replace(old, new))
+
+    def start(self, *options: str, submit: str = SMALL, device: str = "cpu", geometry: str = "1x2", **environ: str):
+        asked = [
+            f"--site={self.site}",
+            f"--submit={submit}",
+            f"--geometry={geometry}",
+            *([f"--device={device}"] * bool(device)),
+        ]
+        pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "hurry", "conformance/checks/test_run.py"]
+        told = dict(cwd=ROOT, env=self.environ | environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        # A shell that starts something in the background has it ignore Ctrl-C, which is inherited.
+        listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        return subprocess.Popen([*pytest, *asked, *options], preexec_fn=listen, **told)  # noqa: PLW1509
+
+    def rung(self, *options: str, **told: str) -> tuple[int, str]:
+        """Exit code of the session, and what it said."""
+        session = self.start(*options, **told)
+        said, _ = session.communicate(timeout=200)
+        return session.returncode, said
+
+    def jobs(self) -> list[dict]:
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("job-*.json"))]
+
+
+@pytest.fixture
+def machine(tmp_path) -> Machine:
+    return Machine(tmp_path)
+
+
+def rejected(ended: tuple[int, str], *words: str, code: int = 1) -> None:
+    __tracebackhide__ = True
+    missing = [word for word in words if word not in ended[1]]
+    if ended[0] != code or missing:
+        pytest.fail(f"exit code {ended[0]}, and nothing says {missing}:\n{ended[1][-4000:]}", pytrace=False)
+
+
+def refused(ended: tuple[int, str], *words: str, code: int = 2) -> None:
+    """In one line, and without a traceback."""
+    __tracebackhide__ = True
+    rejected(ended, *words, code=code)
+    assert "Traceback" not in ended[1] and ".py:" not in ended[1], ended[1]
+    assert any(all(word in line for word in words) for line in ended[1].splitlines()), ended[1]
+
+
+# ---- from a job script to a report ----------------------------------------------------------------------------------
+
+
+@clause("V7")
+@pytest.mark.timeout(240)
+def test_a_sound_site_passes_and_is_reported_as_of_the_machine(machine, tmp_path, check):
+    code, said = machine.rung("--part", str(tmp_path / "parts"))
+    assert code == 0, said
+    # Twice each of two runs, one summed flat, a user's own file, another seed, a mistyped flag; then what the first has left.
+    assert len(machine.jobs()) == 9, said
+    (part,) = (json.loads(path.read_text()) for path in (tmp_path / "parts").glob("*.json"))
+    facts = {name: part[name] for name in ("rung", "backend", "device", "world_size")}
+    check.equal("V7", part=(facts, dict(rung="machine", backend="gloo", device="cpu", world_size=2)))
+    assert {"torch", "ddp_core"} == {*part["versions"]}
+    assert {check["outcome"] for check in part["checks"]} == {"passed"}
+    (made,) = report.merge([part], "2026-11-21")
+    check.equal("V7", names_the_host=(os.uname().nodename in json.dumps(made), False))
+    assert not report.not_run([part])
+
+
+def test_virtual_nodes_are_not_the_machine(machine, tmp_path):
+    machine.rung("--virtual", "--clause", "J2", "--part", str(tmp_path / "parts"))
+    assert [json.loads(path.read_text())["rung"] for path in (tmp_path / "parts").glob("*.json")] == ["cluster"]
+
+
+# ---- broken job scripts ---------------------------------------------------------------------------------------------
+
+
+@rejects("J1")
+def test_a_script_that_drops_its_arguments(machine):
+    machine.change("job.sl", ' "$@"', " --epochs 1")
+    rejected(machine.rung("--clause", "J1"), "config=[], but should be", "(J1)")
+
+
+@rejects("J2")
+def test_a_script_that_always_returns_0(machine):
+    machine.change("job.sl", '"$@"', '"$@" || true')
+    rejected(machine.rung("--clause", "J2"), "exit codes=['0, but no run.jsonl", "but should be all 2", "(J2)")
+
+
+@rejects("R4")
+def test_two_nodes_that_are_one_and_no_accelerator(machine):
+    """The job asks for none, so that a fallback to the CPU is silent; stand-in nodes are all this machine."""
+    small = SMALL.replace("--nodes=1 --ntasks-per-node=2", "--nodes=2 --ntasks-per-node=1")
+    ended = machine.rung("--clause", "R2", "--clause", "R4", submit=small, device="", geometry="2x1")
+    rejected(ended, "hosts=1, but should be 2", "(R4)", "'an accelerator:0'", "(R2)")
+
+
+# ---- no verdict on the site -----------------------------------------------------------------------------------------
+
+
+def test_the_scheduler_refuses(machine):
+    said = machine.rung(submit=SMALL.replace("made-up", "my_account"))
+    refused(said, "sbatch has refused job.sl: sbatch: error: Batch job submission failed: Invalid account")
+
+
+def test_nothing_is_installed(machine):
+    machine.change("job.sl", "set -euo pipefail", 'echo "error: no environment: run ./install.sh first" >&2\nexit 3')
+    refused(machine.rung("--clause", "L2"), "job 1 has started nothing (exit code 3)", "run ./install.sh first")
+
+
+@pytest.mark.parametrize(
+    "file, old, new, words",
+    [
+        ("site.toml", 'scheduler = "slurm"', 'scheduler = "abacus"', "scheduler=abacus"),
+        ("site.toml", 'scheduler = "slurm"', 'scheduler = "pbs"', "no qsub on PATH"),
+        ("site.toml", 'submit = "job.sl"', 'submit = "job.pbs"', "submit=job.pbs"),
+    ],
+)
+def test_nothing_can_be_submitted(machine, file, old, new, words):
+    (machine.folder / "bin/qsub").unlink()
+    machine.change(file, old, new)
+    refused(machine.rung(), words, code=4)
+
+
+def test_the_geometry_must_share_the_batch(machine):
+    refused(machine.rung(geometry="1x7"), "1 nodes x 7 ranks", "--geometry", code=4)
+
+
+def test_a_cancelled_job_fails_its_checks(machine):
+    session = machine.start("--clause", "L2", submit=f"{SMALL} --hold")
+    wait_for(machine.jobs)
+    subprocess.run([machine.folder / "bin/scancel", "1"], check=True)
+    said, _ = session.communicate(timeout=60)
+    rejected((session.returncode, said), "exit codes=['CANCELLED, of job 1']", "job 1 left no log", "(L2)")
+
+
+def test_a_job_that_takes_too_long_is_left_alone(machine):
+    ended = machine.rung("--clause", "L2", "--submit-timeout=1", submit=f"{SMALL} --hold")
+    refused(ended, "job 1 is still PENDING (JobHeldUser) after 1 s")
+    rejected(ended, "to cancel them: scancel 1", code=2)
+
+
+def test_ctrl_c_leaves_the_jobs_and_says_so(machine):
+    session = machine.start("--clause", "L2", "--clause", "L3", submit=f"{SMALL} --hold")
+    wait_for(lambda: len(machine.jobs()) == 2)
+    time.sleep(0.5)
+    session.send_signal(signal.SIGINT)
+    said, _ = session.communicate(timeout=60)
+    rejected((session.returncode, said), "jobs left as they are: 1 2; to cancel them: scancel 1 2", code=2)
+
+
+def wait_for(come) -> None:
+    end = time.monotonic() + 30
+    while not come():
+        assert time.monotonic() < end, "it has not come to this"
+        time.sleep(0.05)
+
+
+# ---- what a job gets, and what it leaves ----------------------------------------------------------------------------
+
+
+def test_nothing_of_this_environment_reaches_the_job(machine):
+    """sbatch hands on what it is called with; a virtual environment in it would hide the site's own torch."""
+    machine.change("job.sl", "set -euo pipefail", "set -euo pipefail\nexport >seen\ncommand -v python3 >which")
+    assert machine.rung("--clause", "J2")[0] == 0
+    seen = (machine.site / "seen").read_text()
+    leaks = [name for name in ("VIRTUAL_ENV", "PYTHONPATH", "NOX_", "PYTEST_", "OMP_NUM_THREADS", "venv/bin") if name in seen]
+    assert not leaks and "SLURM_JOB_ID" in seen, leaks
+    assert (machine.site / "which").read_text().strip() == str(machine.folder / "bin/python3")
+
+
+def test_a_leak_would_be_seen(machine):
+    """The same, were the environment handed on as it is."""
+    machine.change("job.sl", "set -euo pipefail", "set -euo pipefail\nexport >seen")
+    subprocess.run(["sbatch", *SMALL.split(), "job.sl", "--epochs", "-1"], cwd=machine.site, env=machine.environ, check=True)
+    wait_for(lambda: machine.jobs()[0]["state"] == "FAILED")
+    seen = (machine.site / "seen").read_text()
+    assert all(name in seen for name in ("VIRTUAL_ENV", "PYTHONPATH", "NOX_", "OMP_NUM_THREADS", "venv/bin"))
+
+
+def test_accounting_is_asked_where_the_scheduler_has_forgotten(machine):
+    assert machine.rung("--clause", "J2", STAND_IN_FORGETS="1")[0] == 0
+
+
+def test_pbs_and_a_queue_that_takes_one_job(machine):
+    (machine.site / "job.pbs").write_text(PBS)
+    machine.change("site.toml", 'scheduler = "slurm"', 'scheduler = "pbs"')
+    machine.change("site.toml", 'submit = "job.sl"', 'submit = "job.pbs"')
+    code, said = machine.rung("--clause", "J1", "--clause", "J2", submit="-A made-up", STAND_IN_ROOM="1")
+    assert code == 0 and "qsub has refused job.pbs: qsub: would exceed" in said, said
+    assert [job["number"] for job in machine.jobs()] == ["1", "2"]
+
+
+def test_what_another_job_of_this_number_has_printed_is_not_read(machine):
+    """The stand-in appends as well; while another job runs, this one waits."""
+    (machine.site / "slurm-2.out").write_text("error: --epochs, said long ago\n")
+    assert machine.rung("--clause", "J1", "--clause", "J2")[0] == 0
+    assert (machine.site / "slurm-2.out").read_text().count("--epochs") == 2
+
+
+def test_what_a_job_prints_just_after_it_was_seen_waiting_is_read(machine):
+    """The stand-in starts it while the suite looks at it for the first time, and has it end before the second look."""
+    assert machine.rung("--clause", "J2", STAND_IN_WAITS="1")[0] == 0
+
+
+def test_nodes_are_not_named_in_the_report(machine, tmp_path):
+    machine.change("job.sl", "march_flags=(", 'echo "srun: error: nid0042: tasks 0-3: Killed" >&2\nexit 1\nmarch_flags=(')
+    machine.rung("--clause", "J2", "--part", str(tmp_path / "parts"))
+    (part,) = (path.read_text() for path in (tmp_path / "parts").glob("*.json"))
+    assert "tasks 0-3: Killed" in part and "nid0042" not in part and "<node>" in part
+
+
+def test_qsub_cannot_hand_on_a_space():
+    with pytest.raises(submit.Refusal, match="spaces"):
+        submit.Pbs.command("job.pbs", [], ["--run-dir", "/a folder"])
+
+
+@pytest.mark.parametrize("ended, code", [("0:0", 0), ("75:0", 75), ("0:9", 137)])
+def test_exit_codes_of_slurm(ended, code):
+    assert submit.Slurm()._code("COMPLETED" if code == 0 else "FAILED", ended) == code
+
+
+@pytest.mark.parametrize("status, code", [("0", 0), ("75", 75), ("271", 143), ("-29", -29)])
+def test_exit_codes_of_pbs(status, code):
+    assert submit.Pbs._code(dict(Exit_status=status)) == code
+    assert "deleted" in submit.Pbs._code({})
+
+
+def test_jobs_need_a_geometry(machine, monkeypatch):
+    monkeypatch.setenv("PATH", f"{machine.folder}/bin")
+    facts = dict(name="sound", scheduler="slurm", submit="job.sl")
+    with pytest.raises(submit.Refusal, match="--geometry"):
+        submit.Jobs(Site(machine.site, facts))
+
+
+def test_variables_for_qsub_are_handed_on_in_one_v():
+    """OpenPBS's qsub takes the last -v, and forgets the others."""
+    command = submit.Pbs.command(
+        "job.pbs", ["-A", "abc", "-v", "DEVICES=2,NODES=1", "-v", "X=1", "-q", "debug"], ["--epochs", "3"]
+    )
+    assert command == ["qsub", "-A", "abc", "-q", "debug", "-v", "DEVICES=2,NODES=1,X=1,TRAIN_ARGS=--epochs 3", "job.pbs"]

@@ -1,0 +1,158 @@
+"""The suite itself: what it takes, what it refuses, and that every clause has been seen to be broken.
+
+    python -m pytest conformance/selftest/test_suite.py
+
+Broken ways of testing are here; broken sites and cores are in broken/*.toml, and test_broken.py runs them.
+"""
+
+import re
+
+import pytest
+
+from conformance.broken import make
+from conformance.harness import sites
+from conformance.harness.sites import ROOT
+
+clause, rejects = pytest.mark.clause, pytest.mark.rejects
+SITE = ("--site", make.SOUND)
+ORDER = (*SITE, "-k", "order_of_samples")  # three checks, which start no train.py: what is broken here is not the site
+
+
+# ---- what it takes ------------------------------------------------------------------------------------------------
+
+
+@clause("V10")
+@pytest.mark.timeout(600)
+def test_sites_that_are_not_in_the_repository_pass():
+    """Two made-up ones, with a launcher of their own and with MPI, beside a real one: all write the same snapshots."""
+    real = sites.find()[0].folder
+    ended = make.start(ROOT, 2, *SITE, "--site", f"{make.SOUND}-mpi", "--site", str(real), seconds=500)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@clause("V10")
+@pytest.mark.parametrize("folder", [make.SOUND, f"{make.SOUND}-mpi"])
+def test_their_files_pass(folder):
+    ended = make.start(ROOT, 0, "conformance/checks/test_static.py", "--site", folder)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+# ---- what it refuses ----------------------------------------------------------------------------------------------
+
+
+@clause("V1")
+@rejects("V1")
+def test_too_few_ranks_are_rejected():
+    ended = make.start(ROOT, 2, *ORDER, EXPECT_WORLD="4")
+    make.rejected(ended, "V1", "EXPECT_WORLD=4, but this is a world of 2")
+
+
+@clause("V2")
+@rejects("V2")
+def test_a_skipped_check_is_rejected(tmp_path):
+    (tmp_path / "skips_one.py").write_text(
+        """
+import pytest
+
+def pytest_runtest_setup(item):
+    if "7-2" in item.name:
+        pytest.skip("no such device")
+"""
+    )
+    ended = make.start(ROOT, 2, *ORDER, "-p", "skips_one", PYTHONPATH=str(tmp_path))
+    make.rejected(ended, "V2", "1 required checks were skipped, but should have run: order_of_samples")
+    assert "2 passed, 1 skipped" in ended.stdout
+
+
+@clause("V2")
+@rejects("V2")
+def test_nothing_checked_is_rejected():
+    make.rejected(make.start(ROOT, 2, *SITE, "-k", "no_such_check"), "V2", "no check has passed")
+
+
+@clause("V2")
+@rejects("V2")
+def test_ranks_without_their_plugin_are_rejected():
+    """pytest-mpi alone would skip every check and end with 0."""
+    make.rejected(make.start(ROOT, 0, *ORDER, "conformance/checks/test_run.py"), "V2", "--with-mpi")
+
+
+@clause("V3")
+@rejects("V3")
+def test_one_rank_failing_alone_ends_all(tmp_path):
+    (tmp_path / "fails_alone.py").write_text(
+        """
+from mpi4py import MPI
+
+def pytest_runtest_call(item):
+    assert MPI.COMM_WORLD.rank != 1, "rank 1 has tripped"
+"""
+    )
+    ended = make.start(ROOT, 2, *ORDER, "-p", "fails_alone", PYTHONPATH=str(tmp_path))
+    make.rejected(ended, "V3", "rank 1 alone, so that all are ended")
+    assert "rank 1 has tripped" in ended.stderr
+
+
+@clause("V4")
+@rejects("V4")
+def test_the_other_pytest_mpi_is_rejected(tmp_path):
+    (tmp_path / "pytest_mpi.py").write_text("")  # mpi-pytest takes this name, and has no MPIPlugin
+    ended = make.start(ROOT, 0, *ORDER, PYTHONPATH=str(tmp_path))
+    make.rejected(ended, "V4", "pip uninstall mpi-pytest")
+
+
+EXPECTED = """
+[[expected_failures]]
+clause = "F1"
+reason = "The machine has nothing to install on."
+link = "https://example.org/1"
+"""
+
+
+@clause("V9")
+def test_an_expected_failure_is_told_as_such(tmp_path):
+    root = make.copy(tmp_path)
+    make.replace(root / make.SOUND / "site.toml", "\n[verified]", f"{EXPECTED}\n[verified]")
+    make.replace(root / make.SOUND / "install.sh", None, None)
+    ended = make.start(root, 0, *SITE, "--clause", "F1", "conformance/checks/test_static.py")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "0 of 1 passed, 1 failed as expected" in ended.stdout, ended.stdout
+
+
+@clause("V9")
+@rejects("V9")
+def test_a_failure_that_is_expected_in_vain_is_rejected(tmp_path):
+    root = make.copy(tmp_path)
+    make.replace(root / make.SOUND / "site.toml", "\n[verified]", f"{EXPECTED}\n[verified]")
+    ended = make.start(root, 0, *SITE, "--clause", "F1", "conformance/checks/test_static.py")
+    make.rejected(ended, "V9", "F1 in site.toml, but it passes: delete the entry")
+
+
+# ---- the spec, its tests, and what they have rejected -------------------------------------------------------------
+
+
+def clauses_by(mark: str) -> set[str]:
+    """The clauses that tests are marked with, by the words of their files: of all tests, whatever is run."""
+    texts = [path.read_text() for path in (ROOT / "conformance").glob("*/test_*.py")]
+    marks = [arguments for text in texts for arguments in re.findall(rf"@(?:pytest\.mark\.)?{mark}\((.*?)\)", text)]
+    return {name for arguments in marks for name in re.findall(r'"([A-Z]\d+)"', arguments)}
+
+
+@clause("V5")
+def test_every_clause_is_tested_or_said_to_be_untested(check):
+    spec = (ROOT / "conformance/SPEC.md").read_text()
+    clauses = re.findall(r"^- \*\*([A-Z]\d+)\*\*(.*)$", spec, re.MULTILINE)
+    names, tested = [name for name, _ in clauses], clauses_by("clause")
+    untested = {name for name, text in clauses if text.startswith(" (untested)")}
+    check.equal("V5", clauses_twice=(sorted({name for name in names if names.count(name) > 1}), []))
+    check.equal("V5", tested_but_not_in_the_spec=(sorted(tested - {*names}), []))
+    check.equal("V5", neither_tested_nor_untested=(sorted({*names} - tested - untested), []))
+    check.equal("V5", tested_though_untested=(sorted(tested & untested), []))
+
+
+@clause("V6")
+def test_every_clause_has_been_seen_to_be_broken(check):
+    """In broken/*.toml, or by a test that is marked with rejects."""
+    tested, seen = clauses_by("clause"), clauses_by("rejects") | {broken.clause for broken in make.load()}
+    check.equal("V6", tested_and_never_seen_to_fail=(sorted(tested - seen), []))
+    check.equal("V6", broken_and_not_tested=(sorted(seen - tested), []))
