@@ -80,6 +80,28 @@ def test_a_missing_snapshot_falls_back_with_a_warning(folder, capsys):
     assert "warning: " in capsys.readouterr().out
 
 
+def test_a_run_whose_snapshots_were_purged_is_refused(folder):
+    """Its log tells of one; starting at epoch 0 would look like a run that goes on."""
+    (folder / "run.jsonl").write_text('{"kind":"step","step":0}\n{"kind":"snapshot","step":28,"epochs_run":2}\n')
+    for name in ("snapshot.safetensors", "snapshot.prev.safetensors"):
+        (folder / name).unlink(missing_ok=True)
+    with pytest.raises(SnapshotError, match=r"tells of a snapshot at step 28, .* is not there"):
+        load(folder)
+
+
+def test_a_run_that_never_saved_starts_at_its_beginning(tmp_path):
+    (tmp_path / "run.jsonl").write_text('{"kind":"start","step":0}\n{"kind":"epoch","epoch":0}\n')
+    assert load(tmp_path) is None
+
+
+def test_a_link_that_leads_nowhere_is_no_empty_directory(folder):
+    for name in ("snapshot.safetensors", "snapshot.prev.safetensors"):
+        (folder / name).unlink(missing_ok=True)
+    (folder / "snapshot.safetensors").symlink_to("/purged/snapshot.safetensors")
+    with pytest.raises(SnapshotError, match=r"leads to /purged/snapshot.safetensors, which is not there"):
+        load(folder)
+
+
 def test_two_broken_files_are_refused_and_stay(folder):
     for path in folder.glob("*.safetensors"):
         path.write_bytes(b"garbage")

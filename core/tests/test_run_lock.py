@@ -7,15 +7,19 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import ranks
-from ddp_core import run_directory, snapshot
-from ddp_core.errors import PreflightError
+from ddp_core import run_lock, snapshot
+from ddp_core.errors import PreflightError, StoppedError, StorageError
+from ddp_core.record import Record
 from ddp_core.run_directory import RunDirectory
+from ddp_core.run_lock import RunLock
+from ddp_core.stop import StopFlag
 from states import load, state, step_of
 
 # ---- one job at a time --------------------------------------------------------------------------------------------
@@ -68,7 +72,7 @@ def test_a_lock_of_another_host_is_taken_over_once_it_was_silent_for_long(folder
 
 def test_a_lock_of_another_host_that_falls_silent_is_waited_for(folder, monkeypatch, capsys):
     """Its node was lost a moment ago, and the job was started again elsewhere: it is not refused by its own lock."""
-    monkeypatch.setattr(run_directory, "HEARTBEAT", 0.1)
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.1)
     (folder / "run.lock").write_text(json.dumps(OTHER_HOST))
     began = time.monotonic()
     assert step_of(load(folder)) == 2
@@ -77,7 +81,7 @@ def test_a_lock_of_another_host_that_falls_silent_is_waited_for(folder, monkeypa
 
 
 def test_a_process_of_another_host_with_our_number_is_not_taken_for_dead(folder, monkeypatch):
-    monkeypatch.setattr(run_directory, "HEARTBEAT", 2)
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 2)
     dead = 2**22 + 1  # above the largest process number of Linux
     lock = folder / "run.lock"
     lock.write_text(json.dumps(OTHER_HOST | {"pid": dead}))
@@ -89,7 +93,7 @@ def test_a_process_of_another_host_with_our_number_is_not_taken_for_dead(folder,
 
 
 def test_a_live_job_keeps_its_lock_fresh(folder, monkeypatch):
-    monkeypatch.setattr(run_directory, "HEARTBEAT", 0.02)
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.02)
     directory = RunDirectory(str(folder), "job-1", fresh=False)
     os.utime(folder / "run.lock", (0, 0))
     for _ in range(500):
@@ -98,6 +102,107 @@ def test_a_live_job_keeps_its_lock_fresh(folder, monkeypatch):
         time.sleep(0.02)
     assert (folder / "run.lock").stat().st_mtime > 0
     directory.release()
+
+
+# ---- who owns it, and from when on ---------------------------------------------------------------------------------
+
+
+def test_of_two_jobs_at_a_dead_lock_the_later_one_is_refused(folder, monkeypatch):
+    """It saw the dead owner, stood still for a moment, and would remove the lock of whoever came meanwhile."""
+    lock = folder / "run.lock"
+    lock.write_text(json.dumps(OTHER_HOST))
+    os.utime(lock, (0, 0))
+    look, owners = RunLock._content_if_dead, []
+
+    def looks_and_waits(self, path):
+        content = look(self, path)
+        if not owners:
+            owners.append(None)
+            owners.append(RunDirectory(str(folder), "job-2"))
+        return content
+
+    monkeypatch.setattr(RunLock, "_content_if_dead", looks_and_waits)
+    with pytest.raises(PreflightError, match=r"in use by job job-2"):
+        RunDirectory(str(folder), "job-3")
+    owners[1].save(*state(9))
+    owners[1].release()
+    assert not list(folder.glob("*run.lock*"))
+
+
+def test_who_stood_still_while_another_took_the_lock_writes_no_more(folder, monkeypatch):
+    """A frozen node that comes back beside its successor."""
+    first = RunDirectory(str(folder), "job-1")
+    before = (folder / "snapshot.safetensors").read_bytes()
+    (folder / "run.lock").unlink()
+    second = RunDirectory(str(folder), "job-2")
+    for write in (first.save, first.save_best):
+        with pytest.raises(StorageError, match=r"run.lock is job job-2 .* now: this job stood still"):
+            write(*state(9))
+    assert (folder / "snapshot.safetensors").read_bytes() == before
+    first.release()
+    assert (folder / "run.lock").exists(), "the second job's lock is not the first one's to remove"
+    second.save(*state(9))
+    second.release()
+
+
+def test_its_record_ends_at_the_next_heartbeat(folder, monkeypatch):
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.02)
+    first = RunDirectory(str(folder), "job-1")
+    log = Record(time.monotonic())
+    log.open(folder / "run.jsonl", first.lost)
+    log.write("step", step=0)
+    (folder / "run.lock").unlink()
+    second = RunDirectory(str(folder), "job-2")
+    for _ in range(500):
+        if first.lost():
+            break
+        time.sleep(0.02)
+    log.write("step", step=1)
+    assert "stood still" in str(log.failure)
+    assert [json.loads(line)["step"] for line in (folder / "run.jsonl").read_text().splitlines()] == [0]
+    assert second.lost() is None
+    second.release()
+
+
+def own_lock(**changed) -> dict:
+    """Of this process."""
+    pids = os.readlink("/proc/self/ns/pid")
+    return dict(job_id="job-1", host=socket.gethostname(), pid=os.getpid(), pids=pids) | changed
+
+
+def zombie() -> int:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    while run_lock._began(child) is not None:
+        time.sleep(0.01)
+    return child
+
+
+@pytest.mark.parametrize("owner", ["another process with its number", "a zombie", "a text for a number"])
+def test_a_dead_owner_of_this_host_is_not_taken_for_alive(folder, monkeypatch, owner):
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.05)
+    changed = dict(began="1") if owner.startswith("another") else dict(pid=zombie() if owner == "a zombie" else "x")
+    (folder / "run.lock").write_text(json.dumps(own_lock(**changed)))
+    assert step_of(load(folder)) == 2
+
+
+def test_a_lock_of_the_future_is_waited_for_no_longer_than_another(folder, monkeypatch):
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.1)
+    lock = folder / "run.lock"
+    lock.write_text(json.dumps(OTHER_HOST))
+    os.utime(lock, (time.time() + 3600,) * 2)
+    began = time.monotonic()
+    assert step_of(load(folder)) == 2
+    assert time.monotonic() - began < 20
+
+
+def test_who_waits_for_a_lock_hears_that_it_is_to_stop(folder):
+    (folder / "run.lock").write_text(json.dumps(OTHER_HOST))
+    stop = StopFlag()
+    threading.Timer(0.3, stop._set, [signal.SIGTERM, None]).start()
+    with pytest.raises(StoppedError, match="SIGTERM before the first step"):
+        RunDirectory(str(folder), "job-2", stop=stop)
 
 
 # ---- a fresh start ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ddp_core.errors import ExitCode, StorageError
@@ -24,8 +25,11 @@ class Record:
         self.training = self.spoke = time.monotonic()
         self.bar = None
 
-    def open(self, path: Path) -> None:
-        """Append to run.jsonl, without the half line that a killed writer may have left. Raises StorageError."""
+    def open(self, path: Path, lost: Callable[[], StorageError | None] = lambda: None) -> None:
+        """Append to run.jsonl, without the half line that a killed writer may have left. Raises StorageError.
+
+        lost: whether the run is another job's by now: then nothing more is written.
+        """
         try:
             self._file = open(path, "ab+")  # noqa: SIM115 - open as long as the run
             size, tail, reach = self._file.seek(0, os.SEEK_END), b"", 65536
@@ -35,7 +39,7 @@ class Record:
             self._file.truncate(size - len(tail.rpartition(b"\n")[2]))
         except OSError as error:
             raise StorageError(f"{path}: {error.strerror}") from error
-        self.path = path
+        self.path, self.lost = path, lost
 
     def lap(self, phase: str) -> None:
         self.seconds.setdefault(phase, round(time.monotonic() - self.began, 4))
@@ -46,6 +50,9 @@ class Record:
         Does not raise, on one rank of all, but keeps the failure for them to agree on.
         """
         if self.path:
+            if lost := self.lost():
+                self.failure = lost
+                return
             try:
                 self._file.write(json.dumps(dict(kind=kind, **values), separators=(",", ":")).encode() + b"\n")
                 self._file.flush()

@@ -143,11 +143,10 @@ class _Job:
         lengths = [0 if rows is None else len(rows) for rows in self.rows]
         self.fingerprint = data.fingerprint(*self.rows, self.workload, config)
         if self.rank.rank == 0:
-            self.directory = RunDirectory(
-                config.run_dir, self.rank.job_id, config.fresh and first, config.new_run_dir and first
-            )
+            fresh, new = config.fresh and first, config.new_run_dir and first
+            self.directory = RunDirectory(config.run_dir, self.rank.job_id, fresh, new, self.stop)
             self.found = self.directory.load()
-            self.record.open(self.directory.log)
+            self.record.open(self.directory.log, self.directory.lost)
         return dict(training_rows=lengths[0], held_out_rows=lengths[1], data=self.fingerprint)
 
     def train(self, peers, facts: dict) -> ExitCode:

@@ -2,27 +2,23 @@
 
 import json
 import os
-import socket
-import threading
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from ddp_core.errors import PreflightError, SnapshotError, StorageError
+from ddp_core.run_lock import RunLock
 from ddp_core.snapshot import no_storage, read, write
-
-HEARTBEAT = 10.0  # seconds; a lock that was silent six times as long is a dead job's
 
 
 class RunDirectory:
     """A run's files. Rank 0 alone has one."""
 
-    def __init__(self, folder: str, job_id: str, fresh: bool = False, new: bool = False):
+    def __init__(self, folder: str, job_id: str, fresh: bool = False, new: bool = False, stop=None):
         """Raises PreflightError when another job writes here, StorageError when nobody can.
 
         fresh: what is there is moved aside. new: what is there is refused: a job's own directory, at its first start.
+        stop: the wish to stop, heard while another job's lock is watched.
         """
         self.folder = Path(folder)
         self.log = self.folder / "run.jsonl"
@@ -30,14 +26,13 @@ class RunDirectory:
         self.previous = self.folder / "snapshot.prev.safetensors"
         self.damaged = self.folder / "snapshot.damaged.safetensors"
         self.best = self.folder / "best.safetensors"
-        self._lock = self.folder / "run.lock"
+        self._lock: RunLock | None = None
         self._fell_back = False
-        self._released, self._mine = threading.Event(), ""
         try:
             if new and not fresh and (self.log.exists() or self.snapshot.exists()):
                 raise PreflightError(f"--new-run-dir {folder} has a run of another job: pass --run-dir, or --fresh")
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._acquire(job_id)
+            self._lock = RunLock(self.folder / "run.lock", job_id, stop)
             for leftover in self.folder.glob(".*.tmp"):  # of a writer that was killed
                 leftover.unlink()
             if fresh:
@@ -65,10 +60,27 @@ class RunDirectory:
             return state
         if broken:
             raise SnapshotError(f"{' and '.join(broken)}: restore a copy, or pass --fresh to start again")
+        self._refuse_if_purged()
         return None
+
+    def _refuse_if_purged(self) -> None:
+        """No snapshot, and there was one: its link leads nowhere, or a purge has taken it and left the log."""
+        for path in (self.snapshot, self.previous):
+            if path.is_symlink():
+                raise SnapshotError(f"{path} leads to {os.readlink(path)}, which is not there: restore it, or pass --fresh")
+        if self.log.exists():
+            with open(self.log, "rb") as file:
+                saved = [line for line in file if line.startswith(b'{"kind":"snapshot"')]
+            if saved:
+                step = json.loads(saved[-1])["step"]
+                raise SnapshotError(
+                    f"{self.log} tells of a snapshot at step {step}, and {self.snapshot} is not there: restore a copy, or pass "
+                    f"--fresh to start again"
+                )
 
     def save(self, tensors: dict[str, torch.Tensor], document: dict) -> None:
         """Write the snapshot and keep the one before it. Raises StorageError."""
+        self._lock.check()
         try:
             if self._fell_back:  # else it would take the place of the only whole one
                 os.replace(self.snapshot, self.damaged)
@@ -85,68 +97,19 @@ class RunDirectory:
             raise no_storage(self.previous, error) from error
         write(self.snapshot, tensors, document)
 
+    def save_best(self, tensors: dict[str, torch.Tensor], document: dict) -> None:
+        """Of the lowest held-out loss so far. Raises StorageError."""
+        self._lock.check()
+        write(self.best, tensors, document)
+
+    def lost(self) -> StorageError | None:
+        """Whether another job was seen to have taken the run directory: at the last heartbeat."""
+        return self._lock.loss() if self._lock.lost else None
+
     def release(self) -> None:
         """Give the lock up, unless it is another's by now."""
-        self._released.set()
-        with suppress(OSError):
-            if self._lock.read_text() == self._mine:
-                self._lock.unlink()
-
-    def _acquire(self, job_id: str) -> None:
-        pids = os.readlink("/proc/self/ns/pid")  # two containers on a host have their own process numbers
-        me = dict(job_id=job_id, host=socket.gethostname(), pid=os.getpid(), pids=pids)
-        self._mine = json.dumps(me)
-        if self._lock.exists():
-            self._refuse_if_alive(me)
-            self._lock.unlink(missing_ok=True)
-        try:
-            # Not flock: Lustre needs a mount option for it, and NFS servers differ.
-            with open(self._lock, "x") as file:
-                file.write(self._mine)
-        except FileExistsError as error:
-            raise PreflightError(f"--run-dir {self.folder} was taken by another job at this moment: pass another") from error
-        threading.Thread(target=self._beat, daemon=True).start()
-
-    def _refuse_if_alive(self, me: dict) -> None:
-        """Of a job on another host only the silence of its lock tells that it is dead; one beat tells that it lives."""
-        try:
-            owner = json.loads(self._lock.read_text())
-        except ValueError:
-            owner = None
-        owner = owner if isinstance(owner, dict) else {}
-        local = all(owner.get(name) == me[name] for name in ("host", "pids"))
-        name = f"job {owner.get('job_id')} (host {owner.get('host')}, process {owner.get('pid')})"
-        in_use = PreflightError(f"--run-dir {self.folder} is in use by {name}: wait, cancel that job, or pass another")
-        if local and Path(f"/proc/{owner['pid']}").exists():
-            raise in_use
-        beat, told = self._lock.stat().st_mtime, False
-        while not local and (missing := 6 * HEARTBEAT - (self._now() - beat)) > 0:
-            if not told:
-                print(f"warning: {name} may still write into {self.folder}: looking for {missing:.0f} s", flush=True)
-                told = True
-            time.sleep(min(missing, HEARTBEAT / 20))
-            try:
-                alive = self._lock.stat().st_mtime != beat
-            except FileNotFoundError:  # it has just ended
-                return
-            if alive:
-                raise in_use
-        print(f"warning: taking {self.folder} over from {name}, which is dead", flush=True)
-
-    def _now(self) -> float:
-        """By the file server's clock, as the time of the lock is."""
-        clock = self.folder / f".clock.{os.getpid()}.tmp"
-        clock.touch()
-        now = clock.stat().st_mtime
-        clock.unlink()
-        return now
-
-    def _beat(self) -> None:
-        while not self._released.wait(HEARTBEAT):
-            try:
-                os.utime(self._lock)
-            except OSError:
-                return
+        if self._lock:
+            self._lock.release()
 
     def _move_aside(self) -> None:
         files = [path for path in (self.snapshot, self.previous, self.damaged, self.best, self.log) if path.exists()]

@@ -32,7 +32,7 @@ from ddp_core.reconcile import Agreed, Reconciliation
 from ddp_core.record import Record
 from ddp_core.reduction import KINDS, Reduction
 from ddp_core.run_directory import RunDirectory
-from ddp_core.snapshot import refuse_unknown_dtypes, write
+from ddp_core.snapshot import refuse_unknown_dtypes
 from ddp_core.state import State, of_model
 from ddp_core.stop import StopFlag
 from ddp_core.summary import Stopwatch
@@ -291,7 +291,7 @@ class Trainer:
             self._close_epoch(epoch, results)
             if results["eval_loss"] < (float.fromhex(progress.best[1]) if progress.best else float("inf")):
                 progress.best = [epoch, results["eval_loss"].hex()]
-                self.on_rank_0(lambda: write(self.directory.best, self.state.tensors(), self._document()))
+                self.on_rank_0(lambda: self.directory.save_best(self.state.tensors(), self._document()))
         if save or self.step == self.total_steps or (epoch + 1) % self.config.save_every == 0:
             self._save_snapshot()
         self.reconciliation.last = time.monotonic()  # the next steps are timed without this

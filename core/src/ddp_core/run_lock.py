@@ -1,0 +1,184 @@
+"""run.lock: one job at a time writes in a run directory, on any file system, also when its owner died with its node.
+
+The lock is a file with its owner's name in it; the owner touches it every ten seconds. Not flock: Lustre needs a mount
+option for it, and NFS servers differ.
+"""
+
+import hashlib
+import json
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from ddp_core.errors import PreflightError, StoppedError, StorageError
+
+HEARTBEAT = 10.0  # seconds; a lock that was silent six times as long is a dead job's
+
+
+class RunLock:
+    """Held from its making to release(). Raises PreflightError when another job has it, StoppedError when told to stop."""
+
+    def __init__(self, path: Path, job_id: str, stop=None):
+        """stop: the wish to stop (stop.py), heard while a silent lock is watched."""
+        self.path, self.stop, self.lost = path, stop, False
+        pids = os.readlink("/proc/self/ns/pid")  # two containers on a host have their own process numbers
+        me = dict(job_id=job_id, host=socket.gethostname(), pid=os.getpid(), pids=pids)
+        self.me = me | dict(began=_began(os.getpid()), at=time.time_ns())  # two locks never have the same content
+        self._released = threading.Event()
+        self._acquire(path)
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    @property
+    def content(self) -> str:
+        return json.dumps(self.me)
+
+    def release(self) -> None:
+        """Give the lock up, unless it is another's by now."""
+        self._released.set()
+        if self._is_mine():
+            self.path.unlink(missing_ok=True)
+
+    def check(self) -> None:
+        """Before a snapshot is written. Raises StorageError when this job stood still so long that another took the lock."""
+        self.lost = self.lost or not self._is_mine()
+        if self.lost:
+            raise self.loss()
+
+    def loss(self) -> StorageError:
+        owner = _name(_owner(self.path)) if self.path.exists() else "nobody"
+        return StorageError(f"{self.path} is {owner}'s now: this job stood still for too long, and writes no more")
+
+    def _is_mine(self) -> bool:
+        with suppress(OSError, ValueError):
+            return self.path.read_text() == self.content
+        return False
+
+    def _beat(self) -> None:
+        while not self._released.wait(HEARTBEAT):
+            try:
+                if not self._is_mine():  # also after this process was frozen: the wait is over at once
+                    self.lost = True
+                    return
+                os.utime(self.path)
+            except OSError:
+                return
+
+    # ---- how it is taken ----------------------------------------------------------------------------------------------
+
+    def _acquire(self, path: Path) -> None:
+        """Several jobs may come at one moment, and find the same dead owner: one of them takes its place, by a lock of its own.
+
+        Only who holds run.lock.<dead owner> may remove the dead owner's lock, and only if it is still that one.
+        """
+        while not self._created(path):
+            content = self._content_if_dead(path)
+            if content is None:
+                continue  # it has just been released
+            claim = path.with_name(f"{path.name}.{hashlib.sha256(content.encode()).hexdigest()[:8]}")
+            self._acquire(claim)
+            try:
+                if _text(path) == content:
+                    path.unlink()
+            finally:
+                claim.unlink(missing_ok=True)
+
+    def _created(self, path: Path) -> bool:
+        """Whole at once: nobody finds a lock without its owner."""
+        whole = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        whole.write_text(self.content)
+        try:
+            os.link(whole, path)
+            return True
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without hard links
+            with suppress(FileExistsError), open(path, "x") as file:
+                file.write(self.content)
+                return True
+            return False
+        finally:
+            whole.unlink(missing_ok=True)
+
+    def _content_if_dead(self, path: Path) -> str | None:
+        """The lock of a dead job; None when it has gone meanwhile. Raises PreflightError for one that is alive.
+
+        Of a job on another host only the silence of its lock tells that it is dead; one beat tells that it lives.
+        """
+        content, owner = _text(path), _owner(path)
+        if content is None:
+            return None
+        name = _name(owner)
+        in_use = PreflightError(f"--run-dir {self.path.parent} is in use by {name}: wait, cancel that job, or pass another")
+        local = all(owner.get(key) == self.me[key] for key in ("host", "pids")) and isinstance(owner.get("pid"), int)
+        if local and _runs(owner):
+            raise in_use
+        beat, began, told = _beat_of(path), time.monotonic(), False
+        # Clocks of file servers can be behind or ahead: what was seen silent for so long is dead, whatever its time says.
+        silent = min(6 * HEARTBEAT, max(0.0, 6 * HEARTBEAT - (self._now() - (beat or 0))))
+        while not local and (missing := silent - (time.monotonic() - began)) > 0:
+            if not told:
+                print(f"warning: {name} may still write into {self.path.parent}: looking for {missing:.0f} s", flush=True)
+                told = True
+            time.sleep(min(missing, HEARTBEAT / 20))
+            if self.stop:
+                raise StoppedError(f"{self.stop.reason} before the first step: the run is as it was, submit again")
+            if (now := _beat_of(path)) is None:
+                return None
+            if now != beat:
+                raise in_use
+        if path == self.path:
+            print(f"warning: taking {self.path.parent} over from {name}, which is dead", flush=True)
+        return content
+
+    def _now(self) -> float:
+        """By the file server's clock, as the time of the lock is."""
+        clock = self.path.with_name(f".clock.{os.getpid()}.tmp")
+        try:
+            with open(clock, "w") as file:
+                return os.fstat(file.fileno()).st_mtime
+        finally:
+            clock.unlink(missing_ok=True)
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return None
+
+
+def _owner(path: Path) -> dict:
+    try:
+        owner = json.loads(_text(path) or "")
+    except ValueError:
+        owner = None
+    return owner if isinstance(owner, dict) else {}
+
+
+def _name(owner: dict) -> str:
+    return f"job {owner.get('job_id')} (host {owner.get('host')}, process {owner.get('pid')})"
+
+
+def _beat_of(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+
+
+def _runs(owner: dict) -> bool:
+    """Whether this process of this host is there, and is still the one that took the lock: numbers are given anew."""
+    began = _began(owner["pid"])
+    return began is not None and owner.get("began") in (None, began)
+
+
+def _began(pid: int) -> str | None:
+    """The clock tick at which a process began; None for one that has ended, a zombie too."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
