@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ddp_core.config import TrainConfig, choose, parse
 from ddp_core.errors import ExitCode, Failure, PeerLostError, UsageError, WorkloadError
+from ddp_core.output import lasting_output
 from ddp_core.rank import Rank
 from ddp_core.stop import StopFlag
 
@@ -29,8 +30,14 @@ def run(
     rank_of: the site's function of os.environ. workload: a name, a file or a class, where --workload names none.
     reduction: a class (reduction.py) by which another library sums the gradients.
     """
+    with lasting_output():
+        return _run(rank_of, sys.argv[1:] if argv is None else argv, workload, reduction)
+
+
+def _run(
+    rank_of: Callable[[Mapping[str, str]], Rank], argv: list[str], workload: str | type | Path, reduction: type | None
+) -> int:
     began, rank, stop, failure = time.monotonic(), None, StopFlag(), None
-    argv = sys.argv[1:] if argv is None else argv
     try:
         rank = rank_of(os.environ)
         stop.listen()  # again: an MPI library that was started and ended there can have kept SIGUSR1 (MPICH 5.0.2 does)

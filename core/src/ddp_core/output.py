@@ -1,0 +1,55 @@
+"""Standard output that ends no training: its reader has left (| head), its disk is full, it was closed, or knows ASCII only."""
+
+import os
+import sys
+from contextlib import contextmanager, suppress
+
+
+class Lasting:
+    """A stream that is given up when it cannot be written, and the program goes on: run.jsonl tells all of it."""
+
+    def __init__(self, stream):
+        self.stream = stream
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+    def write(self, text: str) -> int:
+        try:
+            return self.stream.write(text)
+        except (OSError, ValueError) as error:
+            self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except (OSError, ValueError) as error:
+            self._give_up(error)
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def _give_up(self, error: Exception) -> None:
+        with suppress(OSError, ValueError):  # what Python has not written yet goes there, too, when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        if self.stream is not sys.__stderr__:
+            with suppress(OSError, ValueError):
+                why = getattr(error, "strerror", None) or error
+                print(
+                    f"warning: standard output cannot be written ({why}): the run goes on, see its run.jsonl", file=sys.stderr
+                )
+
+
+@contextmanager
+def lasting_output():
+    """Of print() and sys.stdout, also in a user's own file."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # closed at the start: a file of the run would take its place
+        pass
+    os.close(descriptor)
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (Lasting(stream or open(os.devnull, "w")) for stream in before)  # noqa: SIM115
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stdout, sys.stderr = before
