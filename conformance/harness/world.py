@@ -115,6 +115,7 @@ class World:
         restart: int = 0,
         run_dir: str = "--run-dir",
         signal_rank: int | None = None,
+        signal_number: signal.Signals = signal.SIGUSR1,
         kill_ranks: tuple[int, ...] = (),
         kill_at: str = '"epoch":1',
         largest_file: int | None = None,
@@ -124,7 +125,7 @@ class World:
 
         environ: what is changed in what the launcher exports. odd_flags, and odd_start, a job id and a count of restarts,
         are for the last rank alone. restart: how often the job was started before. run_dir: the flag that names the folder.
-        signal_rank gets a SIGUSR1 in mid-epoch, and kill_ranks a SIGKILL when run.jsonl has the words of kill_at; or, where
+        signal_rank gets signal_number in mid-epoch, and kill_ranks a SIGKILL when run.jsonl has the words of kill_at; or, where
         largest_file says so many bytes, a SIGXFSZ when one of their files has them. apart: each rank is a process of its own,
         as it is where ranks are killed: one that fails alone ends, and its connections with it.
         """
@@ -143,7 +144,7 @@ class World:
                 ended = _start_apart(launch.train, argv, variables, **(kill if self.rank in kill_ranks else {}))
             else:
                 if self.rank == signal_rank:
-                    threading.Thread(target=_signal_in_mid_epoch, args=(log,), daemon=True).start()
+                    threading.Thread(target=_signal_in_mid_epoch, args=(log, signal_number), daemon=True).start()
                 ended = _start(launch.train, argv, variables)
         everyone = zip(*self.gather((*ended, sorted(written))), strict=True)
         return Run(folder, *map(list, everyone), self.on_rank_0(lambda: read_records(folder)))
@@ -298,10 +299,10 @@ def _start_apart(
     return tuple(json.loads(told)) if told else (128 + os.WTERMSIG(status), "", "")
 
 
-def _signal_in_mid_epoch(log: Path) -> None:
-    """Send this process a SIGUSR1 when the first step is on record, as a scheduler does before the time is up."""
+def _signal_in_mid_epoch(log: Path, number: signal.Signals) -> None:
+    """Signal this process when the first step is on record, as a scheduler does before the time is up."""
     if _wait_for(log, '"kind":"step"'):
-        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), number)
 
 
 def _wait_for(log: Path, words: str, *ends: int, seconds: float = 60) -> bool:
