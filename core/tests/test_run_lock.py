@@ -80,7 +80,8 @@ def test_a_process_of_another_host_with_our_number_is_not_taken_for_dead(folder,
     monkeypatch.setattr(run_directory, "HEARTBEAT", 2)
     dead = 2**22 + 1  # above the largest process number of Linux
     lock = folder / "run.lock"
-    lock.write_text(json.dumps(OTHER_HOST | {"pid": dead}))
+    ours = os.readlink("/proc/self/ns/pid")  # the first container of every machine has the same number
+    lock.write_text(json.dumps(OTHER_HOST | {"pid": dead, "pids": ours}))
     beating = threading.Timer(0.3, os.utime, [lock])
     beating.start()
     with pytest.raises(PreflightError, match=r"in use by job job-1 .host another-host"):
