@@ -34,8 +34,8 @@ NOISY = "--workload {noisy} --precision fp64 --epochs 2"  # in its folder: Runs.
 SEED = "--precision fp64 --epochs 1 --seed 1"
 MISTYPED = "--global-batch-size 97 --epochs -1"
 DRAWS = "--workload {noisy} --dropout 0.2 --jitter 0.1"
-# All that a run must remember: where its loader is, what was drawn, buffers, and an optimizer's own step.
-ALL = f"{DRAWS} --batch-norm --workers 1 --optimizer adamw --clip-norm 1 --accumulate 2"
+# All that a run must remember: where its loader is, what was drawn, buffers, an optimizer's own step, and a schedule's.
+ALL = f"{DRAWS} --batch-norm --workers 1 --optimizer adamw --clip-norm 1 --accumulate 2 --warmup-steps 9 --lr-schedule cosine"
 SHORT = "--workload digits --epochs 1 --steps-per-epoch 1"
 G = 96  # the reference run's global batch
 TWO = pytest.param(2, marks=only(sizes=(2, 4), mpi=False, devices=("cpu",)))  # nodes, made of the ranks of one
@@ -295,6 +295,14 @@ def test_every_step_is_recorded(check, own, runs):
     done(check, "L1", run)
     check.equal("L1", steps=(run.values("step", "step"), [*range(42)]), epochs=(run.values("epoch", "epoch"), [0, 1, 2]))
     check.equal("L1", losses_and_their_hex_forms=(run.values("step", "loss"), run.losses))
+    check.equal("L1", steps_of_epochs=(run.values("epoch", "step"), [14, 28, 42]), last_step=(run.values("end", "step"), [42]))
+    check.equal("L1", exit_codes=(run.values("end", "exit_code"), [0]))
+    start, choices = (
+        run.of("start")[-1],
+        dict(workload="digits", precision="fp64", epochs=3, global_batch_size=G, lr=0.1, seed=0),
+    )
+    check.equal("L1", config=({name: start["config"][name] for name in choices}, choices))
+    check.equal("L1", rows=([start[f"{part}_rows"] for part in ("training", "held_out")], [1438, 359]))
 
 
 @machine(FP64)
@@ -484,12 +492,31 @@ def test_all_ranks_begin_with_the_numbers_of_rank_0(check, world, runs, first):
     done(check, "L18", run)
 
 
+@clause("L21")
+@only(sizes=(2, 4))
+def test_parameters_that_no_row_asks_for_are_left_alone(check, world, runs, first):
+    """Of six experts each row asks for one, and for the last none does: a world of one sees which have a gradient."""
+    single = world.alone(first, runs.folder(first, "experts-alone"), f"{own_file(world, runs, 'experts')} --epochs 1")
+    kinds = [train_own(world, runs, first, "experts", f"--reduction {kind}") for kind in ("ddp", "flat", "canonical")]
+    done(check, "L21", single, *kinds)
+    for run in kinds:
+        check.close("L21", run.losses, single.losses, T1)
+    names = world.on_rank_0(lambda: [*take_apart(kinds[0].folder / SNAPSHOT)["tensors"]])
+    states = {name.rpartition("experts.")[2][0] for name in names if name.startswith("optim.mean.experts")}
+    check.equal("L21", experts_with_a_state=("".join(sorted(states)), "01234"))
+
+
 def train_own(world, runs, launch, name: str, flags: str = "", **told):
     """A run of one of broken/workloads.py."""
+    workload = own_file(world, runs, name)
+    there = runs.folder(launch, f"{name}-{world.starts}")
+    return world.train(launch, there, f"{workload} --epochs 1 {flags}", **told)
+
+
+def own_file(world, runs, name: str) -> str:
     file = runs.root / "workloads" / f"{name}.py"
     world.on_rank_0(lambda: [file.parent.mkdir(exist_ok=True), file.write_text(WORKLOADS[name])])
-    there = runs.folder(launch, f"{name}-{world.starts}")
-    return world.train(launch, there, f"--workload {file} --epochs 1 {flags}", **told)
+    return f"--workload {file}"
 
 
 @clause("L20")
@@ -576,7 +603,10 @@ def test_a_snapshot_holds_buffers_and_any_optimizer_s_state(check, world, runs, 
     tensors |= {"model.2.num_batches_tracked": ("I64", []), "model.6.mean": ("F32", [])}
     tensors |= {f"optim.{name}.{of}": ("F32", shape) for of, shape in trained.items() for name in ("mean", "square")}
     tensors |= {f"optim.step.{of}": ("F32", []) for of in trained}
-    check.equal("S1", tensors=(world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT)["tensors"]), tensors))
+    snapshot = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT))
+    check.equal("S1", tensors=(snapshot["tensors"], tensors))
+    counted = zlib.crc32((14 * 2).to_bytes(8, "little"))  # micro-batches of an epoch, and none of a trial
+    check.equal("S1", crc32_of_batches_tracked=(snapshot["crc32"]["model.2.num_batches_tracked"], counted))
 
 
 @clause("S4")
@@ -982,6 +1012,19 @@ def test_a_rank_that_hangs_is_named_by_the_others(check, world, runs, first, whe
     ended(check, "X7", run, 7)
     words = "rank 1 died or hangs"
     check.equal("X7", says=(words if words in run.errors[0] else run.errors, words))
+
+
+@clause("X15")
+@only(sizes=(2, 4))
+def test_ranks_that_do_not_come_are_named(check, world, runs, first):
+    """The last one has been asked for help, and ends at once."""
+    flags = f"{SHORT} --rendezvous-timeout 2"
+    run = world.train(first, runs.folder(first, "missing"), flags, odd_flags="--help")
+    check.equal("X15", exit_codes=(run.exit_codes, [4] * (world.size - 1) + [0]))
+    words = f"1 of {world.size} ranks missing after 2 s"
+    lines = [line for text in run.errors for line in text.splitlines()]
+    says = words in "".join(lines) and f"rank {world.size - 1}" in "".join(lines)
+    check.equal("X15", lines=(len(lines), 1), names_the_rank=(says, True))
 
 
 @clause("X13")
