@@ -790,6 +790,27 @@ def test_a_damaged_snapshot_is_never_taken_for_none(check, world, own, runs):
     ended(check, "C4", world.train(own, there, FP64), 5)
 
 
+@clause("C4")
+@only(sizes=(1, 2))
+def test_a_snapshot_that_is_missing_or_of_a_newer_format(check, world, runs, first):
+    run, there = runs.train(first, FP64), runs.folder(first, "missing-or-newer")
+    done(check, "C4", run)
+    world.on_rank_0(lambda: [shutil.copytree(run.folder, there), (there / SNAPSHOT).unlink()])
+    missing = world.train(first, there, FP64)
+    done(check, "C4", missing)
+    check.equal("C4", started_at_steps=(missing.values("start", "step"), [0, 28]), warns=("warning" in missing.output[0], True))
+
+    def renumber() -> bool:
+        for path in there.glob("snapshot*"):
+            path.write_bytes(path.read_bytes().replace(b'\\"format\\":2', b'\\"format\\":3'))
+        return True
+
+    world.on_rank_0(renumber)
+    newer = world.train(first, there, FP64)
+    ended(check, "C4", newer, 5)
+    check.equal("C4", says_which_format=("format 3" in "".join(newer.errors), True))
+
+
 @clause("C5", "S7")
 @only(sizes=(2,), mpi=False, devices=("cpu",))
 def test_killed_and_resumed_is_bitwise_as_never_killed(check, world, own, runs):
@@ -906,6 +927,23 @@ def test_a_mistyped_flag_is_one_line(check, world, own, runs):
     ended(check, "X3", run, 2)
     lines = [line for text in run.errors + run.output for line in text.splitlines()]
     check.equal("X3", lines=(len(lines), 1), names_the_flag=("--epochs" in "".join(lines), True))
+
+
+# Each with the words that name it.
+NONSENSE = {"--lr 0": "--lr", "--lr nan": "--lr", "--precision fp8": "--precision", "--timeout 0": "--timeout"}
+NONSENSE |= {"--epoch 3": "--epoch", "--width 3": "--width", "--shards 8": "--shards", "--accumulate 7": "--accumulate 7"}
+NONSENSE |= {"--log-every 0": "--log-every", "--global-batch-size 5000": "--global-batch-size 5000"}
+
+
+@clause("X3")
+@only(sizes=(1, 2))
+def test_flags_that_make_no_sense_are_one_line(check, world, runs, first):
+    told = {}
+    for flags, words in NONSENSE.items():
+        run = world.train(first, runs.folder(first, "nonsense"), f"{SHORT} {flags}")
+        lines = [line for text in run.errors + run.output for line in text.splitlines()]
+        told[flags] = (sorted({*run.exit_codes}), len(lines), words in "".join(lines))
+    check.equal("X3", exit_codes_lines_and_words=(told, dict.fromkeys(NONSENSE, ([2], 1, True))))
 
 
 @clause("X5")
