@@ -666,8 +666,8 @@ def test_stopped_and_resumed_is_bitwise_as_never_stopped(check, world, own, runs
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_other_signals_stop_it_too(check, world, runs, first, number):
     """A cancelled job, and Ctrl-C."""
-    there = runs.folder(first, number.name)
-    run = world.train(first, there, long(world)[0], signal_rank=1, signal_number=number)
+    there, at = runs.folder(first, number.name), '"kind":"step"'
+    run = world.train(first, there, long(world)[0], kill_ranks=(1,), kill_at=at, kill_by=number)
     ended(check, "X2", run, 75)
     check.equal("X2", saved=(run.values("snapshot", "step")[-1:], run.values("end", "step")))
 

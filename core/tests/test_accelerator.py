@@ -10,6 +10,7 @@ import pytest
 import torch
 from ddp_core.order import DROPOUT, seed_generators, word
 from ranks import Job, assert_same_run, train
+from small import Small
 from stand_in import accelerator
 
 DIGITS = "--workload digits --precision fp64 --epochs 2 --steps-per-epoch 5"
@@ -78,6 +79,19 @@ def test_text_in_a_mapped_file_is_copied_batch_by_batch(flags_of, finished, tmp_
 
 def test_a_gradient_that_is_not_finite_is_found_there_too(tmp_path):
     assert "is not finite at step" in on(tmp_path, "--workload regression --lr 1000", code=6).error
+
+
+class Exhausted(Small):
+    def schedule(self, step, total_steps, config):
+        if step == 3:
+            raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+        return 1.0
+
+
+@pytest.mark.parametrize("flags, words", [("", "raise --accumulate 1"), ("--reduction canonical", "raise --shards 8")])
+def test_memory_that_does_not_suffice_is_told_with_the_flags_that_save_some(tmp_path, flags, words):
+    job = on(tmp_path, flags, 1, workload="test_accelerator:Exhausted", code=7)
+    assert "out of memory on cuda:0 at step 3: lower --global-batch-size 16" in job.error and words in job.error
 
 
 # ---- which device -------------------------------------------------------------------------------------------------
