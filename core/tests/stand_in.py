@@ -71,7 +71,7 @@ def _install(kind: str, count: int, free: int, name: str) -> None:
     def made_current(index: int) -> None:
         say("current", index)
         say("matmul", torch.get_float32_matmul_precision(), "cudnn", torch.backends.cudnn.allow_tf32)
-        say("deterministic", torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        say("workspace", os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
 
     def said_instead(what: str, function, answer):
         """answer's result, said with the arguments of the function that it stands for."""
@@ -83,6 +83,7 @@ def _install(kind: str, count: int, free: int, name: str) -> None:
     torch.accelerator.set_device_index = made_current
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.current_stream = lambda device=None: SimpleNamespace(is_capturing=lambda: False)
+    torch.use_deterministic_algorithms = partial(say, "deterministic")  # torch's own imports its compiler
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"{name}{device.index}")
     generators = [SimpleNamespace(manual_seed=partial(say, "generator", index)) for index in range(count)]
     module = SimpleNamespace(default_generators=generators, mem_get_info=lambda device: (free, 2**40))

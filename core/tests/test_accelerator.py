@@ -136,11 +136,12 @@ def test_products_are_tf32_where_that_was_asked_for_and_nowhere_else(tmp_path, p
 
 
 @pytest.mark.parametrize(
-    "flags, kernels", [("", "False None"), ("--deterministic", "True :4096:8"), ("--reduction canonical", "True :4096:8")]
+    "flags, kernels, workspace",
+    [("", [], "None"), ("--deterministic", ["True"], ":4096:8"), ("--reduction canonical", ["True"], ":4096:8")],
 )
-def test_kernels_that_repeat_are_chosen_where_that_was_asked_for(tmp_path, flags, kernels):
+def test_kernels_that_repeat_are_chosen_where_that_was_asked_for(tmp_path, flags, kernels, workspace):
     job = on(tmp_path, f"--workload digits --epochs 1 --steps-per-epoch 1 {flags}", 1)
-    assert said(job, "deterministic") == [[kernels]]
+    assert said(job, "deterministic") == [kernels] and said(job, "workspace") == [[workspace]]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
