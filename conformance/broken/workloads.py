@@ -64,6 +64,113 @@ class Diverges(Digits):
                 self.own[0].bias += 1e-9
         return 1.0
 """,
+    # Every rank has other data of one shape: they differ in the last number, 3 MB behind the first.
+    "other_data": """
+class OtherData(Digits):
+    def data(self, config):
+        images = torch.zeros(1500, 64 * 4, dtype=torch.float64)
+        images[-1, -1] = os.getpid()
+        return (images, torch.zeros(1500, dtype=torch.long)), None
+
+    def forward(self, model, batch):
+        return model(batch[0][:, :64])
+""",
+    # The same, where rows are read one by one.
+    "other_rows": """
+class Rows:
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, row):
+        return torch.full((64,), float(row)), torch.tensor(0), torch.tensor(0 if row else os.getpid())
+
+
+class OtherRows(Digits):
+    def data(self, config):
+        return Rows(), None
+""",
+    # It lacks memory at step 3, as on a device that it shares with somebody.
+    "exhausts": """
+class Exhausts(Digits):
+    def schedule(self, step, total_steps, config):
+        if step == 3:
+            raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+        return 1.0
+""",
+    # A rank that hangs until the others have given it up: in a step, where gradients are summed, or in the evaluation.
+    "hangs": """
+from pathlib import Path
+
+class Hangs(Digits):
+    def flags(self, add):
+        add("--where", choices=["step", "evaluation"])
+
+    def hang(self, where):
+        if self.config.where == where and torch.distributed.get_rank() == 1:
+            log, end = Path(self.config.run_dir, "run.jsonl"), time.monotonic() + 30
+            while '"kind":"end"' not in log.read_text() and time.monotonic() < end:
+                time.sleep(0.1)
+
+    def schedule(self, step, total_steps, config):
+        if step == 3:
+            self.hang("step")
+        return 1.0
+
+    def metrics(self, outputs, batch):
+        if torch.distributed.is_initialized() and self.config.where == "evaluation":
+            self.seen = getattr(self, "seen", 0) + 1
+            if self.seen == 2:  # the first time its two rows are tried
+                self.hang("evaluation")
+        return super().metrics(outputs, batch)
+""",
+    # A rank on a slow node.
+    "lags": """
+class Lags(Digits):
+    def loss(self, outputs, batch):
+        time.sleep(0.3 if torch.distributed.get_rank() == 1 and torch.is_grad_enabled() else 0)
+        return super().loss(outputs, batch)
+""",
+    # A held-out row that is not finite.
+    "unfit": """
+class Unfit(Digits):
+    def data(self, config):
+        train, held_out = super().data(config)
+        held_out.columns[0][7] = float("inf")
+        return train, held_out
+
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) + (0 * batch[0]).sum()
+""",
+    # Its parameters come from torch's own generator.
+    "drawn": """
+class Drawn(Digits):
+    def model(self, config):
+        return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+""",
+    # Six experts: a row goes to one of five by its brightness, and what no row goes to has no gradient.
+    "experts": """
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(64, 10) for _ in range(6))
+
+    def forward(self, images):
+        asked = (images.sum(1).long() // 8).clamp(min=7, max=11) - 7
+        outputs = images.new_zeros(len(images), 10)
+        for number in asked.unique().tolist():
+            mine = (asked == number).nonzero().flatten()
+            outputs = outputs.index_copy(0, mine, self.experts[number](images[mine]))
+        return outputs
+
+
+class Experts(Digits):
+    defaults = Digits.defaults | dict(global_batch_size=8, precision="fp64", optimizer="adamw", lr=0.01, weight_decay=0.1)
+    defaults |= dict(steps_per_epoch=12)
+    unused_parameters = True
+
+    def model(self, config):
+        return Routed()
+""",
     # Its worker is killed, out of memory, say: while the rank waits for the first batch, or in the middle of a step.
     "dies": """
 class Rows:

@@ -9,6 +9,7 @@ same gathered evidence (world.py). The clauses are those of SPEC.md.
 
 import functools
 import json
+import os
 import shutil
 import signal
 import zlib
@@ -33,8 +34,8 @@ NOISY = "--workload {noisy} --precision fp64 --epochs 2"  # in its folder: Runs.
 SEED = "--precision fp64 --epochs 1 --seed 1"
 MISTYPED = "--global-batch-size 97 --epochs -1"
 DRAWS = "--workload {noisy} --dropout 0.2 --jitter 0.1"
-# All that a run must remember: where its loader is, what was drawn, buffers, and an optimizer's own step.
-ALL = f"{DRAWS} --batch-norm --workers 1 --optimizer adamw --clip-norm 1 --accumulate 2"
+# All that a run must remember: where its loader is, what was drawn, buffers, an optimizer's own step, and a schedule's.
+ALL = f"{DRAWS} --batch-norm --workers 1 --optimizer adamw --clip-norm 1 --accumulate 2 --warmup-steps 9 --lr-schedule cosine"
 SHORT = "--workload digits --epochs 1 --steps-per-epoch 1"
 G = 96  # the reference run's global batch
 TWO = pytest.param(2, marks=only(sizes=(2, 4), mpi=False, devices=("cpu",)))  # nodes, made of the ranks of one
@@ -238,6 +239,14 @@ def test_the_end_says_how_fast_it_was(check, world, own, runs):
     check.equal("R9", slowest_rank=(end.get("slowest_rank") in range(world.size), True))
 
 
+@clause("R9")
+@only(sizes=(2,))
+def test_the_slowest_rank_is_named(check, world, runs, first):
+    run = train_own(world, runs, first, "lags", "--steps-per-epoch 4")
+    done(check, "R9", run)
+    check.equal("R9", slowest_rank=(run.values("end", "slowest_rank"), [1]))
+
+
 # ---- order of samples ---------------------------------------------------------------------------------------------
 
 
@@ -286,6 +295,14 @@ def test_every_step_is_recorded(check, own, runs):
     done(check, "L1", run)
     check.equal("L1", steps=(run.values("step", "step"), [*range(42)]), epochs=(run.values("epoch", "epoch"), [0, 1, 2]))
     check.equal("L1", losses_and_their_hex_forms=(run.values("step", "loss"), run.losses))
+    check.equal("L1", steps_of_epochs=(run.values("epoch", "step"), [14, 28, 42]), last_step=(run.values("end", "step"), [42]))
+    check.equal("L1", exit_codes=(run.values("end", "exit_code"), [0]))
+    start, choices = (
+        run.of("start")[-1],
+        dict(workload="digits", precision="fp64", epochs=3, global_batch_size=G, lr=0.1, seed=0),
+    )
+    check.equal("L1", config=({name: start["config"][name] for name in choices}, choices))
+    check.equal("L1", rows=([start[f"{part}_rows"] for part in ("training", "held_out")], [1438, 359]))
 
 
 @machine(FP64)
@@ -330,6 +347,16 @@ def test_again_is_bitwise_the_same(check, world, own, runs, flags):
     check.equal("S3", snapshot_sha256=world.on_rank_0(lambda: (sha256(again.folder / SNAPSHOT), sha256(run.folder / SNAPSHOT))))
 
 
+@clause("L5")
+@only(sizes=(1, 2))
+def test_a_model_is_drawn_under_the_seed(check, world, runs, first):
+    """By torch's generators, as most models are; the ranks of a test have drawn from them before."""
+    drawn = [train_own(world, runs, first, "drawn", f"--steps-per-epoch 2 --seed {seed}") for seed in (3, 3, 4)]
+    done(check, "L5", *drawn)
+    losses = [run.values("step", "loss_hex") for run in drawn]
+    check.equal("L5", losses=(losses[1], losses[0]), same_losses_under_another_seed=(losses[2] == losses[0], False))
+
+
 @machine(FP64)
 @clause("L6")
 def test_it_learns(check, own, runs):
@@ -360,6 +387,15 @@ def test_fp32_is_not_tf32(check, world, own, runs):
     product = (left.float().to(world.device) @ right.float().to(world.device)).cpu().double()
     error = max(world.gather(((product - exact).norm() / exact.norm()).item()))
     check.close("L11", [1 + error], [1.0], 1e-5, "a matrix product in fp32 (norm)")
+
+
+@clause("L11")
+@only(sizes=(1, 2))
+@pytest.mark.parametrize("variable", ["NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"])
+def test_an_environment_that_turns_tf32_on_is_refused(check, world, runs, first, variable):
+    run = world.train(first, runs.folder(first, variable), SHORT, environ={variable: "1"})
+    ended(check, "L11", run, 3)
+    check.equal("L11", names_the_variable=(variable in "".join(run.errors), True))
 
 
 @clause("L12")
@@ -428,7 +464,9 @@ def test_rows_are_the_same_whoever_reads_them(check, runs, first):
 def test_what_a_model_draws_depends_on_step_and_micro_batch(check, world, runs, first, accumulate):
     run = runs.train(first, f"{NOISY} --jitter 0.5 --accumulate {accumulate}")
     done(check, "L16", run)
-    check.close("L16", run.losses, numpy_trace(jitter=0.5, shards=world.size * accumulate)["losses"], T1)
+    trace = numpy_trace(jitter=0.5, shards=world.size * accumulate)
+    check.close("L16", run.losses, trace["losses"], T1)
+    check.close("L16", run.values("epoch", "eval_loss"), trace["eval_losses"], T1, "held-out losses")
 
 
 @clause("L16")
@@ -454,12 +492,31 @@ def test_all_ranks_begin_with_the_numbers_of_rank_0(check, world, runs, first):
     done(check, "L18", run)
 
 
+@clause("L21")
+@only(sizes=(2, 4))
+def test_parameters_that_no_row_asks_for_are_left_alone(check, world, runs, first):
+    """Of six experts each row asks for one, and for the last none does: a world of one sees which have a gradient."""
+    single = world.alone(first, runs.folder(first, "experts-alone"), f"{own_file(world, runs, 'experts')} --epochs 1")
+    kinds = [train_own(world, runs, first, "experts", f"--reduction {kind}") for kind in ("ddp", "flat", "canonical")]
+    done(check, "L21", single, *kinds)
+    for run in kinds:
+        check.close("L21", run.losses, single.losses, T1)
+    names = world.on_rank_0(lambda: [*take_apart(kinds[0].folder / SNAPSHOT)["tensors"]])
+    states = {name.rpartition("experts.")[2][0] for name in names if name.startswith("optim.mean.experts")}
+    check.equal("L21", experts_with_a_state=("".join(sorted(states)), "01234"))
+
+
 def train_own(world, runs, launch, name: str, flags: str = "", **told):
     """A run of one of broken/workloads.py."""
+    workload = own_file(world, runs, name)
+    there = runs.folder(launch, f"{name}-{world.starts}")
+    return world.train(launch, there, f"{workload} --epochs 1 {flags}", **told)
+
+
+def own_file(world, runs, name: str) -> str:
     file = runs.root / "workloads" / f"{name}.py"
     world.on_rank_0(lambda: [file.parent.mkdir(exist_ok=True), file.write_text(WORKLOADS[name])])
-    there = runs.folder(launch, f"{name}-{world.starts}")
-    return world.train(launch, there, f"--workload {file} --epochs 1 {flags}", **told)
+    return f"--workload {file}"
 
 
 @clause("L20")
@@ -481,9 +538,11 @@ def test_products_are_rounded_as_was_asked_for(check, world, first, runs, precis
         logits = linear(torch.tanh(linear(inputs, weight1, bias1)), weight2, bias2)
     should_be = torch.nn.functional.cross_entropy(logits.float(), labels).item()
     check.close("L20", run.losses, [should_be], 2e-6, "the first loss")
+    kinds = world.on_rank_0(lambda: {kind for kind, _ in take_apart(run.folder / SNAPSHOT)["tensors"].values()})
+    check.equal("L20", numbers_of_the_snapshot=(kinds, {"F32"}))
 
 
-@clause("L19", "S9")
+@clause("L19", "S5", "S9")
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name", anchors.CASES)
 def test_the_other_workloads_are_a_plain_loop_s(check, world, first, runs, name):
@@ -496,9 +555,9 @@ def test_the_other_workloads_are_a_plain_loop_s(check, world, first, runs, name)
     recorded |= {key: run.values("epoch", key.removeprefix("epoch_")) for key in ("epoch_loss", "eval_loss", case.metric)}
     for key, values in recorded.items():
         check.close("L19", values, should_be[key], T1, key)
-    document, best = world.on_rank_0(
-        lambda: [take_apart(run.folder / file)["document"] for file in (SNAPSHOT, "best.safetensors")]
-    )
+    files = world.on_rank_0(lambda: [take_apart(run.folder / file) for file in (SNAPSHOT, "best.safetensors")])
+    document, best = (file["document"] for file in files)
+    check.equal("S5", crc32=(document["crc32"], files[0]["crc32"]))  # one of mnist's tensors has more than a megabyte
     history = [[row[0], *map(float.fromhex, row[1:])] for row in document["history"]]
     rows = zip(recorded["epoch_loss"], recorded["eval_loss"], recorded[case.metric], strict=True)
     check.equal("S9", history=(history, [[epoch, *row] for epoch, row in enumerate(rows)]))
@@ -544,7 +603,10 @@ def test_a_snapshot_holds_buffers_and_any_optimizer_s_state(check, world, runs, 
     tensors |= {"model.2.num_batches_tracked": ("I64", []), "model.6.mean": ("F32", [])}
     tensors |= {f"optim.{name}.{of}": ("F32", shape) for of, shape in trained.items() for name in ("mean", "square")}
     tensors |= {f"optim.step.{of}": ("F32", []) for of in trained}
-    check.equal("S1", tensors=(world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT)["tensors"]), tensors))
+    snapshot = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT))
+    check.equal("S1", tensors=(snapshot["tensors"], tensors))
+    counted = zlib.crc32((14 * 2).to_bytes(8, "little"))  # micro-batches of an epoch, and none of a trial
+    check.equal("S1", crc32_of_batches_tracked=(snapshot["crc32"]["model.2.num_batches_tracked"], counted))
 
 
 @clause("S4")
@@ -565,6 +627,22 @@ def test_rank_0_alone_writes(check, world, launch, runs, num_nodes):
     check.equal("S8", rank_0_writes=(SNAPSHOT in str(writers.pop(0, "")), True), other_writers=(writers, {}))
 
 
+@clause("S9", "C8")
+@only(sizes=(1, 2))
+def test_epochs_that_are_not_evaluated_or_saved(check, world, runs, first):
+    flags = f"{FP64} --eval-every 2 --save-every 2"
+    run, plain = runs.train(first, flags), runs.train(first, FP64)
+    done(check, "S9", run, plain)
+    check.equal("C8", snapshots=(run.values("snapshot", "step"), [28, 42]))
+    names = ("loss", "eval_loss", "eval_accuracy")
+    rows = [[record.get(name) for name in names] for record in plain.of("epoch")]
+    rows[0][1:] = [None, None]
+    check.equal("S9", epochs=([[record.get(name) for name in names] for record in run.of("epoch")], rows))
+    history = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT)["document"]["history"])
+    should_be = [[epoch, *(value.hex() for value in row if value is not None)] for epoch, row in enumerate(rows)]
+    check.equal("S9", history=(history, should_be))
+
+
 # ---- continue -----------------------------------------------------------------------------------------------------
 
 
@@ -581,6 +659,17 @@ def test_stopped_and_resumed_is_bitwise_as_never_stopped(check, world, own, runs
         "C1", stopped_in_mid_epoch=(step % an_epoch != 0, True), went_on_at_step=(resumed.values("start", "step")[-1], step)
     )
     same_as_never_stopped(check, "C1", world, resumed, never)
+
+
+@clause("X2")
+@only(sizes=(2,))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_other_signals_stop_it_too(check, world, runs, first, number):
+    """A cancelled job, and Ctrl-C."""
+    there, at = runs.folder(first, number.name), '"kind":"step"'
+    run = world.train(first, there, long(world)[0], kill_ranks=(1,), kill_at=at, kill_by=number)
+    ended(check, "X2", run, 75)
+    check.equal("X2", saved=(run.values("snapshot", "step")[-1:], run.values("end", "step")))
 
 
 def same_as_never_stopped(check, clause_id, world, resumed, never) -> None:
@@ -625,6 +714,58 @@ def test_another_problem_is_refused(check, world, own, runs):
     check.equal("C3", snapshot=(world.on_rank_0(lambda: sha256(there / SNAPSHOT)), before))
 
 
+# Each is another problem than the reference run; what is not another one comes last.
+OTHERS = "--workload regression|--global-batch-size 48|--steps-per-epoch 7|--optimizer adamw|--lr 0.2|--momentum 0.8"
+OTHERS += "|--weight-decay 0.1|--lr-schedule cosine|--warmup-steps 3|--clip-norm 1|--precision fp32|--row-seeds off"
+SAME = (
+    "--accumulate 2 --reduction flat --save-every 2 --eval-every 2 --log-every 5 --save-minutes 3 --save-steps 9 --timeout 50"
+)
+
+
+@clause("C2", "C3")
+@only(sizes=(1, 2))
+def test_what_is_another_problem_and_what_is_not(check, world, runs, first):
+    run, there = runs.train(first, FP64), runs.folder(first, "another-problem")
+    done(check, "C3", run)
+    world.on_rank_0(lambda: bool(shutil.copytree(run.folder, there)))
+    codes = {flags: world.train(first, there, f"{FP64} {flags}").exit_codes for flags in OTHERS.split("|")}
+    check.equal("C3", exit_codes_under=(codes, dict.fromkeys(codes, [5] * world.size)))
+    again = world.train(first, there, f"{FP64} {SAME}")
+    done(check, "C2", again)
+    check.equal("C2", started_at_steps=(again.values("start", "step"), [0, 42]))
+
+
+@clause("C3")
+@only(sizes=(1, 2))
+@pytest.mark.parametrize("name, file", [("mnist", "train-images-idx3"), ("mnist", "t10k-labels-idx1"), ("gpt", "2.txt")])
+def test_other_data_under_the_same_names_are_refused(check, world, runs, first, name, file):
+    """The last byte of a file is another: of images behind the first megabyte, of held-out labels, of a second text."""
+    case, data = anchors.CASES[name], runs.root / f"other-{file}"
+    flags = f"{case.flags.format(data=data)} --epochs 1 --steps-per-epoch 1"
+
+    def prepare() -> bool:
+        case.rows(data)
+        for path in data.glob("train-*"):
+            head = 16 if "images" in path.name else 8
+            raw, rows = path.read_bytes(), 1400
+            path.write_bytes(raw[:4] + rows.to_bytes(4, "big") + raw[8:head] + raw[head:] * 15)
+            path.write_bytes(path.read_bytes()[: head + rows * (784 if "images" in path.name else 1)])
+        return True
+
+    def change() -> bool:
+        [path] = data.glob(f"{file}*")
+        raw = path.read_bytes()
+        return bool(path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1])))
+
+    there = runs.folder(first, f"other-{file}")
+    world.on_rank_0(prepare)
+    done(check, "C3", world.train(first, there, flags))
+    world.on_rank_0(change)
+    refused = world.train(first, there, flags)
+    ended(check, "C3", refused, 5)
+    check.equal("C3", names_the_data=("data: " in "".join(refused.errors), True))
+
+
 @clause("C4")
 @only(sizes=(1, 2))
 def test_a_damaged_snapshot_is_never_taken_for_none(check, world, own, runs):
@@ -647,6 +788,27 @@ def test_a_damaged_snapshot_is_never_taken_for_none(check, world, own, runs):
     check.equal("C4", snapshot_prev=(prev, before))
     world.on_rank_0(lambda: damage(SNAPSHOT, "snapshot.prev.safetensors"))
     ended(check, "C4", world.train(own, there, FP64), 5)
+
+
+@clause("C4")
+@only(sizes=(1, 2))
+def test_a_snapshot_that_is_missing_or_of_a_newer_format(check, world, runs, first):
+    run, there = runs.train(first, FP64), runs.folder(first, "missing-or-newer")
+    done(check, "C4", run)
+    world.on_rank_0(lambda: [shutil.copytree(run.folder, there), (there / SNAPSHOT).unlink()])
+    missing = world.train(first, there, FP64)
+    done(check, "C4", missing)
+    check.equal("C4", started_at_steps=(missing.values("start", "step"), [0, 28]), warns=("warning" in missing.output[0], True))
+
+    def renumber() -> bool:
+        for path in there.glob("snapshot*"):
+            path.write_bytes(path.read_bytes().replace(b'\\"format\\":2', b'\\"format\\":3'))
+        return True
+
+    world.on_rank_0(renumber)
+    newer = world.train(first, there, FP64)
+    ended(check, "C4", newer, 5)
+    check.equal("C4", says_which_format=("format 3" in "".join(newer.errors), True))
 
 
 @clause("C5", "S7")
@@ -748,8 +910,11 @@ def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
     done(check, "C9", again)
     check.equal("C9", started_at_steps=(again.values("start", "step"), [0, 1]))
     check.equal("C9", restarts=(again.values("start", "restart"), [0, 1]))
+    older = world.on_rank_0(lambda: sha256(there / SNAPSHOT))
     fresh = world.train(launch, there, f"{SHORT} --fresh", **of_job)
     done(check, "C9", fresh)
+    aside = world.on_rank_0(lambda: [sha256(path) for path in there.glob(f"old-*/{SNAPSHOT}")])
+    check.equal("C9", moved_aside=(older in aside, True))
     check.equal("C9", started_at_steps=(fresh.values("start", "step"), [0]))
 
 
@@ -764,6 +929,23 @@ def test_a_mistyped_flag_is_one_line(check, world, own, runs):
     check.equal("X3", lines=(len(lines), 1), names_the_flag=("--epochs" in "".join(lines), True))
 
 
+# Each with the words that name it.
+NONSENSE = {"--lr 0": "--lr", "--lr nan": "--lr", "--precision fp8": "--precision", "--timeout 0": "--timeout"}
+NONSENSE |= {"--epoch 3": "--epoch", "--width 3": "--width", "--shards 8": "--shards", "--accumulate 7": "--accumulate 7"}
+NONSENSE |= {"--log-every 0": "--log-every", "--global-batch-size 5000": "--global-batch-size 5000"}
+
+
+@clause("X3")
+@only(sizes=(1, 2))
+def test_flags_that_make_no_sense_are_one_line(check, world, runs, first):
+    told = {}
+    for flags, words in NONSENSE.items():
+        run = world.train(first, runs.folder(first, "nonsense"), f"{SHORT} {flags}")
+        lines = [line for text in run.errors + run.output for line in text.splitlines()]
+        told[flags] = (sorted({*run.exit_codes}), len(lines), words in "".join(lines))
+    check.equal("X3", exit_codes_lines_and_words=(told, dict.fromkeys(NONSENSE, ([2], 1, True))))
+
+
 @clause("X5")
 @only(sizes=(2,))
 def test_ranks_with_different_files_of_one_name(check, world, runs, first):
@@ -776,6 +958,29 @@ def test_ranks_with_different_files_of_one_name(check, world, runs, first):
     ended(check, "X5", run, 4)
     told = [line for text in run.errors for line in text.splitlines() if "workload_file=" in line and "on rank 1" in line]
     check.equal("X5", lines_that_name_the_file=(len(told), 1))
+
+
+@clause("X5")
+@only(sizes=(2,))
+@pytest.mark.parametrize("name", ["other_data", "other_rows"])
+def test_ranks_with_different_data(check, world, runs, first, name):
+    run = train_own(world, runs, first, name)
+    ended(check, "X5", run, 4)
+    lines = [line for text in run.errors for line in text.splitlines() if "data=" in line and "on rank 1" in line]
+    check.equal("X5", lines_that_name_the_data=(len(lines), 1))
+
+
+@clause("X12")
+@only(sizes=(2,))
+def test_what_one_rank_alone_lacks_is_told_once(check, world, runs, first):
+    """Its node does not see the data, which rank 0's does."""
+    data = runs.root / "data-seen-by-rank-0"
+    world.on_rank_0(lambda: bool(anchors.mnist_rows(data)))
+    flags = f"--workload mnist --epochs 1 --global-batch-size 24 --data-dir {data}"
+    run = world.train(first, runs.folder(first, "lacking"), flags, odd_flags="--data-dir /nowhere")
+    ended(check, "X12", run, 3)
+    lines = [line for text in run.errors + run.output for line in text.splitlines()]
+    check.equal("X12", lines=(len(lines), 1), says=("rank 1: --data-dir /nowhere" in "".join(lines), True))
 
 
 @clause("X5")
@@ -805,6 +1010,17 @@ def test_numbers_that_are_not_finite_reach_no_parameter(check, world, runs, firs
     ended(check, "X6", run, 6)
     seen = [text for text in run.output if "parameters are not finite" in text]
     check.equal("X6", names_the_step=("at step 5 " in "".join(run.errors), True), seen_in_a_later_step=(bool(seen), False))
+    row = f"rows [{reference.sample_order(0, 0, 1438)[5 * G]}"
+    check.equal("X6", names_its_rows=(row in "".join(run.errors), True))
+
+
+@clause("X6")
+@only(sizes=(1, 2))
+def test_a_held_out_loss_that_is_not_finite(check, world, runs, first):
+    run = train_own(world, runs, first, "unfit", "--steps-per-epoch 2")
+    ended(check, "X6", run, 6)
+    kept = world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors")])
+    check.equal("X6", snapshots=(kept, []))
 
 
 @clause("X11")
@@ -823,6 +1039,74 @@ def test_a_killed_rank_is_named_by_the_others(check, world, runs, first):
     check.equal("X7", exit_codes=(run.exit_codes, [7] * (world.size - 1) + [137]))
     lost = f"rank {world.size - 1} died or hangs"
     check.equal("X7", says=(lost if lost in "".join(run.errors) else run.errors, lost))
+
+
+@clause("X7")
+@only(sizes=(2,), devices=("cpu",))
+@pytest.mark.parametrize("where", ["step", "evaluation"])
+def test_a_rank_that_hangs_is_named_by_the_others(check, world, runs, first, where):
+    """After --timeout, whichever group they wait in."""
+    run = train_own(world, runs, first, "hangs", f"--steps-per-epoch 5 --timeout 3 --where {where}")
+    ended(check, "X7", run, 7)
+    words = "rank 1 died or hangs"
+    check.equal("X7", says=(words if words in run.errors[0] else run.errors, words))
+
+
+@clause("X15")
+@only(sizes=(2,))
+def test_ranks_that_do_not_come_are_named(check, world, runs, first):
+    """The last one has been asked for help, and ends at once."""
+    flags = f"{SHORT} --rendezvous-timeout 3"
+    run = world.train(first, runs.folder(first, "missing"), flags, odd_flags="--help")
+    check.equal("X15", exit_codes=(run.exit_codes, [4] * (world.size - 1) + [0]))
+    words = f"1 of {world.size} ranks missing after 3 s"
+    lines = [line for text in run.errors for line in text.splitlines()]
+    says = words in "".join(lines) and f"rank {world.size - 1}" in "".join(lines)
+    check.equal("X15", lines=(len(lines), 1), names_the_rank=(says, True))
+
+
+@clause("X13")
+@only(sizes=(1,))
+def test_memory_that_does_not_suffice(check, world, runs, first):
+    run = train_own(world, runs, first, "exhausts")
+    ended(check, "X13", run, 7)
+    lines = [line for text in run.errors for line in text.splitlines() if "out of memory" in line]
+    flags = all(flag in line for line in lines for flag in ("step 3", "--global-batch-size", "--accumulate"))
+    check.equal("X13", lines=(len(lines), 1), names_step_and_flags=(flags, True))
+
+
+@clause("X14")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_a_run_directory_has_one_job_at_a_time(check, world, runs, first):
+    there = runs.folder(first, "one-at-a-time")
+    done(check, "X14", world.train(first, there, SHORT))
+
+    def take():
+        from ddp_core.run_directory import RunDirectory
+
+        return RunDirectory(str(there), "another")
+
+    def die() -> int:
+        child = os.fork()
+        if child == 0:
+            take()
+            os._exit(0)
+        return os.waitpid(child, 0)[1]
+
+    held = [take()] if world.rank == 0 else []
+    before = world.on_rank_0(lambda: [path.read_bytes() for path in sorted(there.iterdir())])
+    refused = world.train(first, there, SHORT)
+    ended(check, "X14", refused, 3)
+    after = world.on_rank_0(lambda: [path.read_bytes() for path in sorted(there.iterdir())])
+    says = "another" in "".join(refused.errors) and "--run-dir" in "".join(refused.errors)
+    check.equal("X14", all_files_as_before=(after == before, True), names_job_and_flag=(says, True))
+    for directory in held:
+        directory.release()
+    world.on_rank_0(die)
+    again = world.train(first, there, SHORT)
+    done(check, "X14", again)
+    left = world.on_rank_0((there / "run.lock").exists)
+    check.equal("X14", warns=("another" in again.output[0], True), a_lock_is_left=(left, False))
 
 
 @clause("X8")

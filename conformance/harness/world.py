@@ -117,6 +117,7 @@ class World:
         signal_rank: int | None = None,
         kill_ranks: tuple[int, ...] = (),
         kill_at: str = '"epoch":1',
+        kill_by: signal.Signals = signal.SIGKILL,
         largest_file: int | None = None,
         apart: bool = False,
     ) -> Run:
@@ -124,7 +125,7 @@ class World:
 
         environ: what is changed in what the launcher exports. odd_flags, and odd_start, a job id and a count of restarts,
         are for the last rank alone. restart: how often the job was started before. run_dir: the flag that names the folder.
-        signal_rank gets a SIGUSR1 in mid-epoch, and kill_ranks a SIGKILL when run.jsonl has the words of kill_at; or, where
+        signal_rank gets a SIGUSR1 in mid-epoch, and kill_ranks get kill_by when run.jsonl has the words of kill_at; or, where
         largest_file says so many bytes, a SIGXFSZ when one of their files has them. apart: each rank is a process of its own,
         as it is where ranks are killed: one that fails alone ends, and its connections with it.
         """
@@ -139,7 +140,7 @@ class World:
         log = folder / "run.jsonl"
         with self.writes.below(folder) as written:
             if kill_ranks or apart:
-                kill = dict(largest_file=largest_file) if largest_file else dict(log=log, words=kill_at)
+                kill = dict(largest_file=largest_file) if largest_file else dict(log=log, words=kill_at, number=kill_by)
                 ended = _start_apart(launch.train, argv, variables, **(kill if self.rank in kill_ranks else {}))
             else:
                 if self.rank == signal_rank:
@@ -266,11 +267,12 @@ def _start_apart(
     environ: dict[str, str],
     log: Path | None = None,
     words: str = "",
+    number: signal.Signals = signal.SIGKILL,
     largest_file: int | None = None,
 ) -> tuple[int, str, str]:
     """As _start, in a child of this process.
 
-    It gets a SIGKILL when its log has these words, or the kernel's SIGXFSZ when it has written so many bytes of a file.
+    It gets the signal when its log has these words, or the kernel's SIGXFSZ when it has written so many bytes of a file.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -291,7 +293,7 @@ def _start_apart(
     os.close(send)
     if log:
         _wait_for(log, words, receive)
-        os.kill(child, signal.SIGKILL)  # not yet reaped, so it is still this child's number
+        os.kill(child, number)  # not yet reaped, so it is still this child's number
     with open(receive, "rb") as pipe:
         told = pipe.read()
     _, status = os.waitpid(child, 0)

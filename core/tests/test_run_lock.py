@@ -84,7 +84,8 @@ def test_a_process_of_another_host_with_our_number_is_not_taken_for_dead(folder,
     monkeypatch.setattr(run_lock, "HEARTBEAT", 2)
     dead = 2**22 + 1  # above the largest process number of Linux
     lock = folder / "run.lock"
-    lock.write_text(json.dumps(OTHER_HOST | {"pid": dead}))
+    ours = os.readlink("/proc/self/ns/pid")  # the first container of every machine has the same number
+    lock.write_text(json.dumps(OTHER_HOST | {"pid": dead, "pids": ours}))
     beating = threading.Timer(0.3, os.utime, [lock])
     beating.start()
     with pytest.raises(PreflightError, match=r"in use by job job-1 .host another-host"):
@@ -203,6 +204,53 @@ def test_who_waits_for_a_lock_hears_that_it_is_to_stop(folder):
     threading.Timer(0.3, stop._set, [signal.SIGTERM, None]).start()
     with pytest.raises(StoppedError, match="SIGTERM before the first step"):
         RunDirectory(str(folder), "job-2", stop=stop)
+
+
+def test_a_lock_that_another_job_has_taken_over_is_not_given_up(folder):
+    """After a pause of minutes, in which this job was taken for dead."""
+    late, lock = RunDirectory(str(folder), "job-1"), folder / "run.lock"
+    lock.write_text(json.dumps(OTHER_HOST))
+    late.release()
+    assert json.loads(lock.read_text()) == OTHER_HOST
+
+
+def test_a_lock_says_in_which_container_its_process_has_that_number(folder):
+    first = RunDirectory(str(folder), "job-1")
+    told = json.loads((folder / "run.lock").read_text())
+    first.release()
+    assert (told["job_id"], told["host"], told["pid"]) == ("job-1", os.uname().nodename, os.getpid())
+    assert told["pids"] == os.readlink("/proc/self/ns/pid")
+
+
+def of_another_container(pid: int) -> str:
+    return json.dumps(OTHER_HOST | {"host": os.uname().nodename, "pid": pid})
+
+
+def test_a_process_of_another_container_is_not_taken_for_dead_by_its_number(folder, monkeypatch):
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 2)
+    lock = folder / "run.lock"
+    lock.write_text(of_another_container(pid=2**22 + 1))
+    beating = threading.Timer(0.3, os.utime, [lock])
+    beating.start()
+    with pytest.raises(PreflightError, match="in use by job job-1"):
+        load(folder)
+
+
+def test_nor_for_alive(folder):
+    lock = folder / "run.lock"
+    lock.write_text(of_another_container(pid=os.getpid()))
+    os.utime(lock, (0, 0))
+    assert step_of(load(folder)) == 2
+
+
+def test_a_local_clock_that_is_wrong_does_not_matter(folder, monkeypatch, capsys):
+    """How old a lock is, the file server's clock alone says: by ours it was silent for an hour."""
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.1)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3600)
+    (folder / "run.lock").write_text(json.dumps(OTHER_HOST))
+    assert step_of(load(folder)) == 2
+    assert re.search("looking for [01] s", capsys.readouterr().out)
 
 
 # ---- a fresh start ------------------------------------------------------------------------------------------------

@@ -1,0 +1,122 @@
+"""A stand-in for an accelerator, so that what the core does on one is run where there is none.
+
+Its tensors lie in the CPU's memory and carry a mark: `device` and `is_cpu` say that they are on the accelerator, what is
+computed from them is there too, and an operation that mixes them with tensors of the CPU fails, as on a real one. The data
+group, nccl or xccl by name, takes marked tensors only, the control group all others. What the core asks of the device is
+printed, so that Job.out has it.
+"""
+
+import os
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from faults import Fault
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+CPU = torch.device("cpu")
+BOTH_SIDES = ("copy_", "to", "cpu", "backward", "_has_compatible_shallow_copy_type")  # may have operands on two devices
+
+
+def accelerator(kind: str, count: int = 4, free: int = 2**30, name: str = "") -> Fault:
+    """In this process torch sees `count` devices of a kind, with so many bytes free; their uuids begin with `name`."""
+    return partial(_install, kind, count, free, name)
+
+
+class Marked(TorchFunctionMode):
+    """Tensors that were made on a device or moved there, and all that comes from them, are marked with it."""
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        keywords, name = keywords or {}, getattr(function, "__name__", "")
+        attribute = getattr(getattr(function, "__self__", None), "__name__", "") if name.startswith("__") else ""
+        if attribute == "device":
+            return mark_of(arguments[0]) or CPU
+        if attribute in ("is_cpu", "is_cuda", "is_xpu"):
+            return (mark_of(arguments[0]) or CPU).type == attribute.removeprefix("is_")
+        if name == "_parse_to":  # Module.to() looks at its arguments
+            return function(*arguments, **keywords)
+        leaves = tree_leaves((arguments, keywords))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        marks = [mark for tensor in tensors if (mark := mark_of(tensor))]
+        wanted = CPU if name == "cpu" else next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
+        mixed = marks and any(tensor.ndim and mark_of(tensor) != marks[0] for tensor in tensors)
+        if mixed and wanted is None and name not in BOTH_SIDES and not attribute:
+            raise RuntimeError(f"{name}: expected all tensors on one device, but found {[*map(mark_of, tensors)]}")
+        arguments, keywords = tree_map_only(torch.device, lambda _: CPU, (arguments, keywords))
+        result = function(*arguments, **keywords)
+        mark = wanted or (mark_of(tensors[0]) if name == "copy_" else next(iter(marks), None))
+        if tensors and result is tensors[0] and (mark_of(result) or CPU) != (mark or CPU):
+            result = result.clone()  # on another device it is other memory
+        for tensor in (arguments[0],) if attribute == "data" else tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and mark and mark != CPU:
+                tensor.mark = mark
+        return result
+
+
+def mark_of(tensor: torch.Tensor) -> torch.device | None:
+    return tensor.__dict__.get("mark")
+
+
+def _install(kind: str, count: int, free: int, name: str) -> None:
+    said = set()
+
+    def say(*what) -> None:
+        """Once, however often it is asked for."""
+        if what not in said:
+            print("stand-in:", *what, flush=True)
+        said.add(what)
+
+    def made_current(index: int) -> None:
+        say("current", index)
+        say("matmul", torch.get_float32_matmul_precision(), "cudnn", torch.backends.cudnn.allow_tf32)
+        say("workspace", os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+
+    def said_instead(what: str, function, answer):
+        """answer's result, said with the arguments of the function that it stands for."""
+        return lambda *arguments: [say(what, *arguments), function(answer, *arguments[1:])][1]
+
+    torch.accelerator.is_available = lambda: True
+    torch.accelerator.current_accelerator = lambda check_available=False: torch.device(kind)
+    torch.accelerator.device_count = lambda: count
+    torch.accelerator.set_device_index = made_current
+    torch.accelerator.current_device_index = lambda: 0
+    torch.accelerator.current_stream = lambda device=None: SimpleNamespace(is_capturing=lambda: False)
+    torch.use_deterministic_algorithms = partial(say, "deterministic")  # torch's own imports its compiler
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"{name}{device.index}")
+    generators = [SimpleNamespace(manual_seed=partial(say, "generator", index)) for index in range(count)]
+    module = SimpleNamespace(default_generators=generators, mem_get_info=lambda device: (free, 2**40))
+    module.get_device_name = lambda device: f"stand-in {device.index}"
+    torch.get_device_module = lambda device=None: module
+    torch.autocast = said_instead("autocast", torch.autocast, "cpu")
+    torch.amp.GradScaler = said_instead("scaler", torch.amp.GradScaler, "cpu")
+    torch.Tensor.pin_memory = lambda tensor, device=None: [say("pinned"), tensor][1]
+    _install_groups(kind, say)
+    Marked().__enter__()
+
+
+def _install_groups(kind: str, say) -> None:
+    init, get_backend, named = dist.init_process_group, dist.get_backend, []
+
+    def init_process_group(backend, device_id=None, **others):
+        say("group", backend, device_id)
+        named.append(backend)
+        init("gloo", **others)
+
+    def checked(collective, *arguments, group, **keywords):
+        data, marked = group is dist.group.WORLD, [bool(mark_of(tensor)) for tensor in tree_leaves(arguments) if _is(tensor)]
+        if data and named[0] != "gloo" and not all(marked):
+            raise RuntimeError(f"no backend of {named[0]} for tensors of the CPU")
+        if not data and any(marked):
+            raise RuntimeError(f"tensors of {kind} in the control group")
+        return collective(*arguments, group=group, **keywords)
+
+    dist.init_process_group = init_process_group
+    dist.get_backend = lambda group=None: get_backend(group) if group else named[0]
+    for name in ("all_reduce", "all_gather", "broadcast"):
+        setattr(dist, name, partial(checked, getattr(dist, name)))
+
+
+def _is(value) -> bool:
+    return isinstance(value, torch.Tensor)

@@ -1,0 +1,112 @@
+"""What the ranks agree on once a second: sums, an interval by the slowest clock, who may stop and who may save, what is bad.
+
+python -m pytest core/tests/test_reconcile.py
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ddp_core import reconcile
+from ddp_core.reconcile import Reconciliation
+
+NAN, INF, NOW = math.nan, math.inf, 1000.0
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    monkeypatch.setattr(reconcile, "time", SimpleNamespace(monotonic=lambda: NOW))
+
+
+class Peers:
+    """Two ranks, this one at `place`. others: what the other one says, where it says something else."""
+
+    def __init__(self, place: int = 0, **others):
+        self.place, self.others = place, others
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        other = values.clone()
+        for name, value in self.others.items():
+            if name in ("stop", "save", "tolerates", "seconds"):
+                other[("stop", "save", "tolerates", "seconds").index(name)] = value
+            else:
+                other[4:] = torch.tensor(value)
+        return torch.stack([other, values] if self.place else [values, other])
+
+
+def exchange(peers: Peers, losses=(1.0, 2.0), norms=(3.0, 4.0), seconds=0.5, step=10, **words):
+    reconciliation = Reconciliation(peers)
+    reconciliation.losses = [torch.tensor(loss) for loss in losses]
+    reconciliation.norms = [torch.tensor(norm) for norm in norms]
+    reconciliation.last = NOW - seconds
+    return reconciliation, reconciliation.exchange(step, **dict(stop=False, save=False, tolerates=False) | words)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("mine, theirs", [(0.01, 2.0), (2.0, 0.01)])
+def test_the_next_interval_is_that_of_the_slowest_clock_on_every_rank(place, mine, theirs):
+    """Ranks that went by their own would speak at different steps, and wait for each other for ever."""
+    reconciliation, agreed = exchange(Peers(place, seconds=theirs), [1.0] * 40, [1.0] * 40, seconds=mine)
+    assert (reconciliation.interval, agreed.seconds) == (20, 2.0)
+
+
+@pytest.mark.parametrize("count, seconds, interval", [(4, 1e-4, 8), (200, 0.01, 256), (1, 10.0, 1), (20, 0.1, 40)])
+def test_an_interval_grows_to_twice_the_last_at_most_and_is_a_step_at_least(count, seconds, interval):
+    reconciliation, _ = exchange(Peers(seconds=0), [1.0] * count, [1.0] * count, seconds=seconds)
+    assert reconciliation.interval == interval
+
+
+def test_it_is_due_after_as_many_steps():
+    reconciliation, _ = exchange(Peers(), [1.0] * 4, [1.0] * 4, seconds=1e-4)
+    due = []
+    for _ in range(8):
+        due.append(reconciliation.due)
+        reconciliation.norms.append(torch.tensor(1.0))
+    assert [*due, reconciliation.due] == [False] * 8 + [True]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_any_rank_may_stop_and_rank_0_alone_may_save(place):
+    _, agreed = exchange(Peers(place, stop=1, save=1))
+    assert agreed.stop and agreed.save == (place == 1)
+    _, agreed = exchange(Peers(place, stop=0, save=0), stop=True, save=True)
+    assert agreed.stop and agreed.save == (place == 0)
+    _, agreed = exchange(Peers(place))
+    assert not agreed.stop and not agreed.save
+
+
+def test_losses_are_sums_over_micro_batches_and_ranks_step_by_step():
+    _, agreed = exchange(Peers(numbers=[10.0, 20.0, 3.0, 4.0]), losses=(1.0, 2.0, 4.0, 8.0))
+    assert agreed.losses.tolist() == [[13.0], [32.0]] and agreed.norms.tolist() == [3.0, 4.0] and agreed.first == 8
+
+
+def test_parts_of_a_loss_stay_apart():
+    _, agreed = exchange(Peers(), losses=([3.0, 1.0, 2.0], [7.0, 3.0, 4.0]))
+    assert agreed.losses.tolist() == [[6.0, 2.0, 4.0], [14.0, 6.0, 8.0]]
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_the_first_step_that_is_not_finite_is_named_with_its_ranks(bad):
+    _, agreed = exchange(Peers(numbers=[1.0, bad, bad, 1.0, 1.0, 1.0]), losses=(1.0, 1.0, bad), norms=(1.0, 1.0, bad))
+    assert agreed.not_finite == (8, [1], "loss on rank 1")
+    _, agreed = exchange(Peers(), losses=(1.0, bad), norms=(1.0, bad))
+    assert agreed.not_finite == (9, [0, 1], "loss on rank 0, 1")
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_gradient_that_is_not_finite_is_tolerated_where_all_ranks_tolerate_it(bad):
+    _, agreed = exchange(Peers(), norms=(bad, 1.0))
+    assert agreed.not_finite == (8, [], "gradient")
+    _, agreed = exchange(Peers(tolerates=0), norms=(bad, 1.0), tolerates=True)
+    assert agreed.not_finite == (8, [], "gradient")
+    _, agreed = exchange(Peers(), norms=(bad, 1.0), tolerates=True)
+    assert agreed.not_finite is None
+    _, agreed = exchange(Peers(), losses=(1.0, bad), norms=(bad, bad), tolerates=True)
+    assert agreed.not_finite == (9, [0, 1], "loss on rank 0, 1")
+
+
+def test_what_was_told_is_forgotten_and_the_clock_begins_anew():
+    reconciliation, _ = exchange(Peers(), seconds=5)
+    assert reconciliation.losses == reconciliation.norms == []
+    assert reconciliation.last == NOW
