@@ -36,8 +36,8 @@ def test_modules_are_those_of_site_toml(cluster, site):
 
 @only(when=lambda site: "conda/bin" in layer.stand_ins(site))
 def test_conda_activates_nothing_before_init(cluster, site):
-    for name in site.facts.get("software", {}).get("modules", []):
-        if "conda/bin" in layer.module_file(name)[1]:
+    for name in site.facts["software"]["modules"]:
+        if "conda" in layer.provided(site, name):
             said = login(cluster, cluster.names[0], f"module load {name} && conda activate base")
             assert said.returncode and "Run 'conda init' before 'conda activate'" in said.stderr, said
             said = login(cluster, cluster.names[0], f"module load {name} && source activate /no-such-environment")

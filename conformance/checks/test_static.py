@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from conformance.cluster.shape import impossible
+from conformance.harness import keys
 from conformance.harness.shell import CONSTANT_PORT, DIRECTIVE, NEARLY, PLACEHOLDER, SOURCE, Line, Script
 from conformance.harness.sites import ROOT, date_of_copy, find, mistakes
 
@@ -109,10 +110,7 @@ def test_site_imports_of_ours_only_the_core(check, site):
 
 @clause("F1", "F2")
 def test_files_of_a_site(check, site):
-    texts = {name: type(site.facts.get(name)) for name in ("name", "operator", "scheduler", "launcher", "submit", "stop")}
-    check.equal("F2", site_toml=(texts, dict.fromkeys(texts, str)))
-    tables = {name: type(site.facts.get(name)) for name in ("node", "job", "verified")}
-    check.equal("F2", tables=(tables, dict.fromkeys(tables, dict)), launchers=(bool(site.launches), True))
+    check.holds("F2", *keys.missing(site.facts))
     check.equal("F2", name=(site.name, site.folder.name))
     wanted = {"README.md", "install.sh", "train.py", site.facts["submit"], *site.facts.get("files", [])}
     check.equal("F1", missing_files=(sorted(name for name in wanted if not (site.folder / name).is_file()), []))
@@ -126,30 +124,8 @@ def test_launchers_tell_the_ranks_apart(check, launch):
 
 
 @clause("F4")
-def test_the_node_and_the_job_are_described(check, site):
-    number, text = int, str
-    node = dict(cores=number, memory_gib=number, devices=number, device=text, devices_visible_to_a_rank=number, interfaces=list)
-    for table, keys in (("node", node), ("job", dict(nodes=number, ranks_per_node=number))):
-        facts = site.facts.get(table, {})
-        check.equal("F4", **{table: ({key: type(facts.get(key)) for key in keys}, keys)})
-    told, devices = site.facts["node"], site.facts["node"]["devices"]
-    optional = dict(sockets=number, threads_per_core=number, reserved_cores=number, reserved=text, cores_near_device=list)
-    optional = dict(node=optional | dict(device_environment=text, hosts=text), job=dict(geometry=text, restarts=text))
-    optional |= dict(queue=dict.fromkeys(("partitions", "exclusive", "qos", "constraints"), list) | dict(account=text))
-    facts = {
-        f"{table}.{key}": (site.facts.get(table, {}).get(key), kind)
-        for table in optional
-        for key, kind in optional[table].items()
-    }
-    wrong = {key: type(value) for key, (value, kind) in facts.items() if value is not None and type(value) is not kind}
-    check.equal("F4", wrong_types=(wrong, {}))
-    queue = site.facts.get("queue", {})
-    check.equal("F4", exclusive_and_no_partition=({*queue.get("exclusive", [])} - {*queue.get("partitions", [])}, set()))
-    check.equal("F4", devices_with_cores_near=(len(told.get("cores_near_device", [""] * devices)), devices))
-    reserved = [core for core in told.get("reserved", "").split(",") if core]
-    if "reserved" in told:
-        check.equal("F4", reserved=(len(reserved), told.get("reserved_cores", 0)))
-    check.holds("F4", *impossible(site))
+def test_the_keys_of_site_toml_are_those_of_the_table(check, site):
+    check.holds("F4", *keys.wrong(site.facts), *impossible(site))
 
 
 @clause("F5")

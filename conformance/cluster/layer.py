@@ -2,9 +2,9 @@
 
     layer = build(site, folder)      of a conformance.harness.sites.Site, into an empty folder
 
-Commands are the stand-ins of stand_ins/, and which of them are laid is derived: of an `image` a container runtime, of a
-module whose name says conda a conda, of scheduler = "pbs" the commands of PBS and of PALS. Modules are exactly those that
-site.toml names. Where on the machine an image and the modules lie is read in the site's own scripts.
+Commands are the stand-ins of stand_ins/, and which of them are laid is derived: of an `image` a container runtime, of what
+`software.provides` says of modules a conda or compilers, of scheduler = "pbs" the commands of PBS and PALS. Modules are exactly
+those that site.toml names. Where on the machine an image and the modules lie is read in the site's own scripts.
 """
 
 import base64
@@ -29,37 +29,39 @@ OUTSIDE = "s(run|batch|cancel|control|queue|info|acct|bcast|alloc|attach|acctmgr
 
 # ---- modules --------------------------------------------------------------------------------------------------------
 
-# What a module of such a name does, in Lmod's language: {name} and {version} are the module's. Others do nothing.
-# {name}-{version} has a folder of its own below HOME, empty but where FOLDERS says otherwise.
-MODULES = {
-    r"(mini|ana)conda|(mini|mamba)forge|conda": f'prepend_path("PATH", "{HOME}/conda/bin")',
-    r"PrgEnv-": f'family("PrgEnv")\nprepend_path("PATH", "{HOME}/wrappers/bin")',
-    r"cpe$": f'setenv("CRAY_LD_LIBRARY_PATH", "{MPI}/lib")',
-    r"craype-accel-": 'setenv("CRAY_ACCEL_TARGET", "{name}")',
-    r"rocm$": f'setenv("ROCM_PATH", "{HOME}/empty")',
-    r"cuda": f'setenv("CUDA_HOME", "{HOME}/empty")',
-    # Its library is empty, and has the name for which RCCL does not look by itself (stand_ins/rccl.py).
-    r".*net-plugin": f'prepend_path("LD_LIBRARY_PATH", "{HOME}/net-plugin/lib")\n'
-    f'setenv("OLCF_OFI_NCCL_ROOT", "{HOME}/net-plugin")\nsetenv("FI_CXI_RDZV_PROTO", "alt_read")',
+# What a module does that provides this, in Lmod's language. {name} is the module's, with a dash before the version.
+PROVIDES = {
     # The Python with torch, and the folder that `pip install --user` fills.
-    r"pytorch|frameworks|tensorflow": f'prepend_path("PATH", "{PYTHON}/bin")\n'
-    'setenv("PYTHONUSERBASE", pathJoin(os.getenv("HOME") or "", ".local/{name}-{version}"))',
-    r"python|cray-python": f'prepend_path("PATH", "{PYTHON}/bin")',
-    r".*bindings": 'setenv("SINGULARITY_BIND", "/opt")',
-    # It names the network that NCCL must use; here is none.
-    r"nccl": 'setenv("NCCL_NET", "AWS Libfabric")',
+    "torch": f'prepend_path("PATH", "{PYTHON}/bin")\n'
+    'setenv("PYTHONUSERBASE", pathJoin(os.getenv("HOME") or "", ".local/{name}"))',
+    "conda": f'prepend_path("PATH", "{HOME}/conda/bin")',
+    "compilers": f'prepend_path("PATH", "{HOME}/wrappers/bin")',
+    # Its library is empty, and has the name for which RCCL does not look by itself (stand_ins/rccl.py).
+    "network-plugin": f'prepend_path("LD_LIBRARY_PATH", "{HOME}/net-plugin/lib")',
 }
 
 # Without such a module `module reset` fails. Behind a dot, it is in no list.
 OF_A_LOGIN = ".of-a-login"
 
 
-def module_file(module: str) -> tuple[Path, str]:
-    """Its place below a folder of MODULEPATH, and its text. A module without a version is a file by itself."""
-    name, _, version = module.partition("/")
-    does = next((text for pattern, text in MODULES.items() if re.match(pattern, name)), "")
-    text = f'whatis("stand-in for {module}")\n' + does.replace("{name}", name).replace("{version}", version) + "\n"
-    return Path(f"{module}.lua"), text
+def provided(site: Site, module: str | None = None) -> list[str]:
+    """What this module provides, or any of the site's. Raises ValueError for what no stand-in can be made of."""
+    table = site.facts.get("software", {}).get("provides", {})
+    words = [word for name, words in table.items() if module in (None, name) for word in words]
+    if strange := [word for word in words if word not in PROVIDES and "=" not in word]:
+        raise ValueError(f"{strange[0]} in software.provides, but should be NAME=value or one of {', '.join(PROVIDES)}")
+    return words
+
+
+def module_file(site: Site, module: str) -> str:
+    """The text of MODULE.lua. In NAME=value {folder} is the module's own, and {mpi} an MPI's."""
+    words, lines = provided(site, module), [f'whatis("stand-in for {module}")']
+    folder = f"{HOME}/{'net-plugin' if 'network-plugin' in words else 'empty'}"
+    for word in words:
+        name, _, value = word.partition("=")
+        does = PROVIDES.get(word) or f'setenv("{name}", "{value.format(folder=folder, mpi=MPI)}")'
+        lines.append(does.replace("{name}", module.replace("/", "-")))
+    return "\n".join(lines) + "\n"
 
 
 def modules_at(site: Site) -> dict[str, list[str]]:
@@ -108,12 +110,11 @@ def image_file(site: Site) -> str:
 
 def stand_ins(site: Site) -> dict[str, list[str]]:
     """Commands by the folder below HOME, or "" for /usr/local/bin, that they lie in."""
-    software = site.facts.get("software", {})
-    names, image = [module.partition("/")[0] for module in software.get("modules", [])], software.get("image", "")
+    image, provides = site.facts.get("software", {}).get("image", ""), provided(site)
     found: dict[str, list[str]] = {"": []}
-    if any(re.match(r"(mini|ana)conda|(mini|mamba)forge|conda", name) for name in names):
+    if "conda" in provides:
         found["conda/bin"] = ["conda", "activate"]
-    if any(re.match(r"PrgEnv-|cray-mpich", name) for name in names):
+    if "compilers" in provides:
         found["wrappers/bin"] = ["cc"]
     if image_file(site):
         found[""] += ["singularity", "apptainer", "contained"]
@@ -128,7 +129,7 @@ def stand_ins(site: Site) -> dict[str, list[str]]:
 
 def brings_a_plugin(site: Site) -> bool:
     """Whether one of its modules has a network plugin for RCCL."""
-    return any("net-plugin" in module for module in site.facts.get("software", {}).get("modules", []))
+    return "network-plugin" in provided(site)
 
 
 def facts(site: Site) -> dict[str, str]:
@@ -149,14 +150,8 @@ def facts(site: Site) -> dict[str, str]:
         SERVER=LOGIN,
         QUEUES=" ".join(queue.get("partitions", [])),
         REQUIRED=" ".join(["Account_Name"] * ("account" in queue) + ["filesystems"] * ("filesystems" in queue)),
-        DOMAIN=slow_domain(site),
+        DOMAIN=node.get("nodefile_domain", ""),
     )
-
-
-def slow_domain(site: Site) -> str:
-    """By which nodes are named outside the fast network: the domain of site.toml with another first word."""
-    domain = site.facts.get("node", {}).get("domain", "")
-    return domain and f"mgmt.{domain.partition('.')[2]}"
 
 
 # ---- all of it -------------------------------------------------------------------------------------------------------
@@ -182,9 +177,10 @@ def build(site: Site, folder: Path, base: Path = Path("/"), cache: Path = prefix
     modulepath.mkdir()
     for used, modules in modules_at(site).items():
         root = tree / used.lstrip("/") if used else modulepath
-        for path, text in map(module_file, modules):
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / path).write_text(text)
+        for module in modules:
+            path = root / f"{module}.lua"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(module_file(site, module))
     (modulepath / f"{OF_A_LOGIN}.lua").write_text('whatis("stand-in for what a login loads by itself")\n')
     if brings_a_plugin(site):
         compile_empty(home / "net-plugin/lib/librccl-net.so")
@@ -194,12 +190,13 @@ def build(site: Site, folder: Path, base: Path = Path("/"), cache: Path = prefix
         (tree / image.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
         (tree / image.lstrip("/")).write_text("A stand-in for an image: the stand-in for singularity looks no further.\n")
 
+    domain = site.facts.get("node", {}).get("nodefile_domain")
     torch_wheels(site, home / "wheels", prefix.found("torch").version)
     return Layer(
         overlay=overlay,
         modulepath=modulepath,
         paths=places(tree, base) | local_disks(site, base) | {prefix.ROOT: prefix.make(cache)},
-        hosts=[f"{{name}}.{domain}" for domain in [slow_domain(site)] if domain],
+        hosts=[f"{{name}}.{domain}"] if domain else [],
         # There is no network; pip takes what has been fetched before, and no user's settings.
         environment=dict(PIP_NO_INDEX="1", PIP_FIND_LINKS=f"{prefix.ROOT}/wheels {HOME}/wheels", PIP_CONFIG_FILE=os.devnull)
         | dict(LMOD_SYSTEM_DEFAULT_MODULES=OF_A_LOGIN)

@@ -26,28 +26,35 @@ def names_of(site: Site, nodes: int) -> list[str]:
 
 
 def impossible(site: Site) -> list[str]:
-    """What no node can be, a line each: [node] may be half filled in."""
+    """What no node or queue can be, a line each: site.toml may be half filled in."""
     node = dict(sockets=1, threads_per_core=1, reserved="", cores_near_device=[]) | site.facts.get("node", {})
+    queue = dict(partitions=[], exclusive=[]) | site.facts.get("queue", {})
     least = dict(cores=1, sockets=1, threads_per_core=1, memory_gib=1, devices=0)
     wrong = {key: node.get(key) for key in least if type(node.get(key)) is not int or node[key] < least[key]}
     found = [f"{key}={value!r}, but should be {least[key]} or more" for key, value in wrong.items()]
     if not wrong and node["cores"] % node["sockets"]:
         found.append(f"cores={node['cores']}, but should be a multiple of sockets={node['sockets']}")
+    cores: dict[str, list[int]] = {}
     for key, ranges in dict(reserved=[node["reserved"]], cores_near_device=node["cores_near_device"]).items():
         try:
-            named = max((number for each in ranges for number in numbers(each)), default=0)
+            cores[key] = [number for each in ranges for number in numbers(each)]
         except ValueError:
             found.append(f"{key}={node[key]!r}, but cores should be told as in 0-3,8")
         else:
-            if not wrong and named >= node["cores"]:
+            if not wrong and max(cores[key], default=0) >= node["cores"]:
                 found.append(f"{key}={node[key]!r}, but should have cores of 0 to {node['cores'] - 1}")
+    if cores.get("reserved") and len(cores["reserved"]) != node.get("reserved_cores", 0):
+        found.append(f"reserved={node['reserved']!r}, but should be reserved_cores={node.get('reserved_cores', 0)} of them")
+    if node["cores_near_device"] and len(node["cores_near_device"]) != node.get("devices"):
+        found.append(f"cores_near_device has {len(node['cores_near_device'])} entries, but should have {node.get('devices')}")
     try:
         names = {*names_of(site, 2)}
     except (LookupError, ValueError):
         names = set()
     if len(names) < 2:
         found.append(f"hosts={node.get('hosts')!r}, but should have one {{}}, for the number of the node")
-    return [f"[node] {line}" for line in found]
+    strange = [name for name in queue["exclusive"] if name not in queue["partitions"]]
+    return [f"[node] {line}" for line in found] + [f"[queue] exclusive={name}, which is no partition" for name in strange]
 
 
 def interfaces_of(site: Site) -> list[str]:

@@ -82,12 +82,15 @@ def site_toml(text: str, old: Site) -> str:
     made = []
     for header, lines in tables(text):
         if header in ("[node]", "[queue]", "[software]"):
-            theirs = [(key, NOTHING.get(type(value), '""'), value) for key, value in old.facts[header.strip("[]")].items()]
+            values = {key: value for key, value in old.facts[header.strip("[]")].items() if not isinstance(value, dict)}
+            theirs = [(key, NOTHING.get(type(value), '""'), value) for key, value in values.items()]
             facts = [f"{key} = {nothing} # EDIT: this machine's; {value!r} at {old.name}" for key, nothing, value in theirs]
             made += [header, *facts, ""]
         elif header == "[verified]":
             made += ["[verified]", 'status = "never-run" # never-run, simulated, run-on-site', 'evidence = "nothing yet"']
             made += [f'unverified = ["{NEVER_SHOWN}"] # what the scripts count on and no run has shown', ""]
+        elif header == "[software.provides]":
+            made += ["# EDIT: add [software.provides] where scripts count on what a module brings: see conformance/SPEC.md", ""]
         elif header == "[[expected_failures]]":
             continue  # they were the old site's
         elif header == "[[launchers]]" and "[[launchers]]" not in made:

@@ -23,6 +23,7 @@ THREADS = dict(
         sockets=2,
         threads_per_core=2,
         reserved="0,4",
+        reserved_cores=2,
         memory_gib=16,
         devices=2,
         devices_visible_to_a_rank=1,
@@ -63,6 +64,8 @@ def test_a_node_as_site_toml_says():
     [
         (dict(cores=0), "cores=0, but should be 1 or more"),
         (dict(memory_gib="16"), "memory_gib='16', but should be 1 or more"),
+        (dict(reserved="0"), "reserved='0', but should be reserved_cores=2 of them"),
+        (dict(cores_near_device=["0-3"]), "cores_near_device has 1 entries, but should have 2"),
         (dict(sockets=3), "cores=8, but should be a multiple of sockets=3"),
         (dict(reserved="0,8"), "reserved='0,8', but should have cores of 0 to 7"),
         (dict(cores_near_device=["0-3", "4-8"]), "cores_near_device=['0-3', '4-8'], but should have cores of 0 to 7"),
