@@ -161,7 +161,7 @@ def world(request):
 @pytest.fixture(scope="session")
 def root(world, tmp_path_factory) -> Path:
     """Where the runs are: of jobs, where all nodes see them."""
-    return getattr(world, "root", None) or world.on_rank_0(lambda: tmp_path_factory.mktemp("runs"))
+    return world.runs_folder(lambda: tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="session")

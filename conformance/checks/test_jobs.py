@@ -19,14 +19,13 @@ from pathlib import Path
 import pytest
 
 from conformance.cluster import layer, placement, prefix
-from conformance.cluster.jobs import PATIENCE, Job, Odd, Submitter
-from conformance.cluster.refusals import queue
+from conformance.cluster.jobs import PATIENCE, Job, Odd, Submitter, queue
 from conformance.cluster.shape import SUBNET, URGENT, interfaces_of
 from conformance.cluster.virtual import UID
 from conformance.golden import make as golden
 from conformance.harness.check import T1, Check
 from conformance.harness.reference import sha256, take_apart
-from conformance.harness.world import read_records
+from conformance.harness.target import read_records
 
 clause, only = pytest.mark.clause, pytest.mark.only
 pytestmark = pytest.mark.timeout(300, method="thread")

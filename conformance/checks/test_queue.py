@@ -7,7 +7,7 @@ As root, with Slurm. `nox -s cluster` runs it.
 
 import pytest
 
-from conformance.cluster.refusals import taken
+from conformance.cluster.jobs import taken
 
 clause, only = pytest.mark.clause, pytest.mark.only
 

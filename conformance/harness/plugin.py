@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from conformance.cluster.schedulers import NotSubmitted
 from conformance.harness.check import clauses_of, parameters
 from conformance.harness.evidence import margin, plain
-from conformance.harness.submit import Jobs, Refusal
+from conformance.harness.submit import Jobs
 from conformance.harness.world import World
 
-LONE = 5.0  # seconds that a rank which failed waits for the others to come to the end of the same test
-PATIENCE = 120.0  # seconds that a rank which passed does
+LONE = 5.0  # seconds that a failing rank waits for the others to come to the end of the same test
+MEETING = 120.0  # seconds that a passing rank waits for the others
 PASSED_ON = 1.0  # seconds for mpiexec to pass on what was said: MPICH's dropped it 5 times of 200 where an Abort came at once
 
 
@@ -220,7 +221,7 @@ class Ranks(Verdicts):
     def pytest_runtest_makereport(self, item, call):
         """The same report on all ranks: failed if it failed on any. A rank that failed alone ends the session (V3)."""
         report = yield from super().pytest_runtest_makereport(item, call)
-        if not self.outcomes.meet(LONE if report.failed else PATIENCE):
+        if not self.outcomes.meet(LONE if report.failed else MEETING):
             what = report.longreprtext if report.failed else f"{item.name}: the other ranks have not come to its end"
             sys.__stderr__.write(f"\nrank {self.world.rank} alone, so that all are ended (V3): {item.nodeid}\n{what}\n")
             sys.__stderr__.flush()
@@ -250,7 +251,7 @@ class Submitted(Verdicts):
         told |= dict(poll=1.0) if config.getoption("--virtual") else {}  # nobody else is served there
         try:
             self.world = Jobs(config.sites[0], say=self._say, **told)
-        except Refusal as refusal:
+        except NotSubmitted as refusal:
             raise pytest.UsageError(str(refusal)) from None
         self.refused = False
         self.rung, self.world_size = "cluster" if config.getoption("--virtual") else "machine", self.world.size
@@ -280,7 +281,7 @@ class Submitted(Verdicts):
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
-        if call.excinfo and isinstance(call.excinfo.value, Refusal):
+        if call.excinfo and isinstance(call.excinfo.value, NotSubmitted):
             self.refused = True
             pytest.exit(str(call.excinfo.value), returncode=2)
         return (yield from super().pytest_runtest_makereport(item, call))

@@ -112,16 +112,18 @@ def sbatch(*arguments: str) -> int:
     return 0
 
 
-def scontrol(show: str, what: str, number: str) -> int:
+def scontrol(*arguments: str) -> int:
+    """-o show job NUMBER"""
+    number = arguments[-1]
     job, asked = read(number), SPOOL / f"asked-{number}"
     if not job or (os.environ.get("STAND_IN_FORGETS") and asked.exists() and job["state"] not in ("PENDING", "RUNNING")):
         return refuse("slurm_load_jobs error: Invalid job id specified")
     asked.touch()
     code, by_signal = max(job["code"], 0), max(-job["code"], 0)
-    print(f"JobId={number} JobName={job['name']}\n   JobState={job['state']} Reason={job['reason']} Dependency=(null)")
-    print(f"   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode={code}:{by_signal}")
+    print(f"JobId={number} JobName={job['name']} JobState={job['state']} Reason={job['reason']} Dependency=(null) ", end="")
+    print(f"Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode={code}:{by_signal} ", end="")
     log = job["log"].replace("%j", number)
-    print(f"   StdErr={log}\n   StdIn=/dev/null\n   StdOut={log}\n   Power=\n")
+    print(f"StdErr={log} StdIn=/dev/null StdOut={log} Power=", flush=True)
     while os.environ.get("STAND_IN_WAITS") and read(number)["state"] in ("PENDING", "RUNNING"):
         time.sleep(0.02)
     return 0

@@ -22,52 +22,23 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from conformance.harness.sites import Launch, without_launcher
+from conformance.harness.target import BACKENDS, Run, Target, read_records
 
 # The ranks start within milliseconds of each other: whoever waits this long waits for a rank that will not come.
 DEADLINES = "--timeout 60 --rendezvous-timeout 10"
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
 
-@dataclass(frozen=True)
-class Run:
-    """What one start of train.py has left, equal on all ranks. One entry a rank: exit_codes, output, errors, written.
-
-    written: the files of the run directory that this rank has opened to write, or has moved.
-    """
-
-    folder: Path
-    exit_codes: list[int]
-    output: list[str]
-    errors: list[str]
-    written: list[list[str]]
-    records: list[dict]
-
-    def of(self, kind: str) -> list[dict]:
-        """The records of a kind; of the steps and epochs that a resumed run has repeated, the last."""
-        records = [record for record in self.records if record["kind"] == kind]
-        if kind in ("step", "epoch"):
-            records = list({record["step"]: record for record in records}.values())
-        return records
-
-    def values(self, kind: str, name: str) -> list:
-        return [record[name] for record in self.of(kind)]
-
-    @property
-    def losses(self) -> list[float]:
-        return [float.fromhex(text) for text in self.values("step", "loss_hex")]
-
-
-class World:
+class World(Target):
     """This rank among the others. comm: an MPI communicator. device, backend: what train.py is told to use."""
 
     def __init__(self, comm, device: str = "cpu", backend: str = "auto"):
+        super().__init__()
         self.comm, self.device, self.backend = comm, device, backend
-        self.rank, self.size = comm.rank, comm.size
+        self.rank, self.size, self.ranks_per_node = comm.rank, comm.size, comm.size
         self.backend_in_use = BACKENDS[device] if backend == "auto" else backend
         self.starts = 0
         self.writes = Writes()
@@ -101,7 +72,21 @@ class World:
             raise error
         return result
 
+    def runs_folder(self, make: Callable[[], Path]) -> Path:
+        return self.on_rank_0(make)
+
+    @property
+    def devices_visible_to_a_rank(self) -> int:
+        if self.device == "cpu":
+            return 0
+        import torch
+
+        return torch.accelerator.device_count()
+
     # ---- train.py ---------------------------------------------------------------------------------------------------
+
+    def ahead(self, folder: Path, flags: str) -> None:
+        """There is no queue here."""
 
     def train(
         self,
@@ -165,11 +150,6 @@ class World:
         if self.device != "cpu":
             told += " --deterministic"
         return [*told.split(), run_dir, str(folder), *flags.split()]
-
-
-def read_records(folder: Path) -> list[dict]:
-    path = folder / "run.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 class Writes:

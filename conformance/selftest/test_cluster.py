@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.cluster.refusals import taken
+from conformance.cluster.jobs import taken
 from conformance.cluster.shape import URGENT
 from conformance.cluster.virtual import Refusal, VirtualSite
 from conformance.harness import sites
