@@ -20,7 +20,9 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).parent
 SITE = ROOT / "sites" / "generic-slurm"  # the site that runs on any machine
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
-OF_A_CLUSTER = [f"conformance/checks/test_{name}.py" for name in ("nodes", "found", "queue", "jobs")]
+OF_A_CLUSTER = [
+    f"conformance/{name}.py" for name in ("selftest/test_nodes", "selftest/test_found", "checks/test_queue", "checks/test_jobs")
+]
 OF_NO_SITE = {
     "clusters": ["conformance/selftest/test_cluster.py", "conformance/selftest/test_pbs.py"],
     "broken": ["conformance/selftest/test_broken.py", "--broken"],
@@ -179,7 +181,7 @@ def cluster(session: nox.Session) -> None:
     told = {name: (*of_each, f"--site={name}", f"--part={parts / Path(name).name}") for name in sites}
     if not chosen.site:  # about no site: the clusters' own coming and going, and what is to be rejected
         told |= OF_NO_SITE
-        told["own-model"] = ("conformance/checks/test_own_model.py", "--rung=cluster", f"--part={parts / 'own-model'}")
+        told["own-model"] = ("conformance/selftest/test_own_model.py", "--rung=cluster", f"--part={parts / 'own-model'}")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         failed = [*filter(None, pool.map(lambda name: look(name, *told[name], *others), told))]
     outside = [folder for name in chosen.site if (folder := Path(name).resolve() / "site.toml").is_file()]

@@ -99,10 +99,10 @@ class Job:
         while not true():
             looks += 1
             # Slurm's commands are processes, and so not asked at each look.
-            ended = self.number if looks % 4 == 0 and not self.alive() else None
+            looked_up = self.number if looks % 4 == 0 and not self.alive() else None
             if true():
                 return
-            if ended == self.number or time.monotonic() > end:  # true() may have come to follow its successor
+            if looked_up == self.number or time.monotonic() > end:  # true() may have come to follow its successor
                 state = f"{self.status().state}; nodes: {self.submitter.nodes()}"
                 raise Odd(f"job {self.number} is {state}; and {what} was waited for; its log: {self.last_words()}")
             time.sleep(LOOK)
@@ -189,12 +189,12 @@ class Submitter:
             whole += self.scheduler.variable(variable, value)
         log = f"log-{self.count}"
         whole += self.scheduler.log(log)
-        told = ["--run-dir", f"runs/{name}", "--device", "cpu", "--log-every", "1", *shlex.split(flags)]
-        command = self.scheduler.command(self.site.facts["submit"], whole, told)
-        ended = self.cluster.on("login", command, folder=self.folder)
-        number = self.scheduler.number(ended.stdout)
-        if ended.returncode or not number:
-            raise Odd(f"{shlex.join(command)} was refused: {(ended.stderr or ended.stdout).strip()}")
+        arguments = ["--run-dir", f"runs/{name}", "--device", "cpu", "--log-every", "1", *shlex.split(flags)]
+        command = self.scheduler.command(self.site.facts["submit"], whole, arguments)
+        answer = self.cluster.on("login", command, folder=self.folder)
+        number = self.scheduler.number(answer.stdout)
+        if answer.returncode or not number:
+            raise Odd(f"{shlex.join(command)} was refused: {(answer.stderr or answer.stdout).strip()}")
         job = Job(self, number, self.here / "runs" / name, self.here / log, seen=0)
         job.seen = len(job.starts())
         return job
@@ -210,9 +210,9 @@ class Submitter:
     def stop(self, job: Job) -> None:
         """As README.md tells users to."""
         command = self.site.facts["stop"].format(job=job.number, number=job.id)
-        ended = self.cluster.on("login", command, folder=self.folder)
-        if ended.returncode:
-            raise Odd(f"{command}: exit code {ended.returncode}: {ended.stderr.strip()}")
+        answer = self.cluster.on("login", command, folder=self.folder)
+        if answer.returncode:
+            raise Odd(f"{command}: exit code {answer.returncode}: {answer.stderr.strip()}")
 
     def waits(self, job: Job) -> bool:
         """In the queue, and nothing is under way about the start before.
@@ -234,8 +234,8 @@ class Submitter:
 
     def nodes(self) -> str:
         """Their states, and the reasons of those that take no job."""
-        told = self.run("sinfo", "-h", "-N", "-o", "%N %t %E").stdout
-        return ", ".join(sorted({line.removesuffix(" none") for line in told.splitlines()}))
+        states = self.run("sinfo", "-h", "-N", "-o", "%N %t %E").stdout
+        return ", ".join(sorted({line.removesuffix(" none") for line in states.splitlines()}))
 
     def follow(self, job: Job) -> None:
         """Of a scheduler whose jobs submit a successor, that is the job from now on."""

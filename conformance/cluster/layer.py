@@ -66,27 +66,27 @@ def module_file(site: Site, module: str) -> str:
 
 def modules_at(site: Site) -> dict[str, list[str]]:
     """Modules of site.toml by the folder in which they are found: "" where no script says `module use` before it loads them."""
-    modules, found = site.facts.get("software", {}).get("modules", []), {}
+    modules, folders = site.facts.get("software", {}).get("modules", []), {}
     for script in site.scripts:
         used = ""
         for line in script.read_text().splitlines():
             if use := re.match(r"\s*module use (\S+)", line):
                 used = value_of(site, use[1])
             elif load := re.search(r"\bmodule +(?:-\S+ +)*load +([^&|;}]+)", line):
-                found |= {module: used for module in load[1].split() if module in modules and used}
+                folders |= {module: used for module in load[1].split() if module in modules and used}
     places: dict[str, list[str]] = {}
     for module in modules:
-        places.setdefault(found.get(module, ""), []).append(module)
+        places.setdefault(folders.get(module, ""), []).append(module)
     return places
 
 
 def value_of(site: Site, text: str) -> str:
     """A word of the site's scripts, with the variables in it that a script sets to a constant."""
     lines = "\n".join(script.read_text() for script in site.scripts)
-    told = dict(re.findall(r"^\s*(?:export )?(\w+)=([^\s$(`;]*(?:\$\{?\w+\}?[^\s$(`;]*)*)(?:\s|$)", lines, re.MULTILINE))
+    constants = dict(re.findall(r"^\s*(?:export )?(\w+)=([^\s$(`;]*(?:\$\{?\w+\}?[^\s$(`;]*)*)(?:\s|$)", lines, re.MULTILINE))
     text = text.strip("\"'")
     for _ in range(5):  # as deep as they name each other
-        text = re.sub(r"\$\{?(\w+)\}?", lambda name: told.get(name[1], name[0]).strip("\"'"), text)
+        text = re.sub(r"\$\{?(\w+)\}?", lambda name: constants.get(name[1], name[0]).strip("\"'"), text)
     return text
 
 
@@ -111,20 +111,20 @@ def image_file(site: Site) -> str:
 def stand_ins(site: Site) -> dict[str, list[str]]:
     """Commands by the folder below HOME, or "" for /usr/local/bin, that they lie in."""
     image, provides = site.facts.get("software", {}).get("image", ""), provided(site)
-    found: dict[str, list[str]] = {"": []}
+    commands: dict[str, list[str]] = {"": []}
     if "conda" in provides:
-        found["conda/bin"] = ["conda", "activate"]
+        commands["conda/bin"] = ["conda", "activate"]
     if "compilers" in provides:
-        found["wrappers/bin"] = ["cc"]
+        commands["wrappers/bin"] = ["cc"]
     if image_file(site):
-        found[""] += ["singularity", "apptainer", "contained"]
+        commands[""] += ["singularity", "apptainer", "contained"]
     elif image:
-        found[""] += ["shifter", "shifterimg", "contained"]
+        commands[""] += ["shifter", "shifterimg", "contained"]
     if brings_a_plugin(site):
-        found["rccl"] = ["rccl.py"]
+        commands["rccl"] = ["rccl.py"]
     if site.facts.get("scheduler") == "pbs":
-        found[""] += ["qsub", "qstat", "qdel", "qsig", "pbsnodes", "mpiexec"]
-    return found
+        commands[""] += ["qsub", "qstat", "qdel", "qsig", "pbsnodes", "mpiexec"]
+    return commands
 
 
 def brings_a_plugin(site: Site) -> bool:
@@ -132,7 +132,7 @@ def brings_a_plugin(site: Site) -> bool:
     return "network-plugin" in provided(site)
 
 
-def facts(site: Site) -> dict[str, str]:
+def machine_facts(site: Site) -> dict[str, str]:
     """What stand-ins must know of the machine."""
     node, queue, software = (site.facts.get(table, {}) for table in ("node", "queue", "software"))
     cores, threads = node.get("cores", 1), node.get("threads_per_core", 1)
@@ -171,7 +171,7 @@ def build(site: Site, folder: Path, base: Path = Path("/"), cache: Path = prefix
         (overlay / "usr/local/bin").mkdir(parents=True, exist_ok=True)
         (overlay / "usr/local/bin/python3").write_text(f'#!/bin/sh\nexec {PLAIN}/bin/python3 "$@"\n')
         (overlay / "usr/local/bin/python3").chmod(0o755)
-    (home / "facts").write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in facts(site).items()))
+    (home / "facts").write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in machine_facts(site).items()))
 
     modulepath = folder / "modules"
     modulepath.mkdir()
@@ -191,7 +191,7 @@ def build(site: Site, folder: Path, base: Path = Path("/"), cache: Path = prefix
         (tree / image.lstrip("/")).write_text("A stand-in for an image: the stand-in for singularity looks no further.\n")
 
     domain = site.facts.get("node", {}).get("nodefile_domain")
-    torch_wheels(site, home / "wheels", prefix.found("torch").version)
+    torch_wheels(site, home / "wheels", prefix.required("torch").version)
     return Layer(
         overlay=overlay,
         modulepath=modulepath,
@@ -215,22 +215,22 @@ def lay(name: str, where: Path) -> None:
 
 def places(tree: Path, base: Path = Path("/")) -> dict[str, Path]:
     """Each folder below tree that base lacks, as high up as can be, and the place where it belongs."""
-    found, ahead = {}, sorted(tree.iterdir()) if tree.is_dir() else []
+    paths, ahead = {}, sorted(tree.iterdir()) if tree.is_dir() else []
     while ahead:
         path = ahead.pop()
         on_the_nodes = path.relative_to(tree)
         if (base / on_the_nodes).is_dir():
             ahead += sorted(path.iterdir())
         else:
-            found[f"/{on_the_nodes}"] = path
-    return found
+            paths[f"/{on_the_nodes}"] = path
+    return paths
 
 
 def local_disks(site: Site, base: Path = Path("/")) -> dict[str, None]:
     """Folders named for the user that scripts write to and base lacks: a disk in each node, empty at first."""
     text = "\n".join(script.read_text() for script in site.scripts)
-    found = set(re.findall(r"(?<![\w.$}])((?:/[a-z]+)+)/\$\{?USER\b", text))
-    return {f"{folder}/{{user}}": None for folder in sorted(found) if not Path(f"{base}{folder}").is_dir()}
+    disks = set(re.findall(r"(?<![\w.$}])((?:/[a-z]+)+)/\$\{?USER\b", text))
+    return {f"{folder}/{{user}}": None for folder in sorted(disks) if not Path(f"{base}{folder}").is_dir()}
 
 
 def compile_empty(library: Path) -> None:
@@ -254,7 +254,7 @@ def torch_wheels(site: Site, folder: Path, version: str) -> None:
     """
     folder.mkdir(parents=True)
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}-none-any"  # another Python could not load that torch
-    asked = {found for script in site.scripts for found in re.findall(r"\btorch==([\d.]*\d)", script.read_text())}
+    asked = {release for script in site.scripts for release in re.findall(r"\btorch==([\d.]*\d)", script.read_text())}
     for release in sorted(asked | {version.partition("+")[0]}):
         name, info = f"torch-{release}+stand.in", f"torch-{release}+stand.in.dist-info"
         files = {

@@ -73,8 +73,8 @@ class Slurm:
     @staticmethod
     def number(printed: str) -> str | None:
         """Of "17", or "17;cluster", which a site's own messages may stand before."""
-        found = re.search(r"^(\d+)(;\S+)?$", printed, re.MULTILINE)
-        return found and found[1]
+        match = re.search(r"^(\d+)(;\S+)?$", printed, re.MULTILINE)
+        return match and match[1]
 
     @classmethod
     def status(cls, run: Ask, number: str) -> Status | None:
@@ -96,18 +96,18 @@ class Slurm:
         end = time.monotonic() + LAG
         while True:
             answer = run("sacct", "-X", "-n", "-P", "-j", number, "-o", "State,ExitCode")
-            state, _, ended = (answer.stdout.splitlines() or [""])[-1].partition("|")
+            state, _, exit_code = (answer.stdout.splitlines() or [""])[-1].partition("|")
             if state.split(" ")[0] in cls.ENDED:
-                return Status(state, cls.code(state.split(" ")[0], ended))
+                return Status(state, cls.code(state.split(" ")[0], exit_code))
             if time.monotonic() > end:
                 return Status("gone", "unknown: neither scontrol nor sacct knows the job")
             time.sleep(1)
 
     @classmethod
-    def code(cls, state: str, ended: str) -> int | str | None:
+    def code(cls, state: str, exit_code: str) -> int | str | None:
         if state not in cls.ENDED:
             return None
-        code, signal = map(int, ended.split(":"))
+        code, signal = map(int, exit_code.split(":"))
         return state if state not in cls.BY_ITSELF else 128 + signal if signal else code
 
 
@@ -148,8 +148,8 @@ class Pbs:
 
     @staticmethod
     def number(printed: str) -> str | None:
-        found = re.search(r"^\d+(\[\])?(\.\S+)?$", printed, re.MULTILINE)
-        return found and found[0]
+        match = re.search(r"^\d+(\[\])?(\.\S+)?$", printed, re.MULTILINE)
+        return match and match[0]
 
     @classmethod
     def status(cls, run: Ask, number: str) -> Status | None:
@@ -176,8 +176,8 @@ class Pbs:
         """Of "host:/folder/train.o17"; where a folder was asked for, this name in it."""
         if not path:
             return None
-        found = Path(path.partition(":")[2] or path)
-        return found / name if found.is_dir() else found
+        file = Path(path.partition(":")[2] or path)
+        return file / name if file.is_dir() else file
 
     @staticmethod
     def code(fields: dict[str, str]) -> int | str:
@@ -200,15 +200,15 @@ def queued(run: Ask, user: str) -> list[str]:
 
 def accepted(run: Ask, name: str, script: str, nodes: int, user: str) -> list[str]:
     """What is wrong with a job, and the scheduler has not refused in its words. nodes: more than there are."""
-    scheduler, before, found = SCHEDULERS[name], queued(run, user), []
+    scheduler, before, violations = SCHEDULERS[name], queued(run, user), []
     for wish, words in scheduler.REFUSES.items():
         option = wish.format(more=nodes)
         held = [scheduler.hold] if name == "slurm" else []
         answer = run(scheduler.submits, *held, *shlex.split(option), script)
         text = f"{answer.stdout}{answer.stderr}".strip()
         if answer.returncode == 0 or not re.search(words, text):
-            found.append(f"{option}: exit code {answer.returncode}, {text!r}, but should be refused with {words!r}")
+            violations.append(f"{option}: exit code {answer.returncode}, {text!r}, but should be refused with {words!r}")
     if left := [job for job in queued(run, user) if job not in before]:
         run("scancel", *left)
-        found.append(f"jobs in the queue={left}, but should be none")
-    return found
+        violations.append(f"jobs in the queue={left}, but should be none")
+    return violations

@@ -35,9 +35,9 @@ def table() -> dict[str, tuple[str, bool]]:
     return {key: (kind, required == "yes") for key, kind, required in rows}
 
 
-def tables(facts: dict) -> Iterator[tuple[str, str, dict]]:
+def tables(toml: dict) -> Iterator[tuple[str, str, dict]]:
     """Each table of site.toml: its name in SPEC.md with a dot, its name in a message, and what is in it."""
-    ahead = [("", "", facts)]
+    ahead = [("", "", toml)]
     known = table()
     while ahead:
         yield (at := ahead.pop(0))
@@ -52,29 +52,29 @@ def tables(facts: dict) -> Iterator[tuple[str, str, dict]]:
                 ahead.append(("job.SCRIPT.", f"job.{key}.", value))
 
 
-def missing(facts: dict) -> list[str]:
+def missing(toml: dict) -> list[str]:
     """Required keys that are not there."""
     needed = [key for key, (_, required) in table().items() if required]
     return [
         f"no {name}{key.removeprefix(path)} in site.toml, but should be there"
-        for path, name, inside in tables(facts)
+        for path, name, inside in tables(toml)
         for key in needed
         if key.startswith(path) and "." not in key.removeprefix(path) and key.removeprefix(path) not in inside
     ]
 
 
-def wrong(facts: dict) -> list[str]:
+def wrong(toml: dict) -> list[str]:
     """Keys that are not in the table, and values of another type."""
-    known, found = table(), []
-    for path, name, inside in tables(facts):
+    known, violations = table(), []
+    for path, name, inside in tables(toml):
         for key, value in inside.items():
             script = path == "job." and type(value) is dict
             kind, _ = known.get("job.SCRIPT" if script else f"{path}{key}", ("", False))
             if not kind:
-                found.append(f"{name}{key}, but should be one of the keys in SPEC.md")
+                violations.append(f"{name}{key}, but should be one of the keys in SPEC.md")
             elif not TYPES[kind](value):
-                found.append(f"{name}{key}={value!r}, but should be of the type: {kind}")
-    software = facts.get("software", {})
+                violations.append(f"{name}{key}={value!r}, but should be of the type: {kind}")
+    software = toml.get("software", {})
     strange = [name for name in software.get("provides", {}) if name not in software.get("modules", [])]
-    found += [f"software.provides has {name}, which is not in modules" for name in strange]
-    return found
+    violations += [f"software.provides has {name}, which is not in modules" for name in strange]
+    return violations

@@ -100,18 +100,18 @@ class Site:
 def find(only: list[str] | None = None) -> list[Site]:
     """All sites, or those of these names or in these folders. Raises ValueError that names what is not there."""
     known = {path.parent.name: path.parent for path in sorted(ROOT.glob("sites/*/site.toml"))}
-    found = []
+    sites = []
     for wanted in only or known:
         folder = known.get(wanted) or Path(wanted).resolve()
         if not (folder / "site.toml").is_file():
             raise ValueError(f"--site {wanted} is neither one of {', '.join(known)} nor a folder with a site.toml")
         try:
-            found.append(Site(folder, tomllib.loads((folder / "site.toml").read_text())))
+            sites.append(Site(folder, tomllib.loads((folder / "site.toml").read_text())))
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{folder / 'site.toml'}: {error} (F2)") from error
-    if not found:
+    if not sites:
         raise ValueError(f"no site.toml below {ROOT / 'sites'}")
-    return found
+    return sites
 
 
 def mistakes(source: dict) -> list[str]:

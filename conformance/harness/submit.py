@@ -67,10 +67,10 @@ def environment() -> dict[str, str]:
 def ask(*command: str, folder: Path | None = None) -> subprocess.CompletedProcess:
     """Run a scheduler's command. Raises NotSubmitted where there is none."""
     environ = environment()
-    there = shutil.which(command[0], path=environ["PATH"])
-    if not there:
+    executable = shutil.which(command[0], path=environ["PATH"])
+    if not executable:
         raise NotSubmitted(f"no {command[0]} on PATH: --submit is for a login node of the machine")
-    whole = [there, *command[1:]]
+    whole = [executable, *command[1:]]
     return subprocess.run(whole, cwd=folder, env=environ, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
 
 
@@ -169,9 +169,9 @@ class Jobs(Target):
         output = self._read(job, job.status.output)
         if output is None:
             output = f"job {job.number} left no log: {job.status.output} is not there, does its folder exist?"
-        said = output if job.status.errors in (None, job.status.output) else self._read(job, job.status.errors) or output
+        errors = output if job.status.errors in (None, job.status.output) else self._read(job, job.status.errors) or output
         if job.status.code == PREFLIGHT:  # so would be every other job
-            raise NotSubmitted(f"job {job.number} has started nothing (exit code {PREFLIGHT}): {last_words(said)}")
+            raise NotSubmitted(f"job {job.number} has started nothing (exit code {PREFLIGHT}): {last_words(errors)}")
         code = job.status.code if isinstance(job.status.code, int) else f"{job.status.code}, of job {job.number}"
         records = self._records(folder, code)
         if code == 0 and not records:
@@ -179,8 +179,8 @@ class Jobs(Target):
         starts = [record for record in records if record["kind"] == "start"]
         self.first = self.first or next(iter(starts), {})
         self.hosts |= {row["host"] for start in starts for row in start["ranks"]}
-        self.hosts |= {host for pair in NODE.findall(said) for host in pair if host}
-        return Run(folder, [code], [output], [said], [[]], records)
+        self.hosts |= {host for pair in NODE.findall(errors) for host in pair if host}
+        return Run(folder, [code], [output], [errors], [[]], records)
 
     @property
     def device(self) -> str:
@@ -189,8 +189,8 @@ class Jobs(Target):
         asked = self.asked_device or config.get("device", "unknown")
         if asked != "auto":
             return asked
-        found = str(rows[0].get("device", "unknown")).partition(":")[0]
-        return "an accelerator" if found == "cpu" and self.site.facts.get("node", {}).get("devices") else found
+        kind = str(rows[0].get("device", "unknown")).partition(":")[0]
+        return "an accelerator" if kind == "cpu" and self.site.facts.get("node", {}).get("devices") else kind
 
     @property
     def backend_in_use(self) -> str:
@@ -224,14 +224,14 @@ class Jobs(Target):
                 self._wait(waiting)
 
     def _submit(self, folder: Path, flags: str) -> Submitted:
-        told = ["--log-every", "1", "--run-dir", str(folder), "--backend", self.asked_backend]
-        told += ["--device", self.asked_device] if self.asked_device else []
-        told += ["--deterministic"] if self.asked_device != "cpu" else []
-        command = self.scheduler.command(self.script, self.options, [*told, *flags.split()])
-        said = ask(*command, folder=self.site.folder)
-        number = self.scheduler.number(said.stdout) if said.returncode == 0 else None
+        arguments = ["--log-every", "1", "--run-dir", str(folder), "--backend", self.asked_backend]
+        arguments += ["--device", self.asked_device] if self.asked_device else []
+        arguments += ["--deterministic"] if self.asked_device != "cpu" else []
+        command = self.scheduler.command(self.script, self.options, [*arguments, *flags.split()])
+        answer = ask(*command, folder=self.site.folder)
+        number = self.scheduler.number(answer.stdout) if answer.returncode == 0 else None
         if not number:
-            raise NotSubmitted(f"{command[0]} has refused {self.script}: {last_words(said.stderr or said.stdout)}")
+            raise NotSubmitted(f"{command[0]} has refused {self.script}: {last_words(answer.stderr or answer.stdout)}")
         self.jobs.append(job := Submitted(number))
         self.say(f"job {number}: {self.script} {flags}")
         self._look_at(job)
@@ -334,9 +334,9 @@ def last_words(text: str) -> str:
 
 def geometry(text: str) -> tuple[int, int]:
     """Of "2x8". Raises ValueError."""
-    if not (found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)):
+    if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)):
         raise ValueError(f"--geometry {text}, but should be NODESxRANKS, for example 2x8: 2 nodes with 8 ranks each")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 if __name__ == "__main__":

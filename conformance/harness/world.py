@@ -125,12 +125,12 @@ class World(Target):
         with self.writes.below(folder) as written:
             if kill_ranks or apart:
                 kill = dict(largest_file=largest_file) if largest_file else dict(log=log, words=kill_at)
-                ended = _start_apart(launch.train, argv, variables, **(kill if self.rank in kill_ranks else {}))
+                result = _start_apart(launch.train, argv, variables, **(kill if self.rank in kill_ranks else {}))
             else:
                 if self.rank == signal_rank:
                     threading.Thread(target=_signal_in_mid_epoch, args=(log,), daemon=True).start()
-                ended = _start(launch.train, argv, variables)
-        everyone = zip(*self.gather((*ended, sorted(written))), strict=True)
+                result = _start(launch.train, argv, variables)
+        everyone = zip(*self.gather((*result, sorted(written))), strict=True)
         return Run(folder, *map(list, everyone), self.on_rank_0(lambda: read_records(folder)))
 
     def alone(self, launch: Launch, folder: Path, flags: str) -> Run:
@@ -140,16 +140,16 @@ class World(Target):
             command = [sys.executable, launch.train, *self.flags(folder, flags)]
             return subprocess.run(command, env=without_launcher(), capture_output=True, text=True, timeout=60, check=False)
 
-        ended = self.on_rank_0(by_hand)
+        result = self.on_rank_0(by_hand)
         records = self.on_rank_0(lambda: read_records(folder))
-        return Run(folder, [ended.returncode], [ended.stdout], [ended.stderr], [[]], records)
+        return Run(folder, [result.returncode], [result.stdout], [result.stderr], [[]], records)
 
     def flags(self, folder: Path, flags: str, run_dir: str = "--run-dir") -> list[str]:
         """What every run of conformance is told; flags come last, so that they count."""
-        told = f"{DEADLINES} --log-every 1 --device {self.device} --backend {self.backend}"
+        common = f"{DEADLINES} --log-every 1 --device {self.device} --backend {self.backend}"
         if self.device != "cpu":
-            told += " --deterministic"
-        return [*told.split(), run_dir, str(folder), *flags.split()]
+            common += " --deterministic"
+        return [*common.split(), run_dir, str(folder), *flags.split()]
 
 
 class Writes:
@@ -264,8 +264,8 @@ def _start_apart(
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
         try:
-            told = _start(program, argv, environ)
-            os.write(send, json.dumps(told)[-60000:].encode())
+            result = _start(program, argv, environ)
+            os.write(send, json.dumps(result)[-60000:].encode())
         finally:
             os._exit(0)
     os.close(send)
@@ -273,9 +273,9 @@ def _start_apart(
         _wait_for(log, words, receive)
         os.kill(child, signal.SIGKILL)  # not yet reaped, so it is still this child's number
     with open(receive, "rb") as pipe:
-        told = pipe.read()
+        result = pipe.read()
     _, status = os.waitpid(child, 0)
-    return tuple(json.loads(told)) if told else (128 + os.WTERMSIG(status), "", "")
+    return tuple(json.loads(result)) if result else (128 + os.WTERMSIG(status), "", "")
 
 
 def _signal_in_mid_epoch(log: Path) -> None:

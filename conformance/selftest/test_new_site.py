@@ -172,25 +172,6 @@ def test_nothing_is_left_of_the_old_site(made):
 
 
 @pytest.mark.parametrize(
-    "text, should_be",
-    [
-        ("# oak: a site", "# elm: a site"),
-        ("oaks, oak-tree and oak_1", "oaks, oak-tree and oak_1"),
-        ("sites/oak/job.sl and `oak`", "sites/elm/job.sl and `elm`"),
-        ("see https://oak.example/oak/guide, for oak", "see https://oak.example/oak/guide, for elm"),
-    ],
-)
-def test_whole_words_are_renamed_but_not_in_addresses(text, should_be):
-    assert new_site.renamed(text, "oak", "elm") == should_be
-
-
-def test_headers_inside_of_texts_are_no_tables():
-    text = 'a = 1\n# of the node\n[node]\ncores = 4\nnote = """\n[verified]\n"""\n[[sources]]\n'
-    assert [header for header, _ in new_site.tables(text)] == ["", "[node]", "[[sources]]"]
-    assert new_site.tables(text)[1][1][0] == "# of the node"
-
-
-@pytest.mark.parametrize(
     "arguments, says",
     [
         (["Loom", "--from", OLD.name], "NAME 'Loom'"),

@@ -118,11 +118,6 @@ def test_a_sound_site_passes_and_is_reported_as_of_the_machine(machine, tmp_path
     assert not report.not_run([part])
 
 
-def test_virtual_nodes_are_not_the_machine(machine, tmp_path):
-    machine.rung("--virtual", "--clause", "J2", "--part", str(tmp_path / "parts"))
-    assert [json.loads(path.read_text())["rung"] for path in (tmp_path / "parts").glob("*.json")] == ["cluster"]
-
-
 # ---- broken job scripts ---------------------------------------------------------------------------------------------
 
 
@@ -171,10 +166,6 @@ def test_nothing_can_be_submitted(machine, file, old, new, words):
     (machine.folder / "bin/qsub").unlink()
     machine.change(file, old, new)
     refused(machine.rung(), words, code=4)
-
-
-def test_the_geometry_must_share_the_batch(machine):
-    refused(machine.rung(geometry="1x7"), "1 nodes x 7 ranks", "--geometry", code=4)
 
 
 def test_a_cancelled_job_fails_its_checks(machine):
@@ -282,9 +273,3 @@ def test_jobs_need_a_geometry(machine, monkeypatch):
     facts = dict(name="sound", scheduler="slurm", submit="job.sl")
     with pytest.raises(NotSubmitted, match="--geometry"):
         submit.Jobs(Site(machine.site, facts))
-
-
-def test_variables_for_qsub_are_handed_on_in_one_v():
-    """OpenPBS's qsub takes the last -v, and forgets the others."""
-    command = Pbs.command("job.pbs", ["-A", "abc", "-v", "DEVICES=2,NODES=1", "-v", "X=1", "-q", "debug"], ["--epochs", "3"])
-    assert command == ["qsub", "-A", "abc", "-q", "debug", "-v", "DEVICES=2,NODES=1,X=1,TRAIN_ARGS=--epochs 3", "job.pbs"]

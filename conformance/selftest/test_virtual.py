@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance.cluster import accounting, jobs, layer, placement, shape, tree, virtual
+from conformance.cluster import jobs, layer, placement, shape, tree, virtual
+from conformance.cluster.schedulers import Status
 from conformance.harness.sites import Site
 
 THREADS = dict(
@@ -77,15 +78,8 @@ def test_a_node_as_site_toml_says():
 def test_what_no_node_can_be_is_told(tmp_path, told, should_say):
     """As in a site that new_site.py has begun, and nobody has filled in."""
     assert shape.impossible(made_up(**told)) == [f"[node] {should_say}"]
-    with pytest.raises(virtual.Refusal, match=re.escape(f"made-up/site.toml: [node] {should_say}")):
+    with pytest.raises(virtual.NoCluster, match=re.escape(f"made-up/site.toml: [node] {should_say}")):
         virtual.VirtualSite(made_up(**told), tmp_path)
-
-
-def test_slurm_ends_jobs_as_pbs_does_where_it_stands_behind_pbs():
-    """KILL ten seconds after TERM, and a limit behind the one that qsub's stand-in keeps."""
-    text = shape.slurm_conf(Site(Path("made-up"), THREADS | dict(scheduler="pbs")), ["n0001"], {})
-    assert "KillWait=10\n" in text and "OverTimeLimit=1\n" in text
-    assert "KillWait" not in shape.slurm_conf(made_up(), ["n0001"], {})
 
 
 def test_a_site_that_says_little():
@@ -120,49 +114,6 @@ def test_a_newer_slurm_has_whole_sockets_near_a_device(near, sockets):
     assert shape.topology(site, (24, 11)).startswith(f"pack:{sockets} core:{8 // sockets} ")
 
 
-def test_sockets_of_site_toml_stay_where_they_are_small_enough():
-    assert shape.shape(made_up(cores_near_device=["0-7", "0-7"]), (24, 11)) == shape.shape(made_up())
-
-
-def test_names_and_addresses():
-    assert shape.names_of(made_up(), 2) == ["n0001", "n0002"]
-    told = shape.hosts_file(made_up(), ["n0001"], ["{name}.more"]).splitlines()
-    assert told[-2:] == ["10.253.0.11 n0001 n0001.fab.example.org n0001.more n0001-fab0", "10.253.1.11 n0001-fab1"]
-
-
-def test_devices_are_slurms_only_where_the_site_has_slurm():
-    site = Site(Path("made-up"), THREADS | dict(scheduler="pbs"))
-    assert shape.gres_conf(site) == "" and "gpu" not in shape.slurm_conf(site, ["n0001"], {})
-
-
-def test_root_alone_can_make_jobs_give_way():
-    text = shape.slurm_conf(made_up(), ["n0001"], {})
-    assert "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\nPartitionName=DEFAULT GraceTime=" in text
-    urgent = next(line for line in text.splitlines() if f"PartitionName={shape.URGENT} " in line)
-    assert {"PriorityTier=2", "PreemptMode=OFF", "RootOnly=YES", "Hidden=YES"} <= {*urgent.split()}
-    longer = shape.slurm_conf(made_up(), ["n0001"], {"PartitionName": "DEFAULT GraceTime=90"})
-    assert "PartitionName=DEFAULT GraceTime=90\n" in longer and longer.count("GraceTime") == 1
-    pbs = Site(Path("made-up"), THREADS | dict(scheduler="pbs"))
-    assert shape.URGENT not in shape.slurm_conf(pbs, ["n0001"], {})
-
-
-def test_accounts_are_those_of_site_toml():
-    """With the first QOS for who asks for none. Nobody is asked where there is no account, nor where Slurm only stands in."""
-    site = Site(Path("made-up"), THREADS | dict(queue=dict(account="A1", qos=["debug", "normal"])))
-    told = accounting.settings(site)
-    assert told["AccountingStorageType"] == "accounting_storage/slurmdbd" and told["AccountingStorageHost"] == shape.LOGIN
-    assert {"associations", "qos"} <= {*told["AccountingStorageEnforce"].split(",")}
-    adds = [command[3:] for command in accounting.steps(site, "me").values() if command[0] == "sacctmgr"]
-    user = ["user", "me", "Account=A1", "QOS=debug,normal", "DefaultQOS=debug"]
-    assert adds == [["cluster", "made-up"], ["qos", "debug"], ["account", "A1"], user]
-    without = Site(Path("made-up"), THREADS | dict(queue=dict(account="A1")))
-    assert "sacctmgr add qos" not in accounting.steps(without, "me")
-    assert accounting.steps(without, "me")["sacctmgr add user"][-1] == "DefaultQOS=normal"
-    for nobody in (made_up(), Site(Path("made-up"), site.facts | dict(scheduler="pbs"))):
-        assert not accounting.steps(nobody, "me") and not accounting.settings(nobody)
-    assert f"DbdHost={shape.LOGIN}\n" in accounting.SLURMDBD_CONF
-
-
 def test_every_site_has_a_cluster(site):
     """The text is whole, and of this site's numbers: each CPU that Slurm counts is one of the node's."""
     node = site.facts["node"]
@@ -178,13 +129,6 @@ def test_every_site_has_a_cluster(site):
 
 
 # ---- where it cannot be ---------------------------------------------------------------------------------------------
-
-
-def test_it_is_refused_without_root(monkeypatch, tmp_path):
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(virtual.Refusal, match="raised by root"):
-        virtual.VirtualSite(made_up(), tmp_path / "cluster").up()
-    assert not (tmp_path / "cluster").exists()
 
 
 def test_it_says_what_to_install(monkeypatch):
@@ -235,23 +179,16 @@ def test_a_tree_is_made_once_and_whole(tmp_path, commands):
 
 def test_where_no_tree_can_be_made_it_is_said(tmp_path, commands, monkeypatch):
     commands(setpriv='echo "I: one"; echo "E: Failed to fetch" >&2; echo "E: mmdebstrap failed to run" >&2; exit 25')
-    with pytest.raises(virtual.Refusal, match="no mmdebstrap here: apt-get install"):
+    with pytest.raises(virtual.NoCluster, match="no mmdebstrap here: apt-get install"):
         tree.make(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
     commands(mmdebstrap="")
-    with pytest.raises(virtual.Refusal, match=f"mmdebstrap, from {tree.ANYWHERE}: E: Failed to fetch$"):
+    with pytest.raises(virtual.NoCluster, match=f"mmdebstrap, from {tree.ANYWHERE}: E: Failed to fetch$"):
         tree.make(tmp_path / "cache")
     assert [*(tmp_path / "cache").iterdir()] == []
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(virtual.Refusal, match="made by root"):
+    with pytest.raises(virtual.NoCluster, match="made by root"):
         tree.make(tmp_path / "cache")
-
-
-def test_the_mirror_is_this_machines(commands):
-    commands(**{"apt-get": "echo http://mirror.example.org/debian/; echo http://other.example.org/debian/"})
-    assert tree.mirror() == "http://mirror.example.org/debian/"
-    commands(**{"apt-get": ""})
-    assert tree.mirror() == tree.ANYWHERE
 
 
 def test_what_a_tree_lacks_is_laid_there(tmp_path):
@@ -297,12 +234,6 @@ def test_a_shared_core_is_told():
     assert placement.doubled(made_up(), [row(0, [1, 2], [0]), row(1, [2], [1], host="n0002")], "core") == []
 
 
-def test_of_several_devices_the_one_with_the_local_rank_is_used():
-    site = made_up(devices_visible_to_a_rank=2)
-    assert [placement.device_of(site, row(rank, [1], [1, 0])) for rank in (0, 1)] == [1, 0]
-    assert placement.device_of(site, row(1, [1], [])) == 1
-
-
 def test_a_job_script_can_be_unbound(site):
     script, launcher = (site.folder / site.facts["submit"]).read_text(), site.facts["launcher"]
     changed = placement.unbound(script, launcher).splitlines()
@@ -333,8 +264,8 @@ class Ended(jobs.Job):
     def alive(self) -> bool:
         return self.number != "10"
 
-    def facts(self) -> dict[str, str]:
-        return dict(JobState="COMPLETED")
+    def status(self) -> Status:
+        return Status("COMPLETED", 0)
 
 
 @pytest.mark.parametrize("followed", [True, False])

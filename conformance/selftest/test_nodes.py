@@ -1,6 +1,6 @@
 """The nodes of a site's virtual cluster: that they are what site.toml says, and each its own.
 
-    python -m pytest conformance/checks/test_nodes.py --cluster [--site NAME_OR_FOLDER]
+    python -m pytest conformance/selftest/test_nodes.py --cluster [--site NAME_OR_FOLDER]
 
 As root, with Slurm; `nox -s cluster` runs it. test_virtual.py has what needs neither.
 """

@@ -1,6 +1,6 @@
 """The page "Your own model" of sites/README.md, followed word for word by an ordinary user on a virtual cluster.
 
-    python -m pytest conformance/checks/test_own_model.py --cluster
+    python -m pytest conformance/selftest/test_own_model.py --cluster
 
 As root, with Slurm; `nox -s cluster` runs it. The page says which site is copied. Its commands are typed line by line, and its
 code is saved under the name that it gives. Only `--device cpu` is added, to what is submitted: there is no GPU.

@@ -1,6 +1,6 @@
 """What a job finds on a site's virtual cluster besides Slurm: modules, conda, containers, disks, and no way out.
 
-    python -m pytest conformance/checks/test_found.py --cluster [--site NAME_OR_FOLDER]
+    python -m pytest conformance/selftest/test_found.py --cluster [--site NAME_OR_FOLDER]
 
 As root, with Slurm; `nox -s cluster` runs it. test_layer.py has what needs neither.
 """
