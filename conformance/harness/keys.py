@@ -25,6 +25,7 @@ TYPES: dict[str, Callable[[object], bool]] = {
     "table": lambda value: type(value) is dict,
     "tables": lambda value: type(value) is list and all_are(dict)(value) and bool(value),
     "a text each": lambda value: type(value) is dict and all_are(str)(value.values()),
+    "a number each": lambda value: type(value) is dict and all_are(int)(value.values()),
     "texts each": lambda value: type(value) is dict and all(map(TYPES["texts"], value.values())),
 }
 
