@@ -196,13 +196,13 @@ class Machine:
         for rule in rules:
             for left in (self.here / "asked", self.here / "body", *self.home.parent.glob("home/.pbs-stand-in/*")):
                 left.unlink(missing_ok=True)
-            ended = subprocess.run(
+            result = subprocess.run(
                 ["bash", "-c", rule.command], cwd=self.here, env=self.environ | rule.environ, capture_output=True, text=True,
                 check=False, timeout=30, stdin=subprocess.DEVNULL,
             )  # fmt: skip
-            said = ended.stdout + ended.stderr
-            if ended.returncode != rule.code or not re.search(rule.words, said):
-                yield f"{rule.command}: {ended.returncode}, but should be {rule.code} and {rule.words!r}: {said}"
+            output = result.stdout + result.stderr
+            if result.returncode != rule.code or not re.search(rule.words, output):
+                yield f"{rule.command}: {result.returncode}, but should be {rule.code} and {rule.words!r}: {output}"
 
 
 def rules_of(name: str) -> list[Rule]:
@@ -356,12 +356,12 @@ def test_mpi4py_is_built_with_the_compiler_that_is_named(wheels, mpicc, words):
     command += ["--no-deps", "--no-binary=mpi4py", f"--wheel-dir={folder / 'built'}", "mpi4py==4.1.2"]
     environ = dict(PATH=str(link.parent), HOME=str(folder), PIP_CONFIG_FILE=os.devnull)
     environ |= dict(MPICC=mpicc.format(folder)) if mpicc else {}
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if words:
-        assert ended.returncode, ended.stdout
-        assert words in ended.stdout + ended.stderr
+        assert result.returncode, result.stdout
+        assert words in result.stdout + result.stderr
     else:
-        assert not ended.returncode, ended.stdout + ended.stderr
+        assert not result.returncode, result.stdout + result.stderr
         (built,) = (folder / "built").iterdir()
         with zipfile.ZipFile(built) as file:
             assert file.read("mpi4py/MPI.cpython.so") == b"for MPICH"

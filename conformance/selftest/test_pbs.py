@@ -55,13 +55,13 @@ class PbsJob:
         self.here.mkdir()
         (self.here / "job.pbs").write_text(script)
         os.chown(self.here, UID, UID)
-        told = cluster.on("login", f"{environment} qsub -q {queue} -l select=2 {options} job.pbs", folder=self.folder)
-        self.code, self.errors, self.id = told.returncode, told.stderr, told.stdout.strip()
+        answer = cluster.on("login", f"{environment} qsub -q {queue} -l select=2 {options} job.pbs", folder=self.folder)
+        self.code, self.errors, self.id = answer.returncode, answer.stderr, answer.stdout.strip()
         self.number = self.id.partition(".")[0]
 
     def facts(self) -> dict[str, str]:
-        told = self.cluster.on("login", f"qstat -x -f {self.id}").stdout.replace("\n\t", "")
-        return dict(re.findall(r"^ {4}([\w.]+) = (.*)$", told, re.MULTILINE))
+        answer = self.cluster.on("login", f"qstat -x -f {self.id}").stdout.replace("\n\t", "")
+        return dict(re.findall(r"^ {4}([\w.]+) = (.*)$", answer, re.MULTILINE))
 
     def until(self, letter: str) -> dict[str, str]:
         end = time.monotonic() + 60
@@ -87,15 +87,15 @@ def test_a_job_begins_as_there(pbs):
     job = PbsJob(pbs, script, "-v WANTED=1", environment="UNWANTED=1")
     assert re.fullmatch(rf"\d+\.{LOGIN}", job.id), job.errors
     where, parent, folder, first, second, *environment = job.says("job.pbs.o" + job.number, "WANTED").splitlines()
-    found = dict(line.partition("=")[::2] for line in environment)
+    exported = dict(line.partition("=")[::2] for line in environment)
     assert where == f"/home/{USER}"
     assert parent.startswith("bash -lc ")
     assert folder == f"/var/tmp/pbs.{job.id}"
     assert [first, second] == pbs.names
     wanted = dict(WANTED="1", OMP_NUM_THREADS="1", NCPUS="1", ENVIRONMENT="BATCH", TMPDIR=folder, PBS_JOBID=job.id)
     wanted |= dict(PBS_O_WORKDIR=job.folder, PBS_O_HOST=LOGIN, PBS_JOBDIR=where, PBS_QUEUE="long", PBS_JOBNAME="job.pbs")
-    assert {name: found.get(name) for name in wanted} == wanted
-    assert not [name for name in found if name.startswith("SLURM") or name == "UNWANTED"]
+    assert {name: exported.get(name) for name in wanted} == wanted
+    assert not [name for name in exported if name.startswith("SLURM") or name == "UNWANTED"]
     assert pbs.on(pbs.names[0], f"ls {folder}").returncode != 0
 
 
@@ -183,8 +183,8 @@ def left(job: PbsJob) -> Iterator[str]:
     """What goes on in a job that has ended, after a moment."""
     time.sleep(1)
     for node in job.cluster.names:
-        told = job.cluster.on(node, f"grep -lsz PBS_JOBID={job.id} /proc/[0-9]*/environ").stdout
-        yield from told.split()
+        processes = job.cluster.on(node, f"grep -lsz PBS_JOBID={job.id} /proc/[0-9]*/environ").stdout
+        yield from processes.split()
 
 
 def test_qdel_sends_term_to_all_and_later_kill(pbs):
@@ -201,8 +201,8 @@ def test_walltime_ends_a_job(pbs):
     lived = seconds_after_term(job)
     assert KILL_WAIT - 1 < min(lived) <= max(lived) < KILL_WAIT + 6, lived
     assert job.until("F")["Exit_status"] == "-29"
-    said = job.says(f"job.pbs.o{job.number}", "=>> PBS")
-    assert re.search(r"^=>> PBS: job killed: walltime \d+ exceeded limit 9$", said, re.MULTILINE), said
+    output = job.says(f"job.pbs.o{job.number}", "=>> PBS")
+    assert re.search(r"^=>> PBS: job killed: walltime \d+ exceeded limit 9$", output, re.MULTILINE), output
 
 
 def test_walltime_leaves_a_job_time_to_end_by_itself(pbs):

@@ -61,7 +61,7 @@ def test_a_node_as_site_toml_says():
 
 
 @pytest.mark.parametrize(
-    "told, should_say",
+    "node, should_say",
     [
         (dict(cores=0), "cores=0, but should be 1 or more"),
         (dict(memory_gib="16"), "memory_gib='16', but should be 1 or more"),
@@ -75,11 +75,11 @@ def test_a_node_as_site_toml_says():
         (dict(hosts="n{name}"), "hosts='n{name}', but should have one {}, for the number of the node"),
     ],
 )
-def test_what_no_node_can_be_is_told(tmp_path, told, should_say):
+def test_what_no_node_can_be_is_told(tmp_path, node, should_say):
     """As in a site that new_site.py has begun, and nobody has filled in."""
-    assert shape.impossible(made_up(**told)) == [f"[node] {should_say}"]
+    assert shape.impossible(made_up(**node)) == [f"[node] {should_say}"]
     with pytest.raises(virtual.NoCluster, match=re.escape(f"made-up/site.toml: [node] {should_say}")):
-        virtual.VirtualSite(made_up(**told), tmp_path)
+        virtual.VirtualSite(made_up(**node), tmp_path)
 
 
 def test_a_site_that_says_little():
@@ -118,13 +118,13 @@ def test_every_site_has_a_cluster(site):
     """The text is whole, and of this site's numbers: each CPU that Slurm counts is one of the node's."""
     node = site.facts["node"]
     text = shape.slurm_conf(site, shape.names_of(site, 2), {})
-    told = {name: int(value) for name, value in re.findall(r"(Sockets|CoresPerSocket|ThreadsPerCore|RealMemory)=(\d+)", text)}
-    assert told["Sockets"] * told["CoresPerSocket"] == node["cores"]
-    assert told["RealMemory"] == node["memory_gib"] * 1024
+    fields = {name: int(value) for name, value in re.findall(r"(Sockets|CoresPerSocket|ThreadsPerCore|RealMemory)=(\d+)", text)}
+    assert fields["Sockets"] * fields["CoresPerSocket"] == node["cores"]
+    assert fields["RealMemory"] == node["memory_gib"] * 1024
     assert text.count("Default=YES") == 1
     reserved = re.search(r"CpuSpecList=(\S+)", text)
     count = len(shape.numbers(reserved[1])) if reserved else 0
-    assert count == node.get("reserved_cores", 0) * told["ThreadsPerCore"]
+    assert count == node.get("reserved_cores", 0) * fields["ThreadsPerCore"]
     assert len(shape.gres_conf(site).splitlines()) == shape.devices_of(site)
 
 
@@ -224,13 +224,13 @@ def row(rank: int, cpus: list[int], visible: list[int], **other) -> placement.Ro
 )
 def test_what_is_misplaced_is_told(second, words):
     rows = [row(0, [5, 6], [0]), second]
-    told = placement.misplaced(made_up(), rows) + placement.doubled(made_up(), rows, "device")
-    assert (not told) if words is None else any(words in line for line in told), told
+    violations = placement.misplaced(made_up(), rows) + placement.doubled(made_up(), rows, "device")
+    assert (not violations) if words is None else any(words in line for line in violations), violations
 
 
 def test_a_shared_core_is_told():
-    told = placement.doubled(made_up(), [row(0, [1, 2], [0]), row(1, [2, 3], [1])], "core")
-    assert told == ["rank 1, n0001: core=2, but rank 0 has it"]
+    violations = placement.doubled(made_up(), [row(0, [1, 2], [0]), row(1, [2, 3], [1])], "core")
+    assert violations == ["rank 1, n0001: core=2, but rank 0 has it"]
     assert placement.doubled(made_up(), [row(0, [1, 2], [0]), row(1, [2], [1], host="n0002")], "core") == []
 
 
@@ -245,8 +245,8 @@ def test_a_job_script_can_be_unbound(site):
 
 
 def test_a_rank_that_asks_mpi_is_counted():
-    told = [dict(rank=rank, host=host, cpus=[rank], visible=[]) for rank, host in enumerate(["a", "b", "a"])]
-    rows = placement.rows_of(map(json.dumps, reversed(told)))
+    ranks = [dict(rank=rank, host=host, cpus=[rank], visible=[]) for rank, host in enumerate(["a", "b", "a"])]
+    rows = placement.rows_of(map(json.dumps, reversed(ranks)))
     assert [(row.rank, row.local_rank, row.node_rank) for row in rows] == [(0, 0, 0), (1, 0, 1), (2, 1, 0)]
 
 
