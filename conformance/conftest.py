@@ -29,7 +29,7 @@ if pytest_mpi and not hasattr(pytest_mpi, "MPIPlugin"):
 OF_RANKS = "test_run.py"
 OF_MINUTES = "test_broken.py"
 OF_EXTRAS = "test_extras.py"
-OF_CLUSTER = [f"test_{name}.py" for name in ("cluster", "pbs", "nodes", "found", "queue", "jobs", "own_model")]
+OF_CLUSTER = [f"test_{name}.py" for name in ("cluster", "pbs", "nodes", "found", "jobs", "own_model")]
 
 
 def pytest_addoption(parser):
