@@ -20,7 +20,7 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).parent
 SITE = ROOT / "sites" / "generic-slurm"  # the site that runs on any machine
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
-OF_A_CLUSTER = [f"conformance/checks/test_{name}.py" for name in ("nodes", "found", "queue", "jobs")]
+OF_A_CLUSTER = [f"conformance/{name}.py" for name in ("selftest/test_nodes", "selftest/test_found", "checks/test_jobs")]
 OF_NO_SITE = {
     "clusters": ["conformance/selftest/test_cluster.py", "conformance/selftest/test_pbs.py"],
     "broken": ["conformance/selftest/test_broken.py", "--broken"],
@@ -79,7 +79,7 @@ def conformance(session: nox.Session) -> None:
             session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", "mpich")
         ranks = [(size, "auto") for size in WORLD_SIZES]
         if chosen.device in (None, "cpu"):
-            run(*pytest, "conformance/checks/test_static.py", "conformance/checks/test_golden.py")
+            run(*pytest, "conformance/checks/test_static.py")
         else:
             session.env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic; read when the first run starts cuBLAS
             there = session.run("python", "-c", COUNT, chosen.device, silent=True).strip()
@@ -179,7 +179,7 @@ def cluster(session: nox.Session) -> None:
     told = {name: (*of_each, f"--site={name}", f"--part={parts / Path(name).name}") for name in sites}
     if not chosen.site:  # about no site: the clusters' own coming and going, and what is to be rejected
         told |= OF_NO_SITE
-        told["own-model"] = ("conformance/checks/test_own_model.py", "--rung=cluster", f"--part={parts / 'own-model'}")
+        told["own-model"] = ("conformance/selftest/test_own_model.py", "--rung=cluster", f"--part={parts / 'own-model'}")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         failed = [*filter(None, pool.map(lambda name: look(name, *told[name], *others), told))]
     outside = [folder for name in chosen.site if (folder := Path(name).resolve() / "site.toml").is_file()]
@@ -198,9 +198,17 @@ def tests(session: nox.Session) -> None:
     )
     session.env.update(OMP_NUM_THREADS="1", MPIEXEC_TIMEOUT="600")
     parts = empty(session, "parts")
-    of_sites = [f"--ignore=conformance/checks/test_{name}.py" for name in ("static", "golden")]  # nox -s conformance
     session.run("python", "-m", "pytest", "core/tests")
-    session.run("python", "-m", "pytest", "conformance", *of_sites, "--rung=suite", f"--part={parts}", *session.posargs)
+    session.run(
+        "python",
+        "-m",
+        "pytest",
+        "conformance",
+        "--ignore=conformance/checks/test_static.py",
+        "--rung=suite",
+        f"--part={parts}",
+        *session.posargs,
+    )
     session.run("python", "-m", "conformance.report", "--parts", str(parts))
 
 

@@ -29,7 +29,7 @@ if pytest_mpi and not hasattr(pytest_mpi, "MPIPlugin"):
 OF_RANKS = "test_run.py"
 OF_MINUTES = "test_broken.py"
 OF_EXTRAS = "test_extras.py"
-OF_CLUSTER = [f"test_{name}.py" for name in ("cluster", "pbs", "nodes", "found", "queue", "jobs", "own_model")]
+OF_CLUSTER = [f"test_{name}.py" for name in ("cluster", "pbs", "nodes", "found", "jobs", "own_model")]
 
 
 def pytest_addoption(parser):
@@ -161,7 +161,7 @@ def world(request):
 @pytest.fixture(scope="session")
 def root(world, tmp_path_factory) -> Path:
     """Where the runs are: of jobs, where all nodes see them."""
-    return getattr(world, "root", None) or world.on_rank_0(lambda: tmp_path_factory.mktemp("runs"))
+    return world.runs_folder(lambda: tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="session")

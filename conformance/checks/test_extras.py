@@ -17,7 +17,7 @@ import pytest
 from conformance.golden import make as golden
 from conformance.harness.check import T1
 from conformance.harness.sites import without_launcher
-from conformance.harness.world import Run, read_records
+from conformance.harness.target import Run, read_records
 
 MINUTES = 15  # to prepare what no wheel is there for
 

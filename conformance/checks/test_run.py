@@ -75,7 +75,7 @@ class Runs:
 @pytest.fixture(scope="session")
 def runs(world, root, pytestconfig) -> Runs:
     runs = Runs(world, root)
-    for flags, again in getattr(world, "plan", ()):  # jobs, which wait in one queue: all at once
+    for flags, again in world.plan:  # jobs, which wait in one queue: all at once
         world.ahead(runs.once(pytestconfig.sites[0].launches[0], flags, again), runs.filled(flags))
     return runs
 
@@ -123,21 +123,10 @@ def test_every_rank_is_there_once(check, world, launch, runs):
     *_, start = run.of("start")
     rows = start["ranks"]
     check.equal("R1", rank=([row["rank"] for row in rows], [*range(world.size)]), world_size=(start["world_size"], world.size))
-    per_node, devices = getattr(world, "ranks_per_node", world.size), len_devices(world)
+    per_node, devices = world.ranks_per_node, world.devices_visible_to_a_rank
     index = [rank % per_node % devices if devices else None for rank in range(world.size)]
     should_be = [[world.device if i is None else f"{world.device}:{i}", i, world.backend_in_use] for i in index]
     check.equal("R2", device=([[row["device"], row["device_index"], row["backend"]] for row in rows], should_be))
-
-
-def len_devices(world) -> int:
-    """Accelerators that a rank sees; none on the CPU. Of a job site.toml tells it, since this process is on no node."""
-    if world.device == "cpu":
-        return 0
-    if told := getattr(world, "devices_visible_to_a_rank", 0):
-        return told
-    import torch
-
-    return torch.accelerator.device_count()
 
 
 @clause("R3", "R4")

@@ -80,7 +80,7 @@ def steps(site: Site, user: str) -> dict[str, list[str]]:
     queue = site.facts["queue"]
     account, qos = queue["account"], queue.get("qos") or ["normal"]
     added = ",".join(name for name in qos if name != "normal")  # which is always there
-    told = dict(cluster=[site.name], qos=[added], account=[account])
-    told |= dict(user=[user, f"Account={account}", f"QOS={','.join(qos)}", f"DefaultQOS={qos[0]}"])
-    adds = {what: ["sacctmgr", "--immediate", "add", what, *words] for what, words in told.items() if all(words)}
+    added_words = dict(cluster=[site.name], qos=[added], account=[account])
+    added_words |= dict(user=[user, f"Account={account}", f"QOS={','.join(qos)}", f"DefaultQOS={qos[0]}"])
+    adds = {what: ["sacctmgr", "--immediate", "add", what, *words] for what, words in added_words.items() if all(words)}
     return {"mariadbd and slurmdbd": ["bash", "-ec", START]} | {f"sacctmgr add {what}": each for what, each in adds.items()}

@@ -15,17 +15,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 
+from conformance.cluster.schedulers import SCHEDULERS, Slurm, Status, accepted, queued
 from conformance.cluster.virtual import USER, VirtualSite
 from conformance.harness.sites import Site
-from conformance.harness.submit import SCHEDULERS
-from conformance.harness.world import Run
+from conformance.harness.target import Run
 
-WAITING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
-# Options for other nodes and ranks than those of the job script, and the variable that counts starts; [job] may say otherwise.
-GEOMETRY = {"slurm": "--nodes={nodes} --ntasks-per-node={ranks}", "pbs": "-l select={nodes}"}
-RESTARTS = {"slurm": "SLURM_RESTART_COUNT"}
-VARIABLE = {"slurm": "--export=ALL,{}={}", "pbs": "-v {}={}"}
 LOOK = 0.3  # seconds between two looks
 PATIENCE = 150.0  # seconds for what takes a tenth of it on a quiet machine
 
@@ -74,27 +70,26 @@ class Job:
 
     # ---- what the scheduler says ------------------------------------------------------------------------------------
 
-    def facts(self) -> dict[str, str]:
-        """Empty where it is known no longer. Raises Odd where nobody answers."""
+    def status(self) -> Status:
+        """By the Slurm that is beneath. Raises Odd where nobody answers."""
         end = time.monotonic() + PATIENCE
-        while True:
-            told = self.submitter.cluster.on("login", ["scontrol", "-o", "show", "job", self.id], user=False)
-            if told.returncode == 0 or "Invalid job id" in told.stderr:
-                return dict(re.findall(r"(\w+)=(\S*)", told.stdout))
+        while not (status := Slurm.status(self.submitter.run, self.id)):
             if time.monotonic() > end:
-                raise Odd(f"scontrol show job {self.id}: {told.stderr.strip()}")
+                raise Odd(f"scontrol show job {self.id}: no answer for {PATIENCE:g} s")
             time.sleep(LOOK)
+        return status
+
+    def facts(self) -> dict[str, str]:
+        """The fields of scontrol; empty where the job is known no longer."""
+        return self.status().fields
 
     def alive(self) -> bool:
-        return self.facts().get("JobState") in WAITING
+        status = self.status()
+        return status.known and status.code is None
 
     def code(self) -> int | str:
         """The exit code of one that has ended by itself, or Slurm's word for another end."""
-        facts = self.facts()
-        if facts["JobState"] not in ("COMPLETED", "FAILED"):
-            return facts["JobState"]
-        code, signal = map(int, facts["ExitCode"].split(":"))
-        return 128 + signal if signal else code
+        return self.status().code
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 
@@ -104,13 +99,12 @@ class Job:
         while not true():
             looks += 1
             # Slurm's commands are processes, and so not asked at each look.
-            ended = self.number if looks % 4 == 0 and not self.alive() else None
+            looked_up = self.number if looks % 4 == 0 and not self.alive() else None
             if true():
                 return
-            if ended == self.number or time.monotonic() > end:  # true() may have come to follow its successor
-                facts = self.facts()
-                state = f"{facts.get('JobState', 'gone')} ({facts.get('Reason')}; {self.submitter.nodes()})"
-                raise Odd(f"job {self.number} is {state} and {what} was waited for; its log: {self.last_words()}")
+            if looked_up == self.number or time.monotonic() > end:  # true() may have come to follow its successor
+                state = f"{self.status().state}; nodes: {self.submitter.nodes()}"
+                raise Odd(f"job {self.number} is {state}; and {what} was waited for; its log: {self.last_words()}")
             time.sleep(LOOK)
 
     def trains(self, seconds: float = PATIENCE) -> None:
@@ -150,6 +144,17 @@ class Job:
         return self.code()
 
 
+def queue(cluster: VirtualSite) -> list[str]:
+    """The user's jobs."""
+    return queued(lambda *command: cluster.on("login", [*command]), USER)
+
+
+def taken(cluster: VirtualSite, site: Site, folder: str) -> list[str]:
+    """What is wrong with a job, and the scheduler has not refused in its own words."""
+    as_user = lambda *command: cluster.on("login", [*command], folder=folder)  # noqa: E731
+    return accepted(as_user, site.facts["scheduler"], site.facts["submit"], len(cluster.names) + 1, USER)
+
+
 class Submitter:
     """A user in the site's folder on the login node."""
 
@@ -159,6 +164,10 @@ class Submitter:
         self.scheduler = SCHEDULERS[self.kind]
         self.here = cluster.home / Path(folder).relative_to(f"/home/{USER}")
         self.count = 0
+
+    def run(self, *command: str) -> CompletedProcess:
+        """By root, on the login node."""
+        return self.cluster.on("login", [*command], user=False)
 
     def submit(
         self,
@@ -177,15 +186,15 @@ class Submitter:
         name = run or f"run-{self.count}"
         whole = [*shlex.split(self.geometry(nodes, ranks) if nodes else ""), *shlex.split(options)]
         for variable, value in (variables or {}).items():
-            whole += shlex.split(VARIABLE[self.kind].format(variable, value))
+            whole += self.scheduler.variable(variable, value)
         log = f"log-{self.count}"
-        whole += [f"--output={log}"] if self.kind == "slurm" else ["-o", log, "-j", "oe"]
-        told = ["--run-dir", f"runs/{name}", "--device", "cpu", "--log-every", "1", *shlex.split(flags)]
-        command = self.scheduler.command(self.site.facts["submit"], whole, told)
-        ended = self.cluster.on("login", command, folder=self.folder)
-        number = self.scheduler.number(ended.stdout)
-        if ended.returncode or not number:
-            raise Odd(f"{shlex.join(command)} was refused: {(ended.stderr or ended.stdout).strip()}")
+        whole += self.scheduler.log(log)
+        arguments = ["--run-dir", f"runs/{name}", "--device", "cpu", "--log-every", "1", *shlex.split(flags)]
+        command = self.scheduler.command(self.site.facts["submit"], whole, arguments)
+        answer = self.cluster.on("login", command, folder=self.folder)
+        number = self.scheduler.number(answer.stdout)
+        if answer.returncode or not number:
+            raise Odd(f"{shlex.join(command)} was refused: {(answer.stderr or answer.stdout).strip()}")
         job = Job(self, number, self.here / "runs" / name, self.here / log, seen=0)
         job.seen = len(job.starts())
         return job
@@ -193,17 +202,17 @@ class Submitter:
     @property
     def restarts(self) -> str:
         """The variable by which a start is told how often its job was started before."""
-        return self.site.facts["job"].get("restarts") or RESTARTS[self.kind]
+        return self.site.facts["job"].get("restarts") or self.scheduler.restarts
 
     def geometry(self, nodes: int, ranks: int) -> str:
-        return self.site.facts["job"].get("geometry", GEOMETRY[self.kind]).format(nodes=nodes, ranks=ranks)
+        return self.site.facts["job"].get("geometry", self.scheduler.geometry).format(nodes=nodes, ranks=ranks)
 
     def stop(self, job: Job) -> None:
         """As README.md tells users to."""
         command = self.site.facts["stop"].format(job=job.number, number=job.id)
-        ended = self.cluster.on("login", command, folder=self.folder)
-        if ended.returncode:
-            raise Odd(f"{command}: exit code {ended.returncode}: {ended.stderr.strip()}")
+        answer = self.cluster.on("login", command, folder=self.folder)
+        if answer.returncode:
+            raise Odd(f"{command}: exit code {answer.returncode}: {answer.stderr.strip()}")
 
     def waits(self, job: Job) -> bool:
         """In the queue, and nothing is under way about the start before.
@@ -214,24 +223,23 @@ class Submitter:
         left = ["pgrep", "-f", rf"slurmstepd: \[{job.id}\.batch|^srun "]
         if job.facts().get("JobState") != "PENDING":
             return False
-        agents = self.cluster.on("login", ["sdiag"], user=False).stdout
+        agents = self.run("sdiag").stdout
         if not re.search(r"Agent queue size: *0\n.*Agent count: *0\n", agents, re.DOTALL):
             return False
         return all(self.cluster.on(node, left, user=False).returncode for node in self.cluster.alive())
 
     def hurry(self, job: Job) -> None:
         """Let it wait no longer."""
-        self.cluster.on("login", ["scontrol", "update", f"jobid={job.id}", "StartTime=now"], user=False)
+        self.run("scontrol", "update", f"jobid={job.id}", "StartTime=now")
 
     def nodes(self) -> str:
         """Their states, and the reasons of those that take no job."""
-        told = self.cluster.on("login", ["sinfo", "-h", "-N", "-o", "%N %t %E"], user=False).stdout
-        return ", ".join(sorted({line.removesuffix(" none") for line in told.splitlines()}))
+        states = self.run("sinfo", "-h", "-N", "-o", "%N %t %E").stdout
+        return ", ".join(sorted({line.removesuffix(" none") for line in states.splitlines()}))
 
     def follow(self, job: Job) -> None:
         """Of a scheduler whose jobs submit a successor, that is the job from now on."""
         if self.kind != "slurm":
-            jobs = self.cluster.on("login", ["squeue", "-h", "-o", "%i", "-u", USER], user=False).stdout.split()
-            newest = max(map(int, jobs), default=0)
+            newest = max(map(int, queued(self.run, USER)), default=0)
             if newest > int(job.id):
                 job.number = job.number.replace(job.id, str(newest), 1)

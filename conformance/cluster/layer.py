@@ -2,9 +2,9 @@
 
     layer = build(site, folder)      of a conformance.harness.sites.Site, into an empty folder
 
-Commands are the stand-ins of stand_ins/, and which of them are laid is derived: of an `image` a container runtime, of a
-module whose name says conda a conda, of scheduler = "pbs" the commands of PBS and of PALS. Modules are exactly those that
-site.toml names. Where on the machine an image and the modules lie is read in the site's own scripts.
+Commands are the stand-ins of stand_ins/, and which of them are laid is derived: of an `image` a container runtime, of what
+`software.provides` says of modules a conda or compilers, of scheduler = "pbs" the commands of PBS and PALS. Modules are exactly
+those that site.toml names. Where on the machine an image and the modules lie is read in the site's own scripts.
 """
 
 import base64
@@ -29,62 +29,64 @@ OUTSIDE = "s(run|batch|cancel|control|queue|info|acct|bcast|alloc|attach|acctmgr
 
 # ---- modules --------------------------------------------------------------------------------------------------------
 
-# What a module of such a name does, in Lmod's language: {name} and {version} are the module's. Others do nothing.
-# {name}-{version} has a folder of its own below HOME, empty but where FOLDERS says otherwise.
-MODULES = {
-    r"(mini|ana)conda|(mini|mamba)forge|conda": f'prepend_path("PATH", "{HOME}/conda/bin")',
-    r"PrgEnv-": f'family("PrgEnv")\nprepend_path("PATH", "{HOME}/wrappers/bin")',
-    r"cpe$": f'setenv("CRAY_LD_LIBRARY_PATH", "{MPI}/lib")',
-    r"craype-accel-": 'setenv("CRAY_ACCEL_TARGET", "{name}")',
-    r"rocm$": f'setenv("ROCM_PATH", "{HOME}/empty")',
-    r"cuda": f'setenv("CUDA_HOME", "{HOME}/empty")',
-    # Its library is empty, and has the name for which RCCL does not look by itself (stand_ins/rccl.py).
-    r".*net-plugin": f'prepend_path("LD_LIBRARY_PATH", "{HOME}/net-plugin/lib")\n'
-    f'setenv("OLCF_OFI_NCCL_ROOT", "{HOME}/net-plugin")\nsetenv("FI_CXI_RDZV_PROTO", "alt_read")',
+# What a module does that provides this, in Lmod's language. {name} is the module's, with a dash before the version.
+PROVIDES = {
     # The Python with torch, and the folder that `pip install --user` fills.
-    r"pytorch|frameworks|tensorflow": f'prepend_path("PATH", "{PYTHON}/bin")\n'
-    'setenv("PYTHONUSERBASE", pathJoin(os.getenv("HOME") or "", ".local/{name}-{version}"))',
-    r"python|cray-python": f'prepend_path("PATH", "{PYTHON}/bin")',
-    r".*bindings": 'setenv("SINGULARITY_BIND", "/opt")',
-    # It names the network that NCCL must use; here is none.
-    r"nccl": 'setenv("NCCL_NET", "AWS Libfabric")',
+    "torch": f'prepend_path("PATH", "{PYTHON}/bin")\n'
+    'setenv("PYTHONUSERBASE", pathJoin(os.getenv("HOME") or "", ".local/{name}"))',
+    "conda": f'prepend_path("PATH", "{HOME}/conda/bin")',
+    "compilers": f'prepend_path("PATH", "{HOME}/wrappers/bin")',
+    # Its library is empty, and has the name for which RCCL does not look by itself (stand_ins/rccl.py).
+    "network-plugin": f'prepend_path("LD_LIBRARY_PATH", "{HOME}/net-plugin/lib")',
 }
 
 # Without such a module `module reset` fails. Behind a dot, it is in no list.
 OF_A_LOGIN = ".of-a-login"
 
 
-def module_file(module: str) -> tuple[Path, str]:
-    """Its place below a folder of MODULEPATH, and its text. A module without a version is a file by itself."""
-    name, _, version = module.partition("/")
-    does = next((text for pattern, text in MODULES.items() if re.match(pattern, name)), "")
-    text = f'whatis("stand-in for {module}")\n' + does.replace("{name}", name).replace("{version}", version) + "\n"
-    return Path(f"{module}.lua"), text
+def provided(site: Site, module: str | None = None) -> list[str]:
+    """What this module provides, or any of the site's. Raises ValueError for what no stand-in can be made of."""
+    table = site.facts.get("software", {}).get("provides", {})
+    words = [word for name, words in table.items() if module in (None, name) for word in words]
+    if strange := [word for word in words if word not in PROVIDES and "=" not in word]:
+        raise ValueError(f"{strange[0]} in software.provides, but should be NAME=value or one of {', '.join(PROVIDES)}")
+    return words
+
+
+def module_file(site: Site, module: str) -> str:
+    """The text of MODULE.lua. In NAME=value {folder} is the module's own, and {mpi} an MPI's."""
+    words, lines = provided(site, module), [f'whatis("stand-in for {module}")']
+    folder = f"{HOME}/{'net-plugin' if 'network-plugin' in words else 'empty'}"
+    for word in words:
+        name, _, value = word.partition("=")
+        does = PROVIDES.get(word) or f'setenv("{name}", "{value.format(folder=folder, mpi=MPI)}")'
+        lines.append(does.replace("{name}", module.replace("/", "-")))
+    return "\n".join(lines) + "\n"
 
 
 def modules_at(site: Site) -> dict[str, list[str]]:
     """Modules of site.toml by the folder in which they are found: "" where no script says `module use` before it loads them."""
-    modules, found = site.facts.get("software", {}).get("modules", []), {}
+    modules, folders = site.facts.get("software", {}).get("modules", []), {}
     for script in site.scripts:
         used = ""
         for line in script.read_text().splitlines():
             if use := re.match(r"\s*module use (\S+)", line):
                 used = value_of(site, use[1])
             elif load := re.search(r"\bmodule +(?:-\S+ +)*load +([^&|;}]+)", line):
-                found |= {module: used for module in load[1].split() if module in modules and used}
+                folders |= {module: used for module in load[1].split() if module in modules and used}
     places: dict[str, list[str]] = {}
     for module in modules:
-        places.setdefault(found.get(module, ""), []).append(module)
+        places.setdefault(folders.get(module, ""), []).append(module)
     return places
 
 
 def value_of(site: Site, text: str) -> str:
     """A word of the site's scripts, with the variables in it that a script sets to a constant."""
     lines = "\n".join(script.read_text() for script in site.scripts)
-    told = dict(re.findall(r"^\s*(?:export )?(\w+)=([^\s$(`;]*(?:\$\{?\w+\}?[^\s$(`;]*)*)(?:\s|$)", lines, re.MULTILINE))
+    constants = dict(re.findall(r"^\s*(?:export )?(\w+)=([^\s$(`;]*(?:\$\{?\w+\}?[^\s$(`;]*)*)(?:\s|$)", lines, re.MULTILINE))
     text = text.strip("\"'")
     for _ in range(5):  # as deep as they name each other
-        text = re.sub(r"\$\{?(\w+)\}?", lambda name: told.get(name[1], name[0]).strip("\"'"), text)
+        text = re.sub(r"\$\{?(\w+)\}?", lambda name: constants.get(name[1], name[0]).strip("\"'"), text)
     return text
 
 
@@ -108,30 +110,29 @@ def image_file(site: Site) -> str:
 
 def stand_ins(site: Site) -> dict[str, list[str]]:
     """Commands by the folder below HOME, or "" for /usr/local/bin, that they lie in."""
-    software = site.facts.get("software", {})
-    names, image = [module.partition("/")[0] for module in software.get("modules", [])], software.get("image", "")
-    found: dict[str, list[str]] = {"": []}
-    if any(re.match(r"(mini|ana)conda|(mini|mamba)forge|conda", name) for name in names):
-        found["conda/bin"] = ["conda", "activate"]
-    if any(re.match(r"PrgEnv-|cray-mpich", name) for name in names):
-        found["wrappers/bin"] = ["cc"]
+    image, provides = site.facts.get("software", {}).get("image", ""), provided(site)
+    commands: dict[str, list[str]] = {"": []}
+    if "conda" in provides:
+        commands["conda/bin"] = ["conda", "activate"]
+    if "compilers" in provides:
+        commands["wrappers/bin"] = ["cc"]
     if image_file(site):
-        found[""] += ["singularity", "apptainer", "contained"]
+        commands[""] += ["singularity", "apptainer", "contained"]
     elif image:
-        found[""] += ["shifter", "shifterimg", "contained"]
+        commands[""] += ["shifter", "shifterimg", "contained"]
     if brings_a_plugin(site):
-        found["rccl"] = ["rccl.py"]
+        commands["rccl"] = ["rccl.py"]
     if site.facts.get("scheduler") == "pbs":
-        found[""] += ["qsub", "qstat", "qdel", "qsig", "pbsnodes", "mpiexec"]
-    return found
+        commands[""] += ["qsub", "qstat", "qdel", "qsig", "pbsnodes", "mpiexec"]
+    return commands
 
 
 def brings_a_plugin(site: Site) -> bool:
     """Whether one of its modules has a network plugin for RCCL."""
-    return any("net-plugin" in module for module in site.facts.get("software", {}).get("modules", []))
+    return "network-plugin" in provided(site)
 
 
-def facts(site: Site) -> dict[str, str]:
+def machine_facts(site: Site) -> dict[str, str]:
     """What stand-ins must know of the machine."""
     node, queue, software = (site.facts.get(table, {}) for table in ("node", "queue", "software"))
     cores, threads = node.get("cores", 1), node.get("threads_per_core", 1)
@@ -149,14 +150,8 @@ def facts(site: Site) -> dict[str, str]:
         SERVER=LOGIN,
         QUEUES=" ".join(queue.get("partitions", [])),
         REQUIRED=" ".join(["Account_Name"] * ("account" in queue) + ["filesystems"] * ("filesystems" in queue)),
-        DOMAIN=slow_domain(site),
+        DOMAIN=node.get("nodefile_domain", ""),
     )
-
-
-def slow_domain(site: Site) -> str:
-    """By which nodes are named outside the fast network: the domain of site.toml with another first word."""
-    domain = site.facts.get("node", {}).get("domain", "")
-    return domain and f"mgmt.{domain.partition('.')[2]}"
 
 
 # ---- all of it -------------------------------------------------------------------------------------------------------
@@ -176,15 +171,16 @@ def build(site: Site, folder: Path, base: Path = Path("/"), cache: Path = prefix
         (overlay / "usr/local/bin").mkdir(parents=True, exist_ok=True)
         (overlay / "usr/local/bin/python3").write_text(f'#!/bin/sh\nexec {PLAIN}/bin/python3 "$@"\n')
         (overlay / "usr/local/bin/python3").chmod(0o755)
-    (home / "facts").write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in facts(site).items()))
+    (home / "facts").write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in machine_facts(site).items()))
 
     modulepath = folder / "modules"
     modulepath.mkdir()
     for used, modules in modules_at(site).items():
         root = tree / used.lstrip("/") if used else modulepath
-        for path, text in map(module_file, modules):
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / path).write_text(text)
+        for module in modules:
+            path = root / f"{module}.lua"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(module_file(site, module))
     (modulepath / f"{OF_A_LOGIN}.lua").write_text('whatis("stand-in for what a login loads by itself")\n')
     if brings_a_plugin(site):
         compile_empty(home / "net-plugin/lib/librccl-net.so")
@@ -194,12 +190,13 @@ def build(site: Site, folder: Path, base: Path = Path("/"), cache: Path = prefix
         (tree / image.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
         (tree / image.lstrip("/")).write_text("A stand-in for an image: the stand-in for singularity looks no further.\n")
 
-    torch_wheels(site, home / "wheels", prefix.found("torch").version)
+    domain = site.facts.get("node", {}).get("nodefile_domain")
+    torch_wheels(site, home / "wheels", prefix.required("torch").version)
     return Layer(
         overlay=overlay,
         modulepath=modulepath,
         paths=places(tree, base) | local_disks(site, base) | {prefix.ROOT: prefix.make(cache)},
-        hosts=[f"{{name}}.{domain}" for domain in [slow_domain(site)] if domain],
+        hosts=[f"{{name}}.{domain}"] if domain else [],
         # There is no network; pip takes what has been fetched before, and no user's settings.
         environment=dict(PIP_NO_INDEX="1", PIP_FIND_LINKS=f"{prefix.ROOT}/wheels {HOME}/wheels", PIP_CONFIG_FILE=os.devnull)
         | dict(LMOD_SYSTEM_DEFAULT_MODULES=OF_A_LOGIN)
@@ -218,22 +215,22 @@ def lay(name: str, where: Path) -> None:
 
 def places(tree: Path, base: Path = Path("/")) -> dict[str, Path]:
     """Each folder below tree that base lacks, as high up as can be, and the place where it belongs."""
-    found, ahead = {}, sorted(tree.iterdir()) if tree.is_dir() else []
+    paths, ahead = {}, sorted(tree.iterdir()) if tree.is_dir() else []
     while ahead:
         path = ahead.pop()
         on_the_nodes = path.relative_to(tree)
         if (base / on_the_nodes).is_dir():
             ahead += sorted(path.iterdir())
         else:
-            found[f"/{on_the_nodes}"] = path
-    return found
+            paths[f"/{on_the_nodes}"] = path
+    return paths
 
 
 def local_disks(site: Site, base: Path = Path("/")) -> dict[str, None]:
     """Folders named for the user that scripts write to and base lacks: a disk in each node, empty at first."""
     text = "\n".join(script.read_text() for script in site.scripts)
-    found = set(re.findall(r"(?<![\w.$}])((?:/[a-z]+)+)/\$\{?USER\b", text))
-    return {f"{folder}/{{user}}": None for folder in sorted(found) if not Path(f"{base}{folder}").is_dir()}
+    disks = set(re.findall(r"(?<![\w.$}])((?:/[a-z]+)+)/\$\{?USER\b", text))
+    return {f"{folder}/{{user}}": None for folder in sorted(disks) if not Path(f"{base}{folder}").is_dir()}
 
 
 def compile_empty(library: Path) -> None:
@@ -257,7 +254,7 @@ def torch_wheels(site: Site, folder: Path, version: str) -> None:
     """
     folder.mkdir(parents=True)
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}-none-any"  # another Python could not load that torch
-    asked = {found for script in site.scripts for found in re.findall(r"\btorch==([\d.]*\d)", script.read_text())}
+    asked = {release for script in site.scripts for release in re.findall(r"\btorch==([\d.]*\d)", script.read_text())}
     for release in sorted(asked | {version.partition("+")[0]}):
         name, info = f"torch-{release}+stand.in", f"torch-{release}+stand.in.dist-info"
         files = {

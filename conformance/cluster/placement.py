@@ -47,8 +47,8 @@ class Row:
 def probe(site: Site, folder: str, torch: bool = True) -> str:
     """A train.py that leaves a file in the folder, for each rank; which it is, the variables of site.toml's launcher tell."""
     launch, words = site.launches[0], ("rank", "local_rank", "node_rank")
-    told = {word: variables[0] for word in words if (variables := launch.variables_with(word))}
-    text = PROBE.replace("TOLD", repr(told)).replace("IMPORT", IMPORT if torch else "")
+    variables_of = {word: variables[0] for word in words if (variables := launch.variables_with(word))}
+    text = PROBE.replace("TOLD", repr(variables_of)).replace("IMPORT", IMPORT if torch else "")
     text = text.replace("NETWORK", NETWORK if brings_a_plugin(site) else "")
     return text.replace("DEVICES", site.facts["node"].get("device_environment", "")).replace("FOLDER", folder)
 
@@ -56,8 +56,8 @@ def probe(site: Site, folder: str, torch: bool = True) -> str:
 def unbound(script: str, launcher: str) -> str:
     """The job script whose launcher binds no rank: ranks are where they come to be. Of a flag given twice the last counts."""
     flags = rf"^( *){launcher}_flags=\(\n(.*?\n)\1\)$"
-    text, found = re.subn(flags, rf"\1{launcher}_flags=(\n\2\1    --cpu-bind=none\n\1)", script, flags=re.MULTILINE | re.DOTALL)
-    if not found:
+    text, count = re.subn(flags, rf"\1{launcher}_flags=(\n\2\1    --cpu-bind=none\n\1)", script, flags=re.MULTILINE | re.DOTALL)
+    if not count:
         raise ValueError(f"no array {launcher}_flags in the job script: its ranks cannot be unbound")
     return text
 
@@ -65,10 +65,10 @@ def unbound(script: str, launcher: str) -> str:
 def rows_of(texts: Iterable[str]) -> list[Row]:
     """In the order of their ranks. Where a rank asks MPI for its place and its node, these are counted."""
     rows: list[Row] = []
-    for facts in sorted(map(json.loads, texts), key=lambda facts: facts["rank"]):
-        hosts = list(dict.fromkeys([*(row.host for row in rows), facts["host"]]))
-        before = sum(row.host == facts["host"] for row in rows)
-        rows.append(Row(**dict(local_rank=before, node_rank=hosts.index(facts["host"])) | facts))
+    for fields in sorted(map(json.loads, texts), key=lambda fields: fields["rank"]):
+        hosts = list(dict.fromkeys([*(row.host for row in rows), fields["host"]]))
+        before = sum(row.host == fields["host"] for row in rows)
+        rows.append(Row(**dict(local_rank=before, node_rank=hosts.index(fields["host"])) | fields))
     return rows
 
 
@@ -82,7 +82,7 @@ def device_of(site: Site, row: Row) -> int:
 def misplaced(site: Site, rows: list[Row]) -> list[str]:
     """What is not as site.toml says, a line each."""
     node, job = site.facts["node"], site.facts["job"]
-    found = []
+    violations = []
     size = job["nodes"] * job["ranks_per_node"]
     if [row.rank for row in rows] != list(range(size)):
         return [f"ranks={[row.rank for row in rows]}, but should be 0 to {size - 1}"]
@@ -90,15 +90,15 @@ def misplaced(site: Site, rows: list[Row]) -> list[str]:
     reserved = {*numbers(node.get("reserved", ""))}
     for row in rows:
         cores, device = {cpu % node["cores"] for cpu in row.cpus}, device_of(site, row)
-        told = f"rank {row.rank}, {row.host}, local rank {row.local_rank}"
+        who = f"rank {row.rank}, {row.host}, local rank {row.local_rank}"
         per_node = job["ranks_per_node"]
         if (row.node_rank, row.local_rank) != (row.rank // per_node, row.rank % per_node):
-            found.append(f"{told}: node_rank={row.node_rank}, but should be {row.rank // per_node}: ranks lie in blocks")
+            violations.append(f"{who}: node_rank={row.node_rank}, but should be {row.rank // per_node}: ranks lie in blocks")
         if row.visible and len(row.visible) != node["devices_visible_to_a_rank"]:
-            found.append(f"{told}: devices={row.visible}, but should be {node['devices_visible_to_a_rank']} of them")
+            violations.append(f"{who}: devices={row.visible}, but should be {node['devices_visible_to_a_rank']} of them")
         if near and not cores <= (allowed := {*numbers(near[device])} - reserved):
-            found.append(f"{told}: cores={ranges(cores)}, but should be near device {device}, in {ranges(allowed)}")
-    return found
+            violations.append(f"{who}: cores={ranges(cores)}, but should be near device {device}, in {ranges(allowed)}")
+    return violations
 
 
 def unplugged(rows: list[Row]) -> list[str]:
@@ -109,14 +109,14 @@ def unplugged(rows: list[Row]) -> list[str]:
 def doubled(site: Site, rows: list[Row], what: str) -> list[str]:
     """Devices, or cores, that two ranks of a node have."""
     taken: dict[tuple, int] = {}
-    found = []
+    violations = []
     for row in rows:
         mine = [device_of(site, row)] if what == "device" else sorted({cpu % site.facts["node"]["cores"] for cpu in row.cpus})
         others = [(number, taken.setdefault((row.host, number), row.rank)) for number in mine]
         number, other = next(((number, other) for number, other in others if other != row.rank), (0, row.rank))
         if other != row.rank:
-            found.append(f"rank {row.rank}, {row.host}: {what}={number}, but rank {other} has it")
-    return found
+            violations.append(f"rank {row.rank}, {row.host}: {what}={number}, but rank {other} has it")
+    return violations
 
 
 def ranges(cores: set[int]) -> str:

@@ -53,15 +53,15 @@ site.addsitedir(f"{sys.prefix}/lib/python{sys.version_info.major}.{sys.version_i
 def make(cache: Path = CACHE) -> Path:
     """The environment of these versions, made if it is not there. Raises ValueError where this Python will not do."""
     names = ("torch", "numpy", "safetensors", "mpich", "mpi4py", "pytest", "pytest-timeout", "pip")
-    pinned = [f"{name}=={found(name).version}" for name in names]
+    pinned = [f"{name}=={required(name).version}" for name in names]
     sources = [Path(__file__).read_text(), BACKEND.read_text()]
     of = "\n".join([sys.version, os.path.realpath(sys.executable), *pinned, *WHEELS, *sources])
-    there = cache / f"test-environment-{hashlib.sha256(of.encode()).hexdigest()[:12]}"
-    if there.is_dir():
-        return there
+    path = cache / f"test-environment-{hashlib.sha256(of.encode()).hexdigest()[:12]}"
+    if path.is_dir():
+        return path
     if sys.prefix == sys.base_prefix:
         raise ValueError(f"{sys.executable} is in no virtual environment: nox -s cluster makes one")
-    with whole(there) as new:
+    with whole(path) as new:
         copy_python(new / "plain")
         shutil.copytree(new / "plain", new / "python", symlinks=True, copy_function=os.link)
         for packages in (new / "python").glob("lib/python3.*/site-packages"):
@@ -75,25 +75,25 @@ def make(cache: Path = CACHE) -> Path:
         pack_source(wheel)
         # An ordinary user reads it, whatever the umask was when all this was installed.
         subprocess.run(["chmod", "-R", "a+rX", new], check=True)
-    return there
+    return path
 
 
 @contextlib.contextmanager
-def whole(there: Path) -> Iterator[Path]:
+def whole(path: Path) -> Iterator[Path]:
     """A new folder beside it, which takes its name at the end: it is whole, or not there."""
-    there.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix="making-", dir=there.parent))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix="making-", dir=path.parent))
     try:
         yield new
-        new.rename(there)
+        new.rename(path)
     except OSError:
-        if not there.is_dir():  # another one was faster
+        if not path.is_dir():  # another one was faster
             raise
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def found(package: str) -> Distribution:
+def required(package: str) -> Distribution:
     try:
         return distribution(package)
     except PackageNotFoundError:
@@ -112,7 +112,7 @@ def copy_python(to: Path) -> None:
     for library in base.glob("lib/libpython*.so*"):
         shutil.copy2(library, to / "lib" / library.name, follow_symlinks=False)
     packages = to / "lib" / version / "site-packages"
-    lay(found("pip"), packages)
+    lay(required("pip"), packages)
     (to / "bin/pip").write_text('#!/bin/sh\nexec "${0%/*}/python" -m pip "$@"\n')
     (to / "bin/pip").chmod(0o755)
     # It cannot be written to where it is used: without this each start would compile what it imports.

@@ -26,28 +26,39 @@ def names_of(site: Site, nodes: int) -> list[str]:
 
 
 def impossible(site: Site) -> list[str]:
-    """What no node can be, a line each: [node] may be half filled in."""
+    """What no node or queue can be, a line each: site.toml may be half filled in."""
     node = dict(sockets=1, threads_per_core=1, reserved="", cores_near_device=[]) | site.facts.get("node", {})
+    queue = dict(partitions=[], exclusive=[]) | site.facts.get("queue", {})
     least = dict(cores=1, sockets=1, threads_per_core=1, memory_gib=1, devices=0)
     wrong = {key: node.get(key) for key in least if type(node.get(key)) is not int or node[key] < least[key]}
-    found = [f"{key}={value!r}, but should be {least[key]} or more" for key, value in wrong.items()]
+    violations = [f"{key}={value!r}, but should be {least[key]} or more" for key, value in wrong.items()]
     if not wrong and node["cores"] % node["sockets"]:
-        found.append(f"cores={node['cores']}, but should be a multiple of sockets={node['sockets']}")
+        violations.append(f"cores={node['cores']}, but should be a multiple of sockets={node['sockets']}")
+    cores: dict[str, list[int]] = {}
     for key, ranges in dict(reserved=[node["reserved"]], cores_near_device=node["cores_near_device"]).items():
         try:
-            named = max((number for each in ranges for number in numbers(each)), default=0)
+            cores[key] = [number for each in ranges for number in numbers(each)]
         except ValueError:
-            found.append(f"{key}={node[key]!r}, but cores should be told as in 0-3,8")
+            violations.append(f"{key}={node[key]!r}, but cores should be told as in 0-3,8")
         else:
-            if not wrong and named >= node["cores"]:
-                found.append(f"{key}={node[key]!r}, but should have cores of 0 to {node['cores'] - 1}")
+            if not wrong and max(cores[key], default=0) >= node["cores"]:
+                violations.append(f"{key}={node[key]!r}, but should have cores of 0 to {node['cores'] - 1}")
+    if cores.get("reserved") and len(cores["reserved"]) != node.get("reserved_cores", 0):
+        violations.append(
+            f"reserved={node['reserved']!r}, but should be reserved_cores={node.get('reserved_cores', 0)} of them"
+        )
+    if node["cores_near_device"] and len(node["cores_near_device"]) != node.get("devices"):
+        violations.append(
+            f"cores_near_device has {len(node['cores_near_device'])} entries, but should have {node.get('devices')}"
+        )
     try:
         names = {*names_of(site, 2)}
     except (LookupError, ValueError):
         names = set()
     if len(names) < 2:
-        found.append(f"hosts={node.get('hosts')!r}, but should have one {{}}, for the number of the node")
-    return [f"[node] {line}" for line in found]
+        violations.append(f"hosts={node.get('hosts')!r}, but should have one {{}}, for the number of the node")
+    strange = [name for name in queue["exclusive"] if name not in queue["partitions"]]
+    return [f"[node] {line}" for line in violations] + [f"[queue] exclusive={name}, which is no partition" for name in strange]
 
 
 def interfaces_of(site: Site) -> list[str]:
@@ -56,11 +67,11 @@ def interfaces_of(site: Site) -> list[str]:
 
 def numbers(ranges: str) -> list[int]:
     """Of "0,8-10" 0, 8, 9 and 10."""
-    found = []
+    listed = []
     for part in filter(None, ranges.split(",")):
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
+        listed += range(int(first), int(last or first) + 1)
+    return listed
 
 
 def shape(site: Site, version: tuple[int, int] = OLDEST) -> tuple[int, int, int]:
@@ -106,7 +117,7 @@ def slurm_conf(site: Site, names: list[str], settings: dict[str, str], version: 
     node, queue = site.facts["node"], site.facts.get("queue", {})
     sockets, cores, threads = shape(site, version)
     with_mpi = any(launch.mpi for launch in site.launches)
-    told = dict(
+    options = dict(
         ClusterName=site.name,
         SlurmctldHost=LOGIN,
         SlurmUser="root",
@@ -142,24 +153,24 @@ def slurm_conf(site: Site, names: list[str], settings: dict[str, str], version: 
     )
     if site.facts["scheduler"] == "pbs":
         # Its stand-in ends a job at its walltime to the second, which Slurm cannot; KILL comes 10 s after TERM.
-        told |= dict(OverTimeLimit="1", KillWait="10")
+        options |= dict(OverTimeLimit="1", KillWait="10")
     devices = devices_of(site)
-    told |= dict(GresTypes="gpu") if devices else {}
+    options |= dict(GresTypes="gpu") if devices else {}
     if site.facts["scheduler"] == "slurm":
         # For the grace time, the ranks of a job that is preempted have SIGTERM, or their --signal instead under
         # SlurmctldParameters=preempt_send_user_signal; then it is requeued. https://slurm.schedmd.com/preempt.html
-        told |= dict(PreemptType="preempt/partition_prio", PreemptMode="REQUEUE", PartitionName="DEFAULT GraceTime=30")
-    told |= settings
+        options |= dict(PreemptType="preempt/partition_prio", PreemptMode="REQUEUE", PartitionName="DEFAULT GraceTime=30")
+    options |= settings
     # Of two jobs on a node each has the memory of its cores.
-    told["DefMemPerCPU"] = node["memory_gib"] * 1024 // (sockets * cores * threads)
-    facts = dict(Sockets=sockets, CoresPerSocket=cores, ThreadsPerCore=threads, RealMemory=node["memory_gib"] * 1024)
-    facts |= dict(Gres=f"gpu:{devices}") if devices else {}
+    options["DefMemPerCPU"] = node["memory_gib"] * 1024 // (sockets * cores * threads)
+    node_fields = dict(Sockets=sockets, CoresPerSocket=cores, ThreadsPerCore=threads, RealMemory=node["memory_gib"] * 1024)
+    node_fields |= dict(Gres=f"gpu:{devices}") if devices else {}
     # Slurm numbers the threads of a core one after the other, whatever the kernel does.
     reserved = [core * threads + thread for core in numbers(node.get("reserved", "")) for thread in range(threads)]
-    facts |= dict(CpuSpecList=",".join(map(str, reserved))) if reserved else {}
-    facts |= dict(Feature=",".join(queue["constraints"])) if queue.get("constraints") else {}
-    lines = [f"{name}={value}" for name, value in told.items()]
-    lines += [f"NodeName={','.join(names)} " + " ".join(f"{name}={value}" for name, value in facts.items())]
+    node_fields |= dict(CpuSpecList=",".join(map(str, reserved))) if reserved else {}
+    node_fields |= dict(Feature=",".join(queue["constraints"])) if queue.get("constraints") else {}
+    lines = [f"{name}={value}" for name, value in options.items()]
+    lines += [f"NodeName={','.join(names)} " + " ".join(f"{name}={value}" for name, value in node_fields.items())]
     default = node.get("partition", "batch")
     for partition in dict.fromkeys([*queue.get("partitions", []), default]):
         whole = partition in queue.get("exclusive", [partition])
@@ -195,6 +206,6 @@ def hosts_file(site: Site, names: list[str], aliases: list[str]) -> str:
         more = [f"{name}.{domain}"] if domain else []
         more += [alias.format(name=name) for alias in aliases]
         for k, interface in enumerate(interfaces_of(site)):
-            said = [name, *more, f"{name}-{interface}"] if k == 0 else [f"{name}-{interface}"]
-            lines.append(f"{SUBNET}.{k}.{number} {' '.join(said)}")
+            aliases_here = [name, *more, f"{name}-{interface}"] if k == 0 else [f"{name}-{interface}"]
+            lines.append(f"{SUBNET}.{k}.{number} {' '.join(aliases_here)}")
     return "\n".join(lines) + "\n"

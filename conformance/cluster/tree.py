@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from conformance.cluster.prefix import CACHE, whole
-from conformance.cluster.virtual import Refusal, ended_by_signal
+from conformance.cluster.virtual import NoCluster, ended_by_signal
 
 SUITE = "trixie"
 # Slurm with its accounting, modules, a compiler for install scripts, Python for its libraries and for the pip that a Python
@@ -26,44 +26,46 @@ ANYWHERE = "http://deb.debian.org/debian"
 
 
 def make(cache: Path = CACHE) -> Path:
-    """The tree, made if it is not there. Raises Refusal where it cannot be."""
+    """The tree, made if it is not there. Raises NoCluster where it cannot be."""
     of = hashlib.sha256(f"{SUITE} {PACKAGES}".encode()).hexdigest()[:12]
-    there = cache.resolve() / f"debian-{SUITE}-{of}"
-    if there.is_dir():
-        return there
+    path = cache.resolve() / f"debian-{SUITE}-{of}"
+    if path.is_dir():
+        return path
     if os.geteuid():
-        raise Refusal("a tree is made by root: the files in it are root's")
+        raise NoCluster("a tree is made by root: the files in it are root's")
     if not shutil.which("mmdebstrap"):
-        raise Refusal("no mmdebstrap here: apt-get install -y --no-install-recommends mmdebstrap debian-archive-keyring")
+        raise NoCluster("no mmdebstrap here: apt-get install -y --no-install-recommends mmdebstrap debian-archive-keyring")
     asked = mirror()
     # Whatever it starts ends with this process: an apt that is left behind would fill the folder again.
     alone = ["setpriv", "--pdeathsig=KILL", "unshare", "--fork", "--kill-child", "--pid", "--mount-proc"]
-    with whole(there) as new:
+    with whole(path) as new:
         command = [*alone, "mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(new), asked]
         try:
-            ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=900)
+            result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=900)
         except subprocess.TimeoutExpired:
-            raise Refusal(f"mmdebstrap, from {asked}: not ready after 15 min") from None
-        if ended.returncode:
-            errors = [line for line in ended.stderr.splitlines() if line.startswith("E: ")] or [f"exit code {ended.returncode}"]
-            raise Refusal(f"mmdebstrap, from {asked}: {errors[0]}")
+            raise NoCluster(f"mmdebstrap, from {asked}: not ready after 15 min") from None
+        if result.returncode:
+            errors = [line for line in result.stderr.splitlines() if line.startswith("E: ")] or [
+                f"exit code {result.returncode}"
+            ]
+            raise NoCluster(f"mmdebstrap, from {asked}: {errors[0]}")
         new.chmod(0o755)  # an ordinary user reads it
-    return there
+    return path
 
 
 def mirror() -> str:
     """Debian's, as this machine's apt has it. A machine that is no Debian asks the one that is everywhere."""
     asked = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", "Origin: Debian", "Label: Debian"]
     try:
-        said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
+        addresses = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
     except OSError:
-        said = []
-    return next(iter(said), ANYWHERE)
+        addresses = []
+    return next(iter(addresses), ANYWHERE)
 
 
 if __name__ == "__main__":
     try:
         with ended_by_signal():
             print(make(*map(Path, sys.argv[1:2])))
-    except Refusal as refusal:
-        sys.exit(f"error: {refusal}")
+    except NoCluster as reason:
+        sys.exit(f"error: {reason}")

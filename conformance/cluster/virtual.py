@@ -65,7 +65,7 @@ HERE_TOO = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", 
 APART = ["unshare", "--fork", "--kill-child", "--mount", "--net", "--uts", "--ipc", "--pid"]
 
 
-class Refusal(Exception):
+class NoCluster(Exception):
     """Why no cluster can be raised, or is up, here: one line for whoever called."""
 
 
@@ -93,10 +93,10 @@ def missing(tree: Path = Path("/")) -> str | None:
 
 def release_of(tree: Path) -> str:
     """Of its Slurm: "22.05.8"."""
-    there = ["chroot", tree] if tree != Path("/") else []  # which is root's
-    ended = subprocess.run([*there, "slurmctld", "-V"], capture_output=True, text=True, check=False, env=plain())
-    _must(ended, f"slurmctld in {tree}")
-    return ended.stdout.split()[-1]
+    in_tree = ["chroot", tree] if tree != Path("/") else []  # which is root's
+    result = subprocess.run([*in_tree, "slurmctld", "-V"], capture_output=True, text=True, check=False, env=plain())
+    _must(result, f"slurmctld in {tree}")
+    return result.stdout.split()[-1]
 
 
 def version_of(tree: Path) -> tuple[int, int]:
@@ -108,7 +108,7 @@ class VirtualSite:
     """Up from up() or `with` to down(), or to the end of this process.
 
     build: makes what a job finds there, into an empty folder; without, there is Slurm alone. settings: more of slurm.conf.
-    tree: the root that nodes boot from, this machine's or one of tree.py. Raises Refusal where site.toml describes no node.
+    tree: the root that nodes boot from, this machine's or one of tree.py. Raises NoCluster where site.toml describes no node.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class VirtualSite:
         tree: Path = Path("/"),
     ):
         if wrong := impossible(site):
-            raise Refusal(f"{site.folder / 'site.toml'}: {wrong[0]}")
+            raise NoCluster(f"{site.folder / 'site.toml'}: {wrong[0]}")
         self.site, self.folder, self.build, self.settings = site, Path(folder).resolve(), build, settings or {}
         self.names, self.tree, self.version = names_of(site, nodes), Path(tree).resolve(), OLDEST
         self.pids: dict[str, int] = {}
@@ -142,10 +142,10 @@ class VirtualSite:
         return self.folder / "home" / USER
 
     def up(self) -> None:
-        """Raises Refusal where that cannot be, or where this folder's cluster is up already."""
+        """Raises NoCluster where that cannot be, or where this folder's cluster is up already."""
         start = time.monotonic()
         if reason := missing(self.tree):
-            raise Refusal(reason)
+            raise NoCluster(reason)
         self.version = version_of(self.tree)
         self._take_folder()
         try:
@@ -191,12 +191,12 @@ class VirtualSite:
         words = ["bash", "-c", command] if isinstance(command, str) else command
         limited = ["timeout", "--kill-after=2", str(timeout), *words]
         whole = [*entered(self._pid(node)), *(as_user(limited, folder) if user else limited)]
-        ended = subprocess.run(
+        result = subprocess.run(
             whole, capture_output=True, text=True, check=False, timeout=timeout + 10, stdin=subprocess.DEVNULL, env=plain()
         )
-        if ended.returncode == 124:
-            raise subprocess.TimeoutExpired(command, timeout, ended.stdout, ended.stderr)
-        return ended
+        if result.returncode == 124:
+            raise subprocess.TimeoutExpired(command, timeout, result.stdout, result.stderr)
+        return result
 
     def crash(self, node: str) -> None:
         """As when it loses its power."""
@@ -205,14 +205,14 @@ class VirtualSite:
 
     def slow_disk(self, seconds: float) -> None:
         """From now on each fsync on a node lasts so long; 0: as long as this machine's."""
-        told = self.folder / "shared/fsync"
+        file = self.folder / "shared/fsync"
         (self.folder / "shared/fsync.new").write_text(str(seconds))
-        (self.folder / "shared/fsync.new").rename(told)
+        (self.folder / "shared/fsync.new").rename(file)
 
     def _pid(self, node: str) -> int:
         node = LOGIN if node == "login" else node
         if node not in self.alive():  # its PID may be another's by now
-            raise Refusal(f"no node {node} is up, but {', '.join(self.alive()) or 'none'}")
+            raise NoCluster(f"no node {node} is up, but {', '.join(self.alive()) or 'none'}")
         return self.pids[node]
 
     def alive(self) -> list[str]:
@@ -221,18 +221,18 @@ class VirtualSite:
 
     def put_site(self) -> str:
         """The repository as a user has it who wants this site: into the home, on the nodes at the path that this returns."""
-        there = self.home / "ddp-sites"
+        repository = self.home / "ddp-sites"
         for name in ("core", "conformance", "pyproject.toml"):
             if (ROOT / name).is_dir():
                 ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "reports", "build")
-                shutil.copytree(ROOT / name, there / name, ignore=ignored, dirs_exist_ok=True)
+                shutil.copytree(ROOT / name, repository / name, ignore=ignored, dirs_exist_ok=True)
             else:
-                shutil.copy(ROOT / name, there / name)
-        folder = there / "sites" / self.site.name
+                shutil.copy(ROOT / name, repository / name)
+        folder = repository / "sites" / self.site.name
         folder.mkdir(parents=True, exist_ok=True)
         for name in {*self.site.facts.get("files", []), "site.toml"}:
             shutil.copy(self.site.folder / name, folder / name)
-        for path in (there, *there.rglob("*")):
+        for path in (repository, *repository.rglob("*")):
             os.lchown(path, UID, UID)
         return f"/home/{USER}/{folder.relative_to(self.home)}"
 
@@ -249,7 +249,7 @@ class VirtualSite:
             except BlockingIOError:
                 if time.monotonic() > end:
                     os.close(lock)
-                    raise Refusal(f"a cluster is up in {self.folder} already: --down, or another --folder") from None
+                    raise NoCluster(f"a cluster is up in {self.folder} already: --down, or another --folder") from None
                 time.sleep(0.05)
             else:
                 self._lock = lock
@@ -314,10 +314,16 @@ class VirtualSite:
         log = self.folder / "shared/log"
         for name in (LOGIN, *self.names):
             on_login = name == LOGIN
-            facts = [name, self.folder, 0 if on_login else cpus_of(self.site), 0 if on_login else devices_of(self.site), UID]
+            arguments = [
+                name,
+                self.folder,
+                0 if on_login else cpus_of(self.site),
+                0 if on_login else devices_of(self.site),
+                UID,
+            ]
             with open(log / f"boot-{name}.log", "w") as errors:
                 self._inits[name] = subprocess.Popen(
-                    [*APART, HERE / "boot.sh", *map(str, facts), self.tree, home_of_python()],
+                    [*APART, HERE / "boot.sh", *map(str, arguments), self.tree, home_of_python()],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
@@ -327,11 +333,11 @@ class VirtualSite:
                     text=True,
                 )
         for name, init in self._inits.items():
-            said = init.stdout.readline().strip()
-            if not said:
+            answer = init.stdout.readline().strip()
+            if not answer:
                 why = (log / f"boot-{name}.log").read_text().strip().splitlines() or ["it says nothing"]
-                raise Refusal(f"{name} does not boot: {why[-1]}")
-            self.pids[name] = int(said)
+                raise NoCluster(f"{name} does not boot: {why[-1]}")
+            self.pids[name] = int(answer)
 
     def _connect(self) -> None:
         """A bridge for each interface, inside the login node; no route leads out."""
@@ -356,8 +362,8 @@ class VirtualSite:
     def _ip(self, node: str, lines: list[str]) -> None:
         # Of the namespaces only this one: netns PID then means the machine's PID.
         command = ["nsenter", f"--target={self.pids[node]}", "--net", "ip", "-batch", "-"]
-        ended = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=False)
-        _must(ended, f"the network of {node}")
+        result = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=False)
+        _must(result, f"the network of {node}")
 
     def _start_slurm(self) -> None:
         munge = self.folder / "munge"
@@ -382,12 +388,12 @@ class VirtualSite:
             _must(subprocess.CompletedProcess([], process.returncode, "", errors), f"slurmd on {name}")
         end = time.monotonic() + 60 + len(self.names)
         while True:
-            said = self.on("login", ["sinfo", "-h", "-N", "-o", "%N %t"], user=False).stdout
-            states = dict(line.split() for line in said.splitlines())
+            answer = self.on("login", ["sinfo", "-h", "-N", "-o", "%N %t"], user=False).stdout
+            states = dict(line.split() for line in answer.splitlines())
             if len(states) == len(self.names) and {*states.values()} == {"idle"}:
                 return
             if time.monotonic() > end:
-                raise Refusal(f"nodes do not come up: {states or 'slurmctld does not answer'}; see {self.folder}/shared/log")
+                raise NoCluster(f"nodes do not come up: {states or 'slurmctld does not answer'}; see {self.folder}/shared/log")
             time.sleep(0.05)
 
 
@@ -403,8 +409,8 @@ def entered(pid: int) -> list[str]:
 
 def as_user(command: list[str], folder: str | None = None) -> list[str]:
     """In a login shell, as after ssh."""
-    told = plain() | dict(HOME=f"/home/{USER}", USER=USER, LOGNAME=USER, SHELL="/bin/bash", PATH=os.defpath)
-    environment = [f"{name}={value}" for name, value in told.items()]
+    variables = plain() | dict(HOME=f"/home/{USER}", USER=USER, LOGNAME=USER, SHELL="/bin/bash", PATH=os.defpath)
+    environment = [f"{name}={value}" for name, value in variables.items()]
     shell = ["bash", "-lc", 'cd "$1" && shift && exec "$@"', "bash", folder or f"/home/{USER}", *command]
     return ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--init-groups", "env", "-i", *environment, *shell]
 
@@ -433,23 +439,24 @@ def _gone(pid: int) -> None:
         time.sleep(0.005)
 
 
-def _must(ended: subprocess.CompletedProcess, what: str) -> None:
-    if ended.returncode:
-        raise Refusal(f"{what}: {(ended.stderr or ended.stdout or f'exit code {ended.returncode}').strip().splitlines()[-1]}")
+def _must(result: subprocess.CompletedProcess, what: str) -> None:
+    if result.returncode:
+        words = (result.stderr or result.stdout or f"exit code {result.returncode}").strip().splitlines()
+        raise NoCluster(f"{what}: {words[-1]}")
 
 
 # ---- from another process -------------------------------------------------------------------------------------------
 
 
-def found(folder: Path) -> dict[str, int]:
-    """The nodes' PIDs of the cluster that is up in this folder. Raises Refusal where none is."""
+def pids_in(folder: Path) -> dict[str, int]:
+    """The nodes' PIDs of the cluster that is up in this folder. Raises NoCluster where none is."""
     try:
         pids = json.loads((folder / "up.json").read_text())["pids"]
         alive = {name: pid for name, pid in pids.items() if str(folder) in Path(f"/proc/{pid}/cmdline").read_text()}
     except OSError:
         alive = {}
     if not alive:
-        raise Refusal(f"no cluster is up in {folder}")
+        raise NoCluster(f"no cluster is up in {folder}")
     return alive
 
 
@@ -479,46 +486,48 @@ def main() -> int | str:
     parser.add_argument("--on", metavar="NODE", help="there, in the cluster that is up in --folder: a shell, or COMMAND")
     parser.add_argument("--down", action="store_true", help="take that one down")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
-    told = parser.parse_args()
-    if told.folder is None and (told.on or told.down):
+    options = parser.parse_args()
+    if options.folder is None and (options.on or options.down):
         parser.error("--on and --down need --folder")
-    if not (told.site or told.on or told.down):
+    if not (options.site or options.on or options.down):
         parser.error("--site is missing")
     try:
-        if told.on:
-            pids = found(told.folder.resolve())
-            node = LOGIN if told.on == "login" else told.on
+        if options.on:
+            pids = pids_in(options.folder.resolve())
+            node = LOGIN if options.on == "login" else options.on
             if node not in pids:
                 return f"no node {node}: there are {', '.join(pids)}"
-            command = told.command[told.command[:1] == ["--"] :] or ["bash"]
+            command = options.command[options.command[:1] == ["--"] :] or ["bash"]
             return subprocess.run([*entered(pids[node]), *as_user(command)], check=False, env=plain()).returncode
-        if told.down:
-            for pid in found(told.folder.resolve()).values():
+        if options.down:
+            for pid in pids_in(options.folder.resolve()).values():
                 os.kill(pid, signal.SIGKILL)
             return 0
-        (site,) = sites.find([told.site])
-        temporary = None if told.folder else tempfile.mkdtemp(prefix="cluster-")
+        (site,) = sites.find([options.site])
+        temporary = None if options.folder else tempfile.mkdtemp(prefix="cluster-")
         try:
-            build, folder = None if told.bare else layer.build, told.folder or Path(temporary)
-            with ended_by_signal(), VirtualSite(site, folder, told.nodes, build, tree=told.tree) as cluster:
-                there = None if told.bare else cluster.put_site()
+            build, folder = None if options.bare else layer.build, options.folder or Path(temporary)
+            with ended_by_signal(), VirtualSite(site, folder, options.nodes, build, tree=options.tree) as cluster:
+                folder_of_site = None if options.bare else cluster.put_site()
                 print(f"up in {cluster.seconds['up']:.2f} s: {site.name}, {LOGIN} and {', '.join(cluster.names)}", flush=True)
-                if told.keep:
+                if options.keep:
                     node = cluster.names[0]
                     print(
                         f"another terminal: python -m conformance.cluster.virtual --folder {cluster.folder} --on {node}",
                         flush=True,
                     )
-                if told.keep and sys.stdin.isatty():
-                    subprocess.run([*entered(cluster.pids[LOGIN]), *as_user(["bash"], there)], check=False, env=plain())
-                elif told.keep:
+                if options.keep and sys.stdin.isatty():
+                    subprocess.run(
+                        [*entered(cluster.pids[LOGIN]), *as_user(["bash"], folder_of_site)], check=False, env=plain()
+                    )
+                elif options.keep:
                     cluster.wait()
             print(f"down in {cluster.seconds['down']:.2f} s")
         finally:
             if temporary:
                 shutil.rmtree(temporary)
-    except (Refusal, ValueError) as refusal:
-        return f"error: {refusal}"
+    except (NoCluster, ValueError) as reason:
+        return f"error: {reason}"
     return 0
 
 

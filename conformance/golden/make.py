@@ -2,7 +2,7 @@
 
     python -m conformance.golden.make
 
-conformance/checks/test_golden.py checks what is written against NumPy. Change it only in a commit that says why.
+conformance/checks/test_static.py checks what is written against NumPy. Change it only in a commit that says why.
 """
 
 import json

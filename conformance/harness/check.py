@@ -30,10 +30,10 @@ class Check:
         self.where, self.node = where, node
         self.clauses = clauses_of(node)
 
-    def equal(self, clause: str, **facts: tuple) -> None:
+    def equal(self, clause: str, **pairs: tuple) -> None:
         """name=(value, what it should be); all that differ are told."""
         __tracebackhide__ = True
-        differ = {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
+        differ = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
         self.holds(
             clause, *(f"{name}={_short(value)}, but should be {_short(other)}" for name, (value, other) in differ.items())
         )

@@ -47,7 +47,7 @@ class Spec:
 
     @classmethod
     def read(cls, text: str) -> "Spec":
-        found = re.findall(r"^- \*\*([A-Z]+\d+)\*\* (\(untested\) )?(.+(?:\n  .+)*)", text, re.MULTILINE)
+        clauses = re.findall(r"^- \*\*([A-Z]+\d+)\*\* (\(untested\) )?(.+(?:\n  .+)*)", text, re.MULTILINE)
         tiers = {}
         for tier, words in re.findall(r"\*\*(T\d)\*\*((?:[^*·\n]|\n(?!\n))+)", text):
             precision = re.search(r"\bin (\w+)", words)
@@ -55,8 +55,8 @@ class Spec:
                 tiers[float(limit)] = (tier, precision[1] if precision else "")
         return cls(
             dict(re.findall(r"^## ([A-Z]+): (.+)$", text, re.MULTILINE)),
-            {name: " ".join(sentence.split()) for name, _, sentence in found},
-            {name for name, untested, _ in found if untested},
+            {name: " ".join(sentence.split()) for name, _, sentence in clauses},
+            {name for name, untested, _ in clauses if untested},
             tiers,
         )
 
@@ -71,16 +71,16 @@ class Spec:
 
 def read(paths: Iterable[Path]) -> list[dict]:
     """Parts or reports. Raises ValueError for a file that is not one."""
-    found = []
+    documents = []
     for path in sorted(paths):
         try:
-            facts = json.loads(path.read_text())
+            document = json.loads(path.read_text())
         except ValueError as error:
             raise ValueError(f"{path}: not JSON, was its session ended? {error}") from None
-        if not isinstance(facts, dict) or facts.get("format") != 1:
+        if not isinstance(document, dict) or document.get("format") != 1:
             raise ValueError(f"{path}: format should be 1")
-        found.append(facts)
-    return found
+        documents.append(document)
+    return documents
 
 
 # ---- what reports say ----------------------------------------------------------------------------------------------

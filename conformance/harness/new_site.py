@@ -71,7 +71,7 @@ def fill(file: str, text: str, old: Site, name: str) -> str:
 
 def renamed(text: str, old: str, new: str) -> str:
     """Every whole word `old` is `new`, but for those in addresses."""
-    return re.sub(rf"{ADDRESS}|(?<![\w-]){re.escape(old)}(?![\w-])", lambda found: new if found[0] == old else found[0], text)
+    return re.sub(rf"{ADDRESS}|(?<![\w-]){re.escape(old)}(?![\w-])", lambda match: new if match[0] == old else match[0], text)
 
 
 # ---- site.toml ------------------------------------------------------------------------------------------------------
@@ -82,12 +82,17 @@ def site_toml(text: str, old: Site) -> str:
     made = []
     for header, lines in tables(text):
         if header in ("[node]", "[queue]", "[software]"):
-            theirs = [(key, NOTHING.get(type(value), '""'), value) for key, value in old.facts[header.strip("[]")].items()]
-            facts = [f"{key} = {nothing} # EDIT: this machine's; {value!r} at {old.name}" for key, nothing, value in theirs]
-            made += [header, *facts, ""]
+            values = {key: value for key, value in old.facts[header.strip("[]")].items() if not isinstance(value, dict)}
+            theirs = [(key, NOTHING.get(type(value), '""'), value) for key, value in values.items()]
+            lines_of_table = [
+                f"{key} = {nothing} # EDIT: this machine's; {value!r} at {old.name}" for key, nothing, value in theirs
+            ]
+            made += [header, *lines_of_table, ""]
         elif header == "[verified]":
             made += ["[verified]", 'status = "never-run" # never-run, simulated, run-on-site', 'evidence = "nothing yet"']
             made += [f'unverified = ["{NEVER_SHOWN}"] # what the scripts count on and no run has shown', ""]
+        elif header == "[software.provides]":
+            made += ["# EDIT: add [software.provides] where scripts count on what a module brings: see conformance/SPEC.md", ""]
         elif header == "[[expected_failures]]":
             continue  # they were the old site's
         elif header == "[[launchers]]" and "[[launchers]]" not in made:
@@ -103,18 +108,18 @@ def site_toml(text: str, old: Site) -> str:
 
 def tables(text: str) -> list[tuple[str, list[str]]]:
     """("[node]", its lines) and so on; "" for what stands before the first. Comments above a header belong to it."""
-    found, inside = [("", [])], ""
+    sections, inside = [("", [])], ""
     for line in text.splitlines():
         header = re.match(r"(\[\[?)([\w.-]+)(\]\]?)\s*(#.*)?$", line) if not inside else None
         if header:
-            before, above = found[-1][1], []
+            before, above = sections[-1][1], []
             while before and before[-1].startswith("#"):
                 above.insert(0, before.pop())
-            found.append(("".join(header.groups()[:3]), above))
-        found[-1][1].append(line)
+            sections.append(("".join(header.groups()[:3]), above))
+        sections[-1][1].append(line)
         for quotes in re.findall(r'"""|\'\'\'', line):
             inside = "" if quotes == inside else inside or quotes
-    return found
+    return sections
 
 
 # ---- README.md ------------------------------------------------------------------------------------------------------

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from conformance.cluster.schedulers import NotSubmitted
 from conformance.harness.check import clauses_of, parameters
 from conformance.harness.evidence import margin, plain
-from conformance.harness.submit import Jobs, Refusal
+from conformance.harness.submit import Jobs
 from conformance.harness.world import World
 
-LONE = 5.0  # seconds that a rank which failed waits for the others to come to the end of the same test
-PATIENCE = 120.0  # seconds that a rank which passed does
+LONE = 5.0  # seconds that a failing rank waits for the others to come to the end of the same test
+MEETING = 120.0  # seconds that a passing rank waits for the others
 PASSED_ON = 1.0  # seconds for mpiexec to pass on what was said: MPICH's dropped it 5 times of 200 where an Abort came at once
 
 
@@ -37,8 +38,10 @@ class Verdicts:
         self.curves: list[dict] = []
         self.expected: dict[str, set] = {}
         self.objections: list[str] = []
-        self.told_to_fail = [(site.name, entry) for site in config.sites for entry in site.facts.get("expected_failures", [])]
-        self.failed_as_told: list[dict] = []
+        self.expected_failures = [
+            (site.name, entry) for site in config.sites for entry in site.facts.get("expected_failures", [])
+        ]
+        self.failed_as_expected: list[dict] = []
 
     # ---- what is checked of whom ------------------------------------------------------------------------------------
 
@@ -67,38 +70,38 @@ class Verdicts:
         who = dict(item.user_properties).get("who")
         if not who or (report.when != "call" and not report.failed):
             return report
-        for site, entry in self.told_to_fail:
+        for site, entry in self.expected_failures:
             about = site == who["site"] and entry.get("launcher") in (None, who["launcher"])
             if about and report.failed and f"({entry.get('clause')})" in report.longreprtext:
                 report.outcome, report.wasxfail = "skipped", entry.get("reason", "")
                 report.user_properties.append(("expected", entry))
-                self.failed_as_told.append(entry)
+                self.failed_as_expected.append(entry)
         return report
 
     def pytest_runtest_logreport(self, report):
-        facts = dict(report.user_properties)
-        if not facts.get("clauses") or (report.when != "call" and report.passed):
+        properties = dict(report.user_properties)
+        if not properties.get("clauses") or (report.when != "call" and report.passed):
             return
-        told, compared = facts.get("expected"), [value for key, value in report.user_properties if key == "deviation"]
+        expected, compared = properties.get("expected"), [value for key, value in report.user_properties if key == "deviation"]
         worst, limit, what = max(compared, default=(None, None, None))
         name, _, case = report.nodeid.rpartition("::")[2].partition("[")
         self.checks.append(
             dict(
-                **facts["who"],
+                **properties["who"],
                 name=name.removeprefix("test_"),
                 case=case.rstrip("]"),
-                clauses=facts["clauses"],
-                outcome="expected-failure" if told else report.outcome,
+                clauses=properties["clauses"],
+                outcome="expected-failure" if expected else report.outcome,
                 message="" if report.passed else report.longreprtext,
-                reason=told["reason"] if told else "",
-                link=told["link"] if told else "",
+                reason=expected["reason"] if expected else "",
+                link=expected["link"] if expected else "",
                 what=what,
                 deviation=worst,
                 limit=limit,
             )
         )
         curves = [value for key, value in report.user_properties if key == "curve"]
-        self.curves += [dict(**facts["who"], precision=precision, losses=losses) for precision, losses in curves]
+        self.curves += [dict(**properties["who"], precision=precision, losses=losses) for precision, losses in curves]
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
@@ -118,11 +121,11 @@ class Verdicts:
             )
         if self.world_size and not any(check["outcome"] in ("passed", "expected-failure") for check in self.checks):
             self.objections.append("no check has passed (V2)")
-        for site, entry in self.told_to_fail:
+        for site, entry in self.expected_failures:
             tried = [check for check in self.checks if check["site"] == site and entry.get("clause") in check["clauses"]]
-            if tried and entry not in self.failed_as_told:
-                told = f"expected_failures: {entry.get('clause')} in site.toml"
-                self.objections.append(f"{told}, but it passes: delete the entry [{site}] (V9)")
+            if tried and entry not in self.failed_as_expected:
+                entry_of = f"expected_failures: {entry.get('clause')} in site.toml"
+                self.objections.append(f"{entry_of}, but it passes: delete the entry [{site}] (V9)")
 
     def _write_part(self, folder: Path) -> None:
         """What report.py makes its reports of."""
@@ -157,35 +160,35 @@ class Verdicts:
         for name, checks in rows.items():
             passed = sum(check["outcome"] == "passed" for check in checks)
             line = f"{' '.join(checks[0]['clauses']):<{widest}}  {name:<{longest}}  {passed} of {len(checks)} passed"
-            if told := sum(check["outcome"] == "expected-failure" for check in checks):
-                line += f", {told} failed as expected"
+            if expected := sum(check["outcome"] == "expected-failure" for check in checks):
+                line += f", {expected} failed as expected"
             if compared := [check for check in checks if check["limit"] is not None]:
                 worst = max(compared, key=lambda check: check["deviation"])
                 line += f"  worst deviation {margin(worst)}, limit {plain(worst['limit'])} [{worst['case']}]"
-            terminalreporter.write_line(line, red=passed + told < len(checks))
+            terminalreporter.write_line(line, red=passed + expected < len(checks))
         for objection in self.objections:
             terminalreporter.write_line(objection, red=True)
 
 
 def versions() -> dict[str, str]:
     """Of what the losses may depend on."""
-    found = dict(python=platform.python_version())
+    versions_here = dict(python=platform.python_version())
     for name, package in (("torch", "torch"), ("ddp_core", "ddp-core"), ("numpy", "numpy")):
         try:
-            found[name] = version(package)
+            versions_here[name] = version(package)
         except PackageNotFoundError:
             continue
     if "mpi4py.MPI" in sys.modules:
-        found["mpi"] = " ".join(sys.modules["mpi4py.MPI"].Get_library_version().split("\n")[0].strip("\0").split())
-    return found
+        versions_here["mpi"] = " ".join(sys.modules["mpi4py.MPI"].Get_library_version().split("\n")[0].strip("\0").split())
+    return versions_here
 
 
 def machine() -> dict:
     """What kind of machine this is, and not whose."""
     torch = sys.modules.get("torch")
-    there = torch.accelerator.device_count() if torch and torch.accelerator.is_available() else 0
-    name = torch.get_device_module().get_device_name() if there else None
-    return dict(cores=os.cpu_count(), accelerator=name, accelerators=there)  # not what an MPI has bound this rank to
+    count = torch.accelerator.device_count() if torch and torch.accelerator.is_available() else 0
+    name = torch.get_device_module().get_device_name() if count else None
+    return dict(cores=os.cpu_count(), accelerator=name, accelerators=count)  # not what an MPI has bound this rank to
 
 
 class Ranks(Verdicts):
@@ -220,7 +223,7 @@ class Ranks(Verdicts):
     def pytest_runtest_makereport(self, item, call):
         """The same report on all ranks: failed if it failed on any. A rank that failed alone ends the session (V3)."""
         report = yield from super().pytest_runtest_makereport(item, call)
-        if not self.outcomes.meet(LONE if report.failed else PATIENCE):
+        if not self.outcomes.meet(LONE if report.failed else MEETING):
             what = report.longreprtext if report.failed else f"{item.name}: the other ranks have not come to its end"
             sys.__stderr__.write(f"\nrank {self.world.rank} alone, so that all are ended (V3): {item.nodeid}\n{what}\n")
             sys.__stderr__.flush()
@@ -245,12 +248,12 @@ class Submitted(Verdicts):
         super().__init__(config)
         if len(config.sites) != 1 or not config.getoption("--site"):
             raise pytest.UsageError("--submit: name the site of this machine, --site NAME_OR_FOLDER")
-        told = {name: config.getoption(f"--{name}") for name in ("geometry", "device", "backend")}
-        told |= dict(options=config.getoption("--submit"), timeout=config.getoption("--submit-timeout"))
-        told |= dict(poll=1.0) if config.getoption("--virtual") else {}  # nobody else is served there
+        options = {name: config.getoption(f"--{name}") for name in ("geometry", "device", "backend")}
+        options |= dict(options=config.getoption("--submit"), timeout=config.getoption("--submit-timeout"))
+        options |= dict(poll=1.0) if config.getoption("--virtual") else {}  # nobody else is served there
         try:
-            self.world = Jobs(config.sites[0], say=self._say, **told)
-        except Refusal as refusal:
+            self.world = Jobs(config.sites[0], say=self._say, **options)
+        except NotSubmitted as refusal:
             raise pytest.UsageError(str(refusal)) from None
         self.refused = False
         self.rung, self.world_size = "cluster" if config.getoption("--virtual") else "machine", self.world.size
@@ -280,7 +283,7 @@ class Submitted(Verdicts):
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
-        if call.excinfo and isinstance(call.excinfo.value, Refusal):
+        if call.excinfo and isinstance(call.excinfo.value, NotSubmitted):
             self.refused = True
             pytest.exit(str(call.excinfo.value), returncode=2)
         return (yield from super().pytest_runtest_makereport(item, call))

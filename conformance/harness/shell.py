@@ -47,16 +47,16 @@ class Script:
 
     @cached_property
     def lines(self) -> list[Line]:
-        found, paragraph, above = [], [], ""
+        lines, paragraph, above = [], [], ""
         for number, text in enumerate(self.text.split("\n"), 1):
             line = Line(number, text, [*paragraph], above)
             if not text.strip():
                 paragraph = []
             elif line.is_comment:
                 paragraph.append(text)
-            found.append(line)
+            lines.append(line)
             above = text
-        return found
+        return lines
 
     @property
     def first_command(self) -> int:
@@ -70,12 +70,12 @@ class Script:
     @property
     def flags(self) -> list[tuple[Line, str]]:
         """The flags that stand in arrays, where a comment can stand above each."""
-        found, inside = [], False
+        flags, inside = [], False
         for line in self.lines:
             if inside and FLAG.match(line.text):
-                found.append((line, line.text.strip()))
+                flags.append((line, line.text.strip()))
             inside = bool(ARRAY.match(line.text)) or (inside and line.text.strip() != ")")
-        return found
+        return flags
 
     @property
     def exports(self) -> list[tuple[Line, str]]:

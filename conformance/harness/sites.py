@@ -1,24 +1,4 @@
-"""The sites of this repository and what their launchers export. Sites are found by sites/*/site.toml, never by name.
-
-What conformance reads of a site.toml:
-
-    name = "..."  operator = "..."  scheduler = "..."  launcher = "..."  submit = "job.sl"
-    stop = "scancel ... {job}"  how a user has a job save and come back; {number}: its id without a host
-    [node]                      the shape of a node
-    [queue]                     partitions, exclusive, qos, constraints, account: what a job there may ask for
-    [software]                  modules that the scripts load, or the image that they start
-    [job]                       nodes and ranks_per_node of the job script as it stands; geometry, restarts: see F4 of SPEC.md
-    [job."other.sl"]            of another script that is submitted: what differs; tasks_per_node, trains = false
-    [verified]                  status, date, evidence, unverified: sentences
-    [[sources]]                 address, read; repository, commit, dated, file, facts: see F6
-    [[launchers]]               each way in which this site starts ranks; the first is the site's own
-    name = "srun"
-    mpi = false                 whether train.py asks MPI who it is
-    [launchers.environment]     what that launcher exports to a rank; {placeholders} as in Launch.environ
-    SLURM_PROCID = "{rank}"
-    [[extras]]                  what the site brings beside its job: name, packages, command, golden, prepare, by_hand
-    [[expected_failures]]       clause, reason, link
-"""
+"""The sites of this repository, found by sites/*/site.toml and never by name. SPEC.md has the table of keys that are read."""
 
 import datetime
 import os
@@ -120,18 +100,18 @@ class Site:
 def find(only: list[str] | None = None) -> list[Site]:
     """All sites, or those of these names or in these folders. Raises ValueError that names what is not there."""
     known = {path.parent.name: path.parent for path in sorted(ROOT.glob("sites/*/site.toml"))}
-    found = []
+    sites = []
     for wanted in only or known:
         folder = known.get(wanted) or Path(wanted).resolve()
         if not (folder / "site.toml").is_file():
             raise ValueError(f"--site {wanted} is neither one of {', '.join(known)} nor a folder with a site.toml")
         try:
-            found.append(Site(folder, tomllib.loads((folder / "site.toml").read_text())))
+            sites.append(Site(folder, tomllib.loads((folder / "site.toml").read_text())))
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{folder / 'site.toml'}: {error} (F2)") from error
-    if not found:
+    if not sites:
         raise ValueError(f"no site.toml below {ROOT / 'sites'}")
-    return found
+    return sites
 
 
 def mistakes(source: dict) -> list[str]:

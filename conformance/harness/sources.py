@@ -89,8 +89,10 @@ class Checkout:
 
     def renamed(self, before: str, file: str) -> str:
         """The file's name now, where git sees that it was moved; else the same."""
-        told = git(self.folder, "diff", "--name-status", "--find-renames", "--diff-filter=R", "-z", before, self.at).split("\0")
-        return dict(zip(told[1::3], told[2::3], strict=False)).get(file, file)
+        names = git(self.folder, "diff", "--name-status", "--find-renames", "--diff-filter=R", "-z", before, self.at).split(
+            "\0"
+        )
+        return dict(zip(names[1::3], names[2::3], strict=False)).get(file, file)
 
     def grep(self, commit: str, text: str) -> list[Place]:
         """Every line of the commit with this text."""
@@ -132,15 +134,15 @@ def series(fact: str) -> Iterator[tuple[str, str, re.Pattern[str]]]:
 
 def newer(fact: str, file: str, checkout: Checkout, before: str) -> list[str]:
     """Later versions that the repository has named since; without a commit before, those that the same file names."""
-    found: dict[tuple[int, ...], str] = {}
+    newest: dict[tuple[int, ...], str] = {}
     for name, start, alike in series(fact):
         known = {version_of(other) for place in checkout.grep(before, start) for other in alike.findall(place.text)}
         named = [(other.rstrip(".-+"), at) for at in checkout.grep(checkout.at, start) for other in alike.findall(at.text)]
         for other, place in sorted(named, key=lambda pair: (pair[1].file != file, len(pair[0]))):
             version = version_of(other)
             if version > version_of(name) and version not in known and (before or place.file == file):
-                found.setdefault(version, f"hint: {other} is newer than {fact!r}\n    {place}")
-    return [*found.values()]
+                newest.setdefault(version, f"hint: {other} is newer than {fact!r}\n    {place}")
+    return [*newest.values()]
 
 
 def elsewhere(fact: str, file: str, checkout: Checkout, before: str) -> tuple[bool, Place | None]:

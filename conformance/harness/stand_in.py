@@ -102,26 +102,28 @@ def sbatch(*arguments: str) -> int:
     if no_room():
         return refuse("sbatch: error: QOSMaxSubmitJobPerUserLimit")
     each, nodes = options["--ntasks-per-node"], options["--nodes"]
-    told = dict(SLURM_JOB_ID="{number}", SLURM_JOB_NUM_NODES=nodes, SLURM_NTASKS_PER_NODE=each)
-    told |= dict(SLURM_CPUS_PER_TASK=options["--cpus-per-task"], SLURM_NTASKS=str(int(each) * int(nodes)))
+    variables = dict(SLURM_JOB_ID="{number}", SLURM_JOB_NUM_NODES=nodes, SLURM_NTASKS_PER_NODE=each)
+    variables |= dict(SLURM_CPUS_PER_TASK=options["--cpus-per-task"], SLURM_NTASKS=str(int(each) * int(nodes)))
     log = str(Path(options.get("--output", "slurm-%j.out")).absolute())
     whole = [str(Path(script).absolute()), *flags]
     job = dict(script=whole, folder=os.getcwd(), log=log, name="train", environ=dict(os.environ))
-    number = queue(**job, told=told, held="--hold" in options)
+    number = queue(**job, told=variables, held="--hold" in options)
     print(number if "--parsable" in options else f"Submitted batch job {number}")
     return 0
 
 
-def scontrol(show: str, what: str, number: str) -> int:
+def scontrol(*arguments: str) -> int:
+    """-o show job NUMBER"""
+    number = arguments[-1]
     job, asked = read(number), SPOOL / f"asked-{number}"
     if not job or (os.environ.get("STAND_IN_FORGETS") and asked.exists() and job["state"] not in ("PENDING", "RUNNING")):
         return refuse("slurm_load_jobs error: Invalid job id specified")
     asked.touch()
     code, by_signal = max(job["code"], 0), max(-job["code"], 0)
-    print(f"JobId={number} JobName={job['name']}\n   JobState={job['state']} Reason={job['reason']} Dependency=(null)")
-    print(f"   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode={code}:{by_signal}")
+    print(f"JobId={number} JobName={job['name']} JobState={job['state']} Reason={job['reason']} Dependency=(null) ", end="")
+    print(f"Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode={code}:{by_signal} ", end="")
     log = job["log"].replace("%j", number)
-    print(f"   StdErr={log}\n   StdIn=/dev/null\n   StdOut={log}\n   Power=\n")
+    print(f"StdErr={log} StdIn=/dev/null StdOut={log} Power=", flush=True)
     while os.environ.get("STAND_IN_WAITS") and read(number)["state"] in ("PENDING", "RUNNING"):
         time.sleep(0.02)
     return 0
@@ -156,9 +158,9 @@ def qsub(*arguments: str) -> int:
     name, value = options[options.index("-v") + 1].split("=", 1)
     environ = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "USER", "STAND_IN")}
     here, whole = os.getcwd(), [str(Path(script).absolute())]
-    told = dict(PBS_JOBID="{number}.stand-in", PBS_O_WORKDIR=here)
+    variables = dict(PBS_JOBID="{number}.stand-in", PBS_O_WORKDIR=here)
     job = dict(script=whole, folder=os.path.expanduser("~"), log=str(Path(f"{script}.o%j").absolute()), name=script)
-    print(f"{queue(**job, environ=environ | {name: value}, told=told, held=False)}.stand-in")
+    print(f"{queue(**job, environ=environ | {name: value}, told=variables, held=False)}.stand-in")
     return 0
 
 
@@ -183,9 +185,9 @@ def march(*arguments: str) -> int:
     number = os.environ.get("SLURM_JOB_ID") or os.environ["PBS_JOBID"]
     ranks = []
     for rank in range(each * nodes):
-        told = dict(MARCH_START=f"{number}.0", MARCH_RESTARTS=0, MARCH_RANK=rank, MARCH_RANKS=each * nodes)
-        told |= dict(MARCH_PLACE=rank % each, MARCH_PLACES=each, MARCH_NODE=rank // each, MARCH_HEAD=os.uname().nodename)
-        ranks.append(subprocess.Popen(arguments[2:], env=os.environ | {name: str(value) for name, value in told.items()}))
+        variables = dict(MARCH_START=f"{number}.0", MARCH_RESTARTS=0, MARCH_RANK=rank, MARCH_RANKS=each * nodes)
+        variables |= dict(MARCH_PLACE=rank % each, MARCH_PLACES=each, MARCH_NODE=rank // each, MARCH_HEAD=os.uname().nodename)
+        ranks.append(subprocess.Popen(arguments[2:], env=os.environ | {name: str(value) for name, value in variables.items()}))
     while any(rank.poll() is None for rank in ranks):
         time.sleep(0.05)
     return max(rank.returncode for rank in ranks)

@@ -22,52 +22,23 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from conformance.harness.sites import Launch, without_launcher
+from conformance.harness.target import BACKENDS, Run, Target, read_records
 
 # The ranks start within milliseconds of each other: whoever waits this long waits for a rank that will not come.
 DEADLINES = "--timeout 60 --rendezvous-timeout 10"
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
 
-@dataclass(frozen=True)
-class Run:
-    """What one start of train.py has left, equal on all ranks. One entry a rank: exit_codes, output, errors, written.
-
-    written: the files of the run directory that this rank has opened to write, or has moved.
-    """
-
-    folder: Path
-    exit_codes: list[int]
-    output: list[str]
-    errors: list[str]
-    written: list[list[str]]
-    records: list[dict]
-
-    def of(self, kind: str) -> list[dict]:
-        """The records of a kind; of the steps and epochs that a resumed run has repeated, the last."""
-        records = [record for record in self.records if record["kind"] == kind]
-        if kind in ("step", "epoch"):
-            records = list({record["step"]: record for record in records}.values())
-        return records
-
-    def values(self, kind: str, name: str) -> list:
-        return [record[name] for record in self.of(kind)]
-
-    @property
-    def losses(self) -> list[float]:
-        return [float.fromhex(text) for text in self.values("step", "loss_hex")]
-
-
-class World:
+class World(Target):
     """This rank among the others. comm: an MPI communicator. device, backend: what train.py is told to use."""
 
     def __init__(self, comm, device: str = "cpu", backend: str = "auto"):
+        super().__init__()
         self.comm, self.device, self.backend = comm, device, backend
-        self.rank, self.size = comm.rank, comm.size
+        self.rank, self.size, self.ranks_per_node = comm.rank, comm.size, comm.size
         self.backend_in_use = BACKENDS[device] if backend == "auto" else backend
         self.starts = 0
         self.writes = Writes()
@@ -101,7 +72,21 @@ class World:
             raise error
         return result
 
+    def runs_folder(self, make: Callable[[], Path]) -> Path:
+        return self.on_rank_0(make)
+
+    @property
+    def devices_visible_to_a_rank(self) -> int:
+        if self.device == "cpu":
+            return 0
+        import torch
+
+        return torch.accelerator.device_count()
+
     # ---- train.py ---------------------------------------------------------------------------------------------------
+
+    def ahead(self, folder: Path, flags: str) -> None:
+        """There is no queue here."""
 
     def train(
         self,
@@ -141,12 +126,12 @@ class World:
         with self.writes.below(folder) as written:
             if kill_ranks or apart:
                 kill = dict(largest_file=largest_file) if largest_file else dict(log=log, words=kill_at, number=kill_by)
-                ended = _start_apart(launch.train, argv, variables, **(kill if self.rank in kill_ranks else {}))
+                result = _start_apart(launch.train, argv, variables, **(kill if self.rank in kill_ranks else {}))
             else:
                 if self.rank == signal_rank:
                     threading.Thread(target=_signal_in_mid_epoch, args=(log,), daemon=True).start()
-                ended = _start(launch.train, argv, variables)
-        everyone = zip(*self.gather((*ended, sorted(written))), strict=True)
+                result = _start(launch.train, argv, variables)
+        everyone = zip(*self.gather((*result, sorted(written))), strict=True)
         return Run(folder, *map(list, everyone), self.on_rank_0(lambda: read_records(folder)))
 
     def alone(self, launch: Launch, folder: Path, flags: str) -> Run:
@@ -156,21 +141,16 @@ class World:
             command = [sys.executable, launch.train, *self.flags(folder, flags)]
             return subprocess.run(command, env=without_launcher(), capture_output=True, text=True, timeout=60, check=False)
 
-        ended = self.on_rank_0(by_hand)
+        result = self.on_rank_0(by_hand)
         records = self.on_rank_0(lambda: read_records(folder))
-        return Run(folder, [ended.returncode], [ended.stdout], [ended.stderr], [[]], records)
+        return Run(folder, [result.returncode], [result.stdout], [result.stderr], [[]], records)
 
     def flags(self, folder: Path, flags: str, run_dir: str = "--run-dir") -> list[str]:
         """What every run of conformance is told; flags come last, so that they count."""
-        told = f"{DEADLINES} --log-every 1 --device {self.device} --backend {self.backend}"
+        common = f"{DEADLINES} --log-every 1 --device {self.device} --backend {self.backend}"
         if self.device != "cpu":
-            told += " --deterministic"
-        return [*told.split(), run_dir, str(folder), *flags.split()]
-
-
-def read_records(folder: Path) -> list[dict]:
-    path = folder / "run.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+            common += " --deterministic"
+        return [*common.split(), run_dir, str(folder), *flags.split()]
 
 
 class Writes:
@@ -286,8 +266,8 @@ def _start_apart(
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
         try:
-            told = _start(program, argv, environ)
-            os.write(send, json.dumps(told)[-60000:].encode())
+            result = _start(program, argv, environ)
+            os.write(send, json.dumps(result)[-60000:].encode())
         finally:
             os._exit(0)
     os.close(send)
@@ -295,9 +275,9 @@ def _start_apart(
         _wait_for(log, words, receive)
         os.kill(child, number)  # not yet reaped, so it is still this child's number
     with open(receive, "rb") as pipe:
-        told = pipe.read()
+        result = pipe.read()
     _, status = os.waitpid(child, 0)
-    return tuple(json.loads(told)) if told else (128 + os.WTERMSIG(status), "", "")
+    return tuple(json.loads(result)) if result else (128 + os.WTERMSIG(status), "", "")
 
 
 def _signal_in_mid_epoch(log: Path) -> None:

@@ -7,7 +7,6 @@ As root, with Slurm. `nox -s cluster` runs it.
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -16,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance.cluster.refusals import taken
+from conformance.cluster.jobs import taken
 from conformance.cluster.shape import URGENT
-from conformance.cluster.virtual import Refusal, VirtualSite
+from conformance.cluster.virtual import NoCluster, VirtualSite
 from conformance.harness import sites
 from conformance.harness.sites import ROOT, Site
 
@@ -46,14 +45,14 @@ def small(tmp_path) -> Site:
 
 
 def descendants(pid: int) -> list[int]:
-    found = []
+    pids = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             children = [int(child) for child in task.read_text().split()]
         except OSError:  # it has just ended
             continue
-        found += [each for child in children for each in (child, *descendants(child))]
-    return found
+        pids += [each for child in children for each in (child, *descendants(child))]
+    return pids
 
 
 def namespaces(pid: int) -> set[str]:
@@ -80,18 +79,18 @@ class Traces:
         """Processes of its namespaces or about its folder, mounts, interfaces. After what has just been killed is gone."""
         end = time.monotonic() + 15
         while True:
-            found = []
+            traces = []
             for process in Path("/proc").glob("[0-9]*"):
                 try:
                     command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                 except OSError:
                     continue
                 if namespaces(int(process.name)) & self.spaces or (str(self.folder) in command and "pytest" not in command):
-                    found.append(f"process {process.name} {command}")
-            found += [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(self.folder) in line]
-            found += [f"interface {name}" for name in {*os.listdir("/sys/class/net")} - self.interfaces]
-            if not found or time.monotonic() > end:
-                return found
+                    traces.append(f"process {process.name} {command}")
+            traces += [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(self.folder) in line]
+            traces += [f"interface {name}" for name in {*os.listdir("/sys/class/net")} - self.interfaces]
+            if not traces or time.monotonic() > end:
+                return traces
             time.sleep(0.05)
 
 
@@ -107,7 +106,7 @@ def test_nothing_is_left_after_it_is_down(small, tmp_path, pytestconfig):
     cluster.down()
 
 
-@pytest.mark.parametrize("seconds", [None, 0.1, 0.2, 0.3, 0.4, 0.5])
+@pytest.mark.parametrize("seconds", [None, 0.1, 0.3])
 def test_nothing_is_left_when_it_is_killed(small, tmp_path, seconds, pytestconfig):
     """Whenever: without a chance to tidy up, and half-way, too. Raised again in the same folder at once."""
     traces = Traces(tmp_path / "cluster")
@@ -128,29 +127,9 @@ def test_nothing_is_left_when_it_is_killed(small, tmp_path, seconds, pytestconfi
     assert traces.left() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_takes_it_down(small, tmp_path, number):
-    traces = Traces(tmp_path / "cluster")
-    command = ["-m", "conformance.cluster.virtual", "--bare", "--keep", f"--site={small.folder}", f"--folder={traces.folder}"]
-    with subprocess.Popen(
-        [sys.executable, *command],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout.readline().startswith("up in")
-        traces.look(process.pid)
-        process.send_signal(number)
-        process.wait(60)
-    assert traces.left() == []
-    assert not (traces.folder / "up.json").exists()
-
-
 def test_one_folder_holds_one_cluster(small, tmp_path):
     with VirtualSite(small, tmp_path / "cluster") as first:
-        with pytest.raises(Refusal, match="a cluster is up in"):
+        with pytest.raises(NoCluster, match="a cluster is up in"):
             VirtualSite(small, tmp_path / "cluster").up()
         assert first.on("login", "srun -N2 hostname").returncode == 0
 
@@ -179,7 +158,7 @@ def test_a_node_may_die(small, tmp_path):
         traces.look(os.getpid())
         cluster.crash("node002")
         assert cluster.on("login", "srun -N1 -w node001 hostname").stdout == "node001\n"
-        with pytest.raises(Refusal, match="node002"):
+        with pytest.raises(NoCluster, match="node002"):
             cluster.on("node002", "true")
     assert traces.left() == []
 
@@ -203,8 +182,8 @@ def test_what_the_machine_has_mounted_beside_its_root_is_not_written_to(small, t
     mounted = 'mount -t tmpfs apart /var/opt && echo whole > /var/opt/file && exec "$@"'
     command = ["unshare", "--mount", "sh", "-ec", mounted, "sh", sys.executable, "-c", BESIDE_THE_ROOT]
     command += [str(small.folder), str(tmp_path / "cluster")]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
-    assert ended.stdout.splitlines() == ["['whole', 'changed']", "['whole'] ['whole']"], ended.stderr
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert result.stdout.splitlines() == ["['whole', 'changed']", "['whole'] ['whole']"], result.stderr
 
 
 # ---- its queue ------------------------------------------------------------------------------------------------------
@@ -242,10 +221,10 @@ def made_up(tmp_path) -> Site:
 
 def until(cluster: VirtualSite, command: str, words: str, seconds: float = 60) -> str:
     end = time.monotonic() + seconds
-    while not re.search(words, said := cluster.on("login", command).stdout):
-        assert time.monotonic() < end, f"{command}: {said}, but should have {words}"
+    while not re.search(words, output := cluster.on("login", command).stdout):
+        assert time.monotonic() < end, f"{command}: {output}, but should have {words}"
         time.sleep(0.2)
-    return said
+    return output
 
 
 @clause("V11")
@@ -254,9 +233,9 @@ def until(cluster: VirtualSite, command: str, words: str, seconds: float = 60) -
 def test_a_scheduler_that_asks_nobody_is_rejected(made_up, tmp_path, enforced):
     settings = {} if enforced else dict(AccountingStorageEnforce="nojobs")
     with VirtualSite(made_up, tmp_path / "cluster", settings=settings) as cluster:
-        found = taken(cluster, made_up, cluster.put_site())
+        accepted = taken(cluster, made_up, cluster.put_site())
     left = ["--account=nobodys", "--qos=nobodys", "jobs in the queue=['1', '2'], but should be none"]
-    assert [line.partition(": exit")[0] for line in found] == ([] if enforced else left), found
+    assert [line.partition(": exit")[0] for line in accepted] == ([] if enforced else left), accepted
 
 
 def test_accounts_and_preemption(made_up, tmp_path):

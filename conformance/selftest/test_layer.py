@@ -14,7 +14,6 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
@@ -64,39 +63,25 @@ class Rule:
 RULES = [
     Rule("conda --version", 0, "a stand-in"),
     Rule("conda create --yes --prefix env --channel conda-forge python=3.12 pip", 0, "stand-in for conda: python=3.12 pip is"),
-    Rule("conda create --yes -n name -q python", 0, "stand-in for conda"),
     Rule("conda create --yes --prefix env --chanel conda-forge python", 2, "unrecognized arguments: --chanel"),
-    Rule("conda create --yes python=3.12", 1, "one of the arguments -n/--name -p/--prefix is required"),
     Rule("conda create --prefix env python", 1, "Proceed"),
     Rule("conda create --yes --prefix env python scipy", 1, "not available from current channels: scipy"),
-    Rule("conda create --yes python --prefix", 2, "expected one argument"),
     Rule("conda activate env", 1, "Run 'conda init' before 'conda activate'"),
-    Rule("conda instal numpy", 2, "invalid choice: 'instal'"),
     Rule("shifter --version", 0, "a stand-in"),
     Rule("shifter --image=ours/torch:1.0 --module=gpu,nccl-plugin echo in", 0, "in"),
-    Rule("shifter --image docker:ours/torch:1.0 env", 0, "SHIFTER_RUNTIME=1"),
     Rule("shifter --image=ours/torch:1.0 --module=gpu,nccl-plugin env", 0, "\nNCCL_NET=AWS Libfabric\n"),
     Rule("shifter --image=ours/torch:1.0 --module=gpu env | grep -c NCCL_NET", 1, "0"),
     Rule("shifter --image=ours/torch:1.0 --env=FOO=1 env", 0, "FOO=1"),
     Rule("shifter --image=ours/torch:1.0 sh -c 'command -v srun || echo outside'", 0, "outside"),
     Rule("shifter --image=ours/torch:2.0 echo in", 1, "FAILED to lookup docker image ours/torch:2.0"),
-    Rule("shifter echo in", 1, "no image"),
     Rule("shifter --img=ours/torch:1.0 echo in", 1, "unrecognized arguments: --img"),
-    Rule("shifter --image=ours/torch:1.0 --module=none,gpu echo in", 1, "none stands alone"),
     Rule("shifter --image=ours/torch:1.0 --volume=/no-such-folder:/data echo in", 1, "invalid volume map"),
-    Rule("shifter --image=ours/torch:1.0 --env=FOO echo in", 1, "not NAME=VALUE"),
-    Rule("shifter --image=ours/torch:1.0 no-such-command", 1, "no-such-command: No such file or directory"),
     Rule("shifterimg --version", 0, "a stand-in"),
     Rule("shifterimg images", 0, "READY .* ours/torch:1.0"),
-    Rule("shifterimg image", 2, "invalid choice: 'image'"),
     Rule("singularity --version", 0, "a stand-in"),
-    Rule("singularity exec i.sif echo --in", 0, "--in"),
     Rule("singularity exec --rocm --bind . i.sif pwd", 0, "."),
     Rule("singularity exec --rcm i.sif echo in", 1, "unknown flag: --rcm"),
-    Rule("singularity exec --roc i.sif echo in", 1, "unknown flag: --roc"),
     Rule("singularity exec j.sif echo in", 255, "could not open image .*/j.sif: .* no such file or directory"),
-    Rule("singularity exec i.sif", 1, r"requires at least 2 arg\(s\), only received 1"),
-    Rule("singularity exce i.sif echo in", 1, 'unknown command "exce"'),
     Rule("singularity exec --bind /no-such-folder i.sif echo in", 255, "mount source /no-such-folder doesn't exist"),
     Rule("singularity exec i.sif echo in", 255, "mount source /no doesn't exist", dict(SINGULARITY_BIND="/usr,/no")),
     Rule("singularity exec --bind /usr:/user-software i.sif echo in", 255, "singularity cannot show /usr:/user-software"),
@@ -104,72 +89,42 @@ RULES = [
     Rule("singularity exec --bind . i.sif env", 0, "\nFOO=1", dict(SINGULARITYENV_FOO="1", FOO="2")),
     Rule("singularity exec --bind . i.sif env", 0, "LD_LIBRARY_PATH=/.singularity.d/libs", dict(LD_LIBRARY_PATH="/x")),
     Rule("singularity exec --bind . i.sif sh -c 'echo foo=$FOO'", 0, "foo=1", dict(FOO="1")),
-    Rule("singularity exec --cleanenv --bind . i.sif sh -c 'echo foo=$FOO.'", 0, r"foo=\.", dict(FOO="1")),
     Rule("singularity exec --bind . i.sif sh -c 'command -v srun || echo outside'", 0, "outside"),
-    Rule("singularity exec --pwd / i.sif pwd", 0, "WARNING: / is not there in the container"),
     Rule("apptainer --quiet exec --env FOO=1 i.sif env", 0, "FOO=1"),
-    Rule("apptainer exec --bind . i.sif env", 0, "FOO=1", dict(APPTAINERENV_FOO="1")),
     Rule("qsub --version", 0, "a stand-in"),
     Rule("qsub job.pbs && cat asked", 0, r"7\.server\n[\s\S]*--partition=debug\n--time=0:600\n[\s\S]*--nodes=2\n"),
     Rule("qsub -q prod -l select=3 job.pbs && cat asked", 0, r"--partition=prod\n[\s\S]*--nodes=3\n"),
     Rule("qsub -l select=4 job.pbs && WHY=JobHeldUser STATE=PENDING qstat -f 7", 0, "comment = Can Never Run: Not enough"),
     Rule("qsub -l select=4 job.pbs && cat asked", 0, "--nodes=1\n--hold\n"),
     Rule("qsub job.pbs && ! grep -e --error asked", 0, "7.server"),
-    Rule("qsub -z job.pbs && cat asked", 0, "^--parsable\n"),
-    Rule("qsub -r n job.pbs && cat asked", 0, "\n--no-requeue\n"),
     Rule("qsub -W depend=afterok:7.server:8.server job.pbs && cat asked", 0, "=afterok:7:8\n--kill-on-invalid-dep=yes\n"),
-    Rule("qsub -W depend=afterok:7.server,afterany:8 job.pbs && cat asked", 0, "=afterok:7,afterany:8\n"),
     Rule("qsub -W depend=beforeok:7.server job.pbs", 1, "no depend=beforeok here"),
-    Rule("qsub -W depend=afterok:7 -W tolerate_node_failures=all job.pbs && cat asked", 0, "--no-kill\n--dependency=afterok:7"),
-    Rule("qsub -W block=true job.pbs", 1, "no -W block here"),
-    Rule("qsub -J 0-3 job.pbs", 1, "no -J here"),
-    Rule("qsub job.pbs && cat asked", 0, r"--output=/\S*/home/\.pbs-stand-in/%j\.OU\n--"),
-    Rule("qsub -j n job.pbs && cat asked", 0, r"--output=/\S*%j\.OU\n--error=/\S*%j\.ER\n"),
-    Rule("qsub -j eo -k doe job.pbs && cat asked", 0, r"--output=/\S*/here/job\.pbs\.e%j\n"),
-    Rule("qsub -k oe job.pbs && cat asked", 0, r"--output=/\S*/home/job\.pbs\.o%j\n"),
-    Rule("mkdir -p o && qsub -o o/ -k doe job.pbs && cat asked", 0, r"--output=/\S*/here/o//%j\.server\.OU\n"),
     Rule("qsub job.pbs && cat body", 0, r"mv /\S*/\.pbs-stand-in/\$number\.OU /\S*/here/job\.pbs\.o\$number\n"),
     Rule("qsub -k doe job.pbs && ! grep -w mv body", 0, "7.server"),
     Rule("qsub -v TRAIN_ARGS='--epochs 3',A=1 job.pbs && cat body", 0, "TRAIN_ARGS='--epochs 3' A=1 "),
     Rule("qsub job.pbs && cat body", 0, "exec env -i .*OMP_NUM_THREADS=1"),
-    Rule("qsub -v A=1,B=1 -v A=2 job.pbs && grep -c ' A=2 ' body && ! grep B=1 body", 0, "1"),
     Rule("sed 's/#PBS -j oe/#PBS --job=oe/' job.pbs >b && qsub b", 1, "qsub: directive error: --job=oe"),
     Rule("qsub job.pbs --epochs 3", 2, "a script has no arguments"),
     Rule("qsub -v NO_SUCH_VARIABLE job.pbs", 1, "cannot send environment with the job"),
-    Rule("qsub -Q prod job.pbs", 2, "invalid option -- 'Q'"),
     Rule("qsub -q unread job.pbs", 170, "Unknown queue"),
-    Rule("qsub no.pbs", 1, "script file:: No such file or directory"),
     Rule("qsub -l slect=2 job.pbs", 187, "Unknown resource Resource_List.slect"),
-    Rule("qsub -l nodect=2 job.pbs", 155, "read only or insufficient permission"),
-    Rule("grep -v select job.pbs >b && qsub -l nodes=2 b", 1, "no -l nodes without select here"),
-    Rule("qsub -l nodes=2 job.pbs", 6, "Cannot be used with select or place: nodes"),
-    Rule("qsub -l select=2:place=scatter job.pbs", 1, "Resource invalid in 'select' specification: place"),
-    Rule("qsub -j out job.pbs", 2, "illegal -j value"),
     Rule("grep -v -e -A job.pbs >b && qsub b", 1, "Account_Name is required"),
     Rule("grep -v filesystems job.pbs >b && qsub b", 1, "Resource: filesystems is required to be set"),
     Rule("sed 's/^#PBS -A/# PBS -A/' job.pbs >b && qsub b", 1, "Account_Name is required"),
     Rule("qsub job.pbs && qstat -f 7.host", 0, r"Job_Name = job\.pbs[\s\S]*job_state = R[\s\S]*run_count = 1"),
     Rule("qsub job.pbs && qstat -f 7", 35, "Job has finished", dict(STATE="COMPLETED")),
-    Rule("qsub job.pbs && qstat -f 7", 0, "job_state = H\n", dict(STATE="PENDING", AFTER="afterok:1(unfulfilled)")),
     Rule(f"{STARTED} && qstat -x -f 7", 0, "Exit_status = 75", dict(STATE="FAILED", ENDED="75:0")),
-    Rule(f"{STARTED} && qstat -x -f 7", 0, "Exit_status = 266", dict(STATE="FAILED", ENDED="0:10")),
     Rule(f"{STARTED} && qstat -x -f 7", 0, "Exit_status = 271", dict(STATE="CANCELLED", ENDED="0:0")),
     Rule(f"{STARTED} && qstat -x -f 7", 0, "Exit_status = -29", dict(STATE="TIMEOUT", ENDED="0:15")),
-    Rule(f"{STARTED} && touch ~/.pbs-stand-in/7.over && qstat -x -f 7", 0, "Exit_status = -29", dict(STATE="CANCELLED")),
     Rule("qsub job.pbs && qstat -x -f 7 | grep -c Exit_status", 1, r"\n0\n$", dict(STATE="CANCELLED")),
     Rule("qstat -f 8", 153, "Unknown Job Id 8"),
-    Rule("qstat -F 8", 2, "invalid option -- 'F'"),
     Rule("qstat --version", 0, "a stand-in"),
     Rule("qsub job.pbs && qdel 7.host", 0, "cancelled 7$"),
     Rule("qdel 8", 153, "Unknown Job Id 8"),
-    Rule("qdel -W force 8", 2, "only qdel JOB"),
     Rule("qsub job.pbs && qdel 7", 35, "qdel: 7 Job has finished", dict(STATE="COMPLETED")),
     Rule("qsig --version", 0, "a stand-in"),
     Rule("qsub job.pbs && qsig -s SIGUSR1 7.server", 0, "cancelled --full --signal=USR1 7$"),
-    Rule("qsig 8", 153, "qsig: Unknown Job Id 8"),
-    Rule("qsig -x 8", 2, r"only qsig \[-s SIGNAL\] JOB"),
     Rule("pbsnodes -l", 0, r"^n2 +down\nn3 +down\n$"),
-    Rule("pbsnodes -z", 2, "only pbsnodes -l"),
     Rule("mpiexec --version", 0, "a stand-in"),
     Rule("mpiexec -n 4 --ppn 2 ./rank.sh --flag", 0, r"--nodes=2\n--ntasks=4\n--ntasks-per-node=2\n--nodelist=n1,n2\n"),
     Rule("mpiexec -n 4 --ppn 2 ./rank.sh --flag", 0, r"PALS_LOCAL_SIZE=2[\s\S]*\nmpiexec\n\./rank\.sh\n--flag\n"),
@@ -177,61 +132,30 @@ RULES = [
     Rule("mpiexec -n 2 --ppn 2 --cpu-bind list:1-3:5,6 ./rank.sh", 0, "--cpu-bind=mask_cpu:0xe,0x60\n"),
     Rule("mpiexec -n 2 --ppn 2 --depth=2 --cpu-bind depth ./rank.sh", 0, "--cpu-bind=mask_cpu:0x6,0x28\n"),
     Rule("mpiexec -n 1 ./rank.sh", 0, "--kill-on-bad-exit=1\n"),
-    Rule("mpiexec -n 1 --pmi=pmix ./rank.sh", 0, r"PMIX_RANK=\$SLURM_PROCID"),
-    Rule("mpiexec -n 1 --envnone ./rank.sh", 1, "unrecognized option '--envnone'"),
-    Rule("mpiexec -n 1 --env FOO=1 ./rank.sh", 0, "SLURM_JOB_ID=7 FOO=1"),
     Rule("mpiexec -n 2 --cpu-bind list:0-3:5,6 ./rank.sh", 1, "CPU 0 of --cpu-bind is not the job's"),
-    Rule("mpiexec -n 3 --ppn 3 --cpu-bind list:1:2 ./rank.sh", 1, "has 2 entries for 3 ranks a node"),
     Rule("mpiexec -n 6 --ppn 2 ./rank.sh", 1, "6 ranks at 2 a node need 3 hosts, and there are 2"),
-    Rule("mpiexec -n 1 --hosts n9 ./rank.sh", 1, "host n9 is not in job 7"),
     Rule("mpiexec --bind-to core -n 2 ./rank.sh", 1, "unrecognized option '--bind-to'"),
-    Rule("mpiexec --ntasks 2 ./rank.sh", 1, "unrecognized option '--ntasks'"),
-    Rule("mpiexec --pmi=pmi9 -n 2 ./rank.sh", 1, "invalid choice: 'pmi9'"),
-    Rule("mpiexec -n 2", 1, "no command"),
-    Rule("env -u PBS_JOBID mpiexec -n 2 ./rank.sh", 1, "not in a job"),
 ]
 # A stand-in, what is changed in it, and into what: each of these breaks one of the rules above.
 BROKEN = [
-    ("singularity", "        unknown =", "        return\n        unknown ="),
     ("singularity", "if not os.path.exists(image):", "if False:"),
     ("singularity", "if source and not os.path.exists(source):", "if False:"),
-    ("singularity", "        environ |= told\n", ""),
-    ("singularity", 'LD_LIBRARY_PATH="/.singularity.d/libs"', 'A=""'),
-    ("singularity", 'parser = Parser(prog="exec", add_help=False, allow_abbrev=False)', 'parser = Parser(prog="exec")'),
-    ("conda", '-*) refuse 2 "conda: error: unrecognized', '-*) : "'),
     ("conda", "[[ -n $yes ]] || refuse", "[[ -n $yes ]] || : refuse"),
     ("conda", '*) refuse 1 "Packages', '*) : "'),
     ("shifter", 'if image not in FACTS["IMAGES"].split():', "if False:"),
-    ("shifter", 'refuse(f"shifter: {message}")', "pass"),
     ("shifterimg", "$IMAGES", ""),
     ("qsub", "        if not given.get(name):", "        if False:"),
     ("qsub", 'if line.startswith("#PBS "):', 'if (line := line.replace("# PBS", "#PBS")).startswith("#PBS "):'),
     ("qsub", 'if told.get("q", "") not in', "if 0 not in [0] and"),
     ("qsub", "        if name not in RESOURCES:", "        if False:"),
-    ("qsub", "        if name in READ_ONLY:", "        if False:"),
-    ("qsub", '["--nodes=1", "--hold"] if never else', "[] if False else"),
-    ("qsub", ', "--kill-on-invalid-dep=yes"]', "]"),
-    ("qsub", 'return re.sub(r"\\.[^:,]*", "", told)', "return told"),
-    ("qsub", 'last if letter in keep else f"', 'last if True else f"'),
-    ("qsub", 'if letter in keep and "d" not in keep:', "if False:"),
-    ("qsub", "if joined is None]", "]"),
-    ("qsub", "and there != last]", "]"),
-    ("qsub", 'if flag in ("-l", "-W"):', 'if flag == "-l":'),
-    ("qsub", "collect(directives(script) + given)", "collect(given + directives(script))"),
     ("qsub", 'told[flag.lstrip("-")] = value', 'told.setdefault(flag.lstrip("-"), value)'),
     ("qsub", "exec env -i ", "exec env "),
     ("qstat", 'if letter == "F" and "-x" not in flags:', "if False:"),
-    ("qstat", "code = 256 + signal", "pass"),
     ("qstat", "code = 256 + 15", "pass"),
-    ("qstat", 'known.with_suffix(".over").exists() or', ""),
-    ("qstat", 'not known.with_suffix(".SC").exists()', "False"),
-    ("qstat", 'facts.get("Dependency", "(null)") != "(null)"', "False"),
     ("qdel", "|| code=$?", "|| code=0"),
-    ("qsig", "|| code=$?", "|| code=0"),
     ("qsig", " --full", ""),
     ("mpiexec", "if odd := [cpu for", "if odd := [] and [cpu for"),
     ("mpiexec", "    if nodes > len(names):", "    if False:"),
-    ("mpiexec", 'refuse(re.sub(r"unrec', 'print(re.sub(r"unrec'),
     ("mpiexec", "asked.no_abort_on_failure", "True"),
 ]
 
@@ -272,13 +196,13 @@ class Machine:
         for rule in rules:
             for left in (self.here / "asked", self.here / "body", *self.home.parent.glob("home/.pbs-stand-in/*")):
                 left.unlink(missing_ok=True)
-            ended = subprocess.run(
+            result = subprocess.run(
                 ["bash", "-c", rule.command], cwd=self.here, env=self.environ | rule.environ, capture_output=True, text=True,
                 check=False, timeout=30, stdin=subprocess.DEVNULL,
             )  # fmt: skip
-            said = ended.stdout + ended.stderr
-            if ended.returncode != rule.code or not re.search(rule.words, said):
-                yield f"{rule.command}: {ended.returncode}, but should be {rule.code} and {rule.words!r}: {said}"
+            output = result.stdout + result.stderr
+            if result.returncode != rule.code or not re.search(rule.words, output):
+                yield f"{rule.command}: {result.returncode}, but should be {rule.code} and {rule.words!r}: {output}"
 
 
 def rules_of(name: str) -> list[Rule]:
@@ -319,13 +243,6 @@ def test_rccl_looks_for_its_plugin_under_these_names(environ, tried):
     assert rccl.names(environ) == tried
 
 
-def test_rccl_opens_the_first_plugin_that_loads(tmp_path):
-    layer.compile_empty(tmp_path / "lib/librccl-net.so")
-    (tmp_path / "lib/text.so").write_text("no library")
-    assert rccl.opens(dict(NCCL_NET_PLUGIN=f"{tmp_path}/lib/text.so,{tmp_path}/lib/librccl-net.so")).endswith("/librccl-net.so")
-    assert rccl.opens({}) == ""
-
-
 # ---- what is made from site.toml ------------------------------------------------------------------------------------
 
 
@@ -336,7 +253,7 @@ def build(tmp_path, monkeypatch):
     monkeypatch.setattr(layer, "compile_empty", lambda library: None)
 
     def made(folder: Path = tmp_path, scripts: dict[str, str] | None = None, **facts):
-        (folder / "site").mkdir()
+        (folder / "site").mkdir(parents=True)
         for name, text in (scripts or {}).items():
             (folder / "site" / name).write_text(text)
         return layer.build(Site(folder / "site", dict(name="made-up") | facts), folder / "layer")
@@ -364,13 +281,6 @@ def test_a_module_behind_module_use_is_found_there_only(build):
     assert files(made.paths["/far"]) == ["modules/bindings.lua"]
 
 
-def test_module_file_says_what_such_a_module_does():
-    path, text = layer.module_file("miniforge3/23.11")
-    assert str(path) == "miniforge3/23.11.lua"
-    assert f'prepend_path("PATH", "{layer.HOME}/conda/bin")' in text
-    assert "prepend_path" not in layer.module_file("unheard-of")[1]
-
-
 def test_an_image_file_lies_where_the_scripts_say(build):
     scripts = {"common.sh": "images=/far/images\nimage=$images/a/b.sif\n"}
     made = build(software=dict(image="a/b.sif"), scripts=scripts)
@@ -381,7 +291,8 @@ def test_an_image_file_lies_where_the_scripts_say(build):
 
 
 def test_stand_ins_follow_from_site_toml(build):
-    made = build(software=dict(image="ours/torch:1.0", modules=["conda", "PrgEnv-gnu/8"]), scheduler="pbs")
+    provides = {"forge/1": ["conda"], "env/8": ["compilers", "ROOT={folder}"]}
+    made = build(software=dict(image="ours/torch:1.0", modules=[*provides], provides=provides), scheduler="pbs")
     assert files(made.overlay / "usr/local/bin") == [
         *["contained", "mpiexec", "pbsnodes", "qdel", "qsig", "qstat", "qsub"],
         "shifter",
@@ -390,41 +301,9 @@ def test_stand_ins_follow_from_site_toml(build):
     home = made.overlay / layer.HOME.lstrip("/")
     assert (home / "conda/bin/conda").exists()
     assert (home / "wrappers/bin/cc").exists()
-
-
-def test_nothing_is_there_that_site_toml_does_not_ask_for(build):
-    made = build()
-    (python,) = (made.overlay / "usr/local/bin").iterdir()
-    assert python.name == "python3"
-    assert not python.is_symlink()  # the home of an environment made through a link has no library
-    assert files(made.modulepath) == [f"{layer.OF_A_LOGIN}.lua"]
-
-
-def test_pip_finds_the_torch_that_a_script_asks_for(build):
-    made = build(scripts={"install.sh": "torch=torch==2.10.0\n"})
-    wheels = files(made.overlay / f"{layer.HOME.lstrip('/')}/wheels")
-    assert any(wheel.startswith("torch-2.10.0+stand.in-") for wheel in wheels)
-    target = made.overlay.parent / "target"
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "--quiet",
-        "install",
-        "--no-deps",
-        "--target",
-        str(target),
-    ]
-    found = f"--find-links={made.overlay / layer.HOME.lstrip('/')}/wheels"
-    subprocess.run([*pip, "--no-index", found, "torch==2.10.0"], check=True, env=dict(os.environ, PIP_CONFIG_FILE=os.devnull))
-    assert (target / "torch-of-the-test-environment.pth").read_text().strip() == f"{prefix.ROOT}/torch"
-
-
-def test_facts_count_the_second_threads_of_reserved_cores():
-    site = Site(Path("/nonexistent"), dict(node=dict(cores=104, threads_per_core=2, reserved="0,52")))
-    assert layer.facts(site)["RESERVED"] == "0 52 104 156"
-    assert layer.facts(site)["CPUS"] == "208"
+    assert f'setenv("ROOT", "{layer.HOME}/empty")' in (made.modulepath / "env/8.lua").read_text()
+    with pytest.raises(ValueError, match="warp in software"):
+        build(software=dict(modules=["a"], provides={"a": ["warp"]}), folder=made.overlay.parent / "other")
 
 
 def test_a_disk_of_each_node_is_read_in_the_scripts(build):
@@ -434,19 +313,6 @@ def test_a_disk_of_each_node_is_read_in_the_scripts(build):
 
 
 # ---- what is handed out ---------------------------------------------------------------------------------------------
-
-
-def test_packages_are_laid_from_wherever_they_are(tmp_path):
-    """A link may have led to them, as nox does to this machine's torch; and commands lie above the packages."""
-    info = tmp_path / "there/lib/site-packages/package-1.0.dist-info"
-    for path in (info / "METADATA", info.parent / "package/__init__.py", tmp_path / "there/bin/command"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("Name: package\n")
-    (info / "RECORD").write_text("package-1.0.dist-info/METADATA,,\npackage/__init__.py,,\n../../bin/command,,\n")
-    prefix.lay(Distribution.at(info), tmp_path / "packages")
-    assert files(tmp_path / "packages") == ["package-1.0.dist-info/METADATA", "package/__init__.py"]
-    prefix.lay(Distribution.at(info), tmp_path / "all", within="../..")
-    assert files(tmp_path / "all")[0] == "bin/command"
 
 
 @pytest.fixture
@@ -477,8 +343,6 @@ def wheels(tmp_path) -> Path:
     [
         ("cc -shared -I{0} -L{0}/mpich -Wl,--no-as-needed -lmpi", None),
         ("cc -shared -I{0} -L{0}/other -Wl,--no-as-needed -lmpi", "links another MPI than libmpi.so.12"),
-        ("cc -I{0}", "Cannot link MPI programs"),
-        ("cc", "Cannot compile MPI programs"),
         ("", "Cannot compile MPI programs"),
     ],
 )
@@ -492,12 +356,12 @@ def test_mpi4py_is_built_with_the_compiler_that_is_named(wheels, mpicc, words):
     command += ["--no-deps", "--no-binary=mpi4py", f"--wheel-dir={folder / 'built'}", "mpi4py==4.1.2"]
     environ = dict(PATH=str(link.parent), HOME=str(folder), PIP_CONFIG_FILE=os.devnull)
     environ |= dict(MPICC=mpicc.format(folder)) if mpicc else {}
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if words:
-        assert ended.returncode, ended.stdout
-        assert words in ended.stdout + ended.stderr
+        assert result.returncode, result.stdout
+        assert words in result.stdout + result.stderr
     else:
-        assert not ended.returncode, ended.stdout + ended.stderr
+        assert not result.returncode, result.stdout + result.stderr
         (built,) = (folder / "built").iterdir()
         with zipfile.ZipFile(built) as file:
             assert file.read("mpi4py/MPI.cpython.so") == b"for MPICH"

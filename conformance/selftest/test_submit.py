@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance.cluster.schedulers import NotSubmitted, Pbs, Slurm
 from conformance.harness import stand_in, submit
 from conformance.harness.sites import ROOT, Site
 from conformance.report import report
@@ -44,7 +45,7 @@ class Machine:
         path = os.pathsep.join([str(folder / "venv/bin"), str(folder / "bin"), os.defpath])
         (folder / "venv/bin").mkdir(parents=True)
         (folder / "venv/pyvenv.cfg").touch()
-        (folder / "hurry.py").write_text("from conformance.harness import submit\n\nsubmit.LAG = 0.2\n")
+        (folder / "hurry.py").write_text("from conformance.cluster import schedulers\n\nschedulers.LAG = 0.2\n")
         self.environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PYTEST_"))}
         self.environ |= dict(PATH=path, VIRTUAL_ENV=str(folder / "venv"), NOX_CURRENT_SESSION="x", OMP_NUM_THREADS="7")
         self.environ["PYTHONPATH"] = str(folder)  # of hurry.py
@@ -117,11 +118,6 @@ def test_a_sound_site_passes_and_is_reported_as_of_the_machine(machine, tmp_path
     assert not report.not_run([part])
 
 
-def test_virtual_nodes_are_not_the_machine(machine, tmp_path):
-    machine.rung("--virtual", "--clause", "J2", "--part", str(tmp_path / "parts"))
-    assert [json.loads(path.read_text())["rung"] for path in (tmp_path / "parts").glob("*.json")] == ["cluster"]
-
-
 # ---- broken job scripts ---------------------------------------------------------------------------------------------
 
 
@@ -170,10 +166,6 @@ def test_nothing_can_be_submitted(machine, file, old, new, words):
     (machine.folder / "bin/qsub").unlink()
     machine.change(file, old, new)
     refused(machine.rung(), words, code=4)
-
-
-def test_the_geometry_must_share_the_batch(machine):
-    refused(machine.rung(geometry="1x7"), "1 nodes x 7 ranks", "--geometry", code=4)
 
 
 def test_a_cancelled_job_fails_its_checks(machine):
@@ -261,31 +253,23 @@ def test_nodes_are_not_named_in_the_report(machine, tmp_path):
 
 
 def test_qsub_cannot_hand_on_a_space():
-    with pytest.raises(submit.Refusal, match="spaces"):
-        submit.Pbs.command("job.pbs", [], ["--run-dir", "/a folder"])
+    with pytest.raises(NotSubmitted, match="spaces"):
+        Pbs.command("job.pbs", [], ["--run-dir", "/a folder"])
 
 
 @pytest.mark.parametrize("ended, code", [("0:0", 0), ("75:0", 75), ("0:9", 137)])
 def test_exit_codes_of_slurm(ended, code):
-    assert submit.Slurm()._code("COMPLETED" if code == 0 else "FAILED", ended) == code
+    assert Slurm.code("COMPLETED" if code == 0 else "FAILED", ended) == code
 
 
 @pytest.mark.parametrize("status, code", [("0", 0), ("75", 75), ("271", 143), ("-29", -29)])
 def test_exit_codes_of_pbs(status, code):
-    assert submit.Pbs._code(dict(Exit_status=status)) == code
-    assert "deleted" in submit.Pbs._code({})
+    assert Pbs.code(dict(Exit_status=status)) == code
+    assert "deleted" in Pbs.code({})
 
 
 def test_jobs_need_a_geometry(machine, monkeypatch):
     monkeypatch.setenv("PATH", f"{machine.folder}/bin")
     facts = dict(name="sound", scheduler="slurm", submit="job.sl")
-    with pytest.raises(submit.Refusal, match="--geometry"):
+    with pytest.raises(NotSubmitted, match="--geometry"):
         submit.Jobs(Site(machine.site, facts))
-
-
-def test_variables_for_qsub_are_handed_on_in_one_v():
-    """OpenPBS's qsub takes the last -v, and forgets the others."""
-    command = submit.Pbs.command(
-        "job.pbs", ["-A", "abc", "-v", "DEVICES=2,NODES=1", "-v", "X=1", "-q", "debug"], ["--epochs", "3"]
-    )
-    assert command == ["qsub", "-A", "abc", "-q", "debug", "-v", "DEVICES=2,NODES=1,X=1,TRAIN_ARGS=--epochs 3", "job.pbs"]

@@ -5,7 +5,9 @@
 Broken ways of testing are here; broken sites and cores are in broken/*.toml, and test_broken.py runs them.
 """
 
+import ast
 import re
+from pathlib import Path
 
 import pytest
 
@@ -136,6 +138,24 @@ def clauses_by(mark: str) -> set[str]:
     texts = [path.read_text() for path in (ROOT / "conformance").glob("*/test_*.py")]
     marks = [arguments for text in texts for arguments in re.findall(rf"@(?:pytest\.mark\.)?{mark}\((.*?)\)", text)]
     return {name for arguments in marks for name in re.findall(r'"([A-Z]\d+)"', arguments)}
+
+
+def without_a_clause(path: Path) -> list[str]:
+    """Tests that are marked neither with clause nor with rejects."""
+    tests = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    marked = re.compile(r"\b(clause|rejects)\(")
+    return [
+        f"{path.name}: {test.name}"
+        for test in tests
+        if test.name.startswith("test_") and not any(marked.search(ast.unparse(each)) for each in test.decorator_list)
+    ]
+
+
+@clause("V5")
+def test_every_check_names_a_clause(check):
+    """Tests of the harness are in selftest/: they show no promise of a site."""
+    files = sorted((ROOT / "conformance/checks").glob("*.py"))
+    check.equal("V5", tests_that_name_no_clause=([test for path in files for test in without_a_clause(path)], []))
 
 
 @clause("V5")

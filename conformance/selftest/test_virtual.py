@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance.cluster import accounting, jobs, layer, placement, shape, tree, virtual
+from conformance.cluster import jobs, layer, placement, shape, tree, virtual
+from conformance.cluster.schedulers import Status
 from conformance.harness.sites import Site
 
 THREADS = dict(
@@ -23,6 +24,7 @@ THREADS = dict(
         sockets=2,
         threads_per_core=2,
         reserved="0,4",
+        reserved_cores=2,
         memory_gib=16,
         devices=2,
         devices_visible_to_a_rank=1,
@@ -59,10 +61,12 @@ def test_a_node_as_site_toml_says():
 
 
 @pytest.mark.parametrize(
-    "told, should_say",
+    "node, should_say",
     [
         (dict(cores=0), "cores=0, but should be 1 or more"),
         (dict(memory_gib="16"), "memory_gib='16', but should be 1 or more"),
+        (dict(reserved="0"), "reserved='0', but should be reserved_cores=2 of them"),
+        (dict(cores_near_device=["0-3"]), "cores_near_device has 1 entries, but should have 2"),
         (dict(sockets=3), "cores=8, but should be a multiple of sockets=3"),
         (dict(reserved="0,8"), "reserved='0,8', but should have cores of 0 to 7"),
         (dict(cores_near_device=["0-3", "4-8"]), "cores_near_device=['0-3', '4-8'], but should have cores of 0 to 7"),
@@ -71,18 +75,11 @@ def test_a_node_as_site_toml_says():
         (dict(hosts="n{name}"), "hosts='n{name}', but should have one {}, for the number of the node"),
     ],
 )
-def test_what_no_node_can_be_is_told(tmp_path, told, should_say):
+def test_what_no_node_can_be_is_told(tmp_path, node, should_say):
     """As in a site that new_site.py has begun, and nobody has filled in."""
-    assert shape.impossible(made_up(**told)) == [f"[node] {should_say}"]
-    with pytest.raises(virtual.Refusal, match=re.escape(f"made-up/site.toml: [node] {should_say}")):
-        virtual.VirtualSite(made_up(**told), tmp_path)
-
-
-def test_slurm_ends_jobs_as_pbs_does_where_it_stands_behind_pbs():
-    """KILL ten seconds after TERM, and a limit behind the one that qsub's stand-in keeps."""
-    text = shape.slurm_conf(Site(Path("made-up"), THREADS | dict(scheduler="pbs")), ["n0001"], {})
-    assert "KillWait=10\n" in text and "OverTimeLimit=1\n" in text
-    assert "KillWait" not in shape.slurm_conf(made_up(), ["n0001"], {})
+    assert shape.impossible(made_up(**node)) == [f"[node] {should_say}"]
+    with pytest.raises(virtual.NoCluster, match=re.escape(f"made-up/site.toml: [node] {should_say}")):
+        virtual.VirtualSite(made_up(**node), tmp_path)
 
 
 def test_a_site_that_says_little():
@@ -117,71 +114,21 @@ def test_a_newer_slurm_has_whole_sockets_near_a_device(near, sockets):
     assert shape.topology(site, (24, 11)).startswith(f"pack:{sockets} core:{8 // sockets} ")
 
 
-def test_sockets_of_site_toml_stay_where_they_are_small_enough():
-    assert shape.shape(made_up(cores_near_device=["0-7", "0-7"]), (24, 11)) == shape.shape(made_up())
-
-
-def test_names_and_addresses():
-    assert shape.names_of(made_up(), 2) == ["n0001", "n0002"]
-    told = shape.hosts_file(made_up(), ["n0001"], ["{name}.more"]).splitlines()
-    assert told[-2:] == ["10.253.0.11 n0001 n0001.fab.example.org n0001.more n0001-fab0", "10.253.1.11 n0001-fab1"]
-
-
-def test_devices_are_slurms_only_where_the_site_has_slurm():
-    site = Site(Path("made-up"), THREADS | dict(scheduler="pbs"))
-    assert shape.gres_conf(site) == "" and "gpu" not in shape.slurm_conf(site, ["n0001"], {})
-
-
-def test_root_alone_can_make_jobs_give_way():
-    text = shape.slurm_conf(made_up(), ["n0001"], {})
-    assert "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\nPartitionName=DEFAULT GraceTime=" in text
-    urgent = next(line for line in text.splitlines() if f"PartitionName={shape.URGENT} " in line)
-    assert {"PriorityTier=2", "PreemptMode=OFF", "RootOnly=YES", "Hidden=YES"} <= {*urgent.split()}
-    longer = shape.slurm_conf(made_up(), ["n0001"], {"PartitionName": "DEFAULT GraceTime=90"})
-    assert "PartitionName=DEFAULT GraceTime=90\n" in longer and longer.count("GraceTime") == 1
-    pbs = Site(Path("made-up"), THREADS | dict(scheduler="pbs"))
-    assert shape.URGENT not in shape.slurm_conf(pbs, ["n0001"], {})
-
-
-def test_accounts_are_those_of_site_toml():
-    """With the first QOS for who asks for none. Nobody is asked where there is no account, nor where Slurm only stands in."""
-    site = Site(Path("made-up"), THREADS | dict(queue=dict(account="A1", qos=["debug", "normal"])))
-    told = accounting.settings(site)
-    assert told["AccountingStorageType"] == "accounting_storage/slurmdbd" and told["AccountingStorageHost"] == shape.LOGIN
-    assert {"associations", "qos"} <= {*told["AccountingStorageEnforce"].split(",")}
-    adds = [command[3:] for command in accounting.steps(site, "me").values() if command[0] == "sacctmgr"]
-    user = ["user", "me", "Account=A1", "QOS=debug,normal", "DefaultQOS=debug"]
-    assert adds == [["cluster", "made-up"], ["qos", "debug"], ["account", "A1"], user]
-    without = Site(Path("made-up"), THREADS | dict(queue=dict(account="A1")))
-    assert "sacctmgr add qos" not in accounting.steps(without, "me")
-    assert accounting.steps(without, "me")["sacctmgr add user"][-1] == "DefaultQOS=normal"
-    for nobody in (made_up(), Site(Path("made-up"), site.facts | dict(scheduler="pbs"))):
-        assert not accounting.steps(nobody, "me") and not accounting.settings(nobody)
-    assert f"DbdHost={shape.LOGIN}\n" in accounting.SLURMDBD_CONF
-
-
 def test_every_site_has_a_cluster(site):
     """The text is whole, and of this site's numbers: each CPU that Slurm counts is one of the node's."""
     node = site.facts["node"]
     text = shape.slurm_conf(site, shape.names_of(site, 2), {})
-    told = {name: int(value) for name, value in re.findall(r"(Sockets|CoresPerSocket|ThreadsPerCore|RealMemory)=(\d+)", text)}
-    assert told["Sockets"] * told["CoresPerSocket"] == node["cores"]
-    assert told["RealMemory"] == node["memory_gib"] * 1024
+    fields = {name: int(value) for name, value in re.findall(r"(Sockets|CoresPerSocket|ThreadsPerCore|RealMemory)=(\d+)", text)}
+    assert fields["Sockets"] * fields["CoresPerSocket"] == node["cores"]
+    assert fields["RealMemory"] == node["memory_gib"] * 1024
     assert text.count("Default=YES") == 1
     reserved = re.search(r"CpuSpecList=(\S+)", text)
     count = len(shape.numbers(reserved[1])) if reserved else 0
-    assert count == node.get("reserved_cores", 0) * told["ThreadsPerCore"]
+    assert count == node.get("reserved_cores", 0) * fields["ThreadsPerCore"]
     assert len(shape.gres_conf(site).splitlines()) == shape.devices_of(site)
 
 
 # ---- where it cannot be ---------------------------------------------------------------------------------------------
-
-
-def test_it_is_refused_without_root(monkeypatch, tmp_path):
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(virtual.Refusal, match="raised by root"):
-        virtual.VirtualSite(made_up(), tmp_path / "cluster").up()
-    assert not (tmp_path / "cluster").exists()
 
 
 def test_it_says_what_to_install(monkeypatch):
@@ -232,23 +179,16 @@ def test_a_tree_is_made_once_and_whole(tmp_path, commands):
 
 def test_where_no_tree_can_be_made_it_is_said(tmp_path, commands, monkeypatch):
     commands(setpriv='echo "I: one"; echo "E: Failed to fetch" >&2; echo "E: mmdebstrap failed to run" >&2; exit 25')
-    with pytest.raises(virtual.Refusal, match="no mmdebstrap here: apt-get install"):
+    with pytest.raises(virtual.NoCluster, match="no mmdebstrap here: apt-get install"):
         tree.make(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
     commands(mmdebstrap="")
-    with pytest.raises(virtual.Refusal, match=f"mmdebstrap, from {tree.ANYWHERE}: E: Failed to fetch$"):
+    with pytest.raises(virtual.NoCluster, match=f"mmdebstrap, from {tree.ANYWHERE}: E: Failed to fetch$"):
         tree.make(tmp_path / "cache")
     assert [*(tmp_path / "cache").iterdir()] == []
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(virtual.Refusal, match="made by root"):
+    with pytest.raises(virtual.NoCluster, match="made by root"):
         tree.make(tmp_path / "cache")
-
-
-def test_the_mirror_is_this_machines(commands):
-    commands(**{"apt-get": "echo http://mirror.example.org/debian/; echo http://other.example.org/debian/"})
-    assert tree.mirror() == "http://mirror.example.org/debian/"
-    commands(**{"apt-get": ""})
-    assert tree.mirror() == tree.ANYWHERE
 
 
 def test_what_a_tree_lacks_is_laid_there(tmp_path):
@@ -284,20 +224,14 @@ def row(rank: int, cpus: list[int], visible: list[int], **other) -> placement.Ro
 )
 def test_what_is_misplaced_is_told(second, words):
     rows = [row(0, [5, 6], [0]), second]
-    told = placement.misplaced(made_up(), rows) + placement.doubled(made_up(), rows, "device")
-    assert (not told) if words is None else any(words in line for line in told), told
+    violations = placement.misplaced(made_up(), rows) + placement.doubled(made_up(), rows, "device")
+    assert (not violations) if words is None else any(words in line for line in violations), violations
 
 
 def test_a_shared_core_is_told():
-    told = placement.doubled(made_up(), [row(0, [1, 2], [0]), row(1, [2, 3], [1])], "core")
-    assert told == ["rank 1, n0001: core=2, but rank 0 has it"]
+    violations = placement.doubled(made_up(), [row(0, [1, 2], [0]), row(1, [2, 3], [1])], "core")
+    assert violations == ["rank 1, n0001: core=2, but rank 0 has it"]
     assert placement.doubled(made_up(), [row(0, [1, 2], [0]), row(1, [2], [1], host="n0002")], "core") == []
-
-
-def test_of_several_devices_the_one_with_the_local_rank_is_used():
-    site = made_up(devices_visible_to_a_rank=2)
-    assert [placement.device_of(site, row(rank, [1], [1, 0])) for rank in (0, 1)] == [1, 0]
-    assert placement.device_of(site, row(1, [1], [])) == 1
 
 
 def test_a_job_script_can_be_unbound(site):
@@ -311,8 +245,8 @@ def test_a_job_script_can_be_unbound(site):
 
 
 def test_a_rank_that_asks_mpi_is_counted():
-    told = [dict(rank=rank, host=host, cpus=[rank], visible=[]) for rank, host in enumerate(["a", "b", "a"])]
-    rows = placement.rows_of(map(json.dumps, reversed(told)))
+    ranks = [dict(rank=rank, host=host, cpus=[rank], visible=[]) for rank, host in enumerate(["a", "b", "a"])]
+    rows = placement.rows_of(map(json.dumps, reversed(ranks)))
     assert [(row.rank, row.local_rank, row.node_rank) for row in rows] == [(0, 0, 0), (1, 0, 1), (2, 1, 0)]
 
 
@@ -330,8 +264,8 @@ class Ended(jobs.Job):
     def alive(self) -> bool:
         return self.number != "10"
 
-    def facts(self) -> dict[str, str]:
-        return dict(JobState="COMPLETED")
+    def status(self) -> Status:
+        return Status("COMPLETED", 0)
 
 
 @pytest.mark.parametrize("followed", [True, False])

@@ -1,6 +1,6 @@
 """The nodes of a site's virtual cluster: that they are what site.toml says, and each its own.
 
-    python -m pytest conformance/checks/test_nodes.py --cluster [--site NAME_OR_FOLDER]
+    python -m pytest conformance/selftest/test_nodes.py --cluster [--site NAME_OR_FOLDER]
 
 As root, with Slurm; `nox -s cluster` runs it. test_virtual.py has what needs neither.
 """
@@ -18,9 +18,9 @@ from conformance.cluster.virtual import UID, USER
 def test_names_and_addresses(cluster, site):
     """hostname -i gives the address that the other nodes look up, on the first interface; no route leads out."""
     for number, name in enumerate(cluster.names, 11):
-        said = cluster.on(name, "hostname; hostname -i; getent hosts $(hostname)").stdout.split()
+        output = cluster.on(name, "hostname; hostname -i; getent hosts $(hostname)").stdout.split()
         address = f"10.253.0.{number}"
-        assert said[:3] == [name, address, address], said
+        assert output[:3] == [name, address, address], output
         for other in (LOGIN, *cluster.names):
             assert cluster.on(other, f"getent hosts {name}").stdout.split()[:2] == [address, name]
         links = cluster.on(name, "ls /sys/class/net; ip -4 -o address show").stdout
@@ -43,11 +43,11 @@ def test_names_and_addresses(cluster, site):
 
 def test_it_runs_what_it_was_booted_from(cluster):
     """This machine's Slurm, or the one of --tree: the commands, and what has registered the nodes."""
-    said = subprocess.run(["chroot", cluster.tree, "slurmctld", "-V"], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(["chroot", cluster.tree, "slurmctld", "-V"], capture_output=True, text=True, check=True).stdout
     for name in (LOGIN, *cluster.names):
-        assert cluster.on(name, "srun --version").stdout == said
+        assert cluster.on(name, "srun --version").stdout == output
     for name in cluster.names:
-        assert f" Version={said.split()[-1]}\n" in cluster.on(LOGIN, f"scontrol show node {name}").stdout
+        assert f" Version={output.split()[-1]}\n" in cluster.on(LOGIN, f"scontrol show node {name}").stdout
 
 
 def test_the_user(cluster):
@@ -83,8 +83,8 @@ def test_its_cpus_and_devices(cluster, site):
     assert cluster.on(node, "env -u OMP_THREAD_LIMIT taskset -c 0 nproc").stdout == "1\n"
     bound = cluster.on(node, f"taskset -c {every - 1} python3 -c 'import os; print(os.sched_getaffinity(0))'")
     assert bound.stdout == f"{{{every - 1}}}\n"
-    told = cluster.on("login", f"scontrol show node {node}").stdout
-    assert re.search(rf"CPUTot={every}\b", told), told
-    assert re.search(rf"RealMemory={site.facts['node']['memory_gib'] * 1024}\b", told), told
+    output = cluster.on("login", f"scontrol show node {node}").stdout
+    assert re.search(rf"CPUTot={every}\b", output), output
+    assert re.search(rf"RealMemory={site.facts['node']['memory_gib'] * 1024}\b", output), output
     if site.facts["scheduler"] == "slurm":
-        assert re.search(rf"Gres=gpu:{site.facts['node']['devices']}\b", told), told
+        assert re.search(rf"Gres=gpu:{site.facts['node']['devices']}\b", output), output

@@ -1,6 +1,6 @@
 """The page "Your own model" of sites/README.md, followed word for word by an ordinary user on a virtual cluster.
 
-    python -m pytest conformance/checks/test_own_model.py --cluster
+    python -m pytest conformance/selftest/test_own_model.py --cluster
 
 As root, with Slurm; `nox -s cluster` runs it. The page says which site is copied. Its commands are typed line by line, and its
 code is saved under the name that it gives. Only `--device cpu` is added, to what is submitted: there is no GPU.
@@ -44,17 +44,17 @@ class Page:
     @property
     def blocks(self) -> list[tuple[str, str]]:
         """In order: ("", commands), or a file's name and its code. Raises ValueError where a block is neither."""
-        found, name = [], ""
+        blocks, name = [], ""
         for block in BLOCK.finditer(self.text):
             if block["name"]:
                 name = block["name"]
             elif block["language"] == "":
-                found.append(("", block["text"]))
+                blocks.append(("", block["text"]))
             elif block["language"] == "python" and name:
-                found.append((name, block["text"]))
+                blocks.append((name, block["text"]))
             else:
                 raise ValueError(f"a block of {block['language']}, and the page does not say what to do with it")
-        return found
+        return blocks
 
     @property
     def commands(self) -> list[str]:
@@ -92,36 +92,38 @@ class Reader:
 
     def types(self, line: str) -> CompletedProcess:
         line += " --device cpu" if line.startswith("sbatch ") else ""
-        ended = self.cluster.on("login", f"{line}\ncode=$?; pwd >~/folder; exit $code", folder=self.folder, timeout=240)
+        result = self.cluster.on("login", f"{line}\ncode=$?; pwd >~/folder; exit $code", folder=self.folder, timeout=240)
         self.folder = (self.cluster.home / "folder").read_text().strip()
-        return ended
+        return result
 
     def follows(self, blocks: list[tuple[str, str]]) -> dict[str, CompletedProcess]:
         """What came of each command; the one that fails is the last."""
-        found = {}
+        results = {}
         for name, text in blocks:
             if name:
                 (self.here / name).write_text(text)
                 os.chown(self.here / name, UID, UID)
             for line in [] if name else text.splitlines():
-                found[line] = self.types(line)
-                if found[line].returncode:
-                    return found
-        return found
+                results[line] = self.types(line)
+                if results[line].returncode:
+                    return results
+        return results
 
     def submits(self, line: str) -> Job:
         """What is found where the page says. Raises Odd where it is refused."""
-        ended, user = self.types(line), Submitter(self.cluster, PAGE.site, self.folder)
-        number = re.search(r"\d+$", ended.stdout.strip())
-        if ended.returncode or not number:
-            raise Odd(f"`{line}` was refused: {(ended.stderr or ended.stdout).strip()}")
+        result, user = self.types(line), Submitter(self.cluster, PAGE.site, self.folder)
+        number = re.search(r"\d+$", result.stdout.strip())
+        if result.returncode or not number:
+            raise Odd(f"`{line}` was refused: {(result.stderr or result.stdout).strip()}")
         log, folder, _ = PAGE.of_job(number[0])
         return Job(user, number[0], self.here / folder, self.here / log, seen=0)
 
 
 def failures(followed: dict[str, CompletedProcess]) -> list[str]:
-    ended = followed.items()
-    return [f"`{line}`: exit code={of.returncode}, but should be 0: {of.stderr.strip()}" for line, of in ended if of.returncode]
+    result = followed.items()
+    return [
+        f"`{line}`: exit code={of.returncode}, but should be 0: {of.stderr.strip()}" for line, of in result if of.returncode
+    ]
 
 
 # ---- followed -------------------------------------------------------------------------------------------------------
@@ -211,13 +213,13 @@ def test_a_stopped_job_has_the_losses_of_one_that_was_never_stopped(check, job, 
 def test_a_command_with_a_mistake_is_rejected(reader):
     user = Reader(reader.cluster)
     assert user.types("mkdir typo && cp -r core sites typo && cd typo").returncode == 0
-    (said,) = failures(user.follows(PAGE.but("\n./install.sh ", "\n./instal.sh ").blocks))
-    assert said.startswith("`./instal.sh") and "exit code=127" in said, said
+    (output,) = failures(user.follows(PAGE.but("\n./install.sh ", "\n./instal.sh ").blocks))
+    assert output.startswith("`./instal.sh") and "exit code=127" in output, output
 
 
 @rejects("V12")
 def test_code_whose_loss_is_a_mean_is_rejected(reader, followed):
     user = Reader(reader.cluster)
     assert user.types(f"cp -r {reader.folder} ../mean && cd ../mean").returncode == 0
-    (said,) = failures(user.follows(PAGE.but('reduction="sum"', 'reduction="mean"').blocks[1:]))
-    assert "exit code=2" in said and "loss() returns a mean over rows" in said, said
+    (output,) = failures(user.follows(PAGE.but('reduction="sum"', 'reduction="mean"').blocks[1:]))
+    assert "exit code=2" in output and "loss() returns a mean over rows" in output, output

@@ -1,6 +1,6 @@
 """What a job finds on a site's virtual cluster besides Slurm: modules, conda, containers, disks, and no way out.
 
-    python -m pytest conformance/checks/test_found.py --cluster [--site NAME_OR_FOLDER]
+    python -m pytest conformance/selftest/test_found.py --cluster [--site NAME_OR_FOLDER]
 
 As root, with Slurm; `nox -s cluster` runs it. test_layer.py has what needs neither.
 """
@@ -36,12 +36,12 @@ def test_modules_are_those_of_site_toml(cluster, site):
 
 @only(when=lambda site: "conda/bin" in layer.stand_ins(site))
 def test_conda_activates_nothing_before_init(cluster, site):
-    for name in site.facts.get("software", {}).get("modules", []):
-        if "conda/bin" in layer.module_file(name)[1]:
-            said = login(cluster, cluster.names[0], f"module load {name} && conda activate base")
-            assert said.returncode and "Run 'conda init' before 'conda activate'" in said.stderr, said
-            said = login(cluster, cluster.names[0], f"module load {name} && source activate /no-such-environment")
-            assert said.returncode and "EnvironmentLocationNotFound" in said.stderr, said
+    for name in site.facts["software"]["modules"]:
+        if "conda" in layer.provided(site, name):
+            output = login(cluster, cluster.names[0], f"module load {name} && conda activate base")
+            assert output.returncode and "Run 'conda init' before 'conda activate'" in output.stderr, output
+            output = login(cluster, cluster.names[0], f"module load {name} && source activate /no-such-environment")
+            assert output.returncode and "EnvironmentLocationNotFound" in output.stderr, output
 
 
 @only(when=lambda site: "image" in site.facts["software"])
@@ -54,12 +54,12 @@ def test_a_container_has_torch_and_no_scheduler(cluster, site):
     assert inside.returncode == 127 and inside.stdout.count("\n") == 1 and not inside.stderr, inside
     assert "No such file" in cluster.on(node, f"{start} {named} ls {MODULES}").stderr
     assert ".lua" in cluster.on(node, f"{start} {show}={MODULES}:/shown {named} ls -A /shown").stdout
-    for words, said in {
+    for words, output in {
         f"{named}-not": "no such file or directory" if file else "FAILED to lookup docker image",
         f"--no-such-flag {named}": "--no-such-flag",
     }.items():
         refused = cluster.on(node, f"{start} {words} true")
-        assert refused.returncode and said in refused.stderr, refused
+        assert refused.returncode and output in refused.stderr, refused
 
 
 def test_no_network_leads_out(cluster, site):
@@ -88,6 +88,6 @@ def test_a_broadcast_reaches_each_nodes_own_disk(cluster, site):
     cluster.on("login", "echo sent > ~/sent")
     copied = ["bash", "-c", f"sbcast ~/sent {place} && srun --ntasks-per-node=1 bash -c 'cat {place}; hostname'"]
     nodes = cluster.names[:2]
-    said = cluster.on("login", ["salloc", *account, "--quiet", f"--nodelist={','.join(nodes)}", "--time=5", *copied])
-    assert sorted(said.stdout.split()) == sorted(["sent", "sent", *nodes]), said
+    output = cluster.on("login", ["salloc", *account, "--quiet", f"--nodelist={','.join(nodes)}", "--time=5", *copied])
+    assert sorted(output.stdout.split()) == sorted(["sent", "sent", *nodes]), output
     assert cluster.on("login", f"ls {place}").returncode

@@ -1,0 +1,92 @@
+"""Where a site's train.py runs for a check: in ranks under mpiexec (world.World), or in jobs of its script (submit.Jobs).
+
+The checks of test_run.py see no more of either than a Target, and what a start has left, a Run.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conformance.harness.sites import Launch
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one start of train.py has left, equal on all ranks. One entry a rank: exit_codes, output, errors, written.
+
+    written: the files of the run directory that this rank has opened to write, or has moved.
+    """
+
+    folder: Path
+    exit_codes: list[int | str]
+    output: list[str]
+    errors: list[str]
+    written: list[list[str]]
+    records: list[dict]
+
+    def of(self, kind: str) -> list[dict]:
+        """The records of a kind; of the steps and epochs that a resumed run has repeated, the last."""
+        records = [record for record in self.records if record["kind"] == kind]
+        if kind in ("step", "epoch"):
+            records = list({record["step"]: record for record in records}.values())
+        return records
+
+    def values(self, kind: str, name: str) -> list:
+        return [record[name] for record in self.of(kind)]
+
+    @property
+    def losses(self) -> list[float]:
+        return [float.fromhex(text) for text in self.values("step", "loss_hex")]
+
+
+def read_records(folder: Path) -> list[dict]:
+    path = folder / "run.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class Target(ABC):
+    """rank: this process's among those that judge. size: ranks of a run; nodes, ranks_per_node: how they lie.
+
+    device: cpu, cuda or xpu. backend_in_use: what carries the gradients there. plan: the flags of runs that many checks look
+    at, and whether each is wanted a second time.
+    """
+
+    rank: int
+    size: int
+    nodes: int = 1
+    ranks_per_node: int
+    device: str
+    backend_in_use: str
+
+    def __init__(self):
+        self.plan: list[tuple[str, bool]] = []
+
+    @abstractmethod
+    def gather(self, value: Any) -> list:
+        """Every judging process's value, in each of them."""
+
+    @abstractmethod
+    def on_rank_0(self, make: Callable[[], Any]) -> Any:
+        """Rank 0's result, in every judging process; its exception likewise."""
+
+    @abstractmethod
+    def runs_folder(self, make: Callable[[], Path]) -> Path:
+        """Where the runs are, on all nodes. make: a new folder of this machine's."""
+
+    @abstractmethod
+    def ahead(self, folder: Path, flags: str) -> None:
+        """This run will be wanted: a job can wait in the queue from now on."""
+
+    @abstractmethod
+    def train(self, launch: Launch, folder: Path, flags: str) -> Run:
+        """Start train.py with these flags and this run directory, and wait until all ranks have ended."""
+
+    @property
+    @abstractmethod
+    def devices_visible_to_a_rank(self) -> int:
+        """Accelerators; none where the ranks train on the CPU."""
