@@ -14,7 +14,7 @@ import pytest
 
 from conformance.broken import make
 from conformance.harness import sources
-from conformance.harness.sites import mistakes
+from conformance.harness.sites import mistakes, one_by_one
 
 # Where the repository was unpacked without git, there is none to look facts up with.
 pytestmark = pytest.mark.only(when=lambda _: bool(shutil.which("git")))
@@ -394,3 +394,19 @@ def test_the_suite_warns_of_old_copies_and_not_of_old_readings(tmp_path, days, c
 @clause("F6")
 def test_mistakes_in_a_source_are_told():
     assert mistakes({}) == ["a source: no address, but should have one", "a source: no read, but should have one"]
+
+
+@clause("F6")
+def test_an_address_may_tell_the_copy():
+    copy = dict(repository="weavers/guides", commit="2745903", file="docs/fabric.md")
+    address = "https://github.com/weavers/guides/blob/2745903/docs/fabric.md"
+    assert one_by_one([dict(address=address)]) == [dict(address=address) | copy]
+    assert one_by_one([dict(address=address.replace("2745903", "main"))]) == [dict(address=address.replace("2745903", "main"))]
+
+
+@clause("F6")
+def test_pages_of_a_block_share_what_stands_beside_them():
+    assert one_by_one([dict(read=1, pages=[dict(address="a", read=2)])]) == [dict(read=2, address="a")]
+    assert one_by_one([dict(read=1, pages=[dict(address="a"), dict(address="b")])])[1] == dict(read=1, address="b")
+    assert one_by_one([dict(address="a"), dict(address="b", pages=[])]) == [dict(address="a"), dict(address="b")]
+    assert "a: pages, but should be one of address" in mistakes(*one_by_one([dict(address="a", pages=["b"])]))[0]
