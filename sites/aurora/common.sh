@@ -91,7 +91,7 @@ print(f"python={python_version()}", *(f"{name}={version(name)}" for name in ("to
 
 # ---- for job.pbs: the ranks -------------------------------------------------------------------------------------------
 
-# The record of the run, run.jsonl: where it ends now, and what was written behind such an end. --fresh begins another file.
+# Where run.jsonl ends now, and what was written behind such an end. --fresh begins another file.
 end_of_record() { [[ ! -e $1 ]] || echo "$(stat -c %i "$1") $(wc -l <"$1")"; }
 recorded_since() { # FILE END
     local file lines
@@ -137,7 +137,7 @@ watch_ranks() { # RUN_DIR COMMAND...
     fi
 }
 
-# Whether another start may do better: 1: mpiexec itself failed, as for a node that does not answer; 4: ranks did not meet;
+# Whether another start may do better. 1: mpiexec itself failed, as for a node that does not answer; 4: ranks did not meet;
 # 7: a rank was lost; more than 128: all were killed. Anything else would happen again.
 launch_again() {
     [[ -z $stopping && ($code == 1 || $code == 4 || $code == 7 || $code -gt 128) ]] || return
