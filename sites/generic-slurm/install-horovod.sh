@@ -15,7 +15,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 export PYTHONNOUSERSITE=1
 
 python=$(command -v "${1:-.venv/bin/python}") || fail 3 "no ${1:-.venv/bin/python}: run ./install.sh first, or name a Python"
-prefix=$("$python" -c 'import sys, torch; print(sys.prefix)') || fail 3 "$python lacks PyTorch (above): run ./install.sh first"
+prefix=$("$python" -c 'import sys, torch; print(sys.prefix); sys.exit(sys.prefix == sys.base_prefix)') ||
+    fail 3 "$python lacks PyTorch (above), or is in no virtual environment: run ./install.sh first"
 "${CXX:-g++}" -std=c++17 -fsyntax-only -x c++ /dev/null ||
     fail 3 "no ${CXX:-g++} that knows C++17: add a compiler's module to modules=() in job.sl, or set CXX"
 if [[ ${HOROVOD_NCCL_HOME:-} ]]; then
