@@ -19,6 +19,8 @@ TEXTS = {
     "file": (r"[^/\s].*", "a path in the repository"),
 }
 DAYS = ("read", "dated")
+# An address that says which copy of which file it is.
+OF_A_COMMIT = re.compile(r"https://github\.com/(?P<repository>[^/]+/[^/]+)/blob/(?P<commit>[0-9a-f]{7,40})/(?P<file>[^#?]+)")
 NEEDED = {"commit": "repository", "file": "repository", "facts": "file"}
 
 
@@ -106,12 +108,25 @@ def find(only: list[str] | None = None) -> list[Site]:
         if not (folder / "site.toml").is_file():
             raise ValueError(f"--site {wanted} is neither one of {', '.join(known)} nor a folder with a site.toml")
         try:
-            sites.append(Site(folder, tomllib.loads((folder / "site.toml").read_text())))
+            facts = tomllib.loads((folder / "site.toml").read_text())
+            sites.append(Site(folder, facts | dict(sources=one_by_one(facts.get("sources", [])))))
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{folder / 'site.toml'}: {error} (F2)") from error
     if not sites:
         raise ValueError(f"no site.toml below {ROOT / 'sites'}")
     return sites
+
+
+def one_by_one(blocks: list[dict]) -> list[dict]:
+    """[[sources]], each page by itself: what stands beside `pages` holds for all of them, and an address may tell the copy."""
+    found = []
+    for block in blocks:
+        shared = {key: value for key, value in block.items() if key != "pages"}
+        for page in block.get("pages") or [{}]:
+            source = shared | (page if isinstance(page, dict) else {"pages": page})
+            told = OF_A_COMMIT.fullmatch(str(source.get("address")))
+            found.append((told.groupdict() if told else {}) | source)
+    return found
 
 
 def mistakes(source: dict) -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 
 from conformance.broken import make
 from conformance.harness import sources
+from conformance.harness.sites import mistakes, one_by_one
 
 # Where the repository was unpacked without git, there is none to look facts up with.
 pytestmark = pytest.mark.only(when=lambda _: bool(shutil.which("git")))
@@ -291,3 +292,21 @@ def test_the_suite_warns_of_old_copies_and_not_of_old_readings(tmp_path, days, c
     assert result.returncode == 0, result.stdout
     warned = re.findall(r"UserWarning: sound: (.*): https://slurm.schedmd.com/sbatch.html \(F6\)", result.stdout)
     assert warned == ([warns] if warns else [])
+
+
+def test_mistakes_in_a_source_are_told():
+    assert mistakes({}) == ["a source: no address, but should have one", "a source: no read, but should have one"]
+
+
+def test_an_address_may_tell_the_copy():
+    copy = dict(repository="weavers/guides", commit="2745903", file="docs/fabric.md")
+    address = "https://github.com/weavers/guides/blob/2745903/docs/fabric.md"
+    assert one_by_one([dict(address=address)]) == [dict(address=address) | copy]
+    assert one_by_one([dict(address=address.replace("2745903", "main"))]) == [dict(address=address.replace("2745903", "main"))]
+
+
+def test_pages_of_a_block_share_what_stands_beside_them():
+    assert one_by_one([dict(read=1, pages=[dict(address="a", read=2)])]) == [dict(read=2, address="a")]
+    assert one_by_one([dict(read=1, pages=[dict(address="a"), dict(address="b")])])[1] == dict(read=1, address="b")
+    assert one_by_one([dict(address="a"), dict(address="b", pages=[])]) == [dict(address="a"), dict(address="b")]
+    assert "a: pages, but should be one of address" in mistakes(*one_by_one([dict(address="a", pages=["b"])]))[0]

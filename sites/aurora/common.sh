@@ -1,6 +1,6 @@
 #!/bin/bash
-# For job.pbs and install.sh: the module and its PyTorch. For job.pbs: what PBS knows of the job, how the ranks are watched, and
-# when they are started again. Sourced, never run. For other modules edit load_modules, then run install.sh again.
+# The module and its PyTorch, for job.pbs and install.sh; for job.pbs how the ranks are watched, and when they are started again.
+# Only sourced. For other modules edit load_modules, then run install.sh again.
 
 set -euo pipefail
 
@@ -45,10 +45,8 @@ need_torch() { # PYTHON
 
 # ---- for job.pbs: what PBS knows of this job ------------------------------------------------------------------------
 
-# After a failure that another start may survive it starts again at once, on the nodes it has, at most this often.
-max_relaunches=2
-# Seconds before the time limit at which the ranks are told to save.
-stop_before=180
+max_relaunches=2 # after a failure that another start, on the same nodes, may survive
+stop_before=180  # seconds before the time limit at which the ranks are told to save
 
 fact() { sed -n "s/^ *$1 = //p" <<<"$facts" | head -n 1; }
 seconds() { awk -F: '{ for (i = 1; i <= NF; i++) s = 60 * s + $i; print s + 0 }' <<<"$1"; }
@@ -93,7 +91,7 @@ print(f"python={python_version()}", *(f"{name}={version(name)}" for name in ("to
 
 # ---- for job.pbs: the ranks -------------------------------------------------------------------------------------------
 
-# The record of the run, run.jsonl: where it ends now, and what was written behind such an end. --fresh begins another file.
+# Where run.jsonl ends now, and what was written behind such an end. --fresh begins another file.
 end_of_record() { [[ ! -e $1 ]] || echo "$(stat -c %i "$1") $(wc -l <"$1")"; }
 recorded_since() { # FILE END
     local file lines
@@ -139,7 +137,7 @@ watch_ranks() { # RUN_DIR COMMAND...
     fi
 }
 
-# Whether another start may do better: 1: mpiexec itself failed, as for a node that does not answer; 4: ranks did not meet;
+# Whether another start may do better. 1: mpiexec itself failed, as for a node that does not answer; 4: ranks did not meet;
 # 7: a rank was lost; more than 128: all were killed. Anything else would happen again.
 launch_again() {
     [[ -z $stopping && ($code == 1 || $code == 4 || $code == 7 || $code -gt 128) ]] || return

@@ -1,14 +1,10 @@
 #!/bin/bash -l
 # Makes the virtual environment in which job.pbs runs: ddp_core, over the PyTorch of ALCF's frameworks module.
 #
-#   ./install.sh [PREFIX] [--core WHAT]
+#   ./install.sh [--core WHAT]     ddp_core: a directory, a wheel or a URL (default: ../../core, as in the repository)
 #
-#   PREFIX        where to make it (default: .venv beside this script, where job.pbs looks for it)
-#   --core WHAT   ddp_core: a directory, a wheel or a URL (default: ../../core, as in the repository)
-#
-# Run it on a login node, which has the Internet. It loads the modules of common.sh, as job.pbs does. Run it again, with the
-# same flags, after whatever happened: it makes all anew, in a minute, since PyTorch is the module's. It writes nothing
-# outside PREFIX.
+# Run it on a login node, which has the Internet. It loads the modules of common.sh, as job.pbs does. Run again, it makes all
+# anew, in a minute, since PyTorch is the module's: .venv beside this script, or where a link of that name leads.
 # Exit codes: 0 done, 1 an installation failed (run it again), 2 a wrong flag, 3 something is missing: nothing was changed.
 
 set -euo pipefail
@@ -18,40 +14,19 @@ die() { # code, message
     exit "$1"
 }
 
-# ---- what is asked for ------------------------------------------------------------------------------------------
-
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-prefix='' core=''
-while (($#)); do
-    case $1 in
-    --help | -h)
-        sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-        exit 0
-        ;;
-    --core)
-        [[ -n ${2:-} ]] || die 2 "$1 needs a value (--help)"
-        core=$2
-        shift 2
-        ;;
-    -*) die 2 "unknown flag $1 (--help lists them)" ;;
-    *)
-        [[ -z $prefix ]] || die 2 "two prefixes, $prefix and $1: quote a path with spaces"
-        prefix=$1
-        shift
-        ;;
-    esac
-done
-prefix=${prefix:-$here/.venv}
+core=$here/../../core
+(($# <= 2)) || die 2 "unknown flag $3 (--help lists them)"
+case ${1:-} in
+--help | -h) sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 0 ;;
+--core) core=${2:-} ;;
+?*) die 2 "unknown flag $1 (--help lists them)" ;;
+esac
 
 # ---- what is there: nothing is written before all of this holds --------------------------------------------------
 
-if [[ -z $core ]]; then
-    core=$here/../../core
-    [[ -d $core ]] || die 3 "no ddp_core at $core: pass --core, the repository's core/ directory, a wheel or a URL"
-elif [[ ! -e $core && $core != *://* ]]; then
-    die 3 "--core $core: no such directory or file, and not a URL"
-fi
-[[ ! -d $core || -f $core/pyproject.toml ]] || die 3 "--core $core is no Python package: it has no pyproject.toml"
+[[ -f $core || -f $core/pyproject.toml || $core == *://* ]] ||
+    die 3 "no ddp_core at '$core': pass --core, the repository's core/, a wheel or a URL"
 
 # Importing leaves no files in Python's own folders.
 # https://docs.python.org/3/using/cmdline.html#environment-variables
@@ -70,12 +45,10 @@ if sys.version_info < (3, 11) or tuple(map(int, torch.split(".")[:2])) < (2, 8):
     sys.exit(f"Python {sys.version.split()[0]} and torch {torch}, but should be 3.11 and 2.8, or newer")
 ' || die 3 "the Python of the modules in common.sh cannot be used (above): write another module there"
 
-mkdir -p "$prefix" || die 3 "PREFIX $prefix cannot be made"
-prefix=$(cd -P "$prefix" && pwd)
-# The mark of a directory that is ours, and may be emptied.
-mark=$prefix/.install
-[[ -e $mark || -z $(ls -A "$prefix") ]] || die 3 "PREFIX $prefix holds something else: pass a new or an empty directory"
-[[ -w $prefix ]] || die 3 "PREFIX $prefix cannot be written"
+mkdir -p "$here/.venv" || die 3 "$here/.venv cannot be made"
+prefix=$(cd -P "$here/.venv" && pwd)
+mark=$prefix/.install # of a directory that is ours, and may be emptied
+[[ -e $mark || -z $(ls -A "$prefix") ]] || die 3 "$prefix holds something else: move it away"
 
 # ---- the virtual environment ------------------------------------------------------------------------------------
 
@@ -112,6 +85,4 @@ print("torch", torch.__version__, f"for xpu {xpu}" if xpu else "NOT for xpu: tra
 print("ddp_core", ddp_core.__version__)
 ' || die 1 "the environment does not work (above): run this again"
 
-echo "installed in $prefix"
-[[ $prefix -ef $here/.venv ]] || echo "job.pbs looks for .venv beside itself: ln -s $(printf %q "$prefix") .venv"
-echo "submit: cd $(printf %q "$here") && qsub -v TRAIN_ARGS=\"--epochs 3\" job.pbs"
+echo "installed in $prefix; submit: cd $(printf %q "$here") && qsub -v TRAIN_ARGS=\"--epochs 3\" job.pbs"

@@ -6,13 +6,10 @@ set -euo pipefail
 # ALCF lists these to be tried; all are untried here. Left out of its list: CCL_ALLREDUCE_SCALEOUT and CCL_BCAST
 # (https://github.com/argonne-lcf/user-guides/issues/894: NaN losses at scale, and to be removed), and
 # FI_MR_CACHE_MONITOR=disabled, which contradicts its minimal set.
-#   FI_CXI_DEFAULT_CQ_SIZE        a longer completion queue, against "Cassini Event Queue overflow detected"
-#   FI_CXI_CQ_FILL_PERCENT        how full it may be before senders are told to wait
-#   FI_CXI_OFLOW_BUF_SIZE         room for messages that nobody waits for yet (libfabric ignores the spelling OVFLOW)
-#   FI_CXI_RX_MATCH_MODE          hybrid: matches messages in software when the network card's own list is full
-#   PALS_PING_PERIOD, ..._TIMEOUT seconds between mpiexec's questions whether a node lives, and for the answer
-#   CCL_KVS_CONNECTION_TIMEOUT    seconds for all ranks to meet
-#   CCL_ZE_CACHE_OPEN_...         how much GPU memory of other ranks is kept mapped
+# In their order: a longer completion queue, against "Cassini Event Queue overflow detected", and how full it may be before
+# senders wait; room for messages that nobody waits for yet; matching in software when the network card's list is full.
+# Seconds between mpiexec's questions whether a node lives, and for the answer; seconds for all ranks to meet. How much GPU
+# memory of other ranks is kept mapped.
 # https://docs.alcf.anl.gov/aurora/data-science/frameworks/oneCCL/
 export FI_CXI_DEFAULT_CQ_SIZE=1048576
 export FI_CXI_CQ_FILL_PERCENT=30

@@ -1,11 +1,9 @@
 #!/bin/bash
-# What one rank needs before Python starts: mpiexec runs `rank.sh RANKS_PER_DEVICE COMMAND...` once a rank, and COMMAND takes
-# its place.
+# What one rank needs before Python starts: mpiexec runs `rank.sh RANKS_PER_DEVICE COMMAND...`, and COMMAND takes its place.
 
 set -euo pipefail
 
-ranks_per_device=$1
-shift
+ranks_per_device=$1 && shift
 
 # Both mean "save and stop" to train.py, but would kill it before it listens; that they are ignored is inherited.
 trap '' USR1 TERM

@@ -18,9 +18,8 @@ from ddp_core.errors import PreflightError
 def rank(environ: Mapping[str, str]) -> Rank:
     """The Rank that PALS tells; without it, a world of one. Raises PreflightError that names the variable.
 
-    PALS tells a rank its number, its place on the node, how many share the node, and the node's number; the names are in
-    https://github.com/meta-pytorch/torchcomms/pull/79. It does not tell the world size: WORLD_SIZE and the variables below
-    it are job.pbs's. JOB_START differs for each mpiexec of a job; DDP_RESTART counts earlier starts, over all jobs of the run.
+    The names are in https://github.com/meta-pytorch/torchcomms/pull/79. PALS does not tell the world size: WORLD_SIZE and what
+    stands below it are job.pbs's. JOB_START differs for each mpiexec of a job; DDP_RESTART counts the run's earlier starts.
     """
     if "PALS_RANKID" not in environ:
         return Rank.single()

@@ -1,6 +1,5 @@
 #!/bin/bash
-# What happens around the launch: modules, caches, the nodes, what the job prints, how it ends. job.sl, install.sh and plugin.sh
-# source this file; nobody runs it.
+# What happens around the launch: modules, caches, nodes, what the job prints, how it ends. Only sourced; nothing here is edited.
 
 set -euo pipefail
 
@@ -32,10 +31,8 @@ load_modules() {
 
 # ---- for jobs ---------------------------------------------------------------------------------------------------
 
-# How often Slurm has started this job again; not set in the first start. man sbatch
-restarts=${SLURM_RESTART_COUNT:-0}
-# A job that can never end must not come back for ever.
-max_restarts=20
+# How often Slurm has started this job again, and how often it may: a job that can never end must not come back for ever.
+restarts=${SLURM_RESTART_COUNT:-0} max_restarts=20
 
 # Sets variables for the ranks, and environment. Makes every node ready: cache directories, the packed environment on its NVMe.
 prepare_job() {
@@ -58,7 +55,7 @@ prepare_job() {
     export http_proxy=http://proxy.ccs.ornl.gov:3128/ https_proxy=http://proxy.ccs.ornl.gov:3128/
     export ftp_proxy=ftp://proxy.ccs.ornl.gov:3128/ no_proxy=localhost,127.0.0.1,.ccs.ornl.gov,.frontier.olcf.ornl.gov
 
-    # Without it srun, under sbatch --export=NONE, starts the ranks without PATH and without the variables above.
+    # Under sbatch --export=NONE srun would start the ranks without PATH and the variables above.
     # https://slurm.schedmd.com/sbatch.html#OPT_export
     export SLURM_EXPORT_ENV=ALL
 
@@ -79,17 +76,9 @@ prepare_job() {
     else
         [[ -x env/bin/python ]] || fail "no environment at $PWD/env: run ./install.sh first"
     fi
-    node_flags=(
-        # One process on each node, with all cores of its ranks, for unpacking. srun --help
-        --ntasks="$SLURM_JOB_NUM_NODES"
-        # As above. srun --help
-        --ntasks-per-node=1
-        # As above. srun --help
-        --cpus-per-task="$((SLURM_NTASKS_PER_NODE * SLURM_CPUS_PER_TASK))"
-        # A node that fails ends this on the others. srun --help
-        --kill-on-bad-exit=1
-    )
-    srun "${node_flags[@]}" ./node.sh "$packed" || fail "a node could not be made ready (above): submit again"
+    # One process on each node, with all cores of its ranks, for unpacking; a node that fails ends it. srun --help
+    srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$((SLURM_NTASKS_PER_NODE * SLURM_CPUS_PER_TASK))" \
+        --kill-on-bad-exit=1 ./node.sh "$packed" || fail "a node could not be made ready (above): submit again"
     prepare_seconds=$((SECONDS - before))
 }
 

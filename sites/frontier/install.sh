@@ -3,8 +3,8 @@
 #
 #   ./install.sh [PREFIX] [--core WHAT] [--add PACKAGE]... [--pack] [--torch SPEC] [--torch-index URL]
 #
-#   PREFIX              where to make it (default: env beside this script); a link env to it is made beside this script.
-#                       Best below /ccs/proj/PROJECT, which is never purged, with --pack
+#   PREFIX              where to make it (default: env beside this script, where else a link leads to it). Best below
+#                       /ccs/proj/PROJECT, which is never purged, with --pack
 #   --core WHAT         ddp_core: a directory, a wheel or a URL (default: ../../core, as in the repository)
 #   --add PACKAGE       one more package, as pip names it: --add torchvision==0.25.0 --add h5py
 #   --pack              also make env.tar.gz beside this script, which job.sl sends to the nodes' NVMe: from 2 nodes on
@@ -25,27 +25,19 @@ source <(grep '^modules=' "$here/job.sl")
 
 # ---- what is asked for ------------------------------------------------------------------------------------------
 
-prefix='' core='' torch=torch==2.10.0 torch_index=https://download.pytorch.org/whl/rocm7.1 pack='' add=()
+prefix='' core=$here/../../core torch=torch==2.10.0 torch_index=https://download.pytorch.org/whl/rocm7.1 pack='' add=()
 while (($#)); do
     case $1 in
-    --help | -h)
-        sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-        exit 0
-        ;;
+    --help | -h) sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 0 ;;
     --pack) pack=yes ;;
-    --core | --add | --torch | --torch-index)
-        [[ -n ${2:-} ]] || fail "$1 needs a value (--help)" 2
-        case $1 in
-        --core) core=$2 ;;
-        --add) add+=("$2") ;;
-        --torch) torch=$2 ;;
-        --torch-index) torch_index=$2 ;;
-        esac
-        shift
-        ;;
+    --core | --add | --torch | --torch-index) [[ -n ${2:-} ]] || fail "$1 needs a value (--help)" 2 ;;&
+    --core) core=$2 && shift ;;
+    --add) add+=("$2") && shift ;;
+    --torch) torch=$2 && shift ;;
+    --torch-index) torch_index=$2 && shift ;;
     -*) fail "unknown flag $1 (--help lists them)" 2 ;;
     *)
-        [[ -z $prefix ]] || fail "two prefixes, $prefix and $1: quote a path with spaces" 2
+        [[ -z $prefix ]] || fail "two prefixes, $prefix and $1" 2
         prefix=$1
         ;;
     esac
@@ -55,25 +47,13 @@ prefix=${prefix:-$here/env}
 
 # ---- what is there: nothing is written before all of this holds --------------------------------------------------
 
-if [[ -z $core ]]; then
-    core=$here/../../core
-    [[ -d $core ]] || fail "no ddp_core at $core: pass --core, the repository's core/ directory, a wheel or a URL"
-elif [[ ! -e $core && $core != *://* ]]; then
-    fail "--core $core: no such directory or file, and not a URL"
-fi
-[[ ! -d $core || -f $core/pyproject.toml ]] || fail "--core $core is no Python package: it has no pyproject.toml"
-
+[[ -f $core || -f $core/pyproject.toml || $core == *://* ]] ||
+    fail "no ddp_core at $core: pass --core, the repository's core/, a wheel or a URL"
 load_modules "${modules[@]}"
-for command in conda cc; do
-    command -v "$command" >/dev/null || fail "no $command, though ${modules[*]} are loaded: ask help@olcf.ornl.gov"
-done
-
-mkdir -p "$prefix" || fail "PREFIX $prefix cannot be made"
+{ mkdir -p "$prefix" && [[ -w $prefix ]]; } || fail "PREFIX $prefix cannot be made, or not be written"
 prefix=$(cd -P "$prefix" && pwd)
-# The mark of a directory that is ours, and may be emptied. It says how far we came.
-mark=$prefix/.install
+mark=$prefix/.install # of a directory that is ours, and may be emptied; it says how far we came
 [[ -e $mark || -z $(ls -A "$prefix") ]] || fail "PREFIX $prefix holds something else: pass a new or an empty directory"
-[[ -w $prefix ]] || fail "PREFIX $prefix cannot be written"
 [[ ! -e $here/env || -L $here/env || $here/env -ef $prefix ]] || fail "$here/env is another environment: remove it first"
 
 # ---- conda environment and PyTorch, then mpi4py: whole, or made again ---------------------------------------------
@@ -85,8 +65,7 @@ if [[ ! -e $mark || $(<"$mark") != "$wanted" ]]; then
     echo "making $prefix"
     find "$prefix" -mindepth 1 -maxdepth 1 ! -name .install -exec rm -rf {} +
 fi
-# A packed environment is older than what is made now.
-rm -f "$here/env.tar.gz"
+rm -f "$here/env.tar.gz" # it is older than what is made now
 
 # pip and conda leave nothing in /tmp, ~/.cache or ~/.conda, and importing leaves no files in Python's own folders.
 # https://pip.pypa.io/en/stable/topics/caching/
@@ -109,8 +88,7 @@ if [[ $(<"$mark") != "$wanted" ]]; then
     echo "$wanted" >"$mark"
 fi
 
-# Has a mark of its own: when it fails, the many GB above are kept.
-if [[ ! -e $prefix/.mpi4py ]]; then
+if [[ ! -e $prefix/.mpi4py ]]; then # a mark of its own: when it fails, the many GB above are kept
     echo "building mpi4py with $(command -v cc)"
     (
         # With them cc links what GPU-aware MPI needs; MPI only counts ranks here. PyPI's own build is for other MPIs.
@@ -159,11 +137,10 @@ if [[ -n $pack ]]; then
     echo "packing (minutes)"
     pip install conda-pack==0.9.2 || fail "pip could not install conda-pack (above): check the network, then run this again" 1
     # Under another name until it is whole. conda-pack --help
-    "$prefix/bin/conda-pack" --prefix "$prefix" --output "$here/env-unfinished.tar.gz" --force --n-threads -1 \
-        --exclude "tmp/*" --quiet || fail "conda-pack failed (above): job.sl works without env.tar.gz, too" 1
+    "$prefix/bin/conda-pack" --quiet --prefix "$prefix" --exclude "tmp/*" --n-threads -1 --force \
+        --output "$here/env-unfinished.tar.gz" || fail "conda-pack failed (above): job.sl works without env.tar.gz, too" 1
     mv "$here/env-unfinished.tar.gz" "$here/env.tar.gz"
     echo "packed $(du -h "$here/env.tar.gz" | cut -f1) in $here/env.tar.gz, which job.sl sends to the nodes"
 fi
 
-echo "installed in $prefix"
-echo "submit: cd $(printf %q "$here") && sbatch job.sl --epochs 3"
+echo "installed in $prefix; submit: cd $(printf %q "$here") && sbatch job.sl --epochs 3"

@@ -1,10 +1,9 @@
 #!/bin/bash -l
 # A network plugin of your own, for a ROCm that the module rccl-net-plugin does not know. OLCF recommends the module.
 #
-#   ./plugin.sh [TARBALL]     after ./install.sh: builds aws-ofi-nccl 1.19.2, or its release file TARBALL, into env/aws-ofi-nccl
+#   ./plugin.sh               after ./install.sh, and after rccl-net-plugin was taken out of modules= in job.sl: builds
+#                             aws-ofi-nccl 1.19.2 into env/aws-ofi-nccl. Then ./install.sh --pack again, if you pack
 #   source plugin.sh FILE     in job.sl, which finds the plugin there: sets what the module would set
-#
-# Before: take rccl-net-plugin out of modules= in job.sl. After: ./install.sh --pack again, if you pack.
 
 set -euo pipefail
 
@@ -27,9 +26,7 @@ source <(grep '^modules=' "$here/job.sl")
 
 release=https://github.com/aws/aws-ofi-nccl/releases/download/v1.19.2/aws-ofi-nccl-1.19.2.tar.gz
 libfabric=/opt/cray/libfabric/2.3.1
-tarball=${1:-}
 [[ -x $here/env/bin/python ]] || fail "no environment at $here/env: run ./install.sh first"
-[[ -z $tarball || -f $tarball ]] || fail "no file $tarball"
 load_modules "${modules[@]}"
 [[ -n ${ROCM_PATH:-} ]] || fail "ROCM_PATH is not set: is rocm among the modules of job.sl?"
 [[ -d $libfabric ]] || fail "no $libfabric; there is: $(echo /opt/cray/libfabric/*) - edit libfabric= in plugin.sh"
@@ -38,25 +35,13 @@ prefix=$(cd -P "$here/env" && pwd)/aws-ofi-nccl
 rm -rf "$prefix"
 sources=$(mktemp -d)
 trap 'rm -rf "$sources"' EXIT
-if [[ -z $tarball ]]; then
-    tarball=$sources/plugin.tar.gz
-    echo "downloading $release"
-    curl --fail --silent --show-error --location --output "$tarball" "$release" ||
-        fail "no $release (above): check the network, or pass a TARBALL" 1
-fi
-tar -xf "$tarball" -C "$sources" || fail "$tarball is no tar file (above)" 1
-configure_flags=(
-    # The system's libfabric and AMD's GPUs, as OLCF builds it; into the environment, so that it is packed with it.
-    # https://docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html#manual-rccl-network-plugin-configuration-not-recommended
-    --with-libfabric="$libfabric"
-    # ./configure --help
-    --with-rocm="$ROCM_PATH"
-    # ./configure --help
-    --prefix="$prefix"
-)
-echo "building the plugin (minutes)"
+echo "fetching and building $release (minutes)"
+curl --fail --silent --show-error --location "$release" | tar -xz -C "$sources" || fail "not fetched (above): check the network" 1
+# With the system's libfabric and for AMD's GPUs, as OLCF builds it; into the environment, so that it is packed with it.
+# https://docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html#manual-rccl-network-plugin-configuration-not-recommended
 (
-    cd "$sources"/aws-ofi-nccl-*/ && CC=gcc ./configure "${configure_flags[@]}" >configure.out &&
+    cd "$sources"/aws-ofi-nccl-*/ &&
+        CC=gcc ./configure --with-libfabric="$libfabric" --with-rocm="$ROCM_PATH" --prefix="$prefix" >configure.out &&
         make >make.out && make install >install.out
 ) && [[ -e $prefix/lib/librccl-net.so ]] || fail "aws-ofi-nccl could not be built (above)" 1
 echo "built $prefix/lib/librccl-net.so, which job.sl takes from now on; remove $prefix to go back to the module"

@@ -19,11 +19,8 @@ from ddp_core.errors import PreflightError
 
 def rank(environ: Mapping[str, str]) -> Rank:
     """This process's Rank, from MPI; without srun a world of one. Collective: all ranks call it. Raises PreflightError."""
-    if "TORCHELASTIC_RUN_ID" in environ:
-        raise PreflightError(
-            "TORCHELASTIC_RUN_ID is set: torchrun puts the ranks of a node on one core here, and OLCF has measured 10 minutes "
-            "in place of 10 seconds: let srun start each rank, as job.sl does"
-        )
+    if "TORCHELASTIC_RUN_ID" in environ:  # OLCF has measured 10 minutes in place of 10 seconds
+        raise PreflightError("TORCHELASTIC_RUN_ID is set: torchrun puts all ranks on one core here: start this as job.sl does")
     if "SLURM_PROCID" not in environ:
         return Rank.single()
     # Of the step, not of the job: a batch script that runs `python train.py` without srun has a PROCID, too.
@@ -58,10 +55,8 @@ def from_mpi(world_size: int, restart: int, step: str) -> Rank:
         os.sched_setaffinity(0, cores)  # MPICH can leave a rank on one of its seven cores
     world = MPI.COMM_WORLD
     if world.size != world_size:  # n worlds of one would train n times, and look like success
-        raise PreflightError(
-            f"SLURM_STEP_NUM_TASKS={world_size}, but MPI tells of a world of {world.size}: mpi4py was not built with this "
-            f"machine's MPI, or srun was given another --mpi: run ./install.sh again"
-        )
+        said = f"SLURM_STEP_NUM_TASKS={world_size}, but MPI tells of a world of {world.size}: mpi4py was not built with this"
+        raise PreflightError(f"{said} machine's MPI, or srun was given another --mpi: run ./install.sh into a new PREFIX")
     node = world.Split_type(MPI.COMM_TYPE_SHARED)  # the ranks that can share memory with this one
     # MPI does not number the nodes: the lowest rank of each stands for it, and nodes are counted in that order.
     lowest_here = node.bcast(world.rank)

@@ -2,9 +2,7 @@
 
     .venv/bin/python agent.py --standalone --nproc-per-node 2 train.py --epochs 5
 
-All flags are torchrun's. It differs in two things. torchrun ends with 1 whatever the ranks ended with: job.sl could not tell
-75, "saved, start me again", from 5, "the snapshot is damaged". And Slurm sends USR1 to every process of a step before the time
-limit, which would end torchrun, and the ranks with it. Here the ranks alone hear it, and save.
+All flags are torchrun's, which by itself ends with 1 whatever its ranks ended with, and of Slurm's USR1 before the time limit.
 """
 
 import os

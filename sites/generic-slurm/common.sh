@@ -1,6 +1,5 @@
 #!/bin/bash
-# What surrounds the launch of job.sl: modules, Python, the first lines of the log, the way back into the queue.
-# Sourced by job.sl and install.sh, never run; nothing here is to be edited.
+# What surrounds the launch: modules, Python, the first lines of the log, the way back into the queue. Only sourced.
 # shellcheck disable=SC2034,SC2154 # it reads what job.sl has set (modules, software, launcher, program, ...), and sets more
 
 set -euo pipefail
@@ -76,11 +75,9 @@ use_torchrun() {
     command=("${run_python[@]}" agent.py "${flags[@]}" env --ignore-signal=TERM "$venv/bin/python" "$program")
 }
 
-# How often Slurm has started this job again; it is not set in the first start.
+# How often Slurm has started this job again, and how often it may: a job that can never end must not come back for ever.
 # https://slurm.schedmd.com/sbatch.html#OPT_SLURM_RESTART_COUNT
-restarts=${SLURM_RESTART_COUNT:-0}
-# It goes back into the queue at most so often: a job that can never end shall not come back for ever.
-max_restarts=20
+restarts=${SLURM_RESTART_COUNT:-0} max_restarts=20
 
 # The first lines of the log.
 describe_job() {

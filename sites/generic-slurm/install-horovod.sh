@@ -1,14 +1,9 @@
 #!/bin/bash
-# Builds Horovod 0.28.1 for train_horovod.py, into the environment of a Python that has PyTorch: 3 to 6 minutes.
+# Builds Horovod 0.28.1 for train_horovod.py: install-horovod.sh PYTHON, which `install.sh --horovod` runs. 3 to 6 minutes.
 #
-#   ./install.sh --horovod                       in .venv, or with --image IMAGE in the image: its tag ends in -devel
-#   sbatch --nodes=1 job.sl install --horovod    the same on a node of the kind that will train
-#   ./install-horovod.sh PYTHON                  in another virtual environment
-#   HOROVOD_NCCL_HOME=DIR                        with NCCL, whose include/ and lib/ are in DIR, for NVIDIA GPUs; it takes nvcc
-#
-# Without HOROVOD_NCCL_HOME it sums on CPUs, by gloo. It takes a C++ compiler (CXX=..., default g++).
-# 0.28.1, of June 2023, is the last release, and `pip install horovod` fails: it asks for C++14 in two files, and PyTorch's
-# headers are C++17 (https://github.com/horovod/horovod/issues/4014). Here these two files are changed.
+# It takes a C++17 compiler (CXX=..., default g++) and sums on CPUs, by gloo; with HOROVOD_NCCL_HOME=DIR, where NCCL's include/
+# and lib/ are, on NVIDIA GPUs: that takes nvcc. 0.28.1, of June 2023, is the last release, and `pip install horovod` fails:
+# two files ask for C++14, PyTorch's headers for C++17 (https://github.com/horovod/horovod/issues/4014). They are changed here.
 # Exit codes: 0 done, 1 the build failed (run it again), 3 something is missing: nothing was changed.
 
 set -euo pipefail
@@ -20,15 +15,13 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 export PYTHONNOUSERSITE=1
 
 python=$(command -v "${1:-.venv/bin/python}") || fail 3 "no ${1:-.venv/bin/python}: run ./install.sh first, or name a Python"
-"$python" -c 'import torch' || fail 3 "$python lacks PyTorch (above): run ./install.sh first"
-prefix=$("$python" -c 'import sys; print(sys.prefix if sys.prefix != sys.base_prefix else "")')
-[[ $prefix && -w $prefix ]] || fail 3 "$python is in no virtual environment that can be written to"
-compiler=$(command -v "${CXX:-g++}") || fail 3 "no ${CXX:-g++}: add a compiler's module to modules=() in job.sl, or set CXX"
-"$compiler" -std=c++17 -fsyntax-only -x c++ /dev/null || fail 3 "$compiler knows no C++17: take a newer compiler, or set CXX"
+prefix=$("$python" -c 'import sys, torch; print(sys.prefix); sys.exit(sys.prefix == sys.base_prefix)') ||
+    fail 3 "$python lacks PyTorch (above), or is in no virtual environment: run ./install.sh first"
+"${CXX:-g++}" -std=c++17 -fsyntax-only -x c++ /dev/null ||
+    fail 3 "no ${CXX:-g++} that knows C++17: add a compiler's module to modules=() in job.sl, or set CXX"
 if [[ ${HOROVOD_NCCL_HOME:-} ]]; then
     [[ -e $HOROVOD_NCCL_HOME/include/nccl.h ]] || fail 3 "HOROVOD_NCCL_HOME=$HOROVOD_NCCL_HOME has no include/nccl.h"
-    cuda=$("$python" -c 'import torch; print(torch.version.cuda)')
-    command -v nvcc >/dev/null || fail 3 "no nvcc: add a module of CUDA $cuda to modules=() in job.sl"
+    command -v nvcc >/dev/null || fail 3 "no nvcc: add the module of torch's CUDA to modules=() in job.sl"
     # Gradients on GPUs are summed by NCCL. https://horovod.readthedocs.io/en/stable/gpus_include.html
     export HOROVOD_GPU_OPERATIONS=NCCL
 fi
@@ -51,21 +44,19 @@ rm -rf "$TMPDIR"
 mkdir "$TMPDIR"
 trap 'rm -rf "$TMPDIR"' EXIT
 pip() { "$python" -m pip --quiet "$@"; }
-
 # What its setup.py would fetch by itself, and not from where pip is told to; setuptools brings distutils to Python 3.12.
 pip install 'setuptools>=70.1' cloudpickle psutil pyyaml packaging 'cffi>=1.4.0' ||
     fail 1 "pip could not install what the build needs (above)"
 command -v cmake >/dev/null || pip install cmake || fail 1 "no cmake, and pip could not install it (above)"
-pip download --no-deps --no-binary :all: --no-build-isolation --dest "$TMPDIR" horovod==0.28.1 ||
+# The file of 2023 on https://pypi.org/project/horovod/0.28.1/#files
+echo "horovod==0.28.1 --hash=sha256:92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0" >"$TMPDIR/horovod.txt"
+pip download --no-deps --no-binary :all: --no-build-isolation --dest "$TMPDIR" --requirement "$TMPDIR/horovod.txt" ||
     fail 1 "pip could not fetch horovod 0.28.1 (above)"
 source=$TMPDIR/horovod-0.28.1
-# The file of 2023 on https://pypi.org/project/horovod/0.28.1/#files
-echo "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0  $source.tar.gz" | sha256sum --check --quiet ||
-    fail 1 "what pip fetched is not PyPI's horovod-0.28.1.tar.gz"
 tar -xzf "$source.tar.gz" -C "$TMPDIR"
 sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' "$source"/{,horovod/torch/}CMakeLists.txt
 
-echo "building horovod 0.28.1 with $compiler (minutes)"
+echo "building horovod 0.28.1 (minutes)"
 # Without isolation: it is built against the PyTorch that is there. Without dependencies: nothing may replace that one.
 "$python" -m pip install --no-deps --no-build-isolation --force-reinstall --verbose "$source" >"$TMPDIR/log" 2>&1 || {
     grep -m 5 -B 1 -A 3 -E 'error|Error' "$TMPDIR/log" >&2 || tail -n 20 "$TMPDIR/log" >&2

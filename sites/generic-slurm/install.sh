@@ -24,29 +24,21 @@ source "$here/common.sh"
 
 # ---- what is asked for ------------------------------------------------------------------------------------------
 
-core='' torch='' torch_index='' image='' add=() horovod='' python=${PYTHON:-python3} flags=()
+core=$here/../../core torch='' torch_index='' image='' add=() horovod='' python=${PYTHON:-python3} flags=()
 while (($#)); do
     case $1 in
-    --help | -h)
-        sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-        exit 0
-        ;;
-    --horovod) horovod=yes flags+=("$1") ;;
-    --core | --torch | --torch-index | --image | --add)
-        [[ ${2:-} ]] || fail 2 "$1 needs a value (--help)"
-        case $1 in
-        --core) core=$2 ;;
-        --torch) torch=$2 ;;
-        --torch-index) torch_index=$2 ;;
-        --image) image=$2 ;;
-        --add) add+=("$2") ;;
-        esac
-        [[ $1 == --image ]] || flags+=("$1" "$2")
-        shift
-        ;;
+    --help | -h) sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 0 ;;
+    --horovod) horovod=yes flags+=("$1") && shift && continue ;;
+    --core | --torch | --torch-index | --image | --add) [[ ${2:-} ]] || fail 2 "$1 needs a value (--help)" ;;&
+    --core) core=$2 ;;
+    --torch) torch=$2 ;;
+    --torch-index) torch_index=$2 ;;
+    --image) image=$2 ;;
+    --add) add+=("$2") ;;
     *) fail 2 "unknown flag $1 (--help lists them)" ;;
     esac
-    shift
+    [[ $1 == --image ]] || flags+=("$1" "$2") # for this script in the image
+    shift 2
 done
 
 line=$(grep -m 1 '^modules=(.*)' "$here/job.sl") || fail 3 "job.sl has lost its line modules=(...), which may be empty"
@@ -95,7 +87,6 @@ fi
 
 # ---- what is there: nothing is written before all of this holds --------------------------------------------------
 
-core=${core:-$here/../../core}
 [[ -f $core || -f $core/pyproject.toml || $core == *://* ]] ||
     fail 3 "no ddp_core at $core: pass --core, the repository's core/, a wheel or a URL"
 # What lies in ~/.local is no part of the environment, here and in the job. Importing leaves no files in Python's own folders.
@@ -118,11 +109,9 @@ if importlib.util.find_spec("torch"):
 # A release that this site was tried with. PyPI has it for NVIDIA GPUs; which driver it needs is pytorch.org's to say.
 torch=${torch:-torch==2.13.0}
 
-prefix=$here/.venv
-[[ -z ${APPTAINER_CONTAINER:-} ]] || prefix=$here/.venv-apptainer
+prefix=$here/.venv${APPTAINER_CONTAINER:+-apptainer}
 mkdir -p "$prefix" || fail 3 "$prefix cannot be made"
-# The mark of a directory that is ours, and may be emptied. It says how far we came.
-mark=$prefix/.install
+mark=$prefix/.install # of a directory that is ours, and may be emptied; it says how far we came
 [[ -e $mark || -z $(ls -A "$prefix") ]] || fail 3 "$prefix holds something else: move it away"
 
 # ---- the virtual environment and PyTorch: whole, or made again ---------------------------------------------------

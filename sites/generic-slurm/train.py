@@ -7,6 +7,7 @@
 The same flags everywhere: python train.py --help.
 """
 
+import re
 from collections.abc import Mapping
 
 from ddp_core import Rank, run
@@ -49,8 +50,10 @@ def of_srun(environ: Mapping[str, str]) -> Rank:
     """
     # A job has many steps, and is started again when it is requeued. Slurm counts that from the second start on.
     start = [environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
+    # "4(x2)": 4 ranks on each of two nodes. "4,3" stays as it is, and is refused: job.sl has as many on every node.
+    tasks = re.sub(r"^(\d+)\(x\d+\)$", r"\1", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     return Rank.read(
-        {**environ, "SLURM_JOB_ID": ".".join(start), "SLURM_STEP_TASKS_PER_NODE": tasks_on_this_node(environ)},
+        {**environ, "SLURM_JOB_ID": ".".join(start), "SLURM_STEP_TASKS_PER_NODE": tasks},
         rank="SLURM_PROCID",
         world_size="SLURM_STEP_NUM_TASKS",
         local_rank="SLURM_LOCALID",
@@ -61,15 +64,6 @@ def of_srun(environ: Mapping[str, str]) -> Rank:
         job_id="SLURM_JOB_ID",
         restart="SLURM_RESTART_COUNT",
     )
-
-
-def tasks_on_this_node(environ: Mapping[str, str]) -> str:
-    """This node's entry of SLURM_STEP_TASKS_PER_NODE: "2(x3),1" means 2, 2, 2, 1. "" when it has none."""
-    tasks = []
-    for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        count, _, repeat = entry.partition("(x")
-        tasks += [count] * int(repeat.rstrip(")") or 1)
-    return {str(node): count for node, count in enumerate(tasks)}.get(environ.get("SLURM_NODEID", ""), "")
 
 
 if __name__ == "__main__":

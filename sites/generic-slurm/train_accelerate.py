@@ -36,10 +36,7 @@ class Accelerate(Ddp):
 
 
 def export(device_index: int | None) -> None:
-    """What torchrun exports, also for ranks that srun started: Accelerate reads nothing else.
-
-    https://huggingface.co/docs/accelerate/package_reference/state
-    """
+    """What torchrun exports, all that Accelerate reads. https://huggingface.co/docs/accelerate/package_reference/state"""
     me = rank(os.environ)
     if me.world_size > 1:
         # It takes LOCAL_RANK for the index of its GPU, which is 0 where each rank sees one GPU.

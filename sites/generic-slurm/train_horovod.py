@@ -8,9 +8,8 @@ It needs `./install.sh --horovod`. All flags and files are train.py's.
 
 import os
 import threading
-from collections.abc import Mapping
 
-from ddp_core import Rank, run
+from ddp_core import run
 from ddp_core.errors import PreflightError
 from ddp_core.reduction import Flat
 from torch.distributed import DistBackendError
@@ -31,6 +30,8 @@ class Horovod(Flat):
         if not self.flat.is_cpu and not hvd.nccl_built():
             raise PreflightError("this Horovod was built without NCCL: build it with HOROVOD_NCCL_HOME, or pass --device cpu")
         self.hvd, self.name = hvd, f"horovod {__version__}"
+        if "HOROVOD_RANK" in os.environ:  # it exports no address at which the ranks of the core could meet
+            raise PreflightError("HOROVOD_RANK is set: start this with srun or torchrun, not horovodrun")
         if peers.world_size > 1:
             export(peers)
             peers.wait()  # hvd.init() waits 30 s for the other ranks, and a slow file system can part them for longer
@@ -47,13 +48,6 @@ class Horovod(Flat):
 
     def leave(self):
         self.hvd.shutdown()
-
-
-def rank_of(environ: Mapping[str, str]) -> Rank:
-    """train.py's. horovodrun exports no address at which the ranks of the core could meet."""
-    if "HOROVOD_RANK" in environ:
-        raise PreflightError(f"HOROVOD_RANK={environ['HOROVOD_RANK']}: start this with srun or torchrun, not horovodrun")
-    return rank(environ)
 
 
 def export(peers) -> None:
@@ -76,4 +70,4 @@ def export(peers) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run(rank_of, reduction=Horovod))
+    raise SystemExit(run(rank, reduction=Horovod))

@@ -32,8 +32,7 @@ command -v singularity >/dev/null || fail "no singularity on $HOSTNAME: on LUMI 
 [[ -f $image ]] || fail "no image $image; set image= in common.sh to one of: $(echo "$images"/*/lumi-multitorch-full-*.sif)"
 image_name=$(basename "$(realpath "$image")") # of a link: what it leads to today
 
-# ---- what programs in the container see -------------------------------------------------------------------------
-# Singularity hands on this shell's variables. Where the image sets one itself, only SINGULARITYENV_NAME overrules it.
+# ---- what programs in the container see: this shell's variables; what the image sets, only SINGULARITYENV_NAME overrules ----
 
 # The image has a PYTHONPATH of its own, and packages in ~/.local must not come before its packages.
 # https://docs.python.org/3/using/cmdline.html#envvar-PYTHONNOUSERSITE
@@ -45,12 +44,9 @@ export PYTHONNOUSERSITE=1
 # https://docs.lumi-supercomputer.eu/storage/#temporary-storage-on-compute-nodes
 cache=/tmp/ddp-$UID-${SLURM_JOB_ID:-no-job}
 # https://docs.lumi-supercomputer.eu/software/packages/pytorch/
-export MIOPEN_USER_DB_PATH=$cache/miopen
-export MIOPEN_CUSTOM_CACHE_DIR=$cache/miopen
+export MIOPEN_USER_DB_PATH=$cache/miopen MIOPEN_CUSTOM_CACHE_DIR=$cache/miopen
 # https://github.com/Lumi-supercomputer/LUMI-AI-Guide/issues/112
-export TORCHINDUCTOR_CACHE_DIR=$cache/inductor
-export TRITON_CACHE_DIR=$cache/triton
-export TORCH_EXTENSIONS_DIR=$cache/extensions
+export TORCHINDUCTOR_CACHE_DIR=$cache/inductor TRITON_CACHE_DIR=$cache/triton TORCH_EXTENSIONS_DIR=$cache/extensions
 
 # What torch.hub and Hugging Face download goes to the project's scratch, unless you say otherwise: home holds 20 GB.
 if [[ -n ${SLURM_JOB_ACCOUNT:-} ]]; then
@@ -66,10 +62,7 @@ python=$site/.venv/bin/python
 singularity_flags=()
 if [[ -f $site/.venv/packed.sqsh ]]; then
     python=/user-software/bin/python
-    singularity_flags+=(
-        # https://docs.sylabs.io/guides/latest/user-guide/bind_paths_and_mounts.html#bind-images
-        --bind "$site/.venv/packed.sqsh:/user-software:image-src=/"
-    )
+    singularity_flags=(--bind "$site/.venv/packed.sqsh:/user-software:image-src=/")
 fi
 
 # ---- for job.sl -------------------------------------------------------------------------------------------------
@@ -80,8 +73,7 @@ restarts=${SLURM_RESTART_COUNT:-0} max_restarts=20
 if [[ -n ${RCCL_DEBUG:-} ]]; then
     # What RCCL finds and chooses, without a line for each collective, in a file for each process: %h is the host.
     # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
-    export SINGULARITYENV_NCCL_DEBUG=INFO
-    export SINGULARITYENV_NCCL_DEBUG_SUBSYS=INIT,NET
+    export SINGULARITYENV_NCCL_DEBUG=INFO SINGULARITYENV_NCCL_DEBUG_SUBSYS=INIT,NET
     export SINGULARITYENV_NCCL_DEBUG_FILE="$PWD/rccl-${SLURM_JOB_ID:-no-job}-%h-%p.log"
 fi
 

@@ -1,15 +1,14 @@
 #!/bin/bash -l
 # Makes the virtual environment over the container in which the jobs run: ddp_core, and what you add. PyTorch is the image's.
 #
-#   ./install.sh [PREFIX] [--core WHAT] [--add PACKAGE]... [--squashfs]
+#   ./install.sh [--core WHAT] [--add PACKAGE]... [--squashfs]
 #
-#   PREFIX          where to make it (default: .venv beside this script, where the job script looks for it)
 #   --core WHAT     ddp_core: a directory, a wheel or a URL (default: ../../core, as in the repository)
 #   --add PACKAGE   a package from PyPI that the image lacks, as pip names it: optuna, "h5py>=3"; what the image has stays
 #   --squashfs      pack it all into one file, for Lustre's sake: worth it with --add of large packages
 #
 # On a login node, or anywhere with a network, in a minute: PyTorch is not installed. Run again, with the same flags, it makes
-# all of it anew. It writes nothing outside PREFIX.
+# all of it anew: .venv beside this script, or where a link of that name leads, and nothing else.
 # Exit codes: 0 done, 1 an installation failed (run it again), 2 a wrong flag, 3 something is missing: nothing was changed.
 
 set -euo pipefail
@@ -20,34 +19,23 @@ die() { # code, message
 }
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-prefix='' core='' packed='' add=()
+core=$here/../../core packed='' add=()
 while (($#)); do
     case $1 in
-    --help | -h)
-        sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-        exit 0
-        ;;
-    --core | --add)
-        [[ -n ${2:-} ]] || die 2 "$1 needs a value (--help)"
-        if [[ $1 == --core ]]; then core=$2; else add+=("$2"); fi
-        shift
-        ;;
+    --help | -h) sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 0 ;;
     --squashfs) packed=yes ;;
-    -*) die 2 "unknown flag $1 (--help lists them)" ;;
-    *)
-        [[ -z $prefix ]] || die 2 "two prefixes, $prefix and $1: quote a path with spaces"
-        prefix=$1
-        ;;
+    --core | --add) [[ -n ${2:-} ]] || die 2 "$1 needs a value (--help)" ;;&
+    --core) core=$2 && shift ;;
+    --add) add+=("$2") && shift ;;
+    *) die 2 "unknown flag $1 (--help lists them)" ;;
     esac
     shift
 done
-prefix=${prefix:-$here/.venv}
 
 # ---- what is there: nothing is written before all of this holds --------------------------------------------------
 
-core=${core:-$here/../../core}
-[[ -e $core || $core == *://* ]] || die 3 "no ddp_core at $core: pass --core, the repository's core/, a wheel or a URL"
-[[ ! -d $core || -f $core/pyproject.toml ]] || die 3 "--core $core is no Python package: it has no pyproject.toml"
+[[ -f $core || -f $core/pyproject.toml || $core == *://* ]] ||
+    die 3 "no ddp_core at $core: pass --core, the repository's core/, a wheel or a URL"
 [[ -z $packed ]] || command -v mksquashfs >/dev/null || die 3 "no mksquashfs on $HOSTNAME: LUMI's login nodes have it"
 
 # The modules and the image: common.sh checks them, with the same messages as a job. Importing leaves no files behind.
@@ -64,12 +52,11 @@ if sys.version_info < (3, 11) or tuple(int(part) for part in torch.__version__.s
 print(platform.python_version())
 ') || die 3 "the image $image cannot be used (above): edit image= in common.sh"
 
-mkdir -p "$prefix" || die 3 "PREFIX $prefix cannot be made"
-prefix=$(cd -P "$prefix" && pwd)
+mkdir -p "$here/.venv" || die 3 "$here/.venv cannot be made"
+prefix=$(cd -P "$here/.venv" && pwd)
 mark=$prefix/.install # of a directory that is ours, and may be emptied
-[[ -e $mark || -z $(ls -A "$prefix") ]] || die 3 "PREFIX $prefix holds something else: pass a new or an empty directory"
-[[ -w $prefix ]] || die 3 "PREFIX $prefix cannot be written"
-in_image test -w "$prefix" || die 3 "containers do not see PREFIX $prefix: use your home, /project, /scratch or /flash"
+[[ -e $mark || -z $(ls -A "$prefix") ]] || die 3 "$prefix holds something else: move it away"
+in_image test -w "$prefix" || die 3 "containers cannot write into $prefix: use your home, /project, /scratch or /flash"
 
 # ---- the virtual environment ------------------------------------------------------------------------------------
 
@@ -105,7 +92,6 @@ echo "installing ddp_core${add[*]:+, ${add[*]}}"
 pip list --format=freeze >"$TMPDIR/image.txt"
 pip install --constraint "$TMPDIR/image.txt" 'safetensors>=0.4.3' "${add[@]}" ||
     die 1 "pip could not install ${add[*]:-safetensors} (above): no network, or it needs another version of what the image has"
-# Without dependencies: nothing may replace torch.
 pip install --no-deps "$core" || die 1 "pip could not install ddp_core (above): without network pass a wheel as --core"
 
 in_image "$venv/bin/python" -c '
@@ -122,6 +108,4 @@ if [[ -n $packed ]]; then
 fi
 echo "$version $image_name ${add[*]}" >"$mark" # a job checks that it starts the same image
 
-echo "installed in $prefix"
-[[ $prefix -ef $here/.venv ]] || echo "job.sl looks for .venv beside itself: ln -s $(printf %q "$prefix") .venv"
-echo "submit: cd $(printf %q "$here") && sbatch job.sl --epochs 3"
+echo "installed in $prefix; submit: cd $(printf %q "$here") && sbatch job.sl --epochs 3"

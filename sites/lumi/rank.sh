@@ -1,7 +1,5 @@
 #!/bin/bash
-# Runs in the container, once a rank (conda-python-distributed in LUMI's older containers): makes the node's cache, says which
-# rank this is, and becomes the program.
-#
+# Runs in the container, once a rank, and becomes the program (conda-python-distributed in LUMI's older containers):
 #   srun ... singularity exec IMAGE bash rank.sh PYTHON train.py [flags]
 
 set -euo pipefail

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def to_the_ranks(number: int, frame: object) -> None:
-    """Send the signal to this process's children: the ranks. https://man7.org/linux/man-pages/man5/proc_pid_children.5.html"""
+    """Sends the signal to this process's children. https://man7.org/linux/man-pages/man5/proc_pid_children.5.html"""
     for thread in Path("/proc/self/task").iterdir():
         for child in (thread / "children").read_text().split():
             os.kill(int(child), number)
@@ -58,5 +58,4 @@ if __name__ == "__main__":
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # At once: while Python cleans up, a node that is done has srun send SIGTERM to the others, and 143 is not 75.
-    os._exit(code)
+    os._exit(code)  # while Python cleans up, a node that is done has srun send SIGTERM to the others, and 143 is not 75

@@ -14,10 +14,7 @@ from ddp_core.errors import PreflightError
 
 
 def rank(environ: Mapping[str, str]) -> Rank:
-    """The Rank that the launcher describes; without a launcher, a world of one.
-
-    Raises PreflightError that names the variable and its value.
-    """
+    """The Rank that the launcher describes; without a launcher, a world of one. PreflightError names a wrong variable."""
     environ = dict(environ)
     if "TORCHELASTIC_RUN_ID" in environ:
         # torchrun starts all ranks again when one fails: another start, another id.

@@ -1,8 +1,6 @@
 #!/bin/bash
-# What torch.distributed and train.py must know of this rank, from what srun tells it. Every rank sources it before train.py:
-#
+# What train.py must know of this rank, from what srun tells it. Every rank sources it before train.py:
 #   srun ... bash -c 'source ./export_DDP_vars.sh && exec "$@"' rank python train.py
-#
 # Not the batch script: there SLURM_PROCID is 0 for all, and srun sets CUDA_VISIBLE_DEVICES anew in every rank.
 
 if [[ -z ${SLURM_STEP_NUM_TASKS:-} ]]; then
@@ -11,13 +9,11 @@ if [[ -z ${SLURM_STEP_NUM_TASKS:-} ]]; then
 fi
 set -euo pipefail
 
-# Slurm writes the ranks of each node as "4(x2),3" for 4, 4 and 3.
-tasks=()
-for group in ${SLURM_STEP_TASKS_PER_NODE//,/ }; do
-    repeat=1
-    [[ $group != *x* ]] || repeat=${group//*x/} repeat=${repeat%)}
-    for ((; repeat > 0; repeat--)); do tasks+=("${group%%(*}"); done
-done
+# "4(x2)": 4 ranks on each of two nodes. "4,3" would need another reading, and nobody wants it.
+if [[ $SLURM_STEP_TASKS_PER_NODE == *,* ]]; then
+    echo "error: SLURM_STEP_TASKS_PER_NODE=$SLURM_STEP_TASKS_PER_NODE, but should be the same number on every node" >&2
+    return 3
+fi
 
 # The rank, 0 to WORLD_SIZE-1; the ranks of this step (SLURM_NTASKS is the job's, and a step may have fewer); this rank's place
 # on its node, which chooses the GPU; the ranks on its node; the node's place. They have torchrun's names, for train.py.
@@ -25,7 +21,7 @@ done
 export RANK=$SLURM_PROCID
 export WORLD_SIZE=$SLURM_STEP_NUM_TASKS
 export LOCAL_RANK=$SLURM_LOCALID
-export LOCAL_WORLD_SIZE=${tasks[SLURM_NODEID]}
+export LOCAL_WORLD_SIZE=${SLURM_STEP_TASKS_PER_NODE%%(*}
 export GROUP_RANK=$SLURM_NODEID
 
 # Different in another job, another step and another start of this job: ranks notice that they met somebody else's.

@@ -33,8 +33,7 @@ done
 
 # ---- what is there: nothing is written before all of this holds --------------------------------------------------------
 
-[[ -e $core || $core == *://* ]] || fail 3 "no ddp_core at $core: pass --core (--help)"
-[[ ! -d $core || -f $core/pyproject.toml ]] || fail 3 "--core $core is no Python package: it has no pyproject.toml"
+[[ -f $core || -f $core/pyproject.toml || $core == *://* ]] || fail 3 "no ddp_core at $core: pass --core (--help)"
 
 # What `pip install --user` left is no part of the environment. Importing leaves no files in the module's own folders.
 # https://docs.python.org/3/using/cmdline.html#environment-variables
@@ -52,8 +51,7 @@ if [[ $pytorch == container ]]; then
         grep pytorch <<<"$images" >&2 || echo "(no image with pytorch in its name)" >&2
         fail 3 "no image $image; there are the above: edit image= in job.sl, or shifterimg pull $image"
     fi
-    # No driver and no NCCL of the node: nothing computes here.
-    container=(shifter --image="$image" --module=none)
+    container=(shifter --image="$image" --module=none) # no driver and no NCCL of the node: nothing computes here
 else
     origin=module
     type module >/dev/null 2>&1 || fail 3 "no module command: run this in a login shell of Perlmutter"
@@ -130,5 +128,4 @@ print("python", platform.python_version())
 print("torch", torch.__version__, "for", f"cuda {torch.version.cuda}" if torch.version.cuda else "the CPU alone")
 print("ddp_core", ddp_core.__version__)
 ' || { echo unfinished >"$mark" && fail 1 "the environment does not work (above): run this again"; }
-echo "installed in $venv"
-echo "submit: cd $(printf %q "$here") && sbatch job.sl --epochs 3"
+echo "installed in $venv; submit: cd $(printf %q "$here") && sbatch job.sl --epochs 3"

@@ -6,7 +6,7 @@
     for lr in 0.03 0.1; do sbatch job.sl --lr $lr --run-dir runs/sweep/lr-$lr; done     a job each, on several nodes,
     .venv/bin/python sweep.py runs/sweep                                                then only the table
 
-Flags of train.py stand behind --. Started again it goes on where it was. W&B's own search: sweep.yaml.
+Flags of train.py stand behind --. Started again it goes on where it was.
 Exit code: that of a run that failed; else 1 if a writer of metrics did.
 """
 
