@@ -5,6 +5,7 @@ python3 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s conforman
 """
 
 import argparse
+import hashlib
 import os
 import shlex
 import shutil
@@ -128,8 +129,7 @@ def extras(session: nox.Session) -> None:
     if not found:
         session.skip("no extras there")
     packages = sorted({package for extra in found for package in extra.get("packages", [])})
-    install(session, "numpy", "pytest", "pytest-timeout")
-    session.install(*packages, "-c", "constraints.txt")  # now that torch is there: some would bring another
+    install(session, "numpy", "pytest", "pytest-timeout", last=(*packages, "-c", "constraints.txt"))
     parts = empty(session, "parts")
     flags = ["--extras", "--rung=extras", f"--part={parts}", *session.posargs]
     session.run("python", "-m", "pytest", "conformance/checks/test_extras.py", *flags)
@@ -254,8 +254,8 @@ def golden(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Ours beside an expert's DDP loop, Lightning and Accelerate, as ratios. `-- steps`, `loader`, `startup` or `snapshot`."""
-    install(session, "numpy")
-    session.install("-c", "core/bench/constraints.txt", "-c", "constraints.txt", "lightning", "accelerate")
+    constraints = ("-c", "core/bench/constraints.txt", "-c", "constraints.txt")
+    install(session, "numpy", last=("lightning", "accelerate", *constraints))
     session.env["OMP_NUM_THREADS"] = "1"
     if session.posargs[:1] == ["snapshot"]:
         session.run("python", "core/bench/snapshot.py", *session.posargs[1:])
@@ -263,33 +263,47 @@ def bench(session: nox.Session) -> None:
         session.run("python", "core/bench", *session.posargs)
 
 
-def install(session: nox.Session, *packages: str) -> None:
-    """torch, the core and `packages` into the session's environment.
+def install(session: nox.Session, *packages: str, last: tuple[str, ...] = ()) -> None:
+    """torch, the core and `packages` into the session's environment; then `last`, some of which would bring another torch.
 
     Where the Python that runs nox has torch already (a module, a container), that torch is used and never replaced.
+    An environment that has all of it is left as it is: its stamp, written last, says so.
     """
-    site_packages = Path(session.run("python", "-c", "import site; print(site.getsitepackages()[0])", silent=True).strip())
-    link = site_packages / "torch-of-this-machine.pth"
+    show = "import site, sys; print('%d.%d' % sys.version_info[:2], site.getsitepackages()[0])"
+    version, site_packages = session.run("python", "-c", show, silent=True).strip().split(maxsplit=1)
+    theirs = torch_of_this_machine(version)
+    files = [*map(ROOT.joinpath, ("constraints.txt", "constraints-torch.txt", "core/bench/constraints.txt"))]
+    files += [ROOT / "core" / "pyproject.toml", Path(__file__)]
+    wanted = repr([str(ROOT), version, theirs, packages, last, *(file.read_text() for file in files)])
+    wanted = hashlib.sha256(wanted.encode()).hexdigest()
+    stamp, link = Path(site_packages, "installed-by-nox.txt"), Path(site_packages, "torch-of-this-machine.pth")
+    if theirs:
+        session.log(f"using the torch in {theirs}")
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    stamp.unlink(missing_ok=True)
     if packages:  # before the link, behind which pip would find some of them, and leave out their commands
         session.install(*packages, "-c", "constraints.txt")
-    if theirs := torch_of_this_machine(session):
-        session.log(f"using the torch in {theirs}")
+    if theirs:
         link.write_text(f"{theirs}\n")
-    elif not (site_packages / "torch").exists():
+    else:
         link.unlink(missing_ok=True)
         # The CPU build, where it can be had: the one on PyPI brings gigabytes of CUDA.
         pinned = next(line for line in (ROOT / "constraints-torch.txt").read_text().splitlines() if line.startswith("torch=="))
         session.install("--no-deps", "--retries", "0", "--index-url", CPU_WHEELS, pinned, success_codes=[0, 1])
         session.install("torch", "-c", "constraints-torch.txt", "-c", "constraints.txt")
     session.install("-e", "core", "-c", "constraints.txt")
+    if last:
+        session.install(*last)
+    # Like install(), run_install() does nothing under `nox --no-install`: then there is no stamp either.
+    session.run_install("python", "-c", "import sys; open(sys.argv[1], 'w').write(sys.argv[2])", str(stamp), wanted, log=False)
 
 
-def torch_of_this_machine(session: nox.Session) -> Path | None:
+def torch_of_this_machine(version: str) -> Path | None:
     """The site-packages that hold the torch of the Python that runs nox, of its base, or of python3 on PATH."""
-    version = session.run("python", "-c", "import sys; print(sys.version_info[:2])", silent=True).strip()
     program = (
         "import sys, importlib.util; torch = importlib.util.find_spec('torch');"
-        "print(sys.version_info[:2], torch.origin if torch else '', sep='|')"
+        "print('%d.%d' % sys.version_info[:2], torch.origin if torch else '', sep='|')"
     )
     for python in dict.fromkeys((sys.executable, getattr(sys, "_base_executable", sys.executable), shutil.which("python3"))):
         found = subprocess.run([python, "-c", program], check=False, capture_output=True, text=True).stdout.strip()
