@@ -151,7 +151,8 @@ class SeededRows:
 
     def __init__(self, rows: Any, config):
         self.rows, self.seed, self.seeded = rows, config.seed, config.row_seeds == "on"
-        self.epoch, self.state = None, 0
+        self.epoch: int | None = None
+        self.state = 0
 
     def __len__(self) -> int:
         return len(self.rows)
