@@ -116,7 +116,7 @@ def lint(session: nox.Session) -> None:
     folders = ("sites/*", "conformance/cluster", "conformance/broken/*")
     found = [path for folder in folders for path in sorted(ROOT.glob(f"{folder}/*"))]
     scripts = [str(path) for path in found if path.suffix in (".sh", ".sl", ".pbs")]
-    session.run("shellcheck", "--external-sources", "--source-path=SCRIPTDIR", ".ci/run", *scripts)
+    session.run("shellcheck", "--external-sources", "--source-path=SCRIPTDIR", ".ci/run", ".ci/install", *scripts)
 
 
 @nox.session
