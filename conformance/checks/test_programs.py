@@ -22,10 +22,10 @@ import pytest
 
 from conformance.harness import sites
 from conformance.harness.check import T0, T1
+from conformance.harness.ports import free_port
 from conformance.harness.reference import sha256, take_apart, worst_deviation
 from conformance.harness.sites import ROOT, Launch, without_launcher
 from conformance.harness.target import Run, read_records
-from conformance.harness.world import free_port
 
 clause, rejects = pytest.mark.clause, pytest.mark.rejects
 pytestmark = pytest.mark.timeout(300, method="thread")

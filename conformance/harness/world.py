@@ -9,22 +9,21 @@ import io
 import json
 import multiprocessing
 import os
-import random
 import resource
 import runpy
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from conformance.harness.ports import free_port
 from conformance.harness.sites import Launch, without_launcher
 from conformance.harness.target import BACKENDS, Run, Target, read_records
 
@@ -295,12 +294,3 @@ def _wait_for(log: Path, words: str, *ends: int, seconds: float = 60) -> bool:
         if select.select(ends, [], [], 0.002)[0]:
             break
     return False
-
-
-def free_port() -> int:
-    """None of those that the kernel gives to whoever connects: a moment later it could be somebody's."""
-    while True:
-        port = random.SystemRandom().randrange(20000, 32000)
-        with suppress(OSError), socket.socket() as listener:
-            listener.bind(("", port))
-            return port

@@ -10,7 +10,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,8 @@ from multiprocessing import connection
 from pathlib import Path
 
 from ddp_core import Rank, run, snapshot
+
+from conformance.harness.ports import free_port
 
 forks = multiprocessing.get_context("forkserver")
 
@@ -112,15 +113,6 @@ def world(world_size: int, port: int | None = None, job_id: str = "job-1", **oth
     """All ranks of a job on this machine."""
     port = free_port() if port is None else port
     return [Rank(r, world_size, r, world_size, 0, "127.0.0.1", port, job_id, **others) for r in range(world_size)]
-
-
-def free_port() -> int:
-    """Below the range that outgoing connections take theirs from."""
-    while True:
-        port = 20000 + (os.getpid() * 64 + next(numbers)) % 12000
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port
 
 
 def fork(folder: Path, *calls: Callable[[], int | None], hanging: Sequence[int] = (), strict: bool = False) -> Job:

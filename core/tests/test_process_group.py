@@ -19,7 +19,7 @@ from ddp_core.errors import PreflightError
 from faults import at_step, failing_data, in_turn, signalled_after, sleeping
 from ranks import call, train, world
 
-SOON = "--epochs 1 --rendezvous-timeout 1"
+SOON = "--epochs 1 --rendezvous-timeout 3"
 LATER = "--epochs 1 --rendezvous-timeout 3"
 LONG = {0: at_step(0, sleeping(2))}  # a job that is still there when a process comes late that does not belong to it
 
@@ -51,7 +51,7 @@ def listener(request):
 def test_missing_ranks_are_named(tmp_path, missing):
     present = [rank for rank in world(4) if rank.rank not in missing]
     job = train(tmp_path / "run", SOON, ranks=present, code=4)
-    assert f"{len(missing)} of 4 ranks missing after 1 s" in job.error
+    assert f"{len(missing)} of 4 ranks missing after 3 s" in job.error
     assert f"rank {', '.join(map(str, missing))}" in job.error
 
 

@@ -3,9 +3,11 @@
 mpiexec -n 8 --ppn 4 python train.py --epochs 5
 """
 
+import random
 import socket
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 
 from ddp_core import Rank, run
 
@@ -36,9 +38,11 @@ def rank(environ: Mapping[str, str]) -> Rank:
 
 def meeting_point() -> tuple[str, int, str]:
     """Rank 0's address, a port that is free there now, and a name that no other start has."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return socket.gethostname(), listener.getsockname()[1], uuid.uuid4().hex
+    for port in random.sample(range(20000, 30000), 100):  # below the ports that Linux gives to outgoing connections
+        with suppress(OSError), socket.socket() as listener:
+            listener.bind(("", port))
+            break
+    return socket.gethostname(), port, uuid.uuid4().hex
 
 
 if __name__ == "__main__":

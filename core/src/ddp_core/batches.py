@@ -4,7 +4,7 @@ import ctypes
 import gc
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from multiprocessing import active_children, util
 from typing import Any
 
@@ -26,7 +26,8 @@ class Batches:
 
     def __init__(self, rows: Any, workload: Workload, config, device: torch.device, dtype: torch.dtype):
         self.workload, self.config, self.device, self.dtype = workload, config, device, dtype
-        self.rows, self.resident, self.streaming = rows, False, None
+        self.rows, self.resident = rows, False
+        self.streaming: Generator[Any] | None = None
         if config.workers:
             util.Finalize(None, _kill_children, exitpriority=100)
         if hasattr(rows, "columns") and (device.type == "cpu" or rows.nbytes < _free_memory(device) / 4):
@@ -80,7 +81,7 @@ class Batches:
         if before is not None:
             yield before
 
-    def _read(self, plan) -> Iterator[Any]:
+    def _read(self, plan) -> Generator[Any]:
         """Through DataLoader, which asks for rows in our order, --workers processes at a time."""
         asked: deque = deque()  # what the workers are reading, for messages
 
@@ -93,9 +94,9 @@ class Batches:
         # Its first use imports a module, and reports at length if a worker dies in that moment (SIGCHLD raises there).
         with torch.autograd.profiler.record_function("rows"):
             pass
-        timing = dict(timeout=self.config.timeout, multiprocessing_context="fork") if workers else {}
-        loader = DataLoader(
-            SeededRows(self.rows, self.config),
+        timing: dict[str, Any] = dict(timeout=self.config.timeout, multiprocessing_context="fork") if workers else {}
+        loader: DataLoader[Any] = DataLoader(
+            SeededRows(self.rows, self.config),  # type: ignore[arg-type]
             batch_sampler=places(),
             collate_fn=self.workload.collate,
             num_workers=workers,
@@ -150,7 +151,8 @@ class SeededRows:
 
     def __init__(self, rows: Any, config):
         self.rows, self.seed, self.seeded = rows, config.seed, config.row_seeds == "on"
-        self.epoch, self.state = None, 0
+        self.epoch: int | None = None
+        self.state = 0
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -174,7 +176,7 @@ def _begin_worker(number: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the rank's process ends
 
 
-def _end_workers(batches: Iterator) -> None:
+def _end_workers(batches: Any) -> None:
     """They ignore SIGTERM, by which Python ends its children before it leaves: it would wait for them for ever."""
     if workers := getattr(batches, "_worker_pids_set", False) and batches._workers:  # else they have ended
         torch.utils.data._utils.signal_handling._remove_worker_pids(id(batches))  # it calls a killed worker an error

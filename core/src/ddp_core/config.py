@@ -98,8 +98,8 @@ def _is_plain(value) -> bool:
 
 
 # Of every workload; a schedule that is laid out over the whole run has `epochs` too.
-REMEMBERED = ("workload", "steps_per_epoch", "global_batch_size", "optimizer", "lr", "momentum", "weight_decay")
-REMEMBERED += ("lr_schedule", "warmup_steps", "clip_norm", "row_seeds", "precision", "seed")
+REMEMBERED: tuple[str, ...] = ("workload", "steps_per_epoch", "global_batch_size", "optimizer", "lr", "momentum")
+REMEMBERED += ("weight_decay", "lr_schedule", "warmup_steps", "clip_norm", "row_seeds", "precision", "seed")
 
 
 def choose(argv: list[str], default: str | type = "digits"):
@@ -118,13 +118,13 @@ def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) 
     quiet: print no help (every rank but 0). workload: as choose() returned it.
     """
     workload = workload or choose(argv)
-    parser, own, forgotten = _parser(workload, quiet)
+    parser, names, forgotten = _parser(workload, quiet)
     values = vars(parser.parse_args(argv))
     batch_is_set = values["global_batch_size"] or values["per_rank_batch_size"]
     for name, value in _defaults(workload, values).items():
         if values[name] is None and not (name.endswith("batch_size") and batch_is_set):
             values[name] = value
-    own = {name: values.pop(name) for name in own}
+    own = {name: values.pop(name) for name in names}
     per_rank = values.pop("per_rank_batch_size")
     values["global_batch_size"] = _global_batch_size(values["global_batch_size"], per_rank, values["accumulate"], world_size)
     values["shards"] = _shards(values, world_size)
@@ -158,6 +158,7 @@ def _global_batch_size(global_batch_size: int | None, per_rank: int | None, accu
         if per_rank % accumulate:
             raise UsageError(f"--per-rank-batch-size {per_rank} does not divide by --accumulate {accumulate}")
         return per_rank * world_size
+    assert global_batch_size is not None  # _defaults() has one or the other
     parts = world_size * accumulate
     if global_batch_size % parts:
         below = global_batch_size // parts * parts
@@ -224,7 +225,7 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
         allow_abbrev=False,
     )
     if quiet:
-        parser.print_help = lambda file=None: None
+        parser.print_help = lambda file=None: None  # type: ignore[method-assign]
     count, size = number(int, 0, 2**53), number(int, 1, 2**53)
     positive, seconds, share = (number(float, 0, high, above) for high, above in ((1e9, True), (1e7, True), (1e9, False)))
 

@@ -10,6 +10,7 @@ import re
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -75,7 +76,7 @@ def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int 
     moments, moments_step = _moments(old, content, trained, dtype, config)
 
     told, key = epochs_run is not None, next((key for key in EPOCH if key in content), None)
-    if not told:
+    if epochs_run is None:
         epochs_run = _count(old, content, key, MOST_EPOCHS) + 1 if key else 0
         says = f"{key}={epochs_run - 1} is the last epoch that was finished" if key else "no epoch is in the file"
         print(f"{says}: {epochs_run} epochs run (--epochs-run N if it is not so)")
@@ -168,7 +169,7 @@ def _fitted(old: Path, found: object, mine: dict, dtype: torch.dtype) -> dict[st
 
 def _moments(old: Path, content: dict, mine: dict, dtype: torch.dtype, config: TrainConfig) -> tuple[dict, int | None]:
     """Momentum, or AdamW's two, by the parameters' names, and AdamW's step. Nothing where the file has not all of it."""
-    theirs = next((content[key] for key in OPTIMIZER if key in content), None)
+    theirs: Any = next((content[key] for key in OPTIMIZER if key in content), None)
     try:
         [group] = theirs["param_groups"]  # of several groups the order is not the model's
         states = [theirs["state"][index] for index in group["params"]]

@@ -143,7 +143,8 @@ def split(rows: Rows | Bytes) -> tuple[Any, Any]:
     if not isinstance(rows, Rows):
         return Every(rows, False), Every(rows, True)
     held_out = torch.arange(len(rows)) % HELD_OUT == HELD_OUT - 1
-    return tuple(rows.with_columns([column[kept] for column in rows.columns]) for kept in (~held_out, held_out))
+    training, rest = (rows.with_columns([column[kept] for column in rows.columns]) for kept in (~held_out, held_out))
+    return training, rest
 
 
 def mapped(path: str | Path, dtype: torch.dtype = torch.uint8, name: str = "") -> torch.Tensor:

@@ -20,7 +20,7 @@ class Guard:
         # Fused optimizers read the flag themselves; the others have the host look, and wait.
         self.reads_flag = self.scaler is None and all(group.get("fused") for group in optimizer.param_groups)
         if self.reads_flag:
-            optimizer.grad_scale, optimizer.found_inf = None, self.found_inf
+            optimizer.grad_scale, optimizer.found_inf = None, self.found_inf  # type: ignore[attr-defined]
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call backward() on: this rank's part of the mean over the global batch."""

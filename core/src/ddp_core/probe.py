@@ -65,7 +65,8 @@ class _Trial:
         self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self.changed: list[str] = []
         self.count = min(2, len(batches))
-        self.rows = self.alone = None
+        self.rows: Any = None
+        self.alone: list[Any] = []
 
     def outcome(self, batch: Any, seed: int, others: bool = False) -> tuple[Any, Any]:
         """Outputs and loss."""

@@ -6,6 +6,7 @@ Core knows no scheduler: a site says which variable holds what, and errors name 
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ddp_core.errors import PreflightError
 
@@ -48,7 +49,7 @@ class Rank:
 
         Raises PreflightError that names the variable and its value. `restart` alone may be unset: 0.
         """
-        values = {}
+        values: dict[str, Any] = {}
         for name, variable in variables.items():
             text = environ.get(variable, "").strip() or ("0" if name == "restart" else "")
             if not text:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ddp_core.errors import ExitCode, StorageError
 
@@ -23,7 +24,7 @@ class Record:
         self.began, self.log_seconds = began, log_seconds
         self.seconds: dict[str, float] = {}  # from `began` to the end of each phase of the start
         self.training = self.spoke = time.monotonic()
-        self.bar = None
+        self.bar: Any = None
 
     def open(self, path: Path, lost: Callable[[], StorageError | None] = lambda: None) -> None:
         """Append to run.jsonl, without the half line that a killed writer may have left. Raises StorageError.

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ class Reduction:
     overlaps = False  # whether gradients are summed while backward runs: then nobody sees how long it takes
 
     def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
-        self.model, self.forward, self.peers, self.unused_parameters = model, compiled, peers, unused_parameters
+        self.model, self.peers, self.unused_parameters = model, peers, unused_parameters
+        self.forward: Any = compiled
         self.world_size = peers.world_size
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.changing: list[str] = []  # buffers that a forward in training changes, as probe.py has seen
@@ -145,8 +147,8 @@ class Flat(Reduction):
         self.zero_grad()
         # Gather, then add: gloo is faster so with small tensors, and the order of additions is ours, as canonical needs it.
         gathers = self.name == "canonical" or (first.device.type == "cpu" and self.world_size <= 8)
-        self.parts = self.flat.new_empty(self.world_size, len(self.flat)) if gathers else None
-        self.gathered = list(self.parts.unbind()) if gathers else []
+        self.parts: Any = self.flat.new_empty(self.world_size, len(self.flat)) if gathers else None
+        self.gathered = list(self.parts.unbind()) if self.parts is not None else []
 
     @property
     def gradients(self) -> list[torch.Tensor]:
@@ -220,7 +222,7 @@ class Canonical(Flat):
         self.flat.copy_(tree_sum(self.parts))
 
 
-def tree_sum(parts: Sequence):
+def tree_sum(parts: Sequence | torch.Tensor):
     """The sum of parts (tensors of one shape, or the rows of one) in an order that is a function of their number alone.
 
     While their number is even, the second half is added to the first; what is left is added up in order. When each rank

@@ -70,11 +70,11 @@ class Rendezvous:
         facts must be equal on all ranks. Raises, on all ranks alike and printed by rank 0: the failure of the first rank
         that has one; RendezvousError for ranks that are missing or of another mind.
         """
-        mine = dict(error=[int(error.code), str(error)]) if error else dict(facts=facts, row=row)
+        mine: dict = dict(error=[int(error.code), str(error)]) if error else dict(facts=facts, row=row)
         self.store.set(f"rank/{self.rank.rank}", json.dumps(mine))
         if self.rank.rank == 0:
             try:
-                verdict = dict(rows=self._collect())
+                verdict: dict = dict(rows=self._collect())
             except Failure as failure:
                 verdict = dict(error=[int(failure.code), str(failure)])
             self.store.set("verdict", json.dumps(verdict))
@@ -176,7 +176,8 @@ def patiently(act: Callable, seconds: float, meanwhile: Callable = lambda: None)
     """act(), in a thread: the store blocks where no signal handler runs, and for ever when a stranger or a frozen rank
     is at the other end. Raises what act raises, and RuntimeError when it takes longer.
     """
-    outcome, end = Future(), time.monotonic() + seconds
+    outcome: Future = Future()
+    end = time.monotonic() + seconds
 
     def fulfil():
         try:

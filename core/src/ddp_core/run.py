@@ -7,6 +7,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ddp_core.config import TrainConfig, choose, parse
 from ddp_core.errors import ExitCode, Failure, PeerLostError, UsageError, WorkloadError
@@ -135,7 +136,10 @@ class _Job:
 
         self.rank, self.workload, self.config, self.stop, self.reduction = rank, workload, config, stop, reduction
         self.record = Record(began, config.log_seconds)
-        self.device = self.directory = self.found = self.trainer = None
+        self.device: Any = None
+        self.directory: Any = None
+        self.found: Any = None
+        self.trainer: Any = None
         self.ranks: list[dict] = []
 
     def prepare(self) -> dict:
@@ -183,6 +187,7 @@ class _Job:
         from ddp_core.workload import blame, line_in
 
         config, name, step = self.config, self.workload.name, self.trainer.step if self.trainer else 0
+        failure: Any
         if isinstance(error, Failure):
             failure = error
         elif lost := lost_worker(error):

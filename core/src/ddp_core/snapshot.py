@@ -39,7 +39,8 @@ def write(path: Path, tensors: dict[str, torch.Tensor], document: dict) -> None:
     sums = _checksums(tensors)
     document = document | dict(format=FORMAT, crc32=sums)
     document |= dict(document_crc32=zlib.crc32(_json(document)))
-    header, end = {"__metadata__": {"ddp_core": _json(document).decode()}}, 0
+    header: dict[str, dict] = {"__metadata__": {"ddp_core": _json(document).decode()}}
+    end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
         header[name] = dict(dtype=DTYPES[tensor.dtype], shape=list(tensor.shape), data_offsets=[start, end])

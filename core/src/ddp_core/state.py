@@ -32,7 +32,7 @@ class Progress:
 
     @classmethod
     def of(cls, document: dict) -> "Progress":
-        parts = (document["history"], document["best"], document.get("scale"))
+        parts: tuple = (document["history"], document["best"], document.get("scale"))
         parts += (document.get("stateless", []), document.get("numbers", []))
         return cls(document["step"], float.fromhex(document["epoch_loss_sum"]), *parts)
 
@@ -140,7 +140,7 @@ def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict]
         {key: n for key, n in group.items() if isinstance(n, int | float) and key not in RATES}
         for group in optimizer.param_groups
     ]
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     states = {}
     for parameter, state in optimizer.state.items():
         found = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor | None)}

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -58,7 +59,9 @@ class Trainer:
         """reduction: another class than --reduction's."""
         self.kind = reduction or KINDS[config.reduction]
         self.workload, self.config, self.peers, self.device = workload, config, peers, device
-        self.directory, self.record, self.stop = directory, record, stop
+        self.directory: Any = directory  # rank 0's RunDirectory, None elsewhere
+        self.record, self.stop = record, stop
+        self.ranks: list[dict] = []  # a row a rank, for the table at the end
         dtype = torch.float64 if config.precision == "fp64" else torch.float32
         lower = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
         self.autocast = (lambda: torch.autocast(device.type, lower)) if lower else nullcontext
@@ -102,7 +105,7 @@ class Trainer:
         config = self.config
         self.state.restore(found, self.directory and self.directory.snapshot, self.peers, self.on_rank_0)
         # After the numbers are there: DDP and the flat tensors are made of them.
-        compiled = torch.compile(self.model) if config.compile else self.model
+        compiled: Any = torch.compile(self.model) if config.compile else self.model
         self.reduction = self.kind(self.model, compiled, self.peers, self.workload.unused_parameters)
         self.reduction.changing = self.seen.buffers
         weight = self.reduction.weight(config.global_batch_size)
@@ -117,7 +120,8 @@ class Trainer:
         [batch] = self.train_rows.few(rows, [rows])
         with self.autocast():
             loss = self.workload.loss(self.workload.forward(self.reduction.forward, batch), batch)
-        (sum(loss.values()) if isinstance(loss, dict) else loss).backward()
+        total: Any = sum(loss.values()) if isinstance(loss, dict) else loss
+        total.backward()
 
     @property
     def step(self) -> int:
@@ -208,7 +212,7 @@ class Trainer:
         if not isinstance(loss, dict):
             self.reconciliation.losses.append(loss.detach())
             return loss
-        total = sum(loss.values())
+        total: Any = sum(loss.values())
         self.reconciliation.losses.append(torch.stack([part.detach().reshape(()) for part in (total, *loss.values())]))
         return total
 
@@ -340,7 +344,8 @@ class Trainer:
 
     def on_rank_0(self, act: Callable):
         """Rank 0 acts, all ranks learn whether it could. Returns what it returned; raises its Failure on all ranks."""
-        failure, result = self.record.failure, None
+        failure: Failure | None = self.record.failure
+        result = None
         if self.peers.rank == 0 and not failure:
             try:
                 result = act()

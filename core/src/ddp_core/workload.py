@@ -16,7 +16,7 @@ import re
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -49,7 +49,7 @@ class Workload:
         """Training and held-out rows (None: no evaluation): tensors, or anything with a length and an index (data.py)."""
         raise NotImplementedError
 
-    def collate(self, rows: Sequence) -> Any:
+    def collate(self, rows: list) -> Any:
         """Rows that were read one by one to a batch; torch's default_collate unless you say otherwise.
 
         A batch can be of any form, also of ragged rows: the core counts the rows that it asked for.
@@ -122,11 +122,11 @@ def find(what: str | type[Workload]) -> Workload:
     """The workload of a built-in name, a file, or a class. Raises WorkloadError that names the file and its line."""
     if isinstance(what, type):
         module = sys.modules[what.__module__]
-        file = Path(module.__file__).resolve() if getattr(module, "__file__", None) else None
-        return _made(what, re.sub(r"\W+", "-", what.__name__).lower(), file)
+        file = getattr(module, "__file__", None)
+        return _made(what, re.sub(r"\W+", "-", what.__name__).lower(), Path(file).resolve() if file else None)
     if what in BUILT_IN:
         module = importlib.import_module(f"ddp_core.workloads.{what}")
-        return _made(_only_class(module, what), what, Path(module.__file__))
+        return _made(_only_class(module, what), what, Path(str(module.__file__)))
     path = Path(what)
     if path.suffix != ".py" or not path.is_file():
         raise WorkloadError(
@@ -153,6 +153,7 @@ def _load(path: Path):
     if there is not None and Path(getattr(there, "__file__", None) or "-").resolve() != path.resolve():
         name = f"workload_{name}"  # a module of that name is in use: statistics.py, say
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader, path  # find() takes no other file than Python's
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

@@ -52,7 +52,7 @@ class Mnist(Workload):
             *(nn.Flatten(), nn.Linear(1600, 128), nn.GELU(), nn.Linear(128, 10)),
         )
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
-        return initial_parameters(net, config.seed).to(memory_format=layout)
+        return initial_parameters(net, config.seed).to(memory_format=layout)  # type: ignore[call-overload]
 
     def forward(self, model, batch):
         pixels = batch[0].unsqueeze(1).to(model_dtype(model)) / 255

@@ -1,0 +1,188 @@
+"""Run the checks: what the sessions of noxfile.py do once everything is installed.
+
+    python -m conformance [--site NAME_OR_FOLDER]... [--device cuda] [--mpiexec COMMAND]   files, then 1, 2 and 4 ranks
+    python -m conformance --submit[=OPTIONS] --site NAME_OR_FOLDER                         jobs, on a login node
+    python -m conformance extras [--site NAME]... [--by-hand]                              what sites bring beside their jobs
+    python -m conformance cluster [--site NAME_OR_FOLDER]... [--keep] [--tree FOLDER]      virtual clusters, as root
+    python -m conformance suite                                                            tests of the suite itself
+    python -m conformance mutants                                                          broken sites and cores are rejected
+
+Run it from the repository's top, in an environment that has what noxfile.py installs. Other flags are pytest's: --clause ID or
+-k WORDS, for example. Everything is run and reported, whatever fails; the exit code is then 1.
+"""
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+
+from conformance.harness import sites
+
+ROOT = sites.ROOT
+PYTEST = (sys.executable, "-m", "pytest")
+CHECKS, SELFTEST = "conformance/checks/test_{}.py", "conformance/selftest/test_{}.py"
+WORLD_SIZES = (2, 4, 1)  # in this order a snapshot is resumed by more ranks and by fewer
+CLUSTERS_AT_ONCE = 4  # they wait more than they work
+
+
+def main(argv: list[str]) -> int | str:
+    sessions = dict(sites=check_sites, extras=check_extras, cluster=check_clusters, suite=check_suite, mutants=check_mutants)
+    what = argv.pop(0) if argv and argv[0] in sessions else "sites"
+    parser = argparse.ArgumentParser(
+        prog="python -m conformance", description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--site", action="append", default=[], metavar="NAME_OR_FOLDER")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="for snapshots, logs and the parts of reports")
+    if what == "sites":
+        parser.add_argument("--device", choices=("cpu", "cuda", "xpu"))
+        parser.add_argument("--submit", nargs="?", const="", metavar="OPTIONS", help="of sbatch or qsub")
+        parser.add_argument("--mpiexec", default=os.environ.get("MPIEXEC"), metavar="COMMAND", help="in place of MPICH's")
+    elif what == "extras":
+        parser.add_argument("--by-hand", action="store_true", help="also what takes long")
+        parser.add_argument("--packages", action="store_true", help="only print the packages that they need")
+    elif what == "cluster":
+        parser.add_argument("--keep", action="store_true", help="test nothing: a shell on the login node of --site")
+        parser.add_argument("--tree", default="/", metavar="FOLDER", help="of the Debian whose Slurm is used")
+    chosen, others = parser.parse_known_args(argv)
+    try:
+        sites.find(chosen.site)
+    except ValueError as error:
+        parser.error(str(error))
+    if what != "cluster":
+        others = [*(f"--site={name}" for name in chosen.site), *others]
+    os.environ |= dict(OMP_NUM_THREADS="1", MPIEXEC_TIMEOUT="600")
+    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    return sessions[what](chosen, others)
+
+
+def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
+    """Every site's files, then its train.py in ranks; with --submit by its own job script."""
+    work = emptied(chosen.work or ROOT / "build" / "conformance", "parts", "handed-on")
+    flags = [f"--part={work}/parts", *others]
+    commands: list[tuple[list[str], int]] = []  # each with its world size
+    if chosen.submit is not None:
+        device = [f"--device={chosen.device}"] if chosen.device else []
+        commands.append(([*PYTEST, *flags, f"--submit={chosen.submit}", *device, CHECKS.format("run")], 1))
+    else:
+        ranks = [(size, "auto") for size in WORLD_SIZES]
+        if chosen.device in (None, "cpu"):
+            commands.append(([*PYTEST, *flags, CHECKS.format("static")], 1))
+        else:
+            count = devices(chosen.device)
+            if not count:
+                return f"--device {chosen.device}, but this torch sees no such device here"
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic; read when the first run starts cuBLAS
+            ranks = [(size, "auto") for size in sorted({1, count})] + [(2, "gloo"), (4, "gloo")]
+        flags += [f"--device={chosen.device or 'cpu'}", f"--handed-on={work}/handed-on"]
+        for size, backend in ranks:
+            mpiexec = [*shlex.split(chosen.mpiexec or "mpiexec"), "-n", str(size)]
+            commands.append(([*mpiexec, *PYTEST, *flags, "--with-mpi", f"--backend={backend}", CHECKS.format("run")], size))
+    failed = [command for command, size in commands if not run(command, world_size=size)]
+    reported = report(work, chosen.site)
+    return f"{len(failed)} of {len(commands)} commands above failed" if failed else 0 if reported else 1
+
+
+def check_extras(chosen: argparse.Namespace, others: list[str]) -> int | str:
+    extras = [extra for site in sites.find(chosen.site) for extra in site.facts.get("extras", [])]
+    extras = [extra for extra in extras if chosen.by_hand or not extra.get("by_hand")]
+    if chosen.packages:
+        print("\n".join(sorted({package for extra in extras for package in ("pytest", *extra.get("packages", []))})))
+        return 0
+    work = emptied(chosen.work or ROOT / "build" / "extras", "parts")
+    flags = ["--extras", "--rung=extras", f"--part={work}/parts", *others]
+    passed = run([*PYTEST, *flags, *["--by-hand"] * chosen.by_hand, CHECKS.format("extras")])
+    return 0 if report(work, chosen.site) and passed else 1
+
+
+def check_clusters(chosen: argparse.Namespace, others: list[str]) -> int | str:
+    """Every site's job scripts on its own virtual cluster, several clusters at a time; and what they must reject."""
+    from conformance.cluster import prefix, virtual
+
+    if lacking := virtual.missing(Path(chosen.tree)):
+        return lacking
+    work = emptied(chosen.work or ROOT / "build" / "cluster", "parts", "handed-on", "logs")
+    if chosen.keep:
+        if not chosen.site:
+            return "--keep: of which site? Pass --site NAME, too"
+        command = [sys.executable, "-m", virtual.__name__, "--site", chosen.site[0], f"--tree={chosen.tree}", "--keep"]
+        return subprocess.run(command, check=False).returncode
+    if not run([sys.executable, "-m", prefix.__name__], log=work / "logs" / "prefix.txt"):  # once, and not by several at a time
+        return (work / "logs" / "prefix.txt").read_text()
+
+    # What snapshots are compared to: 4 ranks without a scheduler, of any site.
+    names = chosen.site or [site.folder.name for site in sites.find()]
+    ranks = ["--with-mpi", "--device=cpu", f"--handed-on={work}/handed-on", "--clause=C2", "-k=handed_on", f"--site={names[0]}"]
+    if not run(["mpiexec", "-n", "4", *PYTEST, *ranks, CHECKS.format("run")], world_size=4):
+        return "there is no snapshot to compare with: the command above failed"
+
+    about = ["--rung=cluster", f"--handed-on={work}/handed-on"]
+    of_site = [SELFTEST.format("nodes"), SELFTEST.format("found"), CHECKS.format("jobs")]
+    flags = {name: [*of_site, *about, f"--site={name}", f"--part={work}/parts/{Path(name).name}"] for name in names}
+    if not chosen.site:  # what is about no site: the clusters themselves, what they must reject, and a user's own model
+        flags["clusters"] = [SELFTEST.format("cluster"), SELFTEST.format("pbs")]
+        flags["broken"] = [SELFTEST.format("broken"), "--broken"]
+        flags["own-model"] = [SELFTEST.format("own_model"), "--rung=cluster", f"--part={work}/parts/own-model"]
+
+    def failure(name: str) -> str | None:
+        """The last lines of one session's log, if it failed."""
+        log = work / "logs" / f"{Path(name).name}.txt"
+        command = [*PYTEST, "--cluster", "--durations=12", *flags[name], f"--tree={chosen.tree}", *others]
+        passed, lines = run(command, log=log), log.read_text().splitlines()
+        print("\n".join(line for line in lines if " passed" in line), flush=True)
+        return None if passed else "\n".join((f"{name}: failed, see {log}", *lines[-60:]))
+
+    with ThreadPoolExecutor(CLUSTERS_AT_ONCE) as pool:
+        failures = [*filter(None, pool.map(failure, flags))]
+    reported = report(work, chosen.site)
+    return "\n\n".join(failures) if failures else 0 if reported else 1
+
+
+def check_suite(chosen: argparse.Namespace, others: list[str]) -> int | str:
+    """What needs no site: that the suite itself rejects, reports, submits, and takes in a new site."""
+    work = emptied(chosen.work or ROOT / "build" / "suite", "parts")
+    static = CHECKS.format("static")  # of the sites: check_sites()
+    passed = run([*PYTEST, "conformance", f"--ignore={static}", "--rung=suite", f"--part={work}/parts", *others])
+    return 0 if report(work, chosen.site) and passed else 1
+
+
+def check_mutants(chosen: argparse.Namespace, others: list[str]) -> int | str:
+    return 0 if run([*PYTEST, SELFTEST.format("broken"), "--broken", *others]) else 1
+
+
+def run(command: list[str], world_size: int = 1, log: Path | None = None) -> bool:
+    """Whether it succeeded. log: the file that takes its output."""
+    print("+", shlex.join(command), flush=True)
+    environ = os.environ | dict(EXPECT_WORLD=str(world_size))
+    with open(log, "w") if log else nullcontext() as file:
+        return subprocess.run(command, env=environ, check=False, stdout=file, stderr=file).returncode == 0
+
+
+def report(work: Path, chosen: list[str]) -> bool:
+    """Draw the reports; those of a site in a folder elsewhere are written there."""
+    outside = [folder for name in chosen if ((folder := Path(name).resolve()) / "site.toml").is_file()]
+    folders = [f"--reports={folder / 'reports'}" for folder in outside if ROOT not in folder.parents]
+    return run([sys.executable, "-m", "conformance.report", "--parts", f"{work}/parts", *folders])
+
+
+def emptied(work: Path, *names: str) -> Path:
+    """The folder, with empty ones of these names in it."""
+    for name in names:
+        shutil.rmtree(work / name, ignore_errors=True)
+        (work / name).mkdir(parents=True)
+    return work
+
+
+def devices(kind: str) -> int:
+    import torch
+
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.accelerator.device_count() if found and found.type == kind else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

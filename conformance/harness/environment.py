@@ -1,0 +1,89 @@
+"""Install torch, the core and some packages into the environment whose Python runs this file; nox's sessions do.
+
+    .venv/bin/python conformance/harness/environment.py pytest pytest-timeout
+    .venv/bin/python conformance/harness/environment.py --torch-of /usr/bin/python3 numpy --last tensorboard
+
+pip takes seconds even where all is installed already, so it is not started then: a stamp, written after the last package,
+holds what was asked for. An installation that was broken off has no stamp.
+"""
+
+import argparse
+import os
+import site
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+STAMP = "ddp-sites-installed.txt"  # in site-packages
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("packages", nargs="*", metavar="PACKAGE")
+    parser.add_argument("--last", nargs="+", default=[], metavar="PACKAGE", help="after torch: some would bring another")
+    parser.add_argument("--constraint", default=[], metavar="FILE", action="append", help="besides constraints.txt")
+    parser.add_argument("--torch-of", default=[], metavar="PYTHON", action="append", help="use its torch, if it has one")
+    chosen = parser.parse_args(argv)
+    os.chdir(ROOT)
+    theirs = torch_of(chosen.torch_of)
+    if theirs:
+        print(f"using the torch in {theirs}", flush=True)
+    stamp, wanted = Path(site.getsitepackages()[0], STAMP), wish(chosen, theirs)
+    if stamp.exists() and stamp.read_text() == wanted:
+        return 0
+    stamp.unlink(missing_ok=True)
+    try:
+        install(chosen, theirs, stamp.with_name("torch-of-this-machine.pth"))
+    except subprocess.CalledProcessError as error:
+        return error.returncode
+    stamp.write_text(wanted)
+    return 0
+
+
+def wish(chosen: argparse.Namespace, theirs: Path | None) -> str:
+    """Everything that decides what is installed, in words."""
+    files = ["constraints.txt", "constraints-torch.txt", "core/pyproject.toml", __file__, *chosen.constraint]
+    facts = dict(packages=chosen.packages, last=chosen.last, torch=theirs, root=ROOT, python=sys.version)
+    facts |= {name: Path(name).read_text() for name in files}
+    return "\n".join(f"{name}: {fact}" for name, fact in facts.items())
+
+
+def install(chosen: argparse.Namespace, theirs: Path | None, link: Path) -> None:
+    constraints = [flag for file in ("constraints.txt", *chosen.constraint) for flag in ("-c", file)]
+    if chosen.packages:  # before the link: behind it pip finds some of them, and leaves out their commands
+        pip(*chosen.packages, *constraints)
+    if theirs:
+        link.write_text(f"{theirs}\n")
+    else:
+        link.unlink(missing_ok=True)
+        pinned = next(line for line in Path("constraints-torch.txt").read_text().splitlines() if line.startswith("torch=="))
+        try:  # the CPU build, where it can be had: the one on PyPI brings gigabytes of CUDA
+            pip("--no-deps", "--retries", "0", "--index-url", CPU_WHEELS, pinned)
+        except subprocess.CalledProcessError:
+            print(f"no {pinned} from {CPU_WHEELS}: taking PyPI's", flush=True)
+        pip("torch", "-c", "constraints-torch.txt", *constraints)
+    pip("-e", "core", *constraints)
+    if chosen.last:
+        pip(*chosen.last, *constraints)
+
+
+def pip(*arguments: str) -> None:
+    print("+ pip install", *arguments, flush=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *arguments], check=True)
+
+
+def torch_of(pythons: list[str]) -> Path | None:
+    """The site-packages with the torch of the first of them that has one and is of our version: a module, a container."""
+    program = "import importlib.util, sys; print(sys.version_info[:2], importlib.util.find_spec('torch').origin, sep='|')"
+    for python in dict.fromkeys(pythons):
+        answer = subprocess.run([python, "-c", program], check=False, capture_output=True, text=True).stdout.strip()
+        version, _, origin = answer.partition("|")
+        if origin and version == str(sys.version_info[:2]):
+            return Path(origin).parent.parent
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

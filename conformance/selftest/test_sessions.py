@@ -1,0 +1,151 @@
+"""What the sessions of noxfile.py start: the commands of `python -m conformance`, and when pip is started (environment.py)."""
+
+import subprocess
+
+import pytest
+
+from conformance import __main__ as program
+from conformance.harness import environment, sites
+
+SITE = f"--site={sites.ROOT}/conformance/broken/sound"
+
+
+@pytest.fixture
+def commands(monkeypatch, tmp_path):
+    """Those that main() starts, each with its world size; none is run, and those with a word of `commands.fail` fail."""
+
+    class Commands(list):
+        fail: tuple[str, ...] = ()
+
+    commands = Commands()
+
+    def run(command, world_size=1, log=None):
+        commands.append((" ".join(command), world_size))
+        return not any(word in commands[-1][0] for word in commands.fail)
+
+    for name in ("PATH", "OMP_NUM_THREADS", "MPIEXEC_TIMEOUT"):  # put back afterwards
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv("MPIEXEC", raising=False)
+    monkeypatch.setattr(program, "run", run)
+    monkeypatch.setattr(program, "ROOT", tmp_path)
+    return commands
+
+
+def test_a_sites_files_are_read_and_it_trains_in_2_4_and_1_ranks(commands):
+    assert program.main([SITE, "--clause", "R3"]) == 0
+    static, *ranks, report = commands
+    assert "test_static.py" in static[0] and static[1] == 1
+    assert [size for _, size in ranks] == [2, 4, 1]
+    assert all(f"mpiexec -n {size} " in line and "--with-mpi --backend=auto" in line for line, size in ranks)
+    assert all(f"{SITE} --clause R3" in line for line, _ in (static, *ranks))
+    assert "conformance.report --parts" in report[0]
+
+
+def test_everything_runs_whatever_fails(commands):
+    commands.fail = ("mpiexec -n 2",)
+    assert program.main([]) == "1 of 4 commands above failed"
+    assert len(commands) == 5
+
+
+def test_a_report_that_cannot_be_drawn_is_a_failure(commands):
+    commands.fail = ("conformance.report",)
+    assert program.main([SITE]) == program.main(["extras"]) == program.main(["suite"]) == 1
+
+
+def test_submit_starts_no_ranks(commands):
+    assert program.main([SITE, "--submit=--account=abc --qos=x", "--device", "cuda"]) == 0
+    [jobs, _] = commands
+    assert "--submit=--account=abc --qos=x --device=cuda" in jobs[0] and "mpiexec" not in jobs[0] and "static" not in jobs[0]
+
+
+def test_another_mpiexec(commands):
+    program.main(["--mpiexec", "srun --mpi=pmix"])
+    assert [line.split(" -m ")[0].rsplit(" ", 1)[0] for line, _ in commands[1:4]] == [
+        f"srun --mpi=pmix -n {n}" for n in (2, 4, 1)
+    ]
+
+
+def test_as_many_ranks_as_devices(commands, monkeypatch):
+    monkeypatch.setattr(program, "devices", lambda kind: 3)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # put back afterwards
+    program.main(["--device", "cuda"])
+    assert [size for _, size in commands[:-1]] == [1, 3, 2, 4]
+    assert ["--backend=gloo" in line for line, _ in commands[:-1]] == [False, False, True, True]
+    assert not any("test_static" in line for line, _ in commands)
+
+
+def test_no_such_device(commands, monkeypatch):
+    monkeypatch.setattr(program, "devices", lambda kind: 0)
+    assert "sees no such device" in program.main(["--device", "xpu"])
+    assert not commands
+
+
+def test_no_such_site(commands, capsys):
+    with pytest.raises(SystemExit) as ended:
+        program.main(["extras", "--site", "nowhere"])
+    assert ended.value.code == 2 and "--site nowhere is neither one of" in capsys.readouterr().err
+
+
+def test_a_site_elsewhere_keeps_its_own_reports(commands, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("elsewhere") / "mymachine"
+    folder.mkdir()
+    (folder / "site.toml").write_text('name = "mymachine"\n')
+    program.main(["--site", str(folder)])
+    assert commands[-1][0].endswith(f"--reports={folder}/reports")
+
+
+# ---- what is installed, and when ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """The calls of pip by environment.py, in an environment and a repository of its own; None makes the next call fail."""
+    calls: list[str] = []
+    (tmp_path / "core").mkdir()
+    for name in ("constraints.txt", "core/pyproject.toml"):
+        (tmp_path / name).write_text("pytest==1\n")
+    (tmp_path / "constraints-torch.txt").write_text("torch==2\n")
+
+    def pip(*arguments):
+        if calls and calls[-1] is None:
+            raise subprocess.CalledProcessError(1, "pip")
+        calls.append(" ".join(arguments))
+
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(environment, "pip", pip)
+    monkeypatch.setattr(environment.site, "getsitepackages", lambda: [str(tmp_path)])
+    monkeypatch.chdir(tmp_path)
+    return calls
+
+
+def test_pip_is_not_started_where_all_is_there(installed):
+    assert environment.main(["pytest", "--last", "wandb"]) == 0
+    assert [call.partition(" -c ")[0] for call in installed[::2]] == ["pytest", "torch", "wandb"]
+    before = [*installed]
+    assert environment.main(["pytest", "--last", "wandb"]) == 0
+    assert installed == before
+
+
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-torch.txt", "core/pyproject.toml"])
+def test_a_changed_file_is_installed_anew(installed, tmp_path, file):
+    environment.main(["pytest"])
+    installed.clear()
+    (tmp_path / file).write_text("torch==3\n")
+    assert environment.main(["pytest"]) == 0
+    assert installed
+
+
+def test_other_packages_are_installed(installed):
+    environment.main(["pytest"])
+    installed.clear()
+    environment.main(["pytest", "numpy"])
+    assert installed[0] == "pytest numpy -c constraints.txt"
+
+
+def test_a_broken_installation_is_tried_again(installed):
+    environment.main(["pytest"])
+    installed.append(None)
+    assert environment.main(["pytest", "numpy"]) == 1
+    installed.clear()
+    assert environment.main(["pytest"]) == 0  # what was complete before may not be so any more
+    assert installed
