@@ -100,10 +100,11 @@ def sources(session: nox.Session) -> None:
     session.run(sys.executable, "-m", "conformance.harness.sources", *session.posargs, external=True)
 
 
-@nox.session(venv_backend="none")
+@nox.session
 def report(session: nox.Session) -> None:
-    """Draw conformance/reports/index.html and conformance/CONFORMANCE.md anew from the reports that are there."""
-    session.run(sys.executable, "-m", "conformance.report", external=True)
+    """Draw conformance/reports/index.html and CONFORMANCE.md from the reports. Other sessions start it at their end."""
+    session.install("jinja2", "matplotlib", "-c", "constraints.txt")
+    session.run("python", "-m", "conformance.report", *session.posargs)
 
 
 @nox.session
@@ -139,6 +140,11 @@ def bench(session: nox.Session) -> None:
 
 
 def run(session: nox.Session, *what: str) -> None:
+    """`python -m conformance`, and the report drawn anew after it: where a site lies elsewhere, beside it."""
+    if "--submit" not in {flag.partition("=")[0] for flag in session.posargs}:  # login nodes draw nothing
+        folders = [Path(value.rpartition("=")[2]).resolve() for value in session.posargs]
+        outside = [path for path in folders if (path / "site.toml").is_file() and ROOT not in path.parents]
+        session.notify("report", [f"--reports={path / 'reports'}" for path in outside])
     session.run("python", "-m", "conformance", *what, f"--work={session.create_tmp()}", *session.posargs)
 
 

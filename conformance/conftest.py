@@ -45,7 +45,7 @@ def pytest_addoption(parser):
     add("--tree", type=Path, default=Path("/"), metavar="FOLDER", help="of conformance.cluster.tree, for clusters' nodes")
     weak = ["static", "extras", "suite", "cluster"]
     add("--rung", default="static", choices=weak, help="what the verdicts of a session without ranks stand on")
-    add("--part", metavar="FOLDER", help="write the verdicts there, for conformance/report/report.py")
+    add("--part", metavar="FOLDER", help="write the verdicts there, for `python -m conformance.report`")
     add("--handed-on", metavar="FOLDER", help="where sessions of other world sizes leave snapshots, and find them")
     add("--submit", nargs="?", const="", metavar="OPTIONS", help="by the site's job script; options of sbatch or qsub for it")
     add("--submit-timeout", type=float, default=float("inf"), metavar="SECONDS", help="what a job may take, its queue included")
@@ -111,7 +111,7 @@ def pytest_collection_modifyitems(config, items):
     chosen = [item for item in items if says_something(item)]
     later = [item for item in chosen if parameters(item).get("handed_on", ...) is None]
     if not submitted:
-        (ranks or config.pluginmanager.get_plugin("verdicts")).expect(later)  # report.py sees that another session does
+        (ranks or config.pluginmanager.get_plugin("verdicts")).expect(later)  # report/merge.py sees that another session does
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen or item in later])
     items[:] = [item for item in chosen if item not in later]
 

@@ -7,6 +7,8 @@ clipping by their definitions; data, order and initial parameters come from refe
 gradients are autograd's.
 """
 
+from __future__ import annotations
+
 import math
 import struct
 import zlib
@@ -15,11 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from conformance.harness import reference
 
-Tensors = dict[str, torch.Tensor]
+try:
+    import torch
+except ImportError:  # on a login node, where test_run.py is read as well: the site's jobs have torch, and this is not run
+    torch = None
+
+Tensors = "dict[str, torch.Tensor]"
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,27 @@
-"""What the reports say, clause by clause: the newest of each site, rung and backend, and which state that puts a clause in.
+"""What the reports say, clause by clause: each report is the newest of its site, rung and backend.
 
-report.py makes the reports and tells of them on a terminal and in CONFORMANCE.md, page.py draws the page.
+report/merge.py makes the reports, report/page.py draws CONFORMANCE.md and the page.
 """
 
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 # The ladder, weakest first, and what a rung says, in words that leave no doubt about where something ran.
 RUNGS = {
     "suite": "the suite itself, against what it must reject; about no site",
     "static": "files were read, nothing was trained",
     "extras": "what a site brings beside its job, run on the CPU of a test machine",
-    "process": "the site's train.py in MPI ranks on the CPU of a test machine, told what its launcher would tell it",
+    "process": "the site's train.py in MPI ranks on the CPU of a test machine, in the environment that its launcher exports",
     "device": "the same on an accelerator of a test machine",
     "cluster": "the site's job script under a real Slurm on virtual nodes of a test machine; stand-ins are named",
     "machine": "the site's job script on the machine itself",
 }
 # The first that is true of any of its checks is the state of a clause.
-STATES = ("failed", "expected failure", "pass", "not run", "untested", "elsewhere")
-MARKS = dict(zip(STATES, ("✗", "!", "✓", "○", "·", "·"), strict=True))
+STATES = ("failed", "expected failure", "pass", "of other files", "not run", "untested", "elsewhere")
+MARKS = dict(zip(STATES, "✗!✓≠○··", strict=True))
 STATE_OF = {"passed": "pass", "failed": "failed", "expected-failure": "expected failure", "skipped": "not run"}
 STATUS = {
     "never-run": "never run",
@@ -31,6 +29,7 @@ STATUS = {
     "run-on-site": "run on the machine itself",
 }
 CORE = "core"  # what belongs to no site
+NEVER_EXCUSED = ("D", "L", "S", "C")  # groups that [[expected_failures]] cannot name: the training itself
 
 
 # ---- SPEC.md -------------------------------------------------------------------------------------------------------
@@ -69,20 +68,6 @@ class Spec:
         return ": ".join(filter(None, [words, f"limit {plain(limit)}" if limit else "exact"]))
 
 
-def read(paths: Iterable[Path]) -> list[dict]:
-    """Parts or reports. Raises ValueError for a file that is not one."""
-    documents = []
-    for path in sorted(paths):
-        try:
-            document = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path}: not JSON, was its session ended? {error}") from None
-        if not isinstance(document, dict) or document.get("format") != 1:
-            raise ValueError(f"{path}: format should be 1")
-        documents.append(document)
-    return documents
-
-
 # ---- what reports say ----------------------------------------------------------------------------------------------
 
 
@@ -97,60 +82,74 @@ class Cell:
 
 
 class Evidence:
-    """The newest report of each site, rung and backend, clause by clause. What it gives is in a fixed order."""
+    """Reports, clause by clause, in a fixed order. files(site, rung): the sha256 of the files that such a report is of now.
 
-    def __init__(self, reports: list[dict], facts_of_sites: list[dict], spec: str, trace: list[float]):
-        self.spec, self.golden = Spec.read(spec), trace
-        order = [facts["name"] for facts in facts_of_sites]
+    A report of other files is named, and is no evidence.
+    """
+
+    def __init__(self, reports: list[dict], sites: list[dict], spec: str, golden: list[float], files: Callable):
+        self.spec, self.golden = Spec.read(spec), golden
+        order = [facts["name"] for facts in sites]
         order += sorted({report["site"] for report in reports} - {*order, CORE})
         self.sites = [*order, CORE]
-        self.facts = {facts["name"]: facts for facts in facts_of_sites}
+        self.site_toml = {facts["name"]: facts for facts in sites}
         self.reports = sorted(reports, key=self._place)
-        self.newest = list({(report["site"], report["rung"], report["backend"]): report for report in self.reports}.values())
+        self.changed: dict[tuple, list[str]] = {}
+        for report in reports:
+            now = files(report["site"], report["rung"])
+            self.changed[place(report)] = [name for name in now if report["files"].get(name) != now[name]]
+        self.current = [report for report in self.reports if not self.changed_in(report)]
         self.cells = {(site, clause): self._cell(site, clause) for site in self.sites for clause in self.spec.clauses}
 
+    def changed_in(self, report: dict) -> list[str]:
+        """Which files are others now: core, conformance, site."""
+        return self.changed[place(report)]
+
     def _place(self, report: dict) -> tuple:
-        """Sites as they come, the strongest rung first, the newest report last."""
-        return self.sites.index(report["site"]), -list(RUNGS).index(report["rung"]), report["backend"], report["date"]
+        """Sites in order, the strongest rung first."""
+        return self.sites.index(report["site"]), -list(RUNGS).index(report["rung"]), report["backend"]
 
     def _cell(self, site: str, clause: str) -> Cell:
-        found, notes = [], []
-        for report in (report for report in self.newest if report["site"] == site):
+        states, notes = [], []
+        for report in (report for report in self.reports if report["site"] == site):
             checks = [check for check in report["checks"] if clause in check["clauses"]]
-            told = dict(rung=report["rung"], date=report["date"])
-            notes += [check | told for check in checks if check["outcome"] != "passed"]
-            if states := {STATE_OF[check["outcome"]] for check in checks} - {"not run"}:
-                found.append((min(states, key=STATES.index), report["rung"], report["date"]))
-        if found:
-            state = min((state for state, _, _ in found), key=STATES.index)
-            strongest = max((list(RUNGS).index(rung), date) for at, rung, date in found if at == state)
+            ran = {STATE_OF[check["outcome"]] for check in checks} - {"not run"}
+            if report in self.current:
+                notes += [
+                    check | dict(rung=report["rung"], date=report["date"]) for check in checks if check["outcome"] != "passed"
+                ]
+            elif ran:
+                ran = {"of other files"}
+            if ran:
+                states.append((min(ran, key=STATES.index), report["rung"], report["date"]))
+        if states:
+            state = min((state for state, _, _ in states), key=STATES.index)
+            strongest = max((list(RUNGS).index(rung), date) for at, rung, date in states if at == state)
             return Cell(state, list(RUNGS)[strongest[0]], strongest[1], notes)
-        # What is asked of the core is not missing at a site, nor the other way round; what nobody was asked is like its group.
+        # A clause about the core is not missing at a site, nor a site's at the core. A clause that no session checked takes its
+        # group's place.
         alike = ({clause}, {*self.spec.of(clause.rstrip("0123456789"))})
-        asked = [{report["site"] == CORE for report in self.newest if names & self._asked(report)} for names in alike]
-        if not {site == CORE} & (asked[0] or asked[1] or {True, False}):
+        about_core = [{report["site"] == CORE for report in self.reports if names & _asked(report)} for names in alike]
+        if not {site == CORE} & (about_core[0] or about_core[1] or {True, False}):
             return Cell("elsewhere")
         return Cell("untested" if clause in self.spec.untested else "not run", notes=notes)
 
-    @staticmethod
-    def _asked(report: dict) -> set[str]:
-        return {*report["expected"], *(clause for check in report["checks"] for clause in check["clauses"])}
-
     def status(self, site: str) -> str:
         """What site.toml says about itself."""
-        verified = self.facts.get(site, {}).get("verified", {})
-        if site not in self.facts:
+        verified = self.site_toml.get(site, {}).get("verified", {})
+        if site not in self.site_toml:
             return "belongs to no site" if site == CORE else "has no site.toml here"
         words = STATUS.get(verified.get("status"), "says nothing of itself")
         return f"{words}, {verified['date']}" if "date" in verified else words
 
     def words(self, site: str) -> str:
         """The evidence that site.toml gives."""
-        return " ".join(self.facts.get(site, {}).get("verified", {}).get("evidence", "").split())
+        return " ".join(self.site_toml.get(site, {}).get("verified", {}).get("evidence", "").split())
 
     def unverified(self, site: str) -> list[str]:
         """The sentences that site.toml lists: what no run has shown."""
-        return [" ".join(sentence.split()) for sentence in self.facts.get(site, {}).get("verified", {}).get("unverified", [])]
+        verified = self.site_toml.get(site, {}).get("verified", {})
+        return [" ".join(sentence.split()) for sentence in verified.get("unverified", [])]
 
     def group(self, site: str, group: str) -> tuple[Counter, list[str], list[str]]:
         """How many clauses are in each state; their rungs, weakest first; their dates."""
@@ -159,8 +158,8 @@ class Evidence:
         return Counter(cell.state for cell in cells), rungs, sorted({cell.date for cell in cells if cell.date})
 
     def notes(self, *states: str) -> list[tuple[str, str, str, dict]]:
-        """(site, clause, text, one check) for everything in these states; checks that say the same are told once."""
-        found = []
+        """(site, clause, text, one check) for everything in these states; checks with one message are one entry."""
+        entries = []
         for (site, clause), cell in self.cells.items():
             alike: dict[tuple, list[dict]] = {}
             for note in cell.notes:
@@ -170,38 +169,47 @@ class Evidence:
                 launchers = ", ".join(sorted({note["launcher"] for note in notes} - {None}))
                 sizes = ", ".join(map(str, sorted({note["world_size"] for note in notes} - {None})))
                 where = filter(None, [f"{rung} rung", launchers, sizes and f"world size {sizes}"])
-                found.append((site, clause, f"{name} [{', '.join(where)}]: {message}", notes[0]))
-        return found
+                entries.append((site, clause, f"{name} [{', '.join(where)}]: {message}", notes[0]))
+        return entries
 
     def deviations(self) -> dict[str, dict[tuple, dict]]:
         """Tier, then (site, rung, backend), then world size, to the check that came nearest to the limit."""
         table: dict[tuple, dict] = {}
-        for report in self.newest:
+        for report in self.current:
             for check in report["checks"]:
                 if check["limit"] is not None and check["deviation"] is not None:
                     tier = (report["site"] == CORE, check["limit"], self.spec.tier(report["site"], check["limit"]))
-                    row = table.setdefault(tier, {}).setdefault((report["site"], report["rung"], report["backend"]), {})
+                    row = table.setdefault(tier, {}).setdefault(place(report), {})
                     size = check["world_size"]
                     row[size] = max(row.get(size, check), check, key=deviation)
         return {tier: table[of_core, limit, tier] for of_core, limit, tier in sorted(table)}
 
     def worst(self) -> list[tuple[str, str, str]]:
         """(tier, margin, place) for the worst of each tier."""
-        found = []
+        lines = []
         for tier, rows in self.deviations().items():
             checks = [(deviation(of[size]), key, size, of[size]) for key, of in rows.items() for size in of]
             _, (site, rung, _), size, check = max(checks, key=lambda entry: entry[0])
-            place = [site, check["launcher"], f"{rung} rung", size and f"world size {size}"]
-            found.append((tier, margin(check), ", ".join(filter(None, place))))
-        return found
+            where = [site, check["launcher"], f"{rung} rung", size and f"world size {size}"]
+            lines.append((tier, margin(check), ", ".join(filter(None, where))))
+        return lines
 
     def dates(self) -> str:
-        dates = sorted({report["date"] for report in self.newest})
+        dates = sorted({report["date"] for report in self.reports})
         return span(dates) if dates else "no report yet"
 
     @staticmethod
     def states(checks: Iterable[dict]) -> Counter:
         return Counter(STATE_OF[check["outcome"]] for check in checks)
+
+
+def place(report: dict) -> tuple[str, str, str]:
+    """What a report is of. A newer one takes its place."""
+    return report["site"], report["rung"], report["backend"]
+
+
+def _asked(report: dict) -> set[str]:
+    return {*report["expected"], *(clause for check in report["checks"] for clause in check["clauses"])}
 
 
 def plural(count: int, noun: str) -> str:

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from conformance.cluster.schedulers import NotSubmitted
+from conformance.harness import files
 from conformance.harness.check import clauses_of, parameters
-from conformance.harness.evidence import margin, plain
+from conformance.harness.evidence import NEVER_EXCUSED, margin, plain
 from conformance.harness.submit import Jobs
 from conformance.harness.world import World
 
@@ -37,11 +38,18 @@ class Verdicts:
         self.checks: list[dict] = []
         self.curves: list[dict] = []
         self.expected: dict[str, set] = {}
-        self.objections: list[str] = []
+        entries = [(site.name, entry) for site in config.sites for entry in site.facts.get("expected_failures", [])]
         self.expected_failures = [
-            (site.name, entry) for site in config.sites for entry in site.facts.get("expected_failures", [])
+            (site, entry) for site, entry in entries if not str(entry.get("clause")).startswith(NEVER_EXCUSED)
         ]
         self.failed_as_expected: list[dict] = []
+        self.objections = [
+            f"expected_failures: {entry['clause']} in site.toml, but should be in none of the groups {', '.join(NEVER_EXCUSED)}"
+            f": what a run computes is not excused [{site}] (V9)"
+            for site, entry in entries
+            if (site, entry) not in self.expected_failures
+        ]
+        self.files: dict = {}
 
     # ---- what is checked of whom ------------------------------------------------------------------------------------
 
@@ -103,6 +111,12 @@ class Verdicts:
         curves = [value for key, value in report.user_properties if key == "curve"]
         self.curves += [dict(**properties["who"], precision=precision, losses=losses) for precision, losses in curves]
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session):
+        """Which files run, before they do: they may be edited meanwhile."""
+        if self.config.getoption("--part"):
+            self.files = files.of_run(self.rung, self.config.sites)
+
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(tryfirst=True)
@@ -128,8 +142,10 @@ class Verdicts:
                 self.objections.append(f"{entry_of}, but it passes: delete the entry [{site}] (V9)")
 
     def _write_part(self, folder: Path) -> None:
-        """What report.py makes its reports of."""
-        part = dict(format=1, rung=self.rung, backend=self.backend, world_size=self.world_size, **self.where())
+        """What report/merge.py makes its reports of."""
+        part = dict(
+            format=1, rung=self.rung, backend=self.backend, world_size=self.world_size, files=self.files, **self.where()
+        )
         part |= dict(expected={site: sorted(clauses) for site, clauses in self.expected.items()})
         part |= dict(checks=self.checks, curves=self.curves, objections=self.objections)
         if self.rung == "cluster":
@@ -295,6 +311,7 @@ class Submitted(Verdicts):
 
     def _write_part(self, folder: Path) -> None:
         self.backend = self.world.backend_in_use
+        self.files |= dict(core=self.world.first.get("core"))  # the one that the site has installed
         for check in self.checks:
             check["message"] = self.world.without_hosts(check["message"])
         if self.checks:

@@ -1,5 +1,107 @@
+"""The report of conformance: what was checked, on which rung of the ladder, and when.
+
+    python -m conformance.report --parts FOLDER    reports, from what the pytest sessions of a run left there
+    python -m conformance.report                   CONFORMANCE.md and the page, from the reports: needs jinja2 and matplotlib
+
+Exit code 1: a check failed, or did not run where it should have; 2: usage, or a report that is refused.
+"""
+
+import argparse
+import datetime
+import os
+import re
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 
-from conformance.report.report import main
+from conformance.golden import make as golden
+from conformance.harness import files, sites
+from conformance.harness.evidence import MARKS, STATES, Evidence, place
+from conformance.report import merge, verify
 
-sys.exit(main())
+HERE = sites.ROOT / "conformance"
+
+
+def evidence_in(folder: Path, newer: Iterable[dict] = ()) -> Evidence:
+    """Of a folder's reports, with newer ones in their places; of the sites of this repository, or the one outside it that the
+    folder is in. Raises ValueError for what is refused.
+    """
+    beside = [str(folder.parent)] if (folder.parent / "site.toml").is_file() else None
+    found = {site.name: site for site in sites.find(beside)}
+
+    def files_now(site: str, rung: str) -> dict:
+        now = files.of_run(rung, [found[site]] if site in found else [])
+        return dict(core=now["core"], conformance=now["conformance"], site=now["sites"].get(site))
+
+    reports = {place(report): report for report in map(verify.read, sorted(folder.glob("*/*.json")))}
+    reports |= {place(report): report for report in newer}
+    facts = [site.facts for site in found.values()]
+    evidence = Evidence([*reports.values()], facts, (HERE / "SPEC.md").read_text(), golden.load()["losses"], files_now)
+    if refused := verify.contradictions(evidence):
+        raise ValueError("\n".join(refused))
+    return evidence
+
+
+def terminal(evidence: Evidence, colours: bool) -> str:
+    """Sites by groups of clauses, then the worst deviations."""
+    paint = {"failed": "31", "expected failure": "33", "pass": "32", "not run": "33"} if colours else {}
+    groups, shown = list(evidence.spec.groups), STATES[:5]
+    table = [["", *groups]]
+    for site in evidence.sites:
+        counts = [evidence.group(site, group)[0] for group in groups]
+        table.append([site, *(" ".join(f"{MARKS[s]}{count[s]}" for s in shown if count[s]) or "·" for count in counts)])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    for state, colour in paint.items():
+        lines[1:] = [re.sub(rf"{MARKS[state]}\d+", rf"\033[{colour}m\g<0>\033[0m", line) for line in lines[1:]]
+    lines += ["", "   ".join(f"{MARKS[state]} {state}" for state in shown) + "   · nothing to run here", ""]
+    lines += [f"{tier:<30}  worst {margin}  [{place}]" for tier, margin, place in evidence.worst()]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def draw(evidence: Evidence, reports: Path) -> list[Path]:
+    """CONFORMANCE.md, beside SPEC.md or in the folder of an outside site's reports, and the page."""
+    from conformance.report import page  # not where reports are only merged
+
+    texts = {HERE if reports == HERE / "reports" else reports: ("CONFORMANCE.md", page.markdown(evidence))}
+    written = {folder / name: text for folder, (name, text) in texts.items()} | {reports / "index.html": page.render(evidence)}
+    for path, text in written.items():
+        path.write_text(text)
+    return list(written)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m conformance.report", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--parts", type=Path, metavar="FOLDER", help="what the sessions of a run have left, *.json, in folders, too"
+    )
+    parser.add_argument("--reports", type=Path, metavar="FOLDER", default=HERE / "reports", help="default: %(default)s")
+    parser.add_argument("--date", default=str(datetime.date.today()), help="of the run (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    try:
+        if not options.parts:
+            evidence = evidence_in(options.reports)
+            options.reports.mkdir(parents=True, exist_ok=True)
+            print(*(f"written: {path}" for path in draw(evidence, options.reports)), sep="\n")
+            return 0
+        parts = merge.parts_in(options.parts)
+        outputs = (HERE / "reports", HERE / "CONFORMANCE.md")
+        reports = merge.merge(parts, str(datetime.date.fromisoformat(options.date)), *merge.commit_of_this_tree(outputs))
+        evidence = evidence_in(options.reports, reports)  # refused before anything is written
+        for report in reports:
+            merge.write(report, options.reports)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(terminal(evidence, sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+    failed = [(report, check) for report in reports for check in report["checks"] if check["outcome"] == "failed"]
+    for report, check in failed:
+        where = f"[{report['site']}, {report['rung']} rung] ({' '.join(check['clauses'])})"
+        print(f"failed: {check['name']} {where}: {check['message']}")
+    missing = merge.not_run(parts)
+    print(*missing, f"reports: {options.reports}; `nox -s report` draws them", sep="\n")
+    return 1 if failed or missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -130,6 +130,16 @@ def test_a_failure_that_is_expected_in_vain_is_rejected(tmp_path):
     make.rejected(ended, "V9", "F1 in site.toml, but it passes: delete the entry")
 
 
+@clause("V9")
+@rejects("V9")
+@pytest.mark.parametrize("name", ["D1", "L2", "S1", "C1"])
+def test_what_a_run_computes_is_not_excused(tmp_path, name):
+    root = make.copy(tmp_path)
+    make.replace(root / make.SOUND / "site.toml", "\n[verified]", f"{EXPECTED.replace('F1', name)}\n[verified]")
+    ended = make.start(root, 0, *SITE, "--clause", "F1", "conformance/checks/test_static.py")
+    make.rejected(ended, "V9", f"expected_failures: {name} in site.toml, but should be in none of the groups D, L, S, C")
+
+
 # ---- the spec, its tests, and what they have rejected -------------------------------------------------------------
 
 

@@ -162,6 +162,7 @@ class _Job:
 
     def train(self, peers, facts: dict) -> ExitCode:
         """All of the training, and what is said of it."""
+        from ddp_core.device import source_digest
         from ddp_core.summary import summarize
         from ddp_core.trainer import Trainer
 
@@ -173,6 +174,7 @@ class _Job:
         names = ("data", "training_rows", "held_out_rows", "workload_file")
         world = dict(world_size=peers.world_size, reduction=trainer.reduction.name, restart=self.rank.restart)
         world |= {name: facts[name] for name in names} | dict(versions=trainer.state.facts["versions"])
+        world |= dict(core=source_digest()) if peers.rank == 0 else {}  # it alone writes the record
         begun = trainer.step
         record.start(begun, len(trainer.state.progress.history), self.config.facts(), self.ranks, trainer.seen.notes, **world)
         code = trainer.train()

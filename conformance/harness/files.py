@@ -1,0 +1,53 @@
+"""Which files ran, as sha256: of the core, of conformance and of a site. A report has them, so that other files are noticed."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import tomllib
+from pathlib import Path
+
+from conformance.harness.sites import ROOT, Site
+
+# What programs leave behind, and what is made of reports.
+LEFT = re.compile(r"\..*|__pycache__|.*\.egg-info|.*\.py[co]|.*\.out|.*\.o\d+|runs|reports|CONFORMANCE\.md")
+# What judges the suite, or draws reports, and judges no site.
+OF_THE_SUITE = re.compile(r"selftest|broken|report")
+NOTHING = re.compile(r"(?!)")
+
+
+def of_folder(folder: Path, without: re.Pattern = NOTHING) -> str:
+    """Over the names and bytes of all files below it, except what programs leave, and `without` at its top.
+
+    Of the core as the core computes it for the start record (ddp_core.device.source_digest).
+    """
+    lines = []
+    for parent, folders, names in os.walk(folder):
+        here, left_out = Path(parent), without if Path(parent) == folder else NOTHING
+        folders[:] = [name for name in folders if not LEFT.fullmatch(name) and not left_out.fullmatch(name)]
+        for path in (here / name for name in names if not LEFT.fullmatch(name) and not left_out.fullmatch(name)):
+            lines.append(f"{path.relative_to(folder).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n")
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+
+
+def of_site(site: Site, rung: str) -> str:
+    """Runs do not depend on README.md, [verified] and [[sources]], where a run is written about after it; static checks do."""
+    if rung == "static":
+        return of_folder(site.folder)
+    facts = tomllib.loads((site.folder / "site.toml").read_text())
+    kept = {name: value for name, value in facts.items() if name not in ("verified", "sources")}
+    text = of_folder(site.folder, re.compile(r"README\.md|site\.toml")) + json.dumps(kept, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def core() -> Path:
+    """The installed core, or the one of this repository where none is: a login node submits, and trains nothing."""
+    spec = importlib.util.find_spec("ddp_core")
+    return Path(spec.origin).parent if spec and spec.origin else ROOT / "core/src/ddp_core"
+
+
+def of_run(rung: str, sites: list[Site]) -> dict:
+    """What a session on this rung runs: core, conformance, and each of the sites by name."""
+    judges = of_folder(ROOT / "conformance", NOTHING if rung == "suite" else OF_THE_SUITE)
+    return dict(core=of_folder(core()), conformance=judges, sites={site.name: of_site(site, rung) for site in sites})

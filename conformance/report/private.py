@@ -1,0 +1,47 @@
+"""What would tell whose machine a report comes from, and what stands in its place."""
+
+import getpass
+import os
+import re
+import socket
+from pathlib import Path
+
+from conformance.harness import sites
+
+# root and localhost are nobody's name.
+GENERIC = {"root", "localhost", "true", "false"}
+IDENTIFYING = re.compile(r"USER|LOGNAME|HOST|NODE|ACCOUNT|PROJECT|MAIL|SSH|TOKEN|SECRET|PASS|KEY")
+PATTERNS = [
+    (re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)+"), "<address>"),
+    (re.compile(r"(?<![\w.])\d{1,3}(\.\d{1,3}){3}(?![\w.])"), "<address>"),
+    (re.compile(r"(?<![\w:])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{1,4}(?![\w:])"), "<address>"),
+    (re.compile(r"""(["'`])(file://)?/(?!/)[^"'`\n]*\1"""), r"\1<path>\1"),  # in quotes, spaces belong to it
+    (re.compile(r"file://[^\s\"']+"), "<path>"),
+    (re.compile(r"(?<![\w/.>])/(?!/)[^\s'\"`,;:()\[\]{}<>|]+"), "<path>"),
+]
+
+
+def names_of_this_machine() -> dict[str, str]:
+    """What would tell whose machine this is, to what stands in its place."""
+    hosts = {socket.gethostname(), socket.getfqdn(), os.uname().nodename}
+    names = {value: f"<{name}>" for name, value in os.environ.items() if IDENTIFYING.search(name) and len(value) > 2}
+    names |= dict.fromkeys(hosts | {host.partition(".")[0] for host in hosts}, "<host>")
+    # A home with a space in it becomes one that the pattern for paths sees the end of.
+    names |= {getpass.getuser(): "<user>", str(Path.home()): "/~", str(sites.ROOT): "<repository>"}
+    return {name: word for name, word in names.items() if len(name) > 1 and not name.isdigit() and name not in GENERIC}
+
+
+def clean(facts, names: dict[str, str] | None = None):
+    """The same without names of hosts, users and accounts, without absolute paths and addresses."""
+    names = names_of_this_machine() if names is None else names
+    if isinstance(facts, dict):
+        return {key: clean(value, names) for key, value in facts.items()}
+    if isinstance(facts, list):
+        return [clean(value, names) for value in facts]
+    if not isinstance(facts, str):
+        return facts
+    for name, word in sorted(names.items(), key=lambda pair: -len(pair[0])):
+        facts = re.sub(rf"(?<![A-Za-z0-9<]){re.escape(name)}(?![A-Za-z0-9>])", word, facts, flags=re.IGNORECASE)
+    for pattern, word in PATTERNS:
+        facts = pattern.sub(word, facts)
+    return facts
