@@ -9,9 +9,10 @@ same gathered evidence (world.py). The clauses are those of SPEC.md.
 
 import functools
 import json
-import os
 import shutil
 import signal
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -1035,7 +1036,7 @@ def test_a_killed_rank_is_named_by_the_others(check, world, runs, first):
 @pytest.mark.parametrize("where", ["step", "evaluation"])
 def test_a_rank_that_hangs_is_named_by_the_others(check, world, runs, first, where):
     """After --timeout, whichever group they wait in."""
-    run = train_own(world, runs, first, "hangs", f"--steps-per-epoch 5 --timeout 3 --where {where}")
+    run = train_own(world, runs, first, "hangs", f"--steps-per-epoch 5 --timeout 3 --where {where}", apart=True)
     ended(check, "X7", run, 7)
     words = "rank 1 died or hangs"
     check.equal("X7", says=(words if words in run.errors[0] else run.errors, words))
@@ -1076,11 +1077,10 @@ def test_a_run_directory_has_one_job_at_a_time(check, world, runs, first):
         return RunDirectory(str(there), "another")
 
     def die() -> int:
-        child = os.fork()
-        if child == 0:
-            take()
-            os._exit(0)
-        return os.waitpid(child, 0)[1]
+        program = (
+            "import os, sys; from ddp_core.run_directory import RunDirectory; RunDirectory(sys.argv[1], 'another'); os._exit(0)"
+        )
+        return subprocess.run([sys.executable, "-c", program, there], timeout=60, check=True).returncode
 
     held = [take()] if world.rank == 0 else []
     before = world.on_rank_0(lambda: [path.read_bytes() for path in sorted(there.iterdir())])

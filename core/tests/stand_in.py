@@ -42,6 +42,7 @@ class Marked(TorchFunctionMode):
         marks = [mark for tensor in tensors if (mark := mark_of(tensor))]
         wanted = CPU if name == "cpu" else next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
         mixed = marks and any(tensor.ndim and mark_of(tensor) != marks[0] for tensor in tensors)
+        mixed = mixed or (marks and name.endswith("_") and not mark_of(tensors[0]))  # in place, also of single numbers
         if mixed and wanted is None and name not in BOTH_SIDES and not attribute:
             raise RuntimeError(f"{name}: expected all tensors on one device, but found {[*map(mark_of, tensors)]}")
         arguments, keywords = tree_map_only(torch.device, lambda _: CPU, (arguments, keywords))
