@@ -22,7 +22,9 @@ FACTS = dict(
     name="made-up",
     scheduler="pbs",
     # The nodes that ALCF's examples of placement are about.
-    node=dict(cores=104, sockets=2, threads_per_core=2, reserved="0,52", memory_gib=1, devices=12, partition="long"),
+    node=dict(
+        cores=104, sockets=2, threads_per_core=2, reserved="0,52", reserved_cores=2, memory_gib=1, devices=12, partition="long"
+    ),
     queue=dict(partitions=["short", "long"]),
 )
 KILL_WAIT = 2  # 10 there, and on every other cluster of this suite
@@ -122,7 +124,7 @@ def test_output_that_is_kept_is_written_live(pbs):
 def test_more_time_than_the_queue_gives_is_refused(pbs):
     job = PbsJob(pbs, "true", "-l walltime=00:02:00", queue="short")
     assert (job.code, job.id) == (188, "")
-    assert "qsub: PbsJob violates queue and/or server resource limits" in job.errors
+    assert "qsub: Job violates queue and/or server resource limits" in job.errors
 
 
 def test_more_nodes_than_there_are_wait_for_ever(pbs):
