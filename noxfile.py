@@ -24,6 +24,7 @@ OF_A_CLUSTER = [f"conformance/{name}.py" for name in ("selftest/test_nodes", "se
 OF_NO_SITE = {
     "clusters": ["conformance/selftest/test_cluster.py", "conformance/selftest/test_pbs.py"],
     "broken": ["conformance/selftest/test_broken.py", "--broken"],
+    "broken-jobs": ["conformance/selftest/test_broken_jobs.py"],
 }
 AT_ONCE = 4  # virtual clusters: they wait more than they work
 WORLD_SIZES = (2, 4, 1)  # in this order a snapshot goes on in more ranks and in fewer
