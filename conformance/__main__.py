@@ -126,6 +126,7 @@ def check_clusters(chosen: argparse.Namespace, others: list[str]) -> int | str:
     if not chosen.site:  # what is about no site: the clusters themselves, what they must reject, and a user's own model
         flags["clusters"] = [SELFTEST.format("cluster"), SELFTEST.format("pbs")]
         flags["broken"] = [SELFTEST.format("broken"), "--broken"]
+        flags["broken-jobs"] = [SELFTEST.format("broken_jobs")]
         flags["own-model"] = [SELFTEST.format("own_model"), "--rung=cluster", f"--part={work}/parts/own-model"]
 
     def failure(name: str) -> str | None:

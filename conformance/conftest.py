@@ -29,7 +29,7 @@ if pytest_mpi and not hasattr(pytest_mpi, "MPIPlugin"):
 OF_RANKS = "test_run.py"
 OF_MINUTES = "test_broken.py"
 OF_EXTRAS = "test_extras.py"
-OF_CLUSTER = [f"test_{name}.py" for name in ("cluster", "pbs", "nodes", "found", "jobs", "own_model")]
+OF_CLUSTER = [f"test_{name}.py" for name in ("cluster", "pbs", "nodes", "found", "jobs", "broken_jobs", "own_model")]
 
 
 def pytest_addoption(parser):
@@ -63,7 +63,7 @@ def pytest_configure(config):
         "markers",
         "only(sizes, devices, mpi, schedulers, when): when this test says something; elsewhere it is not there. mpi: False, or "
         "what a launcher whose ranks ask MPI must tell all the same. schedulers: of the sites that it is about. when: is told "
-        "the site",
+        "the site. asks_mpi: of launchers whose ranks ask MPI alone",
     )
     try:
         config.sites = sites.find(config.getoption("--site"))
@@ -104,6 +104,7 @@ def pytest_collection_modifyitems(config, items):
             and config.getoption("--device") in mark.kwargs.get("devices", [config.getoption("--device")])
             and scheduler in mark.kwargs.get("schedulers", [scheduler])
             and mark.kwargs.get("when", bool)(site or True)
+            and not (mark.kwargs.get("asks_mpi") and not launch.mpi)
             and not (launch and launch.mpi and not tells(launch, mark.kwargs.get("mpi", True)))
             for mark in item.iter_markers("only")
         )

@@ -1,6 +1,7 @@
 """Broken sites, cores and suites: how one is made of a sound one, run, and judged to be rejected.
 
-sites.toml changes the site in sound/, cluster.toml the one in sound-cluster/, core.toml the core, suite.toml anything of the
+sites.toml changes the site in sound/, cluster.toml the one in sound-cluster/, jobs.toml the same one (all its entries are jobs
+of one user on one virtual cluster: test_broken_jobs.py), core.toml the core, suite.toml anything of the
 repository. Of each entry `[[broken]]`:
 
     clause = "R3"                the clause that must reject it
@@ -30,8 +31,22 @@ import pytest
 from conformance.harness.sites import ROOT, without_launcher
 
 SOUND = "conformance/broken/sound"
-LISTS = {"sites": SOUND, "cluster": f"{SOUND}-cluster", "core": "core/src/ddp_core", "suite": "."}  # and what an entry changes
-PARTS = ("conformance", "core/src", "core/pyproject.toml", "sites", "pyproject.toml", "README.md")  # what a copy has
+LISTS = {
+    "sites": SOUND,
+    "cluster": f"{SOUND}-cluster",
+    "jobs": f"{SOUND}-cluster",
+    "core": "core/src/ddp_core",
+    "suite": ".",
+}  # and what an entry changes
+PARTS = (
+    "conformance",
+    "core/src",
+    "core/pyproject.toml",
+    "sites",
+    "pyproject.toml",
+    "README.md",
+    "CHANGELOG.md",
+)  # what a copy has
 
 
 @dataclass(frozen=True)
@@ -64,7 +79,7 @@ class Broken:
         """The checks of its clause there."""
         options = ["--extras", "--clause", self.clause, "--device", device, *(["-k", self.tests] if self.tests else [])]
         if self.kind == "cluster":
-            return start(root, 0, "--site", self.changed, "--cluster", "conformance/checks/test_jobs.py", *options, seconds=200)
+            return start(root, 0, "--site", self.changed, "--cluster", "conformance/checks/test_jobs.py", *options, seconds=300)
         options += ["--site", self.changed if self.site else SOUND]
         if self.after:
             options += ["--handed-on", str(root)]

@@ -14,15 +14,18 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from conformance.cluster import layer, placement, prefix
 from conformance.cluster.jobs import PATIENCE, Job, Odd, Submitter, queue, taken
+from conformance.cluster.plain import Plain, of_the_core
 from conformance.cluster.shape import SUBNET, URGENT, interfaces_of
 from conformance.cluster.virtual import UID
 from conformance.golden import make as golden
+from conformance.harness import reference
 from conformance.harness.check import T1, Check
 from conformance.harness.reference import sha256, take_apart
 from conformance.harness.target import read_records
@@ -166,6 +169,56 @@ def test_a_full_disk(check, user):
         on_each_node(f"umount {folder}")
 
 
+# ---- as a user submits it -------------------------------------------------------------------------------------------
+
+
+@clause("J19")
+def test_before_install_sh_it_starts_nothing(check, cluster, site):
+    """In another copy of the repository: whoever forgets it is told so at once, and not by a traceback of each rank."""
+    with holds(check, "J19"):
+        folder = cluster.put_site("not-installed")
+        job = Plain(Submitter(cluster, site, folder), site.cases[0]).submit().runs()
+        check.holds("J19", *job.before_install())
+
+
+@pytest.fixture(scope="session")
+def plain(user, site) -> Callable[[], Plain]:
+    """The job script as it stands, submitted once for all checks. Raises Odd where it is refused, or does not end."""
+    job = Plain(user, site.cases[0])
+    return lambda: job if job.code is not None else job.submit().runs()
+
+
+@clause("J18")
+@pytest.mark.timeout(360, method="thread")
+def test_it_trains_as_a_user_submits_it(check, plain):
+    with holds(check, "J18"):
+        check.holds("J18", *plain().faults())
+
+
+@only(when=lambda site: len(site.cases) > 1)
+@clause("J18", "R7")
+@pytest.mark.timeout(600, method="thread")
+def test_every_choice_is_submitted(check, cluster, site, user):
+    """What needs another environment is installed beside, in another copy of the repository."""
+    for case in site.cases[1:]:
+        with holds(check, "J18"):
+            mine = user
+            if case.install is not None:
+                mine = Submitter(cluster, site, cluster.put_site(f"choice-{case.name}"))
+                script = mine.here / case.script
+                script.write_text(case.edited(script.read_text()))
+                ended = cluster.on("login", ["./install.sh", *case.install.split()], folder=mine.folder, timeout=240)
+                assert ended.returncode == 0, ended.stdout + ended.stderr
+            job = Plain(mine, case if case.install is None else replace(case, edit={})).submit().runs()
+            check.holds("J18", *job.faults())
+            check.holds("R7", *(job.sharing() if case.as_it_stands else ()))
+
+
+@clause("A5")
+def test_the_core_that_was_installed_is_this_repository_s(check, user):
+    check.holds("A5", *of_the_core(user.here))
+
+
 # ---- where its ranks are --------------------------------------------------------------------------------------------
 
 
@@ -188,13 +241,14 @@ def placed(user, change: Callable[[str], str] = str, torch: bool = True) -> list
 
 
 @clause("J9", "R7")
-def test_ranks_are_on_the_cores_near_their_device(check, user, site):
+def test_ranks_are_on_the_cores_near_their_device(check, plain, site):
     """In blocks, each with a device of its own and cores of its own, near it where site.toml says what is near."""
     with holds(check, "J9"):
-        rows = placed(user)
-        print(json.dumps([[row.rank, row.host, placement.device_of(site, row), placement.ranges({*row.cpus})] for row in rows]))
-        check.holds("R7", *placement.doubled(site, rows, "device"))
-        check.holds("J9", *placement.misplaced(site, rows), *placement.doubled(site, rows, "core"))
+        job = plain()
+        rows = [[row.rank, row.host, placement.device_of(site, row), placement.ranges({*row.cpus})] for row in job.rows]
+        print(json.dumps(rows))
+        check.holds("R7", *job.sharing())
+        check.holds("J9", *job.misplaced())
 
 
 @only(when=layer.brings_a_plugin)
@@ -306,12 +360,15 @@ def test_a_second_job_on_its_run_directory_is_refused(check, life):
 # ---- what happens to it ---------------------------------------------------------------------------------------------
 
 
-def resumes(check, name: str, job: Job) -> None:
-    """It comes back by itself, at the step at which it has saved."""
+def resumes(check, name: str, job: Job, log: str = "") -> None:
+    """It comes back by itself, at the step at which it has saved, with the flags that it had. log: what it had printed."""
     __tracebackhide__ = True
     start = job.comes_back()["step"]
     *_, end = (record for record in job.run().records if record["kind"] == "end")
     check.equal(name, exit_code=(end["exit_code"], 75), resumes_at_step=(start, end["step"]))
+    *_, before, again = (record["config"] for record in job.starts())
+    changed = {flag: (before[flag], again.get(flag)) for flag in before if again.get(flag) != before[flag]}
+    check.equal(name, flags_of_the_start_before=(changed, {}), its_log_is_kept=(job.said().startswith(log), True))
 
 
 def recovers(check, name: str, job: Job, step: int) -> None:
@@ -324,8 +381,27 @@ def recovers(check, name: str, job: Job, step: int) -> None:
 def test_it_comes_back_when_it_is_stopped(check, life):
     with holds(check, "J10"):
         job = life.training()
+        log = job.said()
         life.user.stop(job)
-        resumes(check, "J10", job)
+        resumes(check, "J10", job, log)
+
+
+@only(when=lambda site: site.facts["job"].get("ends_when_stopped"))
+@clause("J10")
+def test_it_does_not_come_back_where_that_is_prohibited(check, user, site):
+    """As in a queue for tests, whose jobs may not follow each other: it says how to go on."""
+    for options in site.facts["job"]["ends_when_stopped"]:
+        with holds(check, "J10"):
+            user.cluster.slow_disk(SLOW)
+            job = user.submit(LONG, nodes=1, ranks=1, options=options)
+            job.trains()
+            user.stop(job)
+            job.until(lambda job=job: not job.alive() or len(job.starts()) > 1 or user.waits(job), "its end")
+            state = "in the queue again" if job.alive() else "ended"
+            if job.alive():
+                user.cluster.on("login", [user.scheduler.cancels, job.number])
+            check.equal("J10", **{f"stopped, with {options}, it is": (state, "ended")})
+            check.equal("J10", exit_code=(job.code(), 75), says=("to resume" in job.said(), True))
 
 
 @SLURM
@@ -421,6 +497,7 @@ def test_its_losses_are_those_of_one_that_nothing_happened_to(check, life):
         check.equal("J14", exit_code=(other.ends(), 0))
         run, never = job.run(), other.run()
         check.equal("J14", losses=(run.values("step", "loss_hex"), never.values("step", "loss_hex")))
+        check.close("J14", run.losses, reference.train(epochs=120, steps=5)["losses"], T1)
         check.equal("J14", snapshot=(sha256(job.folder / SNAPSHOT), sha256(other.folder / SNAPSHOT)))
 
 

@@ -9,10 +9,12 @@ same gathered evidence (world.py). The clauses are those of SPEC.md.
 
 import functools
 import json
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -21,7 +23,7 @@ import pytest
 
 from conformance.broken.workloads import WORKLOADS
 from conformance.golden import make as golden
-from conformance.harness import anchors, reference, sites
+from conformance.harness import anchors, core_of, reference, sites
 from conformance.harness.check import T0, T1, T2
 from conformance.harness.reference import LAYERS, sha256, take_apart
 
@@ -53,6 +55,8 @@ class Runs:
 
     def __init__(self, world, root: Path):
         self.world, self.root, self.done, self.folders = world, root, {}, {}
+        self.began: dict[tuple, float] = {}  # by this process's clock
+        self.seconds: dict[tuple, float] = {}  # until it was seen to have ended
 
     def folder(self, launch, name: str) -> Path:
         return self.root / f"{launch.site}-{launch.launcher}" / name
@@ -69,7 +73,9 @@ class Runs:
 
     def train(self, launch, flags: str, again: bool = False):
         if (launch, flags, again) not in self.done:
+            began = self.began.setdefault((launch, flags, again), time.monotonic())
             self.done[launch, flags, again] = self.world.train(launch, self.once(launch, flags, again), self.filled(flags))
+            self.seconds[launch, flags, again] = time.monotonic() - began
         return self.done[launch, flags, again]
 
 
@@ -77,7 +83,9 @@ class Runs:
 def runs(world, root, pytestconfig) -> Runs:
     runs = Runs(world, root)
     for flags, again in world.plan:  # jobs, which wait in one queue: all at once
-        world.ahead(runs.once(pytestconfig.sites[0].launches[0], flags, again), runs.filled(flags))
+        launch = pytestconfig.sites[0].launches[0]
+        runs.began[launch, flags, again] = time.monotonic()
+        world.ahead(runs.once(launch, flags, again), runs.filled(flags))
     return runs
 
 
@@ -179,6 +187,42 @@ def test_a_launcher_that_does_not_tell_the_world_size(check, world, launch, runs
     check.equal("X4", ranks_that_do_not_name_the_variable=(unnamed, []))
 
 
+@clause("R10")
+@only(sizes=(2, 4), asks_mpi=True)
+def test_a_rank_is_who_mpi_says(check, world, launch, runs):
+    """MPI's ranks in the other order: the last process is rank 0 now, and it alone writes."""
+    run = world.train(launch, runs.folder(launch, "reversed"), SHORT, reversed_mpi=True)
+    done(check, "R10", run)
+    writers = [rank for rank, files in enumerate(run.written) if files]
+    check.equal("R10", the_process_that_is_rank_0=(writers, [world.size - 1]))
+
+
+# ---- what a site knows of this suite ------------------------------------------------------------------------------
+
+
+@clause("A5")
+def test_the_core_that_trains_is_this_repository_s(check, world, launch, runs):
+    with core_of.watched() as found:
+        run = world.train(launch, runs.folder(launch, "core"), SHORT)
+    done(check, "A5", run)
+    check.holds("A5", *sorted({line for lines in world.gather(found) for line in lines}))
+
+
+@clause("A6")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_with_a_user_s_flags_alone(check, world, launch, runs):
+    """In a directory of its own. What is judged is in the snapshot, as after a run that nobody has watched."""
+    seed, lr = world.on_rank_0(lambda: (random.SystemRandom().randrange(1, 10**6), random.SystemRandom().uniform(0.05, 0.1)))
+    flags, folder = f"--seed {seed} --lr {lr:.4f} --epochs 2", runs.folder(launch, "mine")
+    run = world.train(launch, folder, flags, bare=True)
+    done(check, "A6", run)
+    documents = world.on_rank_0(lambda: [take_apart(path)["document"] for path in folder.rglob(SNAPSHOT)])
+    check.equal("A6", snapshots=(len(documents), 1), world_size=(documents[0]["world_size"], world.size))
+    check.holds(
+        "A6", *reference.not_the_history(documents[0]["history"], T2["cpu"], seed=seed, lr=float(f"{lr:.4f}"), epochs=2)
+    )
+
+
 # ---- the job script -----------------------------------------------------------------------------------------------
 
 
@@ -224,6 +268,8 @@ def test_the_end_says_how_fast_it_was(check, world, own, runs):
     check.equal("R9", all_speeds_are_told=(min(speeds) > 0, True), p10_is_the_slower=(speeds[2] <= speeds[1], True))
     rows = end["rows_a_second"] * end["seconds"]["training"]
     check.equal("R9", rows_a_second_times_seconds_are_the_rows=(abs(rows / (42 * G) - 1) < 0.02, True))
+    outside = runs.seconds[own, FP64, False]
+    check.equal("R9", training_took_longer_than_the_run=(end["seconds"]["training"] > outside, False))
     adds_up = abs(sum(seconds.values()) - end["seconds"]["training"]) < 0.1
     check.equal("R9", all_parts_are_told=(min(seconds.values()) >= 0, True), the_parts_are_the_whole=(adds_up, True))
     check.equal("R9", slowest_rank=(end.get("slowest_rank") in range(world.size), True))

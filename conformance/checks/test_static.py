@@ -127,6 +127,12 @@ def test_launchers_tell_the_ranks_apart(check, launch):
 @clause("F4")
 def test_the_keys_of_site_toml_are_those_of_the_table(check, site):
     check.holds("F4", *keys.wrong(site.facts), *impossible(site))
+    try:
+        chosen = {case.launch.launcher for case in site.cases}
+    except ValueError as error:
+        check.holds("F4", str(error))
+    chosen |= {one["name"] for one in site.facts["launchers"] if "by_hand" in one}
+    check.equal("F4", launchers_of_no_choice=([one.launcher for one in site.launches if one.launcher not in chosen], []))
 
 
 @clause("F5")
@@ -361,6 +367,15 @@ def numpy_trace() -> dict[str, list[float]]:
 @pytest.mark.parametrize("name", ["losses", "eval_losses", "eval_accuracies"])
 def test_golden_is_what_numpy_arrives_at(check, numpy_trace, name):
     check.close("L8", golden.load()[name], numpy_trace[name], 1e-12, name)
+
+
+@clause("L8")
+def test_what_is_compared_with_is_recorded(check):
+    """Golden trace and reference could be made wrong together; then they differ from what was written down of them."""
+    now, before = golden.digests(), golden.recorded()
+    check.equal(
+        "L8", changed_since_CHANGELOG_md=([name for name in {**now, **before} if now.get(name) != before.get(name)], [])
+    )
 
 
 @clause("L9")

@@ -199,6 +199,10 @@ class Submitter:
         job.seen = len(job.starts())
         return job
 
+    def of_number(self, number: str) -> Job:
+        """One that was submitted otherwise, about whose files nothing is known."""
+        return Job(self, number, self.here, self.here / "no-such-log", seen=0)
+
     @property
     def restarts(self) -> str:
         """The variable by which a start is told how often its job was started before."""

@@ -219,9 +219,9 @@ class VirtualSite:
         """The nodes that have not crashed, the login node among them."""
         return [name for name in self.pids if self._inits[name].poll() is None]
 
-    def put_site(self) -> str:
+    def put_site(self, below: str = "ddp-sites") -> str:
         """The repository as a user has it who wants this site: into the home, on the nodes at the path that this returns."""
-        repository = self.home / "ddp-sites"
+        repository = self.home / below
         for name in ("core", "conformance", "pyproject.toml"):
             if (ROOT / name).is_dir():
                 ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "reports", "build")

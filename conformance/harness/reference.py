@@ -125,12 +125,22 @@ def gradients(parameters: dict, images: np.ndarray, labels: np.ndarray, factor=1
 
 
 def train(
-    seed=0, epochs=3, global_batch_size=96, lr=0.1, momentum=0.9, perturbation=0.0, noisy=False, jitter=0.0, shards=1
+    seed=0,
+    epochs=3,
+    global_batch_size=96,
+    lr=0.1,
+    momentum=0.9,
+    perturbation=0.0,
+    noisy=False,
+    jitter=0.0,
+    shards=1,
+    steps=None,
 ) -> dict[str, list[float]]:
     """The loss of every step before its update, and the loss and accuracy on the held-out rows after every epoch.
 
     perturbation: every initial parameter is multiplied by 1 +- this, with signs from another stream. noisy: rows are those of
-    noisy.py. jitter: its flag; what is drawn for it is drawn in each of the `shards` micro-batches of a step.
+    noisy.py. jitter: its flag; what is drawn for it is drawn in each of the `shards` micro-batches of a step. steps: of
+    each epoch, all by default.
     """
     images, labels, held_out_images, held_out_labels = load()
     parameters = initial_parameters(seed)
@@ -140,7 +150,7 @@ def train(
     velocity = {name: np.zeros_like(values) for name, values in parameters.items()}
     trace = dict(losses=[], eval_losses=[], eval_accuracies=[])
     for epoch in range(epochs):
-        for rows in batches(sample_order(seed, epoch, len(labels)), global_batch_size, 1)[0]:
+        for rows in batches(sample_order(seed, epoch, len(labels)), global_batch_size, 1)[0][:steps]:
             read = np.stack([as_read(images[row], seed, epoch, row) for row in rows.tolist()]) if noisy else images[rows]
             step = len(trace["losses"])
             parts = [
@@ -155,6 +165,19 @@ def train(
         trace["eval_losses"].append(float(losses.mean()))
         trace["eval_accuracies"].append(float((log_probabilities.argmax(1) == held_out_labels).mean()))
     return trace
+
+
+def not_the_history(history: list[list], limit: float, **told) -> list[str]:
+    """What is wrong with a snapshot's history: the mean loss and the held-out loss of each epoch, of this training."""
+    trace, found = train(**told), []
+    means = np.reshape(trace["losses"], (told["epochs"], -1)).mean(1).tolist()
+    for column, (name, should_be) in enumerate(dict(losses=means, held_out_losses=trace["eval_losses"]).items(), 1):
+        worst = worst_deviation([float.fromhex(row[column]) for row in history], should_be)
+        if not worst <= limit:
+            found.append(
+                f"worst deviation of {name} in the snapshot's history={worst:.1e}, but should be at most {limit:g}, {told}"
+            )
+    return found
 
 
 def as_read(image: np.ndarray, seed: int, epoch: int, row: int) -> np.ndarray:

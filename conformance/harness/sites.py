@@ -53,6 +53,31 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Case:
+    """One way in which a job of this site is submitted: a job script, or a choice that it marks ([[job.choices]])."""
+
+    name: str
+    script: str
+    launch: Launch
+    program: str
+    nodes: int
+    ranks_per_node: int
+    edit: dict[str, str]
+    environment: dict[str, str]
+    options: str = ""
+    install: str | None = None  # the flags of install.sh, where it must run again
+    as_it_stands: bool = True  # with the geometry of the script
+
+    def edited(self, text: str) -> str:
+        """The script, as who chooses this edits it. Raises ValueError where it has no such line."""
+        for old, new in self.edit.items():
+            if text.count(f"\n{old}\n") != 1:
+                raise ValueError(f"{self.script} has the line {old!r} {text.count(old)} times, but should have it once")
+            text = text.replace(f"\n{old}\n", f"\n{new}\n")
+        return text
+
+
+@dataclass(frozen=True)
 class Site:
     folder: Path
     facts: dict
@@ -90,6 +115,39 @@ class Site:
     def job_scripts(self) -> list[Path]:
         """The scripts that are submitted; `submit` names the first of them."""
         return [path for path in self.scripts if path.suffix != ".sh"]
+
+    @property
+    def cases(self) -> list[Case]:
+        """The job script that `submit` names, as it stands; the others that train; and every choice that these mark.
+
+        Raises ValueError where a choice names what is not there.
+        """
+        own, launches = self.facts["submit"], {launch.launcher: launch for launch in self.launches}
+        told = [dict(name=script.name, script=script.name) for script in self.job_scripts]
+        told = [each for each in told if self.job(self.folder / each["name"]).get("trains", True)]
+        found = []
+        for choice in [*sorted(told, key=lambda each: each["name"] != own), *self.facts["job"].get("choices", [])]:
+            script = self.folder / choice.get("script", own)
+            launch = launches.get(choice.get("launcher", self.launches[0].launcher))
+            if not launch or not script.is_file():
+                raise ValueError(f"{choice} in [[job.choices]], but there is no such launcher or script")
+            job = self.job(script)
+            case = Case(
+                name=choice["name"],
+                script=script.name,
+                launch=launch,
+                program=choice.get("program", launch.train.name),
+                nodes=choice.get("nodes", job["nodes"]),
+                ranks_per_node=choice.get("ranks_per_node", job["ranks_per_node"]),
+                edit=choice.get("edit", {}),
+                environment=choice.get("environment", {}),
+                options=choice.get("options", ""),
+                install=choice.get("install"),
+                as_it_stands="options" not in choice,
+            )
+            case.edited(script.read_text())
+            found.append(case)
+        return found
 
     @property
     def scripts(self) -> list[Path]:

@@ -18,11 +18,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from conformance.harness import core_of
 from conformance.harness.ports import free_port
 from conformance.harness.sites import Launch, without_launcher
 from conformance.harness.target import BACKENDS, Run, Target, read_records
@@ -104,6 +105,8 @@ class World(Target):
         kill_by: signal.Signals = signal.SIGKILL,
         largest_file: int | None = None,
         apart: bool = False,
+        bare: bool = False,
+        reversed_mpi: bool = False,
     ) -> Run:
         """Start the site's train.py by its path on all ranks, as this launcher starts it; returns when all have ended.
 
@@ -111,7 +114,8 @@ class World(Target):
         are for the last rank alone. restart: how often the job was started before. run_dir: the flag that names the folder.
         signal_rank gets a SIGUSR1 in mid-epoch, and kill_ranks get kill_by when run.jsonl has the words of kill_at; or, where
         largest_file says so many bytes, a SIGXFSZ when one of their files has them. apart: each rank is a process of its own,
-        as it is where ranks are killed: one that fails alone ends, and its connections with it.
+        as it is where ranks are killed: one that fails alone ends, and its connections with it. bare: in the folder, with these
+        flags alone. reversed_mpi: MPI's world has its ranks in the other order.
         """
         import torch  # noqa: F401 - now, and not in the program: the ranks meet after it, whatever it takes on each
 
@@ -119,7 +123,7 @@ class World(Target):
         last = self.rank == self.size - 1
         start = odd_start if odd_start and last else (str(1000 + self.starts), restart)
         exported = launch.environ(self.rank, self.size, num_nodes, self.on_rank_0(free_port), *start)
-        argv = [*self.flags(folder, flags, run_dir), *(odd_flags.split() if last else ())]
+        argv = [*(flags.split() if bare else self.flags(folder, flags, run_dir)), *(odd_flags.split() if last else ())]
         variables = without_launcher() | exported | (environ or {})
         log = folder / "run.jsonl"
         with self.writes.below(folder) as written:
@@ -129,9 +133,24 @@ class World(Target):
             else:
                 if self.rank == signal_rank:
                     threading.Thread(target=_signal_in_mid_epoch, args=(log,), daemon=True).start()
-                result = _start(launch.train, argv, variables)
+                with in_folder(folder if bare else None), self.reversed(reversed_mpi):
+                    result = _start(launch.train, argv, variables)
         everyone = zip(*self.gather((*result, sorted(written))), strict=True)
         return Run(folder, *map(list, everyone), self.on_rank_0(lambda: read_records(folder)))
+
+    @contextmanager
+    def reversed(self, wanted: bool) -> Iterator[None]:
+        """Under it the last rank is MPI's rank 0, for whoever asks."""
+        if not wanted:
+            yield
+            return
+        from mpi4py import MPI
+
+        before, MPI.COMM_WORLD = MPI.COMM_WORLD, self.comm.Split(0, -self.rank)
+        try:
+            yield
+        finally:
+            MPI.COMM_WORLD = before
 
     def alone(self, launch: Launch, folder: Path, flags: str) -> Run:
         """`python train.py` by hand: a process of its own on rank 0, without a launcher."""
@@ -150,6 +169,19 @@ class World(Target):
         if self.device != "cpu":
             common += " --deterministic"
         return [*common.split(), run_dir, str(folder), *flags.split()]
+
+
+@contextmanager
+def in_folder(folder: Path | None) -> Iterator[None]:
+    """As its working directory."""
+    before = Path.cwd()
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 class Writes:
@@ -211,6 +243,7 @@ def _start(program: Path, argv: list[str], environ: dict[str, str]) -> tuple[int
         os.environ.update(before[0])
         sys.argv, sys.path[:], os._exit = before[1:]
         _drop_process_group()
+        core_of.look(program)
         # What a site has changed of the core ends with its program: the next one imports its own.
         for name in [name for name in sys.modules if name.partition(".")[0] == "ddp_core"]:
             del sys.modules[name]

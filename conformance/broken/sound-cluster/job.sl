@@ -35,6 +35,8 @@
 
 set -euo pipefail
 
+[[ -d packages ]] || { echo "error: no packages here: run ./install.sh first" >&2 && exit 3; }
+
 set +u # module functions read unset variables
 module load pytorch/1.0 net-plugin/1.0
 set -u

@@ -1,0 +1,256 @@
+"""A job as a user submits it: the job script as it stands, no flag and no variable of this suite, watched from outside.
+
+    job = Plain(user, site.cases[0]); job.runs(); job.faults()
+
+What a site says of itself counts for little here. Where ranks are, the kernel says; on which nodes, Slurm; how many there are,
+their processes; what they trained, the snapshot's history beside NumPy's training, under a seed and a learning rate drawn by
+chance. `--device cpu` is all that a user on the machine would not pass: virtual nodes have no accelerator.
+"""
+
+import json
+import random
+import shlex
+import time
+from pathlib import Path
+
+from conformance.cluster import layer, placement
+from conformance.cluster.jobs import Odd, Submitter
+from conformance.harness import reference
+from conformance.harness.check import T2
+from conformance.harness.core_of import CORE, digests
+from conformance.harness.reference import take_apart
+from conformance.harness.sites import Case
+from conformance.harness.target import read_records
+
+SNAPSHOT = "snapshot.safetensors"
+EPOCHS = 1
+# Root runs it on a node: of each Python whose program is PROGRAM, below a step of the job JOB, where it may run, and what it
+# was started with.
+LOOK = r"""
+import json, os, re
+
+def of_the_job(pid):
+    while pid > 1:
+        if "slurmstepd: [JOB." in open(f"/proc/{pid}/cmdline").read():
+            return True
+        pid = int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+    return False
+
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        words = open(f"/proc/{pid}/cmdline", "rb").read().decode(errors="replace").split("\0")
+        program = [word for word in words[1:] if not word.startswith("-")][:1]
+        if not re.match(r"python", os.path.basename(words[0])) or not program or os.path.basename(program[0]) != PROGRAM:
+            continue
+        if not of_the_job(int(pid)):
+            continue
+        pairs = open(f"/proc/{pid}/environ", "rb").read().decode(errors="replace").split("\0")
+        environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        cpus = sorted(os.sched_getaffinity(int(pid)))
+        print(json.dumps(dict(cpus=cpus, environ={name: environ.get(name) for name in NAMES})))
+    except OSError:
+        pass
+"""
+
+
+def listing(folder: Path) -> dict[str, tuple]:
+    """Sizes and times, which show what was written. Not of Python's own caches, nor of what a stand-in for PBS keeps."""
+    found = {}
+    for path in folder.rglob("*"):
+        if "__pycache__" not in path.parts and ".pbs-stand-in" not in path.parts and not path.is_dir():
+            status = path.lstat()
+            found[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns, status.st_ino)
+    return found
+
+
+class Plain:
+    """One job. user: in the site's folder, installed. nodes, ranks: where `options` ask for others than the script.
+
+    slow: seconds of an fsync while it runs; None where others run beside it. watched: the folder that it alone may change.
+    """
+
+    def __init__(
+        self,
+        user: Submitter,
+        case: Case,
+        options: str = "",
+        nodes: int = 0,
+        ranks: int = 0,
+        slow: float | None = 4.0,
+        watched: Path | None = None,
+    ):
+        self.user, self.case, self.site, self.cluster = user, case, user.site, user.cluster
+        self.seed, self.lr = random.SystemRandom().randrange(1, 10**6), round(random.SystemRandom().uniform(0.05, 0.1), 4)
+        self.flags = f"--epochs {EPOCHS} --seed {self.seed} --lr {self.lr}"
+        self.slow, self.home = slow, watched or user.cluster.home
+        self.options = " ".join(filter(None, (case.options, options)))
+        self.nodes, self.ranks = nodes or case.nodes, ranks or case.ranks_per_node
+        self.rows: list[placement.Row] = []
+        self.allocated: list[str] = []
+        self.code: int | str | None = None
+
+    # ---- it runs ----------------------------------------------------------------------------------------------------
+
+    def submit(self) -> "Plain":
+        """Raises Odd where the scheduler refuses."""
+        script = self.user.here / self.case.script
+        self.before, text = listing(self.home), script.read_text()
+        options = shlex.split(self.options)
+        for name, value in self.case.environment.items():
+            options += self.user.scheduler.variable(name, value)
+        command = self.user.scheduler.command(self.case.script, options, ["--device", "cpu", *shlex.split(self.flags)])
+        try:
+            script.write_text(self.case.edited(text))  # Slurm and PBS copy it when it is submitted
+            ended = self.cluster.on("login", command, folder=self.user.folder)
+        finally:
+            script.write_text(text)
+        self.before[str(script.relative_to(self.home))] = listing(script.parent)[script.name]
+        number = self.user.scheduler.number(ended.stdout)
+        if ended.returncode or not number:
+            self.code = "refused"
+            raise Odd(f"{shlex.join(command)} was refused: {(ended.stderr or ended.stdout).strip()}")
+        self.job = self.user.of_number(number)
+        return self
+
+    def changed(self) -> dict[str, str]:
+        """Paths below the user's home that are new, changed or gone since it was submitted."""
+        now = listing(self.home)
+        new = {
+            path: "is new" if path not in self.before else "was changed" for path in now if now[path] != self.before.get(path)
+        }
+        return new | {path: "is gone" for path in self.before if path not in now}
+
+    def run_directories(self) -> list[Path]:
+        """Those that it has made: which the job script names as it likes."""
+        new = {path for path, how in self.changed().items() if path.endswith("/run.jsonl") and how == "is new"}
+        return sorted(self.home / Path(path).parent for path in new)
+
+    def runs(self, seconds: float = 270) -> "Plain":
+        """Until it has ended. Its ranks are looked at when they have met: torch is imported then, and may have moved them."""
+        self.set_disk(self.slow)  # a snapshot takes twice as long, and no work: time to look
+        end = time.monotonic() + seconds
+        try:
+            while self.job.alive():
+                if not self.rows and any(
+                    record["kind"] == "start" for each in self.run_directories() for record in records(each)
+                ):
+                    self.look()
+                    self.set_disk(0)
+                if time.monotonic() > end:
+                    raise Odd(f"job {self.job.number} has not ended after {seconds:g} s; {self.words()}")
+                time.sleep(0.3)
+        finally:
+            self.set_disk(0)
+        self.code = self.job.code()
+        return self
+
+    def set_disk(self, seconds: float | None) -> None:
+        if self.slow is not None:
+            self.cluster.slow_disk(seconds)
+
+    def look(self) -> None:
+        launch, words = self.case.launch, ("rank", "local_rank", "node_rank")
+        told = {word: variables[0] for word in words if (variables := launch.variables_with(word))}
+        devices = self.site.facts["node"].get("device_environment", "")
+        names = [*told.values(), devices]
+        text = LOOK.replace("PROGRAM", repr(self.case.program)).replace("NAMES", repr(names)).replace("JOB", self.job.id)
+        found = []
+        for node in self.cluster.names:
+            ended = self.cluster.on(node, [f"{layer.PLAIN}/bin/python3", "-c", text], user=False)
+            for facts in map(json.loads, ended.stdout.splitlines()):
+                environ = facts.pop("environ")
+                if all(environ[name] for name in told.values()):
+                    facts |= {word: int(environ[name]) for word, name in told.items()}
+                    visible = [int(device) for device in (environ.get(devices) or "").split(",") if device]
+                    found.append(json.dumps(facts | dict(host=node, visible=visible)))
+        self.rows = placement.rows_of(found)
+        listed = self.cluster.on("login", f"scontrol show hostnames $(squeue -h -j {self.job.id} -o %N)", user=False)
+        self.allocated = listed.stdout.split()
+
+    def words(self) -> str:
+        """The last ones of its log: what is new or longer beside the job script."""
+        logs = [self.home / path for path, how in self.changed().items() if how != "is gone"]
+        texts = [log.read_text(errors="replace") for log in logs if log.parent == self.user.here]
+        return " | ".join("\n".join(texts).strip().splitlines()[-5:]) or "no log"
+
+    # ---- what is wrong ----------------------------------------------------------------------------------------------
+
+    def faults(self) -> list[str]:
+        """Of what it trained, by how many, and of what it left (J18), a line each."""
+        drawn = f"{self.case.name}, {self.flags}"
+        if self.code != 0:
+            return [f"exit code={self.code}, but should be 0 [{drawn}]; its log: {self.words()}"]
+        folders = self.run_directories()
+        if len(folders) != 1 or self.job.id not in folders[0].name:
+            names = [folder.name for folder in folders]
+            return [f"new run directories={names}, but should be one with the job's number, {self.job.id} [{drawn}]"]
+        return [
+            f"{fault} [{drawn}]"
+            for fault in (*self.of_losses(folders[0]), *self.of_ranks(folders[0]), *self.of_files(folders[0]))
+        ]
+
+    def before_install(self) -> list[str]:
+        """Of one that was submitted where install.sh has not run (J19)."""
+        found = [f"exit code={self.code}, but should be 3"] if self.code != 3 else []
+        return found if "install.sh" in self.words() else [*found, f"install.sh is not named in its log: {self.words()}"]
+
+    def of_losses(self, folder: Path) -> list[str]:
+        history = take_apart(folder / SNAPSHOT)["document"]["history"]
+        return reference.not_the_history(history, T2["cpu"], seed=self.seed, lr=self.lr, epochs=EPOCHS)
+
+    def of_ranks(self, folder: Path) -> list[str]:
+        """The processes that were there, those that the run has recorded, and the nodes that Slurm gave."""
+        size, found = self.nodes * self.ranks, []
+        (start,) = [record for record in read_records(folder) if record["kind"] == "start"]
+        seen = sorted((row.rank, row.host) for row in self.rows)
+        facts = dict(
+            processes_of_train_py=(len(self.rows), size),
+            ranks_seen=([rank for rank, _ in seen], [*range(size)]),
+            world_size_in_the_snapshot=(take_apart(folder / SNAPSHOT)["document"]["world_size"], size),
+            hosts_recorded=([row["host"].partition(".")[0] for row in start["ranks"]], [host for _, host in seen]),
+            nodes_with_ranks=(len({host for _, host in seen} & {*self.allocated}), self.nodes),
+        )
+        for name, (value, should_be) in facts.items():
+            if value != should_be:
+                found.append(f"{name}={value}, but should be {should_be}")
+        return found
+
+    def of_files(self, folder: Path) -> list[str]:
+        """Besides the run directory one log, in the site's folder."""
+        of_the_run = str(folder.relative_to(self.home))
+        rest = {path: how for path, how in self.changed().items() if not path.startswith(f"{of_the_run}/")}
+        logs = [path for path, how in rest.items() if how == "is new" and (self.home / path).parent == self.user.here]
+        if logs:
+            rest.pop(min(logs, key=lambda path: self.job.id not in path))
+        temporary = [path.name for path in folder.iterdir() if path.name.endswith(".tmp") or path.name.startswith(".")]
+        found = [
+            f"~/{path} {how}, but a job should leave its log and its run directory only" for path, how in sorted(rest.items())
+        ]
+        return [*found[:3], *(f"{name} is left in the run directory" for name in temporary)]
+
+    def misplaced(self) -> list[str]:
+        """Of a case that is submitted with the geometry of the script, whose launcher binds its ranks (J9)."""
+        return [*placement.misplaced(self.site, self.rows), *placement.doubled(self.site, self.rows, "core")]
+
+    def sharing(self) -> list[str]:
+        return placement.doubled(self.site, self.rows, "device")
+
+
+def records(folder: Path) -> list[dict]:
+    try:
+        return read_records(folder)
+    except (OSError, ValueError):  # half a line
+        return []
+
+
+def of_the_core(folder: Path) -> list[str]:
+    """Copies of the core below the site's folder that are not this repository's, and what Python would run before it."""
+    should_be, found = digests(CORE), []
+    copies = [path for path in folder.rglob("ddp_core") if path.is_dir() and not path.is_symlink()]
+    for copy in copies:
+        own = digests(copy)
+        odd = sorted(name for name in {*own, *should_be} if own.get(name) != should_be.get(name))
+        found += [f"{copy.relative_to(folder)}/{name} is not this repository's" for name in odd[:3]]
+    started = [path for name in ("sitecustomize.py", "usercustomize.py") for path in folder.rglob(name)]
+    found += [f"{path.relative_to(folder)} is started with every Python" for path in started if "conda-meta" not in path.parts]
+    return found if copies else ["no copy of ddp_core was installed"]

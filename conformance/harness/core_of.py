@@ -1,0 +1,124 @@
+"""Which core has trained in this process: its bytes, and whether a site has put something of its own in the place of a part.
+
+    with core_of.watched() as found:      found: a line for each thing that is not this repository's
+        world.train(...)
+
+The program has run by then, and its modules are still there. What a site defines is told by the file that its code names.
+"""
+
+import ast
+import contextlib
+import functools
+import hashlib
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+from conformance.harness.sites import ROOT
+
+CORE = ROOT / "core/src/ddp_core"
+# Of torch: what a training goes through.
+TORCH = ("torch.nn.functional", "torch.nn.modules", "torch.nn.parallel", "torch.optim", "torch.autograd", "torch.utils.data")
+TORCH += ("torch.amp", "torch.distributed.distributed_c10d", "torch._tensor")
+_watching: list[list[str]] = []
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[str]]:
+    _watching.append([])
+    try:
+        yield _watching[-1]
+    finally:
+        _watching.pop()
+
+
+def look(program: Path) -> None:
+    """At the end of a program, before its modules are dropped."""
+    if _watching:
+        _watching[-1].extend(foreign(program.resolve().parent))
+
+
+def digests(core: Path) -> dict[str, str]:
+    """Of the modules of a copy of the core."""
+    return {str(path.relative_to(core)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(core.rglob("*.py"))}
+
+
+def foreign(site: Path) -> list[str]:
+    """What is not this repository's of the core and of torch, in this process."""
+    found, mine = [], {name: module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "ddp_core"}
+    if "ddp_core.trainer" not in mine:
+        found.append("ddp_core.trainer was not imported: something else has trained")
+    for name, module in mine.items():
+        path = Path(getattr(module, "__file__", None) or "nowhere")
+        parts = name.split(".")[1:]
+        should_be = (
+            CORE.joinpath(*parts, "__init__.py") if path.name == "__init__.py" else CORE.joinpath(*parts).with_suffix(".py")
+        )
+        if not path.is_file() or not should_be.is_file() or path.read_bytes() != should_be.read_bytes():
+            found.append(f"{name} is {path}, which is not this repository's")
+        else:
+            found += changed(module, path)
+    theirs = [name for name in list(sys.modules) if name in ("torch", "torch.distributed") or name.startswith(TORCH)]
+    for name in [*mine, *theirs]:
+        found += [f"{name}.{what} is the site's own" for what, code in functions(sys.modules[name]) if of_folder(code, site)]
+    return list(dict.fromkeys(found))
+
+
+def changed(module: types.ModuleType, path: Path) -> list[str]:
+    """Functions of a module that are not those of its file, and constants that are not."""
+    tree = ast.parse(path.read_text())
+    written, found = {*codes(compile(tree, str(path), "exec"))}, []
+    for what, function in functions(module):
+        code = function.__code__
+        made = code.co_filename == "<string>" and not function.__name__.startswith("__")  # those are a dataclass's
+        if made or (code.co_filename == str(path) and code not in written):
+            found.append(f"{module.__name__}.{what} is not that of its file")
+    again = {line.target.id for line in tree.body if isinstance(line, ast.AugAssign) and isinstance(line.target, ast.Name)}
+    for line in tree.body:
+        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name) and line.targets[0].id not in again:
+            with contextlib.suppress(ValueError):
+                name, value = line.targets[0].id, ast.literal_eval(line.value)
+                if isinstance(value, str | int | float | tuple) and getattr(module, name, None) != value:
+                    found.append(f"{module.__name__}.{name}={getattr(module, name, None)!r}, but its file has {value!r}")
+    return found
+
+
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes(constant)
+
+
+def functions(module: types.ModuleType) -> Iterator[tuple[str, types.FunctionType]]:
+    """Of a module and of its classes, by their names there."""
+    for name, value in list(vars(module).items()):
+        owned = [(name, value)]
+        if issubclass(type(value), type):
+            owned = [(f"{name}.{key}", one) for key, one in vars(value).items()]
+        for what, one in owned:
+            for each in unwrapped(one):
+                yield what, each
+
+
+def unwrapped(value: object) -> Iterator[types.FunctionType]:
+    """The functions in a property, a method, a partial or something that was decorated."""
+    for _ in range(5):
+        kind = type(value)  # and not its __class__, by which an object may tell another
+        if kind is types.FunctionType:
+            yield value
+            value = vars(value).get("__wrapped__")
+        elif kind is functools.partial:
+            value = value.func
+        elif issubclass(kind, property):
+            value = value.fget
+        elif kind in (staticmethod, classmethod, functools._lru_cache_wrapper):
+            value = value.__wrapped__
+        else:
+            return
+
+
+def of_folder(function: types.FunctionType, folder: Path) -> bool:
+    """Whether its code was written below this folder; the suite's own is not, wherever it lies."""
+    return Path(function.__code__.co_filename).is_relative_to(folder)
