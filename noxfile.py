@@ -141,7 +141,8 @@ def bench(session: nox.Session) -> None:
 
 def run(session: nox.Session, *what: str) -> None:
     """`python -m conformance`, and the report drawn anew after it: where a site lies elsewhere, beside it."""
-    if "--submit" not in {flag.partition("=")[0] for flag in session.posargs}:  # login nodes draw nothing
+    flags = {flag.partition("=")[0] for flag in session.posargs}
+    if not {"--submit", "--workload"} & flags:  # login nodes draw nothing, and a program's certificate is apart
         folders = [Path(value.rpartition("=")[2]).resolve() for value in session.posargs]
         outside = [path for path in folders if (path / "site.toml").is_file() and ROOT not in path.parents]
         session.notify("report", [f"--reports={path / 'reports'}" for path in outside])

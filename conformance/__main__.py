@@ -2,6 +2,7 @@
 
     python -m conformance [--site NAME_OR_FOLDER]... [--device cuda] [--mpiexec COMMAND]   files, then 1, 2 and 4 ranks
     python -m conformance --submit[=OPTIONS] --site NAME_OR_FOLDER                         jobs, on a login node
+    python -m conformance --workload FILE [flags of train.py]                              a certificate of your own program
     python -m conformance extras [--site NAME]... [--by-hand]                              what sites bring beside their jobs
     python -m conformance cluster [--site NAME_OR_FOLDER]... [--keep] [--tree FOLDER]      virtual clusters, as root
     python -m conformance suite                                                            tests of the suite itself
@@ -21,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
+from conformance.certify.__main__ import main as certify
 from conformance.harness import sites
 
 ROOT = sites.ROOT
@@ -31,6 +33,8 @@ CLUSTERS_AT_ONCE = 4  # they wait more than they work
 
 
 def main(argv: list[str]) -> int | str:
+    if "--workload" in (flag.partition("=")[0] for flag in argv):
+        return certify(argv)
     sessions = dict(sites=check_sites, extras=check_extras, cluster=check_clusters, suite=check_suite, mutants=check_mutants)
     what = argv.pop(0) if argv and argv[0] in sessions else "sites"
     parser = argparse.ArgumentParser(

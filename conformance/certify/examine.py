@@ -1,0 +1,330 @@
+"""A few rows of a workload, read twice, taken apart, trained on, and read again: in a process of its own, in fp64.
+
+What is found here is sure, and has a place in the file; what several ranks make of it, runs.py sees.
+"""
+
+import hashlib
+import math
+import random
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from conformance.certify.source import Source
+
+ROWS = 24  # that are looked at closely
+SCANNED = 4096  # rows that are looked through for numbers that are not finite, and for doubles
+EXACT = 1e-9  # relative: sums over rows in fp64 differ by rounding alone
+
+
+def examine(argv: list[str]) -> dict:
+    """findings: dictionaries of kind, says, line. notes: what the flags and the data mean. failed: why it ended early."""
+    examination = Examination(argv)
+    try:
+        return examination.all()
+    except Exception as error:
+        return examination.result(failed=f"{type(error).__name__}: {error}")
+
+
+class Examination:
+    def __init__(self, argv: list[str]):
+        self.argv, self.findings, self.notes = argv, [], {}
+
+    def find(self, kind: str, says: str, line: int | None = None) -> None:
+        self.findings.append(dict(kind=kind, says=says, line=line))
+
+    def all(self) -> dict:
+        import torch
+        from ddp_core import data
+        from ddp_core.batches import Batches
+        from ddp_core.config import choose, parse
+        from ddp_core.trainer import seed_everything
+
+        settings = self.settings()
+        self.workload = choose(self.argv)
+        self.source = Source(self.workload.file)
+        own = parse(self.argv, 1, workload=self.workload)
+        names = ("precision", "epochs", "steps_per_epoch", "global_batch_size", "accumulate")
+        self.notes |= dict(file=str(self.workload.file)) | {name: getattr(own, name) for name in names}
+        self.notes["per_rank"] = parse(self.argv, 2, workload=self.workload).global_batch_size != own.global_batch_size
+        self.config = config = parse([*self.argv, "--precision", "fp64"], 1, workload=self.workload)
+        seed_everything(config.seed)
+        train, held_out = data.of_workload(self.workload, config)
+        self.notes |= dict(row_by_row=not getattr(train, "batched", False), held_out_rows=len(held_out or ()))
+        cpu, fp64 = torch.device("cpu"), torch.float64
+        self.train = Batches(train, self.workload, config, cpu, fp64)
+        self.held_out = Batches(held_out, self.workload, config, cpu, fp64) if held_out is not None and len(held_out) else None
+        self.rows()
+        seed_everything(config.seed)
+        self.model = self.workload.model(config).to(fp64)
+        parameters = {name for name, _ in self.model.named_parameters()}
+        first = [*range(min(ROWS, len(self.train)))]
+        rows = self.hashes(self.train, first)
+        self.sums()
+        self.optimizer = self.workload.optimizer(self.model, config)
+        before = self.outside()
+        self.steps(3)
+        self.new_parameters(parameters)
+        self.state(before)
+        if not self.any("rows") and rows != self.hashes(self.train, first):
+            self.find("in-place", "rows are others after they were trained on: something changes them in place", self.changed())
+        self.schedule()
+        self.settings_changed(settings)
+        return self.result()
+
+    def result(self, failed: str = "") -> dict:
+        return dict(findings=self.findings, notes=self.notes, failed=failed)
+
+    def any(self, kind: str) -> bool:
+        return any(found["kind"] == kind for found in self.findings)
+
+    def new_parameters(self, before: set[str]) -> None:
+        if new := {name for name, _ in self.model.named_parameters()} - before:
+            line = self.source.word("Parameter(", "nn.", "Linear(", within="forward")
+            self.find("parameter", f"{', '.join(sorted(new))} is made in forward(): make it where the model is made", line)
+
+    def state(self, before: dict[str, str]) -> None:
+        saved = {f"model.{name}" for name in self.model.state_dict()}
+        for name, value in self.outside().items():
+            if name in before and before[name] != value and name not in saved:
+                self.find("state", f"{name} changes in training, and no snapshot has it", self.source.assignment(name))
+
+    def settings_changed(self, before: dict[str, str]) -> None:
+        found = []
+        for name, value in self.settings().items():
+            if value != before[name]:
+                word = name.rpartition(".")[2]
+                found.append((self.source.word(f"{word} =", f"set_{word}", f"use_{word}"), name, value))
+        for line, name, value in sorted(found, key=lambda entry: entry[0] is None)[:1]:
+            self.find("setting", f"the file sets {name} to {value}", line)
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    def hashes(self, batches, rows: list[int]) -> list[str]:
+        """Of each row by itself, its random numbers included."""
+        return [fingerprint(batch) for batch in (batches.few([row], [[0]])[0] for row in rows)]
+
+    def bare(self, batches, row: int) -> Any:
+        """A row under the same random numbers as every other: what is drawn for it does not hide what it is."""
+        from ddp_core.order import seed_generators
+
+        if getattr(batches.rows, "batched", False):
+            return batches.few([row], [[0]])[0]
+        seed_generators(batches.device, 8, others=True)
+        return self.workload.collate([batches.rows[row]])
+
+    def rows(self) -> None:
+        """The same when they are read again; finite; each of the held-out ones once."""
+        first = [*range(min(ROWS, len(self.train)))]
+        held = {name: fingerprint(value) for name, value in attributes(self.train.rows)}
+        if self.hashes(self.train, first) != self.hashes(self.train, first):
+            changed = [name for name, value in attributes(self.train.rows) if held.get(name) != fingerprint(value)]
+            says = "a row is another when it is read again with the same seeds"
+            if changed:
+                self.find("in-place", f"{says}: reading it changes {', '.join(changed)}", self.changed())
+            else:
+                self.find("rows", says)
+        scanned = {}
+        for name, batches in (("training", self.train), ("held-out", self.held_out)):
+            for row in range(min(SCANNED, len(batches or ()))):
+                batch = self.bare(batches, row)
+                odd = [tensor for tensor in tensors(batch) if tensor.is_floating_point() and not tensor.isfinite().all()]
+                if odd:
+                    self.find("not-finite", f"{name} row {row} has numbers that are not finite", None)
+                    break
+                scanned.setdefault(fingerprint(batch), []).append((name, row))
+        doubles = [places for places in scanned.values() if sum(name == "held-out" for name, _ in places) > 1]
+        if doubles:
+            rows = ", ".join(str(row) for name, row in doubles[0] if name == "held-out")
+            count = sum(len(places) - 1 for places in doubles)
+            self.find(
+                "held-out-twice",
+                f"{count} held-out rows are there twice (rows {rows}): they count twice",
+                self.source.function("data"),
+            )
+        shared = [p for p in scanned.values() if {name for name, _ in p} == {"training", "held-out"}]
+        if shared:
+            words = f"{len(shared)} held-out rows are training rows, too"
+            self.notes["shared_rows"] = f"{words}, the first is {shared[0][-1][1]}"
+
+    # ---- sums -------------------------------------------------------------------------------------------------------
+
+    def sums(self) -> None:
+        """Loss and metrics of rows together are the sums of those of the rows apart, whatever rows they stand beside."""
+        import torch
+
+        count = min(7, len(self.train))
+        rows = [*range(count)]
+        cuts = [rows[:1], rows[1:3], rows[3:]] if count > 3 else [[row] for row in rows]
+        self.model.eval()
+        with torch.no_grad():
+            for name, batches in (("loss", self.train), ("metrics", self.held_out)):
+                if not batches or len(batches) < count:
+                    continue
+                whole, *parts = batches.few(rows, [rows, *filter(None, cuts)])
+                if (first := self.values(name, whole, 0)) != self.values(name, whole, 1):
+                    self.notes[f"{name}_random"] = True  # noise is drawn in it: nothing to compare
+                    continue
+                apart = [self.values(name, part, 0) for part in parts]
+                for key, value in first.items():
+                    total = math.fsum(found.get(key, math.nan) for found in apart)
+                    if not math.isclose(value, total, rel_tol=EXACT, abs_tol=EXACT):
+                        ratio = f"{value:.6g} for {count} rows together, and {total:.6g} for them apart"
+                        self.find("sums", f"{key} is no sum over rows: {ratio}", self.suspect_of_sums(name))
+                        break
+        self.model.train()
+
+    def values(self, name: str, batch: Any, seed: int) -> dict[str, float]:
+        import torch
+        from ddp_core.order import seed_generators
+
+        seed_generators(torch.device("cpu"), 9, seed, others=True)
+        outputs = self.workload.forward(self.model, batch)
+        if name == "loss":
+            loss = self.workload.loss(outputs, batch)
+            named = loss if isinstance(loss, dict) else {"loss()": loss}
+            return {key: float(value) for key, value in named.items()}
+        found = {}
+        for key, value in self.workload.metrics(outputs, batch).items():
+            for place, number in enumerate(value if isinstance(value, tuple) else (value,)):
+                found[f"the metric {key}{', its count,' if place else ''}"] = float(number)
+        return found
+
+    def suspect_of_sums(self, name: str) -> int | None:
+        """Where rows may know of each other: a mean in the loss or in what comes before it, else the method itself."""
+        words = (".mean", "len(", ".std", ".shape[0]", "size(0)", ".max", "% ", "// ")
+        found = (self.source.word(word, within=method) for method in (name, "forward", "collate") for word in words)
+        return next(filter(None, found), None) or self.source.function(name)
+
+    # ---- training ---------------------------------------------------------------------------------------------------
+
+    def steps(self, count: int) -> None:
+        import torch
+        from ddp_core.order import seed_generators
+
+        size = max(1, min(self.config.global_batch_size, 16, len(self.train) // count))
+        for step in range(count):
+            rows = [*range(step * size, (step + 1) * size)]
+            [batch] = self.train.few(rows, [[*range(len(rows))]])
+            seed_generators(torch.device("cpu"), 5, self.config.seed, step, 0, others=True)
+            self.optimizer.zero_grad()
+            loss = self.workload.loss(self.workload.forward(self.model, batch), batch)
+            total = sum(loss.values()) if isinstance(loss, dict) else loss
+            if total.requires_grad:
+                (total / len(rows)).backward()
+            for group in self.optimizer.param_groups:
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.workload.schedule(step, 100, self.config)
+            self.optimizer.step()
+
+    def outside(self) -> dict[str, str]:
+        """What a program could keep beside model and optimizer: variables of the file, attributes of its objects."""
+        import sys
+
+        module, found = sys.modules[type(self.workload).__module__], {}
+        for name, value in vars(module).items():
+            if not name.startswith("__") and plain(value):
+                found[name] = fingerprint(value)
+        held = dict(workload=self.workload, optimizer=self.optimizer, training_rows=self.train.rows)
+        held |= {f"model.{name}" if name else "model": part for name, part in self.model.named_modules()}
+        for owner, thing in held.items():
+            found |= {f"{owner}.{name}": fingerprint(value) for name, value in attributes(thing)}
+        return found
+
+    def changed(self) -> int | None:
+        return self.source.change_in_place("__getitem__", "collate", "forward", "loss")
+
+    def schedule(self) -> None:
+        """A function of the step alone."""
+        total, config, schedule = 200, self.config, self.workload.schedule
+        forth = [float(schedule(step, total, config)) for step in range(total)]
+        back = [float(schedule(step, total, config)) for step in reversed(range(total))][::-1]
+        if forth != back:
+            step = next(step for step in range(total) if forth[step] != back[step])
+            says = f"schedule() gave {forth[step]:.6g} at step {step}, and {back[step]:.6g} when it was asked again"
+            self.find(
+                "schedule",
+                f"{says}: it counts its calls, so that a stopped run goes on with others",
+                self.source.function("schedule"),
+            )
+        elif (tail := next((s for s in range(total) if len({*forth[s:]}) == 1), 0)) and 0 < tail <= config.epochs < total / 4:
+            says = f"schedule() does not change after step {tail}: does it count epochs? It is given steps"
+            self.find("schedule-epochs", says, self.source.function("schedule"))
+
+    @staticmethod
+    def settings() -> dict[str, str]:
+        import torch
+
+        found = dict(
+            default_dtype=torch.get_default_dtype(),
+            float32_matmul_precision=torch.get_float32_matmul_precision(),
+            deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
+            benchmark=torch.backends.cudnn.benchmark,
+        )
+        for name, owner in (("cuda.matmul", torch.backends.cuda.matmul), ("cudnn", torch.backends.cudnn)):
+            found[f"{name}.allow_tf32"] = owner.allow_tf32
+        return {name: str(value) for name, value in found.items()}
+
+
+# What torch itself keeps on modules and optimizers, and the core on a workload.
+INNER = {"training", "state", "param_groups", "defaults", "config", "fingerprint", "columns"}
+
+
+def attributes(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Of a program's own object, what it may count or remember in."""
+    for name, value in getattr(thing, "__dict__", {}).items():
+        if name not in INNER and not name.startswith("_") and plain(value):
+            yield name, value
+
+
+def plain(value: Any) -> bool:
+    """A number, a text, a tensor, an array, or a container of these: what a program counts in."""
+    import torch
+
+    if isinstance(value, types.ModuleType | type | types.FunctionType | Path):
+        return False
+    if isinstance(value, dict | list | tuple | set):
+        return len(value) < 10_000
+    kinds = bool | int | float | str | torch.Tensor | torch.Generator | random.Random | None
+    return isinstance(value, kinds) or hasattr(value, "tobytes") or type(value).__module__ == "numpy.random._generator"
+
+
+def tensors(batch: Any) -> list:
+    import torch
+    from ddp_core.batches import converted
+
+    found: list = []
+    converted(batch, found.append, torch.device("cpu"))
+    return found
+
+
+def fingerprint(value: Any) -> str:
+    import torch
+
+    total = hashlib.sha256()
+
+    def add(value: Any, depth: int = 0) -> None:
+        if isinstance(value, torch.Tensor):
+            total.update(str((tuple(value.shape), value.dtype)).encode())
+            total.update(
+                value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if value.numel() else b""
+            )
+        elif isinstance(value, dict) and depth < 4:
+            for key, entry in value.items():
+                add(str(key)), add(entry, depth + 1)
+        elif isinstance(value, list | tuple | set) and depth < 4:
+            for entry in value:
+                add(entry, depth + 1)
+        elif isinstance(value, torch.Generator):
+            add(value.get_state())
+        elif isinstance(value, random.Random):
+            total.update(repr(value.getstate()).encode())
+        elif hasattr(value, "bit_generator"):
+            total.update(repr(value.bit_generator.state).encode())
+        elif hasattr(value, "tobytes"):
+            total.update(value.tobytes())
+        elif isinstance(value, bool | int | float | str | bytes | None):
+            total.update(repr(value).encode())
+
+    add(value)
+    return total.hexdigest()[:16]

@@ -1,0 +1,361 @@
+"""What is promised of every program, what was measured of this one, and the likeliest reason where they differ."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from conformance.certify.runs import Ended, Program
+from conformance.certify.source import Source
+from conformance.certify.witness import Call
+from conformance.harness.reference import take_apart
+
+MOVED = 1e-7  # by what initial parameters are moved to see how far rounding grows
+UNIT = dict(fp64=2.0**-53, fp32=2.0**-24, tf32=2.0**-11, bf16=2.0**-8, fp16=2.0**-11)
+SLACK = 500  # roundings that one step's sums may add up to, in other orders of rows and ranks
+COARSEST = dict(fp64=1e-7, fp32=1e-2, tf32=5e-2, bf16=0.2, fp16=0.2)  # a coarser comparison says nothing
+SATURATED = 1e-2  # a moved run this far away does not tell how rounding grows any more
+
+KEPT, BROKEN, NOT_PROMISED, NOT_SHOWN = "kept", "broken", "not promised", "not shown"
+
+
+@dataclass
+class Verdict:
+    """One promise. where: a line of the user's file, or None. measured: figures, in words."""
+
+    promise: str
+    state: str
+    measured: str = ""
+    reason: str = ""
+    where: int | None = None
+
+    @property
+    def line(self) -> str:
+        place = f" (line {self.where})" if self.where else ""
+        return f"{self.state:>12}  {self.promise}: {self.measured}" + (f" - {self.reason}{place}" if self.reason else "")
+
+
+class Certificate:
+    """The runs of a program, and the verdict on each promise. say: is told of each as it is known."""
+
+    def __init__(self, program: Program, examined: dict, say: Callable[[str], None]):
+        self.program, self.say = program, say
+        self.findings, self.notes = examined["findings"], examined["notes"]
+        self.source = Source(Path(self.notes.get("file") or program.file))
+        self.verdicts: list[Verdict] = []
+        self.growth: list[float] = []
+        self.steps = self.all_steps = 0  # of a run here, and of the whole training
+        self.flags64 = ""  # of the reference
+
+    # ---- words ------------------------------------------------------------------------------------------------------
+
+    def judge(self, promise: str, state: str, measured: str = "", reason: str = "", where: int | None = None) -> bool:
+        self.verdicts.append(Verdict(promise, state, measured, reason, where))
+        self.say(self.verdicts[-1].line)
+        return state == KEPT
+
+    def finding(self, *kinds: str) -> dict | None:
+        return next((found for kind in kinds for found in self.findings if found["kind"] == kind), None)
+
+    def witnessed(self, *kinds: str, unless: Callable[[Call], bool] = lambda call: False) -> Call | None:
+        calls = dict.fromkeys(call for ended in self.program.runs for call in ended.witnessed)
+        return next((call for kind in kinds for call in calls if call.kind == kind and not unless(call)), None)
+
+    def blamed(self, *candidates: dict | Call | tuple[str, int | None] | None, otherwise: str = "") -> dict:
+        """reason and where of the first candidate that there is."""
+        for candidate in candidates:
+            if isinstance(candidate, dict):
+                return dict(reason=candidate["says"], where=candidate["line"])
+            if isinstance(candidate, Call):
+                return dict(reason=SUSPICIONS[candidate.kind].format(candidate), where=candidate.line)
+            if candidate:
+                return dict(reason=candidate[0], where=candidate[1])
+        return dict(reason=otherwise)
+
+    # ---- comparisons --------------------------------------------------------------------------------------------------
+
+    def limit(self, step: int, precision: str) -> float:
+        """How far losses of this step may lie apart."""
+        grown = self.growth[min(step, len(self.growth) - 1)] if self.growth else 1.0
+        return UNIT[precision] * SLACK * max(1.0, grown)
+
+    def horizon(self, precision: str) -> int:
+        """The steps that are compared: as long as rounding has not grown over everything."""
+        steps = len(self.growth) or 10**9
+        for step in range(len(self.growth)):
+            if self.growth[step] * MOVED > SATURATED or self.limit(step, precision) > COARSEST[precision]:
+                return step
+        return steps
+
+    def apart(self, mine: Ended, other: Ended, precision: str) -> tuple[float, int, bool]:
+        """The worst relative deviation of a loss, the first step at which it is too far, and whether none is."""
+        worst, first = 0.0, -1
+        scale = max(map(abs, other.losses), default=1.0) * 1e-6 or 1e-300
+        steps = min(self.horizon(precision), len(other.losses))
+        if len(mine.losses) != len(other.losses):
+            return math.inf, min(len(mine.losses), len(other.losses)), False
+        for step, (a, b) in enumerate(zip(mine.losses[:steps], other.losses[:steps], strict=True)):
+            deviation = abs(a - b) / max(abs(b), scale)
+            deviation = math.inf if math.isnan(deviation) else deviation
+            if deviation > self.limit(step, precision) and first < 0:
+                first = step
+            worst = max(worst, deviation)
+        return worst, first, first < 0
+
+    def held_out_apart(self, mine: Ended, other: Ended, precision: str) -> tuple[float, str]:
+        """The worst relative deviation of a held-out result beyond its limit, and its name."""
+        worst, which = 0.0, ""
+        per_epoch = len(other.losses) / max(1, len(other.held_out))
+        for epoch, (ours, theirs) in enumerate(zip(mine.held_out, other.held_out, strict=False)):
+            step = int((epoch + 1) * per_epoch) - 1
+            if step >= self.horizon(precision):
+                break
+            for name, value in theirs.items():
+                deviation = abs(ours.get(name, math.nan) - value) / max(abs(value), 1e-3)
+                # An accuracy jumps where one row changes sides.
+                limit = 20 * self.limit(step, precision)
+                if name != "eval_loss" and precision != "fp64":
+                    limit = max(limit, JUMP / max(1, self.notes.get("held_out_rows", 1)))
+                if not deviation <= limit:
+                    worst, which = max((worst, which), (deviation, name))
+        return worst, which
+
+    @staticmethod
+    def same_bits(mine: Ended, other: Ended) -> str:
+        """What is not equal bit for bit; empty where all is."""
+        for step, (a, b) in enumerate(zip(mine.losses, other.losses, strict=False)):
+            if a != b and not (math.isnan(a) and math.isnan(b)):
+                return f"the loss of step {step}: {a!r}, and {b!r}"
+        if len(mine.losses) != len(other.losses):
+            return f"{len(mine.losses)} steps, and {len(other.losses)}"
+        if mine.held_out != other.held_out:
+            return "held-out results"
+        if tensors(mine) != tensors(other):
+            return "parameters in the snapshot"
+        return ""
+
+    # ---- the promises -------------------------------------------------------------------------------------------------
+
+    def repeats(self, first: Ended, again: Ended) -> bool:
+        promise = "run twice, it is the same to the bit"
+        differs = failed(again) or self.same_bits(again, first)
+        if not differs:
+            return self.judge(promise, KEPT, f"{len(first.losses)} losses, held-out results, snapshot")
+        reason = self.blamed(
+            self.witnessed("generator", unless=lambda call: call.seeded),
+            self.witnessed("clock", "process"),
+            self.finding("rows", "state"),
+            self.hidden_generator(),
+            otherwise="; ".join(first.first_line.get("notes", [])) or "kernels that do not repeat, or what is read changes",
+        )
+        return self.judge(promise, BROKEN, f"other is {differs}", **reason)
+
+    def hidden_generator(self) -> tuple[str, int] | None:
+        """One that cannot be watched as it is made, by its name in the file."""
+        for word in ("default_rng()", "Random()", "SystemRandom(", "RandomState()", ".seed()", "time_ns(", "time()", "now()"):
+            if line := self.source.word(word):
+                return f"{word.rstrip('()')} is not under --seed", line
+        return None
+
+    def sizes(self, whole: dict[int, Ended], reference: Ended, how: str) -> bool:
+        """whole: by the number of ranks."""
+        precision, promise = "fp64", f"the same losses in {listed(whole)} ranks as in 1{how}"
+        worst, first, well = 0.0, -1, True
+        for ranks, ended in whole.items():
+            if words := failed(ended):
+                return self.judge(promise, BROKEN, f"in {ranks} ranks: {words}", **self.why_not_in_ranks(words))
+            far, step, near = self.apart(ended, reference, precision)
+            worst, first, well = max(worst, far), step if not near and first < 0 else first, well and near
+        measured = f"at most {worst:.1e} apart in {min(self.horizon(precision), len(reference.losses))} steps of fp64"
+        if well:
+            return self.judge(promise, KEPT, measured)
+        return self.judge(promise, BROKEN, f"from step {first} on {measured}", **self.why_not_in_ranks(""))
+
+    def why_not_in_ranks(self, words: str) -> dict:
+        return self.blamed(
+            self.witnessed("ranks"),
+            self.finding("sums"),
+            self.witnessed("generator", unless=lambda call: call.seeded),
+            self.witnessed("clock", "process"),
+            self.finding("rows", "state", "in-place", "parameter"),
+            self.by_trying(),
+            otherwise=words and "see the line of the program itself",
+        )
+
+    def by_trying(self) -> tuple[str, int | None] | None:
+        """What has to be switched off for a world of one and one of two to agree."""
+        for name, flags, change, says, words in TRIALS:
+            pair = []
+            for ranks in (1, 2):
+                ended = self.program.run(f"try-{name}-{ranks}", ranks, f"{self.flags64} {flags}".strip(), **change)
+                pair.append(ended)
+            if all(ended.well for ended in pair) and self.apart(pair[1], pair[0], "fp64")[2]:
+                return f"they agree {says}", self.source.word(*words)
+        return None
+
+    def grow(self, moved: Ended, reference: Ended) -> None:
+        """How far a small change of the parameters has grown, step by step: the largest so far."""
+        largest, scale = 1.0, max(map(abs, reference.losses)) * 1e-6 or 1e-300
+        for a, b in zip(moved.losses, reference.losses, strict=False):
+            deviation = abs(a - b) / max(abs(b), scale) / MOVED
+            largest = max(largest, deviation if math.isfinite(deviation) else 1 / MOVED)
+            self.growth.append(largest)
+        steps, found = len(self.growth), []
+        for precision in ("fp64", "fp32"):
+            horizon = self.horizon(precision)
+            limit = self.limit(horizon - 1, precision) if horizon else 0
+            found.append(
+                f"{precision} is compared for the first {horizon}, to {limit:.0e}" if horizon else f"{precision} not at all"
+            )
+        text = f"rounding grows {largest:.3g}-fold in {steps} steps: {'; '.join(found)}"
+        self.judge("losses can be compared", KEPT if self.horizon("fp64") >= min(steps, 3) else NOT_SHOWN, text)
+
+    def examined_promises(self) -> None:
+        """What was found in a few rows, in one process."""
+        for promise, kinds in EXAMINED.items():
+            if found := self.finding(*kinds):
+                self.judge(promise, BROKEN, found["says"], where=found["line"])
+            else:
+                self.judge(promise, KEPT, "looked at in a few rows")
+        call = self.witnessed("seed", "state", unless=lambda call: call.when != "a step" or call.function in READING)
+        promise = "seeds are the core's, settings are the flags'"
+        if found := self.finding("setting"):
+            self.judge(promise, BROKEN, found["says"], where=found["line"])
+        elif call := call or self.witnessed("setting"):
+            self.judge(
+                promise,
+                BROKEN,
+                str(call),
+                SUSPICIONS[call.kind].format(
+                    "in training, so that masks and noise repeat" if call.kind != "setting" else call.what
+                ),
+                call.line,
+            )
+        else:
+            self.judge(promise, KEPT, "nothing was set while it ran")
+
+    def held_out(self, whole: dict[int, Ended], first: Ended, how: str) -> None:
+        promise = f"the same held-out results in {listed(whole)} ranks as in 1 (fp64)"
+        if not first.held_out or not any(first.held_out):
+            return
+        worst, which = max(self.held_out_apart(ended, first, "fp64") for ended in whole.values())
+        if not which:
+            self.judge(promise, KEPT, f"{', '.join(first.held_out[-1])}{how}")
+            return
+        reason = self.blamed(self.witnessed("ranks"), self.finding("held-out-twice", "sums", "state"), ("see metrics()", None))
+        self.judge(promise, BROKEN, f"{which} is {worst:.1e} apart", **reason)
+
+    def shared_files(self, whole: dict[int, Ended]) -> None:
+        """A file that several ranks write under one name: one reads what another has half written."""
+        promise = "ranks do not write the same file"
+        for ended in whole.values():
+            writers: dict[str, list[Call]] = {}
+            for calls in ended.calls:
+                for path in {call.what: call for call in calls if call.kind == "write"}.items():
+                    writers.setdefault(path[0], []).append(path[1])
+            for path, calls in writers.items():
+                if len(calls) > 1:
+                    reason = "write under a name of each process and rename, or before the job"
+                    self.judge(promise, BROKEN, f"{path} is written by {len(calls)} ranks at once", reason, calls[0].line)
+                    return
+        self.judge(promise, KEPT, "none was written by two")
+
+    def handed_over(self, n: int, m: int, there, went_on: Ended, first: Ended) -> None:
+        promise = f"a snapshot of {n} ranks goes on in {m}, at {there.site}"
+        if words := failed(went_on):
+            self.judge(promise, BROKEN, words)
+            return
+        far, step, near = self.apart(went_on, first, "fp64")
+        if near:
+            self.judge(promise, KEPT, f"at most {far:.1e} apart")
+        else:
+            reason = self.blamed(self.finding("schedule", "state", "in-place"), self.witnessed("generator", "seed", "state"))
+            self.judge(promise, BROKEN, f"{far:.1e} apart from step {step} on", **reason)
+
+    def rounded(self, mine: Ended | None, reference: Ended, precision: str) -> None:
+        if mine is None or not self.horizon(precision):
+            return
+        promise = f"{precision} trains as fp64 does, but for rounding"
+        if words := failed(mine):
+            self.judge(promise, BROKEN, words)
+            return
+        far, step, near = self.apart(mine, reference, precision)
+        words = f"at most {far:.1e} apart in {min(self.horizon(precision), len(reference.losses))} steps"
+        reason = "sums of large and small numbers, or numbers that fp32 does not hold"
+        self.judge(promise, KEPT, words) if near else self.judge(promise, BROKEN, f"from step {step} on {words}", reason)
+
+    def workers(self, plain: Ended, read: Ended) -> None:
+        promise = "rows are the same, whichever process reads them (--workers 2)"
+        differs = failed(read) or self.same_bits(read, plain)
+        if not differs:
+            self.judge(promise, KEPT, "equal to the bit")
+            return
+        reason = self.blamed(self.witnessed("process", "generator", "clock"), self.finding("in-place", "state", "rows"))
+        self.judge(promise, BROKEN, f"other is {differs}", **reason)
+
+    def resumes(self, promise: str, whole: Ended, resumed: Ended) -> bool:
+        differs = failed(resumed) or self.same_bits(resumed, whole)
+        begun = resumed.of("start")[-1]["step"] if len(resumed.of("start")) > 1 else None
+        if not differs and begun:
+            return self.judge(promise, KEPT, f"went on at step {begun} of {len(whole.losses)}, equal to the bit")
+        if not differs:
+            return self.judge(promise, NOT_SHOWN, "the run had ended before it could be stopped")
+        reason = self.blamed(
+            self.finding("schedule", "state", "in-place"),
+            self.witnessed("generator", "state", "seed", unless=lambda call: call.when in ("", "data")),
+            self.witnessed("clock", "process"),
+            self.finding("rows", "parameter"),
+            otherwise="something is kept that neither the model, nor the optimizer, nor the core saves",
+        )
+        return self.judge(promise, BROKEN, f"other is {differs} (went on at step {begun})", **reason)
+
+
+# Promises that are kept or broken in a few rows already, and the findings of examine.py that break them.
+EXAMINED = {
+    "a row is the same whenever it is read, and is not changed by training": ("rows", "in-place"),
+    "all rows are finite, and each held-out row counts once": ("not-finite", "held-out-twice"),
+    "loss and metrics are sums over rows, whatever rows stand together": ("sums",),
+    "all parameters are trained": ("parameter",),
+    "the learning rate is a function of the step": ("schedule", "schedule-epochs"),
+}
+READING = ("__getitem__", "collate", "data")  # there seeds are the file's own business
+JUMP = 2.5  # rows that may change sides in an accuracy, in a coarser precision
+# What is tried to find out why ranks do not agree: name, flags, change, what it means, words to look for in the file.
+TRIALS = (
+    ("dropout", "", dict(dropout=False), "with dropout off: its masks depend on the rank", ("ropout",)),
+    ("statistics", "", dict(statistics=False), "with BatchNorm's statistics fixed", ("BatchNorm",)),
+    (
+        "canonical",
+        "--reduction canonical --shards 2",
+        {},
+        "with --reduction canonical: random numbers or statistics of a rank's rows are in the loss",
+        ("rand", "normal", "mean(", "std("),
+    ),
+    ("flat", "--reduction flat", {}, "with --reduction flat: DistributedDataParallel does not see all gradients", ()),
+)
+
+SUSPICIONS = dict(
+    clock="it depends on the time: {}",
+    process="it depends on the process: {}",
+    generator="it draws from a generator that is not the core's: {}; torch's, Python's and NumPy's own are seeded for it",
+    seed="it seeds generators itself: {}",
+    state="it sets a generator's state itself: {}",
+    ranks="it asks which rank it is, or speaks to the others: {}",
+    setting="it changes a setting of torch: {}",
+    listing="it takes files in the order in which the file system lists them: {}; sort them",
+    write="it writes a file: {}",
+)
+
+
+def listed(numbers: Iterable) -> str:
+    return " and ".join(map(str, numbers))
+
+
+def failed(ended: Ended) -> str:
+    """How a run ended, where not well."""
+    return "" if ended.well else f"exit code {max(map(abs, (c or 0 for c in ended.exit_codes)))}: {ended.error}"
+
+
+def tensors(ended: Ended) -> str:
+    """Checksums of the parameters and the optimizer's tensors, whatever else the snapshot tells."""
+    return str(take_apart(ended.snapshot)["crc32"]) if ended.snapshot.exists() else "no snapshot"

@@ -1,0 +1,120 @@
+"""The folder to attach to a paper or a ticket: certificate.json, certificate.md, and a page with the loss curves."""
+
+import hashlib
+import html
+import json
+import math
+import platform
+from dataclasses import asdict
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+from conformance.certify.promises import Certificate
+from conformance.certify.runs import Program
+from conformance.harness.sites import ROOT
+
+WIDTH, HEIGHT = 900, 260
+STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}
+td,th{padding:.3rem .8rem .3rem 0;text-align:left;vertical-align:top}.broken{color:#c0392b}.kept{color:#2e8b57}
+path{fill:none;stroke-width:1.5}code{font-size:.9em}"""
+
+
+def write(folder: Path, certificate: Certificate, program: Program, unproven: list[str], seconds: float) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = dict(
+        program=Path(program.file).name,
+        flags=program.flags,
+        site=program.launch.site,
+        launcher=program.launch.launcher,
+        date=str(date.today()),
+        seconds=round(seconds, 1),
+        versions=dict(python=platform.python_version(), torch=version("torch"), ddp_core=version("ddp-core")),
+        hashes=hashes(program, certificate),
+        verdicts=[asdict(verdict) for verdict in certificate.verdicts],
+        not_shown=unproven,
+        runs=[dict(name=run.name, exit_codes=run.exit_codes, seconds=round(run.seconds, 2)) for run in program.runs],
+        losses={run.name: run.losses for run in program.runs if run.well},
+    )
+    (folder / "certificate.json").write_text(json.dumps(facts, indent=1))
+    (folder / "certificate.md").write_text(markdown(facts))
+    (folder / "certificate.html").write_text(page(facts))
+
+
+def hashes(program: Program, certificate: Certificate) -> dict[str, str]:
+    """Of what ran: the program's file, its data, the site's folder, the core."""
+    start = next((run.first_line for run in program.runs if run.of("start")), {})
+    return dict(
+        program=digest([Path(certificate.notes.get("file") or program.file)]),
+        data=start.get("data", ""),
+        site=digest(sorted(path for path in program.launch.train.parent.iterdir() if path.is_file())),
+        core=digest(sorted((ROOT / "core/src/ddp_core").rglob("*.py"))),
+    )
+
+
+def digest(files: list[Path]) -> str:
+    total = hashlib.sha256()
+    for path in files:
+        total.update(path.name.encode() + b"\0" + (path.read_bytes() if path.is_file() else b""))
+    return total.hexdigest()[:16]
+
+
+def headline(facts: dict) -> str:
+    states = [verdict["state"] for verdict in facts["verdicts"]]
+    kept, broken = states.count("kept"), states.count("broken")
+    return f"{kept} promises kept, {broken} broken, {len(states) - kept - broken} not promised or not shown"
+
+
+def origin(facts: dict) -> list[str]:
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    found = ", ".join(f"{name} {number}" for name, number in facts["hashes"].items())
+    return [
+        f"By the train.py of {facts['site']}, launcher {facts['launcher']}, on the CPU of a test machine, {facts['date']}.",
+        f"Versions: {versions}. Hashes: {found}. {len(facts['runs'])} runs in {facts['seconds']:.0f} s.",
+        "Not shown: " + "; ".join(facts["not_shown"]) + ".",
+    ]
+
+
+def markdown(facts: dict) -> str:
+    rows = ["| promise | verdict | measured | likeliest reason | line |", "|---|---|---|---|---|"]
+    for verdict in facts["verdicts"]:
+        cells = [verdict[name] for name in ("promise", "state", "measured", "reason", "where")]
+        rows.append("| " + " | ".join(str(cell or "").replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join([f"# {facts['program']}: {headline(facts)}", "", *rows, "", *origin(facts), ""])
+
+
+def page(facts: dict) -> str:
+    rows = []
+    for verdict in facts["verdicts"]:
+        place = f" (line {verdict['where']})" if verdict["where"] else ""
+        cells = [verdict["promise"], verdict["state"], verdict["measured"], verdict["reason"] + place]
+        kind = verdict["state"].replace(" ", "-")
+        rows.append(f'<tr class="{kind}">' + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
+    told = "".join(f"<p>{html.escape(line)}</p>" for line in origin(facts))
+    title = html.escape(f"{facts['program']}: {headline(facts)}")
+    head = "<tr><th>promise</th><th>verdict</th><th>measured</th><th>likeliest reason</th></tr>"
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+        f"<h1>{title}</h1>{curves(facts['losses'])}<table>{head}{''.join(rows)}</table>{told}</html>\n"
+    )
+
+
+def curves(losses: dict[str, list[float]]) -> str:
+    """Every run's losses over its steps: those of one program lie on each other."""
+    shown = {name: values for name, values in losses.items() if name != "pilot" and len(values) > 1}
+    finite = [value for values in shown.values() for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, high, steps = min(finite), max(finite), max(map(len, shown.values()))
+    lines = []
+    for number, (name, values) in enumerate(shown.items()):
+        points = [
+            f"{step / (steps - 1) * WIDTH:.1f},{HEIGHT - (value - low) / ((high - low) or 1) * HEIGHT:.1f}"
+            for step, value in enumerate(values)
+            if math.isfinite(value)
+        ]
+        hue = 360 * number // len(shown)
+        lines.append(f'<path stroke="hsl({hue} 60% 50%)" d="M{" L".join(points)}"><title>{html.escape(name)}</title></path>')
+    words = f"Losses of {len(shown)} runs over {steps} steps, from {high:.4g} to {low:.4g}: {', '.join(shown)}"
+    view = f'viewBox="0 -4 {WIDTH} {HEIGHT + 8}"'
+    return f'<figure><svg {view} role="img">{"".join(lines)}</svg><figcaption>{html.escape(words)}</figcaption></figure>'

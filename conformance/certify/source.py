@@ -1,0 +1,82 @@
+"""A workload's file as text: on which line is what was noticed?"""
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+CHANGING = ("append", "add", "update", "extend", "insert", "pop", "remove", "clear", "sort", "reverse")  # methods of containers
+
+
+class Source:
+    """lines: its code without comments and without texts that stand alone, first line first."""
+
+    def __init__(self, path: Path):
+        text = path.read_text()
+        self.tree, self.lines = ast.parse(text), text.splitlines()
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                self.lines[token.start[0] - 1] = self.lines[token.start[0] - 1][: token.start[1]]
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                self.lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+
+    def functions(self, name: str) -> Iterator[ast.FunctionDef]:
+        return (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+
+    def function(self, name: str) -> int | None:
+        return next((node.lineno for node in self.functions(name)), None)
+
+    def word(self, *words: str, within: str = "") -> int | None:
+        """The first line with the first of these words that occurs, imports apart; within: in functions of this name."""
+        spans = [range(node.lineno + 1, node.end_lineno + 1) for node in self.functions(within)] if within else None
+        numbers = [n for span in spans for n in span] if spans is not None else range(1, len(self.lines) + 1)
+        for word in words:
+            for number in numbers:
+                line = self.lines[number - 1]
+                if word in line and not line.lstrip().startswith(("import ", "from ")):
+                    return number
+        return None
+
+    def assignment(self, name: str) -> int | None:
+        """Where a variable, or with a dot an attribute, is changed: the last such line, which is in the loop if one is."""
+        kind, name, found = ast.Attribute if "." in name else ast.Name, name.rpartition(".")[2], []
+        for node in ast.walk(self.tree):
+            changed = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+            if isinstance(node, ast.Call):
+                changed = [keyword.value for keyword in node.keywords]  # generator=self.generator
+                if isinstance(node.func, ast.Attribute) and (node.func.attr in CHANGING or in_place(node.func.attr)):
+                    changed.append(node.func.value)
+            if any(isinstance(bare(part), kind) and last(part) == name for part in changed):
+                found.append(node.lineno)
+        return max(found, default=None)
+
+    def change_in_place(self, *functions: str) -> int | None:
+        """Where one of these changes something that it was given."""
+        for function in functions:
+            for outer in self.functions(function):
+                for node in ast.walk(outer):
+                    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and in_place(node.func.attr)
+                    entry = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript)
+                    if called or entry or isinstance(node, ast.AugAssign):
+                        return node.lineno
+        return None
+
+
+def in_place(method: str) -> bool:
+    """add_ and the like, by torch's convention."""
+    return method.endswith("_") and not method.endswith("__")
+
+
+def bare(node: ast.AST) -> ast.AST:
+    """self.images of self.images[3]."""
+    while isinstance(node, ast.Subscript | ast.Starred):
+        node = node.value
+    return node
+
+
+def last(node: ast.AST) -> str:
+    """The name that an expression is about: images of self.images[3]."""
+    node = bare(node)
+    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")

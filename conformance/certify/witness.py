@@ -1,0 +1,215 @@
+"""What a workload's file calls while it runs, and on which line: clocks, process numbers, generators, seeds, other ranks.
+
+Most of these calls are innocent. They are suspects where a promise is not kept, and promises.py says of which.
+"""
+
+import functools
+import importlib
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+# Name to the functions that are watched. Those of "generator" are harmless with a seed.
+WATCHED = {
+    "clock": ["time.time", "time.time_ns", "time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.perf_counter_ns"],
+    "process": ["os.getpid", "os.getppid", "os.urandom", "uuid.uuid4", "uuid.uuid1", "secrets.randbits", "socket.gethostname"],
+    "generator": [
+        "random.Random",
+        "random.SystemRandom",
+        "numpy.random.default_rng",
+        "numpy.random.RandomState",
+        "numpy.random.Generator",
+        "torch.Generator",
+        "torch.seed",
+    ],
+    "seed": ["torch.manual_seed", "torch.random.manual_seed", "torch.cuda.manual_seed_all", "random.seed", "numpy.random.seed"],
+    "state": ["torch.get_rng_state", "torch.set_rng_state", "random.setstate", "numpy.random.set_state"],
+    "ranks": [f"torch.distributed.{name}" for name in ("get_rank", "get_world_size", "all_reduce", "all_gather", "broadcast")],
+    "setting": [
+        "torch.set_float32_matmul_precision",
+        "torch.use_deterministic_algorithms",
+        "torch.set_default_dtype",
+        "torch.set_num_threads",
+    ],
+    "listing": ["os.listdir", "os.scandir"],
+    "write": ["torch.save"],  # in C++, so that Python hears nothing of the file
+}
+IDENTITY = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_LOCALID",
+}
+IDENTITY |= {
+    "PMI_RANK",
+    "PMI_SIZE",
+    "PALS_RANKID",
+    "PALS_LOCAL_RANKID",
+    "OMPI_COMM_WORLD_RANK",
+    "SLURM_NODEID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_NODELIST",
+}
+# The function of ours below which a call happened, and when that is.
+PHASES = {"_run_step": "a step", "evaluate": "evaluation", "probe": "the first look", "of_workload": "data", "_build": "model"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """what: the function or variable. function, line: where in the file. when: see PHASES. seeded: given arguments."""
+
+    kind: str
+    what: str
+    function: str
+    line: int
+    when: str
+    seeded: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.what}, line {self.line} ({self.function})"
+
+
+class Witness:
+    """Writes every such call of the file, or of a file beside it, once to a log."""
+
+    def __init__(self, file: Path, log: Path):
+        self.folder, self.log, self.seen, self.process = str(file.resolve().parent), log, set(), os.getpid()
+
+    def is_theirs(self, frame) -> bool:
+        return frame.f_code.co_filename.startswith(self.folder)
+
+    def hear(self, kind: str, what: str, seeded: bool = False, through: bool = False) -> bool:
+        """Whether the file has called this: itself, or with `through` by way of others."""
+        frame, place, when = sys._getframe(2), None, ""
+        direct = True
+        while frame:
+            if place is None and self.is_theirs(frame) and (direct or through):
+                place = (frame.f_code.co_name, frame.f_lineno)
+            when = when or PHASES.get(frame.f_code.co_name, "")
+            direct, frame = False, frame.f_back
+            if place is None and not through:
+                return False
+        if place is None:
+            return False
+        call = Call(kind, what, *place, when, seeded)
+        if call not in self.seen:
+            self.seen.add(call)
+            with open(self.log, "a") as file:
+                file.write(json.dumps(asdict(call)) + "\n")
+        return True
+
+
+def install(file: Path, log: Path, backwards: bool = False) -> None:
+    """From now on, in this process. backwards: what the file lists of a folder comes from its end."""
+    if not Path(file).is_file():
+        return
+    witness = Witness(Path(file), Path(log))
+    for kind, names in WATCHED.items():
+        for name in names:
+            module, _, function = name.rpartition(".")
+            if module.partition(".")[0] == "numpy" and "numpy" not in sys.modules:
+                continue
+            owner = importlib.import_module(module)
+            watched = getattr(owner, function, None)
+            if kind == "listing":
+                setattr(owner, function, _listing(witness, watched, name, backwards))
+            elif isinstance(watched, type):
+                setattr(owner, function, _kind_of(witness, watched, name))
+            elif watched:
+                setattr(owner, function, _watched(witness, watched, kind, name))
+    get = os._Environ.__getitem__
+
+    def read(environ, name):
+        if name in IDENTITY:
+            witness.hear("ranks", f"os.environ[{name!r}]", through=True)
+        return get(environ, name)
+
+    os._Environ.__getitem__ = read
+    sys.addaudithook(_hears_writing(witness))
+
+
+def _watched(witness: Witness, function, kind: str, name: str):
+    @functools.wraps(function)
+    def watched(*arguments, **keywords):
+        what = str(arguments[1]) if kind == "write" and len(arguments) > 1 else name
+        witness.hear(kind, what, seeded=bool(arguments or keywords))
+        return function(*arguments, **keywords)
+
+    return watched
+
+
+def _kind_of(witness: Witness, kind: type, name: str) -> type:
+    """A class that is watched as it is made: isinstance and subclasses are as before."""
+
+    class Kind(type(kind)):
+        def __call__(cls, *arguments, **keywords):
+            # torch's begins with the same number everywhere.
+            witness.hear("generator", name, seeded=bool(arguments or keywords) or name == "torch.Generator")
+            return kind(*arguments, **keywords)
+
+        def __instancecheck__(cls, instance):
+            return isinstance(instance, kind)
+
+    try:
+        return Kind(kind.__name__, (kind,), {"__module__": kind.__module__})
+    except TypeError:  # a class that may not be derived from
+        return kind
+
+
+def _listing(witness: Witness, function, name: str, backwards: bool):
+    def listed(*arguments, **keywords):
+        if not witness.hear("listing", name, through=True) or not backwards:
+            return function(*arguments, **keywords)
+        found = function(*arguments, **keywords)
+        if isinstance(found, list):
+            return found[::-1]
+        with found:
+            return Entries([*found][::-1])
+
+    return listed
+
+
+class Entries:
+    """What os.scandir returns, of a list."""
+
+    def __init__(self, entries: list):
+        self.entries = iter(entries)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.entries)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _hears_writing(witness: Witness):
+    def hear(event: str, arguments: tuple) -> None:
+        if event != "open" or str(arguments[0]) == str(witness.log) or isinstance(arguments[0], int):
+            return
+        mode, flags = arguments[1] or "", arguments[2] or 0
+        if any(letter in mode for letter in "wax+") or flags & (os.O_WRONLY | os.O_RDWR):
+            path = str(arguments[0])
+            if not path.startswith(("/dev/", str(witness.log.parent))):
+                witness.hear("write", path, through=True)
+
+    return hear
+
+
+def read(log: str) -> list[Call]:
+    """Of one rank."""
+    return [Call(**json.loads(line)) for line in log.splitlines()]
