@@ -75,7 +75,7 @@ def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
     else:
         ranks = [(size, "auto") for size in WORLD_SIZES]
         if chosen.device in (None, "cpu"):
-            commands.append(([*PYTEST, *flags, CHECKS.format("static")], 1))
+            commands.append(([*PYTEST, *flags, CHECKS.format("static"), CHECKS.format("dry_run")], 1))
         else:
             count = devices(chosen.device)
             if not count:
@@ -150,8 +150,8 @@ def check_clusters(chosen: argparse.Namespace, others: list[str]) -> int | str:
 def check_suite(chosen: argparse.Namespace, others: list[str]) -> int | str:
     """What needs no site: that the suite itself rejects, reports, submits, and takes in a new site."""
     work = emptied(chosen.work or ROOT / "build" / "suite", "parts")
-    static = CHECKS.format("static")  # of the sites: check_sites()
-    passed = run([*PYTEST, "conformance", f"--ignore={static}", "--rung=suite", f"--part={work}/parts", *others])
+    ignored = [f"--ignore={CHECKS.format(name)}" for name in ("static", "dry_run")]  # of the sites: check_sites()
+    passed = run([*PYTEST, "conformance", *ignored, "--rung=suite", f"--part={work}/parts", *others])
     return 0 if report(work, chosen.site) and passed else 1
 
 

@@ -12,7 +12,7 @@ repository. Of each entry `[[broken]]`:
     after = 1                    where a session of so many ranks comes first and hands its snapshots on
     tests = "..."                pytest's -k, where not all checks of the clause need to run
     needs = "accelerator"        where it can be rejected there only
-    site = "..."                 of sites/, where that one is changed and checked, and not the sound one
+    site = "..."                 of sites/, or another sound one, where that one is changed and checked, and not sound/
     [[broken.change]]            file, old and new: old stands there exactly once. Without old a new file, with file alone none
 
 Every one is made in a copy of the repository, so that none can harm what it is made of.
@@ -66,6 +66,8 @@ class Broken:
     @property
     def changed(self) -> str:
         """The folder, from the repository's top, that the files of its changes are in."""
+        if self.site.startswith("sound"):
+            return f"conformance/broken/{self.site}"
         return f"sites/{self.site}" if self.site else LISTS[self.kind]
 
     def make(self, folder: Path) -> Path:
@@ -77,10 +79,12 @@ class Broken:
 
     def run(self, root: Path, device: str) -> subprocess.CompletedProcess:
         """The checks of its clause there."""
-        options = ["--extras", "--clause", self.clause, "--device", device, *(["-k", self.tests] if self.tests else [])]
+        options = ["--clause", self.clause, "--device", device, *(["-k", self.tests] if self.tests else [])]
+        options += ["--extras"] if self.clause.startswith("E") else []
         if self.kind == "cluster":
             return start(root, 0, "--site", self.changed, "--cluster", "conformance/checks/test_jobs.py", *options, seconds=300)
         options += ["--site", self.changed if self.site else SOUND]
+        options += ["conformance/checks/"] if self.kind == "sites" and not self.ranks else []
         if self.after:
             options += ["--handed-on", str(root)]
             before = start(root, self.after, *options)

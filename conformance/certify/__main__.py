@@ -48,7 +48,7 @@ def parsed(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="python -m conformance", description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add("--workload", required=True, metavar="FILE", help="the program: a file with one Workload, or a built-in one's name")
-    add("--site", default="generic-slurm", metavar="NAME_OR_FOLDER", help="whose train.py runs it (default: %(default)s)")
+    add("--site", metavar="NAME_OR_FOLDER", help="whose train.py runs it (default: the first whose ranks need no MPI)")
     add("--ranks", default="2,4", metavar="N,N", help="worlds that are compared with one rank (default: %(default)s)")
     add("--limit-rows", type=int, default=0, metavar="N", help="use the first N rows only (default: all)")
     add("--limit-steps", type=int, default=0, metavar="N", help=f"steps of a run (default: what fits into {AIM:g} s)")
@@ -72,17 +72,17 @@ def usage(words: str) -> NoReturn:
     sys.exit(2)
 
 
-def launches(name: str) -> tuple[Launch, Launch]:
-    """The site's launcher whose ranks need no MPI; and one of another site for the hand-over."""
+def launches(name: str | None) -> tuple[Launch, Launch]:
+    """A launcher of the site whose ranks need no MPI; and one of another site, for the hand-over."""
     try:
-        [site] = sites.find([name])
+        mine = sites.find([name] if name else None)
     except ValueError as error:
         usage(str(error))
-    plain = [launch for launch in site.launches if not launch.mpi]
+    plain = [launch for site in mine for launch in site.launches if not launch.mpi]
     if not plain:
         usage(f"--site {name}: all its launchers ask MPI for their ranks; take another site for this")
-    others = [launch for other in sites.find() for launch in other.launches[:1] if other.name != site.name and not launch.mpi]
-    return plain[0], others[0] if others else plain[0]
+    others = [launch for site in sites.find() for launch in site.launches[:1] if site.name != plain[0].site and not launch.mpi]
+    return plain[0], (others or plain)[0]
 
 
 def limits(options: argparse.Namespace, certificate: Certificate):

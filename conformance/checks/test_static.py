@@ -20,7 +20,19 @@ import pytest
 from conformance.cluster.shape import impossible
 from conformance.golden import make as golden
 from conformance.harness import keys, reference
-from conformance.harness.shell import CONSTANT_PORT, DIRECTIVE, NEARLY, PLACEHOLDER, SOURCE, Line, Script
+from conformance.harness.shell import (
+    ADDRESS,
+    CONSTANT_PORT,
+    DIRECTIVE,
+    GENERAL,
+    NEARLY,
+    PERSONAL,
+    PLACEHOLDER,
+    SOURCE,
+    Line,
+    Script,
+    minutes,
+)
 from conformance.harness.sites import ROOT, date_of_copy, find, mistakes
 
 clause = pytest.mark.clause
@@ -227,12 +239,26 @@ def at(script: Script, line: Line, should_be: str) -> str:
     return f"{script.path.name}:{line.number}: {line.text.strip()[:100]!r}, but should {should_be}"
 
 
+def place(address: str) -> str:
+    """The host of an address; of GitHub also owner and repository."""
+    host, *path = address.partition("://")[2].rstrip("/.:").split("/")
+    return "/".join([host, *path[:2]]) if host == "github.com" else host
+
+
 @clause("J3")
 def test_everything_is_explained(check, site):
+    known = {*GENERAL.split(), *(place(source["address"]) for source in site.facts.get("sources", []))}
+    known |= {f"github.com/{source['repository']}" for source in site.facts.get("sources", []) if "repository" in source}
+
     def unexplained(line: Line, comments: list[str]) -> str:
-        if not comments:
+        text = "\n".join(comments)
+        addresses = ADDRESS.findall(text)
+        words = re.findall(r"[A-Za-z]{2,}", re.sub(r"\bunverified\b|--\w+|EDIT:", " ", ADDRESS.sub(" ", text)))
+        if not comments or len(words) < 2:
             return "have its reason directly above"
-        return "" if SOURCE.search("\n".join(comments)) else 'have its source above: an address, --help, or "unverified"'
+        if unknown := [address for address in addresses if place(address) not in known]:
+            return f"have its source above, and {unknown[0]} is none of [[sources]]"
+        return "" if addresses or SOURCE.search(text) else 'have its source above: an address, --help, or "unverified"'
 
     violations = []
     for script in map(Script, site.scripts):
@@ -268,11 +294,19 @@ def test_variables_under_one_address_are_facts_of_its_page(check, site):
 def test_what_is_to_be_edited_is_marked(check, site):
     violations = [
         at(script, line, "stand below a comment `# EDIT:`")
-        for script in map(Script, site.job_scripts)
+        for script in map(Script, site.scripts)
         for line in script.lines
-        if not line.is_comment and PLACEHOLDER.search(line.text) and not any("# EDIT:" in text for text in line.paragraph)
+        if not line.is_comment and to_edit(site, line.text) and not any("# EDIT:" in text for text in line.paragraph)
     ]
     check.holds("J4", *violations)
+
+
+def to_edit(site, text: str) -> bool:
+    """A placeholder, or a value that is one by what it is for: the account of site.toml, mail, a reservation."""
+    if text.startswith(("#SBATCH", "#PBS")) and PERSONAL.match(text):
+        return True
+    account = site.facts.get("queue", {}).get("account")
+    return bool(PLACEHOLDER.search(text) or (account and re.search(rf"(?<![\w-]){re.escape(account)}(?![\w-])", text)))
 
 
 @clause("J5")
@@ -314,6 +348,25 @@ def test_scripts_stop_at_the_first_error(check, site):
     check.holds("J7", *(f"{line}, but should pass shellcheck" for line in (found.stdout + found.stderr).splitlines()))
 
 
+@clause("J7")
+def test_what_is_switched_off_has_a_reason(check, site):
+    scripts = list(map(Script, site.scripts))
+    found = [(script, line, reason) for script in scripts for line, reason in script.suppressions]
+    violations = [
+        at(script, line, "have its reason beside it or above it")
+        for script, line, reason in found
+        if len(re.findall(r"[A-Za-z]{2,}", reason)) < 3 and not re.search(r"set \+u\b", line.text)
+    ]
+    violations += [at(script, line, "name what it disables") for script, line, _ in found if "disable=all" in line.text]
+    for script in scripts:  # from `set +e` on, and without `set -e` again, an error is no error
+        off = [line for line, _ in script.suppressions if not line.is_comment]
+        again = [line.number for line in script.lines if re.match(r"\s*set -\w*[eu]", line.text)]
+        violations += [
+            at(script, line, "be undone by set -e or set -u") for line in off if not any(n > line.number for n in again)
+        ]
+    check.holds("J7", *violations)
+
+
 @clause("J8")
 def test_a_stopped_job_comes_back(check, site):
     if site.facts["scheduler"] != "slurm":
@@ -324,6 +377,26 @@ def test_a_stopped_job_comes_back(check, site):
         options = {text.partition("=")[0]: text.partition("=")[2] for _, text in script.directives}
         check.equal("J8", open_mode=(options.get("--open-mode"), "append"))
         check.equal("J8", **{option: (option in options, True) for option in ("--requeue", "--signal")})
+        check.holds("J8", *late(site, script, options["--signal"]))
+
+
+# Seconds that a save may take where site.toml has no save_seconds: 10 GB at 200 MB/s, and what is done before and after it.
+SAVE_SECONDS = 60
+
+
+def late(site, script: Script, told: str) -> list[str]:
+    """What is wrong with --signal: whom it reaches, what they make of it, and when it comes."""
+    match, needed = re.fullmatch(r"(?:[RB]+:)?(\w+)(?:@(\d+))?", told), site.job(script.path).get("save_seconds", SAVE_SECONDS)
+    whom = "reach the ranks, and not the batch shell alone"
+    wrong = [f"--signal={told}, but should {whom}"] if "B" in told.partition(":")[0] and ":" in told else []
+    if not match or match[1].removeprefix("SIG") not in ("USR1", "TERM", "10", "15"):
+        return [*wrong, f"--signal={told}, but should be USR1 or TERM, on which train.py saves"]
+    seconds, limit = int(match[2] or 60), script.options.get("time", "")
+    if seconds < needed:
+        wrong.append(f"--signal={told}, but should come {needed} s before the time limit or earlier: a save takes as long")
+    if limit and minutes(limit) * 60 < 2 * seconds:
+        wrong.append(f"--signal={told} of --time={limit}, but should leave half of the time to train")
+    return wrong
 
 
 @clause("J11")
@@ -351,6 +424,20 @@ def test_the_job_fits_the_node(check, site):
         devices = geometry.get("gpus-per-node", tasks * geometry.get("gpus-per-task", 0))
         check.equal("J9", cores_that_a_node_has_not=(max(0, cores - there), 0))
         check.equal("J9", devices_that_a_node_has_not=(max(0, devices - node["devices"]), 0))
+        if not job.get("trains", True):
+            continue
+        check.equal("J9", devices_without_a_rank=(max(0, node["devices"] - job["ranks_per_node"]), 0))
+        if "gpus-per-node" in geometry or "gpus-per-task" in geometry:
+            check.equal("J9", devices_that_are_not_asked_for=(max(0, node["devices"] - devices), 0))
+        check.equal("J9", gib_that_a_node_has_not=(max(0, round(memory(script, tasks, devices) - node["memory_gib"])), 0))
+
+
+def memory(script: Script, tasks: int, devices: int) -> float:
+    """GiB of a node that directives ask for."""
+    counts = {"mem": 1, "mem-per-gpu": devices, "mem-per-cpu": tasks * script.geometry.get("cpus-per-task", 1)}
+    units = dict(K=2**-20, M=2**-10, G=1, T=2**10)
+    asked = [(re.fullmatch(r"(\d+)([KMGT]?)B?", script.options.get(name, "")), count) for name, count in counts.items()]
+    return max((int(match[1]) * units[match[2] or "M"] * count for match, count in asked if match), default=0)
 
 
 # ---- the golden trace is right, and a fair thing to compare by -------------------------------------------------------

@@ -10,9 +10,26 @@ NEARLY = re.compile(r"\s*#[#\s]*(SBATCH|PBS)\s*-|#(sbatch|pbs)\s+-")
 EXPORT = re.compile(r"\s*(?:export|declare -x)\s+(\w+)")
 ARRAY = re.compile(r"\s*\w+\+?=\($")
 FLAG = re.compile(r"\s+(--?[A-Za-z][\w-]*)")
-# Where a comment's reason comes from.
-SOURCE = re.compile(r"https?://\S|--help|\bunverified\b")
-PLACEHOLDER = re.compile(r"<[A-Za-z][\w -]*>|PROJECT_?ID|\b(my|your)_?(account|project|env)\w*|/path/to|CHANGE_?ME|\bTODO\b")
+ADDRESS = re.compile(r"https?://[^\s)>\"'`,;]+")
+# Where a comment's reason comes from, besides addresses.
+SOURCE = re.compile(r"[\w.-]{2,} --help|\bman [a-z]\w+|\bunverified\b")
+# Pages about software that is the same on all machines; what is about a machine stands in its [[sources]].
+GENERAL = """
+docs.python.org docs.pytorch.org pytorch.org download.pytorch.org pip.pypa.io pypi.org docs.conda.io conda.github.io
+slurm.schedmd.com docs.kernel.org man7.org docs.nvidia.com huggingface.co apptainer.org docs.sylabs.io cmake.org www.gnu.org
+horovod.readthedocs.io github.com/horovod/horovod github.com/NVIDIA/nccl github.com/SchedMD/slurm docs.mpi-forum.org
+"""
+PLACEHOLDER = re.compile(
+    r"<[A-Za-z][\w -]*>|PROJECT_?ID|\b(my|your)_?(account|project|env|email|user|name)\w*|/path/to|CHANGE_?ME"
+    r"|\b(TODO|FIXME|TBD)\b|x{4,}|\b\w+@(example|mail|email)\b|@example\.|\bexample\.(com|org|net)\b",
+    re.IGNORECASE,
+)
+# What a copier must edit whatever stands there: who pays, and who gets mail.
+PERSONAL = re.compile(r"^#SBATCH\s+(--account|-A|--mail-user|--reservation|--wckey)|^#PBS\s+(-A|-M|-P)")
+# What takes a check or a safeguard away. A reason stands in the same line or above it.
+SUPPRESSES = re.compile(
+    r"#\s*shellcheck (disable=\S+|source=/dev/null)|\bset \+(e|o (errexit|pipefail|nounset))|\bset \+[a-z]*[eu]"
+)
 CONSTANT_PORT = re.compile(r"(\bexport |^|\s)\w*PORT=[\"']?\d+|--master[-_]port[= ]+\d+|--rdzv[-_](endpoint|id)[= ]\S*:\d+")
 SHORT = {
     "-N": "nodes",
@@ -82,6 +99,29 @@ class Script:
         return [(line, match[1]) for line in self.lines if (match := EXPORT.match(line.text))]
 
     @property
+    def suppressions(self) -> list[tuple[Line, str]]:
+        """Lines that take a check away, and what is said beside them or above."""
+        found, above = [], ""
+        for line in self.lines:
+            match = SUPPRESSES.search(line.text)
+            if match and (line.is_comment or "#" not in line.text[: match.start()]):
+                found.append((line, f"{line.text[match.end() :].partition('#')[2]} {above}"))
+            above = (
+                f"{above} {line.text}"
+                if line.is_comment and "# shellcheck " not in line.text
+                else ""
+                if not line.is_comment
+                else above
+            )
+        return found
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What directives say, by the long names of options."""
+        pairs = [re.match(r"(--?[\w-]+?)(?:[= ]+(.*))?$", text) for _, text in self.directives]
+        return {SHORT.get(pair[1], pair[1].lstrip("-")): (pair[2] or "").strip("\"'") for pair in pairs if pair}
+
+    @property
     def geometry(self) -> dict[str, int]:
         """Numbers that directives and flags give by name: nodes, ntasks-per-node, cpus-per-task, gpus-per-node, ..."""
         numbers = {}
@@ -91,3 +131,11 @@ class Script:
             if match := re.match(r"(--?[\w-]+?)[= ]*\"?(\d+)\"?$", text):
                 numbers[SHORT.get(match[1], match[1].lstrip("-"))] = int(match[2])
         return numbers
+
+
+def minutes(text: str) -> float:
+    """Of Slurm's D-HH:MM:SS, HH:MM:SS, MM:SS and MM."""
+    days, _, clock = text.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    parts = [*parts, 0, 0][:3] if days else [0] * (3 - len(parts)) + parts if len(parts) > 1 else [0, parts[0], 0]
+    return int(days or 0) * 1440 + parts[0] * 60 + parts[1] + parts[2] / 60

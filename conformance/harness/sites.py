@@ -11,6 +11,9 @@ ROOT = Path(__file__).parents[2]
 # What a scheduler or an MPI has exported to the test's own ranks: no rank of a site may be told by it.
 FOREIGN = re.compile(r"(SLURM|SRUN|PBS|PALS|PMI|PMIX|MPI|MPIEXEC|MPIR|OMPI|HYDRA|HYDI|TORCHELASTIC)_")
 TOLD = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "EXPECT_WORLD"}
+# The first line of a shell script; and what is none, though a script names it.
+SHEBANG = re.compile(rb"#!\s*(\S*/env\s+(-\S+\s+)*)?\S*\b(ba|da|z|k)?sh\b")
+NO_SCRIPT = {".py", ".toml", ".md", ".ipynb", ".yaml", ".yml", ".json", ".txt", ".out", ".log", ".gz", ".sif", ".safetensors"}
 # What a text in [[sources]] looks like, in a pattern and in words; which keys are days; and what a key is no use without.
 TEXTS = {
     "address": (r"https?://\S+", "an address"),
@@ -113,8 +116,10 @@ class Site:
 
     @property
     def job_scripts(self) -> list[Path]:
-        """The scripts that are submitted; `submit` names the first of them."""
-        return [path for path in self.scripts if path.suffix != ".sh"]
+        """The scripts that are submitted: `submit` names the first of them, the others have directives, too."""
+        submit = self.folder / self.facts["submit"]
+        others = [path for path in self.scripts if re.search(r"(?m)^#(SBATCH|PBS) ", path.read_text())]
+        return [submit, *(path for path in others if path != submit)] if submit.is_file() else others
 
     @property
     def cases(self) -> list[Case]:
@@ -151,10 +156,20 @@ class Site:
 
     @property
     def scripts(self) -> list[Path]:
-        """The site's shell scripts, the job script among them."""
-        return sorted(
-            path for path in self.folder.iterdir() if path.suffix in (".sh", ".sl", ".pbs", ".slurm") and path.is_file()
-        )
+        """The site's shell scripts, and whatever these name that lies in its folder and is no document, data or Python."""
+        ahead = [path for path in self.folder.iterdir() if path.is_file() and is_shell(path)]
+        found: set[Path] = set()
+        while ahead:
+            found.add(script := ahead.pop())
+            for word in set(re.findall(r"[\w.+-]+(?:/[\w.+-]+)*", script.read_text(errors="replace"))):
+                parts = word.split("/")
+                named = [self.folder.joinpath(*parts[start:]) for start in range(len(parts))]
+                ahead += [path for path in named if path.is_file() and path not in found and path.suffix not in NO_SCRIPT]
+        return sorted(found)
+
+
+def is_shell(path: Path) -> bool:
+    return path.suffix in (".sh", ".bash", ".sl", ".pbs", ".slurm") or bool(SHEBANG.match(path.read_bytes()[:80]))
 
 
 def find(only: list[str] | None = None) -> list[Site]:

@@ -20,6 +20,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=common.sh
 source "$here/common.sh"
 modules=()
+# Of job.sl that line alone, which shellcheck cannot follow.
 # shellcheck source=/dev/null
 source <(grep '^modules=' "$here/job.sl")
 
@@ -83,7 +84,7 @@ if [[ $(<"$mark") != "$wanted" ]]; then
         fail "conda create failed (above): check the network, then run this again" 1
     echo "installing $torch from $torch_index (minutes, and many GB)"
     # Without numpy torch warns at every import.
-    pip install --index-url "$torch_index" "$torch" numpy ||
+    pip install --index-url "$torch_index" "$torch" 'numpy>=1.26' ||
         fail "pip could not install $torch (above): check the network and --torch-index, then run this again" 1
     echo "$wanted" >"$mark"
 fi

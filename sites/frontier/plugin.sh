@@ -21,6 +21,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=common.sh
 source "$here/common.sh"
 modules=()
+# Of job.sl that line alone, which shellcheck cannot follow.
 # shellcheck source=/dev/null
 source <(grep '^modules=' "$here/job.sl")
 

@@ -45,9 +45,9 @@ mkdir "$TMPDIR"
 trap 'rm -rf "$TMPDIR"' EXIT
 pip() { "$python" -m pip --quiet "$@"; }
 # What its setup.py would fetch by itself, and not from where pip is told to; setuptools brings distutils to Python 3.12.
-pip install 'setuptools>=70.1' cloudpickle psutil pyyaml packaging 'cffi>=1.4.0' ||
+pip install 'setuptools>=70.1' 'cloudpickle>=3' 'psutil>=5.9' 'pyyaml>=6' 'packaging>=23' 'cffi>=1.4.0' ||
     fail 1 "pip could not install what the build needs (above)"
-command -v cmake >/dev/null || pip install cmake || fail 1 "no cmake, and pip could not install it (above)"
+command -v cmake >/dev/null || pip install 'cmake>=3.18' || fail 1 "no cmake, and pip could not install it (above)"
 # The file of 2023 on https://pypi.org/project/horovod/0.28.1/#files
 echo "horovod==0.28.1 --hash=sha256:92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0" >"$TMPDIR/horovod.txt"
 pip download --no-deps --no-binary :all: --no-build-isolation --dest "$TMPDIR" --requirement "$TMPDIR/horovod.txt" ||

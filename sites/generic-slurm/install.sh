@@ -140,7 +140,7 @@ if [[ $(<"$mark") != "$wanted" ]]; then
     if [[ -z $inherited ]]; then
         echo "installing $torch (minutes, and some GB with CUDA)"
         # numpy: without it torch 2.13 warns at every import.
-        pip ${torch_index:+--index-url "$torch_index"} "$torch" numpy ||
+        pip ${torch_index:+--index-url "$torch_index"} "$torch" 'numpy>=1.26' ||
             fail 1 "pip could not install $torch (above): check the network and --torch-index, then run this again"
     fi
     echo "$wanted" >"$mark"

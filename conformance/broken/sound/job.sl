@@ -51,4 +51,13 @@ train_flags=(
     # A requeued job keeps its number, and so finds its run again. python3 train.py --help
     --new-run-dir "runs/$SLURM_JOB_ID"
 )
-march "${march_flags[@]}" python3 train.py "${train_flags[@]}" "$@"
+code=0
+march "${march_flags[@]}" python3 train.py "${train_flags[@]}" "$@" || code=$?
+((code == 75)) || exit "$code"
+# 75: stopped and saved. A job that can never end must not come back for ever.
+if ((${SLURM_RESTART_COUNT:-0} < 20)); then
+    scontrol requeue Incomplete "$SLURM_JOB_ID"
+else
+    echo "stopped and saved; to resume: sbatch job.sl --run-dir runs/$SLURM_JOB_ID $*"
+fi
+exit 75
