@@ -50,7 +50,12 @@ def probe(site: Site, folder: str, torch: bool = True) -> str:
     variables_of = {word: variables[0] for word in words if (variables := launch.variables_with(word))}
     text = PROBE.replace("TOLD", repr(variables_of)).replace("IMPORT", IMPORT if torch else "")
     text = text.replace("NETWORK", NETWORK if brings_a_plugin(site) else "")
-    return text.replace("DEVICES", site.facts["node"].get("device_environment", "")).replace("FOLDER", folder)
+    return text.replace("DEVICES", device_variable(site)).replace("FOLDER", folder)
+
+
+def device_variable(site: Site) -> str:
+    """By which a launcher tells a rank of its devices."""
+    return site.facts["node"].get("device_environment", "CUDA_VISIBLE_DEVICES")
 
 
 def unbound(script: str, launcher: str) -> str:

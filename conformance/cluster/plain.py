@@ -15,6 +15,7 @@ from pathlib import Path
 
 from conformance.cluster import layer, placement
 from conformance.cluster.jobs import Odd, Submitter
+from conformance.cluster.shape import devices_of
 from conformance.harness import reference
 from conformance.harness.check import T2
 from conformance.harness.core_of import CORE, digests
@@ -151,7 +152,7 @@ class Plain:
     def look(self) -> None:
         launch, words = self.case.launch, ("rank", "local_rank", "node_rank")
         told = {word: variables[0] for word in words if (variables := launch.variables_with(word))}
-        devices = self.site.facts["node"].get("device_environment", "")
+        devices = placement.device_variable(self.site)
         names = [*told.values(), devices]
         text = LOOK.replace("PROGRAM", repr(self.case.program)).replace("NAMES", repr(names)).replace("JOB", self.job.id)
         found = []
@@ -233,7 +234,8 @@ class Plain:
         return [*placement.misplaced(self.site, self.rows), *placement.doubled(self.site, self.rows, "core")]
 
     def sharing(self) -> list[str]:
-        return placement.doubled(self.site, self.rows, "device")
+        none = [f"rank {row.rank}, {row.host}: no device, but should have one" for row in self.rows if not row.visible]
+        return [*(none if devices_of(self.site) else []), *placement.doubled(self.site, self.rows, "device")]
 
 
 def records(folder: Path) -> list[dict]:
