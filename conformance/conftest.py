@@ -17,7 +17,7 @@ from conformance.harness.check import Check, clauses_of, launch_of, parameters
 from conformance.harness.plugin import Ranks, Submitted, Verdicts
 
 try:
-    import pytest_mpi
+    import pytest_mpi  # type: ignore[import-untyped]
 except ImportError:
     pytest_mpi = None
 if pytest_mpi and not hasattr(pytest_mpi, "MPIPlugin"):
@@ -128,7 +128,7 @@ def pytest_generate_tests(metafunc):
     if ranks and "handed_on" in metafunc.fixturenames:
         here, folder = ranks.world.size, metafunc.config.getoption("--handed-on")
         files = sorted(Path(folder).glob("*.safetensors")) if folder else []
-        others = [path for path in files if not path.stem.endswith(f"-{here}")]
+        others: list = [path for path in files if not path.stem.endswith(f"-{here}")]
         metafunc.parametrize("handed_on", others or [None], ids=lambda path: path.stem if path else "nothing-yet")
     if "launch" in metafunc.fixturenames:
         started = slice(1 if metafunc.config.getoption("--submit") is not None else None)  # a job script has one launcher

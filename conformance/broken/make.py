@@ -118,12 +118,12 @@ def replace(path: Path, old: str | None, new: str | None) -> None:
         if path.exists():
             raise ValueError(f"{path.name} is there already: out of date")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(new)
+        path.write_text(new or "")
     else:
         text = path.read_text()
         if text.count(old) != 1:
             raise ValueError(f"{path.name} has {old!r} {text.count(old)} times, but should have it once: out of date")
-        path.write_text(text.replace(old, new))
+        path.write_text(text.replace(old, new or ""))
 
 
 def start(root: Path, ranks: int, *options: str, seconds: int = 60, **environ: str) -> subprocess.CompletedProcess:
@@ -137,8 +137,8 @@ def start(root: Path, ranks: int, *options: str, seconds: int = 60, **environ: s
     path = [str(root / "core/src"), environ.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
     variables = dict(EXPECT_WORLD=str(ranks), OMP_NUM_THREADS="1", MPIEXEC_TIMEOUT=str(seconds))
     variables |= dict(PYTHONPATH=os.pathsep.join(filter(None, path))) | environ
-    told = dict(env=without_launcher() | variables, capture_output=True, text=True)
-    return subprocess.run(command, cwd=root, timeout=seconds + 30, check=False, **told)
+    environ = without_launcher() | variables
+    return subprocess.run(command, cwd=root, timeout=seconds + 30, check=False, env=environ, capture_output=True, text=True)
 
 
 def rejected(ended: subprocess.CompletedProcess, clause: str, says: str) -> None:

@@ -66,7 +66,8 @@ def module_file(site: Site, module: str) -> str:
 
 def modules_at(site: Site) -> dict[str, list[str]]:
     """Modules of site.toml by the folder in which they are found: "" where no script says `module use` before it loads them."""
-    modules, folders = site.facts.get("software", {}).get("modules", []), {}
+    modules = site.facts.get("software", {}).get("modules", [])
+    folders: dict[str, str] = {}
     for script in site.scripts:
         used = ""
         for line in script.read_text().splitlines():

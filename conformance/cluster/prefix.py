@@ -64,11 +64,11 @@ def make(cache: Path = CACHE) -> Path:
     with whole(path) as new:
         copy_python(new / "plain")
         shutil.copytree(new / "plain", new / "python", symlinks=True, copy_function=os.link)
-        for packages in (new / "python").glob("lib/python3.*/site-packages"):
-            (packages / "torch.pth").write_text(f"{ROOT}/torch\n")
-        for folder, packages in dict(torch=("torch", "numpy"), suite=("pytest", "pytest-timeout", "numpy")).items():
+        for folder in (new / "python").glob("lib/python3.*/site-packages"):
+            (folder / "torch.pth").write_text(f"{ROOT}/torch\n")
+        for part, packages in dict(torch=("torch", "numpy"), suite=("pytest", "pytest-timeout", "numpy")).items():
             for package in set().union(*map(with_needs, packages)):
-                lay(distribution(package), new / folder)
+                lay(distribution(package), new / part)
         lay(distribution("mpich"), new / "mpi", within="../../..")
         download(new / "wheels", [pin for pin in pinned if pin.startswith(("numpy==", "safetensors==", "mpi4py=="))])
         (wheel,) = (new / "wheels").glob("mpi4py-*.whl")
@@ -146,9 +146,9 @@ def installed(package: str) -> bool:
 
 def lay(package: Distribution, to: Path, within: str = "") -> None:
     """Its files within site-packages, or within this folder as seen from there: links, where it can be. torch has 900 MB."""
-    below = Path(os.path.normpath(package.locate_file(within)))
+    below = Path(os.path.normpath(str(package.locate_file(within))))
     for file in package.files or []:
-        path = Path(os.path.normpath(file.locate()))
+        path = Path(os.path.normpath(str(file.locate())))
         if path.is_relative_to(below) and path.is_file():
             target = to / path.relative_to(below)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ def lay(package: Distribution, to: Path, within: str = "") -> None:
 
 
 def download(to: Path, pinned: list[str]) -> None:
-    pip = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps", "--dest", to]
+    pip = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps", "--dest", str(to)]
     if subprocess.run([*pip, *WHEELS, *pinned], check=False).returncode:
         raise ValueError(f"pip could not download {' '.join([*WHEELS, *pinned])} (above): once, a network is needed here")
 
@@ -167,8 +167,8 @@ def download(to: Path, pinned: list[str]) -> None:
 def pack_source(wheel: Path) -> None:
     """Beside mpi4py's wheel what pip takes for its source: the wheel and from_source.py."""
     name = "-".join(wheel.name.split("-")[:2])
-    with zipfile.ZipFile(wheel) as files:
-        metadata = files.read(f"{name}.dist-info/METADATA")
+    with zipfile.ZipFile(wheel) as packed:
+        metadata = packed.read(f"{name}.dist-info/METADATA")
     files = {"pyproject.toml": PYPROJECT.encode(), "PKG-INFO": metadata, BACKEND.name: BACKEND.read_bytes()}
     with tarfile.open(wheel.with_name(f"{name}.tar.gz"), "w:gz", compresslevel=1) as archive:
         for path, content in (files | {wheel.name: wheel.read_bytes()}).items():

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 LAG = 20.0  # seconds until accounting surely hears of a job, and the login node sees what a compute node has written
 Ask = Callable[..., CompletedProcess]
@@ -187,7 +188,7 @@ class Pbs:
         return code - 128 if code > 256 else code  # 256 + the signal; a shell says 128 + it
 
 
-SCHEDULERS = {"slurm": Slurm, "pbs": Pbs}
+SCHEDULERS: dict[str, Any] = {"slurm": Slurm, "pbs": Pbs}
 
 
 # ---- what it refuses ------------------------------------------------------------------------------------------------

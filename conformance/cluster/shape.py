@@ -67,7 +67,7 @@ def interfaces_of(site: Site) -> list[str]:
 
 def numbers(ranges: str) -> list[int]:
     """Of "0,8-10" 0, 8, 9 and 10."""
-    listed = []
+    listed: list[int] = []
     for part in filter(None, ranges.split(",")):
         first, _, last = part.partition("-")
         listed += range(int(first), int(last or first) + 1)

@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from conformance.cluster import Layer, accounting, layer
 from conformance.cluster.shape import (
@@ -93,7 +94,7 @@ def missing(tree: Path = Path("/")) -> str | None:
 
 def release_of(tree: Path) -> str:
     """Of its Slurm: "22.05.8"."""
-    in_tree = ["chroot", tree] if tree != Path("/") else []  # which is root's
+    in_tree = ["chroot", str(tree)] if tree != Path("/") else []  # which is root's
     result = subprocess.run([*in_tree, "slurmctld", "-V"], capture_output=True, text=True, check=False, env=plain())
     _must(result, f"slurmctld in {tree}")
     return result.stdout.split()[-1]
@@ -101,7 +102,8 @@ def release_of(tree: Path) -> str:
 
 def version_of(tree: Path) -> tuple[int, int]:
     """(22, 5)"""
-    return tuple(map(int, release_of(tree).split(".")[:2]))
+    year, month = map(int, release_of(tree).split(".")[:2])
+    return year, month
 
 
 class VirtualSite:
@@ -126,8 +128,8 @@ class VirtualSite:
         self.names, self.tree, self.version = names_of(site, nodes), Path(tree).resolve(), OLDEST
         self.pids: dict[str, int] = {}
         self.seconds: dict[str, float] = {}  # what up() and down() took
-        self._inits: dict[str, subprocess.Popen] = {}
-        self._lock: int | None = None
+        self._inits: dict[str, Any] = {}  # processes: a node's PID 1, by the node's name
+        self._lock: Any = None  # a file descriptor
 
     def __enter__(self) -> "VirtualSite":
         self.up()
@@ -506,7 +508,7 @@ def main() -> int | str:
         (site,) = sites.find([options.site])
         temporary = None if options.folder else tempfile.mkdtemp(prefix="cluster-")
         try:
-            build, folder = None if options.bare else layer.build, options.folder or Path(temporary)
+            build, folder = None if options.bare else layer.build, options.folder or Path(str(temporary))
             with ended_by_signal(), VirtualSite(site, folder, options.nodes, build, tree=options.tree) as cluster:
                 folder_of_site = None if options.bare else cluster.put_site()
                 print(f"up in {cluster.seconds['up']:.2f} s: {site.name}, {LOGIN} and {', '.join(cluster.names)}", flush=True)

@@ -14,12 +14,20 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from conformance.harness.sites import ROOT
 
 CORE = ROOT / "core/src/ddp_core"
 # Of torch: what a training goes through.
-TORCH = ("torch.nn.functional", "torch.nn.modules", "torch.nn.parallel", "torch.optim", "torch.autograd", "torch.utils.data")
+TORCH: tuple[str, ...] = (
+    "torch.nn.functional",
+    "torch.nn.modules",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch.autograd",
+    "torch.utils.data",
+)
 TORCH += ("torch.amp", "torch.distributed.distributed_c10d", "torch._tensor")
 _watching: list[list[str]] = []
 
@@ -102,7 +110,7 @@ def functions(module: types.ModuleType) -> Iterator[tuple[str, types.FunctionTyp
                 yield what, each
 
 
-def unwrapped(value: object) -> Iterator[types.FunctionType]:
+def unwrapped(value: Any) -> Iterator[types.FunctionType]:
     """The functions in a property, a method, a partial or something that was decorated."""
     for _ in range(5):
         kind = type(value)  # and not its __class__, by which an object may tell another

@@ -6,13 +6,14 @@ missing(facts), wrong(facts)        what F2 and F4 object to, a line each
 import datetime
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from conformance.harness.sites import ROOT
 
 ROW = re.compile(r"^\| `([\w.]+)` \| ([a-z ]+) \| (yes|no) \|", re.MULTILINE)
 
 
-def all_are(kind: type) -> Callable[[object], bool]:
+def all_are(kind: type) -> Callable[[Any], bool]:
     return lambda values: all(type(value) is kind for value in values)
 
 

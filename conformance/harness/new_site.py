@@ -101,18 +101,20 @@ def site_toml(text: str, old: Site) -> str:
             made += [re.sub(r"^operator = .*$", 'operator = "" # EDIT: who runs the machine', line) for line in lines]
         else:
             made += lines
-    made = "\n".join(made).rstrip() + "\n"
-    tomllib.loads(made)  # an assertion of ours: what is written can be read
-    return made
+    text = "\n".join(made).rstrip() + "\n"
+    tomllib.loads(text)  # an assertion of ours: what is written can be read
+    return text
 
 
 def tables(text: str) -> list[tuple[str, list[str]]]:
     """("[node]", its lines) and so on; "" for what stands before the first. Comments above a header belong to it."""
-    sections, inside = [("", [])], ""
+    sections: list[tuple[str, list[str]]] = [("", [])]
+    inside = ""
     for line in text.splitlines():
         header = re.match(r"(\[\[?)([\w.-]+)(\]\]?)\s*(#.*)?$", line) if not inside else None
         if header:
-            before, above = sections[-1][1], []
+            before = sections[-1][1]
+            above: list[str] = []
             while before and before[-1].startswith("#"):
                 above.insert(0, before.pop())
             sections.append(("".join(header.groups()[:3]), above))

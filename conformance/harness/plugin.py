@@ -12,6 +12,7 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,9 +31,10 @@ PASSED_ON = 1.0  # seconds for mpiexec to pass on what was said: MPICH's dropped
 class Verdicts:
     """At the end one line a check: its clauses, how many have passed, the worst deviation and its margin."""
 
-    backend, world_size = "none", None
+    backend = "none"
+    world_size: int | None = None
 
-    def __init__(self, config: pytest.Config):
+    def __init__(self, config):
         self.config, self.rung = config, config.getoption("--rung")
         self.title = f"conformance, {self.rung} rung"
         self.checks: list[dict] = []
@@ -201,7 +203,7 @@ def versions() -> dict[str, str]:
 
 def machine() -> dict:
     """What kind of machine this is, and not whose."""
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     count = torch.accelerator.device_count() if torch and torch.accelerator.is_available() else 0
     name = torch.get_device_module().get_device_name() if count else None
     return dict(cores=os.cpu_count(), accelerator=name, accelerators=count)  # not what an MPI has bound this rank to
@@ -210,7 +212,7 @@ def machine() -> dict:
 class Ranks(Verdicts):
     """The ranks that mpiexec has started; raises UsageError when they are not those that were asked for (V1)."""
 
-    def __init__(self, config: pytest.Config):
+    def __init__(self, config):
         super().__init__(config)
         from mpi4py import MPI  # starts MPI: not for a session without ranks
 
@@ -241,8 +243,9 @@ class Ranks(Verdicts):
         report = yield from super().pytest_runtest_makereport(item, call)
         if not self.outcomes.meet(LONE if report.failed else MEETING):
             what = report.longreprtext if report.failed else f"{item.name}: the other ranks have not come to its end"
-            sys.__stderr__.write(f"\nrank {self.world.rank} alone, so that all are ended (V3): {item.nodeid}\n{what}\n")
-            sys.__stderr__.flush()
+            errors: Any = sys.__stderr__
+            errors.write(f"\nrank {self.world.rank} alone, so that all are ended (V3): {item.nodeid}\n{what}\n")
+            errors.flush()
             time.sleep(PASSED_ON)
             self.world.comm.Abort(1)
         everyone = self.outcomes.comm.allgather((report.outcome, report.longreprtext))
@@ -260,7 +263,7 @@ class Ranks(Verdicts):
 class Submitted(Verdicts):
     """Jobs of one site, in place of ranks. The evidence is of the machine rung, or with --virtual of the cluster rung."""
 
-    def __init__(self, config: pytest.Config):
+    def __init__(self, config):
         super().__init__(config)
         if len(config.sites) != 1 or not config.getoption("--site"):
             raise pytest.UsageError("--submit: name the site of this machine, --site NAME_OR_FOLDER")

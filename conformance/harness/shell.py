@@ -64,7 +64,9 @@ class Script:
 
     @cached_property
     def lines(self) -> list[Line]:
-        lines, paragraph, above = [], [], ""
+        lines: list[Line] = []
+        paragraph: list[str] = []
+        above = ""
         for number, text in enumerate(self.text.split("\n"), 1):
             line = Line(number, text, [*paragraph], above)
             if not text.strip():

@@ -43,7 +43,9 @@ class Launch:
     def environ(self, rank: int, world_size: int, num_nodes: int, port: int, job_id: str, restart: int = 0) -> dict[str, str]:
         """What this launcher exports to one rank, the ranks lying in blocks on equal nodes."""
         per_node = world_size // num_nodes
-        values = dict(rank=rank, world_size=world_size, local_rank=rank % per_node, local_world_size=per_node)
+        values: dict[str, int | str] = dict(
+            rank=rank, world_size=world_size, local_rank=rank % per_node, local_world_size=per_node
+        )
         values |= dict(node_rank=rank // per_node, num_nodes=num_nodes, job_id=job_id, restart=restart)
         values |= dict(master_addr=os.uname().nodename, master_port=port)
         # Slurm's own spelling of the ranks on each node: 4 on one node, 4(x2) on two.

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 SPOOL = Path(os.environ.get("STAND_IN", "."))
 COMMANDS = ("sbatch", "scontrol", "sacct", "scancel", "qsub", "qstat", "march")
@@ -41,7 +42,8 @@ def job_file(number: str) -> Path:
     return SPOOL / f"job-{number.partition('.')[0]}.json"
 
 
-def read(number: str) -> dict | None:
+def read(number: str) -> Any:
+    """A job, or None."""
     return json.loads(job_file(number).read_text()) if job_file(number).exists() else None
 
 
@@ -58,7 +60,7 @@ def queue(**job) -> str:
     number = str(len(list(SPOOL.glob("job-*.json"))) + 1)
     write(job | dict(number=number, state="PENDING", reason="JobHeldUser" if held else "Resources", code=0))
     if not held:
-        nowhere = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        nowhere: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         subprocess.Popen([sys.executable, __file__, "start", number], start_new_session=True, **nowhere)
     return number
 

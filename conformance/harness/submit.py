@@ -183,7 +183,7 @@ class Jobs(Target):
         return Run(folder, [code], [output], [errors], [[]], records)
 
     @property
-    def device(self) -> str:
+    def device(self) -> str:  # type: ignore[override]
         """What the ranks are to train on: --device, or else what the job script asks for, as its first run tells."""
         config, rows = self.first.get("config", {}), self.first.get("ranks", [{}])
         asked = self.asked_device or config.get("device", "unknown")
@@ -193,7 +193,7 @@ class Jobs(Target):
         return "an accelerator" if kind == "cpu" and self.site.facts.get("node", {}).get("devices") else kind
 
     @property
-    def backend_in_use(self) -> str:
+    def backend_in_use(self) -> str:  # type: ignore[override]
         asked = self.first.get("config", {}).get("backend", "auto") if self.asked_backend == "auto" else self.asked_backend
         return BACKENDS.get(self.device, "unknown") if asked == "auto" else asked
 

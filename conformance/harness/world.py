@@ -136,7 +136,8 @@ class World(Target):
                 with in_folder(folder if bare else None), self.reversed(reversed_mpi):
                     result = _start(launch.train, argv, variables)
         everyone = zip(*self.gather((*result, sorted(written))), strict=True)
-        return Run(folder, *map(list, everyone), self.on_rank_0(lambda: read_records(folder)))
+        codes, output, errors, files = map(list, everyone)
+        return Run(folder, codes, output, errors, files, self.on_rank_0(lambda: read_records(folder)))
 
     @contextmanager
     def reversed(self, wanted: bool) -> Iterator[None]:
@@ -146,17 +147,17 @@ class World(Target):
             return
         from mpi4py import MPI
 
-        before, MPI.COMM_WORLD = MPI.COMM_WORLD, self.comm.Split(0, -self.rank)
+        before, MPI.COMM_WORLD = MPI.COMM_WORLD, self.comm.Split(0, -self.rank)  # type: ignore[misc]
         try:
             yield
         finally:
-            MPI.COMM_WORLD = before
+            MPI.COMM_WORLD = before  # type: ignore[misc]
 
     def alone(self, launch: Launch, folder: Path, flags: str) -> Run:
         """`python train.py` by hand: a process of its own on rank 0, without a launcher."""
 
         def by_hand() -> subprocess.CompletedProcess:
-            command = [sys.executable, launch.train, *self.flags(folder, flags)]
+            command = [sys.executable, str(launch.train), *self.flags(folder, flags)]
             return subprocess.run(command, env=without_launcher(), capture_output=True, text=True, timeout=60, check=False)
 
         result = self.on_rank_0(by_hand)
@@ -228,7 +229,7 @@ def _start(program: Path, argv: list[str], environ: dict[str, str]) -> tuple[int
 
     os.environ.clear()
     os.environ.update(environ)
-    sys.argv, sys.path[:0], os._exit = [str(program), *argv], [str(program.parent)], leave
+    sys.argv, sys.path[:0], os._exit = [str(program), *argv], [str(program.parent)], leave  # type: ignore[assignment]
     try:
         with redirect_stdout(output), redirect_stderr(errors):
             runpy.run_path(str(program), run_name="__main__")
@@ -307,9 +308,9 @@ def _start_apart(
         _wait_for(log, words, receive)
         os.kill(child, number)  # not yet reaped, so it is still this child's number
     with open(receive, "rb") as pipe:
-        result = pipe.read()
+        answer = pipe.read()
     _, status = os.waitpid(child, 0)
-    return tuple(json.loads(result)) if result else (128 + os.WTERMSIG(status), "", "")
+    return tuple(json.loads(answer)) if answer else (128 + os.WTERMSIG(status), "", "")
 
 
 def _signal_in_mid_epoch(log: Path) -> None:

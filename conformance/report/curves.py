@@ -119,7 +119,8 @@ def _height(off: float, exact: float, low: int, high: int) -> float:
 
 def _apart(heights: list[float], exact: float) -> tuple[list[float], list[float]]:
     """No line between what is exact and what is not: a gap stands between them."""
-    xs, ys = [], []
+    xs: list[float] = []
+    ys: list[float] = []
     for step, height in enumerate(heights):
         if step and (height == exact) != (heights[step - 1] == exact):
             xs, ys = [*xs, math.nan], [*ys, math.nan]

@@ -45,8 +45,8 @@ def merge(parts: list[dict], date: str, commit: str | None = None, modified: boo
         if part["rung"] not in RUNGS:
             raise ValueError(f"rung={part['rung']}, but should be one of {', '.join(RUNGS)}")
         for site in sorted({*part["expected"], *(of["site"] for of in checks + part["curves"])}):
-            if wrong := [name for name in (site, part["backend"]) if not NAME.fullmatch(name)]:
-                raise ValueError(f"site or backend={wrong[0]}, but should be fit for the name of a file [{_where(part)}]")
+            if unfit := [name for name in (site, part["backend"]) if not NAME.fullmatch(name)]:
+                raise ValueError(f"site or backend={unfit[0]}, but should be fit for the name of a file [{_where(part)}]")
             stand_ins = {"stand-ins for": part["stand_ins"][site]} if site in part.get("stand_ins", {}) else {}
             same = dict(device=part["device"], date=date, commit=commit, modified=modified)
             same |= dict(versions=clean(part["versions"] | stand_ins))

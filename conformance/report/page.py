@@ -7,6 +7,7 @@ the clock or on the machine that draws it.
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup, escape
@@ -22,8 +23,8 @@ def render(evidence: Evidence) -> str:
     for site, clause, text, check in evidence.notes("failed", "expected failure", "not run"):
         notes.setdefault(clause, []).append((site, text, STATE_OF[check["outcome"]], check["link"]))
     tiers = evidence.deviations()
-    sizes = {size for rows in tiers.values() for of in rows.values() for size in of}
-    sizes = [*sorted(sizes - {None}), *({None} & sizes)]
+    known = {size for rows in tiers.values() for of in rows.values() for size in of}
+    sizes = [*sorted(known - {None}), *({None} & known)]
     filled = dict(
         evidence=evidence,
         checks=[check for report in evidence.current for check in report["checks"]],
@@ -51,7 +52,9 @@ WORDS = dict(marks=MARKS, rungs=RUNGS, counted=counted, margin=margin)
 
 def environment(**filters) -> Environment:
     loader, escaped = FileSystemLoader(Path(__file__).parent / "templates"), select_autoescape(["html"])
-    options = dict(loader=loader, autoescape=escaped, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    options: dict[str, Any] = dict(
+        loader=loader, autoescape=escaped, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     made = Environment(**options, keep_trailing_newline=True)
     made.filters |= dict(span=span, plural=plural) | filters
     return made

@@ -140,7 +140,7 @@ def _between(reports: list[dict]) -> list[str]:
     values: dict[tuple, dict[str, list[str]]] = {}
     for report in reports:
         rung, files = report["rung"], report["files"]
-        same = {("core of these files", files["core"]): report["versions"].get("ddp_core")}
+        same: dict[tuple, str | None] = {("core of these files", files["core"]): report["versions"].get("ddp_core")}
         if report["commit"] and not report["modified"]:
             same |= {("files of conformance", report["commit"], rung == "suite"): files["conformance"]}
             same |= {(f"files of {report['site']}", report["commit"], rung == "static"): files["site"]}

@@ -73,7 +73,7 @@ def test_the_citation_is_of_this_version():
 
 def test_the_changelog_has_this_version_and_names_golden_changes():
     text = (ROOT / "CHANGELOG.md").read_text()
-    versions = re.findall(r"^## (\S+)", text, re.MULTILINE)
+    versions = re.findall(r"^## (Unreleased|\d\S*)", text, re.MULTILINE)
     assert versions[0] == "Unreleased" and versions[1] == PACKAGE["version"]
     assert text.count("**Golden:**") == len(versions)
     for path in ROOT.glob("conformance/golden/*.json"):

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ class RunDirectory:
         self.previous = self.folder / "snapshot.prev.safetensors"
         self.damaged = self.folder / "snapshot.damaged.safetensors"
         self.best = self.folder / "best.safetensors"
-        self._lock: RunLock | None = None
+        self._lock: Any = None  # a RunLock, but while it is taken
         self._fell_back = False
         try:
             if new and not fresh and (self.log.exists() or self.snapshot.exists()):
