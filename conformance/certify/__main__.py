@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from conformance.certify import report
 from conformance.certify.promises import BROKEN, KEPT, MOVED, NOT_PROMISED, NOT_SHOWN, Certificate, failed
@@ -154,7 +154,8 @@ def in_ranks(
     )
     random = any("random numbers are drawn" in note for note in notes)
     canonical = f"{fp64} --reduction canonical --shards {four}"
-    how, flags, change, first = "", fp64, {}, reference
+    how, flags, first = "", fp64, reference
+    change: dict[str, Any] = {}
     if random:
         still = run("without-dropout", 1, fp64, dropout=False)
         noise = not still.well or any("random numbers are drawn" in note for note in still.first_line["notes"])

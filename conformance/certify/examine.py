@@ -29,7 +29,9 @@ def examine(argv: list[str]) -> dict:
 
 class Examination:
     def __init__(self, argv: list[str]):
-        self.argv, self.findings, self.notes = argv, [], {}
+        self.argv = argv
+        self.findings: list[dict] = []
+        self.notes: dict[str, Any] = {}
 
     def find(self, kind: str, says: str, line: int | None = None) -> None:
         self.findings.append(dict(kind=kind, says=says, line=line))
@@ -125,7 +127,7 @@ class Examination:
                 self.find("in-place", f"{says}: reading it changes {', '.join(changed)}", self.changed())
             else:
                 self.find("rows", says)
-        scanned = {}
+        scanned: dict[str, list[tuple[str, int]]] = {}
         for name, batches in (("training", self.train), ("held-out", self.held_out)):
             for row in range(min(SCANNED, len(batches or ()))):
                 batch = self.bare(batches, row)
@@ -210,7 +212,7 @@ class Examination:
             seed_generators(torch.device("cpu"), 5, self.config.seed, step, 0, others=True)
             self.optimizer.zero_grad()
             loss = self.workload.loss(self.workload.forward(self.model, batch), batch)
-            total = sum(loss.values()) if isinstance(loss, dict) else loss
+            total: Any = sum(loss.values()) if isinstance(loss, dict) else loss
             if total.requires_grad:
                 (total / len(rows)).backward()
             for group in self.optimizer.param_groups:
@@ -311,7 +313,8 @@ def fingerprint(value: Any) -> str:
             )
         elif isinstance(value, dict) and depth < 4:
             for key, entry in value.items():
-                add(str(key)), add(entry, depth + 1)
+                add(str(key))
+                add(entry, depth + 1)
         elif isinstance(value, list | tuple | set) and depth < 4:
             for entry in value:
                 add(entry, depth + 1)

@@ -251,8 +251,8 @@ class Certificate:
         for ended in whole.values():
             writers: dict[str, list[Call]] = {}
             for calls in ended.calls:
-                for path in {call.what: call for call in calls if call.kind == "write"}.items():
-                    writers.setdefault(path[0], []).append(path[1])
+                for path, call in {call.what: call for call in calls if call.kind == "write"}.items():
+                    writers.setdefault(path, []).append(call)
             for path, calls in writers.items():
                 if len(calls) > 1:
                     reason = "write under a name of each process and rename, or before the job"
@@ -321,7 +321,7 @@ EXAMINED = {
 READING = ("__getitem__", "collate", "data")  # there seeds are the file's own business
 JUMP = 2.5  # rows that may change sides in an accuracy, in a coarser precision
 # What is tried to find out why ranks do not agree: name, flags, change, what it means, words to look for in the file.
-TRIALS = (
+TRIALS: tuple[tuple[str, str, dict, str, tuple[str, ...]], ...] = (
     ("dropout", "", dict(dropout=False), "with dropout off: its masks depend on the rank", ("ropout",)),
     ("statistics", "", dict(statistics=False), "with BatchNorm's statistics fixed", ("BatchNorm",)),
     (

@@ -14,7 +14,9 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from itertools import count
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 from conformance.certify import witness
 from conformance.harness.ports import free_port
@@ -117,7 +119,7 @@ class Program:
             PYTHONPATH=os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), str(ROOT)))),
         )
         try:
-            multiprocessing.forkserver.ensure_running()
+            forkserver.ensure_running()
         finally:
             os.environ.clear()
             os.environ.update(before)
@@ -133,15 +135,16 @@ class Program:
         folder.mkdir(parents=True, exist_ok=True)
         argv = [*FLAGS.split(), "--workload", self.file, "--run-dir", str(folder), *self.flags, *flags.split()]
         port, outside = free_port(), without_launcher() | dict(OMP_NUM_THREADS="1")
-        change, began, processes = Change(rows=self.rows, **change), time.monotonic(), []
+        changed, began = Change(rows=self.rows, **change), time.monotonic()
+        processes: list[Any] = []
         files = [[folder / f".{number}-{rank}.{end}" for end in ("out", "err", "calls")] for rank in range(ranks)]
         for rank in range(ranks):
             environ = outside | launch.environ(rank, ranks, 1, port, f"{1000 + number}")
-            arguments = (str(launch.train), argv, environ, files[rank], self.file, change, rank == ranks - 1)
+            arguments = (str(launch.train), argv, environ, files[rank], self.file, changed, rank == ranks - 1)
             processes.append(
                 self.server.Process(target=as_rank, args=arguments)
-                if change.hash_seed is None
-                else Afresh(change.hash_seed, arguments)
+                if changed.hash_seed is None
+                else Afresh(changed.hash_seed, arguments)
             )
         end = began + 600
         try:
@@ -154,7 +157,7 @@ class Program:
                 process.kill()
                 process.join()
         _, errors, calls = ([file.read_text() if file.exists() else "" for file in those] for those in zip(*files, strict=True))
-        codes = [process.exitcode for process in processes]
+        codes = [process.exitcode or 0 if process.exitcode is not None else -9 for process in processes]
         ended = Ended(name, folder, codes, errors, time.monotonic() - began, [*map(witness.read, calls)])
         self.runs.append(ended)
         return ended
@@ -185,12 +188,14 @@ class Afresh:
         told = dict(train=train, argv=argv, files=[*map(str, files)], file=file, change=asdict(change), last=last)
         self.environ = environ | dict(PYTHONHASHSEED=str(hash_seed))
         self.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (environ.get("PYTHONPATH", ""), str(ROOT))))
-        self.command, self.process = [sys.executable, "-m", "conformance.certify.runs", json.dumps(told)], None
+        self.command = [sys.executable, "-m", "conformance.certify.runs", json.dumps(told)]
+        self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
         self.process = subprocess.Popen(self.command, env=self.environ)
 
     def join(self, seconds: float | None = None) -> None:
+        assert self.process, "start() comes first"
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -202,7 +207,7 @@ class Afresh:
 
     @property
     def exitcode(self) -> int | None:
-        return self.process.returncode
+        return self.process.returncode if self.process else None
 
 
 def as_rank(train: str, argv: list[str], environ: dict, files: list[Path], file: str, change: Change, last: bool) -> None:

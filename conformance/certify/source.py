@@ -5,6 +5,7 @@ import io
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 CHANGING = ("append", "add", "update", "extend", "insert", "pop", "remove", "clear", "sort", "reverse")  # methods of containers
 
@@ -20,7 +21,11 @@ class Source:
                 self.lines[token.start[0] - 1] = self.lines[token.start[0] - 1][: token.start[1]]
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                self.lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+                self.lines[node.lineno - 1 : last_line(node)] = [""] * (last_line(node) - node.lineno + 1)
+
+    def nodes(self, below: ast.AST | None = None) -> Iterator[Any]:
+        """All that have a line."""
+        return (node for node in ast.walk(below or self.tree) if hasattr(node, "lineno"))
 
     def functions(self, name: str) -> Iterator[ast.FunctionDef]:
         return (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef) and node.name == name)
@@ -30,7 +35,7 @@ class Source:
 
     def word(self, *words: str, within: str = "") -> int | None:
         """The first line with the first of these words that occurs, imports apart; within: in functions of this name."""
-        spans = [range(node.lineno + 1, node.end_lineno + 1) for node in self.functions(within)] if within else None
+        spans = [range(node.lineno + 1, last_line(node) + 1) for node in self.functions(within)] if within else None
         numbers = [n for span in spans for n in span] if spans is not None else range(1, len(self.lines) + 1)
         for word in words:
             for number in numbers:
@@ -42,7 +47,7 @@ class Source:
     def assignment(self, name: str) -> int | None:
         """Where a variable, or with a dot an attribute, is changed: the last such line, which is in the loop if one is."""
         kind, name, found = ast.Attribute if "." in name else ast.Name, name.rpartition(".")[2], []
-        for node in ast.walk(self.tree):
+        for node in self.nodes():
             changed = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
             if isinstance(node, ast.Call):
                 changed = [keyword.value for keyword in node.keywords]  # generator=self.generator
@@ -56,12 +61,16 @@ class Source:
         """Where one of these changes something that it was given."""
         for function in functions:
             for outer in self.functions(function):
-                for node in ast.walk(outer):
+                for node in self.nodes(outer):
                     called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and in_place(node.func.attr)
                     entry = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript)
                     if called or entry or isinstance(node, ast.AugAssign):
                         return node.lineno
         return None
+
+
+def last_line(node: ast.stmt) -> int:
+    return node.end_lineno or node.lineno
 
 
 def in_place(method: str) -> bool:

@@ -10,6 +10,8 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 # Name to the functions that are watched. Those of "generator" are harmless with a seed.
 WATCHED = {
@@ -79,14 +81,15 @@ class Witness:
     """Writes every such call of the file, or of a file beside it, once to a log."""
 
     def __init__(self, file: Path, log: Path):
-        self.folder, self.log, self.seen, self.process = str(file.resolve().parent), log, set(), os.getpid()
+        self.folder, self.log, self.seen = str(file.resolve().parent), log, set[Call]()
 
     def is_theirs(self, frame) -> bool:
         return frame.f_code.co_filename.startswith(self.folder)
 
     def hear(self, kind: str, what: str, seeded: bool = False, through: bool = False) -> bool:
         """Whether the file has called this: itself, or with `through` by way of others."""
-        frame, place, when = sys._getframe(2), None, ""
+        place, when = None, ""
+        frame: FrameType | None = sys._getframe(2)
         direct = True
         while frame:
             if place is None and self.is_theirs(frame) and (direct or through):
@@ -130,7 +133,7 @@ def install(file: Path, log: Path, backwards: bool = False) -> None:
             witness.hear("ranks", f"os.environ[{name!r}]", through=True)
         return get(environ, name)
 
-    os._Environ.__getitem__ = read
+    setattr(os._Environ, "__getitem__", read)  # noqa: B010 - mypy takes an assignment for a mistake
     sys.addaudithook(_hears_writing(witness))
 
 
@@ -144,10 +147,10 @@ def _watched(witness: Witness, function, kind: str, name: str):
     return watched
 
 
-def _kind_of(witness: Witness, kind: type, name: str) -> type:
+def _kind_of(witness: Witness, kind: Any, name: str) -> type:
     """A class that is watched as it is made: isinstance and subclasses are as before."""
 
-    class Kind(type(kind)):
+    class Kind(type(kind)):  # type: ignore[misc]
         def __call__(cls, *arguments, **keywords):
             # torch's begins with the same number everywhere.
             witness.hear("generator", name, seeded=bool(arguments or keywords) or name == "torch.Generator")

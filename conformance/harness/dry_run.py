@@ -21,6 +21,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from conformance.cluster import layer
 from conformance.cluster.shape import names_of
@@ -104,8 +105,9 @@ def program(call: Call) -> int:
     """The place of train.py, or its like, among the words of a call of Python; 0 if it is another one."""
     words = call.words
     place = next((place for place, word in enumerate(words) if not word.startswith("-")), None)
-    is_python = call.command.startswith("python") and place is not None and Path(words[place]).name.startswith("train")
-    return place + 1 if is_python else 0
+    if place is None or not call.command.startswith("python"):
+        return 0
+    return place + 1 if Path(words[place]).name.startswith("train") else 0
 
 
 class DryRuns:
@@ -289,8 +291,8 @@ class DryRuns:
         return DryRun(name, facts["launcher"], told, code, output, [Call(**call) for call in calls], changed, read)
 
     def _start(self, command: list[str], folder: Path, environ: dict[str, str]) -> tuple[int, str]:
-        pipe = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        confined = dict(start_new_session=True, preexec_fn=lambda: confine(self.top))
+        pipe: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        confined: dict[str, Any] = dict(start_new_session=True, preexec_fn=lambda: confine(self.top))
         with subprocess.Popen(command, cwd=folder, env=environ, **pipe, **confined) as script:
             try:
                 output, _ = script.communicate(timeout=60)
@@ -300,7 +302,7 @@ class DryRuns:
                 output += "\nstill running after 60 s"
             return script.returncode, output
 
-    def _files(self) -> dict[str, tuple]:
+    def _files(self) -> dict[str, tuple[int, int] | None]:
         """What is below the folders that a script may write to."""
         found = {}
         for below in ("home", "root", "sites"):
@@ -343,5 +345,4 @@ def set_by(site: Site, module: str) -> dict[str, str]:
 
 def command_names() -> set[str]:
     """The words of COMMANDS, which cannot be imported here: the file is a program of the dry run."""
-    text = re.search(r'COMMANDS = """(.*?)"""', COMMANDS.read_text(), re.DOTALL)
-    return {*text[1].split()}
+    return {word for text in re.findall(r'COMMANDS = """(.*?)"""', COMMANDS.read_text(), re.DOTALL) for word in text.split()}

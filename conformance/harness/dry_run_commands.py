@@ -108,7 +108,8 @@ def told_by(name: str, rank: int, total: int, per_node: int, nodes: int, flags: 
         if first(flags, "--export", default=environ.get("SLURM_EXPORT_ENV", "ALL")).startswith("NONE"):
             environ = {key: value for key, value in environ.items() if key.startswith(MINIMAL)} | dict(PATH="/usr/bin:/bin")
         shape = f"{per_node}(x{nodes})" if nodes > 1 else f"{per_node}"
-        own = dict(PROCID=rank, LOCALID=local, NODEID=node, STEP_ID=0, STEP_NUM_TASKS=total, NTASKS=total, NPROCS=total)
+        own: dict[str, int | str] = dict(PROCID=rank, LOCALID=local, NODEID=node, STEP_ID=0)
+        own |= dict(STEP_NUM_TASKS=total, NTASKS=total, NPROCS=total)
         own |= dict(STEP_NUM_NODES=nodes, STEP_TASKS_PER_NODE=shape, TASKS_PER_NODE=shape, STEPID=0)
         environ |= {f"SLURM_{key}": str(value) for key, value in own.items()}
         environ["SLURMD_NODENAME"] = FACTS["hosts"][node]
@@ -122,7 +123,8 @@ def told_by(name: str, rank: int, total: int, per_node: int, nodes: int, flags: 
         environ |= {f"PALS_{key}": str(value) for key, value in own.items()}
         environ |= dict(PMI_RANK=str(rank), PMI_SIZE=str(total), MPI_LOCALRANKID=str(local), MPI_LOCALNRANKS=str(per_node))
     else:  # a launcher that nobody else knows: what site.toml says, but for what the job script has set
-        values = dict(rank=rank, world_size=total, local_rank=local, local_world_size=per_node, node_rank=node)
+        values: dict[str, int | str] = dict(rank=rank, world_size=total, local_rank=local, local_world_size=per_node)
+        values |= dict(node_rank=node)
         values |= dict(num_nodes=nodes, job_id=FACTS["job"], restart=FACTS["restarts"], master_addr=FACTS["hosts"][0])
         values |= dict(master_port=0, tasks_per_node=per_node if nodes == 1 else f"{per_node}(x{nodes})")
         told = {key: template.format(**values) for key, template in FACTS["launcher_environment"].items()}
@@ -285,9 +287,9 @@ def shifterimg(name: str, words: list[str]) -> int:
 
 def conda(name: str, words: list[str]) -> int:
     flags, _ = split(words)
-    for flag, prefix in pairs(words):
+    for flag, folder in pairs(words):
         if flag in ("-p", "--prefix"):
-            return environment(prefix)
+            return environment(folder)
     if prefix := flags.get("--prefix"):
         return environment(prefix)
     return 0
