@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config, items):
 
     def says_something(item) -> bool:
         launch, world_size, machine = launch_of(item), ranks and ranks.world.size, item.get_closest_marker("machine")
-        scheduler = site.facts.get("scheduler") if (site := parameters(item).get("site")) else None
+        scheduler = site.toml.get("scheduler") if (site := parameters(item).get("site")) else None
         if not machine if submitted else machine and machine.kwargs.get("only"):
             return False
         return (not wanted or bool({*wanted} & {*clauses_of(item)})) and all(
@@ -142,7 +142,7 @@ def pytest_generate_tests(metafunc):
 
 
 def extras_of(site, by_hand: bool) -> list[dict]:
-    return [extra for extra in site.facts.get("extras", []) if by_hand or not extra.get("by_hand")]
+    return [extra for extra in site.toml.get("extras", []) if by_hand or not extra.get("by_hand")]
 
 
 @pytest.fixture

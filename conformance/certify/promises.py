@@ -35,12 +35,19 @@ class Verdict:
         return f"{self.state:>12}  {self.promise}: {self.measured}" + (f" - {self.reason}{place}" if self.reason else "")
 
 
-class Certificate:
-    """The runs of a program, and the verdict on each promise. say: is told of each as it is known."""
+class Enough(Exception):
+    """A promise is broken, and the user asked for no more than the first."""
 
-    def __init__(self, program: Program, examined: dict, say: Callable[[str], None]):
-        self.program, self.say = program, say
-        self.findings, self.notes = examined["findings"], examined["notes"]
+
+class Certificate:
+    """The runs of a program, and the verdict on each promise. say: is told of each as it is known.
+
+    first: judge() raises Enough when a promise is broken.
+    """
+
+    def __init__(self, program: Program, examined: dict, say: Callable[[str], None], first: bool = False):
+        self.program, self.say, self.first = program, say, first
+        self.findings, self.notes, self.failed = examined["findings"], examined["notes"], examined["failed"]
         self.source = Source(Path(self.notes.get("file") or program.file))
         self.verdicts: list[Verdict] = []
         self.growth: list[float] = []
@@ -52,6 +59,8 @@ class Certificate:
     def judge(self, promise: str, state: str, measured: str = "", reason: str = "", where: int | None = None) -> bool:
         self.verdicts.append(Verdict(promise, state, measured, reason, where))
         self.say(self.verdicts[-1].line)
+        if self.first and state == BROKEN:
+            raise Enough
         return state == KEPT
 
     def finding(self, *kinds: str) -> dict | None:
@@ -174,11 +183,11 @@ class Certificate:
     def why_not_in_ranks(self, words: str) -> dict:
         return self.blamed(
             self.witnessed("ranks"),
-            self.finding("sums"),
+            self.finding("schedule", "sums"),
             self.witnessed("generator", unless=lambda call: call.seeded),
             self.witnessed("clock", "process"),
             self.finding("rows", "state", "in-place", "parameter"),
-            self.by_trying(),
+            None if words else self.by_trying(),
             otherwise=words and "see the line of the program itself",
         )
 
@@ -263,13 +272,13 @@ class Certificate:
     def handed_over(self, n: int, m: int, there, went_on: Ended, first: Ended) -> None:
         promise = f"a snapshot of {n} ranks goes on in {m}, at {there.site}"
         if words := failed(went_on):
-            self.judge(promise, BROKEN, words)
+            self.judge(promise, BROKEN, words, **self.why_not_in_ranks(words))
             return
         far, step, near = self.apart(went_on, first, "fp64")
         if near:
             self.judge(promise, KEPT, f"at most {far:.1e} apart")
         else:
-            reason = self.blamed(self.finding("schedule", "state", "in-place"), self.witnessed("generator", "seed", "state"))
+            reason = self.why_not_in_ranks("")
             self.judge(promise, BROKEN, f"{far:.1e} apart from step {step} on", **reason)
 
     def rounded(self, mine: Ended | None, reference: Ended, precision: str) -> None:

@@ -116,6 +116,7 @@ class Program:
         os.environ.update(
             OMP_NUM_THREADS="1",
             TORCH_CPP_LOG_LEVEL="FATAL",
+            PYTHONHASHSEED="0",
             PYTHONPATH=os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), str(ROOT)))),
         )
         try:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from conformance.harness import sites
+
 # Name to the functions that are watched. Those of "generator" are harmless with a seed.
 WATCHED = {
     "clock": ["time.time", "time.time_ns", "time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.perf_counter_ns"],
@@ -38,26 +40,7 @@ WATCHED = {
     "listing": ["os.listdir", "os.scandir"],
     "write": ["torch.save"],  # in C++, so that Python hears nothing of the file
 }
-IDENTITY = {
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "SLURM_PROCID",
-    "SLURM_NTASKS",
-    "SLURM_LOCALID",
-}
-IDENTITY |= {
-    "PMI_RANK",
-    "PMI_SIZE",
-    "PALS_RANKID",
-    "PALS_LOCAL_RANKID",
-    "OMPI_COMM_WORLD_RANK",
-    "SLURM_NODEID",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_STEP_NODELIST",
-}
+IDENTITY = {name for site in sites.find() for launch in site.launches for name, _ in launch.templates} | {"WORLD_SIZE", "RANK"}
 # The function of ours below which a call happened, and when that is.
 PHASES = {"_run_step": "a step", "evaluate": "evaluation", "probe": "the first look", "of_workload": "data", "_build": "model"}
 

@@ -65,7 +65,7 @@ def as_in_job(site, call: Call) -> dict[str, str]:
 @clause("B1")
 def test_scripts_run_to_their_end(check, site, dry):
     install = dry.install()
-    check.holds("B1", *([f"{ending(dry, install)}, but should be 0"] if install.code else []))
+    check.holds(*([f"{ending(dry, install)}, but should be 0"] if install.code else []))
     violations = []
     for script in trains(site):
         for nodes in (site.job(script)["nodes"], 1):
@@ -78,7 +78,7 @@ def test_scripts_run_to_their_end(check, site, dry):
                 violations.append(
                     f"{ending(dry, run)} and {' '.join(told) or 'no'} ranks on {nodes} nodes, but should be 0 and {ranks}"
                 )
-    check.holds("B1", *violations)
+    check.holds(*violations)
 
 
 @clause("B1")
@@ -86,7 +86,7 @@ def test_ranks_run_in_the_site_s_folder_with_its_python(check, site, dry):
     """Of the environment that install.sh has made, or of the image."""
     prefixes = made_by(dry.install())
     image = (
-        Path(site.facts.get("software", {}).get("image", "")).name if not site.facts.get("software", {}).get("modules") else ""
+        Path(site.toml.get("software", {}).get("image", "")).name if not site.toml.get("software", {}).get("modules") else ""
     )
     violations = []
     for script in trains(site):
@@ -100,7 +100,7 @@ def test_ranks_run_in_the_site_s_folder_with_its_python(check, site, dry):
                 violations.append(f"{script.name}: ranks outside of the image {image}, but should be in it")
             if Path(call.folder) != dry.folder:
                 violations.append(f"{script.name}: ranks in {dry.shown(call.folder)}, but should be in the site's folder")
-    check.holds("B1", *violations)
+    check.holds(*violations)
 
 
 def made_by(install: DryRun) -> list[str]:
@@ -121,7 +121,7 @@ def values_of(words: list[str], *flags: str) -> list[str]:
 
 @clause("B2")
 def test_every_file_that_runs_is_the_site_s_and_listed(check, site, dry):
-    listed, seen = {*site.facts.get("files", [])}, {str(path.relative_to(site.folder)) for path in site.scripts}
+    listed, seen = {*site.toml.get("files", [])}, {str(path.relative_to(site.folder)) for path in site.scripts}
     of_jobs = {script: dry.job(script, code=75) for script in site.job_scripts}
     violations = []
     for script, run in [("install.sh", dry.install()), *((path.name, run) for path, run in of_jobs.items())]:
@@ -133,14 +133,14 @@ def test_every_file_that_runs_is_the_site_s_and_listed(check, site, dry):
             if relative not in listed or relative not in seen:
                 violations.append(f"{script} runs {relative}, but should run files of the list `files` alone")
     violations += [f"{name} is named by a script, but should be in `files`, too" for name in sorted(seen - listed) if listed]
-    check.holds("B2", *violations)
+    check.holds(*violations)
 
 
 @clause("B3")
 def test_a_rank_is_told_what_site_toml_says(check, site, dry):
     """[launchers.environment] is what the process rung exports: here it is compared with what the job script leads to."""
     launch, violations = site.launches[0], []
-    domain = site.facts["node"].get("domain", "")
+    domain = site.toml["node"].get("domain", "")
     for script in trains(site):
         for shape in (dict(all_ranks=True), dict(restarts=1, code=75), dict(nodes=1)):
             run = dry.job(script, **shape)
@@ -173,7 +173,7 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
         first, again = ([call.environ.get(name) for call in calls for name in names] for calls in starts)
         if names and first == again:
             violations.append(f"{script.name}: {', '.join(names)} = {first} in both starts of a job, but should differ")
-    check.holds("B3", *violations[:12])
+    check.holds(*violations[:12])
 
 
 @clause("J6")
@@ -197,7 +197,7 @@ def test_the_port_depends_on_the_job(check, site, dry):
                 for value in values
                 if not 1024 <= int(value) < 32768
             ]
-    check.holds("J6", *violations)
+    check.holds(*violations)
 
 
 def ports(site, run: DryRun) -> dict[str, set[str]]:
@@ -216,7 +216,7 @@ def ports(site, run: DryRun) -> dict[str, set[str]]:
 
 @clause("J13")
 def test_only_interfaces_of_the_node_are_named(check, site, dry):
-    interfaces, violations = site.facts["node"]["interfaces"], []
+    interfaces, violations = site.toml["node"]["interfaces"], []
     for script in trains(site) if interfaces else []:
         for call in dry.job(script, all_ranks=True).trained[:1]:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CCL_KVS_IFACE", "FI_CXI_DEVICE_NAME", "TP_SOCKET_IFNAME"):
@@ -227,7 +227,7 @@ def test_only_interfaces_of_the_node_are_named(check, site, dry):
                 if wrong or (value and name == "GLOO_SOCKET_IFNAME" and value != interfaces[0]):
                     should = interfaces[0] if name.startswith("GLOO") else f"of {', '.join(interfaces)}"
                     violations.append(f"{script.name}: {name}={value}, but should be {should}")
-    check.holds("J13", *violations)
+    check.holds(*violations)
 
 
 # ---- flags, and where a run is --------------------------------------------------------------------------------------
@@ -235,10 +235,10 @@ def test_only_interfaces_of_the_node_are_named(check, site, dry):
 
 @clause("J1")
 def test_arguments_arrive_word_for_word(check, site, dry):
-    wanted = list(ARGUMENTS) if site.facts["scheduler"] == "slurm" else [word for word in ARGUMENTS if " " not in word]
+    wanted = list(ARGUMENTS) if site.toml["scheduler"] == "slurm" else [word for word in ARGUMENTS if " " not in word]
     for script in trains(site):
         for call in dry.job(script, all_ranks=True).trained[:1]:
-            check.equal("J1", **{f"last_arguments_of_{script.name}": (arguments(call)[-len(wanted) :], wanted)})
+            check.equal(**{f"last_arguments_of_{script.name}": (arguments(call)[-len(wanted) :], wanted)})
 
 
 @clause("B4")
@@ -246,13 +246,13 @@ def test_the_script_says_where_and_not_what(check, site, dry):
     violations = []
     for script in trains(site):
         for call in dry.job(script, all_ranks=True).trained[:1]:
-            own = arguments(call)[: -len(ARGUMENTS) if site.facts["scheduler"] == "slurm" else -5]
+            own = arguments(call)[: -len(ARGUMENTS) if site.toml["scheduler"] == "slurm" else -5]
             flags = [word.partition("=")[0] for word in own if word.startswith("--")]
             wrong = [flag for flag in flags if flag not in OWN_FLAGS and not flag.endswith("timeout")]
             violations += [f"{script.name}: {flag} is passed to train.py, but should be its user's" for flag in wrong]
             if values_of(own, "--device") in (["cpu"], ["auto"]):
                 violations.append(f"{script.name}: --device={values_of(own, '--device')[0]}, but should name the accelerator")
-    check.holds("B4", *violations)
+    check.holds(*violations)
 
 
 @clause("B4")
@@ -272,7 +272,7 @@ def test_a_job_finds_its_run_again_and_no_other_job_s(check, site, dry):
             violations.append(f"{script.name}: run directory={told}")
         if places.get("other") == first:
             violations.append(f"{script.name}: run directory={dry.shown(first)} in two jobs, but should differ")
-    check.holds("B4", *violations)
+    check.holds(*violations)
 
 
 # ---- how it ends, and comes back ------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def new_starts(run: DryRun) -> list[Call]:
 def test_the_exit_code_of_the_ranks_is_the_job_s(check, site, dry):
     for script in trains(site):
         codes = {code: ended(dry, script, code).code for code in (0, *FINAL, 75)}
-        check.equal("J2", **{f"exit_codes_of_{script.name}": (codes, {code: code for code in codes})})
+        check.equal(**{f"exit_codes_of_{script.name}": (codes, {code: code for code in codes})})
 
 
 @clause("J10")
@@ -301,7 +301,7 @@ def test_what_would_fail_again_is_not_started_again(check, site, dry):
             violations += [f"{script.name}: {call.text} after {code} ({what}), but should not" for call in new_starts(run)]
             if len(run.launches) > 1:
                 violations.append(f"{script.name}: {len(run.launches)} launches after {code} ({what}), but should be 1")
-    check.holds("J10", *violations)
+    check.holds(*violations)
 
 
 @clause("J10")
@@ -311,13 +311,13 @@ def test_a_stopped_job_comes_back_once_its_ranks_have_ended(check, site, dry):
     for script in trains(site):
         for restarts in (0, 1):
             run = dry.job(script, code=75, **(dict(restarts=restarts) if restarts else {}))
-            starts, ended = new_starts(run), max((call.ended or 0 for call in run.launches), default=0)
+            starts, result = new_starts(run), max((call.ended or 0 for call in run.launches), default=0)
             if len(starts) != 1:
                 violations.append(f"{script.name}: {len(starts)} new starts after 75, but should be 1 ({ending(dry, run)})")
             violations += [
                 f"{script.name}: {call.text} before its ranks have ended, but should be after"
                 for call in starts
-                if call.began < ended
+                if call.began < result
             ]
             wrong = [call for call in starts if call.command == "scontrol" and FIRST not in call.words]
             violations += [f"{script.name}: {call.text}, but should name job {FIRST}" for call in wrong]
@@ -328,7 +328,7 @@ def test_a_stopped_job_comes_back_once_its_ranks_have_ended(check, site, dry):
             violations.append(
                 f"{script.name}: nothing about --run-dir runs/{FIRST} after the last restart, but should say how to go on"
             )
-    check.holds("J10", *violations)
+    check.holds(*violations)
 
 
 @clause("J11")
@@ -340,7 +340,7 @@ def test_every_srun_of_ranks_ends_when_one_dies(check, site, dry):
                 violations.append(f"{script.name}: {call.text[:120]}, but should have --kill-on-bad-exit=1 among its flags")
             if {"--no-abort-on-failure", "--no-kill"} & {*call.words}:
                 violations.append(f"{script.name}: {call.text[:120]}, but should end when a rank dies")
-    check.holds("J11", *violations)
+    check.holds(*violations)
 
 
 def kills(call: Call) -> bool:
@@ -355,7 +355,7 @@ def kills(call: Call) -> bool:
 @clause("J9")
 def test_ranks_share_the_cores_of_a_node(check, site, dry):
     """Bound by the launcher's flags, ranks have cores of their own, none that is reserved, near their device; threads fit."""
-    node, violations = site.facts["node"], []
+    node, violations = site.toml["node"], []
     threads = node.get("threads_per_core", 1)
     reserved = {core + thread * node["cores"] for thread in range(threads) for core in numbers(node.get("reserved", ""))}
     for script in trains(site):
@@ -374,8 +374,8 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
                 device = device_of(site, run, local)
                 near = node.get("cores_near_device")
                 if near and device is not None and not {core % node["cores"] for core in cores} <= {*numbers(near[device])}:
-                    there = f"be near device {device}: {near[device]}"
-                    violations.append(f"{script.name}: rank {local} of a node on cores {cores}, but should {there}")
+                    path = f"be near device {device}: {near[device]}"
+                    violations.append(f"{script.name}: rank {local} of a node on cores {cores}, but should {path}")
             count = len(sets[0]) if sets else cpus_per_task(call, script, site)
             used = len({core % node["cores"] for core in taken}) if sets else count * each / threads
             usable = node["cores"] - node.get("reserved_cores", 0) - site.job(script).get("spare_cores", 0)
@@ -387,7 +387,7 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
                 omp = rank.environ.get("OMP_NUM_THREADS", "unset")
                 if not omp.isdecimal() or not 1 <= int(omp) <= count or (count >= 4 and int(omp) * 2 * threads < count):
                     violations.append(f"{script.name}: OMP_NUM_THREADS={omp}, but should be the {count} cores of a rank")
-    check.holds("J9", *violations[:12])
+    check.holds(*violations[:12])
 
 
 def bound(call: Call, each: int) -> list[list[int]]:
@@ -405,7 +405,7 @@ def bound(call: Call, each: int) -> list[list[int]]:
 
 def device_of(site, run: DryRun, local: int) -> int | None:
     """The device of a rank that sees several, by the machine's number."""
-    node, variable = site.facts["node"], site.facts["node"].get("device_environment")
+    node, variable = site.toml["node"], site.toml["node"].get("device_environment")
     if node["devices_visible_to_a_rank"] < node["devices"] or not variable:
         return None
     call = next((call for call in run.trained if int(call.environ["DRY_RUN_RANK"]) == local), None)
@@ -415,13 +415,13 @@ def device_of(site, run: DryRun, local: int) -> int | None:
 
 def cpus_per_task(call: Call, script: Path, site) -> int:
     told = values_of(call.words, "--cpus-per-task", "-c", "--depth", "-d") or [Script(script).options.get("cpus-per-task", "")]
-    node = site.facts["node"]
+    node = site.toml["node"]
     return int(told[0]) if told[0].isdecimal() else node["cores"] // site.job(script)["ranks_per_node"]
 
 
 @clause("F8")
 def test_modules_are_loaded_once_and_kept(check, site, dry):
-    software, violations = site.facts.get("software", {}), []
+    software, violations = site.toml.get("software", {}), []
     modules = software.get("modules", [])
     for script in trains(site):
         run, loaded = dry.job(script, all_ranks=True), []
@@ -437,12 +437,12 @@ def test_modules_are_loaded_once_and_kept(check, site, dry):
             loaded += words[1:] if words[:1] in (["load"], ["add"], ["swap"], ["switch"]) else []
         if loaded != modules:
             violations.append(f"{script.name}: loads {' '.join(loaded)}, but should load {' '.join(modules)}, in this order")
-    check.holds("F8", *violations)
+    check.holds(*violations)
 
 
 @clause("B8")
 def test_directives_ask_for_what_the_machine_has(check, site):
-    queue, violations = site.facts.get("queue", {}), []
+    queue, violations = site.toml.get("queue", {}), []
     known = dict(partition="partitions", q="partitions", qos="qos", constraint="constraints")
     for script in map(Script, site.job_scripts):
         options = script.options
@@ -468,9 +468,9 @@ def test_directives_ask_for_what_the_machine_has(check, site):
         for name in {options.get("partition"), options.get("qos"), options.get("q")} & limits.keys():
             if asked and minutes(asked) > limits[name]:
                 violations.append(f"{script.path.name}: time={asked}, but should be at most {limits[name]} minutes in {name}")
-        if site.facts["scheduler"] == "slurm" and asked and minutes(asked) < 1:
+        if site.toml["scheduler"] == "slurm" and asked and minutes(asked) < 1:
             violations.append(f"{script.path.name}: time={asked}, but should be a minute or more")
-    check.holds("B8", *violations)
+    check.holds(*violations)
 
 
 # ---- what it prints, writes, removes and installs -------------------------------------------------------------------
@@ -490,7 +490,7 @@ def test_no_secret_is_printed(check, site, dry):
                 violations.append(
                     f"{run.script}: {call.command} gets a user's token as a word, but should find it in its environment"
                 )
-    check.holds("B5", *dict.fromkeys(violations))
+    check.holds(*dict.fromkeys(violations))
 
 
 @clause("B6")
@@ -505,7 +505,7 @@ def test_a_job_touches_only_what_is_its_own(check, site, dry):
             violations += [f"{script.name} changes {dry.shown(str(dry.top / path))}, but should leave it" for path in others]
             violations += [f"{script.name} writes /{path[5:]}, but should name it for job {FIRST}" for path in shared]
             violations += removed(dry, run, [dry.folder / "runs", *(dry.top / "root").rglob(f"*{FIRST}*")])
-    check.holds("B6", *dict.fromkeys(violations))
+    check.holds(*dict.fromkeys(violations))
 
 
 @clause("B6")
@@ -520,7 +520,7 @@ def test_an_installation_touches_only_its_prefix(check, site, dry):
     # Its prefix is also whatever it made and removed again.
     made += [Path(call.folder, word) for call in run.calls for word in call.words if word.startswith(f"{dry.folder}/.")]
     violations += removed(dry, run, made)
-    check.holds("B6", *dict.fromkeys(violations))
+    check.holds(*dict.fromkeys(violations))
 
 
 def removed(dry: DryRuns, run: DryRun, own: list[Path]) -> list[str]:
@@ -557,7 +557,7 @@ def test_caches_are_the_job_s_own(check, site, dry):
                     violations.append(f"{script.name}: {name}={dry.shown(value)}, but should not be in the home directory")
                 elif name != "TMPDIR" and re.match(r"/(tmp|var/tmp|dev/shm)\b", dry.shown(value)) and FIRST not in value:
                     violations.append(f"{script.name}: {name}={dry.shown(value)}, but should have the job's number in it")
-    check.holds("B6", *violations)
+    check.holds(*violations)
 
 
 UNSAFE = re.compile(r"--trusted-host|--insecure|\s-k\s|--no-check-certificate|http://(?!localhost)|--break-system-packages")
@@ -578,7 +578,7 @@ def test_what_is_installed_is_named_with_its_version(check, site, dry):
             violations += [f"install.sh: pip install {word}, but should name a version" for word in loose]
             index = values_of(words, "--index-url", "--extra-index-url", "-i")
             violations += [
-                f"install.sh: {url}, but should be for {site.facts['node']['device']}"
+                f"install.sh: {url}, but should be for {site.toml['node']['device']}"
                 for url in index
                 if url.rstrip("/").endswith("/cpu")
             ]
@@ -601,7 +601,7 @@ def test_what_is_installed_is_named_with_its_version(check, site, dry):
                 violations.append(
                     f"{script.name}:{number}: {line.strip()[:100]!r}, but should run nothing that it has not checked"
                 )
-    check.holds("B7", *dict.fromkeys(violations))
+    check.holds(*dict.fromkeys(violations))
 
 
 VALUED = {
@@ -696,12 +696,12 @@ def test_train_py_hands_everything_to_the_core(check, site, code, tmp_path):
         environ |= dict(MPI="yes") if site.launches[0].mpi else site.launches[0].environ(1, 4, 2, 29500, "1")
     environ["BEFORE"] = json.dumps(environ)
     command = [sys.executable, str(site.folder / "train.py"), *flags]
-    ended = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    told = ended.stderr.strip().splitlines()[-1:] or [""]
+    result = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    told = result.stderr.strip().splitlines()[-1:] or [""]
     rows = [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
-    check.equal("A7", calls_of_run=(f"{len(rows)} {told[0][:120]}".strip(), "1"), exit_code=(ended.returncode, code))
+    check.equal(calls_of_run=(f"{len(rows)} {told[0][:120]}".strip(), "1"), exit_code=(result.returncode, code))
     (row,) = rows
-    check.equal("A7", flags=(row["argv"], flags), further_arguments_of_run=(row["arguments"], "()"))
-    check.equal("A7", environment_changed=(row["changed"], []), folder=(row["folder"], str(tmp_path)))
-    check.equal("A7", imported_before_the_core=(row["seeds"], []))
-    check.equal("A7", printed=(ended.stdout, ""))
+    check.equal(flags=(row["argv"], flags), further_arguments_of_run=(row["arguments"], "()"))
+    check.equal(environment_changed=(row["changed"], []), folder=(row["folder"], str(tmp_path)))
+    check.equal(imported_before_the_core=(row["seeds"], []))
+    check.equal(printed=(result.stdout, ""))

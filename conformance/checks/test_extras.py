@@ -27,19 +27,19 @@ MINUTES = 15  # to prepare what no wheel is there for
 def test_an_extra_runs_as_the_site_says(check, site, extra, tmp_path):
     """In a copy of the site's files, as a user has one, and with a home of its own."""
     (tmp_path / "site").mkdir()
-    for name in {*site.facts.get("files", []), "site.toml"}:
+    for name in {*site.toml.get("files", []), "site.toml"}:
         shutil.copy(site.folder / name, tmp_path / "site" / name)
     run_dir = tmp_path / "run"
     if "prepare" in extra:
-        ended = start(extra["prepare"], tmp_path, run_dir, 60 * MINUTES)
-        check.equal("E1", exit_code_of_prepare=told(ended, 0))
-    ended = start(extra["command"], tmp_path, run_dir, 180)
-    check.equal("E1", **{f"exit_code_of_{extra['name']}": told(ended, 0)})
+        result = start(extra["prepare"], tmp_path, run_dir, 60 * MINUTES)
+        check["E1"].equal(exit_code_of_prepare=told(result, 0))
+    result = start(extra["command"], tmp_path, run_dir, 180)
+    check["E1"].equal(**{f"exit_code_of_{extra['name']}": told(result, 0)})
     if extra.get("golden"):
         losses = Run(run_dir, [], [], [], [], read_records(run_dir)).losses
         should_be = golden.load()["losses"]
-        check.equal("E2", steps=(len(losses), len(should_be)))
-        check.close("E2", losses, should_be, T1)
+        check["E2"].equal(steps=(len(losses), len(should_be)))
+        check["E2"].close(losses, should_be, T1)
 
 
 def start(command: list[str], folder: Path, run_dir: Path, seconds: float) -> subprocess.CompletedProcess:

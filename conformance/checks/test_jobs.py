@@ -44,13 +44,13 @@ SLOW = 0.5  # seconds of an fsync, two of which are a snapshot
 
 
 @contextlib.contextmanager
-def holds(check: Check, name: str):
+def holds(check: Check):
     """What does not happen breaks this clause."""
     __tracebackhide__ = True
     try:
         yield
     except Odd as odd:
-        check.holds(name, str(odd))
+        check.holds(str(odd))
 
 
 def whole(folder: Path) -> int:
@@ -67,8 +67,8 @@ def whole(folder: Path) -> int:
 def user(cluster, site) -> Submitter:
     """In the site's folder in the user's home, after its own install.sh."""
     folder = cluster.put_site()
-    ended = cluster.on("login", "./install.sh", folder=folder, timeout=240)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = cluster.on("login", "./install.sh", folder=folder, timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
     return Submitter(cluster, site, folder)
 
 
@@ -78,13 +78,13 @@ def user(cluster, site) -> Submitter:
 @pytest.fixture(scope="session")
 def suite(user, pytestconfig) -> Path:
     """The runs of the suite itself, started by the user on the login node as on the machine's own; it needs no torch there."""
-    there = f"{prefix.ROOT}/python/bin/python"
-    command = ["env", f"PYTHONPATH={prefix.ROOT}/suite", there, "-m", "pytest", "-p", "no:cacheprovider"]
+    path = f"{prefix.ROOT}/python/bin/python"
+    command = ["env", f"PYTHONPATH={prefix.ROOT}/suite", path, "-m", "pytest", "-p", "no:cacheprovider"]
     command += ["conformance/checks/test_run.py", f"--site={user.folder}", f"--submit={user.geometry(2, 2)}", "--virtual"]
     command += ["--geometry=2x2", "--device=cpu", "--part=parts", *(f"--clause={name}" for name in OF_LOGIN)]
-    ended = user.cluster.on("login", command, folder=user.folder.partition("/sites/")[0], timeout=280)
-    if ended.returncode:
-        pytest.fail(f"{ended.stdout}{ended.stderr}", pytrace=False)
+    result = user.cluster.on("login", command, folder=user.folder.partition("/sites/")[0], timeout=280)
+    if result.returncode:
+        pytest.fail(f"{result.stdout}{result.stderr}", pytrace=False)
     (part,) = (user.here.parents[1] / "parts").glob("*.json")
     if folder := pytestconfig.getoption("--part"):
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def suite(user, pytestconfig) -> Path:
 @clause("J12")
 def test_the_suite_submits_it_from_the_login_node(check, suite):
     """As README.md has it: what it finds goes into the report by itself."""
-    check.equal("J12", runs_of_it=(bool([*suite.rglob(SNAPSHOT)]), True))
+    check.equal(runs_of_it=(bool([*suite.rglob(SNAPSHOT)]), True))
 
 
 @clause("S4")
@@ -104,9 +104,9 @@ def test_its_snapshot_is_that_of_ranks_without_a_scheduler(check, suite, pytestc
     """After two of three epochs, by 4 ranks on 2 nodes and by 4 ranks of the process rung."""
     handed_on = pytestconfig.getoption("--handed-on")
     should_be = {sha256(path) for path in Path(handed_on or "/nowhere").glob("*-4.safetensors")}
-    check.equal("S4", snapshots_of_4_ranks_in_handed_on=(len(should_be), 1))
+    check.equal(snapshots_of_4_ranks_in_handed_on=(len(should_be), 1))
     runs = {sha256(path) for path in suite.rglob("snapshot.prev.safetensors") if is_the_reference_run(path.parent)}
-    check.equal("S4", sha256=(runs, should_be))
+    check.equal(sha256=(runs, should_be))
 
 
 def is_the_reference_run(folder: Path) -> bool:
@@ -118,27 +118,27 @@ def is_the_reference_run(folder: Path) -> bool:
 @clause("J12", "R3", "R4")
 def test_it_trains_when_nothing_is_exported_and_ranks_are_dealt_out(check, user):
     """srun takes over --export=NONE, and has no PATH then; no stub of it shows that. Rank 1 is on the second node here."""
-    with holds(check, "J12"):
+    with holds(check["J12"]):
         job = user.submit(FP64, nodes=2, ranks=2, options="--export=NONE --distribution=cyclic")
         code = job.ends()
-        check.equal("J12", exit_code=(f"{code}: {job.said()[-400:]}" if code else 0, 0))
+        check["J12"].equal(exit_code=(f"{code}: {job.log_text()[-400:]}" if code else 0, 0))
         (start,) = job.starts()
         told = {name: [row[name] for row in start["ranks"]] for name in ("host", "local_rank", "node_rank")}
-        check.equal("R3", hosts=(told["host"], told["host"][:2] * 2), local_ranks=(told["local_rank"], [0, 0, 1, 1]))
-        check.equal("R4", node_ranks=(told["node_rank"], [0, 1, 0, 1]))
-        check.close("J12", job.run().losses, golden.load()["losses"], T1)
+        check["R3"].equal(hosts=(told["host"], told["host"][:2] * 2), local_ranks=(told["local_rank"], [0, 0, 1, 1]))
+        check["R4"].equal(node_ranks=(told["node_rank"], [0, 1, 0, 1]))
+        check["J12"].close(job.run().losses, golden.load()["losses"], T1)
 
 
 @clause("J10")
 def test_it_comes_back_only_so_often(check, user):
     """As the thousandth start of its job it does not, and says how to go on."""
-    with holds(check, "J10"):
+    with holds(check):
         user.cluster.slow_disk(0)
         job = user.submit(f"{LONG}0", nodes=1, ranks=1, variables={user.restarts: "1000"})
         job.trains()
         user.stop(job)
-        check.equal("J10", exit_code=(job.ends(60), 75), says=("to resume" in job.said(), True))
-        check.equal("J10", jobs_in_the_queue=(queue(user.cluster), []))
+        check.equal(exit_code=(job.ends(60), 75), says=("to resume" in job.log_text(), True))
+        check.equal(jobs_in_the_queue=(queue(user.cluster), []))
 
 
 @clause("J16")
@@ -148,24 +148,24 @@ def test_a_full_disk(check, user):
 
     def on_each_node(command: str) -> None:
         for node in nodes:
-            ended = user.cluster.on(node, command, user=False)
-            assert ended.returncode == 0, ended.stderr
+            result = user.cluster.on(node, command, user=False)
+            assert result.returncode == 0, result.stderr
 
     def seen() -> Path:
         """What is on the disk, which is one node's own, as this machine sees it."""
         on_each_node(f"cp -r {folder}/. {user.folder}/runs/seen")
         return user.here / "runs/seen"
 
-    with holds(check, "J16"):
+    with holds(check):
         user.cluster.slow_disk(0)
         assert user.cluster.on("login", f"mkdir -p {folder} {user.folder}/runs/seen").returncode == 0
         on_each_node(f"mount -t tmpfs -o size=800k,uid={UID} full {folder}")
         job = user.submit(FP64, nodes=1, ranks=2, run="full")
-        check.equal("J16", exit_code=(job.ends(), 8), says=("No space left" in job.said(), True))
-        check.equal("J16", step_of_the_snapshot=(whole(seen()), 14))
+        check.equal(exit_code=(job.ends(), 8), says=("No space left" in job.log_text(), True))
+        check.equal(step_of_the_snapshot=(whole(seen()), 14))
         on_each_node(f"mount -o remount,size=8m {folder}")
         again = user.submit(FP64, nodes=1, ranks=2, run="full")
-        check.equal("J16", exit_code=(again.ends(), 0), step_of_the_snapshot=(whole(seen()), 42))
+        check.equal(exit_code=(again.ends(), 0), step_of_the_snapshot=(whole(seen()), 42))
         on_each_node(f"umount {folder}")
 
 
@@ -175,10 +175,10 @@ def test_a_full_disk(check, user):
 @clause("J19")
 def test_before_install_sh_it_starts_nothing(check, cluster, site):
     """In another copy of the repository: whoever forgets it is told so at once, and not by a traceback of each rank."""
-    with holds(check, "J19"):
+    with holds(check):
         folder = cluster.put_site("not-installed")
         job = Plain(Submitter(cluster, site, folder), site.cases[0]).submit().runs()
-        check.holds("J19", *job.before_install())
+        check.holds(*job.before_install())
 
 
 @pytest.fixture(scope="session")
@@ -191,8 +191,8 @@ def plain(user, site) -> Callable[[], Plain]:
 @clause("J18")
 @pytest.mark.timeout(360, method="thread")
 def test_it_trains_as_a_user_submits_it(check, plain):
-    with holds(check, "J18"):
-        check.holds("J18", *plain().faults())
+    with holds(check):
+        check.holds(*plain().faults())
 
 
 @only(when=lambda site: len(site.cases) > 1)
@@ -201,22 +201,22 @@ def test_it_trains_as_a_user_submits_it(check, plain):
 def test_every_choice_is_submitted(check, cluster, site, user):
     """What needs another environment is installed beside, in another copy of the repository."""
     for case in site.cases[1:]:
-        with holds(check, "J18"):
+        with holds(check["J18"]):
             mine = user
             if case.install is not None:
                 mine = Submitter(cluster, site, cluster.put_site(f"choice-{case.name}"))
                 script = mine.here / case.script
                 script.write_text(case.edited(script.read_text()))
-                ended = cluster.on("login", ["./install.sh", *case.install.split()], folder=mine.folder, timeout=240)
-                assert ended.returncode == 0, ended.stdout + ended.stderr
+                result = cluster.on("login", ["./install.sh", *case.install.split()], folder=mine.folder, timeout=240)
+                assert result.returncode == 0, result.stdout + result.stderr
             job = Plain(mine, case if case.install is None else replace(case, edit={})).submit().runs()
-            check.holds("J18", *job.faults())
-            check.holds("R7", *(job.sharing() if case.as_it_stands else ()))
+            check["J18"].holds(*job.faults())
+            check["R7"].holds(*(job.sharing() if case.as_it_stands else ()))
 
 
 @clause("A5")
 def test_the_core_that_was_installed_is_this_repository_s(check, user):
-    check.holds("A5", *of_the_core(user.here))
+    check.holds(*of_the_core(user.here))
 
 
 # ---- where its ranks are --------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_the_core_that_was_installed_is_this_repository_s(check, user):
 
 def placed(user, change: Callable[[str], str] = str, torch: bool = True) -> list[placement.Row]:
     """Of the unedited job, or of a changed one: where a probe was started that stood in the place of train.py."""
-    train, script, results = user.here / "train.py", user.here / user.site.facts["submit"], user.here / "placed"
+    train, script, results = user.here / "train.py", user.here / user.site.toml["submit"], user.here / "placed"
     before = train.read_text(), script.read_text()
     shutil.rmtree(results, ignore_errors=True)
     results.mkdir()
@@ -243,27 +243,27 @@ def placed(user, change: Callable[[str], str] = str, torch: bool = True) -> list
 @clause("J9", "R7")
 def test_ranks_are_on_the_cores_near_their_device(check, plain, site):
     """In blocks, each with a device of its own and cores of its own, near it where site.toml says what is near."""
-    with holds(check, "J9"):
+    with holds(check["J9"]):
         job = plain()
         rows = [[row.rank, row.host, placement.device_of(site, row), placement.ranges({*row.cpus})] for row in job.rows]
         print(json.dumps(rows))
-        check.holds("R7", *job.sharing())
-        check.holds("J9", *job.misplaced())
+        check["R7"].holds(*job.sharing())
+        check["J9"].holds(*job.misplaced())
 
 
 @only(when=layer.brings_a_plugin)
 @clause("J13")
 def test_rccl_opens_its_network_plugin(check, user):
     """On several nodes. Which file, by RCCL's own order of search; whether that starts, only the machine shows."""
-    with holds(check, "J13"):
+    with holds(check):
         rows = placed(user, torch=False)
         print({row.plugin for row in rows})
-        check.holds("J13", *placement.unplugged(rows))
+        check.holds(*placement.unplugged(rows))
 
 
 @pytest.mark.rejects("J9")
 def test_ranks_that_are_not_bound_are_rejected(user, site):
-    rows = placed(user, lambda script: placement.unbound(script, site.facts["launcher"]), torch=False)
+    rows = placed(user, lambda script: placement.unbound(script, site.toml["launcher"]), torch=False)
     assert placement.misplaced(site, rows) or placement.doubled(site, rows, "core")
 
 
@@ -318,29 +318,29 @@ def life(user) -> Life:
 
 @clause("J13")
 def test_ranks_meet_over_the_first_interface(check, life, site):
-    with holds(check, "J13"):
+    with holds(check):
         life.training()
         found = set()
         for node in life.nodes():
             lines = life.cluster.on(node, ["ss", "-Htnp", "state", "established"], user=False).stdout.splitlines()
             found |= {address for line in lines if "python" in line for address in re.findall(rf"{SUBNET}\.(\d+)\.\d+:", line)}
         first = interfaces_of(site)[0]
-        check.equal("J13", interfaces_between_ranks=({interfaces_of(site)[int(k)] for k in found}, {first}))
+        check.equal(interfaces_between_ranks=({interfaces_of(site)[int(k)] for k in found}, {first}))
 
 
 @only(when=lambda site: site.shares_nodes)
 @clause("J13")
 def test_two_jobs_on_one_node_do_not_meet(check, user):
     """Started at the same moment."""
-    with holds(check, "J13"):
+    with holds(check):
         user.cluster.slow_disk(SLOW)
         node = f"--nodelist={user.cluster.names[-1]}"
         jobs = [user.submit(LONG, nodes=1, ranks=1, options=node) for _ in range(2)]
         for job in jobs:
             job.trains()
-        check.equal("J13", both_train=([job.alive() for job in jobs], [True, True]))
+        check.equal(both_train=([job.alive() for job in jobs], [True, True]))
         rows = [job.starts()[-1]["ranks"] for job in jobs]
-        check.equal("J13", hosts=([[row["host"] for row in of] for of in rows], [[user.cluster.names[-1]]] * 2))
+        check.equal(hosts=([[row["host"] for row in of] for of in rows], [[user.cluster.names[-1]]] * 2))
         for job in jobs:
             user.cluster.on("login", [user.scheduler.cancels, job.number])
             job.ends()
@@ -348,50 +348,50 @@ def test_two_jobs_on_one_node_do_not_meet(check, user):
 
 @clause("J17")
 def test_a_second_job_on_its_run_directory_is_refused(check, life):
-    with holds(check, "J17"):
+    with holds(check):
         first = life.training()
         starts = len(first.starts())
         second = life.user.submit(LONG, nodes=1, ranks=1, run="life")
         code = second.ends(90)
-        check.equal("J17", exit_code=(code, 3), says=("in use by" in second.said(), True))
-        check.equal("J17", first_one_lives=(first.alive(), True), starts=(len(first.starts()), starts))
+        check.equal(exit_code=(code, 3), says=("in use by" in second.log_text(), True))
+        check.equal(first_one_lives=(first.alive(), True), starts=(len(first.starts()), starts))
 
 
 # ---- what happens to it ---------------------------------------------------------------------------------------------
 
 
-def resumes(check, name: str, job: Job, log: str = "") -> None:
+def resumes(check, job: Job, log: str = "") -> None:
     """It comes back by itself, at the step at which it has saved, with the flags that it had. log: what it had printed."""
     __tracebackhide__ = True
     start = job.comes_back()["step"]
     *_, end = (record for record in job.run().records if record["kind"] == "end")
-    check.equal(name, exit_code=(end["exit_code"], 75), resumes_at_step=(start, end["step"]))
+    check.equal(exit_code=(end["exit_code"], 75), resumes_at_step=(start, end["step"]))
     *_, before, again = (record["config"] for record in job.starts())
     changed = {flag: (before[flag], again.get(flag)) for flag in before if again.get(flag) != before[flag]}
-    check.equal(name, flags_of_the_start_before=(changed, {}), its_log_is_kept=(job.said().startswith(log), True))
+    check.equal(flags_of_the_start_before=(changed, {}), its_log_is_kept=(job.log_text().startswith(log), True))
 
 
-def recovers(check, name: str, job: Job, step: int) -> None:
+def recovers(check, job: Job, step: int) -> None:
     """It comes back by itself, and has lost nothing that was saved at this step."""
     __tracebackhide__ = True
-    check.equal(name, resumes_behind_the_snapshot=(job.comes_back(lost=True)["step"] < step, False))
+    check.equal(resumes_behind_the_snapshot=(job.comes_back(lost=True)["step"] < step, False))
 
 
 @clause("J10")
 def test_it_comes_back_when_it_is_stopped(check, life):
-    with holds(check, "J10"):
+    with holds(check):
         job = life.training()
-        log = job.said()
+        log = job.log_text()
         life.user.stop(job)
-        resumes(check, "J10", job, log)
+        resumes(check, job, log)
 
 
-@only(when=lambda site: site.facts["job"].get("ends_when_stopped"))
+@only(when=lambda site: site.toml["job"].get("ends_when_stopped"))
 @clause("J10")
 def test_it_does_not_come_back_where_that_is_prohibited(check, user, site):
     """As in a queue for tests, whose jobs may not follow each other: it says how to go on."""
-    for options in site.facts["job"]["ends_when_stopped"]:
-        with holds(check, "J10"):
+    for options in site.toml["job"]["ends_when_stopped"]:
+        with holds(check):
             user.cluster.slow_disk(SLOW)
             job = user.submit(LONG, nodes=1, ranks=1, options=options)
             job.trains()
@@ -400,43 +400,43 @@ def test_it_does_not_come_back_where_that_is_prohibited(check, user, site):
             state = "in the queue again" if job.alive() else "ended"
             if job.alive():
                 user.cluster.on("login", [user.scheduler.cancels, job.number])
-            check.equal("J10", **{f"stopped, with {options}, it is": (state, "ended")})
-            check.equal("J10", exit_code=(job.code(), 75), says=("to resume" in job.said(), True))
+            check.equal(**{f"stopped, with {options}, it is": (state, "ended")})
+            check.equal(exit_code=(job.code(), 75), says=("to resume" in job.log_text(), True))
 
 
 @SLURM
 @clause("J10")
 def test_it_comes_back_after_its_time_limit(check, life):
     """Warned by the scheduler, and by nobody else."""
-    with holds(check, "J10"):
+    with holds(check):
         job = life.training()
-        limit = job.facts()["TimeLimit"]
+        limit = job.fields()["TimeLimit"]
         life.ends_in(100)
         job.until(lambda: life.user.waits(job), "its place in the queue")
         life.root(f"scontrol update jobid={job.id} TimeLimit={limit}")
-        resumes(check, "J10", job)
+        resumes(check, job)
 
 
 @SLURM
 @clause("J10")
 def test_it_comes_back_when_it_is_preempted(check, life):
     """Its ranks are told by SIGTERM, and have the partition's grace time."""
-    with holds(check, "J10"):
+    with holds(check):
         job = life.training()
         nodes = ",".join(life.nodes())
         life.root(f"sbatch --partition={URGENT} --exclusive --nodelist={nodes} --output=/dev/null --wrap='sleep 1'")
-        resumes(check, "J10", job)
+        resumes(check, job)
 
 
 def without(check, life, switch: Callable[[str, str], object]) -> None:
     """It goes on without its last node, which is switched "down", and "up" again afterwards."""
     __tracebackhide__ = True
-    with holds(check, "J14"):
+    with holds(check["J14"]):
         job = life.training()
         step, node = whole(job.folder), life.nodes()[-1]
         switch(node, "down")
         try:
-            recovers(check, "J14", job, step)
+            recovers(check["J14"], job, step)
         finally:
             switch(node, "up")
             life.is_back(node)
@@ -458,47 +458,47 @@ def test_it_comes_back_when_a_node_loses_its_link(check, life, site):
 @clause("J14")
 def test_it_comes_back_when_a_node_crashes(check, life):
     """Rank 0's: the lock of the run directory is a dead host's then."""
-    with holds(check, "J14"):
+    with holds(check):
         job = life.training()
         step = whole(job.folder)
         life.cluster.crash(life.nodes()[0])
-        recovers(check, "J14", job, step)
+        recovers(check, job, step)
 
 
 @SLURM
 @clause("J16")
 def test_a_time_limit_shorter_than_the_save(check, life):
-    with holds(check, "J16"):
+    with holds(check):
         job = life.training()
         before = whole(job.folder)
         life.cluster.slow_disk(120)
         life.ends_in(0)
-        check.equal("J16", ends_as=(job.ends(), "TIMEOUT"))
-        check.equal("J16", snapshot_of_step_or_later=(whole(job.folder) >= before, True))
+        check.equal(ends_as=(job.ends(), "TIMEOUT"))
+        check.equal(snapshot_of_step_or_later=(whole(job.folder) >= before, True))
 
 
 @clause("J15")
 def test_a_cancelled_job_saves_and_does_not_come_back(check, life):
-    with holds(check, "J15"):
+    with holds(check):
         job = life.training()
         step = whole(job.folder)
         life.cluster.on("login", [life.user.scheduler.cancels, job.number])
         code = job.ends()
-        check.equal("J15", ends_as=(code, "CANCELLED"), saved=(whole(job.folder) > step, True))
-        check.equal("J15", jobs_in_the_queue=(queue(life.cluster), []))
+        check.equal(ends_as=(code, "CANCELLED"), saved=(whole(job.folder) > step, True))
+        check.equal(jobs_in_the_queue=(queue(life.cluster), []))
 
 
 @clause("J14")
 def test_its_losses_are_those_of_one_that_nothing_happened_to(check, life):
-    with holds(check, "J14"):
+    with holds(check):
         job = life.training(slow=0)
-        check.equal("J14", exit_code=(job.ends(), 0))
+        check.equal(exit_code=(job.ends(), 0))
         other = life.user.submit(LONG, nodes=2, ranks=1)
-        check.equal("J14", exit_code=(other.ends(), 0))
+        check.equal(exit_code=(other.ends(), 0))
         run, never = job.run(), other.run()
-        check.equal("J14", losses=(run.values("step", "loss_hex"), never.values("step", "loss_hex")))
-        check.close("J14", run.losses, reference.train(epochs=120, steps=5)["losses"], T1)
-        check.equal("J14", snapshot=(sha256(job.folder / SNAPSHOT), sha256(other.folder / SNAPSHOT)))
+        check.equal(losses=(run.values("step", "loss_hex"), never.values("step", "loss_hex")))
+        check.close(run.losses, reference.train(epochs=120, steps=5)["losses"], T1)
+        check.equal(snapshot=(sha256(job.folder / SNAPSHOT), sha256(other.folder / SNAPSHOT)))
 
 
 # ---- what its scheduler takes, and what it refuses -------------------------------------------------------------------
@@ -506,7 +506,7 @@ def test_its_losses_are_those_of_one_that_nothing_happened_to(check, life):
 
 @clause("V11")
 def test_what_is_wrong_is_refused(check, cluster, site):
-    check.holds("V11", *taken(cluster, site, cluster.put_site()))
+    check.holds(*taken(cluster, site, cluster.put_site()))
 
 
 @clause("V11")
@@ -514,29 +514,29 @@ def test_what_is_wrong_is_refused(check, cluster, site):
 def test_every_script_is_taken_as_it_stands(check, cluster, site):
     """--test-only looks for nodes, too. A job that is held shows whose it is."""
     folder = cluster.put_site()
-    queued = site.facts.get("queue", {})
+    queued = site.toml.get("queue", {})
     for script in site.job_scripts:
         asked = cluster.on("login", f"sbatch --test-only {script.name}", folder=folder)
         look = "squeue -h -o '%a %q' -j $job; scancel $job"
-        ended = cluster.on("login", f"job=$(sbatch --parsable --hold {script.name}) && {{ {look}; }}", folder=folder)
-        said = " | ".join(f"{asked.stderr}{ended.stderr}".splitlines()[-2:])
-        if asked.returncode or ended.returncode or ended.stderr:
-            check.holds("V11", f"{script.name}: refused ({said}), but should be taken as it stands")
+        result = cluster.on("login", f"job=$(sbatch --parsable --hold {script.name}) && {{ {look}; }}", folder=folder)
+        output = " | ".join(f"{asked.stderr}{result.stderr}".splitlines()[-2:])
+        if asked.returncode or result.returncode or result.stderr:
+            check.holds(f"{script.name}: refused ({output}), but should be taken as it stands")
         if "account" in queued:
-            account, qos = ended.stdout.split()
-            check.equal("V11", account=(account, queued["account"].lower()))  # Slurm has no capitals in them
-            check.equal("V11", qos_is_one_of_the_site=(qos in queued.get("qos", ["normal"]), True))
+            account, qos = result.stdout.split()
+            check.equal(account=(account, queued["account"].lower()))  # Slurm has no capitals in them
+            check.equal(qos_is_one_of_the_site=(qos in queued.get("qos", ["normal"]), True))
 
 
 @clause("V11")
 @only(schedulers=["pbs"])
 def test_pbs_takes_its_script_and_keeps_what_can_never_run(check, cluster, site):
     """It refuses too many nodes only where a queue has a limit."""
-    folder, script = cluster.put_site(), site.facts["submit"]
+    folder, script = cluster.put_site(), site.toml["submit"]
     # Without the site's environment it ends by itself, perhaps before qdel comes.
-    ended = cluster.on("login", f"job=$(qsub {script}); code=$?; qdel $job &>/dev/null; exit $code", folder=folder)
-    check.equal("V11", exit_code=(ended.returncode, 0), errors=(ended.stderr, ""))
+    result = cluster.on("login", f"job=$(qsub {script}); code=$?; qdel $job &>/dev/null; exit $code", folder=folder)
+    check.equal(exit_code=(result.returncode, 0), errors=(result.stderr, ""))
     ask = f"job=$(qsub -l select={len(cluster.names) + 1} {script}) && qstat -f $job && qdel $job"
-    ended = cluster.on("login", ask, folder=folder)
-    told = "Can Never Run: Not enough total nodes available" in ended.stdout
-    check.equal("V11", told_that_it_never_runs=(told, True), errors=(ended.stderr, ""))
+    result = cluster.on("login", ask, folder=folder)
+    told = "Can Never Run: Not enough total nodes available" in result.stdout
+    check.equal(told_that_it_never_runs=(told, True), errors=(result.stderr, ""))

@@ -126,13 +126,12 @@ class Runs:
         """after: goes on from a copy of that run's directory."""
         if after:
             shutil.copytree(after.folder, self.folder / name)
-        ended = train(self.program, self.folder / name, launch, ranks, flags, stop)
-        if ended.exit_codes != [75 if stop else 0] * ranks:
-            said = " ".join(line for text in ended.errors for line in text.splitlines()[-3:])
-            pytest.fail(
-                f"{self.program.name}, {name}: exit codes={ended.exit_codes} {said[-600:]}, but should be {75 if stop else 0}"
-            )
-        return ended
+        result = train(self.program, self.folder / name, launch, ranks, flags, stop)
+        if result.exit_codes != [75 if stop else 0] * ranks:
+            output = " ".join(line for text in result.errors for line in text.splitlines()[-3:])
+            codes = f"exit codes={result.exit_codes} {output[-600:]}, but should be {75 if stop else 0}"
+            pytest.fail(f"{self.program.name}, {name}: {codes}")
+        return result
 
     @functools.cached_property
     def whole(self) -> Run:
@@ -233,16 +232,16 @@ each = pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
 @each
 def test_learns(check, runs):
     """A file of a user, as short as it is, under the flags that it ships."""
-    check.holds("L14", *too_long_or_crowded(runs.program))
+    check.holds(*too_long_or_crowded(runs.program))
     losses, held_out = runs.whole.values("epoch", "loss"), runs.whole.values("epoch", "eval_loss")
-    check.equal("L14", epochs=(len(losses) > 1, True), losses=(losses, sorted(losses, reverse=True)))
-    check.equal("L14", learns=(losses[-1] < losses[0] and held_out[-1] < held_out[0], True))
+    check.equal(epochs=(len(losses) > 1, True), losses=(losses, sorted(losses, reverse=True)))
+    check.equal(learns=(losses[-1] < losses[0] and held_out[-1] < held_out[0], True))
 
 
 @clause("C7")
 @each
 def test_resumes_as_if_never_stopped(check, runs):
-    check.holds("C7", *resumes_where_it_stopped(runs, runs.resumed), *differs_from_the_whole(runs))
+    check.holds(*resumes_where_it_stopped(runs, runs.resumed), *differs_from_the_whole(runs))
 
 
 @clause("C2", "L16")
@@ -250,18 +249,18 @@ def test_resumes_as_if_never_stopped(check, runs):
 def test_goes_on_at_another_site(check, runs):
     """In other ranks than it was stopped in, along the same losses unless a note says why not."""
     handed_on, whole = runs.handed_on, runs.whole
-    check.equal("C2", another_site=(runs.there.site == runs.here.site, False))
-    check.holds("C2", *resumes_where_it_stopped(runs, handed_on))
-    check.equal("C2", ranks=([len(start["ranks"]) for start in handed_on.of("start")], [2, runs.others]))
+    check["C2"].equal(another_site=(runs.there.site == runs.here.site, False))
+    check["C2"].holds(*resumes_where_it_stopped(runs, handed_on))
+    check["C2"].equal(ranks=([len(start["ranks"]) for start in handed_on.of("start")], [2, runs.others]))
     epochs = handed_on.values("epoch", "loss")
-    check.equal("C2", goes_on_learning=(epochs[-1] < epochs[0], True))
+    check["C2"].equal(goes_on_learning=(epochs[-1] < epochs[0], True))
     if not runs.notes:
-        check.close("C2", handed_on.losses, whole.losses, T1)
+        check["C2"].close(handed_on.losses, whole.losses, T1)
     elif runs.noted("random numbers"):
         canonical = runs.handed_on_canonical
-        check.holds("C2", *resumes_where_it_stopped(runs, canonical))
-        check.close("L16", canonical.losses, runs.whole_canonical.losses, T0)
-        check.equal("L16", tensors=tuple(of_snapshot(run, "crc32") for run in (canonical, runs.whole_canonical)))
+        check["C2"].holds(*resumes_where_it_stopped(runs, canonical))
+        check["L16"].close(canonical.losses, runs.whole_canonical.losses, T0)
+        check["L16"].equal(tensors=tuple(of_snapshot(run, "crc32") for run in (canonical, runs.whole_canonical)))
 
 
 @clause("L17")
@@ -269,9 +268,9 @@ def test_goes_on_at_another_site(check, runs):
 def test_notes_say_what_depends_on_the_world_size(check, runs):
     """BatchNorm, if its statistics are in the snapshot; else random numbers, if other ranks have had other losses."""
     depends = worst_deviation(runs.handed_on.losses, runs.whole.losses) > T1
-    check.equal("L17", names_batch_norm=(runs.noted("BatchNorm"), runs.has_batch_norm))
-    check.equal("L17", notes=(len(runs.notes), int(depends)), same_notes=({*map(str, [runs.notes])}, {*printed(runs.whole)}))
-    check.equal("L17", names_random_numbers=(runs.noted("random numbers"), depends and not runs.has_batch_norm))
+    check.equal(names_batch_norm=(runs.noted("BatchNorm"), runs.has_batch_norm))
+    check.equal(notes=(len(runs.notes), int(depends)), same_notes=({*map(str, [runs.notes])}, {*printed(runs.whole)}))
+    check.equal(names_random_numbers=(runs.noted("random numbers"), depends and not runs.has_batch_norm))
 
 
 def printed(run: Run) -> list[str]:

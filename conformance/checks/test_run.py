@@ -63,10 +63,10 @@ class Runs:
 
     def filled(self, flags: str) -> str:
         """The flags with the path of noisy.py, a copy where all nodes see it."""
-        there = self.root / "noisy.py"
+        path = self.root / "noisy.py"
         if "{noisy}" in flags:
-            self.world.on_rank_0(lambda: bool(shutil.copy(NOISY_FILE, there)))
-        return flags.format(noisy=there)
+            self.world.on_rank_0(lambda: bool(shutil.copy(NOISY_FILE, path)))
+        return flags.format(noisy=path)
 
     def once(self, launch, flags: str, again: bool = False) -> Path:
         return self.folders.setdefault((launch, flags, again), self.folder(launch, f"once-{len(self.folders)}"))
@@ -107,18 +107,18 @@ def long(world, workload: str = "--workload digits") -> tuple[str, int]:
     return f"{workload} --epochs 2 --lr 0.01 --global-batch-size {size}", 1438 // size
 
 
-def ended(check, clause_id, run, code) -> None:
+def ended(check, run, code) -> None:
     """All ranks have ended with this code."""
     __tracebackhide__ = True
     if run.exit_codes != [code] * len(run.exit_codes):
-        said = " | ".join(" ".join(text.split())[-400:] for text in run.errors if text) or "nothing"
-        check.holds(clause_id, f"exit codes={run.exit_codes}, but should be all {code}; standard error: {said}")
+        output = " | ".join(" ".join(text.split())[-400:] for text in run.errors if text) or "nothing"
+        check.holds(f"exit codes={run.exit_codes}, but should be all {code}; standard error: {output}")
 
 
-def done(check, clause_id, *runs) -> None:
+def done(check, *runs) -> None:
     __tracebackhide__ = True
     for run in runs:
-        ended(check, clause_id, run, 0)
+        ended(check, run, 0)
 
 
 # ---- ranks --------------------------------------------------------------------------------------------------------
@@ -128,14 +128,14 @@ def done(check, clause_id, *runs) -> None:
 @clause("R1", "R2", "X1")
 def test_every_rank_is_there_once(check, world, launch, runs):
     run = runs.train(launch, FP64)
-    done(check, "X1", run)
+    done(check["X1"], run)
     *_, start = run.of("start")
     rows = start["ranks"]
-    check.equal("R1", rank=([row["rank"] for row in rows], [*range(world.size)]), world_size=(start["world_size"], world.size))
+    check["R1"].equal(rank=([row["rank"] for row in rows], [*range(world.size)]), world_size=(start["world_size"], world.size))
     per_node, devices = world.ranks_per_node, world.devices_visible_to_a_rank
     index = [rank % per_node % devices if devices else None for rank in range(world.size)]
     should_be = [[world.device if i is None else f"{world.device}:{i}", i, world.backend_in_use] for i in index]
-    check.equal("R2", device=([[row["device"], row["device_index"], row["backend"]] for row in rows], should_be))
+    check["R2"].equal(device=([[row["device"], row["device_index"], row["backend"]] for row in rows], should_be))
 
 
 @clause("R3", "R4")
@@ -143,15 +143,15 @@ def test_every_rank_is_there_once(check, world, launch, runs):
 def test_place_on_its_node(check, world, launch, runs, num_nodes):
     """On one node, and on two half as large: what is right on one node only shows there."""
     run = world.train(launch, runs.folder(launch, f"{num_nodes}-nodes"), SHORT, num_nodes)
-    done(check, "R3", run)
+    done(check["R3"], run)
     counted_on_each_node(check, run, num_nodes, world.size // num_nodes)
 
 
 def counted_on_each_node(check, run, num_nodes: int, per_node: int) -> list[dict]:
     __tracebackhide__ = True
     rows, ranks = run.values("start", "ranks")[-1], range(num_nodes * per_node)
-    check.equal("R3", local_rank=([row["local_rank"] for row in rows], [rank % per_node for rank in ranks]))
-    check.equal("R4", node_rank=([row["node_rank"] for row in rows], [rank // per_node for rank in ranks]))
+    check["R3"].equal(local_rank=([row["local_rank"] for row in rows], [rank % per_node for rank in ranks]))
+    check["R4"].equal(node_rank=([row["node_rank"] for row in rows], [rank // per_node for rank in ranks]))
     return rows
 
 
@@ -160,18 +160,18 @@ def counted_on_each_node(check, run, num_nodes: int, per_node: int) -> list[dict
 def test_place_in_the_job(check, world, launch, runs):
     """On as many nodes as the job has; there the hosts' names show that they are as many."""
     run = runs.train(launch, FP64)
-    done(check, "R3", run)
+    done(check["R3"], run)
     rows = counted_on_each_node(check, run, world.nodes, world.ranks_per_node)
     hosts = [sorted({row["host"] for row in rows if row["node_rank"] == node}) for node in range(world.nodes)]
-    check.equal("R4", hosts=(len({*map(tuple, hosts)}), world.nodes), hosts_of_a_node=([*map(len, hosts)], [1] * world.nodes))
+    check["R4"].equal(hosts=(len({*map(tuple, hosts)}), world.nodes), hosts_of_a_node=([*map(len, hosts)], [1] * world.nodes))
 
 
 @clause("R5")
 @only(sizes=(1,))
 def test_without_a_launcher_a_world_of_one(check, world, own, runs):
     run = world.alone(own, runs.folder(own, "alone"), SHORT)
-    done(check, "R5", run)
-    check.equal("R5", world_size=(run.values("start", "world_size"), [1]))
+    done(check, run)
+    check.equal(world_size=(run.values("start", "world_size"), [1]))
 
 
 @clause("R6", "X4")
@@ -179,12 +179,12 @@ def test_without_a_launcher_a_world_of_one(check, world, own, runs):
 @pytest.mark.parametrize("value", ["", "many"])
 def test_a_launcher_that_does_not_tell_the_world_size(check, world, launch, runs, value):
     variables = launch.variables_with("world_size")
-    check.equal("R6", variables_that_tell_the_world_size=(bool(variables), True))
+    check["R6"].equal(variables_that_tell_the_world_size=(bool(variables), True))
     run = world.train(launch, runs.folder(launch, f"told-{value}"), SHORT, environ=dict.fromkeys(variables, value))
-    check.equal("R6", starts=(len(run.of("start")), 0))
-    ended(check, "X4", run, 3)
+    check["R6"].equal(starts=(len(run.of("start")), 0))
+    ended(check["X4"], run, 3)
     unnamed = [rank for rank, text in enumerate(run.errors) if not any(name in text for name in variables)]
-    check.equal("X4", ranks_that_do_not_name_the_variable=(unnamed, []))
+    check["X4"].equal(ranks_that_do_not_name_the_variable=(unnamed, []))
 
 
 @clause("R10")
@@ -192,9 +192,9 @@ def test_a_launcher_that_does_not_tell_the_world_size(check, world, launch, runs
 def test_a_rank_is_who_mpi_says(check, world, launch, runs):
     """MPI's ranks in the other order: the last process is rank 0 now, and it alone writes."""
     run = world.train(launch, runs.folder(launch, "reversed"), SHORT, reversed_mpi=True)
-    done(check, "R10", run)
+    done(check, run)
     writers = [rank for rank, files in enumerate(run.written) if files]
-    check.equal("R10", the_process_that_is_rank_0=(writers, [world.size - 1]))
+    check.equal(the_process_that_is_rank_0=(writers, [world.size - 1]))
 
 
 # ---- what a site knows of this suite ------------------------------------------------------------------------------
@@ -204,8 +204,8 @@ def test_a_rank_is_who_mpi_says(check, world, launch, runs):
 def test_the_core_that_trains_is_this_repository_s(check, world, launch, runs):
     with core_of.watched() as found:
         run = world.train(launch, runs.folder(launch, "core"), SHORT)
-    done(check, "A5", run)
-    check.holds("A5", *sorted({line for lines in world.gather(found) for line in lines}))
+    done(check, run)
+    check.holds(*sorted({line for lines in world.gather(found) for line in lines}))
 
 
 @clause("A6")
@@ -215,12 +215,10 @@ def test_with_a_user_s_flags_alone(check, world, launch, runs):
     seed, lr = world.on_rank_0(lambda: (random.SystemRandom().randrange(1, 10**6), random.SystemRandom().uniform(0.05, 0.1)))
     flags, folder = f"--seed {seed} --lr {lr:.4f} --epochs 2", runs.folder(launch, "mine")
     run = world.train(launch, folder, flags, bare=True)
-    done(check, "A6", run)
+    done(check, run)
     documents = world.on_rank_0(lambda: [take_apart(path)["document"] for path in folder.rglob(SNAPSHOT)])
-    check.equal("A6", snapshots=(len(documents), 1), world_size=(documents[0]["world_size"], world.size))
-    check.holds(
-        "A6", *reference.not_the_history(documents[0]["history"], T2["cpu"], seed=seed, lr=float(f"{lr:.4f}"), epochs=2)
-    )
+    check.equal(snapshots=(len(documents), 1), world_size=(documents[0]["world_size"], world.size))
+    check.holds(*reference.not_the_history(documents[0]["history"], T2["cpu"], seed=seed, lr=float(f"{lr:.4f}"), epochs=2))
 
 
 # ---- the job script -----------------------------------------------------------------------------------------------
@@ -232,16 +230,16 @@ def test_the_job_script_passes_its_arguments_on(check, launch, runs):
     run = runs.train(launch, FP64)
     told = dict(workload="digits", precision="fp64", epochs=3, log_every=1, run_dir=str(run.folder))
     configs = [{name: config[name] for name in told} for config in run.values("start", "config")]
-    check.equal("J1", config=(configs[-1:], [told]))
+    check.equal(config=(configs[-1:], [told]))
 
 
 @machine(MISTYPED, only=True)
 @clause("J2", "X3")
 def test_the_job_script_hands_on_the_exit_code(check, launch, runs):
     run = runs.train(launch, MISTYPED)
-    ended(check, "J2", run, 2)
+    ended(check["J2"], run, 2)
     lines = [line for line in run.errors[0].splitlines() if "error" in line and "--epochs" in line]
-    check.equal("X3", lines_that_name_the_flag=(len(lines), 1))
+    check["X3"].equal(lines_that_name_the_flag=(len(lines), 1))
 
 
 @clause("R8")
@@ -252,35 +250,35 @@ def test_a_rank_of_another_start_is_not_joined(check, world, own, runs, job_id, 
     odd_start = (job_id or str(1001 + world.starts), restart)
     folder, flags = runs.folder(own, f"met-{job_id}"), f"{SHORT} --rendezvous-timeout 2"
     run = world.train(own, folder, flags, odd_start=odd_start)
-    ended(check, "R8", run, 4)
-    check.equal("R8", starts=(len(run.of("start")), 0), says=("belongs to" in "".join(run.errors), True))
+    ended(check, run, 4)
+    check.equal(starts=(len(run.of("start")), 0), says=("belongs to" in "".join(run.errors), True))
 
 
 @machine(FP64)
 @clause("R9")
 def test_the_end_says_how_fast_it_was(check, world, own, runs):
     run = runs.train(own, FP64)
-    done(check, "R9", run)
+    done(check, run)
     *_, end = run.of("end")
     speeds = [end.get(name, 0) for name in ("rows_a_second", "median", "p10")]
     parts = ("computing", "communication", "reading", "evaluation", "snapshots")
     seconds = {name: end["seconds"].get(name, -1) for name in parts}
-    check.equal("R9", all_speeds_are_told=(min(speeds) > 0, True), p10_is_the_slower=(speeds[2] <= speeds[1], True))
+    check.equal(all_speeds_are_told=(min(speeds) > 0, True), p10_is_the_slower=(speeds[2] <= speeds[1], True))
     rows = end["rows_a_second"] * end["seconds"]["training"]
-    check.equal("R9", rows_a_second_times_seconds_are_the_rows=(abs(rows / (42 * G) - 1) < 0.02, True))
+    check.equal(rows_a_second_times_seconds_are_the_rows=(abs(rows / (42 * G) - 1) < 0.02, True))
     outside = runs.seconds[own, FP64, False]
-    check.equal("R9", training_took_longer_than_the_run=(end["seconds"]["training"] > outside, False))
+    check.equal(training_took_longer_than_the_run=(end["seconds"]["training"] > outside, False))
     adds_up = abs(sum(seconds.values()) - end["seconds"]["training"]) < 0.1
-    check.equal("R9", all_parts_are_told=(min(seconds.values()) >= 0, True), the_parts_are_the_whole=(adds_up, True))
-    check.equal("R9", slowest_rank=(end.get("slowest_rank") in range(world.size), True))
+    check.equal(all_parts_are_told=(min(seconds.values()) >= 0, True), the_parts_are_the_whole=(adds_up, True))
+    check.equal(slowest_rank=(end.get("slowest_rank") in range(world.size), True))
 
 
 @clause("R9")
 @only(sizes=(2,))
 def test_the_slowest_rank_is_named(check, world, runs, first):
     run = train_own(world, runs, first, "lags", "--steps-per-epoch 4")
-    done(check, "R9", run)
-    check.equal("R9", slowest_rank=(run.values("end", "slowest_rank"), [1]))
+    done(check, run)
+    check.equal(slowest_rank=(run.values("end", "slowest_rank"), [1]))
 
 
 # ---- order of samples ---------------------------------------------------------------------------------------------
@@ -296,12 +294,12 @@ def test_order_of_samples(check, world, seed, epoch):
     mine = sample_order(seed, epoch, count)
     shares = world.gather(rows_of_rank(mine, G, world.rank, world.size).tolist())
     orders = world.gather(mine.tolist())
-    check.equal("D3", same_order_as_the_next_epoch=(orders[0] == sample_order(seed, epoch + 1, count).tolist(), False))
-    check.equal("D1", order=(orders, [should_be.tolist()] * world.size))
-    check.equal("D2", rows_of_each_rank=(shares, reference.batches(should_be, G, world.size).tolist()))
+    check["D3"].equal(same_order_as_the_next_epoch=(orders[0] == sample_order(seed, epoch + 1, count).tolist(), False))
+    check["D1"].equal(order=(orders, [should_be.tolist()] * world.size))
+    check["D2"].equal(rows_of_each_rank=(shares, reference.batches(should_be, G, world.size).tolist()))
     together = [sorted(row for share in shares for row in share[step]) for step in range(count // G)]
     global_batches = [sorted(should_be[step * G :][:G].tolist()) for step in range(count // G)]
-    check.equal("D2", global_batches=(together, global_batches))
+    check["D2"].equal(global_batches=(together, global_batches))
 
 
 @clause("D4")
@@ -314,11 +312,11 @@ def test_order_of_more_rows_than_can_be_sorted(check, world, count, first_step):
     places = np.arange(count) if count == 1000 else np.arange(first_step * G, (first_step + 3) * G)
     should_be = reference.keyed_order(7, 2, count, places)
     mine = keyed_order(7, 2, count, torch.from_numpy(places)).tolist()
-    check.equal("D4", order=(mine, should_be.tolist()), rows=(len({*mine}), len(places)), sorted_up_to=(SORTED_ORDER, 2**24))
+    check.equal(order=(mine, should_be.tolist()), rows=(len({*mine}), len(places)), sorted_up_to=(SORTED_ORDER, 2**24))
     if count > SORTED_ORDER:
         steps = Order(count, 7, G, world.rank, world.size).epoch(2, first_step, first_step + 3, torch.device("cpu"))
         shares = world.gather([rows.tolist() for rows in steps])
-        check.equal("D4", rows_of_each_rank=(shares, reference.batches(should_be, G, world.size).tolist()))
+        check.equal(rows_of_each_rank=(shares, reference.batches(should_be, G, world.size).tolist()))
 
 
 # ---- losses -------------------------------------------------------------------------------------------------------
@@ -328,47 +326,47 @@ def test_order_of_more_rows_than_can_be_sorted(check, world, count, first_step):
 @clause("L1")
 def test_every_step_is_recorded(check, own, runs):
     run = runs.train(own, FP64)
-    done(check, "L1", run)
-    check.equal("L1", steps=(run.values("step", "step"), [*range(42)]), epochs=(run.values("epoch", "epoch"), [0, 1, 2]))
-    check.equal("L1", losses_and_their_hex_forms=(run.values("step", "loss"), run.losses))
-    check.equal("L1", steps_of_epochs=(run.values("epoch", "step"), [14, 28, 42]), last_step=(run.values("end", "step"), [42]))
-    check.equal("L1", exit_codes=(run.values("end", "exit_code"), [0]))
+    done(check, run)
+    check.equal(steps=(run.values("step", "step"), [*range(42)]), epochs=(run.values("epoch", "epoch"), [0, 1, 2]))
+    check.equal(losses_and_their_hex_forms=(run.values("step", "loss"), run.losses))
+    check.equal(steps_of_epochs=(run.values("epoch", "step"), [14, 28, 42]), last_step=(run.values("end", "step"), [42]))
+    check.equal(exit_codes=(run.values("end", "exit_code"), [0]))
     start, choices = (
         run.of("start")[-1],
         dict(workload="digits", precision="fp64", epochs=3, global_batch_size=G, lr=0.1, seed=0),
     )
-    check.equal("L1", config=({name: start["config"][name] for name in choices}, choices))
-    check.equal("L1", rows=([start[f"{part}_rows"] for part in ("training", "held_out")], [1438, 359]))
+    check.equal(config=({name: start["config"][name] for name in choices}, choices))
+    check.equal(rows=([start[f"{part}_rows"] for part in ("training", "held_out")], [1438, 359]))
 
 
 @machine(FP64)
 @clause("L2")
 def test_losses_are_the_golden_ones_in_fp64(check, world, launch, runs):
     run = runs.train(launch, FP64)
-    done(check, "L2", run)
-    check.equal("L2", reduction=(run.values("start", "reduction"), ["ddp" if world.size > 1 else "none"]))
+    done(check, run)
+    check.equal(reduction=(run.values("start", "reduction"), ["ddp" if world.size > 1 else "none"]))
     check.curve("fp64", run.losses)
-    check.close("L2", run.losses, golden.load()["losses"], T1)
+    check.close(run.losses, golden.load()["losses"], T1)
 
 
 @machine(FP32)
 @clause("L3")
 def test_losses_are_the_golden_ones_in_fp32(check, world, own, runs):
     run = runs.train(own, FP32)
-    done(check, "L3", run)
+    done(check, run)
     check.curve("fp32", run.losses)
-    check.close("L3", run.losses, golden.load()["losses"], T2[world.device])
+    check.close(run.losses, golden.load()["losses"], T2[world.device])
     in_fp64 = reference.worst_deviation(run.losses, golden.load()["losses"]) < T1
-    check.equal("L3", same_losses_as_in_fp64=(in_fp64, False))
+    check.equal(same_losses_as_in_fp64=(in_fp64, False))
 
 
 @machine(FP64)
 @clause("L4")
 def test_evaluation_counts_every_row_once(check, own, runs):
     run = runs.train(own, FP64)
-    done(check, "L4", run)
-    check.close("L4", run.values("epoch", "eval_loss"), golden.load()["eval_losses"], T1, "held-out losses")
-    check.equal("L4", accuracies=(run.values("epoch", "eval_accuracy"), golden.load()["eval_accuracies"]))
+    done(check, run)
+    check.close(run.values("epoch", "eval_loss"), golden.load()["eval_losses"], T1, "held-out losses")
+    check.equal(accuracies=(run.values("epoch", "eval_accuracy"), golden.load()["eval_accuracies"]))
 
 
 @clause("L5", "S3")
@@ -377,10 +375,10 @@ def test_evaluation_counts_every_row_once(check, own, runs):
 )
 def test_again_is_bitwise_the_same(check, world, own, runs, flags):
     run, again = runs.train(own, flags), runs.train(own, flags, again=True)
-    done(check, "L5", run, again)
-    check.equal("L5", losses=(again.values("step", "loss_hex"), run.values("step", "loss_hex")))
-    check.close("L5", again.losses, run.losses, T0)
-    check.equal("S3", snapshot_sha256=world.on_rank_0(lambda: (sha256(again.folder / SNAPSHOT), sha256(run.folder / SNAPSHOT))))
+    done(check["L5"], run, again)
+    check["L5"].equal(losses=(again.values("step", "loss_hex"), run.values("step", "loss_hex")))
+    check["L5"].close(again.losses, run.losses, T0)
+    check["S3"].equal(snapshot_sha256=world.on_rank_0(lambda: (sha256(again.folder / SNAPSHOT), sha256(run.folder / SNAPSHOT))))
 
 
 @clause("L5")
@@ -388,28 +386,28 @@ def test_again_is_bitwise_the_same(check, world, own, runs, flags):
 def test_a_model_is_drawn_under_the_seed(check, world, runs, first):
     """By torch's generators, as most models are; the ranks of a test have drawn from them before."""
     drawn = [train_own(world, runs, first, "drawn", f"--steps-per-epoch 2 --seed {seed}") for seed in (3, 3, 4)]
-    done(check, "L5", *drawn)
+    done(check, *drawn)
     losses = [run.values("step", "loss_hex") for run in drawn]
-    check.equal("L5", losses=(losses[1], losses[0]), same_losses_under_another_seed=(losses[2] == losses[0], False))
+    check.equal(losses=(losses[1], losses[0]), same_losses_under_another_seed=(losses[2] == losses[0], False))
 
 
 @machine(FP64)
 @clause("L6")
 def test_it_learns(check, own, runs):
     run = runs.train(own, FP64)
-    done(check, "L6", run)
-    check.equal("L6", gradients_are_not_zero=(min(run.values("step", "grad_norm")) > 1e-6, True))
+    done(check, run)
+    check.equal(gradients_are_not_zero=(min(run.values("step", "grad_norm")) > 1e-6, True))
     means = np.reshape(run.losses, (3, -1)).mean(1)
-    check.equal("L6", losses_fall=(bool(means[2] < means[0] / 2), True))
+    check.equal(losses_fall=(bool(means[2] < means[0] / 2), True))
 
 
 @machine(FP64, SEED)
 @clause("L7")
 def test_another_seed_gives_another_curve(check, world, own, runs):
     run, other = runs.train(own, FP64), runs.train(own, SEED)
-    done(check, "L7", run, other)
-    check.equal("L7", differs=(reference.worst_deviation(other.losses, run.losses[:14]) > 1e-3, True))
-    check.close("L7", other.losses, reference.train(seed=1, epochs=1)["losses"], T1, "losses under seed 1")
+    done(check, run, other)
+    check.equal(differs=(reference.worst_deviation(other.losses, run.losses[:14]) > 1e-3, True))
+    check.close(other.losses, reference.train(seed=1, epochs=1)["losses"], T1, "losses under seed 1")
 
 
 @clause("L11")
@@ -417,12 +415,12 @@ def test_fp32_is_not_tf32(check, world, own, runs):
     """One matrix product as the run has left the settings: TF32 is off by 3e-4, bf16 by 2e-3, fp32 by 3e-7."""
     import torch
 
-    done(check, "L11", runs.train(own, FP32))
+    done(check, runs.train(own, FP32))
     left, right = (torch.tensor(reference.uniform(512 * 512, 11, side) - 0.5).view(512, 512) for side in (0, 1))
     exact = left @ right
     product = (left.float().to(world.device) @ right.float().to(world.device)).cpu().double()
     error = max(world.gather(((product - exact).norm() / exact.norm()).item()))
-    check.close("L11", [1 + error], [1.0], 1e-5, "a matrix product in fp32 (norm)")
+    check.close([1 + error], [1.0], 1e-5, "a matrix product in fp32 (norm)")
 
 
 @clause("L11")
@@ -430,26 +428,26 @@ def test_fp32_is_not_tf32(check, world, own, runs):
 @pytest.mark.parametrize("variable", ["NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"])
 def test_an_environment_that_turns_tf32_on_is_refused(check, world, runs, first, variable):
     run = world.train(first, runs.folder(first, variable), SHORT, environ={variable: "1"})
-    ended(check, "L11", run, 3)
-    check.equal("L11", names_the_variable=(variable in "".join(run.errors), True))
+    ended(check, run, 3)
+    check.equal(names_the_variable=(variable in "".join(run.errors), True))
 
 
 @clause("L12")
 @only(sizes=(2, 4))
 def test_canonical_is_bitwise_the_same_in_a_world_of_one(check, world, runs, first):
-    run = same_in_a_world_of_one(check, "L12", world, runs, first, FP32)
-    check.close("L12", run.losses, golden.load()["losses"], T2[world.device])
+    run = same_in_a_world_of_one(check, world, runs, first, FP32)
+    check.close(run.losses, golden.load()["losses"], T2[world.device])
 
 
-def same_in_a_world_of_one(check, clause_id, world, runs, launch, flags):
+def same_in_a_world_of_one(check, world, runs, launch, flags):
     __tracebackhide__ = True
     flags = f"{flags} --reduction canonical"
-    run, there = runs.train(launch, flags), runs.folder(launch, f"alone-{clause_id}")
-    single = world.alone(launch, there, runs.filled(flags))
-    done(check, clause_id, run, single)
-    check.equal(clause_id, losses=(run.values("step", "loss_hex"), single.values("step", "loss_hex")))
-    here, there = world.on_rank_0(lambda: [take_apart(one.folder / SNAPSHOT)["crc32"] for one in (run, single)])
-    check.equal(clause_id, checksums_of_tensors=(here, there))
+    run, path = runs.train(launch, flags), runs.folder(launch, f"alone-{check.clauses[0]}")
+    single = world.alone(launch, path, runs.filled(flags))
+    done(check, run, single)
+    check.equal(losses=(run.values("step", "loss_hex"), single.values("step", "loss_hex")))
+    here, path = world.on_rank_0(lambda: [take_apart(one.folder / SNAPSHOT)["crc32"] for one in (run, single)])
+    check.equal(checksums_of_tensors=(here, path))
     return run
 
 
@@ -457,17 +455,17 @@ def same_in_a_world_of_one(check, clause_id, world, runs, launch, flags):
 @clause("L13")
 def test_flat_sums_are_the_same_training(check, launch, runs):
     run = runs.train(launch, FLAT)
-    done(check, "L13", run)
-    check.equal("L13", reduction=(run.values("start", "reduction"), ["flat"]))
-    check.close("L13", run.losses, golden.load()["losses"], T1)
+    done(check, run)
+    check.equal(reduction=(run.values("start", "reduction"), ["flat"]))
+    check.close(run.losses, golden.load()["losses"], T1)
 
 
 @clause("L13")
 @pytest.mark.parametrize("flags", [f"{FP64} --accumulate 2", f"{FLAT} --accumulate 2"], ids=["ddp", "flat"])
 def test_micro_batches_are_the_same_training(check, runs, first, flags):
     run = runs.train(first, flags)
-    done(check, "L13", run)
-    check.close("L13", run.losses, golden.load()["losses"], T1)
+    done(check, run)
+    check.close(run.losses, golden.load()["losses"], T1)
 
 
 @functools.cache
@@ -481,51 +479,51 @@ def numpy_trace(**told) -> dict[str, list[float]]:
 def test_a_workload_of_ones_own(check, launch, runs):
     """Its rows are read one by one, and what they draw is known to NumPy."""
     run = runs.train(launch, NOISY)
-    done(check, "L14", run)
+    done(check, run)
     trace = numpy_trace()
-    check.close("L14", run.losses, trace["losses"], T1)
-    check.close("L14", run.values("epoch", "eval_loss"), trace["eval_losses"], T1, "held-out losses")
+    check.close(run.losses, trace["losses"], T1)
+    check.close(run.values("epoch", "eval_loss"), trace["eval_losses"], T1, "held-out losses")
 
 
 @clause("L15")
 def test_rows_are_the_same_whoever_reads_them(check, runs, first):
     run, workers = runs.train(first, NOISY), runs.train(first, f"{NOISY} --workers 2")
-    done(check, "L15", run, workers)
-    check.equal("L15", losses=(workers.values("step", "loss_hex"), run.values("step", "loss_hex")))
-    check.close("L15", workers.losses, numpy_trace()["losses"], T1)
+    done(check, run, workers)
+    check.equal(losses=(workers.values("step", "loss_hex"), run.values("step", "loss_hex")))
+    check.close(workers.losses, numpy_trace()["losses"], T1)
 
 
 @clause("L16")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_a_model_draws_depends_on_step_and_micro_batch(check, world, runs, first, accumulate):
     run = runs.train(first, f"{NOISY} --jitter 0.5 --accumulate {accumulate}")
-    done(check, "L16", run)
+    done(check, run)
     trace = numpy_trace(jitter=0.5, shards=world.size * accumulate)
-    check.close("L16", run.losses, trace["losses"], T1)
-    check.close("L16", run.values("epoch", "eval_loss"), trace["eval_losses"], T1, "held-out losses")
+    check.close(run.losses, trace["losses"], T1)
+    check.close(run.values("epoch", "eval_loss"), trace["eval_losses"], T1, "held-out losses")
 
 
 @clause("L16")
 @only(sizes=(2, 4))
 def test_dropout_under_canonical_is_that_of_a_world_of_one(check, world, runs, first):
-    same_in_a_world_of_one(check, "L16", world, runs, first, f"{DRAWS} --epochs 1")
+    same_in_a_world_of_one(check, world, runs, first, f"{DRAWS} --epochs 1")
 
 
 @clause("L17")
 def test_what_depends_on_the_world_size_is_said(check, world, runs, first):
     plain, noted = runs.train(first, FP64), runs.train(first, f"{NOISY} --batch-norm --dropout 0.2")
-    done(check, "L17", plain, noted)
+    done(check, plain, noted)
     (notes,), (none,) = noted.values("start", "notes"), plain.values("start", "notes")
-    said = {word: any(word in note and "world size" in note for note in notes) for word in ("BatchNorm1d", "dropout")}
-    check.equal("L17", notes=(said, dict.fromkeys(said, True)), notes_of_digits=(none, []))
-    check.equal("L17", notes_that_are_not_printed=([note for note in notes if note not in noted.output[0]], []))
+    output = {word: any(word in note and "world size" in note for note in notes) for word in ("BatchNorm1d", "dropout")}
+    check.equal(notes=(output, dict.fromkeys(output, True)), notes_of_digits=(none, []))
+    check.equal(notes_that_are_not_printed=([note for note in notes if note not in noted.output[0]], []))
 
 
 @clause("L18")
 @only(sizes=(2, 4))
 def test_all_ranks_begin_with_the_numbers_of_rank_0(check, world, runs, first):
     run = train_own(world, runs, first, "unseeded")
-    done(check, "L18", run)
+    done(check, run)
 
 
 @clause("L21")
@@ -534,19 +532,19 @@ def test_parameters_that_no_row_asks_for_are_left_alone(check, world, runs, firs
     """Of six experts each row asks for one, and for the last none does: a world of one sees which have a gradient."""
     single = world.alone(first, runs.folder(first, "experts-alone"), f"{own_file(world, runs, 'experts')} --epochs 1")
     kinds = [train_own(world, runs, first, "experts", f"--reduction {kind}") for kind in ("ddp", "flat", "canonical")]
-    done(check, "L21", single, *kinds)
+    done(check, single, *kinds)
     for run in kinds:
-        check.close("L21", run.losses, single.losses, T1)
+        check.close(run.losses, single.losses, T1)
     names = world.on_rank_0(lambda: [*take_apart(kinds[0].folder / SNAPSHOT)["tensors"]])
     states = {name.rpartition("experts.")[2][0] for name in names if name.startswith("optim.mean.experts")}
-    check.equal("L21", experts_with_a_state=("".join(sorted(states)), "01234"))
+    check.equal(experts_with_a_state=("".join(sorted(states)), "01234"))
 
 
 def train_own(world, runs, launch, name: str, flags: str = "", **told):
     """A run of one of broken/workloads.py."""
     workload = own_file(world, runs, name)
-    there = runs.folder(launch, f"{name}-{world.starts}")
-    return world.train(launch, there, f"{workload} --epochs 1 {flags}", **told)
+    path = runs.folder(launch, f"{name}-{world.starts}")
+    return world.train(launch, path, f"{workload} --epochs 1 {flags}", **told)
 
 
 def own_file(world, runs, name: str) -> str:
@@ -563,7 +561,7 @@ def test_products_are_rounded_as_was_asked_for(check, world, first, runs, precis
     import torch
 
     run = world.train(first, runs.folder(first, precision), f"{SHORT} --precision {precision}")
-    done(check, "L20", run)
+    done(check, run)
     images, labels, _, _ = reference.load()
     rows = reference.sample_order(0, 0, len(labels))[:G]
     parameters = {name: torch.from_numpy(values).float() for name, values in reference.initial_parameters(0).items()}
@@ -573,9 +571,9 @@ def test_products_are_rounded_as_was_asked_for(check, world, first, runs, precis
     with torch.autocast(world.device, {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
         logits = linear(torch.tanh(linear(inputs, weight1, bias1)), weight2, bias2)
     should_be = torch.nn.functional.cross_entropy(logits.float(), labels).item()
-    check.close("L20", run.losses, [should_be], 2e-6, "the first loss")
+    check.close(run.losses, [should_be], 2e-6, "the first loss")
     kinds = world.on_rank_0(lambda: {kind for kind, _ in take_apart(run.folder / SNAPSHOT)["tensors"].values()})
-    check.equal("L20", numbers_of_the_snapshot=(kinds, {"F32"}))
+    check.equal(numbers_of_the_snapshot=(kinds, {"F32"}))
 
 
 @clause("L19", "S5", "S9")
@@ -586,20 +584,20 @@ def test_the_other_workloads_are_a_plain_loop_s(check, world, first, runs, name)
     case, data = anchors.CASES[name], runs.root / f"data-{name}"
     should_be = world.on_rank_0(lambda: anchors.train(case, data, world.size))
     run = world.train(first, runs.folder(first, f"L19-{name}"), f"--precision fp64 {case.flags.format(data=data)}")
-    done(check, "L19", run)
+    done(check["L19"], run)
     recorded = {key: run.values("step", key) for key in ("loss", "grad_norm")}
     recorded |= {key: run.values("epoch", key.removeprefix("epoch_")) for key in ("epoch_loss", "eval_loss", case.metric)}
     for key, values in recorded.items():
-        check.close("L19", values, should_be[key], T1, key)
+        check["L19"].close(values, should_be[key], T1, key)
     files = world.on_rank_0(lambda: [take_apart(run.folder / file) for file in (SNAPSHOT, "best.safetensors")])
     document, best = (file["document"] for file in files)
-    check.equal("S5", crc32=(document["crc32"], files[0]["crc32"]))  # one of mnist's tensors has more than a megabyte
+    check["S5"].equal(crc32=(document["crc32"], files[0]["crc32"]))  # one of mnist's tensors has more than a megabyte
     history = [[row[0], *map(float.fromhex, row[1:])] for row in document["history"]]
     rows = zip(recorded["epoch_loss"], recorded["eval_loss"], recorded[case.metric], strict=True)
-    check.equal("S9", history=(history, [[epoch, *row] for epoch, row in enumerate(rows)]))
+    check["S9"].equal(history=(history, [[epoch, *row] for epoch, row in enumerate(rows)]))
     epoch = int(np.argmin(should_be["eval_loss"]))
     steps = (epoch + 1) * len(should_be["loss"]) // case.epochs
-    check.equal("S9", best=(document["best"], [epoch, recorded["eval_loss"][epoch].hex()]), step=(best["step"], steps))
+    check["S9"].equal(best=(document["best"], [epoch, recorded["eval_loss"][epoch].hex()]), step=(best["step"], steps))
 
 
 # ---- snapshot -----------------------------------------------------------------------------------------------------
@@ -609,29 +607,29 @@ def test_the_other_workloads_are_a_plain_loop_s(check, world, first, runs, name)
 @clause("S1", "S2", "S5", "S6")
 def test_what_a_snapshot_holds(check, world, own, runs):
     run = runs.train(own, FP64)
-    done(check, "S1", run)
+    done(check["S1"], run)
     there = world.on_rank_0(lambda: sorted(path.name for path in run.folder.iterdir()))
-    check.equal("S6", files=(there, sorted([SNAPSHOT, "snapshot.prev.safetensors", "best.safetensors", LOG])))
+    check["S6"].equal(files=(there, sorted([SNAPSHOT, "snapshot.prev.safetensors", "best.safetensors", LOG])))
     snapshot = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT))
     shapes = {f"{kind}.{name}": ("F64", [*shape]) for kind in ("model", "optim.momentum") for name, shape in LAYERS.items()}
-    check.equal("S1", tensors=(snapshot["tensors"], shapes))
+    check["S1"].equal(tensors=(snapshot["tensors"], shapes))
     document = snapshot["document"]
     known = {"format", "problem", "data", "step", "steps_per_epoch", "epochs_run", "epoch_loss_sum"}
     known |= {"history", "best", "crc32", "document_crc32", "world_size", "versions"}
-    check.equal("S2", metadata_keys=(snapshot["keys"], ["ddp_core"]), missing_in_the_document=(known - {*document}, set()))
+    check["S2"].equal(metadata_keys=(snapshot["keys"], ["ddp_core"]), missing_in_the_document=(known - {*document}, set()))
     facts = dict(format=2, step=42, epochs_run=3, steps_per_epoch=14, world_size=world.size)
-    check.equal("S2", **{name: (document[name], should_be) for name, should_be in facts.items()})
+    check["S2"].equal(**{name: (document[name], should_be) for name, should_be in facts.items()})
     text = json.dumps(
         {name: document[name] for name in {*document} - {"document_crc32"}}, sort_keys=True, separators=(",", ":")
     )
     sums = dict(crc32=snapshot["crc32"], document_crc32=zlib.crc32(text.encode()))
-    check.equal("S5", **{name: (document[name], should_be) for name, should_be in sums.items()})
+    check["S5"].equal(**{name: (document[name], should_be) for name, should_be in sums.items()})
 
 
 @clause("S1")
 def test_a_snapshot_holds_buffers_and_any_optimizer_s_state(check, world, runs, first):
     run = runs.train(first, f"{ALL} --epochs 1")
-    done(check, "S1", run)
+    done(check, run)
     trained = {"0.weight": [256, 64], "0.bias": [256], "4.weight": [10, 256], "4.bias": [10]}
     trained |= {"2.weight": [256], "2.bias": [256]}
     tensors = {f"model.{name}": ("F32", shape) for name, shape in trained.items()}
@@ -640,27 +638,27 @@ def test_a_snapshot_holds_buffers_and_any_optimizer_s_state(check, world, runs, 
     tensors |= {f"optim.{name}.{of}": ("F32", shape) for of, shape in trained.items() for name in ("mean", "square")}
     tensors |= {f"optim.step.{of}": ("F32", []) for of in trained}
     snapshot = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT))
-    check.equal("S1", tensors=(snapshot["tensors"], tensors))
+    check.equal(tensors=(snapshot["tensors"], tensors))
     counted = zlib.crc32((14 * 2).to_bytes(8, "little"))  # micro-batches of an epoch, and none of a trial
-    check.equal("S1", crc32_of_batches_tracked=(snapshot["crc32"]["model.2.num_batches_tracked"], counted))
+    check.equal(crc32_of_batches_tracked=(snapshot["crc32"]["model.2.num_batches_tracked"], counted))
 
 
 @clause("S4")
 def test_every_launcher_of_every_site_writes_the_same_bytes(check, world, launch, runs, first):
     for precision in (FP64, FP32):
         run, other = runs.train(launch, precision), runs.train(first, precision)
-        done(check, "S4", run, other)
+        done(check, run, other)
         mine, others = world.on_rank_0(lambda run=run, other=other: [sha256(one.folder / SNAPSHOT) for one in (run, other)])
-        check.equal("S4", **{f"sha256_as_of_{first}": (mine, others)})
+        check.equal(**{f"sha256_as_of_{first}": (mine, others)})
 
 
 @clause("S8")
 @pytest.mark.parametrize("num_nodes", [1, TWO])
 def test_rank_0_alone_writes(check, world, launch, runs, num_nodes):
     run = world.train(launch, runs.folder(launch, f"writers-{num_nodes}"), SHORT, num_nodes)
-    done(check, "S8", run)
+    done(check, run)
     writers = {rank: files for rank, files in enumerate(run.written) if files}
-    check.equal("S8", rank_0_writes=(SNAPSHOT in str(writers.pop(0, "")), True), other_writers=(writers, {}))
+    check.equal(rank_0_writes=(SNAPSHOT in str(writers.pop(0, "")), True), other_writers=(writers, {}))
 
 
 @clause("S9", "C8")
@@ -668,15 +666,15 @@ def test_rank_0_alone_writes(check, world, launch, runs, num_nodes):
 def test_epochs_that_are_not_evaluated_or_saved(check, world, runs, first):
     flags = f"{FP64} --eval-every 2 --save-every 2"
     run, plain = runs.train(first, flags), runs.train(first, FP64)
-    done(check, "S9", run, plain)
-    check.equal("C8", snapshots=(run.values("snapshot", "step"), [28, 42]))
+    done(check["S9"], run, plain)
+    check["C8"].equal(snapshots=(run.values("snapshot", "step"), [28, 42]))
     names = ("loss", "eval_loss", "eval_accuracy")
     rows = [[record.get(name) for name in names] for record in plain.of("epoch")]
     rows[0][1:] = [None, None]
-    check.equal("S9", epochs=([[record.get(name) for name in names] for record in run.of("epoch")], rows))
+    check["S9"].equal(epochs=([[record.get(name) for name in names] for record in run.of("epoch")], rows))
     history = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT)["document"]["history"])
     should_be = [[epoch, *(value.hex() for value in row if value is not None)] for epoch, row in enumerate(rows)]
-    check.equal("S9", history=(history, should_be))
+    check["S9"].equal(history=(history, should_be))
 
 
 # ---- continue -----------------------------------------------------------------------------------------------------
@@ -685,16 +683,16 @@ def test_epochs_that_are_not_evaluated_or_saved(check, world, runs, first):
 @clause("C1", "X2")
 def test_stopped_and_resumed_is_bitwise_as_never_stopped(check, world, own, runs):
     flags, an_epoch = long(world)
-    never, there = runs.train(own, flags), runs.folder(own, "stopped")
-    stopped = world.train(own, there, flags, signal_rank=world.size - 1)
-    ended(check, "X2", stopped, 75)
-    step = world.on_rank_0(lambda: take_apart(there / SNAPSHOT)["document"]["step"])
-    resumed = world.train(own, there, flags)
-    done(check, "C1", never, resumed)
-    check.equal(
-        "C1", stopped_in_mid_epoch=(step % an_epoch != 0, True), went_on_at_step=(resumed.values("start", "step")[-1], step)
+    never, path = runs.train(own, flags), runs.folder(own, "stopped")
+    stopped = world.train(own, path, flags, signal_rank=world.size - 1)
+    ended(check["X2"], stopped, 75)
+    step = world.on_rank_0(lambda: take_apart(path / SNAPSHOT)["document"]["step"])
+    resumed = world.train(own, path, flags)
+    done(check["C1"], never, resumed)
+    check["C1"].equal(
+        stopped_in_mid_epoch=(step % an_epoch != 0, True), went_on_at_step=(resumed.values("start", "step")[-1], step)
     )
-    same_as_never_stopped(check, "C1", world, resumed, never)
+    same_as_never_stopped(check["C1"], world, resumed, never)
 
 
 @clause("X2")
@@ -702,37 +700,37 @@ def test_stopped_and_resumed_is_bitwise_as_never_stopped(check, world, own, runs
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_other_signals_stop_it_too(check, world, runs, first, number):
     """A cancelled job, and Ctrl-C."""
-    there, at = runs.folder(first, number.name), '"kind":"step"'
-    run = world.train(first, there, long(world)[0], kill_ranks=(1,), kill_at=at, kill_by=number)
-    ended(check, "X2", run, 75)
-    check.equal("X2", saved=(run.values("snapshot", "step")[-1:], run.values("end", "step")))
+    path, at = runs.folder(first, number.name), '"kind":"step"'
+    run = world.train(first, path, long(world)[0], kill_ranks=(1,), kill_at=at, kill_by=number)
+    ended(check, run, 75)
+    check.equal(saved=(run.values("snapshot", "step")[-1:], run.values("end", "step")))
 
 
-def same_as_never_stopped(check, clause_id, world, resumed, never) -> None:
+def same_as_never_stopped(check, world, resumed, never) -> None:
     __tracebackhide__ = True
-    check.equal(clause_id, losses=(resumed.values("step", "loss_hex"), never.values("step", "loss_hex")))
-    check.close(clause_id, resumed.losses, never.losses, T0)
-    here, there = world.on_rank_0(lambda: [sha256(one.folder / SNAPSHOT) for one in (resumed, never)])
-    check.equal(clause_id, snapshot_sha256=(here, there))
+    check.equal(losses=(resumed.values("step", "loss_hex"), never.values("step", "loss_hex")))
+    check.close(resumed.losses, never.losses, T0)
+    here, path = world.on_rank_0(lambda: [sha256(one.folder / SNAPSHOT) for one in (resumed, never)])
+    check.equal(snapshot_sha256=(here, path))
 
 
 @machine()
 @clause("C2")
 def test_continued_by_another_site_at_another_world_size(check, world, own, runs, handed_on):
-    there = runs.folder(own, f"after-{handed_on.stem}")
-    world.on_rank_0(lambda: [there.mkdir(parents=True), shutil.copy(handed_on, there / SNAPSHOT)])
-    rest = world.train(own, there, FP64)
-    done(check, "C2", rest)
-    check.equal("C2", started_at_step=(rest.values("start", "step"), [28]))
-    check.close("C2", rest.losses, golden.load()["losses"][28:], T1)
-    check.close("C2", rest.values("epoch", "eval_loss"), golden.load()["eval_losses"][2:], T1)
+    path = runs.folder(own, f"after-{handed_on.stem}")
+    world.on_rank_0(lambda: [path.mkdir(parents=True), shutil.copy(handed_on, path / SNAPSHOT)])
+    rest = world.train(own, path, FP64)
+    done(check, rest)
+    check.equal(started_at_step=(rest.values("start", "step"), [28]))
+    check.close(rest.losses, golden.load()["losses"][28:], T1)
+    check.close(rest.values("epoch", "eval_loss"), golden.load()["eval_losses"][2:], T1)
 
 
 @clause("C2")
 def test_snapshots_are_handed_on(check, world, own, runs, pytestconfig):
     """After two of three epochs, to the sessions of other world sizes."""
     run, folder = runs.train(own, FP64), pytestconfig.getoption("--handed-on")
-    done(check, "C2", run)
+    done(check, run)
     if folder:
         target = Path(folder) / f"{own.site}-{world.size}.safetensors"
         world.on_rank_0(lambda: bool(shutil.copy(run.folder / "snapshot.prev.safetensors", target)))
@@ -741,13 +739,13 @@ def test_snapshots_are_handed_on(check, world, own, runs, pytestconfig):
 @machine(FP64)
 @clause("C3")
 def test_another_problem_is_refused(check, world, own, runs):
-    run, there = runs.train(own, FP64), runs.folder(own, "refused")
-    done(check, "C3", run)
-    world.on_rank_0(lambda: bool(shutil.copytree(run.folder, there)))
-    before = world.on_rank_0(lambda: sha256(there / SNAPSHOT))
-    refused = world.train(own, there, FP64 + " --seed 1")
-    ended(check, "C3", refused, 5)
-    check.equal("C3", snapshot=(world.on_rank_0(lambda: sha256(there / SNAPSHOT)), before))
+    run, path = runs.train(own, FP64), runs.folder(own, "refused")
+    done(check, run)
+    world.on_rank_0(lambda: bool(shutil.copytree(run.folder, path)))
+    before = world.on_rank_0(lambda: sha256(path / SNAPSHOT))
+    refused = world.train(own, path, FP64 + " --seed 1")
+    ended(check, refused, 5)
+    check.equal(snapshot=(world.on_rank_0(lambda: sha256(path / SNAPSHOT)), before))
 
 
 # Each is another problem than the reference run; what is not another one comes last.
@@ -761,14 +759,14 @@ SAME = (
 @clause("C2", "C3")
 @only(sizes=(1, 2))
 def test_what_is_another_problem_and_what_is_not(check, world, runs, first):
-    run, there = runs.train(first, FP64), runs.folder(first, "another-problem")
-    done(check, "C3", run)
-    world.on_rank_0(lambda: bool(shutil.copytree(run.folder, there)))
-    codes = {flags: world.train(first, there, f"{FP64} {flags}").exit_codes for flags in OTHERS.split("|")}
-    check.equal("C3", exit_codes_under=(codes, dict.fromkeys(codes, [5] * world.size)))
-    again = world.train(first, there, f"{FP64} {SAME}")
-    done(check, "C2", again)
-    check.equal("C2", started_at_steps=(again.values("start", "step"), [0, 42]))
+    run, path = runs.train(first, FP64), runs.folder(first, "another-problem")
+    done(check["C3"], run)
+    world.on_rank_0(lambda: bool(shutil.copytree(run.folder, path)))
+    codes = {flags: world.train(first, path, f"{FP64} {flags}").exit_codes for flags in OTHERS.split("|")}
+    check["C3"].equal(exit_codes_under=(codes, dict.fromkeys(codes, [5] * world.size)))
+    again = world.train(first, path, f"{FP64} {SAME}")
+    done(check["C2"], again)
+    check["C2"].equal(started_at_steps=(again.values("start", "step"), [0, 42]))
 
 
 @clause("C3")
@@ -795,46 +793,44 @@ def test_other_data_under_the_same_names_are_refused(check, world, runs, first, 
 
     there = runs.folder(first, f"other-{file}")
     world.on_rank_0(prepare)
-    done(check, "C3", world.train(first, there, flags))
+    done(check, world.train(first, there, flags))
     world.on_rank_0(change)
     refused = world.train(first, there, flags)
-    ended(check, "C3", refused, 5)
-    check.equal("C3", names_the_data=("data: " in "".join(refused.errors), True))
+    ended(check, refused, 5)
+    check.equal(names_the_data=("data: " in "".join(refused.errors), True))
 
 
 @clause("C4")
 @only(sizes=(1, 2))
 def test_a_damaged_snapshot_is_never_taken_for_none(check, world, own, runs):
-    run, there = runs.train(own, FP64), runs.folder(own, "damaged")
-    done(check, "C4", run)
+    run, path = runs.train(own, FP64), runs.folder(own, "damaged")
+    done(check, run)
 
     def damage(*names: str) -> None:
         for name in names:
             raw = bytearray((run.folder / name).read_bytes())
             raw[len(raw) // 2] ^= 1
-            (there / name).write_bytes(raw)
+            (path / name).write_bytes(raw)
 
-    world.on_rank_0(lambda: [shutil.copytree(run.folder, there), damage(SNAPSHOT)])
-    fell_back = world.train(own, there, FP64)
-    done(check, "C4", fell_back)
-    check.equal(
-        "C4", started_at_steps=(fell_back.values("start", "step"), [0, 28]), warns=("warning" in fell_back.output[0], True)
-    )
-    prev, before = world.on_rank_0(lambda: [sha256(one / "snapshot.prev.safetensors") for one in (there, run.folder)])
-    check.equal("C4", snapshot_prev=(prev, before))
+    world.on_rank_0(lambda: [shutil.copytree(run.folder, path), damage(SNAPSHOT)])
+    fell_back = world.train(own, path, FP64)
+    done(check, fell_back)
+    check.equal(started_at_steps=(fell_back.values("start", "step"), [0, 28]), warns=("warning" in fell_back.output[0], True))
+    prev, before = world.on_rank_0(lambda: [sha256(one / "snapshot.prev.safetensors") for one in (path, run.folder)])
+    check.equal(snapshot_prev=(prev, before))
     world.on_rank_0(lambda: damage(SNAPSHOT, "snapshot.prev.safetensors"))
-    ended(check, "C4", world.train(own, there, FP64), 5)
+    ended(check, world.train(own, path, FP64), 5)
 
 
 @clause("C4")
 @only(sizes=(1, 2))
 def test_a_snapshot_that_is_missing_or_of_a_newer_format(check, world, runs, first):
     run, there = runs.train(first, FP64), runs.folder(first, "missing-or-newer")
-    done(check, "C4", run)
+    done(check, run)
     world.on_rank_0(lambda: [shutil.copytree(run.folder, there), (there / SNAPSHOT).unlink()])
     missing = world.train(first, there, FP64)
-    done(check, "C4", missing)
-    check.equal("C4", started_at_steps=(missing.values("start", "step"), [0, 28]), warns=("warning" in missing.output[0], True))
+    done(check, missing)
+    check.equal(started_at_steps=(missing.values("start", "step"), [0, 28]), warns=("warning" in missing.output[0], True))
 
     def renumber() -> bool:
         for path in there.glob("snapshot*"):
@@ -843,8 +839,8 @@ def test_a_snapshot_that_is_missing_or_of_a_newer_format(check, world, runs, fir
 
     world.on_rank_0(renumber)
     newer = world.train(first, there, FP64)
-    ended(check, "C4", newer, 5)
-    check.equal("C4", says_which_format=("format 3" in "".join(newer.errors), True))
+    ended(check, newer, 5)
+    check.equal(says_which_format=("format 3" in "".join(newer.errors), True))
 
 
 @clause("C5", "S7")
@@ -854,25 +850,25 @@ def test_killed_and_resumed_is_bitwise_as_never_killed(check, world, own, runs):
     flags, an_epoch = long(world)
     never, there = runs.train(own, flags), runs.folder(own, "killed")
     killed = world.train(own, there, flags, kill_ranks=tuple(range(world.size)))
-    ended(check, "C5", killed, 137)
+    ended(check["C5"], killed, 137)
     at_hand = world.on_rank_0(lambda: [take_apart(path)["document"]["step"] for path in there.glob("snapshot*")])
-    check.equal("S7", a_whole_snapshot=(bool(at_hand), True))
+    check["S7"].equal(a_whole_snapshot=(bool(at_hand), True))
     resumed = world.train(own, there, flags)
-    done(check, "C5", never, resumed)
-    check.equal("C5", went_on_from_an_epoch=(resumed.values("start", "step")[-1] >= an_epoch, True))
-    same_as_never_stopped(check, "C5", world, resumed, never)
+    done(check["C5"], never, resumed)
+    check["C5"].equal(went_on_from_an_epoch=(resumed.values("start", "step")[-1] >= an_epoch, True))
+    same_as_never_stopped(check["C5"], world, resumed, never)
 
 
 @clause("S7")
 @only(sizes=(1,), mpi=False, devices=("cpu",))
 def test_killed_in_the_middle_of_a_snapshot(check, world, own, runs):
     """When 100 kB of the second snapshot are written, of 300: the first stands as it was."""
-    there, flags = runs.folder(own, "killed-in-the-middle"), "--precision fp64 --eval-every 3"
-    done(check, "S7", world.train(own, there, f"{flags} --epochs 1"))
-    before = world.on_rank_0(lambda: sha256(there / SNAPSHOT))
-    killed = world.train(own, there, f"{flags} --epochs 3", kill_ranks=(0,), largest_file=100_000)
-    ended(check, "S7", killed, 128 + signal.SIGXFSZ)
-    check.equal("S7", snapshot=(world.on_rank_0(lambda: sha256(there / SNAPSHOT)), before))
+    path, flags = runs.folder(own, "killed-in-the-middle"), "--precision fp64 --eval-every 3"
+    done(check, world.train(own, path, f"{flags} --epochs 1"))
+    before = world.on_rank_0(lambda: sha256(path / SNAPSHOT))
+    killed = world.train(own, path, f"{flags} --epochs 3", kill_ranks=(0,), largest_file=100_000)
+    ended(check, killed, 128 + signal.SIGXFSZ)
+    check.equal(snapshot=(world.on_rank_0(lambda: sha256(path / SNAPSHOT)), before))
 
 
 @clause("C6")
@@ -881,12 +877,12 @@ def test_from_cpu_to_accelerator_and_back(check, world, own, runs):
     from conformance.harness.world import World
 
     on_cpu = World(world.comm)
-    there = runs.folder(own, "crossing")
+    path = runs.folder(own, "crossing")
     for epochs, where in enumerate((on_cpu, world, on_cpu), 1):
-        run = where.train(own, there, f"{FP64[:-1]}{epochs}")
-        done(check, "C6", run)
-    check.equal("C6", started_at_steps=(run.values("start", "step"), [0, 14, 28]))
-    check.close("C6", run.losses, golden.load()["losses"], T1)
+        run = where.train(own, path, f"{FP64[:-1]}{epochs}")
+        done(check, run)
+    check.equal(started_at_steps=(run.values("start", "step"), [0, 14, 28]))
+    check.close(run.losses, golden.load()["losses"], T1)
 
 
 @clause("C7")
@@ -894,14 +890,14 @@ def test_from_cpu_to_accelerator_and_back(check, world, own, runs):
 def test_all_that_is_drawn_and_kept_survives_a_stop(check, world, runs, first, precision):
     flags, an_epoch = long(world, ALL)
     flags += f" --precision {precision}"
-    never, there = runs.train(first, flags), runs.folder(first, f"stopped-{precision}")
-    stopped = world.train(first, there, runs.filled(flags), signal_rank=0)
-    ended(check, "C7", stopped, 75)
-    step = world.on_rank_0(lambda: take_apart(there / SNAPSHOT)["document"]["step"])
-    resumed = world.train(first, there, runs.filled(flags))
-    done(check, "C7", never, resumed)
-    check.equal("C7", stopped_in_mid_epoch=(step % an_epoch != 0, True))
-    same_as_never_stopped(check, "C7", world, resumed, never)
+    never, path = runs.train(first, flags), runs.folder(first, f"stopped-{precision}")
+    stopped = world.train(first, path, runs.filled(flags), signal_rank=0)
+    ended(check, stopped, 75)
+    step = world.on_rank_0(lambda: take_apart(path / SNAPSHOT)["document"]["step"])
+    resumed = world.train(first, path, runs.filled(flags))
+    done(check, never, resumed)
+    check.equal(stopped_in_mid_epoch=(step % an_epoch != 0, True))
+    same_as_never_stopped(check, world, resumed, never)
 
 
 @clause("C8")
@@ -909,25 +905,25 @@ def test_all_that_is_drawn_and_kept_survives_a_stop(check, world, runs, first, p
 def test_killed_between_epochs_it_goes_on_from_its_last_step_saved(check, world, runs, first):
     flags, an_epoch = long(world, ALL)
     flags += f" --save-steps {an_epoch // 5}"
-    never, there = runs.train(first, flags), runs.folder(first, "killed-in-mid-epoch")
+    never, path = runs.train(first, flags), runs.folder(first, "killed-in-mid-epoch")
     words = f'"kind":"snapshot","step":{2 * (an_epoch // 5)}'
-    killed = world.train(first, there, runs.filled(flags), kill_ranks=tuple(range(world.size)), kill_at=words)
-    ended(check, "C8", killed, 137)
-    resumed = world.train(first, there, runs.filled(flags))
-    done(check, "C8", never, resumed)
-    check.equal("C8", went_on_in_mid_epoch=(0 < resumed.values("start", "step")[-1] < an_epoch, True))
-    same_as_never_stopped(check, "C8", world, resumed, never)
+    killed = world.train(first, path, runs.filled(flags), kill_ranks=tuple(range(world.size)), kill_at=words)
+    ended(check, killed, 137)
+    resumed = world.train(first, path, runs.filled(flags))
+    done(check, never, resumed)
+    check.equal(went_on_in_mid_epoch=(0 < resumed.values("start", "step")[-1] < an_epoch, True))
+    same_as_never_stopped(check, world, resumed, never)
 
 
 @clause("C8")
 def test_it_saves_every_so_many_minutes(check, world, runs, first):
     flags, an_epoch = long(world, DRAWS)
     run = runs.train(first, f"{flags} --save-minutes 0.0005")
-    done(check, "C8", run)
+    done(check, run)
     between_epochs = [step for step in run.values("snapshot", "step") if step % an_epoch]
-    check.equal("C8", saves_between_epochs=(bool(between_epochs), True))
+    check.equal(saves_between_epochs=(bool(between_epochs), True))
     plain = runs.train(first, FP64)
-    check.equal("C8", save_minutes_by_default=(plain.values("start", "config")[0]["save_minutes"], 10))
+    check.equal(save_minutes_by_default=(plain.values("start", "config")[0]["save_minutes"], 10))
 
 
 @clause("C9")
@@ -935,23 +931,23 @@ def test_it_saves_every_so_many_minutes(check, world, runs, first):
 def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
     """--new-run-dir is how job scripts name a run directory; what the launcher tells of earlier starts decides."""
     there, of_job = runs.folder(launch, "of-a-job"), dict(run_dir="--new-run-dir")
-    done(check, "C9", world.train(launch, there, SHORT, **of_job))
+    done(check, world.train(launch, there, SHORT, **of_job))
     before = world.on_rank_0(lambda: sha256(there / SNAPSHOT))
     refused = world.train(launch, there, SHORT, **of_job)
-    ended(check, "C9", refused, 3)
+    ended(check, refused, 3)
     lines = [line for text in refused.errors for line in text.splitlines()]
-    check.equal("C9", lines_that_name_run_dir=(sum("--run-dir" in line for line in lines), 1), lines=(len(lines), 1))
-    check.equal("C9", snapshot=(world.on_rank_0(lambda: sha256(there / SNAPSHOT)), before))
+    check.equal(lines_that_name_run_dir=(sum("--run-dir" in line for line in lines), 1), lines=(len(lines), 1))
+    check.equal(snapshot=(world.on_rank_0(lambda: sha256(there / SNAPSHOT)), before))
     again = world.train(launch, there, f"{SHORT} --epochs 2 --fresh", restart=1, **of_job)
-    done(check, "C9", again)
-    check.equal("C9", started_at_steps=(again.values("start", "step"), [0, 1]))
-    check.equal("C9", restarts=(again.values("start", "restart"), [0, 1]))
+    done(check, again)
+    check.equal(started_at_steps=(again.values("start", "step"), [0, 1]))
+    check.equal(restarts=(again.values("start", "restart"), [0, 1]))
     older = world.on_rank_0(lambda: sha256(there / SNAPSHOT))
     fresh = world.train(launch, there, f"{SHORT} --fresh", **of_job)
-    done(check, "C9", fresh)
+    done(check, fresh)
     aside = world.on_rank_0(lambda: [sha256(path) for path in there.glob(f"old-*/{SNAPSHOT}")])
-    check.equal("C9", moved_aside=(older in aside, True))
-    check.equal("C9", started_at_steps=(fresh.values("start", "step"), [0]))
+    check.equal(moved_aside=(older in aside, True))
+    check.equal(started_at_steps=(fresh.values("start", "step"), [0]))
 
 
 # ---- errors -------------------------------------------------------------------------------------------------------
@@ -960,9 +956,9 @@ def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
 @clause("X3")
 def test_a_mistyped_flag_is_one_line(check, world, own, runs):
     run = world.train(own, runs.folder(own, "mistyped"), MISTYPED)
-    ended(check, "X3", run, 2)
+    ended(check, run, 2)
     lines = [line for text in run.errors + run.output for line in text.splitlines()]
-    check.equal("X3", lines=(len(lines), 1), names_the_flag=("--epochs" in "".join(lines), True))
+    check.equal(lines=(len(lines), 1), names_the_flag=("--epochs" in "".join(lines), True))
 
 
 # Each with the words that name it.
@@ -979,7 +975,7 @@ def test_flags_that_make_no_sense_are_one_line(check, world, runs, first):
         run = world.train(first, runs.folder(first, "nonsense"), f"{SHORT} {flags}")
         lines = [line for text in run.errors + run.output for line in text.splitlines()]
         told[flags] = (sorted({*run.exit_codes}), len(lines), words in "".join(lines))
-    check.equal("X3", exit_codes_lines_and_words=(told, dict.fromkeys(NONSENSE, ([2], 1, True))))
+    check.equal(exit_codes_lines_and_words=(told, dict.fromkeys(NONSENSE, ([2], 1, True))))
 
 
 @clause("X5")
@@ -991,9 +987,9 @@ def test_ranks_with_different_files_of_one_name(check, world, runs, first):
     file = NOISY_FILE.read_text()
     world.on_rank_0(lambda: [stale.parent.mkdir(), stale.write_text(f"{file}\n")])
     run = world.train(first, runs.folder(first, "stale"), runs.filled(flags), odd_flags=f"--workload {stale}")
-    ended(check, "X5", run, 4)
+    ended(check, run, 4)
     told = [line for text in run.errors for line in text.splitlines() if "workload_file=" in line and "on rank 1" in line]
-    check.equal("X5", lines_that_name_the_file=(len(told), 1))
+    check.equal(lines_that_name_the_file=(len(told), 1))
 
 
 @clause("X5")
@@ -1001,9 +997,9 @@ def test_ranks_with_different_files_of_one_name(check, world, runs, first):
 @pytest.mark.parametrize("name", ["other_data", "other_rows"])
 def test_ranks_with_different_data(check, world, runs, first, name):
     run = train_own(world, runs, first, name)
-    ended(check, "X5", run, 4)
+    ended(check, run, 4)
     lines = [line for text in run.errors for line in text.splitlines() if "data=" in line and "on rank 1" in line]
-    check.equal("X5", lines_that_name_the_data=(len(lines), 1))
+    check.equal(lines_that_name_the_data=(len(lines), 1))
 
 
 @clause("X12")
@@ -1014,27 +1010,27 @@ def test_what_one_rank_alone_lacks_is_told_once(check, world, runs, first):
     world.on_rank_0(lambda: bool(anchors.mnist_rows(data)))
     flags = f"--workload mnist --epochs 1 --global-batch-size 24 --data-dir {data}"
     run = world.train(first, runs.folder(first, "lacking"), flags, odd_flags="--data-dir /nowhere")
-    ended(check, "X12", run, 3)
+    ended(check, run, 3)
     lines = [line for text in run.errors + run.output for line in text.splitlines()]
-    check.equal("X12", lines=(len(lines), 1), says=("rank 1: --data-dir /nowhere" in "".join(lines), True))
+    check.equal(lines=(len(lines), 1), says=("rank 1: --data-dir /nowhere" in "".join(lines), True))
 
 
 @clause("X5")
 @only(sizes=(2,))
 def test_ranks_that_were_told_differently(check, world, own, runs):
     run = world.train(own, runs.folder(own, "odd"), SHORT, odd_flags="--lr 0.2")
-    ended(check, "X5", run, 4)
+    ended(check, run, 4)
     told = f"lr=0.2 on rank {world.size - 1}, but 0.1 on rank 0"
-    check.equal("X5", says=(told if told in "".join(run.errors) else run.errors, told))
+    check.equal(says=(told if told in "".join(run.errors) else run.errors, told))
 
 
 @clause("X6")
 def test_a_loss_that_is_not_finite(check, world, own, runs):
-    there = runs.folder(own, "not-finite")
-    run = world.train(own, there, "--workload regression --lr 1000")
-    ended(check, "X6", run, 6)
-    check.equal("X6", names_the_step=("at step" in "".join(run.errors), True))
-    check.equal("X6", every_recorded_loss_is_finite=(bool(np.isfinite(run.losses).all()), True))
+    path = runs.folder(own, "not-finite")
+    run = world.train(own, path, "--workload regression --lr 1000")
+    ended(check, run, 6)
+    check.equal(names_the_step=("at step" in "".join(run.errors), True))
+    check.equal(every_recorded_loss_is_finite=(bool(np.isfinite(run.losses).all()), True))
 
 
 @clause("X6")
@@ -1043,38 +1039,38 @@ def test_a_loss_that_is_not_finite(check, world, own, runs):
 def test_numbers_that_are_not_finite_reach_no_parameter(check, world, runs, first, name):
     """Of the steps that are trained before it is found out none may use them: the workload looks at its own parameters."""
     run = train_own(world, runs, first, name)
-    ended(check, "X6", run, 6)
+    ended(check, run, 6)
     seen = [text for text in run.output if "parameters are not finite" in text]
-    check.equal("X6", names_the_step=("at step 5 " in "".join(run.errors), True), seen_in_a_later_step=(bool(seen), False))
+    check.equal(names_the_step=("at step 5 " in "".join(run.errors), True), seen_in_a_later_step=(bool(seen), False))
     row = f"rows [{reference.sample_order(0, 0, 1438)[5 * G]}"
-    check.equal("X6", names_its_rows=(row in "".join(run.errors), True))
+    check.equal(names_its_rows=(row in "".join(run.errors), True))
 
 
 @clause("X6")
 @only(sizes=(1, 2))
 def test_a_held_out_loss_that_is_not_finite(check, world, runs, first):
     run = train_own(world, runs, first, "unfit", "--steps-per-epoch 2")
-    ended(check, "X6", run, 6)
+    ended(check, run, 6)
     kept = world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors")])
-    check.equal("X6", snapshots=(kept, []))
+    check.equal(snapshots=(kept, []))
 
 
 @clause("X11")
 @only(sizes=(2,))
 def test_replicas_that_differ_leave_no_snapshot(check, world, runs, first):
     run = train_own(world, runs, first, "diverges", "--precision fp64")
-    ended(check, "X11", run, 7)
-    said = "".join(run.errors)
-    check.equal("X11", names_the_rank=("of rank 1 differ" in said, True), snapshot=((run.folder / SNAPSHOT).exists(), False))
+    ended(check, run, 7)
+    output = "".join(run.errors)
+    check.equal(names_the_rank=("of rank 1 differ" in output, True), snapshot=((run.folder / SNAPSHOT).exists(), False))
 
 
 @clause("X7")
 @only(sizes=(2,), devices=("cpu",))
 def test_a_killed_rank_is_named_by_the_others(check, world, runs, first):
     run = world.train(first, runs.folder(first, "lost"), long(world)[0], kill_ranks=(world.size - 1,))
-    check.equal("X7", exit_codes=(run.exit_codes, [7] * (world.size - 1) + [137]))
+    check.equal(exit_codes=(run.exit_codes, [7] * (world.size - 1) + [137]))
     lost = f"rank {world.size - 1} died or hangs"
-    check.equal("X7", says=(lost if lost in "".join(run.errors) else run.errors, lost))
+    check.equal(says=(lost if lost in "".join(run.errors) else run.errors, lost))
 
 
 @clause("X7")
@@ -1083,9 +1079,9 @@ def test_a_killed_rank_is_named_by_the_others(check, world, runs, first):
 def test_a_rank_that_hangs_is_named_by_the_others(check, world, runs, first, where):
     """After --timeout, whichever group they wait in."""
     run = train_own(world, runs, first, "hangs", f"--steps-per-epoch 5 --timeout 3 --where {where}", apart=True)
-    ended(check, "X7", run, 7)
+    ended(check, run, 7)
     words = "rank 1 died or hangs"
-    check.equal("X7", says=(words if words in run.errors[0] else run.errors, words))
+    check.equal(says=(words if words in run.errors[0] else run.errors, words))
 
 
 @clause("X15")
@@ -1094,28 +1090,28 @@ def test_ranks_that_do_not_come_are_named(check, world, runs, first):
     """The last one has been asked for help, and ends at once."""
     flags = f"{SHORT} --rendezvous-timeout 3"
     run = world.train(first, runs.folder(first, "missing"), flags, odd_flags="--help")
-    check.equal("X15", exit_codes=(run.exit_codes, [4] * (world.size - 1) + [0]))
+    check.equal(exit_codes=(run.exit_codes, [4] * (world.size - 1) + [0]))
     words = f"1 of {world.size} ranks missing after 3 s"
     lines = [line for text in run.errors for line in text.splitlines()]
     says = words in "".join(lines) and f"rank {world.size - 1}" in "".join(lines)
-    check.equal("X15", lines=(len(lines), 1), names_the_rank=(says, True))
+    check.equal(lines=(len(lines), 1), names_the_rank=(says, True))
 
 
 @clause("X13")
 @only(sizes=(1,))
 def test_memory_that_does_not_suffice(check, world, runs, first):
     run = train_own(world, runs, first, "exhausts")
-    ended(check, "X13", run, 7)
+    ended(check, run, 7)
     lines = [line for text in run.errors for line in text.splitlines() if "out of memory" in line]
     flags = all(flag in line for line in lines for flag in ("step 3", "--global-batch-size", "--accumulate"))
-    check.equal("X13", lines=(len(lines), 1), names_step_and_flags=(flags, True))
+    check.equal(lines=(len(lines), 1), names_step_and_flags=(flags, True))
 
 
 @clause("X14")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_a_run_directory_has_one_job_at_a_time(check, world, runs, first):
     there = runs.folder(first, "one-at-a-time")
-    done(check, "X14", world.train(first, there, SHORT))
+    done(check, world.train(first, there, SHORT))
 
     def take():
         from ddp_core.run_directory import RunDirectory
@@ -1131,17 +1127,17 @@ def test_a_run_directory_has_one_job_at_a_time(check, world, runs, first):
     held = [take()] if world.rank == 0 else []
     before = world.on_rank_0(lambda: [path.read_bytes() for path in sorted(there.iterdir())])
     refused = world.train(first, there, SHORT)
-    ended(check, "X14", refused, 3)
+    ended(check, refused, 3)
     after = world.on_rank_0(lambda: [path.read_bytes() for path in sorted(there.iterdir())])
     says = "another" in "".join(refused.errors) and "--run-dir" in "".join(refused.errors)
-    check.equal("X14", all_files_as_before=(after == before, True), names_job_and_flag=(says, True))
+    check.equal(all_files_as_before=(after == before, True), names_job_and_flag=(says, True))
     for directory in held:
         directory.release()
     world.on_rank_0(die)
     again = world.train(first, there, SHORT)
-    done(check, "X14", again)
+    done(check, again)
     left = world.on_rank_0((there / "run.lock").exists)
-    check.equal("X14", warns=("another" in again.output[0], True), a_lock_is_left=(left, False))
+    check.equal(warns=("another" in again.output[0], True), a_lock_is_left=(left, False))
 
 
 @clause("X8")
@@ -1150,8 +1146,8 @@ def test_a_run_directory_that_cannot_be_written(check, world, own, runs):
     file = runs.folder(own, "a-file")
     world.on_rank_0(lambda: [file.parent.mkdir(parents=True, exist_ok=True), file.touch()])
     run = world.train(own, file / "run", SHORT)
-    ended(check, "X8", run, 8)
-    check.equal("X8", names_the_flag=("--run-dir" in "".join(run.errors), True))
+    ended(check, run, 8)
+    check.equal(names_the_flag=("--run-dir" in "".join(run.errors), True))
 
 
 @clause("X9")
@@ -1159,9 +1155,9 @@ def test_a_run_directory_that_cannot_be_written(check, world, own, runs):
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_workload_file_that_cannot_be_used_is_one_line(check, world, runs, first, name):
     run, words = train_own(world, runs, first, name), MISTAKES[name]
-    ended(check, "X9", run, 2)
+    ended(check, run, 2)
     lines = [line for text in run.errors + run.output for line in text.splitlines()]
-    check.equal("X9", lines=(len(lines), 1), says=(words if words in "".join(lines) else lines, words))
+    check.equal(lines=(len(lines), 1), says=(words if words in "".join(lines) else lines, words))
 
 
 @clause("X10")
@@ -1171,6 +1167,6 @@ def test_a_worker_that_dies_is_named(check, world, runs, first, batches):
     """While the rank waits for its first batch, or is in its first step: workers read two batches ahead."""
     last = int(batches * G / world.size)
     run = train_own(world, runs, first, "dies", f"--workers 1 --last {last}", apart=True)
-    ended(check, "X10", run, 7)
+    ended(check, run, 7)
     words = "a worker that reads rows died"
-    check.equal("X10", says=(words if words in "".join(run.errors) else run.errors, words))
+    check.equal(says=(words if words in "".join(run.errors) else run.errors, words))

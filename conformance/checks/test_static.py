@@ -89,24 +89,24 @@ def names_of(sites: set[str]) -> str:
 
 @clause("A1")
 def test_core_names_no_site(check):
-    check.equal("A1", site_names_in_core=(found_in(CORE, names_of(SITES)), {}))
+    check.equal(site_names_in_core=(found_in(CORE, names_of(SITES)), {}))
 
 
 @clause("A1")
 def test_conformance_names_no_site(check):
-    check.equal("A1", site_names_in_conformance=(found_in(CONFORMANCE, names_of(SITES)), {}))
+    check.equal(site_names_in_conformance=(found_in(CONFORMANCE, names_of(SITES)), {}))
 
 
 @clause("A2")
 def test_core_reads_no_scheduler_variable(check):
-    check.equal("A2", scheduler_variables_in_core=(found_in(CORE, SCHEDULER_VARIABLE.pattern), {}))
+    check.equal(scheduler_variables_in_core=(found_in(CORE, SCHEDULER_VARIABLE.pattern), {}))
 
 
 @clause("A3")
 def test_core_imports_little(check):
     allowed = sys.stdlib_module_names | {"torch", "safetensors", "ddp_core"}
     others = {path.name: sorted(found) for path in CORE if (found := imports(path) - allowed - where_installed(path))}
-    check.equal("A3", other_imports_of_core=(others, {}))
+    check.equal(other_imports_of_core=(others, {}))
 
 
 @clause("A4")
@@ -118,58 +118,58 @@ def test_site_imports_of_ours_only_the_core(check, site):
     # In addresses they may stand: a source is one wherever it is read.
     texts = {path.name: re.sub(r"https?://\S+", "", without_comments(path)) for path in files}
     named = {name: found for name, text in texts.items() if (found := re.findall(others, text))}
-    check.equal("A4", imports=(wrong, {}), other_sites_named=(named, {}))
+    check.equal(imports=(wrong, {}), other_sites_named=(named, {}))
 
 
 @clause("F1", "F2")
 def test_files_of_a_site(check, site):
-    check.holds("F2", *keys.missing(site.facts))
-    check.equal("F2", name=(site.name, site.folder.name))
-    wanted = {"README.md", "install.sh", "train.py", site.facts["submit"], *site.facts.get("files", [])}
-    check.equal("F1", missing_files=(sorted(name for name in wanted if not (site.folder / name).is_file()), []))
+    check["F2"].holds(*keys.missing(site.toml))
+    check["F2"].equal(name=(site.name, site.folder.name))
+    wanted = {"README.md", "install.sh", "train.py", site.toml["submit"], *site.toml.get("files", [])}
+    check["F1"].equal(missing_files=(sorted(name for name in wanted if not (site.folder / name).is_file()), []))
 
 
 @clause("F3")
 def test_launchers_tell_the_ranks_apart(check, launch):
     """Filled in for the ranks of two nodes, what a launcher exports differs from rank to rank."""
     exported = [launch.environ(rank, 4, 2, 29500, "1") for rank in range(4)]
-    check.equal("F3", distinct_ranks=(4 if launch.mpi else len({str(environ) for environ in exported}), 4))
+    check.equal(distinct_ranks=(4 if launch.mpi else len({str(environ) for environ in exported}), 4))
 
 
 @clause("F4")
 def test_the_keys_of_site_toml_are_those_of_the_table(check, site):
-    check.holds("F4", *keys.wrong(site.facts), *impossible(site))
+    check.holds(*keys.wrong(site.toml), *impossible(site))
     try:
         chosen = {case.launch.launcher for case in site.cases}
     except ValueError as error:
-        check.holds("F4", str(error))
-    chosen |= {one["name"] for one in site.facts["launchers"] if "by_hand" in one}
-    check.equal("F4", launchers_of_no_choice=([one.launcher for one in site.launches if one.launcher not in chosen], []))
+        check.holds(str(error))
+    chosen |= {one["name"] for one in site.toml["launchers"] if "by_hand" in one}
+    check.equal(launchers_of_no_choice=([one.launcher for one in site.launches if one.launcher not in chosen], []))
 
 
 @clause("F5")
 def test_the_status_is_told_alike(check, site):
-    verified = site.facts.get("verified", {})
+    verified = site.toml.get("verified", {})
     status, date = verified.get("status"), verified.get("date")
     known = ("never-run", "simulated", "run-on-site")
-    check.equal("F5", status=(status if status not in known else True, True), evidence=(bool(verified.get("evidence")), True))
-    check.equal("F5", has_a_date=(isinstance(date, datetime.date), status != "never-run"))
+    check.equal(status=(status if status not in known else True, True), evidence=(bool(verified.get("evidence")), True))
+    check.equal(has_a_date=(isinstance(date, datetime.date), status != "never-run"))
     told = re.search(r"\*\*Status: ([\w-]+)\.?\*\*\.?(?: \((\S+)\))?", (site.folder / "README.md").read_text())
-    check.equal("F5", README_md=(told and told.groups(), (status, date and str(date))))
+    check.equal(README_md=(told and told.groups(), (status, date and str(date))))
 
 
 @clause("F9")
 def test_what_no_run_has_shown_is_listed(check, site):
-    verified = site.facts.get("verified", {})
+    verified = site.toml.get("verified", {})
     listed = verified.get("unverified")
     sentences = isinstance(listed, list) and all(re.fullmatch(r"(?s)[A-Z`].* .*\.", str(sentence)) for sentence in listed)
-    check.equal("F9", unverified_is_a_list_of_sentences=(sentences, True))
+    check.equal(unverified_is_a_list_of_sentences=(sentences, True))
     status = verified.get("status")
-    check.equal("F9", unverified_or_run_on_site=(bool(listed) or status == "run-on-site", True))
+    check.equal(unverified_or_run_on_site=(bool(listed) or status == "run-on-site", True))
     if status == "simulated":  # by stand-ins of these names
-        software = site.facts.get("software", {})
+        software = site.toml.get("software", {})
         names = [*software.get("modules", []), *([Path(software["image"]).name] if "image" in software else [])]
-        check.equal("F9", software_not_in_unverified=([name for name in names if name not in " ".join(listed)], []))
+        check.equal(software_not_in_unverified=([name for name in names if name not in " ".join(listed)], []))
 
 
 @clause("F9")
@@ -180,21 +180,19 @@ def test_the_table_of_sites_tells_what_is_unverified(check):
     told = {
         match[1]: dict(zip(heads, row, strict=False)) for row in rows if row and (match := re.match(r"\[([\w-]+)\]", row[0]))
     }
-    verified = {site.name: site.facts.get("verified", {}) for site in find() if site.name in told}
+    verified = {site.name: site.toml.get("verified", {}) for site in find() if site.name in told}
     numbers = {name: told[name].get("unverified") for name in verified}
-    check.equal(
-        "F9", unverified_in_README_md=(numbers, {name: str(len(verified[name].get("unverified", []))) for name in verified})
-    )
+    check.equal(unverified_in_README_md=(numbers, {name: str(len(verified[name].get("unverified", []))) for name in verified}))
     wrong = [name for name, row in told.items() if name in verified and not row["status"].startswith(verified[name]["status"])]
-    check.equal("F9", another_status_in_README_md=(wrong, []))
+    check.equal(another_status_in_README_md=(wrong, []))
 
 
 @clause("F6")
 def test_sources_tell_which_copy_was_read(check, site):
-    sources, today = site.facts.get("sources", []), datetime.date.today()
-    check.equal("F6", sources=(bool(sources), True))
-    check.holds("F6", *(mistake for source in sources for mistake in mistakes(source)))
-    check.equal("F6", read_in_the_future=([str(source["read"]) for source in sources if source["read"] > today], []))
+    sources, today = site.toml.get("sources", []), datetime.date.today()
+    check.equal(sources=(bool(sources), True))
+    check.holds(*(mistake for source in sources for mistake in mistakes(source)))
+    check.equal(read_in_the_future=([str(source["read"]) for source in sources if source["read"] > today], []))
     days = {source["address"]: date_of_copy(source) for source in sources}
     if old := [address for address, day in days.items() if day and (today - day).days > 183]:
         warnings.warn(f"{site.name}: the copy that was read is older than six months: {', '.join(old)} (F6)", stacklevel=1)
@@ -210,17 +208,17 @@ def test_nothing_is_left_to_fill_in(check, site):
         for number, line in enumerate((site.folder / name).read_text().splitlines(), 1)
         if "EDIT:" in line and "`# EDIT:`" not in line
     ]
-    check.holds("F7", *left)
+    check.holds(*left)
 
 
 @clause("F8")
 def test_scripts_and_site_toml_name_the_same_software(check, site):
-    software, scripts = site.facts.get("software", {}), {path.name: path.read_text() for path in site.scripts}
+    software, scripts = site.toml.get("software", {}), {path.name: path.read_text() for path in site.scripts}
     modules = software.get("modules", [])
-    missing = [name for name in modules if name not in scripts[site.facts["submit"]]]
-    check.equal("F8", modules_not_in_the_job_script=(missing, []))
+    missing = [name for name in modules if name not in scripts[site.toml["submit"]]]
+    check.equal(modules_not_in_the_job_script=(missing, []))
     image = software.get("image", "")
-    check.equal("F8", image_in_a_script=(any(image in text for text in scripts.values()), True))
+    check.equal(image_in_a_script=(any(image in text for text in scripts.values()), True))
     loaded = {
         f"{script}: {name}"
         for script, text in scripts.items()
@@ -229,7 +227,7 @@ def test_scripts_and_site_toml_name_the_same_software(check, site):
         for name in found[1].split()
         if re.fullmatch(r"[\w./+-]+", name) and name not in modules
     }
-    check.equal("F8", loads_what_site_toml_does_not_name=(sorted(loaded), []))
+    check.equal(loads_what_site_toml_does_not_name=(sorted(loaded), []))
 
 
 # ---- job scripts --------------------------------------------------------------------------------------------------
@@ -247,8 +245,8 @@ def place(address: str) -> str:
 
 @clause("J3")
 def test_everything_is_explained(check, site):
-    known = {*GENERAL.split(), *(place(source["address"]) for source in site.facts.get("sources", []))}
-    known |= {f"github.com/{source['repository']}" for source in site.facts.get("sources", []) if "repository" in source}
+    known = {*GENERAL.split(), *(place(source["address"]) for source in site.toml.get("sources", []))}
+    known |= {f"github.com/{source['repository']}" for source in site.toml.get("sources", []) if "repository" in source}
 
     def unexplained(line: Line, comments: list[str]) -> str:
         text = "\n".join(comments)
@@ -268,14 +266,14 @@ def test_everything_is_explained(check, site):
         for line, _ in script.exports:
             violations += [at(script, line, what)] if (what := unexplained(line, line.paragraph)) else []
         submitted = script.path in site.job_scripts
-        check.equal("J3", directives_in_the_job_script=(bool(script.directives), submitted))
-    check.holds("J3", *violations)
+        check.equal(directives_in_the_job_script=(bool(script.directives), submitted))
+    check.holds(*violations)
 
 
 @clause("J3")
 def test_variables_under_one_address_are_facts_of_its_page(check, site):
     """Whether the page has the facts, harness/sources.py looks up. What is not there can stand under a comment of its own."""
-    facts = {source["address"].rstrip("/"): source["facts"] for source in site.facts.get("sources", []) if "facts" in source}
+    facts = {source["address"].rstrip("/"): source["facts"] for source in site.toml.get("sources", []) if "facts" in source}
     violations = []
     for script in map(Script, site.scripts):
         blocks: dict[tuple[str, ...], list[tuple[Line, str]]] = {}
@@ -287,7 +285,7 @@ def test_variables_under_one_address_are_facts_of_its_page(check, site):
                 known = " ".join(fact for page in pages for fact in facts[page])
                 lost = [line for line, name in exported if not re.search(rf"\b{name}\b", known)]
                 violations += [at(script, line, f"be in one of the facts of {' or '.join(sorted(pages))}") for line in lost]
-    check.holds("J3", *violations)
+    check.holds(*violations)
 
 
 @clause("J4")
@@ -298,14 +296,14 @@ def test_what_is_to_be_edited_is_marked(check, site):
         for line in script.lines
         if not line.is_comment and to_edit(site, line.text) and not any("# EDIT:" in text for text in line.paragraph)
     ]
-    check.holds("J4", *violations)
+    check.holds(*violations)
 
 
 def to_edit(site, text: str) -> bool:
     """A placeholder, or a value that is one by what it is for: the account of site.toml, mail, a reservation."""
     if text.startswith(("#SBATCH", "#PBS")) and PERSONAL.match(text):
         return True
-    account = site.facts.get("queue", {}).get("account")
+    account = site.toml.get("queue", {}).get("account")
     return bool(PLACEHOLDER.search(text) or (account and re.search(rf"(?<![\w-]){re.escape(account)}(?![\w-])", text)))
 
 
@@ -323,7 +321,7 @@ def test_directives_are_directives(check, site):
                 violations.append(at(script, line, f"stand before the first command, line {script.first_command}"))
             if re.search(r"\s#", text):
                 violations.append(at(script, line, "have no comment behind it"))
-    check.holds("J5", *violations)
+    check.holds(*violations)
 
 
 @clause("J6")
@@ -334,18 +332,18 @@ def test_the_port_is_no_constant(check, site):
         for line in script.lines
         if not line.is_comment and CONSTANT_PORT.search(line.text)
     ]
-    check.holds("J6", *violations)
+    check.holds(*violations)
 
 
 @clause("J7")
 def test_scripts_stop_at_the_first_error(check, site):
     lax = [path.name for path in site.scripts if not re.search(r"^set -euo pipefail$", path.read_text(), re.MULTILINE)]
-    check.equal("J7", without_set_euo_pipefail=(lax, []))
+    check.equal(without_set_euo_pipefail=(lax, []))
     shellcheck = shutil.which("shellcheck", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-    check.equal("J7", shellcheck=(bool(shellcheck), True))
+    check.equal(shellcheck=(bool(shellcheck), True))
     command = [shellcheck, "--format=gcc", *(path.name for path in site.scripts)]
     found = subprocess.run(command, cwd=site.folder, capture_output=True, text=True, timeout=60, check=False)
-    check.holds("J7", *(f"{line}, but should pass shellcheck" for line in (found.stdout + found.stderr).splitlines()))
+    check.holds(*(f"{line}, but should pass shellcheck" for line in (found.stdout + found.stderr).splitlines()))
 
 
 @clause("J7")
@@ -364,20 +362,20 @@ def test_what_is_switched_off_has_a_reason(check, site):
         violations += [
             at(script, line, "be undone by set -e or set -u") for line in off if not any(n > line.number for n in again)
         ]
-    check.holds("J7", *violations)
+    check.holds(*violations)
 
 
 @clause("J8")
 def test_a_stopped_job_comes_back(check, site):
-    if site.facts["scheduler"] != "slurm":
+    if site.toml["scheduler"] != "slurm":
         return  # another scheduler's own way is its site's to show, on the cluster rung
     for script in map(Script, site.job_scripts):
         if not site.job(script.path).get("trains", True):
             continue  # it has nothing to come back to
         options = {text.partition("=")[0]: text.partition("=")[2] for _, text in script.directives}
-        check.equal("J8", open_mode=(options.get("--open-mode"), "append"))
-        check.equal("J8", **{option: (option in options, True) for option in ("--requeue", "--signal")})
-        check.holds("J8", *late(site, script, options["--signal"]))
+        check.equal(open_mode=(options.get("--open-mode"), "append"))
+        check.equal(**{option: (option in options, True) for option in ("--requeue", "--signal")})
+        check.holds(*late(site, script, options["--signal"]))
 
 
 # Seconds that a save may take where site.toml has no save_seconds: 10 GB at 200 MB/s, and what is done before and after it.
@@ -408,28 +406,28 @@ def test_a_rank_that_dies_alone_ends_the_job(check, site):
         if re.match(r"[^#]*\bsrun \"\$\{\w+\[@\]\}\"", line.text)
         and "--kill-on-bad-exit=1" not in [text for _, text in script.flags]
     ]
-    check.holds("J11", *violations)
+    check.holds(*violations)
 
 
 @clause("J9")
 def test_the_job_fits_the_node(check, site):
-    node = site.facts["node"]
+    node = site.toml["node"]
     for script in map(Script, site.job_scripts):
         geometry, job = script.geometry, site.job(script.path)
-        there = job.get("tasks_per_node", job["ranks_per_node"])  # one where a launcher on each node starts its ranks
-        tasks = geometry.get("ntasks-per-node", there)
-        check.equal("J9", nodes=(geometry.get("nodes"), job["nodes"]), tasks_per_node=(tasks, there))
+        path = job.get("tasks_per_node", job["ranks_per_node"])  # one where a launcher on each node starts its ranks
+        tasks = geometry.get("ntasks-per-node", path)
+        check.equal(nodes=(geometry.get("nodes"), job["nodes"]), tasks_per_node=(tasks, path))
         cores = tasks * geometry.get("cpus-per-task", 1)  # schedulers count a core's threads
-        there = (node["cores"] - node.get("reserved_cores", 0)) * node.get("threads_per_core", 1)
+        path = (node["cores"] - node.get("reserved_cores", 0)) * node.get("threads_per_core", 1)
         devices = geometry.get("gpus-per-node", tasks * geometry.get("gpus-per-task", 0))
-        check.equal("J9", cores_that_a_node_has_not=(max(0, cores - there), 0))
-        check.equal("J9", devices_that_a_node_has_not=(max(0, devices - node["devices"]), 0))
+        check.equal(cores_that_a_node_has_not=(max(0, cores - path), 0))
+        check.equal(devices_that_a_node_has_not=(max(0, devices - node["devices"]), 0))
         if not job.get("trains", True):
             continue
-        check.equal("J9", devices_without_a_rank=(max(0, node["devices"] - job["ranks_per_node"]), 0))
+        check.equal(devices_without_a_rank=(max(0, node["devices"] - job["ranks_per_node"]), 0))
         if "gpus-per-node" in geometry or "gpus-per-task" in geometry:
-            check.equal("J9", devices_that_are_not_asked_for=(max(0, node["devices"] - devices), 0))
-        check.equal("J9", gib_that_a_node_has_not=(max(0, round(memory(script, tasks, devices) - node["memory_gib"])), 0))
+            check.equal(devices_that_are_not_asked_for=(max(0, node["devices"] - devices), 0))
+        check.equal(gib_that_a_node_has_not=(max(0, round(memory(script, tasks, devices) - node["memory_gib"])), 0))
 
 
 def memory(script: Script, tasks: int, devices: int) -> float:
@@ -453,16 +451,14 @@ def numpy_trace() -> dict[str, list[float]]:
 @clause("L8")
 @pytest.mark.parametrize("name", ["losses", "eval_losses", "eval_accuracies"])
 def test_golden_is_what_numpy_arrives_at(check, numpy_trace, name):
-    check.close("L8", golden.load()[name], numpy_trace[name], 1e-12, name)
+    check.close(golden.load()[name], numpy_trace[name], 1e-12, name)
 
 
 @clause("L8")
 def test_what_is_compared_with_is_recorded(check):
     """Golden trace and reference could be made wrong together; then they differ from what was written down of them."""
     now, before = golden.digests(), golden.recorded()
-    check.equal(
-        "L8", changed_since_CHANGELOG_md=([name for name in {**now, **before} if now.get(name) != before.get(name)], [])
-    )
+    check.equal(changed_since_CHANGELOG_md=([name for name in {**now, **before} if now.get(name) != before.get(name)], []))
 
 
 @clause("L9")
@@ -470,16 +466,16 @@ def test_rounding_does_not_grow(check, numpy_trace):
     """Initial parameters moved by 1e-7 (fp32's rounding) move no loss by 1e-5: what deviates more is not rounding."""
     perturbed = reference.train(perturbation=1e-7)
     assert perturbed["losses"] != numpy_trace["losses"]
-    check.close("L9", perturbed["losses"], numpy_trace["losses"], 1e-5, "losses after a perturbation of 1e-7")
+    check.close(perturbed["losses"], numpy_trace["losses"], 1e-5, "losses after a perturbation of 1e-7")
 
 
 @clause("L10")
 def test_golden_is_not_vacuous(check, numpy_trace):
     losses, accuracy = golden.load()["losses"], golden.load()["eval_accuracies"][-1]
-    check.equal("L10", steps=(len(losses), STEPS), different_losses=(len(set(losses)), STEPS))
-    check.equal("L10", falls_to_a_tenth=(losses[-1] < losses[0] / 10, True), learns=(accuracy > 0.9, True))
+    check.equal(steps=(len(losses), STEPS), different_losses=(len(set(losses)), STEPS))
+    check.equal(falls_to_a_tenth=(losses[-1] < losses[0] / 10, True), learns=(accuracy > 0.9, True))
     other = reference.worst_deviation(reference.train(seed=1, epochs=1)["losses"], losses[:14])
-    check.equal("L10", another_seed_differs=(other > 1e-3, True))
+    check.equal(another_seed_differs=(other > 1e-3, True))
     # A learning rate off by one in a thousand must stand out in fp32, or the tolerance T2 says nothing.
     off = reference.worst_deviation(reference.train(lr=0.1001)["losses"], losses)
-    check.equal("L10", a_wrong_learning_rate_differs=(off > 1e-4, True))
+    check.equal(a_wrong_learning_rate_differs=(off > 1e-4, True))

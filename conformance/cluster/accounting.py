@@ -59,7 +59,7 @@ until_it $! sacctmgr --noheader show cluster
 
 def there_is(site: Site) -> bool:
     """A scheduler that Slurm only stands in for has no accounts of Slurm's."""
-    return site.facts["scheduler"] == "slurm" and "account" in site.facts.get("queue", {})
+    return site.toml["scheduler"] == "slurm" and "account" in site.toml.get("queue", {})
 
 
 def settings(site: Site) -> dict[str, str]:
@@ -77,7 +77,7 @@ def steps(site: Site, user: str) -> dict[str, list[str]]:
     """Commands for root on the login node, one after the other, before slurmctld starts."""
     if not there_is(site):
         return {}
-    queue = site.facts["queue"]
+    queue = site.toml["queue"]
     account, qos = queue["account"], queue.get("qos") or ["normal"]
     added = ",".join(name for name in qos if name != "normal")  # which is always there
     added_words = dict(cluster=[site.name], qos=[added], account=[account])

@@ -62,11 +62,11 @@ class Job:
         last = len(kinds) - kinds[::-1].index("start") if "start" in kinds else 0
         return kinds[last:].count("step")
 
-    def said(self) -> str:
+    def log_text(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def last_words(self) -> str:
-        return " | ".join(self.said().splitlines()[-6:]) or "nothing"
+        return " | ".join(self.log_text().splitlines()[-6:]) or "nothing"
 
     # ---- what the scheduler says ------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class Job:
             time.sleep(LOOK)
         return status
 
-    def facts(self) -> dict[str, str]:
+    def fields(self) -> dict[str, str]:
         """The fields of scontrol; empty where the job is known no longer."""
         return self.status().fields
 
@@ -152,7 +152,7 @@ def queue(cluster: VirtualSite) -> list[str]:
 def taken(cluster: VirtualSite, site: Site, folder: str) -> list[str]:
     """What is wrong with a job, and the scheduler has not refused in its own words."""
     as_user = lambda *command: cluster.on("login", [*command], folder=folder)  # noqa: E731
-    return accepted(as_user, site.facts["scheduler"], site.facts["submit"], len(cluster.names) + 1, USER)
+    return accepted(as_user, site.toml["scheduler"], site.toml["submit"], len(cluster.names) + 1, USER)
 
 
 class Submitter:
@@ -160,7 +160,7 @@ class Submitter:
 
     def __init__(self, cluster: VirtualSite, site: Site, folder: str):
         self.cluster, self.site, self.folder = cluster, site, folder
-        self.kind = site.facts["scheduler"]
+        self.kind = site.toml["scheduler"]
         self.scheduler = SCHEDULERS[self.kind]
         self.here = cluster.home / Path(folder).relative_to(f"/home/{USER}")
         self.count = 0
@@ -190,7 +190,7 @@ class Submitter:
         log = f"log-{self.count}"
         whole += self.scheduler.log(log)
         arguments = ["--run-dir", f"runs/{name}", "--device", "cpu", "--log-every", "1", *shlex.split(flags)]
-        command = self.scheduler.command(self.site.facts["submit"], whole, arguments)
+        command = self.scheduler.command(self.site.toml["submit"], whole, arguments)
         answer = self.cluster.on("login", command, folder=self.folder)
         number = self.scheduler.number(answer.stdout)
         if answer.returncode or not number:
@@ -206,14 +206,14 @@ class Submitter:
     @property
     def restarts(self) -> str:
         """The variable by which a start is told how often its job was started before."""
-        return self.site.facts["job"].get("restarts") or self.scheduler.restarts
+        return self.site.toml["job"].get("restarts") or self.scheduler.restarts
 
     def geometry(self, nodes: int, ranks: int) -> str:
-        return self.site.facts["job"].get("geometry", self.scheduler.geometry).format(nodes=nodes, ranks=ranks)
+        return self.site.toml["job"].get("geometry", self.scheduler.geometry).format(nodes=nodes, ranks=ranks)
 
     def stop(self, job: Job) -> None:
         """As README.md tells users to."""
-        command = self.site.facts["stop"].format(job=job.number, number=job.id)
+        command = self.site.toml["stop"].format(job=job.number, number=job.id)
         answer = self.cluster.on("login", command, folder=self.folder)
         if answer.returncode:
             raise Odd(f"{command}: exit code {answer.returncode}: {answer.stderr.strip()}")
@@ -225,7 +225,7 @@ class Submitter:
         agents bring nodes what they did not take at once.
         """
         left = ["pgrep", "-f", rf"slurmstepd: \[{job.id}\.batch|^srun "]
-        if job.facts().get("JobState") != "PENDING":
+        if job.fields().get("JobState") != "PENDING":
             return False
         agents = self.run("sdiag").stdout
         if not re.search(r"Agent queue size: *0\n.*Agent count: *0\n", agents, re.DOTALL):

@@ -46,7 +46,7 @@ OF_A_LOGIN = ".of-a-login"
 
 def provided(site: Site, module: str | None = None) -> list[str]:
     """What this module provides, or any of the site's. Raises ValueError for what no stand-in can be made of."""
-    table = site.facts.get("software", {}).get("provides", {})
+    table = site.toml.get("software", {}).get("provides", {})
     words = [word for name, words in table.items() if module in (None, name) for word in words]
     if strange := [word for word in words if word not in PROVIDES and "=" not in word]:
         raise ValueError(f"{strange[0]} in software.provides, but should be NAME=value or one of {', '.join(PROVIDES)}")
@@ -66,7 +66,7 @@ def module_file(site: Site, module: str) -> str:
 
 def modules_at(site: Site) -> dict[str, list[str]]:
     """Modules of site.toml by the folder in which they are found: "" where no script says `module use` before it loads them."""
-    modules = site.facts.get("software", {}).get("modules", [])
+    modules = site.toml.get("software", {}).get("modules", [])
     folders: dict[str, str] = {}
     for script in site.scripts:
         used = ""
@@ -96,7 +96,7 @@ def value_of(site: Site, text: str) -> str:
 
 def image_file(site: Site) -> str:
     """Where the image lies on the machine, if it is a file: site.toml has the end of the path, a script the whole."""
-    image = site.facts.get("software", {}).get("image", "")
+    image = site.toml.get("software", {}).get("image", "")
     if not image.endswith((".sif", ".sqfs", ".sqsh")):
         return ""
     words = {word for script in site.scripts for word in re.findall(r"[\w./${}-]+", script.read_text())}
@@ -111,7 +111,7 @@ def image_file(site: Site) -> str:
 
 def stand_ins(site: Site) -> dict[str, list[str]]:
     """Commands by the folder below HOME, or "" for /usr/local/bin, that they lie in."""
-    image, provides = site.facts.get("software", {}).get("image", ""), provided(site)
+    image, provides = site.toml.get("software", {}).get("image", ""), provided(site)
     commands: dict[str, list[str]] = {"": []}
     if "conda" in provides:
         commands["conda/bin"] = ["conda", "activate"]
@@ -123,7 +123,7 @@ def stand_ins(site: Site) -> dict[str, list[str]]:
         commands[""] += ["shifter", "shifterimg", "contained"]
     if brings_a_plugin(site):
         commands["rccl"] = ["rccl.py"]
-    if site.facts.get("scheduler") == "pbs":
+    if site.toml.get("scheduler") == "pbs":
         commands[""] += ["qsub", "qstat", "qdel", "qsig", "pbsnodes", "mpiexec"]
     return commands
 
@@ -135,7 +135,7 @@ def brings_a_plugin(site: Site) -> bool:
 
 def machine_facts(site: Site) -> dict[str, str]:
     """What stand-ins must know of the machine."""
-    node, queue, software = (site.facts.get(table, {}) for table in ("node", "queue", "software"))
+    node, queue, software = (site.toml.get(table, {}) for table in ("node", "queue", "software"))
     cores, threads = node.get("cores", 1), node.get("threads_per_core", 1)
     reserved = [core + thread * cores for thread in range(threads) for core in numbers(node.get("reserved", ""))]
     image = software.get("image", "")
@@ -166,7 +166,7 @@ def build(site: Site, folder: Path, base: Path = Path("/"), cache: Path = prefix
     for below, names in stand_ins(site).items():
         for name in names:
             lay(name, home / below if below else overlay / "usr/local/bin")
-    if not site.facts.get("software", {}).get("modules") and "image" not in site.facts.get("software", {}):
+    if not site.toml.get("software", {}).get("modules") and "image" not in site.toml.get("software", {}):
         # The machine's own python3, which may be too old, or another one than torch was built for.
         # No link: an environment that is made through one looks for its library beside the link.
         (overlay / "usr/local/bin").mkdir(parents=True, exist_ok=True)
@@ -185,13 +185,13 @@ def build(site: Site, folder: Path, base: Path = Path("/"), cache: Path = prefix
     (modulepath / f"{OF_A_LOGIN}.lua").write_text('whatis("stand-in for what a login loads by itself")\n')
     if brings_a_plugin(site):
         compile_empty(home / "net-plugin/lib/librccl-net.so")
-    if "image" in site.facts.get("software", {}):
+    if "image" in site.toml.get("software", {}):
         link_commands(home / "image/bin", base)
     if image := image_file(site):
         (tree / image.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
         (tree / image.lstrip("/")).write_text("A stand-in for an image: the stand-in for singularity looks no further.\n")
 
-    domain = site.facts.get("node", {}).get("nodefile_domain")
+    domain = site.toml.get("node", {}).get("nodefile_domain")
     torch_wheels(site, home / "wheels", prefix.required("torch").version)
     return Layer(
         overlay=overlay,

@@ -55,7 +55,7 @@ def probe(site: Site, folder: str, torch: bool = True) -> str:
 
 def device_variable(site: Site) -> str:
     """By which a launcher tells a rank of its devices."""
-    return site.facts["node"].get("device_environment", "CUDA_VISIBLE_DEVICES")
+    return site.toml["node"].get("device_environment", "CUDA_VISIBLE_DEVICES")
 
 
 def unbound(script: str, launcher: str) -> str:
@@ -81,12 +81,12 @@ def device_of(site: Site, row: Row) -> int:
     """Which of the node's devices a rank trains on: the one with its local rank, of those that it sees, or the only one."""
     if not row.visible:
         return row.local_rank
-    return row.visible[0 if site.facts["node"]["devices_visible_to_a_rank"] == 1 else row.local_rank % len(row.visible)]
+    return row.visible[0 if site.toml["node"]["devices_visible_to_a_rank"] == 1 else row.local_rank % len(row.visible)]
 
 
 def misplaced(site: Site, rows: list[Row]) -> list[str]:
     """What is not as site.toml says, a line each."""
-    node, job = site.facts["node"], site.facts["job"]
+    node, job = site.toml["node"], site.toml["job"]
     violations = []
     size = job["nodes"] * job["ranks_per_node"]
     if [row.rank for row in rows] != list(range(size)):
@@ -116,7 +116,7 @@ def doubled(site: Site, rows: list[Row], what: str) -> list[str]:
     taken: dict[tuple, int] = {}
     violations = []
     for row in rows:
-        mine = [device_of(site, row)] if what == "device" else sorted({cpu % site.facts["node"]["cores"] for cpu in row.cpus})
+        mine = [device_of(site, row)] if what == "device" else sorted({cpu % site.toml["node"]["cores"] for cpu in row.cpus})
         others = [(number, taken.setdefault((row.host, number), row.rank)) for number in mine]
         number, other = next(((number, other) for number, other in others if other != row.rank), (0, row.rank))
         if other != row.rank:

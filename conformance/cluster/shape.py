@@ -21,14 +21,14 @@ DEVICE_FLAGS = {
 
 
 def names_of(site: Site, nodes: int) -> list[str]:
-    template = site.facts["node"].get("hosts", "node{:03d}")
+    template = site.toml["node"].get("hosts", "node{:03d}")
     return [template.format(number) for number in range(1, nodes + 1)]
 
 
 def impossible(site: Site) -> list[str]:
     """What no node or queue can be, a line each: site.toml may be half filled in."""
-    node = dict(sockets=1, threads_per_core=1, reserved="", cores_near_device=[]) | site.facts.get("node", {})
-    queue = dict(partitions=[], exclusive=[]) | site.facts.get("queue", {})
+    node = dict(sockets=1, threads_per_core=1, reserved="", cores_near_device=[]) | site.toml.get("node", {})
+    queue = dict(partitions=[], exclusive=[]) | site.toml.get("queue", {})
     least = dict(cores=1, sockets=1, threads_per_core=1, memory_gib=1, devices=0)
     wrong = {key: node.get(key) for key in least if type(node.get(key)) is not int or node[key] < least[key]}
     violations = [f"{key}={value!r}, but should be {least[key]} or more" for key, value in wrong.items()]
@@ -62,7 +62,7 @@ def impossible(site: Site) -> list[str]:
 
 
 def interfaces_of(site: Site) -> list[str]:
-    return site.facts["node"].get("interfaces") or ["eth0"]
+    return site.toml["node"].get("interfaces") or ["eth0"]
 
 
 def numbers(ranges: str) -> list[int]:
@@ -76,7 +76,7 @@ def numbers(ranges: str) -> list[int]:
 
 def shape(site: Site, version: tuple[int, int] = OLDEST) -> tuple[int, int, int]:
     """Sockets, cores a socket, threads a core, as this version of Slurm counts them."""
-    node = site.facts["node"]
+    node = site.toml["node"]
     cores = node["cores"] // node.get("sockets", 1)
     if version >= (24, 11):
         # From here on only whole sockets are near a device, and a smaller part of one has to be called a socket.
@@ -98,7 +98,7 @@ def cpus_of(site: Site) -> int:
 
 def devices_of(site: Site) -> int:
     """What Slurm hands out. A scheduler that Slurm only stands in for leaves the devices to the ranks."""
-    return site.facts["node"]["devices"] if site.facts["scheduler"] == "slurm" else 0
+    return site.toml["node"]["devices"] if site.toml["scheduler"] == "slurm" else 0
 
 
 def topology(site: Site, version: tuple[int, int] = OLDEST) -> str:
@@ -114,7 +114,7 @@ def topology(site: Site, version: tuple[int, int] = OLDEST) -> str:
 
 def slurm_conf(site: Site, names: list[str], settings: dict[str, str], version: tuple[int, int] = OLDEST) -> str:
     """https://slurm.schedmd.com/slurm.conf.html"""
-    node, queue = site.facts["node"], site.facts.get("queue", {})
+    node, queue = site.toml["node"], site.toml.get("queue", {})
     sockets, cores, threads = shape(site, version)
     with_mpi = any(launch.mpi for launch in site.launches)
     options = dict(
@@ -151,12 +151,12 @@ def slurm_conf(site: Site, names: list[str], settings: dict[str, str], version: 
         MinJobAge="3600",
         PropagateResourceLimits="NONE",
     )
-    if site.facts["scheduler"] == "pbs":
+    if site.toml["scheduler"] == "pbs":
         # Its stand-in ends a job at its walltime to the second, which Slurm cannot; KILL comes 10 s after TERM.
         options |= dict(OverTimeLimit="1", KillWait="10")
     devices = devices_of(site)
     options |= dict(GresTypes="gpu") if devices else {}
-    if site.facts["scheduler"] == "slurm":
+    if site.toml["scheduler"] == "slurm":
         # For the grace time, the ranks of a job that is preempted have SIGTERM, or their --signal instead under
         # SlurmctldParameters=preempt_send_user_signal; then it is requeued. https://slurm.schedmd.com/preempt.html
         options |= dict(PreemptType="preempt/partition_prio", PreemptMode="REQUEUE", PartitionName="DEFAULT GraceTime=30")
@@ -178,7 +178,7 @@ def slurm_conf(site: Site, names: list[str], settings: dict[str, str], version: 
             f"PartitionName={partition} Nodes=ALL Default={'YES' if partition == default else 'NO'} "
             f"OverSubscribe={'EXCLUSIVE' if whole else 'NO'} State=UP"
         ]
-    if site.facts["scheduler"] == "slurm":
+    if site.toml["scheduler"] == "slurm":
         # Users do not see it, and have the partitions of site.toml.
         lines += [f"PartitionName={URGENT} Nodes=ALL PriorityTier=2 PreemptMode=OFF RootOnly=YES Hidden=YES State=UP"]
     return "\n".join(lines) + "\n"
@@ -186,7 +186,7 @@ def slurm_conf(site: Site, names: list[str], settings: dict[str, str], version: 
 
 def gres_conf(site: Site) -> str:
     """https://slurm.schedmd.com/gres.conf.html"""
-    node = site.facts["node"]
+    node = site.toml["node"]
     near = node.get("cores_near_device", [])
     flags = DEVICE_FLAGS.get(node.get("device_environment", "CUDA_VISIBLE_DEVICES"))
     return "".join(
@@ -200,7 +200,7 @@ def gres_conf(site: Site) -> str:
 
 def hosts_file(site: Site, names: list[str], aliases: list[str]) -> str:
     """The first interface's address has the node's name; the others' have it with the interface's."""
-    domain = site.facts["node"].get("domain")
+    domain = site.toml["node"].get("domain")
     lines = ["127.0.0.1 localhost"]
     for number, name in [(1, LOGIN), *enumerate(names, 11)]:
         more = [f"{name}.{domain}"] if domain else []

@@ -232,7 +232,7 @@ class VirtualSite:
                 shutil.copy(ROOT / name, repository / name)
         folder = repository / "sites" / self.site.name
         folder.mkdir(parents=True, exist_ok=True)
-        for name in {*self.site.facts.get("files", []), "site.toml"}:
+        for name in {*self.site.toml.get("files", []), "site.toml"}:
             shutil.copy(self.site.folder / name, folder / name)
         for path in (repository, *repository.rglob("*")):
             os.lchown(path, UID, UID)

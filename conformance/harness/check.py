@@ -24,38 +24,43 @@ def launch_of(item: pytest.Item):
 
 
 class Check:
-    """The checks of one test. where: what is checked, in the words of a message."""
+    """The checks of one test. where: what is checked, in the words of a message.
 
-    def __init__(self, where: str, node: pytest.Item):
+    check.equal(...) judges by the clause that the test is marked with, check["L2"].equal(...) by one of several.
+    """
+
+    def __init__(self, where: str, node: pytest.Item, clauses: list[str] | None = None):
         self.where, self.node = where, node
-        self.clauses = clauses_of(node)
+        self.clauses = clauses or clauses_of(node)
 
-    def equal(self, clause: str, **pairs: tuple) -> None:
+    def __getitem__(self, clause: str) -> "Check":
+        assert clause in self.clauses, f"{self.node.name} is not marked with clause {clause}"
+        return Check(self.where, self.node, [clause])
+
+    def equal(self, **pairs: tuple) -> None:
         """name=(value, what it should be); all that differ are told."""
         __tracebackhide__ = True
         differ = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-        self.holds(
-            clause, *(f"{name}={_short(value)}, but should be {_short(other)}" for name, (value, other) in differ.items())
-        )
+        self.holds(*(f"{name}={_short(value)}, but should be {_short(other)}" for name, (value, other) in differ.items()))
 
-    def close(self, clause: str, values: list[float], reference: list[float], limit: float, what: str = "losses") -> None:
+    def close(self, values: list[float], reference: list[float], limit: float, what: str = "losses") -> None:
         """No relative difference above the limit; the worst is printed at the end of the session, also when green."""
         __tracebackhide__ = True
         worst = worst_deviation(values, reference)
         self.node.user_properties.append(("deviation", (worst, limit, what)))
         if not worst <= limit:
-            self.holds(clause, f"worst relative deviation of {what}={worst:.1e}, but should be at most {limit:g}")
+            self.holds(f"worst relative deviation of {what}={worst:.1e}, but should be at most {limit:g}")
 
     def curve(self, precision: str, losses: list[float]) -> None:
         """The losses of a reference run, for the report."""
         self.node.user_properties.append(("curve", (precision, [loss.hex() for loss in losses])))
 
-    def holds(self, clause: str, *violations: str) -> None:
+    def holds(self, *violations: str) -> None:
         """Fails with one line for each violation, if there is one."""
         __tracebackhide__ = True
-        assert clause in self.clauses, f"{self.node.name} is not marked with clause {clause}"
+        assert len(self.clauses) == 1, f"{self.node.name} has the clauses {self.clauses}: which one? check[...]"
         if violations:
-            pytest.fail("\n".join(f"{violation} [{self.where}] ({clause})" for violation in violations), pytrace=False)
+            pytest.fail("\n".join(f"{violation} [{self.where}] ({self.clauses[0]})" for violation in violations), pytrace=False)
 
 
 def _short(value) -> str:

@@ -132,7 +132,7 @@ class DryRuns:
         (top / "core/pyproject.toml").write_text('[project]\nname = "ddp-core"\n')
         (top / "core/src/ddp_core/__init__.py").touch()
         shutil.copy(COMMANDS, top / "commands.py")
-        for name in command_names() | {self.site.facts["launcher"]}:
+        for name in command_names() | {self.site.toml["launcher"]}:
             file = top / "bin" / name
             file.write_text(f'#!/bin/sh\nDRY_RUN={top} exec {self.python} -I -S {top}/commands.py "$0" "$@"\n')
             file.chmod(0o755)
@@ -195,7 +195,7 @@ class DryRuns:
             self._restore(self.installed)
             told = dict(number="4242", restarts=0, code=0, nodes=self.site.job(script)["nodes"], all_ranks=False)
             told |= shape
-            slurm = self.site.facts["scheduler"] == "slurm"
+            slurm = self.site.toml["scheduler"] == "slurm"
             copy = self.top / "spool" / script.name
             shutil.copy(self.folder / script.name, copy)
             environ = self._of_slurm(script, told) if slurm else self._of_pbs(script, told)
@@ -218,7 +218,7 @@ class DryRuns:
         own |= dict(JOB_NODELIST=hosts, NODELIST=hosts, SUBMIT_DIR=self.folder, JOB_NAME="train", EXPORT_ENV="NONE")
         own |= dict(JOB_PARTITION=options.get("partition", "batch"), JOB_QOS=options.get("qos", "normal"))
         own |= dict(
-            JOB_ACCOUNT=options.get("account", "account"), NPROCS=each * nodes, CPUS_ON_NODE=self.site.facts["node"]["cores"]
+            JOB_ACCOUNT=options.get("account", "account"), NPROCS=each * nodes, CPUS_ON_NODE=self.site.toml["node"]["cores"]
         )
         for name, variable in {
             "cpus-per-task": "CPUS_PER_TASK",
@@ -230,29 +230,27 @@ class DryRuns:
         return {f"SLURM_{name}": str(value) for name, value in own.items()} | dict(SLURMD_NODENAME=self.hosts(nodes)[0])
 
     def _of_pbs(self, script: Path, told: dict) -> dict[str, str]:
-        domain = self.site.facts["node"].get("nodefile_domain", "")
+        domain = self.site.toml["node"].get("nodefile_domain", "")
         nodefile = self.top / "spool/nodes"
         nodefile.write_text("".join(f"{host}{'.' if domain else ''}{domain}\n" for host in self.hosts(told["nodes"])))
         environ = dict(PBS_JOBID=f"{told['number']}.server", PBS_O_WORKDIR=str(self.folder), PBS_NODEFILE=str(nodefile))
         environ |= dict(PBS_ENVIRONMENT="PBS_BATCH", PBS_JOBNAME="train", PBS_O_QUEUE="workq", PBS_QUEUE="workq")
         # No word of PBS's variable can have a space in it.
         environ |= dict(TRAIN_ARGS=" ".join(word for word in ARGUMENTS if " " not in word))
-        restarts = self.site.facts["job"].get("restarts")
+        restarts = self.site.toml["job"].get("restarts")
         return environ | ({restarts: str(told["restarts"])} if restarts and told["restarts"] else {})
 
     def _run(self, name: str, words: list[str], folder: Path, environ: dict[str, str], told: dict) -> DryRun:
-        site, node = self.site, self.site.facts["node"]
-        software = site.facts.get("software", {})
+        site, node = self.site, self.site.toml["node"]
+        software = site.toml.get("software", {})
         facts = dict(
             job=told.get("number", ""), restarts=told.get("restarts", 0), code=told["code"], nodes=told.get("nodes", 1)
         )
         facts |= dict(
             hosts=self.hosts(max(2, told.get("nodes", 1))), all_ranks=told.get("all_ranks", False), python=self.python
         )
-        facts |= dict(launcher=site.facts["launcher"], launcher_environment=dict(site.launches[0].templates))
-        facts |= dict(
-            ranks_per_node=site.facts["job"]["ranks_per_node"], devices=node["devices"], interfaces=node["interfaces"]
-        )
+        facts |= dict(launcher=site.toml["launcher"], launcher_environment=dict(site.launches[0].templates))
+        facts |= dict(ranks_per_node=site.toml["job"]["ranks_per_node"], devices=node["devices"], interfaces=node["interfaces"])
         facts |= dict(devices_visible=node["devices_visible_to_a_rank"], image=software.get("image", ""))
         facts |= dict(device_environment=node.get("device_environment", ""))
         # PyTorch comes with a module or an image, or else by install.sh.

@@ -53,7 +53,7 @@ def make(name: str, source: str, to: Path) -> Path:
     except ValueError as error:
         raise ValueError(str(error).replace("--site", "--from", 1)) from None
     # Not .venv, runs and logs, which lie in a site that is in use.
-    files = old.facts.get("files", [])
+    files = old.toml.get("files", [])
     if missing := [file for file in [*files, "site.toml", "README.md"] if not (old.folder / file).is_file()]:
         raise ValueError(f"--from {source}: its site.toml lists {missing[0]}, which is not there")
     with tempfile.TemporaryDirectory(dir=to, prefix=f".{name}-") as fresh:
@@ -82,7 +82,7 @@ def site_toml(text: str, old: Site) -> str:
     made = []
     for header, lines in tables(text):
         if header in ("[node]", "[queue]", "[software]"):
-            values = {key: value for key, value in old.facts[header.strip("[]")].items() if not isinstance(value, dict)}
+            values = {key: value for key, value in old.toml[header.strip("[]")].items() if not isinstance(value, dict)}
             theirs = [(key, NOTHING.get(type(value), '""'), value) for key, value in values.items()]
             lines_of_table = [
                 f"{key} = {nothing} # EDIT: this machine's; {value!r} at {old.name}" for key, nothing, value in theirs

@@ -40,7 +40,7 @@ class Verdicts:
         self.checks: list[dict] = []
         self.curves: list[dict] = []
         self.expected: dict[str, set] = {}
-        entries = [(site.name, entry) for site in config.sites for entry in site.facts.get("expected_failures", [])]
+        entries = [(site.name, entry) for site in config.sites for entry in site.toml.get("expected_failures", [])]
         self.expected_failures = [
             (site, entry) for site, entry in entries if not str(entry.get("clause")).startswith(NEVER_EXCUSED)
         ]

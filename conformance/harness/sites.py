@@ -85,11 +85,11 @@ class Case:
 @dataclass(frozen=True)
 class Site:
     folder: Path
-    facts: dict
+    toml: dict
 
     @property
     def name(self) -> str:
-        return str(self.facts.get("name", self.folder.name))
+        return str(self.toml.get("name", self.folder.name))
 
     @property
     def launches(self) -> list[Launch]:
@@ -102,24 +102,24 @@ class Site:
                 templates=tuple(launcher.get("environment", {}).items()),
                 mpi=launcher.get("mpi", False),
             )
-            for launcher in self.facts.get("launchers", [])
+            for launcher in self.toml.get("launchers", [])
         ]
 
     @property
     def shares_nodes(self) -> bool:
         """Whether nodes of its partition are given to several jobs at once."""
-        partition = self.facts.get("node", {}).get("partition", "batch")
-        return partition not in self.facts.get("queue", {}).get("exclusive", [partition])
+        partition = self.toml.get("node", {}).get("partition", "batch")
+        return partition not in self.toml.get("queue", {}).get("exclusive", [partition])
 
     def job(self, script: Path) -> dict:
         """What [job] says of one of the job scripts."""
-        job = self.facts["job"]
+        job = self.toml["job"]
         return {key: value for key, value in job.items() if not isinstance(value, dict)} | job.get(script.name, {})
 
     @property
     def job_scripts(self) -> list[Path]:
         """The scripts that are submitted: `submit` names the first of them, the others have directives, too."""
-        submit = self.folder / self.facts["submit"]
+        submit = self.folder / self.toml["submit"]
         others = [path for path in self.scripts if re.search(r"(?m)^#(SBATCH|PBS) ", path.read_text())]
         return [submit, *(path for path in others if path != submit)] if submit.is_file() else others
 
@@ -129,11 +129,11 @@ class Site:
 
         Raises ValueError where a choice names what is not there.
         """
-        own, launches = self.facts["submit"], {launch.launcher: launch for launch in self.launches}
+        own, launches = self.toml["submit"], {launch.launcher: launch for launch in self.launches}
         told = [dict(name=script.name, script=script.name) for script in self.job_scripts]
         told = [each for each in told if self.job(self.folder / each["name"]).get("trains", True)]
         found = []
-        for choice in [*sorted(told, key=lambda each: each["name"] != own), *self.facts["job"].get("choices", [])]:
+        for choice in [*sorted(told, key=lambda each: each["name"] != own), *self.toml["job"].get("choices", [])]:
             script = self.folder / choice.get("script", own)
             launch = launches.get(choice.get("launcher", self.launches[0].launcher))
             if not launch or not script.is_file():

@@ -214,7 +214,7 @@ def run(chosen: list[sites.Site], checkouts: list[Checkout], strict: bool) -> in
     looked_up = gone = hinted = 0
     left: Counter[str] = Counter()
     for site in chosen:
-        for source in site.facts.get("sources", []):
+        for source in site.toml.get("sources", []):
             if wrong := sites.mistakes(source):
                 raise ValueError(f"{site.folder / 'site.toml'}: {wrong[0]} (F6)")
             if not (facts := source.get("facts", [])):

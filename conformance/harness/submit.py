@@ -102,7 +102,7 @@ class Jobs(Target):
         super().__init__()
         self.site, self.asked_device, self.asked_backend, self.timeout, self.say = site, device, backend, timeout, say
         self.poll = poll
-        scheduler, self.script = str(site.facts.get("scheduler")), str(site.facts.get("submit"))
+        scheduler, self.script = str(site.toml.get("scheduler")), str(site.toml.get("submit"))
         if scheduler not in SCHEDULERS:
             known = " and ".join(SCHEDULERS)
             raise NotSubmitted(f"scheduler={scheduler} in {site.name}'s site.toml: conformance can submit to {known} only")
@@ -115,7 +115,7 @@ class Jobs(Target):
             self.options = shlex.split(options)
         except ValueError as error:
             raise NotSubmitted(f"--submit={options}: {error}") from None
-        job = site.facts.get("job", {})
+        job = site.toml.get("job", {})
         self.nodes, self.ranks_per_node = geometry or (job.get("nodes"), job.get("ranks_per_node"))
         if not isinstance(self.nodes, int) or not isinstance(self.ranks_per_node, int):
             raise NotSubmitted(
@@ -190,7 +190,7 @@ class Jobs(Target):
         if asked != "auto":
             return asked
         kind = str(rows[0].get("device", "unknown")).partition(":")[0]
-        return "an accelerator" if kind == "cpu" and self.site.facts.get("node", {}).get("devices") else kind
+        return "an accelerator" if kind == "cpu" and self.site.toml.get("node", {}).get("devices") else kind
 
     @property
     def backend_in_use(self) -> str:  # type: ignore[override]
@@ -199,7 +199,7 @@ class Jobs(Target):
 
     @property
     def devices_visible_to_a_rank(self) -> int:
-        return 0 if self.device == "cpu" else self.site.facts.get("node", {}).get("devices_visible_to_a_rank", 0)
+        return 0 if self.device == "cpu" else self.site.toml.get("node", {}).get("devices_visible_to_a_rank", 0)
 
     # ---- jobs -------------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ def evidence_in(folder: Path, newer: Iterable[dict] = ()) -> Evidence:
 
     reports = {place(report): report for report in map(verify.read, sorted(folder.glob("*/*.json")))}
     reports |= {place(report): report for report in newer}
-    facts = [site.facts for site in found.values()]
+    facts = [site.toml for site in found.values()]
     evidence = Evidence([*reports.values()], facts, (HERE / "SPEC.md").read_text(), golden.load()["losses"], files_now)
     if refused := verify.contradictions(evidence):
         raise ValueError("\n".join(refused))

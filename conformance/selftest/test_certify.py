@@ -11,11 +11,18 @@ from pathlib import Path
 import pytest
 
 from conformance.certify.__main__ import main
+from conformance.harness import sites
 from conformance.harness.sites import ROOT
 
 PROGRAMS = ROOT / "conformance/programs"
 SOUND = ROOT / "conformance/broken/sound-program"
 MISTAKES = tomllib.loads((ROOT / "conformance/broken/programs.toml").read_text())["mistake"]
+# One whose ranks srun tells who they are: the mistakes that ask for it ask Slurm.
+BY_SRUN = next(
+    site.name
+    for site in sites.find()
+    if site.launches and not site.launches[0].mpi and "SLURM_PROCID" in dict(site.launches[0].templates)
+)
 pytestmark = pytest.mark.timeout(300, method="thread")
 
 
@@ -38,7 +45,7 @@ def planted(folder: Path, mistake: dict) -> list[str]:
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: re.sub(r"\W+", "-", mistake["what"]))
 def test_a_mistake_is_named_with_its_line(mistake, tmp_path):
     lines = planted(tmp_path / "mine", mistake)
-    code, found = certificate(tmp_path / "mine", "--ranks", "2", "--limit-steps", "12")
+    code, found = certificate(tmp_path / "mine", "--ranks", "2", "--limit-steps", "12", "--first", "--site", BY_SRUN)
     state = mistake.get("state", "broken")
     assert code == (state == "broken")
     told = [verdict for verdict in found["verdicts"] if verdict["state"] == state]

@@ -36,7 +36,7 @@ def test_modules_are_those_of_site_toml(cluster, site):
 
 @only(when=lambda site: "conda/bin" in layer.stand_ins(site))
 def test_conda_activates_nothing_before_init(cluster, site):
-    for name in site.facts["software"]["modules"]:
+    for name in site.toml["software"]["modules"]:
         if "conda" in layer.provided(site, name):
             output = login(cluster, cluster.names[0], f"module load {name} && conda activate base")
             assert output.returncode and "Run 'conda init' before 'conda activate'" in output.stderr, output
@@ -44,10 +44,10 @@ def test_conda_activates_nothing_before_init(cluster, site):
             assert output.returncode and "EnvironmentLocationNotFound" in output.stderr, output
 
 
-@only(when=lambda site: "image" in site.facts["software"])
+@only(when=lambda site: "image" in site.toml["software"])
 def test_a_container_has_torch_and_no_scheduler(cluster, site):
     """Nor this machine's folders. And it is not started of an image that is not there, or with a flag that is none."""
-    image, file = site.facts["software"]["image"], layer.image_file(site)
+    image, file = site.toml["software"]["image"], layer.image_file(site)
     start, show, named = ("singularity exec", "--bind", file) if file else ("shifter", "--volume", f"--image={image}")
     node = cluster.names[0]
     inside = cluster.on(node, f"{start} {named} sh -c 'python -c \"import torch; print(torch.__version__)\"; command -v srun'")
@@ -84,7 +84,7 @@ def test_a_broadcast_reaches_each_nodes_own_disk(cluster, site):
         cluster.on(cluster.names[0], f"touch {disk}/here")
         assert cluster.on(cluster.names[1], f"ls {disk}").stdout == ""
     place = f"{disks[0] if disks else '/tmp'}/broadcast"
-    account = [f"--account={site.facts['queue']['account']}"] if "account" in site.facts.get("queue", {}) else []
+    account = [f"--account={site.toml['queue']['account']}"] if "account" in site.toml.get("queue", {}) else []
     cluster.on("login", "echo sent > ~/sent")
     copied = ["bash", "-c", f"sbcast ~/sent {place} && srun --ntasks-per-node=1 bash -c 'cat {place}; hostname'"]
     nodes = cluster.names[:2]

@@ -269,7 +269,7 @@ def test_modules_are_exactly_those_of_site_toml(site, tmp_path, build):
     made = layer.build(site, tmp_path / "layer")
     below = [made.modulepath, *(path for path in made.paths.values() if path and path != tmp_path)]
     there = sorted(str(path) for folder in below for path in folder.rglob("[!.]*.lua"))
-    named = site.facts.get("software", {}).get("modules", [])
+    named = site.toml.get("software", {}).get("modules", [])
     assert len(there) == len(named)
     assert all(any(path.endswith(f"/{module}.lua") for path in there) for module in named)
 

@@ -40,7 +40,7 @@ def left_to_fill_in(site: Path) -> dict[str, int]:
 
 def fill_in(site: Path, name: str) -> None:
     """What its operator would write; the shape of the node is as before, since the job script is."""
-    tables = (OLD.facts.get(name, {}) for name in ("node", "queue", "software"))
+    tables = (OLD.toml.get(name, {}) for name in ("node", "queue", "software"))
     values = {key: value for table in tables for key, value in table.items()} | dict(operator="the weavers, who do not exist")
 
     def filled(line: str) -> str:
@@ -114,12 +114,12 @@ def test_from_the_command_to_green(made, check):
     in_another_launchers_words(made / "train.py", variables)
     result = make.start(ROOT, 2, "--site", str(made), *RANKS)
     assert result.returncode == 0, result.stdout + result.stderr
-    check.equal("V10", repository=(state_of_the_repository(), before))
+    check["V10"].equal(repository=(state_of_the_repository(), before))
 
 
 def exported_by_the_launcher_alone(site: Path) -> list[str]:
     """Not what the job script reads or sets: that is the scheduler's."""
-    script = (site / OLD.facts["submit"]).read_text()
+    script = (site / OLD.toml["submit"]).read_text()
     return [name for name, _ in OLD.launches[0].templates if name not in script]
 
 
@@ -158,18 +158,18 @@ def test_only_the_files_of_the_site_are_copied(tmp_path):
     for left in (".venv", "runs", "train-1.out"):
         (used / left).mkdir()
     made = new_site.make(NAME, str(used), tmp_path)
-    assert sorted(path.name for path in made.iterdir()) == sorted(OLD.facts["files"])
+    assert sorted(path.name for path in made.iterdir()) == sorted(OLD.toml["files"])
     assert (made / "install.sh").stat().st_mode & 0o111
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_nothing_is_left_of_the_old_site(made):
-    facts = sites.find([str(made)])[0].facts
+    facts = sites.find([str(made)])[0].toml
     assert facts["name"] == NAME and facts["verified"] == dict(
         status="never-run", evidence="nothing yet", unverified=[new_site.NEVER_SHOWN]
     )
     assert not any(value for name in ("node", "queue", "software") for value in facts.get(name, {}).values())
-    assert facts["job"] == OLD.facts["job"]
+    assert facts["job"] == OLD.toml["job"]
     for path in made.iterdir():
         lines = [line for line in path.read_text().splitlines() if not new_site.is_mark(line)]
         assert not re.search(rf"(?<![\w-]){OLD.name}(?![\w-])", re.sub(new_site.ADDRESS, "", "\n".join(lines))), path.name

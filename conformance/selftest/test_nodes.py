@@ -27,7 +27,7 @@ def test_names_and_addresses(cluster, site):
         assert {*interfaces_of(site)} <= {*links.split()}
         assert f"{address}/24" in next(line for line in links.splitlines() if f"{interfaces_of(site)[0]} " in line)
         assert cluster.on(name, "ip route show default").stdout == ""
-    if domain := site.facts["node"].get("domain"):
+    if domain := site.toml["node"].get("domain"):
         assert cluster.on(LOGIN, f"getent hosts {cluster.names[1]}.{domain}").stdout.split()[0] == "10.253.0.12"
     # Where the name leads, somebody answers, over every interface.
     listen = "import socket; s = socket.create_server(('', 7777)); s.accept()"
@@ -85,6 +85,6 @@ def test_its_cpus_and_devices(cluster, site):
     assert bound.stdout == f"{{{every - 1}}}\n"
     output = cluster.on("login", f"scontrol show node {node}").stdout
     assert re.search(rf"CPUTot={every}\b", output), output
-    assert re.search(rf"RealMemory={site.facts['node']['memory_gib'] * 1024}\b", output), output
-    if site.facts["scheduler"] == "slurm":
-        assert re.search(rf"Gres=gpu:{site.facts['node']['devices']}\b", output), output
+    assert re.search(rf"RealMemory={site.toml['node']['memory_gib'] * 1024}\b", output), output
+    if site.toml["scheduler"] == "slurm":
+        assert re.search(rf"Gres=gpu:{site.toml['node']['devices']}\b", output), output

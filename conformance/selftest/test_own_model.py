@@ -155,28 +155,26 @@ def job(reader, followed) -> Job:
 
 @clause("V12")
 def test_every_command_succeeds(check, followed):
-    check.holds("V12", *failures(followed))
-    check.equal("V12", commands=([*followed], PAGE.commands[:-1]))
+    check.holds(*failures(followed))
+    check.equal(commands=([*followed], PAGE.commands[:-1]))
     *_, tried, shown = followed.values()  # the training by itself, and --help
     told = [line for line in tried.stdout.splitlines() if line.startswith("note=") and "--reduction canonical" in line]
-    check.equal("V12", notes_that_name_canonical=(len(told), 1), on_the_page=(PAGE.says("`note=`"), True))
+    check.equal(notes_that_name_canonical=(len(told), 1), on_the_page=(PAGE.says("`note=`"), True))
     own = re.findall(r'add\("(--[\w-]+)"', "".join(text for name, text in PAGE.blocks if name))
-    check.equal(
-        "V12", own_flags_in_the_help=([flag for flag in own if flag in shown.stdout], own), has_own_flags=(bool(own), True)
-    )
-    check.equal("V12", own_flags_on_the_page=([flag for flag in own if PAGE.says(f"`{flag}`")], own))
+    check.equal(own_flags_in_the_help=([flag for flag in own if flag in shown.stdout], own), has_own_flags=(bool(own), True))
+    check.equal(own_flags_on_the_page=([flag for flag in own if PAGE.says(f"`{flag}`")], own))
 
 
 @clause("V12")
 def test_its_job_trains(check, job):
     """By all ranks, every epoch, at falling losses, until nearly all held-out rows are right."""
-    code, run, facts = job.code(), job.run(), PAGE.site.facts["job"]
-    check.equal("V12", exit_code=(f"{code}: {job.last_words()}" if code else 0, 0))
+    code, run, facts = job.code(), job.run(), PAGE.site.toml["job"]
+    check.equal(exit_code=(f"{code}: {job.last_words()}" if code else 0, 0))
     losses, epochs = run.values("epoch", "loss"), int(re.search(r"--epochs (\d+)", PAGE.commands[-1])[1])
-    check.equal("V12", epochs=(len(losses), epochs), losses=(losses, sorted(losses, reverse=True)))
-    check.equal("V12", ranks=(len(job.starts()[0]["ranks"]), facts["nodes"] * facts["ranks_per_node"]))
+    check.equal(epochs=(len(losses), epochs), losses=(losses, sorted(losses, reverse=True)))
+    check.equal(ranks=(len(job.starts()[0]["ranks"]), facts["nodes"] * facts["ranks_per_node"]))
     right = run.values("epoch", "eval_accuracy")[-1]
-    check.equal("V12", more_than_nine_tenths=(right > 0.9, PAGE.says("more than nine tenths of the held-out rows are right")))
+    check.equal(more_than_nine_tenths=(right > 0.9, PAGE.says("more than nine tenths of the held-out rows are right")))
 
 
 @clause("V12")
@@ -193,17 +191,17 @@ def test_a_stopped_job_has_the_losses_of_one_that_was_never_stopped(check, job, 
         step, epoch = other.comes_back()["step"], other.run().of("epoch")[0]["step"]
         code = other.ends()
     except Odd as odd:
-        check.holds("V12", str(odd))
+        check.holds(str(odd))
     finally:
         reader.cluster.slow_disk(0)
     run, never = other.run(), job.run()
     ends = [record for record in run.records if record["kind"] == "end"]
-    check.equal("V12", exit_codes=([stopped.returncode, code, *(end["exit_code"] for end in ends)], [0, 0, 75, 0]))
-    check.equal("V12", resumes_at_step=(step, ends[0]["step"]), within_an_epoch=(step % epoch > 0, True))
+    check.equal(exit_codes=([stopped.returncode, code, *(end["exit_code"] for end in ends)], [0, 0, 75, 0]))
+    check.equal(resumes_at_step=(step, ends[0]["step"]), within_an_epoch=(step % epoch > 0, True))
     for kind, name in (("step", "loss_hex"), ("epoch", "loss"), ("epoch", "eval_loss"), ("epoch", "eval_accuracy")):
-        check.equal("V12", **{name: (run.values(kind, name), never.values(kind, name))})
-    check.equal("V12", snapshot=(sha256(other.folder / "snapshot.safetensors"), sha256(job.folder / "snapshot.safetensors")))
-    check.equal("V12", promised=(PAGE.says("are those of a run that was never stopped, bit for bit"), True))
+        check.equal(**{name: (run.values(kind, name), never.values(kind, name))})
+    check.equal(snapshot=(sha256(other.folder / "snapshot.safetensors"), sha256(job.folder / "snapshot.safetensors")))
+    check.equal(promised=(PAGE.says("are those of a run that was never stopped, bit for bit"), True))
 
 
 # ---- a page with a mistake ------------------------------------------------------------------------------------------

@@ -61,13 +61,13 @@ class PbsJob:
         self.code, self.errors, self.id = answer.returncode, answer.stderr, answer.stdout.strip()
         self.number = self.id.partition(".")[0]
 
-    def facts(self) -> dict[str, str]:
+    def fields(self) -> dict[str, str]:
         answer = self.cluster.on("login", f"qstat -x -f {self.id}").stdout.replace("\n\t", "")
         return dict(re.findall(r"^ {4}([\w.]+) = (.*)$", answer, re.MULTILINE))
 
     def until(self, letter: str) -> dict[str, str]:
         end = time.monotonic() + 60
-        while (facts := self.facts()).get("job_state") != letter:
+        while (facts := self.fields()).get("job_state") != letter:
             assert time.monotonic() < end, facts
             time.sleep(0.1)
         return facts
@@ -112,7 +112,7 @@ def test_output_comes_at_the_end(pbs):
 def test_output_that_is_kept_is_written_live(pbs):
     job = PbsJob(pbs, "echo out; echo err >&2; sleep 30", "-k doe -j oe -N named")
     assert job.says("named.o" + job.number, "err") == "out\nerr\n"
-    assert job.facts()["job_state"] == "R"
+    assert job.fields()["job_state"] == "R"
     assert not (job.here / f"named.e{job.number}").exists()
     pbs.on("login", f"qdel {job.id}")
     job.until("F")
@@ -130,7 +130,7 @@ def test_more_time_than_the_queue_gives_is_refused(pbs):
 def test_more_nodes_than_there_are_wait_for_ever(pbs):
     job = PbsJob(pbs, "true", "-l select=3")
     assert job.code == 0, job.errors
-    facts = job.facts()
+    facts = job.fields()
     assert (facts["job_state"], facts["comment"]) == ("Q", "Can Never Run: Not enough total nodes available")
     assert pbs.on("login", f"qdel {job.id}").returncode == 0
     assert "Exit_status" not in job.until("F")
@@ -142,7 +142,7 @@ def test_a_dependency_on_a_deleted_job(pbs):
     first = PbsJob(pbs, "sleep 30")
     strict, lax = (PbsJob(pbs, "true", f"-W depend={kind}:{first.id}") for kind in ("afterok", "afterany"))
     first.until("R")
-    assert (strict.facts()["job_state"], lax.facts()["job_state"]) == ("H", "H")
+    assert (strict.fields()["job_state"], lax.fields()["job_state"]) == ("H", "H")
     pbs.on("login", f"qdel {first.id}")
     assert "Exit_status" not in strict.until("F")
     assert lax.until("F")["Exit_status"] == "0"

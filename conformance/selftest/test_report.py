@@ -80,7 +80,7 @@ def realistic() -> Evidence:
         (other, "R3", EXPECTED | dict(clauses=["R3"])),
     ):
         next(check for check in found["checks"] if name in check["clauses"]).update(changed)
-    facts, spec = [site.facts for site in sites.find()], (report.HERE / "SPEC.md").read_text()
+    facts, spec = [site.toml for site in sites.find()], (report.HERE / "SPEC.md").read_text()
     return Evidence(reports, facts, spec, golden.load()["losses"], lambda *_: {})
 
 

@@ -113,12 +113,12 @@ def test_a_sound_site_passes_and_is_reported_as_of_the_machine(machine, tmp_path
     assert len(machine.jobs()) == 9, said
     (part,) = (json.loads(path.read_text()) for path in (tmp_path / "parts").glob("*.json"))
     facts = {name: part[name] for name in ("rung", "backend", "device", "world_size")}
-    check.equal("V7", part=(facts, dict(rung="machine", backend="gloo", device="cpu", world_size=2)))
+    check["V7"].equal(part=(facts, dict(rung="machine", backend="gloo", device="cpu", world_size=2)))
     assert {"torch", "ddp_core"} == {*part["versions"]}
     assert {check["outcome"] for check in part["checks"]} == {"passed"}
-    check.equal("V13", core=(part["files"]["core"], files.of_folder(files.core())))
+    check["V13"].equal(core=(part["files"]["core"], files.of_folder(files.core())))
     (made,) = merge.merge([part], "2026-11-21")
-    check.equal("V7", names_the_host=(os.uname().nodename in json.dumps(made), False))
+    check["V7"].equal(names_the_host=(os.uname().nodename in json.dumps(made), False))
     assert not merge.not_run([part])
 
 

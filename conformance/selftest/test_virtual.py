@@ -116,7 +116,7 @@ def test_a_newer_slurm_has_whole_sockets_near_a_device(near, sockets):
 
 def test_every_site_has_a_cluster(site):
     """The text is whole, and of this site's numbers: each CPU that Slurm counts is one of the node's."""
-    node = site.facts["node"]
+    node = site.toml["node"]
     text = shape.slurm_conf(site, shape.names_of(site, 2), {})
     fields = {name: int(value) for name, value in re.findall(r"(Sockets|CoresPerSocket|ThreadsPerCore|RealMemory)=(\d+)", text)}
     assert fields["Sockets"] * fields["CoresPerSocket"] == node["cores"]
@@ -235,7 +235,7 @@ def test_a_shared_core_is_told():
 
 
 def test_a_job_script_can_be_unbound(site):
-    script, launcher = (site.folder / site.facts["submit"]).read_text(), site.facts["launcher"]
+    script, launcher = (site.folder / site.toml["submit"]).read_text(), site.toml["launcher"]
     changed = placement.unbound(script, launcher).splitlines()
     (line,) = [number for number, line in enumerate(changed) if line not in script.splitlines()]
     assert changed[line].strip() == "--cpu-bind=none" and changed[line + 1].strip() == ")"

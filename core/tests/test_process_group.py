@@ -63,7 +63,7 @@ def test_without_rank_0_the_others_say_where_they_looked():
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ, check=False)
     assert ended.returncode == 4
     (line,) = ended.stderr.splitlines()
-    assert "rank 0 did not answer rank 1" in line and "MASTER_PORT=" in line and "within 1 s" in line
+    assert "rank 0 did not answer rank 1" in line and "MASTER_PORT=" in line and "within 3 s" in line
 
 
 def test_ranks_do_not_end_through_python(tmp_path):
