@@ -258,12 +258,14 @@ def test_a_local_clock_that_is_wrong_does_not_matter(folder, monkeypatch, capsys
 
 def test_fresh_moves_the_run_aside_and_loses_nothing(folder, capsys):
     (folder / "run.jsonl").write_text("first\n")
+    (folder / "best.safetensors").write_bytes(b"of the first run")
     for number in (1, 2):
         before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
         directory = RunDirectory(str(folder), f"job-{number}", fresh=True)
         assert directory.load() is None
         aside = folder / f"old-{number}"
         assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
+        assert [path.name for path in folder.iterdir() if path.is_file()] == ["run.lock"]
         assert str(aside) in capsys.readouterr().out
         directory.save(*state(7))
         directory.release()

@@ -5,14 +5,17 @@ python -m pytest core/tests/test_workload.py
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from ddp_core import run_lock
 from ddp_core.config import parse
 from ddp_core.errors import UsageError
-from faults import environment
+from faults import at_step, environment, signalled
 from ranks import Job, assert_same_run, train
 
 SMALL = "from small import *\n\n\nclass Mine(Small):\n"
@@ -271,6 +274,25 @@ def test_a_worker_that_dies_is_named_and_nobody_hangs(tmp_path):
     assert "a worker that reads rows died" in job.error and "DataLoader worker (pid" in job.error
     job = train(tmp_path / "two", f"--workload {tmp_path / 'mine.py'} --workers 2 --epochs 1", 2)
     blamed(job, 7, "a worker that reads rows died")
+
+
+def test_workers_die_with_their_rank(tmp_path):
+    """Also those that hang while they read a row, each in its second batch: DataLoader's own watch is between batches."""
+    note = f"open({str(tmp_path / 'pids')!r}, 'a').write(f'{{os.getpid()}}\\n')"
+    act = f"import os, time; self.read = getattr(self, 'read', 0) + 1; {note}; self.read > 16 and time.sleep(3600)"
+    source = written(tmp_path, small(ROWS.format(f"if torch.utils.data.get_worker_info(): {act}")))
+    flags = f"--workload {source} --workers 2 --timeout 5"
+    job = train(tmp_path / "run", flags, 1, faults={0: at_step(1, signalled(signal.SIGKILL))})
+    assert job.codes == [-signal.SIGKILL]
+    workers = {int(line) for line in (tmp_path / "pids").read_text().split()}
+    assert len(workers) == 2
+    end = time.monotonic() + 20
+    while time.monotonic() < end and any(map(run_lock._began, workers)):
+        time.sleep(0.05)
+    alive = [worker for worker in workers if run_lock._began(worker)]
+    for worker in alive:
+        os.kill(worker, signal.SIGKILL)
+    assert not alive
 
 
 def test_of_four_ranks_the_one_whose_worker_died_is_named_and_no_other(tmp_path):
