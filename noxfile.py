@@ -53,8 +53,8 @@ def conformance(session: nox.Session) -> None:
 @nox.session
 def extras(session: nox.Session) -> None:
     """What sites bring beside their jobs: notebooks, metrics, other libraries. `-- --site NAME`; `--by-hand`: long ones too."""
-    listed = ("-m", "conformance", "extras", "--packages", *session.posargs)
-    packages = session.run(sys.executable, *listed, silent=True, external=True).split()
+    install(session, *TEST)
+    packages = session.run("python", "-m", "conformance", "extras", "--packages", *session.posargs, silent=True).split()
     if not packages:
         session.skip("no extras there")
     install(session, *TEST, "--last", *packages)
