@@ -174,7 +174,8 @@ def test_a_fact_that_the_page_never_had_is_found(pages, tmp_path, look):
         'dated = 2026-11-20\nfile = "docs/fabric.md"\nfacts = ["MARCH_FABRIC=fab0", "MARCH_SPEED=full"]\n'
     )
     make.replace(sound / "site.toml", "read = 2026-11-21\n", f"read = 2026-11-21\n{source}")
-    block = "set -euo pipefail\n\n# What the fabric wants: https://docs.example/fabric\nexport MARCH_FABRIC=fab0\nexport MARCH_SPEED=full\n"
+    block = "set -euo pipefail\n\n# What the fabric wants: https://docs.example/fabric\n"
+    block += "export MARCH_FABRIC=fab0\nexport MARCH_SPEED=full\n"
     make.replace(sound / "job.sl", "set -euo pipefail\n", block)
     result = make.start(root, 0, "conformance/checks/test_static.py", "--site", make.SOUND)
     assert result.returncode == 0, result.stdout
