@@ -13,7 +13,7 @@ from conformance.harness.sites import ROOT, Site
 # What programs leave behind, and what is made of reports.
 LEFT = re.compile(r"\..*|__pycache__|.*\.egg-info|.*\.py[co]|.*\.out|.*\.o\d+|runs|reports|CONFORMANCE\.md")
 # What judges the suite, or draws reports, and judges no site.
-OF_THE_SUITE = re.compile(r"selftest|broken|report")
+OF_THE_SUITE = re.compile(r"selftest|broken|report|certify")
 NOTHING = re.compile(r"(?!)")
 
 

@@ -166,8 +166,21 @@ class Site:
             for word in set(re.findall(r"[\w.+-]+(?:/[\w.+-]+)*", script.read_text(errors="replace"))):
                 parts = word.split("/")
                 named = [self.folder.joinpath(*parts[start:]) for start in range(len(parts))]
-                ahead += [path for path in named if path.is_file() and path not in found and path.suffix not in NO_SCRIPT]
+                texts = [path for path in named if path.suffix not in NO_SCRIPT and path.is_file() and is_text(path)]
+                ahead += [path for path in texts if path not in found]
         return sorted(found)
+
+
+def is_text(path: Path) -> bool:
+    """install.sh may leave an image or a packed environment, which scripts name, too."""
+    with open(path, "rb") as file:
+        if b"\0" in file.read(4096):
+            return False
+    try:
+        path.read_text()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def is_shell(path: Path) -> bool:

@@ -7,6 +7,7 @@ Broken ways of testing are here; broken sites and cores are in broken/*.toml, an
 
 import ast
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,18 @@ def test_sites_that_are_not_in_the_repository_pass():
 def test_their_files_pass(folder):
     ended = make.start(ROOT, 0, "conformance/checks/test_static.py", "--site", folder)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_what_install_sh_leaves_is_no_script(tmp_path):
+    """An image begins with #! as scripts do; a job script names it, and a packed environment."""
+    folder = shutil.copytree(ROOT / make.SOUND, tmp_path / "mine")
+    before = [path.name for path in sites.Site(folder, {}).scripts]
+    (folder / "image").write_bytes(b"#!/usr/bin/env run\n\0\xf0\xf1")
+    (folder / "packed").write_bytes(b"packed \xf0\xf1")
+    (folder / "more").write_text("echo more\n")
+    with open(folder / "job.sl", "a") as script:
+        script.write("srun image packed more\n")
+    assert [path.name for path in sites.Site(folder, {}).scripts] == sorted([*before, "more"])
 
 
 # ---- what it refuses ----------------------------------------------------------------------------------------------
