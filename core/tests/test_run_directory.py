@@ -89,6 +89,12 @@ def test_a_run_whose_snapshots_were_purged_is_refused(folder):
         load(folder)
 
 
+def test_of_a_purged_run_half_a_line_at_the_end_of_the_log_tells_nothing(tmp_path):
+    (tmp_path / "run.jsonl").write_text('{"kind":"snapshot","step":28,"epochs_run":2}\n{"kind":"snapshot","st')
+    with pytest.raises(SnapshotError, match=r"tells of a snapshot at step 28, "):
+        load(tmp_path)
+
+
 def test_a_run_that_never_saved_starts_at_its_beginning(tmp_path):
     (tmp_path / "run.jsonl").write_text('{"kind":"start","step":0}\n{"kind":"epoch","epoch":0}\n')
     assert load(tmp_path) is None

@@ -71,7 +71,8 @@ class RunDirectory:
                 raise SnapshotError(f"{path} leads to {os.readlink(path)}, which is not there: restore it, or pass --fresh")
         if self.log.exists():
             with open(self.log, "rb") as file:
-                saved = [line for line in file if line.startswith(b'{"kind":"snapshot"')]
+                whole = (line for line in file if line.endswith(b"\n"))  # a killed writer may have left half a line
+                saved = [line for line in whole if line.startswith(b'{"kind":"snapshot"')]
             if saved:
                 step = json.loads(saved[-1])["step"]
                 raise SnapshotError(
