@@ -2,9 +2,7 @@
 
 import ast
 import functools
-import gc
 import json
-import multiprocessing
 import os
 import runpy
 import shutil
@@ -14,11 +12,11 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from itertools import count
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from conformance.certify import witness
+from conformance.harness import forked
 from conformance.harness.ports import free_port
 from conformance.harness.sites import ROOT, Launch, without_launcher
 from conformance.harness.target import read_records
@@ -110,21 +108,7 @@ class Program:
     @functools.cached_property
     def server(self):
         """A process that has imported what the program imports, and forks the ranks; the program itself it does not know."""
-        forks = multiprocessing.get_context("forkserver")
-        forks.set_forkserver_preload(["torch._dynamo", "ddp_core.trainer", "conformance.certify.runs", *imports_of(self.file)])
-        before = dict(os.environ)
-        os.environ.update(
-            OMP_NUM_THREADS="1",
-            TORCH_CPP_LOG_LEVEL="FATAL",
-            PYTHONHASHSEED="0",
-            PYTHONPATH=os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), str(ROOT)))),
-        )
-        try:
-            forkserver.ensure_running()
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-        return forks
+        return forked.server(["ddp_core.trainer", "conformance.certify.runs", *imports_of(self.file)], PYTHONHASHSEED="0")
 
     def run(
         self, name: str, ranks: int, flags: str = "", after: Ended | None = None, launch: Launch | None = None, **change
@@ -147,16 +131,7 @@ class Program:
                 if changed.hash_seed is None
                 else Afresh(changed.hash_seed, arguments)
             )
-        end = began + 600
-        try:
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join(max(1.0, end - time.monotonic()))
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+        forked.run_to_their_end(processes, 600)
         _, errors, calls = ([file.read_text() if file.exists() else "" for file in those] for those in zip(*files, strict=True))
         codes = [process.exitcode or 0 if process.exitcode is not None else -9 for process in processes]
         ended = Ended(name, folder, codes, errors, time.monotonic() - began, [*map(witness.read, calls)])
@@ -170,10 +145,7 @@ class Program:
         argv = [*FLAGS.split(), "--workload", self.file, *self.flags, *flags.split()]
         result, change = folder / "examined.json", Change(rows=self.rows)
         process = self.server.Process(target=as_examiner, args=(argv, self.file, result, change))
-        process.start()
-        process.join(300)
-        process.kill()
-        process.join()
+        forked.run_to_their_end([process], 300)
         return (
             json.loads(result.read_text())
             if result.exists()
@@ -213,12 +185,7 @@ class Afresh:
 
 def as_rank(train: str, argv: list[str], environ: dict, files: list[Path], file: str, change: Change, last: bool) -> None:
     """In a process of its own: `python train.py ARGV` as a launcher starts it."""
-    for descriptor, path in zip((1, 2), files, strict=False):
-        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600), descriptor)
-    os.environ.clear()
-    os.environ.update(environ)
-    sys.argv, sys.path[:0] = [train, *argv], [str(Path(train).parent)]
-    gc.freeze()
+    forked.become(train, argv, environ, files)
     witness.install(Path(file), Path(files[2]), backwards=change.backwards)
     make(change, last)
     runpy.run_path(train, run_name="__main__")

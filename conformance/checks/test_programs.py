@@ -7,8 +7,6 @@ imports of a program cost seconds. What the programs import stands in constraint
 """
 
 import functools
-import gc
-import multiprocessing
 import os
 import re
 import runpy
@@ -20,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.harness import sites
+from conformance.harness import forked, sites
 from conformance.harness.check import T0, T1
 from conformance.harness.ports import free_port
 from conformance.harness.reference import sha256, take_apart, worst_deviation
@@ -46,28 +44,12 @@ LAUNCHES = [site.launches[0] for site in sites.find() if site.launches and not s
 @functools.cache
 def server():
     """A process that has imported what the programs import, and forks the ranks."""
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["torch._dynamo", *(path.stem for path in PROGRAMS)])
-    before = dict(os.environ)
-    path = [os.environ.get("PYTHONPATH", ""), str(ROOT), str(PROGRAMS[0].parent)]
-    told = dict(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL", PYTHONPATH=os.pathsep.join(filter(None, path)))
-    os.environ.update(told)
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    return forks
+    return forked.server((path.stem for path in PROGRAMS), PROGRAMS[0].parent)
 
 
 def as_rank(train: str, argv: list[str], environ: dict[str, str], files: list[Path], stopped_in: Path | None) -> None:
     """In a process of its own: `python train.py ARGV` as a launcher starts it. stopped_in: see stop_itself()."""
-    for descriptor, file in zip((1, 2), files, strict=True):
-        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600), descriptor)
-    os.environ.clear()
-    os.environ.update(environ)
-    sys.argv, sys.path[:0] = [train, *argv], [str(Path(train).parent)]
-    gc.freeze()
+    forked.become(train, argv, environ, files)
     if stopped_in:
         stop_itself(stopped_in)
     runpy.run_path(train, run_name="__main__")
@@ -98,15 +80,7 @@ def train(program: Path, folder: Path, launch: Launch, ranks: int, flags: str = 
         told = outside | launch.environ(rank, ranks, 1, port, f"{1000 + start}")
         arguments = (str(launch.train), argv, told, files[rank], folder if stop and rank == 0 else None)
         processes.append(server().Process(target=as_rank, args=arguments))
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(SECONDS)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    forked.run_to_their_end(processes, SECONDS)
     output, errors = ([file.read_text() for file in those] for those in zip(*files, strict=True))
     return Run(folder, [process.exitcode for process in processes], output, errors, [], read_records(folder))
 
