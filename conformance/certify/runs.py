@@ -108,7 +108,7 @@ class Program:
     @functools.cached_property
     def server(self):
         """A process that has imported what the program imports, and forks the ranks; the program itself it does not know."""
-        return forked.server(["ddp_core.trainer", "conformance.certify.runs", *imports_of(self.file)], PYTHONHASHSEED="0")
+        return forked.server(["ddp_core.trainer", "conformance.certify.runs", *imports_of(self.file)])
 
     def run(
         self, name: str, ranks: int, flags: str = "", after: Ended | None = None, launch: Launch | None = None, **change

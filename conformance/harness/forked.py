@@ -13,12 +13,16 @@ from typing import Any
 from conformance.harness.sites import ROOT
 
 
-def server(preload: Iterable[str], *path: Path, **environ: str) -> Any:
-    """The context whose Process forks. path: where these modules are, besides the repository. environ: of that process, too."""
+def server(preload: Iterable[str], *path: Path) -> Any:
+    """The context whose Process forks. path: where these modules are, besides the repository.
+
+    There is one such process in this one, and who asks first starts it: what all need is set here. Sets of texts lie in the
+    order of PYTHONHASHSEED=0 in all that it forks, so that another seed is another order.
+    """
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(["torch._dynamo", *preload])
     before, places = dict(os.environ), [os.environ.get("PYTHONPATH", ""), str(ROOT), *map(str, path)]
-    os.environ.update(dict(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL") | environ)
+    os.environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL", PYTHONHASHSEED="0")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     try:
         forkserver.ensure_running()
