@@ -77,6 +77,10 @@ FILES = {
         "from ddp_core import Workload\nclass Mine(Workload):\n    def loss(self, outputs, batch): ...\n",
         "class Mine lacks data, model$",
     ),
+    "a constructor with arguments": (
+        WHOLE + "    def __init__(self, width): ...\n",
+        r"Mine\(\), which is called without arguments: TypeError: .*'width'",
+    ),
     "an unknown flag among its defaults": (WHOLE.replace("lr=0.1", "learning_rate=0.1"), "its defaults name learning_rate"),
     "a flag of the core's": (small('def flags(self, add):\n    add("--lr")'), r"flags\(\) failed: .*--lr"),
     "a flag that argparse does not understand": (
@@ -343,6 +347,10 @@ PARTS = {
         WITH.format("net.register_buffer('many', torch.ones(2, dtype=torch.uint16))"),
         r"model\.many is torch\.uint16, which a snapshot cannot hold",
     ),
+    "model: a lazy layer": (
+        WITH.format("net[0] = nn.Sequential(net[0], nn.LazyLinear(1))"),
+        r"has no shape yet \(a lazy module\): call the model on a row in model\(\)",
+    ),
     "forward: it fails": (
         "def forward(self, model, batch):\n    return model(batch[0][:, :5])",
         r"line 6 \(forward\): RuntimeError: .*shapes",
@@ -383,6 +391,14 @@ PARTS = {
         "def metrics(self, outputs, batch):\n    return 0.5",
         r"metrics\(\) should return a dictionary, and returned float",
     ),
+    "metrics: a value a row": (
+        "def metrics(self, outputs, batch):\n    return dict(right=outputs > 0)",
+        r"metrics\(\) has a tensor of shape \(2, 1\) as 'right', and should have a number",
+    ),
+    "metrics: three of them": (
+        "def metrics(self, outputs, batch):\n    return dict(right=(1, 2, 3))",
+        r"metrics\(\) has \(1, 2, 3\) as 'right', .* or a pair of numbers",
+    ),
     "metrics: they fail": (
         "def metrics(self, outputs, batch):\n    return {'x': batch['x']}",
         r"line 6 \(metrics\): TypeError",
@@ -398,6 +414,11 @@ PARTS = {
     "optimizer: one that needs a closure": (
         "def optimizer(self, model, config):\n    return torch.optim.LBFGS(model.parameters())",
         r"optimizer\(\) returned LBFGS, and should return an optimizer of torch.optim that needs no closure",
+    ),
+    "optimizer: with a scheduler of torch's": (
+        "def optimizer(self, model, config):\n    made = super().optimizer(model, config)\n"
+        "    torch.optim.lr_scheduler.StepLR(made, 5)\n    return made",
+        r"which nobody steps and no snapshot holds: return its factor at a step from schedule\(\)",
     ),
     "optimizer: of a parameter that is not the model's": (
         "def optimizer(self, model, config):\n    self.own = nn.Parameter(torch.ones(2))\n"
@@ -444,6 +465,15 @@ def test_a_loss_that_weighs_rows_unequally_is_no_mean(tmp_path, flags):
     """Rows whose losses are far apart: the mean of two is not half of their sum by chance."""
     methods = "def loss(self, outputs, batch):\n    return (batch[0][:, 0].abs() ** 3 * (outputs - batch[1])[:, 0] ** 2).sum()"
     failed(tmp_path, small(methods), flags, world_size=1, code=0)
+
+
+CONTRAST = "def loss(self, outputs, batch):\n    return super().loss(outputs, batch) + (1 + outputs).sum().square()"
+
+
+@pytest.mark.parametrize("methods, noted", [(CONTRAST, 1), ("width = 1", 0)], ids=["rows that see each other", "a sum"])
+def test_a_loss_whose_rows_depend_on_each_other_is_noted(tmp_path, methods, noted):
+    job = failed(tmp_path, small(methods), "--epochs 1", code=0)
+    assert sum("is not the sum of theirs alone" in note for note in job.records("start")[0]["notes"]) == noted
 
 
 @pytest.mark.parametrize("reduction", ["ddp", "flat", "canonical"])

@@ -29,6 +29,10 @@ ROWS_NOT_REPEATED = (
     "row 0 was another when it was read again: it is drawn from a generator of its own (torch.Generator, "
     "numpy.random.default_rng): a run does not repeat; torch's, Python's and NumPy's own generators are seeded for each row"
 )
+NO_SUM = (
+    "the loss of two rows together is not the sum of theirs alone: rows that stand in one batch depend on each other, and "
+    "losses on the world size, since each rank has a part of the global batch"
+)
 BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -48,7 +52,7 @@ def probe(workload: Workload, model: nn.Module, batches: Batches, config, autoca
     trial = _Trial(workload, model, batches, config, autocast)
     try:
         losses, metrics = trial.look()
-        notes = trial.notes_on_rows()
+        notes = trial.notes_on_rows() + trial.notes
         others, random = trial.look_for_random_numbers()
     except Exception as error:
         raise blame(error, workload.file, f"--workload {workload.name}, tried on {trial.count} of its rows") from error
@@ -67,6 +71,7 @@ class _Trial:
         self.count = min(2, len(batches))
         self.rows: Any = None
         self.alone: list[Any] = []
+        self.notes: list[str] = []
 
     def outcome(self, batch: Any, seed: int, others: bool = False) -> tuple[Any, Any]:
         """Outputs and loss."""
@@ -100,10 +105,11 @@ class _Trial:
                 raise WorkloadError(
                     f"--workload {workload.name}: metrics() should return a dictionary, and returned {type(metrics).__name__}"
                 )
+            _refuse_unlike_sums(workload, metrics)
             if self.count == 2:
                 draws = range(1 if whole == self.total(self.rows, 1) else DRAWS)
                 losses = [[self.total(batch, draw).double() for batch in (self.rows, *self.alone)] for draw in draws]
-                _refuse_mean(workload, torch.tensor(losses))
+                self.notes = _compared(workload, torch.tensor(losses))
         self.model.train()
         total = self.total(self.rows, 0)
         if total.requires_grad:
@@ -150,8 +156,10 @@ def _total(workload: Workload, loss: Any) -> tuple[tuple[str, ...], torch.Tensor
     return (tuple(named) if named is loss else ()), sum(value.reshape(()) for value in named.values())
 
 
-def _refuse_mean(workload: Workload, losses: torch.Tensor) -> None:
-    """losses: [draws, 3] of two rows together, of the first, of the second; several draws where noise is drawn in them."""
+def _compared(workload: Workload, losses: torch.Tensor) -> list[str]:
+    """Refuses a mean, and notes what is no sum. losses: [draws, 3] of two rows together, of the first, of the second; several
+    draws where noise is drawn in them.
+    """
     together, first, second = losses.mean(0).tolist()
     both = first + second
     noise = losses.std(0).sum().item() / len(losses) ** 0.5 if len(losses) > 1 else 1e-3 * abs(both)
@@ -160,6 +168,19 @@ def _refuse_mean(workload: Workload, losses: torch.Tensor) -> None:
             f"--workload {workload.name}: loss() returns a mean over rows ({together:.6g} for two rows, {first:.6g} and "
             f"{second:.6g} for each), and should return their sum: reduction='sum', or times the rows"
         )
+    # A tenth: bf16 rounds a hundredth away.
+    return [NO_SUM] if abs(together - both) > max(10 * noise, 0.1 * max(abs(first), abs(second))) else []
+
+
+def _refuse_unlike_sums(workload: Workload, metrics: Mapping) -> None:
+    for name, value in metrics.items():
+        for part in value if isinstance(value, tuple) and len(value) == 2 else (value,):
+            if not (isinstance(part, int | float) or (isinstance(part, torch.Tensor) and part.numel() == 1)):
+                what = f"a tensor of shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else repr(part)[:60]
+                raise WorkloadError(
+                    f"--workload {workload.name}: metrics() has {what} as {name!r}, and should have a number, the sum over the "
+                    f"rows of the batch, or a pair of numbers: (sum, count)"
+                )
 
 
 def _refuse_unused(workload: Workload, model: nn.Module) -> None:

@@ -89,6 +89,7 @@ class Trainer:
         seed_everything(config.seed)
         try:
             model = workload.model(config)
+            refuse_lazy(model, workload)
             refuse_unknown_dtypes(of_model(model), workload.name)
             self.model = model.to(self.device, dtype)
             self.seen = probe(workload, self.model, self.train_rows, config, self.autocast)
@@ -371,6 +372,11 @@ def check_optimizer(optimizer: object, model: torch.nn.Module, workload: Workloa
             f"--workload {workload.name}: optimizer() returned {type(optimizer).__name__}, and should return an optimizer of "
             f"torch.optim that needs no closure"
         )
+    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+        raise WorkloadError(
+            f"--workload {workload.name}: optimizer() made one of torch's lr_scheduler, which nobody steps and no "
+            f"snapshot holds: return its factor at a step from schedule()"
+        )
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if strangers := len(stepped - {id(parameter) for parameter in model.parameters()}):
         raise WorkloadError(
@@ -379,6 +385,15 @@ def check_optimizer(optimizer: object, model: torch.nn.Module, workload: Workloa
         )
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
     return [f"the optimizer has no group with {', '.join(left[:6])}: not trained"] if left else []
+
+
+def refuse_lazy(model: torch.nn.Module, workload: Workload) -> None:
+    """Raises WorkloadError where parameters have no shape yet."""
+    if lazy := [name for name, p in model.named_parameters() if torch.nn.parameter.is_lazy(p)]:
+        raise WorkloadError(
+            f"--workload {workload.name}: {', '.join(lazy[:4])} has no shape yet (a lazy module): call the model on a row in "
+            f"model(), before you return it"
+        )
 
 
 def seed_everything(seed: int) -> None:

@@ -139,7 +139,10 @@ def _made(kind: type[Workload], name: str, file: Path | None) -> Workload:
     missing = [method for method in ("data", "model", "loss") if getattr(kind, method, None) is getattr(Workload, method)]
     if missing or not issubclass(kind, Workload):
         raise WorkloadError(f"--workload {name}: class {kind.__name__} lacks {', '.join(missing) or 'Workload as its base'}")
-    workload = kind()
+    try:
+        workload = kind()
+    except Exception as error:
+        raise blame(error, file, f"--workload {name}: {kind.__name__}(), which is called without arguments") from error
     workload.name, workload.file = name, file
     return workload
 
