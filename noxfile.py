@@ -5,6 +5,7 @@ python3 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s conforman
 """
 
 import os
+import secrets
 import shutil
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ def train(session: nox.Session) -> None:
     install(session)
     session.env["OMP_NUM_THREADS"] = "1"  # two threads a rank were measured to be slower with several ranks
     session.env["PYTHONWARNINGS"] = "ignore:Failed to initialize NumPy"  # nothing here needs it
+    session.env["DDP_SECRET"] = secrets.token_hex()  # as a job script makes one
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     session.run("python", *torchrun, "sites/generic-slurm/train.py", "--device", "cpu", *session.posargs)
 

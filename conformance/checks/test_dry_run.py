@@ -493,6 +493,30 @@ def test_no_secret_is_printed(check, site, dry):
     check.holds(*dict.fromkeys(violations))
 
 
+@clause("B9")
+def test_each_start_has_a_secret_of_its_own(check, site, dry):
+    """Ranks that ask MPI who they are can agree on one there."""
+    violations = []
+    for script in trains(site) if not site.launches[0].mpi else []:
+        runs = [dry.job(script, all_ranks=True), dry.job(script, restarts=1, code=75)]
+        found = [{call.environ.get("DDP_SECRET", "") for call in run.trained} for run in runs]
+        for run, values in zip(runs, found, strict=True):
+            lengths = sorted(map(len, values))
+            if len(lengths) != 1 or lengths[0] < 32:
+                violations.append(
+                    f"{script.name}: DDP_SECRET has lengths {lengths}, but should be one of 32 characters or more"
+                )
+            if any(
+                value and value in text
+                for value in values
+                for text in (run.output, *itertools.chain(*(c.words for c in run.calls)))
+            ):
+                violations.append(f"{script.name} prints DDP_SECRET or passes it as a word, but should hand it on unseen")
+        if found[0] & found[1]:
+            violations.append(f"{script.name}: DDP_SECRET is the same in both starts of a job, but should differ")
+    check.holds(*violations)
+
+
 @clause("B6")
 def test_a_job_touches_only_what_is_its_own(check, site, dry):
     violations = []

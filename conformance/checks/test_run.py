@@ -12,10 +12,12 @@ import json
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,9 @@ from conformance.broken.workloads import WORKLOADS
 from conformance.golden import make as golden
 from conformance.harness import anchors, core_of, reference, sites
 from conformance.harness.check import T0, T1, T2
+from conformance.harness.ports import free_port
 from conformance.harness.reference import LAYERS, sha256, take_apart
+from conformance.harness.stranger import stranger
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120, method="thread")]
 clause, only, machine = pytest.mark.clause, pytest.mark.only, pytest.mark.machine
@@ -1095,6 +1099,23 @@ def test_ranks_that_do_not_come_are_named(check, world, runs, first):
     lines = [line for text in run.errors for line in text.splitlines()]
     says = words in "".join(lines) and f"rank {world.size - 1}" in "".join(lines)
     check.equal(lines=(len(lines), 1), names_the_rank=(says, True))
+
+
+@clause("X16")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_a_stranger_changes_no_run(check, world, runs, first):
+    """It writes into the store all the time, and looks where it can be reached."""
+    port = world.on_rank_0(free_port)
+    places = {name: str(port) for name, template in first.templates if template == "{master_port}"}
+    flags = f"{SHORT} --rendezvous-timeout 5 --timeout 5"
+    with stranger(port) if world.rank == 0 else nullcontext() as there:
+        run = world.train(first, runs.folder(first, "stranger"), flags, environ=places | {"DDP_SECRET": "0123456789abcdef" * 2})
+    found = world.on_rank_0(lambda: sorted(there))
+    place = [socket.gethostbyname(socket.gethostname())] if world.size > 1 else []
+    expected = [4, 4] if run.exit_codes == [4, 4] else [0] * world.size
+    check.equal(exit_codes=(run.exit_codes, expected), listens=(found, place))
+    lines = [len(text.splitlines()) for text in run.errors]
+    check.equal(more_than_a_line=([count for count in lines if count > 1], []))
 
 
 @clause("X13")

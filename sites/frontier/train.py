@@ -8,6 +8,7 @@ The same flags everywhere: env/bin/python train.py --help.
 
 import os
 import random
+import secrets
 import socket
 import uuid
 from collections.abc import Mapping
@@ -61,17 +62,17 @@ def from_mpi(world_size: int, restart: int, step: str) -> Rank:
     # MPI does not number the nodes: the lowest rank of each stands for it, and nodes are counted in that order.
     lowest_here = node.bcast(world.rank)
     lowest = sorted(set(world.allgather(lowest_here)))
-    address, port, start = world.bcast(meeting_point(step) if world.rank == 0 else None)
+    address, port, start, secret = world.bcast(meeting_point(step) if world.rank == 0 else None)
     me = dict(rank=world.rank, world_size=world.size, local_rank=node.rank, local_world_size=node.size)
     me |= dict(node_rank=lowest.index(lowest_here), master_addr=address, master_port=port, job_id=start, restart=restart)
     node.Free()
     if is_ours:  # left open, MPI would wait at the end for ranks that are lost
         MPI.Finalize()
-    return Rank(**me, variables=dict(master_addr="hostname -i of rank 0"))
+    return Rank(**me, secret=secret, variables=dict(master_addr="hostname -i of rank 0"))
 
 
-def meeting_point(step: str) -> tuple[str, int, str]:
-    """The address of rank 0's first Slingshot interface, a free port there, and a name that no other start has."""
+def meeting_point(step: str) -> tuple[str, int, str, str]:
+    """The address of rank 0's first Slingshot interface, a free port there, a name that no other start has, and a secret."""
     host = socket.gethostname()
     with suppress(OSError):  # if the name has no address, core reports that on all ranks
         host = socket.gethostbyname(host)
@@ -79,7 +80,7 @@ def meeting_point(step: str) -> tuple[str, int, str]:
         with suppress(OSError), socket.socket() as listener:
             listener.bind(("", port))
             break
-    return host, port, f"{step}.{uuid.uuid4().hex[:8]}"
+    return host, port, f"{step}.{uuid.uuid4().hex[:8]}", secrets.token_hex()
 
 
 if __name__ == "__main__":

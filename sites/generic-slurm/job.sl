@@ -121,6 +121,10 @@ export MASTER_ADDR=${hosts%%$'\n'*}
 # https://docs.kernel.org/networking/ip-sysctl.html
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 
+# Of this start's ranks alone: they sign with it what they tell each other while they meet. od --help
+export DDP_SECRET
+DDP_SECRET=$(od -An -N32 -tx8 /dev/urandom | tr -d ' \n')
+
 # Which of an adapter's addresses NCCL uses.
 # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-ib-gid-index
 [[ -z $roce_gid_index ]] || export NCCL_IB_GID_INDEX=$roce_gid_index

@@ -92,6 +92,9 @@ describe_job() {
     # From the job id: two jobs on a node get the same one only if their ids differ by a multiple of 10000; then ranks notice.
     # https://github.com/Lumi-supercomputer/LUMI-AI-Guide/blob/a7e3387/05-multi-gpu-and-node/README.md
     export MASTER_PORT=$((10000 + SLURM_JOB_ID % 10000))
+    # Of this start's ranks alone: they sign with it what they tell each other while they meet. od --help
+    export DDP_SECRET
+    DDP_SECRET=$(od -An -N32 -tx8 /dev/urandom | tr -d ' \n')
 
     grep -qsF " $image_name " "$site/.venv/.install" || fail "no environment for $image_name at $site/.venv: run ./install.sh"
     messages=$(mktemp) # Singularity's own go to stderr, also when all is well

@@ -34,6 +34,10 @@ describe_job() {
     # https://docs.kernel.org/networking/ip-sysctl.html
     export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 
+    # Of this start's ranks alone: they sign with it what they tell each other while they meet. od --help
+    export DDP_SECRET
+    DDP_SECRET=$(od -An -N32 -tx8 /dev/urandom | tr -d ' \n')
+
     [[ -e .venv/.install && $(<.venv/.install) == *" | $1 | "* ]] || fail "no .venv of the $1 here: run ./install.sh"
     software=$("${container[@]}" "$python" -c '
 from importlib.metadata import version

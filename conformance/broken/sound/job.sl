@@ -43,6 +43,10 @@ export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 # unverified
 export MARCH_PORT=$((20000 + SLURM_JOB_ID % 10000))
 
+# Of this start's ranks alone: they sign with it what they tell each other while they meet. od --help
+export DDP_SECRET
+DDP_SECRET=$(od -An -N32 -tx8 /dev/urandom | tr -d ' \n')
+
 march_flags=(
     # Ranks on each node. march --help
     --each "$SLURM_NTASKS_PER_NODE"

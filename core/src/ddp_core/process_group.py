@@ -10,8 +10,10 @@ import re
 import socket
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from ddp_core.rank import Rank
 from ddp_core.rendezvous import Rendezvous, patiently
 
 ROLL_CALL = 5.0  # seconds that survivors wait for each other before they call a rank lost
+LOOPBACK = "lo"  # Linux's name of it
 
 
 class Peers:
@@ -30,19 +33,25 @@ class Peers:
 
     def __init__(self, rank: Rank, config: TrainConfig, device: torch.device, rendezvous: Rendezvous):
         self.rank, self.world_size, self.local_rank = rank.rank, rank.world_size, rank.local_rank
-        self.store, self.broadcasts = rendezvous.store, 0
+        self.store = rendezvous.store
         backend, timeout = backend_of(config, device.type), timedelta(seconds=config.timeout)
+        self.store.set_timeout(timeout)
+        # nccl's threads ask their store once a second, and nobody has tried what they do with one that is written in Python.
+        of_data = self.store if backend == "gloo" else rendezvous.unsigned
+        if rank.local_world_size == rank.world_size:  # then nobody needs to reach gloo from elsewhere
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         try:
             dist.init_process_group(
                 backend,
-                store=dist.PrefixStore("group", self.store),
+                store=dist.PrefixStore("group", of_data),
                 rank=rank.rank,
                 world_size=rank.world_size,
                 timeout=timeout,
                 device_id=None if backend == "gloo" else device,
             )
             self.data = dist.group.WORLD
-            self.control = dist.new_group(backend="gloo", timeout=timeout)
+            with _handing_out(self.store):
+                self.control = dist.new_group(backend="gloo", timeout=timeout)
         except RuntimeError as error:
             raise RendezvousError(
                 f"the ranks met, but their {backend} group did not connect ({_first_line(error)}): check "
@@ -67,13 +76,15 @@ class Peers:
             raise failure_with(int(codes.max()), f"rank {int(codes.argmax())} failed")
 
     def broadcast(self, value):
-        """Rank 0's small value (as JSON), returned on all ranks."""
+        """Rank 0's value (as JSON), returned on all ranks."""
         if self.world_size == 1:
             return value
-        self.broadcasts += 1
-        if self.rank == 0:
-            self.store.set(f"broadcast/{self.broadcasts}", json.dumps(value))
-        return json.loads(self.store.get(f"broadcast/{self.broadcasts}"))
+        text = bytearray(json.dumps(value).encode() if self.rank == 0 else b"")
+        length = torch.tensor([len(text)])
+        dist.broadcast(length, 0, group=self.control)
+        text = text or bytearray(int(length))
+        dist.broadcast(torch.frombuffer(text, dtype=torch.uint8), 0, group=self.control)
+        return json.loads(text)
 
     def broadcast_tensors(self, tensors: list[torch.Tensor]) -> None:
         """Rank 0's numbers to all ranks, in place: a message for each large tensor, and one for all small ones of a kind."""
@@ -145,6 +156,18 @@ class Peers:
 
     def leave(self) -> None:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _handing_out(store: dist.Store) -> Iterator[None]:
+    """new_group() gives its group the store of the first one, and asks for no other."""
+    groups: Any = dist.distributed_c10d._world.pg_map
+    kind, first = groups[dist.group.WORLD]
+    groups[dist.group.WORLD] = kind, dist.PrefixStore("control", store)
+    try:
+        yield
+    finally:
+        groups[dist.group.WORLD] = kind, first
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

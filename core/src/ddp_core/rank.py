@@ -23,6 +23,8 @@ class Rank:
                                  how a rank notices that it has met somebody else's rank 0
     restart                      how often this job was started before; core keeps --fresh to start 0
     launcher_store               the launcher itself listens there (torchrun's agent does)
+    secret                       known to the ranks of one start of one job alone: they sign with it what they tell each other
+                                 while they meet. Rank.read takes it from DDP_SECRET; without one anybody can sign
     variables                    field name = the environment variable it came from, for error messages
     """
 
@@ -36,6 +38,7 @@ class Rank:
     job_id: str
     restart: int = 0
     launcher_store: bool = False
+    secret: str = field(default="", repr=False)
     variables: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -57,7 +60,7 @@ class Rank:
             if name not in ("master_addr", "job_id") and not (text.isascii() and text.isdigit()):
                 raise PreflightError(f"{variable}={text!r}, but should be a whole number from 0 up ({name})")
             values[name] = text if name in ("master_addr", "job_id") else int(text)
-        return cls(**values, launcher_store=launcher_store, variables=variables)
+        return cls(**values, launcher_store=launcher_store, secret=environ.get("DDP_SECRET", ""), variables=variables)
 
     def __post_init__(self):
         one_node = self.local_world_size == self.world_size

@@ -1,23 +1,78 @@
 """How the ranks of a job meet, before any process group: the store that rank 0 serves, and the check-in."""
 
+import errno
+import hmac
+import ipaddress
 import json
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from ddp_core.device import refuse_shared_devices
-from ddp_core.errors import Failure, RendezvousError, StoppedError, failure_with
+from ddp_core.errors import ExitCode, Failure, RendezvousError, StoppedError, failure_with
 from ddp_core.rank import Rank
 from ddp_core.stop import StopFlag
 
 TELLING = 10.0  # seconds that a rank without its workload's file tries to reach rank 0
+SIGNATURE = 32  # bytes of an HMAC-SHA256
 GRACE = 2.0  # seconds that a rank which is told to stop gives the others: to say, or to hear, why the job ends
+
+
+class SignedStore(dist.Store):
+    """A store whose values carry a signature made with the job's secret: a stranger's are refused, and never believed.
+
+    Gloo's addresses go through it, too. add() and check() are not signed: what they decide is whether ranks refuse to start,
+    and how long one that leaves waits for the others.
+    """
+
+    def __init__(self, store: dist.Store, secret: str, where: str):
+        super().__init__()
+        self.store: Any = store
+        self.secret, self.where = secret.encode(), where
+
+    def set(self, key: str, value: str | bytes) -> None:
+        value = value.encode() if isinstance(value, str) else value
+        self.store.set(key, self._signature(key, value) + value)
+
+    def get(self, key: str) -> bytes:
+        value, signed = self.read(key)
+        if not signed:
+            raise self.foreign(key)
+        return value
+
+    def read(self, key: str) -> tuple[bytes, bool]:
+        """The value, and whether a rank of this job has written it."""
+        stored = self.store.get(key)
+        return stored[SIGNATURE:], hmac.compare_digest(stored[:SIGNATURE], self._signature(key, stored[SIGNATURE:]))
+
+    def foreign(self, key: str) -> RendezvousError:
+        return RendezvousError(
+            f"{self.where}: the {key} in rank 0's store is not what a rank of this job writes: a program that is not the job's "
+            f"has been there, or ranks differ in ddp_core or DDP_SECRET"
+        )
+
+    def _signature(self, key: str, value: bytes) -> bytes:
+        return hmac.digest(self.secret, key.encode() + b"\0" + value, "sha256")
+
+    def add(self, key: str, amount: int) -> int:
+        return self.store.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.store.check(keys)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self.store.wait(keys, *timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.store.set_timeout(timeout)
 
 
 class Rendezvous:
@@ -28,24 +83,51 @@ class Rendezvous:
         self.rank, self.stop, self.seconds = rank, stop, seconds
         self.deadline = time.monotonic() + self.seconds
         self.where = f"MASTER_ADDR={rank.master_addr} MASTER_PORT={rank.master_port}"
+        self.unsigned: Any = dist.HashStore()
+        self.store: Any = self.unsigned
+        if rank.world_size == 1:
+            return  # nobody to meet, so no port to open
         serves = rank.rank == 0 and not rank.launcher_store
         timeout = timedelta(seconds=self.seconds)
         try:
             socket.getaddrinfo(rank.master_addr, rank.master_port)
             where = (rank.master_addr, rank.master_port, None, serves, timeout)
-            store = self._wait(lambda: dist.TCPStore(*where, wait_for_workers=False))
+            here: dict[str, Any] = dict(master_listen_fd=self._listen().detach()) if serves else {}
+            store = self._wait(lambda: dist.TCPStore(*where, wait_for_workers=False, **here))
         except OSError as error:
             raise RendezvousError(f"{self.where}: {error.strerror}: is it the address of the job's first node?") from error
         except (RuntimeError, ValueError) as error:  # pages of C++ frames
             raise RendezvousError(
-                f"{self.where} is taken on {socket.gethostname()} by another program: choose another MASTER_PORT"
-                if serves
-                else f"{self.where}: rank 0 did not answer rank {rank.rank} on {socket.gethostname()} within "
+                f"{self.where}: rank 0 did not answer rank {rank.rank} on {socket.gethostname()} within "
                 f"{self.seconds:g} s (--rendezvous-timeout): it failed earlier, or cannot be reached from here"
             ) from error
         # A launcher's store outlives a restart of the ranks: job_id keeps the keys of one start apart from the next's.
-        self.store = dist.PrefixStore(f"ddp_core/{rank.job_id if rank.launcher_store else ''}", store)
+        self.unsigned = dist.PrefixStore(f"ddp_core/{rank.job_id if rank.launcher_store else ''}", store)
+        self.store = SignedStore(self.unsigned, rank.secret, self.where)
         self._greet()
+
+    def _listen(self) -> socket.socket:
+        """Rank 0's port, on the interface that MASTER_ADDR names and on no other."""
+        host, port, here = self.rank.master_addr, self.rank.master_port, socket.gethostname()
+        for family, *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            # As Debian's /etc/hosts has it. Where the other nodes look for this name, only they know.
+            loopback = ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback
+            everywhere = loopback and self.rank.local_world_size < self.rank.world_size
+            if everywhere:
+                note = f"MASTER_ADDR={host} is {place[0]} on {here} itself (/etc/hosts), so rank 0 listens on all interfaces"
+                print(f"note: {note}", file=sys.stderr)
+            try:
+                return socket.create_server(("", port) if everywhere else place, family=family, backlog=4096)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise RendezvousError(
+                        f"{self.where} is taken on {here} by another program: choose another MASTER_PORT"
+                        if error.errno == errno.EADDRINUSE
+                        else f"{self.where}: {error.strerror} on {here}"
+                    ) from error
+        raise RendezvousError(
+            f"{self.where} is no address of {here}, where rank 0 is: is it the address of the job's first node?"
+        )
 
     def _greet(self) -> None:
         """Read rank 0's greeting before writing a key: what answers on this port may be another job's rank 0."""
@@ -53,11 +135,15 @@ class Rendezvous:
         if self.rank.rank == 0:
             self.store.set("greeting", json.dumps(mine))
             return
-        theirs = json.loads(self._get("greeting"))
+        text, signed = self._patient("greeting", self.store.read)
+        theirs = _parsed(text, mine.keys()) or mine  # another job's is signed with another secret, and is named all the same
         if theirs["job_id"] != mine["job_id"]:
+            job = ascii(str(theirs["job_id"])[:80])[1:-1]  # a stranger may have written it
             raise RendezvousError(
-                f"{self.where} belongs to job {theirs['job_id']}, and this is job {mine['job_id']}: choose another MASTER_PORT"
+                f"{self.where} belongs to job {job}, and this is job {mine['job_id']}: choose another MASTER_PORT"
             )
+        if not signed:
+            raise self.store.foreign("greeting")
         if theirs["world_size"] != mine["world_size"]:
             message = f"world_size={mine['world_size']} on rank {self.rank.rank}, but {theirs['world_size']} on rank 0"
             self._object(message, heard=[f"heard/{self.rank.rank}"])
@@ -79,7 +165,7 @@ class Rendezvous:
                 verdict = dict(error=[int(failure.code), str(failure)])
             self.store.set("verdict", json.dumps(verdict))
         else:
-            verdict = json.loads(self._get("verdict"))
+            verdict = self._document(self._get("verdict"), "verdict", "rows")
         if "error" in verdict:
             self._leave_together()
             raise failure_with(*verdict["error"])
@@ -104,19 +190,23 @@ class Rendezvous:
 
     def _collect(self) -> list[dict]:
         entries: dict[int, dict] = {}
-        while missing := sorted(set(range(self.rank.world_size)) - entries.keys()):
+        while True:
             if self.store.check(["objection"]):
                 raise RendezvousError(self.store.get("objection").decode())
-            for rank in missing:
+            for rank in sorted(set(range(self.rank.world_size)) - entries.keys()):
                 if not self.store.check([f"rank/{rank}"]):
                     continue
-                entry = entries[rank] = json.loads(self.store.get(f"rank/{rank}"))
+                key = f"rank/{rank}"
+                entry = entries[rank] = self._document(self.store.get(key), key, "facts", "row")
                 if "error" in entry:
                     code, message = entry["error"]
                     raise failure_with(code, message if rank == 0 else f"rank {rank}: {message}")
                 for name, value in entry["facts"].items():
                     if value != entries[0]["facts"][name]:
                         raise RendezvousError(f"{name}={value} on rank {rank}, but {entries[0]['facts'][name]} on rank 0")
+            missing = sorted(set(range(self.rank.world_size)) - entries.keys())
+            if not missing:
+                break
             names = ", ".join(map(str, missing))
             if time.monotonic() > self.deadline:
                 raise RendezvousError(
@@ -133,7 +223,7 @@ class Rendezvous:
         """Fail for a reason that rank 0 cannot see; it prints it, unless it had its ranks together before."""
         self.store.set("objection", message)
         try:
-            told = "error" in json.loads(self._get("verdict"))
+            told = "error" in self._document(self._get("verdict"), "verdict", "rows")
             for key in heard:
                 self.store.set(key, "")
             if told:
@@ -142,9 +232,21 @@ class Rendezvous:
             told = True  # rank 0 has left already: the job had failed
         raise RendezvousError(message, everywhere=told)
 
+    def _document(self, text: bytes, key: str, *names: str) -> dict:
+        """A rank's words: these names, or an error. Without a secret anybody can sign."""
+        document = _parsed(text, names) or _parsed(text, ["error"])
+        if document and "error" in document and not _is_error(document["error"]):
+            document = None
+        if document is None:
+            raise self.store.foreign(key)
+        return document
+
     def _get(self, key: str) -> bytes:
+        return self._patient(key, self.store.get)
+
+    def _patient(self, key: str, read: Callable):
         try:
-            return self._wait(lambda: self.store.get(key))
+            return self._wait(lambda: read(key))
         except (RuntimeError, ValueError) as error:
             self._obey()  # as rank 0 may have done
             raise RendezvousError(f"{self.where}: rank 0 was lost, or gave no {key} within {self.seconds:g} s") from error
@@ -182,7 +284,7 @@ def patiently(act: Callable, seconds: float, meanwhile: Callable = lambda: None)
     def fulfil():
         try:
             outcome.set_result(act())
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:
             outcome.set_exception(error)
 
     threading.Thread(target=fulfil, daemon=True).start()
@@ -192,3 +294,17 @@ def patiently(act: Callable, seconds: float, meanwhile: Callable = lambda: None)
         except TimeoutError:
             meanwhile()
     raise RuntimeError("no answer")
+
+
+def _parsed(text: bytes, names: Iterable[str]) -> dict | None:
+    """A JSON document that has these names; None where the text is something else."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) and all(name in document for name in names) else None
+
+
+def _is_error(value: object) -> bool:
+    """[exit code, message]"""
+    return isinstance(value, list) and len(value) == 2 and value[0] in list(ExitCode) and isinstance(value[1], str)

@@ -173,6 +173,7 @@ class _Job:
         record.lap("model")
         names = ("data", "training_rows", "held_out_rows", "workload_file")
         world = dict(world_size=peers.world_size, reduction=trainer.reduction.name, restart=self.rank.restart)
+        world |= dict(signed=bool(self.rank.secret)) if peers.world_size > 1 else {}
         world |= {name: facts[name] for name in names} | dict(versions=trainer.state.facts["versions"])
         world |= dict(core=source_digest()) if peers.rank == 0 else {}  # it alone writes the record
         begun = trainer.step
