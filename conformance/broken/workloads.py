@@ -97,6 +97,14 @@ class Exhausts(Digits):
             raise torch.OutOfMemoryError("tried to allocate 20 GiB")
         return 1.0
 """,
+    # Its host lacks memory at step 3: torch's allocator for CPUs has an error of its own.
+    "exhausts_its_host": """
+class ExhaustsItsHost(Digits):
+    def schedule(self, step, total_steps, config):
+        if step == 3 and torch.distributed.get_rank() == 1:
+            torch.empty(2**60, dtype=torch.uint8)
+        return 1.0
+""",
     # A rank that hangs until the others have given it up: in a step, where gradients are summed, or in the evaluation.
     "hangs": """
 from pathlib import Path

@@ -18,6 +18,7 @@ import sys
 import time
 import zlib
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -1126,6 +1127,37 @@ def test_memory_that_does_not_suffice(check, world, runs, first):
     lines = [line for text in run.errors for line in text.splitlines() if "out of memory" in line]
     flags = all(flag in line for line in lines for flag in ("step 3", "--global-batch-size", "--accumulate"))
     check.equal(lines=(len(lines), 1), names_step_and_flags=(flags, True))
+
+
+@clause("X13")
+@only(sizes=(2,))
+def test_memory_of_a_host_that_does_not_suffice(check, world, runs, first):
+    run = train_own(world, runs, first, "exhausts_its_host", "--timeout 10", apart=True)
+    ended(check, run, 7)
+    lines = [line for text in run.errors for line in text.splitlines() if "out of memory, rank 1 on " in line]
+    flags = all(flag in line for line in lines for flag in ("step 3", "--global-batch-size", "--accumulate"))
+    check.equal(lines=(len(lines), 1), names_step_and_flags=(flags, True), of_rank_0=("rank 1 " in run.errors[0], True))
+
+
+@clause("X17")
+@only(sizes=(2,))
+def test_a_stale_core_on_one_node(check, world, runs, first):
+    """It has the same version, and one file that differs by an empty line."""
+    stale = runs.root / "stale-core"
+
+    def copy() -> None:
+        shutil.copytree(core_of.CORE, stale / "ddp_core")
+        shutil.copy(first.train, stale)
+        with open(stale / "ddp_core/trainer.py", "a") as file:
+            file.write("\n")
+
+    world.on_rank_0(copy)
+    launch = replace(first, train=stale / first.train.name) if world.rank == world.size - 1 else first
+    run = world.train(launch, runs.folder(first, "stale-core"), SHORT)
+    ended(check, run, 4)
+    words = f"on rank {world.size - 1}, but"
+    lines = [line for text in run.errors for line in text.splitlines() if "core=" in line and words in line]
+    check.equal(lines_that_name_it=(len(lines), 1))
 
 
 @clause("X14")

@@ -3,18 +3,23 @@
 python -m pytest core/tests/test_process_group.py
 """
 
+import errno
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import ranks
 import torch
+from ddp_core import device
 from ddp_core.errors import PreflightError
 from faults import at_step, failing_data, in_turn, signalled_after, sleeping
 from ranks import call, train, world
@@ -191,3 +196,86 @@ def _other_digits() -> None:
     from ddp_core import data
 
     data.fingerprint = lambda *rows_and_workload: "other"
+
+
+def test_a_rank_0_that_is_too_slow_hears_who_has_given_up(tmp_path):
+    faults = {0: call("test_process_group", "_slow_data", 4)}
+    job = train(tmp_path / "run", "--epochs 1 --rendezvous-timeout 1", 2, faults=faults, code=4)
+    assert "rank 1 has given up after 1 s (--rendezvous-timeout): rank 0 was not ready" in job.err[0]
+    assert "missing" not in job.err[0] and [len(text.splitlines()) for text in job.err] == [1, 1]
+
+
+@pytest.mark.parametrize("name, value", [("core", "digest"), ("python", "3.99.0"), ("cpu_capability", "NEON")])
+def test_a_rank_that_computes_with_something_else_is_named(tmp_path, name, value):
+    """A stale copy of the same version on one node, another interpreter, another kind of processor."""
+    faults = {1: call("test_process_group", "_other_program", name, value)}
+    job = train(tmp_path / "run", "--epochs 1", 2, faults=faults, code=4)
+    assert f"{name}={value} on rank 1, but" in job.error and " on rank 0: " in job.error
+
+
+def _other_program(name: str, value: str) -> None:
+    from ddp_core import device
+
+    real = device.program
+    device.program = lambda *arguments: real(*arguments) | {name: value}
+
+
+def test_every_file_of_the_core_counts(tmp_path, monkeypatch):
+    copy = shutil.copytree(Path(device.__file__).parent, tmp_path / "ddp_core", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(device, "__file__", str(copy / "device.py"))
+    before = device.source_digest()
+    for name in ("trainer.py", "workloads/gpt.py", "workloads/digits.csv.gz"):
+        whole = (copy / name).read_bytes()
+        (copy / name).write_bytes(whole + b"\n")
+        assert device.source_digest() != before, name
+        (copy / name).write_bytes(whole)
+    assert device.source_digest() == before
+
+
+def test_a_rank_0_that_was_slow_does_not_miss_those_who_are_there(tmp_path):
+    """It reads its data for longer than --rendezvous-timeout: the ranks wait for its verdict a little longer."""
+    faults = {0: call("test_process_group", "_slow_data", 3.3)}
+    train(tmp_path / "run", f"{SOON} --steps-per-epoch 1", 2, faults=faults, code=0)
+
+
+def _slow_data(seconds: float) -> None:
+    from ddp_core import data
+
+    of_workload = data.of_workload
+    data.of_workload = lambda *arguments: [time.sleep(seconds), of_workload(*arguments)][1]
+
+
+# ---- memory of the host -------------------------------------------------------------------------------------------
+
+
+def _exhaust(how: str) -> None:
+    """What cannot be had, of torch's allocator, Python's, and the kernel."""
+    if how == "torch":
+        torch.empty(2**60, dtype=torch.uint8)
+    elif how == "python":
+        bytearray(2**62)
+    else:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+@pytest.mark.parametrize("how", ["torch", "python", "kernel"])
+@pytest.mark.parametrize("when", ["reading", "building", "training"])
+def test_a_rank_whose_host_has_no_memory_ends_all_with_7(tmp_path, how, when):
+    fault = at_step(2, call("test_process_group", "_exhaust", how))
+    fault = fault if when == "training" else call("test_process_group", "_exhaust_in", when, how)
+    job = train(tmp_path / "run", "--epochs 1", 2, faults={1: fault}, code=7)
+    told = [line for text in job.err for line in text.splitlines()]
+    assert len(told) <= 2 and not any("Traceback" in line for line in told), told
+    (own,) = [line for line in told if "out of memory, rank 1 on " in line]
+    assert "--global-batch-size" in own and ("at step 2" if when == "training" else "before the first step") in own
+    assert "rank 1" in job.err[0]
+
+
+def _exhaust_in(when: str, how: str) -> None:
+    from ddp_core import data
+    from ddp_core.workloads.digits import Digits
+
+    if when == "reading":
+        data.of_workload = lambda *arguments: _exhaust(how)
+    else:
+        Digits.model = lambda *arguments: _exhaust(how)

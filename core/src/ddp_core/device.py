@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import socket
 from hashlib import sha256
 from pathlib import Path
@@ -81,6 +82,12 @@ def versions() -> dict[str, str]:
     from ddp_core import __version__
 
     return dict(ddp_core=__version__, torch=torch.__version__)
+
+
+def program(device: torch.device) -> dict[str, str]:
+    """What a rank computes with. Where it differs, numbers do, and nobody would see it: a stale copy on one node, say."""
+    same = dict(core=source_digest(), python=platform.python_version())
+    return same | (dict(cpu_capability=torch.backends.cpu.get_cpu_capability()) if device.type == "cpu" else {})
 
 
 def source_digest() -> str:

@@ -22,6 +22,11 @@ from ddp_core.rank import Rank
 from ddp_core.stop import StopFlag
 
 TELLING = 10.0  # seconds that a rank without its workload's file tries to reach rank 0
+FIXES = dict(
+    core=": other files of ddp_core on that node: run the site's install.sh again",
+    python=": other versions of Python: run the site's install.sh again",
+    cpu_capability=": their sums round differently: ask for nodes of one kind, or export ATEN_CPU_CAPABILITY=avx2 to all",
+)
 SIGNATURE = 32  # bytes of an HMAC-SHA256
 GRACE = 2.0  # seconds that a rank which is told to stop gives the others: to say, or to hear, why the job ends
 
@@ -165,11 +170,22 @@ class Rendezvous:
                 verdict = dict(error=[int(failure.code), str(failure)])
             self.store.set("verdict", json.dumps(verdict))
         else:
-            verdict = self._document(self._get("verdict"), "verdict", "rows")
+            verdict = self._document(self._verdict(), "verdict", "rows")
         if "error" in verdict:
             self._leave_together()
             raise failure_with(*verdict["error"])
         return verdict["rows"]
+
+    def _verdict(self) -> bytes:
+        try:
+            return self._get("verdict")
+        except RendezvousError:
+            message = (
+                f"rank {self.rank.rank} has given up after {self.seconds:g} s (--rendezvous-timeout): rank 0 was not ready"
+            )
+            with suppress(RuntimeError):  # rank 0 is there, at its data, say, or it is not
+                patiently(lambda: self.store.set("objection", message), 1)
+            raise
 
     def _leave_together(self) -> None:
         """Wait until all ranks know why they end, also those that are yet to come: the store ends with rank 0, and a launcher
@@ -203,7 +219,8 @@ class Rendezvous:
                     raise failure_with(code, message if rank == 0 else f"rank {rank}: {message}")
                 for name, value in entry["facts"].items():
                     if value != entries[0]["facts"][name]:
-                        raise RendezvousError(f"{name}={value} on rank {rank}, but {entries[0]['facts'][name]} on rank 0")
+                        message = f"{name}={value} on rank {rank}, but {entries[0]['facts'][name]} on rank 0"
+                        raise RendezvousError(message + FIXES.get(name, ""))
             missing = sorted(set(range(self.rank.world_size)) - entries.keys())
             if not missing:
                 break
@@ -245,11 +262,15 @@ class Rendezvous:
         return self._patient(key, self.store.get)
 
     def _patient(self, key: str, read: Callable):
+        # A little less than _wait() does: a connection that still asks for a key could not bring an objection.
+        seconds = timedelta(seconds=max(0.1, self.deadline + 1.5 - time.monotonic()))
         try:
-            return self._wait(lambda: read(key))
+            return self._wait(lambda: [self.store.wait([key], seconds), read(key)][1])
         except (RuntimeError, ValueError) as error:
             self._obey()  # as rank 0 may have done
-            raise RendezvousError(f"{self.where}: rank 0 was lost, or gave no {key} within {self.seconds:g} s") from error
+            raise RendezvousError(
+                f"{self.where}: rank 0 was lost, or gave no {key} within {self.seconds:g} s (--rendezvous-timeout)"
+            ) from error
 
     def _wait(self, act: Callable):
         # Rank 0 needs all of its deadline to name who is missing; its verdict comes a little later, also that it obeys.

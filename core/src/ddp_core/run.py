@@ -84,9 +84,10 @@ def _train(rank: Rank, job: "_Job") -> int:
 
     if not job.config.compile:
         lazy_dynamo.put_off()
-    from ddp_core.device import describe, prepare_device, versions
+    from ddp_core.device import describe, prepare_device, program, versions
     from ddp_core.process_group import Peers
     from ddp_core.rendezvous import Rendezvous
+    from ddp_core.workload import out_of_memory
 
     job.record.lap("imports")
     rendezvous = Rendezvous(rank, job.config.rendezvous_timeout, job.stop)
@@ -97,9 +98,13 @@ def _train(rank: Rank, job: "_Job") -> int:
         try:
             job.device = prepare_device(job.config, rank)
             row = describe(job.config, rank, job.device)
-            facts |= job.prepare()
+            facts |= program(job.device) | job.prepare()
         except Failure as error:
             failure = error
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            failure = job.lacks_memory(error, "before the first step")
         job.record.lap("data")
         try:
             job.ranks = rendezvous.check_in(facts, row, failure)
@@ -162,7 +167,6 @@ class _Job:
 
     def train(self, peers, facts: dict) -> ExitCode:
         """All of the training, and what is said of it."""
-        from ddp_core.device import source_digest
         from ddp_core.summary import summarize
         from ddp_core.trainer import Trainer
 
@@ -175,30 +179,38 @@ class _Job:
         world = dict(world_size=peers.world_size, reduction=trainer.reduction.name, restart=self.rank.restart)
         world |= dict(signed=bool(self.rank.secret)) if peers.world_size > 1 else {}
         world |= {name: facts[name] for name in names} | dict(versions=trainer.state.facts["versions"])
-        world |= dict(core=source_digest()) if peers.rank == 0 else {}  # it alone writes the record
+        world |= dict(core=facts["core"]) if peers.rank == 0 else {}  # it alone writes the record
         begun = trainer.step
         record.start(begun, len(trainer.state.progress.history), self.config.facts(), self.ranks, trainer.seen.notes, **world)
         code = trainer.train()
         record.end(code, trainer, *summarize(trainer, trainer.step - begun), trained=trainer.step > begun)
         return code
 
+    def lacks_memory(self, error: Exception, when: str) -> PeerLostError:
+        """Of the device, or of the host."""
+        from torch import OutOfMemoryError
+
+        config = self.config
+        parts = f"--shards {config.shards}" if config.shards else f"--accumulate {config.accumulate}"
+        fix = f"lower --global-batch-size {config.global_batch_size}, or raise {parts}"
+        if isinstance(error, OutOfMemoryError):
+            return PeerLostError(f"out of memory on {self.device} {when}: {fix}")
+        where = f"rank {self.rank.rank} on {os.uname().nodename}, in the host's own memory"
+        return PeerLostError(f"out of memory, {where}, {when}: {fix}; or ask for more memory, or put fewer ranks on a node")
+
     def explain(self, error: Exception, peers) -> Exception:
         """The Failure that an exception of the training means; itself where it is a bug of ours."""
-        import torch
-
         from ddp_core.batches import lost_worker
-        from ddp_core.workload import blame, line_in
+        from ddp_core.workload import blame, line_in, out_of_memory
 
-        config, name, step = self.config, self.workload.name, self.trainer.step if self.trainer else 0
+        name, step = self.workload.name, self.trainer.step if self.trainer else 0
         failure: Any
         if isinstance(error, Failure):
             failure = error
         elif lost := lost_worker(error):
             failure = lost
-        elif isinstance(error, torch.OutOfMemoryError):
-            parts = f"--shards {config.shards}" if config.shards else f"--accumulate {config.accumulate}"
-            fix = f"lower --global-batch-size {config.global_batch_size}, or raise {parts}"
-            failure = PeerLostError(f"out of memory on {self.device} at step {step}: {fix}")
+        elif out_of_memory(error):
+            failure = self.lacks_memory(error, f"at step {step}" if self.trainer else "before the first step")
         elif "Expected to have finished reduction" in str(error):  # DDP's own words, in ten lines
             failure = WorkloadError(
                 f"--workload {name}: some parameters had no gradient in the step before step {step}: set "

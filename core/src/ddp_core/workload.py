@@ -7,6 +7,7 @@ A workload never sees ranks. The core decides the order of rows, the seeds of ro
 what a snapshot holds, so that a workload cannot get these wrong.
 """
 
+import errno
 import hashlib
 import importlib
 import importlib.util
@@ -180,7 +181,7 @@ def _only_class(module, what: str) -> type[Workload]:
 
 def blame(error: Exception, file: Path | None, when: str) -> Exception:
     """One line for an exception that the workload's file has raised, or that was raised on its behalf."""
-    if isinstance(error, Failure | torch.OutOfMemoryError):
+    if isinstance(error, Failure) or out_of_memory(error):
         return error
     place = line_in(error, file)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -188,6 +189,12 @@ def blame(error: Exception, file: Path | None, when: str) -> Exception:
     if lines and lines[0].startswith("Caught "):  # in a worker: its own traceback follows, and ends with the error
         text = lines[-1][:240]
     return WorkloadError(f"{when}{f', {place}' if place else ''}: {text}")
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Of a device, or of the host, for which torch's allocator raises a plain RuntimeError."""
+    host = "DefaultCPUAllocator" in str(error) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    return host or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def line_in(error: BaseException, file: Path | None) -> str:
