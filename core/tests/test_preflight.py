@@ -3,18 +3,24 @@
 python -m pytest core/tests/test_preflight.py
 """
 
+import os
+import resource
 import socket
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from signal import SIGTERM
 from types import SimpleNamespace
 
 import pytest
+import ranks
 import torch
-from ddp_core import Rank
+from ddp_core import Rank, device
 from ddp_core.config import parse
-from ddp_core.device import describe
+from ddp_core.device import describe, descriptors
 from ddp_core.errors import PreflightError, SnapshotError, UsageError, failure_with
-from faults import dying, environment, failing_data, in_turn, signalled_after, sleeping
-from ranks import train
+from faults import at_step, dying, environment, failing_data, in_turn, signalled_after, sleeping
+from ranks import call, train
 
 # ---- devices, interfaces, environment -----------------------------------------------------------------------------
 
@@ -65,6 +71,54 @@ def test_an_environment_that_overrules_the_precision_is_refused(tmp_path, name):
 @pytest.mark.parametrize("flag", ["--precision tf32", "--backend nccl"])
 def test_what_the_cpu_cannot_do_is_a_usage_error(tmp_path, flag):
     assert flag in train(tmp_path / "run", f"--epochs 1 {flag}", 2, code=2).error
+
+
+# ---- limits -------------------------------------------------------------------------------------------------------
+
+
+def limited(which: int, soft: int, hard: int):
+    return partial(resource.setrlimit, which, (soft, hard))
+
+
+def test_a_limit_that_would_end_the_run_is_named_before(tmp_path):
+    job = train(tmp_path / "run", "--epochs 1", 2, faults={1: limited(resource.RLIMIT_NOFILE, 60, 60)}, code=3)
+    assert "ulimit -n is 60" in job.error and "rank 1: " in job.error and "raise it in the job script" in job.error
+
+
+@pytest.mark.parametrize(
+    "limit, workers, enough", [(71, 0, False), (72, 0, True), (103, 4, False), (104, 4, True), (-1, 99, True)]
+)
+def test_threads_and_processes_of_a_node_are_counted(monkeypatch, limit, workers, enough):
+    """Not set for real: of an ordinary user this limit counts all that runs."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit if which == resource.RLIMIT_NPROC else 10**6, -1))
+    with nullcontext() if enough else pytest.raises(PreflightError, match=f"ulimit -u is {limit} "):
+        device._check_limits(parse(["--workers", str(workers)], 8), ranks.world(8)[0])
+
+
+def test_open_files_are_allowed_up_to_the_hard_limit(tmp_path):
+    """A shell's soft limit of 1,024 is met by some 300 ranks, and the kernel lets each process raise it."""
+    faults = {rank: limited(resource.RLIMIT_NOFILE, 40, 200) for rank in range(2)}
+    train(tmp_path / "run", "--epochs 1 --steps-per-epoch 1", 2, faults=faults, code=0)
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_a_rank_opens_no_more_files_than_it_was_promised(tmp_path, world_size):
+    files = [tmp_path / f"files-{rank}" for rank in range(world_size)]
+    faults = {rank: at_step(0, call("test_preflight", "_count_files", file)) for rank, file in enumerate(files)}
+    train(tmp_path / "run", "--epochs 1 --steps-per-epoch 1", world_size, faults=faults, code=0)
+    for rank, file in zip(ranks.world(world_size), files, strict=True):
+        assert int(file.read_text()) <= descriptors(rank) - 30, "besides 30 for files of one's own"
+
+
+def _count_files(file: Path) -> None:
+    file.write_text(str(len(os.listdir("/proc/self/fd"))))
+
+
+@pytest.mark.parametrize("limit, ranks_here, said", [(65536, 1, True), (65536, 2, False), (2**30, 1, False), (-1, 1, False)])
+def test_little_locked_memory_is_told_where_there_is_a_fabric(monkeypatch, capsys, limit, ranks_here, said):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    device._note_locked_memory(Rank(0, 2, 0, ranks_here, 0, "node0", 29500, "1"))
+    assert ("ulimit -l is 64 kB" in capsys.readouterr().err) == said
 
 
 # ---- a failure of one rank ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ python -m pytest core/tests/test_process_group.py
 """
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -279,3 +281,46 @@ def _exhaust_in(when: str, how: str) -> None:
         data.of_workload = lambda *arguments: _exhaust(how)
     else:
         Digits.model = lambda *arguments: _exhaust(how)
+
+
+# ---- what meeting costs -------------------------------------------------------------------------------------------
+
+
+def _count_requests(file: Path) -> None:
+    """Of this process in the store, until its first step: how often, and how many bytes it reads; not those of gloo."""
+    from ddp_core.rendezvous import SignedStore
+
+    counts = dict(requests=0, read=0)
+
+    def counted(name):
+        method = getattr(SignedStore, name)
+
+        def act(store, key, *others):
+            result = method(store, key, *others)
+            if not "".join(key).startswith(("group/", "control/")):
+                counts["requests"] += 1
+                counts["read"] += len(result[0]) if name == "read" else 0
+            return result
+
+        return act
+
+    for name in ("set", "read", "add", "check", "wait"):
+        setattr(SignedStore, name, counted(name))
+    at_step(0, partial(_write_counts, file, counts))()
+
+
+def _write_counts(file: Path, counts: dict[str, int]) -> None:
+    file.write_text(json.dumps(counts))
+
+
+def test_a_rank_s_own_cost_of_meeting_does_not_grow_with_their_number(tmp_path):
+    """The rows of all ranks go to rank 0 alone; sent to everybody they would be a terabyte at 75,000 ranks."""
+    costs = {}
+    for world_size in (2, 8, 16):
+        file = tmp_path / f"costs-{world_size}"
+        faults = {1: call("test_process_group", "_count_requests", file)}
+        flags = "--epochs 1 --steps-per-epoch 1 --global-batch-size 96"
+        train(tmp_path / f"run-{world_size}", flags, world_size, faults=faults, code=0)
+        costs[world_size] = json.loads(file.read_text())
+    assert costs[2]["requests"] == costs[8]["requests"] == costs[16]["requests"] < 10, costs
+    assert costs[16]["read"] <= costs[2]["read"] + 2, costs  # world_size has a digit more

@@ -3,7 +3,9 @@
 import ctypes
 import os
 import platform
+import resource
 import socket
+import sys
 from hashlib import sha256
 from pathlib import Path
 
@@ -24,6 +26,7 @@ def prepare_device(config: TrainConfig, rank: Rank) -> torch.device:
     Raises PreflightError when the device that --device names is not there: never another one instead.
     """
     _check_environment(config)
+    _check_limits(config, rank)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     found = accelerator.type if accelerator else "cpu"
     kind = found if config.device == "auto" else config.device
@@ -44,6 +47,7 @@ def prepare_device(config: TrainConfig, rank: Rank) -> torch.device:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.local_world_size))
         _keep_memory_from_step_to_step()
         return torch.device("cpu")
+    _note_locked_memory(rank)
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
     if config.deterministic:  # on the CPU these models repeat bit for bit as they are
@@ -109,6 +113,49 @@ def refuse_shared_devices(rows: list[dict]) -> None:
                 f"ranks {first} and {row['rank']} share one device on {row['host']} ({row['device']}): give each its own "
                 f"in the job script, or pass --backend gloo"
             )
+
+
+def descriptors(rank: Rank) -> int:
+    """Open files that a rank may need: measured at 2 to 16 ranks, 18 and one a peer in each of gloo's two groups (nccl's own
+    group was not measured); rank 0 has 10 more, and one a peer for its store. Workers that read rows have pipes.
+    """
+    return 64 + (2 if rank.rank else 3) * rank.world_size
+
+
+def raise_limits(rank: Rank) -> None:
+    """Before the ranks meet: of open files as many as there may be. A process may do this for itself, up to the hard limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < descriptors(rank):
+        most = descriptors(rank) if hard == resource.RLIM_INFINITY else min(hard, descriptors(rank))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+def _check_limits(config: TrainConfig, rank: Rank) -> None:
+    """Raises PreflightError that says which limit ends this run, before it does."""
+    processes = rank.local_world_size * (9 + config.workers)  # 9 threads were counted in a rank that computes in one of them
+    for name, which, needed, what in (
+        ("ulimit -n", resource.RLIMIT_NOFILE, descriptors(rank), f"open files in a run of {rank.world_size} ranks"),
+        (
+            "ulimit -u",
+            resource.RLIMIT_NPROC,
+            processes,
+            f"threads and processes of the {rank.local_world_size} ranks of a node",
+        ),
+    ):
+        limit = resource.getrlimit(which)[0]
+        if limit != resource.RLIM_INFINITY and limit < needed:
+            raise PreflightError(
+                f"{name} is {limit} on {socket.gethostname()}, and {needed} are needed for {what}: raise it in the job script, "
+                f"or ask the machine's operators"
+            )
+
+
+def _note_locked_memory(rank: Rank) -> None:
+    """Said by rank 0, of its own node: whether the fabric needs it nobody here knows, and without it one may be slow only."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if rank.rank == 0 and rank.local_world_size < rank.world_size and 0 <= limit < 2**26:
+        where = f"ulimit -l is {limit // 1024} kB on {socket.gethostname()}"
+        print(f"note: {where}: where the fabric locks memory (RDMA), connecting may fail or go over TCP", file=sys.stderr)
 
 
 def _check_environment(config: TrainConfig) -> None:

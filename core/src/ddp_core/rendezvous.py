@@ -156,25 +156,27 @@ class Rendezvous:
             self._object(f"rank {self.rank.rank} is there twice, also on {socket.gethostname()}: check the launch line", [])
 
     def check_in(self, facts: dict, row: dict, error: Failure | None) -> list[dict]:
-        """Tell rank 0 how this rank is and hear its verdict. Returns all ranks' rows.
+        """Tell rank 0 how this rank is and hear its verdict. Returns all ranks' rows, on rank 0 alone: others need none.
 
         facts must be equal on all ranks. Raises, on all ranks alike and printed by rank 0: the failure of the first rank
         that has one; RendezvousError for ranks that are missing or of another mind.
         """
         mine: dict = dict(error=[int(error.code), str(error)]) if error else dict(facts=facts, row=row)
         self.store.set(f"rank/{self.rank.rank}", json.dumps(mine))
+        rows: list[dict] = []
         if self.rank.rank == 0:
+            verdict: dict = dict(well=True)
             try:
-                verdict: dict = dict(rows=self._collect())
+                rows = self._collect()
             except Failure as failure:
                 verdict = dict(error=[int(failure.code), str(failure)])
             self.store.set("verdict", json.dumps(verdict))
         else:
-            verdict = self._document(self._verdict(), "verdict", "rows")
+            verdict = self._document(self._verdict(), "verdict", "well")
         if "error" in verdict:
             self._leave_together()
             raise failure_with(*verdict["error"])
-        return verdict["rows"]
+        return rows
 
     def _verdict(self) -> bytes:
         try:
@@ -205,7 +207,7 @@ class Rendezvous:
         self.store.set("farewell", "")
 
     def _collect(self) -> list[dict]:
-        entries: dict[int, dict] = {}
+        entries, began = dict[int, dict](), time.monotonic()
         while True:
             if self.store.check(["objection"]):
                 raise RendezvousError(self.store.get("objection").decode())
@@ -231,7 +233,8 @@ class Rendezvous:
                     f"(--rendezvous-timeout): rank {names}"
                 )
             self._obey(missing=f" (rank {names} had not)")
-            time.sleep(0.005)
+            # Looking takes a request for each missing rank: the longer it lasts, the more rarely.
+            time.sleep(max(0.005, min(0.5, 0.05 * (time.monotonic() - began), self.deadline - time.monotonic())))
         rows = [entries[rank]["row"] for rank in range(self.rank.world_size)]
         refuse_shared_devices(rows)
         return rows
@@ -240,7 +243,7 @@ class Rendezvous:
         """Fail for a reason that rank 0 cannot see; it prints it, unless it had its ranks together before."""
         self.store.set("objection", message)
         try:
-            told = "error" in self._document(self._get("verdict"), "verdict", "rows")
+            told = "error" in self._document(self._get("verdict"), "verdict", "well")
             for key in heard:
                 self.store.set(key, "")
             if told:

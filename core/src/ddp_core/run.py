@@ -84,12 +84,13 @@ def _train(rank: Rank, job: "_Job") -> int:
 
     if not job.config.compile:
         lazy_dynamo.put_off()
-    from ddp_core.device import describe, prepare_device, program, versions
+    from ddp_core.device import describe, prepare_device, program, raise_limits, versions
     from ddp_core.process_group import Peers
     from ddp_core.rendezvous import Rendezvous
     from ddp_core.workload import out_of_memory
 
     job.record.lap("imports")
+    raise_limits(rank)
     rendezvous = Rendezvous(rank, job.config.rendezvous_timeout, job.stop)
     job.record.lap("rendezvous")
     failure = peers = None

@@ -47,7 +47,7 @@ def summarize(trainer, steps: int) -> tuple[dict, dict, dict]:
         lines["seconds"] = ", ".join(f"{part} {value:.3g}" for part, value in parts.items() if part != "training")
     if watch.skipped:
         lines["skipped steps"] = f"{watch.skipped} of {steps}: gradients overflowed, and fp16's scale was halved each time"
-    if steps and peers.world_size > 1:
+    if steps and peers.world_size > 1 and peers.rank == 0:  # which knows all rows, and prints
         host = trainer.ranks[slowest]["host"]
         lines["slowest rank"] = f"{slowest} on {host}: {times:.2f} times the median, before gradients are exchanged"
     return speed | {"slowest_rank": slowest}, {part: round(value, 4) for part, value in seconds.items()}, lines
