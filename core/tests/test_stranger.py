@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ddp_core import Rank, rendezvous
 from ddp_core.process_group import Peers
 from ddp_core.stop import StopFlag
-from faults import at_step
+from faults import at_step, signalled
 from ranks import assert_same_run, call, fork, train, world
 
 FLAGS = "--epochs 1 --steps-per-epoch 3 --rendezvous-timeout 2 --timeout 2"
@@ -96,6 +96,15 @@ def test_a_stranger_in_the_store_changes_no_run(tmp_path, finished, stranger, se
         assert_same_run(job, finished(FLAGS, 2))
     for text in job.err:
         assert len(text.splitlines()) <= 1, text
+
+
+@pytest.mark.parametrize("key", ["alive/1", "missing"])
+def test_a_stranger_does_not_answer_for_a_rank_that_is_lost(tmp_path, stranger, key):
+    present = world(3, secret=SECRET)
+    stranger(_sign, present[0].master_port, key, b"[]")
+    job = train(tmp_path / "run", "--epochs 1 --timeout 5", ranks=present, faults={1: at_step(2, signalled(signal.SIGKILL))})
+    assert job.codes == [7, -signal.SIGKILL, 7], job.err
+    assert "rank 1 died or hangs" in job.error
 
 
 # ---- words that no rank has written, where anybody can sign: without a secret ------------------------------------------

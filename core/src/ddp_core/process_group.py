@@ -118,6 +118,8 @@ class Peers:
             missing = patiently(self._call_the_roll, 2 * ROLL_CALL + 3)
         except (RuntimeError, ValueError):
             missing = [0]  # the store went with it, or is frozen
+        except RendezvousError:
+            missing = []  # what is there, no rank has written
         who = f"rank {', '.join(map(str, missing))} died or hangs" if missing else "a connection broke"
         # Without rank 0 one rank a node speaks.
         tells = self.local_rank == 0 or self.rank == 1 if missing == [0] else self.rank == 0
@@ -132,11 +134,17 @@ class Peers:
         if self.rank:
             self.store.wait(["missing"], timedelta(seconds=2 * ROLL_CALL))
             return json.loads(self.store.get("missing"))
-        while (missing := [rank for rank in others if not self.store.check([f"alive/{rank}"])]) and time.monotonic() < end:
+        while (missing := [rank for rank in others if not self._has_said(f"alive/{rank}")]) and time.monotonic() < end:
             time.sleep(0.05)
         self.store.set("missing", json.dumps(missing))
         time.sleep(min(1, ROLL_CALL))  # the store ends with this process: let the others read
         return missing
+
+    def _has_said(self, key: str) -> bool:
+        """Whether a rank has; a stranger's word does not count."""
+        with suppress(RendezvousError):
+            return self.store.check([key]) and self.store.get(key) is not None
+        return False
 
     def speaks(self) -> bool:
         """Whether this rank prints a failure of its own: rank 0 does, the others only where rank 0 has none."""
@@ -144,7 +152,7 @@ class Peers:
             self.store.set(f"failed/{self.rank}", "")
             end = time.monotonic() + 1
             while self.rank and time.monotonic() < end:
-                if self.store.check(["failed/0"]):
+                if self._has_said("failed/0"):
                     return False
                 time.sleep(0.05)
             time.sleep(0 if self.rank or self.world_size == 1 else 1)  # the store ends with rank 0: let the others read
