@@ -48,6 +48,7 @@ def _take_and_die(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.fault(43)
 def test_the_lock_of_a_dead_process_is_taken_over_with_a_warning(folder, capsys):
     job = ranks.fork(folder.parent, ranks.call("test_run_lock", "_take_and_die", folder))
     assert job.codes == [-signal.SIGKILL] and (folder / "run.lock").exists()
@@ -108,6 +109,7 @@ def test_a_live_job_keeps_its_lock_fresh(folder, monkeypatch):
 # ---- who owns it, and from when on ---------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(42)
 def test_of_two_jobs_at_a_dead_lock_the_later_one_is_refused(folder, monkeypatch):
     """It saw the dead owner, stood still for a moment, and would remove the lock of whoever came meanwhile."""
     lock = folder / "run.lock"

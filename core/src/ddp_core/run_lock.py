@@ -52,8 +52,8 @@ class RunLock:
         return StorageError(f"{self.path} is {owner}'s now: this job stood still for too long, and writes no more")
 
     def _is_mine(self) -> bool:
-        with suppress(OSError, ValueError):
-            return self.path.read_text() == self.content
+        with suppress(OSError, StorageError):
+            return _text(self.path) == self.content
         return False
 
     def _beat(self) -> None:
@@ -145,6 +145,8 @@ class RunLock:
 
 def _text(path: Path) -> str | None:
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise StorageError(f"{path} is no file: move it away")
         return path.read_text(errors="replace")
     except FileNotFoundError:
         return None
