@@ -190,6 +190,32 @@ def test_a_dead_owner_of_this_host_is_not_taken_for_alive(folder, monkeypatch, o
     assert step_of(load(folder)) == 2
 
 
+JUNK = [
+    "",
+    "{",
+    "[]",
+    "7",
+    "null",
+    '"x"',
+    "[" * 100_000,
+    '{"pid": -1}',
+    '{"pid": 1e400}',
+    '{"pid": ' + "9" * 4000 + "}",
+    "x" * 10**6,
+]
+
+
+@pytest.mark.fault(43)
+@pytest.mark.parametrize("content", [*JUNK, json.dumps({"job_id": "\x1b[2J\n" * 999, "host": [1] * 9999, "pid": {"a": None}})])
+def test_a_lock_that_holds_junk_is_a_dead_job_s(folder, monkeypatch, capsys, content):
+    """And is named in one short line, which no terminal obeys."""
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.02)
+    (folder / "run.lock").write_text(content)
+    assert step_of(load(folder)) == 2
+    said = capsys.readouterr().out.splitlines()
+    assert said and all(line.isprintable() and len(line) < 600 and line.startswith("warning: ") for line in said)
+
+
 def test_a_lock_of_the_future_is_waited_for_no_longer_than_another(folder, monkeypatch):
     monkeypatch.setattr(run_lock, "HEARTBEAT", 0.1)
     lock = folder / "run.lock"

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_core.errors import PreflightError, StoppedError, StorageError
+from ddp_core.errors import PreflightError, StoppedError, StorageError, printable
 
 HEARTBEAT = 10.0  # seconds; a lock that was silent six times as long is a dead job's
 
@@ -147,7 +147,8 @@ def _text(path: Path) -> str | None:
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise StorageError(f"{path} is no file: move it away")
-        return path.read_text(errors="replace")
+        with open(path, errors="replace") as file:
+            return file.read(2**16)  # a lock has a line
     except FileNotFoundError:
         return None
 
@@ -155,13 +156,14 @@ def _text(path: Path) -> str | None:
 def _owner(path: Path) -> dict:
     try:
         owner = json.loads(_text(path) or "")
-    except ValueError:
+    except (ValueError, RecursionError):
         owner = None
     return owner if isinstance(owner, dict) else {}
 
 
 def _name(owner: dict) -> str:
-    return f"job {owner.get('job_id')} (host {owner.get('host')}, process {owner.get('pid')})"
+    job, host, pid = (printable(owner.get(name), 80) for name in ("job_id", "host", "pid"))
+    return f"job {job} (host {host}, process {pid})"
 
 
 def _beat_of(path: Path) -> float | None:
