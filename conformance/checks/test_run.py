@@ -9,6 +9,7 @@ same gathered evidence (world.py). The clauses are those of SPEC.md.
 
 import functools
 import json
+import os
 import random
 import shutil
 import signal
@@ -846,6 +847,57 @@ def test_a_snapshot_that_is_missing_or_of_a_newer_format(check, world, runs, fir
     newer = world.train(first, there, FP64)
     ended(check, newer, 5)
     check.equal(says_which_format=("format 3" in "".join(newer.errors), True))
+
+
+@clause("C4")
+@only(sizes=(1, 2))
+def test_a_newer_format_is_refused_though_an_older_one_is_there(check, world, runs, first):
+    run, there = runs.train(first, FP64), runs.folder(first, "newer")
+    done(check, run)
+
+    def renumber() -> bool:
+        shutil.copytree(run.folder, there)
+        raw = (there / SNAPSHOT).read_bytes()
+        return bool((there / SNAPSHOT).write_bytes(raw.replace(b'\\"format\\":2', b'\\"format\\":3')))
+
+    world.on_rank_0(renumber)
+    ended(check, world.train(first, there, FP64), 5)
+
+
+SENSELESS = {
+    "an empty history": dict(history=[]),
+    "a step of another epoch": dict(step=41),
+    "a sum that is no number": dict(epoch_loss_sum="nan"),
+    "a problem that a terminal would obey": dict(problem={"workload": "\x1b[2J\n" * 2000}),
+    "numbers that no optimizer keeps": dict(numbers=[{"params": 1}, {}]),
+}
+
+
+@clause("X22")
+@only(sizes=(1, 2))
+@pytest.mark.parametrize("what", [*SENSELESS, "a pipe"])
+def test_a_whole_snapshot_that_makes_no_sense(check, world, runs, first, what):
+    run, there = runs.train(first, FP64), runs.folder(first, f"senseless-{what.replace(' ', '-')}")
+    done(check, run)
+
+    def write() -> bool:
+        from ddp_core import snapshot
+
+        there.mkdir(parents=True)
+        if what == "a pipe":
+            os.mkfifo(there / SNAPSHOT)
+            return True
+        tensors, document = snapshot.read(run.folder / SNAPSHOT)
+        del document["document_crc32"]
+        snapshot.write(there / SNAPSHOT, tensors, document | SENSELESS[what])
+        return True
+
+    world.on_rank_0(write)
+    refused = world.train(first, there, FP64)
+    ended(check, refused, 5)
+    lines = [line for text in refused.errors for line in text.splitlines()]
+    check.equal(lines=(len(lines), 1), names_the_file=(SNAPSHOT in "".join(lines), True))
+    check.equal(printable_and_short=("".join(lines).isprintable() and len("".join(lines)) < 5000, True))
 
 
 @clause("C5", "S7")

@@ -7,6 +7,7 @@ This needs neither ranks nor torch.
 
 import ast
 import datetime
+import json
 import os
 import re
 import shutil
@@ -228,6 +229,48 @@ def test_scripts_and_site_toml_name_the_same_software(check, site):
         if re.fullmatch(r"[\w./+-]+", name) and name not in modules
     }
     check.equal(loads_what_site_toml_does_not_name=(sorted(loaded), []))
+
+
+# ---- train.py --------------------------------------------------------------------------------------------------------
+
+ODD = ("abc", "2(xabc)", "2(x99999999)", "9" * 5000, "-1", "1e3", "٣", "1 2", "", "a[$(id)]", "\x1b[2J")
+ASKS = """
+import importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("train_of_a_site", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+for environ in json.load(sys.stdin):
+    try:
+        print(json.dumps(["Rank", repr(module.rank(environ))]))
+    except Exception as error:
+        print(json.dumps([type(error).__name__, str(error)]))
+"""
+
+
+@clause("X4")
+def test_odd_values_of_a_variable_are_one_line(check, site):
+    """What train.py makes of a launcher's variables, one after the other odd: a rank, or one short line that names it."""
+    cases, environments = [], []
+    for launch in site.launches:
+        good = launch.environ(1, 4, 2, 29500, "1")
+        for name, template in launch.templates:
+            number = re.fullmatch(r"\{(rank|world_size|local_rank|local_world_size|node_rank|master_port|restart)\}", template)
+            if launch.mpi and template not in ("{world_size}", "{restart}"):
+                continue  # before it has looked at them, it asks MPI
+            odd = [value for value in ODD if value or (number and template != "{restart}")]
+            cases += [(name, value, bool(number)) for value in odd]
+            environments += [good | {name: value} for value in odd]
+    environ = os.environ | dict(PYTHONPATH=str(ROOT / "core/src"), PYTHONDONTWRITEBYTECODE="1")
+    run: dict = dict(input=json.dumps(environments), env=environ, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", ASKS, str(site.folder / "train.py")], check=False, **run)
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    check.equal(answers=(len(answers) or result.stderr[-200:], len(cases)))
+    violations = []
+    for (name, value, number), (kind, said) in zip(cases, answers, strict=True):
+        short = kind == "PreflightError" and said.isprintable() and len(said) < 500 and (name in said or not number)
+        if not short and (number or kind != "Rank"):
+            violations.append(f"{name}={value[:20]!r}: {kind}: {said[:80]!r}, but should be a PreflightError of one short line")
+    check.holds(*violations[:12])
 
 
 # ---- job scripts --------------------------------------------------------------------------------------------------

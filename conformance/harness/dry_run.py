@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from conformance.harness.sites import Site
 
 COMMANDS = Path(__file__).with_name("dry_run_commands.py")
 USER, SECRET = "tester", "s3cr3t-of-the-user"
-SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD")
+SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD", "GITHUB_PAT", "SESSION_JWT", "AWS_CREDENTIALS", "NETRC", "NGC_AUTH")
 # What users pass to a job script: words with a space and a star must arrive as they are.
 ARGUMENTS = ("--epochs", "3", "--data-dir", "two words", "--note", "*")
 # Of absolute paths these stay as they are; all others are moved.
@@ -188,7 +189,10 @@ class DryRuns:
         return self.made["install"]
 
     def job(self, script: Path, **shape) -> DryRun:
-        """A job script. shape: number, restarts, code (of the ranks), nodes, all_ranks (else only rank 0 runs)."""
+        """A job script. shape: number, restarts, code (of the ranks), nodes, all_ranks (else only rank 0 runs), planted.
+
+        planted: `open` or `link`, and a path below root/: what somebody else has made there before.
+        """
         key = (script.name, *sorted(shape.items()))
         if key not in self.made:
             self.install()
@@ -200,8 +204,28 @@ class DryRuns:
             shutil.copy(self.folder / script.name, copy)
             environ = self._of_slurm(script, told) if slurm else self._of_pbs(script, told)
             words = [str(copy), *(ARGUMENTS if slurm else [])]
-            self.made[key] = self._run(script.name, words, self.folder if slurm else self.top / "home", environ, told)
+            with self._planted(*told.get("planted", ())):
+                self.made[key] = self._run(script.name, words, self.folder if slurm else self.top / "home", environ, told)
         return self.made[key]
+
+    @contextmanager
+    def _planted(self, kind: str = "", path: str = ""):
+        """A folder that everybody may write to, or a link to one that is as it should be."""
+        place, other = self.top / "root" / path, self.top / "root/tmp/of-somebody-else/folder"
+        if kind:
+            shutil.rmtree(place, ignore_errors=True)
+            other.mkdir(exist_ok=True)
+            other.chmod(0o700)
+            if kind == "link":
+                place.symlink_to(other)
+            else:
+                place.mkdir(parents=True)
+                place.chmod(0o777)
+        yield
+        if place.is_symlink():
+            place.unlink()
+        elif kind:
+            shutil.rmtree(place, ignore_errors=True)  # the job may have removed it
 
     def hosts(self, nodes: int) -> list[str]:
         return names_of(self.site, nodes)
@@ -235,8 +259,8 @@ class DryRuns:
         nodefile.write_text("".join(f"{host}{'.' if domain else ''}{domain}\n" for host in self.hosts(told["nodes"])))
         environ = dict(PBS_JOBID=f"{told['number']}.server", PBS_O_WORKDIR=str(self.folder), PBS_NODEFILE=str(nodefile))
         environ |= dict(PBS_ENVIRONMENT="PBS_BATCH", PBS_JOBNAME="train", PBS_O_QUEUE="workq", PBS_QUEUE="workq")
-        # No word of PBS's variable can have a space in it.
-        environ |= dict(TRAIN_ARGS=" ".join(word for word in ARGUMENTS if " " not in word))
+        # No word of PBS's variable can have a space in it; a newline is as good as one.
+        environ |= dict(TRAIN_ARGS="\n".join(word for word in ARGUMENTS if " " not in word))
         restarts = self.site.toml["job"].get("restarts")
         return environ | ({restarts: str(told["restarts"])} if restarts and told["restarts"] else {})
 
@@ -264,6 +288,7 @@ class DryRuns:
             DRY_RUN=str(self.top), PATH=f"{self.top}/bin:/usr/bin:/bin", HOME=str(self.top / "home"), USER=USER, LOGNAME=USER
         )
         own |= dict(LANG="C.UTF-8", TERM="dumb", HOSTNAME=facts["hosts"][0], TMPDIR=f"{self.top}/root/tmp") | environ
+        own |= dict(HTTPS_PROXY=f"http://{USER}:{SECRET}@proxy:3128/", all_proxy=f"http://{USER}:{SECRET}@proxy:3128/")
         own |= dict.fromkeys(SECRETS, SECRET) | {
             "BASH_FUNC_module%%": f"() {{ {MODULE.partition('{')[2].rpartition('; ml()')[0]}"
         }

@@ -10,8 +10,11 @@ from conformance.harness import sites
 
 # root and localhost are nobody's name.
 GENERIC = {"root", "localhost", "true", "false"}
-IDENTIFYING = re.compile(r"USER|LOGNAME|HOST|NODE|ACCOUNT|PROJECT|MAIL|SSH|TOKEN|SECRET|PASS|KEY")
+IDENTIFYING = re.compile(
+    r"USER|LOGNAME|HOST|NODE|ACCOUNT|PROJECT|MAIL|SSH|TOKEN|SECRET|PASS|KEY|_PAT$|JWT|CREDENTIAL|AUTH|PROXY", re.IGNORECASE
+)
 PATTERNS = [
+    (re.compile(r"(?<=://)[^/\s@]+@(?=[^/\s])"), ""),  # the user and password of an address
     (re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)+"), "<address>"),
     (re.compile(r"(?<![\w.])\d{1,3}(\.\d{1,3}){3}(?![\w.])"), "<address>"),
     (re.compile(r"(?<![\w:])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{1,4}(?![\w:])"), "<address>"),

@@ -473,6 +473,8 @@ HOSTILE = [
     "SLURM_NODELIST=nid[0001-0004], peers 10.11.12.13 and fe80::1ff:fe23:4567:890a",
     'File "/tmp/pytest-of-ada/pytest-0/train.py", line 3, in ada_main',
     "PATH=/usr/local/ada/bin:/opt/ada:/bin",
+    "git: https://x-access:gh0_ada_pat@example.org/r.git refused, by http://ada:pr0xy-word@proxy:3128/",
+    "sent ghp_abcdefgh and eyJhbGciOi.abc and creds-of-hers as headers",
 ]
 SECRETS = [
     "ada",
@@ -488,6 +490,11 @@ SECRETS = [
     "/var",
     "plans.txt'",
     "rack_7",
+    "gh0_",
+    "pr0xy-word",
+    "ghp_",
+    "eyjhbg",
+    "creds-of",
 ]
 
 
@@ -498,6 +505,9 @@ def ada(monkeypatch):
     monkeypatch.setenv("HOME", "/Users/Ada Lovelace")
     monkeypatch.setenv("HOSTNAME", "adahost")
     monkeypatch.setenv("SBATCH_ACCOUNT", "phys123")
+    for name, value in dict(GITHUB_PAT="ghp_abcdefgh", session_jwt="eyJhbGciOi.abc", AWS_CREDENTIALS="creds-of-hers").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("https_proxy", "http://ada:pr0xy-word@proxy:3128/")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "nid[0001-0004]")
 
 

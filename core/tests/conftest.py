@@ -26,10 +26,24 @@ from ddp_core.run_directory import RunDirectory
 from states import state
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "fault(number): tests that row of core/FAULTS.md")
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
+        numbers = [str(mark.args[0]) for mark in item.iter_markers("fault")]
+        item.user_properties += [("fault", ", ".join(numbers))] if numbers else []
         # method thread: a signal does not interrupt a collective that waits in C++.
         item.add_marker(pytest.mark.timeout(120, method="thread"))
+
+
+def pytest_report_teststatus(report):
+    """PASSED (fault 12) under -v: its row of core/FAULTS.md."""
+    number = dict(getattr(report, "user_properties", ())).get("fault")
+    if not number or report.when != "call" or report.outcome == "skipped":
+        return None
+    return report.outcome, {"passed": ".", "failed": "F"}[report.outcome], f"{report.outcome.upper()} (fault {number})"
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -132,3 +133,25 @@ def _fail_data(error: Exception) -> None:
         raise error
 
     data.of_workload = failing
+
+
+def cores(count: int) -> Fault:
+    """As a launcher binds a rank."""
+    return partial(_bind, count)
+
+
+def _bind(count: int) -> None:
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
+
+
+def threads(count: int) -> Fault:
+    return partial(torch.set_num_threads, count)
+
+
+def standing_in(folder: Path) -> Fault:
+    """There relative paths begin."""
+    return partial(os.chdir, folder)
+
+
+def open_to_all() -> None:
+    os.umask(0)

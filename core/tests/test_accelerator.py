@@ -47,6 +47,7 @@ def test_it_is_the_training_of_the_cpu_on_a_device_a_rank(finished, tmp_path, ki
 
 
 @pytest.mark.parametrize("workload", ["BatchNorm", "Groups", "Experts"])
+@pytest.mark.fault(41)
 def test_any_model_and_optimizer_trains_there_and_goes_on_on_the_cpu(finished, tmp_path, workload):
     """AdamW's count of steps may be on either side, buffers and flags are on the device."""
     workload = f"small:{workload}"
@@ -77,6 +78,7 @@ def test_text_in_a_mapped_file_is_copied_batch_by_batch(flags_of, finished, tmp_
     assert_same_run(on(tmp_path, flags), finished(flags, 2))
 
 
+@pytest.mark.fault(19)
 def test_a_gradient_that_is_not_finite_is_found_there_too(tmp_path):
     assert "is not finite at step" in on(tmp_path, "--workload regression --lr 1000", code=6).error
 
@@ -89,6 +91,7 @@ class Exhausted(Small):
 
 
 @pytest.mark.parametrize("flags, words", [("", "raise --accumulate 1"), ("--reduction canonical", "raise --shards 8")])
+@pytest.mark.fault(28)
 def test_memory_that_does_not_suffice_is_told_with_the_flags_that_save_some(tmp_path, flags, words):
     job = on(tmp_path, flags, 1, workload="test_accelerator:Exhausted", code=7)
     assert "out of memory on cuda:0 at step 3: lower --global-batch-size 16" in job.error and words in job.error
@@ -105,11 +108,18 @@ def test_a_launcher_that_shows_each_rank_one_device_has_them_all_at_index_0(tmp_
     assert [row["device_index"] for row in job.records("start")[0]["ranks"]] == [0, 0]
 
 
+@pytest.mark.fault(15)
 def test_two_ranks_on_one_device_are_refused_by_nccl_s_name_and_not_by_gloo_s(tmp_path):
-    job = on(tmp_path, DIGITS, 3, count=2, code=3)
-    assert "ranks 0 and 2 share one device" in job.error and "cuda:0" in job.error
+    job = on(tmp_path, DIGITS, 2, count=1, code=3)
+    assert "ranks 0 and 1 share one device" in job.error and "cuda:0" in job.error
     job = on(tmp_path, f"{DIGITS} --backend gloo", 3, count=2)
     assert said(job, "current") == [["0"], ["1"], ["0"]] and said(job, "group") == [["gloo None"]] * 3
+
+
+@pytest.mark.fault(14)
+def test_a_rank_beyond_the_devices_takes_none_that_is_another_s(tmp_path):
+    job = on(tmp_path, DIGITS, 3, count=2, code=3)
+    assert "local_rank=2, but torch sees 2 cuda devices" in job.error and "no mask is set" in job.error
 
 
 @pytest.mark.parametrize(
@@ -139,6 +149,7 @@ def test_products_are_tf32_where_that_was_asked_for_and_nowhere_else(tmp_path, p
     "flags, kernels, workspace",
     [("", [], "None"), ("--deterministic", ["True"], ":4096:8"), ("--reduction canonical", ["True"], ":4096:8")],
 )
+@pytest.mark.fault(26)
 def test_kernels_that_repeat_are_chosen_where_that_was_asked_for(tmp_path, flags, kernels, workspace):
     job = on(tmp_path, f"--workload digits --epochs 1 --steps-per-epoch 1 {flags}", 1)
     assert said(job, "deterministic") == [kernels] and said(job, "workspace") == [[workspace]]

@@ -127,6 +127,7 @@ def test_scale_lr_multiplies_by_the_world_size_and_nothing_else_does():
     assert config("--lr 0.25", 4).lr == 0.25
 
 
+@pytest.mark.fault(25)
 def test_a_batch_that_does_not_divide_lists_what_fits():
     with pytest.raises(UsageError) as caught:
         config("--global-batch-size 100", 8)

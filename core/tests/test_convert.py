@@ -266,8 +266,47 @@ def compressed(raw: bytes) -> bytes:
     return file.getvalue()
 
 
+def overlapping(raw: bytes) -> bytes:
+    """A thousand entries, each of which is one and the same megabyte."""
+    import io
+
+    with zipfile.ZipFile(file := io.BytesIO(raw), "a") as archive:
+        big = archive.getinfo("archive/data/0")
+        for number in range(1000):
+            again = zipfile.ZipInfo(f"archive/data/{number + 10}")
+            for name in ("CRC", "compress_size", "file_size", "header_offset"):
+                setattr(again, name, getattr(big, name))
+            archive.filelist.append(again)
+        archive._didModify = True
+    return file.getvalue()
+
+
+def hung_on(values: torch.Tensor, **attributes) -> torch.Tensor:
+    """The file's own words in the place of a tensor's methods."""
+    values.__dict__.update(attributes)
+    return values
+
+
+def pickled(program: bytes) -> bytes:
+    """A whole archive, every checksum right, with this pickle."""
+    import io
+
+    with zipfile.ZipFile(io.BytesIO(saved({}))) as old, zipfile.ZipFile(file := io.BytesIO(), "w") as new:
+        for name in old.namelist():
+            new.writestr(name, program if name.endswith("data.pkl") else old.read(name))
+    return file.getvalue()
+
+
+# OrderedDict(), then its attributes items=7 and keys=7: they stand in the place of its methods.
+ATTRIBUTES = b"\x80\x02ccollections\nOrderedDict\n)R}(X\x05\x00\x00\x00itemsK\x07X\x04\x00\x00\x00keysK\x07ub."
+
 WHOLE = saved(linear())
+# bytearray(2**32), in few bytes
+HUNGRY = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\x00\x00\x00\x00\x01\x85R."
 HOSTILE = {
+    "entries that overlap": overlapping(saved({"weight": torch.zeros(2**18)})),
+    "four GB of nothing": pickled(HUNGRY),
+    "a dictionary with attributes": pickled(ATTRIBUTES),
     "code": saved({"MODEL_STATE": RunsCode(), "EPOCHS_RUN": 1}),
     "code instead of a dictionary": saved(RunsCode()),
     "empty": b"",
@@ -285,6 +324,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.fault(36)
 def test_a_hostile_file_is_refused_with_one_line_and_runs_nothing(tmp_path, monkeypatch, capsys, name):
     raw = HOSTILE[name]
     old = tmp_path / "old.pt"
@@ -303,7 +343,42 @@ def test_a_hostile_file_is_refused_with_one_line_and_runs_nothing(tmp_path, monk
     assert err.startswith("error: old.pt ") and err.count("\n") == 1 and len(err) < 400
     assert "code" not in name or "mkdir" in err
     assert name != "a bomb" or "compressed" in err
+    assert name != "entries that overlap" or "overlap" in err
     assert [path.name for path in tmp_path.iterdir()] == ["old.pt"]
+
+
+@pytest.mark.fault(35)
+@pytest.mark.parametrize("place", range(20))
+def test_a_flipped_bit_is_never_believed(tmp_path, capsys, place):
+    """Anywhere in the numbers, which torch.load reads without a look at the archive's checksums."""
+    content = {"weight": torch.randn(1, 20), "bias": torch.randn(1)}
+    torch.save(content, tmp_path / "old.pt")
+    raw = bytearray((tmp_path / "old.pt").read_bytes())
+    numbers = content["weight"].numpy().tobytes()
+    raw[raw.index(numbers) + place * len(numbers) // 20] ^= 1 << place % 8
+    (tmp_path / "old.pt").write_bytes(raw)
+    assert convert.main(["convert", str(tmp_path / "old.pt"), "--run-dir", str(tmp_path / "run"), *REGRESSION.split()]) == 5
+    assert "the checksum of" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize(
+    "content",
+    [
+        linear(weight=hung_on(torch.zeros(1, 20), isfinite=7, to=7, detach=7, numel=7)),
+        linear(weight=torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])),
+        linear(weight=[[[[torch.zeros(1, 20)]]]]),
+        {"MODEL_STATE": {"MODEL_STATE": linear()}, "EPOCHS_RUN": [[1]]},
+        {"model_state": linear(), "optimizer_state": {"param_groups": [{"params": [[1], [2]]}], "state": torch.zeros(2)}},
+        {"model_state": linear(), "optimizer_state": {"param_groups": [{"params": torch.zeros(2)}], "state": {0: 1}}},
+    ],
+    ids=range(6),
+)
+def test_what_hangs_on_a_tensor_or_dictionary_is_no_traceback(tmp_path, capsys, content):
+    torch.save(content, tmp_path / "old.pt")
+    code = convert.main(["convert", str(tmp_path / "old.pt"), "--run-dir", str(tmp_path / "run"), *REGRESSION.split()])
+    err = capsys.readouterr().err
+    assert (code, err.count("\n")) in ((0, 0), (5, 1)), (code, err)
 
 
 @pytest.mark.parametrize("name", ["folder", "missing.pt", "pipe"])

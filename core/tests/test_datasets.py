@@ -123,6 +123,7 @@ def test_idx_files_may_lie_deeper_in_the_folder(idx_folder, tmp_path):
     assert deeper.fingerprint == there.fingerprint
 
 
+@pytest.mark.fault(17)
 def test_mnist_without_a_folder_says_how_to_fetch_it():
     with pytest.raises(UsageError, match=r"--data-dir.*curl .*https://ossci-datasets"):
         load("--workload", "mnist")

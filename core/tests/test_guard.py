@@ -53,6 +53,7 @@ def everything(optimizer: Optimizer) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("made", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.fault(19)
 def test_after_a_gradient_that_is_not_finite_no_number_changes_any_more(made, bad):
     parameter, grad = torch.nn.Parameter(uniform(50, 1)), uniform(50, 2)
     optimizer = made(parameter)

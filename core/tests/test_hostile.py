@@ -14,7 +14,7 @@ import ddp_core
 import pytest
 import torch
 from ddp_core import snapshot
-from ddp_core.errors import ExitCode, SnapshotError
+from ddp_core.errors import ExitCode, SnapshotError, StorageError
 
 
 def safetensors_bytes(header: dict | bytes, body: bytes = b"") -> bytes:
@@ -57,19 +57,67 @@ HOSTILE = {
             "without checksums": '{"format": 1}',
             "with checksums that are a list": '{"format": 1, "crc32": []}',
             "of a format that is a text": '{"format": "1", "crc32": {}}',
+            "of a format that is true": '{"format": true, "crc32": {}}',
+            "of format 0": '{"format": 0, "crc32": {}}',
+            "of a newer format without its writer": '{"format": 99}',
+            "of a newer format with a strange writer": '{"format": 99, "versions": [1]}',
+            "that a terminal would obey": '{"format": 99, "versions": {"ddp_core": "\\u001b[2J\\n9.9"}}',
         }.items()
     },
 }
 
 
+@pytest.mark.fault(36)
 @pytest.mark.parametrize("raw", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_file_is_refused_and_runs_nothing(tmp_path, monkeypatch, raw):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_bytes(raw)
     with pytest.raises(SnapshotError) as caught:
         snapshot.read(tmp_path / "file")
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 700
     assert str(tmp_path / "file") in str(caught.value) and caught.value.code == ExitCode.SNAPSHOT == 5
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_file_is_not_waited_for(tmp_path, kind):
+    path = tmp_path / "file"
+    dict(pipe=os.mkfifo, device=lambda path: path.symlink_to("/dev/zero"), folder=os.mkdir)[kind](path)
+    with pytest.raises(SnapshotError, match="it is no file"):
+        snapshot.read(path)
+
+
+@pytest.mark.fault(36)
+def test_a_header_of_93_mb_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    """Reading one has taken 2.6 GB."""
+    monkeypatch.setattr(snapshot, "safe_open", lambda *_: pytest.fail("it was read"))
+    with open(tmp_path / "file", "wb") as file:
+        file.write(struct.pack("<Q", 93 * 2**20))
+        file.truncate(94 * 2**20)
+    with pytest.raises(SnapshotError, match="its header should have 97517568 bytes"):
+        snapshot.read(tmp_path / "file")
+
+
+def test_a_header_that_could_not_be_read_again_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot, "MOST_HEADER", 2000)
+    snapshot.write(tmp_path / "file", {}, {"history": "x" * 500})
+    snapshot.read(tmp_path / "file")
+    with pytest.raises(StorageError, match="in a new --run-dir"):
+        snapshot.write(tmp_path / "file", {}, {"history": "x" * 2000})
+    assert len(snapshot.read(tmp_path / "file")[1]["history"]) == 500
+
+
+def test_a_message_says_no_more_of_a_file_than_a_line(tmp_path):
+    """A tensor's name is the file's word."""
+    names = {f"\x1b[2J{number}" * 9: torch.ones(2) for number in range(400)}
+    snapshot.write(tmp_path / "file", names, {"step": 1})
+    raw = bytearray((tmp_path / "file").read_bytes())
+    raw[-3000:] = bytes(3000)
+    (tmp_path / "file").write_bytes(raw)
+    with pytest.raises(SnapshotError, match="the checksum of") as caught:
+        snapshot.read(tmp_path / "file")
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 400
 
 
 def test_what_torch_save_wrote_is_refused_and_runs_nothing(tmp_path, monkeypatch):

@@ -92,6 +92,7 @@ BATCHES = [(world_size, rows * world_size) for world_size in range(1, 17) for ro
 
 
 @pytest.mark.parametrize("world_size, batch", BATCHES)
+@pytest.mark.fault(23)
 def test_the_ranks_share_every_global_batch_out_among_them(world_size, batch):
     order = sample_order(0, 0, 403)
     shares = [rows_of_rank(order, batch, rank, world_size) for rank in range(world_size)]

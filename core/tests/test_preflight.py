@@ -4,12 +4,13 @@ python -m pytest core/tests/test_preflight.py
 """
 
 import os
+import re
 import resource
 import socket
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from signal import SIGTERM
+from signal import SIGTERM, SIGUSR2
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +20,22 @@ from ddp_core import Rank, device
 from ddp_core.config import parse
 from ddp_core.device import describe, descriptors
 from ddp_core.errors import PreflightError, SnapshotError, UsageError, failure_with
-from faults import at_step, dying, environment, failing_data, in_turn, signalled_after, sleeping
+from faults import (
+    at_step,
+    cores,
+    dying,
+    environment,
+    failing_data,
+    in_turn,
+    open_to_all,
+    signalled,
+    signalled_after,
+    sleeping,
+    standing_in,
+    threads,
+)
 from ranks import call, train
+from stand_in import accelerator
 
 # ---- devices, interfaces, environment -----------------------------------------------------------------------------
 
@@ -31,6 +46,7 @@ def test_a_device_that_is_not_there_is_an_error_and_no_other_device_is_taken(tmp
     assert "--device cuda" in job.error and torch.__version__ in job.error
 
 
+@pytest.mark.fault(14)
 def test_a_mask_that_hides_the_device_is_shown(tmp_path):
     hidden = environment(CUDA_VISIBLE_DEVICES="", ROCR_VISIBLE_DEVICES="7")
     job = train(tmp_path / "run", "--epochs 1 --device xpu", faults={0: hidden}, code=3)
@@ -48,6 +64,7 @@ def test_a_rank_s_row_names_its_device(monkeypatch, kind):
 
 
 @pytest.mark.parametrize("wrong", [{0}, {1}, {0, 1}])
+@pytest.mark.fault(10)
 def test_an_interface_that_is_not_there_is_answered_with_those_that_are(tmp_path, wrong):
     faults = {rank: environment(GLOO_SOCKET_IFNAME="hsn0") for rank in wrong}
     job = train(tmp_path / "run", "--epochs 1", 2, faults=faults, code=3)
@@ -56,12 +73,39 @@ def test_an_interface_that_is_not_there_is_answered_with_those_that_are(tmp_path
     assert 0 in wrong or "rank 1: " in job.error
 
 
+@pytest.mark.fault(10)
+@pytest.mark.parametrize(
+    "wanted, left",
+    [
+        ("hsn", ["hsn0", "hsn1"]),
+        ("hsn1,eth", ["eth0", "hsn1"]),
+        ("=hsn", []),
+        ("=hsn0,lo", ["lo", "hsn0"]),
+        ("^lo,eth", ["hsn0", "hsn1"]),
+        ("^=hsn0", ["lo", "eth0", "hsn1"]),
+        ("ib", []),
+        ("^lo,eth,hsn", []),
+    ],
+)
+def test_interfaces_are_chosen_as_nccl_does(wanted, left):
+    assert device.matching(wanted, ["lo", "eth0", "hsn0", "hsn1"]) == left
+
+
+@pytest.mark.fault(10)
+def test_nccl_without_an_interface_is_refused_and_gloo_does_not_look(tmp_path):
+    fault = environment(NCCL_SOCKET_IFNAME="hsn")
+    job = train(tmp_path / "nccl", "--epochs 1 --device auto", faults={0: in_turn(accelerator("cuda"), fault)}, code=3)
+    assert re.search(r"NCCL_SOCKET_IFNAME=hsn fits no interface: \S+ has .*lo \(\w+\)", job.error)
+    train(tmp_path / "run", "--epochs 1", faults={0: fault}, code=0)
+
+
 def test_an_interface_that_is_there_is_used(tmp_path):
     faults = {rank: environment(GLOO_SOCKET_IFNAME="lo") for rank in range(2)}
     train(tmp_path / "run", "--epochs 1 --steps-per-epoch 1", 2, faults=faults, code=0)
 
 
 @pytest.mark.parametrize("name", ["NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"])
+@pytest.mark.fault(27)
 def test_an_environment_that_overrules_the_precision_is_refused(tmp_path, name):
     job = train(tmp_path / "run", "--epochs 1", 2, faults={1: environment(**{name: "1"})}, code=3)
     assert f"{name}=1" in job.error and "rank 1: " in job.error
@@ -193,3 +237,40 @@ def test_debug_shows_the_traceback_along_with_the_line(tmp_path):
     faults = {0: failing_data(PreflightError("no data there"))}
     job = train(tmp_path / "run", "--epochs 1 --debug", faults=faults, code=3)
     assert job.err[0].startswith("error: no data there\n") and "Traceback" in job.err[0]
+
+
+# ---- what a rank can be asked, and says by itself -----------------------------------------------------------------
+
+
+@pytest.mark.fault(21)
+def test_a_rank_that_hangs_can_be_asked_where_it_is(tmp_path):
+    """kill -USR2, or scancel --signal=USR2: each rank prints the stack of each thread, and goes on."""
+    job = train(tmp_path / "run", "--epochs 1", 2, faults={1: at_step(3, signalled(SIGUSR2))}, code=0)
+    assert "Current thread" in job.err[1] and "in _run_step" in job.err[1] and job.err[0] == ""
+
+
+@pytest.mark.fault(16)
+def test_more_threads_than_cores_are_said(tmp_path):
+    fault = in_turn(environment(OMP_NUM_THREADS="4"), cores(1), threads(4))
+    job = train(tmp_path / "run", "--epochs 1", faults={0: fault}, code=0)
+    assert "rank 0 has 4 threads on 1 cores, as 1 of 1 ranks: set OMP_NUM_THREADS" in job.out[0]
+    assert not [note for note in train(tmp_path / "one", "--epochs 1", code=0).records("start")[0]["notes"] if "cores" in note]
+
+
+@pytest.mark.fault(44)
+@pytest.mark.parametrize("places, said", [(("a", "b"), True), (("a", "a"), False)])
+def test_a_run_directory_of_one_node_alone_is_said(tmp_path, places, said):
+    """A job that comes back on another node would begin anew there."""
+    for place in places:
+        (tmp_path / place).mkdir(exist_ok=True)
+    faults = {rank: standing_in(tmp_path / place) for rank, place in enumerate(places)}
+    job = train(tmp_path / "a" / "run", "--epochs 1 --run-dir run", 2, faults=faults, code=0)
+    assert ("--run-dir run is not seen by rank 1 on" in job.out[0]) == said
+    assert any("is not seen" in note for note in job.records("start")[0]["notes"]) == said
+
+
+def test_nothing_of_a_run_is_everybody_s_to_write(tmp_path):
+    """Though its user's umask would have it: a file of one's own there would be another run's weights."""
+    train(tmp_path / "run", "--epochs 1", faults={0: open_to_all}, code=0)
+    paths = [tmp_path / "run", *(tmp_path / "run").iterdir()]
+    assert len(paths) == 4 and not [path.name for path in paths if path.stat().st_mode & 0o002]

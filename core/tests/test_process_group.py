@@ -55,6 +55,7 @@ def listener(request):
 
 
 @pytest.mark.parametrize("missing", [[2], [1, 3]])
+@pytest.mark.fault(5)
 def test_missing_ranks_are_named(tmp_path, missing):
     present = [rank for rank in world(4) if rank.rank not in missing]
     job = train(tmp_path / "run", SOON, ranks=present, code=4)
@@ -62,6 +63,7 @@ def test_missing_ranks_are_named(tmp_path, missing):
     assert f"rank {', '.join(map(str, missing))}" in job.error
 
 
+@pytest.mark.fault(4)
 def test_without_rank_0_the_others_say_where_they_looked():
     """In a process that is not forked: c10d's own pages of C++ frames come from before Python's line."""
     program = f"from ddp_core import *; raise SystemExit(run(lambda environ: {world(2)[1]!r}, {SOON.split()!r}))"
@@ -83,6 +85,7 @@ def test_ranks_do_not_end_through_python(tmp_path):
 
 
 @pytest.mark.parametrize("odd, size", [(1, 3), (2, 4)])
+@pytest.mark.fault(6)
 def test_a_rank_that_expects_a_larger_world_names_both(tmp_path, odd, size):
     """Within rank 0's world of two, whose own rank 1 is missing then, and beyond it, where rank 0 does not look."""
     present = world(2)
@@ -93,6 +96,7 @@ def test_a_rank_that_expects_a_larger_world_names_both(tmp_path, odd, size):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.fault(7)
 def test_a_rank_that_is_there_twice_is_named(tmp_path, world_size):
     """Beside a world that is complete, and in the place of a rank that is missing."""
     present = world(world_size)[:2]
@@ -120,6 +124,7 @@ def test_the_first_signal_is_the_reason(tmp_path):
 # ---- the port and the address -------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(1)
 def test_a_port_that_another_program_has_is_named_by_every_rank(tmp_path, listener):
     job = train(tmp_path / "run", SOON, ranks=world(2, port=listener), code=4)
     for rank, text in enumerate(job.err):
@@ -127,6 +132,7 @@ def test_a_port_that_another_program_has_is_named_by_every_rank(tmp_path, listen
     assert "is taken" in job.err[0] and "another MASTER_PORT" in job.err[0]
 
 
+@pytest.mark.fault(2)
 def test_another_job_s_rank_0_is_told_from_ours(tmp_path):
     """Rank 1 of `mine` finds the rank 0 of `theirs` on the port, which waits for its own rank 1."""
     theirs = world(2, job_id="theirs")[0]
@@ -137,6 +143,7 @@ def test_another_job_s_rank_0_is_told_from_ours(tmp_path):
     assert "1 of 2 ranks missing" in job.err[0], "the other job was disturbed"
 
 
+@pytest.mark.fault(4)
 def test_an_address_that_does_not_resolve_is_named(tmp_path):
     nowhere = [replace(rank, master_addr="no-such-host.invalid") for rank in world(2)]
     job = train(tmp_path / "run", SOON, ranks=nowhere, code=4)
@@ -172,6 +179,7 @@ def test_many_ranks_meet_on_one_machine(tmp_path, world_size):
         ("--log-every 3", "log_every=3 on rank 1"),
     ],
 )
+@pytest.mark.fault(12)
 def test_a_rank_with_other_flags_is_named_with_them(tmp_path, flags, named):
     job = train(tmp_path / "run", "--epochs 1", 2, flags_of={1: flags}, code=4)
     assert named in job.error
@@ -184,6 +192,7 @@ def _other_version() -> None:
     ddp_core.__version__ = "0.0.9"
 
 
+@pytest.mark.fault(13)
 def test_a_rank_with_another_core_is_named(tmp_path):
     job = train(tmp_path / "run", "--epochs 1", 2, faults={1: call("test_process_group", "_other_version")}, code=4)
     assert "ddp_core=0.0.9 on rank 1, but" in job.error

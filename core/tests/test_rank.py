@@ -73,10 +73,45 @@ def test_a_missing_value_names_its_variable(variable, missing):
 
 @pytest.mark.parametrize("variable", NUMBERS)
 @pytest.mark.parametrize("value", ["abc", "-1", "1.0", "0x1", "1 2", "1_0", "+1", "²", "٣", "$SLURM_PROCID", "2(x3)"])
+@pytest.mark.fault(9)
 def test_what_is_no_whole_number_names_variable_and_value(variable, value):
     with pytest.raises(PreflightError) as caught:
         read(GOOD | {variable: value})
     assert str(caught.value).startswith(f"{variable}={value!r}, but should be")
+
+
+@pytest.mark.fault(9)
+@pytest.mark.parametrize("variable", NUMBERS)
+@pytest.mark.parametrize("value", ["9" * 5000, "1" * 19])
+def test_a_number_of_many_digits_is_refused_and_cut(variable, value):
+    with pytest.raises(PreflightError, match=f"^{variable}='[19]{{19,80}}', but should be") as caught:
+        read(GOOD | {variable: value})
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.fault(9)
+@pytest.mark.parametrize(
+    "variable, value",
+    [
+        ("L_SIZE", "99999999"),  # no list of the missing ranks of such a world
+        ("L_ADDR", "n" * 64),
+        ("L_ADDR", "n..m"),
+        ("L_ADDR", "n." * 130),
+        ("L_ADDR", "\x1b[2Jnode"),
+        ("L_ADDR", "n\u00f6de"),
+        ("L_JOB", "7\x1b[2J"),
+        ("L_JOB", "7" * 5000),
+    ],
+)
+def test_a_value_that_no_machine_has_is_one_short_line(variable, value):
+    with pytest.raises(PreflightError, match=f"^{variable}=.*, but should be") as caught:
+        read(GOOD | {variable: value})
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("address", ["fe80::1%hsn0", "10.0.0.1", "x1000c0s0b0n0.hsn.cm.example.org", "node_1", "nid001001."])
+def test_addresses_of_every_kind_are_good(address):
+    assert read(GOOD | {"L_ADDR": address}).master_addr == address
 
 
 @pytest.mark.parametrize(
@@ -101,6 +136,7 @@ def test_what_is_no_whole_number_names_variable_and_value(variable, value):
         (GOOD | {"L_ADDR": "localhost"}, "L_ADDR='localhost'"),
     ],
 )
+@pytest.mark.fault(3)
 def test_values_that_cannot_be_true_together_name_variable_and_value(environ, named):
     with pytest.raises(PreflightError) as caught:
         read(environ)
@@ -131,6 +167,7 @@ def test_uneven_nodes_are_good():
     assert read(GOOD | {"L_RANK": "2", "L_LOCAL_SIZE": "3", "L_LOCAL_RANK": "2", "L_NODE": "0"}).rank == 2
 
 
+@pytest.mark.fault(3)
 def test_two_addresses_in_one_value_are_an_error():
     """`hostname -i` prints several on a node with several interfaces."""
     with pytest.raises(PreflightError, match=r"L_ADDR='10\.0\.0\.1 10\.1\.0\.1'"):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import ranks
+import torch
 from ddp_core import snapshot
 from ddp_core.config import parse
 from ddp_core.errors import StorageError
@@ -21,7 +22,7 @@ from ddp_core.record import Record
 from ddp_core.trainer import seed_everything
 from ddp_core.workload import find
 from faults import after_save, at_step, files_limited_to, signalled
-from small import SeveralLosses, table
+from small import SeveralLosses, Small, table
 
 KEYS = {  # at least
     "start": {"step", "config", "data", "versions", "world_size", "reduction", "ranks", "seconds", "restart", "notes"}
@@ -202,6 +203,37 @@ def test_a_metric_with_a_count_of_its_own_is_a_mean_over_that(finished, world_si
     (*_, last) = job.records("epoch")
     assert last["eval_error_above_0"] == pytest.approx(error[targets > 0].mean().item(), rel=1e-12)
     assert last["eval_absolute_error"] == pytest.approx(error.mean().item(), rel=1e-12)
+
+
+class CountsNothing(Small):
+    """A metric whose own count is not finite, while its sum is."""
+
+    def metrics(self, outputs, batch):
+        return {"odd": (outputs.sum(), torch.tensor(torch.nan))}
+
+
+@pytest.mark.fault(18)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_held_out_result_that_is_not_finite_is_code_6_and_no_word_of_the_record(tmp_path, world_size):
+    job = ranks.train(tmp_path / "run", "--epochs 1", world_size, workload="test_record:CountsNothing", code=6)
+    assert "held-out results are not finite after step 8 ({'eval_loss':" in job.error and not job.snapshot.exists()
+    for line in (job.run_dir / "run.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+class Limited(Small):
+    def flags(self, add):
+        add("--limit", type=float, default=float("inf"))
+
+
+@pytest.mark.parametrize("limit", ["inf", "nan"])
+def test_a_flag_of_one_s_own_that_is_no_number_is_a_word_in_the_record(tmp_path, limit):
+    """All ranks have the same, though NaN is not equal to itself, and a run goes on with it."""
+    flags = f"--epochs 1 --limit {limit}"
+    job = ranks.train(tmp_path / "run", flags, 2, workload="test_record:Limited", code=0)
+    assert job.records("start")[0]["config"]["limit"] == limit
+    assert "Infinity" not in (text := (job.run_dir / "run.jsonl").read_text()) and "NaN" not in text
+    ranks.train(tmp_path / "run", flags.replace("1", "2", 1), 2, workload="test_record:Limited", code=0)
 
 
 NOTES = {

@@ -19,6 +19,7 @@ RUN = "--epochs 3 --precision fp64"  # 14 steps an epoch
 @pytest.mark.parametrize(
     "flags", ["", "--reduction ddp", "--reduction canonical", "--accumulate 2", "--optimizer adamw --lr 0.001"]
 )
+@pytest.mark.fault(18)
 def test_a_nan_on_one_rank_stops_all_before_the_optimizer_uses_it(tmp_path, flags):
     """In step 5 of the second epoch, on rank 1 alone: rank 0's own losses stay finite."""
     first, second = (rows_of_rank(sample_order(0, epoch, 1438), 96, 1, 2) for epoch in (0, 1))
@@ -52,6 +53,7 @@ def test_a_learning_rate_that_diverges_is_an_error_and_no_snapshot(tmp_path):
         ("--lr-schedule cosine", "lr_schedule: constant there, cosine here"),
     ],
 )
+@pytest.mark.fault(37)
 def test_the_snapshot_of_another_run_is_refused_with_what_differs(finished, tmp_path, flags, named):
     folder = tmp_path / "run"
     folder.mkdir()
@@ -80,6 +82,7 @@ def test_a_file_that_is_a_whole_snapshot_of_nothing_is_refused(tmp_path):
 # ---- storage ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(32)
 def test_a_snapshot_that_does_not_fit_ends_the_run_on_all_ranks_and_the_one_before_stays(finished, tmp_path):
     full = {0: at_step(20, files_limited_to(100_000))}
     job = train(tmp_path / "run", RUN, 2, faults=full, code=8)
@@ -89,6 +92,7 @@ def test_a_snapshot_that_does_not_fit_ends_the_run_on_all_ranks_and_the_one_befo
     assert_same_run(train(tmp_path / "run", RUN, 2, code=0), finished(RUN, 2))
 
 
+@pytest.mark.fault(42)
 def test_a_second_job_in_the_same_directory_is_refused(tmp_path):
     first = RunDirectory(str(tmp_path / "run"), "first", fresh=False)
     job = train(tmp_path / "run", "--epochs 1", ranks=ranks.world(2, job_id="second"), code=3)

@@ -29,6 +29,7 @@ RUN = "--epochs 3 --precision fp64"  # 14 steps an epoch
         (signal.SIGINT, 2, 1),
     ],
 )
+@pytest.mark.fault(48)
 def test_one_rank_told_to_stop_stops_all_and_the_run_goes_on_as_ever(finished, tmp_path, number, world_size, told):
     job = train(tmp_path / "run", RUN, world_size, faults={told: at_step(3, signalled(number))}, code=75)
     assert job.err == [""] * world_size, "a stop is no error"
@@ -62,6 +63,7 @@ def test_told_at_the_last_step_the_run_is_complete(tmp_path):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.fault(20)
 def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_snapshot(finished, tmp_path, victim):
     job = train(tmp_path / "run", RUN, 2, faults={victim: at_step(20, signalled(signal.SIGKILL))})
     survivor = 1 - victim
@@ -78,6 +80,7 @@ def test_all_survivors_leave_and_name_the_rank_that_died_first(tmp_path, victim)
     assert f"rank {victim} died" in job.error
 
 
+@pytest.mark.fault(21)
 def test_a_rank_that_hangs_is_named_within_the_timeout(finished, tmp_path):
     stopped = {1: at_step(20, signalled(signal.SIGSTOP))}
     job = train(tmp_path / "run", f"{RUN} --timeout 2", 2, faults=stopped, hanging=[1])
@@ -160,6 +163,7 @@ def test_so_does_one_with_augmented_rows_and_workers(finished, tmp_path, workers
 
 
 @pytest.mark.parametrize("first, then", [(1, 2), (2, 1), (4, 2)])
+@pytest.mark.fault(39)
 def test_a_run_goes_on_at_another_world_size(finished, tmp_path, first, then):
     train(tmp_path / "run", RUN, first, faults={0: at_step(3, signalled(signal.SIGTERM))}, code=75)
     job = train(tmp_path / "run", RUN, then, code=0)
@@ -195,6 +199,18 @@ def test_a_finished_run_has_nothing_to_do(tmp_path):
     job = train(tmp_path / "run", "--epochs 1", 2, code=0)
     assert "complete already" in job.out[0]
     assert job.snapshot_hash() == before
+
+
+@pytest.mark.parametrize(
+    "first, then, words",
+    [
+        ("--epochs 4", "--epochs 2", "(--epochs 8 would continue it)"),  # --epochs 4 has been trained already
+        ("--epochs 2 --lr-schedule cosine", "--epochs 2 --lr-schedule cosine", "(its schedule ends with --epochs 2)"),
+    ],
+)
+def test_what_would_continue_a_finished_run_is_said_truly(tmp_path, first, then, words):
+    train(tmp_path / "run", first, code=0)
+    assert words in train(tmp_path / "run", then, code=0).out[0]
 
 
 def test_a_broken_snapshot_falls_back_to_the_one_before(finished, tmp_path):

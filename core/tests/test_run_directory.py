@@ -32,6 +32,7 @@ def test_the_newest_state_is_loaded_and_the_one_before_is_kept(folder, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.fault(47)
 def test_times_of_the_files_do_not_matter(folder):
     os.utime(folder / "snapshot.safetensors", (0, 0))
     assert step_of(load(folder)) == 2
@@ -45,6 +46,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.fault(34)
 def test_a_broken_snapshot_falls_back_with_a_warning(folder, capsys, damage):
     path = folder / "snapshot.safetensors"
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
@@ -108,6 +110,43 @@ def test_a_link_that_leads_nowhere_is_no_empty_directory(folder):
         load(folder)
 
 
+@pytest.mark.fault(40)
+def test_a_newer_format_is_no_reason_to_go_back(folder, monkeypatch):
+    """What a newer ddp_core has trained since snapshot.prev would be trained again, by the older one."""
+    monkeypatch.setattr(snapshot, "FORMAT", snapshot.FORMAT + 1)
+    snapshot.write(folder / "snapshot.safetensors", *state(3))
+    monkeypatch.undo()
+    with pytest.raises(SnapshotError, match=r"has format 3, of ddp_core 0\.1\.0; this ddp_core reads up to format 2"):
+        load(folder)
+
+
+@pytest.mark.parametrize("line", [b"", b',"step":"x"', b',"step":' + b"9" * 5000])
+def test_a_log_of_a_purged_run_may_hold_anything(tmp_path, line):
+    (tmp_path / "run.jsonl").write_bytes(b'{"kind":"snapshot"' + line + b"}\n")
+    with pytest.raises(SnapshotError, match="tells of a snapshot at step "):
+        load(tmp_path)
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("name", ["run.jsonl", "run.lock", "snapshot.safetensors", "snapshot.prev.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path, name):
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / name)
+    with pytest.raises((StorageError, SnapshotError), match=f"{name}.* is no file|it is no file"):
+        load(tmp_path / "run")
+
+
+def test_nothing_temporary_is_left_where_both_files_are_one(folder):
+    """A kill between link and write leaves one file under two names, which rename() does not touch."""
+    (folder / "snapshot.prev.safetensors").unlink()
+    os.link(folder / "snapshot.safetensors", folder / "snapshot.prev.safetensors")
+    directory = RunDirectory(str(folder), "job")
+    directory.save(*state(3))
+    assert not list(folder.glob(".*"))
+    directory.release()
+    assert steps(folder) == [3, 2]
+
+
 def test_two_broken_files_are_refused_and_stay(folder):
     for path in folder.glob("*.safetensors"):
         path.write_bytes(b"garbage")
@@ -149,6 +188,7 @@ def _save_and_die(folder: Path, place: int, links: bool) -> None:
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
+@pytest.mark.fault(31)
 def test_killed_at_any_boundary_of_a_save_the_old_state_or_the_new_one_is_there_whole(folder, links):
     found = []
     for place in itertools.count():
@@ -174,6 +214,7 @@ def _save_and_die_half_way(folder: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 7, 100, BYTES // 2, BYTES])
+@pytest.mark.fault(31)
 def test_killed_in_the_middle_of_writing_the_old_state_is_there(folder, size):
     job = ranks.fork(folder.parent, ranks.call("test_run_directory", "_save_and_die_half_way", folder, size))
     assert job.codes == [-signal.SIGXFSZ]
@@ -216,6 +257,7 @@ def test_a_file_system_that_turned_read_only_is_a_storage_error(folder, monkeypa
     assert step_of(load(folder)) == 2
 
 
+@pytest.mark.fault(33)
 def test_a_run_directory_below_a_file_is_an_error_that_names_it(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=f"--run-dir {re.escape(str(tmp_path / 'file' / 'run'))}"):

@@ -48,6 +48,7 @@ def _take_and_die(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.fault(43)
 def test_the_lock_of_a_dead_process_is_taken_over_with_a_warning(folder, capsys):
     job = ranks.fork(folder.parent, ranks.call("test_run_lock", "_take_and_die", folder))
     assert job.codes == [-signal.SIGKILL] and (folder / "run.lock").exists()
@@ -108,6 +109,7 @@ def test_a_live_job_keeps_its_lock_fresh(folder, monkeypatch):
 # ---- who owns it, and from when on ---------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(42)
 def test_of_two_jobs_at_a_dead_lock_the_later_one_is_refused(folder, monkeypatch):
     """It saw the dead owner, stood still for a moment, and would remove the lock of whoever came meanwhile."""
     lock = folder / "run.lock"
@@ -186,6 +188,32 @@ def test_a_dead_owner_of_this_host_is_not_taken_for_alive(folder, monkeypatch, o
     changed = dict(began="1") if owner.startswith("another") else dict(pid=zombie() if owner == "a zombie" else "x")
     (folder / "run.lock").write_text(json.dumps(own_lock(**changed)))
     assert step_of(load(folder)) == 2
+
+
+JUNK = [
+    "",
+    "{",
+    "[]",
+    "7",
+    "null",
+    '"x"',
+    "[" * 100_000,
+    '{"pid": -1}',
+    '{"pid": 1e400}',
+    '{"pid": ' + "9" * 4000 + "}",
+    "x" * 10**6,
+]
+
+
+@pytest.mark.fault(43)
+@pytest.mark.parametrize("content", [*JUNK, json.dumps({"job_id": "\x1b[2J\n" * 999, "host": [1] * 9999, "pid": {"a": None}})])
+def test_a_lock_that_holds_junk_is_a_dead_job_s(folder, monkeypatch, capsys, content):
+    """And is named in one short line, which no terminal obeys."""
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.02)
+    (folder / "run.lock").write_text(content)
+    assert step_of(load(folder)) == 2
+    said = capsys.readouterr().out.splitlines()
+    assert said and all(line.isprintable() and len(line) < 600 and line.startswith("warning: ") for line in said)
 
 
 def test_a_lock_of_the_future_is_waited_for_no_longer_than_another(folder, monkeypatch):

@@ -73,6 +73,7 @@ def test_other_values_are_other_bytes(file, tmp_path):
     assert sha256(tmp_path / "other.safetensors") != sha256(file)
 
 
+@pytest.mark.fault(46)
 def test_a_copy_under_another_name_is_as_good(file, tmp_path):
     copied = file.rename(tmp_path / "keep-this")
     os.utime(copied, (0, 0))
@@ -113,6 +114,7 @@ def test_the_file_is_on_the_disk_before_it_has_its_name_and_the_name_before_writ
 
 
 @pytest.mark.parametrize("percent", [0, 0.1, 30, 90, 99.9])
+@pytest.mark.fault(34)
 def test_a_truncated_file_is_refused_by_name(file, percent):
     raw = file.read_bytes()
     file.write_bytes(raw[: int(len(raw) * percent / 100)])
@@ -124,6 +126,7 @@ def flipped(raw: bytes, bit: int) -> bytes:
     return raw[: bit // 8] + bytes([raw[bit // 8] ^ 1 << bit % 8]) + raw[bit // 8 + 1 :]
 
 
+@pytest.mark.fault(35)
 def test_a_flipped_bit_in_a_tensor_is_found(file):
     raw = file.read_bytes()
     for bit in range(8 * (len(raw) - sum(values.nbytes for values in TENSORS.values())), 8 * len(raw), 77):

@@ -210,6 +210,7 @@ def test_data_that_differ_between_ranks_are_named(tmp_path):
     assert re.search(r"data=\w+ on rank 1, but \w+ on rank 0", job.error)
 
 
+@pytest.mark.fault(12)
 def test_a_file_that_differs_between_ranks_is_named(tmp_path):
     """A stale copy on one node."""
     mine, other = written(tmp_path, WHOLE), tmp_path / "other"

@@ -64,6 +64,11 @@ ask_pbs() {
     number=${PBS_JOBID%%[.[]*}
     runs=$(fact run_count) # how often PBS has started this job
     runs=${runs:-1}
+    # Bash evaluates what stands in a variable that it computes with, commands too: whole numbers alone.
+    local name
+    for name in RESTARTS number runs; do
+        [[ ${!name:-0} =~ ^(0|[1-9][0-9]{0,17})$ ]] || fail "$name=$(printf %q "${!name}"), but should be a whole number"
+    done
     # A successor is told how often the run was started before, and its first job's number.
     restarts=$((${RESTARTS:-0} + runs - 1)) first_job=${FIRST_JOB:-$number} relaunches=0
     # A first start refuses an older run; not in an interactive job, which may start this often, nor without an answer of qstat.

@@ -8,7 +8,18 @@ ranks_per_device=$1 && shift
 # Both mean "save and stop" to train.py, but would kill it before it listens; that they are ignored is inherited.
 trap '' USR1 TERM
 
-# Caches are made on every node by whichever rank is first, under a name that no other job has.
+# Bash evaluates what stands in a variable that it computes with, commands too: whole numbers alone.
+if [[ ! $PALS_RANKID/$PALS_LOCAL_RANKID =~ ^(0|[1-9][0-9]{0,8})/(0|[1-9][0-9]{0,8})$ ]]; then
+    echo "error: PALS_RANKID or PALS_LOCAL_RANKID is no whole number: start this by mpiexec, as job.pbs does" >&2
+    exit 3
+fi
+
+# Caches are made on every node by whichever rank is first, under a name that no other job has. Code is loaded from there: the
+# folder is this user's alone, and not what somebody made before.
+if ! mkdir -m 700 "$NODE_DIR" 2>/dev/null && [[ $(stat -c '%u %a %F' "$NODE_DIR") != "$UID 700 directory" ]]; then
+    echo "error: $NODE_DIR on $HOSTNAME is not this user's alone (mode 700): remove it, or submit a new job" >&2
+    exit 3
+fi
 mkdir -p "$NODE_DIR/neo" "$NODE_DIR/inductor" "$NODE_DIR/triton"
 
 # common.sh signals rank 0 by this number, which it keeps when COMMAND takes over.

@@ -33,6 +33,11 @@ load_modules() {
 
 # How often Slurm has started this job again, and how often it may: a job that can never end must not come back for ever.
 restarts=${SLURM_RESTART_COUNT:-0} max_restarts=20
+# Bash evaluates what stands in a variable that it computes with, commands too: whole numbers alone.
+for name in SLURM_RESTART_COUNT SLURM_JOB_NUM_NODES SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK; do
+    value=${!name:-0}
+    [[ $value =~ ^(0|[1-9][0-9]{0,17})$ ]] || fail "$name=$(printf %q "${value:0:80}"), but should be a whole number"
+done
 
 # Sets variables for the ranks, and environment. Makes every node ready: cache directories, the packed environment on its NVMe.
 prepare_job() {

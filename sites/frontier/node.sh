@@ -3,6 +3,12 @@
 
 set -euo pipefail
 
+# Compilers load code from there: the folder is this user's alone, and not one that somebody made before.
+caches=${TRITON_CACHE_DIR%/*}
+if ! mkdir -m 700 "$caches" 2>/dev/null && [[ $(stat -c '%u %a %F' "$caches") != "$UID 700 directory" ]]; then
+    echo "error: $caches on $HOSTNAME is not this user's alone (mode 700): remove it, or submit a new job" >&2
+    exit 3
+fi
 mkdir -p "$MIOPEN_USER_DB_PATH" "$TORCHINDUCTOR_CACHE_DIR" "$TRITON_CACHE_DIR"
 [[ -n ${1:-} ]] || exit 0
 

@@ -34,8 +34,8 @@ def rank(environ: Mapping[str, str]) -> Rank:
 
 def whole_number(environ: Mapping[str, str], variable: str, unset: str = "") -> int:
     text = environ.get(variable) or unset
-    if not text.isdecimal():
-        raise PreflightError(f"{variable}={text!r}, but should be a whole number: start this by srun, as job.sl does")
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise PreflightError(f"{variable}={text[:80]!r}, but should be a whole number: start this by srun, as job.sl does")
     return int(text)
 
 

@@ -9,6 +9,12 @@ fail() { # exit code, message
     exit "$1"
 }
 
+# Bash evaluates what stands in a variable that it computes with, commands too: whole numbers alone.
+for name in SLURM_{RESTART_COUNT,JOB_ID,JOB_NUM_NODES,NTASKS,NTASKS_PER_NODE,CPUS_PER_TASK}; do
+    value=${!name:-0}
+    [[ $value =~ ^(0|[1-9][0-9]{0,17})$ ]] || fail 3 "$name=$(printf %q "${value:0:80}"), but should be a whole number"
+done
+
 # Those of job.sl's line modules=(...), and no others: with other modules the same Python may find other libraries.
 load_modules() {
     ((${#modules[@]})) || return 0

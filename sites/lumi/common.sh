@@ -69,6 +69,11 @@ fi
 
 # How often Slurm has started this job again, and how often it may: one that never ends must not come back for ever.
 restarts=${SLURM_RESTART_COUNT:-0} max_restarts=20
+# Bash evaluates what stands in a variable that it computes with, commands too: whole numbers alone.
+for name in SLURM_RESTART_COUNT SLURM_JOB_ID SLURM_JOB_NUM_NODES SLURM_NTASKS_PER_NODE; do
+    value=${!name:-0}
+    [[ $value =~ ^(0|[1-9][0-9]{0,17})$ ]] || fail "$name=$(printf %q "${value:0:80}"), but should be a whole number"
+done
 
 if [[ -n ${RCCL_DEBUG:-} ]]; then
     # What RCCL finds and chooses, without a line for each collective, in a file for each process: %h is the host.

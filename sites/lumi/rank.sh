@@ -8,11 +8,17 @@ set -euo pipefail
 # comes, and its 143 would hide the code and the line that say what was wrong.
 trap '' TERM USR1
 
-mkdir -p "$MIOPEN_USER_DB_PATH" # the node's first rank makes it
+# The node's first rank makes it. Compilers load code from there: it is this user's alone, and not what somebody made before.
+cache=${TRITON_CACHE_DIR%/*}
+if ! mkdir -m 700 "$cache" 2>/dev/null && [[ $(stat -c '%u %a %F' "$cache") != "$UID 700 directory" ]]; then
+    echo "error: $cache on $HOSTNAME is not this user's alone (mode 700): remove it, or submit a new job" >&2
+    exit 3
+fi
+mkdir -p "$MIOPEN_USER_DB_PATH"
 
 : "${SLURM_STEP_NUM_TASKS:?: rank.sh is for srun, which sets it; python.sh starts one process}"
 # "8(x2)": 8 ranks on each of two nodes. "8,4" would need another reading, and nobody wants it.
-if [[ $SLURM_STEP_TASKS_PER_NODE == *,* ]]; then
+if [[ ! $SLURM_STEP_TASKS_PER_NODE =~ ^[0-9]+(\(x[0-9]+\))?$ ]]; then
     echo "error: SLURM_STEP_TASKS_PER_NODE=$SLURM_STEP_TASKS_PER_NODE, but should be the same number on every node" >&2
     exit 3
 fi

@@ -7,8 +7,10 @@ By itself torchrun dies of a SIGUSR1, and ends with 1 whatever its ranks ended w
 
 import os
 import signal
+import stat
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -17,6 +19,19 @@ def to_the_ranks(number: int, frame: object) -> None:
     for thread in Path("/proc/self/task").iterdir():
         for child in (thread / "children").read_text().split():
             os.kill(int(child), number)
+
+
+def make_caches(folder: Path) -> None:
+    """Compilers load code from there: it is this user's alone, and not what somebody made before."""
+    cache = folder.parent
+    with suppress(FileExistsError):
+        cache.mkdir(mode=0o700)
+    facts = cache.lstat()
+    if (facts.st_uid, facts.st_mode) != (os.getuid(), stat.S_IFDIR | 0o700):
+        print(f"error: {cache} on {os.uname().nodename} is not this user's alone (mode 700): remove it", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(3)
+    folder.mkdir(exist_ok=True)
 
 
 def launch(ranks_per_node: str, program: list[str]) -> int:
@@ -50,8 +65,8 @@ def launch(ranks_per_node: str, program: list[str]) -> int:
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, to_the_ranks)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else pages of C++ frames when another node's launcher ends first
-    Path(os.environ["MIOPEN_USER_DB_PATH"]).mkdir(parents=True, exist_ok=True)
     try:
+        make_caches(Path(os.environ["MIOPEN_USER_DB_PATH"]))
         code = launch(sys.argv[1], sys.argv[2:])
     except Exception:
         traceback.print_exc()

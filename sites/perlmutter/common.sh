@@ -15,6 +15,11 @@ trap 'echo "SIGTERM: waiting for the ranks to save"' TERM
 # How often Slurm has started this job again, and how often it may: a job that can never end must not come back for ever.
 # Slurm does not set the variable in the first start. https://slurm.schedmd.com/sbatch.html#OPT_SLURM_RESTART_COUNT
 restarts=${SLURM_RESTART_COUNT:-0} max_restarts=20
+# Bash evaluates what stands in a variable that it computes with, commands too: whole numbers alone.
+for name in SLURM_RESTART_COUNT SLURM_JOB_ID SLURM_JOB_NUM_NODES SLURM_CPUS_PER_TASK; do
+    value=${!name:-0}
+    [[ $value =~ ^(0|[1-9][0-9]{0,17})$ ]] || fail "$name=$(printf %q "${value:0:80}"), but should be a whole number"
+done
 
 python=$PWD/.venv/bin/python # of the module, or of the container: then this node has it in the container only
 container=()                 # the words that start a program in the container

@@ -10,7 +10,7 @@ fi
 set -euo pipefail
 
 # "4(x2)": 4 ranks on each of two nodes. "4,3" would need another reading, and nobody wants it.
-if [[ $SLURM_STEP_TASKS_PER_NODE == *,* ]]; then
+if [[ ! $SLURM_STEP_TASKS_PER_NODE =~ ^[0-9]+(\(x[0-9]+\))?$ ]]; then
     echo "error: SLURM_STEP_TASKS_PER_NODE=$SLURM_STEP_TASKS_PER_NODE, but should be the same number on every node" >&2
     return 3
 fi
@@ -37,12 +37,17 @@ fi
 
 # On one node NCCL needs no network; with a name here it would use one, and be slower.
 # https://github.com/HewlettPackard/shs-ccl-docs/blob/438fcce/ccl_env.sh
-((${SLURM_STEP_NUM_NODES:-1} > 1)) || unset NCCL_NET
+[[ ${SLURM_STEP_NUM_NODES:-1} != 1 ]] || unset NCCL_NET
 
 # Compiled kernels: on the node, by job; nobody deletes them. Their defaults, ~/.nv (unverified), /tmp/torchinductor_USER and
 # ~/.triton, are shared by all ranks or all jobs. https://docs.nvidia.com/cuda/cuda-c-programming-guide/
 # https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_configuration_tutorial.html
-mkdir -p "/tmp/ddp-$SLURM_JOB_ID"
-export CUDA_CACHE_PATH=/tmp/ddp-$SLURM_JOB_ID/cuda
-export TORCHINDUCTOR_CACHE_DIR=/tmp/ddp-$SLURM_JOB_ID/inductor
-export TRITON_CACHE_DIR=/tmp/ddp-$SLURM_JOB_ID/triton
+cache=/tmp/ddp-$UID-$SLURM_JOB_ID
+export CUDA_CACHE_PATH=$cache/cuda
+export TORCHINDUCTOR_CACHE_DIR=$cache/inductor
+export TRITON_CACHE_DIR=$cache/triton
+# Code is loaded from there: it is this user's alone, and not what somebody made before.
+if ! mkdir -m 700 "$cache" 2>/dev/null && [[ $(stat -c '%u %a %F' "$cache") != "$UID 700 directory" ]]; then
+    echo "error: $cache on $HOSTNAME is not this user's alone (mode 700): remove it, or submit a new job" >&2
+    return 3
+fi

@@ -45,6 +45,8 @@ set -u
 # unverified
 export NCCL_NET_PLUGIN=librccl-net.so
 
+# Bash would run what stands in it.
+[[ ${SLURM_RESTART_COUNT:-0} =~ ^[0-9]+$ ]] || { echo "error: SLURM_RESTART_COUNT is no whole number" >&2 && exit 3; }
 restarts=${SLURM_RESTART_COUNT:-0}
 max_restarts=20
 

@@ -35,6 +35,9 @@
 
 set -euo pipefail
 
+# Bash would run what stands in it.
+[[ ${SLURM_RESTART_COUNT:-0} =~ ^[0-9]+$ ]] || { echo "error: SLURM_RESTART_COUNT is no whole number" >&2 && exit 3; }
+
 # CPU threads of a rank: its own cores.
 # https://docs.pytorch.org/docs/stable/threading_environment_variables.html
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK

@@ -5,6 +5,7 @@ A workload's defaults stand in its file, and its own flags too: `config.width` i
 """
 
 import argparse
+import math
 from dataclasses import dataclass, fields
 
 from ddp_core.errors import UsageError, WorkloadError
@@ -85,12 +86,17 @@ class TrainConfig(Run, Machine, Optimization, Problem):
 
     def problem(self) -> dict:
         """The choices that determine the losses: a snapshot resumes only under the same ones."""
-        return {name: getattr(self, name) for name in self.remembered}
+        return {name: _comparable(getattr(self, name)) for name in self.remembered}
 
     def facts(self) -> dict:
         """All of them, as numbers and texts: for the record, and for the ranks to compare."""
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("own", "remembered")}
-        return plain | {name: value if _is_plain(value) else str(value) for name, value in self.own.items()}
+        return plain | {name: _comparable(value) if _is_plain(value) else str(value) for name, value in self.own.items()}
+
+
+def _comparable(value):
+    """NaN is not equal to itself, and neither it nor infinity is JSON."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_plain(value) -> bool:

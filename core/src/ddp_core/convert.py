@@ -7,8 +7,10 @@ No other code here reads a pickle. This does by torch's safe unpickler, which a 
 """
 
 import re
+import resource
 import sys
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from ddp_core import data, state
 from ddp_core.config import Parser, TrainConfig, choose, number, parse
 from ddp_core.device import versions
-from ddp_core.errors import Failure, PreflightError, SnapshotError, UsageError
+from ddp_core.errors import Failure, PreflightError, SnapshotError, UsageError, printable
 from ddp_core.run_directory import RunDirectory
 from ddp_core.workload import Workload
 
@@ -129,42 +131,87 @@ def _load(old: Path) -> dict:
     if not old.is_file():
         raise SnapshotError(f"{old} is no file")
     try:
-        with zipfile.ZipFile(old) as archive:  # an entry that is not compressed cannot be larger than the file
-            if any(entry.compress_type for entry in archive.infolist()):
-                raise ValueError("its entries are compressed, which torch.save never does")
-        content = torch.load(old, map_location="cpu", weights_only=True)
+        with zipfile.ZipFile(old) as archive:
+            _refuse_damaged(archive, old.stat().st_size)
+        with _memory_for(old.stat().st_size):
+            content = torch.load(old, map_location="cpu", weights_only=True)
     except Exception as error:  # there is nothing that a hostile file cannot make the unpickler raise
         found = re.search(r"GLOBAL ([\w.]{1,80})", str(error))
-        why = f"it holds {found[1]}, which is no plain data" if found else f"{type(error).__name__}: {_short(str(error))}"
+        why = f"it holds {found[1]}, which is no plain data" if found else f"{type(error).__name__}: {printable(str(error))}"
         raise SnapshotError(f"{old} is not a checkpoint that can be read safely ({why})") from error
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+    named = _dictionary(content)
+    if named is None:
         raise SnapshotError(f"{old} holds no dictionary of names, but {type(content).__name__}")
-    return content
+    return named
+
+
+def _dictionary(found: object) -> dict[str, Any] | None:
+    """Names to values, of a dictionary of any kind: an OrderedDict of a file may have attributes in place of its methods."""
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in dict.keys(found)):
+        return None
+    return dict(dict.items(found))
+
+
+def _refuse_damaged(archive: zipfile.ZipFile, size: int) -> None:
+    """Before torch reads it, which looks at no checksum. Raises ValueError."""
+    entries = archive.infolist()
+    if any(entry.compress_type for entry in entries):
+        raise ValueError("its entries are compressed, which torch.save never does")
+    if sum(entry.file_size for entry in entries) > size:
+        raise ValueError("its entries overlap, which torch.save never makes")
+    if broken := archive.testzip():
+        raise ValueError(
+            f"the checksum of {broken} differs: it is damaged, or torch.serialization.set_crc32_options(False) was in force"
+        )
+
+
+@contextmanager
+def _memory_for(size: int):
+    """Reading needs memory in proportion to the file: a few hostile bytes would have the unpickler take all there is."""
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    used: Any = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    most = (int(used[1]) << 10) + 2 * size + 2**28
+    resource.setrlimit(resource.RLIMIT_DATA, (most if limits[0] < 0 else min(most, limits[0]), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+
+
+def _plain(values: object) -> torch.Tensor | None:
+    """The numbers of a tensor, without what else a file has hung on it: attributes in place of its methods, parts."""
+    if type(values) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    tensor = torch.Tensor.detach(values)  # type: ignore[arg-type]
+    return tensor if tensor.layout == torch.strided and tensor.is_cpu and not tensor.is_nested else None
 
 
 def _fitted(old: Path, found: object, mine: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """A state_dict's tensors: real numbers in `dtype`, others as they are. Raises SnapshotError that lists what differs."""
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    named = _dictionary(found)
+    if named is None:
         raise SnapshotError(f"{old} holds no parameters by name")
-    if all(name.startswith("module.") for name in found):  # DDP's prefix, before all names or none
-        found = {name.removeprefix("module."): values for name, values in found.items()}
-    wrong = [f"{_short(name)}: {'missing' if name in mine else 'unexpected'}" for name in mine.keys() ^ found.keys()]
-    for name in mine.keys() & found.keys():
-        values = found[name]
-        plain = isinstance(values, torch.Tensor) and values.layout == torch.strided and values.is_cpu
+    # DDP's prefix, before all names or none.
+    prefix = "module." if all(name.startswith("module.") for name in named) else ""
+    named = {name.removeprefix(prefix): values for name, values in named.items()}
+    wrong = [f"{printable(name)}: {'missing' if name in mine else 'unexpected'}" for name in mine.keys() ^ named.keys()]
+    for name in mine.keys() & named.keys():
+        values = named[name] = _plain(theirs := named[name])
         real = mine[name].is_floating_point()
-        if not plain or (values.dtype not in FLOATS if real else values.dtype != mine[name].dtype):
+        if values is None or (values.dtype not in FLOATS if real else values.dtype != mine[name].dtype):
             kind = "real numbers" if real else str(mine[name].dtype)
-            wrong.append(f"{name}: {values.dtype if plain else type(values).__name__}, but should be a tensor of {kind}")
+            wrong.append(
+                f"{name}: {type(theirs).__name__ if values is None else values.dtype}, but should be a tensor of {kind}"
+            )
         elif values.shape != mine[name].shape:
-            wrong.append(f"{name}: {_short(str(tuple(values.shape)))} there, {tuple(mine[name].shape)} here")
+            wrong.append(f"{name}: {printable(str(tuple(values.shape)))} there, {tuple(mine[name].shape)} here")
         elif not values.isfinite().all():
             wrong.append(f"{name}: not finite")
         elif real and not torch.equal(values.to(dtype).to(values.dtype), values):
             wrong.append(f"{name}: {values.dtype} numbers that {dtype} rounds: pass --precision fp64")
     if wrong:
         raise SnapshotError(f"{old} does not fit the model of these flags ({'; '.join(sorted(wrong)[:8])}): pass that run's")
-    return {name: found[name].detach().to(dtype if mine[name].is_floating_point() else mine[name].dtype) for name in mine}
+    return {name: named[name].to(dtype if mine[name].is_floating_point() else mine[name].dtype) for name in mine}
 
 
 def _moments(old: Path, content: dict, mine: dict, dtype: torch.dtype, config: TrainConfig) -> tuple[dict, int | None]:
@@ -175,7 +222,7 @@ def _moments(old: Path, content: dict, mine: dict, dtype: torch.dtype, config: T
         states = [theirs["state"][index] for index in group["params"]]
         lists = {key: [state[key] for state in states] for key in STATES[config.optimizer].values()}
         [step] = {int(state["step"]) if config.optimizer == "adamw" else None for state in states}
-    except (TypeError, KeyError, IndexError, ValueError, OverflowError, RuntimeError):
+    except Exception:  # there is nothing that a hostile file cannot make these raise
         return {}, None
     if any(len(values) != len(mine) or any(value is None for value in values) for values in lists.values()):
         return {}, None
@@ -188,8 +235,3 @@ def _count(old: Path, content: dict, key: str, most: int) -> int:
         shown = value if type(value) is int and value.bit_length() < 64 else type(value).__name__
         raise SnapshotError(f"{old}: {key}={shown} is no whole number from 0 to {most:g}")
     return value
-
-
-def _short(text: str) -> str:
-    """One line, and nothing that a terminal would obey."""
-    return "".join(char if char.isprintable() else " " for char in text[:160])

@@ -31,13 +31,13 @@ def prepare_device(config: TrainConfig, rank: Rank) -> torch.device:
     found = accelerator.type if accelerator else "cpu"
     kind = found if config.device == "auto" else config.device
     if kind not in ("cpu", found):
-        masks = ", ".join(f"{name}={os.environ[name]}" for name in MASKS if name in os.environ) or "no mask is set"
         raise PreflightError(
-            f"--device {kind}, but torch {torch.__version__} sees no {kind} device on {socket.gethostname()} ({masks}): "
+            f"--device {kind}, but torch {torch.__version__} sees no {kind} device on {socket.gethostname()} ({_masks()}): "
             f"check the job's device request and the torch build, or pass --device cpu"
         )
     if backend_of(config, kind) not in ("gloo", BACKENDS[kind]):
         raise UsageError(f"--backend {config.backend} does not carry tensors of --device {kind}: pass auto or gloo")
+    _refuse_absent_interfaces(backend_of(config, kind))
     if kind == "cpu":
         if config.precision == "tf32":
             raise UsageError("--precision tf32 is a mode of accelerators: pass fp32 with --device cpu")
@@ -53,9 +53,19 @@ def prepare_device(config: TrainConfig, rank: Rank) -> torch.device:
     if config.deterministic:  # on the CPU these models repeat bit for bit as they are
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    index = rank.local_rank % torch.accelerator.device_count()
+    count = torch.accelerator.device_count()
+    if 1 < count <= rank.local_rank and backend_of(config, kind) != "gloo":
+        raise PreflightError(
+            f"{rank.variables.get('local_rank', 'local_rank')}={rank.local_rank}, but torch sees {count} {kind} devices on "
+            f"{socket.gethostname()} ({_masks()}): start as many ranks a node as it has devices, or pass --backend gloo"
+        )
+    index = rank.local_rank % count
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index)
+
+
+def _masks() -> str:
+    return ", ".join(f"{name}={os.environ[name]}" for name in MASKS if name in os.environ) or "no mask is set"
 
 
 def _keep_memory_from_step_to_step() -> None:
@@ -159,11 +169,44 @@ def _note_locked_memory(rank: Rank) -> None:
 
 
 def _check_environment(config: TrainConfig) -> None:
-    """Raises PreflightError when the environment would overrule --precision, or names an interface that is not there."""
+    """Raises PreflightError when the environment would overrule --precision."""
     for name in ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"):
         if os.environ.get(name, "0") != "0" and config.precision in ("fp32", "fp64"):
             raise PreflightError(f"{name}={os.environ[name]} turns TF32 on under --precision {config.precision}: unset it")
+
+
+def _refuse_absent_interfaces(backend: str) -> None:
+    """Raises PreflightError where a variable leaves gloo or nccl no interface of this node."""
     there = [name for _, name in socket.if_nameindex()]
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if name not in there:
-            raise PreflightError(f"GLOO_SOCKET_IFNAME={name}, but {socket.gethostname()} has {', '.join(there)}")
+            raise PreflightError(f"GLOO_SOCKET_IFNAME={name}, but {socket.gethostname()} has {_states(there)}")
+    wanted = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    if backend == "nccl" and wanted and not matching(wanted, there):
+        raise PreflightError(f"NCCL_SOCKET_IFNAME={wanted} fits no interface: {socket.gethostname()} has {_states(there)}")
+
+
+def matching(wanted: str, there: list[str]) -> list[str]:
+    """What NCCL_SOCKET_IFNAME leaves: a list of beginnings of names; "=" before it: of whole names; "^": of those not to use.
+
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
+    """
+    names, whole = wanted.lstrip("^=").split(","), wanted.lstrip("^").startswith("=")
+    named = [one for one in there if any(one == name if whole else one.startswith(name) for name in names)]
+    return [one for one in there if one not in named] if wanted.startswith("^") else named
+
+
+def _states(names: list[str]) -> str:
+    """Each interface, and whether it is up; lo's state is unknown to Linux."""
+    states = {name: Path(f"/sys/class/net/{name}/operstate") for name in names}
+    return ", ".join(f"{name} ({file.read_text().strip() if file.exists() else 'unknown'})" for name, file in states.items())
+
+
+def notes_on_cores(rows: list[dict]) -> list[str]:
+    """Where the limits of a job give a rank fewer cores than it has threads, which then wait for each other."""
+    crowded = [row for row in rows if row["threads"] > row["cores"]]
+    return [
+        f"rank {row['rank']} has {row['threads']} threads on {row['cores']} cores, as {len(crowded)} of {len(rows)} ranks: set "
+        f"OMP_NUM_THREADS, or ask for more cores a rank"
+        for row in crowded[:1]
+    ]

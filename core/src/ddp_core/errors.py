@@ -7,6 +7,12 @@ Anything else that escapes is a bug of ours: a traceback and exit code 1.
 from enum import IntEnum
 
 
+def printable(text: object, most: int = 160) -> str:
+    """One line, cut, with nothing that a terminal would obey: of what files and the environment hold."""
+    text = str(text)
+    return "".join(char if char.isprintable() else " " for char in text[:most]) + ("..." if len(text) > most else "")
+
+
 class ExitCode(IntEnum):
     DONE = 0
     USAGE = 2  # a flag, a value that this workload or batch cannot take, or the workload's own file
@@ -25,7 +31,7 @@ class Failure(Exception):
     code: ExitCode
 
     def __init__(self, message: str, everywhere: bool = False):
-        super().__init__(message)
+        super().__init__(printable(message, 4000))
         self.everywhere = everywhere
 
 
@@ -49,6 +55,10 @@ class RendezvousError(Failure):
 
 class SnapshotError(Failure):
     code = ExitCode.SNAPSHOT
+
+
+class NewerFormatError(SnapshotError):
+    """A snapshot of a ddp_core that is newer than this one: an older snapshot beside it would undo what that has trained."""
 
 
 class NonFiniteError(Failure):

@@ -1,5 +1,7 @@
 """Mean losses and metrics over the held-out rows: every row counted once, whatever the world size."""
 
+import math
+
 import torch
 
 from ddp_core.errors import NonFiniteError, WorkloadError
@@ -34,7 +36,7 @@ def evaluate(trainer) -> dict[str, float]:
     assert int(count) == len(batches), (count, len(batches))
     means = [total / (own or count.item()) for total, own in zip(sums.tolist(), counts.tolist(), strict=True)]
     results = {f"eval_{name}": mean for name, mean in zip(names, means, strict=True)}
-    if not sums.isfinite().all():
+    if not all(map(math.isfinite, [*means, *counts.tolist()])):
         raise NonFiniteError(
             f"held-out results are not finite after step {trainer.step} ({results}): no snapshot was written; lower --lr "
             f"{config.lr:g}, or see the held-out rows",

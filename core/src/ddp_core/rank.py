@@ -4,11 +4,15 @@ Core knows no scheduler: a site says which variable holds what, and errors name 
 """
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_core.errors import PreflightError
+from ddp_core.errors import PreflightError, printable
+
+# More ranks than any machine has; and what a resolver takes: labels of 63 characters, 253 in all.
+MOST_RANKS, ADDRESS = 10**6, re.compile(r"(?=.{1,253}$)[\w:%-]{1,63}(\.[\w:%-]{1,63})*\.?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,8 @@ class Rank:
             text = environ.get(variable, "").strip() or ("0" if name == "restart" else "")
             if not text:
                 raise PreflightError(f"{variable} is not set ({name} is read from it): start this program as job scripts do")
-            if name not in ("master_addr", "job_id") and not (text.isascii() and text.isdigit()):
-                raise PreflightError(f"{variable}={text!r}, but should be a whole number from 0 up ({name})")
+            if name not in ("master_addr", "job_id") and not (text.isascii() and text.isdigit() and len(text) < 19):
+                raise PreflightError(f"{variable}={text[:80]!r}, but should be a whole number from 0 up ({name})")
             values[name] = text if name in ("master_addr", "job_id") else int(text)
         return cls(**values, launcher_store=launcher_store, secret=environ.get("DDP_SECRET", ""), variables=variables)
 
@@ -66,7 +70,7 @@ class Rank:
         one_node = self.local_world_size == self.world_size
         lowest_port = 0 if self.world_size == 1 else 1
         check = self._check
-        check(self.world_size >= 1, "at least 1", "world_size")
+        check(1 <= self.world_size <= MOST_RANKS, f"1 to {MOST_RANKS}", "world_size")
         check(0 <= self.rank < self.world_size, "below the world size", "rank", "world_size")
         check(1 <= self.local_world_size <= self.world_size, "1 to the world size", "local_world_size", "world_size")
         check(0 <= self.local_rank < self.local_world_size, "below the ranks of its node", "local_rank", "local_world_size")
@@ -74,16 +78,16 @@ class Rank:
         check(0 <= self.node_rank < self.world_size, "below the world size", "node_rank", "world_size")
         check(not one_node or self.node_rank == 0, "0: all are on one node", "node_rank", "local_world_size", "world_size")
         check(not one_node or self.local_rank == self.rank, "the rank: all are on one node", "local_rank", "rank", "world_size")
-        check(len(self.master_addr.split()) == 1, "one address", "master_addr")
+        check(bool(ADDRESS.fullmatch(self.master_addr)), "one address", "master_addr")
         check(lowest_port <= self.master_port <= 65535, "a port from 1 to 65535", "master_port")
-        check(bool(self.job_id), "this job's own name", "job_id")
+        check(0 < len(self.job_id) <= 256 and self.job_id.isprintable(), "this job's own name", "job_id")
         check(self.restart >= 0, "0 or more", "restart")
         reachable = one_node or not _is_loopback(self.master_addr)
         check(reachable, "an address of the first node that the others reach", "master_addr", "world_size", "local_world_size")
 
     def _check(self, holds: bool, should_be: str, *names: str) -> None:
         if not holds:
-            first, *others = (f"{self.variables.get(name, name)}={getattr(self, name)!r}" for name in names)
+            first, *others = (f"{self.variables.get(name, name)}={printable(repr(getattr(self, name)))}" for name in names)
             raise PreflightError(f"{first}, but should be {should_be}" + (f" ({', '.join(others)})" if others else ""))
 
 

@@ -55,7 +55,7 @@ class Record:
                 self.failure = lost
                 return
             try:
-                self._file.write(json.dumps(dict(kind=kind, **values), separators=(",", ":")).encode() + b"\n")
+                self._file.write(json.dumps(dict(kind=kind, **values), separators=(",", ":"), allow_nan=False).encode() + b"\n")
                 self._file.flush()
             except OSError as error:
                 self.failure = StorageError(f"{self.path}: {error.strerror}: free space and submit again")
@@ -138,7 +138,10 @@ class Record:
         if code == ExitCode.STOPPED:
             title = f"stopped early ({trainer.stop.reason or 'another rank was told to'}) and saved: submit again to resume"
         elif not trained:
-            title = f"run is complete already, nothing to do (--epochs {2 * config.epochs} would continue it)"
+            more = f"--epochs {2 * max(config.epochs, len(history))} would continue it"
+            if "epochs" in config.remembered:
+                more = f"its schedule ends with --epochs {config.epochs}"
+            title = f"run is complete already, nothing to do ({more})"
         width = max(map(len, table))
         self._clear()
         print("\n".join([title, *(f"  {name:<{width}}  {_short(value)}" for name, value in table.items())]), flush=True)

@@ -1,6 +1,8 @@
 """run(rank): a whole training program, from flags to exit code. A site's train.py calls it, and nothing else of core."""
 
+import faulthandler
 import os
+import signal
 import sys
 import time
 import traceback
@@ -13,6 +15,7 @@ from ddp_core.config import TrainConfig, choose, parse
 from ddp_core.errors import ExitCode, Failure, PeerLostError, UsageError, WorkloadError
 from ddp_core.output import lasting_output
 from ddp_core.rank import Rank
+from ddp_core.rehearsal import plan
 from ddp_core.stop import StopFlag
 
 # Here, not in run(): torch reads it when it is imported, and a class for workload= or reduction= imports torch before run().
@@ -32,15 +35,18 @@ def run(
     reduction: a class (reduction.py) by which another library sums the gradients.
     """
     with lasting_output():
+        faulthandler.register(signal.SIGUSR2, file=2)  # where every thread of this rank is: for a run that hangs
         return _run(rank_of, sys.argv[1:] if argv is None else argv, workload, reduction)
 
 
 def _run(
     rank_of: Callable[[Mapping[str, str]], Rank], argv: list[str], workload: str | type | Path, reduction: type | None
 ) -> int:
+    os.umask(os.umask(0o077) | 0o002)  # no file or folder of a run is everybody's to write
     began, rank, stop, failure = time.monotonic(), None, StopFlag(), None
     try:
         rank = rank_of(os.environ)
+        plan(os.environ, rank.rank, rank.restart)
         stop.listen()  # again: an MPI library that was started and ended there can have kept SIGUSR1 (MPICH 5.0.2 does)
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # it is not needed
         try:
@@ -168,6 +174,7 @@ class _Job:
 
     def train(self, peers, facts: dict) -> ExitCode:
         """All of the training, and what is said of it."""
+        from ddp_core.device import notes_on_cores
         from ddp_core.summary import summarize
         from ddp_core.trainer import Trainer
 
@@ -182,7 +189,8 @@ class _Job:
         world |= {name: facts[name] for name in names} | dict(versions=trainer.state.facts["versions"])
         world |= dict(core=facts["core"]) if peers.rank == 0 else {}  # it alone writes the record
         begun = trainer.step
-        record.start(begun, len(trainer.state.progress.history), self.config.facts(), self.ranks, trainer.seen.notes, **world)
+        notes = trainer.seen.notes + notes_on_cores(self.ranks) + self._notes_on_place(peers)
+        record.start(begun, len(trainer.state.progress.history), self.config.facts(), self.ranks, notes, **world)
         code = trainer.train()
         record.end(code, trainer, *summarize(trainer, trainer.step - begun), trained=trainer.step > begun)
         return code
@@ -198,6 +206,20 @@ class _Job:
             return PeerLostError(f"out of memory on {self.device} {when}: {fix}")
         where = f"rank {self.rank.rank} on {os.uname().nodename}, in the host's own memory"
         return PeerLostError(f"out of memory, {where}, {when}: {fix}; or ask for more memory, or put fewer ranks on a node")
+
+    def _notes_on_place(self, peers) -> list[str]:
+        """Collective. Whether every rank sees the run directory in which rank 0 has taken the lock."""
+        import torch
+
+        lock = Path(self.config.run_dir, "run.lock")
+        text = lock.read_text() if lock.is_file() else ""
+        seen = text == peers.broadcast(text)
+        blind = (peers.gather(torch.tensor([seen], dtype=torch.float64))[:, 0] == 0).nonzero().flatten().tolist()
+        return [
+            f"--run-dir {self.config.run_dir} is not seen by rank {rank} on {self.ranks[rank]['host']}: is it on a disk of one "
+            f"node's own? A job that comes back on another node begins anew there"
+            for rank in blind[: len(self.ranks) and 1]  # rank 0 alone knows the hosts
+        ]
 
     def explain(self, error: Exception, peers) -> Exception:
         """The Failure that an exception of the training means; itself where it is a bug of ours."""

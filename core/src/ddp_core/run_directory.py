@@ -1,13 +1,14 @@
 """The files of a run, and the lock that keeps a second job out of them."""
 
-import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddp_core.errors import PreflightError, SnapshotError, StorageError
+from ddp_core.errors import NewerFormatError, PreflightError, SnapshotError, StorageError
+from ddp_core.rehearsal import rehearse
 from ddp_core.run_lock import RunLock
 from ddp_core.snapshot import no_storage, read, write
 
@@ -33,6 +34,8 @@ class RunDirectory:
             if new and not fresh and (self.log.exists() or self.snapshot.exists()):
                 raise PreflightError(f"--new-run-dir {folder} has a run of another job: pass --run-dir, or --fresh")
             self.folder.mkdir(parents=True, exist_ok=True)
+            if self.log.exists() and not self.log.is_file():  # a pipe would be waited for
+                raise StorageError(f"{self.log} is no file: move it away")
             self._lock = RunLock(self.folder / "run.lock", job_id, stop)
             for leftover in self.folder.glob(".*.tmp"):  # of a writer that was killed
                 leftover.unlink()
@@ -50,6 +53,8 @@ class RunDirectory:
                 continue
             try:
                 state = read(path)
+            except NewerFormatError:
+                raise  # the one before is older than what has trained since
             except SnapshotError as error:
                 broken.append(str(error))
                 continue
@@ -74,7 +79,8 @@ class RunDirectory:
                 whole = (line for line in file if line.endswith(b"\n"))  # a killed writer may have left half a line
                 saved = [line for line in whole if line.startswith(b'{"kind":"snapshot"')]
             if saved:
-                step = json.loads(saved[-1])["step"]
+                found = re.search(rb'"step":(\d{1,18})', saved[-1])
+                step = found[1].decode() if found else "unknown"
                 raise SnapshotError(
                     f"{self.log} tells of a snapshot at step {step}, and {self.snapshot} is not there: restore a copy, or pass "
                     f"--fresh to start again"
@@ -84,6 +90,7 @@ class RunDirectory:
         """Write the snapshot and keep the one before it. Raises StorageError."""
         self._lock.check()
         try:
+            rehearse("save", document["step"])
             if self._fell_back:  # else it would take the place of the only whole one
                 os.replace(self.snapshot, self.damaged)
                 self._fell_back = False
@@ -95,6 +102,8 @@ class RunDirectory:
                 except OSError:  # a file system without hard links
                     spare = self.snapshot
                 os.replace(spare, self.previous)
+                if spare != self.snapshot:  # one inode under both names, and rename() leaves both
+                    spare.unlink(missing_ok=True)
         except OSError as error:
             raise no_storage(self.previous, error) from error
         write(self.snapshot, tensors, document)

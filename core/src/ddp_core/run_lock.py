@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_core.errors import PreflightError, StoppedError, StorageError
+from ddp_core.errors import PreflightError, StoppedError, StorageError, printable
 
 HEARTBEAT = 10.0  # seconds; a lock that was silent six times as long is a dead job's
 
@@ -52,8 +52,8 @@ class RunLock:
         return StorageError(f"{self.path} is {owner}'s now: this job stood still for too long, and writes no more")
 
     def _is_mine(self) -> bool:
-        with suppress(OSError, ValueError):
-            return self.path.read_text() == self.content
+        with suppress(OSError, StorageError):
+            return _text(self.path) == self.content
         return False
 
     def _beat(self) -> None:
@@ -145,7 +145,10 @@ class RunLock:
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text(errors="replace")
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise StorageError(f"{path} is no file: move it away")
+        with open(path, errors="replace") as file:
+            return file.read(2**16)  # a lock has a line
     except FileNotFoundError:
         return None
 
@@ -153,13 +156,14 @@ def _text(path: Path) -> str | None:
 def _owner(path: Path) -> dict:
     try:
         owner = json.loads(_text(path) or "")
-    except ValueError:
+    except (ValueError, RecursionError):
         owner = None
     return owner if isinstance(owner, dict) else {}
 
 
 def _name(owner: dict) -> str:
-    return f"job {owner.get('job_id')} (host {owner.get('host')}, process {owner.get('pid')})"
+    job, host, pid = (printable(owner.get(name), 80) for name in ("job_id", "host", "pid"))
+    return f"job {job} (host {host}, process {pid})"
 
 
 def _beat_of(path: Path) -> float | None:

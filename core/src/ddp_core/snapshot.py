@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ddp_core.errors import SnapshotError, StorageError, WorkloadError
+from ddp_core.errors import NewerFormatError, SnapshotError, StorageError, WorkloadError, printable
 
+MOST_HEADER = 2**25  # bytes: of 300,000 epochs and a thousand tensors; reading one takes 30 times its size
 FORMAT = 2  # 1: before workloads were open (migrate)
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"}
 DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
@@ -46,6 +47,8 @@ def write(path: Path, tensors: dict[str, torch.Tensor], document: dict) -> None:
         header[name] = dict(dtype=DTYPES[tensor.dtype], shape=list(tensor.shape), data_offsets=[start, end])
     head = _json(header)
     head += b" " * (-len(head) % 8)
+    if len(head) > MOST_HEADER:  # read() would refuse it
+        raise StorageError(f"{path}: {len(head) >> 20} MB of history and names do not fit: go on in a new --run-dir")
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -89,12 +92,15 @@ def memory(tensor: torch.Tensor) -> ctypes.Array:
 def read(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
     """Tensors and document of a snapshot, every checksum compared. Raises SnapshotError that names the file."""
     try:
+        _refuse_unreadable(path)
         with safe_open(path, "pt") as file:
             document = json.loads((file.metadata() or {})["ddp_core"])
+            if type(document["format"]) is not int or document["format"] < 1:
+                raise ValueError(f"its format is {document['format']!r}")
             if document["format"] > FORMAT:
-                raise SnapshotError(
-                    f"{path} has format {document['format']}, of ddp_core {document['versions']['ddp_core']}; this ddp_core "
-                    f"reads up to format {FORMAT}: update it"
+                raise NewerFormatError(
+                    f"{path} has format {document['format']}, of ddp_core {_writer(document)}; this ddp_core reads up to "
+                    f"format {FORMAT}: update it"
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a safe_open is no dict
             sums = _checksums(tensors)
@@ -103,9 +109,24 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
             broken = [name for name in sums.keys() | written.keys() if sums.get(name) != written.get(name)]
             if not broken:
                 return migrate(tensors, document)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise SnapshotError(f"{path} is not a whole snapshot ({type(error).__name__}: {error})") from error
-    raise SnapshotError(f"{path} is damaged: the checksum of {', '.join(sorted(broken))} differs")
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        why = f"{type(error).__name__}: {printable(error)}"
+        raise SnapshotError(f"{path} is not a whole snapshot ({why})") from error
+    raise SnapshotError(f"{path} is damaged: the checksum of {printable(', '.join(sorted(broken)))} differs")
+
+
+def _refuse_unreadable(path: Path) -> None:
+    """What would be waited for, or take memory out of all proportion, before anything of it is read."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no file")
+    with open(path, "rb") as file:
+        if (size := int.from_bytes(file.read(8), "little")) > MOST_HEADER:
+            raise ValueError(f"its header should have {size} bytes, more than {MOST_HEADER}")
+
+
+def _writer(document: dict) -> str:
+    versions = document.get("versions")
+    return printable(versions.get("ddp_core"), 40) if isinstance(versions, dict) else "unknown"
 
 
 def migrate(tensors: dict[str, torch.Tensor], document: dict) -> tuple[dict[str, torch.Tensor], dict]:

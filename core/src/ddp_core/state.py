@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ddp_core.errors import SnapshotError, WorkloadError
+from ddp_core.document import refuse_senseless
+from ddp_core.errors import SnapshotError, WorkloadError, printable
 
 RATES = ("lr", "initial_lr")  # of an optimizer's group: the schedule sets them
 # torch.optim's names of a state, and ours in a snapshot; other optimizers' states keep torch's.
@@ -73,17 +74,30 @@ class State:
         """Copy a snapshot into the model and the laid-out optimizer. Raises SnapshotError that lists what does not fit."""
         if missing := sorted((self.facts | Progress().document()).keys() - document.keys()):
             raise SnapshotError(f"{path} lacks {', '.join(missing)}: it is no snapshot of a run; pass --fresh")
+        refuse_senseless(document, path)
         progress = Progress.of(document)
         self.forget(progress.stateless)
-        theirs, ours = (facts["problem"] | {"data": facts["data"]} for facts in (document, self.facts))
+        compared = ("data", "steps_per_epoch")
+        theirs, ours = (facts["problem"] | {name: facts[name] for name in compared} for facts in (document, self.facts))
         mine = self.tensors()
-        if differ := differences(theirs, ours) or differences(layout(tensors), layout(mine)):
+        differ = differences(theirs, ours) or differences(layout(tensors), layout(mine)) or self._unknown(progress.numbers)
+        if differ:
             raise SnapshotError(
                 f"{path} is of another run ({'; '.join(differ[:8])}): pass that run's flags, another --run-dir, or --fresh"
             )
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
         return progress
+
+    def _unknown(self, numbers: list[dict]) -> list[str]:
+        """Of the optimizer's numbers in a snapshot, those that this optimizer does not keep."""
+        mine = numbers_of(self.model, self.optimizer)
+        if numbers and len(numbers) != len(mine):
+            return [f"{len(numbers) - 1} groups of the optimizer there, {len(mine) - 1} here"]
+        *groups, states = numbers or mine
+        *ours, our_states = mine
+        pairs = [*zip(groups, ours, strict=True), *((states[name], our_states.get(name, {})) for name in states)]
+        return [f"{printable(key)}: no number of this optimizer" for then, now in pairs for key in then.keys() - now.keys()]
 
     def forget(self, stateless: list[str]) -> None:
         """The optimizer's state of parameters that have had no gradient."""
@@ -156,7 +170,8 @@ def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict]
 
 def differences(theirs: dict, ours: dict) -> list[str]:
     names = sorted(ours.keys() | theirs.keys())
-    return [f"{n}: {theirs.get(n)} there, {ours.get(n)} here" for n in names if ours.get(n) != theirs.get(n)]
+    differ = [name for name in names if ours.get(name) != theirs.get(name)]
+    return [f"{printable(name)}: {printable(theirs.get(name))} there, {printable(ours.get(name))} here" for name in differ]
 
 
 def layout(tensors: dict[str, torch.Tensor]) -> dict[str, str]:

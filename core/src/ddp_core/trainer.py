@@ -8,7 +8,7 @@ ranks needs beside it has a room of its own:
     guard.py               numbers that are not finite never reach the model
     reconcile.py           what the ranks tell each other, once a second
     evaluation.py          the held-out rows
-    state.py, snapshot.py, run_directory.py    what is saved, how it is written, and where
+    state.py, document.py, snapshot.py, run_directory.py    what is saved, how it is written, and where
 """
 
 import itertools
@@ -32,6 +32,7 @@ from ddp_core.process_group import Peers
 from ddp_core.reconcile import Agreed, Reconciliation
 from ddp_core.record import Record
 from ddp_core.reduction import KINDS, Reduction
+from ddp_core.rehearsal import rehearse
 from ddp_core.run_directory import RunDirectory
 from ddp_core.snapshot import refuse_unknown_dtypes
 from ddp_core.state import State, of_model
@@ -149,6 +150,7 @@ class Trainer:
             if stop and self.step < self.total_steps:
                 self._save_snapshot()
                 return ExitCode.STOPPED
+        rehearse("end", self.step)
         return ExitCode.DONE
 
     def _run_epoch(self, epoch: int, first: int) -> bool:
@@ -174,6 +176,7 @@ class Trainer:
 
     def _run_step(self) -> None:
         """One optimizer step, on this rank's share of a global batch."""
+        rehearse("step", self.step, self.model)
         began = time.perf_counter()
         # Without --accumulate one batch: this rank's rows of the global batch.
         batches = [next(self.batches) for _ in range(self.config.accumulate)]
@@ -291,6 +294,7 @@ class Trainer:
             began = time.perf_counter()
             # BatchNorm's statistics are each rank's own: all evaluate with those that the snapshot has.
             self.peers.broadcast_tensors(list(self.model.buffers()))
+            rehearse("evaluation", self.step)
             results = evaluate(self)
             self.watch.spent("evaluation", began)
             self._close_epoch(epoch, results)
