@@ -3,8 +3,16 @@
 Tensors `model.<parameter or buffer>` and `optim.<state>.<parameter>`; one metadata key, `ddp_core`, with one JSON document.
 Equal runs write equal bytes: no time, host, path or site is in it. World size is noted and is no condition.
 
+    python -m ddp_core.snapshot show|verify|diff FILE...        what is in it (show.py)
     python -m ddp_core.snapshot convert OLD.pt --run-dir DIR    one from a checkpoint of torch.save (convert.py)
 """
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds and is not on every login node
+    import sys
+
+    from ddp_core.show import main
+
+    raise SystemExit(main(sys.argv[1:]))
 
 import ctypes
 import json
@@ -21,6 +29,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ddp_core.errors import NewerFormatError, SnapshotError, StorageError, WorkloadError, printable
+from ddp_core.show import as_json
 
 MOST_HEADER = 2**25  # bytes: of 300,000 epochs and a thousand tensors; reading one takes 30 times its size
 FORMAT = 2  # 1: before workloads were open (migrate)
@@ -39,13 +48,13 @@ def write(path: Path, tensors: dict[str, torch.Tensor], document: dict) -> None:
     tensors = {name: tensors[name].detach().cpu().contiguous() for name in order}
     sums = _checksums(tensors)
     document = document | dict(format=FORMAT, crc32=sums)
-    document |= dict(document_crc32=zlib.crc32(_json(document)))
-    header: dict[str, dict] = {"__metadata__": {"ddp_core": _json(document).decode()}}
+    document |= dict(document_crc32=zlib.crc32(as_json(document)))
+    header: dict[str, dict] = {"__metadata__": {"ddp_core": as_json(document).decode()}}
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
         header[name] = dict(dtype=DTYPES[tensor.dtype], shape=list(tensor.shape), data_offsets=[start, end])
-    head = _json(header)
+    head = as_json(header)
     head += b" " * (-len(head) % 8)
     if len(head) > MOST_HEADER:  # read() would refuse it
         raise StorageError(f"{path}: {len(head) >> 20} MB of history and names do not fit: go on in a new --run-dir")
@@ -75,10 +84,6 @@ def no_storage(path: Path, error: OSError, need: int = 0) -> StorageError:
     return StorageError(f"{path}: {error.strerror}{space}: free space and submit again; the snapshot before it is whole")
 
 
-def _json(value: dict) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-
-
 def _checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     with ThreadPoolExecutor() as pool:  # zlib lets go of the interpreter: half the time on two cores
         return dict(zip(tensors, pool.map(lambda tensor: zlib.crc32(memory(tensor)), tensors.values()), strict=True))
@@ -104,7 +109,7 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a safe_open is no dict
             sums = _checksums(tensors)
-            sums["the document"] = zlib.crc32(_json({name: document[name] for name in document if name != "document_crc32"}))
+            sums["the document"] = zlib.crc32(as_json({name: document[name] for name in document if name != "document_crc32"}))
             written = document["crc32"] | {"the document": document["document_crc32"]}
             broken = [name for name in sums.keys() | written.keys() if sums.get(name) != written.get(name)]
             if not broken:
@@ -153,11 +158,3 @@ def refuse_unknown_dtypes(tensors: dict[str, torch.Tensor], workload: str) -> No
             f"--workload {workload}: {unknown[0]}, which a snapshot cannot hold: make it real or integer, or no parameter and "
             f"no persistent buffer (register_buffer(..., persistent=False))"
         )
-
-
-if __name__ == "__main__":
-    import sys
-
-    from ddp_core.convert import main
-
-    raise SystemExit(main(sys.argv[1:]))

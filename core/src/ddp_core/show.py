@@ -1,0 +1,191 @@
+"""What is in a snapshot, from its own bytes: show and verify need neither torch nor safetensors, as on a login node.
+
+python -m ddp_core.snapshot show FILE...     how far it is, of which run, its epochs and its tensors
+python -m ddp_core.snapshot verify FILE...   are all bytes those that were written?
+python -m ddp_core.snapshot diff FILE FILE   which tensors differ, and by how much
+"""
+
+import json
+import math
+import mmap
+import struct
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from ddp_core.config import Parser
+from ddp_core.errors import ExitCode, Failure, SnapshotError, UsageError
+
+BYTES = dict(F64=8, F32=4, F16=2, BF16=2, BOOL=1, I64=8, I32=4, I16=2, I8=1, U8=1)  # of one number
+PART = 2**22  # numbers that diff compares at once
+
+
+def main(argv: list[str]) -> int:
+    """The command line; returns the exit code (errors.py; of diff 1 where something differs)."""
+    if argv[:1] == ["convert"]:
+        from ddp_core.convert import main as convert
+
+        return convert(argv)
+    usage = "python -m ddp_core.snapshot show FILE... | verify FILE... | diff FILE FILE | convert OLD.pt --run-dir DIR ..."
+    parser = Parser(
+        usage=usage,
+        description="show: how far a snapshot is, of which run, its epochs and its tensors. verify: every checksum. diff: "
+        "which tensors differ, and by how much. convert: a snapshot of another program's checkpoint (convert --help).",
+        epilog="exit codes: 0 done, 1 (of diff) they differ, 2 usage, 5 a file is no whole snapshot",
+        allow_abbrev=False,
+    )
+    parser.add_argument("act", choices=["show", "verify", "diff"])
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    try:
+        args = parser.parse_args(argv)
+        if args.act == "diff":
+            if len(args.files) != 2:
+                raise UsageError(f"diff compares two files, and {len(args.files)} are named")
+            return diff(*args.files)
+        acts = [_tried(show if args.act == "show" else verify, path) for path in args.files]
+        return max(acts)
+    except Failure as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.code)
+
+
+def _tried(act: Callable[[Path], None], path: Path) -> int:
+    try:
+        act(path)
+    except SnapshotError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.code)
+    return int(ExitCode.DONE)
+
+
+def as_json(value: dict) -> bytes:
+    """As it stands in a snapshot: equal values are equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[dict[str, dict], dict, dict[str, memoryview]]]:
+    """The entry of each tensor, the document, and the bytes of each tensor. Raises SnapshotError that names the file."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            if size < 8:
+                raise ValueError(f"it has {size} bytes")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw, memoryview(raw) as view:
+                start = 8 + struct.unpack("<Q", raw[:8])[0]
+                if start > size:
+                    raise ValueError(f"its header should end at byte {start}, and the file ends at {size}")
+                entries = json.loads(raw[8:start])
+                document = json.loads(entries.pop("__metadata__")["ddp_core"])
+                for name, entry in entries.items():
+                    first, end = entry["data_offsets"]
+                    if end - first != math.prod(entry["shape"]) * BYTES[entry["dtype"]]:
+                        raise ValueError(f"{name} has {end - first} bytes for {entry['dtype']} {entry['shape']}")
+                ends = [start + entry["data_offsets"][1] for entry in entries.values()]
+                if max([start, *ends]) != size:
+                    raise ValueError(f"its tensors should end at byte {max([start, *ends])}, and the file ends at {size}")
+                parts = {name: view[start:][slice(*entry["data_offsets"])] for name, entry in entries.items()}
+                try:
+                    yield entries, document, parts
+                finally:
+                    for part in parts.values():
+                        part.release()
+    except OSError as error:
+        raise SnapshotError(f"{path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SnapshotError(f"{path} is not a whole snapshot ({type(error).__name__}: {error})") from error
+
+
+# ---- show -----------------------------------------------------------------------------------------------------------
+
+
+def show(path: Path) -> None:
+    with opened(path) as (entries, document, _):
+        versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+        print(f"{path}: format {document['format']}, {versions}, {document['world_size']} ranks")
+        print(f"  step {document['step']}, {document['epochs_run']} epochs of {document['steps_per_epoch']} steps")
+        print("  problem: " + " ".join(f"{name}={value}" for name, value in document["problem"].items()))
+        print(f"  data: {document['data']}")
+        if document["best"]:
+            print(f"  lowest held-out loss: {float.fromhex(document['best'][1]):.6g} after epoch {document['best'][0]}")
+        if document["history"]:
+            print("  epoch, training loss, and what was evaluated: held-out loss, metrics")
+        for epoch, *values in document["history"]:
+            print(f"  {epoch:>5}  " + "  ".join(f"{float.fromhex(value):.6g}" for value in values))
+        size = sum(end - first for first, end in (entry["data_offsets"] for entry in entries.values()))
+        print(f"  {len(entries)} tensors, {size / 1e6:.3f} MB")
+        width = max(map(len, entries), default=0)
+        for name in sorted(entries):
+            print(f"    {name:<{width}}  {entries[name]['dtype']:<4}  {entries[name]['shape']}")
+
+
+# ---- verify ---------------------------------------------------------------------------------------------------------
+
+
+def verify(path: Path) -> None:
+    """Raises SnapshotError that names what is damaged."""
+    with opened(path) as (_, document, parts):
+        with ThreadPoolExecutor() as pool:  # zlib lets go of the interpreter
+            sums = dict(zip(parts, pool.map(zlib.crc32, parts.values()), strict=True))
+        sums["the document"] = zlib.crc32(as_json({name: document[name] for name in document if name != "document_crc32"}))
+        written = document["crc32"] | {"the document": document["document_crc32"]}
+        broken = sorted(name for name in sums.keys() | written.keys() if sums.get(name) != written.get(name))
+        size = sum(map(len, parts.values()))
+    if broken:
+        raise SnapshotError(f"{path} is damaged: the checksum of {', '.join(broken)} differs")
+    print(f"{path}: whole, {len(parts)} tensors, {size / 1e6:.3f} MB, step {document['step']}")
+
+
+# ---- diff -----------------------------------------------------------------------------------------------------------
+
+
+def diff(one: Path, other: Path) -> int:
+    """Prints what differs; 1 where something does. Raises SnapshotError on a damaged file: its numbers say nothing."""
+    for path in (one, other):
+        verify(path)
+    found = []
+    with opened(one) as (mine, document, parts), opened(other) as (theirs, another, other_parts):
+        for name in sorted((document.keys() | another.keys()) - {"crc32", "document_crc32"}):
+            found += _differing(name, document.get(name), another.get(name))
+        for name in sorted(mine.keys() | theirs.keys()):
+            kinds = [f"{side[name]['dtype']} {side[name]['shape']}" if name in side else "missing" for side in (mine, theirs)]
+            if kinds[0] != kinds[1]:
+                found.append(f"{name}: {kinds[0]} and {kinds[1]}")
+            elif parts[name] != other_parts[name]:
+                found.append(f"{name}: {_distance(mine[name]['dtype'], parts[name], other_parts[name])}")
+    print("\n".join(found) or "they hold the same")
+    return 1 if found else 0
+
+
+def _differing(name: str, one: object, other: object) -> list[str]:
+    """What differs in a part of the document; of dictionaries, in their entries."""
+    if one == other:
+        return []
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = sorted(one.keys() | other.keys())
+        return [line for key in keys for line in _differing(f"{name}.{key}", one.get(key), other.get(key))]
+    if isinstance(one, list) and isinstance(other, list) and name == "history":
+        same = [mine == theirs for mine, theirs in zip(one, other, strict=False)]
+        return [f"history: {len(one)} and {len(other)} epochs, of which the first {[*same, False].index(False)} are the same"]
+    return [f"{name}: {one} and {other}"]
+
+
+def _distance(dtype: str, one: memoryview, other: memoryview) -> str:
+    """How many numbers differ, and by how much."""
+    import torch
+
+    from ddp_core.snapshot import DTYPES
+
+    kind = {name: kind for kind, name in DTYPES.items()}[dtype]
+    count, worst, largest = 0, 0.0, 0.0
+    numbers = [torch.frombuffer(bytearray(part), dtype=kind) for part in (one, other)]
+    for pair in zip(*(values.split(PART) for values in numbers), strict=True):
+        bits = [values.view(torch.uint8).view(len(values), -1) for values in pair]
+        count += int((bits[0] != bits[1]).any(1).sum())
+        mine, theirs = (values.double() for values in pair)
+        worst = max(worst, (mine - theirs).abs().nan_to_num(nan=float("inf")).max().item())
+        largest = max(largest, mine.abs().max().item())
+    return f"{count} of {len(numbers[0])} numbers differ, by at most {worst:.3g} (the largest is {largest:.3g})"
