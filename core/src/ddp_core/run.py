@@ -114,7 +114,7 @@ def _train(rank: Rank, job: "_Job") -> int:
             failure = job.lacks_memory(error, "before the first step")
         job.record.lap("data")
         try:
-            job.ranks = rendezvous.check_in(facts, row, failure)
+            job.ranks = rendezvous.check_in(facts, row, failure) or [row]
         except Failure as verdict:
             raise verdict from failure  # for --debug: where it comes from
         peers = Peers(rank, job.config, job.device, rendezvous)
