@@ -136,7 +136,7 @@ def test_threads_and_processes_of_a_node_are_counted(monkeypatch, limit, workers
     """Not set for real: of an ordinary user this limit counts all that runs."""
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit if which == resource.RLIMIT_NPROC else 10**6, -1))
     with nullcontext() if enough else pytest.raises(PreflightError, match=f"ulimit -u is {limit} "):
-        device._check_limits(parse(["--workers", str(workers)], 8), ranks.world(8)[0])
+        device._check_limits(parse(["--workers", str(workers)], 8), ranks.world(8)[0], "cpu")
 
 
 def test_open_files_are_allowed_up_to_the_hard_limit(tmp_path):
@@ -156,6 +156,11 @@ def test_a_rank_opens_no_more_files_than_it_was_promised(tmp_path, world_size):
 
 def _count_files(file: Path) -> None:
     file.write_text(str(len(os.listdir("/proc/self/fd"))))
+
+
+@pytest.mark.parametrize("rank, backend, most", [(1, "nccl", 256), (0, "nccl", 700), (1, "gloo", 700), (0, "gloo", 1200)])
+def test_what_512_ranks_need(rank, backend, most):
+    assert descriptors(Rank(rank, 512, rank, 8, 0, "node0", 29500, "1"), backend) <= most
 
 
 @pytest.mark.parametrize("limit, ranks_here, said", [(65536, 1, True), (65536, 2, False), (2**30, 1, False), (-1, 1, False)])

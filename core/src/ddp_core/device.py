@@ -26,7 +26,6 @@ def prepare_device(config: TrainConfig, rank: Rank) -> torch.device:
     Raises PreflightError when the device that --device names is not there: never another one instead.
     """
     _check_environment(config)
-    _check_limits(config, rank)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     found = accelerator.type if accelerator else "cpu"
     kind = found if config.device == "auto" else config.device
@@ -35,6 +34,7 @@ def prepare_device(config: TrainConfig, rank: Rank) -> torch.device:
             f"--device {kind}, but torch {torch.__version__} sees no {kind} device on {socket.gethostname()} ({_masks()}): "
             f"check the job's device request and the torch build, or pass --device cpu"
         )
+    _check_limits(config, rank, kind)
     if backend_of(config, kind) not in ("gloo", BACKENDS[kind]):
         raise UsageError(f"--backend {config.backend} does not carry tensors of --device {kind}: pass auto or gloo")
     _refuse_absent_interfaces(backend_of(config, kind))
@@ -125,11 +125,12 @@ def refuse_shared_devices(rows: list[dict]) -> None:
             )
 
 
-def descriptors(rank: Rank) -> int:
-    """Open files that a rank may need: measured at 2 to 16 ranks, 18 and one a peer in each of gloo's two groups (nccl's own
-    group was not measured); rank 0 has 10 more, and one a peer for its store. Workers that read rows have pipes.
+def descriptors(rank: Rank, backend: str = "gloo") -> int:
+    """Open files that a rank may need: 28 of its own were counted; one for each connection of the control plane, 31 in each
+    level of its tree; under gloo one to each other rank for gradients (nccl's were not counted); rank 0's store has W.
     """
-    return 64 + (2 if rank.rank else 3) * rank.world_size
+    size, levels = rank.world_size, 1 if rank.world_size <= 32 else 2 if rank.world_size <= 32**2 else 4
+    return 64 + min(size, 31 * levels) + ((backend == "gloo") + (rank.rank == 0)) * size
 
 
 def raise_limits(rank: Rank) -> None:
@@ -140,11 +141,16 @@ def raise_limits(rank: Rank) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
-def _check_limits(config: TrainConfig, rank: Rank) -> None:
+def _check_limits(config: TrainConfig, rank: Rank, kind: str) -> None:
     """Raises PreflightError that says which limit ends this run, before it does."""
     processes = rank.local_world_size * (9 + config.workers)  # 9 threads were counted in a rank that computes in one of them
     for name, which, needed, what in (
-        ("ulimit -n", resource.RLIMIT_NOFILE, descriptors(rank), f"open files in a run of {rank.world_size} ranks"),
+        (
+            "ulimit -n",
+            resource.RLIMIT_NOFILE,
+            descriptors(rank, backend_of(config, kind)),
+            f"open files in a run of {rank.world_size} ranks",
+        ),
         (
             "ulimit -u",
             resource.RLIMIT_NPROC,

@@ -1,7 +1,8 @@
 """The two process groups of a running job.
 
 The data group carries gradients (nccl, xccl or gloo, by device). The control group is gloo everywhere: what the ranks
-agree on goes over it, so that this code is the same on a laptop and on 4,096 GPUs and is tested on the former.
+agree on goes over it, so that this code is the same on a laptop and on 4,096 GPUs and is tested on the former. Beyond 32
+ranks it is a tree of groups.
 """
 
 import json
@@ -13,6 +14,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +27,51 @@ from ddp_core.rank import Rank
 from ddp_core.rendezvous import Rendezvous, patiently
 
 ROLL_CALL = 5.0  # seconds that survivors wait for each other before they call a rank lost
+MEMBERS = 32  # of a group of the control plane
 LOOPBACK = "lo"  # Linux's name of it
+
+
+class Control:
+    """The control plane: groups of at most 32 ranks in a tree, so that a rank has few connections however many there are.
+
+    Ranks 0 to 31 are a group, 32 to 63 the next, and so on; the first ranks of 32 such groups are one again, up to rank 0's.
+    """
+
+    def __init__(self, rank: int, world_size: int, timeout: timedelta):
+        self.world_size = world_size
+        self.groups: list[tuple[range, Any]] = []  # this rank's, from below: their members, and each of them for itself
+        self.depth, span = 0, 1  # span: the ranks that a member of a group stands for
+        while span < world_size:
+            if rank % span == 0:
+                first = rank - rank % (span * MEMBERS)
+                members = range(first, min(first + span * MEMBERS, world_size), span)
+                # Without the others, who have groups of their own to make.
+                alone: dict[str, Any] = dict(ranks=[*members], use_local_synchronization=True)
+                self.groups.append((members, dist.new_group(backend="gloo", timeout=timeout, **alone)))
+            self.depth, span = self.depth + 1, span * MEMBERS
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """[n] of this rank to [world_size, n] of all, on every rank: up to the group of rank 0, and down again."""
+        rows = values.view(1, -1)
+        for members, group in self.groups:
+            span = members.step
+            whole = torch.cat((rows, rows.new_zeros(span - len(rows), rows.shape[1])))  # the last one may stand for fewer
+            everyone = rows.new_empty(len(members), *whole.shape)
+            dist.all_gather(list(everyone.unbind()), whole, group=group)
+            rows = everyone.flatten(0, 1)[: self.world_size - members.start]
+        if self.depth > 1:
+            rows = rows if len(rows) == self.world_size else rows.new_empty(self.world_size, rows.shape[1])
+            self._send_down(rows, self.groups[: self.depth - 1])
+        return rows
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0's numbers to all ranks, in place."""
+        self._send_down(tensor, self.groups)
+
+    @staticmethod
+    def _send_down(tensor: torch.Tensor, groups: list[tuple[range, Any]]) -> None:
+        for members, group in reversed(groups):
+            dist.broadcast(tensor, members.start, group=group)
 
 
 class Peers:
@@ -51,7 +97,7 @@ class Peers:
             )
             self.data = dist.group.WORLD
             with _handing_out(self.store):
-                self.control = dist.new_group(backend="gloo", timeout=timeout)
+                self.control = Control(rank.rank, rank.world_size, timeout)
         except RuntimeError as error:
             raise RendezvousError(
                 f"the ranks met, but their {backend} group did not connect ({_first_line(error)}): check "
@@ -60,11 +106,7 @@ class Peers:
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """[n] fp64 values of this rank to the [world_size, n] values of all, on every rank."""
-        if self.world_size == 1:
-            return values.view(1, -1)
-        everyone = torch.empty(self.world_size, len(values), dtype=torch.float64)
-        dist.all_gather(list(everyone.unbind()), values, group=self.control)
-        return everyone
+        return self.control.gather(values)
 
     def agree(self, failure: Failure | None) -> None:
         """After something that one rank did alone: raises its Failure there, and one of its code on all others."""
@@ -81,9 +123,9 @@ class Peers:
             return value
         text = bytearray(json.dumps(value).encode() if self.rank == 0 else b"")
         length = torch.tensor([len(text)])
-        dist.broadcast(length, 0, group=self.control)
+        self.control.broadcast(length)
         text = text or bytearray(int(length))
-        dist.broadcast(torch.frombuffer(text, dtype=torch.uint8), 0, group=self.control)
+        self.control.broadcast(torch.frombuffer(text, dtype=torch.uint8))
         return json.loads(text)
 
     def broadcast_tensors(self, tensors: list[torch.Tensor]) -> None:
@@ -94,12 +136,12 @@ class Peers:
             kinds.setdefault((tensor.dtype, tensor.device.type, alone), []).append(tensor)
         for (_, device, alone), alike in kinds.items():
             # An optimizer may keep its step count on the CPU, where nccl does not reach.
-            group = self.control if device == "cpu" else self.data
+            send = self.control.broadcast if device == "cpu" else partial(dist.broadcast, src=0, group=self.data)
             if alone >= 0 and alike[0].is_contiguous():
-                dist.broadcast(_as_bytes(alike[0]), 0, group=group)
+                send(_as_bytes(alike[0]))
                 continue
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
-            dist.broadcast(_as_bytes(flat), 0, group=group)
+            send(_as_bytes(flat))
             for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
                 tensor.detach().copy_(part.view(tensor.shape))
 
@@ -112,8 +154,9 @@ class Peers:
         """Who is missing when a collective has failed: rank 0 calls the roll over the store, and tells."""
         traceback.clear_frames(error.__traceback__)
         # Closes connections, so that ranks that wait for this one fail, too, and answer. nccl would wait for its peers.
-        dist.destroy_process_group(None if dist.get_backend() == "gloo" else self.control)
-        self.data = self.control = None
+        for group in [None] if dist.get_backend() == "gloo" else [group for _, group in self.control.groups]:
+            dist.destroy_process_group(group)
+        del self.data, self.control
         try:
             missing = patiently(self._call_the_roll, 2 * ROLL_CALL + 3)
         except (RuntimeError, ValueError):
@@ -160,7 +203,7 @@ class Peers:
 
     def wait(self) -> None:
         """For all ranks: without it at the end, who leaves first can hang who is still connecting."""
-        dist.barrier(group=self.control)
+        self.gather(torch.zeros(1, dtype=torch.float64))
 
     def leave(self) -> None:
         dist.destroy_process_group()
