@@ -9,6 +9,7 @@ ranks needs beside it has a room of its own:
     reconcile.py           what the ranks tell each other, once a second
     evaluation.py          the held-out rows
     state.py, document.py, snapshot.py, run_directory.py    what is saved, how it is written, and where
+    background.py          and beside what
 """
 
 import itertools
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ddp_core.background import Saver
 from ddp_core.batches import Batches
 from ddp_core.config import TrainConfig
 from ddp_core.device import versions
@@ -61,6 +63,7 @@ class Trainer:
         self.kind = reduction or KINDS[config.reduction]
         self.workload, self.config, self.peers, self.device = workload, config, peers, device
         self.directory: Any = directory  # rank 0's RunDirectory, None elsewhere
+        self.saver: Any = directory and Saver(directory, record)
         self.record, self.stop = record, stop
         self.ranks: list[dict] = []  # a row a rank, for the table at the end
         dtype = torch.float64 if config.precision == "fp64" else torch.float32
@@ -149,7 +152,9 @@ class Trainer:
             stop = self._run_epoch(*divmod(self.step, self.steps_per_epoch))
             if stop and self.step < self.total_steps:
                 self._save_snapshot()
+                self._finish()
                 return ExitCode.STOPPED
+        self._finish()
         rehearse("end", self.step)
         return ExitCode.DONE
 
@@ -240,6 +245,10 @@ class Trainer:
         """Raises NonFiniteError on all ranks; no parameter has changed since before the step that it names."""
         config = self.config
         due = config.save_minutes > 0 and time.monotonic() - self.saved >= 60 * config.save_minutes
+        if self.saver:
+            self.saver.look()
+            # A save that has failed beside the training is due again: so all ranks hear of it, now.
+            due = due or self.saver.failed
         # Rank 0's clock decides for all: ranks that looked at their own would not save at the same step.
         agreed = self.reconciliation.exchange(self.step, bool(self.stop), due, self.guard.tolerates())
         if agreed.not_finite:
@@ -289,7 +298,7 @@ class Trainer:
 
         save: whether a snapshot is due, whatever --save-every says.
         """
-        progress = self.state.progress
+        progress, best = self.state.progress, False
         if self._evaluates(epoch):
             began = time.perf_counter()
             # BatchNorm's statistics are each rank's own: all evaluate with those that the snapshot has.
@@ -299,10 +308,10 @@ class Trainer:
             self.watch.spent("evaluation", began)
             self._close_epoch(epoch, results)
             if results["eval_loss"] < (float.fromhex(progress.best[1]) if progress.best else float("inf")):
-                progress.best = [epoch, results["eval_loss"].hex()]
-                self.on_rank_0(lambda: self.directory.save_best(self.state.tensors(), self._document()))
-        if save or self.step == self.total_steps or (epoch + 1) % self.config.save_every == 0:
-            self._save_snapshot()
+                progress.best, best = [epoch, results["eval_loss"].hex()], True
+        due = save or self.step == self.total_steps or (epoch + 1) % self.config.save_every == 0
+        if due or best:
+            self._save_snapshot(best, due)
         self.reconciliation.last = time.monotonic()  # the next steps are timed without this
 
     def _close_epoch(self, epoch: int, results: dict[str, float]) -> None:
@@ -312,14 +321,19 @@ class Trainer:
         progress.history.append([epoch, *(value.hex() for value in values.values())])
         self.record.epoch(epoch, self.config.epochs, (epoch + 1) * self.steps_per_epoch, values)
 
-    def _save_snapshot(self) -> None:
+    def _save_snapshot(self, best: bool = False, snapshot: bool = True) -> None:
+        """Training waits for a copy of the state, which is written while it goes on. best: as best.safetensors, too."""
         began = time.perf_counter()
         self._refuse_diverged_replicas()
-        self.on_rank_0(lambda: self.directory.save(self.state.tensors(), self._document()))
-        self.saved = time.monotonic()
+        self.on_rank_0(lambda: self.saver.save(self.state.tensors(), self._document(), best, snapshot))
+        self.saved = time.monotonic() if snapshot else self.saved
         self.watch.spent("snapshots", began)
-        epochs_run, seconds = len(self.state.progress.history), time.perf_counter() - began
-        self.record.write("snapshot", step=self.step, epochs_run=epochs_run, seconds=seconds)
+
+    def _finish(self) -> None:
+        """A run has not ended before its last snapshot is on the disk."""
+        began = time.perf_counter()
+        self.on_rank_0(self.saver and self.saver.settle)
+        self.watch.spent("snapshots", began)
 
     def _document(self) -> dict:
         self.state.progress.scale = self.guard.scale
