@@ -28,6 +28,7 @@ class RunDirectory:
         self.previous = self.folder / "snapshot.prev.safetensors"
         self.damaged = self.folder / "snapshot.damaged.safetensors"
         self.best = self.folder / "best.safetensors"
+        self.trace = self.folder / "trace.json.gz"
         self._lock: Any = None  # a RunLock, but while it is taken
         self._fell_back = False
         try:
@@ -124,7 +125,7 @@ class RunDirectory:
 
     def _move_aside(self) -> None:
         saved = (self.snapshot, self.previous, self.damaged, self.best)
-        files = [path for path in (*saved, self.log) if path.exists()]
+        files = [path for path in (*saved, self.trace, self.log) if path.exists()]
         if files:
             number = 1
             while (aside := self.folder / f"old-{number}").exists():

@@ -31,6 +31,7 @@ from ddp_core.guard import Guard
 from ddp_core.order import DROPOUT, Order, micro_batches, seed_generators, seed_others
 from ddp_core.probe import probe
 from ddp_core.process_group import Peers
+from ddp_core.profile import Profile
 from ddp_core.reconcile import Agreed, Reconciliation
 from ddp_core.record import Record
 from ddp_core.reduction import KINDS, Reduction
@@ -142,6 +143,7 @@ class Trainer:
 
     def train(self) -> ExitCode:
         """Train to the end, or until the ranks agree to stop. Raises a Failure on all ranks alike."""
+        self.profile = Profile(self.config.profile, self.step, self.directory and self.directory.trace, self.record)
         # One stream for all epochs: its workers read ahead over the end of an epoch, too.
         self.batches = self.train_rows.stream(self._plan())
         if self.step < self.total_steps:
@@ -164,9 +166,11 @@ class Trainer:
         stop, done = False, (epoch + 1) * self.steps_per_epoch == self.total_steps
         ends = done or self._evaluates(epoch) or (epoch + 1) % self.config.save_every == 0
         for index in range(first, self.steps_per_epoch):
+            self.profile.at(self.step)
             self._run_step()
             last = index == self.steps_per_epoch - 1
             save = self.config.save_steps > 0 and self.step % self.config.save_steps == 0
+            save = save or self.step == self.profile.last
             # An epoch without evaluation and snapshot is no reason to wait: its loss is told a little later.
             if (last and ends) or save or self.reconciliation.due:
                 agreed = self._reconcile(epoch, index)
@@ -184,7 +188,8 @@ class Trainer:
         rehearse("step", self.step, self.model)
         began = time.perf_counter()
         # Without --accumulate one batch: this rank's rows of the global batch.
-        batches = [next(self.batches) for _ in range(self.config.accumulate)]
+        with self.profile.part("data"):
+            batches = [next(self.batches) for _ in range(self.config.accumulate)]
         self.watch.spent("reading", began)
 
         # backward() adds to the gradients that are there, so a step begins without any.
@@ -196,24 +201,27 @@ class Trainer:
             # DDP sums gradients in the last backward of a step; before it they only add up on each rank.
             with self.reduction.more_to_come() if number < len(batches) - 1 else nullcontext():
                 # bf16 and fp16 are for the forward pass alone: parameters and gradients stay fp32.
-                with self.autocast():
+                with self.autocast(), self.profile.part("forward"):
                     outputs = self.workload.forward(self.reduction.forward, batch)
                     loss = self._kept(self.workload.loss(outputs, batch))
                 if number == 0:
                     self.watch.spent("own", began)
                 # The weight makes the gradients of all ranks add up to those of the mean over the global batch.
-                self.guard.weighted(loss).backward()
+                with self.profile.part("backward"):
+                    self.guard.weighted(loss).backward()
 
         began = time.perf_counter()
         # DDP has summed the gradients during backward; flat and canonical do it here.
-        self.reduction.sum_gradients()
+        with self.profile.part("communication"):
+            self.reduction.sum_gradients()
         self.watch.spent("communication", began)
 
         # A function of the step, so there is no scheduler whose state could be lost.
         self._set_learning_rate()
         # After the sum, so that every rank has the same norm, clips alike, and keeps equal parameters.
         self.reconciliation.norms.append(self.guard.norm(self.reduction.gradients))
-        self.guard.step()  # optimizer.step(), unless a gradient is not finite
+        with self.profile.part("optimizer"):
+            self.guard.step()  # optimizer.step(), unless a gradient is not finite
         self.state.progress.step += 1
 
     def _kept(self, loss: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
@@ -250,7 +258,8 @@ class Trainer:
             # A save that has failed beside the training is due again: so all ranks hear of it, now.
             due = due or self.saver.failed
         # Rank 0's clock decides for all: ranks that looked at their own would not save at the same step.
-        agreed = self.reconciliation.exchange(self.step, bool(self.stop), due, self.guard.tolerates())
+        with self.profile.part("communication"):
+            agreed = self.reconciliation.exchange(self.step, bool(self.stop), due, self.guard.tolerates())
         if agreed.not_finite:
             self._refuse_non_finite(*agreed.not_finite)
         # Sums over rows travel, and are divided once: a mean of the ranks' means would round at every world size anew.
@@ -325,12 +334,14 @@ class Trainer:
         """Training waits for a copy of the state, which is written while it goes on. best: as best.safetensors, too."""
         began = time.perf_counter()
         self._refuse_diverged_replicas()
-        self.on_rank_0(lambda: self.saver.save(self.state.tensors(), self._document(), best, snapshot))
+        with self.profile.part("snapshot"):
+            self.on_rank_0(lambda: self.saver.save(self.state.tensors(), self._document(), best, snapshot))
         self.saved = time.monotonic() if snapshot else self.saved
         self.watch.spent("snapshots", began)
 
     def _finish(self) -> None:
         """A run has not ended before its last snapshot is on the disk."""
+        self.profile.end()
         began = time.perf_counter()
         self.on_rank_0(self.saver and self.saver.settle)
         self.watch.spent("snapshots", began)
