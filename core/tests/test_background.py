@@ -22,7 +22,7 @@ from ddp_core.background import Saver
 from ddp_core.errors import StorageError
 from ddp_core.record import Record
 from ddp_core.run_directory import RunDirectory
-from faults import at_step, files_limited_to, in_turn, signalled
+from faults import at_step, files_limited_to, in_turn, signalled, sleeping
 from ranks import assert_same_run, step_of, train
 from states import BYTES, load, state
 from states import step_of as step_in
@@ -284,7 +284,7 @@ def _no_number() -> None:
 def test_a_save_that_fails_beside_the_training_ends_all_ranks_before_the_next_save(finished, tmp_path):
     """At step 20, and the next one would be at 40."""
     flags = f"{RUN} --save-steps 20 --save-every 9 --eval-every 9"
-    full = {0: at_step(19, files_limited_to(100_000))}
+    full = {0: in_turn(at_step(19, files_limited_to(100_000)), at_step(25, sleeping(1)))}
     job = train(tmp_path / "run", flags, 2, faults=full, code=8)
     assert "snapshot.safetensors" in job.error and "free space and submit again" in job.error
     assert 19 <= job.records("step")[-1]["step"] < 39 and job.records("snapshot") == []
