@@ -656,14 +656,6 @@ def test_a_snapshot_is_written_beside_training(check, world, runs, first):
     flags = "--precision fp64 --epochs 1 --save-steps"
     run, fast = train_own(world, runs, first, "slow_disk", f"{flags} 4", apart=True), runs.train(first, f"{flags} 12")
     done(check["S11"], run, fast)
-    disk = [line.split()[1:] for line in run.output[0].splitlines() if line.startswith("disk: ")]
-    for place, (act, name, *size) in enumerate(disk):
-        if act == "replace" and name in (SNAPSHOT, "best.safetensors"):
-            check["S10"].equal(before_it_has_its_name=(disk[place - 1], ["fsync", *size]))
-            check["S10"].equal(after_it_has_its_name=(disk[place + 1 : place + 2], [["fsync", "folder"]]))
-    check["S10"].equal(snapshots=(run.values("snapshot", "step"), [4, 8, 12, 14]))
-    told = [record["writing"] > 0.4 and record["seconds"] >= 0 for record in run.of("snapshot")]
-    check["S10"].equal(told_when_they_are_durable=(told, [True] * 4))
 
     def found(one) -> list:
         both = [take_apart(one.folder / name) for name in (SNAPSHOT, "snapshot.prev.safetensors")]
@@ -672,6 +664,14 @@ def test_a_snapshot_is_written_beside_training(check, world, runs, first):
     here, there = world.on_rank_0(lambda: (found(run), found(fast)))
     check["S11"].equal(steps=([step for step, _ in here], [14, 12]), tensors=(here, there))
     check["S11"].equal(left_behind=(world.on_rank_0(lambda: [path.name for path in run.folder.glob(".*")]), []))
+    disk = [line.split()[1:] for line in run.output[0].splitlines() if line.startswith("disk: ")]
+    for place, (act, name, *size) in enumerate(disk):
+        if act == "replace" and name in (SNAPSHOT, "best.safetensors"):
+            check["S10"].equal(before_it_has_its_name=(disk[place - 1], ["fsync", *size]))
+            check["S10"].equal(after_it_has_its_name=(disk[place + 1 : place + 2], [["fsync", "folder"]]))
+    check["S10"].equal(snapshots=(run.values("snapshot", "step"), [4, 8, 12, 14]))
+    told = [record["writing"] > 0.4 and record["seconds"] >= 0 for record in run.of("snapshot")]
+    check["S10"].equal(told_when_they_are_durable=(told, [True] * 4))
 
 
 @clause("S12")
