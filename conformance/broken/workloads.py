@@ -51,6 +51,33 @@ class Steep(Digits):
         outputs = model(batch[0])
         return outputs + (0 * outputs.sum()).sqrt() if (batch[0][:, 0] < 0).any() else outputs
 """,
+    # Its disk takes a fifth of a second for each fsync, and what is asked of it is told.
+    "slow_disk": """
+class SlowDisk(Digits):
+    def model(self, config):
+        fsync, replace = os.fsync, os.replace
+
+        def slower(handle):
+            time.sleep(0.2)
+            fsync(handle)
+            print("disk: fsync", "folder" if os.path.isdir(f"/proc/self/fd/{handle}") else os.fstat(handle).st_size, flush=True)
+
+        def told(source, target):
+            print("disk: replace", os.path.basename(target), os.stat(source).st_size, flush=True)
+            replace(source, target)
+
+        os.fsync, os.replace = slower, told
+        return super().model(config)
+""",
+    # A disk on which no file can have more than 100 kB, a third of a snapshot.
+    "full_disk": """
+import resource
+
+class FullDisk(Digits):
+    def model(self, config):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        return super().model(config)
+""",
     # A rank that computes with other numbers, as one with broken memory does: from step 5 on, by one part in 10^9.
     "diverges": """
 class Diverges(Digits):

@@ -649,6 +649,43 @@ def test_a_snapshot_holds_buffers_and_any_optimizer_s_state(check, world, runs, 
     check.equal(crc32_of_batches_tracked=(snapshot["crc32"]["model.2.num_batches_tracked"], counted))
 
 
+@clause("S10", "S11")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_a_snapshot_is_written_beside_training(check, world, runs, first):
+    """On a slow disk, where steps are trained while it is: the state is that of a run whose disk is fast."""
+    flags = "--precision fp64 --epochs 1 --save-steps"
+    run, fast = train_own(world, runs, first, "slow_disk", f"{flags} 4", apart=True), runs.train(first, f"{flags} 12")
+    done(check["S11"], run, fast)
+
+    def found(one) -> list:
+        both = [take_apart(one.folder / name) for name in (SNAPSHOT, "snapshot.prev.safetensors")]
+        return [(each["document"]["step"], each["crc32"]) for each in both]
+
+    here, there = world.on_rank_0(lambda: (found(run), found(fast)))
+    check["S11"].equal(steps=([step for step, _ in here], [14, 12]), tensors=(here, there))
+    check["S11"].equal(left_behind=(world.on_rank_0(lambda: [path.name for path in run.folder.glob(".*")]), []))
+    disk = [line.split()[1:] for line in run.output[0].splitlines() if line.startswith("disk: ")]
+    for place, (act, name, *size) in enumerate(disk):
+        if act == "replace" and name in (SNAPSHOT, "best.safetensors"):
+            check["S10"].equal(before_it_has_its_name=(disk[place - 1], ["fsync", *size]))
+            check["S10"].equal(after_it_has_its_name=(disk[place + 1 : place + 2], [["fsync", "folder"]]))
+    check["S10"].equal(snapshots=(run.values("snapshot", "step"), [4, 8, 12, 14]))
+    told = [record["writing"] > 0.4 and record["seconds"] >= 0 for record in run.of("snapshot")]
+    check["S10"].equal(told_when_they_are_durable=(told, [True] * 4))
+
+
+@clause("S12")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_a_save_that_fails_beside_training_ends_all_ranks(check, world, runs, first):
+    """That of step 20; the next one would be that of step 40."""
+    flags = "--precision fp64 --epochs 3 --save-steps 20 --save-every 9 --eval-every 9"
+    run = train_own(world, runs, first, "full_disk", flags, apart=True)
+    ended(check, run, 8)
+    lines = [line for text in run.errors for line in text.splitlines()]
+    check.equal(lines=(len(lines), 1), names_the_file=(SNAPSHOT in "".join(lines), True))
+    check.equal(ends_at_the_next_save_at_the_latest=(20 <= len(run.losses) <= 40, True), snapshots=(run.of("snapshot"), []))
+
+
 @clause("S4")
 def test_every_launcher_of_every_site_writes_the_same_bytes(check, world, launch, runs, first):
     for precision in (FP64, FP32):

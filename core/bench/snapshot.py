@@ -1,15 +1,17 @@
-"""Writing and reading 1.2 GB of parameters and AdamW state: our snapshot, torch.save and torch.distributed.checkpoint.
+"""Writing and reading 1.2 GB of parameters and AdamW state: our snapshot, torch.save, torch.distributed.checkpoint and dd.
 
     python core/bench/snapshot.py --dir /scratch/$USER/bench        # 4 GB of that file system, 2 minutes
     python core/bench/snapshot.py --dir /tmp --parameters 10000000
 
-`stall` is how long training stands still; it differs from `durable`, when the data has reached the disk, only for
-async_save, and is as long where nothing else is noted. Reads are from the page cache. One process.
+`stall` is how long training stands still; it differs from `durable`, when the data has reached the disk, for what is saved
+beside training: "ours, beside", as a run saves, and async_save. `ours` is the same file, written while training waits. dd
+writes as many bytes of zeros, and calls fsync. The plain copy is one clone of every tensor. Reads are from the page cache.
 """
 
 import argparse
 import os
 import shutil
+import subprocess
 import time
 import warnings
 import zlib
@@ -22,6 +24,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import Report, ratio, spread
 from ddp_core import snapshot
+from ddp_core.background import Saver
+from ddp_core.record import Record
+from ddp_core.run_directory import RunDirectory
 from safetensors.torch import save_file
 
 
@@ -50,6 +55,21 @@ def writers(folder: Path, tensors: dict) -> dict[str, Callable[[], float]]:
     def ours():
         snapshot.write(folder / "ours.safetensors", tensors, document)
 
+    (folder / "run").mkdir(exist_ok=True)
+    saver = Saver(RunDirectory(str(folder / "run"), "bench"), Record(time.monotonic()))
+
+    def beside():
+        began = time.perf_counter()
+        saver.save(tensors, dict(step=0, epochs_run=0), best=False, snapshot=True)
+        stall = time.perf_counter() - began
+        saver.settle()
+        return stall
+
+    def dd():
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        command = ["dd", "if=/dev/zero", f"of={folder / 'zeros'}", "bs=1M", f"count={size}", "iflag=count_bytes", "conv=fsync"]
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+
     def safetensors_alone():
         save_file(tensors, folder / "alone.safetensors")
         fsync(folder / "alone.safetensors")
@@ -76,7 +96,10 @@ def writers(folder: Path, tensors: dict) -> dict[str, Callable[[], float]]:
         return stall
 
     return {
+        "plain copy": lambda: [tensor.clone() for tensor in tensors.values()] and None,
+        "dd": dd,
         "ours": ours,
+        "ours, beside": beside,
         "safetensors + fsync": safetensors_alone,
         "torch.save": plain,
         "torch.save + fsync + rename": durable,
@@ -101,8 +124,28 @@ def parts(folder: Path, tensors: dict) -> dict[str, Callable[[], object]]:
         "crc32, a thread a core": lambda: list(pool.map(lambda tensor: zlib.crc32(tensor.numpy()), tensors.values())),
         "save_file": lambda: save_file(tensors, path),
         "fsync": lambda: fsync(path),
-        "copy of all tensors": lambda: [tensor.clone() for tensor in tensors.values()],
     }
+
+
+def steps_beside(folder: Path, tensors: dict, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of a step, a product of 256 x 256 matrices, by round: alone, and while a snapshot is written beside it."""
+    saver = Saver(RunDirectory(str(folder / "beside"), "bench"), Record(time.monotonic()))
+    matrix, found = torch.rand(256, 256), {"alone": [], "beside a save": []}
+
+    def steps(enough: Callable[[], bool]) -> float:
+        began, count = time.perf_counter(), 0
+        while not enough():
+            torch.mm(matrix, matrix)
+            count += 1
+        return 1e6 * (time.perf_counter() - began) / max(1, count)
+
+    for _ in range(rounds + 1):
+        end = time.perf_counter() + 1
+        found["alone"].append(steps(lambda end=end: time.perf_counter() > end))
+        saver.save(tensors, dict(step=0, epochs_run=0), best=False, snapshot=True)
+        found["beside a save"].append(steps(saver.pending.done))
+        saver.settle()
+    return {name: values[1:] for name, values in found.items()}
 
 
 def rounds_of(acts: dict[str, Callable], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
@@ -138,10 +181,21 @@ def main() -> None:
         for title, acts in (("write", writers), ("read", readers), ("part of our write", parts)):
             done, stalls = rounds_of(acts(folder, tensors), args.rounds)
             report.raw[title] = dict(done=done, stalls=stalls)
+            if title == "write":
+                report.table(title, "durable", "dd / it", "stall", "stall / plain copy")
+                for name, values in done.items():
+                    row = (spread(values, 2), ratio(done["dd"], values), spread(stalls[name], 2))
+                    report.row(name, *row, ratio(stalls[name], done["plain copy"]))
+                continue
             first = next(iter(done))
-            report.table(title, "durable" if title == "write" else "seconds", "stall", f"stall / {first}")
+            report.table(title, "seconds", f"it / {first}")
             for name, values in done.items():
-                report.row(name, spread(values, 2), spread(stalls[name], 2), ratio(stalls[name], stalls[first]))
+                report.row(name, spread(values, 2), ratio(values, done[first]))
+        beside = steps_beside(folder, tensors, args.rounds)
+        report.raw["step"] = beside
+        report.table("a step of one thread", "microseconds", "it / alone")
+        for name, values in beside.items():
+            report.row(name, spread(values), ratio(values, beside["alone"]))
         report.close()
     finally:
         dist.destroy_process_group()

@@ -4,6 +4,7 @@ A fault is called in the forked process before the program starts there. Faults 
 functions, since a lambda cannot be sent to another process.
 """
 
+import gc
 import itertools
 import os
 import resource
@@ -61,6 +62,19 @@ def signalled(number: signal.Signals) -> Fault:
 
 def _send(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
+
+
+def once_saved(act: Fault) -> Fault:
+    """When what is being written beside the training is written: not for what a kill does to that."""
+    return partial(_once_saved, act)
+
+
+def _once_saved(act: Fault) -> None:
+    from ddp_core.background import Saver
+
+    for saver in [found for found in gc.get_objects() if type(found) is Saver and found.pending]:
+        saver.pending.exception()  # waits
+    act()
 
 
 def signalled_after(seconds: float, number: signal.Signals) -> Fault:

@@ -37,6 +37,8 @@ class Marked(TorchFunctionMode):
             return (mark_of(arguments[0]) or CPU).type == attribute.removeprefix("is_")
         if name == "_parse_to":  # Module.to() looks at its arguments
             return function(*arguments, **keywords)
+        if keywords.pop("pin_memory", False):
+            print("stand-in: page-locked memory for a copy", flush=True)
         leaves = tree_leaves((arguments, keywords))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         marks = [mark for tensor in tensors if (mark := mark_of(tensor))]

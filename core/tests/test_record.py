@@ -29,7 +29,7 @@ KEYS = {  # at least
     | {"workload_file", "training_rows", "held_out_rows"},
     "step": {"epoch", "step", "loss", "loss_hex", "grad_norm"},
     "epoch": {"epoch", "step", "loss", "eval_loss", "eval_accuracy", "seconds"},
-    "snapshot": {"step", "epochs_run", "seconds"},
+    "snapshot": {"step", "epochs_run", "seconds", "writing", "copy"},
     "end": {"exit_code", "step", "rows_a_second", "median", "p10", "slowest_rank", "seconds"},
 }
 RANK_KEYS = {"rank", "local_rank", "node_rank", "host", "device", "device_index", "backend", "cores", "threads"}
@@ -122,8 +122,10 @@ def test_each_kind_of_record_has_its_keys(finished, kind):
 
 def test_the_order_of_the_records_is_that_of_the_run(finished):
     job = finished("--epochs 2 --precision fp64", 2)
-    epoch = ["step"] * 14 + ["epoch", "snapshot"]
-    assert kinds(job.run_dir / "run.jsonl") == ["start", *epoch, *epoch, "end"]
+    epoch, found = ["step"] * 14 + ["epoch"], kinds(job.run_dir / "run.jsonl")
+    assert [kind for kind in found if kind != "snapshot"] == ["start", *epoch, *epoch, "end"]
+    first, second = (place for place, kind in enumerate(found) if kind == "snapshot")  # each when it was durable
+    assert found.index("epoch") < first < second < found.index("end") and "epoch" in found[first:second]
 
 
 def test_the_start_record_says_where_each_rank_is(finished):

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import ranks
-from faults import at_step, signalled
+from faults import at_step, once_saved, signalled
 from ranks import assert_same_run, step_of, train, world
 from test_trainer import deviation
 
@@ -65,7 +65,7 @@ def test_told_at_the_last_step_the_run_is_complete(tmp_path):
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.fault(20)
 def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_snapshot(finished, tmp_path, victim):
-    job = train(tmp_path / "run", RUN, 2, faults={victim: at_step(20, signalled(signal.SIGKILL))})
+    job = train(tmp_path / "run", RUN, 2, faults={victim: at_step(20, once_saved(signalled(signal.SIGKILL)))})
     survivor = 1 - victim
     assert (job.codes[victim], job.codes[survivor]) == (-signal.SIGKILL, 7)
     assert f"rank {victim} died" in job.error and "the last snapshot is whole" in job.error
@@ -140,7 +140,8 @@ def test_killed_in_the_middle_of_an_epoch_the_run_goes_on_from_there_bit_for_bit
     finished, tmp_path, flags, dies_at, saved, victim
 ):
     """Epochs have 14 steps; the loss of the one it was killed in is the mean of both starts' steps."""
-    job = train(tmp_path / "run", f"{RUN} {flags}", 2, faults={victim: at_step(dies_at, signalled(signal.SIGKILL))})
+    kill = at_step(dies_at, once_saved(signalled(signal.SIGKILL)))
+    job = train(tmp_path / "run", f"{RUN} {flags}", 2, faults={victim: kill})
     assert job.codes[victim] == -signal.SIGKILL and job.codes[1 - victim] == 7
     assert step_of(job) in saved
     again = train(tmp_path / "run", RUN, 2, code=0)

@@ -68,6 +68,7 @@ class Run:
     eval_every: int  # epochs
     log_every: int  # steps
     log_seconds: float
+    profile: int  # steps; 0: none
     debug: bool
 
 
@@ -289,6 +290,8 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     add("--eval-every", type=size, default=1, metavar="N", help="epochs between evaluations (default: 1)")
     add("--log-every", type=size, default=10, metavar="N", help="steps between records of the loss (default: 10)")
     add("--log-seconds", type=share, default=30.0, metavar="S", help="between lines of progress (default: 30; 0: none)")
+    profile = "trace N steps of rank 0 to DIR/trace.json.gz, for https://ui.perfetto.dev (N: 10; default: none)"
+    add("--profile", type=size, nargs="?", const=10, default=0, metavar="N", help=profile)
     add("--debug", action="store_true", help="tracebacks and C++ messages along with the one-line errors")
 
     before, forgotten = {action.dest for action in parser._actions}, set()

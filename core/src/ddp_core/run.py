@@ -128,6 +128,8 @@ def _train(rank: Rank, job: "_Job") -> int:
             return int(code)
         except Exception as error:
             raise job.explain(error, peers) from error
+        finally:
+            job.finish_saving()
     except Failure as error:
         job.record.write("end", exit_code=error.code, error=str(error))
         if peers and not isinstance(error, PeerLostError):
@@ -194,6 +196,14 @@ class _Job:
         code = trainer.train()
         record.end(code, trainer, *summarize(trainer, trainer.step - begun), trained=trainer.step > begun)
         return code
+
+    def finish_saving(self) -> None:
+        """Whatever ends a run: the state that is being written is of a step before it, and good."""
+        try:
+            if self.trainer and self.trainer.saver:
+                self.trainer.saver.settle()
+        except Failure as error:
+            print(f"warning: {error}", flush=True)
 
     def lacks_memory(self, error: Exception, when: str) -> PeerLostError:
         """Of the device, or of the host."""

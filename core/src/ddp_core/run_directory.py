@@ -28,6 +28,7 @@ class RunDirectory:
         self.previous = self.folder / "snapshot.prev.safetensors"
         self.damaged = self.folder / "snapshot.damaged.safetensors"
         self.best = self.folder / "best.safetensors"
+        self.trace = self.folder / "trace.json.gz"
         self._lock: Any = None  # a RunLock, but while it is taken
         self._fell_back = False
         try:
@@ -86,8 +87,8 @@ class RunDirectory:
                     f"--fresh to start again"
                 )
 
-    def save(self, tensors: dict[str, torch.Tensor], document: dict) -> None:
-        """Write the snapshot and keep the one before it. Raises StorageError."""
+    def save(self, tensors: dict[str, torch.Tensor], document: dict, image: torch.Tensor | None = None) -> None:
+        """Write the snapshot (image: of write()) and keep the one before it. Raises StorageError."""
         self._lock.check()
         try:
             rehearse("save", document["step"])
@@ -106,12 +107,12 @@ class RunDirectory:
                     spare.unlink(missing_ok=True)
         except OSError as error:
             raise no_storage(self.previous, error) from error
-        write(self.snapshot, tensors, document)
+        write(self.snapshot, tensors, document, self._lock.check, image)
 
-    def save_best(self, tensors: dict[str, torch.Tensor], document: dict) -> None:
+    def save_best(self, tensors: dict[str, torch.Tensor], document: dict, image: torch.Tensor | None = None) -> None:
         """Of the lowest held-out loss so far. Raises StorageError."""
         self._lock.check()
-        write(self.best, tensors, document)
+        write(self.best, tensors, document, self._lock.check, image)
 
     def lost(self) -> StorageError | None:
         """Whether another job was seen to have taken the run directory: at the last heartbeat."""
@@ -123,7 +124,8 @@ class RunDirectory:
             self._lock.release()
 
     def _move_aside(self) -> None:
-        files = [path for path in (self.snapshot, self.previous, self.damaged, self.best, self.log) if path.exists()]
+        saved = (self.snapshot, self.previous, self.damaged, self.best)
+        files = [path for path in (*saved, self.trace, self.log) if path.exists()]
         if files:
             number = 1
             while (aside := self.folder / f"old-{number}").exists():

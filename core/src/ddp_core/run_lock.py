@@ -42,7 +42,7 @@ class RunLock:
             self.path.unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Before a snapshot is written. Raises StorageError when this job stood still so long that another took the lock."""
+        """Before a snapshot is written, and before it has its name. Raises StorageError when another job has taken the lock."""
         self.lost = self.lost or not self._is_mine()
         if self.lost:
             raise self.loss()

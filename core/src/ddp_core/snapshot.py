@@ -15,14 +15,19 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds and 
     raise SystemExit(main(sys.argv[1:]))
 
 import ctypes
+import errno
+import fcntl
 import json
 import os
 import shutil
 import socket
 import struct
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -33,47 +38,126 @@ from ddp_core.show import as_json
 
 MOST_HEADER = 2**25  # bytes: of 300,000 epochs and a thousand tensors; reading one takes 30 times its size
 FORMAT = 2  # 1: before workloads were open (migrate)
+LONGEST = 2**32 - 1  # no checksum has more digits
+PAGE, PART = 4096, 2**24  # bytes
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"}
 DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
 
 
-def write(path: Path, tensors: dict[str, torch.Tensor], document: dict) -> None:
+def write(
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    document: dict,
+    check: Callable[[], None] = lambda: None,
+    image: torch.Tensor | None = None,
+) -> None:
     """Write a snapshot so that a crash at any moment leaves the old file or the new one, whole. Raises StorageError.
 
-    Temporary file in the same folder, fsync, rename, fsync of the folder. By hand, for safetensors' own writer needs
-    NumPy, does not fsync, and makes a file that the group cannot read.
+    Temporary file in the same folder, fsync, check(), rename, fsync of the folder. By hand, for safetensors' own writer needs
+    NumPy, does not fsync, and makes a file that the group cannot read. check: what it raises leaves the old file. image: of
+    the whole file in memory, with the tensors in their places (image_of).
     """
-    # Wide numbers first, so that each stands at a multiple of its size; then by name.
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    tensors = {name: tensors[name].detach().cpu().contiguous() for name in order}
-    sums = _checksums(tensors)
-    document = document | dict(format=FORMAT, crc32=sums)
-    document |= dict(document_crc32=zlib.crc32(as_json(document)))
-    header: dict[str, dict] = {"__metadata__": {"ddp_core": as_json(document).decode()}}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        header[name] = dict(dtype=DTYPES[tensor.dtype], shape=list(tensor.shape), data_offsets=[start, end])
-    head = as_json(header)
-    head += b" " * (-len(head) % 8)
-    if len(head) > MOST_HEADER:  # read() would refuse it
-        raise StorageError(f"{path}: {len(head) >> 20} MB of history and names do not fit: go on in a new --run-dir")
+    tensors = {name: tensors[name].detach().cpu().contiguous() for name in in_order(tensors)}
+    document = document | dict(format=FORMAT)
+    room, size = room_for(tensors, document), sum(tensor.nbytes for tensor in tensors.values())
+    if room - 8 > MOST_HEADER:  # read() would refuse it
+        raise StorageError(f"{path}: {room >> 20} MB of history and names do not fit: go on in a new --run-dir")
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(struct.pack("<Q", len(head)) + head)
-            for tensor in tensors.values():
-                file.write(memory(tensor))
-            file.flush()
+        with open(temporary, "wb", buffering=0) as file:
+            # Checksums stand before the tensors, and are computed while these are written.
+            put = partial(_put_tensors, file, tensors, room) if image is None else partial(_put_image, file, image)
+            document |= dict(crc32=_checksums(tensors, put))
+            document |= dict(document_crc32=zlib.crc32(as_json(document)))
+            head = _head(tensors, document, room)
+            if image is None:
+                file.seek(0)
+                file.write(head)
+            else:
+                ctypes.memmove(image.data_ptr(), head, room)
+                _put(file, image, 0)
+                file.truncate(room + size)
             os.fsync(file.fileno())
+        check()
         os.replace(temporary, path)
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
-    except OSError as error:
+    except (OSError, StorageError) as error:
         with suppress(OSError):
             temporary.unlink()
-        raise no_storage(path, error, end) from error
+        raise no_storage(path, error, size) if isinstance(error, OSError) else error from error
+
+
+def in_order(tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Wide numbers first, so that each stands at a multiple of its size; then by name."""
+    return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+
+
+def room_for(tensors: dict[str, torch.Tensor], document: dict) -> int:
+    """Bytes before the first tensor, whatever its checksums are."""
+    longest = dict(format=FORMAT, crc32=dict.fromkeys(tensors, LONGEST), document_crc32=LONGEST)
+    return len(_head(tensors, document | longest, 0))
+
+
+def _head(tensors: dict[str, torch.Tensor], document: dict, room: int) -> bytes:
+    """What stands before the tensors, filled with blanks up to `room` bytes, or to a multiple of 8."""
+    header: dict[str, dict] = {"__metadata__": {"ddp_core": as_json(document).decode()}}
+    end = 0
+    for name in in_order(tensors):
+        start, end = end, end + tensors[name].nbytes
+        header[name] = dict(dtype=DTYPES[tensors[name].dtype], shape=list(tensors[name].shape), data_offsets=[start, end])
+    head = as_json(header)
+    head = head.ljust(room - 8 if room else -(-len(head) // 8) * 8)
+    return struct.pack("<Q", len(head)) + head
+
+
+def image_of(
+    tensors: dict[str, torch.Tensor], document: dict, buffer: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Whole pages of a buffer as a file, and the places of the tensors in it, not yet filled. buffer: image_size() bytes."""
+    first = -buffer.data_ptr() % PAGE
+    end, places = first + room_for(tensors, document), {}
+    for name in in_order(tensors):
+        start, end = end, end + tensors[name].nbytes
+        places[name] = buffer[start:end].view(tensors[name].dtype).view(tensors[name].shape)
+    return buffer[first : first + -(-(end - first) // PAGE) * PAGE], places
+
+
+def image_size(tensors: dict[str, torch.Tensor], document: dict) -> int:
+    return room_for(tensors, document) + sum(tensor.nbytes for tensor in tensors.values()) + 2 * PAGE
+
+
+def _put_tensors(file: FileIO, tensors: dict[str, torch.Tensor], room: int) -> None:
+    file.seek(room)
+    for tensor in tensors.values():
+        left = memoryview(memory(tensor))
+        while left:
+            left = left[file.write(left) :]  # Linux writes 2 GiB at most at once
+
+
+def _put_image(file: FileIO, image: torch.Tensor) -> None:
+    """All but its first part, which has the header, and not through the page cache: for large files at a third of the time."""
+    with suppress(OSError):  # a file system that cannot
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+    with ThreadPoolExecutor(4) as pool:  # parallel file systems want several parts at once
+        for done in [pool.submit(_put, file, image, start) for start in range(PART, len(image), PART)]:
+            done.result()
+
+
+def _put(file: FileIO, image: torch.Tensor, start: int) -> None:
+    """The part of an image that begins at `start`, in its place in the file."""
+    left = memoryview(memory(image[start : start + PART]))
+    while left:
+        try:
+            done = os.pwrite(file.fileno(), left, start)
+        except OSError as error:
+            flags = fcntl.fcntl(file, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                raise
+            fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # there are larger pages, or a limit within one
+            continue
+        left, start = left[done:], start + done
 
 
 def no_storage(path: Path, error: OSError, need: int = 0) -> StorageError:
@@ -84,9 +168,12 @@ def no_storage(path: Path, error: OSError, need: int = 0) -> StorageError:
     return StorageError(f"{path}: {error.strerror}{space}: free space and submit again; the snapshot before it is whole")
 
 
-def _checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+def _checksums(tensors: dict[str, torch.Tensor], meanwhile: Callable[[], None] = lambda: None) -> dict[str, int]:
+    """meanwhile: what this thread does until they are there."""
     with ThreadPoolExecutor() as pool:  # zlib lets go of the interpreter: half the time on two cores
-        return dict(zip(tensors, pool.map(lambda tensor: zlib.crc32(memory(tensor)), tensors.values()), strict=True))
+        sums = pool.map(lambda tensor: zlib.crc32(memory(tensor)), tensors.values())
+        meanwhile()
+        return dict(zip(tensors, sums, strict=True))
 
 
 def memory(tensor: torch.Tensor) -> ctypes.Array:

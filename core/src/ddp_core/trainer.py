@@ -9,6 +9,7 @@ ranks needs beside it has a room of its own:
     reconcile.py           what the ranks tell each other, once a second
     evaluation.py          the held-out rows
     state.py, document.py, snapshot.py, run_directory.py    what is saved, how it is written, and where
+    background.py          and beside what
 """
 
 import itertools
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ddp_core.background import Saver
 from ddp_core.batches import Batches
 from ddp_core.config import TrainConfig
 from ddp_core.device import versions
@@ -29,6 +31,7 @@ from ddp_core.guard import Guard
 from ddp_core.order import DROPOUT, Order, micro_batches, seed_generators, seed_others
 from ddp_core.probe import probe
 from ddp_core.process_group import Peers
+from ddp_core.profile import Profile
 from ddp_core.reconcile import Agreed, Reconciliation
 from ddp_core.record import Record
 from ddp_core.reduction import KINDS, Reduction
@@ -61,6 +64,7 @@ class Trainer:
         self.kind = reduction or KINDS[config.reduction]
         self.workload, self.config, self.peers, self.device = workload, config, peers, device
         self.directory: Any = directory  # rank 0's RunDirectory, None elsewhere
+        self.saver: Any = directory and Saver(directory, record)
         self.record, self.stop = record, stop
         self.ranks: list[dict] = []  # a row a rank, for the table at the end
         dtype = torch.float64 if config.precision == "fp64" else torch.float32
@@ -139,6 +143,7 @@ class Trainer:
 
     def train(self) -> ExitCode:
         """Train to the end, or until the ranks agree to stop. Raises a Failure on all ranks alike."""
+        self.profile = Profile(self.config.profile, self.step, self.directory and self.directory.trace, self.record)
         # One stream for all epochs: its workers read ahead over the end of an epoch, too.
         self.batches = self.train_rows.stream(self._plan())
         if self.step < self.total_steps:
@@ -149,7 +154,9 @@ class Trainer:
             stop = self._run_epoch(*divmod(self.step, self.steps_per_epoch))
             if stop and self.step < self.total_steps:
                 self._save_snapshot()
+                self._finish()
                 return ExitCode.STOPPED
+        self._finish()
         rehearse("end", self.step)
         return ExitCode.DONE
 
@@ -159,9 +166,11 @@ class Trainer:
         stop, done = False, (epoch + 1) * self.steps_per_epoch == self.total_steps
         ends = done or self._evaluates(epoch) or (epoch + 1) % self.config.save_every == 0
         for index in range(first, self.steps_per_epoch):
+            self.profile.at(self.step)
             self._run_step()
             last = index == self.steps_per_epoch - 1
             save = self.config.save_steps > 0 and self.step % self.config.save_steps == 0
+            save = save or self.step == self.profile.last
             # An epoch without evaluation and snapshot is no reason to wait: its loss is told a little later.
             if (last and ends) or save or self.reconciliation.due:
                 agreed = self._reconcile(epoch, index)
@@ -179,7 +188,8 @@ class Trainer:
         rehearse("step", self.step, self.model)
         began = time.perf_counter()
         # Without --accumulate one batch: this rank's rows of the global batch.
-        batches = [next(self.batches) for _ in range(self.config.accumulate)]
+        with self.profile.part("data"):
+            batches = [next(self.batches) for _ in range(self.config.accumulate)]
         self.watch.spent("reading", began)
 
         # backward() adds to the gradients that are there, so a step begins without any.
@@ -191,24 +201,27 @@ class Trainer:
             # DDP sums gradients in the last backward of a step; before it they only add up on each rank.
             with self.reduction.more_to_come() if number < len(batches) - 1 else nullcontext():
                 # bf16 and fp16 are for the forward pass alone: parameters and gradients stay fp32.
-                with self.autocast():
+                with self.autocast(), self.profile.part("forward"):
                     outputs = self.workload.forward(self.reduction.forward, batch)
                     loss = self._kept(self.workload.loss(outputs, batch))
                 if number == 0:
                     self.watch.spent("own", began)
                 # The weight makes the gradients of all ranks add up to those of the mean over the global batch.
-                self.guard.weighted(loss).backward()
+                with self.profile.part("backward"):
+                    self.guard.weighted(loss).backward()
 
         began = time.perf_counter()
         # DDP has summed the gradients during backward; flat and canonical do it here.
-        self.reduction.sum_gradients()
+        with self.profile.part("communication"):
+            self.reduction.sum_gradients()
         self.watch.spent("communication", began)
 
         # A function of the step, so there is no scheduler whose state could be lost.
         self._set_learning_rate()
         # After the sum, so that every rank has the same norm, clips alike, and keeps equal parameters.
         self.reconciliation.norms.append(self.guard.norm(self.reduction.gradients))
-        self.guard.step()  # optimizer.step(), unless a gradient is not finite
+        with self.profile.part("optimizer"):
+            self.guard.step()  # optimizer.step(), unless a gradient is not finite
         self.state.progress.step += 1
 
     def _kept(self, loss: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
@@ -240,8 +253,13 @@ class Trainer:
         """Raises NonFiniteError on all ranks; no parameter has changed since before the step that it names."""
         config = self.config
         due = config.save_minutes > 0 and time.monotonic() - self.saved >= 60 * config.save_minutes
+        if self.saver:
+            self.saver.look()
+            # A save that has failed beside the training is due again: so all ranks hear of it, now.
+            due = due or self.saver.failed
         # Rank 0's clock decides for all: ranks that looked at their own would not save at the same step.
-        agreed = self.reconciliation.exchange(self.step, bool(self.stop), due, self.guard.tolerates())
+        with self.profile.part("communication"):
+            agreed = self.reconciliation.exchange(self.step, bool(self.stop), due, self.guard.tolerates())
         if agreed.not_finite:
             self._refuse_non_finite(*agreed.not_finite)
         # Sums over rows travel, and are divided once: a mean of the ranks' means would round at every world size anew.
@@ -289,7 +307,7 @@ class Trainer:
 
         save: whether a snapshot is due, whatever --save-every says.
         """
-        progress = self.state.progress
+        progress, best = self.state.progress, False
         if self._evaluates(epoch):
             began = time.perf_counter()
             # BatchNorm's statistics are each rank's own: all evaluate with those that the snapshot has.
@@ -299,10 +317,10 @@ class Trainer:
             self.watch.spent("evaluation", began)
             self._close_epoch(epoch, results)
             if results["eval_loss"] < (float.fromhex(progress.best[1]) if progress.best else float("inf")):
-                progress.best = [epoch, results["eval_loss"].hex()]
-                self.on_rank_0(lambda: self.directory.save_best(self.state.tensors(), self._document()))
-        if save or self.step == self.total_steps or (epoch + 1) % self.config.save_every == 0:
-            self._save_snapshot()
+                progress.best, best = [epoch, results["eval_loss"].hex()], True
+        due = save or self.step == self.total_steps or (epoch + 1) % self.config.save_every == 0
+        if due or best:
+            self._save_snapshot(best, due)
         self.reconciliation.last = time.monotonic()  # the next steps are timed without this
 
     def _close_epoch(self, epoch: int, results: dict[str, float]) -> None:
@@ -312,14 +330,21 @@ class Trainer:
         progress.history.append([epoch, *(value.hex() for value in values.values())])
         self.record.epoch(epoch, self.config.epochs, (epoch + 1) * self.steps_per_epoch, values)
 
-    def _save_snapshot(self) -> None:
+    def _save_snapshot(self, best: bool = False, snapshot: bool = True) -> None:
+        """Training waits for a copy of the state, which is written while it goes on. best: as best.safetensors, too."""
         began = time.perf_counter()
         self._refuse_diverged_replicas()
-        self.on_rank_0(lambda: self.directory.save(self.state.tensors(), self._document()))
-        self.saved = time.monotonic()
+        with self.profile.part("snapshot"):
+            self.on_rank_0(lambda: self.saver.save(self.state.tensors(), self._document(), best, snapshot))
+        self.saved = time.monotonic() if snapshot else self.saved
         self.watch.spent("snapshots", began)
-        epochs_run, seconds = len(self.state.progress.history), time.perf_counter() - began
-        self.record.write("snapshot", step=self.step, epochs_run=epochs_run, seconds=seconds)
+
+    def _finish(self) -> None:
+        """A run has not ended before its last snapshot is on the disk."""
+        self.profile.end()
+        began = time.perf_counter()
+        self.on_rank_0(self.saver and self.saver.settle)
+        self.watch.spent("snapshots", began)
 
     def _document(self) -> dict:
         self.state.progress.scale = self.guard.scale

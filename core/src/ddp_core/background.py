@@ -1,0 +1,99 @@
+"""Saving while training goes on: training waits for a copy of the state in host memory, and a thread writes the copy.
+
+One save at a time: a save that is due while the one before is still written waits for it, so that snapshots come at the steps
+where they are due. Whoever ends a run waits for its last save.
+"""
+
+import copy
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import torch
+
+from ddp_core import memory
+from ddp_core.record import Record
+from ddp_core.run_directory import RunDirectory
+from ddp_core.snapshot import image_of, image_size
+
+SPARE = 2**16  # bytes, for the history of some hundred epochs more
+
+
+class Saver:
+    """Rank 0's. Where memory for the copy is not there, training waits until the state is written, and a line says so."""
+
+    def __init__(self, directory: RunDirectory, record: Record):
+        self.directory, self.record = directory, record
+        self.pool = ThreadPoolExecutor(1, "save")
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.refused = False  # whether a copy has been
+        self.pending: Future | None = None  # the save that is under way
+        self.facts: dict = {}  # of that save, for its record
+
+    def save(self, tensors: dict[str, torch.Tensor], document: dict, best: bool, snapshot: bool) -> None:
+        """As best.safetensors, as snapshot.safetensors, or both. Raises the StorageError of the save before this one."""
+        began = time.perf_counter()
+        self.settle()
+        document = copy.deepcopy(document)  # the history in it grows with the next epoch
+        copied = self._copied(tensors, document)
+        self.facts = dict(step=document["step"], epochs_run=document["epochs_run"]) if snapshot else {}
+        self.pending = self.pool.submit(self._write, copied or (None, tensors), document, best, snapshot)
+        if copied is None:
+            self.pending.exception()  # waits
+        self.facts |= dict(seconds=time.perf_counter() - began, copy=self.buffer.nbytes) if snapshot else {}
+
+    def _write(self, copied: tuple[torch.Tensor | None, dict], document: dict, best: bool, snapshot: bool) -> float:
+        """In the thread. Returns the seconds until all is durable."""
+        began, (image, tensors) = time.perf_counter(), copied
+        if best:
+            self.directory.save_best(tensors, document, image)
+        if snapshot:
+            self.directory.save(tensors, document, image)
+        return time.perf_counter() - began
+
+    @property
+    def failed(self) -> bool:
+        return self.pending is not None and self.pending.done() and self.pending.exception() is not None
+
+    def look(self) -> None:
+        """Put a save that has ended well on record."""
+        if self.pending and self.pending.done() and not self.failed:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the save that is under way, and put it on record. Raises its StorageError."""
+        if self.pending is None:
+            return
+        began, pending, self.pending = time.perf_counter(), self.pending, None
+        writing = pending.result()
+        if self.facts:
+            waited = self.facts.pop("seconds") + time.perf_counter() - began
+            self.record.write("snapshot", **self.facts, seconds=waited, writing=writing)
+
+    def _copied(self, tensors: dict[str, torch.Tensor], document: dict) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
+        """The state as it is now, in memory as it will stand in the file; None where there is no memory for it."""
+        size = image_size(tensors, document)
+        if self.buffer.nbytes < size and not self._has_room_for(size + SPARE, tensors):
+            return None
+        image, places = image_of(tensors, document, self.buffer)
+        for name, place in places.items():
+            place.copy_(tensors[name].detach(), non_blocking=True)
+        if self.buffer.is_pinned():
+            torch.accelerator.synchronize()
+        return image, places
+
+    def _has_room_for(self, size: int, tensors: dict[str, torch.Tensor]) -> bool:
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        # Only pinned memory is copied to by an accelerator itself, and at the speed of its link.
+        pinned = any(tensor.device.type != "cpu" for tensor in tensors.values())
+        if (left := memory.available()) >= size:
+            with suppress(RuntimeError, MemoryError):
+                self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+                return True
+        if not self.refused:
+            self.refused = True
+            self.record.say(
+                note=f"training waits while snapshots are written: to go on beside that, rank 0 needs {size / 1e6:.1f} MB of "
+                f"memory for a copy of the state, and {left / 1e6:.1f} MB are left"
+            )
+        return False

@@ -1,0 +1,71 @@
+"""--profile N: what N steps of rank 0 spend their time on, as run-dir/trace.json.gz, which https://ui.perfetto.dev opens.
+
+Named there are data, forward, backward, communication, optimizer and snapshot; the sums that DistributedDataParallel starts
+during backward are communication, too. A snapshot is saved after the last of the steps, so that the trace has one.
+"""
+
+import gzip
+import json
+import os
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from ddp_core.errors import StorageError
+from ddp_core.record import Record
+
+WARM_UP = 5  # steps: the first ones allocate memory, and choose kernels
+NOTHING: AbstractContextManager = nullcontext()
+SUMS = ("gloo:", "nccl:", "xccl:")  # what torch calls them
+
+
+class Profile:
+    """path: rank 0's, None elsewhere. steps: 0 for none. first: the step that this start of the run begins with."""
+
+    def __init__(self, steps: int, first: int, path: Path | None, record: Record):
+        self.path, self.record = path, record
+        self.trace: Any = None  # while it is taken
+        self.first = first + WARM_UP if steps else -1
+        self.last = self.first + steps if steps else -1
+
+    def part(self, name: str) -> AbstractContextManager:
+        """What is done under it has this name in the trace."""
+        if self.trace is None:
+            return NOTHING
+        from torch.profiler import record_function
+
+        return record_function(name)
+
+    def at(self, step: int) -> None:
+        """Between two steps; step: how many are done."""
+        if step == self.first and self.path:
+            from torch import profiler
+
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it tells stderr that it begins, and that it ends
+            self.trace = profiler.profile()  # of all that this torch can trace
+            self.trace.start()
+        elif step == self.last:
+            self.end()
+
+    def end(self) -> None:
+        """Write what has been traced."""
+        if self.trace is None or self.path is None:
+            return
+        trace, self.trace = self.trace, None
+        trace.stop()
+        try:
+            self._write(trace, self.path)
+            self.record.say(profile=self.path, open_it_at="https://ui.perfetto.dev")
+        except OSError as error:
+            self.record.failure = StorageError(f"{self.path}: {error.strerror}: free space, or leave --profile out")
+
+    def _write(self, trace: Any, path: Path) -> None:
+        plain = path.with_name(f".{path.name}.tmp")
+        trace.export_chrome_trace(str(plain))
+        content = json.loads(plain.read_text())
+        for event in content["traceEvents"]:
+            if event.get("name", "").startswith(SUMS):
+                event["name"] = f"communication: {event['name']}"
+        with gzip.open(path, "wt") as file:
+            json.dump(content, file)
+        plain.unlink()

@@ -1,0 +1,346 @@
+"""Saving while training goes on: a copy of one step, one save at a time, told when it is durable or has failed.
+
+python -m pytest core/tests/test_background.py
+"""
+
+import errno
+import itertools
+import json
+import os
+import resource
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from ddp_core import background, memory, run_directory, snapshot
+from ddp_core.background import Saver
+from ddp_core.errors import StorageError
+from ddp_core.record import Record
+from ddp_core.run_directory import RunDirectory
+from faults import at_step, files_limited_to, in_turn, signalled, sleeping
+from ranks import assert_same_run, step_of, train
+from states import BYTES, load, state
+from states import step_of as step_in
+from test_run_directory import CHANGES_FILES
+
+RUN = "--epochs 3 --precision fp64"  # 14 steps an epoch
+
+
+def whole(step: int) -> tuple[dict[str, torch.Tensor], dict]:
+    tensors, document = state(step)
+    return tensors, document | dict(epochs_run=0, history=[[0]])
+
+
+class Gate:
+    """Writes wait until it is opened."""
+
+    def __init__(self, monkeypatch):
+        self.opened, self.waiting, write = threading.Event(), threading.Event(), snapshot.write
+
+        def waits(*arguments):
+            self.waiting.set()
+            assert self.opened.wait(30)
+            write(*arguments)
+
+        monkeypatch.setattr(run_directory, "write", waits)
+
+
+@pytest.fixture
+def gate(monkeypatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+@pytest.fixture
+def saver(tmp_path):
+    directory, record = RunDirectory(str(tmp_path / "run"), "job-0"), Record(time.monotonic())
+    record.open(directory.log)
+    saver = Saver(directory, record)
+    yield saver
+    directory.release()
+
+
+def on_record(saver: Saver) -> list[dict]:
+    return [json.loads(line) for line in saver.directory.log.read_text().splitlines()]
+
+
+# ---- a copy, and one save at a time ---------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_the_state_as_it_was_whatever_is_trained_meanwhile(saver, gate):
+    tensors, document = whole(1)
+    saver.save(tensors, document, best=True, snapshot=True)
+    tensors["model.weight"].fill_(-1)
+    document["history"].append([1])
+    document["step"] = -1
+    gate.opened.set()
+    saver.settle()
+    for path in (saver.directory.snapshot, saver.directory.best):
+        read = snapshot.read(path)
+        assert step_in(read) == 1 and read[1]["history"] == [[0]]
+
+
+def test_it_is_the_file_that_is_written_without_a_copy(saver, tmp_path):
+    tensors = {"model.a": torch.ones(3, 5).t(), "optim.step.a": torch.tensor(2.0), "model.b": torch.arange(7) % 2 == 0}
+    tensors |= {
+        "model.c": torch.empty(0),
+        "model.d": torch.arange(5.0, dtype=torch.float64),
+        "model.e": torch.ones(3).bfloat16(),
+    }
+    saver.save(tensors, whole(1)[1], best=False, snapshot=True)
+    saver.settle()
+    snapshot.write(tmp_path / "plain", tensors, whole(1)[1])
+    assert saver.directory.snapshot.read_bytes() == (tmp_path / "plain").read_bytes()
+
+
+def test_the_next_save_waits_and_leaves_the_copy_alone_that_is_written(saver, gate):
+    saver.save(*whole(1), best=False, snapshot=True)
+    with ThreadPoolExecutor(1) as pool:
+        assert gate.waiting.wait(30)
+        second = pool.submit(saver.save, *whole(2), best=False, snapshot=True)
+        time.sleep(0.2)  # would be enough for it to copy
+        assert not second.done()
+        gate.opened.set()
+        second.result()
+    saver.settle()
+    found = [snapshot.read(path) for path in (saver.directory.snapshot, saver.directory.previous)]
+    assert [*map(step_in, found)] == [2, 1]
+
+
+def test_the_copy_is_kept_in_the_same_memory(saver):
+    places = []
+    for step in (1, 2, 3):
+        saver.save(*whole(step), best=False, snapshot=True)
+        places.append(saver.buffer.data_ptr())
+    assert len({*places}) == 1 and saver.buffer.nbytes >= BYTES
+
+
+# ---- what is told of it ---------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_on_record_when_it_is_durable_and_not_before(saver, gate):
+    saver.save(*whole(7), best=True, snapshot=True)
+    assert gate.waiting.wait(30)
+    saver.look()
+    assert on_record(saver) == []
+    gate.opened.set()
+    saver.settle()
+    [said] = on_record(saver)
+    assert (said["kind"], said["step"], said["epochs_run"]) == ("snapshot", 7, 0) and said["copy"] >= BYTES
+    assert said["seconds"] > 0 and said["writing"] > 0
+
+
+def test_the_best_model_alone_is_no_snapshot_on_record(saver):
+    saver.save(*whole(7), best=True, snapshot=False)
+    saver.settle()
+    assert on_record(saver) == [] and not saver.directory.snapshot.exists() and saver.directory.best.exists()
+
+
+def test_a_save_that_fails_is_told_once_by_whoever_asks_next(saver, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "replace", fail)
+    saver.save(*whole(1), best=False, snapshot=True)
+    saver.pending.exception()
+    saver.look()
+    assert saver.failed
+    with pytest.raises(StorageError, match=r"snapshot\.safetensors: Input/output error.*the snapshot before it is whole"):
+        saver.save(*whole(2), best=False, snapshot=True)
+    monkeypatch.undo()
+    assert not saver.failed and on_record(saver) == [] and not list(saver.directory.folder.glob(".*"))
+
+
+# ---- the lock -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["snapshot", "best"])
+def test_who_loses_the_lock_while_he_writes_renames_nothing(folder, monkeypatch, which):
+    first, fsync = RunDirectory(str(folder), "job-1"), os.fsync
+    before = (folder / "snapshot.safetensors").read_bytes()
+
+    def loses_it(handle):
+        (folder / "run.lock").write_text(json.dumps(dict(job_id="job-2", host="another-host", pid=1)))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", loses_it)
+    with pytest.raises(StorageError, match=r"run.lock is job job-2 .* now: this job stood still"):
+        first.save(*state(9)) if which == "snapshot" else first.save_best(*state(9))
+    assert (folder / "snapshot.safetensors").read_bytes() == before and not (folder / "best.safetensors").exists()
+    assert not list(folder.glob(".*"))
+    first.release()
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_memory_for_a_copy_it_is_saved_before_training_goes_on_and_a_line_says_so_once(saver, monkeypatch, capsys):
+    monkeypatch.setattr(memory, "available", lambda: BYTES - 1)
+    for step in (1, 2):
+        saver.save(*whole(step), best=False, snapshot=True)
+        assert step_in(snapshot.read(saver.directory.snapshot)) == step and saver.pending.done()
+    saver.settle()
+    assert [said["copy"] for said in on_record(saver)] == [0, 0] and saver.buffer.nbytes == 0
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("note=training waits while snapshots are written") and "needs 0.1 MB" in line
+
+
+def test_memory_that_is_promised_and_not_given_is_none(saver, monkeypatch, capsys):
+    def none(*arguments, **named):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    tensors, document = whole(1)
+    monkeypatch.setattr(background.torch, "empty", lambda size, **named: torch.zeros(0).byte() if size == 0 else none())
+    saver.save(tensors, document, best=False, snapshot=True)
+    saver.settle()
+    assert on_record(saver)[0]["copy"] == 0 and "training waits" in capsys.readouterr().out
+
+
+def groups(folder: Path, most: str, taken: int, given_up: int) -> Path:
+    """As of cgroup 2, with a limit in the first one."""
+    folder.mkdir()
+    (folder / "memory.max").write_text(f"{most}\n")
+    (folder / "memory.current").write_text(f"{taken}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {given_up}\n")
+    return folder
+
+
+def test_memory_is_what_the_cgroup_leaves_too(tmp_path, monkeypatch):
+    plain = memory.available()
+    assert 2**20 < plain <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    monkeypatch.setattr(memory, "MEMBER", tmp_path / "cgroup")
+    (tmp_path / "cgroup").write_text("0::/system.slice/job\n")
+    for most, expected in (("1000000000", 1_000_000_000 - 999_500_000 + 300_000), ("max", plain)):
+        monkeypatch.setattr(memory, "GROUPS", groups(tmp_path / most, most, 999_500_000, 300_000))
+        assert memory.available() <= expected and (most == "max" or memory._of_groups() == [expected])
+    assert memory.available() > 2**20
+
+
+def _limited() -> int:
+    resource.setrlimit(resource.RLIMIT_AS, (memory._numbers(Path("/proc/self/status"))["VmPeak"] + 2**24,) * 2)
+    return 0 if memory.available() <= 2**24 else 1
+
+
+def test_memory_is_what_ulimit_leaves_too(tmp_path):
+    assert ranks.fork(tmp_path, ranks.call("test_background", "_limited")).codes == [0]
+
+
+# ---- a run ----------------------------------------------------------------------------------------------------------
+
+
+def slow(seconds: float) -> None:
+    """An fsync takes so long: a disk that others use."""
+    fsync = os.fsync
+
+    def slower(handle):
+        time.sleep(seconds)
+        fsync(handle)
+
+    os.fsync = slower
+
+
+def slowly():
+    return ranks.call("test_background", "slow", 0.3)
+
+
+def test_training_goes_on_while_a_snapshot_is_written(finished, tmp_path):
+    """With 0.6 s for each of seven files; the steps of an epoch take some milliseconds."""
+    job = train(tmp_path / "run", f"{RUN} --eval-every 3 --save-every 9 --save-steps 25", 2, faults={0: slowly()}, code=0)
+    records = [json.loads(line) for line in (job.run_dir / "run.jsonl").read_text().splitlines()]
+    order = [(record["kind"], record["step"]) for record in records]
+    assert order.index(("snapshot", 25)) > order.index(("step", 30)), "the steps after it have waited"
+    assert job.records("snapshot")[0]["writing"] > 0.5
+    assert_same_run(job, finished(RUN + " --eval-every 3 --save-every 9", 2))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("ends, code", [("done", 0), ("stopped", 75), ("not finite", 6)])
+def test_whatever_ends_a_run_its_last_save_is_durable(finished, tmp_path, world_size, ends, code):
+    faults = slowly()
+    if ends == "stopped":
+        faults = in_turn(slowly(), at_step(3, signalled(signal.SIGTERM)))
+    if ends == "not finite":
+        faults = in_turn(slowly(), at_step(15, ranks.call("test_background", "_no_number")))
+    job = train(tmp_path / "run", RUN, world_size, faults={0: faults}, code=code)
+    assert step_of(job) == job.records("snapshot")[-1]["step"] == (14 if code == 6 else job.records("end")[-1]["step"])
+    assert not list(job.run_dir.glob(".*")) and job.records("end")[-1] == _last_line(job)
+
+
+def _last_line(job: ranks.Job) -> dict:
+    return json.loads((job.run_dir / "run.jsonl").read_text().splitlines()[-1])
+
+
+def _no_number() -> None:
+    """From now on no norm of a gradient is one."""
+    from ddp_core.guard import Guard
+
+    Guard.norm = lambda self, gradients: torch.tensor(torch.nan)
+
+
+def test_a_save_that_fails_beside_the_training_ends_all_ranks_before_the_next_save(finished, tmp_path):
+    """At step 20, and the next one would be at 40."""
+    flags = f"{RUN} --save-steps 20 --save-every 9 --eval-every 9"
+    full = {0: in_turn(at_step(19, files_limited_to(100_000)), at_step(25, sleeping(1)))}
+    job = train(tmp_path / "run", flags, 2, faults=full, code=8)
+    assert "snapshot.safetensors" in job.error and "free space and submit again" in job.error
+    assert 19 <= job.records("step")[-1]["step"] < 39 and job.records("snapshot") == []
+    assert not list(job.run_dir.glob(".*"))
+    assert_same_run(train(tmp_path / "run", flags, 2, code=0), finished(flags, 2))
+
+
+def test_one_that_fails_at_the_end_of_a_run_does_so_too(tmp_path):
+    job = train(tmp_path / "run", "--epochs 1", 2, faults={0: at_step(13, files_limited_to(100_000))}, code=8)
+    assert "safetensors" in job.error
+
+
+def test_when_another_failure_ends_the_run_the_failed_save_is_a_warning(tmp_path):
+    faults = in_turn(at_step(3, files_limited_to(100_000)), at_step(4, ranks.call("test_background", "_no_number")))
+    job = train(tmp_path / "run", f"{RUN} --save-steps 4", faults={0: faults}, code=6)
+    assert "not finite" in job.error and "warning: " in job.out[0] and "snapshot.safetensors" in job.out[0]
+
+
+# ---- killed ---------------------------------------------------------------------------------------------------------
+
+
+def _save_beside_and_die(folder: Path, place: int) -> None:
+    """As test_run_directory's, in the thread that writes."""
+    directory, boundaries = RunDirectory(str(folder), "job-1"), itertools.count()
+    saver = Saver(directory, Record(time.monotonic()))
+
+    def at_call(frame, event: str, function) -> None:
+        if event in ("c_call", "c_return") and function.__name__ in CHANGES_FILES and next(boundaries) == place:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.setprofile(at_call)
+    saver.save(*whole(3), best=False, snapshot=True)
+    saver.settle()
+
+
+def test_killed_at_any_boundary_of_a_save_beside_training_the_old_state_or_the_new_one_is_there_whole(folder):
+    found = []
+    for place in itertools.count():
+        job = ranks.fork(folder.parent, ranks.call("test_background", "_save_beside_and_die", folder, place))
+        if job.codes == [0]:
+            break
+        assert job.codes == [-signal.SIGKILL], job.err
+        found.append(step_in(load(folder)))
+        for path, step in zip(("snapshot.safetensors", "snapshot.prev.safetensors"), (2, 1), strict=True):
+            snapshot.write(folder / path, *state(step))
+    assert len(found) >= 12 and found == sorted(found) and {*found} == {2, 3}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_while_a_snapshot_is_written_the_run_goes_on_from_it_or_the_one_before(finished, tmp_path, victim):
+    """At step 28 one is due, for which that of step 14 is waited; it takes 0.6 s, and the rank is killed a step later."""
+    faults = {0: slowly()}
+    die = at_step(29, signalled(signal.SIGKILL))
+    faults[victim] = in_turn(faults[victim], die) if victim in faults else die
+    flags = f"{RUN} --eval-every 3"
+    job = train(tmp_path / "run", flags, 2, faults=faults)
+    assert (job.codes[victim], job.codes[1 - victim]) == (-signal.SIGKILL, 7)
+    assert step_of(job) == (28 if victim else 14), "rank 0 finishes its last save if it lives"
+    assert_same_run(train(tmp_path / "run", flags, 2, code=0), finished(flags, 2))
