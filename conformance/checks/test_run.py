@@ -37,6 +37,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120, method="thread")]
 clause, only, machine = pytest.mark.clause, pytest.mark.only, pytest.mark.machine
 
 FP64 = golden.RUN
+SHARDED = f"{golden.RUN} --sharding full"
 FP32 = "--workload digits --precision fp32 --epochs 3"
 FLAT = f"{FP64} --reduction flat"
 NOISY = "--workload {noisy} --precision fp64 --epochs 2"  # in its folder: Runs.filled
@@ -1042,6 +1043,47 @@ def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
     aside = world.on_rank_0(lambda: [sha256(path) for path in there.glob(f"old-*/{SNAPSHOT}")])
     check.equal(moved_aside=(older in aside, True))
     check.equal(started_at_steps=(fresh.values("start", "step"), [0]))
+
+
+@clause("C10")
+@only(sizes=(2, 4), devices=("cpu",))
+def test_sharded_training_has_the_golden_losses(check, runs, first):
+    run = runs.train(first, SHARDED)
+    done(check, run)
+    check.equal(reduction=(run.values("start", "reduction"), ["sharded"]))
+    check.close(run.losses, golden.load()["losses"], T1)
+    check.close(run.values("epoch", "eval_loss"), golden.load()["eval_losses"], T1, "held-out losses")
+
+
+@clause("C10")
+@only(sizes=(2, 4), devices=("cpu",))
+def test_sharded_gradients_are_clipped_by_the_norm_of_all(check, runs, first):
+    sharded, whole = (runs.train(first, f"{flags} --clip-norm 0.5") for flags in (SHARDED, FP64))
+    done(check, sharded, whole)
+    check.close(sharded.values("step", "grad_norm"), whole.values("step", "grad_norm"), T1, "norms")
+    check.close(sharded.losses, whole.losses, T1)
+    check.equal(clipped=(max(whole.values("step", "grad_norm")) > 0.5, True))
+
+
+@clause("C11")
+@only(sizes=(2, 4), devices=("cpu",))
+def test_from_whole_models_to_parts_and_back(check, world, runs, first):
+    path = runs.folder(first, "parts")
+    for epochs, flags in enumerate(("", "--sharding full", ""), 1):
+        run = world.train(first, path, f"{FP64[:-1]}{epochs} {flags}")
+        done(check, run)
+    check.equal(reductions=(run.values("start", "reduction"), ["ddp", "sharded", "ddp"]))
+    check.close(run.losses, golden.load()["losses"], T1)
+
+
+@clause("C12")
+@only(sizes=(2, 4), devices=("cpu",))
+def test_the_snapshot_of_parts_is_everybody_s(check, world, runs, first):
+    done(check, *(run := [runs.train(first, flags) for flags in (SHARDED, FP64)]))
+    parts, whole = world.on_rank_0(lambda: [take_apart(one.folder / SNAPSHOT) for one in run])
+    check.equal(keys=(parts["keys"], whole["keys"]), tensors=(parts["tensors"], whole["tensors"]))
+    differ = {key for key in whole["document"] if parts["document"].get(key) != whole["document"][key]}
+    check.equal(differ=(differ - {"crc32", "document_crc32", "epoch_loss_sum", "history", "best"}, set()))
 
 
 # ---- errors -------------------------------------------------------------------------------------------------------

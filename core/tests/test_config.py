@@ -39,6 +39,9 @@ CHANGES = {
     "reduction": "--reduction flat",
     "deterministic": "--deterministic",
     "compile": "--compile",
+    "sharding": "--sharding full",
+    "checkpoint_activations": "--checkpoint-activations",
+    "offload": "--sharding full --offload",
     "workers": "--workers 2",
     "row_seeds": "--row-seeds off",
     "run_dir": "--run-dir elsewhere",
@@ -77,6 +80,7 @@ def test_every_choice_has_a_flag(name):
 
 def test_problem_holds_the_choices_that_determine_the_losses_and_no_others():
     free = {"epochs", "accumulate", "device", "backend", "reduction", "deterministic", "compile", "workers", "shards"}
+    free |= {"sharding", "checkpoint_activations", "offload"}
     free |= {"run_dir", "new_run_dir", "fresh", "save_every", "save_minutes", "save_steps", "eval_every", "log_every"}
     free |= {"log_seconds", "rendezvous_timeout", "timeout", "debug"}
     assert config("").problem().keys() == CHANGES.keys() - free

@@ -6,12 +6,14 @@ where they are due. Whoever ends a run waits for its last save.
 
 import copy
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 import torch
 
 from ddp_core import memory
+from ddp_core.errors import StorageError
 from ddp_core.record import Record
 from ddp_core.run_directory import RunDirectory
 from ddp_core.snapshot import image_of, image_size
@@ -30,25 +32,29 @@ class Saver:
         self.pending: Future | None = None  # the save that is under way
         self.facts: dict = {}  # of that save, for its record
 
-    def save(self, tensors: dict[str, torch.Tensor], document: dict, best: bool, snapshot: bool) -> None:
-        """As best.safetensors, as snapshot.safetensors, or both. Raises the StorageError of the save before this one."""
+    def save(self, tensors: dict[str, torch.Tensor], document: dict, best: bool, snapshot: bool, gathered=None) -> None:
+        """As best.safetensors, as snapshot.safetensors, or both. Raises the StorageError of the save before this one.
+
+        gathered: of write(); then training waits.
+        """
         began = time.perf_counter()
         self.settle()
         document = copy.deepcopy(document)  # the history in it grows with the next epoch
-        copied = self._copied(tensors, document)
+        copied = None if gathered else self._copied(tensors, document)
         self.facts = dict(step=document["step"], epochs_run=document["epochs_run"]) if snapshot else {}
-        self.pending = self.pool.submit(self._write, copied or (None, tensors), document, best, snapshot)
+        parts = (copied or (None, tensors), document, best, snapshot, gathered)
+        self.pending = _here(self._write, *parts) if gathered else self.pool.submit(self._write, *parts)
         if copied is None:
             self.pending.exception()  # waits
         self.facts |= dict(seconds=time.perf_counter() - began, copy=self.buffer.nbytes) if snapshot else {}
 
-    def _write(self, copied: tuple[torch.Tensor | None, dict], document: dict, best: bool, snapshot: bool) -> float:
+    def _write(self, copied: tuple[torch.Tensor | None, dict], document: dict, best: bool, snapshot: bool, gathered) -> float:
         """In the thread. Returns the seconds until all is durable."""
         began, (image, tensors) = time.perf_counter(), copied
         if best:
-            self.directory.save_best(tensors, document, image)
+            self.directory.save_best(tensors, document, image, gathered)
         if snapshot:
-            self.directory.save(tensors, document, image)
+            self.directory.save(tensors, document, image, gathered)
         return time.perf_counter() - began
 
     @property
@@ -97,3 +103,13 @@ class Saver:
                 f"memory for a copy of the state, and {left / 1e6:.1f} MB are left"
             )
         return False
+
+
+def _here(act: Callable, *parts) -> Future:
+    """As pool.submit, in this thread, whose collectives come in the order of all others."""
+    done: Future = Future()
+    try:
+        done.set_result(act(*parts))
+    except StorageError as error:
+        done.set_exception(error)
+    return done

@@ -47,6 +47,9 @@ class Machine:
     backend: str
     precision: str
     reduction: str
+    sharding: str
+    checkpoint_activations: bool
+    offload: bool
     deterministic: bool
     compile: bool
     workers: int  # processes a rank that read rows; 0: the rank itself
@@ -137,6 +140,7 @@ def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) 
     values["shards"] = _shards(values, world_size)
     if values["shards"]:  # a rank's shards are its micro-batches; the default kernels of an accelerator need not repeat
         values["accumulate"], values["deterministic"] = values["shards"] // world_size, True
+    _refuse_sharding(values)
     values["lr"] *= world_size if values.pop("scale_lr") else 1
     values["workload"] = workload.name
     new = values.pop("new_run_dir")
@@ -196,6 +200,21 @@ def _shards(flags: dict, world_size: int) -> int:
             f"take {', '.join(map(str, fits))}"
         )
     return shards
+
+
+def _refuse_sharding(flags: dict) -> None:
+    """What does not go together with it."""
+    sharding = flags["sharding"]
+    if sharding == "none":
+        if flags["offload"]:
+            raise UsageError("--offload is for --sharding full or hybrid, not none")
+        return
+    if flags["reduction"] != "ddp":
+        raise UsageError(f"--reduction {flags['reduction']} is for whole models: leave it out with --sharding {sharding}")
+    if flags["compile"]:
+        raise UsageError(f"--compile is not made for --sharding {sharding}: leave one of them out")
+    if flags["offload"] and flags["precision"] == "fp16":
+        raise UsageError("--offload keeps gradients where fp16's scaler does not reach: pass --precision bf16")
 
 
 # ---- the flags ----------------------------------------------------------------------------------------------------
@@ -272,6 +291,15 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
         help="of gradients. ddp: DistributedDataParallel; flat: in one piece after backward; canonical: in --shards, for the "
         "same bits at every world size (deterministic, one thread a rank on the CPU; slower) (default: ddp)",
     )
+    add(
+        "--sharding",
+        choices=["none", "full", "hybrid"],
+        default="none",
+        help="of a model that one device does not hold. full: each rank keeps a part of everything; hybrid: each rank of a "
+        "node (default: none)",
+    )
+    add("--checkpoint-activations", action="store_true", help="keep no outputs within the model's layers: less memory, slower")
+    add("--offload", action="store_true", help="with --sharding: parameters and optimizer on the CPU between uses")
     add("--shards", type=size, metavar="N", help=f"of canonical: parts of a step, ranks x a power of two (default: {SHARDS})")
     add("--deterministic", action="store_true", help="only kernels that repeat bit for bit, on an accelerator")
     add("--compile", action="store_true", help="torch.compile; measured slower on CPU for these models")

@@ -19,6 +19,11 @@ def evaluate(trainer) -> dict[str, float]:
     mine = torch.arange(min(peers.rank, len(batches)), len(batches), peers.world_size, device=batches.index_device)
     size = max(1, config.global_batch_size // peers.world_size // config.accumulate)
     shards = [[rows for rows in shard.split(size) if len(rows)] for shard in micro_batches(mine, config.accumulate)]
+    counted = [len(shard) for shard in shards]
+    if config.sharding != "none":
+        # A forward pass is collective: where rank 0 has more rows, this rank goes through row 0, which is not counted.
+        for part, rows in enumerate(micro_batches(torch.arange(0, len(batches), peers.world_size), config.accumulate)):
+            shards[part] += [mine.new_zeros(1)] * (-(-len(rows) // size) - counted[part])
     read = batches.stream((-1, rows) for shard in shards for rows in shard)
     totals = torch.zeros(config.accumulate, 2 * len(names) + 1, dtype=torch.float64, device=trainer.device)
     for number, shard in enumerate(shards):
@@ -31,7 +36,8 @@ def evaluate(trainer) -> dict[str, float]:
                 loss, metrics = workload.loss(outputs, batch), workload.metrics(outputs, batch)
             if metrics.keys() != seen.metrics.keys():
                 raise WorkloadError(f"--workload {workload.name}: metrics() gave {[*metrics]}, and {[*seen.metrics]} before")
-            totals[number] += _sums(loss, metrics, len(rows)).to(trainer.device)
+            if place < counted[number]:
+                totals[number] += _sums(loss, metrics, len(rows)).to(trainer.device)
     sums, counts, count = tree_sum(peers.gather(tree_sum(totals).cpu())).split([len(names), len(names), 1])
     assert int(count) == len(batches), (count, len(batches))
     means = [total / (own or count.item()) for total, own in zip(sums.tolist(), counts.tolist(), strict=True)]

@@ -5,6 +5,8 @@ So a loss that is not finite makes every gradient NaN, which the sum over ranks 
 then turns every later update into a no-op, until the ranks' next reconciliation finds it out and stops the run.
 """
 
+from collections.abc import Callable
+
 import torch
 
 LOWEST_SCALE = 1.0  # of fp16: below it gradients overflow without being scaled up
@@ -15,7 +17,8 @@ class Guard:
         """weight: what a rank's summed loss is multiplied with before its backward (reduction.weight)."""
         self.optimizer, self.clip_norm = optimizer, clip_norm
         self.weight = torch.tensor(weight, device=device, dtype=torch.float64 if precision == "fp64" else torch.float32)
-        self.found_inf = torch.zeros((), device=device)  # once 1, it stays 1
+        # Beside the parameters, which --offload keeps on the CPU. Once 1, it stays 1.
+        self.found_inf = torch.zeros((), device=optimizer.param_groups[0]["params"][0].device)
         self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
         # Fused optimizers read the flag themselves; the others have the host look, and wait.
         self.reads_flag = self.scaler is None and all(group.get("fused") for group in optimizer.param_groups)
@@ -29,16 +32,18 @@ class Guard:
         loss = loss * torch.add(self.weight, loss.detach(), alpha=0)
         return self.scaler.scale(loss) if self.scaler else loss
 
-    def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """The norm of all gradients, on the device, before they are clipped to --clip-norm."""
+    def norm(self, gradients: list[torch.Tensor], over_ranks: Callable = lambda norm: norm) -> torch.Tensor:
+        """The norm of all gradients, on the device, before they are clipped to --clip-norm. over_ranks: Reduction.norm."""
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         norms = torch._foreach_norm(gradients) if len(gradients) > 1 else [torch.linalg.vector_norm(g) for g in gradients]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)) if norms else self.found_inf * 0
+        norm = over_ranks(norm)
         if self.clip_norm and gradients:
-            torch._foreach_mul_(gradients, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+            torch._foreach_mul_(gradients, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))
         if not self.scaler:
-            self.found_inf.logical_or_(norm - norm)  # 0 if it is finite, else NaN, which counts as true
+            # 0 if it is finite, else NaN, which counts as true.
+            self.found_inf.logical_or_((norm - norm).to(self.found_inf.device))
         return norm
 
     def step(self) -> None:

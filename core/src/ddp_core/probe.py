@@ -3,7 +3,7 @@
 Nothing of this changes what is trained: buffers, gradients and random numbers are as before.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +47,13 @@ class Seen:
     notes: list[str]  # what of the usual promises this workload does not allow
 
 
-def probe(workload: Workload, model: nn.Module, batches: Batches, config, autocast) -> Seen:
-    """Raises WorkloadError: a loss that is no scalar or a mean, a parameter without a gradient, rows that do not collate."""
+def probe(workload: Workload, model: nn.Module, batches: Batches, config, autocast, agreed: Callable = bool) -> Seen:
+    """Raises WorkloadError: a loss that is no scalar or a mean, a parameter without a gradient, rows that do not collate.
+
+    agreed: of a truth that may differ between ranks, rank 0's, where a forward pass is collective.
+    """
     trial = _Trial(workload, model, batches, config, autocast)
+    trial.agreed = agreed
     try:
         losses, metrics = trial.look()
         notes = trial.notes_on_rows() + trial.notes
@@ -70,6 +74,7 @@ class _Trial:
         self.changed: list[str] = []
         self.count = min(2, len(batches))
         self.rows: Any = None
+        self.agreed: Callable = bool
         self.alone: list[Any] = []
         self.notes: list[str] = []
 
@@ -107,7 +112,7 @@ class _Trial:
                 )
             _refuse_unlike_sums(workload, metrics)
             if self.count == 2:
-                draws = range(1 if whole == self.total(self.rows, 1) else DRAWS)
+                draws = range(1 if self.agreed(bool(whole == self.total(self.rows, 1))) else DRAWS)
                 losses = [[self.total(batch, draw).double() for batch in (self.rows, *self.alone)] for draw in draws]
                 self.notes = _compared(workload, torch.tensor(losses))
         self.model.train()
@@ -126,9 +131,9 @@ class _Trial:
             return self.total(self.rows, seed, others).nan_to_num().item()
 
         first = loss(0)
-        if first == loss(0):
+        if self.agreed(first == loss(0)):
             return False, [RANDOM] if first != loss(1) and not self.config.shards else []
-        if loss(0, others=True) == loss(0, others=True):
+        if self.agreed(loss(0, others=True) == loss(0, others=True)):
             return True, [] if self.config.shards else [RANDOM]
         return False, [NOT_REPEATED]
 

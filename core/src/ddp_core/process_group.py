@@ -79,6 +79,7 @@ class Peers:
 
     def __init__(self, rank: Rank, config: TrainConfig, device: torch.device, rendezvous: Rendezvous):
         self.rank, self.world_size, self.local_rank = rank.rank, rank.world_size, rank.local_rank
+        self.local_world_size = rank.local_world_size
         self.store = rendezvous.store
         backend, timeout = backend_of(config, device.type), timedelta(seconds=config.timeout)
         self.store.set_timeout(timeout)

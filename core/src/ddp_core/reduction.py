@@ -22,6 +22,7 @@ class Reduction:
     """What the others derive from; by itself it sums nothing. forward: what the training step calls."""
 
     name = "none"
+    owners = 1  # ranks that have a parameter together: each has the same of it as every so many'th rank after it
     overlaps = False  # whether gradients are summed while backward runs: then nobody sees how long it takes
 
     def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
@@ -29,6 +30,7 @@ class Reduction:
         self.forward: Any = compiled
         self.world_size = peers.world_size
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.device = self.parameters[0].device
         self.changing: list[str] = []  # buffers that a forward in training changes, as probe.py has seen
 
     def weight(self, global_batch_size: int) -> float:
@@ -39,6 +41,10 @@ class Reduction:
     def gradients(self) -> list[torch.Tensor]:
         """After sum_gradients(): the tensors that hold them, which can be many in one."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """Of the gradients on all ranks, from that of those which this rank has."""
+        return norm
 
     def zero_grad(self) -> None:
         for parameter in self.parameters:
@@ -59,9 +65,9 @@ class Reduction:
     def leave(self) -> None:
         """After the training, before the ranks part."""
 
-    def seconds_of_a_sum(self) -> float:
-        """What one sum of as many numbers as there are gradients takes by itself, all ranks together."""
-        numbers = torch.zeros(sum(p.numel() for p in self.parameters), device=self.parameters[0].device)
+    def seconds_of_a_sum(self, share: float = 1.0) -> float:
+        """What one sum of this share of as many numbers as there are gradients takes by itself, all ranks together."""
+        numbers = torch.zeros(int(share * sum(p.numel() for p in self.parameters)) + 1, device=self.device)
         took = []
         for _ in range(2):  # the first one connects
             self.peers.wait()

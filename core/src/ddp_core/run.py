@@ -52,10 +52,9 @@ def _run(
         try:
             chosen = choose(argv, workload if isinstance(workload, type) else str(workload))
             config = parse(argv, rank.world_size, quiet=rank.rank != 0, workload=chosen)
-            if reduction and config.reduction != "ddp":
-                raise UsageError(
-                    f"--reduction {config.reduction}: this program sums gradients by {reduction.__name__}; see train.py"
-                )
+            if reduction and (config.reduction != "ddp" or config.sharding != "none"):
+                other = f"--reduction {config.reduction}" if config.sharding == "none" else f"--sharding {config.sharding}"
+                raise UsageError(f"{other}: this program sums gradients by {reduction.__name__}; see train.py")
         except Failure as error:
             error.everywhere = True  # the flags and the file are the same on all ranks: rank 0 speaks
             if rank.rank and isinstance(error, WorkloadError):
@@ -170,7 +169,7 @@ class _Job:
         if self.rank.rank == 0:
             fresh, new = config.fresh and first, config.new_run_dir and first
             self.directory = RunDirectory(config.run_dir, self.rank.job_id, fresh, new, self.stop)
-            self.found = self.directory.load()
+            self.found = self.directory.load(lazily=config.sharding != "none")
             self.record.open(self.directory.log, self.directory.lost)
         return dict(training_rows=lengths[0], held_out_rows=lengths[1], data=self.fingerprint)
 
@@ -212,6 +211,8 @@ class _Job:
         config = self.config
         parts = f"--shards {config.shards}" if config.shards else f"--accumulate {config.accumulate}"
         fix = f"lower --global-batch-size {config.global_batch_size}, or raise {parts}"
+        if config.sharding == "none" and self.rank.world_size > 1:
+            fix += ", or pass --sharding full"
         if isinstance(error, OutOfMemoryError):
             return PeerLostError(f"out of memory on {self.device} {when}: {fix}")
         where = f"rank {self.rank.rank} on {os.uname().nodename}, in the host's own memory"
@@ -234,9 +235,9 @@ class _Job:
     def explain(self, error: Exception, peers) -> Exception:
         """The Failure that an exception of the training means; itself where it is a bug of ours."""
         from ddp_core.batches import lost_worker
-        from ddp_core.workload import blame, line_in, out_of_memory
+        from ddp_core.workload import blame, line_in, out_of_memory, unknown_to_shards
 
-        name, step = self.workload.name, self.trainer.step if self.trainer else 0
+        config, name, step = self.config, self.workload.name, self.trainer.step if self.trainer else 0
         failure: Any
         if isinstance(error, Failure):
             failure = error
@@ -249,10 +250,19 @@ class _Job:
                 f"--workload {name}: some parameters had no gradient in the step before step {step}: set "
                 f"unused_parameters = True in the class"
             )
+        elif what := unknown_to_shards(error):
+            failure = WorkloadError(
+                f"--sharding {config.sharding}: PyTorch cannot do this with parts of tensors ({what}): take another optimizer, "
+                f"or what shards() names is not called by the model's forward"
+            )
         elif isinstance(error, RuntimeError) and peers.is_lost(error):
             if self.trainer:  # what holds the connections that lost() closes: workers inherit them, and DDP has its group
                 self.trainer.close()
                 self.trainer.reduction = None
+            if config.sharding != "none":
+                from ddp_core.sharding import hang_up
+
+                hang_up(self.rank.master_port)
             return peers.lost(error, f"at step {step}" if self.trainer else "before the first step")
         elif line_in(error, self.workload.file):
             failure = blame(error, self.workload.file, f"--workload {name}, at step {step}")

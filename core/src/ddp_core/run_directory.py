@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,17 @@ class RunDirectory:
             self.release()
             raise StorageError(f"--run-dir {folder} cannot be written ({error.strerror}): pass a folder that can be") from error
 
-    def load(self) -> tuple[dict[str, torch.Tensor], dict] | None:
-        """What to resume from; None in an empty directory. A broken snapshot is never taken for none. Raises SnapshotError."""
+    def load(self, lazily: bool = False) -> tuple[dict[str, torch.Tensor], dict] | None:
+        """What to resume from; None in an empty directory. A broken snapshot is never taken for none. Raises SnapshotError.
+
+        lazily: see snapshot.read.
+        """
         broken = []
         for path in (self.snapshot, self.previous):
             if not path.exists():
                 continue
             try:
-                state = read(path)
+                state = read(path, lazily)
             except NewerFormatError:
                 raise  # the one before is older than what has trained since
             except SnapshotError as error:
@@ -87,8 +91,14 @@ class RunDirectory:
                     f"--fresh to start again"
                 )
 
-    def save(self, tensors: dict[str, torch.Tensor], document: dict, image: torch.Tensor | None = None) -> None:
-        """Write the snapshot (image: of write()) and keep the one before it. Raises StorageError."""
+    def save(
+        self,
+        tensors: dict[str, torch.Tensor],
+        document: dict,
+        image: torch.Tensor | None = None,
+        gathered: Callable | None = None,
+    ) -> None:
+        """Write the snapshot (image, gathered: of write()) and keep the one before it. Raises StorageError."""
         self._lock.check()
         try:
             rehearse("save", document["step"])
@@ -107,12 +117,18 @@ class RunDirectory:
                     spare.unlink(missing_ok=True)
         except OSError as error:
             raise no_storage(self.previous, error) from error
-        write(self.snapshot, tensors, document, self._lock.check, image)
+        write(self.snapshot, tensors, document, self._lock.check, image, gathered)
 
-    def save_best(self, tensors: dict[str, torch.Tensor], document: dict, image: torch.Tensor | None = None) -> None:
+    def save_best(
+        self,
+        tensors: dict[str, torch.Tensor],
+        document: dict,
+        image: torch.Tensor | None = None,
+        gathered: Callable | None = None,
+    ) -> None:
         """Of the lowest held-out loss so far. Raises StorageError."""
         self._lock.check()
-        write(self.best, tensors, document, self._lock.check, image)
+        write(self.best, tensors, document, self._lock.check, image, gathered)
 
     def lost(self) -> StorageError | None:
         """Whether another job was seen to have taken the run directory: at the last heartbeat."""

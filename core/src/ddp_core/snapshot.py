@@ -18,6 +18,7 @@ import ctypes
 import errno
 import fcntl
 import json
+import math
 import os
 import shutil
 import socket
@@ -25,10 +26,12 @@ import struct
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -50,14 +53,18 @@ def write(
     document: dict,
     check: Callable[[], None] = lambda: None,
     image: torch.Tensor | None = None,
+    gathered: Callable[[str], torch.Tensor] | None = None,
 ) -> None:
     """Write a snapshot so that a crash at any moment leaves the old file or the new one, whole. Raises StorageError.
 
     Temporary file in the same folder, fsync, check(), rename, fsync of the folder. By hand, for safetensors' own writer needs
     NumPy, does not fsync, and makes a file that the group cannot read. check: what it raises leaves the old file. image: of
-    the whole file in memory, with the tensors in their places (image_of).
+    the whole file in memory, with the tensors in their places (image_of). gathered: the numbers of a name, where they are
+    not all in memory (sharding.py): asked once for each, in order.
     """
-    tensors = {name: tensors[name].detach().cpu().contiguous() for name in in_order(tensors)}
+    tensors = {name: tensors[name].detach() for name in in_order(tensors)}
+    if gathered is None:
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     document = document | dict(format=FORMAT)
     room, size = room_for(tensors, document), sum(tensor.nbytes for tensor in tensors.values())
     if room - 8 > MOST_HEADER:  # read() would refuse it
@@ -67,7 +74,7 @@ def write(
         with open(temporary, "wb", buffering=0) as file:
             # Checksums stand before the tensors, and are computed while these are written.
             put = partial(_put_tensors, file, tensors, room) if image is None else partial(_put_image, file, image)
-            document |= dict(crc32=_checksums(tensors, put))
+            document |= dict(crc32=_put_gathered(file, tensors, gathered, room) if gathered else _checksums(tensors, put))
             document |= dict(document_crc32=zlib.crc32(as_json(document)))
             head = _head(tensors, document, room)
             if image is None:
@@ -136,6 +143,18 @@ def _put_tensors(file: FileIO, tensors: dict[str, torch.Tensor], room: int) -> N
             left = left[file.write(left) :]  # Linux writes 2 GiB at most at once
 
 
+def _put_gathered(
+    file: FileIO, tensors: dict[str, torch.Tensor], gathered: Callable[[str], torch.Tensor], place: int
+) -> dict[str, int]:
+    """Returns their checksums."""
+    sums = {}
+    for name in tensors:
+        whole = gathered(name)
+        _put_tensors(file, {name: whole}, place)
+        sums[name], place = zlib.crc32(memory(whole)), place + whole.nbytes
+    return sums
+
+
 def _put_image(file: FileIO, image: torch.Tensor) -> None:
     """All but its first part, which has the header, and not through the page cache: for large files at a third of the time."""
     with suppress(OSError):  # a file system that cannot
@@ -181,12 +200,61 @@ def memory(tensor: torch.Tensor) -> ctypes.Array:
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 1)
 
 
-def read(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
-    """Tensors and document of a snapshot, every checksum compared. Raises SnapshotError that names the file."""
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that is still in its file: only its layout is in memory."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # in the file
+    nbytes: int
+
+    def load(self) -> torch.Tensor:
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            if file.readinto(memory(tensor)) != self.nbytes:
+                raise SnapshotError(f"{self.path} has become shorter while it was read")
+        return tensor
+
+
+def _stored(path: Path) -> tuple[dict[str, Stored], dict]:
+    """Tensors and metadata by the file's own header. Not by safetensors, which maps all of the file: `ulimit -v` counts that.
+
+    Raises ValueError, KeyError or TypeError unless the tensors fill the file, one behind the other.
+    """
+    with open(path, "rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(size))
+    metadata, place, found = header.pop("__metadata__", {}), 0, {}
+    dtypes = {text: dtype for dtype, text in DTYPES.items()}
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        start, end = entry["data_offsets"]
+        dtype, shape = dtypes[entry["dtype"]], tuple(entry["shape"])
+        if (
+            start != place
+            or any(type(n) is not int or n < 0 for n in shape)
+            or end - start != math.prod(shape) * dtype.itemsize
+        ):
+            raise ValueError(f"{printable(name)} has a place or a size that cannot be")
+        found[name], place = Stored(path, dtype, shape, 8 + size + start, end - start), end
+    if path.stat().st_size != 8 + size + place:
+        raise ValueError(f"it has {path.stat().st_size} bytes, and its header tells of {8 + size + place}")
+    return found, metadata
+
+
+def read(path: Path, lazily: bool = False) -> tuple[dict[str, Any], dict]:
+    """Tensors and document of a snapshot, every checksum compared. Raises SnapshotError that names the file.
+
+    lazily: a Stored for each tensor, read one at a time also for its checksum.
+    """
     try:
         _refuse_unreadable(path)
-        with safe_open(path, "pt") as file:
-            document = json.loads((file.metadata() or {})["ddp_core"])
+        opened: Any = nullcontext(_stored(path)) if lazily else safe_open(path, "pt")
+        with opened as file:
+            tensors, metadata = file if lazily else ({}, file.metadata())
+            document = json.loads((metadata or {})["ddp_core"])
             if type(document["format"]) is not int or document["format"] < 1:
                 raise ValueError(f"its format is {document['format']!r}")
             if document["format"] > FORMAT:
@@ -194,8 +262,11 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
                     f"{path} has format {document['format']}, of ddp_core {_writer(document)}; this ddp_core reads up to "
                     f"format {FORMAT}: update it"
                 )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a safe_open is no dict
-            sums = _checksums(tensors)
+            if lazily:
+                sums = {name: zlib.crc32(memory(whole)) for name in tensors for whole in [tensors[name].load()]}
+            else:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a safe_open is no dict
+                sums = _checksums(tensors)
             sums["the document"] = zlib.crc32(as_json({name: document[name] for name in document if name != "document_crc32"}))
             written = document["crc32"] | {"the document": document["document_crc32"]}
             broken = [name for name in sums.keys() | written.keys() if sums.get(name) != written.get(name)]

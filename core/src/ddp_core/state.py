@@ -70,8 +70,8 @@ class State:
         for parameter in parameters:
             parameter.grad = None
 
-    def adopt(self, tensors: dict[str, torch.Tensor], document: dict, path: object) -> Progress:
-        """Copy a snapshot into the model and the laid-out optimizer. Raises SnapshotError that lists what does not fit."""
+    def check(self, tensors: dict[str, torch.Tensor], document: dict, path: object) -> Progress:
+        """The progress of a snapshot that fits the model and the laid-out optimizer. Raises SnapshotError."""
         if missing := sorted((self.facts | Progress().document()).keys() - document.keys()):
             raise SnapshotError(f"{path} lacks {', '.join(missing)}: it is no snapshot of a run; pass --fresh")
         refuse_senseless(document, path)
@@ -85,8 +85,6 @@ class State:
             raise SnapshotError(
                 f"{path} is of another run ({'; '.join(differ[:8])}): pass that run's flags, another --run-dir, or --fresh"
             )
-        for name, tensor in mine.items():
-            tensor.copy_(tensors[name])
         return progress
 
     def _unknown(self, numbers: list[dict]) -> list[str]:
@@ -120,12 +118,27 @@ class State:
         resuming = peers.broadcast(found is not None)
         if resuming:
             self.lay_out()
-        progress = on_rank_0(lambda: self.adopt(*found, path).__dict__ if found else {})
+        progress = on_rank_0(lambda: self.check(*found, path).__dict__ if found else {})
         self.progress = Progress(**peers.broadcast(progress))
         self.forget(self.progress.stateless)
         if resuming:
             self.put_numbers()
+        self.send(found[0] if found else {}, resuming, peers)
+
+    def send(self, tensors: dict[str, torch.Tensor], resuming: bool, peers) -> None:
+        """Collective. The numbers that rank 0 has found, or else those of its new model, to all ranks."""
+        for name, tensor in self.tensors().items() if tensors else ():
+            tensor.copy_(tensors[name])
         peers.broadcast_tensors(list(self.tensors().values()))
+
+    def save(self, write: Callable, times: int, on_rank_0: Callable, peers) -> None:
+        """Collective. write(tensors, gathered): on rank 0, puts the tensors in so many files."""
+        on_rank_0(lambda: write(self.tensors(), None))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it: its rows, where they are dealt over ranks (sharding.py)."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def of_model(model: nn.Module) -> dict[str, torch.Tensor]:

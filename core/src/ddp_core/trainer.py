@@ -5,6 +5,7 @@ ranks needs beside it has a room of its own:
 
     order.py, batches.py   which rows this rank trains on, and how they are read
     reduction.py           how the gradients of all ranks are summed: DistributedDataParallel, or by hand
+    sharding.py            the same for models in parts, where one device does not hold them
     guard.py               numbers that are not finite never reach the model
     reconcile.py           what the ranks tell each other, once a second
     evaluation.py          the held-out rows
@@ -12,6 +13,7 @@ ranks needs beside it has a room of its own:
     background.py          and beside what
 """
 
+import importlib
 import itertools
 import math
 import time
@@ -38,7 +40,7 @@ from ddp_core.reduction import KINDS, Reduction
 from ddp_core.rehearsal import rehearse
 from ddp_core.run_directory import RunDirectory
 from ddp_core.snapshot import refuse_unknown_dtypes
-from ddp_core.state import State, of_model
+from ddp_core.state import State, local, of_model
 from ddp_core.stop import StopFlag
 from ddp_core.summary import Stopwatch
 from ddp_core.workload import Workload, blame
@@ -61,7 +63,11 @@ class Trainer:
         reduction: type[Reduction] | None = None,
     ):
         """reduction: another class than --reduction's."""
-        self.kind = reduction or KINDS[config.reduction]
+        self.sharded = config.sharding != "none"
+        # Costs a second: only for those who want it.
+        needed = self.sharded or config.checkpoint_activations
+        self.sharding = _room_of_sharding(needed)
+        self.kind = reduction or (self.sharding.Sharded if self.sharded else KINDS[config.reduction])
         self.workload, self.config, self.peers, self.device = workload, config, peers, device
         self.directory: Any = directory  # rank 0's RunDirectory, None elsewhere
         self.saver: Any = directory and Saver(directory, record)
@@ -84,7 +90,8 @@ class Trainer:
         self.together(lambda: self._build(dtype))
         facts = dict(problem=config.problem(), data=fingerprint, steps_per_epoch=self.steps_per_epoch)
         facts |= dict(world_size=peers.world_size, versions=versions())
-        self.state = State(self.model, self.optimizer, facts)
+        parts: tuple = (self.model, self.optimizer, facts)
+        self.state: State = self.sharding.ShardedState(*parts, device) if self.sharded else State(*parts)
         self.reconciliation, self.watch, self.saved = Reconciliation(peers), Stopwatch(), time.monotonic()
 
     def _build(self, dtype: torch.dtype) -> None:
@@ -93,11 +100,21 @@ class Trainer:
         # The ranks may draw different numbers all the same (a set, the clock): rank 0's are sent to all in restore().
         seed_everything(config.seed)
         try:
-            model = workload.model(config)
-            refuse_lazy(model, workload)
-            refuse_unknown_dtypes(of_model(model), workload.name)
-            self.model = model.to(self.device, dtype)
-            self.seen = probe(workload, self.model, self.train_rows, config, self.autocast)
+            notes: list[str] = []
+            if self.sharded:
+                self.model, notes = self.sharding.build(workload, config, self.peers, self.device, dtype)
+            else:
+                model = workload.model(config)
+                refuse_lazy(model, workload)
+                refuse_unknown_dtypes(of_model(model), workload.name)
+                self.model = model.to(self.device, dtype)
+                if config.checkpoint_activations:
+                    self.sharding.checkpoint(self.sharding.chosen(workload, model))
+            agreed = self.peers.broadcast if self.sharded else bool
+            self.seen = probe(workload, self.model, self.train_rows, config, self.autocast, agreed)
+            self.seen.notes.extend(notes)
+            if config.checkpoint_activations:
+                self.sharding.refuse_to_compute_again(workload, self.model, self.seen)
             self.optimizer = workload.optimizer(self.model, config)
             self.seen.notes.extend(check_optimizer(self.optimizer, self.model, workload))
         except Exception as error:
@@ -219,7 +236,7 @@ class Trainer:
         # A function of the step, so there is no scheduler whose state could be lost.
         self._set_learning_rate()
         # After the sum, so that every rank has the same norm, clips alike, and keeps equal parameters.
-        self.reconciliation.norms.append(self.guard.norm(self.reduction.gradients))
+        self.reconciliation.norms.append(self.guard.norm(self.reduction.gradients, self.reduction.norm))
         with self.profile.part("optimizer"):
             self.guard.step()  # optimizer.step(), unless a gradient is not finite
         self.state.progress.step += 1
@@ -335,7 +352,8 @@ class Trainer:
         began = time.perf_counter()
         self._refuse_diverged_replicas()
         with self.profile.part("snapshot"):
-            self.on_rank_0(lambda: self.saver.save(self.state.tensors(), self._document(), best, snapshot))
+            save = lambda tensors, gathered: self.saver.save(tensors, self._document(), best, snapshot, gathered)  # noqa: E731
+            self.state.save(save, best + snapshot, self.on_rank_0, self.peers)
         self.saved = time.monotonic() if snapshot else self.saved
         self.watch.spent("snapshots", began)
 
@@ -353,11 +371,12 @@ class Trainer:
     def _refuse_diverged_replicas(self) -> None:
         # A snapshot is rank 0's. If another rank trains with other numbers, it is no snapshot of this training.
         sums = self.peers.gather(checksum(self.model))[:, 0]
-        odd = (sums != sums[0]).nonzero().flatten().tolist()
+        odd = (sums != sums[torch.arange(len(sums)) % self.reduction.owners]).nonzero().flatten().tolist()
         if odd:
+            ranks, twin = ", ".join(map(str, odd)), odd[0] % self.reduction.owners
             raise PeerLostError(
-                f"the parameters of rank {', '.join(map(str, odd))} differ from rank 0's at step {self.step}: no snapshot was "
-                f"written; suspect the memory or the fabric of that node, and resume without it",
+                f"the parameters of rank {ranks} differ from rank {twin}'s at step {self.step}: no snapshot was written; "
+                f"suspect the memory or the fabric of that node, and resume without it",
                 everywhere=True,
             )
 
@@ -389,7 +408,7 @@ def checksum(model: torch.nn.Module) -> torch.Tensor:
     """[1] fp64: the parameters' bits, summed as integers modulo 2**52. Replicas that agree have equal ones."""
     total = torch.zeros((), dtype=torch.int64)
     for parameter in model.parameters():
-        bits = parameter.detach().reshape(-1).view(torch.int64 if parameter.dtype == torch.float64 else torch.int32)
+        bits = local(parameter.detach()).reshape(-1).view(torch.int64 if parameter.dtype == torch.float64 else torch.int32)
         total = total.to(bits.device) + bits.sum(dtype=torch.int64)
     return (total % 2**52).double().cpu().view(1)
 
@@ -423,6 +442,10 @@ def refuse_lazy(model: torch.nn.Module, workload: Workload) -> None:
             f"--workload {workload.name}: {', '.join(lazy[:4])} has no shape yet (a lazy module): call the model on a row in "
             f"model(), before you return it"
         )
+
+
+def _room_of_sharding(needed: bool) -> Any:
+    return importlib.import_module("ddp_core.sharding") if needed else None
 
 
 def seed_everything(seed: int) -> None:

@@ -84,6 +84,17 @@ class Workload:
         """Name to the sum over the rows of a held-out batch; or to a pair, where the mean is not over rows: (sum, count)."""
         return {}
 
+    def shards(self, model: nn.Module) -> list[nn.Module]:
+        """The layers that --sharding gathers one at a time, and that --checkpoint-activations computes twice.
+
+        Modules of the model that its forward calls: these are the children of the largest ModuleList, else of the largest
+        Sequential; none of a model that has neither.
+        """
+        for kind in (nn.ModuleList, nn.Sequential):
+            if lists := [module for module in model.modules() if isinstance(module, kind)]:
+                return [*max(lists, key=lambda module: sum(p.numel() for p in module.parameters())).children()]
+        return []
+
     def optimizer(self, model: nn.Module, config) -> torch.optim.Optimizer:
         """Any optimizer of torch.optim, also with parameter groups. This one is --optimizer with its flags."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -91,7 +102,8 @@ class Workload:
         if config.optimizer == "sgd":
             # torch 2.13's fused SGD has a momentum of uninitialized memory where fp16's scaler skips the first step, and fails
             # where a parameter has its first gradient later than others.
-            fused = config.precision != "fp16" and not self.unused_parameters
+            # And rows of a matrix (--sharding) have no fused SGD at all.
+            fused = config.precision != "fp16" and not self.unused_parameters and config.sharding == "none"
             return torch.optim.SGD(parameters, momentum=config.momentum, fused=fused, **rule)
         return torch.optim.AdamW(parameters, betas=(config.momentum, 0.95), fused=True, **rule)
 
@@ -195,6 +207,12 @@ def out_of_memory(error: Exception) -> bool:
     """Of a device, or of the host, for which torch's allocator raises a plain RuntimeError."""
     host = "DefaultCPUAllocator" in str(error) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     return host or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
+def unknown_to_shards(error: BaseException) -> str:
+    """Of an operation of torch that has no form for tensors whose rows are dealt over ranks; empty of all others."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return line[:160] if any(word in str(error) for word in ("DTensor", "sharding strategy", "Sharding propagation")) else ""
 
 
 def line_in(error: BaseException, file: Path | None) -> str:

@@ -14,8 +14,10 @@ from ddp_core import Workload
 from ddp_core.data import Bytes, split
 from ddp_core.workload import initial_parameters
 
-CONTEXT = {"tiny": 64, "small": 256, "medium": 512}  # bytes of text in one row
-LAYERS_HEADS_WIDTH = {"tiny": (2, 2, 64), "small": (6, 6, 384), "medium": (12, 12, 768)}  # 0.1, 11 and 86 M parameters
+CONTEXT = {"tiny": 64, "small": 256, "medium": 512, "large": 1024, "xl": 1024}  # bytes of text in one row
+# 0.1, 11, 86, 304 and 1,478 M parameters: those of GPT-2, but for its vocabulary.
+LAYERS_HEADS_WIDTH = {"tiny": (2, 2, 64), "small": (6, 6, 384), "medium": (12, 12, 768)}
+LAYERS_HEADS_WIDTH |= {"large": (24, 16, 1024), "xl": (48, 25, 1600)}
 
 
 class Block(nn.Module):
@@ -54,7 +56,12 @@ class Gpt(Workload):
     defaults = dict(epochs=1, global_batch_size=96, optimizer="adamw", lr=1e-3, momentum=0.9)
 
     def flags(self, add):
-        add("--model-size", choices=[*CONTEXT], default="small", help="0.1, 11 or 86 million parameters (default: %(default)s)")
+        add(
+            "--model-size",
+            choices=[*CONTEXT],
+            default="small",
+            help="0.1, 11, 86, 304 or 1478 million parameters (default: %(default)s)",
+        )
         add("--data-dir", default="", metavar="DIR", remembered=False, help="text files (default: Python's standard library)")
 
     def data(self, config):

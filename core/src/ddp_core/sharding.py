@@ -1,0 +1,317 @@
+"""Models larger than a device: --sharding full or hybrid, by PyTorch's FSDP2. And --checkpoint-activations.
+
+A rank keeps some rows of every parameter, of its gradient and of its optimizer's state. The modules that Workload.shards()
+names are gathered one at a time, when their forward or backward needs them. full: the rows are dealt over all ranks;
+hybrid: over those of a node, and every node has all of them.
+
+https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ddp_core.errors import Failure, UsageError, WorkloadError
+from ddp_core.process_group import Peers
+from ddp_core.reduction import Reduction
+from ddp_core.snapshot import Stored, in_order, refuse_unknown_dtypes
+from ddp_core.state import State, local, of_model
+from ddp_core.trainer import refuse_lazy, seed_everything
+from ddp_core.workload import Workload, blame
+
+IN_TURN = (
+    "the model cannot be built without its numbers (torch.device('meta')): every rank has built the whole of it, one at a time "
+    "on a node"
+)
+
+
+class Sharded(Reduction):
+    """FSDP2 sums a module's gradients while backward goes on, and leaves each rank its rows of the sum."""
+
+    name = "sharded"
+    overlaps = True
+
+    def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
+        super().__init__(model, compiled, peers, unused_parameters)
+        mesh: Any = self.parameters[0].device_mesh  # type: ignore[attr-defined]
+        self.device = torch.device(mesh.device_type)  # with --offload the parameters are elsewhere
+        self.owners = mesh.size(mesh.ndim - 1)
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        return [local(gradient) for gradient in super().gradients]
+
+    def norm(self, norm: torch.Tensor) -> torch.Tensor:
+        # Over all ranks also where every node has all rows: the same bits everywhere, so that replicas clip alike.
+        square = norm.to(self.device, torch.float64).square()
+        dist.all_reduce(square, group=self.peers.data)
+        return (square / (self.world_size // self.owners)).sqrt().to(norm.dtype)
+
+    def seconds_of_a_sum(self, share: float = 1.0) -> float:
+        """Parameters are gathered twice and gradients scattered once: each is half of a sum. Timed on a rank's own share."""
+        return 1.5 * self.owners * super().seconds_of_a_sum(share / self.owners)
+
+
+# ---- the model ----------------------------------------------------------------------------------------------------
+
+
+def build(workload: Workload, config, peers: Peers, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, list[str]]:
+    """Collective. The sharded model with rank 0's numbers, and notes: no other rank ever has all of them, if that can be."""
+    if workload.unused_parameters:
+        raise WorkloadError(
+            f"--workload {workload.name} has unused_parameters = True, and --sharding {config.sharding} needs the gradient of "
+            f"every parameter on every rank: pass --sharding none"
+        )
+    mesh = _mesh(peers, device, config)
+    model: Any = _skeleton(workload, config)
+    if in_turn := model is None:
+        for turn in range(int(peers.gather(torch.tensor([peers.local_world_size], dtype=torch.float64)).max())):
+            if turn == peers.local_rank:
+                model = _whole(workload, config, dtype)
+                deque(_shard(workload, config, model, mesh, device), 0)
+            peers.wait()
+    numbers: dict[str, torch.Tensor] = {}
+    failure: Any = None
+    if peers.rank == 0:
+        try:
+            numbers = _numbers(_whole(workload, config, dtype))
+        except Exception as error:
+            failure = blame(error, workload.file, f"the model of --workload {workload.name}")
+            if not isinstance(failure, Failure):
+                raise
+    peers.agree(failure)
+    dealt: set[str] = set()
+    for _ in [model] if in_turn else _shard(workload, config, model.to(dtype), mesh, device):
+        for name, tensor in _numbers(model).items():
+            if name not in dealt and not tensor.is_meta:
+                deal(numbers.pop(name, None), tensor, peers, device)  # freed: rank 0's memory, too, is for its own rows
+                dealt.add(name)
+    return model, [IN_TURN] if in_turn else []
+
+
+def _whole(workload: Workload, config, dtype: torch.dtype) -> nn.Module:
+    seed_everything(config.seed)
+    model = workload.model(config)
+    refuse_lazy(model, workload)
+    refuse_unknown_dtypes(of_model(model), workload.name)
+    return model.to(dtype)
+
+
+def _mesh(peers: Any, device: torch.device, config) -> DeviceMesh:
+    size = peers.local_world_size
+    if config.sharding == "full" or size == peers.world_size:
+        return DeviceMesh.from_group(peers.data, device.type)
+    sizes, places = peers.gather(torch.tensor([size, peers.local_rank], dtype=torch.float64)).T
+    if (sizes != size).any() or (places != torch.arange(peers.world_size) % size).any():
+        raise UsageError(
+            f"--sharding hybrid needs as many ranks on every node, and those of a node one after the other (block "
+            f"distribution), not {sizes.int().unique().tolist()} ranks a node in another order: pass --sharding full",
+            everywhere=True,
+        )
+    ranks = torch.arange(peers.world_size).view(-1, size)
+    mine: list[Any] = []
+    for groups in (ranks.T, ranks):  # replicas of the same rows; ranks that share out all rows
+        for group in groups.tolist():  # every rank takes part in making every group
+            made = dist.new_group(group, timeout=timedelta(seconds=config.timeout))
+            mine += [made] if peers.rank in group else []
+    return DeviceMesh.from_group(mine, device.type, mesh=ranks, mesh_dim_names=("replicas", "parts"))
+
+
+def _skeleton(workload: Workload, config) -> nn.Module | None:
+    """The model without numbers; None where the file's model() looks at them, or keeps tensors that are neither parameters
+    nor buffers.
+    """
+    try:
+        with torch.device("meta"):
+            model = workload.model(config)
+        owners = [workload, *model.modules()]
+    except Exception:  # what is wrong shows when it is built with numbers
+        return None
+    lost = [value for owner in owners for value in vars(owner).values() if isinstance(value, torch.Tensor) and value.is_meta]
+    return None if lost else model
+
+
+def _shard(workload: Workload, config, model: nn.Module, mesh: DeviceMesh, device: torch.device) -> Iterator[nn.Module]:
+    """In place: every module of Workload.shards(), one after the other, and the rest of the model as one more."""
+    lower = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
+    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if config.offload else OffloadPolicy()
+    # Inputs are left to autocast, as under ddp. Sums are of fp32.
+    precision = MixedPrecisionPolicy(lower, torch.float32 if lower else None, cast_forward_inputs=False)
+    units = chosen(workload, model)
+    if config.checkpoint_activations:
+        checkpoint(units)
+    # Children before parents: a module's parameters are those that no module in it has been given.
+    apart = [unit for unit in reversed([*model.modules()]) if unit in units and unit is not model and not _shares(unit, model)]
+    unit: Any
+    for unit in [*apart, model]:
+        _give_memory(unit, device)
+        unit.register_forward_hook(_no_view)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=offload)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo knows no mean
+        unit.set_gradient_divide_factor(1.0)
+        yield unit
+
+
+def _no_view(module: nn.Module, inputs: tuple, output: Any) -> Any:
+    """FSDP2 gathers a module for its backward by a hook on its output; `output += x` would silently undo it on a view."""
+    if isinstance(output, torch.Tensor):
+        return output.clone() if output._base is not None and output.requires_grad else output
+    return tuple(_no_view(module, inputs, part) for part in output) if type(output) is tuple else output
+
+
+def chosen(workload: Workload, model: nn.Module) -> list[nn.Module]:
+    """Of Workload.shards(), those that have something to share out. Raises WorkloadError."""
+    units = [*workload.shards(model)]
+    ours = [*model.modules()]
+    if wrong := [unit for unit in units if not any(unit is module for module in ours)]:
+        raise WorkloadError(
+            f"--workload {workload.name}: shards() returned {type(wrong[0]).__name__}, and should return modules of the model"
+        )
+    return [unit for unit in units if any(True for _ in unit.parameters())]
+
+
+def _shares(unit: nn.Module, model: nn.Module) -> bool:
+    """Whether a parameter of it is another module's too (tied weights): then it must be gathered with both."""
+    inside = {id(module) for module in unit.modules()}
+    others = {id(p) for module in model.modules() if id(module) not in inside for p in module.parameters(recurse=False)}
+    return any(id(parameter) in others for parameter in unit.parameters())
+
+
+def _give_memory(unit: nn.Module, device: torch.device) -> None:
+    """Where there are no numbers yet."""
+    made: dict[torch.Tensor, nn.Parameter] = {}  # tied ones stay tied
+    for module in unit.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta and not isinstance(parameter, DTensor):
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                module._parameters[name] = made[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _numbers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Also the buffers that a snapshot does not have."""
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def checkpoint(modules: list[nn.Module]) -> None:
+    """--checkpoint-activations: what these modules compute in the forward pass is not kept, but computed again."""
+    from torch.utils.checkpoint import checkpoint
+
+    for module in modules:
+        # In place of the method, not around the module: names stay, and what others hook to the module happens once.
+        module.forward = _Again(module.forward, checkpoint)
+
+
+class _Again:
+    def __init__(self, forward: Callable, checkpoint: Callable):
+        self.forward, self.checkpoint = forward, checkpoint
+
+    def __call__(self, *args, **keywords):
+        return self.checkpoint(self.forward, *args, use_reentrant=False, **keywords)
+
+
+def refuse_to_compute_again(workload: Workload, model: nn.Module, seen) -> None:
+    """What --checkpoint-activations would make another training. seen: by probe.py."""
+    inside = {id(buffer) for unit in workload.shards(model) for buffer in unit.buffers()}
+    changed = [name for name in seen.buffers if id(model.get_buffer(name)) in inside]
+    if changed or seen.others:
+        why = f"changes {', '.join(changed[:3])}" if changed else "draws from Python's or NumPy's generator"
+        raise WorkloadError(
+            f"--workload {workload.name}: a forward pass {why}, and --checkpoint-activations computes it twice: leave out "
+            f"the flag, or such modules in shards()"
+        )
+
+
+# ---- numbers to ranks, and back -----------------------------------------------------------------------------------
+
+
+def deal(numbers: torch.Tensor | None, tensor: torch.Tensor, peers: Peers, device: torch.device) -> None:
+    """Collective. Rank 0's numbers to all ranks, of which each keeps its own: one tensor at a time."""
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if numbers is None else numbers.to(device).contiguous()
+    peers.broadcast_tensors([whole])
+    if isinstance(tensor, DTensor):
+        whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+        tensor = tensor.to_local()
+    tensor.copy_(whole)
+
+
+class Gathered:
+    """The tensors of a snapshot, one at a time, to whoever writes them: each as many times as files are written.
+
+    Gathering is collective. finish() takes part in what is left: the writer may have failed, and the other ranks write
+    nothing.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], device: torch.device, times: int):
+        self.tensors, self.device = tensors, device
+        self.left: Iterator[str] = iter(in_order(tensors) * times)
+
+    def __call__(self, name: str) -> torch.Tensor:
+        assert next(self.left) == name
+        return self._whole(name).cpu().contiguous()
+
+    def _whole(self, name: str) -> torch.Tensor:
+        tensor: Any = self.tensors[name]
+        if not isinstance(tensor, DTensor):
+            return tensor
+        tensor = tensor.to(self.device)
+        return tensor.full_tensor()
+
+    def finish(self) -> None:
+        for name in self.left:
+            self._whole(name)
+
+
+class ShardedState(State):
+    """The same snapshot as every other run's, read and written tensor by tensor."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict, device: torch.device):
+        super().__init__(model, optimizer, facts)
+        self.device = device
+
+    def save(self, write: Callable, times: int, on_rank_0: Callable, peers: Peers) -> None:
+        gathered, failure = Gathered(self.tensors(), self.device, times), None
+        try:
+            if peers.rank == 0:
+                write(self.tensors(), gathered)
+        except Failure as error:
+            failure = error
+        finally:
+            gathered.finish()
+        on_rank_0(lambda: _raise(failure))
+
+    def send(self, tensors: dict[str, Any], resuming: bool, peers: Peers) -> None:
+        for name, tensor in self.tensors().items() if resuming else ():  # a new model's numbers are where they belong
+            numbers = tensors.get(name)
+            deal(numbers.load() if isinstance(numbers, Stored) else numbers, tensor, peers, self.device)
+
+
+def _raise(failure: Failure | None) -> None:
+    if failure:
+        raise failure
+
+
+def hang_up(store_port: int) -> None:
+    """Close what connects this rank to others, but for the store, so that those who wait for it fail, too, and answer.
+
+    Peers.lost() lets go of its groups for that; FSDP and the caches of DTensor hold them until the process ends.
+    """
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:
+            internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if internet and store_port not in (connection.getsockname()[1], connection.getpeername()[1]):
+                connection.shutdown(socket.SHUT_RDWR)
