@@ -34,9 +34,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ddp_core.errors import NewerFormatError, SnapshotError, StorageError, WorkloadError, printable
-from ddp_core.show import as_json
+from ddp_core.show import MOST_HEADER, as_json, refuse_unreadable
 
-MOST_HEADER = 2**25  # bytes: of 300,000 epochs and a thousand tensors; reading one takes 30 times its size
 FORMAT = 2  # 1: before workloads were open (migrate)
 LONGEST = 2**32 - 1  # no checksum has more digits
 PAGE, PART = 4096, 2**24  # bytes
@@ -184,7 +183,7 @@ def memory(tensor: torch.Tensor) -> ctypes.Array:
 def read(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
     """Tensors and document of a snapshot, every checksum compared. Raises SnapshotError that names the file."""
     try:
-        _refuse_unreadable(path)
+        refuse_unreadable(path)
         with safe_open(path, "pt") as file:
             document = json.loads((file.metadata() or {})["ddp_core"])
             if type(document["format"]) is not int or document["format"] < 1:
@@ -205,15 +204,6 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
         why = f"{type(error).__name__}: {printable(error)}"
         raise SnapshotError(f"{path} is not a whole snapshot ({why})") from error
     raise SnapshotError(f"{path} is damaged: the checksum of {printable(', '.join(sorted(broken)))} differs")
-
-
-def _refuse_unreadable(path: Path) -> None:
-    """What would be waited for, or take memory out of all proportion, before anything of it is read."""
-    if path.exists() and not path.is_file():
-        raise ValueError("it is no file")
-    with open(path, "rb") as file:
-        if (size := int.from_bytes(file.read(8), "little")) > MOST_HEADER:
-            raise ValueError(f"its header should have {size} bytes, more than {MOST_HEADER}")
 
 
 def _writer(document: dict) -> str:
