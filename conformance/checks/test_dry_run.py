@@ -610,15 +610,15 @@ def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
 
 @clause("X21")
 def test_no_word_of_a_variable_is_run(check, site, dry):
-    """Bash evaluates what stands in a variable that it computes with: a[$(command)] is a command."""
+    """Bash evaluates what stands in a variable that it computes with: UID[$(command)0] is a command."""
     violations, mark = [], dry.top / "root/tmp/has-run"
     name = site.toml["job"].get("restarts", "SLURM_RESTART_COUNT")
     for script in trains(site):
-        for value in (f"a[$(echo >{mark})0]", "two"):
+        for value in (f"UID[$(echo >{mark})0]", "two"):
             run = dry.job(script, restarts=value)
             if mark.exists():
                 mark.unlink()
-                violations.append(f"{script.name} runs the command in {name}=a[$(command)0], but should refuse it")
+                violations.append(f"{script.name} runs the command in {name}=UID[$(command)0], but should refuse it")
             elif run.trained or run.code != 3 or name not in run.output:
                 violations.append(f"{name}=two: {ending(dry, run)}, but should be 3 and name {name}")
     check.holds(*violations)

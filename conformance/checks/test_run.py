@@ -906,7 +906,7 @@ SENSELESS = {
     "an empty history": dict(history=[]),
     "a step of another epoch": dict(step=41),
     "a sum that is no number": dict(epoch_loss_sum="nan"),
-    "a problem that a terminal would obey": dict(problem={"workload": "\x1b[2J\n" * 2000}),
+    "a problem that a terminal would obey": dict(problem={"clip_norm": "\x1b[2J\n" * 2000}),
     "numbers that no optimizer keeps": dict(numbers=[{"params": 1}, {}]),
 }
 

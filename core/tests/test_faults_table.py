@@ -4,6 +4,7 @@ python -m pytest core/tests/test_faults_table.py
 """
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 ROWS = re.findall(r"^\| (\d+) \| .* \| (\S[^|]*) \| ([^|]*) \|$", (ROOT / "core/FAULTS.md").read_text(), re.MULTILINE)
 
 
+@functools.cache
 def marks() -> dict[str, set[int]]:
     """Of each test of this folder, by file and name, the rows that it says it shows."""
     found = {}

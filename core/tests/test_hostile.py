@@ -13,7 +13,7 @@ from pathlib import Path
 import ddp_core
 import pytest
 import torch
-from ddp_core import snapshot
+from ddp_core import show, snapshot
 from ddp_core.errors import ExitCode, SnapshotError, StorageError
 
 
@@ -84,8 +84,9 @@ def test_a_hostile_file_is_refused_and_runs_nothing(tmp_path, monkeypatch, raw):
 def test_what_is_no_file_is_not_waited_for(tmp_path, kind):
     path = tmp_path / "file"
     dict(pipe=os.mkfifo, device=lambda path: path.symlink_to("/dev/zero"), folder=os.mkdir)[kind](path)
-    with pytest.raises(SnapshotError, match="it is no file"):
-        snapshot.read(path)
+    for read in (snapshot.read, show.verify):
+        with pytest.raises(SnapshotError, match="Is a directory" if kind == "folder" else "it is no file"):
+            read(path)
 
 
 @pytest.mark.fault(36)
@@ -95,12 +96,14 @@ def test_a_header_of_93_mb_is_refused_before_it_is_read(tmp_path, monkeypatch):
     with open(tmp_path / "file", "wb") as file:
         file.write(struct.pack("<Q", 93 * 2**20))
         file.truncate(94 * 2**20)
-    with pytest.raises(SnapshotError, match="its header should have 97517568 bytes"):
-        snapshot.read(tmp_path / "file")
+    for read in (snapshot.read, show.show):
+        with pytest.raises(SnapshotError, match="its header should have 97517568 bytes"):
+            read(tmp_path / "file")
 
 
 def test_a_header_that_could_not_be_read_again_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot, "MOST_HEADER", 2000)
+    for module in (snapshot, show):
+        monkeypatch.setattr(module, "MOST_HEADER", 2000)
     snapshot.write(tmp_path / "file", {}, {"history": "x" * 500})
     snapshot.read(tmp_path / "file")
     with pytest.raises(StorageError, match="in a new --run-dir"):
@@ -118,6 +121,29 @@ def test_a_message_says_no_more_of_a_file_than_a_line(tmp_path):
     with pytest.raises(SnapshotError, match="the checksum of") as caught:
         snapshot.read(tmp_path / "file")
     assert str(caught.value).isprintable() and len(str(caught.value)) < 400
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("act", ["show", "verify"])
+def test_show_and_verify_refuse_it_in_a_line_too(tmp_path, capsys, act):
+    for number, raw in enumerate(HOSTILE.values()):
+        (tmp_path / f"{number}").write_bytes(raw)
+    assert show.main([act, *(str(tmp_path / f"{number}") for number in range(len(HOSTILE)))]) == 5
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(HOSTILE) and all(line.isprintable() and len(line) < 700 for line in lines), lines
+
+
+@pytest.mark.fault(36)
+def test_what_show_prints_no_terminal_obeys(tmp_path, capsys):
+    words = dict.fromkeys(("step", "epochs_run", "steps_per_epoch", "data", "world_size"), "\x1b[2J" * 9)
+    document = words | dict(versions={"\x1b[2J": "\x1b[2J"}, problem={"\x1b[2J": "\x1b[2J"}, best=None, history=[])
+    snapshot.write(tmp_path / "file", {"\x1b[2J": torch.ones(1)}, document)
+    assert show.main(["show", str(tmp_path / "file")]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    for wrong in (dict(best=[1]), dict(history=[[]]), dict(history=[[1, 2]]), dict(problem=7), dict(best=[1, "0x1p99999"])):
+        snapshot.write(tmp_path / "file", {}, document | wrong)
+        assert show.main(["show", str(tmp_path / "file")]) == 5
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_what_torch_save_wrote_is_refused_and_runs_nothing(tmp_path, monkeypatch):

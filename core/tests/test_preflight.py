@@ -124,6 +124,7 @@ def limited(which: int, soft: int, hard: int):
     return partial(resource.setrlimit, which, (soft, hard))
 
 
+@pytest.mark.fault(16)
 def test_a_limit_that_would_end_the_run_is_named_before(tmp_path):
     job = train(tmp_path / "run", "--epochs 1", 2, faults={1: limited(resource.RLIMIT_NOFILE, 60, 60)}, code=3)
     assert "ulimit -n is 60" in job.error and "rank 1: " in job.error and "raise it in the job script" in job.error

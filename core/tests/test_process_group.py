@@ -217,6 +217,7 @@ def test_a_rank_0_that_is_too_slow_hears_who_has_given_up(tmp_path):
 
 
 @pytest.mark.parametrize("name, value", [("core", "digest"), ("python", "3.99.0"), ("cpu_capability", "NEON")])
+@pytest.mark.fault(12)
 def test_a_rank_that_computes_with_something_else_is_named(tmp_path, name, value):
     """A stale copy of the same version on one node, another interpreter, another kind of processor."""
     faults = {1: call("test_process_group", "_other_program", name, value)}
@@ -231,6 +232,7 @@ def _other_program(name: str, value: str) -> None:
     device.program = lambda *arguments: real(*arguments) | {name: value}
 
 
+@pytest.mark.fault(12)
 def test_every_file_of_the_core_counts(tmp_path, monkeypatch):
     copy = shutil.copytree(Path(device.__file__).parent, tmp_path / "ddp_core", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(device, "__file__", str(copy / "device.py"))
@@ -271,6 +273,7 @@ def _exhaust(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["torch", "python", "kernel"])
 @pytest.mark.parametrize("when", ["reading", "building", "training"])
+@pytest.mark.fault(28)
 def test_a_rank_whose_host_has_no_memory_ends_all_with_7(tmp_path, how, when):
     fault = at_step(2, call("test_process_group", "_exhaust", how))
     fault = fault if when == "training" else call("test_process_group", "_exhaust_in", when, how)

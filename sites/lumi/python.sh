@@ -15,7 +15,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 
 # Compilers load code from there: it is this user's alone, and not what somebody made before.
-[[ ! -e $cache && ! -L $cache ]] || [[ $(stat -c '%u %a %F' "$cache") == "$UID 700 directory" ]] ||
+mkdir -m 700 "$cache" 2>/dev/null || [[ $(stat -c '%u %a %F' "$cache") == "$UID 700 directory" ]] ||
     fail "$cache on $HOSTNAME is not this user's alone (mode 700): remove it"
-mkdir -p -m 700 "$cache" "$MIOPEN_USER_DB_PATH"
+mkdir -p "$MIOPEN_USER_DB_PATH"
 exec singularity exec "${singularity_flags[@]}" "$image" "$python" "$@"

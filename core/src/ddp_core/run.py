@@ -229,7 +229,8 @@ class _Job:
         return [
             f"--run-dir {self.config.run_dir} is not seen by rank {rank} on {self.ranks[rank]['host']}: is it on a disk of one "
             f"node's own? A job that comes back on another node begins anew there"
-            for rank in blind[: len(self.ranks) and 1]  # rank 0 alone knows the hosts
+            for rank in blind[:1]
+            if peers.rank == 0  # it alone knows the hosts
         ]
 
     def explain(self, error: Exception, peers) -> Exception:

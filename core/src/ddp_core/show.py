@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ddp_core.config import Parser
-from ddp_core.errors import ExitCode, Failure, SnapshotError, UsageError
+from ddp_core.errors import ExitCode, Failure, SnapshotError, UsageError, printable
 
+MOST_HEADER = 2**25  # bytes: of 300,000 epochs and a thousand tensors; reading one takes 30 times its size
 BYTES = dict(F64=8, F32=4, F16=2, BF16=2, BOOL=1, I64=8, I32=4, I16=2, I8=1, U8=1)  # of one number
 PART = 2**22  # numbers that diff compares at once
 
@@ -66,10 +67,20 @@ def as_json(value: dict) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
+def refuse_unreadable(path: Path) -> None:
+    """What would be waited for, or take memory out of all proportion, before anything of it is read. Raises ValueError."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError("it is no file")  # a pipe, a device
+    with open(path, "rb") as file:
+        if (size := int.from_bytes(file.read(8), "little")) > MOST_HEADER:
+            raise ValueError(f"its header should have {size} bytes, more than {MOST_HEADER}")
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[dict[str, dict], dict, dict[str, memoryview]]]:
     """The entry of each tensor, the document, and the bytes of each tensor. Raises SnapshotError that names the file."""
     try:
+        refuse_unreadable(path)
         with open(path, "rb") as file:
             size = file.seek(0, 2)
             if size < 8:
@@ -95,8 +106,8 @@ def opened(path: Path) -> Iterator[tuple[dict[str, dict], dict, dict[str, memory
                         part.release()
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise SnapshotError(f"{path} is not a whole snapshot ({type(error).__name__}: {error})") from error
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise SnapshotError(f"{path} is not a whole snapshot ({type(error).__name__}: {printable(error)})") from error
 
 
 # ---- show -----------------------------------------------------------------------------------------------------------
@@ -104,22 +115,26 @@ def opened(path: Path) -> Iterator[tuple[dict[str, dict], dict, dict[str, memory
 
 def show(path: Path) -> None:
     with opened(path) as (entries, document, _):
-        versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-        print(f"{path}: format {document['format']}, {versions}, {document['world_size']} ranks")
-        print(f"  step {document['step']}, {document['epochs_run']} epochs of {document['steps_per_epoch']} steps")
-        print("  problem: " + " ".join(f"{name}={value}" for name, value in document["problem"].items()))
-        print(f"  data: {document['data']}")
-        if document["best"]:
-            print(f"  lowest held-out loss: {float.fromhex(document['best'][1]):.6g} after epoch {document['best'][0]}")
-        if document["history"]:
-            print("  epoch, training loss, and what was evaluated: held-out loss, metrics")
-        for epoch, *values in document["history"]:
-            print(f"  {epoch:>5}  " + "  ".join(f"{float.fromhex(value):.6g}" for value in values))
-        size = sum(end - first for first, end in (entry["data_offsets"] for entry in entries.values()))
-        print(f"  {len(entries)} tensors, {size / 1e6:.3f} MB")
-        width = max(map(len, entries), default=0)
-        for name in sorted(entries):
-            print(f"    {name:<{width}}  {entries[name]['dtype']:<4}  {entries[name]['shape']}")
+        print("\n".join(printable(line, 1000) for line in _lines(path, entries, document)))
+
+
+def _lines(path: Path, entries: dict[str, dict], document: dict) -> Iterator[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    yield f"{path}: format {document['format']}, {versions}, {document['world_size']} ranks"
+    yield f"  step {document['step']}, {document['epochs_run']} epochs of {document['steps_per_epoch']} steps"
+    yield "  problem: " + " ".join(f"{name}={value}" for name, value in document["problem"].items())
+    yield f"  data: {document['data']}"
+    if document["best"]:
+        yield f"  lowest held-out loss: {float.fromhex(document['best'][1]):.6g} after epoch {document['best'][0]}"
+    if document["history"]:
+        yield "  epoch, training loss, and what was evaluated: held-out loss, metrics"
+    for epoch, *values in document["history"]:
+        yield f"  {epoch:>5}  " + "  ".join(f"{float.fromhex(value):.6g}" for value in values)
+    size = sum(end - first for first, end in (entry["data_offsets"] for entry in entries.values()))
+    yield f"  {len(entries)} tensors, {size / 1e6:.3f} MB"
+    width = max(map(len, entries), default=0)
+    for name in sorted(entries):
+        yield f"    {name:<{width}}  {entries[name]['dtype']:<4}  {entries[name]['shape']}"
 
 
 # ---- verify ---------------------------------------------------------------------------------------------------------
@@ -135,7 +150,7 @@ def verify(path: Path) -> None:
         broken = sorted(name for name in sums.keys() | written.keys() if sums.get(name) != written.get(name))
         size = sum(map(len, parts.values()))
     if broken:
-        raise SnapshotError(f"{path} is damaged: the checksum of {', '.join(broken)} differs")
+        raise SnapshotError(f"{path} is damaged: the checksum of {printable(', '.join(broken))} differs")
     print(f"{path}: whole, {len(parts)} tensors, {size / 1e6:.3f} MB, step {document['step']}")
 
 
@@ -156,7 +171,7 @@ def diff(one: Path, other: Path) -> int:
                 found.append(f"{name}: {kinds[0]} and {kinds[1]}")
             elif parts[name] != other_parts[name]:
                 found.append(f"{name}: {_distance(mine[name]['dtype'], parts[name], other_parts[name])}")
-    print("\n".join(found) or "they hold the same")
+    print("\n".join(printable(line, 1000) for line in found) or "they hold the same")
     return 1 if found else 0
 
 

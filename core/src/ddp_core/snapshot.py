@@ -37,9 +37,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ddp_core.errors import NewerFormatError, SnapshotError, StorageError, WorkloadError, printable
-from ddp_core.show import as_json
+from ddp_core.show import MOST_HEADER, as_json, refuse_unreadable
 
-MOST_HEADER = 2**25  # bytes: of 300,000 epochs and a thousand tensors; reading one takes 30 times its size
 FORMAT = 2  # 1: before workloads were open (migrate)
 LONGEST = 2**32 - 1  # no checksum has more digits
 PAGE, PART = 4096, 2**24  # bytes
@@ -250,7 +249,7 @@ def read(path: Path, lazily: bool = False) -> tuple[dict[str, Any], dict]:
     lazily: a Stored for each tensor, read one at a time also for its checksum.
     """
     try:
-        _refuse_unreadable(path)
+        refuse_unreadable(path)
         opened: Any = nullcontext(_stored(path)) if lazily else safe_open(path, "pt")
         with opened as file:
             tensors, metadata = file if lazily else ({}, file.metadata())
@@ -276,15 +275,6 @@ def read(path: Path, lazily: bool = False) -> tuple[dict[str, Any], dict]:
         why = f"{type(error).__name__}: {printable(error)}"
         raise SnapshotError(f"{path} is not a whole snapshot ({why})") from error
     raise SnapshotError(f"{path} is damaged: the checksum of {printable(', '.join(sorted(broken)))} differs")
-
-
-def _refuse_unreadable(path: Path) -> None:
-    """What would be waited for, or take memory out of all proportion, before anything of it is read."""
-    if path.exists() and not path.is_file():
-        raise ValueError("it is no file")
-    with open(path, "rb") as file:
-        if (size := int.from_bytes(file.read(8), "little")) > MOST_HEADER:
-            raise ValueError(f"its header should have {size} bytes, more than {MOST_HEADER}")
 
 
 def _writer(document: dict) -> str:
