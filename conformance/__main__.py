@@ -27,6 +27,9 @@ from conformance.harness import sites
 ROOT = sites.ROOT
 PYTEST = (sys.executable, "-m", "pytest")
 CHECKS, SELFTEST = "conformance/checks/test_{}.py", "conformance/selftest/test_{}.py"
+STATIC = [
+    CHECKS.format(name) for name in ("static", "train", "dry_run", "dry_ends", "dry_install")
+]  # need neither ranks nor torch
 WORLD_SIZES = (2, 4, 1)  # in this order a snapshot is resumed by more ranks and by fewer
 CLUSTERS_AT_ONCE = 4  # they wait more than they work
 
@@ -76,7 +79,7 @@ def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
     else:
         ranks = [(size, "auto") for size in WORLD_SIZES]
         if chosen.device in (None, "cpu"):
-            commands.append(([*PYTEST, *flags, CHECKS.format("static"), CHECKS.format("dry_run")], 1))
+            commands.append(([*PYTEST, *flags, *STATIC], 1))
         else:
             count = devices(chosen.device)
             if not count:
@@ -151,7 +154,7 @@ def check_clusters(chosen: argparse.Namespace, others: list[str]) -> int | str:
 def check_suite(chosen: argparse.Namespace, others: list[str]) -> int | str:
     """What needs no site: that the suite itself rejects, reports, submits, and takes in a new site."""
     work = emptied(chosen.work or ROOT / "build" / "suite", "parts")
-    ignored = [f"--ignore={CHECKS.format(name)}" for name in ("static", "dry_run")]  # of the sites: check_sites()
+    ignored = [f"--ignore={path}" for path in STATIC]  # of the sites: check_sites()
     passed = run([*PYTEST, "conformance", *ignored, "--rung=suite", f"--part={work}/parts", *others])
     return 0 if report(work, chosen.site) and passed else 1
 

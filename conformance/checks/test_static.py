@@ -201,6 +201,18 @@ def test_sources_tell_which_copy_was_read(check, site):
         warnings.warn(f"{site.name}: of when is the commit? `dated` should say: {', '.join(undated)} (F6)", stacklevel=1)
 
 
+# What a README calls the codes of the core's errors (X1 to X15).
+EXIT_CODES = dict(usage=2, preflight=3, rendezvous=4, snapshot=5, loss=6, rank=7, storage=8, stopped=75)
+
+
+@clause("F10")
+def test_the_readme_has_the_core_s_exit_codes(check, site):
+    text = " ".join((site.folder / "README.md").read_text().split())
+    lists = re.findall(r"(?:\d+ (?:a )?(?:\w+)(?: \w+){0,3}(?:, |\.|;)){5,}", text)
+    told = {name: int(code) for code, name in re.findall(r"(\d+) (?:a )?(\w+)", " ".join(lists)) if name in EXIT_CODES}
+    check.equal(exit_codes_in_README_md=(told, {name: code for name, code in EXIT_CODES.items() if name in told}))
+
+
 @clause("F7")
 def test_nothing_is_left_to_fill_in(check, site):
     left = [
@@ -331,6 +343,33 @@ def test_variables_under_one_address_are_facts_of_its_page(check, site):
     check.holds(*violations)
 
 
+# NAME=value, --option=value, --option value and -l key=value, in a fact, in a directive and in a script.
+VALUE = re.compile(
+    r"(?<![\w./$-])(--[a-z][a-z-]+(?=[= ]\"?\w)|[A-Z][A-Z0-9_]{3,}(?==)|(?<=-l )\w+(?==)|place(?==))[= ][\"']?([\w.:/,+-]+)"
+)
+
+
+@clause("J3")
+def test_values_are_those_of_the_sources(check, site):
+    """Of an option or variable for which facts have values, a script has one of these. What is to be edited is free."""
+    known: dict[str, set[str]] = {}
+    for name, value in VALUE.findall(
+        "\n".join(fact for source in site.toml.get("sources", []) for fact in source.get("facts", []))
+    ):
+        known.setdefault(name, set()).add(value)
+    violations = []
+    for script in map(Script, site.scripts):
+        told = [*script.directives, *script.flags, *((line, line.text) for line, _ in script.exports)]
+        for line, text in told:
+            if not any("# EDIT:" in above for above in line.paragraph):
+                violations += [
+                    at(script, line, f"have {name}={' or '.join(sorted(known[name]))}, as a fact of [[sources]] says")
+                    for name, value in VALUE.findall(text)
+                    if name in known and value not in known[name]
+                ]
+    check.holds(*dict.fromkeys(violations))
+
+
 @clause("J4")
 def test_what_is_to_be_edited_is_marked(check, site):
     violations = [
@@ -417,6 +456,8 @@ def test_a_stopped_job_comes_back(check, site):
             continue  # it has nothing to come back to
         options = {text.partition("=")[0]: text.partition("=")[2] for _, text in script.directives}
         check.equal(open_mode=(options.get("--open-mode"), "append"))
+        logs = [value for name, value in script.options.items() if name in ("output", "error", "o", "e")]
+        check.equal(logs_that_jobs_share=([log for log in logs if not re.search("%[jA]", log)], []))
         check.equal(**{option: (option in options, True) for option in ("--requeue", "--signal")})
         check.holds(*late(site, script, options["--signal"]))
 
@@ -470,7 +511,9 @@ def test_the_job_fits_the_node(check, site):
         check.equal(devices_without_a_rank=(max(0, node["devices"] - job["ranks_per_node"]), 0))
         if "gpus-per-node" in geometry or "gpus-per-task" in geometry:
             check.equal(devices_that_are_not_asked_for=(max(0, node["devices"] - devices), 0))
-        check.equal(gib_that_a_node_has_not=(max(0, round(memory(script, tasks, devices) - node["memory_gib"])), 0))
+        asked = memory(script, tasks, devices)
+        check.equal(gib_that_a_node_has_not=(max(0, round(asked - node["memory_gib"])), 0))
+        check.equal(less_than_half_of_the_memory=(0 < asked < node["memory_gib"] / 2, False))
 
 
 def memory(script: Script, tasks: int, devices: int) -> float:

@@ -1,17 +1,20 @@
 """A dry run: a site's own scripts, run here with stand-ins for the commands of its machine, which record each call.
 
     runs = DryRuns(site)                           of a conformance.harness.sites.Site
-    runs.install()                                 install.sh, without arguments
+    runs.install("--add", "h5py==3.14.0")          install.sh, with these flags
     runs.job(script, code=75, restarts=1)          a job script, whose ranks end with 75
+    runs.case(case, event="warning")               a choice of [[job.choices]], to whose ranks a signal comes
 
 Needs bash; neither ranks, torch, a scheduler nor root. Absolute paths that a script names, such as /tmp and /scratch, are moved
 into the dry run's folder. Where Linux has Landlock, nothing else can be written to.
 """
 
 import ctypes
+import itertools
 import marshal
 import os
 import re
+import shlex
 import shutil
 import signal
 import stat
@@ -27,19 +30,49 @@ from typing import Any
 from conformance.cluster import layer
 from conformance.cluster.shape import names_of
 from conformance.harness.shell import Script
-from conformance.harness.sites import Site
+from conformance.harness.sites import Case, Site
 
 COMMANDS = Path(__file__).with_name("dry_run_commands.py")
 USER, SECRET = "tester", "s3cr3t-of-the-user"
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD", "GITHUB_PAT", "SESSION_JWT", "AWS_CREDENTIALS", "NETRC", "NGC_AUTH")
 # What users pass to a job script: words with a space and a star must arrive as they are.
 ARGUMENTS = ("--epochs", "3", "--data-dir", "two words", "--note", "*")
+# A dry run. event: warning, stop, limit or cancelled, while it trains; progress: whether it trains a step; install: the
+# flags of install.sh, None where it has not run; beside: folders of another job; planted: `open` or `link`, and a path below
+# root/; shared: whether nodes are; modules_set: whether modules set what site.toml says; spare: whether there are nodes to
+# spare, and one is down.
+STANDARD: dict = dict(number="4242", restarts=0, code=0, all_ranks=False, event="", progress=True, shared=False, fails="")
+STANDARD |= dict(environ={}, options={}, edit={}, ntasks=0, arguments=ARGUMENTS, install=(), install_fails="", case=None)
+STANDARD |= dict(beside=(), planted=(), modules_set=True, spare=False)
+# What PBS says of the job: not what its directives say.
+OF_PBS = dict(queue="queue42", account="account42", walltime="01:42:00", place="scatter:excl", filesystems="home:of42")
 # Of absolute paths these stay as they are; all others are moved.
 KEPT = "usr|bin|sbin|lib|lib64|etc|proc|sys|dev/(?!shm)"
 ABSOLUTE = re.compile(rf"(?<![\w./:~}})\]*%$\\+-])/(?!(?:{KEPT})(?:/|\b))(?=(?:tmp|var/tmp|dev/shm)\b|[A-Za-z][\w.-]*/[\w$])")
 MODULE = 'module() { local said; said=$(module-call "$@") || return; eval "$said"; }; ml() { module load "$@"; }'
+# Of torchrun the parts that programs of a site call: it is a command of the dry run, and its ranks' exit code an error.
+ERRORS = """
+class ChildFailedError(Exception):
+    def get_first_failure(self):
+        code = self.args[0]
+        return 0, type("Failure", (), dict(exitcode=128 - code if code > 128 else code))
+"""
+TORCHRUN = """
+import subprocess, sys
+from .elastic.multiprocessing.errors import ChildFailedError
+def main(words=None):
+    code = subprocess.call(["torchrun", *(sys.argv[1:] if words is None else words)])
+    if code:
+        raise ChildFailedError(code)
+"""
+BOARD = "class SummaryWriter:\n    def __init__(self, folder): pass\n    add_text = add_scalar = close = lambda *values: None\n"
 PACKAGES = {
     "../torch/torch/__init__.py": "__version__ = '2.13.0'\nfrom . import cuda, version\n",
+    "../old-torch/torch/__init__.py": "__version__ = '2.4.0'\n",
+    "../torch/torch/distributed/run.py": TORCHRUN,
+    "../torch/torch/distributed/elastic/multiprocessing/__init__.py": "class SignalException(Exception): pass\n",
+    "../torch/torch/distributed/elastic/multiprocessing/errors.py": ERRORS,
+    "../torch/torch/utils/tensorboard.py": BOARD,
     "../torch/torch/version.py": "cuda = '13.0'\nhip = '7.1'\nxpu = '2026'\n",
     "../torch/torch/cuda.py": "def is_available(): return True\ndef device_count(): return 8\n",
     "mpi4py/__init__.py": "__version__ = '4.1.2'\nclass rc: initialize = finalize = True\n",
@@ -47,10 +80,16 @@ PACKAGES = {
     "safetensors/__init__.py": "__version__ = '0.5'\n",
     "safetensors/torch.py": "",
     "numpy/__init__.py": "__version__ = '2.0'\n",
-    "ddp_core/__init__.py": "__version__ = '0.2.0'\n",
+    "../core-of/ddp_core/__init__.py": "__version__ = '0.2.0'\n",
+    "horovod/__init__.py": "__version__ = '0.28.1'\n",
+    "horovod/torch.py": "def gloo_built(): return True\ndef nccl_built(): return True\n",
     # Python is known to scripts by the stand-in's name, and a library that is not there loads.
     "sitecustomize.py": "import ctypes, os, sys\nsys.executable = os.environ['DRY_RUN_PYTHON']\n"
-    "ctypes.CDLL = lambda *arguments, **options: None\n",
+    "ctypes.CDLL = lambda *arguments, **options: None\n"
+    "if os.environ['DRY_RUN_FAILS'] == 'old python':\n"
+    "    sys.version_info, sys.version = (3, 9, 0, 'final', 0), '3.9.0 ' + sys.version.partition(' ')[2]\n"
+    "prefix = os.path.dirname(os.path.dirname(sys.executable))\n"
+    "sys.prefix = prefix if os.path.exists(f'{prefix}/bin/activate') else sys.prefix\n",
 }
 
 
@@ -66,6 +105,7 @@ class Call:
     began: int
     ended: int | None = None
     code: int | None = None
+    notes: dict = field(default_factory=dict)  # constraints: the text of pip's; signals: those that a rank has heard
 
     @property
     def rank(self) -> int | None:
@@ -85,6 +125,7 @@ class DryRun:
     output: str
     calls: list[Call]
     changed: list[str]  # files outside the site's folder, or existing files of it, that were made, changed or removed
+    made: list[str] = field(default_factory=list)  # what is new in the site's folder
     read: list[str] = field(default_factory=list)  # the files whose lines bash ran, when it was traced
 
     @property
@@ -109,6 +150,76 @@ def program(call: Call) -> int:
     if place is None or not call.command.startswith("python"):
         return 0
     return place + 1 if Path(words[place]).name.startswith("train") else 0
+
+
+# What install.sh is given for a flag with a value, by the word that stands for it in its --help.
+PASSED = dict(PACKAGE="h5py==3.14.0", WHAT="../../core", SPEC="torch==2.12.0", URL="https://download.pytorch.org/whl/of42")
+PASSED |= dict(PREFIX="/elsewhere/a prefix", IMAGE=f"docker://registry/pytorch@sha256:{'0' * 64}")
+
+
+def flags_of(dry: "DryRuns") -> list[tuple[str, str]]:
+    """The flags of install.sh that its --help shows, each with the word that stands for its value; "" for none of either."""
+    usage = next((line for line in dry.install("--help").output.splitlines() if "./install.sh [" in line), "")
+    return re.findall(r"\[(--[\w-]+)? ?([A-Z]+)?\]", usage)
+
+
+def made_by(install: DryRun) -> list[str]:
+    """The environments that install.sh has made."""
+    found = []
+    for call in install.calls:
+        if call.words[:2] == ["-m", "venv"]:
+            found.append(os.path.join(call.folder, call.words[-1]))
+        if call.command in ("conda", "mamba", "micromamba") and call.words[:1] == ["create"]:
+            found += [os.path.join(call.folder, value) for value in values_of(call.words, "-p", "--prefix")]
+    return found
+
+
+def values_of(words: list[str], *flags: str) -> list[str]:
+    found = [word.partition("=")[2] for word in words if word.partition("=")[0] in flags and "=" in word]
+    return found + [value for flag, value in itertools.pairwise(words) if flag in flags]
+
+
+def removed(dry: "DryRuns", run: DryRun, own: list[Path]) -> list[str]:
+    """What rm was given that is not below, or one of, these; $TMPDIR/tmp.* is mktemp's."""
+    found = []
+    for call in run.called("rm"):
+        for word in [word for word in call.words if not word.startswith("-")]:
+            path = Path(os.path.normpath(Path(call.folder, word)))
+            temporary = path.parent == dry.top / "root/tmp" and path.name.startswith("tmp.")
+            if temporary or any(path.is_relative_to(each) for each in own if each != dry.folder / "runs"):
+                continue
+            if (
+                path.is_relative_to(dry.folder)
+                and not (dry.pristine / path.relative_to(dry.folder.parent)).exists()
+                and path != dry.folder
+            ):
+                continue  # a file beside the scripts that no copier brought
+            if run.shape["number"] in path.name or re.search(rf"/[^/]*{run.shape['number']}[^/]*/", f"{path}/"):
+                continue
+            found.append(f"{run.script} removes {dry.shown(str(path)) or word}, but should remove only what it made")
+    return found
+
+
+def ending(dry: "DryRuns", run: DryRun) -> str:
+    """How it ended, in the words of a message."""
+    lines = [line for line in dry.shown(run.output).strip().splitlines() if line.strip()]
+    return f"{run.script}: exit code {run.code} ({lines[-1][-160:] if lines else 'it prints nothing'})"
+
+
+def arguments(call: Call) -> list[str]:
+    return call.words[program(call) :]
+
+
+def trains(site: Site) -> list[Path]:
+    """The job scripts that train."""
+    return [script for script in site.job_scripts if site.job(script).get("trains", True)]
+
+
+def new_starts(run: DryRun) -> list[Call]:
+    """What makes a job start again, or another one in its place."""
+    return [call for call in run.called("sbatch", "qsub", "qalter") if "--version" not in call.words] + [
+        call for call in run.called("scontrol") if call.words[:1] in (["requeue"], ["requeuehold"])
+    ]
 
 
 class DryRuns:
@@ -140,8 +251,10 @@ class DryRuns:
         for name, text in PACKAGES.items():
             (top / "packages" / name).parent.mkdir(parents=True, exist_ok=True)
             (top / "packages" / name).write_text(text)
+        (old := top / "old-torch/torch-2.4.0.dist-info").mkdir()
+        (old / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.4.0\n")
         for name, version in dict(torch="2.13.0", ddp_core="0.2.0", mpi4py="4.1.2", safetensors="0.5", numpy="2.0").items():
-            info = top / ("torch" if name == "torch" else "packages") / f"{name}-{version}.dist-info"
+            info = top / dict(torch="torch", ddp_core="core-of").get(name, "packages") / f"{name}-{version}.dist-info"
             info.mkdir(parents=True)
             (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
         if image := layer.image_file(self.site):
@@ -154,6 +267,8 @@ class DryRuns:
         for path in [self.folder / script.relative_to(self.site.folder) for script in self.site.scripts]:
             if path.is_file():
                 path.write_bytes(ABSOLUTE.sub(f"{top}/root/", path.read_bytes().decode()).encode())
+        # A login shell sets PATH anew, and may know a module command of this machine.
+        (top / "home/.bash_profile").write_text(f"PATH={top}/bin:/usr/bin:/bin\nunset BASH_ENV\n{MODULE}\n")
         # What nobody's script may touch.
         for name in ("home/.bashrc", "root/tmp/of-somebody-else/file", f"sites/{self.folder.name}/mine.py", "sites/other/file"):
             (top / name).parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +276,12 @@ class DryRuns:
         snapshot = self.folder / "runs/of-another-job/snapshot.safetensors"
         snapshot.parent.mkdir(parents=True)
         snapshot.write_text("somebody's own\n")
+        # A node's own disk, where the machine gives each user a folder.
+        for script in self.site.scripts:
+            for place in re.findall(r"(?<![\w.}$])((?:/\w+)+)/\$\{?USER\b", script.read_text()):
+                (top / f"root{place}" / USER).mkdir(parents=True, exist_ok=True)
         self.pristine = self._keep("pristine")
+        self.installed: dict = {}
 
     @property
     def python(self) -> str:
@@ -180,37 +300,58 @@ class DryRuns:
 
     # ---- scripts that are run -----------------------------------------------------------------------------------------
 
-    def install(self) -> DryRun:
-        """install.sh; what it leaves is there for the job scripts."""
-        if "install" not in self.made:
+    def install(self, *flags: str, fails: str = "", planted: str = "", case: Case | None = None) -> DryRun:
+        """install.sh. fails: the command that does not succeed; planted: a folder with somebody's file, where it installs."""
+        key = ("install", *flags, fails, planted, case and case.name)
+        if key not in self.made:
             self._restore(self.pristine)
-            self.made["install"] = self._run("install.sh", [str(self.folder / "install.sh")], self.folder, {}, dict(code=0))
-            self.installed = self._keep("installed")
-        return self.made["install"]
+            self._edit(case)
+            if planted:
+                (self.top / planted).mkdir(parents=True)
+                (self.top / planted / "mine").write_text("somebody's own\n")
+            moved = [f"{self.top}/root{flag}" if flag.startswith("/") else flag for flag in flags]
+            words = [str(self.folder / "install.sh"), *moved]
+            self.made[key] = self._run("install.sh", words, self.folder, {}, STANDARD | dict(fails=fails))
+            self.installed[key] = self._keep(f"installed-{len(self.installed)}")
+        return self.made[key]
+
+    def _edit(self, case: Case | None) -> None:
+        if case:
+            script = self.folder / case.script
+            script.write_text(case.edited(script.read_text()))
 
     def job(self, script: Path, **shape) -> DryRun:
-        """A job script. shape: number, restarts, code (of the ranks), nodes, all_ranks (else only rank 0 runs), planted.
-
-        planted: `open` or `link`, and a path below root/: what somebody else has made there before.
-        """
-        key = (script.name, *sorted(shape.items()))
+        """A job script. shape: what differs from STANDARD; nodes, those of [job]."""
+        key = (script.name, repr(sorted(shape.items())))
         if key not in self.made:
-            self.install()
-            self._restore(self.installed)
-            told = dict(number="4242", restarts=0, code=0, nodes=self.site.job(script)["nodes"], all_ranks=False)
-            told |= shape
+            told = STANDARD | dict(nodes=self.site.job(script)["nodes"]) | shape
+            case, flags = told.pop("case"), told["install"]
+            if flags is None:
+                self._restore(self.pristine)
+            else:
+                anew = dict(case=case) if case and case.install is not None else {}
+                flags = [*flags, *shlex.split(case.install or "")] if case else flags
+                self.install(*flags, fails=told["install_fails"], **anew)
+                self._restore(self.installed["install", *flags, told["install_fails"], "", (anew and case.name) or None])
+            self._edit(None if flags is not None and anew else case)  # what was installed for it is edited already
+            for path in told["beside"]:
+                (self.top / path).mkdir(parents=True, exist_ok=True)
+                (self.top / path / "file").write_text("another job's\n")
             slurm = self.site.toml["scheduler"] == "slurm"
             copy = self.top / "spool" / script.name
-            shutil.copy(self.folder / script.name, copy)
-            environ = self._of_slurm(script, told) if slurm else self._of_pbs(script, told)
-            words = [str(copy), *(ARGUMENTS if slurm else [])]
-            with self._planted(*told.get("planted", ())):
+            text = (self.folder / script.name).read_text()
+            for old, new in told["edit"].items():
+                text = text.replace(f"\n{old}\n", f"\n{new}\n")
+            copy.write_text(text)
+            environ = (self._of_slurm(script, told) if slurm else self._of_pbs(script, told)) | told["environ"]
+            words = [str(copy), *(told["arguments"] if slurm else [])]
+            with self._planted(*told["planted"]):
                 self.made[key] = self._run(script.name, words, self.folder if slurm else self.top / "home", environ, told)
         return self.made[key]
 
     @contextmanager
     def _planted(self, kind: str = "", path: str = ""):
-        """A folder that everybody may write to, or a link to one that is as it should be."""
+        """What somebody else has made: a folder that everybody may write to, or a link to one that is as it should be."""
         place, other = self.top / "root" / path, self.top / "root/tmp/of-somebody-else/folder"
         if kind:
             shutil.rmtree(place, ignore_errors=True)
@@ -227,22 +368,52 @@ class DryRuns:
         elif kind:
             shutil.rmtree(place, ignore_errors=True)  # the job may have removed it
 
+    def command(self, script: Path, line: str) -> DryRun:
+        """A command with a script in it, as a user types it in an allocation, in the site's folder; ARGUMENTS follow it."""
+        self.install()
+        self._restore(self.installed["install", "", "", None])
+        job = self.site.job_scripts[0]
+        environ = self._of_slurm(job, STANDARD | dict(nodes=1)) if self.site.toml["scheduler"] == "slurm" else {}
+        return self._run(
+            script.name, ["-c", f'{line} "$@"', script.name, *ARGUMENTS], self.folder, environ, STANDARD | dict(nodes=1)
+        )
+
+    def case(self, case: Case, **shape) -> DryRun:
+        """A choice that a job script marks."""
+        script = self.site.folder / case.script
+        if case.name == case.script:
+            return self.job(script, **shape)
+        told, environ = words_of(case.options), dict(case.environment)
+        environ |= dict(pair.split("=", 1) for pair in told.pop("v", "").split(",") if pair)
+        nodes = int((re.search(r"select=(\d+)", case.options) or ["", told.get("nodes", case.nodes)])[1])
+        shape = (
+            dict(nodes=nodes, spare=nodes > case.nodes) | shape | dict(environ=environ | shape.get("environ", {}), options=told)
+        )
+        return self.job(script, case=case, **shape)
+
     def hosts(self, nodes: int) -> list[str]:
         return names_of(self.site, nodes)
 
     def _of_slurm(self, script: Path, told: dict) -> dict[str, str]:
         """What a batch script finds in its environment. https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES"""
-        options = Script(script).options
+        options = Script(script).options | told["options"]
         each, nodes = int(options.get("ntasks-per-node", self.site.job(script).get("tasks_per_node", 1))), told["nodes"]
         hosts = ",".join(self.hosts(nodes))
-        own = dict(JOB_ID=told["number"], JOBID=told["number"], JOB_NUM_NODES=nodes, NNODES=nodes, NTASKS=each * nodes)
+        own = dict(JOB_ID=told["number"], JOBID=told["number"], JOB_NUM_NODES=nodes, NNODES=nodes)
         own |= dict(
-            NTASKS_PER_NODE=each, TASKS_PER_NODE=f"{each}(x{nodes})" if nodes > 1 else each, PROCID=0, LOCALID=0, NODEID=0
+            NTASKS=told["ntasks"] or each * nodes,
+            NTASKS_PER_NODE=each,
+            TASKS_PER_NODE=f"{each}(x{nodes})" if nodes > 1 else each,
+            PROCID=0,
+            LOCALID=0,
+            NODEID=0,
         )
         own |= dict(JOB_NODELIST=hosts, NODELIST=hosts, SUBMIT_DIR=self.folder, JOB_NAME="train", EXPORT_ENV="NONE")
         own |= dict(JOB_PARTITION=options.get("partition", "batch"), JOB_QOS=options.get("qos", "normal"))
         own |= dict(
-            JOB_ACCOUNT=options.get("account", "account"), NPROCS=each * nodes, CPUS_ON_NODE=self.site.toml["node"]["cores"]
+            JOB_ACCOUNT=options.get("account", "account"),
+            NPROCS=told["ntasks"] or each * nodes,
+            CPUS_ON_NODE=self.site.toml["node"]["cores"],
         )
         for name, variable in {
             "cpus-per-task": "CPUS_PER_TASK",
@@ -258,40 +429,45 @@ class DryRuns:
         nodefile = self.top / "spool/nodes"
         nodefile.write_text("".join(f"{host}{'.' if domain else ''}{domain}\n" for host in self.hosts(told["nodes"])))
         environ = dict(PBS_JOBID=f"{told['number']}.server", PBS_O_WORKDIR=str(self.folder), PBS_NODEFILE=str(nodefile))
-        environ |= dict(PBS_ENVIRONMENT="PBS_BATCH", PBS_JOBNAME="train", PBS_O_QUEUE="workq", PBS_QUEUE="workq")
+        environ |= dict(PBS_ENVIRONMENT="PBS_BATCH", PBS_JOBNAME="train", PBS_QUEUE="workq")
         # No word of PBS's variable can have a space in it; a newline is as good as one.
-        environ |= dict(TRAIN_ARGS="\n".join(word for word in ARGUMENTS if " " not in word))
+        environ |= dict(
+            PBS_O_QUEUE=OF_PBS["queue"], TRAIN_ARGS="\n".join(word for word in told["arguments"] if " " not in word)
+        )
         restarts = self.site.toml["job"].get("restarts")
         return environ | ({restarts: str(told["restarts"])} if restarts and told["restarts"] else {})
 
     def _run(self, name: str, words: list[str], folder: Path, environ: dict[str, str], told: dict) -> DryRun:
         site, node = self.site, self.site.toml["node"]
-        software = site.toml.get("software", {})
-        facts = dict(
-            job=told.get("number", ""), restarts=told.get("restarts", 0), code=told["code"], nodes=told.get("nodes", 1)
-        )
+        software, nodes = site.toml.get("software", {}), told.get("nodes", 1)
+        facts = {name: told[name] for name in ("restarts", "code", "all_ranks", "event", "progress", "shared", "fails")}
+        facts |= dict(job=told["number"], nodes=nodes, hosts=self.hosts(max(2, nodes)), python=self.python, suite=os.getpid())
         facts |= dict(
-            hosts=self.hosts(max(2, told.get("nodes", 1))), all_ranks=told.get("all_ranks", False), python=self.python
+            scheduler=site.toml["scheduler"],
+            launcher=site.toml["launcher"],
+            launcher_environment=dict(site.launches[0].templates),
         )
-        facts |= dict(launcher=site.toml["launcher"], launcher_environment=dict(site.launches[0].templates))
         facts |= dict(ranks_per_node=site.toml["job"]["ranks_per_node"], devices=node["devices"], interfaces=node["interfaces"])
-        facts |= dict(devices_visible=node["devices_visible_to_a_rank"], image=software.get("image", ""))
-        facts |= dict(device_environment=node.get("device_environment", ""))
+        facts |= dict(image=software.get("image", ""), device_environment=node.get("device_environment", ""))
+        facts |= dict(stop=site.toml.get("stop", "").format(job=told["number"], number=told["number"]))
+        limit = "00:01:10" if told["event"] == "limit" else OF_PBS["walltime"]  # and 10 s of it are used
+        own_of_pbs = {"Job_Name": "train", "Account_Name": OF_PBS["account"], "Resource_List.walltime": limit}
+        own_of_pbs |= {"Resource_List.select": nodes, "Resource_List.place": OF_PBS["place"]}
+        facts |= dict(of_pbs=own_of_pbs | {"Resource_List.filesystems": OF_PBS["filesystems"]})
+        facts |= dict(down=self.hosts(2)[1] if told["spare"] else "")
         # PyTorch comes with a module or an image, or else by install.sh.
-        brought = "torch" in layer.provided(site)
-        facts |= dict(
-            torch=brought or "image" in software,
-            modules={module: set_by(site, module) for module in software.get("modules", [])},
-        )
-        (self.top / "facts").write_bytes(marshal.dumps(facts))
+        facts |= dict(torch="torch" in layer.provided(site) or "image" in software)
+        sets = {module: set_by(site, module) if told["modules_set"] else {} for module in software.get("modules", [])}
+        (self.top / "facts").write_bytes(marshal.dumps(facts | dict(modules=sets)))
         own = dict(
             DRY_RUN=str(self.top), PATH=f"{self.top}/bin:/usr/bin:/bin", HOME=str(self.top / "home"), USER=USER, LOGNAME=USER
         )
         own |= dict(LANG="C.UTF-8", TERM="dumb", HOSTNAME=facts["hosts"][0], TMPDIR=f"{self.top}/root/tmp") | environ
         own |= dict(HTTPS_PROXY=f"http://{USER}:{SECRET}@proxy:3128/", all_proxy=f"http://{USER}:{SECRET}@proxy:3128/")
-        own |= dict.fromkeys(SECRETS, SECRET) | {
-            "BASH_FUNC_module%%": f"() {{ {MODULE.partition('{')[2].rpartition('; ml()')[0]}"
-        }
+        own |= dict.fromkeys(SECRETS, SECRET)
+        # A job has no module command, unless its script is a login shell's; who installs has one.
+        if name == "install.sh" or re.match(r"#!.*\s(-l|--login)\b", (self.folder / name).read_text()):
+            own["BASH_FUNC_module%%"] = f"() {{ {MODULE.partition('{')[2].rpartition('; ml()')[0]}"
         if told["code"] == 75 or name == "install.sh":
             (self.top / "trace.sh").write_text(
                 f"PS4='+ ${{BASH_SOURCE:-$0}} '\nexec {{BASH_XTRACEFD}}>>{self.top}/calls/trace\nset -x\n"
@@ -302,6 +478,7 @@ class DryRuns:
         after = self._files()
         changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
         mine = f"sites/{self.folder.name}/"
+        made = {path.removeprefix(mine).partition("/")[0] for path in after.keys() - before.keys() if path.startswith(mine)}
         changed = [path for path in changed if not (path.startswith(mine) and path not in before)]
         calls = [
             marshal.loads(path.read_bytes())  # noqa: S302
@@ -311,7 +488,9 @@ class DryRuns:
         lines = trace.read_text(errors="replace").splitlines() if trace.exists() else []
         read = sorted({match[1] for line in lines if (match := re.match(r"\++ (\S+) \S", line))})
         output = output.replace(f"{self.top}/root/", "/").replace(str(self.top), "")
-        return DryRun(name, facts["launcher"], told, code, output, [Call(**call) for call in calls], changed, read)
+        return DryRun(
+            name, facts["launcher"], told, code, output, [Call(**call) for call in calls], changed, sorted(made), read
+        )
 
     def _start(self, command: list[str], folder: Path, environ: dict[str, str]) -> tuple[int, str]:
         pipe: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -329,7 +508,7 @@ class DryRuns:
         """What is below the folders that a script may write to."""
         found = {}
         for below in ("home", "root", "sites"):
-            for path in (self.top / below).rglob("*"):
+            for path in (path for path in (self.top / below).rglob("*") if not path.name.startswith(".has-")):
                 facts = path.lstat()
                 found[str(path.relative_to(self.top))] = (
                     None if stat.S_ISDIR(facts.st_mode) else (facts.st_size, facts.st_mtime_ns)
@@ -359,6 +538,16 @@ def confine(folder: Path) -> None:
         system.syscall(add, rules, 1, beneath, 0)
     system.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     system.syscall(restrict, rules, 0)
+
+
+def words_of(options: str) -> dict[str, str]:
+    """Options of a scheduler's command by name, without dashes; `-v A=1` has the name v."""
+    words, found = shlex.split(options), {}
+    for word, value in itertools.pairwise([*words, ""]):
+        if word.startswith("-"):
+            name, equals, own = word.lstrip("-").partition("=")
+            found[name] = own if equals else value
+    return found
 
 
 def set_by(site: Site, module: str) -> dict[str, str]:

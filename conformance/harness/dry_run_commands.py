@@ -5,6 +5,7 @@ Each call leaves one file in $DRY_RUN/calls: its words, directory, environment, 
 """
 
 # Some hundred of these run in a test: what takes Python long to import is imported where it is needed.
+import _signal  # type: ignore[import-not-found]  # signal takes longer to import than all else here
 import marshal
 import os
 import sys
@@ -14,11 +15,16 @@ TOP = os.environ["DRY_RUN"]
 with open(f"{TOP}/facts", "rb") as file:
     FACTS = marshal.load(file)  # noqa: S302
 COMMANDS = """
-srun mpiexec mpirun aprun scontrol squeue sacct sinfo sbatch scancel sbcast qsub qstat qdel qsig qalter pbsnodes
+srun mpiexec mpirun aprun torchrun scontrol squeue sacct sinfo sbatch scancel sbcast qsub qstat qdel qsig qalter pbsnodes
 python python3 python3.11 python3.12 pip pip3 uv conda mamba micromamba conda-pack conda-unpack
 singularity apptainer shifter shifterimg podman-hpc enroot
-hostname getent ip sleep rm mktemp curl wget git mksquashfs cc CC make nvidia-smi rocm-smi xpu-smi nvcc crayenv module-call
+hostname getent ip sleep rm mktemp curl wget git mksquashfs cc CC g++ cmake make nvidia-smi rocm-smi xpu-smi nvcc crayenv
+module-call
 """
+USR1, TERM, KILL = 10, 15, 9
+NOTES: dict = {}  # what this call has seen, for its record
+PATIENCE = 5.0  # seconds for which a rank waits for a signal
+MOST_LAUNCHES = 12  # a job that launches more often has no bound
 MINIMAL = ("SLURM", "DRY_RUN", "HOME", "USER")  # of the environment what `srun --export=NONE` leaves
 
 
@@ -29,7 +35,10 @@ def write(path: str, facts: dict) -> None:
 
 
 def runs(*words: str, environment: dict[str, str] | None = None) -> int:
-    """The exit code of a command, as a shell has it."""
+    """The exit code of a command, as a shell has it. Signals are the command's to take, unless they are ignored here."""
+    for number in (USR1, TERM):
+        if _signal.getsignal(number) == _signal.SIG_DFL:
+            _signal.signal(number, lambda *_: None)
     try:
         process = os.posix_spawn(which(words[0]) or words[0], words, environment or os.environ)
     except OSError as error:
@@ -82,6 +91,11 @@ def launch(name: str, words: list[str]) -> int:
     if not command:
         print(f"{name}: no command among {words}", file=sys.stderr)
         return 1
+    if file := first(flags, "--hostfile", "-hostfile", "-f"):
+        with open(file) as hosts:
+            NOTES["hosts"] = [host.partition(".")[0] for host in hosts.read().split()]
+    if launches() > MOST_LAUNCHES:
+        os.kill(job_script(), KILL)
     each = first(flags, "--ntasks-per-node", "--ppn", "-ppn", "--npernode", "-N" if name != "srun" else "")
     total = first(flags, "--ntasks", "-n", "-np", "--np")
     if name == "srun":
@@ -89,34 +103,51 @@ def launch(name: str, words: list[str]) -> int:
         total = total or (str(int(each) * nodes) if each else own("SLURM_NTASKS", "1"))
     elif name not in ("mpiexec", "mpirun", "aprun"):
         total = total or str(FACTS["ranks_per_node"] * nodes)
-    total = total or str(int(each or 1) * nodes)
-    per_node = int(each) if each else -(-int(total) // nodes)
-    nodes = -(-int(total) // per_node)
+    count = int(total or int(each or 1) * nodes)
+    nodes = -(-count // int(each)) if each else min(nodes, count)
+    # In blocks: of three ranks on two nodes, the first has two.
+    sizes = [min(int(each), count - node * int(each)) if each else (count + nodes - 1 - node) // nodes for node in range(nodes)]
+    places = [(node, local) for node, size in enumerate(sizes) for local in range(size)]
+    os.environ["DRY_RUN_LAUNCHER"] = str(os.getpid())
     codes = []
-    for rank in range(int(total) if FACTS["all_ranks"] else 1):
-        environ = told_by(name, rank, int(total), per_node, nodes, flags)
-        environ |= dict(DRY_RUN_NODE=str(rank // per_node), DRY_RUN_RANK=str(rank), DRY_RUN_RANKS=total)
-        environ |= dict(DRY_RUN_PER_NODE=str(per_node), DRY_RUN_NODES=str(nodes))
-        codes.append(runs(*command, environment=environ))
+    for rank in range(count if FACTS["all_ranks"] else 1):
+        environ = told_by(name, rank, places[rank], sizes, flags)
+        codes.append(runs(*command, environment=environ | placed(rank, count, places[rank], sizes)))
     return max(codes)
 
 
-def told_by(name: str, rank: int, total: int, per_node: int, nodes: int, flags: dict[str, str]) -> dict[str, str]:
+def placed(rank: int, count: int, place: tuple[int, int], sizes: list[int]) -> dict[str, str]:
+    node, local = place
+    facts = dict(RANK=rank, RANKS=count, NODE=node, LOCAL=local, PER_NODE=sizes[node], NODES=len(sizes))
+    return {f"DRY_RUN_{name}": str(value) for name, value in facts.items()}
+
+
+def launches() -> int:
+    """The launches of this run, this one among them."""
+    with open(f"{TOP}/calls/launches", "a") as file:
+        file.write(".")
+        return file.tell()
+
+
+def told_by(name: str, rank: int, place: tuple[int, int], sizes: list[int], flags: dict[str, str]) -> dict[str, str]:
+    """The environment of a rank. sizes: the ranks of each node."""
     environ = dict(os.environ)
-    local, node = rank % per_node, rank // per_node
+    (node, local), nodes, total = place, len(sizes), sum(sizes)
+    per_node = sizes[node]
     if name == "srun":
         if first(flags, "--export", default=environ.get("SLURM_EXPORT_ENV", "ALL")).startswith("NONE"):
             environ = {key: value for key, value in environ.items() if key.startswith(MINIMAL)} | dict(PATH="/usr/bin:/bin")
-        shape = f"{per_node}(x{nodes})" if nodes > 1 else f"{per_node}"
+        even = {*sizes} == {per_node}
+        shape = ",".join(map(str, sizes)) if not even else f"{per_node}(x{nodes})" if nodes > 1 else f"{per_node}"
         own: dict[str, int | str] = dict(PROCID=rank, LOCALID=local, NODEID=node, STEP_ID=0)
         own |= dict(STEP_NUM_TASKS=total, NTASKS=total, NPROCS=total)
         own |= dict(STEP_NUM_NODES=nodes, STEP_TASKS_PER_NODE=shape, TASKS_PER_NODE=shape, STEPID=0)
         environ |= {f"SLURM_{key}": str(value) for key, value in own.items()}
         environ["SLURMD_NODENAME"] = FACTS["hosts"][node]
         if variable := FACTS["device_environment"]:
-            seen = FACTS["devices"] if "--gpus-per-task" not in flags else int(first(flags, "--gpus-per-task") or 1)
-            if "--gpu-bind" in flags and FACTS["devices_visible"] < FACTS["devices"]:
-                seen = FACTS["devices_visible"]
+            # Bound to some, or to one that is the rank's own; otherwise a rank sees all. srun --help
+            bind = flags.get("--gpu-bind", "per_task" if "--gpus-per-task" in flags else "none")
+            seen = FACTS["devices"] if bind == "none" else int(first(flags, "--gpus-per-task") or 1)
             environ[variable] = ",".join(map(str, range(seen)))
     elif name in ("mpiexec", "mpirun", "aprun"):
         own = dict(RANKID=rank, LOCAL_RANKID=local, LOCAL_SIZE=per_node, NODEID=node)
@@ -130,6 +161,30 @@ def told_by(name: str, rank: int, total: int, per_node: int, nodes: int, flags: 
         told = {key: template.format(**values) for key, template in FACTS["launcher_environment"].items()}
         environ = told | {key: value for key, value in environ.items() if key not in told or "{master_" in told_as(key)}
     return environ
+
+
+def torchrun(name: str, words: list[str]) -> int:
+    """One on each node, which starts the ranks of that node in turn."""
+    flags, command = split(words)
+    size = int(first(flags, "--nproc-per-node", "--nproc_per_node", default="1"))
+    nodes = int(first(flags, "--nnodes", default="1").rpartition(":")[2])
+    node, sizes = int(os.environ.get("DRY_RUN_NODE", "0")), [size] * nodes
+    host, _, port = first(flags, "--rdzv-endpoint", "--rdzv_endpoint", default="localhost:29400").rpartition(":")
+    own: dict[str, object] = dict(
+        WORLD_SIZE=size * nodes, LOCAL_WORLD_SIZE=size, GROUP_RANK=node, MASTER_ADDR=host, MASTER_PORT=port
+    )
+    own |= dict(TORCHELASTIC_RUN_ID=first(flags, "--rdzv-id", "--rdzv_id"), TORCHELASTIC_RESTART_COUNT=0)
+    own |= dict(TORCHELASTIC_USE_AGENT_STORE=True)
+    command = command if "--no-python" in flags else ["python", *command]
+    codes = []
+    for local in range(size if FACTS["all_ranks"] else 1):
+        told = (
+            own
+            | dict(RANK=node * size + local, LOCAL_RANK=local)
+            | placed(node * size + local, size * nodes, (node, local), sizes)
+        )
+        codes.append(runs(*command, environment=os.environ | {key: str(value) for key, value in told.items()}))
+    return max(codes)
 
 
 def told_as(variable: str) -> str:
@@ -151,7 +206,10 @@ def python(name: str, words: list[str]) -> int:
     if not os.path.isfile(program):
         print(f"{name}: can't open file {rest[0]!r}: [Errno 2] No such file or directory", file=sys.stderr)
         return 2
-    return train(rest[1:]) if "DRY_RUN_RANK" in os.environ and os.path.basename(program).startswith("train") else 0
+    if os.path.basename(program).startswith("train"):
+        return train(rest[1:]) if "DRY_RUN_RANK" in os.environ else 0
+    # A program of the site's that is no training: torchrun's agent, a writer of metrics.
+    return real(words) if os.path.realpath(program).startswith(f"{TOP}/sites/") and program.endswith(".py") else 0
 
 
 def run_module(module: str, arguments: list[str]) -> int:
@@ -165,9 +223,17 @@ def run_module(module: str, arguments: list[str]) -> int:
 
 
 def real(words: list[str]) -> int:
-    """This machine's Python, for which there is a torch with nothing in it."""
-    packages = f"{TOP}/packages:{TOP}/torch" if FACTS["torch"] or os.path.exists(f"{TOP}/has-torch") else f"{TOP}/packages"
-    own = dict(PYTHONPATH=packages, PYTHONDONTWRITEBYTECODE="1", DRY_RUN_PYTHON=sys.argv[1])
+    """This machine's Python. What was installed is there, with nothing in it."""
+    there = {"old-torch": FACTS["fails"] == "old torch"} | dict(
+        torch=FACTS["torch"] or os.path.exists(f"{TOP}/sites/.has-torch")
+    )
+    there |= {"core-of": os.path.exists(f"{TOP}/sites/.has-core"), "packages": True}
+    own = dict(
+        PYTHONPATH=":".join(f"{TOP}/{name}" for name, is_there in there.items() if is_there),
+        PYTHONDONTWRITEBYTECODE="1",
+        DRY_RUN_PYTHON=sys.argv[1],
+        DRY_RUN_FAILS=FACTS["fails"],
+    )
     return runs(FACTS["python"], *words, environment=os.environ | own)
 
 
@@ -197,21 +263,121 @@ def run_dir(arguments: list[str]) -> str:
 def train(arguments: list[str]) -> int:
     """A rank that trains: rank 0 writes what a job script may read, and all end with the code that the dry run asks for."""
     code = int(FACTS["code"])
+    with open("/proc/self/status") as file:
+        NOTES["ignored"] = int(file.read().partition("SigIgn:")[2].split()[0], 16)
     if os.environ["DRY_RUN_RANK"] == "0":
-        folder = run_dir(arguments)
+        if FACTS["event"] and not heard(FACTS["event"]):
+            code = 1
+        folder, began = run_dir(arguments), 0 if FACTS["progress"] else 5
         os.makedirs(folder, exist_ok=True)
         with open(f"{folder}/run.jsonl", "a") as file:
-            file.write('{"kind":"start","step":0,"epoch":0}\n')
+            file.write(f'{{"kind":"start","step":{began},"epoch":{began and 1}}}\n')
             file.write(f'{{"kind":"end","exit_code":{code},"step":5,"epoch":1}}\n')
     return code
 
 
+def heard(event: str) -> bool:
+    """Whether a signal reaches this rank when the event happens: a warning to all ranks, a user's stop, the limit."""
+    signals: list[int] = []
+    for number in (USR1, TERM):
+        _signal.signal(number, lambda got, _: signals.append(got))
+    if event == "warning":  # to every process of the ranks; and a program that runs beside them shall bear it, too
+        beside = [process for process in below(job_script()) if is_program(process)]
+        for process in {*below(int(os.environ["DRY_RUN_LAUNCHER"])), *beside}:
+            os.kill(process, USR1)
+    elif event == "cancelled":  # by scancel to the ranks, and here to the script, too; by qdel to the script
+        slurm = FACTS["scheduler"] == "slurm"
+        for process in [job_script(), *(below(int(os.environ["DRY_RUN_LAUNCHER"])) if slurm else [])]:
+            os.kill(process, TERM)
+    elif event == "stop":
+        os.system(FACTS["stop"])
+    until = time.monotonic() + PATIENCE
+    while not signals and time.monotonic() < until:
+        time.sleep(0.02)
+    time.sleep(0.1 if event == "warning" else 0)  # the others have to die, too
+    NOTES.update(signals=signals)
+    return bool(signals)
+
+
+def parent(process: int | str) -> int:
+    with open(f"/proc/{process}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+
+def job_script() -> int:
+    """The process of the script that this dry run has started."""
+    process = os.getpid()
+    while (above := parent(process)) not in (FACTS["suite"], 1, 0):
+        process = above
+    return process
+
+
+def below(process: int) -> list[int]:
+    """The processes that this one has started, and these."""
+    found, parents = [process], {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                parents[int(name)] = parent(name)
+            except OSError:  # it has ended
+                continue
+    for each in found:
+        found += [child for child, above in parents.items() if above == each]
+    return found[1:]
+
+
+def is_program(process: int) -> bool:
+    """Whether it is a Python program of the site."""
+    try:
+        with open(f"/proc/{process}/cmdline") as file:
+            words = file.read().split("\0")
+    except OSError:
+        return False
+    return "commands.py" not in " ".join(words) and any(word.endswith(".py") for word in words[1:3])
+
+
+def leave(folder: str) -> None:
+    """What a command leaves where it was not told to leave it somewhere else, or nowhere."""
+    os.makedirs(folder, exist_ok=True)
+    open(f"{folder}/left-by-{os.path.basename(sys.argv[1])}", "a").close()
+
+
 def pip(name: str, words: list[str]) -> int:
+    own = os.environ.get
     if words[:1] == ["list"] or words[:1] == ["freeze"] or "list" in words[:3]:
         print("torch==2.13.0")
-    if "install" in words and any(word.startswith("torch") for word in words):
-        open(f"{TOP}/has-torch", "w").close()
+    if "install" in words or "download" in words:
+        if FACTS["fails"] == "pip":
+            print("ERROR: Could not find a version that satisfies the requirement", file=sys.stderr)
+            return 1
+        held = [
+            value
+            for flag, value in pairs([part for word in words for part in word.split("=", 1)])
+            if flag in ("-c", "--constraint")
+        ]
+        for path in filter(os.path.exists, held):
+            with open(path) as file:
+                NOTES["constraints"] = file.read()
+        if own("PIP_NO_CACHE_DIR", "0") in ("0", "false", "") and "--no-cache-dir" not in words:
+            leave(own("PIP_CACHE_DIR") or f"{own('XDG_CACHE_HOME') or os.environ['HOME'] + '/.cache'}/pip")
+    if "download" in words:
+        sources(words)
+    for package in ("torch", "core"):
+        if "install" in words and any(os.path.basename(word.rstrip("/")).startswith(package) for word in words):
+            open(f"{TOP}/sites/.has-{package}", "w").close()
     return 0
+
+
+def sources(words: list[str]) -> None:
+    """What pip downloads of a package that CMake builds, as little as can be."""
+    given = {flag: value for flag, value in pairs(words) if flag in ("--dest", "-d", "--requirement", "-r")}
+    with open(given.get("--requirement") or given["-r"]) as file:
+        name, _, version = file.read().split()[0].partition("==")
+    folder = f"{given.get('--dest') or given['-d']}/{name}-{version}"
+    for below in ("", f"{name}/torch/"):
+        os.makedirs(f"{folder}/{below}", exist_ok=True)
+        open(f"{folder}/{below}CMakeLists.txt", "w").close()
+    runs("tar", "-czf", f"{folder}.tar.gz", "-C", os.path.dirname(folder), os.path.basename(folder))
 
 
 # ---- schedulers -----------------------------------------------------------------------------------------------------
@@ -220,14 +386,22 @@ def pip(name: str, words: list[str]) -> int:
 def scontrol(name: str, words: list[str]) -> int:
     if words[:2] == ["show", "hostnames"]:
         print("\n".join(FACTS["hosts"]))
+    elif words[:1] == ["requeue"] and FACTS["event"] == "cancelled":
+        print("scontrol: error: Requested operation not supported on a job that is completing", file=sys.stderr)
+        return 1
     elif words[:2] == ["show", "job"]:
         print(f"JobId={FACTS['job']} JobName=train\n   JobState=RUNNING Restarts={FACTS['restarts']} Requeue=1")
-        print("   RunTime=00:00:10 TimeLimit=01:00:00 OverSubscribe=NO")
+        print(f"   RunTime=00:00:10 TimeLimit=01:00:00 OverSubscribe={'OK' if FACTS['shared'] else 'NO'}")
     return 0
 
 
 def squeue(name: str, words: list[str]) -> int:
-    print("RUNNING")
+    print("COMPLETING" if FACTS["event"] == "cancelled" else "RUNNING")
+    return 0
+
+
+def pbsnodes(name: str, words: list[str]) -> int:
+    print(f"{FACTS['down']}  down" if FACTS["down"] else "", end="\n" if FACTS["down"] else "")
     return 0
 
 
@@ -242,9 +416,7 @@ def qsub(name: str, words: list[str]) -> int:
 
 
 def qstat(name: str, words: list[str]) -> int:
-    told = dict(Job_Name="train", job_state="R", Account_Name="account", run_count=1)
-    told |= {"resources_used.walltime": "00:00:10", "Resource_List.walltime": "01:00:00"}
-    told |= {"Resource_List.select": FACTS["nodes"], "Resource_List.place": "scatter"}
+    told = FACTS["of_pbs"] | {"job_state": "R", "run_count": 1, "resources_used.walltime": "00:00:10"}
     print(f"Job Id: {FACTS['job']}.server")
     print("\n".join(f"    {key} = {value}" for key, value in told.items()))
     return 0
@@ -259,12 +431,17 @@ def container(name: str, words: list[str]) -> int:
         for word in words[1:]:
             if word.endswith((".sif", ".sqsh")):
                 open(word, "a").close()
+        leave(os.environ.get(f"{name.upper()}_CACHEDIR") or f"{os.environ['HOME']}/.{name}/cache")
         return 0
     start = next((place for place, word in enumerate(words) if word in ("exec", "run", "shell")), -1)
     rest = words[start + 1 :]
     images = [
         place for place, word in enumerate(rest) if word.endswith((".sif", ".sqsh", ".sqfs")) and not word.startswith("-")
     ]
+    for flag, value in pairs(rest):  # a file system in a file
+        if flag in ("--bind", "-B") and ".sqsh:" in value:
+            place = value.split(":")[1]
+            environment(place if inside(place) else f"{TOP}/root{place}")
     _, command = split(rest[images[0] + 1 :] if images else rest)
     if images and not os.path.exists(rest[images[0]]):
         print(f"FATAL: could not open image {rest[images[0]]}", file=sys.stderr)
@@ -274,7 +451,9 @@ def container(name: str, words: list[str]) -> int:
         for prefix in ("SINGULARITYENV_", "APPTAINERENV_"):
             if key.startswith(prefix):
                 environ[key.removeprefix(prefix)] = value
-    environ["DRY_RUN_IMAGE"] = rest[images[0]] if images else first(split(words)[0], "--image", "-i")
+    environ["APPTAINER_CONTAINER"] = environ["SINGULARITY_CONTAINER"] = environ["DRY_RUN_IMAGE"] = (
+        rest[images[0]] if images else first(split(words)[0], "--image", "-i")
+    )
     if not command:
         return 0
     return runs(*command, environment=environ)
@@ -287,12 +466,29 @@ def shifterimg(name: str, words: list[str]) -> int:
 
 def conda(name: str, words: list[str]) -> int:
     flags, _ = split(words)
-    for flag, folder in pairs(words):
-        if flag in ("-p", "--prefix"):
-            return environment(folder)
-    if prefix := flags.get("--prefix"):
-        return environment(prefix)
+    folder = next((value for flag, value in pairs(words) if flag in ("-p", "--prefix")), flags.get("--prefix"))
+    if FACTS["fails"] == "conda":
+        return 1
+    if words[:1] == ["create"] or words[:1] == ["install"]:
+        leave(os.environ.get("CONDA_PKGS_DIRS") or f"{os.environ['HOME']}/.conda/pkgs")
+        if os.environ.get("CONDA_REGISTER_ENVS") != "false":
+            leave(f"{os.environ['HOME']}/.conda")
+    return environment(folder) if folder else 0
+
+
+def conda_pack(name: str, words: list[str]) -> int:
+    prefix, packed = (next(value for flag, value in pairs(words) if flag == each) for each in ("--prefix", "--output"))
+    return runs("tar", "-czf", packed, "-C", prefix, ".")
+
+
+def mksquashfs(name: str, words: list[str]) -> int:
+    open(words[1], "w").close()
     return 0
+
+
+def sbcast(name: str, words: list[str]) -> int:
+    source, target = [word for word in words if not word.startswith("-")]
+    return runs("cp", source, target)
 
 
 def hostname(name: str, words: list[str]) -> int:
@@ -363,13 +559,14 @@ def nothing(name: str, words: list[str]) -> int:
     return 0
 
 
-ANSWERS = dict.fromkeys(("srun", "mpiexec", "mpirun", "aprun"), launch)
+ANSWERS = {"conda-pack": conda_pack, "module-call": module_call}
+ANSWERS |= dict(torchrun=torchrun, pbsnodes=pbsnodes, mksquashfs=mksquashfs, sbcast=sbcast)
+ANSWERS |= dict.fromkeys(("srun", "mpiexec", "mpirun", "aprun"), launch)
 ANSWERS |= dict.fromkeys(("python", "python3", "python3.11", "python3.12"), python)
 ANSWERS |= dict.fromkeys(("singularity", "apptainer", "shifter", "podman-hpc", "enroot"), container)
 ANSWERS |= dict(pip=pip, pip3=pip, conda=conda, mamba=conda, micromamba=conda, scontrol=scontrol, squeue=squeue)
 ANSWERS |= dict(sbatch=sbatch, qsub=qsub, qstat=qstat, shifterimg=shifterimg, hostname=hostname, getent=getent, ip=ip)
 ANSWERS |= dict(sleep=sleep, rm=rm, mktemp=mktemp, curl=download, wget=download)
-ANSWERS |= {"module-call": module_call}
 
 
 def main(name: str, words: list[str]) -> int:
@@ -377,7 +574,7 @@ def main(name: str, words: list[str]) -> int:
     call = dict(command=name, path=sys.argv[1], words=words, folder=os.getcwd(), environ=dict(os.environ), began=time.time_ns())
     write(file, call)
     code = ANSWERS.get(name, launch if name == FACTS["launcher"] else nothing)(name, words)
-    write(file, call | dict(ended=time.time_ns(), code=code))
+    write(file, call | dict(ended=time.time_ns(), code=code, notes=NOTES))
     return code
 
 

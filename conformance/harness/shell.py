@@ -21,7 +21,7 @@ horovod.readthedocs.io github.com/horovod/horovod github.com/NVIDIA/nccl github.
 """
 PLACEHOLDER = re.compile(
     r"<[A-Za-z][\w -]*>|PROJECT_?ID|\b(my|your)_?(account|project|env|email|user|name)\w*|/path/to|CHANGE_?ME"
-    r"|\b(TODO|FIXME|TBD)\b|x{4,}|\b\w+@(example|mail|email)\b|@example\.|\bexample\.(com|org|net)\b",
+    r"|(?<![\w$}.])/(home|users)/[a-z]\w+|\b(TODO|FIXME|TBD)\b|x{4,}|\b\w+@(example|mail|email)\b|@example\.|\bexample\.(com|org|net)\b",
     re.IGNORECASE,
 )
 # What a copier must edit whatever stands there: who pays, and who gets mail.

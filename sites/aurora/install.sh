@@ -19,7 +19,7 @@ core=$here/../../core
 (($# <= 2)) || die 2 "unknown flag $3 (--help lists them)"
 case ${1:-} in
 --help | -h) sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 0 ;;
---core) core=${2:-} ;;
+--core) core=${2:-} && [[ -n $core ]] || die 2 "--core needs a value (--help)" ;;
 ?*) die 2 "unknown flag $1 (--help lists them)" ;;
 esac
 

@@ -91,6 +91,10 @@ describe_job() {
     [[ $(scontrol show job "$SLURM_JOB_ID") == *OverSubscribe=NO* ]] ||
         fail "this job shares its nodes: add --exclusive, or -p standard-g (ranks are bound to the cores of whole nodes)"
 
+    # With --ntasks alone Slurm decides how many ranks a node has; the masks are for as many on each.
+    ((${SLURM_NTASKS:-0} == SLURM_JOB_NUM_NODES * SLURM_NTASKS_PER_NODE)) ||
+        fail "ntasks=${SLURM_NTASKS:-none} leaves open how many ranks a node has: pass sbatch --nodes and --ntasks-per-node"
+
     # Rank 0 runs on the first node. The container has no scontrol. https://slurm.schedmd.com/scontrol.html#OPT_hostnames
     hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
     export MASTER_ADDR=${hosts%%$'\n'*}

@@ -9,6 +9,9 @@ if [[ -z ${SLURM_STEP_NUM_TASKS:-} ]]; then
 fi
 set -euo pipefail
 
+# Ignored until train.py takes it: the warning before the time limit, which would end a rank while Python starts.
+trap '' USR1
+
 # "4(x2)": 4 ranks on each of two nodes. "4,3" would need another reading, and nobody wants it.
 if [[ ! $SLURM_STEP_TASKS_PER_NODE =~ ^[0-9]+(\(x[0-9]+\))?$ ]]; then
     echo "error: SLURM_STEP_TASKS_PER_NODE=$SLURM_STEP_TASKS_PER_NODE, but should be the same number on every node" >&2

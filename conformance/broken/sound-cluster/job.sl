@@ -83,6 +83,9 @@ srun_flags=(
 
     # A rank that died alone ends the job. https://slurm.schedmd.com/srun.html#OPT_kill-on-bad-exit
     --kill-on-bad-exit=1
+
+    # Ranks that are left a minute after the first one ended hang. https://slurm.schedmd.com/srun.html#OPT_wait
+    --wait=60
 )
 train_flags=(
     # A requeued job keeps its number, and so finds its run again. python3 train.py --help
@@ -94,6 +97,7 @@ srun "${srun_flags[@]}" python3 train.py "${train_flags[@]}" "$@" || code=$?
 if ((restarts < max_restarts)); then
     scontrol requeue Incomplete "$SLURM_JOB_ID"
 else
-    echo "stopped and saved; to resume: sbatch job.sl --run-dir runs/$SLURM_JOB_ID $*"
+    resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
+    echo "stopped and saved; to resume: ${resume/ --fresh / }"
 fi
 exit 75

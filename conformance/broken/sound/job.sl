@@ -65,6 +65,7 @@ march "${march_flags[@]}" python3 train.py "${train_flags[@]}" "$@" || code=$?
 if ((${SLURM_RESTART_COUNT:-0} < 20)); then
     scontrol requeue Incomplete "$SLURM_JOB_ID"
 else
-    echo "stopped and saved; to resume: sbatch job.sl --run-dir runs/$SLURM_JOB_ID $*"
+    resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
+    echo "stopped and saved; to resume: ${resume/ --fresh / }"
 fi
 exit 75

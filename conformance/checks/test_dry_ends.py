@@ -1,0 +1,330 @@
+"""The static rung: how a job ends, comes back and hears of signals, in dry runs (dry_run.py); and what a user may get wrong.
+
+    python -m pytest conformance/checks/test_dry_ends.py [--site NAME_OR_FOLDER]
+
+Each choice that a job script marks ([[job.choices]]) is run, and each submission that its head shows.
+"""
+
+import re
+import shlex
+import signal
+
+import pytest
+
+from conformance.harness.dry_run import (
+    ARGUMENTS,
+    OF_PBS,
+    USER,
+    DryRun,
+    arguments,
+    ending,
+    new_starts,
+    trains,
+    values_of,
+    words_of,
+)
+from conformance.harness.shell import Script
+
+clause = pytest.mark.clause
+FINAL = {
+    0: "done",
+    2: "usage",
+    3: "preflight",
+    5: "a snapshot that cannot be used",
+    6: "a loss that is not finite",
+    8: "storage",
+}
+# After these another launch may do better, a few times; Slurm's own requeue is for nodes.
+LOST = {1: "a launcher that failed", 4: "ranks that did not meet", 7: "a rank that was lost", 137: "ranks that were killed"}
+MOST_LAUNCHES, MANY_RESTARTS, FIRST = 4, 1000, "4242"
+NONSENSE = "nonsense"
+
+
+@clause("J2")
+def test_the_exit_code_of_the_ranks_is_the_job_s(check, site, dry):
+    for case in site.cases:
+        codes = {code: dry.case(case, code=code).code for code in (*FINAL, *LOST, 75)}
+        check.equal(**{f"exit_codes_of_{case.name}": (codes, {code: code for code in codes})})
+
+
+@clause("J10")
+def test_what_would_fail_again_is_not_started_again(check, site, dry):
+    violations = []
+    for case in site.cases:
+        for code, what in (FINAL | LOST).items():
+            run, most = dry.case(case, code=code), 1 if code in FINAL else MOST_LAUNCHES
+            violations += [f"{case.name}: {call.text} after {code} ({what}), but should not" for call in new_starts(run)]
+            if len(run.launches) > most:
+                violations.append(f"{case.name}: {len(run.launches)} launches after {code} ({what}), but should be {most}")
+    check.holds(*violations)
+
+
+@clause("J10")
+def test_a_stopped_job_comes_back_once_its_ranks_have_ended(check, site, dry):
+    """By itself, once, and not for ever."""
+    violations = []
+    for case in site.cases:
+        for restarts in (0, 1):
+            run = dry.case(case, code=75, **(dict(restarts=restarts) if restarts else {}))
+            starts, result = new_starts(run), max((call.ended or 0 for call in run.launches), default=0)
+            if len(starts) != 1:
+                violations.append(f"{case.name}: {len(starts)} new starts after 75, but should be 1 ({ending(dry, run)})")
+            violations += [
+                f"{case.name}: {call.text} before its ranks have ended, but should be after"
+                for call in starts
+                if call.began < result
+            ]
+            wrong = [call for call in starts if call.command == "scontrol" and FIRST not in call.words]
+            violations += [f"{case.name}: {call.text}, but should name job {FIRST}" for call in wrong]
+        for options in site.job(site.folder / case.script).get("ends_when_stopped", []):
+            if starts := new_starts(dry.job(site.folder / case.script, code=75, options=words_of(options))):
+                violations.append(f"{case.name}: {starts[0].text} with {options}, but should end (ends_when_stopped)")
+        if starts := new_starts(dry.case(case, code=75, restarts=MANY_RESTARTS)):
+            violations.append(f"{case.name}: {starts[0].text} after {MANY_RESTARTS} restarts, but should have a limit")
+    check.holds(*violations)
+
+
+@clause("J10")
+def test_at_last_it_says_how_to_go_on(check, site, dry):
+    """With the user's arguments, as a shell takes them, and without --fresh: that would put aside what is to go on."""
+    given = [*ARGUMENTS, "--fresh", "--seed", "1"]
+    violations = []
+    for script in trains(site):
+        run = dry.job(script, code=75, restarts=MANY_RESTARTS, arguments=given)
+        line = next((line for line in run.output.splitlines() if re.search(rf"--run-dir[= ]\S*{FIRST}", line)), "")
+        shown = re.search(r"\b(sbatch|qsub)\s.*", line)
+        try:
+            words = shlex.split(shown[0]) if shown else []
+        except ValueError:
+            words = []
+        if not words:
+            violations.append(
+                f"{script.name}: {line!r} after the last restart, but should say how to go on: --run-dir runs/{FIRST}"
+            )
+            continue
+        if site.toml["scheduler"] != "slurm":
+            words = " ".join(words).split()
+        lost = [word for word in given if word not in words and (" " not in word or site.toml["scheduler"] == "slurm")]
+        if lost != ["--fresh"]:
+            told = f"without {' '.join(lost) or 'any difference'}"
+            violations.append(f"{script.name}: the command that goes on is {shown[0]!r}, {told}, but should lack --fresh alone")
+    check.holds(*violations)
+
+
+@clause("J10")
+def test_the_readme_tells_how_often_it_comes_back(check, site, dry):
+    text = " ".join((site.folder / "README.md").read_text().split())
+    told = re.search(r"\bat most (\d+) (times|in a row)\b", text)
+    check.equal(README_md_says_at_most_how_many_times=(bool(told), True))
+    most, violations = int(told[1]), []
+    for script in trains(site):
+        for restarts, should in ((most - 1, 1), (most, 0)):
+            if len(starts := new_starts(dry.job(script, code=75, restarts=restarts))) != should:
+                path = f"{script.name}: {len(starts)} new starts after {restarts} restarts"
+                violations.append(f"{path}, but should be {should}: README.md says {told[0]}")
+    check.holds(*violations)
+
+
+@clause("J10")
+def test_a_successor_goes_on_where_its_job_was(check, site, dry):
+    """Where another takes its place, that asks for the same, finds the same run, and so does its own successor."""
+    violations, variable = [], site.toml["job"].get("restarts", "")
+    for case in site.cases:
+        run = dry.case(case, code=75)
+        place = where(run)
+        for restarts in (1, 2):
+            starts = [call for call in new_starts(run) if call.command != "scontrol"]
+            if not starts:
+                break
+            told = starts[0].text
+            lost = [value for key, value in OF_PBS.items() if value not in told and site.toml["scheduler"] == "pbs"]
+            violations += [f"{case.name}: {told}, but should ask for {value}, as this job did" for value in lost]
+            exported = words_of(shlex.join(starts[0].words)).get("v", "")
+            environ = dict(pair.split("=", 1) for pair in exported.split(",") if "=" in pair)
+            if environ.get(variable) != str(restarts):
+                violations.append(f"{case.name}: {variable}={environ.get(variable)} for the next job, but should be {restarts}")
+            run = dry.case(case, code=75, number=f"{int(FIRST) + restarts}", environ=environ)
+            if where(run) != place:
+                told = f"{where(run)} in successor {restarts}, but should be {place}"
+                violations.append(f"{case.name}: run directory={told}")
+        idle = [call for call in new_starts(dry.case(case, code=75, progress=False)) if call.command != "scontrol"]
+        violations += [
+            f"{case.name}: {call.text} after no step, but should not: nor would the next job get further" for call in idle
+        ]
+    check.holds(*violations)
+
+
+def where(run: DryRun) -> str:
+    given = [value for call in run.trained[:1] for value in values_of(arguments(call), "--run-dir", "--new-run-dir")]
+    return given[0] if given else "none"
+
+
+@clause("J10")
+def test_the_ranks_hear_in_time(check, site, dry):
+    """A warning to all processes of the ranks ends none; where the scheduler sends none, the job script tells the ranks."""
+    slurm, violations = site.toml["scheduler"] == "slurm", []
+    events = {"warning": "USR1 to all ranks"} if slurm else {"stop": site.toml["stop"], "limit": "60 s before its time limit"}
+    for case in site.cases:
+        for event, what in events.items():
+            run = dry.case(case, code=75, event=event)
+            refused = event == "limit" and run.code == 3 and not run.trained
+            if run.code != 75 and not refused:
+                violations.append(f"{case.name}, {what}: {ending(dry, run)}, but should be 75")
+    check.holds(*violations)
+
+
+@clause("J10")
+def test_a_warning_while_python_starts_ends_no_rank(check, site, dry):
+    """Where a shell starts the rank's Python, that ignores USR1 until train.py listens: it is inherited."""
+    violations = []
+    for case in site.cases:
+        run = dry.case(case)
+        words = [word for call in run.launches for word in call.words]
+        shell = next((word for word in words if word == "bash" or word.endswith(".sh")), "")
+        if shell and not all(call.notes.get("ignored", 0) >> (signal.SIGUSR1 - 1) & 1 for call in run.trained):
+            violations.append(f"{case.name}: {shell} starts Python, which USR1 then ends, but should have `trap '' USR1`")
+        if run.called("torchrun") and not all(call.notes.get("ignored", 0) >> (signal.SIGTERM - 1) & 1 for call in run.trained):
+            told = "torchrun's TERM ends a rank while Python starts, and 143 hides why another one has failed"
+            violations.append(f"{case.name}: {told}, but should be ignored: env --ignore-signal=TERM")
+    check.holds(*violations)
+
+
+@clause("J15")
+def test_a_cancelled_job_stays_cancelled(check, site, dry):
+    violations = []
+    for case in site.cases:
+        run = dry.case(case, code=75, event="cancelled")
+        starts = [call for call in new_starts(run) if "Incomplete" not in call.words]
+        violations += [f"{case.name}: {call.text} of a cancelled job, but should be `requeue Incomplete`" for call in starts]
+        if run.code not in (75, -15, 143):
+            violations.append(f"{case.name}, cancelled: {ending(dry, run)}, but should be 75, or the signal's")
+    for script in trains(site):
+        for call in new_starts(dry.job(script, code=75)):
+            if call.command == "scontrol" and "Incomplete" not in call.words:
+                violations.append(
+                    f"{script.name}: {call.text}, but should be `requeue Incomplete`: a cancelled job would come back"
+                )
+    check.holds(*violations)
+
+
+# ---- what a user may get wrong, and what a user is shown -----------------------------------------------------------------
+
+
+@clause("B11")
+def test_a_choice_that_is_none_is_refused(check, site, dry):
+    violations = []
+    for case in site.cases:
+        environ = dict(case.environment)
+        environ |= dict(pair.split("=", 1) for pair in words_of(case.options).get("v", "").split(",") if pair)
+        edits = {old: re.sub(r"=.*", f"={NONSENSE}", new) for old, new in case.edit.items() if re.match(r"\w+=", new)}
+        shapes = [dict(environ={name: NONSENSE}) for name in environ] + [dict(edit={old: new}) for old, new in edits.items()]
+        for shape in shapes:
+            run = dry.job(site.folder / case.script, **shape)
+            violations += refused(dry, run, f"{case.script} with {NONSENSE} for {case.name}", NONSENSE)
+    check.holds(*violations)
+
+
+@clause("B11")
+def test_another_number_of_ranks_is_started_or_refused(check, site, dry):
+    """sbatch --ntasks=3 on two nodes leaves open how many a node has: three ranks, which know of each other, or exit code 3."""
+    violations = []
+    for script in trains(site) if site.toml["launcher"] == "srun" else []:
+        run = dry.job(script, ntasks=3, nodes=2, all_ranks=True)
+        ranks = {call.environ["DRY_RUN_RANKS"] for call in run.trained}
+        if not (run.code == 0 and len(run.trained) == 3 and ranks == {"3"}):
+            violations += refused(dry, run, f"{script.name} with --ntasks=3", "")
+    check.holds(*violations)
+
+
+@clause("B11")
+def test_cores_are_bound_by_number_on_whole_nodes_alone(check, site, dry):
+    violations = []
+    for script in trains(site) if site.toml["scheduler"] == "slurm" else []:
+        run = dry.job(script, all_ranks=True)
+        if any(re.match(r"(mask|map)", told) for call in run.launches for told in values_of(call.words, "--cpu-bind")):
+            shared = dry.job(script, shared=True)
+            violations += refused(dry, shared, f"{script.name} on shared nodes", "")
+            if "oversubscribe" in Script(script).options:
+                violations.append(f"{script.name}: --oversubscribe, but should have whole nodes: ranks are bound by numbers")
+    check.holds(*violations)
+
+
+@clause("J13")
+def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
+    """Where a module brings RCCL's or NCCL's network, and does so no more, the job ends, or the library does by NCCL_NET."""
+    provides = [word for words in site.toml.get("software", {}).get("provides", {}).values() for word in words]
+    violations = []
+    for script in trains(site) if any(word.startswith("NCCL_NET=") for word in provides) else []:
+        run = dry.job(script, modules_set=False)
+        if run.trained and run.trained[0].environ.get("NCCL_NET", "Socket") == "Socket":
+            violations.append(f"{script.name} without NCCL_NET of its module: {ending(dry, run)}, but should be 3")
+    for case in site.cases:
+        for call in dry.case(case).trained[:1]:
+            if case.nodes > 1 and call.environ.get("NCCL_NET") == "Socket":
+                violations.append(f"{case.name}: NCCL_NET=Socket on {case.nodes} nodes, but should be the fast network's")
+    check.holds(*violations)
+
+
+def refused(dry, run: DryRun, what: str, name: str) -> list[str]:
+    """A violation, unless it has ended with 3, before any rank, and names what is wrong."""
+    if run.code == 3 and not run.trained and name in run.output:
+        return []
+    named = f", and a line that names {name}" if name else ""
+    return [f"{what}: {ending(dry, run)} after {len(run.trained)} ranks, but should be 3 before any{named}"]
+
+
+@clause("B10")
+def test_what_users_are_shown_works(check, site, dry):
+    """Each submission in the head of a job script, and each command in README.md's block of commands."""
+    violations = []
+    for where_it_stands, line in shown(site):
+        environ, words = {}, shlex.split(line)
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            name, _, environ[name] = words.pop(0).partition("=")
+        if words[0] == "./install.sh":
+            run = dry.install(*words[1:])
+        else:
+            scripts = {path.name for path in site.job_scripts}
+            place = next((place for place, word in enumerate(words) if word in scripts), None)
+            if place is None:
+                violations.append(f"{where_it_stands}: {line!r}, but should name one of {', '.join(sorted(scripts))}")
+                continue
+            options = words_of(shlex.join(words[1:place]))
+            exported = dict(pair.split("=", 1) for pair in options.pop("v", "").split(",") if pair)
+            nodes = int(options.get("nodes", site.job(site.folder / words[place])["nodes"]))
+            shape = dict(environ=environ | exported, options=options, nodes=nodes, arguments=words[place + 1 :])
+            run = dry.job(site.folder / words[place], **shape)
+            if environ and site.toml["scheduler"] == "slurm":  # what runs beside the ranks bears a warning, too
+                run = run if run.code else dry.job(site.folder / words[place], code=75, event="warning", **shape)
+                run = run if run.code != 75 else dry.job(site.folder / words[place], **shape)
+        if run.code:
+            violations.append(f"{where_it_stands}: {line!r}: {ending(dry, run)}, but should be 0")
+    check.holds(*violations)
+
+
+@clause("B10")
+def test_a_script_for_users_hands_their_arguments_on(check, site, dry):
+    """Of every other script whose head shows how to train with it."""
+    violations = []
+    for script in [path for path in site.scripts if path not in site.job_scripts]:
+        head = re.findall(r"(?m)^#   (\S.*? train\.py\b[^.\n]*)$", script.read_text())
+        for line in [line for line in head if f"./{script.name} " in line and "..." not in line]:
+            run = dry.command(script, line)
+            words = [arguments(call)[-len(ARGUMENTS) :] for call in run.trained]
+            if run.code or words != [list(ARGUMENTS)]:
+                told = f"{ending(dry, run)}, train.py with {words or 'nothing'}"
+                violations.append(f"{script.name}: {line!r}: {told}, but should be 0 and {list(ARGUMENTS)}")
+    check.holds(*violations)
+
+
+def shown(site) -> list[tuple[str, str]]:
+    """The lines that submit or install: of a job script's head, and of README.md's blocks."""
+    lines = [(path.name, match[1]) for path in site.job_scripts for match in re.finditer(r"(?m)^#   (\S.*)$", path.read_text())]
+    for block in re.findall(r"(?ms)^```$(.*?)^```$", (site.folder / "README.md").read_text()):
+        lines += [("README.md", line) for line in block.splitlines()]
+    found = []
+    for place, text in lines:
+        line = re.sub(r"\[[^]]*\]", "", re.split(r"\s{2,}|\s#", text)[0]).replace("JOB", FIRST).replace("$USER", USER)
+        if re.match(r"([A-Z_]+=(\"[^\"]*\"|\S+) )*(sbatch|qsub|\./install\.sh)( |$)", line):
+            found.append((place, line.strip()))
+    return found

@@ -1,0 +1,265 @@
+"""The static rung: what a site's install.sh does when it is run, with stand-ins for the commands of its machine (dry_run.py).
+
+    python -m pytest conformance/checks/test_dry_install.py [--site NAME_OR_FOLDER]
+
+It runs without flags and once with each flag that its --help names.
+"""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from conformance.harness.dry_run import PASSED, Call, DryRun, DryRuns, flags_of, made_by, removed, values_of
+
+clause = pytest.mark.clause
+
+
+def runs(dry: DryRuns) -> dict[str, DryRun]:
+    """By the flags that install.sh was given."""
+    return {" ".join(["install.sh", *flags[:1]]): dry.install(*flags) for flags in [(), *given(dry)]}
+
+
+def given(dry: DryRuns) -> list[tuple[str, ...]]:
+    """Each flag of its --help, with a value where it takes one."""
+    return [tuple(filter(None, (flag, PASSED.get(value, value)))) for flag, value in flags_of(dry)]
+
+
+def pips(run: DryRun) -> list[tuple[Call, list[str]]]:
+    """The calls of pip that install, and their words behind `install`."""
+    calls = [call for call in run.calls if call.words[:2] == ["-m", "pip"] or call.command in ("pip", "pip3")]
+    return [(call, call.words[call.words.index("install") + 1 :]) for call in calls if "install" in call.words]
+
+
+def last_line(run: DryRun) -> str:
+    lines = run.output.strip().splitlines() or ["it prints nothing"]
+    return lines[-1][-160:]
+
+
+@clause("B10")
+def test_each_flag_of_its_help_works(check, dry):
+    """And what it has made with that flag trains: the packed environment, the one elsewhere."""
+    unknown = {f"{flag} {value}" for flag, value in flags_of(dry) if value and value not in PASSED}
+    violations = [f"install.sh --help: {each}, but should be one of {', '.join(PASSED)}" for each in sorted(unknown)]
+    for what, run in runs(dry).items():
+        if run.code:
+            violations.append(f"{what}: exit code {run.code} ({dry.shown(last_line(run))}), but should be 0")
+    for flags in given(dry):
+        job = dry.job(dry.site.job_scripts[0], install=flags)
+        elsewhere = PASSED["IMAGE"] in flags and job.code == 3 and "install.sh" in job.output  # job.sl has to say so, too
+        if not (job.trained and job.code == 0) and not elsewhere:
+            ends = f"exit code {job.code} ({dry.shown(last_line(job))})"
+            violations.append(f"a job after install.sh {flags[0]}: {ends}, but should be 0")
+    check.holds(*violations)
+
+
+@clause("B10")
+@pytest.mark.parametrize("what", ["python", "torch"])
+def test_what_is_too_old_is_refused_before_anything_is_installed(check, dry, what):
+    """A Python 3.9 or a torch 2.4 that the machine brings: import errors on all ranks."""
+    first = dry.install()
+    brought = [call for call in first.called("python", "python3") if "torch" in call.text and "version" in call.text]
+    own = any(call.command in ("conda", "mamba") for call in first.calls)  # it makes its Python, and installs its torch
+    if (
+        own
+        or not brought
+        or not pips(first)
+        or (what == "torch" and any("torch==2" in word for _, words in pips(first) for word in words))
+    ):
+        return
+    run = dry.install(fails=f"old {what}")
+    if run.code != 3 or pips(run):
+        told = f"exit code {run.code} ({dry.shown(last_line(run))}) and {len(pips(run))} installations"
+        check.holds(f"install.sh with an old {what}: {told}, but should be 3 before any")
+
+
+@clause("B10")
+def test_a_wrong_flag_is_refused_before_anything_is_done(check, dry):
+    flags, violations = flags_of(dry), []
+    wrong = [("--no-such-flag",)] + [(flag,) for flag, value in flags if flag and value]
+    for words in wrong if flags else []:
+        run = dry.install(*words)
+        lines = run.output.strip().splitlines()
+        if run.code != 2 or len(lines) != 1 or words[0] not in run.output or pips(run):
+            told = f"exit code {run.code} and {len(lines)} lines ({dry.shown(last_line(run))})"
+            violations.append(f"install.sh {words[0]}: {told}, but should be 2 and one line that names it")
+    check.holds(*violations)
+
+
+@clause("B10")
+def test_an_installation_that_fails_says_so(check, site, dry):
+    """With 1, and a job afterwards ends with 3; so it does where nothing was installed (J19)."""
+    if not pips(dry.install()) or not made_by(dry.install()):
+        return  # it installs nothing
+    run, script = dry.install(fails="pip"), site.job_scripts[0]
+    violations = [f"install.sh where pip fails: exit code {run.code}, but should be 1"] if run.code != 1 else []
+    for what, shape in dict(before=dict(install=None), after=dict(install_fails="pip")).items():
+        job = dry.job(script, **shape)
+        if job.code != 3 or job.trained or "install.sh" not in job.output:
+            told = f"{script.name} {what} install.sh{' has failed' if what == 'after' else ''}: exit code {job.code}"
+            violations.append(f"{told} ({dry.shown(last_line(job))}), but should be 3 and name install.sh")
+    check.holds(*violations)
+
+
+@clause("B6")
+def test_a_folder_of_somebody_else_is_no_prefix(check, dry):
+    """Whoever has made a .venv of the same name loses nothing."""
+    violations = []
+    for prefix in made_by(dry.install())[:1]:
+        place = os.path.relpath(os.path.realpath(prefix), dry.top)
+        run = dry.install(planted=place)
+        if run.code != 3 or f"{place}/mine" in run.changed or pips(run):
+            told = f"exit code {run.code} ({dry.shown(last_line(run))})"
+            violations.append(f"install.sh where {Path(place).name} is somebody else's: {told}, but should be 3 and leave it")
+    check.holds(*violations)
+
+
+@clause("B6")
+def test_an_installation_touches_only_its_prefix(check, dry):
+    violations = []
+    pristine = dry.pristine / dry.folder.name
+    there = {path.name for path in pristine.iterdir()}
+    for (_, *flags, fails, planted, _), kept in list(dry.installed.items()):
+        if planted:
+            continue
+        run = dry.install(*flags, fails=fails)
+        own = [dry.folder / path.name for path in (kept / dry.folder.name).iterdir() if path.name not in there]
+        # Its prefix is also whatever it made and removed again.
+        own += [Path(call.folder, word) for call in run.calls for word in call.words if word.startswith(f"{dry.folder}/.")]
+        own += [dry.top / f"root{flag}" for flag in flags if flag.startswith("/")]
+        changed = [dry.top / path for path in run.changed if not any((dry.top / path).is_relative_to(each) for each in own)]
+        name = " ".join(["install.sh", *flags[:1]])
+        violations += [f"{name} changes {dry.shown(str(path))}, but should write into its prefix alone" for path in changed]
+        violations += removed(dry, run, own)
+    check.holds(*dict.fromkeys(violations))
+
+
+@clause("B7")
+def test_nothing_replaces_the_torch_of_the_machine(check, dry):
+    """The core comes without its dependencies, a package that the user names beside a torch that is held."""
+    violations = []
+    for what, run in runs(dry).items():
+        for call, words in pips(run):
+            if "--no-deps" in words:
+                continue
+            held = re.search(r"(?m)^torch==", call.notes.get("constraints", "")) or any(
+                word.startswith("torch==") for word in words
+            )
+            core = [word for word in words if word.rstrip("/").endswith("core")]
+            wrong = [word for word in words if word in ("--upgrade", "-U", "--force-reinstall", "--ignore-installed", "-I")]
+            if core:
+                violations.append(f"{what}: pip install of ddp_core, but should have --no-deps")
+            if wrong or (PASSED["PACKAGE"] in words and not held):
+                told = " ".join([*wrong, *(word for word in words if word == PASSED["PACKAGE"])])
+                violations.append(f"{what}: pip install {told}, but should hold torch: by --constraint, or named again")
+    check.holds(*dict.fromkeys(violations))
+
+
+UNSAFE = re.compile(r"--trusted-host|--insecure|\s-k\s|--no-check-certificate|http://(?!localhost)|--break-system-packages")
+
+
+@clause("B7")
+def test_what_is_installed_is_named_with_its_version(check, site, dry):
+    violations = []
+    for run in runs(dry).values():
+        violations += loose(site, dry, run)
+    for script in site.scripts:
+        for number, line in enumerate(script.read_text().splitlines(), 1):
+            if re.search(r"^[^#]*\b(curl|wget)\b.*\|\s*(sudo )?(ba|z)?sh\b", line):
+                violations.append(
+                    f"{script.name}:{number}: {line.strip()[:100]!r}, but should run nothing that it has not checked"
+                )
+    check.holds(*dict.fromkeys(violations))
+
+
+def loose(site, dry: DryRuns, run: DryRun) -> list[str]:
+    """What an installation leaves open: versions, from where, and into which place."""
+    violations = []
+    prefixes = [os.path.realpath(prefix) for prefix in made_by(run)]
+    mpi = any(launch.mpi for launch in site.launches)
+    for call, words in pips(run):
+        asked = requirements(words)
+        violations += [f"install.sh: pip install {word}, but should name a version" for word in asked if not pinned(word)]
+        if (
+            mpi
+            and any(word.startswith("mpi4py") for word in asked)
+            and "mpi4py" not in "".join(values_of(words, "--no-binary"))
+        ):
+            violations.append(
+                "install.sh: pip install mpi4py, but should build it (--no-binary=mpi4py): PyPI's has another MPI"
+            )
+        index = values_of(words, "--index-url", "--extra-index-url", "-i")
+        violations += [
+            f"install.sh: {url}, but should be for {site.toml['node']['device']}"
+            for url in index
+            if url.rstrip("/").endswith("/cpu")
+        ]
+        path = os.path.realpath(os.path.join(call.folder, os.path.dirname(call.path)))
+        into = values_of(words, "--target", "-t", "--prefix")
+        if "--user" in words or not (into or any(path.startswith(f"{prefix}/") for prefix in prefixes)):
+            violations.append(f"install.sh: {dry.shown(call.text)[:120]}, but should install into its own prefix")
+    for call in run.calls:
+        words = call.words
+        if UNSAFE.search(f" {call.text} ") and call.command not in ("rm", "module-call"):
+            violations.append(f"install.sh: {dry.shown(call.text)[:120]}, but should check what it fetches")
+        if call.command in ("conda", "mamba", "micromamba") and words[:1] and words[0] in ("create", "install"):
+            asked = requirements(words[1:])
+            violations += [
+                f"install.sh: conda {words[0]} {word}, but should name a version" for word in asked if not pinned(word)
+            ]
+            if not values_of(words, "-p", "--prefix"):
+                violations.append(f"install.sh: {call.text[:120]}, but should name a --prefix")
+        if call.command in ("git",) and words[:1] == ["clone"] and not values_of(words, "--branch", "-b"):
+            violations.append(f"install.sh: {call.text[:120]}, but should name a --branch or a commit")
+    return violations
+
+
+VALUED = {
+    "--index-url",
+    "--extra-index-url",
+    "-i",
+    "--constraint",
+    "-c",
+    "--target",
+    "-t",
+    "--prefix",
+    "-p",
+    "--channel",
+    "--find-links",
+    "-f",
+}
+VALUED |= {
+    "-n",
+    "--name",
+    "--cache-dir",
+    "--upgrade-strategy",
+    "--requirement",
+    "-r",
+    "--progress-bar",
+    "--root-user-action",
+    "--no-binary",
+}
+
+
+def requirements(words: list[str]) -> list[str]:
+    """The packages among the words of an installation, without flags and their values."""
+    found, skip = [], False
+    for word in words:
+        if not skip and not word.startswith("-"):
+            found.append(word)
+        skip = word in VALUED
+    return found
+
+
+def pinned(word: str) -> bool:
+    """A version, a file or folder, a commit of a repository; pip and its like are Python's own."""
+    if word in ("pip", "setuptools", "wheel") or "$" in word:
+        return True
+    if "://" in word or word.startswith("git+"):
+        return bool(re.search(r"@[\w.-]+(#|$)|\d+\.\d+", word))
+    if word.startswith((".", "/")) or word.endswith((".whl", ".tar.gz")):
+        return True
+    if re.match(r"torch(vision|audio)?\b", word):
+        return bool(re.search(r"[^<>!~]==?\d", word))
+    return bool(re.search(r"[=<>~]=?\s*\d", word))

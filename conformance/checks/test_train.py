@@ -1,0 +1,76 @@
+"""The static rung: what a site's train.py makes of its environment, and what it hands to the core, for which a stub stands.
+
+    python -m pytest conformance/checks/test_train.py [--site NAME_OR_FOLDER]
+
+This needs neither ranks nor torch.
+"""
+
+import pytest
+
+from conformance.harness.stub_core import called, who
+
+clause = pytest.mark.clause
+# What srun tells every task of a step of 16 on two nodes; job's and step's numbers differ.
+STEP = dict(SLURM_PROCID="1", SLURM_LOCALID="1", SLURM_NODEID="0", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="16")
+STEP |= dict(SLURM_STEP_NUM_NODES="2", SLURM_STEP_TASKS_PER_NODE="8(x2)", SLURM_NTASKS="16", SLURM_JOB_ID="4242")
+
+
+@clause("A7")
+@pytest.mark.parametrize("code", [0, 6, 75])
+def test_train_py_hands_everything_to_the_core(check, site, code, tmp_path):
+    """It passes the user's flags as they are, returns the core's exit code, and changes nothing around it."""
+    flags = ["--epochs", "7", "--lr", "0.5", "--run-dir", "x y"]
+    # Once also as a rank among others.
+    environ = site.launches[0].environ(1, 4, 2, 29500, "1") | dict(MPI_SIZE="4") if code == 75 else {}
+    result = called(site, environ, tmp_path, *flags, code=code)
+    told = result.stderr.strip().splitlines()[-1:] or [""]
+    check.equal(calls_of_run=(f"{len(result.rows)} {told[0][:120]}".strip(), "1"), exit_code=(result.code, code))
+    (row,) = result.rows
+    check.equal(flags=(row["argv"], flags), further_arguments_of_run=(row["arguments"], "()"))
+    check.equal(environment_changed=(row["changed"], []), folder=(row["folder"], str(tmp_path)))
+    check.equal(imported_before_the_core=(row["imported"], []))
+    check.equal(printed=(result.stdout, ""))
+
+
+@clause("R6")
+def test_a_task_of_many_is_never_a_world_of_one(check, site, tmp_path):
+    """Started by srun without what the job script puts around it, or over an MPI that knows of no others."""
+    if site.toml["launcher"] != "srun":
+        return  # what another launcher tells, [launchers.environment] says (F3)
+    found = who(site, STEP, tmp_path)
+    alone = found.get("single") or found.get("world_size") == 1
+    check.equal(world_size_of_16_tasks=(1 if alone else found.get("world_size", 16), 16))
+
+
+@clause("R11")
+@pytest.mark.parametrize("store", [True, False])
+def test_the_store_of_torchrun_is_used(check, site, store, tmp_path):
+    violations = []
+    for launch in site.launches:
+        environ = launch.environ(1, 4, 2, 29500, "1")
+        if "TORCHELASTIC_RUN_ID" in environ:
+            found = who(site, environ | dict(TORCHELASTIC_USE_AGENT_STORE=str(store)), tmp_path)
+            if found.get("launcher_store") is not store:
+                told = f"launcher_store={found.get('launcher_store', found)}"
+                violations.append(f"{launch.launcher}: {told}, but should be TORCHELASTIC_USE_AGENT_STORE={store}")
+    check.holds(*violations)
+
+
+@clause("J6")
+def test_a_port_of_train_py_is_one_that_linux_gives_to_nobody(check, site, tmp_path):
+    """Where MPI tells the ranks who they are, train.py itself chooses it."""
+    for launch in site.launches:
+        if launch.mpi:
+            environ = launch.environ(0, 1, 1, 29500, "1")
+            ports = [who(site, environ, tmp_path).get("master_port", 0) for _ in range(3)]
+            check.equal(ports_outside_of_1024_to_32767=([port for port in ports if not 1024 <= port < 32768], []))
+            check.equal(one_port_for_all_starts=(len({*ports}) == 1, False))
+
+
+@clause("R10")
+def test_mpi_has_ended_before_the_training(check, site, tmp_path):
+    """A rank that waits in MPI for one that was lost, waits until the time limit."""
+    for launch in site.launches:
+        if launch.mpi:
+            environ = launch.environ(0, 1, 1, 29500, "1")
+            check.equal(mpi_is_open=(who(site, environ, tmp_path).get("mpi_is_open"), False))

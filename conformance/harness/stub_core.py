@@ -1,0 +1,105 @@
+"""A site's train.py with a stub in the core's place, which records with what it is called and whom the process is taken for.
+
+    row = called(site, environ, folder, "--epochs", "7")      {"who": {"rank": 3, ...}, "argv": [...], ...}
+    who(site, environ, folder)                                its "who" alone; {"refused": "..."} after a PreflightError
+
+Needs neither torch nor ranks. To its MPI this process is rank 0 of MPI_SIZE, or alone.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from conformance.harness.sites import Site
+
+CORE = """
+import json, os, sys
+from .errors import PreflightError
+
+class Rank(dict):
+    @classmethod
+    def single(cls):
+        return cls(single=True)
+
+    @classmethod
+    def read(cls, environ, launcher_store=False, **variables):
+        found = cls(launcher_store=launcher_store)
+        for name, variable in variables.items():
+            text = environ.get(variable) or ("0" if name == "restart" else "")
+            if not text or not (text.isdecimal() or name in ("master_addr", "job_id")):
+                raise PreflightError(f"{variable}={text!r}")
+            found[name] = text if name in ("master_addr", "job_id") else int(text)
+        return found
+
+    def __init__(self, variables=None, **fields):
+        super().__init__(fields)
+
+def run(rank, *arguments, **named):
+    before = json.loads(os.environ.pop("BEFORE"))
+    calls, code = os.environ.pop("CALLS"), int(os.environ.pop("CODE"))
+    imported = sorted({"torch", "numpy"} & sys.modules.keys())
+    try:
+        who = rank(os.environ)
+    except PreflightError as error:
+        who = dict(refused=str(error))
+    mpi = sys.modules.get("mpi4py.MPI")
+    who.update(mpi_is_open=bool(mpi and mpi.Is_initialized() and not mpi.Is_finalized()))
+    changed = sorted(name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name))
+    facts = dict(who=who, argv=sys.argv[1:], arguments=repr([*arguments, named] if named else arguments), changed=changed)
+    with open(calls, "a") as file:
+        file.write(json.dumps(facts | dict(folder=os.getcwd(), imported=imported)) + "\\n")
+    return code
+"""
+ERRORS = "class PreflightError(ValueError): code = 3\n"
+MPI = """
+import os
+COMM_TYPE_SHARED, begun, over = 0, [], []
+Init = Init_thread = lambda *_: begun.append(1)
+Finalize = lambda: over.append(1)
+Is_initialized, Is_finalized = lambda: bool(begun), lambda: bool(over)
+
+class COMM_WORLD:
+    rank, size = 0, int(os.environ.get("MPI_SIZE", "1"))
+    Get_rank, Get_size = lambda self: self.rank, lambda self: self.size
+    Split_type = Split = lambda self, *_, **__: self
+    bcast = lambda self, value, root=0: value
+    allgather = lambda self, value: [value]
+    Free = Barrier = lambda self: None
+
+COMM_WORLD = COMM_WORLD()
+"""
+FILES = {"ddp_core/__init__.py": CORE, "ddp_core/errors.py": ERRORS, "mpi4py/MPI.py": MPI}
+FILES |= {"mpi4py/__init__.py": "class rc: initialize = finalize = True\n"}
+
+
+@dataclass(frozen=True)
+class Called:
+    code: int
+    stdout: str
+    stderr: str
+    rows: list[dict]  # one for each call of the core's run
+
+
+def called(site: Site, environ: dict[str, str], folder: Path, *flags: str, code: int = 0) -> Called:
+    """train.py in this empty folder, with this environment; run() returns the code."""
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    (calls := folder / "calls").write_text("")
+    own = environ | dict(PATH=os.environ["PATH"], PYTHONPATH=str(folder), HOME=str(folder))
+    own |= dict(LC_CTYPE="C.UTF-8", PYTHONDONTWRITEBYTECODE="1")
+    more = dict(BEFORE=json.dumps(own), CALLS=str(calls), CODE=str(code))
+    command = [sys.executable, str(site.folder / "train.py"), *flags]
+    result = subprocess.run(command, env=own | more, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    rows = [json.loads(line) for line in calls.read_text().splitlines()]
+    return Called(result.returncode, result.stdout, result.stderr, rows)
+
+
+def who(site: Site, environ: dict[str, str], folder: Path) -> dict:
+    """Whom train.py takes this process for. A program that does not call run() at all has refused, too."""
+    result = called(site, environ, folder)
+    said = result.stderr.strip().splitlines()[-1:] or [f"exit code {result.code}"]
+    return result.rows[0]["who"] if result.rows else dict(refused=said[0])
