@@ -236,8 +236,9 @@ class Certificate:
             reason = "random numbers are drawn in evaluation, too: a dropout that is not told of it, or noise that is meant"
             promise, where = "held-out results are of the rows alone", self.source.word("dropout(", "rand")
             self.judge(promise, NOT_PROMISED, "others under another seed", reason, where)
-        if found := self.finding("shared"):
-            self.judge("no held-out row is a training row", NOT_PROMISED, found["says"], where=found["line"])
+        for kind, promise in (("shared", "no held-out row is a training row"), ("doubles", "no held-out row is there twice")):
+            if found := self.finding(kind):
+                self.judge(promise, NOT_PROMISED, found["says"], where=found["line"])
         call = self.witnessed("seed", "state", unless=lambda call: call.when != "a step" or call.function in READING)
         promise = "seeds are the core's, settings are the flags'"
         if found := self.finding("setting"):
