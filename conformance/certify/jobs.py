@@ -1,0 +1,90 @@
+"""The program in jobs of a site's own script, on the machine or on a virtual cluster: judged as its ranks here are.
+
+    nox -s conformance -- --workload mine.py --submit="--account=abc123" --site mine      on a login node of the machine
+    nox -s cluster -- --workload mine.py --site mine                                      on virtual nodes of its shape
+
+A job gets a file in place of the program's: the same class, which stops or kills itself at a step, as Change says.
+"""
+
+import time
+from pathlib import Path
+
+from conformance.certify import witness
+from conformance.certify.promises import Certificate
+from conformance.certify.runs import Ended, Program, copied
+from conformance.harness.sites import ROOT
+from conformance.harness.submit import Jobs
+
+IN_PLACE = """\
+import sys
+
+sys.path[:0] = {path}
+from conformance.certify.runs import changed
+
+Program = changed({file!r}, {log!r}, __name__, **{change})
+"""
+
+
+class Submitted:
+    """Runs of the program by jobs. Those that are begun wait in the queue together."""
+
+    def __init__(self, program: Program, jobs: Jobs):
+        self.program, self.jobs, self.begun = program, jobs, dict[str, tuple[Path, str]]()
+
+    def begin(self, name: str, flags: str, after: Ended | None = None, **change) -> None:
+        folder = self.jobs.root / name
+        if after:
+            copied(after.folder, folder)
+        folder.mkdir(exist_ok=True)
+        file = self.jobs.root / f"program-of-{name}" / f"{Path(self.program.file).stem}.py"
+        file.parent.mkdir()
+        change = dict(rows=self.program.rows) | change
+        file.write_text(IN_PLACE.format(path=[str(ROOT)], file=self.program.file, log=str(folder / ".job"), change=change))
+        print(f"{name}:", end=" ")
+        words = " ".join([*self.program.argv(flags), "--workload", str(file)])
+        self.begun[name] = folder, words
+        self.jobs.ahead(folder, words)
+
+    def end(self, name: str) -> Ended:
+        """Waits for the job."""
+        (folder, words), began = self.begun.pop(name), time.monotonic()
+        found = self.jobs.train(self.program.launch, folder, words)
+        codes = [code if isinstance(code, int) else -1 for code in found.exit_codes]
+        calls = [witness.read(path.read_text()) for path in sorted(folder.glob(".job-*.calls"))]
+        self.program.runs.append(ended := Ended(name, folder, codes, found.errors, time.monotonic() - began, calls))
+        return ended
+
+    def run(self, name: str, flags: str, after: Ended, **change) -> Ended:
+        self.begin(name, flags, after, **change)
+        return self.end(name)
+
+
+def by_jobs(certificate: Certificate, program: Program, jobs: Jobs, first: Ended, flags: str, own: str, change: dict) -> None:
+    """first: the run of one rank here that flags and change are of. own: flags of the program's own precision."""
+    queue, launch, half = Submitted(program, jobs), program.launch, certificate.steps // 2
+    ranks = jobs.size
+    how = f" in a job at {launch.site}"
+    here = program.run("handed-to-job", 1, flags, stop_at=half, **change)
+    queue.begin("job", flags, **change)
+    queue.begin("job-own", own, **change)
+    queue.begin("job-killed", flags, kill_at=half + 1, **change)
+    queue.begin("job-from-here", flags, after=here, **change)
+    stops = jobs.scheduler.submits == "sbatch"  # the job goes back into the queue; elsewhere a successor comes after it
+    if stops:
+        queue.begin("job-stopped", flags, stop_at=half, **change)
+    plain = queue.end("job")
+    if certificate.sizes({ranks: plain}, first, how):
+        certificate.held_out({ranks: plain}, first, how)
+    precision = own.rpartition("--precision ")[2].split()[0]
+    certificate.rounded(queue.end("job-own"), first, precision, how)
+    killed = queue.end("job-killed")
+    if not killed.well:
+        certificate.handed_over(ranks, 1, launch, program.run("handed-job-1", 1, flags, after=killed, **change), first)
+        killed = queue.run("job-killed-on", flags, after=killed, **change)
+    certificate.resumes(f"killed{how}, it goes on from its last snapshot", plain, killed)
+    certificate.handed_over(1, ranks, launch, queue.end("job-from-here"), first, how)
+    if stops:
+        stopped = queue.end("job-stopped")
+        if not stopped.well:  # its script does not put it back
+            stopped = queue.run("job-stopped-on", flags, after=stopped, **change)
+        certificate.resumes(f"stopped{how}, it comes back and goes on as if it had not been", plain, stopped)

@@ -1,0 +1,96 @@
+"""The certificate on a site's virtual cluster: its user gives the command of jobs.py on the login node.
+
+    nox -s cluster -- --site NAME_OR_FOLDER --workload path/to/mine.py [flags of the certificate and of train.py]
+
+As root, with Slurm. The program's folder is copied into the user's home, with what it reads there.
+"""
+
+import contextlib
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from conformance.cluster import layer, prefix
+from conformance.cluster.jobs import Submitter, queue
+from conformance.cluster.shape import LOGIN
+from conformance.cluster.virtual import UID, USER, NoCluster, VirtualSite, as_user, ended_by_signal, entered, plain
+from conformance.harness.sites import Site
+
+LARGEST = 2**30  # bytes of the program's folder
+LEFT = shutil.ignore_patterns(".*", "runs", "certificates", "__pycache__", "env")
+
+
+def on_virtual_cluster(site: Site, workload: str, tree: Path, flags: list[str]) -> int:
+    """Exit code of the certificate, which lies in certificates/ then. flags: all others."""
+    with (
+        tempfile.TemporaryDirectory(prefix="cluster-") as folder,
+        ended_by_signal(),
+        VirtualSite(site, Path(folder), build=layer.build, tree=tree) as cluster,
+    ):
+        print(f"up in {cluster.seconds['up']:.2f} s: {site.name}, {', '.join(cluster.names)}; ./install.sh", flush=True)
+        user = Submitter(cluster, site, cluster.put_site())
+        top, python = user.folder.partition("/sites/")[0], f"{prefix.ROOT}/python/bin/python"
+        # What nox installs for the session on a machine's login node.
+        for line in ("./install.sh", f"{python} -m pip install --quiet --target ~/suite {top}/core"):
+            installed = cluster.on("login", line, folder=user.folder, timeout=240)
+            if installed.returncode:
+                raise NoCluster(f"{line}: {(installed.stderr or installed.stdout).strip().splitlines()[-1]}")
+        file = put(Path(workload), cluster.home / "program") if workload.endswith(".py") else workload
+        places = f"PYTHONPATH=/home/{USER}/suite:{prefix.ROOT}/suite"
+        command = [
+            "env",
+            places,
+            python,
+            "-m",
+            "conformance",
+            "--output=certificate",
+            "--workload",
+            file,
+            "--site",
+            user.folder,
+        ]
+        command += [f"--submit={user.geometry(2, 2)}", "--geometry=2x2", "--device=cpu", *flags]
+        with hurrying(user):
+            login = [*entered(cluster.pids[LOGIN]), *as_user(command, top)]
+            code = subprocess.run(login, check=False, env=plain(), stdin=subprocess.DEVNULL).returncode
+        made = cluster.home / top.rpartition("/")[2] / "certificate"
+        if made.is_dir():
+            output = Path("certificates", f"{Path(workload).stem}-{site.name}")
+            shutil.copytree(made, output, dirs_exist_ok=True)
+            print(f"copied from its login node to {output}/")
+        return code
+
+
+def put(file: Path, folder: Path) -> str:
+    """The program's folder into the home; the file's path there."""
+    size = sum(path.stat().st_size for path in file.resolve().parent.rglob("*") if path.is_file())
+    if size > LARGEST:
+        raise ValueError(f"--workload {file}: its folder has {size / 2**30:.1f} GiB; put it into one with what it reads alone")
+    shutil.copytree(file.resolve().parent, folder, ignore=LEFT)
+    for path in (folder, *folder.rglob("*")):
+        shutil.chown(path, UID, UID)
+    return f"/home/{folder.parent.name}/{folder.name}/{file.name}"
+
+
+@contextlib.contextmanager
+def hurrying(user: Submitter) -> Iterator[None]:
+    """Jobs that are back in the queue do not wait for Slurm's two minutes, but until nothing of their start before is left."""
+    over = threading.Event()
+
+    def hurry() -> None:
+        while not over.wait(3):
+            with contextlib.suppress(NoCluster, subprocess.TimeoutExpired):
+                for job in map(user.of_number, queue(user.cluster)):
+                    if job.fields().get("Reason") == "BeginTime" and user.waits(job) and not over.wait(2):
+                        user.hurry(job)
+
+    thread = threading.Thread(target=hurry, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
