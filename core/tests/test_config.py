@@ -55,6 +55,7 @@ CHANGES = {
     "log_seconds": "--log-seconds 0",
     "rendezvous_timeout": "--rendezvous-timeout 5",
     "timeout": "--timeout 5",
+    "profile": "--profile 3",
     "debug": "--debug",
 }
 OWN = {  # of the built-in workloads
@@ -82,7 +83,7 @@ def test_problem_holds_the_choices_that_determine_the_losses_and_no_others():
     free = {"epochs", "accumulate", "device", "backend", "reduction", "deterministic", "compile", "workers", "shards"}
     free |= {"sharding", "checkpoint_activations", "offload"}
     free |= {"run_dir", "new_run_dir", "fresh", "save_every", "save_minutes", "save_steps", "eval_every", "log_every"}
-    free |= {"log_seconds", "rendezvous_timeout", "timeout", "debug"}
+    free |= {"log_seconds", "rendezvous_timeout", "timeout", "profile", "debug"}
     assert config("").problem().keys() == CHANGES.keys() - free
     # A cosine is laid out over the epochs: there, their number is a part of the problem.
     assert config("--lr-schedule cosine").problem().keys() == CHANGES.keys() - free | {"epochs"}

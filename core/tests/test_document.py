@@ -30,7 +30,7 @@ def adopted(document: dict) -> State:
     theirs.lay_out()
     theirs.forget(["bias"])
     ours.lay_out()
-    ours.progress = ours.adopt(theirs.tensors(), document, "FILE")
+    ours.progress = ours.check(theirs.tensors(), document, "FILE")
     ours.put_numbers()
     return ours
 
