@@ -99,6 +99,8 @@ class Peers:
             self.data = dist.group.WORLD
             with _handing_out(self.store):
                 self.control = Control(rank.rank, rank.world_size, timeout)
+            # A rank that goes on and dies while another still connects would be taken for one that cannot be reached.
+            self.wait()
         except RuntimeError as error:
             raise RendezvousError(
                 f"the ranks met, but their {backend} group did not connect ({_first_line(error)}): check "
