@@ -221,7 +221,8 @@ def test_ranks_that_wait_for_a_dead_one_end_with_the_failure_that_they_know(tmp_
 def test_ranks_that_wait_for_a_dead_one_and_are_told_to_stop_do_not_ask_for_another_start(tmp_path):
     """With 75 the job would come back, and the rank fail again."""
     job = train(tmp_path / "run", PATIENT, 3, faults={2: in_turn(sleeping(2), dying)}, strict_launcher=True)
-    assert job.codes == [4, 4, 99] and "SIGTERM before all ranks had met (rank 2 had not)" in job.error
+    # Rank 1 may be slow to come.
+    assert job.codes == [4, 4, 99] and re.search(r"SIGTERM before all ranks had met \(rank (1, )?2 had not\)", job.error)
 
 
 def test_a_rank_that_is_told_to_stop_gives_rank_0_time_to_say_why(tmp_path):

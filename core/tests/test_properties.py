@@ -12,6 +12,7 @@ import torch
 from ddp_core import Rank, order, snapshot
 from ddp_core.config import _global_batch_size
 from ddp_core.errors import Failure, PreflightError, SnapshotError, UsageError
+from ddp_core.show import as_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_document import WHOLE, adopted
@@ -82,7 +83,7 @@ def test_any_document_with_right_checksums_is_refused_or_read(whole, value, form
     path = whole[2]
     if isinstance(value, dict):
         value |= dict(format=1, crc32={}, step=step, problem=problem) if formed else {}
-        value["document_crc32"] = zlib.crc32(snapshot._json({name: value[name] for name in value if name != "document_crc32"}))
+        value["document_crc32"] = zlib.crc32(as_json({name: value[name] for name in value if name != "document_crc32"}))
     head = json.dumps({"__metadata__": {"ddp_core": json.dumps(value)}}).encode()
     path.write_bytes(len(head).to_bytes(8, "little") + head)
     try:
