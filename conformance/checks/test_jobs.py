@@ -331,16 +331,16 @@ def test_ranks_meet_over_the_first_interface(check, life, site):
 @only(when=lambda site: site.shares_nodes)
 @clause("J13")
 def test_two_jobs_on_one_node_do_not_meet(check, user):
-    """Started at the same moment."""
+    """Started at the same moment. Two ranks each, one on either node: a world of one meets nobody."""
     with holds(check):
         user.cluster.slow_disk(SLOW)
-        node = f"--nodelist={user.cluster.names[-1]}"
-        jobs = [user.submit(LONG, nodes=1, ranks=1, options=node) for _ in range(2)]
+        nodes = user.cluster.names[-2:]
+        jobs = [user.submit(LONG, nodes=2, ranks=1, options=f"--nodelist={','.join(nodes)}") for _ in range(2)]
         for job in jobs:
             job.trains()
         check.equal(both_train=([job.alive() for job in jobs], [True, True]))
         rows = [job.starts()[-1]["ranks"] for job in jobs]
-        check.equal(hosts=([[row["host"] for row in of] for of in rows], [[user.cluster.names[-1]]] * 2))
+        check.equal(hosts=([[row["host"] for row in of] for of in rows], [nodes] * 2))
         for job in jobs:
             user.cluster.on("login", [user.scheduler.cancels, job.number])
             job.ends()
