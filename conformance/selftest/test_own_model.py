@@ -182,9 +182,9 @@ def test_a_stopped_job_has_the_losses_of_one_that_was_never_stopped(check, job, 
     """Stopped by the page's command within an epoch: rows, shifts and dropout go on where they were."""
     reader.cluster.slow_disk(SLOW)
     try:
-        other = reader.submits(PAGE.commands[-1])
+        # Ranks tell each other once a second, when they save, and at an epoch's end: an epoch here takes less than a second.
+        other = reader.submits(PAGE.commands[-1] + " --save-steps 7")
         other.trains()
-        # The end of the first epoch, whose snapshot is still being written when the signal comes.
         other.until(lambda: other.run().of("epoch"), "the end of an epoch")
         stopped = reader.types(PAGE.of_job(other.number)[2])
         reader.cluster.slow_disk(0)
