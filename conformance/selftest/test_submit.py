@@ -127,13 +127,13 @@ def test_a_sound_site_passes_and_is_reported_as_of_the_machine(machine, tmp_path
 
 @rejects("J1")
 def test_a_script_that_drops_its_arguments(machine):
-    machine.change("job.sl", ' "$@"', " --epochs 1")
+    machine.change("job.sl", ' "$@" ||', " --epochs 1 ||")
     rejected(machine.rung("--clause", "J1"), "config=[], but should be", "(J1)")
 
 
 @rejects("J2")
 def test_a_script_that_always_returns_0(machine):
-    machine.change("job.sl", '"$@"', '"$@" || true')
+    machine.change("job.sl", '"$@" || code=$?', '"$@" || true')
     rejected(machine.rung("--clause", "J2"), "exit codes=['0, but no run.jsonl", "but should be all 2", "(J2)")
 
 
