@@ -139,6 +139,20 @@ def test_raw_numbers_are_mapped_and_a_rest_that_is_no_number_is_left_out(tmp_pat
     assert mapped(tmp_path / "tokens.bin").shape == (2001,)
 
 
+def test_a_file_larger_than_memory_is_mapped_and_what_is_written_there_stays_here(tmp_path):
+    size = 4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with open(tmp_path / "huge.bin", "wb") as file:
+        file.truncate(size)
+    found = mapped(tmp_path / "huge.bin")
+    found[-1] = 7
+    assert len(found) == size and found[-1] == 7
+    with open(tmp_path / "huge.bin", "rb") as file:
+        file.seek(size - 1)
+        assert file.read() == b"\0"
+    (tmp_path / "empty.bin").touch()
+    assert len(mapped(tmp_path / "empty.bin")) == 0
+
+
 def test_a_mapped_file_stays_on_the_disk(tmp_path):
     """300 MB, of which some rows are read: resident memory does not grow by a tenth of it."""
     with open(tmp_path / "large.bin", "wb") as file:

@@ -170,11 +170,17 @@ def mapped(path: str | Path, dtype: torch.dtype = torch.uint8, name: str = "") -
                 shape, dtype, start = facts["shape"], SAFETENSORS[facts["dtype"]], 8 + length + facts["data_offsets"][0]
     except (OSError, ValueError, KeyError, SyntaxError, IndexError) as error:
         raise PreflightError(f"{path} cannot be mapped ({type(error).__name__}: {error})") from error
-    content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[start:]
+    # Who writes into it changes this process's copy alone. Without NORESERVE Linux would want memory for a copy of all of it.
+    content = torch.empty(0, dtype=torch.uint8)
+    if size:
+        with open(path, "rb") as file:
+            pages = mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
+        content = torch.frombuffer(pages, dtype=torch.uint8)[start:]
     count = math.prod(shape) * dtype.itemsize if shape != (-1,) else len(content) // dtype.itemsize * dtype.itemsize
     return content[:count].view(dtype).view(*shape)
 
 
+NORESERVE = 0x4000  # Linux's; Python names it from 3.13 on
 NUMPY = {"|u1": torch.uint8, "|i1": torch.int8, "|b1": torch.bool, "<u2": torch.uint16, "<i2": torch.int16}
 NUMPY |= {"<i4": torch.int32, "<i8": torch.int64, "<f2": torch.float16, "<f4": torch.float32, "<f8": torch.float64}
 SAFETENSORS = {"U8": torch.uint8, "I8": torch.int8, "BOOL": torch.bool, "U16": torch.uint16, "I16": torch.int16}
