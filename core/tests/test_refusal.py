@@ -8,7 +8,7 @@ import ranks
 from ddp_core import snapshot
 from ddp_core.order import rows_of_rank, sample_order
 from ddp_core.run_directory import RunDirectory
-from faults import at_step, files_limited_to, poisoned
+from faults import at_step, files_limited_to, once_saved, poisoned
 from ranks import assert_same_run, step_of, train
 
 RUN = "--epochs 3 --precision fp64"  # 14 steps an epoch
@@ -84,7 +84,7 @@ def test_a_file_that_is_a_whole_snapshot_of_nothing_is_refused(tmp_path):
 
 @pytest.mark.fault(32)
 def test_a_snapshot_that_does_not_fit_ends_the_run_on_all_ranks_and_the_one_before_stays(finished, tmp_path):
-    full = {0: at_step(20, files_limited_to(100_000))}
+    full = {0: at_step(20, once_saved(files_limited_to(100_000)))}
     job = train(tmp_path / "run", RUN, 2, faults=full, code=8)
     assert "snapshot.safetensors" in job.error or "best.safetensors" in job.error
     assert "free space" in job.error
