@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -42,19 +43,20 @@ class Saver:
         document = copy.deepcopy(document)  # the history in it grows with the next epoch
         copied = None if gathered else self._copied(tensors, document)
         self.facts = dict(step=document["step"], epochs_run=document["epochs_run"]) if snapshot else {}
-        parts = (copied or (None, tensors), document, best, snapshot, gathered)
-        self.pending = _here(self._write, *parts) if gathered else self.pool.submit(self._write, *parts)
+        image, tensors = copied or (None, tensors)
+        write = partial(self._write, tensors, document, best, snapshot, image=image, gathered=gathered)
+        self.pending = _here(write) if gathered else self.pool.submit(write)
         if copied is None:
             self.pending.exception()  # waits
         self.facts |= dict(seconds=time.perf_counter() - began, copy=self.buffer.nbytes) if snapshot else {}
 
-    def _write(self, copied: tuple[torch.Tensor | None, dict], document: dict, best: bool, snapshot: bool, gathered) -> float:
-        """In the thread. Returns the seconds until all is durable."""
-        began, (image, tensors) = time.perf_counter(), copied
+    def _write(self, tensors: dict[str, torch.Tensor], document: dict, best: bool, snapshot: bool, **source) -> float:
+        """Returns the seconds until all is durable."""
+        began = time.perf_counter()
         if best:
-            self.directory.save_best(tensors, document, image, gathered)
+            self.directory.save_best(tensors, document, **source)
         if snapshot:
-            self.directory.save(tensors, document, image, gathered)
+            self.directory.save(tensors, document, **source)
         return time.perf_counter() - began
 
     @property
@@ -105,11 +107,11 @@ class Saver:
         return False
 
 
-def _here(act: Callable, *parts) -> Future:
+def _here(act: Callable) -> Future:
     """As pool.submit, in this thread, whose collectives come in the order of all others."""
     done: Future = Future()
     try:
-        done.set_result(act(*parts))
+        done.set_result(act())
     except StorageError as error:
         done.set_exception(error)
     return done

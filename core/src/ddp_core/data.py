@@ -155,6 +155,9 @@ def mapped(path: str | Path, dtype: torch.dtype = torch.uint8, name: str = "") -
         with open(path, "rb") as file:
             size = file.seek(0, 2)
             file.seek(0)
+            if size:
+                # Writing changes this process's copy alone. Without NORESERVE Linux would want memory for all of that.
+                pages = mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
             if path.suffix == ".npy":
                 head = file.read(12)
                 long = head[6] > 1
@@ -170,12 +173,7 @@ def mapped(path: str | Path, dtype: torch.dtype = torch.uint8, name: str = "") -
                 shape, dtype, start = facts["shape"], SAFETENSORS[facts["dtype"]], 8 + length + facts["data_offsets"][0]
     except (OSError, ValueError, KeyError, SyntaxError, IndexError) as error:
         raise PreflightError(f"{path} cannot be mapped ({type(error).__name__}: {error})") from error
-    # Who writes into it changes this process's copy alone. Without NORESERVE Linux would want memory for a copy of all of it.
-    content = torch.empty(0, dtype=torch.uint8)
-    if size:
-        with open(path, "rb") as file:
-            pages = mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
-        content = torch.frombuffer(pages, dtype=torch.uint8)[start:]
+    content = torch.frombuffer(pages, dtype=torch.uint8)[start:] if size else torch.empty(0, dtype=torch.uint8)
     count = math.prod(shape) * dtype.itemsize if shape != (-1,) else len(content) // dtype.itemsize * dtype.itemsize
     return content[:count].view(dtype).view(*shape)
 

@@ -52,8 +52,7 @@ def probe(workload: Workload, model: nn.Module, batches: Batches, config, autoca
 
     agreed: of a truth that may differ between ranks, rank 0's, where a forward pass is collective.
     """
-    trial = _Trial(workload, model, batches, config, autocast)
-    trial.agreed = agreed
+    trial = _Trial(workload, model, batches, config, autocast, agreed)
     try:
         losses, metrics = trial.look()
         notes = trial.notes_on_rows() + trial.notes
@@ -68,13 +67,13 @@ def probe(workload: Workload, model: nn.Module, batches: Batches, config, autoca
 
 
 class _Trial:
-    def __init__(self, workload: Workload, model: nn.Module, batches: Batches, config, autocast):
+    def __init__(self, workload: Workload, model: nn.Module, batches: Batches, config, autocast, agreed: Callable):
         self.workload, self.model, self.batches, self.config, self.autocast = workload, model, batches, config, autocast
+        self.agreed = agreed
         self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self.changed: list[str] = []
         self.count = min(2, len(batches))
         self.rows: Any = None
-        self.agreed: Callable = bool
         self.alone: list[Any] = []
         self.notes: list[str] = []
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +90,8 @@ class RunDirectory:
                     f"--fresh to start again"
                 )
 
-    def save(
-        self,
-        tensors: dict[str, torch.Tensor],
-        document: dict,
-        image: torch.Tensor | None = None,
-        gathered: Callable | None = None,
-    ) -> None:
-        """Write the snapshot (image, gathered: of write()) and keep the one before it. Raises StorageError."""
+    def save(self, tensors: dict[str, torch.Tensor], document: dict, **source: Any) -> None:
+        """Write the snapshot (source: image or gathered, of write()) and keep the one before it. Raises StorageError."""
         self._lock.check()
         try:
             rehearse("save", document["step"])
@@ -117,18 +110,12 @@ class RunDirectory:
                     spare.unlink(missing_ok=True)
         except OSError as error:
             raise no_storage(self.previous, error) from error
-        write(self.snapshot, tensors, document, self._lock.check, image, gathered)
+        write(self.snapshot, tensors, document, self._lock.check, **source)
 
-    def save_best(
-        self,
-        tensors: dict[str, torch.Tensor],
-        document: dict,
-        image: torch.Tensor | None = None,
-        gathered: Callable | None = None,
-    ) -> None:
+    def save_best(self, tensors: dict[str, torch.Tensor], document: dict, **source: Any) -> None:
         """Of the lowest held-out loss so far. Raises StorageError."""
         self._lock.check()
-        write(self.best, tensors, document, self._lock.check, image, gathered)
+        write(self.best, tensors, document, self._lock.check, **source)
 
     def lost(self) -> StorageError | None:
         """Whether another job was seen to have taken the run directory: at the last heartbeat."""

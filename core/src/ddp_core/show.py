@@ -76,6 +76,14 @@ def refuse_unreadable(path: Path) -> None:
             raise ValueError(f"its header should have {size} bytes, more than {MOST_HEADER}")
 
 
+def refuse_damaged(path: Path, sums: dict[str, int], document: dict) -> None:
+    """sums: the checksum of each tensor. Raises SnapshotError that names those which are not as they were written."""
+    found = sums | {"the document": zlib.crc32(as_json({n: value for n, value in document.items() if n != "document_crc32"}))}
+    written = document["crc32"] | {"the document": document["document_crc32"]}
+    if broken := sorted(name for name in found.keys() | written.keys() if found.get(name) != written.get(name)):
+        raise SnapshotError(f"{path} is damaged: the checksum of {printable(', '.join(broken))} differs")
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[dict[str, dict], dict, dict[str, memoryview]]]:
     """The entry of each tensor, the document, and the bytes of each tensor. Raises SnapshotError that names the file."""
@@ -144,13 +152,8 @@ def verify(path: Path) -> None:
     """Raises SnapshotError that names what is damaged."""
     with opened(path) as (_, document, parts):
         with ThreadPoolExecutor() as pool:  # zlib lets go of the interpreter
-            sums = dict(zip(parts, pool.map(zlib.crc32, parts.values()), strict=True))
-        sums["the document"] = zlib.crc32(as_json({name: document[name] for name in document if name != "document_crc32"}))
-        written = document["crc32"] | {"the document": document["document_crc32"]}
-        broken = sorted(name for name in sums.keys() | written.keys() if sums.get(name) != written.get(name))
+            refuse_damaged(path, dict(zip(parts, pool.map(zlib.crc32, parts.values()), strict=True)), document)
         size = sum(map(len, parts.values()))
-    if broken:
-        raise SnapshotError(f"{path} is damaged: the checksum of {printable(', '.join(broken))} differs")
     print(f"{path}: whole, {len(parts)} tensors, {size / 1e6:.3f} MB, step {document['step']}")
 
 

@@ -37,7 +37,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ddp_core.errors import NewerFormatError, SnapshotError, StorageError, WorkloadError, printable
-from ddp_core.show import MOST_HEADER, as_json, refuse_unreadable
+from ddp_core.show import MOST_HEADER, as_json, refuse_damaged, refuse_unreadable
 
 FORMAT = 2  # 1: before workloads were open (migrate)
 LONGEST = 2**32 - 1  # no checksum has more digits
@@ -266,15 +266,11 @@ def read(path: Path, lazily: bool = False) -> tuple[dict[str, Any], dict]:
             else:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a safe_open is no dict
                 sums = _checksums(tensors)
-            sums["the document"] = zlib.crc32(as_json({name: document[name] for name in document if name != "document_crc32"}))
-            written = document["crc32"] | {"the document": document["document_crc32"]}
-            broken = [name for name in sums.keys() | written.keys() if sums.get(name) != written.get(name)]
-            if not broken:
-                return migrate(tensors, document)
+            refuse_damaged(path, sums, document)
+            return migrate(tensors, document)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         why = f"{type(error).__name__}: {printable(error)}"
         raise SnapshotError(f"{path} is not a whole snapshot ({why})") from error
-    raise SnapshotError(f"{path} is damaged: the checksum of {printable(', '.join(sorted(broken)))} differs")
 
 
 def _writer(document: dict) -> str:
