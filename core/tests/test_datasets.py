@@ -123,6 +123,17 @@ def test_idx_files_may_lie_deeper_in_the_folder(idx_folder, tmp_path):
     assert deeper.fingerprint == there.fingerprint
 
 
+def test_images_of_the_same_names_and_sizes_have_another_fingerprint(idx_folder, tmp_path):
+    """As those of Fashion-MNIST have."""
+    shutil.copytree(idx_folder, tmp_path / "raw")
+    [images] = [path for path in (tmp_path / "raw").iterdir() if path.name.startswith("train-images")]
+    raw = gzip.decompress(images.read_bytes()) if images.suffix == ".gz" else images.read_bytes()
+    raw = raw[:-1] + bytes([raw[-1] ^ 1])
+    images.write_bytes(gzip.compress(raw) if images.suffix == ".gz" else raw)
+    other, there = (load("--workload", "mnist", "--data-dir", str(folder)) for folder in (tmp_path, idx_folder))
+    assert other.fingerprint != there.fingerprint
+
+
 @pytest.mark.fault(17)
 def test_mnist_without_a_folder_says_how_to_fetch_it():
     with pytest.raises(UsageError, match=r"--data-dir.*curl .*https://ossci-datasets"):

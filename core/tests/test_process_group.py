@@ -258,6 +258,28 @@ def _slow_data(seconds: float) -> None:
     data.of_workload = lambda *arguments: [time.sleep(seconds), of_workload(*arguments)][1]
 
 
+def _fail_to_build() -> None:
+    from ddp_core.errors import WorkloadError
+    from ddp_core.workloads.digits import Digits
+
+    def model(*arguments):
+        raise WorkloadError("a library is older here")
+
+    Digits.model = model
+
+
+def test_what_one_rank_alone_cannot_build_it_says_itself(tmp_path):
+    job = train(tmp_path / "run", "--epochs 1", 2, faults={1: call("test_process_group", "_fail_to_build")}, code=2)
+    assert "rank 1 failed" in job.err[0] and "a library is older here" in job.err[1]
+
+
+def test_a_rank_that_comes_after_the_verdict_hears_it(tmp_path):
+    """Rank 1 lacks data; rank 2 comes two seconds later, and must not end as if nobody had been there."""
+    late = {1: failing_data(PreflightError("no data")), 2: sleeping(2)}
+    job = train(tmp_path / "run", "--epochs 1", 3, faults=late, code=3)
+    assert "no data" in job.error
+
+
 # ---- memory of the host -------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,8 @@ python -m pytest core/tests/test_resume.py
 import signal
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import ranks
@@ -121,6 +123,28 @@ def test_snapshots_come_every_so_many_minutes(finished):
     job = finished(f"{RUN} --save-minutes 1e-9", 2)
     assert saved_at(job)[0] == 1 and len(saved_at(job)) > 5 and {14, 28, 42} <= {*saved_at(job)}
     assert job.losses == finished(RUN, 2).losses and job.snapshot_hash() == finished(RUN, 2).snapshot_hash()
+
+
+def _a_step_takes_a_minute() -> None:
+    """By the clock that says when the last snapshot was. The ranks speak after each."""
+    from ddp_core import reconcile, trainer
+    from ddp_core.guard import Guard
+
+    clock, step = SimpleNamespace(now=0.0), Guard.step
+
+    def stepped(*args, **kwargs):
+        clock.now += 60
+        return step(*args, **kwargs)
+
+    Guard.step, reconcile.MOST_STEPS = stepped, 1
+    trainer.time = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter)
+
+
+def test_minutes_are_counted_from_the_last_snapshot(tmp_path):
+    flags = f"{RUN} --save-minutes 5 --save-every 9 --eval-every 9"
+    clock = ranks.call("test_resume", "_a_step_takes_a_minute")
+    job = train(tmp_path / "run", flags, 2, faults=dict.fromkeys(range(2), clock), code=0)
+    assert saved_at(job) == [*range(5, 42, 5), 42]
 
 
 def test_by_default_a_short_run_is_saved_at_the_ends_of_epochs_only(finished):
