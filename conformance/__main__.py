@@ -23,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
+import pytest
+
 from conformance.harness import sites
 
 ROOT = sites.ROOT
@@ -32,7 +34,7 @@ STATIC = [
     CHECKS.format(name) for name in ("static", "train", "dry_run", "dry_ends", "dry_install")
 ]  # need neither ranks nor torch
 WORLD_SIZES = (2, 4, 1)  # in this order a snapshot is resumed by more ranks and by fewer
-CLUSTERS_AT_ONCE = 4  # they wait more than they work
+AT_ONCE, CLUSTERS_AT_ONCE = 2, 4  # the latter wait more than they work
 
 
 def main(argv: list[str]) -> int | str:
@@ -72,16 +74,17 @@ def main(argv: list[str]) -> int | str:
 
 def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
     """Every site's files, then its train.py in ranks; with --submit by its own job script."""
-    work = emptied(chosen.work or ROOT / "build" / "conformance", "parts", "handed-on")
+    work = emptied(chosen.work or ROOT / "build" / "conformance", "parts", "handed-on", "logs")
     flags = [f"--part={work}/parts", *others]
     commands: list[tuple[list[str], int]] = []  # each with its world size
+    started, failures = 0, list[str]()
     if chosen.submit is not None:
         device = [f"--device={chosen.device}"] if chosen.device else []
         commands.append(([*PYTEST, *flags, f"--submit={chosen.submit}", *device, CHECKS.format("run")], 1))
     else:
         ranks = [(size, "auto") for size in WORLD_SIZES]
         if chosen.device in (None, "cpu"):
-            commands.append(([*PYTEST, *flags, *STATIC], 1))
+            started, failures = check_files(chosen, others, work)
         else:
             count = devices(chosen.device)
             if not count:
@@ -94,7 +97,19 @@ def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
             commands.append(([*mpiexec, *PYTEST, *flags, "--with-mpi", f"--backend={backend}", CHECKS.format("run")], size))
     failed = [command for command, size in commands if not run(command, world_size=size)]
     reported = report(work, chosen.site)
-    return f"{len(failed)} of {len(commands)} commands above failed" if failed else 0 if reported else 1
+    if failures or failed:
+        return "\n\n".join((*failures, f"{len(failures) + len(failed)} of {started + len(commands)} commands above failed"))
+    return 0 if reported else 1
+
+
+def check_files(chosen: argparse.Namespace, others: list[str], work: Path) -> tuple[int, list[str]]:
+    """What needs neither ranks nor torch, a site at a time in each process. Returns how many, and what failed."""
+    others = [flag for flag in others if not flag.startswith("--site=")]
+    names = chosen.site or [site.folder.name for site in sites.find()]
+    commands = {name: [*PYTEST, f"--part={work}/parts/{Path(name).name}", f"--site={name}", *others, *STATIC] for name in names}
+    if len(names) == 1:  # shown as it goes on
+        return 1, [] if run(commands[names[0]]) else [f"{names[0]}: failed, see above"]
+    return len(commands), side_by_side(commands, AT_ONCE, work / "logs")
 
 
 def check_extras(chosen: argparse.Namespace, others: list[str]) -> int | str:
@@ -144,16 +159,9 @@ def check_clusters(chosen: argparse.Namespace, others: list[str]) -> int | str:
             f"--part={work}/parts/own-model",
         ]
 
-    def failure(name: str) -> str | None:
-        """The last lines of one session's log, if it failed."""
-        log = work / "logs" / f"{Path(name).name}.txt"
-        command = [*PYTEST, "--cluster", "--durations=12", *flags[name], f"--tree={chosen.tree}", *others]
-        passed, lines = run(command, log=log), log.read_text().splitlines()
-        print("\n".join(line for line in lines if " passed" in line), flush=True)
-        return None if passed else "\n".join((f"{name}: failed, see {log}", *lines[-60:]))
-
-    with ThreadPoolExecutor(CLUSTERS_AT_ONCE) as pool:
-        failures = [*filter(None, pool.map(failure, flags))]
+    start = [*PYTEST, "--cluster", "--durations=12"]
+    commands = {name: [*start, *words, f"--tree={chosen.tree}", *others] for name, words in flags.items()}
+    failures = side_by_side(commands, CLUSTERS_AT_ONCE, work / "logs")
     reported = report(work, chosen.site)
     return "\n\n".join(failures) if failures else 0 if reported else 1
 
@@ -172,10 +180,13 @@ def certify_on_cluster(chosen: argparse.Namespace, others: list[str]) -> int | s
 
 def check_suite(chosen: argparse.Namespace, others: list[str]) -> int | str:
     """What needs no site: that the suite itself rejects, reports, submits, and takes in a new site."""
-    work = emptied(chosen.work or ROOT / "build" / "suite", "parts")
-    ignored = [f"--ignore={path}" for path in STATIC]  # of the sites: check_sites()
-    passed = run([*PYTEST, "conformance", *ignored, "--rung=suite", f"--part={work}/parts", *others])
-    return 0 if report(work, chosen.site) and passed else 1
+    work = emptied(chosen.work or ROOT / "build" / "suite", "parts", "logs")
+    files = [path for path in sorted(ROOT.glob("conformance/*/test_*.py")) if str(path.relative_to(ROOT)) not in STATIC]
+    about = [*PYTEST, "--rung=suite", *others]
+    commands = {path.stem: [*about, f"--part={work}/parts/{path.stem}", str(path.relative_to(ROOT))] for path in files}
+    failures = side_by_side(commands, AT_ONCE, work / "logs")
+    reported = report(work, chosen.site)
+    return "\n\n".join(failures) if failures else 0 if reported else 1
 
 
 def check_mutants(chosen: argparse.Namespace, others: list[str]) -> int | str:
@@ -184,10 +195,33 @@ def check_mutants(chosen: argparse.Namespace, others: list[str]) -> int | str:
 
 def run(command: list[str], world_size: int = 1, log: Path | None = None) -> bool:
     """Whether it succeeded. log: the file that takes its output."""
+    return code_of(command, world_size, log) == 0
+
+
+def code_of(command: list[str], world_size: int = 1, log: Path | None = None) -> int:
     print("+", shlex.join(command), flush=True)
     environ = os.environ | dict(EXPECT_WORLD=str(world_size))
     with open(log, "w") if log else nullcontext() as file:
-        return subprocess.run(command, env=environ, check=False, stdout=file, stderr=file).returncode == 0
+        return subprocess.run(command, env=environ, check=False, stdout=file, stderr=file).returncode
+
+
+def side_by_side(commands: dict[str, list[str]], at_once: int, logs: Path) -> list[str]:
+    """Several at a time, each with a log. Prints what passed; returns the last lines of each that failed.
+
+    Where -k or --clause leave something to one of them, the others may have nothing to do.
+    """
+
+    def started(name: str) -> tuple[str, Path, int]:
+        log = logs / f"{Path(name).name}.txt"
+        code = code_of(commands[name], log=log)
+        print("\n".join(line for line in log.read_text().splitlines() if " passed" in line), flush=True)
+        return name, log, code
+
+    with ThreadPoolExecutor(at_once) as pool:
+        ended = [*pool.map(started, commands)]
+    fine = {0, pytest.ExitCode.NO_TESTS_COLLECTED} if any(code == 0 for _, _, code in ended) else {0}
+    failed = [(name, log) for name, log, code in ended if code not in fine]
+    return ["\n".join((f"{name}: failed, see {log}", *log.read_text().splitlines()[-60:])) for name, log in failed]
 
 
 def report(work: Path, chosen: list[str]) -> bool:

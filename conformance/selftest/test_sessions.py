@@ -7,6 +7,8 @@ import pytest
 from conformance import __main__ as program
 from conformance.harness import environment, sites
 
+SITES = [site.folder.name for site in sites.find()]
+FIRST = SITES[0]
 SITE = f"--site={sites.ROOT}/conformance/broken/sound"
 
 
@@ -15,18 +17,21 @@ def commands(monkeypatch, tmp_path):
     """Those that main() starts, each with its world size; none is run, and those with a word of `commands.fail` fail."""
 
     class Commands(list):
-        fail: tuple[str, ...] = ()
+        fail: dict[str, int] = {}
 
     commands = Commands()
 
-    def run(command, world_size=1, log=None):
+    def code_of(command, world_size=1, log=None):
         commands.append((" ".join(command), world_size))
-        return not any(word in commands[-1][0] for word in commands.fail)
+        code = next((code for word, code in commands.fail.items() if word in commands[-1][0]), 0)
+        if log:
+            log.write_text(f"exit code {code}\n")
+        return code
 
     for name in ("PATH", "OMP_NUM_THREADS", "MPIEXEC_TIMEOUT"):  # put back afterwards
         monkeypatch.setenv(name, "1")
     monkeypatch.delenv("MPIEXEC", raising=False)
-    monkeypatch.setattr(program, "run", run)
+    monkeypatch.setattr(program, "code_of", code_of)
     monkeypatch.setattr(program, "ROOT", tmp_path)
     return commands
 
@@ -42,13 +47,21 @@ def test_a_sites_files_are_read_and_it_trains_in_2_4_and_1_ranks(commands):
 
 
 def test_everything_runs_whatever_fails(commands):
-    commands.fail = ("mpiexec -n 2",)
-    assert program.main([]) == "1 of 4 commands above failed"
-    assert len(commands) == 5
+    commands.fail = {"mpiexec -n 2": 1, f"--site={FIRST}": 1}
+    told = program.main([])
+    assert told.endswith(f"\n\n2 of {len(SITES) + 3} commands above failed") and f"{FIRST}: failed, see " in told
+    assert len(commands) == len(SITES) + 4
+
+
+def test_a_site_for_which_nothing_is_chosen_is_no_failure_unless_none_is_chosen(commands):
+    commands.fail = {f"--site={FIRST}": 5}
+    assert program.main(["-k", "words"]) == 0
+    commands.fail = {"test_static": 5}
+    assert "failed" in program.main(["-k", "words"])
 
 
 def test_a_report_that_cannot_be_drawn_is_a_failure(commands):
-    commands.fail = ("conformance.report",)
+    commands.fail = {"conformance.report": 1}
     assert program.main([SITE]) == program.main(["extras"]) == program.main(["suite"]) == 1
 
 
@@ -60,7 +73,7 @@ def test_submit_starts_no_ranks(commands):
 
 def test_another_mpiexec(commands):
     program.main(["--mpiexec", "srun --mpi=pmix"])
-    assert [line.split(" -m ")[0].rsplit(" ", 1)[0] for line, _ in commands[1:4]] == [
+    assert [line.split(" -m ")[0].rsplit(" ", 1)[0] for line, _ in commands[-4:-1]] == [
         f"srun --mpi=pmix -n {n}" for n in (2, 4, 1)
     ]
 
