@@ -14,6 +14,8 @@ import pytest
 from conformance.harness.dry_run import (
     ARGUMENTS,
     OF_PBS,
+    PASSED,
+    SECRET,
     USER,
     DryRun,
     arguments,
@@ -23,7 +25,7 @@ from conformance.harness.dry_run import (
     values_of,
     words_of,
 )
-from conformance.harness.shell import Script
+from conformance.harness.shell import OPTIONS, Script
 
 clause = pytest.mark.clause
 FINAL = {
@@ -275,31 +277,30 @@ def refused(dry, run: DryRun, what: str, name: str) -> list[str]:
 
 @clause("B10")
 def test_what_users_are_shown_works(check, site, dry):
-    """Each submission in the head of a job script, and each command in README.md's block of commands."""
+    """Each submission and installation in the head of a job script, and in README.md's blocks and sentences."""
     violations = []
     for where_it_stands, line in shown(site):
-        environ, words = {}, shlex.split(line)
-        while words and re.match(r"[A-Z_]+=", words[0]):
-            name, _, environ[name] = words.pop(0).partition("=")
-        if words[0] == "./install.sh":
-            run = dry.install(*words[1:])
-        else:
-            scripts = {path.name for path in site.job_scripts}
-            place = next((place for place, word in enumerate(words) if word in scripts), None)
-            if place is None:
-                violations.append(f"{where_it_stands}: {line!r}, but should name one of {', '.join(sorted(scripts))}")
-                continue
-            options = words_of(shlex.join(words[1:place]))
-            exported = dict(pair.split("=", 1) for pair in options.pop("v", "").split(",") if pair)
-            nodes = int(options.get("nodes", site.job(site.folder / words[place])["nodes"]))
-            shape = dict(environ=environ | exported, options=options, nodes=nodes, arguments=words[place + 1 :])
-            run = dry.job(site.folder / words[place], **shape)
-            if environ and site.toml["scheduler"] == "slurm":  # what runs beside the ranks bears a warning, too
-                run = run if run.code else dry.job(site.folder / words[place], code=75, event="warning", **shape)
-                run = run if run.code != 75 else dry.job(site.folder / words[place], **shape)
-        if run.code:
+        if isinstance(run := followed(dry, line), str):
+            violations.append(f"{where_it_stands}: {line!r}: {run}")
+        elif run.code:
             violations.append(f"{where_it_stands}: {line!r}: {ending(dry, run)}, but should be 0")
     check.holds(*violations)
+
+
+@clause("B5")
+def test_no_secret_is_printed(check, site, dry):
+    """A user's tokens are in the environment: neither the log nor the words of a command, which `ps` shows, have them."""
+    runs = [dry.install(), *(followed(dry, line) for _, line in shown(site))]
+    runs += [dry.case(case, code=code) for case in site.cases for code in (0, 75)]
+    violations = []
+    for run in [run for run in runs if isinstance(run, DryRun)]:
+        for line in [line for line in run.output.splitlines() if SECRET in line]:
+            violations.append(f"{run.script} prints {line[:60]!r}, but should print no value of the user's environment")
+        for call in [call for call in run.calls if any(SECRET in word for word in call.words)]:
+            violations.append(
+                f"{run.script}: {call.command} gets a user's token as a word, but should find it in its environment"
+            )
+    check.holds(*dict.fromkeys(violations))
 
 
 @clause("B10")
@@ -317,14 +318,45 @@ def test_a_script_for_users_hands_their_arguments_on(check, site, dry):
     check.holds(*violations)
 
 
+def followed(dry, line: str) -> DryRun | str:
+    """The dry run of a command that users are shown, or why it cannot be one."""
+    site, environ, words = dry.site, {}, shlex.split(line)
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        name, _, environ[name] = words.pop(0).partition("=")
+    if words[0] == "./install.sh":
+        return dry.install(*words[1:])
+    scripts, slurm = {path.name for path in site.job_scripts}, site.toml["scheduler"] == "slurm"
+    place = next((place for place, word in enumerate(words) if word in scripts), None)
+    if place is None:
+        return f"no script is submitted, but should be one of {', '.join(sorted(scripts))}"
+    options = words_of(shlex.join(words[1:place]))
+    if unknown := [name for name in options if name not in OPTIONS[words[0]].split()]:
+        return f"{words[0]} has no option {', '.join(unknown)}"
+    if words[place + 1 :] and not slurm:
+        return "qsub hands no words to a script, but should be given them by -v"
+    exported = dict(pair.split("=", 1) for pair in options.pop("v", "").split(",") if pair)
+    nodes = int(options.get("nodes", site.job(site.folder / words[place])["nodes"]))
+    shape = dict(environ=environ | exported, options=options, nodes=nodes, arguments=words[place + 1 :])
+    run = dry.job(site.folder / words[place], **shape)
+    if environ and slurm:  # what runs beside the ranks bears a warning, too
+        run = run if run.code else dry.job(site.folder / words[place], code=75, event="warning", **shape)
+        run = run if run.code != 75 else dry.job(site.folder / words[place], **shape)
+    return run
+
+
 def shown(site) -> list[tuple[str, str]]:
-    """The lines that submit or install: of a job script's head, and of README.md's blocks."""
+    """What submits or installs: lines of a job script's head, and of README.md's blocks; commands in its sentences."""
     lines = [(path.name, match[1]) for path in site.job_scripts for match in re.finditer(r"(?m)^#   (\S.*)$", path.read_text())]
-    for block in re.findall(r"(?ms)^```$(.*?)^```$", (site.folder / "README.md").read_text()):
-        lines += [("README.md", line) for line in block.splitlines()]
+    block, text = r"(?ms)^```$(.*?)^```$", (site.folder / "README.md").read_text()
+    for shown_there in re.findall(block, text):
+        lines += [("README.md", line) for line in shown_there.splitlines()]
+    sentences = " ".join(re.sub(block, "", text).split())
+    commands = [command for command in re.findall(r"`([^`]+)`", sentences) if re.search(r" .*\.(sh|sl|pbs)\b|\.sh ", command)]
+    lines += [("README.md", command) for command in commands]
     found = []
     for place, text in lines:
         line = re.sub(r"\[[^]]*\]", "", re.split(r"\s{2,}|\s#", text)[0]).replace("JOB", FIRST).replace("$USER", USER)
+        line = re.sub(r"(?<= )[A-Z]+(?= |$)", lambda word: PASSED.get(word[0], word[0]), line)
         if re.match(r"([A-Z_]+=(\"[^\"]*\"|\S+) )*(sbatch|qsub|\./install\.sh)( |$)", line):
             found.append((place, line.strip()))
     return found

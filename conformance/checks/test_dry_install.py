@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.harness.dry_run import PASSED, Call, DryRun, DryRuns, flags_of, made_by, removed, values_of
+from conformance.harness.dry_run import PASSED, Call, DryRun, DryRuns, flags_of, given, made_by, removed, values_of
 
 clause = pytest.mark.clause
 
@@ -19,11 +19,6 @@ clause = pytest.mark.clause
 def runs(dry: DryRuns) -> dict[str, DryRun]:
     """By the flags that install.sh was given."""
     return {" ".join(["install.sh", *flags[:1]]): dry.install(*flags) for flags in [(), *given(dry)]}
-
-
-def given(dry: DryRuns) -> list[tuple[str, ...]]:
-    """Each flag of its --help, with a value where it takes one."""
-    return [tuple(filter(None, (flag, PASSED.get(value, value)))) for flag, value in flags_of(dry)]
 
 
 def pips(run: DryRun) -> list[tuple[Call, list[str]]]:

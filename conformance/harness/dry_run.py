@@ -163,6 +163,11 @@ def flags_of(dry: "DryRuns") -> list[tuple[str, str]]:
     return re.findall(r"\[(--[\w-]+)? ?([A-Z]+)?\]", usage)
 
 
+def given(dry: "DryRuns") -> list[tuple[str, ...]]:
+    """Each flag of install.sh, with a value where it takes one."""
+    return [tuple(filter(None, (flag, PASSED.get(value, value)))) for flag, value in flags_of(dry)]
+
+
 def made_by(install: DryRun) -> list[str]:
     """The environments that install.sh has made."""
     found = []
@@ -279,7 +284,8 @@ class DryRuns:
         # A node's own disk, where the machine gives each user a folder.
         for script in self.site.scripts:
             for place in re.findall(r"(?<![\w.}$])((?:/\w+)+)/\$\{?USER\b", script.read_text()):
-                (top / f"root{place}" / USER).mkdir(parents=True, exist_ok=True)
+                (top / f"root{place}" / USER / "of-another-job").mkdir(parents=True, exist_ok=True)
+                (top / f"root{place}" / USER / "of-another-job/file").write_text("somebody's own\n")
         self.pristine = self._keep("pristine")
         self.installed: dict = {}
 
@@ -508,7 +514,9 @@ class DryRuns:
         """What is below the folders that a script may write to."""
         found = {}
         for below in ("home", "root", "sites"):
-            for path in (path for path in (self.top / below).rglob("*") if not path.name.startswith(".has-")):
+            mounted = {path.parent for path in (self.top / below).rglob(".mounted")}
+            paths = [path for path in (self.top / below).rglob("*") if not path.name.startswith(".has-")]
+            for path in [path for path in paths if not mounted & {path, *path.parents}]:
                 facts = path.lstat()
                 found[str(path.relative_to(self.top))] = (
                     None if stat.S_ISDIR(facts.st_mode) else (facts.st_size, facts.st_mtime_ns)

@@ -441,7 +441,9 @@ def container(name: str, words: list[str]) -> int:
     for flag, value in pairs(rest):  # a file system in a file
         if flag in ("--bind", "-B") and ".sqsh:" in value:
             place = value.split(":")[1]
-            environment(place if inside(place) else f"{TOP}/root{place}")
+            place = place if inside(place) else f"{TOP}/root{place}"
+            environment(place)
+            open(f"{place}/.mounted", "w").close()
     _, command = split(rest[images[0] + 1 :] if images else rest)
     if images and not os.path.exists(rest[images[0]]):
         print(f"FATAL: could not open image {rest[images[0]]}", file=sys.stderr)

@@ -39,6 +39,21 @@ SHORT = {
     "--tasks-per-node": "ntasks-per-node",
 }
 
+# Of https://slurm.schedmd.com/sbatch.html (22.05 and 25.11), and of qsub(1B) of OpenPBS.
+OPTIONS = dict(
+    sbatch="""
+account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint container contiguous core-spec
+cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency error exclude exclusive export export-file
+extra-node-info get-user-env gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags help hint
+hold ignore-pbs input job-name kill-on-invalid-dep licenses mail-type mail-user mem mem-bind mem-per-cpu mem-per-gpu mincpus
+network nice no-kill no-requeue nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node
+ntasks-per-socket open-mode output overcommit oversubscribe parsable partition prefer priority profile propagate qos quiet
+reboot requeue reservation signal sockets-per-node spread-job switches test-only thread-spec threads-per-core time time-min tmp
+tres-per-task uid usage use-min-nodes verbose version wait wait-all-nodes wckey wrap
+A B C D F G H J L M N O Q S V W a b c d e h i k m n o p q s t v w x""",
+    qsub="a A c C e f G h I j J k l m M N o p P q r R S u v V W X z",
+)
+
 
 @dataclass(frozen=True)
 class Line:
