@@ -307,10 +307,11 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
     threads = node.get("threads_per_core", 1)
     reserved = {core + thread * node["cores"] for thread in range(threads) for core in numbers(node.get("reserved", ""))}
     for script, chosen in [(path, chosen) for path in trains(site) for chosen in ({}, *alternatives(path))]:
-        run = dry.job(script, all_ranks=True, **(dict(environ=chosen, nodes=1) if chosen else {}))
+        run = dry.job(script, all_ranks=True, **(dict(environ=chosen, nodes=2) if chosen else {}))
         each = int(run.trained[0].environ["DRY_RUN_PER_NODE"]) if run.trained else site.job(script)["ranks_per_node"]
         if run.code:
             violations.append(f"{script.name} {chosen}: {ending(dry, run)}, but should be 0")
+        violations += [f"{script.name} {chosen}: {text}" for text in masked(site, run, each)]
         for call in run.launches:
             if {"--overcommit", "-O", "--oversubscribe", "-s"} & {*call.words}:
                 violations.append(f"{script.name}: {call.text[:100]}, but should give each rank cores of its own")
@@ -361,6 +362,18 @@ def devices(site, run: DryRun, call: Call) -> list[str]:
     if should < node["devices"] and "cores_near_device" in node and not re.match(r"(verbose,)?(closest|map|mask)", bind):
         wrong.append(f"--gpu-bind={bind or 'none'}, but should give each rank the device near its cores: closest")
     return wrong
+
+
+def masked(site, run: DryRun, each: int) -> list[str]:
+    """What is wrong with the devices that ranks see: every node has the same, and counts them from 0."""
+    variable, nodes = site.toml["node"].get("device_environment", ""), dict[int, list[str]]()
+    for call in sorted(run.trained, key=lambda call: call.rank or 0):
+        nodes.setdefault((call.rank or 0) // each, []).append(call.environ.get(variable, "all"))
+    return [
+        f"{variable}={' '.join(masks)} on node {node}, but should be {' '.join(nodes[0])}, as on node 0"
+        for node, masks in nodes.items()
+        if variable and masks != nodes[0]
+    ]
 
 
 def bound(call: Call, each: int) -> list[list[int]]:
