@@ -40,6 +40,7 @@ FP64 = golden.RUN
 SHARDED = f"{golden.RUN} --sharding full"
 FP32 = "--workload digits --precision fp32 --epochs 3"
 FLAT = f"{FP64} --reduction flat"
+SETS = "--max-shard-size 50KB"
 NOISY = "--workload {noisy} --precision fp64 --epochs 2"  # in its folder: Runs.filled
 SEED = "--precision fp64 --epochs 1 --seed 1"
 MISTYPED = "--global-batch-size 97 --epochs -1"
@@ -685,6 +686,78 @@ def test_a_save_that_fails_beside_training_ends_all_ranks(check, world, runs, fi
     lines = [line for text in run.errors for line in text.splitlines()]
     check.equal(lines=(len(lines), 1), names_the_file=(SNAPSHOT in "".join(lines), True))
     check.equal(ends_at_the_next_save_at_the_latest=(20 <= len(run.losses) <= 40, True), snapshots=(run.of("snapshot"), []))
+
+
+def take_set_apart(index: Path) -> dict:
+    """An index and its files, read by their formats; as take_apart(), and the bytes of tensors in each file."""
+    read, tensors, sums, sizes = json.loads(index.read_bytes()), {}, {}, {}
+    for file in sorted({*read["weight_map"].values()}):
+        raw = index.with_name(file).read_bytes()
+        start = 8 + int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8:start])
+        assert header.pop("__metadata__") == {"format": "pt"}
+        assert [name for name, place in read["weight_map"].items() if place == file] == sorted(header)
+        tensors |= {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
+        sums |= {name: zlib.crc32(raw[start:][slice(*entry["data_offsets"])]) for name, entry in header.items()}
+        sizes[file] = (len(header), len(raw) - start)
+    assert read["metadata"]["total_size"] == sum(size for _, size in sizes.values())
+    return dict(document=read["metadata"]["ddp_core"], tensors=tensors, crc32=sums, sizes=sizes)
+
+
+def files_of(folder: Path) -> tuple[list[str], list[str]]:
+    """What is there, and what should be: the log, indexes, and the files that they name."""
+    indexes = [folder / f"{name}.safetensors.index.json" for name in ("snapshot", "snapshot.prev", "best")]
+    named = {file for index in indexes for file in take_set_apart(index)["sizes"]}
+    return sorted(path.name for path in folder.iterdir()), sorted([LOG, *named, *(index.name for index in indexes)])
+
+
+@clause("S13")
+@only(devices=("cpu",))
+def test_a_large_snapshot_is_a_set_of_files_that_holds_the_same(check, world, runs, first):
+    run, whole = (runs.train(first, flags) for flags in (f"{FP64} {SETS}", FP64))
+    done(check, run, whole)
+    for name in ("snapshot", "snapshot.prev", "best"):  # read as a set, the one before has not been written over
+
+        def both(name: str = f"{name}.safetensors") -> list:
+            return [take_set_apart(run.folder / f"{name}.index.json"), take_apart(whole.folder / name)]
+
+        of_set, of_file = world.on_rank_0(both)
+        check.equal(**{part: (of_set[part], of_file[part]) for part in ("crc32", "tensors", "document")})
+        sizes = {number: size for number, (_, size) in enumerate(of_set["sizes"].values()) if size > 50_000}
+        check.equal(files=(len(of_set["sizes"]), 5), larger_ones=(sizes, {1: 131072, 3: 131072}))
+    check.equal(files=world.on_rank_0(lambda: files_of(run.folder)))
+
+
+@clause("S13")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_an_index_has_its_name_after_all_that_it_names(check, world, runs, first):
+    """Else a machine that crashes then leaves an index of files that are not there."""
+    run = train_own(world, runs, first, "slow_disk", f"--precision fp64 --save-steps 7 {SETS}", apart=True)
+    done(check, run)
+    disk = [line.split()[1:] for line in run.output[0].splitlines() if line.startswith("disk: ")]
+    for name in ("snapshot", "best"):
+        index = f"{name}.safetensors.index.json"
+        named = world.on_rank_0(lambda index=index: [*take_set_apart(run.folder / index)["sizes"]])
+        place = max(number for number, (act, target, *_) in enumerate(disk) if (act, target) == ("replace", index))
+        before = {target: number for number, (act, target, *_) in enumerate(disk[:place]) if act == "replace"}
+        check.equal(before_the_index=([file for file in named if file not in before], []))
+        durable = [["fsync", disk[before[file]][2]] in disk[: before[file]] for file in named]
+        check.equal(on_the_disk=(durable, [True] * len(named)))
+        check.equal(around_it=([disk[place - 1], disk[place + 1]], [["fsync", "folder"]] * 2))
+
+
+@clause("S13")
+@only(sizes=(2, 4), devices=("cpu",))
+def test_from_one_file_to_a_set_and_back(check, world, runs, first):
+    """Nothing stale is left that could be taken for the run's state."""
+    path, there = runs.folder(first, "sets"), []
+    for epochs, flags in enumerate(("", f"--sharding full {SETS}", SETS, ""), 1):
+        run = world.train(first, path, f"--workload digits --precision fp64 --epochs {epochs} {flags}")
+        done(check, run)
+        there.append(world.on_rank_0(lambda: sorted(file.name for file in path.glob("snapshot.safetensors*"))))
+    check.equal(snapshots=(there, [[SNAPSHOT], [f"{SNAPSHOT}.index.json"], [f"{SNAPSHOT}.index.json"], [SNAPSHOT]]))
+    check.equal(started_at_steps=(run.values("start", "step"), [0, 14, 28, 42]))
+    check.close(run.losses[:42], golden.load()["losses"], T1)
 
 
 @clause("S4")

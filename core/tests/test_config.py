@@ -49,6 +49,7 @@ CHANGES = {
     "fresh": "--fresh",
     "save_every": "--save-every 2",
     "save_minutes": "--save-minutes 0",
+    "max_shard_size": "--max-shard-size 500MB",
     "save_steps": "--save-steps 5",
     "eval_every": "--eval-every 2",
     "log_every": "--log-every 2",
@@ -83,7 +84,7 @@ def test_problem_holds_the_choices_that_determine_the_losses_and_no_others():
     free = {"epochs", "accumulate", "device", "backend", "reduction", "deterministic", "compile", "workers", "shards"}
     free |= {"sharding", "checkpoint_activations", "offload"}
     free |= {"run_dir", "new_run_dir", "fresh", "save_every", "save_minutes", "save_steps", "eval_every", "log_every"}
-    free |= {"log_seconds", "rendezvous_timeout", "timeout", "profile", "debug"}
+    free |= {"max_shard_size", "log_seconds", "rendezvous_timeout", "timeout", "profile", "debug"}
     assert config("").problem().keys() == CHANGES.keys() - free
     # A cosine is laid out over the epochs: there, their number is a part of the problem.
     assert config("--lr-schedule cosine").problem().keys() == CHANGES.keys() - free | {"epochs"}
@@ -95,6 +96,18 @@ def test_problem_holds_the_choices_that_determine_the_losses_and_no_others():
 def test_a_schedule_of_the_workload_s_own_may_be_laid_out_over_the_epochs_too():
     assert "epochs" in parse([], 1, workload=find(Groups)).problem()
     assert "epochs" not in parse([], 1, workload=find(Small)).problem()
+
+
+@pytest.mark.parametrize("text, size", [("4096", 4096), ("500MB", 500_000_000), ("2GB", 2 * 10**9), ("1TB", 10**12)])
+def test_a_size_is_read(text, size):
+    assert config(f"--max-shard-size {text}").max_shard_size == size
+    assert config("").max_shard_size == config("--max-shard-size 2GB").max_shard_size
+
+
+@pytest.mark.parametrize("text", ["0", "0GB", "-1", "2GiB", "2gb", "1.5GB", "GB", "many", "9" * 16, "\u0663MB"])
+def test_what_is_no_size_is_named(text):
+    with pytest.raises(UsageError, match=r"--max-shard-size: .* is not a size like 2GB, 500MB or 4096 \(bytes\)"):
+        config(f"--max-shard-size={text}")
 
 
 def test_problem_is_the_same_at_every_world_size_that_fits():

@@ -123,6 +123,14 @@ def test_a_bare_state_dict_starts_a_run_with_its_parameters(finished, tmp_path, 
     assert train_job(tmp_path / "run", flags, code=0).losses == finished(flags, 1).losses
 
 
+def test_what_is_converted_can_be_a_set_of_files(finished, tmp_path, capsys):
+    flags = f"{SGD} --epochs 3"
+    said = converted(tmp_path, checkpoint("bare", flags, 0), f"{flags} --max-shard-size 50KB", capsys=capsys)
+    assert f"wrote {tmp_path}/run/snapshot.safetensors.index.json: " in said
+    assert train_job(tmp_path / "run", flags, code=0).losses == finished(flags, 1).losses
+    converted(tmp_path, checkpoint("bare", flags, 0), flags, code=3, capsys=capsys)
+
+
 def test_a_bare_state_dict_can_be_told_its_epochs(tmp_path, group, capsys):
     converted(tmp_path, checkpoint("bare", PLAIN, 2, wrapped=True), f"{PLAIN} --epochs-run 2", capsys=capsys)
     tensors, document = snapshot.read(tmp_path / "run" / "snapshot.safetensors")

@@ -13,7 +13,7 @@ from pathlib import Path
 import ddp_core
 import pytest
 import torch
-from ddp_core import show, snapshot
+from ddp_core import files, show, snapshot
 from ddp_core.errors import ExitCode, SnapshotError, StorageError
 
 
@@ -44,6 +44,12 @@ HOSTILE = {
     "a shape of 2**60": safetensors_bytes({"model.weight": shape(2**60)}, bytes(4)),
     "sizes whose product wraps to 1": safetensors_bytes({"model.weight": shape(2**32, 2**32, 1)}, bytes(4)),
     "offsets outside the file": safetensors_bytes({"a": shape(1) | {"data_offsets": [2**40, 2**40 + 4]}}, bytes(4)),
+    "no numbers, and a shape of 2**64": safetensors_bytes(
+        {
+            "__metadata__": {"ddp_core": '{"format": 2, "crc32": {}, "document_crc32": 0}'},
+            "a": {"dtype": "F32", "shape": [0, 2**62, 4], "data_offsets": [0, 0]},
+        }
+    ),
     "no document": safetensors_bytes({"model.weight": shape(1)}, bytes(4)),
     **{
         f"a document that is {name}": safetensors_bytes({"__metadata__": {"ddp_core": text}})
@@ -68,12 +74,13 @@ HOSTILE = {
 
 
 @pytest.mark.fault(36)
+@pytest.mark.parametrize("lazily", [False, True])
 @pytest.mark.parametrize("raw", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_file_is_refused_and_runs_nothing(tmp_path, monkeypatch, raw):
+def test_a_hostile_file_is_refused_and_runs_nothing(tmp_path, monkeypatch, raw, lazily):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_bytes(raw)
     with pytest.raises(SnapshotError) as caught:
-        snapshot.read(tmp_path / "file")
+        snapshot.read(tmp_path / "file", lazily)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 700
     assert str(tmp_path / "file") in str(caught.value) and caught.value.code == ExitCode.SNAPSHOT == 5
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -102,7 +109,7 @@ def test_a_header_of_93_mb_is_refused_before_it_is_read(tmp_path, monkeypatch):
 
 
 def test_a_header_that_could_not_be_read_again_is_not_written(tmp_path, monkeypatch):
-    for module in (snapshot, show):
+    for module in (snapshot, files):
         monkeypatch.setattr(module, "MOST_HEADER", 2000)
     snapshot.write(tmp_path / "file", {}, {"history": "x" * 500})
     snapshot.read(tmp_path / "file")

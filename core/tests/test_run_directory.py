@@ -71,7 +71,7 @@ def test_a_broken_snapshot_never_takes_the_place_of_the_only_whole_one(folder, m
     path.write_bytes(b"garbage")
     directory = RunDirectory(str(folder), "job")
     directory.load()
-    monkeypatch.setattr(run_directory, "write", lambda *_: (_ for _ in ()).throw(StorageError("full")))
+    monkeypatch.setattr(run_directory, "write", lambda *_, **__: (_ for _ in ()).throw(StorageError("full")))
     with pytest.raises(StorageError, match="full"):
         directory.save(*state(2))
     monkeypatch.undo()

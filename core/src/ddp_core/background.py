@@ -17,7 +17,7 @@ from ddp_core import memory
 from ddp_core.errors import StorageError
 from ddp_core.record import Record
 from ddp_core.run_directory import RunDirectory
-from ddp_core.snapshot import image_of, image_size
+from ddp_core.snapshot import images_of, images_size
 
 SPARE = 2**16  # bytes, for the history of some hundred epochs more
 
@@ -43,8 +43,8 @@ class Saver:
         document = copy.deepcopy(document)  # the history in it grows with the next epoch
         copied = None if gathered else self._copied(tensors, document)
         self.facts = dict(step=document["step"], epochs_run=document["epochs_run"]) if snapshot else {}
-        image, tensors = copied or (None, tensors)
-        write = partial(self._write, tensors, document, best, snapshot, image=image, gathered=gathered)
+        images, tensors = copied or (None, tensors)
+        write = partial(self._write, tensors, document, best, snapshot, images=images, gathered=gathered)
         self.pending = _here(write) if gathered else self.pool.submit(write)
         if copied is None:
             self.pending.exception()  # waits
@@ -78,17 +78,17 @@ class Saver:
             waited = self.facts.pop("seconds") + time.perf_counter() - began
             self.record.write("snapshot", **self.facts, seconds=waited, writing=writing)
 
-    def _copied(self, tensors: dict[str, torch.Tensor], document: dict) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
-        """The state as it is now, in memory as it will stand in the file; None where there is no memory for it."""
-        size = image_size(tensors, document)
+    def _copied(self, tensors: dict[str, torch.Tensor], document: dict) -> tuple[list, dict[str, torch.Tensor]] | None:
+        """The state as it is now, in memory as it will stand in the files; None where there is no memory for it."""
+        size = images_size(tensors, document, self.directory.most)
         if self.buffer.nbytes < size and not self._has_room_for(size + SPARE, tensors):
             return None
-        image, places = image_of(tensors, document, self.buffer)
+        images, places = images_of(tensors, document, self.buffer, self.directory.most)
         for name, place in places.items():
             place.copy_(tensors[name].detach(), non_blocking=True)
         if self.buffer.is_pinned():
             torch.accelerator.synchronize()
-        return image, places
+        return images, places
 
     def _has_room_for(self, size: int, tensors: dict[str, torch.Tensor]) -> bool:
         self.buffer = torch.empty(0, dtype=torch.uint8)

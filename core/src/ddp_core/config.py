@@ -6,6 +6,7 @@ A workload's defaults stand in its file, and its own flags too: `config.width` i
 
 import argparse
 import math
+import re
 from dataclasses import dataclass, fields
 
 from ddp_core.errors import UsageError, WorkloadError
@@ -68,6 +69,7 @@ class Run:
     save_every: int  # epochs
     save_minutes: float
     save_steps: int
+    max_shard_size: int  # bytes of a snapshot's tensors in one file
     eval_every: int  # epochs
     log_every: int  # steps
     log_seconds: float
@@ -241,6 +243,14 @@ def number(kind, low, high, above=False):
     return convert
 
 
+def size_in_bytes(text: str) -> int:
+    """An argparse type: 2GB, 500MB, or bytes."""
+    found = re.fullmatch(r"(\d{1,15})(KB|MB|GB|TB|)", text, re.ASCII)
+    if not found or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 2GB, 500MB or 4096 (bytes)")
+    return int(found[1]) * 1000 ** ["", "KB", "MB", "GB", "TB"].index(found[2])
+
+
 def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], set[str]]:
     """The parser; the names of the workload's own flags; and those of them that a snapshot does not remember."""
     parser = Parser(
@@ -315,6 +325,8 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     add("--save-every", type=size, default=1, metavar="N", help="epochs between snapshots (default: 1)")
     add("--save-minutes", type=share, default=10.0, metavar="M", help="and at least so often (default: 10; 0: never)")
     add("--save-steps", type=count, default=0, metavar="N", help="and every N steps (default: 0, never)")
+    parts = "a snapshot of more than SIZE is a set of such files and an index, as transformers' (default: 2GB)"
+    add("--max-shard-size", type=size_in_bytes, default=2 * 10**9, metavar="SIZE", help=parts)
     add("--eval-every", type=size, default=1, metavar="N", help="epochs between evaluations (default: 1)")
     add("--log-every", type=size, default=10, metavar="N", help="steps between records of the loss (default: 10)")
     add("--log-seconds", type=share, default=30.0, metavar="S", help="between lines of progress (default: 30; 0: none)")

@@ -20,6 +20,7 @@ from ddp_core import data, state
 from ddp_core.config import Parser, TrainConfig, choose, number, parse
 from ddp_core.device import versions
 from ddp_core.errors import Failure, PreflightError, SnapshotError, UsageError, printable
+from ddp_core.files import in_place
 from ddp_core.run_directory import RunDirectory
 from ddp_core.workload import Workload
 
@@ -110,15 +111,16 @@ def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int 
     fingerprint = data.fingerprint(*rows, workload, config)
     document = dict(problem=config.problem(), data=fingerprint, step=step, steps_per_epoch=steps, epochs_run=epochs_run)
     document |= dict(epoch_loss_sum=(0.0).hex(), history=[[epoch] for epoch in range(epochs_run)], best=None)
-    directory = RunDirectory(config.run_dir, "convert", fresh=config.fresh)
+    directory = RunDirectory(config.run_dir, "convert", fresh=config.fresh, most=config.max_shard_size)
     try:
-        there = [path for path in (directory.snapshot, directory.previous, directory.best, directory.log) if path.exists()]
+        saved = (directory.snapshot, directory.previous, directory.best, directory.log)
+        there = [path for path in map(in_place, saved) if path.exists()]
         if there:
             raise PreflightError(f"--run-dir {config.run_dir} has a run already ({there[0].name}): pass another, or --fresh")
         directory.save(tensors, document | dict(world_size=world_size, versions=versions()))
     finally:
         directory.release()
-    print(f"wrote {directory.snapshot}: train.py with these flags goes on at step {step}, {epochs_run} epochs run")
+    print(f"wrote {in_place(directory.snapshot)}: train.py with these flags goes on at step {step}, {epochs_run} epochs run")
 
 
 def _load(old: Path) -> dict:

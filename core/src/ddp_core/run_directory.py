@@ -1,5 +1,6 @@
 """The files of a run, and the lock that keeps a second job out of them."""
 
+import math
 import os
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from ddp_core.errors import NewerFormatError, PreflightError, SnapshotError, StorageError
+from ddp_core.files import in_form_of, in_place, index_of, of_sets, other_form, sweep
 from ddp_core.rehearsal import rehearse
 from ddp_core.run_lock import RunLock
 from ddp_core.snapshot import no_storage, read, write
@@ -16,13 +18,13 @@ from ddp_core.snapshot import no_storage, read, write
 class RunDirectory:
     """A run's files. Rank 0 alone has one."""
 
-    def __init__(self, folder: str, job_id: str, fresh: bool = False, new: bool = False, stop=None):
+    def __init__(self, folder: str, job_id: str, fresh: bool = False, new: bool = False, stop=None, most: float = math.inf):
         """Raises PreflightError when another job writes here, StorageError when nobody can.
 
         fresh: what is there is moved aside. new: what is there is refused: a job's own directory, at its first start.
-        stop: the wish to stop, heard while another job's lock is watched.
+        stop: the wish to stop, heard while another job's lock is watched. most: --max-shard-size.
         """
-        self.folder = Path(folder)
+        self.folder, self.most = Path(folder), most
         self.log = self.folder / "run.jsonl"
         self.snapshot = self.folder / "snapshot.safetensors"
         self.previous = self.folder / "snapshot.prev.safetensors"
@@ -32,7 +34,7 @@ class RunDirectory:
         self._lock: Any = None  # a RunLock, but while it is taken
         self._fell_back = False
         try:
-            if new and not fresh and (self.log.exists() or self.snapshot.exists()):
+            if new and not fresh and (self.log.exists() or in_place(self.snapshot).exists()):
                 raise PreflightError(f"--new-run-dir {folder} has a run of another job: pass --run-dir, or --fresh")
             self.folder.mkdir(parents=True, exist_ok=True)
             if self.log.exists() and not self.log.is_file():  # a pipe would be waited for
@@ -52,9 +54,12 @@ class RunDirectory:
         lazily: see snapshot.read.
         """
         broken = []
-        for path in (self.snapshot, self.previous):
+        for name in (self.snapshot, self.previous):
+            path = in_place(name)
             if not path.exists():
                 continue
+            if (other := other_form(path)).exists():
+                print(f"warning: {other} is there too, and not as far: the next save removes it", flush=True)
             try:
                 state = read(path, lazily)
             except NewerFormatError:
@@ -62,9 +67,10 @@ class RunDirectory:
             except SnapshotError as error:
                 broken.append(str(error))
                 continue
-            if path == self.previous:
+            if name == self.previous:
                 self._fell_back = bool(broken)
-                aside = f", and the next save moves that file to {self.damaged.name}" if broken else ""
+                aside = in_form_of(in_place(self.snapshot), self.damaged).name
+                aside = f", and the next save moves that file to {aside}" if broken else ""
                 why = broken[0] if broken else f"{self.snapshot} is missing"
                 print(f"warning: {why}; resuming from {path}{aside}", flush=True)
             return state
@@ -75,7 +81,7 @@ class RunDirectory:
 
     def _refuse_if_purged(self) -> None:
         """No snapshot, and there was one: its link leads nowhere, or a purge has taken it and left the log."""
-        for path in (self.snapshot, self.previous):
+        for path in (self.snapshot, index_of(self.snapshot), self.previous, index_of(self.previous)):
             if path.is_symlink():
                 raise SnapshotError(f"{path} leads to {os.readlink(path)}, which is not there: restore it, or pass --fresh")
         if self.log.exists():
@@ -91,31 +97,36 @@ class RunDirectory:
                 )
 
     def save(self, tensors: dict[str, torch.Tensor], document: dict, **source: Any) -> None:
-        """Write the snapshot (source: image or gathered, of write()) and keep the one before it. Raises StorageError."""
+        """Write the snapshot (source: images or gathered, of write()) and keep the one before it. Raises StorageError."""
         self._lock.check()
+        now = in_place(self.snapshot)
         try:
             rehearse("save", document["step"])
             if self._fell_back:  # else it would take the place of the only whole one
-                os.replace(self.snapshot, self.damaged)
+                os.replace(now, in_form_of(now, self.damaged))
                 self._fell_back = False
-            elif self.snapshot.exists():
-                spare = self.folder / ".prev.tmp"
+            elif now.exists():
+                spare, previous = self.folder / ".prev.tmp", in_form_of(now, self.previous)
                 spare.unlink(missing_ok=True)
                 try:
-                    os.link(self.snapshot, spare)  # so that snapshot.safetensors is never missing
+                    os.link(now, spare)  # so that there is always one under its name
                 except OSError:  # a file system without hard links
-                    spare = self.snapshot
-                os.replace(spare, self.previous)
-                if spare != self.snapshot:  # one inode under both names, and rename() leaves both
+                    spare = now
+                os.replace(spare, previous)
+                if spare != now:  # one inode under both names, and rename() leaves both
                     spare.unlink(missing_ok=True)
+            for path in map(in_place, (self.snapshot, self.previous, self.best)):
+                if path.exists():
+                    other_form(path).unlink(missing_ok=True)
+            sweep(self.folder)
         except OSError as error:
             raise no_storage(self.previous, error) from error
-        write(self.snapshot, tensors, document, self._lock.check, **source)
+        write(self.snapshot, tensors, document, self._lock.check, most=self.most, **source)
 
     def save_best(self, tensors: dict[str, torch.Tensor], document: dict, **source: Any) -> None:
         """Of the lowest held-out loss so far. Raises StorageError."""
         self._lock.check()
-        write(self.best, tensors, document, self._lock.check, **source)
+        write(self.best, tensors, document, self._lock.check, most=self.most, **source)
 
     def lost(self) -> StorageError | None:
         """Whether another job was seen to have taken the run directory: at the last heartbeat."""
@@ -128,7 +139,9 @@ class RunDirectory:
 
     def _move_aside(self) -> None:
         saved = (self.snapshot, self.previous, self.damaged, self.best)
-        files = [path for path in (*saved, self.trace, self.log) if path.exists()]
+        # The files of a set before its index: without it they would be swept away.
+        named = [path for name in saved for path in (name, index_of(name))]
+        files = [path for path in (*of_sets(self.folder), *named, self.trace, self.log) if path.exists()]
         if files:
             number = 1
             while (aside := self.folder / f"old-{number}").exists():

@@ -13,13 +13,14 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_core.config import Parser
 from ddp_core.errors import ExitCode, Failure, SnapshotError, UsageError, printable
+from ddp_core.files import as_json, assemble, document_in, in_place, is_index, refuse_unreadable
 
-MOST_HEADER = 2**25  # bytes: of 300,000 epochs and a thousand tensors; reading one takes 30 times its size
 BYTES = dict(F64=8, F32=4, F16=2, BF16=2, BOOL=1, I64=8, I32=4, I16=2, I8=1, U8=1)  # of one number
 PART = 2**22  # numbers that diff compares at once
 
@@ -62,20 +63,6 @@ def _tried(act: Callable[[Path], None], path: Path) -> int:
     return int(ExitCode.DONE)
 
 
-def as_json(value: dict) -> bytes:
-    """As it stands in a snapshot: equal values are equal bytes."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-
-
-def refuse_unreadable(path: Path) -> None:
-    """What would be waited for, or take memory out of all proportion, before anything of it is read. Raises ValueError."""
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise ValueError("it is no file")  # a pipe, a device
-    with open(path, "rb") as file:
-        if (size := int.from_bytes(file.read(8), "little")) > MOST_HEADER:
-            raise ValueError(f"its header should have {size} bytes, more than {MOST_HEADER}")
-
-
 def refuse_damaged(path: Path, sums: dict[str, int], document: dict) -> None:
     """sums: the checksum of each tensor. Raises SnapshotError that names those which are not as they were written."""
     found = sums | {"the document": zlib.crc32(as_json({n: value for n, value in document.items() if n != "document_crc32"}))}
@@ -84,49 +71,74 @@ def refuse_damaged(path: Path, sums: dict[str, int], document: dict) -> None:
         raise SnapshotError(f"{path} is damaged: the checksum of {printable(', '.join(broken))} differs")
 
 
+@dataclass(frozen=True)
+class Part:
+    """A tensor: what the header says of it, and its bytes."""
+
+    entry: dict
+    bytes: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.bytes)
+
+
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[dict[str, dict], dict, dict[str, memoryview]]]:
-    """The entry of each tensor, the document, and the bytes of each tensor. Raises SnapshotError that names the file."""
+def opened(path: Path) -> Iterator[tuple[dict[str, Part], dict]]:
+    """The tensors of a file or a set, and the document. Raises SnapshotError that names the file."""
+    path = in_place(path)
     try:
-        refuse_unreadable(path)
-        with open(path, "rb") as file:
-            size = file.seek(0, 2)
-            if size < 8:
-                raise ValueError(f"it has {size} bytes")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw, memoryview(raw) as view:
-                start = 8 + struct.unpack("<Q", raw[:8])[0]
-                if start > size:
-                    raise ValueError(f"its header should end at byte {start}, and the file ends at {size}")
-                entries = json.loads(raw[8:start])
-                document = json.loads(entries.pop("__metadata__")["ddp_core"])
-                for name, entry in entries.items():
-                    first, end = entry["data_offsets"]
-                    if end - first != math.prod(entry["shape"]) * BYTES[entry["dtype"]]:
-                        raise ValueError(f"{name} has {end - first} bytes for {entry['dtype']} {entry['shape']}")
-                ends = [start + entry["data_offsets"][1] for entry in entries.values()]
-                if max([start, *ends]) != size:
-                    raise ValueError(f"its tensors should end at byte {max([start, *ends])}, and the file ends at {size}")
-                parts = {name: view[start:][slice(*entry["data_offsets"])] for name, entry in entries.items()}
-                try:
-                    yield entries, document, parts
-                finally:
-                    for part in parts.values():
-                        part.release()
+        with ExitStack() as files:
+            if is_index(path):
+                parts, document = assemble(path, lambda file: files.enter_context(_mapped(file))[0])
+            else:
+                refuse_unreadable(path)
+                parts, metadata = files.enter_context(_mapped(path))
+                document = document_in(metadata)
+            yield parts, document
     except OSError as error:
-        raise SnapshotError(f"{path}: {error.strerror}") from error
+        raise SnapshotError(f"{error.filename or path}: {error.strerror}") from error
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise SnapshotError(f"{path} is not a whole snapshot ({type(error).__name__}: {printable(error)})") from error
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[tuple[dict[str, Part], dict]]:
+    """The tensors of one file, and its metadata."""
+    with open(path, "rb") as file:
+        size = file.seek(0, 2)
+        if size < 8:
+            raise ValueError(f"it has {size} bytes")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw, memoryview(raw) as view:
+            start = 8 + struct.unpack("<Q", raw[:8])[0]
+            if start > size:
+                raise ValueError(f"its header should end at byte {start}, and the file ends at {size}")
+            entries = json.loads(raw[8:start])
+            metadata = entries.pop("__metadata__", None)
+            for name, entry in entries.items():
+                first, end = entry["data_offsets"]
+                if end - first != math.prod(entry["shape"]) * BYTES[entry["dtype"]]:
+                    raise ValueError(f"{name} has {end - first} bytes for {entry['dtype']} {entry['shape']}")
+            ends = [start + entry["data_offsets"][1] for entry in entries.values()]
+            if max([start, *ends]) != size:
+                raise ValueError(f"its tensors should end at byte {max([start, *ends])}, and the file ends at {size}")
+            parts = {name: Part(entry, view[start:][slice(*entry["data_offsets"])]) for name, entry in entries.items()}
+            try:
+                yield parts, metadata
+            finally:
+                for part in parts.values():
+                    part.bytes.release()
 
 
 # ---- show -----------------------------------------------------------------------------------------------------------
 
 
 def show(path: Path) -> None:
-    with opened(path) as (entries, document, _):
-        print("\n".join(printable(line, 1000) for line in _lines(path, entries, document)))
+    with opened(path) as (parts, document):
+        print("\n".join(printable(line, 1000) for line in _lines(path, parts, document)))
 
 
-def _lines(path: Path, entries: dict[str, dict], document: dict) -> Iterator[str]:
+def _lines(path: Path, parts: dict[str, Part], document: dict) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     yield f"{path}: format {document['format']}, {versions}, {document['world_size']} ranks"
     yield f"  step {document['step']}, {document['epochs_run']} epochs of {document['steps_per_epoch']} steps"
@@ -138,11 +150,11 @@ def _lines(path: Path, entries: dict[str, dict], document: dict) -> Iterator[str
         yield "  epoch, training loss, and what was evaluated: held-out loss, metrics"
     for epoch, *values in document["history"]:
         yield f"  {epoch:>5}  " + "  ".join(f"{float.fromhex(value):.6g}" for value in values)
-    size = sum(end - first for first, end in (entry["data_offsets"] for entry in entries.values()))
-    yield f"  {len(entries)} tensors, {size / 1e6:.3f} MB"
-    width = max(map(len, entries), default=0)
-    for name in sorted(entries):
-        yield f"    {name:<{width}}  {entries[name]['dtype']:<4}  {entries[name]['shape']}"
+    size = sum(part.nbytes for part in parts.values())
+    yield f"  {len(parts)} tensors, {size / 1e6:.3f} MB"
+    width = max(map(len, parts), default=0)
+    for name in sorted(parts):
+        yield f"    {name:<{width}}  {parts[name].entry['dtype']:<4}  {parts[name].entry['shape']}"
 
 
 # ---- verify ---------------------------------------------------------------------------------------------------------
@@ -150,10 +162,11 @@ def _lines(path: Path, entries: dict[str, dict], document: dict) -> Iterator[str
 
 def verify(path: Path) -> None:
     """Raises SnapshotError that names what is damaged."""
-    with opened(path) as (_, document, parts):
+    with opened(path) as (parts, document):
         with ThreadPoolExecutor() as pool:  # zlib lets go of the interpreter
-            refuse_damaged(path, dict(zip(parts, pool.map(zlib.crc32, parts.values()), strict=True)), document)
-        size = sum(map(len, parts.values()))
+            sums = pool.map(lambda part: zlib.crc32(part.bytes), parts.values())
+            refuse_damaged(path, dict(zip(parts, sums, strict=True)), document)
+        size = sum(part.nbytes for part in parts.values())
     print(f"{path}: whole, {len(parts)} tensors, {size / 1e6:.3f} MB, step {document['step']}")
 
 
@@ -165,15 +178,16 @@ def diff(one: Path, other: Path) -> int:
     for path in (one, other):
         verify(path)
     found = []
-    with opened(one) as (mine, document, parts), opened(other) as (theirs, another, other_parts):
+    with opened(one) as (mine, document), opened(other) as (theirs, another):
         for name in sorted((document.keys() | another.keys()) - {"crc32", "document_crc32"}):
             found += _differing(name, document.get(name), another.get(name))
         for name in sorted(mine.keys() | theirs.keys()):
-            kinds = [f"{side[name]['dtype']} {side[name]['shape']}" if name in side else "missing" for side in (mine, theirs)]
+            entries = [side[name].entry if name in side else {} for side in (mine, theirs)]
+            kinds = [f"{entry['dtype']} {entry['shape']}" if entry else "missing" for entry in entries]
             if kinds[0] != kinds[1]:
                 found.append(f"{name}: {kinds[0]} and {kinds[1]}")
-            elif parts[name] != other_parts[name]:
-                found.append(f"{name}: {_distance(mine[name]['dtype'], parts[name], other_parts[name])}")
+            elif mine[name].bytes != theirs[name].bytes:
+                found.append(f"{name}: {_distance(entries[0]['dtype'], mine[name].bytes, theirs[name].bytes)}")
     print("\n".join(printable(line, 1000) for line in found) or "they hold the same")
     return 1 if found else 0
 

@@ -1,4 +1,4 @@
-"""The file that a run resumes from: one safetensors file, written by rank 0, that cannot run code.
+"""The file that a run resumes from: safetensors, written by rank 0, that cannot run code. Large ones are several (files.py).
 
 Tensors `model.<parameter or buffer>` and `optim.<state>.<parameter>`; one metadata key, `ddp_core`, with one JSON document.
 Equal runs write equal bytes: no time, host, path or site is in it. World size is noted and is no condition.
@@ -30,6 +30,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ddp_core.errors import NewerFormatError, SnapshotError, StorageError, WorkloadError, printable
-from ddp_core.show import MOST_HEADER, as_json, refuse_damaged, refuse_unreadable
+from ddp_core.files import (
+    MOST_HEADER,
+    as_json,
+    assemble,
+    document_in,
+    in_place,
+    index_of,
+    is_index,
+    names_of_files,
+    other_form,
+    refuse_unreadable,
+    sweep,
+)
+from ddp_core.show import refuse_damaged
 
 FORMAT = 2  # 1: before workloads were open (migrate)
 LONGEST = 2**32 - 1  # no checksum has more digits
+IN_A_SET = dict(format="pt")  # metadata without which transformers refuses a file
 PAGE, PART = 4096, 2**24  # bytes
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"}
 DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
@@ -51,48 +66,95 @@ def write(
     tensors: dict[str, torch.Tensor],
     document: dict,
     check: Callable[[], None] = lambda: None,
-    image: torch.Tensor | None = None,
+    images: list[torch.Tensor] | None = None,
     gathered: Callable[[str], torch.Tensor] | None = None,
+    most: float = math.inf,
 ) -> None:
-    """Write a snapshot so that a crash at any moment leaves the old file or the new one, whole. Raises StorageError.
+    """Write a snapshot so that a crash at any moment leaves the old one or the new one, whole. Raises StorageError.
 
-    Temporary file in the same folder, fsync, check(), rename, fsync of the folder. By hand, for safetensors' own writer needs
-    NumPy, does not fsync, and makes a file that the group cannot read. check: what it raises leaves the old file. image: of
-    the whole file in memory, with the tensors in their places (image_of). gathered: the numbers of a name, where they are
-    not all in memory (sharding.py): asked once for each, in order.
+    Temporary files in the same folder, fsync, check(), rename, fsync of the folder. By hand, for safetensors' own writer needs
+    NumPy, does not fsync, and makes a file that the group cannot read. check: what it raises leaves the old one. images: of
+    the whole files in memory, with the tensors in their places (images_of). gathered: the numbers of a name, where they are
+    not all in memory (sharding.py): asked once for each, in order. most: bytes of tensors in one file (split).
     """
     tensors = {name: tensors[name].detach() for name in in_order(tensors)}
     if gathered is None:
         tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     document = document | dict(format=FORMAT)
-    room, size = room_for(tensors, document), sum(tensor.nbytes for tensor in tensors.values())
-    if room - 8 > MOST_HEADER:  # read() would refuse it
-        raise StorageError(f"{path}: {room >> 20} MB of history and names do not fit: go on in a new --run-dir")
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    files, size = split(tensors, most), sum(tensor.nbytes for tensor in tensors.values())
+    rooms, finals = rooms_for(files, document), [path]
+    drafts: list[Path] = []
+    sums: dict[str, int] = {}
     try:
-        with open(temporary, "wb", buffering=0) as file:
-            # Checksums stand before the tensors, and are computed while these are written.
-            put = partial(_put_tensors, file, tensors, room) if image is None else partial(_put_image, file, image)
-            document |= dict(crc32=_put_gathered(file, tensors, gathered, room) if gathered else _checksums(tensors, put))
-            document |= dict(document_crc32=zlib.crc32(as_json(document)))
-            head = _head(tensors, document, room)
-            if image is None:
-                file.seek(0)
-                file.write(head)
-            else:
-                ctypes.memmove(image.data_ptr(), head, room)
-                _put(file, image, 0)
-                file.truncate(room + size)
-            os.fsync(file.fileno())
+        _refuse_large(path, max(rooms) - 8)
+        for file, room, image in zip(files, rooms, images or repeat(None), strict=False):
+            drafts.append(_draft(path, len(drafts)))
+            metadata = (lambda sums: _alone(_signed(document, sums))) if len(files) == 1 else lambda _: IN_A_SET
+            sums |= _put_file(drafts[-1], file, metadata, room, image, gathered)
+        if len(files) > 1:
+            finals = names_of_files(path, document["step"], [{name: sums[name] for name in file} for file in files])
+            weight_map = {name: final.name for file, final in zip(files, finals, strict=True) for name in file}
+            index = as_json(dict(metadata=dict(total_size=size, ddp_core=_signed(document, sums)), weight_map=weight_map))
+            _refuse_large(path, len(index))
+            drafts.append(_draft(path, len(drafts)))
+            finals.append(index_of(path))
+            with open(drafts[-1], "wb", buffering=0) as raw:
+                _put_all(raw, index)
+                os.fsync(raw.fileno())
         check()
-        os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        *data, commit = zip(drafts, finals, strict=True)
+        for draft, final in data:
+            os.replace(draft, final)
+        if data:
+            _sync(path.parent)  # an index has its name after all that it names
+        os.replace(*commit)
+        _sync(path.parent)
+        other_form(finals[-1]).unlink(missing_ok=True)
+        sweep(path.parent)
     except (OSError, StorageError) as error:
-        with suppress(OSError):
-            temporary.unlink()
+        for draft in drafts:
+            with suppress(OSError):
+                draft.unlink()
         raise no_storage(path, error, size) if isinstance(error, OSError) else error from error
+
+
+def _refuse_large(path: Path, header: int) -> None:
+    if header > MOST_HEADER:  # read() would refuse it
+        raise StorageError(f"{path}: {header >> 20} MB of history and names do not fit: go on in a new --run-dir")
+
+
+def _draft(path: Path, number: int) -> Path:
+    return path.with_name(f".{path.name}.{number}.{socket.gethostname()}.{os.getpid()}.tmp")
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _put_file(
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    metadata: Callable[[dict], dict],
+    room: int,
+    image: torch.Tensor | None,
+    gathered: Callable[[str], torch.Tensor] | None,
+) -> dict[str, int]:
+    """Returns the checksums, which are computed while the tensors are written, and may stand before them in metadata()."""
+    with open(path, "wb", buffering=0) as file:
+        put = partial(_put_tensors, file, tensors, room) if image is None else partial(_put_image, file, image)
+        sums = _put_gathered(file, tensors, gathered, room) if gathered else _checksums(tensors, put)
+        head = _head(tensors, metadata(sums), room)
+        if image is None:
+            file.seek(0)
+            _put_all(file, head)
+        else:
+            ctypes.memmove(image.data_ptr(), head, room)
+            _put(file, image, 0)
+            file.truncate(room + sum(tensor.nbytes for tensor in tensors.values()))
+        os.fsync(file.fileno())
+    return sums
 
 
 def in_order(tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -100,15 +162,41 @@ def in_order(tensors: dict[str, torch.Tensor]) -> list[str]:
     return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
-def room_for(tensors: dict[str, torch.Tensor], document: dict) -> int:
-    """Bytes before the first tensor, whatever its checksums are."""
+def split(tensors: dict[str, torch.Tensor], most: float) -> list[dict[str, torch.Tensor]]:
+    """Files of so many bytes of tensors at most, in order; a larger tensor has one alone."""
+    files: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name in in_order(tensors):
+        if files[-1] and size + tensors[name].nbytes > most:
+            files.append({})
+            size = 0
+        files[-1][name] = tensors[name]
+        size += tensors[name].nbytes
+    return files
+
+
+def _signed(document: dict, sums: dict[str, int]) -> dict:
+    document = document | dict(crc32=sums)
+    return document | dict(document_crc32=zlib.crc32(as_json(document)))
+
+
+def _alone(document: dict) -> dict[str, str]:
+    """Metadata of a file that is a whole snapshot."""
+    return dict(ddp_core=as_json(document).decode())
+
+
+def rooms_for(files: list[dict[str, torch.Tensor]], document: dict) -> list[int]:
+    """Of each file the bytes before its first tensor, whatever the checksums are."""
+    if len(files) > 1:
+        return [len(_head(file, IN_A_SET, 0)) for file in files]
+    [tensors] = files
     longest = dict(format=FORMAT, crc32=dict.fromkeys(tensors, LONGEST), document_crc32=LONGEST)
-    return len(_head(tensors, document | longest, 0))
+    return [len(_head(tensors, _alone(document | longest), 0))]
 
 
-def _head(tensors: dict[str, torch.Tensor], document: dict, room: int) -> bytes:
+def _head(tensors: dict[str, torch.Tensor], metadata: dict[str, str], room: int) -> bytes:
     """What stands before the tensors, filled with blanks up to `room` bytes, or to a multiple of 8."""
-    header: dict[str, dict] = {"__metadata__": {"ddp_core": as_json(document).decode()}}
+    header: dict[str, dict] = {"__metadata__": metadata}
     end = 0
     for name in in_order(tensors):
         start, end = end, end + tensors[name].nbytes
@@ -118,28 +206,38 @@ def _head(tensors: dict[str, torch.Tensor], document: dict, room: int) -> bytes:
     return struct.pack("<Q", len(head)) + head
 
 
-def image_of(
-    tensors: dict[str, torch.Tensor], document: dict, buffer: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Whole pages of a buffer as a file, and the places of the tensors in it, not yet filled. buffer: image_size() bytes."""
+def images_of(
+    tensors: dict[str, torch.Tensor], document: dict, buffer: torch.Tensor, most: float
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Whole pages of a buffer as files, and the places of the tensors in them, not yet filled. buffer: images_size() bytes."""
+    files, images, places = split(tensors, most), [], {}
     first = -buffer.data_ptr() % PAGE
-    end, places = first + room_for(tensors, document), {}
-    for name in in_order(tensors):
-        start, end = end, end + tensors[name].nbytes
-        places[name] = buffer[start:end].view(tensors[name].dtype).view(tensors[name].shape)
-    return buffer[first : first + -(-(end - first) // PAGE) * PAGE], places
+    for file, room in zip(files, rooms_for(files, document), strict=True):
+        end = first + room
+        for name in file:
+            start, end = end, end + file[name].nbytes
+            places[name] = buffer[start:end].view(file[name].dtype).view(file[name].shape)
+        pages = -(-(end - first) // PAGE) * PAGE
+        images.append(buffer[first : first + pages])
+        first += pages
+    return images, places
 
 
-def image_size(tensors: dict[str, torch.Tensor], document: dict) -> int:
-    return room_for(tensors, document) + sum(tensor.nbytes for tensor in tensors.values()) + 2 * PAGE
+def images_size(tensors: dict[str, torch.Tensor], document: dict, most: float) -> int:
+    rooms = rooms_for(split(tensors, most), document)
+    return sum(rooms) + sum(tensor.nbytes for tensor in tensors.values()) + (len(rooms) + 1) * PAGE
 
 
 def _put_tensors(file: FileIO, tensors: dict[str, torch.Tensor], room: int) -> None:
     file.seek(room)
     for tensor in tensors.values():
-        left = memoryview(memory(tensor))
-        while left:
-            left = left[file.write(left) :]  # Linux writes 2 GiB at most at once
+        _put_all(file, memory(tensor))
+
+
+def _put_all(file: FileIO, content: bytes | ctypes.Array) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[file.write(left) :]  # Linux writes 2 GiB at most at once, and less on a disk that is almost full
 
 
 def _put_gathered(
@@ -224,7 +322,7 @@ def _stored(path: Path) -> tuple[dict[str, Stored], dict]:
     Raises ValueError, KeyError or TypeError unless the tensors fill the file, one behind the other.
     """
     with open(path, "rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
+        size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     metadata, place, found = header.pop("__metadata__", {}), 0, {}
     dtypes = {text: dtype for dtype, text in DTYPES.items()}
@@ -234,6 +332,7 @@ def _stored(path: Path) -> tuple[dict[str, Stored], dict]:
         if (
             start != place
             or any(type(n) is not int or n < 0 for n in shape)
+            or math.prod(max(n, 1) for n in shape) >= 2**60
             or end - start != math.prod(shape) * dtype.itemsize
         ):
             raise ValueError(f"{printable(name)} has a place or a size that cannot be")
@@ -246,14 +345,19 @@ def _stored(path: Path) -> tuple[dict[str, Stored], dict]:
 def read(path: Path, lazily: bool = False) -> tuple[dict[str, Any], dict]:
     """Tensors and document of a snapshot, every checksum compared. Raises SnapshotError that names the file.
 
-    lazily: a Stored for each tensor, read one at a time also for its checksum.
+    path: of a file, in whose place an index may be, or of an index. lazily: a Stored for each tensor, read one at a time also
+    for its checksum.
     """
     try:
+        path = in_place(path)
         refuse_unreadable(path)
-        opened: Any = nullcontext(_stored(path)) if lazily else safe_open(path, "pt")
+        opened: Any = nullcontext() if lazily or is_index(path) else safe_open(path, "pt")
         with opened as file:
-            tensors, metadata = file if lazily else ({}, file.metadata())
-            document = json.loads((metadata or {})["ddp_core"])
+            if is_index(path):
+                tensors, document = assemble(path, lambda part: _stored(part)[0])
+            else:
+                tensors, metadata = _stored(path) if file is None else ({}, file.metadata())
+                document = document_in(metadata)
             if type(document["format"]) is not int or document["format"] < 1:
                 raise ValueError(f"its format is {document['format']!r}")
             if document["format"] > FORMAT:
@@ -261,10 +365,13 @@ def read(path: Path, lazily: bool = False) -> tuple[dict[str, Any], dict]:
                     f"{path} has format {document['format']}, of ddp_core {_writer(document)}; this ddp_core reads up to "
                     f"format {FORMAT}: update it"
                 )
+            if file is not None:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a safe_open is no dict
+            elif not lazily:
+                tensors = {name: part.load() for name, part in tensors.items()}
             if lazily:
                 sums = {name: zlib.crc32(memory(whole)) for name in tensors for whole in [tensors[name].load()]}
             else:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a safe_open is no dict
                 sums = _checksums(tensors)
             refuse_damaged(path, sums, document)
             return migrate(tensors, document)

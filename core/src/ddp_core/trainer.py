@@ -9,7 +9,7 @@ ranks needs beside it has a room of its own:
     guard.py               numbers that are not finite never reach the model
     reconcile.py           what the ranks tell each other, once a second
     evaluation.py          the held-out rows
-    state.py, document.py, snapshot.py, run_directory.py    what is saved, how it is written, and where
+    state.py, document.py, snapshot.py, files.py, run_directory.py    what is saved, how it is written, and where
     background.py          and beside what
 """
 
@@ -29,6 +29,7 @@ from ddp_core.config import TrainConfig
 from ddp_core.device import versions
 from ddp_core.errors import ExitCode, Failure, NonFiniteError, PeerLostError, WorkloadError
 from ddp_core.evaluation import evaluate
+from ddp_core.files import in_place
 from ddp_core.guard import Guard
 from ddp_core.order import DROPOUT, Order, micro_batches, seed_generators, seed_others
 from ddp_core.probe import probe
@@ -126,7 +127,7 @@ class Trainer:
     def restore(self, found: tuple[dict[str, torch.Tensor], dict] | None) -> None:
         """Go on from rank 0's snapshot, or begin with its new model. Raises SnapshotError on all ranks."""
         config = self.config
-        self.state.restore(found, self.directory and self.directory.snapshot, self.peers, self.on_rank_0)
+        self.state.restore(found, self.directory and in_place(self.directory.snapshot), self.peers, self.on_rank_0)
         # After the numbers are there: DDP and the flat tensors are made of them.
         compiled: Any = torch.compile(self.model) if config.compile else self.model
         self.reduction = self.kind(self.model, compiled, self.peers, self.workload.unused_parameters)
