@@ -139,12 +139,29 @@ def test_every_rank_is_there_once(check, world, launch, runs):
     run = runs.train(launch, FP64)
     done(check["X1"], run)
     *_, start = run.of("start")
-    rows = start["ranks"]
+    rows = start["ranks"] if world.size <= 64 else [*map(json.loads, (run.folder / "ranks.jsonl").read_text().splitlines())]
     check["R1"].equal(rank=([row["rank"] for row in rows], [*range(world.size)]), world_size=(start["world_size"], world.size))
     per_node, devices = world.ranks_per_node, world.devices_visible_to_a_rank
     index = [rank % per_node % devices if devices else None for rank in range(world.size)]
     should_be = [[world.device if i is None else f"{world.device}:{i}", i, world.backend_in_use] for i in index]
     check["R2"].equal(device=([[row["device"], row["device_index"], row["backend"]] for row in rows], should_be))
+
+
+@clause("R1")
+@only(sizes=(1,), devices=("cpu",))
+@pytest.mark.parametrize("ranks", [64, 72])
+def test_of_many_ranks_the_record_has_the_nodes(check, tmp_path, ranks):
+    """The core's own Record, as rank 0 of so many has it."""
+    from ddp_core.record import Record
+
+    rows = [dict(rank=n, local_rank=n % 8, node_rank=n // 8, host=f"node{n // 8}", device="cpu") for n in range(ranks)]
+    record = Record(time.monotonic())
+    record.open(tmp_path / LOG)
+    record.start(0, 0, dict(device="cpu"), rows, [])
+    start, beside = json.loads((tmp_path / LOG).read_text()), tmp_path / "ranks.jsonl"
+    nodes = [rows[first] | dict(ranks_on_node=8) for first in range(0, ranks, 8)]
+    told = [json.loads(line) for line in beside.read_text().splitlines()] if beside.exists() else []
+    check.equal(rows_in_start=(start["ranks"], rows if ranks <= 64 else nodes), rows_beside=(told, rows if ranks > 64 else []))
 
 
 @clause("R3", "R4")

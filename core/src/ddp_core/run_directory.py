@@ -128,7 +128,7 @@ class RunDirectory:
 
     def _move_aside(self) -> None:
         saved = (self.snapshot, self.previous, self.damaged, self.best)
-        files = [path for path in (*saved, self.trace, self.log) if path.exists()]
+        files = [path for path in (*saved, self.trace, self.log, self.log.with_name("ranks.jsonl")) if path.exists()]
         if files:
             number = 1
             while (aside := self.folder / f"old-{number}").exists():
