@@ -17,6 +17,7 @@ import pytest
 import torch
 from ddp_core import control, process_group, rendezvous
 from ddp_core.control import groups_of, tree_sum
+from ddp_core.errors import named
 from ddp_core.process_group import Peers
 from ddp_core.stop import StopFlag
 from faults import at_step, in_turn, signalled
@@ -130,9 +131,15 @@ def test_the_roll_is_called_in_any_world(monkeypatch, world_size, lost):
     assert {requests[rank] for rank in others} == {3}
 
 
+@pytest.mark.parametrize("count, line", [(1, "0"), (16, "0, 1, 2"), (17, "0, 1, 2"), (40000, "0, 1, 2")])
+def test_a_line_names_16_ranks_at_most(count, line):
+    found = named(range(count))
+    assert found.startswith(line) and len(found.split(",")) == min(count, 16) and ("and more" in found) == (count > 16)
+
+
 # ---- what it costs ------------------------------------------------------------------------------------------------
 
-WORLDS = [1, 2, 8, 32, 33, 34, 64, 66, 99, 256, 512, 1000, 1001, 75263, 75264]
+WORLDS = [1, 2, 8, 32, 33, 34, 64, 66, 99, 256, 512, 1000, 1001, 4097, 75264]
 
 
 def levels(world_size: int) -> int:
