@@ -8,6 +8,8 @@ import os
 import socket
 import stat
 import struct
+import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -101,3 +103,23 @@ class OverTheTree(Reduction):
         sums = self.peers.reduce(flat)[0].split([gradient.numel() for gradient in self.gradients])
         for gradient, total in zip(self.gradients, sums, strict=True):
             gradient.copy_(total.view(gradient.shape))
+
+
+def main(world_size: int) -> None:
+    """Some 24 MB of memory a rank."""
+    import ranks
+
+    ranks.SECONDS, ranks.FLAGS = 600.0, "--device cpu --rendezvous-timeout 500 --timeout 500"
+    with tempfile.TemporaryDirectory() as name:
+        files = [Path(name, f"counts-{rank}") for rank in range(world_size)]
+        faults = {rank: ranks.call("counting", "count", file, True) for rank, file in enumerate(files)}
+        flags = f"--epochs 1 --steps-per-epoch 6 --global-batch-size {world_size}"
+        ranks.train(Path(name, "run"), flags, world_size, faults=faults, reduction="counting:OverTheTree", code=0)
+        first, *others = [json.loads(file.read_text()) for file in files]
+    for what in first:
+        least, most = (end(one[what] for one in others) for end in (min, max))
+        print(f"{what}: {first[what]} on rank 0, {least} to {most} on the others")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
