@@ -25,33 +25,36 @@ def count(file: Path, alone: bool = False) -> None:
     """Before the program: from now on this process counts. alone: without gloo's connections for gradients."""
     from ddp_core import device, process_group, reconcile, rendezvous
 
-    counts = dict(requests=0, connections=0, bytes=0, numbers=0, files=0)
+    counts = dict(requests=0, connections=0, bytes=0, messages=0, content=0, files=0)
     of_control: set[int] = set()
-    Control, reduce = process_group.Control, process_group.Peers.reduce
     exchange = reconcile.Reconciliation.exchange
 
-    def made(*arguments):
-        before = connections()
-        control = Control(*arguments)
-        of_control.update(connections() - before)
-        counts.update(connections=len(of_control))
-        return control
+    class Counting(process_group.Control):
+        def __init__(self, *arguments):
+            before = connections()
+            super().__init__(*arguments)
+            of_control.update(connections() - before)
+            counts.update(connections=len(of_control))
+
+        def collect(self, values, merge):
+            self.count(values)
+            return super().collect(values, merge)
+
+        def broadcast(self, tensor):
+            self.count(tensor)
+            super().broadcast(tensor)
+
+        def count(self, tensor):
+            counts.update(messages=counts["messages"] + 1, content=counts["content"] + tensor.nbytes)
 
     def exchanged(*arguments):
-        counts.update(bytes=-moved(of_control), numbers=0)
         try:
             return exchange(*arguments)
         finally:
-            counts["bytes"] += moved(of_control)
-            counts["files"] = max(counts["files"], len(os.listdir("/proc/self/fd")))
+            counts.update(bytes=moved(of_control), files=max(counts["files"], len(os.listdir("/proc/self/fd"))))
             file.write_text(json.dumps(counts))
 
-    def reduced(peers, sums=process_group.NOTHING, most=process_group.NOTHING):
-        counts["numbers"] += len(sums) + len(most)
-        return reduce(peers, sums, most)
-
-    process_group.Control, reconcile.Reconciliation.exchange = made, exchanged
-    process_group.Peers.reduce = reduced
+    process_group.Control, reconcile.Reconciliation.exchange = Counting, exchanged
     for name in ("set", "read", "add", "check", "wait"):
         setattr(rendezvous.SignedStore, name, counted(getattr(rendezvous.SignedStore, name), counts))
     if alone:
