@@ -9,6 +9,7 @@ same gathered evidence (world.py). The clauses are those of SPEC.md.
 
 import functools
 import json
+import math
 import os
 import random
 import shutil
@@ -29,6 +30,7 @@ from conformance.broken.workloads import WORKLOADS
 from conformance.golden import make as golden
 from conformance.harness import anchors, core_of, reference, sites
 from conformance.harness.check import T0, T1, T2
+from conformance.harness.counted import Counted, check_in_of
 from conformance.harness.ports import free_port
 from conformance.harness.reference import LAYERS, sha256, take_apart
 from conformance.harness.stranger import stranger
@@ -138,12 +140,29 @@ def test_every_rank_is_there_once(check, world, launch, runs):
     run = runs.train(launch, FP64)
     done(check["X1"], run)
     *_, start = run.of("start")
-    rows = start["ranks"]
+    rows = start["ranks"] if world.size <= 64 else [*map(json.loads, (run.folder / "ranks.jsonl").read_text().splitlines())]
     check["R1"].equal(rank=([row["rank"] for row in rows], [*range(world.size)]), world_size=(start["world_size"], world.size))
     per_node, devices = world.ranks_per_node, world.devices_visible_to_a_rank
     index = [rank % per_node % devices if devices else None for rank in range(world.size)]
     should_be = [[world.device if i is None else f"{world.device}:{i}", i, world.backend_in_use] for i in index]
     check["R2"].equal(device=([[row["device"], row["device_index"], row["backend"]] for row in rows], should_be))
+
+
+@clause("R1")
+@only(sizes=(1,), devices=("cpu",))
+@pytest.mark.parametrize("ranks", [64, 72])
+def test_of_many_ranks_the_record_has_the_nodes(check, tmp_path, ranks):
+    """The core's own Record, as rank 0 of so many has it."""
+    from ddp_core.record import Record
+
+    rows = [dict(rank=n, local_rank=n % 8, node_rank=n // 8, host=f"node{n // 8}", device="cpu") for n in range(ranks)]
+    record = Record(time.monotonic())
+    record.open(tmp_path / LOG)
+    record.start(0, 0, dict(device="cpu"), rows, [])
+    start, beside = json.loads((tmp_path / LOG).read_text()), tmp_path / "ranks.jsonl"
+    nodes = [rows[first] | dict(ranks_on_node=8) for first in range(0, ranks, 8)]
+    told = [json.loads(line) for line in beside.read_text().splitlines()] if beside.exists() else []
+    check.equal(rows_in_start=(start["ranks"], rows if ranks <= 64 else nodes), rows_beside=(told, rows if ranks > 64 else []))
 
 
 @clause("R3", "R4")
@@ -203,6 +222,40 @@ def test_a_rank_is_who_mpi_says(check, world, launch, runs):
     done(check, run)
     writers = [rank for rank, files in enumerate(run.written) if files]
     check.equal(the_process_that_is_rank_0=(writers, [world.size - 1]))
+
+
+@clause("R12")
+@only(sizes=(1,), devices=("cpu",))
+@pytest.mark.parametrize("world_size", [8, 66, 1001, 4096])
+def test_what_ranks_tell_each_other_costs_by_the_logarithm(check, world_size):
+    """The core's own classes, with all ranks in this process."""
+    import torch
+    from ddp_core.control import tree_sum
+
+    counted = Counted(world_size)
+    levels = 1 if world_size <= 32 else 1 + math.ceil(math.log(world_size, 32))
+    costs = [counted.of(rank) for rank in range(world_size)]
+    check.equal(connections_beyond_31_a_level=([n for n in {cost.connections for cost in costs} if n > 31 * levels], []))
+    numbers = np.random.default_rng(world_size).standard_normal((world_size, 2))
+    found = counted.reduce(torch.from_numpy(numbers), tree_sum)
+    should_be = ordered_sum([*numbers]).tolist()
+    check.equal(sums_in_that_order=(all(each.tolist() == should_be for each in found), True))
+    check.equal(messages_beyond_two_a_connection=([cost for cost in costs if cost.messages > 2 * cost.connections], []))
+
+
+def ordered_sum(parts: list):
+    while len(parts) % 2 == 0:
+        parts = [first + second for first, second in zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)]
+    if len(parts) > 32:
+        return ordered_sum([ordered_sum(parts[first : first + 32]) for first in range(0, len(parts), 32)])
+    return sum(parts[1:], start=parts[0])
+
+
+@clause("R12")
+@only(sizes=(1,), devices=("cpu",))
+def test_rows_of_all_ranks_go_to_rank_0_alone(check):
+    (rows, read), (more_rows, read_then) = (check_in_of(world_size) for world_size in (8, 64))
+    check.equal(rows_that_rank_0_has=([rows, more_rows], [8, 64]), bytes_that_each_rank_reads=(read_then, read))
 
 
 # ---- what a site knows of this suite ------------------------------------------------------------------------------

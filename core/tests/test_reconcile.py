@@ -12,6 +12,7 @@ from ddp_core import reconcile
 from ddp_core.reconcile import Reconciliation
 
 NAN, INF, NOW = math.nan, math.inf, 1000.0
+FLAGS = ("stop", "save", "tolerates", "seconds")
 
 
 @pytest.fixture(autouse=True)
@@ -23,21 +24,25 @@ class Peers:
     """Two ranks, this one at `place`. others: what the other one says, where it says something else."""
 
     def __init__(self, place: int = 0, **others):
-        self.place, self.others = place, others
+        self.rank, self.others = place, others
 
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        other = values.clone()
+    def reduce(self, sums: torch.Tensor, most: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        others, other = sums.clone(), most.clone()
         for name, value in self.others.items():
-            if name in ("stop", "save", "tolerates", "seconds"):
-                other[("stop", "save", "tolerates", "seconds").index(name)] = value
+            if name in FLAGS:
+                other[FLAGS.index(name)] = 1 - value if name == "tolerates" else value
             else:
-                other[4:] = torch.tensor(value)
-        return torch.stack([other, values] if self.place else [values, other])
+                others[:], other[len(FLAGS) :] = torch.tensor(value).split([len(sums), len(most) - len(FLAGS)])
+        self.bad = not others.isfinite().all()
+        return sums + others, torch.maximum(most, other)
+
+    def which(self, condition: bool) -> list[int]:
+        return [rank for rank in (0, 1) if (condition if rank == self.rank else self.bad)]
 
 
 def exchange(peers: Peers, losses=(1.0, 2.0), norms=(3.0, 4.0), seconds=0.5, step=10, **words):
     reconciliation = Reconciliation(peers)
-    reconciliation.losses = [torch.tensor(loss) for loss in losses]
+    reconciliation.losses = [torch.tensor(loss, dtype=torch.float64) for loss in losses]
     reconciliation.norms = [torch.tensor(norm) for norm in norms]
     reconciliation.last = NOW - seconds
     return reconciliation, reconciliation.exchange(step, **dict(stop=False, save=False, tolerates=False) | words)
@@ -68,12 +73,19 @@ def test_it_is_due_after_as_many_steps():
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_any_rank_may_stop_and_rank_0_alone_may_save(place):
-    _, agreed = exchange(Peers(place, stop=1, save=1))
-    assert agreed.stop and agreed.save == (place == 1)
+    _, agreed = exchange(Peers(place, stop=1))
+    assert agreed.stop and not agreed.save
     _, agreed = exchange(Peers(place, stop=0, save=0), stop=True, save=True)
     assert agreed.stop and agreed.save == (place == 0)
+    _, agreed = exchange(Peers(place, save=1))
+    assert agreed.save
     _, agreed = exchange(Peers(place))
     assert not agreed.stop and not agreed.save
+
+
+def test_a_sum_that_overflows_is_not_finite_though_no_rank_s_loss_is():
+    _, agreed = exchange(Peers(), losses=(1.0, 1e308))
+    assert agreed.not_finite == (9, [], "loss")
 
 
 def test_losses_are_sums_over_micro_batches_and_ranks_step_by_step():

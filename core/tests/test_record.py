@@ -137,6 +137,34 @@ def test_the_start_record_says_where_each_rank_is(finished):
     assert start["versions"].keys() == {"ddp_core", "torch"}
 
 
+def many(tmp_path: Path, count: int) -> list[dict]:
+    """The rows of so many ranks, 8 a node, of a start that is on record."""
+    rows = [dict(rank=n, node_rank=n // 8, host=f"node{n // 8}", device="cpu") for n in range(count)]
+    record = opened(tmp_path / "run.jsonl")
+    record.start(0, 0, dict(device="cpu"), rows, [])
+    assert record.failure is None
+    return rows
+
+
+def test_beyond_64_ranks_the_start_has_a_row_a_node_and_a_file_those_of_all_ranks(tmp_path, capsys):
+    beside = tmp_path / "ranks.jsonl"
+    rows = many(tmp_path, 68)
+    assert [json.loads(line) for line in beside.read_text().splitlines()] == rows
+    assert f"ranks=68 (all of them in {beside})" in capsys.readouterr().out
+    assert many(tmp_path, 64) and not beside.exists(), "it would be taken for this start's"
+    large, small = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    assert large["ranks"] == [rows[8 * node] | dict(ranks_on_node=min(8, 68 - 8 * node)) for node in range(9)]
+    assert small["ranks"] == rows[:64]
+
+
+def test_a_file_of_ranks_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "ranks.jsonl").mkdir()
+    record = opened(tmp_path / "run.jsonl")
+    rows = [dict(rank=n, node_rank=n, host=f"node{n}", device="cpu") for n in range(65)]
+    record.start(0, 0, dict(device="cpu"), rows, [])
+    assert "ranks.jsonl" in str(record.failure)
+
+
 def test_a_loss_stands_there_exactly(finished):
     for record in finished("--epochs 2 --precision fp64", 2).records("step"):
         assert float.fromhex(record["loss_hex"]) == record["loss"] and math.isfinite(record["grad_norm"])
@@ -393,7 +421,7 @@ def test_the_table_at_the_end_has_what_was_trained_how_fast_and_where_the_time_w
         part + " (estimated)" * (part == "communication") for part in PARTS
     ]
     host = job.records("start")[0]["ranks"][end["slowest_rank"]]["host"]
-    assert re.match(rf"{end['slowest_rank']} on {host}: \d+\.\d\d times the median", table["slowest rank"])
+    assert re.match(rf"{end['slowest_rank']} on {host}: \d+\.\d\d times the mean", table["slowest rank"])
     assert table["run"] == str(job.run_dir)
 
 

@@ -35,11 +35,11 @@ def test_the_newest_state_is_loaded_and_the_one_before_is_kept(folder, capsys):
 def test_a_fresh_run_finds_nothing_of_the_old_one(tmp_path):
     """Were a file left, the next start would resume the old run."""
     names = ("snapshot.safetensors", "snapshot.prev.safetensors", "snapshot.damaged.safetensors", "best.safetensors")
-    for name in (*names, "run.jsonl", "trace.json.gz"):
+    for name in (*names, "run.jsonl", "ranks.jsonl", "trace.json.gz"):
         (tmp_path / name).write_text("of the old run")
     RunDirectory(str(tmp_path), "job-1", fresh=True).release()
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "old-1" and not path.name.startswith(".")) == []
-    assert {path.name for path in (tmp_path / "old-1").iterdir()} == {*names, "run.jsonl", "trace.json.gz"}
+    assert {path.name for path in (tmp_path / "old-1").iterdir()} == {*names, "run.jsonl", "ranks.jsonl", "trace.json.gz"}
 
 
 @pytest.mark.fault(47)

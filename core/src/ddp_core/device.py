@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from ddp_core.config import TrainConfig
+from ddp_core.control import groups_of
 from ddp_core.errors import PreflightError, UsageError
 from ddp_core.rank import Rank
 
@@ -128,11 +129,11 @@ def refuse_shared_devices(rows: list[dict]) -> None:
 
 
 def descriptors(rank: Rank, backend: str = "gloo") -> int:
-    """Open files that a rank may need: 28 of its own were counted; one for each connection of the control plane, 31 in each
-    level of its tree; under gloo one to each other rank for gradients (nccl's were not counted); rank 0's store has W.
+    """Open files that a rank may need: 28 of its own were counted; one for each connection of the control plane, up to 31 in
+    each level of its tree; under gloo one to each other rank for gradients (nccl's were not counted); rank 0's store has W.
     """
-    size, levels = rank.world_size, 1 if rank.world_size <= 32 else 2 if rank.world_size <= 32**2 else 4
-    return 64 + min(size, 31 * levels) + ((backend == "gloo") + (rank.rank == 0)) * size
+    of_control = sum(len(members) - 1 for members in groups_of(rank.rank, rank.world_size))
+    return 64 + of_control + ((backend == "gloo") + (rank.rank == 0)) * rank.world_size
 
 
 def raise_limits(rank: Rank) -> None:

@@ -4,13 +4,21 @@ A Failure is an error that the user can act on: one line that names the flag, va
 Anything else that escapes is a bug of ours: a traceback and exit code 1.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
+
+NAMED = 16  # ranks, at most, in one line: two nodes of eight
 
 
 def printable(text: object, most: int = 160) -> str:
     """One line, cut, with nothing that a terminal would obey: of what files and the environment hold."""
     text = str(text)
     return "".join(char if char.isprintable() else " " for char in text[:most]) + ("..." if len(text) > most else "")
+
+
+def named(ranks: Sequence[int]) -> str:
+    """The first of them: a line that names 40,000 helps nobody, and is sent to all."""
+    return ", ".join(map(str, ranks[:NAMED])) + " and more" * (len(ranks) > NAMED)
 
 
 class ExitCode(IntEnum):

@@ -4,9 +4,9 @@ import math
 
 import torch
 
+from ddp_core.control import tree_sum
 from ddp_core.errors import NonFiniteError, WorkloadError
 from ddp_core.order import EVALUATION, micro_batches, seed_generators
-from ddp_core.reduction import tree_sum
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def evaluate(trainer) -> dict[str, float]:
                 raise WorkloadError(f"--workload {workload.name}: metrics() gave {[*metrics]}, and {[*seen.metrics]} before")
             if place < counted[number]:
                 totals[number] += _sums(loss, metrics, len(rows)).to(trainer.device)
-    sums, counts, count = tree_sum(peers.gather(tree_sum(totals).cpu())).split([len(names), len(names), 1])
+    sums, counts, count = peers.reduce(tree_sum(totals).cpu())[0].split([len(names), len(names), 1])
     assert int(count) == len(batches), (count, len(batches))
     means = [total / (own or count.item()) for total, own in zip(sums.tolist(), counts.tolist(), strict=True)]
     results = {f"eval_{name}": mean for name, mean in zip(names, means, strict=True)}

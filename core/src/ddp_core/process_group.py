@@ -1,8 +1,8 @@
 """The two process groups of a running job.
 
 The data group carries gradients (nccl, xccl or gloo, by device). The control group is gloo everywhere: what the ranks
-agree on goes over it, so that this code is the same on a laptop and on 4,096 GPUs and is tested on the former. Beyond 32
-ranks it is a tree of groups.
+agree on goes over it, so that this code is the same on a laptop and on 4,096 GPUs and is tested on the former. It is a
+tree of groups (control.py).
 """
 
 import json
@@ -21,57 +21,15 @@ import torch
 import torch.distributed as dist
 
 from ddp_core.config import TrainConfig
+from ddp_core.control import Control, tree_sum
 from ddp_core.device import backend_of
-from ddp_core.errors import Failure, PeerLostError, RendezvousError, failure_with
+from ddp_core.errors import NAMED, Failure, PeerLostError, RendezvousError, failure_with, named
 from ddp_core.rank import Rank
 from ddp_core.rendezvous import Rendezvous, patiently
 
 ROLL_CALL = 5.0  # seconds that survivors wait for each other before they call a rank lost
-MEMBERS = 32  # of a group of the control plane
 LOOPBACK = "lo"  # Linux's name of it
-
-
-class Control:
-    """The control plane: groups of at most 32 ranks in a tree, so that a rank has few connections however many there are.
-
-    Ranks 0 to 31 are a group, 32 to 63 the next, and so on; the first ranks of 32 such groups are one again, up to rank 0's.
-    """
-
-    def __init__(self, rank: int, world_size: int, timeout: timedelta):
-        self.world_size = world_size
-        self.groups: list[tuple[range, Any]] = []  # this rank's, from below: their members, and each of them for itself
-        self.depth, span = 0, 1  # span: the ranks that a member of a group stands for
-        while span < world_size:
-            if rank % span == 0:
-                first = rank - rank % (span * MEMBERS)
-                members = range(first, min(first + span * MEMBERS, world_size), span)
-                # Without the others, who have groups of their own to make.
-                alone: dict[str, Any] = dict(ranks=[*members], use_local_synchronization=True)
-                self.groups.append((members, dist.new_group(backend="gloo", timeout=timeout, **alone)))
-            self.depth, span = self.depth + 1, span * MEMBERS
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """[n] of this rank to [world_size, n] of all, on every rank: up to the group of rank 0, and down again."""
-        rows = values.view(1, -1)
-        for members, group in self.groups:
-            span = members.step
-            whole = torch.cat((rows, rows.new_zeros(span - len(rows), rows.shape[1])))  # the last one may stand for fewer
-            everyone = rows.new_empty(len(members), *whole.shape)
-            dist.all_gather(list(everyone.unbind()), whole, group=group)
-            rows = everyone.flatten(0, 1)[: self.world_size - members.start]
-        if self.depth > 1:
-            rows = rows if len(rows) == self.world_size else rows.new_empty(self.world_size, rows.shape[1])
-            self._send_down(rows, self.groups[: self.depth - 1])
-        return rows
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's numbers to all ranks, in place."""
-        self._send_down(tensor, self.groups)
-
-    @staticmethod
-    def _send_down(tensor: torch.Tensor, groups: list[tuple[range, Any]]) -> None:
-        for members, group in reversed(groups):
-            dist.broadcast(tensor, members.start, group=group)
+NOTHING = torch.zeros(0, dtype=torch.float64)
 
 
 class Peers:
@@ -107,18 +65,34 @@ class Peers:
                 f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')} and the address of {socket.gethostname()}"
             ) from error
 
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """[n] fp64 values of this rank to the [world_size, n] values of all, on every rank."""
-        return self.control.gather(values)
+    def reduce(self, sums: torch.Tensor = NOTHING, most: torch.Tensor = NOTHING) -> tuple[torch.Tensor, ...]:
+        """fp64 numbers [n] and [m] of this rank to the sums of the former over all ranks, in the order of tree_sum(), and to
+        the largest of the latter (NaN, if there is one); the same on every rank.
+        """
+
+        def merge(parts: torch.Tensor) -> torch.Tensor:
+            return torch.cat((tree_sum(parts[:, : len(sums)]), parts[:, len(sums) :].amax(0)))
+
+        return self.control.reduce(torch.cat((sums, most)), merge).split([len(sums), len(most)])
+
+    def which(self, condition: bool) -> list[int]:
+        """Collective. The ranks of which it is true: the first of them, one more than are named."""
+        mine = torch.full((NAMED + 1,), float("inf"), dtype=torch.float64)
+        mine[0] = self.rank if condition else mine[0]
+        first = self.control.reduce(mine, lambda parts: parts.flatten().sort().values[: NAMED + 1])
+        return first[first.isfinite()].int().tolist()
 
     def agree(self, failure: Failure | None) -> None:
         """After something that one rank did alone: raises its Failure there, and one of its code on all others."""
-        codes = self.gather(torch.tensor([failure.code if failure else 0], dtype=torch.float64))[:, 0]
+        code = int(failure.code) if failure else 0
+        highest, of_rank_0 = self.reduce(most=torch.tensor([code, 0 if self.rank else code], dtype=torch.float64))[1].tolist()
+        if not highest:
+            return
+        first, *_ = self.which(code == highest)
         if failure:
-            failure.everywhere = bool(codes[0])  # then rank 0 speaks for all
+            failure.everywhere = bool(of_rank_0)  # then rank 0 speaks for all
             raise failure
-        if codes.any():
-            raise failure_with(int(codes.max()), f"rank {int(codes.argmax())} failed")
+        raise failure_with(int(highest), f"rank {first} failed")
 
     def broadcast(self, value):
         """Rank 0's value (as JSON), returned on all ranks."""
@@ -166,7 +140,7 @@ class Peers:
             missing = [0]  # the store went with it, or is frozen
         except RendezvousError:
             missing = []  # what is there, no rank has written
-        who = f"rank {', '.join(map(str, missing))} died or hangs" if missing else "a connection broke"
+        who = f"rank {named(missing)} died or hangs" if missing else "a connection broke"
         # Without rank 0 one rank a node speaks.
         tells = self.local_rank == 0 or self.rank == 1 if missing == [0] else self.rank == 0
         return PeerLostError(
@@ -175,13 +149,14 @@ class Peers:
         )
 
     def _call_the_roll(self) -> list[int]:
-        others, end = range(1, self.world_size), time.monotonic() + ROLL_CALL
         self.store.set(f"alive/{self.rank}", "")
         if self.rank:
             self.store.wait(["missing"], timedelta(seconds=2 * ROLL_CALL))
             return json.loads(self.store.get("missing"))
-        while (missing := [rank for rank in others if not self._has_said(f"alive/{rank}")]) and time.monotonic() < end:
+        missing, end = [*range(1, self.world_size)], time.monotonic() + ROLL_CALL
+        while (missing := [rank for rank in missing if not self._has_said(f"alive/{rank}")]) and time.monotonic() < end:
             time.sleep(0.05)
+        missing = missing[: NAMED + 1]  # all ranks read it
         self.store.set("missing", json.dumps(missing))
         time.sleep(min(1, ROLL_CALL))  # the store ends with this process: let the others read
         return missing
@@ -206,7 +181,7 @@ class Peers:
 
     def wait(self) -> None:
         """For all ranks: without it at the end, who leaves first can hang who is still connecting."""
-        self.gather(torch.zeros(1, dtype=torch.float64))
+        self.reduce(most=torch.zeros(1, dtype=torch.float64))
 
     def leave(self) -> None:
         dist.destroy_process_group()

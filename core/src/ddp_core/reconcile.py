@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ddp_core.control import tree_sum
+from ddp_core.errors import named
 from ddp_core.process_group import Peers
-from ddp_core.reduction import tree_sum
 
 MOST_STEPS = 256  # between two reconciliations, however fast the steps are
 SECONDS = 1.0  # wanted between two
@@ -47,30 +48,32 @@ class Reconciliation:
         losses = torch.stack(self.losses).double().view(count, len(self.losses) // count, -1)
         mine = tree_sum(losses.unbind(1))  # [steps, parts], of this rank
         numbers = torch.cat((mine.flatten(), torch.stack(self.norms).double())).cpu()  # waits for the device
-        flags = torch.tensor([stop, save, tolerates, now - self.last], dtype=torch.float64)
-        everyone = self.peers.gather(torch.cat((flags, numbers)))
-        parts = everyone[:, 4 : 4 + mine.numel()].view(-1, *mine.shape)  # [ranks, steps, parts]
-        norms = everyone[:, 4 + mine.numel() :]
-        seconds = everyone[:, 3].max().item()
+        mine, norms = numbers[: mine.numel()].view(mine.shape), numbers[mine.numel() :]
+        flags = torch.tensor([stop, save and self.peers.rank == 0, not tolerates, now - self.last], dtype=torch.float64)
+        # Norms are equal on all ranks; of one that is not finite the others hear so.
+        sums, most = self.peers.reduce(mine.flatten(), torch.cat((flags, norms)))
+        losses, norms, seconds = sums.view(mine.shape), most[4:], most[3].item()
         # All ranks compute the same interval from the slowest one's clock.
         self.interval = max(1, min(MOST_STEPS, 2 * count, int(count * SECONDS / max(seconds, 1e-6))))
         self.losses, self.norms, self.last = [], [], now
         return Agreed(
             first=step - count,
-            losses=tree_sum(parts),  # each step by itself: a run repeats bit for bit whatever the interval
-            norms=norms[0],
-            stop=bool(everyone[:, 0].any()),
-            save=bool(everyone[0, 1]),
+            losses=losses,  # each step by itself: a run repeats bit for bit whatever the interval
+            norms=norms,
+            stop=bool(most[0]),
+            save=bool(most[1]),
             seconds=seconds,
-            not_finite=self._not_finite(step - count, parts, norms, bool(everyone[:, 2].all())),
+            not_finite=self._not_finite(step - count, mine, losses, norms, not most[2]),
         )
 
-    @staticmethod
-    def _not_finite(first: int, parts: torch.Tensor, norms: torch.Tensor, tolerates: bool) -> tuple[int, list[int], str] | None:
-        bad = ~parts.isfinite().all(2)  # [ranks, steps]
-        steps = bad.any(0) | (~norms.isfinite().all(0) & (not tolerates))
+    def _not_finite(
+        self, first: int, mine: torch.Tensor, losses: torch.Tensor, norms: torch.Tensor, tolerates: bool
+    ) -> tuple[int, list[int], str] | None:
+        """Collective, where something is not; whether it is, all ranks know. mine: this rank's part of the losses."""
+        bad = ~losses.isfinite().all(1)
+        steps = bad | (~norms.isfinite() & (not tolerates))
         if not steps.any():
             return None
         index = int(steps.int().argmax())
-        ranks = bad[:, index].nonzero().flatten().tolist()
-        return first + index, ranks, f"loss on rank {', '.join(map(str, ranks))}" if ranks else "gradient"
+        ranks = self.peers.which(not mine[index].isfinite().all())
+        return first + index, ranks, f"loss on rank {named(ranks)}" if ranks else "loss" if bad[index] else "gradient"

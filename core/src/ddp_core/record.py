@@ -1,7 +1,8 @@
 """What a run says: run.jsonl for programs; key=value lines, progress and a closing table for people. Rank 0 alone speaks.
 
 run.jsonl holds one object a line: start, step, epoch, snapshot, end. A resumed run appends to it and repeats the steps
-after its snapshot; the last record of a step counts. Losses stand there as numbers and, exactly, as float.hex().
+after its snapshot; the last record of a step counts. Losses stand there as numbers and, exactly, as float.hex(). Beyond 64
+ranks ranks.jsonl has the row of each of the last start, and `start` one a node.
 """
 
 import json
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_core.errors import ExitCode, StorageError
+
+ROWS = 64  # of ranks, in one line
 
 
 class Record:
@@ -71,15 +74,29 @@ class Record:
         self.training = self.spoke = time.monotonic()
         if config["device"] == "auto" and rows[0]["device"] == "cpu":
             self.say(note="no accelerator is visible, training on the CPU (--device auto)")
-        self.write("start", step=step, config=config, **facts, ranks=rows, notes=notes, seconds=self.seconds)
+        many = len(rows) > ROWS
+        facts |= dict(ranks=of_nodes(rows) if many else rows, notes=notes, seconds=self.seconds)
+        self.write("start", step=step, config=config, **facts)
+        if self.path and not self.failure:
+            self._write_rows(rows, self.path.with_name("ranks.jsonl"))
         for row in rows[:8]:
             self.say(**row)
-        if len(rows) > 8:
-            self.say(ranks=f"{len(rows)} (all of them in {self.path})")
+        if self.path and len(rows) > 8:
+            self.say(ranks=f"{len(rows)} (all of them in {self.path.with_name('ranks.jsonl') if many else self.path})")
         for note in notes:
             self.say(note=note)
         if step:
             self.say(resuming=self.path and self.path.parent, epochs_run=epochs_run, step=step)
+
+    def _write_rows(self, rows: list[dict], path: Path) -> None:
+        """Of many ranks; of few run.jsonl has them, and a file of an earlier start would be of another job."""
+        try:
+            if len(rows) <= ROWS:
+                path.unlink(missing_ok=True)
+            else:
+                path.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
+        except OSError as error:
+            self.failure = StorageError(f"{path}: {error.strerror}: free space and submit again")
 
     def epoch(self, epoch: int, epochs: int, step: int, values: dict[str, float]) -> None:
         seconds = round(time.monotonic() - self.training, 3)
@@ -145,6 +162,15 @@ class Record:
         width = max(map(len, table))
         self._clear()
         print("\n".join([title, *(f"  {name:<{width}}  {_short(value)}" for name, value in table.items())]), flush=True)
+
+
+def of_nodes(rows: list[dict]) -> list[dict]:
+    """The first row of each node, with how many it has."""
+    nodes: dict[tuple, dict] = {}
+    for row in rows:
+        first = nodes.setdefault((row["node_rank"], row["host"]), row | dict(ranks_on_node=0))
+        first["ranks_on_node"] += 1
+    return [*nodes.values()]
 
 
 def _short(value) -> str:

@@ -7,7 +7,7 @@ Buffers, such as BatchNorm's statistics, are rank 0's after every step, as under
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_core.control import tree_sum
 from ddp_core.process_group import Peers
 
 
@@ -226,18 +227,6 @@ class Canonical(Flat):
 
     def _add_parts(self) -> None:
         self.flat.copy_(tree_sum(self.parts))
-
-
-def tree_sum(parts: Sequence | torch.Tensor):
-    """The sum of parts (tensors of one shape, or the rows of one) in an order that is a function of their number alone.
-
-    While their number is even, the second half is added to the first; what is left is added up in order. When each rank
-    holds a power-of-two number of parts, the additions nest as on one rank: --reduction canonical.
-    """
-    while len(parts) % 2 == 0:
-        half = len(parts) // 2
-        parts = [a + b for a, b in zip(parts[:half], parts[half:], strict=True)]
-    return sum(parts[1:], start=parts[0])
 
 
 def _as_laid_out(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp_core.device import refuse_shared_devices
-from ddp_core.errors import ExitCode, Failure, RendezvousError, StoppedError, failure_with
+from ddp_core.errors import ExitCode, Failure, RendezvousError, StoppedError, failure_with, named
 from ddp_core.rank import Rank
 from ddp_core.stop import StopFlag
 
@@ -226,7 +226,7 @@ class Rendezvous:
             missing = sorted(set(range(self.rank.world_size)) - entries.keys())
             if not missing:
                 break
-            names = ", ".join(map(str, missing))
+            names = named(missing)
             if time.monotonic() > self.deadline:
                 raise RendezvousError(
                     f"{len(missing)} of {self.rank.world_size} ranks missing after {self.seconds:g} s "

@@ -220,12 +220,10 @@ class _Job:
 
     def _notes_on_place(self, peers) -> list[str]:
         """Collective. Whether every rank sees the run directory in which rank 0 has taken the lock."""
-        import torch
-
         lock = Path(self.config.run_dir, "run.lock")
         text = lock.read_text() if lock.is_file() else ""
         seen = text == peers.broadcast(text)
-        blind = (peers.gather(torch.tensor([seen], dtype=torch.float64))[:, 0] == 0).nonzero().flatten().tolist()
+        blind = peers.which(not seen)
         return [
             f"--run-dir {self.config.run_dir} is not seen by rank {rank} on {self.ranks[rank]['host']}: is it on a disk of one "
             f"node's own? A job that comes back on another node begins anew there"

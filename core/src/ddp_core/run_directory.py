@@ -141,7 +141,8 @@ class RunDirectory:
         saved = (self.snapshot, self.previous, self.damaged, self.best)
         # The files of a set before its index: without it they would be swept away.
         named = [path for name in saved for path in (name, index_of(name))]
-        files = [path for path in (*of_sets(self.folder), *named, self.trace, self.log) if path.exists()]
+        logs = (self.trace, self.log, self.log.with_name("ranks.jsonl"))
+        files = [path for path in (*of_sets(self.folder), *named, *logs) if path.exists()]
         if files:
             number = 1
             while (aside := self.folder / f"old-{number}").exists():

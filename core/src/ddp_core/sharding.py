@@ -76,7 +76,7 @@ def build(workload: Workload, config, peers: Peers, device: torch.device, dtype:
     mesh = _mesh(peers, device, config)
     model: Any = _skeleton(workload, config)
     if in_turn := model is None:
-        for turn in range(int(peers.gather(torch.tensor([peers.local_world_size], dtype=torch.float64)).max())):
+        for turn in range(int(peers.reduce(most=torch.tensor([peers.local_world_size], dtype=torch.float64))[1])):
             if turn == peers.local_rank:
                 model = _whole(workload, config, dtype)
                 deque(_shard(workload, config, model, mesh, device), 0)
@@ -112,11 +112,12 @@ def _mesh(peers: Any, device: torch.device, config) -> DeviceMesh:
     size = peers.local_world_size
     if config.sharding == "full" or size == peers.world_size:
         return DeviceMesh.from_group(peers.data, device.type)
-    sizes, places = peers.gather(torch.tensor([size, peers.local_rank], dtype=torch.float64)).T
-    if (sizes != size).any() or (places != torch.arange(peers.world_size) % size).any():
+    astray = peers.local_rank != peers.rank % size
+    most, least, odd = peers.reduce(most=torch.tensor([size, -size, astray], dtype=torch.float64))[1].int().tolist()
+    if most + least or odd:
         raise UsageError(
             f"--sharding hybrid needs as many ranks on every node, and those of a node one after the other (block "
-            f"distribution), not {sizes.int().unique().tolist()} ranks a node in another order: pass --sharding full",
+            f"distribution), not {-least} to {most} ranks a node in another order: pass --sharding full",
             everywhere=True,
         )
     ranks = torch.arange(peers.world_size).view(-1, size)

@@ -35,8 +35,9 @@ def summarize(trainer, steps: int) -> tuple[dict, dict, dict]:
     if steps and peers.world_size > 1 and (trainer.reduction.overlaps or trainer.device.type != "cpu"):
         # It happens during backward, where nobody sees it: what a sum of as many numbers takes by itself.
         took["communication"], estimated = min(steps * trainer.reduction.seconds_of_a_sum(), training / 2), " (estimated)"
-    own = peers.gather(torch.tensor([watch.seconds["own"]], dtype=torch.float64))[:, 0]
-    slowest, times = int(own.argmax()), (own.max() / own.median().clamp(min=1e-9)).item()
+    own = torch.tensor([watch.seconds["own"]], dtype=torch.float64)
+    total, most = peers.reduce(own, own)
+    slowest, times = peers.which(bool(own == most))[0], (most * peers.world_size / total.clamp(min=1e-9)).item()
     speeds = sorted(watch.speeds) or [0.0]
     mean = round(steps * trainer.config.global_batch_size / training, 1)
     speed = dict(rows_a_second=mean, median=round(statistics.median(speeds), 1), p10=round(speeds[len(speeds) // 10], 1))
@@ -49,5 +50,5 @@ def summarize(trainer, steps: int) -> tuple[dict, dict, dict]:
         lines["skipped steps"] = f"{watch.skipped} of {steps}: gradients overflowed, and fp16's scale was halved each time"
     if steps and peers.world_size > 1 and peers.rank == 0:  # which knows all rows, and prints
         host = trainer.ranks[slowest]["host"]
-        lines["slowest rank"] = f"{slowest} on {host}: {times:.2f} times the median, before gradients are exchanged"
+        lines["slowest rank"] = f"{slowest} on {host}: {times:.2f} times the mean, before gradients are exchanged"
     return speed | {"slowest_rank": slowest}, {part: round(value, 4) for part, value in seconds.items()}, lines

@@ -27,7 +27,7 @@ from ddp_core.background import Saver
 from ddp_core.batches import Batches
 from ddp_core.config import TrainConfig
 from ddp_core.device import versions
-from ddp_core.errors import ExitCode, Failure, NonFiniteError, PeerLostError, WorkloadError
+from ddp_core.errors import ExitCode, Failure, NonFiniteError, PeerLostError, WorkloadError, named
 from ddp_core.evaluation import evaluate
 from ddp_core.files import in_place
 from ddp_core.guard import Guard
@@ -371,13 +371,18 @@ class Trainer:
 
     def _refuse_diverged_replicas(self) -> None:
         # A snapshot is rank 0's. If another rank trains with other numbers, it is no snapshot of this training.
-        sums = self.peers.gather(checksum(self.model))[:, 0]
-        odd = (sums != sums[torch.arange(len(sums)) % self.reduction.owners]).nonzero().flatten().tolist()
-        if odd:
-            ranks, twin = ", ".join(map(str, odd)), odd[0] % self.reduction.owners
+        rank, owners = self.peers.rank, self.reduction.owners
+        if owners == self.peers.world_size:
+            return  # no two ranks have the same numbers
+        mine = checksum(self.model)
+        of_owners = torch.full((owners,), -1.0, dtype=torch.float64)
+        if rank < owners:
+            of_owners[rank] = mine
+        _, should_be = self.peers.reduce(most=of_owners)
+        if odd := self.peers.which(bool(mine != should_be[rank % owners])):
             raise PeerLostError(
-                f"the parameters of rank {ranks} differ from rank {twin}'s at step {self.step}: no snapshot was written; "
-                f"suspect the memory or the fabric of that node, and resume without it",
+                f"the parameters of rank {named(odd)} differ from rank {odd[0] % owners}'s at step {self.step}: no snapshot "
+                f"was written; suspect the memory or the fabric of that node, and resume without it",
                 everywhere=True,
             )
 
