@@ -5,6 +5,7 @@ functions, since a lambda cannot be sent to another process.
 """
 
 import gc
+import importlib
 import itertools
 import os
 import resource
@@ -115,6 +116,26 @@ def _set_environment(variables: dict[str, str]) -> None:
 def files_limited_to(size: int) -> Fault:
     """From now on, no file of the process may grow beyond size bytes: as on a full disk, writes fail."""
     return partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
+
+
+def slow_disk(seconds: float) -> Fault:
+    """From now on every fsync of the process takes so much longer."""
+    return partial(_slow, "os", "fsync", seconds)
+
+
+def slow_evaluation(seconds: float) -> Fault:
+    return partial(_slow, "ddp_core.trainer", "evaluate", seconds)
+
+
+def _slow(module: str, name: str, seconds: float) -> None:
+    where = importlib.import_module(module)
+    act = getattr(where, name)
+
+    def slowly(*args):
+        time.sleep(seconds)
+        return act(*args)
+
+    setattr(where, name, slowly)
 
 
 def poisoned(row: int) -> Fault:

@@ -10,6 +10,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -113,6 +114,13 @@ def world(world_size: int, port: int | None = None, job_id: str = "job-1", **oth
     """All ranks of a job on this machine."""
     port = free_port() if port is None else port
     return [Rank(r, world_size, r, world_size, 0, "127.0.0.1", port, job_id, **others) for r in range(world_size)]
+
+
+def on_nodes(nodes: int, ranks: int) -> list[Rank]:
+    """All ranks of a job on so many nodes, which are one machine here."""
+    port, size = free_port(), nodes * ranks
+    host = socket.gethostname()  # 127.0.0.1 would be refused on several nodes
+    return [Rank(r, size, r % ranks, ranks, r // ranks, host, port, "job-1") for r in range(size)]
 
 
 def fork(folder: Path, *calls: Callable[[], int | None], hanging: Sequence[int] = (), strict: bool = False) -> Job:
