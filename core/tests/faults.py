@@ -100,6 +100,11 @@ def _call_all(acts: tuple[Fault, ...]) -> None:
         act()
 
 
+def comparing_calls() -> None:
+    """As under TORCH_DISTRIBUTED_DEBUG=DETAIL, which is read when torch is imported."""
+    torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
+
+
 def dying() -> None:
     """As a process that does not come as far as the program: a library is missing on its node."""
     os._exit(99)
