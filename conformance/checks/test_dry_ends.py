@@ -175,6 +175,20 @@ def test_the_ranks_hear_in_time(check, site, dry):
     check.holds(*violations)
 
 
+@clause("J8")
+def test_train_py_knows_the_seconds_that_a_stop_leaves(check, site, dry):
+    """--grace: under Slurm those of --signal. With another number it notes slow saves too late, or where there is time."""
+    violations = []
+    for case in site.cases:
+        signalled = Script(site.folder / case.script).options.get("signal", "")
+        should = [signalled.partition("@")[2] or "60"] if signalled else []
+        found = sorted({value for call in dry.case(case).trained for value in values_of(arguments(call), "--grace")})
+        if found != should and (should or len(found) != 1):
+            wanted = " ".join(should) or "one number"
+            violations.append(f"{case.name}: --grace {' '.join(found) or 'is not there'}, but should be {wanted}")
+    check.holds(*violations)
+
+
 @clause("J10")
 def test_a_warning_while_python_starts_ends_no_rank(check, site, dry):
     """Where a shell starts the rank's Python, that ignores USR1 until train.py listens: it is inherited."""

@@ -39,6 +39,23 @@ def _hook_step(number: int, act: Fault) -> None:
     Guard.step = hooked
 
 
+def before_training(act: Fault) -> Fault:
+    """When the ranks have met and the model is built."""
+    return partial(_hook_restore, act)
+
+
+def _hook_restore(act: Fault) -> None:
+    from ddp_core.trainer import Trainer
+
+    restore = Trainer.restore
+
+    def hooked(*args, **kwargs):
+        act()
+        return restore(*args, **kwargs)
+
+    Trainer.restore = hooked
+
+
 def after_save(act: Fault) -> Fault:
     """After every snapshot that this process has written."""
     return partial(_hook_save, act)

@@ -110,6 +110,8 @@ train_flags=(
     --device cuda
     # A requeued job keeps its id and finds its run. A run of another job there is refused. python train.py --help
     --new-run-dir "runs/$SLURM_JOB_ID"
+    # The seconds of --signal above: saves that are too slow for it are noted in time. python train.py --help
+    --grace 120
 )
 
 describe_job

@@ -68,6 +68,7 @@ class Run:
     save_every: int  # epochs
     save_minutes: float
     save_steps: int
+    grace: float  # seconds; 0: not known
     eval_every: int  # epochs
     log_every: int  # steps
     log_seconds: float
@@ -315,6 +316,7 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     add("--save-every", type=size, default=1, metavar="N", help="epochs between snapshots (default: 1)")
     add("--save-minutes", type=share, default=10.0, metavar="M", help="and at least so often (default: 10; 0: never)")
     add("--save-steps", type=count, default=0, metavar="N", help="and every N steps (default: 0, never)")
+    add("--grace", type=share, default=0.0, metavar="S", help="that a stop leaves for saves: slow ones are noted (default: 0)")
     add("--eval-every", type=size, default=1, metavar="N", help="epochs between evaluations (default: 1)")
     add("--log-every", type=size, default=10, metavar="N", help="steps between records of the loss (default: 10)")
     add("--log-seconds", type=share, default=30.0, metavar="S", help="between lines of progress (default: 30; 0: none)")
