@@ -55,10 +55,10 @@ march_flags=(
     --each "$SLURM_NTASKS_PER_NODE"
 )
 train_flags=(
-    # A requeued job keeps its number, and so finds its run again. python3 train.py --help
-    --new-run-dir "runs/$SLURM_JOB_ID"
     # The seconds of --signal above: saves that are too slow for it are noted in time. python train.py --help
     --grace 120
+    # A requeued job keeps its number, and so finds its run again. python3 train.py --help
+    --new-run-dir "runs/$SLURM_JOB_ID"
 )
 code=0
 march "${march_flags[@]}" python3 train.py "${train_flags[@]}" "$@" || code=$?
