@@ -160,6 +160,16 @@ def _slow(module: str, name: str, seconds: float) -> None:
     setattr(where, name, slowly)
 
 
+def seen_late(name: str, looks: int) -> Fault:
+    """Files of this name are there for this process only when it looks for the looks-th time: as on a shared file system."""
+    return partial(_see_late, name, looks)
+
+
+def _see_late(name: str, looks: int) -> None:
+    is_file, calls = Path.is_file, itertools.count(1)
+    Path.is_file = lambda path: (path.name != name or next(calls) >= looks) and is_file(path)
+
+
 def poisoned(row: int) -> Fault:
     """In this process, and in no other, one training row holds a NaN."""
     return partial(_poison, row)

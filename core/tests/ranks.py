@@ -167,9 +167,10 @@ def _in_process(file: Path, call: Callable[[], int | None]) -> None:
 def as_rank(
     rank: Rank, argv: list[str], fault: Callable[[], None] | None = None, workload: str = "", reduction: str = ""
 ) -> int:
-    from ddp_core import process_group, rendezvous
+    from ddp_core import process_group, rendezvous, run_directory
 
-    process_group.ROLL_CALL = rendezvous.TELLING = 1.0  # these ranks are on one machine: more would be waiting for nobody
+    # These ranks are on one machine: more would be waiting for nobody.
+    process_group.ROLL_CALL = rendezvous.TELLING = run_directory.LAG = 1.0
     if fault:
         fault()
     given = {name: _named(text) for name, text in dict(workload=workload, reduction=reduction).items() if text}

@@ -237,9 +237,12 @@ class _Job:
         """Collective. Whether every rank sees the run directory in which rank 0 has taken the lock."""
         import torch
 
-        lock = Path(self.config.run_dir, "run.lock")
-        text = lock.read_text() if lock.is_file() else ""
-        seen = text == peers.broadcast(text)
+        from ddp_core.run_directory import LAG
+
+        lock, end = Path(self.config.run_dir, "run.lock"), time.monotonic() + LAG
+        text = peers.broadcast(lock.read_text() if lock.is_file() else "")
+        while not (seen := lock.is_file() and lock.read_text() == text) and time.monotonic() < end:
+            time.sleep(LAG / 20)
         blind = (peers.gather(torch.tensor([seen], dtype=torch.float64))[:, 0] == 0).nonzero().flatten().tolist()
         return [
             f"--run-dir {self.config.run_dir} is not seen by rank {rank} on {self.ranks[rank]['host']}: is it on a disk of one "
