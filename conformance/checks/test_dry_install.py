@@ -70,6 +70,19 @@ def test_what_is_too_old_is_refused_before_anything_is_installed(check, dry, wha
 
 
 @clause("B10")
+def test_a_module_that_is_missing_ends_it_before_anything_is_installed(check, dry):
+    """After an upgrade of the machine: what is made with half of the modules fails later, and elsewhere."""
+    loads = [call for call in dry.install().called("module-call") if "load" in call.words]
+    run = dry.install(fails="module") if loads else None
+    names = {word.partition("/")[0] for call in loads for word in call.words[1:]}
+    named = run and re.search(rf"(?m)^error: .*\b(modules?|{'|'.join(map(re.escape, names))})\b", run.output)
+    if run and (run.code != 3 or pips(run) or made_by(run) or not named):
+        made = len(pips(run)) + len(made_by(run))
+        ends = f"exit code {run.code} ({dry.shown(last_line(run))}) and {made} installations"
+        check.holds(f"install.sh without its modules: {ends}, but should be 3 before any and name them")
+
+
+@clause("B10")
 def test_a_wrong_flag_is_refused_before_anything_is_done(check, dry):
     flags, violations = flags_of(dry), []
     wrong = [("--no-such-flag",)] + [(flag,) for flag, value in flags if flag and value]

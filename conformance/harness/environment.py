@@ -2,6 +2,7 @@
 
     .venv/bin/python conformance/harness/environment.py pytest pytest-timeout
     .venv/bin/python conformance/harness/environment.py --torch-of /usr/bin/python3 numpy --last tensorboard
+    .venv/bin/python conformance/harness/environment.py --all-pinned
 
 pip takes seconds even where all is installed already, so it is not started then: a stamp, written after the last package,
 holds what was asked for. An installation that was broken off has no stamp.
@@ -9,13 +10,16 @@ holds what was asked for. An installation that was broken off has no stamp.
 
 import argparse
 import os
+import re
 import site
 import subprocess
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+OF_VENV = ("pip", "setuptools", "wheel", "ddp-core")
 STAMP = "ddp-sites-installed.txt"  # in site-packages
 
 
@@ -25,8 +29,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--last", nargs="+", default=[], metavar="PACKAGE", help="after torch: some would bring another")
     parser.add_argument("--constraint", default=[], metavar="FILE", action="append", help="besides constraints.txt")
     parser.add_argument("--torch-of", default=[], metavar="PYTHON", action="append", help="use its torch, if it has one")
+    parser.add_argument("--all-pinned", action="store_true", help="install nothing: is all that is here in a list of versions?")
     chosen = parser.parse_args(argv)
     os.chdir(ROOT)
+    if chosen.all_pinned:
+        if found := loose():
+            print(f"error: {', '.join(found)}: here, and not so in constraints.txt: write it there", file=sys.stderr)
+        return bool(found)
     theirs = torch_of(chosen.torch_of)
     if theirs:
         print(f"using the torch in {theirs}", flush=True)
@@ -40,6 +49,18 @@ def main(argv: list[str] | None = None) -> int:
         return error.returncode
     stamp.write_text(wanted)
     return 0
+
+
+def loose() -> list[str]:
+    """Packages of this environment whose version stands in no list: PyPI decides about them anew each day."""
+    files = [Path(name).read_text() for name in ("constraints.txt", "constraints-torch.txt")]
+    pinned = {_plain(line) for text in files for line in text.splitlines()}
+    here = [f"{found.name}=={found.version.partition('+')[0]}" for found in distributions(path=site.getsitepackages()[:1])]
+    return sorted(each for each in here if _plain(each) not in pinned and each.partition("==")[0] not in OF_VENV)
+
+
+def _plain(requirement: str) -> str:
+    return re.sub(r"[-_.]+", "-", requirement.strip()).lower()
 
 
 def wish(chosen: argparse.Namespace, theirs: Path | None) -> str:

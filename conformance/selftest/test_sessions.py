@@ -162,3 +162,16 @@ def test_a_broken_installation_is_tried_again(installed):
     installed.clear()
     assert environment.main(["pytest"]) == 0  # what was complete before may not be so any more
     assert installed
+
+
+def test_a_package_whose_version_stands_nowhere_is_named(installed, tmp_path, capsys):
+    """In CI it would be another one day, and nobody's change."""
+    for name, version in (("pytest", "1"), ("torch", "2+cpu"), ("pip", "26"), ("Own_Thing", "3")):
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        (tmp_path / f"{name}-{version}.dist-info/METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+    assert environment.main(["--all-pinned"]) == 1
+    assert capsys.readouterr().err.startswith("error: Own_Thing==3: here, and not so in constraints.txt")
+    (tmp_path / "constraints.txt").write_text("pytest==1\nown-thing==3\n")
+    assert environment.main(["--all-pinned"]) == 0 and not installed

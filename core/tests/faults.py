@@ -5,6 +5,7 @@ functions, since a lambda cannot be sent to another process.
 """
 
 import gc
+import importlib
 import itertools
 import os
 import resource
@@ -36,6 +37,23 @@ def _hook_step(number: int, act: Fault) -> None:
         return step(*args, **kwargs)
 
     Guard.step = hooked
+
+
+def before_training(act: Fault) -> Fault:
+    """When the ranks have met and the model is built."""
+    return partial(_hook_restore, act)
+
+
+def _hook_restore(act: Fault) -> None:
+    from ddp_core.trainer import Trainer
+
+    restore = Trainer.restore
+
+    def hooked(*args, **kwargs):
+        act()
+        return restore(*args, **kwargs)
+
+    Trainer.restore = hooked
 
 
 def after_save(act: Fault) -> Fault:
@@ -99,6 +117,11 @@ def _call_all(acts: tuple[Fault, ...]) -> None:
         act()
 
 
+def comparing_calls() -> None:
+    """As under TORCH_DISTRIBUTED_DEBUG=DETAIL, which is read when torch is imported."""
+    torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
+
+
 def dying() -> None:
     """As a process that does not come as far as the program: a library is missing on its node."""
     os._exit(99)
@@ -115,6 +138,36 @@ def _set_environment(variables: dict[str, str]) -> None:
 def files_limited_to(size: int) -> Fault:
     """From now on, no file of the process may grow beyond size bytes: as on a full disk, writes fail."""
     return partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
+
+
+def slow_disk(seconds: float) -> Fault:
+    """From now on every fsync of the process takes so much longer."""
+    return partial(_slow, "os", "fsync", seconds)
+
+
+def slow_evaluation(seconds: float) -> Fault:
+    return partial(_slow, "ddp_core.trainer", "evaluate", seconds)
+
+
+def _slow(module: str, name: str, seconds: float) -> None:
+    where = importlib.import_module(module)
+    act = getattr(where, name)
+
+    def slowly(*args):
+        time.sleep(seconds)
+        return act(*args)
+
+    setattr(where, name, slowly)
+
+
+def seen_late(name: str, looks: int) -> Fault:
+    """Files of this name are there for this process only when it looks for the looks-th time: as on a shared file system."""
+    return partial(_see_late, name, looks)
+
+
+def _see_late(name: str, looks: int) -> None:
+    is_file, calls = Path.is_file, itertools.count(1)
+    Path.is_file = lambda path: (path.name != name or next(calls) >= looks) and is_file(path)
 
 
 def poisoned(row: int) -> Fault:

@@ -1,78 +1,132 @@
 """Runs that are killed at random moments, again and again, and must end as if nothing had happened: bit for bit.
 
     python core/tests/killed_at_random.py [--kills 200] [--seed 0] [--seconds 1500]       nox -s faults -- --long
+    python core/tests/killed_at_random.py --seed 0 --trial 7                              one run and its kills again
 
 SIGKILL to all ranks of a job, or to one of them, whose peers must then say so and leave; at any moment from the start of the
-processes to their exit. Printed: how many kills fell into which part of a run.
+processes to their exit. A line for each kill says what repeats it, and a table at the end how many fell into which part of
+which kind of run. The draws repeat exactly; what the ranks were at when the signal came does so only about.
 """
 
 import argparse
+import json
 import random
+import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where conformance/ is
+
+import faults
 import ranks
 
-# A name for each kind of run; each is trained once without a fault, to compare with.
-RUNS = {
-    "one rank": ("--epochs 6 --save-steps 5", 1, ""),
-    "two ranks": ("--epochs 6 --save-steps 5", 2, ""),
-    "adamw, every step saved": ("--epochs 4 --optimizer adamw --lr 0.003 --save-steps 1", 2, ""),
-    "augmented rows, dropout, workers": ("--epochs 6 --workers 1 --save-steps 3", 2, "small:Augmented"),
-    "flat sums, epochs saved": ("--epochs 8 --reduction flat", 2, ""),
+
+@dataclass(frozen=True)
+class Kind:
+    """Of run. slow: called in each rank, so that a part of the run is long enough to be met."""
+
+    flags: str
+    world_size: int = 2
+    workload: str = ""
+    slow: Callable[[], None] | None = None
+    nodes: int = 1
+
+    def world(self) -> list:
+        return ranks.world(self.world_size) if self.nodes == 1 else ranks.on_nodes(self.nodes, self.world_size // self.nodes)
+
+    def train(self, folder: Path) -> ranks.Job:
+        slow = dict.fromkeys(range(self.world_size), self.slow) if self.slow else {}
+        return ranks.train(folder, self.flags, ranks=self.world(), workload=self.workload, faults=slow, code=0)
+
+
+SLOW = faults.slow_disk(0.08)
+# Each is trained once without a kill, to compare with.
+KINDS = {
+    "one rank": Kind("--epochs 6 --save-steps 5", 1),
+    "two ranks": Kind("--epochs 6 --save-steps 5"),
+    "adamw, every step saved": Kind("--epochs 4 --optimizer adamw --lr 0.003 --save-steps 1"),
+    "augmented rows, dropout, workers": Kind("--epochs 6 --workers 1 --save-steps 3", 2, "small:Augmented"),
+    "flat sums, epochs saved": Kind("--epochs 8 --reduction flat"),
+    "saves beside the training, one after the other": Kind("--epochs 3 --save-steps 2", slow=SLOW),
+    "saves of 36 MB beside the training": Kind("--epochs 3 --save-steps 3", 2, "small:Wide"),
+    "long evaluations": Kind("--epochs 5 --save-every 2", slow=faults.slow_evaluation(0.3)),
+    "sharded": Kind("--sharding full --epochs 3 --save-steps 5"),
+    "sharded, slow disk, adamw": Kind("--sharding full --epochs 2 --save-steps 3 --optimizer adamw --lr 0.003", slow=SLOW),
+    "sharded, four ranks": Kind("--sharding full --epochs 3 --save-steps 4 --clip-norm 0.5", 4),
+    "sharded, two nodes of two ranks": Kind("--sharding hybrid --epochs 3 --save-steps 4", 4, nodes=2),
 }
+AIMS = ("writing a snapshot", "writing a snapshot", "evaluation", "exit")  # and as often at any moment
 
 
-def start(folder: Path, flags: str, world_size: int, workload: str) -> list:
-    argv = [*ranks.FLAGS.split(), "--run-dir", str(folder / "run"), *flags.split()]
-    files = [folder / f"process-{next(ranks.numbers)}" for _ in range(world_size)]
-    calls = [partial(ranks.as_rank, rank, argv, None, workload) for rank in ranks.world(world_size)]
+def start(folder: Path, kind: Kind) -> list:
+    argv = [*ranks.FLAGS.split(), "--run-dir", str(folder / "run"), *kind.flags.split()]
+    world = kind.world()
+    files = [folder / f"process-{next(ranks.numbers)}" for _ in world]
+    calls = [partial(ranks.as_rank, rank, argv, kind.slow, kind.workload) for rank in world]
     processes = [ranks.forks.Process(target=ranks._in_process, args=pair) for pair in zip(files, calls, strict=True)]
     for process in processes:
         process.start()
     return processes
 
 
-def phase(folder: Path) -> str:
-    """What the run was at, from what it left behind."""
-    if list(folder.glob("run/.*.tmp")):
-        return "writing a snapshot"
+def phase(folder: Path, begins: int, ends: set[int]) -> str:
+    """What the run is at, from its files. begins: the size of run.jsonl before this start. ends: steps after an epoch."""
     log = folder / "run/run.jsonl"
-    lines = log.read_bytes().splitlines() if log.exists() else []
-    kinds = {b'{"kind":"s': "training", b'{"kind":"e': "between epochs"}
-    if not lines:
+    lines = log.read_bytes()[begins:].splitlines(keepends=True) if log.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    if not records:
         return "before the first record"
-    if lines[-1].startswith(b'{"kind":"start"'):
-        return "first step"
-    if lines[-1].startswith(b'{"kind":"snapshot"'):
-        return "after a snapshot"
-    return "exit" if lines[-1].startswith(b'{"kind":"end"') else kinds.get(lines[-1][:10], "a torn record")
+    if any(folder.glob("run/.snapshot.*.tmp")):
+        return "writing a snapshot"
+    last = records[-1]
+    if last["kind"] == "step":
+        return "evaluation" if last["step"] + 1 in ends else "training"
+    return dict(start="first step", snapshot="training", epoch="end of an epoch", end="exit")[last["kind"]]
 
 
-def kill_once(folder: Path, flags: str, world_size: int, workload: str, seconds: float, draw: random.Random) -> str:
-    """The part of the run in which it was killed; "" where it was over before. Raises AssertionError."""
-    processes = start(folder, flags, world_size, workload)
-    time.sleep(draw.uniform(0, 1.1 * seconds))
+def kill_once(folder: Path, kind: Kind, seconds: float, ends: set[int], draw: random.Random) -> tuple[str, str] | None:
+    """Who was killed and when, and the part of the run; None where it was over before. Raises AssertionError."""
+    log = folder / "run/run.jsonl"
+    begins, aim = log.stat().st_size if log.exists() else 0, draw.choice(AIMS) if draw.random() < 0.5 else ""
+    wait, then = draw.uniform(0, 0.95 * seconds), draw.uniform(0, 0.05)
+    victim = draw.choice([None] * 7 + [draw.randrange(kind.world_size)] * 3)  # None: all of them
+    began, processes = time.monotonic(), start(folder, kind)
+    time.sleep(wait)
+    while aim and phase(folder, begins, ends) != aim and any(process.is_alive() for process in processes):
+        time.sleep(0.002)
+    time.sleep(then if aim else 0)
     if not any(process.is_alive() for process in processes):
-        assert [process.exitcode for process in processes] == [0] * world_size
-        return ""
-    victims = processes if draw.random() < 0.7 else [draw.choice(processes)]
-    where = phase(folder)
-    for process in victims:
+        assert [process.exitcode for process in processes] == [0] * kind.world_size
+        return None
+    where, at = phase(folder, begins, ends), time.monotonic() - began
+    for process in processes if victim is None else [processes[victim]]:
         process.kill()
     for process in processes:
         process.join(ranks.SECONDS)
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
+    said = [path.read_text() for path in sorted(folder.glob("*.err"))][-kind.world_size :]
     assert None not in codes, f"a peer of a killed rank hangs: {codes}"
     # 7: a peer was lost; 4: it was lost before they had met; 0: all was done already.
-    assert {*codes} <= {-9, 7, 4, 0}, (codes, [path.read_text() for path in folder.glob("*.err")][-world_size:])
-    return where
+    assert {*codes} <= {-9, 7, 4, 0}, (codes, said)
+    assert not any("Traceback" in text for text in said), said
+    return f"{'all ranks' if victim is None else f'rank {victim}'} after {at:.2f} s", where
+
+
+def assert_nothing_saved_was_lost(job: ranks.Job) -> None:
+    """Every start is at the last step that was saved, or behind it."""
+    saved = 0
+    for line in (job.run_dir / "run.jsonl").read_text().splitlines():
+        with_step = json.loads(line) if line.startswith(('{"kind":"start"', '{"kind":"snapshot"')) else {}
+        assert with_step.get("kind") != "start" or with_step["step"] >= saved, f"{with_step['step']}, but {saved} was saved"
+        saved = with_step.get("step", saved)
 
 
 def main() -> int:
@@ -80,30 +134,49 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=3000, help="begin no other run after so long (default: 3000)")
+    parser.add_argument("--trial", type=int, default=0, help="this run alone; its number says which kind of run it is")
     flags = parser.parse_args()
-    draw, counts, began, trials = random.Random(flags.seed), Counter(), time.monotonic(), 0
-    references: dict[str, tuple] = {}
-    with tempfile.TemporaryDirectory() as top:
-        while counts.total() < flags.kills and time.monotonic() - began < flags.seconds:
-            name = [*RUNS][trials % len(RUNS)]
-            what, trials = RUNS[name], trials + 1
-            if name not in references:
-                (Path(top) / name).mkdir()
-                for again in ("first", "run"):  # the fork server is started by the first
-                    now = time.monotonic()
-                    job = ranks.train(Path(top) / name / again, *what[:2], workload=what[2], code=0)
-                references[name] = (job, time.monotonic() - now)
-            reference, seconds = references[name]
-            folder = Path(top) / f"trial-{trials}"
-            folder.mkdir()
-            for where in iter(lambda: kill_once(folder, *what, seconds, draw), ""):  # noqa: B023 - called at once
-                counts[where] += 1
-            ranks.assert_same_run(ranks.train(folder / "run", *what[:2], workload=what[2], code=0), reference)
-            print(f"{counts.total()} kills, {trials} runs ended as one that was never killed ({name})", flush=True)
-    print(", ".join(f"{where}: {count}" for where, count in counts.most_common()))
-    return 0 if counts.total() >= flags.kills else 1
+    counts: Counter[tuple[str, str]] = Counter()
+    began, trial = time.monotonic(), flags.trial or 1
+    references: dict[str, tuple[ranks.Job, float]] = {}
+    ranks.forks.set_forkserver_preload(["ddp_core.trainer", "ddp_core.sharding"])
+    top = Path(tempfile.mkdtemp(prefix="killed-at-random-"))
+    while counts.total() < flags.kills and time.monotonic() - began < flags.seconds:
+        name = [*KINDS][(5 * trial + flags.seed) % len(KINDS)]  # each kind in turn, as long as 5 does not divide them
+        kind, folder, draw = KINDS[name], top / f"trial-{trial}", random.Random(f"{flags.seed}/{trial}")
+        what = f"--seed {flags.seed} --trial {trial} ({name})"
+        if name not in references:
+            (top / name).mkdir()
+            for again in ("first", "run"):  # the fork server is started by the first
+                now = time.monotonic()
+                job = kind.train(top / name / again)
+            references[name] = (job, time.monotonic() - now)
+        reference, seconds = references[name]
+        ends = {record["step"] for record in reference.records("epoch")}
+        folder.mkdir()
+        try:
+            while (killed := kill_once(folder, kind, seconds, ends, draw)) and counts.total() < flags.kills:
+                who, where = killed
+                counts[name, where] += 1
+                print(f"kill {counts.total()}: {what}: {who}, {where}", flush=True)
+            job = kind.train(folder / "run")
+            ranks.assert_same_run(job, reference)
+            assert_nothing_saved_was_lost(job)
+        except BaseException:
+            print(f"error: {what} did not end as a run that was never killed, what it left is in {folder}", flush=True)
+            raise
+        print(f"the same as never killed: {what}", flush=True)
+        shutil.rmtree(folder)
+        trial += 1
+        if flags.trial:
+            break
+    shutil.rmtree(top)
+    for name in dict.fromkeys(name for name, _ in counts):
+        parts = {where: count for (of, where), count in counts.most_common() if of == name}
+        print(f"{sum(parts.values()):4} {name}: " + ", ".join(f"{where} {count}" for where, count in parts.items()))
+    print(f"{counts.total()} kills in {trial - (flags.trial or 1)} runs, each in the end as one that was never killed")
+    return 0 if flags.trial or counts.total() >= flags.kills else 1
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
     raise SystemExit(main())

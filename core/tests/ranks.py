@@ -10,6 +10,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -115,6 +116,13 @@ def world(world_size: int, port: int | None = None, job_id: str = "job-1", **oth
     return [Rank(r, world_size, r, world_size, 0, "127.0.0.1", port, job_id, **others) for r in range(world_size)]
 
 
+def on_nodes(nodes: int, ranks: int) -> list[Rank]:
+    """All ranks of a job on so many nodes, which are one machine here."""
+    port, size = free_port(), nodes * ranks
+    host = socket.gethostname()  # 127.0.0.1 would be refused on several nodes
+    return [Rank(r, size, r % ranks, ranks, r // ranks, host, port, "job-1") for r in range(size)]
+
+
 def fork(folder: Path, *calls: Callable[[], int | None], hanging: Sequence[int] = (), strict: bool = False) -> Job:
     """Each call in a process of its own. What a call returns is its exit code; an exception is 1 and a traceback."""
     files = [folder / f"process-{next(numbers)}" for _ in calls]
@@ -159,9 +167,10 @@ def _in_process(file: Path, call: Callable[[], int | None]) -> None:
 def as_rank(
     rank: Rank, argv: list[str], fault: Callable[[], None] | None = None, workload: str = "", reduction: str = ""
 ) -> int:
-    from ddp_core import process_group, rendezvous
+    from ddp_core import process_group, rendezvous, run_directory
 
-    process_group.ROLL_CALL = rendezvous.TELLING = 1.0  # these ranks are on one machine: more would be waiting for nobody
+    # These ranks are on one machine: more would be waiting for nobody.
+    process_group.ROLL_CALL = rendezvous.TELLING = run_directory.LAG = 1.0
     if fault:
         fault()
     given = {name: _named(text) for name, text in dict(workload=workload, reduction=reduction).items() if text}

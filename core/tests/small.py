@@ -98,6 +98,13 @@ class Turned(Small):
         return net
 
 
+class Wide(Small):
+    """A snapshot of 36 MB, which is written in several parts."""
+
+    def model(self, config):
+        return nn.Sequential(nn.Linear(6, 1500), nn.Tanh(), nn.Linear(1500, 1500), nn.Tanh(), nn.Linear(1500, 1))
+
+
 class Experts(Small):
     """Each row goes through one of six experts; those that no row of a batch asks for have no gradient. The last never has."""
 

@@ -22,7 +22,7 @@ from ddp_core.background import Saver
 from ddp_core.errors import StorageError
 from ddp_core.record import Record
 from ddp_core.run_directory import RunDirectory
-from faults import at_step, files_limited_to, in_turn, signalled, sleeping
+from faults import at_step, files_limited_to, in_turn, signalled, sleeping, slow_disk
 from ranks import assert_same_run, step_of, train
 from states import BYTES, load, state
 from states import step_of as step_in
@@ -345,3 +345,14 @@ def test_killed_while_a_snapshot_is_written_the_run_goes_on_from_it_or_the_one_b
     assert (job.codes[victim], job.codes[1 - victim]) == (-signal.SIGKILL, 7)
     assert step_of(job) == (28 if victim else 14), "rank 0 finishes its last save if it lives"
     assert_same_run(train(tmp_path / "run", flags, 2, code=0), finished(flags, 2))
+
+
+# ---- and the time that a stop leaves --------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(49)
+def test_a_save_that_a_stop_may_cut_off_is_told_once(tmp_path):
+    """It takes a second here. Where the grace suffices, or nobody has told it, there is no word of it."""
+    for flags, times in (("--grace 1.9", 1), ("--grace 1000", 0), ("", 0)):
+        job = train(tmp_path / f"run{times}{flags[-3:]}", f"{RUN} {flags}", 2, faults={0: slow_disk(0.5)}, code=0)
+        assert job.out[0].count("a stop leaves 1.9 s (--grace)") == job.out[0].count("a stop leaves") == times, job.out

@@ -54,6 +54,7 @@ CHANGES = {
     "eval_every": "--eval-every 2",
     "log_every": "--log-every 2",
     "log_seconds": "--log-seconds 0",
+    "grace": "--grace 60",
     "rendezvous_timeout": "--rendezvous-timeout 5",
     "timeout": "--timeout 5",
     "profile": "--profile 3",
@@ -84,7 +85,7 @@ def test_problem_holds_the_choices_that_determine_the_losses_and_no_others():
     free = {"epochs", "accumulate", "device", "backend", "reduction", "deterministic", "compile", "workers", "shards"}
     free |= {"sharding", "checkpoint_activations", "offload"}
     free |= {"run_dir", "new_run_dir", "fresh", "save_every", "save_minutes", "save_steps", "eval_every", "log_every"}
-    free |= {"max_shard_size", "log_seconds", "rendezvous_timeout", "timeout", "profile", "debug"}
+    free |= {"max_shard_size", "log_seconds", "grace", "rendezvous_timeout", "timeout", "profile", "debug"}
     assert config("").problem().keys() == CHANGES.keys() - free
     # A cosine is laid out over the epochs: there, their number is a part of the problem.
     assert config("--lr-schedule cosine").problem().keys() == CHANGES.keys() - free | {"epochs"}
@@ -216,7 +217,7 @@ def test_shards_that_do_not_fit_are_named_with_what_does(flags, world_size, name
         *((flag, value) for flag in ("--global-batch-size", "--per-rank-batch-size") for value in ("0", "-8", "many")),
         *(("--lr", value) for value in ("0", "-0.1", "nan", "inf", "fast")),
         *((flag, value) for flag in ("--momentum", "--weight-decay", "--clip-norm") for value in ("-0.1", "nan", "x")),
-        *((flag, value) for flag in ("--save-minutes", "--log-seconds") for value in ("-1", "inf", "often")),
+        *((flag, value) for flag in ("--save-minutes", "--log-seconds", "--grace") for value in ("-1", "inf", "often")),
         *((flag, value) for flag in ("--seed", "--steps-per-epoch", "--warmup-steps") for value in ("-1", "0.5", "x")),
         *((flag, value) for flag in ("--save-steps", "--workers") for value in ("-1", "0.5", "x")),
         *((flag, value) for flag in ("--timeout", "--rendezvous-timeout") for value in ("0", "-1", "nan", "inf")),

@@ -28,6 +28,7 @@ from faults import (
     failing_data,
     in_turn,
     open_to_all,
+    seen_late,
     signalled,
     signalled_after,
     sleeping,
@@ -274,6 +275,13 @@ def test_a_run_directory_of_one_node_alone_is_said(tmp_path, places, said):
     job = train(tmp_path / "a" / "run", "--epochs 1 --run-dir run", 2, faults=faults, code=0)
     assert ("--run-dir run is not seen by rank 1 on" in job.out[0]) == said
     assert any("is not seen" in note for note in job.records("start")[0]["notes"]) == said
+
+
+@pytest.mark.fault(45)
+@pytest.mark.parametrize("looks, said", [(3, False), (10**9, True)])
+def test_a_run_directory_that_a_node_sees_a_little_later_is_not_taken_for_another(tmp_path, looks, said):
+    job = train(tmp_path / "run", "--epochs 1", 2, faults={1: seen_late("run.lock", looks)}, code=0)
+    assert ("is not seen by rank 1 on" in job.out[0]) == said
 
 
 def test_nothing_of_a_run_is_everybody_s_to_write(tmp_path):

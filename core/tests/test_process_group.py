@@ -23,6 +23,7 @@ import ranks
 import torch
 from ddp_core import device
 from ddp_core.errors import PreflightError
+from ddp_core.process_group import Peers
 from faults import at_step, failing_data, in_turn, signalled_after, sleeping
 from ranks import call, train, world
 
@@ -358,3 +359,19 @@ def test_a_rank_s_own_cost_of_meeting_does_not_grow_with_their_number(tmp_path):
         costs[world_size] = json.loads(file.read_text())
     assert costs[2]["requests"] == costs[8]["requests"] == costs[16]["requests"] < 10, costs
     assert costs[16]["read"] <= costs[2]["read"] + 2, costs  # world_size has a digit more
+
+
+@pytest.mark.fault(20)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:558] Connection closed by peer [10.0.0.1]:3571",
+        "Timed out waiting 5000ms for recv operation to complete",
+        "Application timeout caused pair closure",
+        "Pair is not connected (10.0.0.1)",
+        "Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0",
+    ],
+)
+def test_every_way_in_which_gloo_says_that_a_peer_is_gone_is_known(text):
+    """One that was not was a traceback and 1 beside a killed rank: four ranks, killed while they met."""
+    assert Peers.is_lost(RuntimeError(text)) and not Peers.is_lost(RuntimeError("shapes cannot be multiplied"))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import ranks
-from faults import at_step, once_saved, signalled
+from faults import at_step, before_training, once_saved, signalled
 from ranks import assert_same_run, step_of, train, world
 from test_trainer import deviation
 
@@ -47,6 +47,18 @@ def test_stopped_again_and_again_the_run_is_still_the_same(finished, tmp_path, c
         stops += 1
     assert stops > 3
     assert_same_run(train(tmp_path / "run", flags, 2, code=0), finished(flags, 2))
+
+
+@pytest.mark.fault(50)
+def test_however_early_it_is_stopped_each_start_trains_a_step(finished, tmp_path):
+    """Told while the model is built: a job that comes back gets further each time."""
+    flags, steps = "--epochs 1 --global-batch-size 240", [0]
+    told = {1: before_training(signalled(signal.SIGTERM))}
+    while (job := train(tmp_path / "run", flags, 2, faults=told)).codes == [75, 75]:
+        steps.append(step_of(job))
+        assert steps[-1] > steps[-2]
+    assert len(steps) > 2 and job.codes == [0, 0]
+    assert_same_run(job, finished(flags, 2))
 
 
 def test_told_twice_is_told_once(finished, tmp_path):

@@ -7,8 +7,10 @@ import errno
 import itertools
 import os
 import re
+import shutil
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,28 @@ def test_a_broken_snapshot_falls_back_with_a_warning(folder, capsys, damage):
     assert step_of(load(folder)) == 1
     warning = capsys.readouterr().out
     assert warning.startswith("warning: ") and str(path) in warning and "snapshot.prev" in warning
+
+
+@pytest.mark.fault(45)
+def test_what_another_node_has_saved_is_waited_for_where_the_file_system_lags(folder, monkeypatch, capsys):
+    """The record tells of step 2, and the file of step 1 still has its name: until the lag is over."""
+    monkeypatch.setattr(run_directory, "LAG", 30.0)
+    late = folder / "late"
+    os.rename(folder / "snapshot.safetensors", late)
+    shutil.copy(folder / "snapshot.prev.safetensors", folder / "snapshot.safetensors")
+    (folder / "run.jsonl").write_text('{"kind":"snapshot","step":1}\n{"kind":"snapshot","step":2}\n{"kind":"snapshot","step":3')
+    threading.Timer(0.5, os.replace, (late, folder / "snapshot.safetensors")).start()
+    assert step_of(load(folder)) == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.fault(45)
+def test_a_snapshot_that_is_older_than_the_record_tells_is_no_secret(folder, monkeypatch, capsys):
+    monkeypatch.setattr(run_directory, "LAG", 0.2)
+    (folder / "run.jsonl").write_text('{"kind":"snapshot","step":70,"epochs_run":5}\n')
+    assert step_of(load(folder)) == 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("warning: ") and "tells of a snapshot at step 70: the one that is there is of step 2" in line
 
 
 def test_a_broken_snapshot_never_takes_the_place_of_the_only_whole_one(folder, monkeypatch):

@@ -31,13 +31,6 @@ FULL = "--sharding full"
 RUN = "--epochs 3 --precision fp64"
 
 
-def on_nodes(nodes: int, ranks: int) -> list[Rank]:
-    """All ranks of a job on so many nodes, which are one machine here."""
-    port, size = free_port(), nodes * ranks
-    host = socket.gethostname()  # 127.0.0.1 would be refused on several nodes
-    return [Rank(r, size, r % ranks, ranks, r // ranks, host, port, "job-1") for r in range(size)]
-
-
 def assert_same_training(job: Job, reference: Job) -> None:
     """Every loss, gradient norm, evaluation and number of the snapshot, within T1."""
     assert deviation(job.losses, reference.losses) < T1
@@ -97,7 +90,7 @@ def test_lower_precisions(finished, precision):
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_hybrid(finished, tmp_path, nodes):
-    job = train(tmp_path / "run", f"{RUN} --sharding hybrid --clip-norm 0.5", ranks=on_nodes(nodes, 4 // nodes), code=0)
+    job = train(tmp_path / "run", f"{RUN} --sharding hybrid --clip-norm 0.5", ranks=ranks.on_nodes(nodes, 4 // nodes), code=0)
     assert_same_training(job, finished(f"{RUN} --clip-norm 0.5", 4))
 
 
@@ -232,7 +225,7 @@ def test_a_rank_that_dies_ends_all_others(tmp_path, killed):
 def test_replicas_that_diverge_are_named(tmp_path):
     """Rank 3 has the rows that rank 1 has on the other node."""
     flags, odd = f"{RUN} --sharding hybrid", {3: at_step(3, flipping_a_bit)}
-    job = train(tmp_path / "run", flags, ranks=on_nodes(2, 2), faults=odd, code=7)
+    job = train(tmp_path / "run", flags, ranks=ranks.on_nodes(2, 2), faults=odd, code=7)
     assert "the parameters of rank 3 differ from rank 1's" in job.err[0]
 
 

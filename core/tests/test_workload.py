@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import faults
 import pytest
 from ddp_core import run_lock
 from ddp_core.config import parse
@@ -523,6 +524,44 @@ def test_what_fails_on_one_rank_in_the_middle_of_the_training_is_told_with_its_l
 def test_a_bug_of_a_workload_is_shown_whole_with_debug(tmp_path):
     job = failed(tmp_path, small("def data(self, config):\n    return 1 / 0"), "--debug", world_size=1)
     assert job.err[0].startswith("error: ") and "Traceback" in job.err[0] and "return 1 / 0" in job.err[0]
+
+
+# ---- calls of its own to the other ranks ----------------------------------------------------------------------------
+
+CALLS = """
+    def loss(self, outputs, batch):
+        import os
+        from torch import distributed as dist
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == {number}:
+            odd = "ODD" in os.environ
+            {act}
+        return super().loss(outputs, batch)
+"""
+SIZES = "dist.all_reduce(torch.ones(1003 if odd else 3))"
+ORDER = "for sums in (odd, not odd): dist.all_reduce(torch.ones(3)) if sums else dist.broadcast(torch.ones(3), 0)"
+
+
+@pytest.mark.fault(22)
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("number", [2, 15])  # when it is tried on two rows, and in the training
+@pytest.mark.parametrize("act", [SIZES, ORDER, "odd and dist.all_reduce(torch.ones(3))"], ids=["sizes", "order", "one alone"])
+def test_ranks_that_send_each_other_other_things_end_with_7_and_hear_why(tmp_path, world_size, number, act):
+    source = small(CALLS.format(number=number, act=act))
+    job = failed(tmp_path, source, "--timeout 3", world_size, code=7, faults={1: environment(ODD="1")})
+    lines = "".join(job.err).splitlines()
+    assert lines and all(line.startswith("error [rank ") for line in lines) and len(lines) <= world_size, job.err
+    assert any("where a workload's file calls torch.distributed, every rank must do so alike" in line for line in lines), lines
+    assert all(("before the first step" if number == 2 else "at step ") in line for line in lines), lines
+
+
+@pytest.mark.fault(22)
+def test_where_pytorch_compares_the_calls_they_are_named_with_their_line(tmp_path):
+    source, compare = small(CALLS.format(number=15, act=SIZES)), faults.comparing_calls
+    odd = {0: compare, 1: faults.in_turn(compare, environment(ODD="1"))}
+    job = failed(tmp_path, source, "--timeout 3 --reduction flat", code=7, faults=odd)
+    assert "ALLREDUCE, TensorShape=[3], ALLREDUCE, TensorShape=[1003]" in job.error
+    assert f"rank 0, 1 in line {line_of(source, 'dist.all_reduce')} (loss) of mine" in job.error
 
 
 # ---- flags of its own ---------------------------------------------------------------------------------------------

@@ -133,6 +133,9 @@ train_flags=(
     # Named, so that a node without a working GPU is an error. "cuda" is AMD's, too. python train.py --help
     --device cuda
 
+    # The seconds of --signal above: saves that are too slow for it are noted in time. python train.py --help
+    --grace 120
+
     # A requeued job keeps its id and finds its run again; a first start refuses an older run. --run-dir overrides this.
     # python train.py --help
     --new-run-dir "runs/$SLURM_JOB_ID"

@@ -158,6 +158,9 @@ train_flags=(
     # python train.py --help
     --device cuda
 
+    # The seconds of --signal above: saves that are too slow for it are noted in time. python train.py --help
+    --grace 120
+
     # A requeued job keeps its id, and so finds its run again. A first start refuses an older run; --run-dir overrides this.
     # python train.py --help
     --new-run-dir "runs/$SLURM_JOB_ID"

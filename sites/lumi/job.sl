@@ -108,6 +108,8 @@ srun_flags=(
 train_flags=(
     # Without a working GPU this is an error, never a slow run on the CPU. "cuda" is AMD's too. python train.py --help
     --device cuda
+    # The seconds of --signal above: saves that are too slow for it are noted in time. python train.py --help
+    --grace 120
     # A requeued job keeps its id and finds its run. A run of another job there is refused. python train.py --help
     --new-run-dir "runs/$SLURM_JOB_ID"
 )

@@ -127,6 +127,9 @@ train_flags=(
     # Named, not found: a node without a working GPU is an error, never a slow run on its CPU. python train.py --help
     --device cuda
 
+    # The seconds of --signal above: saves that are too slow for it are noted in time. python train.py --help
+    --grace 120
+
     # A requeued job keeps its id, and so finds its run again. A first start refuses an older run; --run-dir overrides this.
     # python train.py --help
     --new-run-dir "runs/$SLURM_JOB_ID"

@@ -55,6 +55,8 @@ march_flags=(
     --each "$SLURM_NTASKS_PER_NODE"
 )
 train_flags=(
+    # The seconds of --signal above: saves that are too slow for it are noted in time. python train.py --help
+    --grace 120
     # A requeued job keeps its number, and so finds its run again. python3 train.py --help
     --new-run-dir "runs/$SLURM_JOB_ID"
 )

@@ -25,8 +25,9 @@ SPARE = 2**16  # bytes, for the history of some hundred epochs more
 class Saver:
     """Rank 0's. Where memory for the copy is not there, training waits until the state is written, and a line says so."""
 
-    def __init__(self, directory: RunDirectory, record: Record):
-        self.directory, self.record = directory, record
+    def __init__(self, directory: RunDirectory, record: Record, grace: float = 0.0):
+        """grace: the seconds between the wish to stop and the kill; 0 where nobody has told."""
+        self.directory, self.record, self.grace = directory, record, grace
         self.pool = ThreadPoolExecutor(1, "save")
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.refused = False  # whether a copy has been
@@ -77,6 +78,12 @@ class Saver:
         if self.facts:
             waited = self.facts.pop("seconds") + time.perf_counter() - began
             self.record.write("snapshot", **self.facts, seconds=waited, writing=writing)
+        if 0 < self.grace < 2 * writing:  # at a stop one may be under way, and the last one waits for it
+            self.record.say(
+                note=f"a save took {writing:.1f} s, and a stop leaves {self.grace:g} s (--grace), in which two may fall: let "
+                f"the job script tell the ranks earlier, or the steps since the snapshot before may be lost"
+            )
+            self.grace = 0.0
 
     def _copied(self, tensors: dict[str, torch.Tensor], document: dict) -> tuple[list, dict[str, torch.Tensor]] | None:
         """The state as it is now, in memory as it will stand in the files; None where there is no memory for it."""

@@ -70,6 +70,7 @@ class Run:
     save_minutes: float
     save_steps: int
     max_shard_size: int  # bytes of a snapshot's tensors in one file
+    grace: float  # seconds; 0: not known
     eval_every: int  # epochs
     log_every: int  # steps
     log_seconds: float
@@ -327,6 +328,7 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     add("--save-steps", type=count, default=0, metavar="N", help="and every N steps (default: 0, never)")
     parts = "a snapshot of more than SIZE is a set of such files and an index, as transformers' (default: 2GB)"
     add("--max-shard-size", type=size_in_bytes, default=2 * 10**9, metavar="SIZE", help=parts)
+    add("--grace", type=share, default=0.0, metavar="S", help="that a stop leaves for saves: slow ones are noted (default: 0)")
     add("--eval-every", type=size, default=1, metavar="N", help="epochs between evaluations (default: 1)")
     add("--log-every", type=size, default=10, metavar="N", help="steps between records of the loss (default: 10)")
     add("--log-seconds", type=share, default=30.0, metavar="S", help="between lines of progress (default: 30; 0: none)")

@@ -30,6 +30,12 @@ from ddp_core.rendezvous import Rendezvous, patiently
 ROLL_CALL = 5.0  # seconds that survivors wait for each other before they call a rank lost
 LOOPBACK = "lo"  # Linux's name of it
 NOTHING = torch.zeros(0, dtype=torch.float64)
+DIFFER = "mismatch between collectives"  # PyTorch's words where it compares calls
+ALIKE = (
+    "where a workload's file calls torch.distributed, every rank must do so alike and in the same order; "
+    # With DistributedDataParallel torch 2.13 ends by a segmentation fault under that variable.
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL with --reduction flat names the calls"
+)
 
 
 class Peers:
@@ -125,41 +131,55 @@ class Peers:
     @staticmethod
     def is_lost(error: RuntimeError) -> bool:
         """Whether a RuntimeError is a collective without its peer: gloo's have no type of their own."""
-        return isinstance(error, dist.DistError) or any(word in str(error) for word in ("peer", "imed out", "gloo"))
+        words = ("peer", "imed out", "gloo", "onitored", "pair closure", "Pair is not connected", DIFFER)
+        return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
-    def lost(self, error: RuntimeError, when: str) -> PeerLostError:
-        """Who is missing when a collective has failed: rank 0 calls the roll over the store, and tells."""
+    def lost(self, error: RuntimeError, when: str, place: str = "") -> PeerLostError:
+        """Who is missing when a collective has failed: rank 0 calls the roll over the store, and tells.
+
+        place: the line of the workload's file in which this rank was.
+        """
         traceback.clear_frames(error.__traceback__)
         # Closes connections, so that ranks that wait for this one fail, too, and answer. nccl would wait for its peers.
         for group in [None] if dist.get_backend() == "gloo" else [group for _, group in self.control.groups]:
             dist.destroy_process_group(group)
         del self.data, self.control
         try:
-            missing = patiently(self._call_the_roll, 2 * ROLL_CALL + 3)
+            missing, places = patiently(lambda: self._call_the_roll(place), 2 * ROLL_CALL + 3)
         except (RuntimeError, ValueError):
-            missing = [0]  # the store went with it, or is frozen
+            missing, places = [0], {}  # the store went with it, or is frozen
         except RendezvousError:
-            missing = []  # what is there, no rank has written
+            missing, places = [], {}  # what is there, no rank has written
         who = f"rank {named(missing)} died or hangs" if missing else "a connection broke"
+        fix = "see that rank's output, then submit again"
+        if not missing and (places or DIFFER in str(error)):
+            who = "ranks are in calls that differ," if DIFFER in str(error) else f"{who}, or ranks are in calls that differ,"
+            at = [f"rank {named(ranks)} in {line}" for line, ranks in places.items()]
+            fix = "; ".join([*at[:3], ALIKE])
         # Without rank 0 one rank a node speaks.
         tells = self.local_rank == 0 or self.rank == 1 if missing == [0] else self.rank == 0
         return PeerLostError(
-            f"{who} {when} ({_first_line(error)}): see that rank's output, then submit again; the last snapshot is whole",
+            f"{who} {when} ({_first_line(error)}): {fix}; the last snapshot is whole",
             everywhere=not tells,
         )
 
-    def _call_the_roll(self) -> list[int]:
-        self.store.set(f"alive/{self.rank}", "")
+    def _call_the_roll(self, place: str) -> tuple[list[int], dict[str, list[int]]]:
+        """The ranks that are missing, and those that are in a line of the workload's file, by line."""
+        self.store.set(f"alive/{self.rank}", place)
         if self.rank:
             self.store.wait(["missing"], timedelta(seconds=2 * ROLL_CALL))
-            return json.loads(self.store.get("missing"))
+            return json.loads(self.store.get("missing")), {}  # rank 0 alone tells
         missing, end = [*range(1, self.world_size)], time.monotonic() + ROLL_CALL
         while (missing := [rank for rank in missing if not self._has_said(f"alive/{rank}")]) and time.monotonic() < end:
             time.sleep(0.05)
+        places: dict[str, list[int]] = {place: [0]}
+        for rank in range(1, 0 if missing else self.world_size):
+            places.setdefault(self.store.get(f"alive/{rank}").decode(), []).append(rank)
+        places.pop("", None)
         missing = missing[: NAMED + 1]  # all ranks read it
         self.store.set("missing", json.dumps(missing))
         time.sleep(min(1, ROLL_CALL))  # the store ends with this process: let the others read
-        return missing
+        return missing, places
 
     def _has_said(self, key: str) -> bool:
         """Whether a rank has; a stranger's word does not count."""
@@ -207,4 +227,6 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _first_line(error: BaseException) -> str:
     """Of a message from C++: without the source file in front, and the guesses behind the first sentence."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if DIFFER in line:
+        return ", ".join(re.findall(r"OpType=(\w+(?:, TensorShape=\[[^]]*\])?)", str(error)))
     return re.sub(r"^\[/?\S*\] ", "", line).partition(". ")[0][:160]

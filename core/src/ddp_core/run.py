@@ -175,10 +175,13 @@ class _Job:
 
     def train(self, peers, facts: dict) -> ExitCode:
         """All of the training, and what is said of it."""
-        from ddp_core.device import notes_on_cores
+        from ddp_core import last_words
+        from ddp_core.device import backend_of, notes_on_cores
         from ddp_core.summary import summarize
         from ddp_core.trainer import Trainer
 
+        if peers.world_size > 1 and backend_of(self.config, self.device.type) == "gloo" and not self.config.debug:
+            last_words.leave(self.last_words)
         record, parts = self.record, (self.directory, self.record, self.stop, self.reduction)
         self.trainer = trainer = Trainer(self.workload, self.config, peers, self.device, self.rows, self.fingerprint, *parts)
         trainer.restore(self.found)
@@ -218,11 +221,26 @@ class _Job:
         where = f"rank {self.rank.rank} on {os.uname().nodename}, in the host's own memory"
         return PeerLostError(f"out of memory, {where}, {when}: {fix}; or ask for more memory, or put fewer ranks on a node")
 
+    @property
+    def when(self) -> str:
+        return f"at step {self.trainer.step}" if self.trainer else "before the first step"
+
+    def last_words(self) -> str:
+        from ddp_core.process_group import ALIKE
+
+        return (
+            f"error [rank {self.rank.rank}, {os.uname().nodename}]: gloo ended this process {self.when}, as where ranks send "
+            f"each other more or less than they wait for: {ALIKE}; the last snapshot is whole"
+        )
+
     def _notes_on_place(self, peers) -> list[str]:
         """Collective. Whether every rank sees the run directory in which rank 0 has taken the lock."""
-        lock = Path(self.config.run_dir, "run.lock")
-        text = lock.read_text() if lock.is_file() else ""
-        seen = text == peers.broadcast(text)
+        from ddp_core.run_directory import LAG
+
+        lock, end = Path(self.config.run_dir, "run.lock"), time.monotonic() + LAG
+        text = peers.broadcast(lock.read_text() if lock.is_file() else "")
+        while not (seen := lock.is_file() and lock.read_text() == text) and time.monotonic() < end:
+            time.sleep(LAG / 20)
         blind = peers.which(not seen)
         return [
             f"--run-dir {self.config.run_dir} is not seen by rank {rank} on {self.ranks[rank]['host']}: is it on a disk of one "
@@ -236,17 +254,17 @@ class _Job:
         from ddp_core.batches import lost_worker
         from ddp_core.workload import blame, line_in, out_of_memory, unknown_to_shards
 
-        config, name, step = self.config, self.workload.name, self.trainer.step if self.trainer else 0
+        config, name, file = self.config, self.workload.name, self.workload.file
         failure: Any
         if isinstance(error, Failure):
             failure = error
         elif lost := lost_worker(error):
             failure = lost
         elif out_of_memory(error):
-            failure = self.lacks_memory(error, f"at step {step}" if self.trainer else "before the first step")
+            failure = self.lacks_memory(error, self.when)
         elif "Expected to have finished reduction" in str(error):  # DDP's own words, in ten lines
             failure = WorkloadError(
-                f"--workload {name}: some parameters had no gradient in the step before step {step}: set "
+                f"--workload {name}: some parameters had no gradient in the step before step {self.trainer.step}: set "
                 f"unused_parameters = True in the class"
             )
         elif what := unknown_to_shards(error):
@@ -262,9 +280,10 @@ class _Job:
                 from ddp_core.sharding import hang_up
 
                 hang_up(self.rank.master_port)
-            return peers.lost(error, f"at step {step}" if self.trainer else "before the first step")
-        elif line_in(error, self.workload.file):
-            failure = blame(error, self.workload.file, f"--workload {name}, at step {step}")
+            place = line_in(error, file)
+            return peers.lost(error, self.when, f"{place} of {name}" if place else "")
+        elif line_in(error, file):
+            failure = blame(error, file, f"--workload {name}, {self.when}")
         else:
             return error
         if not failure.everywhere and not isinstance(failure, PeerLostError):

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from ddp_core.files import in_form_of, in_place, index_of, of_sets, other_form, 
 from ddp_core.rehearsal import rehearse
 from ddp_core.run_lock import RunLock
 from ddp_core.snapshot import no_storage, read, write
+
+LAG = 10.0  # seconds after which what another node has saved should be seen here
 
 
 class RunDirectory:
@@ -53,6 +56,30 @@ class RunDirectory:
 
         lazily: see snapshot.read.
         """
+        state, told = self._found(lazily), self._on_record()
+        if state is None and told:
+            raise SnapshotError(
+                f"{self.log} tells of a snapshot at step {told}, and {self.snapshot} is not there: restore a copy, or pass "
+                f"--fresh to start again"
+            )
+        if state and in_place(self.snapshot).exists() and not self._fell_back and _is_before(state, told):
+            self._wait_for_another()
+            state = self._found(lazily)
+            if state and _is_before(state, told):
+                step = state[1]["step"]
+                again = f"the one that is there is of step {step}, and what follows is trained again"
+                print(f"warning: {self.log} tells of a snapshot at step {told}: {again}", flush=True)
+        return state
+
+    def _wait_for_another(self) -> None:
+        """Another node may have saved it, and a shared file system may show this one the old file for a while."""
+        before, end = in_place(self.snapshot).stat(), time.monotonic() + LAG
+        while (now := in_place(self.snapshot).stat()) and time.monotonic() < end:
+            if (now.st_ino, now.st_mtime_ns, now.st_size) != (before.st_ino, before.st_mtime_ns, before.st_size):
+                break
+            time.sleep(LAG / 20)
+
+    def _found(self, lazily: bool) -> tuple[dict[str, torch.Tensor], dict] | None:
         broken = []
         for name in (self.snapshot, self.previous):
             path = in_place(name)
@@ -76,25 +103,20 @@ class RunDirectory:
             return state
         if broken:
             raise SnapshotError(f"{' and '.join(broken)}: restore a copy, or pass --fresh to start again")
-        self._refuse_if_purged()
-        return None
-
-    def _refuse_if_purged(self) -> None:
-        """No snapshot, and there was one: its link leads nowhere, or a purge has taken it and left the log."""
         for path in (self.snapshot, index_of(self.snapshot), self.previous, index_of(self.previous)):
             if path.is_symlink():
                 raise SnapshotError(f"{path} leads to {os.readlink(path)}, which is not there: restore it, or pass --fresh")
-        if self.log.exists():
-            with open(self.log, "rb") as file:
-                whole = (line for line in file if line.endswith(b"\n"))  # a killed writer may have left half a line
-                saved = [line for line in whole if line.startswith(b'{"kind":"snapshot"')]
-            if saved:
-                found = re.search(rb'"step":(\d{1,18})', saved[-1])
-                step = found[1].decode() if found else "unknown"
-                raise SnapshotError(
-                    f"{self.log} tells of a snapshot at step {step}, and {self.snapshot} is not there: restore a copy, or pass "
-                    f"--fresh to start again"
-                )
+        return None
+
+    def _on_record(self) -> str:
+        """The step of the last save that run.jsonl tells of; "unknown" where it is no number; empty where there is none."""
+        if not self.log.exists():
+            return ""
+        with open(self.log, "rb") as file:
+            whole = (line for line in file if line.endswith(b"\n"))  # a killed writer may have left half a line
+            saved = [line for line in whole if line.startswith(b'{"kind":"snapshot"')]
+        found = re.search(rb'"step":(\d{1,18})', saved[-1]) if saved else None
+        return found[1].decode() if found else "unknown" if saved else ""
 
     def save(self, tensors: dict[str, torch.Tensor], document: dict, **source: Any) -> None:
         """Write the snapshot (source: images or gathered, of write()) and keep the one before it. Raises StorageError."""
@@ -151,3 +173,8 @@ class RunDirectory:
             for path in files:
                 os.replace(path, aside / path.name)
             print(f"--fresh: the run that was here is now in {aside}", flush=True)
+
+
+def _is_before(state: tuple[dict[str, torch.Tensor], dict], told: str) -> bool:
+    step = state[1].get("step")
+    return told.isdecimal() and isinstance(step, int) and step < int(told)

@@ -71,7 +71,7 @@ class Trainer:
         self.kind = reduction or (self.sharding.Sharded if self.sharded else KINDS[config.reduction])
         self.workload, self.config, self.peers, self.device = workload, config, peers, device
         self.directory: Any = directory  # rank 0's RunDirectory, None elsewhere
-        self.saver: Any = directory and Saver(directory, record)
+        self.saver: Any = directory and Saver(directory, record, config.grace)
         self.record, self.stop = record, stop
         self.ranks: list[dict] = []  # a row a rank, for the table at the end
         dtype = torch.float64 if config.precision == "fp64" else torch.float32

@@ -193,7 +193,10 @@ def _only_class(module, what: str) -> type[Workload]:
 
 def blame(error: Exception, file: Path | None, when: str) -> Exception:
     """One line for an exception that the workload's file has raised, or that was raised on its behalf."""
-    if isinstance(error, Failure) or out_of_memory(error):
+    from ddp_core.process_group import Peers
+
+    between_ranks = torch.distributed.is_initialized() and isinstance(error, RuntimeError) and Peers.is_lost(error)
+    if isinstance(error, Failure) or out_of_memory(error) or between_ranks:
         return error
     place = line_in(error, file)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
