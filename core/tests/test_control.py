@@ -122,12 +122,12 @@ def test_the_roll_is_called_in_any_world(monkeypatch, world_size, lost):
     others = sorted({*range(1, world_size)} - {*lost})
     for rank in others:
         with suppress(InterruptedError):
-            peers(rank)._call_the_roll()
+            peers(rank)._call_the_roll("")
     requests = dict.fromkeys(range(world_size), 0)
-    found = peers(0)._call_the_roll()
+    found, _ = peers(0)._call_the_roll("")
     assert found == lost[:17]
     assert requests[0] <= 2 * world_size + 8 * len(lost) + 8
-    assert all(peers(rank)._call_the_roll() == found for rank in others)
+    assert all(peers(rank)._call_the_roll("") == (found, {}) for rank in others)
     assert {requests[rank] for rank in others} == {3}
 
 
