@@ -6,6 +6,7 @@ python -m pytest core/tests/test_show.py
 import math
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -51,6 +52,15 @@ def test_verify_says_of_each_file_whether_it_is_whole(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert out.startswith(f"{good}: whole, 3 tensors, ") and out.count("\n") == 1
     assert err.startswith(f"error: {bad} is damaged: the checksum of optim.momentum.weight differs") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("act", ["show", "verify", "diff"])
+def test_who_reads_no_further_ends_it_without_a_word(tmp_path, act):
+    """As `| head` does; of PIPE, and not of an exception."""
+    files = [written(tmp_path / "file"), *[written(tmp_path / "other", step=42)] * (act == "diff")]
+    command = f'"{sys.executable}" -m ddp_core.snapshot {act} {" ".join(map(str, files))} | true; exit ${{PIPESTATUS[0]}}'
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)

@@ -246,7 +246,7 @@ def number(kind, low, high, above=False):
 
 def size_in_bytes(text: str) -> int:
     """An argparse type: 2GB, 500MB, or bytes."""
-    found = re.fullmatch(r"(\d{1,15})(KB|MB|GB|TB|)", text, re.ASCII)
+    found = re.fullmatch(r"(\d{1,15})(KB|MB|GB|TB|)", text.upper(), re.ASCII)
     if not found or not int(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 2GB, 500MB or 4096 (bytes)")
     return int(found[1]) * 1000 ** ["", "KB", "MB", "GB", "TB"].index(found[2])

@@ -229,8 +229,8 @@ class _Job:
         from ddp_core.process_group import ALIKE
 
         return (
-            f"error [rank {self.rank.rank}, {os.uname().nodename}]: gloo ended this process {self.when}, as where ranks send "
-            f"each other more or less than they wait for: {ALIKE}; the last snapshot is whole"
+            f"error [rank {self.rank.rank}, {os.uname().nodename}]: C++ ended this process {self.when} (--debug: its words), "
+            f"as gloo does where ranks send each other more or less than they wait for: {ALIKE}; the last snapshot is whole"
         )
 
     def _notes_on_place(self, peers) -> list[str]:

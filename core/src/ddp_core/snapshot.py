@@ -8,10 +8,12 @@ Equal runs write equal bytes: no time, host, path or site is in it. World size i
 """
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds and is not on every login node
+    import signal
     import sys
 
     from ddp_core.show import main
 
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends other commands
     raise SystemExit(main(sys.argv[1:]))
 
 import ctypes
