@@ -117,7 +117,7 @@ def _install_groups(kind: str, say) -> None:
 
     dist.init_process_group = init_process_group
     dist.get_backend = lambda group=None: get_backend(group) if group else named[0]
-    for name in ("all_reduce", "all_gather", "broadcast"):
+    for name in ("all_reduce", "all_gather", "gather", "broadcast"):
         setattr(dist, name, partial(checked, getattr(dist, name)))
 
 

@@ -36,14 +36,14 @@ class Control:
         for members, group in self.groups:
             speaks = self.rank == members[0]
             parts = values.new_empty(len(members), len(values)) if speaks else None
-            dist.gather(values, None if parts is None else [*parts], members[0], group)
+            dist.gather(values, None if parts is None else [*parts], members[0], group=group)
             values = values.clone() if parts is None else merge(parts)
         return values
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's numbers to all ranks, in place."""
         for members, group in reversed(self.groups):
-            dist.broadcast(tensor, members[0], group)
+            dist.broadcast(tensor, members[0], group=group)
 
 
 def groups_of(rank: int, world_size: int) -> list[range]:
