@@ -180,8 +180,11 @@ def certify_on_cluster(chosen: argparse.Namespace, others: list[str]) -> int | s
 
 def check_suite(chosen: argparse.Namespace, others: list[str]) -> int | str:
     """What needs no site: that the suite itself rejects, reports, submits, and takes in a new site."""
+    from conformance.conftest import OF_CLUSTER, OF_EXTRAS, OF_MINUTES, OF_RANKS
+
     work = emptied(chosen.work or ROOT / "build" / "suite", "parts", "logs")
-    files = [path for path in sorted(ROOT.glob("conformance/*/test_*.py")) if str(path.relative_to(ROOT)) not in STATIC]
+    elsewhere = {OF_RANKS, OF_MINUTES, OF_EXTRAS, *OF_CLUSTER, *(Path(path).name for path in STATIC)}  # of other sessions
+    files = [path for path in sorted(ROOT.glob("conformance/*/test_*.py")) if path.name not in elsewhere]
     about = [*PYTEST, "--rung=suite", *others]
     commands = {path.stem: [*about, f"--part={work}/parts/{path.stem}", str(path.relative_to(ROOT))] for path in files}
     failures = side_by_side(commands, AT_ONCE, work / "logs")

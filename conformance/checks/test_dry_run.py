@@ -19,7 +19,7 @@ from conformance.harness.stub_core import who
 
 clause = pytest.mark.clause
 # What a job script may pass to train.py by itself: where and with what, and never what is trained.
-OWN_FLAGS = {"--device", "--backend", "--run-dir", "--new-run-dir", "--reduction", "--workers", "--debug"}
+OWN_FLAGS = {"--device", "--backend", "--run-dir", "--new-run-dir", "--grace", "--reduction", "--workers", "--debug"}
 # The number of the job, and of another one.
 FIRST, OTHER = "4242", "7001"
 MOST_SECONDS_OF_WAIT = 600
