@@ -30,7 +30,6 @@ from conformance.broken.workloads import WORKLOADS
 from conformance.golden import make as golden
 from conformance.harness import anchors, core_of, reference, sites
 from conformance.harness.check import T0, T1, T2
-from conformance.harness.counted import Counted, check_in_of
 from conformance.harness.ports import free_port
 from conformance.harness.reference import LAYERS, sha256, take_apart
 from conformance.harness.stranger import stranger
@@ -232,6 +231,8 @@ def test_what_ranks_tell_each_other_costs_by_the_logarithm(check, world_size):
     import torch
     from ddp_core.control import tree_sum
 
+    from conformance.harness.counted import Counted  # it needs torch, which a login node has not
+
     counted = Counted(world_size)
     levels = 1 if world_size <= 32 else 1 + math.ceil(math.log(world_size, 32))
     costs = [counted.of(rank) for rank in range(world_size)]
@@ -254,6 +255,8 @@ def ordered_sum(parts: list):
 @clause("R12")
 @only(sizes=(1,), devices=("cpu",))
 def test_rows_of_all_ranks_go_to_rank_0_alone(check):
+    from conformance.harness.counted import check_in_of
+
     (rows, read), (more_rows, read_then) = (check_in_of(world_size) for world_size in (8, 64))
     check.equal(rows_that_rank_0_has=([rows, more_rows], [8, 64]), bytes_that_each_rank_reads=(read_then, read))
 

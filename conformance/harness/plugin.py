@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import sys
+import threading
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,6 +26,7 @@ from conformance.harness.world import World
 
 LONE = 5.0  # seconds that a failing rank waits for the others to come to the end of the same test
 MEETING = 120.0  # seconds that a passing rank waits for the others
+LEFT = 15.0  # seconds for threads that the core has left behind: its rendezvous waits 10 here
 PASSED_ON = 1.0  # seconds for mpiexec to pass on what was said: MPICH's dropped it 5 times of 200 where an Abort came at once
 
 
@@ -254,6 +256,12 @@ class Ranks(Verdicts):
             report.outcome = "failed"
             report.longrepr = "\n".join(f"on rank {rank} of {self.world.size}: {text}" for rank, text in failed)
         return report
+
+    def pytest_unconfigure(self):
+        """A thread of the core's that still connects to a store asks for the interpreter later, and aborts one that ends."""
+        end = time.monotonic() + LEFT
+        for thread in [thread for thread in threading.enumerate() if thread.daemon]:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _write_part(self, folder: Path) -> None:
         if self.world.rank == 0:
