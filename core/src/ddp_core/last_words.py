@@ -6,23 +6,29 @@ No exception reaches Python then. C++ asks a handler first, https://en.cpprefere
 import ctypes
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ddp_core.errors import ExitCode
 
-_handlers: list[Any] = []  # C++ has their addresses: they must not be collected
 
-
-def leave(words: Callable[[], str]) -> None:
-    """From now on the process prints these words and ends with 7, instead of C++'s own and 134."""
+@contextmanager
+def spoken(words: Callable[[], str]) -> Iterator[None]:
+    """Meanwhile a process that C++ ends prints these words and exits with 7, instead of C++'s own and 134."""
 
     def terminate() -> None:
         print(words(), file=sys.stderr, flush=True)
         os._exit(ExitCode.PEER_LOST)
 
-    with suppress(OSError, AttributeError):  # another library of C++: its own words, as ever
+    try:
         set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
-        _handlers.append(ctypes.CFUNCTYPE(None)(terminate))
-        set_terminate(_handlers[-1])
+    except (OSError, AttributeError):  # another library of C++: its own words, as ever
+        yield
+        return
+    set_terminate.restype, set_terminate.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    handler = ctypes.CFUNCTYPE(None)(terminate)
+    before = set_terminate(ctypes.cast(handler, ctypes.c_void_p))
+    try:
+        yield
+    finally:  # not while Python ends: then there is nothing left to call
+        set_terminate(before)

@@ -8,6 +8,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def _train(rank: Rank, job: "_Job") -> int:
 
     if not job.config.compile:
         lazy_dynamo.put_off()
-    from ddp_core.device import describe, prepare_device, program, raise_limits, versions
+    from ddp_core.device import backend_of, describe, prepare_device, program, raise_limits, versions
+    from ddp_core.last_words import spoken
     from ddp_core.process_group import Peers
     from ddp_core.rendezvous import Rendezvous
     from ddp_core.workload import out_of_memory
@@ -118,17 +120,19 @@ def _train(rank: Rank, job: "_Job") -> int:
             raise verdict from failure  # for --debug: where it comes from
         peers = Peers(rank, job.config, job.device, rendezvous)
         job.record.lap("groups")
-        try:
-            code = job.train(peers, facts)
-            peers.agree(job.record.failure)
-            job.trainer.reduction.leave()
-            peers.wait()
-            peers.leave()
-            return int(code)
-        except Exception as error:
-            raise job.explain(error, peers) from error
-        finally:
-            job.finish_saving()
+        over_gloo = rank.world_size > 1 and backend_of(job.config, job.device.type) == "gloo"
+        with spoken(job.last_words) if over_gloo and not job.config.debug else nullcontext():
+            try:
+                code = job.train(peers, facts)
+                peers.agree(job.record.failure)
+                job.trainer.reduction.leave()
+                peers.wait()
+                peers.leave()
+                return int(code)
+            except Exception as error:
+                raise job.explain(error, peers) from error
+            finally:
+                job.finish_saving()
     except Failure as error:
         job.record.write("end", exit_code=error.code, error=str(error))
         if peers and not isinstance(error, PeerLostError):
@@ -175,13 +179,10 @@ class _Job:
 
     def train(self, peers, facts: dict) -> ExitCode:
         """All of the training, and what is said of it."""
-        from ddp_core import last_words
-        from ddp_core.device import backend_of, notes_on_cores
+        from ddp_core.device import notes_on_cores
         from ddp_core.summary import summarize
         from ddp_core.trainer import Trainer
 
-        if peers.world_size > 1 and backend_of(self.config, self.device.type) == "gloo" and not self.config.debug:
-            last_words.leave(self.last_words)
         record, parts = self.record, (self.directory, self.record, self.stop, self.reduction)
         self.trainer = trainer = Trainer(self.workload, self.config, peers, self.device, self.rows, self.fingerprint, *parts)
         trainer.restore(self.found)
