@@ -10,8 +10,10 @@ from pathlib import Path
 
 from conformance.harness.sites import ROOT, Site
 
-# What programs leave behind, and what is made of reports.
-LEFT = re.compile(r"\..*|__pycache__|.*\.egg-info|.*\.py[co]|.*\.out|.*\.o\d+|runs|reports|CONFORMANCE\.md")
+# What programs and installations leave behind, and what is made of reports.
+LEFT = re.compile(
+    r"\..*|__pycache__|.*\.egg-info|.*\.py[co]|.*\.out|.*\.o\d+|env|.*\.tar\.gz|.*\.sif|runs|reports|CONFORMANCE\.md"
+)
 # What judges the suite, or draws reports, and judges no site.
 OF_THE_SUITE = re.compile(r"selftest|broken|report|certify")
 NOTHING = re.compile(r"(?!)")

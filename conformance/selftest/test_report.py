@@ -271,6 +271,8 @@ def ash(tmp_path) -> sites.Site:
         ("README.md", "#", "##", ["static"]),
         ("slurm-1.out", "", "printed", []),
         (".venv/bin/python", "", "installed", []),
+        ("env/bin/python", "", "installed", []),
+        ("env.tar.gz", "", "packed", []),
         ("runs/1/run.jsonl", "", "{}", []),
     ],
 )
