@@ -26,7 +26,7 @@ from conformance.harness.world import World
 
 LONE = 5.0  # seconds that a failing rank waits for the others to come to the end of the same test
 MEETING = 120.0  # seconds that a passing rank waits for the others
-LEFT = 15.0  # seconds for threads that the core has left behind: its rendezvous waits 10 here
+CONNECTING = 15.0  # seconds for threads that the core has left behind: its rendezvous waits 10 here
 PASSED_ON = 1.0  # seconds for mpiexec to pass on what was said: MPICH's dropped it 5 times of 200 where an Abort came at once
 
 
@@ -259,7 +259,7 @@ class Ranks(Verdicts):
 
     def pytest_unconfigure(self):
         """A thread of the core's that still connects to a store asks for the interpreter later, and aborts one that ends."""
-        end = time.monotonic() + LEFT
+        end = time.monotonic() + CONNECTING
         for thread in [thread for thread in threading.enumerate() if thread.daemon]:
             thread.join(max(0.0, end - time.monotonic()))
 

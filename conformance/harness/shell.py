@@ -39,7 +39,7 @@ SHORT = {
     "--tasks-per-node": "ntasks-per-node",
 }
 
-# Of https://slurm.schedmd.com/sbatch.html (22.05 and 25.11), and of qsub(1B) of OpenPBS.
+# Those of `man sbatch` of Slurm 22.05, tres-per-task of later ones, and OpenPBS's of qsub (unverified: no PBS was at hand).
 OPTIONS = dict(
     sbatch="""
 account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint container contiguous core-spec
