@@ -212,6 +212,36 @@ def _signal_the_family() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def test_a_worker_collects_nothing_that_its_rank_has_left(tmp_path):
+    job = ranks.fork(tmp_path, ranks.call("test_batches", "_read_beside_garbage", tmp_path / "collected-by"))
+    assert job.codes == [0], job.err
+    process, *others = (tmp_path / "collected-by").read_text().split()
+    assert not others and process == (tmp_path / "rank").read_text(), "a worker has collected it"
+
+
+def _read_beside_garbage(file) -> None:
+    """What is not collected yet closes something that belongs to this process; each worker collects as soon as it is forked."""
+    import gc
+    import os
+
+    class Group:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            with file.open("a") as out:
+                out.write(f"{os.getpid()} ")
+
+    config = parse(["--workers", "2", "--device", "cpu"], 1, workload=find(Augmented))
+    batches = Batches(OneByOne(*table(), noise=0.0), find(Augmented), config, torch.device("cpu"), torch.float64)
+    gc.disable()
+    Group()
+    os.register_at_fork(after_in_child=gc.collect)
+    assert len(list(batches.stream(iter([(0, torch.arange(4))] * 4)))) == 4
+    gc.collect()
+    (file.parent / "rank").write_text(str(os.getpid()))
+
+
 def test_a_worker_that_dies_while_others_are_started_leaves_none_that_python_would_wait_for(tmp_path):
     job = ranks.fork(tmp_path, ranks.call("test_batches", "_read_with_a_worker_that_dies_at_once"))
     assert job.codes == [1] and "DataLoader worker (pid" in job.err[0], (job.codes, job.err)

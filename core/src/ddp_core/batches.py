@@ -104,7 +104,10 @@ class Batches:
             worker_init_fn=_begin_worker if workers else None,
             **timing,
         )
-        batches = iter(loader)
+        # Of what the rank has left, a process group say, a worker closes nothing: that would wait for threads it has not.
+        gc.freeze()
+        batches = iter(loader)  # forks
+        gc.unfreeze()
         try:
             while True:
                 try:
@@ -172,7 +175,6 @@ def _begin_worker(number: int) -> None:
     """A scheduler signals every process of a job: workers read on until their rank has saved, and die with it."""
     for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(name, signal.SIG_IGN)
-    gc.freeze()  # what the rank has left, a process group say, is not closed here: that would wait for threads it has not
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the rank's process ends
 
 
