@@ -4,7 +4,6 @@ A rank's loss is the sum over its rows, divided by the global batch: gradients a
 Buffers, such as BatchNorm's statistics, are rank 0's after every step, as under DistributedDataParallel.
 """
 
-import os
 import time
 import warnings
 from collections.abc import Callable
@@ -187,10 +186,7 @@ class Flat(Reduction):
         if self.parts is None:
             dist.all_reduce(self.flat, group=self.peers.data)
             return
-        work = dist.all_gather(self.gathered, self.flat, group=self.peers.data, async_op=True)
-        while self.flat.is_cpu and not work.is_completed():
-            os.sched_yield()  # not asleep: a core that has halted wakes later than gloo has gathered (half the time)
-        work.wait()
+        dist.all_gather(self.gathered, self.flat, group=self.peers.data)
         self._add_parts()
 
     def _add_parts(self) -> None:
