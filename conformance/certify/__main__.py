@@ -146,6 +146,9 @@ def certify(program: Program, ranks: list[int], limit_steps: int, first: bool) -
     began = time.monotonic()
     print(f"{program.file}: looked at, then tried for 4 steps in one rank", flush=True)
     examined = program.examine()
+    kind, _, words = examined["failed"].partition(": ")
+    if kind == "UsageError" or (kind == "WorkloadError" and not Path(program.file).is_file()):
+        usage(words)
     certificate = Certificate(program, examined, lambda line: print(line, flush=True), first)
     with suppress(Enough):
         try_out(certificate, program, ranks, limit_steps, began)

@@ -159,6 +159,8 @@ def test_sound_programs_break_no_promise(program, tmp_path):
         ("--workload {} --site x", "--site x"),
         ("--workload {} --device cuda", "give --submit, too"),
         ("--workload {} --submit", "Give --site, too"),
+        ("--workload {} --epoch 3", "unrecognized arguments: --epoch 3"),
+        ("--workload gpd", "gpd"),
     ],
 )
 def test_what_cannot_be_certified_is_one_line(flags, says):

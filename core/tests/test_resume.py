@@ -282,6 +282,34 @@ def test_fresh_acts_at_a_job_s_first_start_only(finished, tmp_path):
     assert_same_run(job, finished(RUN, 2))
 
 
+@pytest.mark.fault(50)
+def test_a_job_that_is_started_again_and_saves_nothing_ends(finished, tmp_path):
+    """Its node dies at the same step each time, say. Whoever submits anew goes on."""
+    for restart in range(3):  # the first saves at the end of an epoch, and two more are tried
+        killed_at(34 if restart == 0 else 6, tmp_path, restart)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    job = train(tmp_path / "run", RUN, ranks=world(2, restart=3), code=3)
+    assert "restart 3 of this job, and restarts 1 and 2 began at step 28, too" in job.error and "submit again" in job.error
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    assert_same_run(train(tmp_path / "run", RUN, ranks=world(2), code=0), finished(RUN, 2))
+
+
+def test_a_job_whose_restarts_go_on_is_started_again(finished, tmp_path):
+    """The second saves, or another job has been there between them."""
+    killed_at(6, tmp_path, 1)
+    killed_at(20, tmp_path, 2)
+    killed_at(6, tmp_path, 3)
+    killed_at(6, tmp_path, 0)
+    assert_same_run(train(tmp_path / "run", RUN, ranks=world(2, restart=4), code=0), finished(RUN, 2))
+
+
+def killed_at(step: int, folder, restart: int) -> None:
+    """Of this start, from 0. Its peer waits for no reply."""
+    killed = {1: at_step(step, signalled(signal.SIGKILL))}
+    job = train(folder / "run", f"{RUN} --timeout 20", ranks=world(2, restart=restart), faults=killed)
+    assert job.codes == [7, -signal.SIGKILL], job.err
+
+
 def launched(folder, flags: str, restart: int = 0, code: int | None = None) -> ranks.Job:
     """Without the --run-dir that train() has: it would win."""
     arguments = [*ranks.FLAGS.split(), "--epochs", "1", *flags.split()]

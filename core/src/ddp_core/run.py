@@ -173,7 +173,7 @@ class _Job:
         if self.rank.rank == 0:
             fresh, new = config.fresh and first, config.new_run_dir and first
             self.directory = RunDirectory(config.run_dir, self.rank.job_id, fresh, new, self.stop, config.max_shard_size)
-            self.found = self.directory.load(lazily=config.sharding != "none")
+            self.found = self.directory.load(config.sharding != "none", self.rank.restart)
             self.record.open(self.directory.log, self.directory.lost)
         return dict(training_rows=lengths[0], held_out_rows=lengths[1], data=self.fingerprint)
 

@@ -16,6 +16,7 @@ from ddp_core.run_lock import RunLock
 from ddp_core.snapshot import no_storage, read, write
 
 LAG = 10.0  # seconds after which what another node has saved should be seen here
+IN_VAIN = 2  # restarts of a job that began where the next one does
 
 
 class RunDirectory:
@@ -51,10 +52,10 @@ class RunDirectory:
             self.release()
             raise StorageError(f"--run-dir {folder} cannot be written ({error.strerror}): pass a folder that can be") from error
 
-    def load(self, lazily: bool = False) -> tuple[dict[str, torch.Tensor], dict] | None:
+    def load(self, lazily: bool = False, restart: int = 0) -> tuple[dict[str, torch.Tensor], dict] | None:
         """What to resume from; None in an empty directory. A broken snapshot is never taken for none. Raises SnapshotError.
 
-        lazily: see snapshot.read.
+        lazily: see snapshot.read. restart: of the job; PreflightError where the two before it saved nothing.
         """
         state, told = self._found(lazily), self._on_record()
         if state is None and told:
@@ -69,7 +70,17 @@ class RunDirectory:
                 step = state[1]["step"]
                 again = f"the one that is there is of step {step}, and what follows is trained again"
                 print(f"warning: {self.log} tells of a snapshot at step {told}: {again}", flush=True)
+        self._check_progress(restart, state[1].get("step") if state else 0)
         return state
+
+    def _check_progress(self, restart: int, step: object) -> None:
+        """A job that its scheduler starts again and again, and that is killed before it has saved, ends."""
+        before = [(_number("restart", line), _number("step", line)) for line in self._lines(b'{"kind":"start"')[-IN_VAIN:]]
+        if restart > IN_VAIN and before == [(number, step) for number in range(restart - IN_VAIN, restart)]:
+            raise PreflightError(
+                f"restart {restart} of this job, and restarts {restart - 2} and {restart - 1} began at step {step}, too, and "
+                f"saved nothing: see in its log what ended them, lower --save-minutes perhaps, and submit again to resume"
+            )
 
     def _wait_for_another(self) -> None:
         """Another node may have saved it, and a shared file system may show this one the old file for a while."""
@@ -110,13 +121,16 @@ class RunDirectory:
 
     def _on_record(self) -> str:
         """The step of the last save that run.jsonl tells of; "unknown" where it is no number; empty where there is none."""
+        saved = self._lines(b'{"kind":"snapshot"')
+        step = _number("step", saved[-1]) if saved else None
+        return "" if not saved else "unknown" if step is None else str(step)
+
+    def _lines(self, words: bytes) -> list[bytes]:
+        """Of run.jsonl, those that begin with these words."""
         if not self.log.exists():
-            return ""
+            return []
         with open(self.log, "rb") as file:
-            whole = (line for line in file if line.endswith(b"\n"))  # a killed writer may have left half a line
-            saved = [line for line in whole if line.startswith(b'{"kind":"snapshot"')]
-        found = re.search(rb'"step":(\d{1,18})', saved[-1]) if saved else None
-        return found[1].decode() if found else "unknown" if saved else ""
+            return [line for line in file if line.startswith(words) and line.endswith(b"\n")]  # a killed writer may leave half
 
     def save(self, tensors: dict[str, torch.Tensor], document: dict, **source: Any) -> None:
         """Write the snapshot (source: images or gathered, of write()) and keep the one before it. Raises StorageError."""
@@ -173,6 +187,12 @@ class RunDirectory:
             for path in files:
                 os.replace(path, aside / path.name)
             print(f"--fresh: the run that was here is now in {aside}", flush=True)
+
+
+def _number(name: str, line: bytes) -> int | None:
+    """Of a line of run.jsonl, which may be anybody's text."""
+    found = re.search(rf'"{name}":(\d{{1,18}})'.encode(), line)
+    return int(found[1]) if found else None
 
 
 def _is_before(state: tuple[dict[str, torch.Tensor], dict], told: str) -> bool:
