@@ -106,6 +106,20 @@ def test_a_live_job_keeps_its_lock_fresh(folder, monkeypatch):
     directory.release()
 
 
+def test_the_file_server_s_clock_tells_how_fresh_a_lock_is(folder, monkeypatch):
+    """Others compare it with files that they make there: by this node's clock, if that is behind, the lock would be silent."""
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.02)
+    directory, lock = RunDirectory(str(folder), "job-1", fresh=False), folder / "run.lock"
+    now = time.time()
+    monkeypatch.setattr(run_lock.time, "time", lambda: now - 3600)
+    os.utime(lock, (0, 0))
+    end = time.monotonic() + 10
+    while lock.stat().st_mtime == 0 and time.monotonic() < end:
+        time.sleep(0.02)
+    assert lock.stat().st_mtime > now - 60
+    directory.release()
+
+
 # ---- who owns it, and from when on ---------------------------------------------------------------------------------
 
 

@@ -231,3 +231,36 @@ def test_the_history_of_many_epochs_reaches_all_ranks(tmp_path):
     job = fork(tmp_path, *calls)
     assert job.codes == [0, 0], job.err
     assert [file.read_text() for file in files] == ["2000000", "2000000"]
+
+
+def test_a_value_that_is_copied_under_another_name_is_a_stranger_s():
+    """Who cannot sign may still write what he has read."""
+    plain = dist.HashStore()
+    store = rendezvous.SignedStore(plain, SECRET, "here")
+    store.set("verdict", "all are well")
+    plain.set("greeting", plain.get("verdict"))
+    assert store.read("verdict") == (b"all are well", True) and store.read("greeting") == (b"all are well", False)
+    with pytest.raises(
+        rendezvous.RendezvousError, match="the greeting in rank 0's store is not what a rank of this job writes"
+    ):
+        store.get("greeting")
+
+
+def _note_signed_keys(file: Path) -> None:
+    """The names of what this process writes with a signature, until its first step."""
+    keys, method = [], rendezvous.SignedStore.set
+
+    def noting(store, key, value):
+        keys.append(key)
+        return method(store, key, value)
+
+    rendezvous.SignedStore.set = noting
+    at_step(0, lambda: bool(file.write_text("\n".join(keys))))()
+
+
+def test_the_addresses_of_gloo_are_signed(tmp_path):
+    """Of the group that sums gradients, as of the one over which ranks agree: else a stranger has them connect to himself."""
+    faults = {1: call("test_stranger", "_note_signed_keys", tmp_path / "keys")}
+    train(tmp_path / "run", "--epochs 1 --steps-per-epoch 1 --global-batch-size 96", 2, faults=faults, code=0)
+    groups = {key.partition("/")[0] for key in (tmp_path / "keys").read_text().splitlines() if "/" in key}
+    assert {"group", "control"} <= groups, groups

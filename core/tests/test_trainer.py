@@ -41,6 +41,19 @@ def test_a_finished_run_says_so(finished):
     assert [record["exit_code"] for record in job.records("end")] == [0]
 
 
+def test_an_evaluation_leaves_the_training_as_it_was(finished):
+    """Dropout is drawn in every epoch, not only before the first evaluation."""
+    assert finished("", 1, "small:Dropout").losses == finished("--eval-every 9", 1, "small:Dropout").losses
+
+
+def test_the_best_model_is_kept_also_where_no_snapshot_is_due(finished):
+    job = finished("--save-every 3", 1, "small:Worsens")
+    losses = [record["eval_loss"] for record in job.records("epoch")]
+    assert losses.index(min(losses)) < 2, losses
+    _, document = snapshot.read(job.run_dir / "best.safetensors")
+    assert document["epochs_run"] == losses.index(min(losses)) + 1 and len(job.records("snapshot")) == 1
+
+
 def test_an_epoch_s_loss_is_the_mean_over_its_steps(finished):
     job = finished(TWO_EPOCHS, 2)
     for record in job.records("epoch"):
