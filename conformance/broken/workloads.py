@@ -158,6 +158,35 @@ class Hangs(Digits):
                 self.hang("evaluation")
         return super().metrics(outputs, batch)
 """,
+    # A schedule of its own, over all of the run.
+    "scheduled": """
+class Scheduled(Digits):
+    def schedule(self, step, total_steps, config):
+        return 1 - step / total_steps
+""",
+    # An optimizer that counts each parameter's steps in a plain number, and trains by it.
+    "counts": """
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                parameter.grad /= state["count"]
+        super().step(closure)
+
+class Counts(Digits):
+    def optimizer(self, model, config):
+        return Counting(model.parameters(), lr=config.lr)
+""",
+    # One rank's own mistake, which the others do not make.
+    "fails_alone": """
+class FailsAlone(Digits):
+    def model(self, config):
+        if torch.distributed.get_rank() == 1:
+            raise RuntimeError("the sky is falling")
+        return super().model(config)
+""",
     # A rank on a slow node.
     "lags": """
 class Lags(Digits):

@@ -28,6 +28,7 @@ from conformance.harness.dry_run import (
 from conformance.harness.shell import OPTIONS, Script
 
 clause = pytest.mark.clause
+PACKAGES = "h5py >3,<4"  # a blank, and what a shell would take for files
 FINAL = {
     0: "done",
     2: "usage",
@@ -237,7 +238,15 @@ def test_a_choice_that_is_none_is_refused(check, site, dry):
         for shape in shapes:
             run = dry.job(site.folder / case.script, **shape)
             violations += refused(dry, run, f"{case.script} with {NONSENSE} for {case.name}", NONSENSE)
-    check.holds(*violations)
+    text = "\n".join(script.read_text() for script in site.scripts)
+    for _, line in shown(site):  # also those that choose no other launch
+        words = shlex.split(line)
+        for name, value in (word.split("=", 1) for word in words if re.match(r"[A-Z_]+=(?!yes$)[a-z ]+$", word)):
+            script = next((script for script in site.job_scripts if script.name in words), None)
+            if script and re.search(rf"\$\{{?{name}\b", text):
+                run = dry.job(script, environ={name: NONSENSE})
+                violations += refused(dry, run, f"{script.name} with {name}={NONSENSE} for {value}", NONSENSE)
+    check.holds(*dict.fromkeys(violations))
 
 
 @clause("B11")
@@ -269,15 +278,20 @@ def test_cores_are_bound_by_number_on_whole_nodes_alone(check, site, dry):
 def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
     """Where a module brings RCCL's or NCCL's network, and does so no more, the job ends, or the library does by NCCL_NET."""
     provides = [word for words in site.toml.get("software", {}).get("provides", {}).values() for word in words]
+    of_a_module = any(word.startswith("NCCL_NET=") for word in provides)
     violations = []
-    for script in trains(site) if any(word.startswith("NCCL_NET=") for word in provides) else []:
-        run = dry.job(script, modules_set=False)
-        if run.trained and run.trained[0].environ.get("NCCL_NET", "Socket") == "Socket":
+    for script in trains(site):
+        run = dry.job(script, modules_set=False) if of_a_module else None
+        if run and run.trained and run.trained[0].environ.get("NCCL_NET", "Socket") == "Socket":
             violations.append(f"{script.name} without NCCL_NET of its module: {ending(dry, run)}, but should be 3")
+        run = dry.job(script, nodes=2, fails="library")
+        if run.trained and run.trained[0].environ.get("NCCL_NET") == "Socket":
+            violations.append(f"{script.name}, whose network plugin does not load: {ending(dry, run)}, but should be 3")
     for case in site.cases:
-        for call in dry.case(case).trained[:1]:
-            if case.nodes > 1 and call.environ.get("NCCL_NET") == "Socket":
-                violations.append(f"{case.name}: NCCL_NET=Socket on {case.nodes} nodes, but should be the fast network's")
+        for call in dry.case(case).trained[:1] if case.nodes > 1 else ():
+            if call.environ.get("NCCL_NET", "Socket" if of_a_module else "") == "Socket":
+                net = call.environ.get("NCCL_NET", "unset")
+                violations.append(f"{case.name}: NCCL_NET={net} on {case.nodes} nodes, but should be the fast network's")
     check.holds(*violations)
 
 
@@ -287,6 +301,16 @@ def refused(dry, run: DryRun, what: str, name: str) -> list[str]:
         return []
     named = f", and a line that names {name}" if name else ""
     return [f"{what}: {ending(dry, run)} after {len(run.trained)} ranks, but should be 3 before any{named}"]
+
+
+@clause("J10")
+def test_the_readme_tells_how_to_stop(check, site):
+    """By the command of site.toml, if by any that begins like it: job scripts hear no other."""
+    own = site.toml["stop"]
+    pattern = re.sub(r"\\\{\w+\\\}", r"[A-Z]+", re.escape(own))
+    spans = re.findall(rf"`({re.escape(own.split()[0])} [^`\n]+)`", (site.folder / "README.md").read_text())
+    if spans and not any(re.fullmatch(pattern, span) for span in spans):
+        check.holds(f"README.md: {spans}, but should name `{own}`")
 
 
 @clause("B10")
@@ -330,6 +354,17 @@ def test_a_script_for_users_hands_their_arguments_on(check, site, dry):
                 told = f"{ending(dry, run)}, train.py with {words or 'nothing'}"
                 violations.append(f"{script.name}: {line!r}: {told}, but should be 0 and {list(ARGUMENTS)}")
     check.holds(*violations)
+
+
+@clause("B10")
+def test_an_installation_as_a_job_gets_its_arguments(check, site, dry):
+    """Whole, as they were given: `job.sl install --add PACKAGE`, where that is shown."""
+    for script in site.job_scripts:
+        if any(re.search(rf"{re.escape(script.name)} install\b", line) for _, line in shown(site)):
+            run, package = dry.job(script, nodes=1, arguments=["install", "--add", PACKAGES]), []
+            package = [call.words[-1] for call in run.calls if PACKAGES in call.words]
+            told = f"{script.name} install --add {PACKAGES!r}: {ending(dry, run)}, pip has {package or 'not heard of it'}"
+            check.holds(*[] if package and run.code == 0 else [f"{told}, but should be given it as it is"])
 
 
 def followed(dry, line: str) -> DryRun | str:

@@ -50,6 +50,20 @@ def test_each_flag_of_its_help_works(check, dry):
 
 
 @clause("B10")
+def test_a_packed_environment_is_not_older_than_the_installed_one(check, dry):
+    """Jobs unpack it: without a word they would train with what was there before."""
+    violations = []
+    for flags in given(dry):
+        for path in dry.packed(*flags):
+            again = dry.install(after=flags)
+            if str(path.relative_to(dry.top)) not in again.changed:
+                violations.append(
+                    f"{path.name} of install.sh {flags[0]} outlives a later install.sh, but should go, or be made anew"
+                )
+    check.holds(*dict.fromkeys(violations))
+
+
+@clause("B10")
 @pytest.mark.parametrize("what", ["python", "torch"])
 def test_what_is_too_old_is_refused_before_anything_is_installed(check, dry, what):
     """A Python 3.9 or a torch 2.4 that the machine brings: import errors on all ranks."""

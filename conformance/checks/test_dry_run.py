@@ -269,10 +269,33 @@ def test_a_job_finds_its_run_again_and_no_other_job_s(check, site, dry):
 
 @clause("J11")
 def test_torchrun_starts_no_rank_again(check, site, dry):
-    """It would do so for every cause."""
+    """It would do so for every cause. Nor does it begin with fewer nodes than the job has, when some are late."""
     for case in site.cases:
-        told = [value for call in dry.case(case).called("torchrun") for value in values_of(call.words, "--max-restarts")]
+        calls = dry.case(case).called("torchrun")
+        told = [value for call in calls for value in values_of(call.words, "--max-restarts")]
+        nodes = [value for call in calls for value in values_of(call.words, "--nnodes") if ":" in value]
         check.equal(**{f"max_restarts_of_{case.name}": ([value for value in told if value != "0"], [])})
+        check.equal(**{f"nnodes_of_{case.name}_that_may_be_fewer": (nodes, [])})
+
+
+@clause("J9")
+def test_torchrun_has_the_cores_of_all_its_ranks(check, site, dry):
+    """It is one task of a node, and its ranks stay where it is bound."""
+    violations = []
+    for case in site.cases:
+        run, script = dry.case(case), site.folder / case.script
+        size = max(
+            [int(value) for call in run.called("torchrun") for value in values_of(call.words, "--nproc-per-node")], default=0
+        )
+        each = Script(script).options.get("cpus-per-task")
+        for call in [call for call in run.launches if call.command == "srun"] if size and each else ():
+            sets = bound(call, 1)
+            count = len(sets[0]) if sets else cpus_per_task(call, script, site)
+            if count < size * int(each):
+                violations.append(
+                    f"{case.name}: {count} cores for torchrun, but should be {size} ranks x {each}: {call.text[:120]}"
+                )
+    check.holds(*violations)
 
 
 @clause("J11")
@@ -492,6 +515,9 @@ def test_each_start_has_a_secret_of_its_own(check, site, dry):
                 violations.append(f"{script.name} prints DDP_SECRET or passes it as a word, but should hand it on unseen")
         if found[0] & found[1]:
             violations.append(f"{script.name}: DDP_SECRET is the same in both starts of a job, but should differ")
+        again = dry.job(script, environ=dict(TZ="UTC"))  # the same job number, as whoever reads the queue knows it
+        if found[0] & {call.environ.get("DDP_SECRET", "") for call in again.trained}:
+            violations.append(f"{script.name}: DDP_SECRET follows from what others know, but should be random")
     check.holds(*violations)
 
 

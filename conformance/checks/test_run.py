@@ -498,15 +498,17 @@ def test_an_environment_that_turns_tf32_on_is_refused(check, world, runs, first,
 
 @clause("L12")
 @only(sizes=(2, 4))
-def test_canonical_is_bitwise_the_same_in_a_world_of_one(check, world, runs, first):
-    run = same_in_a_world_of_one(check, world, runs, first, FP32)
-    check.close(run.losses, golden.load()["losses"], T2[world.device])
+@pytest.mark.parametrize("flags", ["", "--epochs 1 --shards 32"], ids=["shards-8", "shards-32"])
+def test_canonical_is_bitwise_the_same_in_a_world_of_one(check, world, runs, first, flags):
+    """With the shards of other worlds, too: each rank adds several, as a world of one does."""
+    run = same_in_a_world_of_one(check, world, runs, first, f"{FP32} {flags}")
+    check.close(run.losses, golden.load()["losses"][: len(run.losses)], T2[world.device])
 
 
 def same_in_a_world_of_one(check, world, runs, launch, flags):
     __tracebackhide__ = True
     flags = f"{flags} --reduction canonical"
-    run, path = runs.train(launch, flags), runs.folder(launch, f"alone-{check.clauses[0]}")
+    run, path = runs.train(launch, flags), runs.folder(launch, f"alone-{check.clauses[0]}-{world.starts}")
     single = world.alone(launch, path, runs.filled(flags))
     done(check, run, single)
     check.equal(losses=(run.values("step", "loss_hex"), single.values("step", "loss_hex")))
@@ -945,6 +947,15 @@ def test_what_is_another_problem_and_what_is_not(check, world, runs, first):
 
 @clause("C3")
 @only(sizes=(1, 2))
+def test_a_schedule_of_one_s_own_is_laid_out_over_the_run(check, world, runs, first):
+    """As cosine is: under other --epochs it would go on at another learning rate."""
+    file, path = own_file(world, runs, "scheduled"), runs.folder(first, "scheduled")
+    done(check, world.train(first, path, f"{file} --epochs 1"))
+    ended(check, world.train(first, path, f"{file} --epochs 2"), 5)
+
+
+@clause("C3")
+@only(sizes=(1, 2))
 @pytest.mark.parametrize("name, file", [("mnist", "train-images-idx3"), ("mnist", "t10k-labels-idx1"), ("gpt", "2.txt")])
 def test_other_data_under_the_same_names_are_refused(check, world, runs, first, name, file):
     """The last byte of a file is another: of images behind the first megabyte, of held-out labels, of a second text."""
@@ -1125,6 +1136,18 @@ def test_all_that_is_drawn_and_kept_survives_a_stop(check, world, runs, first, p
     same_as_never_stopped(check, world, resumed, never)
 
 
+@clause("C7")
+@only(sizes=(1, 2))
+def test_numbers_that_an_optimizer_keeps_are_kept(check, world, runs, first):
+    """Of a parameter, and no tensors: how often it was trained, say."""
+    file, path = own_file(world, runs, "counts"), runs.folder(first, "counts-resumed")
+    never = world.train(first, runs.folder(first, "counts"), f"{file} --epochs 2")
+    done(check, never, world.train(first, path, f"{file} --epochs 1"))
+    resumed = world.train(first, path, f"{file} --epochs 2")
+    done(check, resumed)
+    check.equal(losses=(resumed.values("step", "loss_hex"), never.values("step", "loss_hex")))
+
+
 @clause("C8")
 @only(sizes=(2,), devices=("cpu",))
 def test_killed_between_epochs_it_goes_on_from_its_last_step_saved(check, world, runs, first):
@@ -1279,6 +1302,16 @@ def test_what_one_rank_alone_lacks_is_told_once(check, world, runs, first):
     ended(check, run, 3)
     lines = [line for text in run.errors + run.output for line in text.splitlines()]
     check.equal(lines=(len(lines), 1), says=("rank 1: --data-dir /nowhere" in "".join(lines), True))
+
+
+@clause("X12")
+@only(sizes=(2,))
+def test_what_fails_on_one_rank_alone_is_told_by_it_alone(check, world, runs, first):
+    run = train_own(world, runs, first, "fails_alone")
+    lines = [line for text in run.errors + run.output for line in text.splitlines() if "the sky is falling" in line]
+    check.equal(
+        exit_codes=(len(set(run.exit_codes) - {0}), 1), lines=(len(lines), 1), names_the_line=("line " in "".join(lines), True)
+    )
 
 
 @clause("X5")
@@ -1452,6 +1485,16 @@ def test_a_run_directory_has_one_job_at_a_time(check, world, runs, first):
     done(check, again)
     left = world.on_rank_0((there / "run.lock").exists)
     check.equal(warns=("another" in again.output[0], True), a_lock_is_left=(left, False))
+
+    def leave_a_lock() -> str:
+        """Of a process whose number this one was given later, after the node was booted, say."""
+        directory = take()
+        owner = json.loads((there / "run.lock").read_text())
+        directory.release()
+        return str((there / "run.lock").write_text(json.dumps(owner | dict(began="long ago"))))
+
+    world.on_rank_0(leave_a_lock)
+    done(check, world.train(first, there, SHORT))
 
 
 @clause("X8")

@@ -347,6 +347,7 @@ def test_variables_under_one_address_are_facts_of_its_page(check, site):
 VALUE = re.compile(
     r"(?<![\w./$-])(--[a-z][a-z-]+(?=[= ]\"?\w)|[A-Z][A-Z0-9_]{3,}(?==)|(?<=-l )\w+(?==)|place(?==))[= ][\"']?([\w.:/,+-]+)"
 )
+EXPORT = re.compile(r"export ([A-Z]\w+)=")
 
 
 @clause("J3")
@@ -367,6 +368,15 @@ def test_values_are_those_of_the_sources(check, site):
                     for name, value in VALUE.findall(text)
                     if name in known and value not in known[name]
                 ]
+    text = "\n".join(script.read_text() for script in site.scripts)
+    exported = {
+        name for source in site.toml.get("sources", []) for fact in source.get("facts", []) for name in EXPORT.findall(fact)
+    }
+    violations += [
+        f"{name} is in no script, but a fact of [[sources]] says export {name}: another spelling is ignored"
+        for name in sorted(exported)
+        if not re.search(rf"\b{name}\b", text)
+    ]
     check.holds(*dict.fromkeys(violations))
 
 

@@ -83,9 +83,12 @@ PACKAGES = {
     "../core-of/ddp_core/__init__.py": "__version__ = '0.2.0'\n",
     "horovod/__init__.py": "__version__ = '0.28.1'\n",
     "horovod/torch.py": "def gloo_built(): return True\ndef nccl_built(): return True\n",
-    # Python is known to scripts by the stand-in's name, and a library that is not there loads.
+    # Python is known to scripts by the stand-in's name, and a library that is not there loads, or does not where it is told so.
     "sitecustomize.py": "import ctypes, os, sys\nsys.executable = os.environ['DRY_RUN_PYTHON']\n"
-    "ctypes.CDLL = lambda *arguments, **options: None\n"
+    "def load(*arguments, **options):\n"
+    "    if os.environ['DRY_RUN_FAILS'] == 'library':\n"
+    "        raise OSError('libfabric.so.1: cannot open shared object file')\n"
+    "ctypes.CDLL = load\n"
     "if os.environ['DRY_RUN_FAILS'] == 'old python':\n"
     "    sys.version_info, sys.version = (3, 9, 0, 'final', 0), '3.9.0 ' + sys.version.partition(' ')[2]\n"
     "prefix = os.path.dirname(os.path.dirname(sys.executable))\n"
@@ -306,11 +309,17 @@ class DryRuns:
 
     # ---- scripts that are run -----------------------------------------------------------------------------------------
 
-    def install(self, *flags: str, fails: str = "", planted: str = "", case: Case | None = None) -> DryRun:
-        """install.sh. fails: the command that does not succeed; planted: a folder with somebody's file, where it installs."""
+    def install(
+        self, *flags: str, fails: str = "", planted: str = "", case: Case | None = None, after: tuple[str, ...] | None = None
+    ) -> DryRun:
+        """install.sh. fails: the command that does not succeed; planted: a folder with somebody's file, where it installs;
+        after: the flags that it was run with before, without a failure."""
         key = ("install", *flags, fails, planted, case and case.name)
+        if after is not None:
+            self.install(*after)
+            key = ("again", *after, "then", *key)
         if key not in self.made:
-            self._restore(self.pristine)
+            self._restore(self.pristine if after is None else self.installed["install", *after, "", "", None])
             self._edit(case)
             if planted:
                 (self.top / planted).mkdir(parents=True)
@@ -318,8 +327,16 @@ class DryRuns:
             moved = [f"{self.top}/root{flag}" if flag.startswith("/") else flag for flag in flags]
             words = [str(self.folder / "install.sh"), *moved]
             self.made[key] = self._run("install.sh", words, self.folder, {}, STANDARD | dict(fails=fails))
-            self.installed[key] = self._keep(f"installed-{len(self.installed)}")
+            if after is None:
+                self.installed[key] = self._keep(f"installed-{len(self.installed)}")
         return self.made[key]
+
+    def packed(self, *flags: str) -> list[Path]:
+        """The archives that install.sh has left with these flags, and that are not the site's own."""
+        self.install(*flags)
+        kept, own = self.installed["install", *flags, "", "", None], self.pristine
+        found = [path.relative_to(kept) for path in kept.rglob("*") if path.name.endswith((".tar.gz", ".tar", ".sqsh", ".sif"))]
+        return [self.folder.parent / path for path in found if not (own / path).exists()]
 
     def _edit(self, case: Case | None) -> None:
         if case:
@@ -456,8 +473,10 @@ class DryRuns:
         facts |= dict(ranks_per_node=site.toml["job"]["ranks_per_node"], devices=node["devices"], interfaces=node["interfaces"])
         facts |= dict(image=software.get("image", ""), device_environment=node.get("device_environment", ""))
         facts |= dict(stop=site.toml.get("stop", "").format(job=told["number"], number=told["number"]))
-        limit = "00:01:10" if told["event"] == "limit" else OF_PBS["walltime"]  # and 10 s of it are used
+        # In an interactive job most of it may be used already.
+        limit, used = ("01:01:10", "01:00:10") if told["event"] == "limit" else (OF_PBS["walltime"], "00:00:10")
         own_of_pbs = {"Job_Name": "train", "Account_Name": OF_PBS["account"], "Resource_List.walltime": limit}
+        own_of_pbs |= {"resources_used.walltime": used}
         own_of_pbs |= {"Resource_List.select": nodes, "Resource_List.place": OF_PBS["place"]}
         facts |= dict(of_pbs=own_of_pbs | {"Resource_List.filesystems": OF_PBS["filesystems"]})
         facts |= dict(down=self.hosts(2)[1] if told["spare"] else "")

@@ -419,7 +419,7 @@ def qsub(name: str, words: list[str]) -> int:
 
 
 def qstat(name: str, words: list[str]) -> int:
-    told = FACTS["of_pbs"] | {"job_state": "R", "run_count": 1, "resources_used.walltime": "00:00:10"}
+    told = FACTS["of_pbs"] | {"job_state": "R", "run_count": 1}
     print(f"Job Id: {FACTS['job']}.server")
     print("\n".join(f"    {key} = {value}" for key, value in told.items()))
     return 0
@@ -441,8 +441,8 @@ def container(name: str, words: list[str]) -> int:
     images = [
         place for place, word in enumerate(rest) if word.endswith((".sif", ".sqsh", ".sqfs")) and not word.startswith("-")
     ]
-    for flag, value in pairs(rest):  # a file system in a file
-        if flag in ("--bind", "-B") and ".sqsh:" in value:
+    for flag, value in pairs(rest):  # a file system in a file; without image-src the file itself is bound, and nothing is in it
+        if flag in ("--bind", "-B") and ".sqsh:" in value and "image-src=" in value:
             place = value.split(":")[1]
             place = place if inside(place) else f"{TOP}/root{place}"
             environment(place)

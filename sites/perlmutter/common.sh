@@ -67,9 +67,13 @@ print(f"python={python_version()}", *versions, "nccl_net=" + environ.get("NCCL_N
 
 # With METRICS="tensorboard wandb": a process beside the ranks, on this node, which reads what rank 0 writes. $@: as train.py's.
 start_metrics() {
-    local backends run_dir
+    local backend backends run_dir
     [[ -n ${METRICS:-} ]] || return 0
     read -r -a backends <<<"$METRICS"
+    for backend in "${backends[@]}"; do
+        [[ $backend == tensorboard || $backend == wandb ]] ||
+            fail "METRICS=$METRICS, but should be tensorboard, wandb, or both with a space between them"
+    done
     run_dir=$("${container[@]}" "$python" -m ddp_core.find_run "$@")
     "${container[@]}" "$python" metrics.py --follow "${backends[@]/#/--}" "$run_dir" &
     metrics=$!
