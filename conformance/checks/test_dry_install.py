@@ -64,6 +64,22 @@ def test_a_packed_environment_is_not_older_than_the_installed_one(check, dry):
 
 
 @clause("B10")
+def test_what_is_made_on_a_node_s_own_disk_is_made_on_every_node(check, dry):
+    """By a launcher: what a job script does itself is done on the first node alone, and ranks on the others find nothing."""
+    violations = []
+    for flags in given(dry) if dry.disks else ():
+        run = dry.job(dry.site.job_scripts[0], install=flags, nodes=2)
+        for call in run.calls:
+            reads = call.command in ("srun", "mpiexec", "sbcast") or "-c" in call.words  # or hands it to all nodes
+            alone = "DRY_RUN_NODE" not in call.environ and not reads
+            if alone and any(disk in call.text or disk in call.path for disk in dry.disks):
+                violations.append(
+                    f"{run.script}: {dry.shown(call.text)[:100]} on the first node alone, but should be on each: srun"
+                )
+    check.holds(*dict.fromkeys(violations))
+
+
+@clause("B10")
 @pytest.mark.parametrize("what", ["python", "torch"])
 def test_what_is_too_old_is_refused_before_anything_is_installed(check, dry, what):
     """A Python 3.9 or a torch 2.4 that the machine brings: import errors on all ranks."""

@@ -50,9 +50,12 @@ def test_scripts_run_to_their_end(check, site, dry):
                 violations.append(
                     f"{case.name}: {ending(dry, run)} and {ranks_told} ranks on {nodes} nodes, but should be 0 and {ranks}"
                 )
-            up = [host for number, host in enumerate(dry.hosts(nodes + 1)) if not (number == 1 and run.shape["spare"])][:nodes]
+            up = [host for number, host in enumerate(dry.hosts(nodes + 1)) if number or not run.shape["spare"]][:nodes]
             for call in [call for call in run.launches if call.notes.get("hosts", up) != up]:
                 violations.append(f"{case.name}: ranks on {' '.join(call.notes['hosts'])}, but should be on {' '.join(up)}")
+            for address in {call.environ.get("MASTER_ADDR", up[0]) for call in run.trained if run.shape["spare"]}:
+                if address.partition(".")[0] != up[0]:
+                    violations.append(f"{case.name}: MASTER_ADDR={address}, but should be {up[0]}: the first node is down")
     check.holds(*violations)
 
 

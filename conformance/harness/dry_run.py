@@ -40,7 +40,7 @@ ARGUMENTS = ("--epochs", "3", "--data-dir", "two words", "--note", "*")
 # A dry run. event: warning, stop, limit or cancelled, while it trains; progress: whether it trains a step; install: the
 # flags of install.sh, None where it has not run; beside: folders of another job; planted: `open` or `link`, and a path below
 # root/; shared: whether nodes are; modules_set: whether modules set what site.toml says; spare: whether there are nodes to
-# spare, and one is down.
+# spare, and the first is down.
 STANDARD: dict = dict(number="4242", restarts=0, code=0, all_ranks=False, event="", progress=True, shared=False, fails="")
 STANDARD |= dict(environ={}, options={}, edit={}, ntasks=0, arguments=ARGUMENTS, install=(), install_fails="", case=None)
 STANDARD |= dict(beside=(), planted=(), modules_set=True, spare=False)
@@ -285,8 +285,10 @@ class DryRuns:
         snapshot.parent.mkdir(parents=True)
         snapshot.write_text("somebody's own\n")
         # A node's own disk, where the machine gives each user a folder.
+        self.disks: list[str] = []
         for script in self.site.scripts:
             for place in re.findall(r"(?<![\w.}$])((?:/\w+)+)/\$\{?USER\b", script.read_text()):
+                self.disks.append(f"{top}/root{place}/")
                 (top / f"root{place}" / USER / "of-another-job").mkdir(parents=True, exist_ok=True)
                 (top / f"root{place}" / USER / "of-another-job/file").write_text("somebody's own\n")
         self.pristine = self._keep("pristine")
@@ -310,7 +312,12 @@ class DryRuns:
     # ---- scripts that are run -----------------------------------------------------------------------------------------
 
     def install(
-        self, *flags: str, fails: str = "", planted: str = "", case: Case | None = None, after: tuple[str, ...] | None = None
+        self,
+        *flags: str,
+        fails: str = "",
+        planted: str = "",
+        case: Case | None = None,
+        after: tuple[str, ...] | None = None,
     ) -> DryRun:
         """install.sh. fails: the command that does not succeed; planted: a folder with somebody's file, where it installs;
         after: the flags that it was run with before, without a failure."""
@@ -479,7 +486,7 @@ class DryRuns:
         own_of_pbs |= {"resources_used.walltime": used}
         own_of_pbs |= {"Resource_List.select": nodes, "Resource_List.place": OF_PBS["place"]}
         facts |= dict(of_pbs=own_of_pbs | {"Resource_List.filesystems": OF_PBS["filesystems"]})
-        facts |= dict(down=self.hosts(2)[1] if told["spare"] else "")
+        facts |= dict(down=self.hosts(1)[0] if told["spare"] else "")
         # PyTorch comes with a module or an image, or else by install.sh.
         facts |= dict(torch="torch" in layer.provided(site) or "image" in software)
         sets = {module: set_by(site, module) if told["modules_set"] else {} for module in software.get("modules", [])}
