@@ -164,6 +164,12 @@ class Scheduled(Digits):
     def schedule(self, step, total_steps, config):
         return 1 - step / total_steps
 """,
+    # In the last of three epochs it climbs.
+    "worsens": """
+class Worsens(Digits):
+    def schedule(self, step, total_steps, config):
+        return 1.0 if step < 2 * total_steps / 3 else -1.0
+""",
     # An optimizer that counts each parameter's steps in a plain number, and trains by it.
     "counts": """
 class Counting(torch.optim.SGD):

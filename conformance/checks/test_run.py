@@ -853,6 +853,19 @@ def test_epochs_that_are_not_evaluated_or_saved(check, world, runs, first):
     check["S9"].equal(history=(history, should_be))
 
 
+@clause("S9")
+@only(sizes=(1, 2))
+def test_the_best_model_is_kept_though_no_snapshot_is_due(check, world, runs, first):
+    """Its loss rises in the last epoch, after which alone a snapshot is saved."""
+    path = runs.folder(first, "worsens")
+    run = world.train(first, path, f"{own_file(world, runs, 'worsens')} --epochs 3 --save-every 3")
+    done(check, run)
+    losses = run.values("epoch", "eval_loss")
+    file = path / "best.safetensors"
+    best = world.on_rank_0(lambda: take_apart(file)["document"]["epochs_run"] if file.exists() else 0)
+    check.equal(rises_at_last=(losses[-1] > min(losses), True), epochs_of_the_best=(best, losses.index(min(losses)) + 1))
+
+
 # ---- continue -----------------------------------------------------------------------------------------------------
 
 
