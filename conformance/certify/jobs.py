@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from conformance.certify import witness
-from conformance.certify.promises import Certificate
+from conformance.certify.promises import NOT_SHOWN, Certificate
 from conformance.certify.runs import Ended, Program, copied
 from conformance.harness.sites import ROOT
 from conformance.harness.submit import Jobs
@@ -83,8 +83,11 @@ def by_jobs(certificate: Certificate, program: Program, jobs: Jobs, first: Ended
         killed = queue.run("job-killed-on", flags, after=killed, **change)
     certificate.resumes(f"killed{how}, it goes on from its last snapshot", plain, killed)
     certificate.handed_over(1, ranks, launch, queue.end("job-from-here"), first, how)
+    promise = f"stopped{how}, it comes back and goes on as if it had not been"
     if stops:
         stopped = queue.end("job-stopped")
         if not stopped.well:  # its script does not put it back
             stopped = queue.run("job-stopped-on", flags, after=stopped, **change)
-        certificate.resumes(f"stopped{how}, it comes back and goes on as if it had not been", plain, stopped)
+        certificate.resumes(promise, plain, stopped)
+    else:
+        certificate.judge(promise, NOT_SHOWN, "another job comes in its place there, and that is not waited for")
