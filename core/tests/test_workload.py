@@ -431,6 +431,10 @@ PARTS = {
         "def model(self, config):\n    return nn.Sequential(Rounded(), nn.EmbeddingBag(9, 1, sparse=True))",
         r"the gradient of 1\.weight is sparse, .* sparse=False",
     ),
+    "model: another default dtype": (
+        "def model(self, config):\n    torch.set_default_dtype(torch.float64)\n    return super().model(config)",
+        r"default dtype is torch\.float64: take set_default_dtype out, pass --precision fp64",
+    ),
     "schedule: it fails": (
         "def schedule(self, step, total_steps, config):\n    return 1 / step",
         r"line 6 \(schedule\): ZeroDivisionError",

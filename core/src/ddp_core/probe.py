@@ -52,6 +52,10 @@ def probe(workload: Workload, model: nn.Module, batches: Batches, config, autoca
 
     agreed: of a truth that may differ between ranks, rank 0's, where a forward pass is collective.
     """
+    if (dtype := torch.get_default_dtype()) != torch.float32:  # optimizers count their steps in it, and fused ones then fail
+        raise WorkloadError(
+            f"--workload {workload.name}: torch's default dtype is {dtype}: take set_default_dtype out, pass --precision fp64"
+        )
     trial = _Trial(workload, model, batches, config, autocast, agreed)
     try:
         losses, metrics = trial.look()
