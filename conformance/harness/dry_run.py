@@ -339,10 +339,10 @@ class DryRuns:
         return self.made[key]
 
     def packed(self, *flags: str) -> list[Path]:
-        """The archives that install.sh has left with these flags, and that are not the site's own."""
+        """The packed environments that install.sh has left with these flags, and that are not the site's own."""
         self.install(*flags)
         kept, own = self.installed["install", *flags, "", "", None], self.pristine
-        found = [path.relative_to(kept) for path in kept.rglob("*") if path.name.endswith((".tar.gz", ".tar", ".sqsh", ".sif"))]
+        found = [path.relative_to(kept) for path in kept.rglob("*") if path.name.endswith((".tar.gz", ".tar", ".sqsh"))]
         return [self.folder.parent / path for path in found if not (own / path).exists()]
 
     def _edit(self, case: Case | None) -> None:
