@@ -354,9 +354,8 @@ EXPORT = re.compile(r"export ([A-Z]\w+)=")
 def test_values_are_those_of_the_sources(check, site):
     """Of an option or variable for which facts have values, a script has one of these. What is to be edited is free."""
     known: dict[str, set[str]] = {}
-    for name, value in VALUE.findall(
-        "\n".join(fact for source in site.toml.get("sources", []) for fact in source.get("facts", []))
-    ):
+    facts = "\n".join(fact for source in site.toml.get("sources", []) for fact in source.get("facts", []))
+    for name, value in VALUE.findall(facts):
         known.setdefault(name, set()).add(value)
     violations = []
     for script in map(Script, site.scripts):
@@ -369,12 +368,9 @@ def test_values_are_those_of_the_sources(check, site):
                     if name in known and value not in known[name]
                 ]
     text = "\n".join(script.read_text() for script in site.scripts)
-    exported = {
-        name for source in site.toml.get("sources", []) for fact in source.get("facts", []) for name in EXPORT.findall(fact)
-    }
     violations += [
         f"{name} is in no script, but a fact of [[sources]] says export {name}: another spelling is ignored"
-        for name in sorted(exported)
+        for name in sorted({*EXPORT.findall(facts)})
         if not re.search(rf"\b{name}\b", text)
     ]
     check.holds(*dict.fromkeys(violations))

@@ -75,8 +75,10 @@ class RunDirectory:
 
     def _check_progress(self, restart: int, step: object) -> None:
         """A job that its scheduler starts again and again, and that is killed before it has saved, ends."""
+        if restart <= IN_VAIN:
+            return
         before = [(_number("restart", line), _number("step", line)) for line in self._lines(b'{"kind":"start"')[-IN_VAIN:]]
-        if restart > IN_VAIN and before == [(number, step) for number in range(restart - IN_VAIN, restart)]:
+        if before == [(number, step) for number in range(restart - IN_VAIN, restart)]:
             raise PreflightError(
                 f"restart {restart} of this job, and restarts {restart - 2} and {restart - 1} began at step {step}, too, and "
                 f"saved nothing: see in its log what ended them, lower --save-minutes perhaps, and submit again to resume"
