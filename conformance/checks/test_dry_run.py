@@ -21,7 +21,7 @@ clause = pytest.mark.clause
 # What a job script may pass to train.py by itself: where and with what, and never what is trained.
 OWN_FLAGS = {"--device", "--backend", "--run-dir", "--new-run-dir", "--grace", "--reduction", "--workers", "--debug"}
 # The number of the job, and of another one.
-FIRST, OTHER = "4242", "7001"
+FIRST, OTHER, LARGE = "4242", "7001", "61234567"  # the last is as large as numbers of jobs are where there have been many
 MOST_SECONDS_OF_WAIT = 600
 
 
@@ -174,7 +174,8 @@ def test_the_port_depends_on_the_job(check, site, dry):
     """The ranks of two jobs are told different ports, all ranks of a job the same one, and one that Linux gives to nobody."""
     violations = []
     for script in trains(site):
-        first, other = (ports(site, dry.job(script, **shape)) for shape in (dict(all_ranks=True), dict(number=OTHER)))
+        shapes = (dict(all_ranks=True), dict(number=OTHER), dict(number=LARGE))
+        first, other, large = (ports(site, dry.job(script, **shape)) for shape in shapes)
         violations += [
             f"{script.name}: {name}={first[name]}, but should be the same in all ranks"
             for name in first
@@ -184,7 +185,7 @@ def test_the_port_depends_on_the_job(check, site, dry):
         violations += [
             f"{script.name}: {name}={first[name]} in job {FIRST} and in job {OTHER}, but should differ" for name in same
         ]
-        for name, values in first.items():
+        for name, values in (*first.items(), *large.items()):
             violations += [
                 f"{script.name}: {name}={value}, but should be 1024 to 32767"
                 for value in values
@@ -202,7 +203,7 @@ def ports(site, run: DryRun) -> dict[str, set[str]]:
             if (name in told or re.search(r"(^|_)PORT$", name)) and value.isdecimal() and value != "0":
                 found.setdefault(name, set()).add(value)
     for call in run.calls:
-        for value in re.findall(r"(--(?:master[-_]port|rdzv[-_]endpoint)[= ]\S*?(\d{4,5}))\b", call.text):
+        for value in re.findall(r"(--(?:master[-_]port|rdzv[-_]endpoint)[= ]\S*?(\d{4,}))\b", call.text):
             found.setdefault(value[0].partition("=")[0], set()).add(value[1])
     return found
 
@@ -351,7 +352,7 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
                         f"{script.name}: local rank {local} on cores {wrong} ({words[:80]}), but should have its own"
                     )
                 taken += cores
-                device = device_of(site, run, local, bool(chosen))
+                device = device_of(site, run, local, each)
                 near = node.get("cores_near_device")
                 if near and device is not None and not {core % node["cores"] for core in cores} <= {*numbers(near[device])}:
                     path = f"be near device {device}: {near[device]}"
@@ -415,21 +416,33 @@ def bound(call: Call, each: int) -> list[list[int]]:
     return []
 
 
+@clause("J9")
+def test_what_is_said_of_each_device_is_said_of_all(check, site, dry):
+    """In a list NUMBER:VALUE,NUMBER:VALUE: a device that is not in it works otherwise, and all wait for its ranks."""
+    devices, violations = site.toml["node"]["devices"], []
+    for script, chosen in [(path, chosen) for path in trains(site) for chosen in ({}, *alternatives(path))]:
+        for call in dry.job(script, all_ranks=True, environ=chosen, nodes=2).trained[:1]:
+            for name, value in call.environ.items():
+                named = re.findall(r"(?:^|,)(\d+):\d+(?=,|$)", value) if re.fullmatch(r"[\d:,]*,[\d:,]*", value) else []
+                if named and sorted(map(int, named)) != [*range(devices)]:
+                    violations.append(f"{script.name} {chosen}: {name}={value}, but should name devices 0 to {devices - 1}")
+    check.holds(*violations)
+
+
 def alternatives(script: Path) -> list[dict[str, str]]:
-    """Of a table of variables in the script's head, `NAME=DEFAULT  words; VALUE: words`, the values but the default."""
-    rows = re.findall(r"(?m)^#   ([A-Z_]+)=\w+ {2,}(.*)$", script.read_text())
-    values = [(name, match) for name, words in rows for match in re.findall(r"(?:^|; )(\w+)(?: or (\w+))?:", words)]
-    return [{name: value} for name, match in values for value in match if value]
+    """The values of variables that the table in a script's head has beside the default."""
+    return [{name: value} for name, _, values in Script(script).variables for value in values]
 
 
-def device_of(site, run: DryRun, local: int, chosen: bool) -> int | None:
-    """The device of a rank that sees several, by the machine's number. chosen: by that, a device may be another thing."""
+def device_of(site, run: DryRun, local: int, each: int) -> int | None:
+    """The device of a rank that sees several, by the machine's number. each: ranks of a node, which share all its devices."""
     node, variable = site.toml["node"], site.toml["node"].get("device_environment")
     if node["devices_visible_to_a_rank"] < node["devices"] or not variable:
         return None
     call = next((call for call in run.trained if int(call.environ["DRY_RUN_RANK"]) == local), None)
-    default = "" if chosen else ",".join(map(str, range(node["devices"])))
-    seen = (call.environ.get(variable) or default).split(",") if call else []
+    seen = [text for text in (call.environ.get(variable, "") if call else "").split(",") if text]
+    if call and not seen:  # by a choice of the script a device may be another thing: two tiles, say
+        return local * node["devices"] // each
     own = seen[0] if len(seen) == 1 else seen[local] if local < len(seen) else ""  # of one, all its ranks have that
     return int(own) if own.isdecimal() else None
 
@@ -555,6 +568,43 @@ def test_another_job_s_folders_on_a_node_are_left_alone(check, site, dry):
         run = dry.job(script, beside=tuple(others), code=75) if others else None
         lost = [path for path in others if run and not (dry.top / path / "file").exists()]
         violations += [f"{script.name} removes /{path[5:]}, but should leave what is job {OTHER}'s" for path in lost]
+    check.holds(*violations)
+
+
+@clause("B6")
+def test_what_is_removed_in_a_node_s_memory_is_removed_on_every_node(check, site, dry):
+    """`rm` in a job script empties the first node's /tmp; that of the others fills up."""
+    violations = []
+    for script in trains(site):
+        for call in dry.job(script, nodes=2, all_ranks=True).called("rm"):
+            places = [word for word in call.words if re.match(r"/(tmp|dev/shm)/(?!tmp\.)", dry.shown(word))]
+            recursive = any(re.match(r"-\w*[rR]|--recursive", word) for word in call.words)
+            if places and recursive and "DRY_RUN_NODE" not in call.environ:
+                violations.append(f"{script.name}: {dry.shown(call.text)} on the first node alone, but should be on each: srun")
+    check.holds(*dict.fromkeys(violations))
+
+
+@clause("B6")
+def test_what_a_job_removes_at_its_end_it_removes_however_it_ends(check, site, dry):
+    """Most jobs are never stopped: caches that only those remove fill the memory of the nodes."""
+    violations = []
+    for script in trains(site):
+        removed = {code: {dry.shown(call.text) for call in dry.job(script, code=code).called("rm")} for code in (75, 0, 1)}
+        for code in (0, 1):
+            lost = {text for text in removed[75] - removed[code] if re.search(r" /(tmp|dev/shm)/(?!tmp\.)", text)}
+            violations += [f"{script.name}: no {text} after {code}, but should be, as after 75" for text in sorted(lost)]
+    check.holds(*violations)
+
+
+@clause("B5")
+def test_proxies_are_spoken_to_by_http(check, site, dry):
+    """Also for what is fetched by https: the proxy itself has no certificate."""
+    violations = []
+    for script in trains(site):
+        for call in dry.job(script, all_ranks=True).trained[:1]:
+            for name, value in call.environ.items():
+                if name.lower() in ("http_proxy", "https_proxy") and value and not value.startswith("http://"):
+                    violations.append(f"{script.name}: {name}={value}, but should be http://")
     check.holds(*violations)
 
 

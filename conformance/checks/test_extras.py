@@ -35,6 +35,13 @@ def test_an_extra_runs_as_the_site_says(check, site, extra, tmp_path):
         check["E1"].equal(exit_code_of_prepare=told(result, 0))
     result = start(extra["command"], tmp_path, run_dir, 180)
     check["E1"].equal(**{f"exit_code_of_{extra['name']}": told(result, 0)})
+    runs = {log.parent: read_records(log.parent) for log in run_dir.rglob("run.jsonl")}
+    ends = [records[-1].get("exit_code") for records in runs.values()]
+    check["E1"].equal(exit_codes_of_its_runs=(ends, [0] * extra.get("runs", 1)))
+    for folder, records in runs.items() if "line" in extra else ():
+        count = sum(record["kind"] in ("step", "epoch") for record in records)
+        line = extra["line"].format(records=count, run=folder)
+        check["E1"].equal(**{f"printed_{line!r}": (line in result.stdout.splitlines(), True)})
     if extra.get("golden"):
         losses = Run(run_dir, [], [], [], [], read_records(run_dir)).losses
         should_be = golden.load()["losses"]

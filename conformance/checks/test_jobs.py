@@ -306,9 +306,14 @@ class Life:
         return self.cluster.on(node, ["pgrep", "-f", "^slurmstepd"], user=False).stdout
 
     def ends_in(self, seconds: int) -> None:
-        """Its time limit, from now."""
-        end = datetime.datetime.now() + datetime.timedelta(seconds=seconds)
-        self.root(f"scontrol update jobid={self.job.id} EndTime={end:%Y-%m-%dT%H:%M:%S}")
+        """Its time limit, from now. slurmctld may not answer at once, where it has lost a node."""
+
+        def told() -> bool:
+            end = datetime.datetime.now() + datetime.timedelta(seconds=seconds)
+            command = f"scontrol update jobid={self.job.id} EndTime={end:%Y-%m-%dT%H:%M:%S}"
+            return self.cluster.on("login", command, user=False).returncode == 0
+
+        self.job.until(told, "scontrol to take its time limit")
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ This needs neither ranks nor torch.
 
 import ast
 import datetime
+import itertools
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.cluster.shape import impossible
+from conformance.cluster.shape import impossible, numbers
 from conformance.golden import make as golden
 from conformance.harness import keys, reference
 from conformance.harness.shell import (
@@ -213,6 +214,38 @@ def test_the_readme_has_the_core_s_exit_codes(check, site):
     check.equal(exit_codes_in_README_md=(told, {name: code for name, code in EXIT_CODES.items() if name in told}))
 
 
+@clause("F10")
+def test_the_readme_has_the_cores_of_site_toml(check, site):
+    """In a table with a row `| cores | 1-7 | ...`, a column for each device."""
+    near, wrong = site.toml["node"].get("cores_near_device", []), []
+    rows = re.findall(r"^ *\| cores \|(.*)\|$", (site.folder / "README.md").read_text(), re.MULTILINE)
+    for cells in [row.split("|") for row in rows if near]:
+        pairs = itertools.zip_longest(near, map(str.strip, cells), fillvalue="")
+        wrong += [f"{cell} for device {n}" for n, (its, cell) in enumerate(pairs) if not {*numbers(cell)} <= {*numbers(its)}]
+    check.equal(cores_in_README_md_not_near_their_device=(wrong, []))
+
+
+@clause("J10")
+def test_chained_jobs_come_after_a_stop_too(check, site):
+    """A run that was stopped to go on ends with 75, which is no success to a scheduler."""
+    texts = {path.name: path.read_text() for path in (site.folder / "README.md", *site.scripts)}
+    wrong = [name for name, text in texts.items() if re.search(r"\bafterok\b", text)]
+    check.equal(afterok_in=(wrong, []))
+
+
+@clause("F8")
+def test_paths_that_modules_fill_are_added_to(check, site):
+    """Who replaces one takes the modules' libraries and commands away."""
+    replaced = []
+    for path in site.scripts:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            command = r"(?:^\s*|[;&|{(]\s*)(?:export |if |then )?((?:LD_LIBRARY_)?PATH)=(\S*)"
+            for name, value in re.findall(command, line.partition(" #")[0]):
+                if not re.search(rf"\$\{{?{name}\b", value):
+                    replaced.append(f"{path.name}:{number}: {name}={value}, but should keep what is in it")
+    check.holds(*replaced)
+
+
 @clause("F7")
 def test_nothing_is_left_to_fill_in(check, site):
     left = [
@@ -374,6 +407,47 @@ def test_values_are_those_of_the_sources(check, site):
         if not re.search(rf"\b{name}\b", text)
     ]
     check.holds(*dict.fromkeys(violations))
+
+
+@clause("J3")
+def test_what_the_sources_ask_of_a_job_the_site_asks(check, site):
+    """The directives among their facts, the order in which these load modules, and in which they put a path together."""
+    facts = [plain(fact) for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
+    asked = {match[1] for fact in facts if (match := re.match(r"#SBATCH --([a-z-]+)", fact))}
+    lost = asked - {option for script in map(Script, site.job_scripts) for option in script.options}
+    violations = [f"no job script has #SBATCH --{name}, as a fact of [[sources]] has, but one should" for name in sorted(lost)]
+    loaded = [match[1] for fact in facts if (match := re.match(r"module load (\S+)$", fact))]
+    here = [name for name in site.toml.get("software", {}).get("modules", []) if name in loaded]
+    if here != sorted(here, key=loaded.index):
+        order = " ".join(sorted(here, key=loaded.index))
+        violations.append(f"modules {' '.join(here)}, but should be in the order of the facts of [[sources]]: {order}")
+    added = {name: added_to(name, value) for name, value in re.findall(r"(?m)^export (\w+)=(.*)$", "\n".join(facts))}
+    for script in map(Script, site.scripts):
+        for line, name in script.exports:
+            if {added_to(name, plain(line.text).partition(f"{name}=")[2]), added.get(name)} == {"before it", "behind it"}:
+                violations.append(at(script, line, f"put the new {added[name]}, as a fact of [[sources]] does"))
+    check.holds(*violations)
+
+
+def plain(text: str) -> str:
+    """Of a setting in a shell: $NAME for ${NAME} and ${NAME:-}, without quotes."""
+    return re.sub(r"\$\{(\w+)(:-)?\}", r"$\1", text).replace('"', "").strip()
+
+
+def added_to(name: str, value: str) -> str:
+    """Where the new parts of a path stand."""
+    return "behind it" if value.startswith(f"${name}:") else "before it" if value.endswith(f":${name}") else ""
+
+
+@clause("F10")
+def test_times_are_told_as_slurm_reads_them(check, site):
+    """Of two numbers the first are minutes: `--time=4:00` is no four hours."""
+    violations = []
+    for path in (site.folder / "README.md", *site.scripts):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            short = re.findall(r"(?:--time[= ]|(?<!\w)-t )\d+:\d\d(?![:\d])", line)
+            violations += [f"{path.name}:{number}: {told}, but should have hours, minutes and seconds" for told in short]
+    check.holds(*violations)
 
 
 @clause("J4")

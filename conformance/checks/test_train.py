@@ -67,6 +67,16 @@ def test_a_port_of_train_py_is_one_that_linux_gives_to_nobody(check, site, tmp_p
             check.equal(one_port_for_all_starts=(len({*ports}) == 1, False))
 
 
+@clause("B9")
+def test_ranks_that_ask_mpi_agree_on_a_secret_there(check, site, tmp_path):
+    for launch in site.launches:
+        if launch.mpi:
+            environ = launch.environ(0, 1, 1, 29500, "1")
+            secrets = [who(site, environ, tmp_path).get("secret", "") for _ in range(3)]
+            check.equal(shorter_than_32_characters=([len(secret) for secret in secrets if len(secret) < 32], []))
+            check.equal(one_for_all_starts=(len({*secrets}) == 1, False))
+
+
 @clause("R10")
 def test_mpi_has_ended_before_the_training(check, site, tmp_path):
     """A rank that waits in MPI for one that was lost, waits until the time limit."""

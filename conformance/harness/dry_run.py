@@ -43,7 +43,7 @@ ARGUMENTS = ("--epochs", "3", "--data-dir", "two words", "--note", "*")
 # spare, and the first is down.
 STANDARD: dict = dict(number="4242", restarts=0, code=0, all_ranks=False, event="", progress=True, shared=False, fails="")
 STANDARD |= dict(environ={}, options={}, edit={}, ntasks=0, arguments=ARGUMENTS, install=(), install_fails="", case=None)
-STANDARD |= dict(beside=(), planted=(), modules_set=True, spare=False)
+STANDARD |= dict(beside=(), planted=(), modules_set=True, spare=False, recorded=None)
 # What PBS says of the job: not what its directives say.
 OF_PBS = dict(queue="queue42", account="account42", walltime="01:42:00", place="scatter:excl", filesystems="home:of42")
 # Of absolute paths these stay as they are; all others are moved.
@@ -57,10 +57,19 @@ class ChildFailedError(Exception):
         code = self.args[0]
         return 0, type("Failure", (), dict(exitcode=128 - code if code > 128 else code))
 """
+SIGNALS = """
+class SignalException(Exception):
+    def __init__(self, message, sigval):
+        super().__init__(message)
+        self.sigval = sigval
+"""
 TORCHRUN = """
-import subprocess, sys
+import os, signal, subprocess, sys
+from .elastic.multiprocessing import SignalException
 from .elastic.multiprocessing.errors import ChildFailedError
 def main(words=None):
+    if os.environ["DRY_RUN_FAILS"] == "agent" and os.environ.get("DRY_RUN_NODE", "0") != "0":
+        raise SignalException("got signal 15", signal.SIGTERM)  # another node's has ended, and so srun ends this one
     code = subprocess.call(["torchrun", *(sys.argv[1:] if words is None else words)])
     if code:
         raise ChildFailedError(code)
@@ -70,7 +79,7 @@ PACKAGES = {
     "../torch/torch/__init__.py": "__version__ = '2.13.0'\nfrom . import cuda, version\n",
     "../old-torch/torch/__init__.py": "__version__ = '2.4.0'\n",
     "../torch/torch/distributed/run.py": TORCHRUN,
-    "../torch/torch/distributed/elastic/multiprocessing/__init__.py": "class SignalException(Exception): pass\n",
+    "../torch/torch/distributed/elastic/multiprocessing/__init__.py": SIGNALS,
     "../torch/torch/distributed/elastic/multiprocessing/errors.py": ERRORS,
     "../torch/torch/utils/tensorboard.py": BOARD,
     "../torch/torch/version.py": "cuda = '13.0'\nhip = '7.1'\nxpu = '2026'\n",
@@ -108,7 +117,7 @@ class Call:
     began: int
     ended: int | None = None
     code: int | None = None
-    notes: dict = field(default_factory=dict)  # constraints: the text of pip's; signals: those that a rank has heard
+    notes: dict = field(default_factory=dict)  # texts that pip was given; signals: those that a rank has heard
 
     @property
     def rank(self) -> int | None:
@@ -367,6 +376,8 @@ class DryRuns:
             for path in told["beside"]:
                 (self.top / path).mkdir(parents=True, exist_ok=True)
                 (self.top / path / "file").write_text("another job's\n")
+            if told["recorded"] is not None:
+                told["arguments"] = [*told["arguments"], "--run-dir", str(self._recorded(told["recorded"]))]
             slurm = self.site.toml["scheduler"] == "slurm"
             copy = self.top / "spool" / script.name
             text = (self.folder / script.name).read_text()
@@ -378,6 +389,14 @@ class DryRuns:
             with self._planted(*told["planted"]):
                 self.made[key] = self._run(script.name, words, self.folder if slurm else self.top / "home", environ, told)
         return self.made[key]
+
+    def _recorded(self, code: int) -> Path:
+        """A run directory that an earlier start has left, with its exit code."""
+        folder = self.folder / "runs/earlier"
+        folder.mkdir(parents=True)
+        words = '{"kind":"start","step":0,"epoch":0}\n{"kind":"end","exit_code":%d,"step":5,"epoch":1}\n'
+        (folder / "run.jsonl").write_text(words % code)
+        return folder
 
     @contextmanager
     def _planted(self, kind: str = "", path: str = ""):
@@ -398,10 +417,13 @@ class DryRuns:
         elif kind:
             shutil.rmtree(place, ignore_errors=True)  # the job may have removed it
 
-    def command(self, script: Path, line: str) -> DryRun:
-        """A command with a script in it, as a user types it in an allocation, in the site's folder; ARGUMENTS follow it."""
-        self.install()
-        self._restore(self.installed["install", "", "", None])
+    def command(self, script: Path, line: str, *flags: str) -> DryRun:
+        """A command with a script in it, as a user types it in an allocation, in the site's folder; ARGUMENTS follow it.
+
+        flags: those of install.sh before it.
+        """
+        self.install(*flags)
+        self._restore(self.installed["install", *flags, "", "", None])
         job = self.site.job_scripts[0]
         environ = self._of_slurm(job, STANDARD | dict(nodes=1)) if self.site.toml["scheduler"] == "slurm" else {}
         return self._run(
@@ -422,7 +444,10 @@ class DryRuns:
         return self.job(script, case=case, **shape)
 
     def hosts(self, nodes: int) -> list[str]:
-        return names_of(self.site, nodes)
+        names = names_of(self.site, max(nodes, 2))
+        if self.site.toml["scheduler"] == "pbs":  # which lists them as it has found them
+            names[:2] = names[1::-1]
+        return names[:nodes]
 
     def _of_slurm(self, script: Path, told: dict) -> dict[str, str]:
         """What a batch script finds in its environment. https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES"""

@@ -275,7 +275,8 @@ def train(arguments: list[str]) -> int:
         os.makedirs(folder, exist_ok=True)
         with open(f"{folder}/run.jsonl", "a") as file:
             file.write(f'{{"kind":"start","step":{began},"epoch":{began and 1}}}\n')
-            file.write(f'{{"kind":"end","exit_code":{code},"step":5,"epoch":1}}\n')
+            if code <= 128:  # else it was killed
+                file.write(f'{{"kind":"end","exit_code":{code},"step":5,"epoch":1}}\n')
     return code
 
 
@@ -353,14 +354,12 @@ def pip(name: str, words: list[str]) -> int:
         if FACTS["fails"] == "pip":
             print("ERROR: Could not find a version that satisfies the requirement", file=sys.stderr)
             return 1
-        held = [
-            value
-            for flag, value in pairs([part for word in words for part in word.split("=", 1)])
-            if flag in ("-c", "--constraint")
-        ]
-        for path in filter(os.path.exists, held):
-            with open(path) as file:
-                NOTES["constraints"] = file.read()
+        named = pairs([part for word in words for part in word.split("=", 1)])
+        for flag, path in named:
+            kind = {"-c": "constraints", "--constraint": "constraints", "-r": "requirements", "--requirement": "requirements"}
+            if flag in kind and os.path.exists(path):
+                with open(path) as file:
+                    NOTES[kind[flag]] = file.read()
         if own("PIP_NO_CACHE_DIR", "0") in ("0", "false", "") and "--no-cache-dir" not in words:
             leave(own("PIP_CACHE_DIR") or f"{own('XDG_CACHE_HOME') or os.environ['HOME'] + '/.cache'}/pip")
     if "download" in words:

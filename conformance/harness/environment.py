@@ -2,7 +2,10 @@
 
     .venv/bin/python conformance/harness/environment.py pytest pytest-timeout
     .venv/bin/python conformance/harness/environment.py --torch-of /usr/bin/python3 numpy --last tensorboard
+    .venv/bin/python conformance/harness/environment.py --no-torch jinja2
     .venv/bin/python conformance/harness/environment.py --all-pinned
+
+Of what constraints.txt names pip takes only files whose sha256 is in constraints.lock, which lock.py writes.
 
 pip takes seconds even where all is installed already, so it is not started then: a stamp, written after the last package,
 holds what was asked for. An installation that was broken off has no stamp.
@@ -14,12 +17,14 @@ import re
 import site
 import subprocess
 import sys
-from importlib.metadata import distributions
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 OF_VENV = ("pip", "setuptools", "wheel", "ddp-core")
+LISTS = ("constraints.txt", "constraints.lock", "constraints-torch.txt")
+NO_REQUIRE_HASHES = (26, 2)  # the pip since which other packages than those with a hash may be installed beside them
 STAMP = "ddp-sites-installed.txt"  # in site-packages
 
 
@@ -27,7 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("packages", nargs="*", metavar="PACKAGE")
     parser.add_argument("--last", nargs="+", default=[], metavar="PACKAGE", help="after torch: some would bring another")
-    parser.add_argument("--constraint", default=[], metavar="FILE", action="append", help="besides constraints.txt")
+    parser.add_argument("--constraint", default=[], metavar="FILE", action="append", help="besides constraints.lock")
+    parser.add_argument("--no-torch", action="store_true", help="the packages alone, without torch and the core")
     parser.add_argument("--torch-of", default=[], metavar="PYTHON", action="append", help="use its torch, if it has one")
     parser.add_argument("--all-pinned", action="store_true", help="install nothing: is all that is here in a list of versions?")
     chosen = parser.parse_args(argv)
@@ -35,7 +41,9 @@ def main(argv: list[str] | None = None) -> int:
     if chosen.all_pinned:
         if found := loose():
             print(f"error: {', '.join(found)}: here, and not so in constraints.txt: write it there", file=sys.stderr)
-        return bool(found)
+        if unlocked := sorted(_pins("constraints.txt") ^ _pins("constraints.lock")):
+            print(f"error: {', '.join(unlocked)}: in constraints.txt or .lock, not in both: nox -s lock", file=sys.stderr)
+        return bool(found or unlocked)
     theirs = torch_of(chosen.torch_of)
     if theirs:
         print(f"using the torch in {theirs}", flush=True)
@@ -53,10 +61,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def loose() -> list[str]:
     """Packages of this environment whose version stands in no list: PyPI decides about them anew each day."""
-    files = [Path(name).read_text() for name in ("constraints.txt", "constraints-torch.txt")]
-    pinned = {_plain(line) for text in files for line in text.splitlines()}
+    pinned = set().union(*map(_pins, LISTS))
     here = [f"{found.name}=={found.version.partition('+')[0]}" for found in distributions(path=site.getsitepackages()[:1])]
     return sorted(each for each in here if _plain(each) not in pinned and each.partition("==")[0] not in OF_VENV)
+
+
+def requirements(text: str) -> list[str]:
+    """The requirements in a list of them, without comments and hashes."""
+    return [line.split()[0] for line in text.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def _pins(name: str) -> set[str]:
+    return set(map(_plain, requirements(Path(name).read_text())))
 
 
 def _plain(requirement: str) -> str:
@@ -65,16 +81,24 @@ def _plain(requirement: str) -> str:
 
 def wish(chosen: argparse.Namespace, theirs: Path | None) -> str:
     """Everything that decides what is installed, in words."""
-    files = ["constraints.txt", "constraints-torch.txt", "core/pyproject.toml", __file__, *chosen.constraint]
-    facts = dict(packages=chosen.packages, last=chosen.last, torch=theirs, root=ROOT, python=sys.version)
+    files = [*LISTS, "core/pyproject.toml", __file__, *chosen.constraint]
+    facts = dict(packages=chosen.packages, last=chosen.last, torch=not chosen.no_torch, theirs=theirs)
+    facts |= dict(root=ROOT, python=sys.version)
     facts |= {name: Path(name).read_text() for name in files}
     return "\n".join(f"{name}: {fact}" for name, fact in facts.items())
 
 
 def install(chosen: argparse.Namespace, theirs: Path | None, link: Path) -> None:
-    constraints = [flag for file in ("constraints.txt", *chosen.constraint) for flag in ("-c", file)]
+    constraints = [flag for file in ("constraints.lock", *chosen.constraint) for flag in ("-c", file)]
+    if tuple(map(int, version("pip").split(".")[:2])) < NO_REQUIRE_HASHES:
+        newer = next(line for line in Path("constraints.lock").read_text().splitlines() if line.startswith("pip=="))
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--require-hashes", "-r", "/dev/stdin"]
+        subprocess.run(command, input=newer, text=True, check=True)
+    constraints.append("--no-require-hashes")
     if chosen.packages:  # before the link: behind it pip finds some of them, and leaves out their commands
         pip(*chosen.packages, *constraints)
+    if chosen.no_torch:
+        return
     if theirs:
         link.write_text(f"{theirs}\n")
     else:
@@ -85,7 +109,8 @@ def install(chosen: argparse.Namespace, theirs: Path | None, link: Path) -> None
         except subprocess.CalledProcessError:
             print(f"no {pinned} from {CPU_WHEELS}: taking PyPI's", flush=True)
         pip("torch", "-c", "constraints-torch.txt", *constraints)
-    pip("-e", "core", *constraints)
+    pip("setuptools", *constraints)
+    pip("--no-build-isolation", "-e", "core", *constraints)  # isolated, it would be built by whatever is the newest
     if chosen.last:
         pip(*chosen.last, *constraints)
 

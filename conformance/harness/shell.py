@@ -98,6 +98,13 @@ class Script:
         return next((line.number for line in self.lines if line.text.strip() and not line.text.lstrip().startswith("#")), 0)
 
     @property
+    def variables(self) -> list[tuple[str, str, list[str]]]:
+        """Of the table in its head, `NAME=DEFAULT  words; VALUE or VALUE: words`: name, default, and the values beside it."""
+        rows = re.findall(r"(?m)^#   ([A-Z_]+)=(\w+) {2,}(.*)$", self.text)
+        values = [re.findall(r"(?:^|; )(\w+)(?: or (\w+))?:", words) for *_, words in rows]
+        return [(*row[:2], [each for pair in pairs for each in pair if each]) for row, pairs in zip(rows, values, strict=True)]
+
+    @property
     def directives(self) -> list[tuple[Line, str]]:
         return [(line, match[2].strip()) for line in self.lines if (match := DIRECTIVE.match(line.text))]
 

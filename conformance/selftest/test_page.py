@@ -268,6 +268,7 @@ BROKEN = {
     "closed in print": (is_lost_in_print, ("details::details-content", "details::nothing")),
     "groups closed in print": (is_lost_in_print, ("display: revert !important", "color: inherit")),
     "cut off in print": (is_lost_in_print, style(".matrix { min-width: 2000px !important }")),
+    "dates that do not break": (is_lost_in_print, style("small { white-space: nowrap }")),
     "dark paper": (is_lost_in_print, style("html { background: #000 !important }")),
     "no outline": (is_out_of_reach, style("button:focus-visible { outline: none }")),
     "left out": (is_out_of_reach, ("<summary>", '<summary tabindex="-1">')),

@@ -1,11 +1,14 @@
 """What the sessions of noxfile.py start: the commands of `python -m conformance`, and when pip is started (environment.py)."""
 
+import hashlib
+import re
 import subprocess
+import zipfile
 
 import pytest
 
 from conformance import __main__ as program
-from conformance.harness import environment, sites
+from conformance.harness import environment, lock, sites
 
 SITES = [site.folder.name for site in sites.find()]
 FIRST = SITES[0]
@@ -115,7 +118,7 @@ def installed(monkeypatch, tmp_path):
     """The calls of pip by environment.py, in an environment and a repository of its own; None makes the next call fail."""
     calls: list[str] = []
     (tmp_path / "core").mkdir()
-    for name in ("constraints.txt", "core/pyproject.toml"):
+    for name in ("constraints.txt", "constraints.lock", "core/pyproject.toml"):
         (tmp_path / name).write_text("pytest==1\n")
     (tmp_path / "constraints-torch.txt").write_text("torch==2\n")
 
@@ -133,13 +136,15 @@ def installed(monkeypatch, tmp_path):
 
 def test_pip_is_not_started_where_all_is_there(installed):
     assert environment.main(["pytest", "--last", "wandb"]) == 0
-    assert [call.partition(" -c ")[0] for call in installed[::2]] == ["pytest", "torch", "wandb"]
+    called = [call.partition(" -c ")[0] for call in installed]
+    cpu = f"--no-deps --retries 0 --index-url {environment.CPU_WHEELS} torch==2"
+    assert called == ["pytest", cpu, "torch", "setuptools", "--no-build-isolation -e core", "wandb"]
     before = [*installed]
     assert environment.main(["pytest", "--last", "wandb"]) == 0
     assert installed == before
 
 
-@pytest.mark.parametrize("file", ["constraints.txt", "constraints-torch.txt", "core/pyproject.toml"])
+@pytest.mark.parametrize("file", [*environment.LISTS, "core/pyproject.toml"])
 def test_a_changed_file_is_installed_anew(installed, tmp_path, file):
     environment.main(["pytest"])
     installed.clear()
@@ -152,7 +157,64 @@ def test_other_packages_are_installed(installed):
     environment.main(["pytest"])
     installed.clear()
     environment.main(["pytest", "numpy"])
-    assert installed[0] == "pytest numpy -c constraints.txt"
+    assert installed[0] == "pytest numpy -c constraints.lock --no-require-hashes"
+
+
+def test_without_torch_nothing_else_is_installed(installed):
+    environment.main(["pytest", "--no-torch"])
+    assert installed == ["pytest -c constraints.lock --no-require-hashes"]
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_a_file_of_another_hash_is_refused(monkeypatch, tmp_path, capfd, locked):
+    """By pip, which is told of the hashes and installs what has none beside that."""
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(environment.site, "getsitepackages", lambda: [str(tmp_path)])
+    pip = environment.pip
+    here = ("--no-index", "--disable-pip-version-check", f"--find-links={tmp_path}", f"--target={tmp_path / 'installed'}")
+    monkeypatch.setattr(environment, "pip", lambda *flags: pip(*flags, *here))
+    (tmp_path / "core").mkdir()
+    for name in (*environment.LISTS, "core/pyproject.toml"):
+        (tmp_path / name).write_text("")
+    for name in ("pinned", "loose"):
+        wheel = tmp_path / f"{name}-1-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as file:
+            file.writestr(f"{name}.py", "")
+            file.writestr(f"{name}-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+            file.writestr(f"{name}-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            file.writestr(f"{name}-1.dist-info/RECORD", "")
+    good = hashlib.sha256((tmp_path / "pinned-1-py3-none-any.whl").read_bytes()).hexdigest()
+    (tmp_path / "constraints.lock").write_text(f"pinned==1 --hash=sha256:{good if locked else '0' * 64}\n")
+    assert environment.main(["--no-torch", "pinned", "loose"]) == (0 if locked else 1)
+    assert (tmp_path / "installed/pinned.py").exists() == (tmp_path / "installed/loose.py").exists() == locked
+    assert ("DO NOT MATCH THE HASHES" in capfd.readouterr().err) != locked
+
+
+def test_the_lock_has_each_pinned_version_with_its_files():
+    """`nox -s lint` says so at the desk; here for whoever has changed one file by hand."""
+    lines = (environment.ROOT / "constraints.lock").read_text().splitlines()[1:]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+( --hash=sha256:[0-9a-f]{64})+ # 20\d\d-\d\d-\d\d", line) for line in lines)
+    pinned = [line for line in (environment.ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    assert sorted(line.split()[0] for line in lines) == sorted(pinned)
+
+
+def test_files_of_a_version_by_their_names():
+    names = ("numpy-2.4.6-cp311-cp311-manylinux_2_28_x86_64.whl", "pytest_mpi-0.6.tar.gz", "outcome-1.3.0.post0.zip")
+    assert [lock.version_of(name) for name in names] == ["2.4.6", "0.6", "1.3.0.post0"]
+
+
+PYTEST = dict(filename="pytest-9.9.8.tar.gz", hashes=dict(sha256="0" * 64), **{"upload-time": "2031-05-04T10:00:00Z"})
+
+
+def test_a_version_without_files_is_named(monkeypatch, tmp_path, capsys):
+    (tmp_path / "constraints.txt").write_text("# pinned\npytest==9.9.9\n")
+    monkeypatch.setattr(lock, "ROOT", tmp_path)
+    monkeypatch.setattr(lock, "files", lambda name: [PYTEST])
+    assert lock.main() == 1 and not (tmp_path / "constraints.lock").exists()
+    assert "has no file of pytest==9.9.9" in capsys.readouterr().err
+    (tmp_path / "constraints.txt").write_text("pytest==9.9.8\n")
+    assert lock.main() == 0
+    assert (tmp_path / "constraints.lock").read_text().splitlines()[1] == f"pytest==9.9.8 --hash=sha256:{'0' * 64} # 2031-05-04"
 
 
 def test_a_broken_installation_is_tried_again(installed):
@@ -174,4 +236,7 @@ def test_a_package_whose_version_stands_nowhere_is_named(installed, tmp_path, ca
     assert environment.main(["--all-pinned"]) == 1
     assert capsys.readouterr().err.startswith("error: Own_Thing==3: here, and not so in constraints.txt")
     (tmp_path / "constraints.txt").write_text("pytest==1\nown-thing==3\n")
+    assert environment.main(["--all-pinned"]) == 1
+    assert capsys.readouterr().err == "error: own-thing==3: in constraints.txt or .lock, not in both: nox -s lock\n"
+    (tmp_path / "constraints.lock").write_text("# by lock\npytest==1 --hash=sha256:0\nown-thing==3 --hash=sha256:0\n")
     assert environment.main(["--all-pinned"]) == 0 and not installed

@@ -3,6 +3,7 @@
 python core/bench --out figures.md                                 # all of it: see README.md for how long
 python core/bench steps --workloads digits --world-sizes 2
 python core/bench loader startup --rounds 3
+python core/bench --device cuda                                    # never run yet
 """
 
 import argparse
@@ -16,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import loader
 import startup
 import steps
+import torch
 from common import Report
 
 
@@ -28,12 +30,18 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=list(steps.FLAGS), default=list(steps.FLAGS), help="of steps")
     parser.add_argument("--world-sizes", nargs="+", type=int, metavar="N", help="default: 1 2 4 (startup: 2; loader: 1)")
     parser.add_argument("--rounds", type=int, default=7, help="counted ones; one more comes first (default: 7)")
-    parser.add_argument("--device", choices=["cpu", "auto"], default="cpu", help="auto: the accelerator if one is visible")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda", "xpu"], default="cpu", help="default: %(default)s; cuda is AMD's, too"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="write the output there, and raw figures to FILE.json")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the contestants and their folders go with it
     if unknown := set(args.parts) - set(parts):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: take some of {', '.join(parts)}")
+    if args.device != "cpu" and not getattr(torch, args.device).is_available():
+        parser.error(
+            f"--device {args.device}: torch {torch.__version__} sees none: look at the job's devices and at which torch this is"
+        )
     chosen, common = args.parts or parts, ["--device", args.device]
     report = Report(args.out, "Ours, an expert's DDP loop, Lightning and Accelerate, side by side")
     try:

@@ -41,7 +41,7 @@ def optimizer_of(problem: Problem, model: torch.nn.Module, tuned: bool) -> torch
 
 
 def device_of(problem: Problem) -> torch.device:
-    if problem.config.device == "cpu" or not torch.accelerator.is_available():
+    if problem.config.device == "cpu":
         return torch.device("cpu")
     index = int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count()
     torch.accelerator.set_device_index(index)

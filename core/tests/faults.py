@@ -218,7 +218,3 @@ def threads(count: int) -> Fault:
 def standing_in(folder: Path) -> Fault:
     """There relative paths begin."""
     return partial(os.chdir, folder)
-
-
-def open_to_all() -> None:
-    os.umask(0)

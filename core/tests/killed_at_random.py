@@ -59,6 +59,7 @@ KINDS = {
     "sharded": Kind("--sharding full --epochs 3 --save-steps 5"),
     "sharded, slow disk, adamw": Kind("--sharding full --epochs 2 --save-steps 3 --optimizer adamw --lr 0.003", slow=SLOW),
     "sharded, four ranks": Kind("--sharding full --epochs 3 --save-steps 4 --clip-norm 0.5", 4),
+    "sharded, sets of files": Kind("--sharding full --epochs 3 --save-steps 4 --max-shard-size 50KB", 4, slow=SLOW),
     "sharded, two nodes of two ranks": Kind("--sharding hybrid --epochs 3 --save-steps 4", 4, nodes=2),
 }
 AIMS = ("writing a snapshot", "writing a snapshot", "evaluation", "exit")  # and as often at any moment
@@ -161,6 +162,7 @@ def main() -> int:
                 print(f"kill {counts.total()}: {what}: {who}, {where}", flush=True)
             job = kind.train(folder / "run")
             ranks.assert_same_run(job, reference)
+            ranks.step_of(job)  # of a set every file, too
             assert_nothing_saved_was_lost(job)
         except BaseException:
             print(f"error: {what} did not end as a run that was never killed, what it left is in {folder}", flush=True)

@@ -140,6 +140,17 @@ def test_the_best_model_alone_is_no_snapshot_on_record(saver):
     assert on_record(saver) == [] and not saver.directory.snapshot.exists() and saver.directory.best.exists()
 
 
+def test_the_best_model_is_durable_before_the_snapshot_that_tells_of_it(saver, monkeypatch):
+    """Killed between the two, the run that goes on from the snapshot would never write that model again."""
+    written, write = [], snapshot.write
+    monkeypatch.setattr(
+        run_directory, "write", lambda path, *rest, **more: [write(path, *rest, **more), written.append(path.name)]
+    )
+    saver.save(*whole(1), best=True, snapshot=True)
+    saver.settle()
+    assert written == ["best.safetensors", "snapshot.safetensors"]
+
+
 def test_a_save_that_fails_is_told_once_by_whoever_asks_next(saver, monkeypatch):
     def fail(*arguments):
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import ranks
 import torch
+from ddp_core import batches
 from ddp_core.batches import Batches, SeededRows
 from ddp_core.config import parse
 from ddp_core.workload import find
@@ -60,6 +61,14 @@ def test_row_seeds_off_leaves_the_generators_alone():
     state = random.getstate()
     assert not torch.equal(rows[0, 0][0], rows[0, 0][0])
     random.setstate(state)
+
+
+def test_a_batch_may_take_as_long_as_timeout_says(monkeypatch):
+    """Of a worker, and not as long as ranks may take to meet."""
+    config, told = parse(["--workers", "1", "--timeout", "77", "--device", "cpu"], 1, workload=find(Augmented)), {}
+    monkeypatch.setattr(batches, "DataLoader", lambda rows, **flags: told.update(flags) or [])
+    one = Batches(OneByOne(*table(), noise=0.0), find(Augmented), config, torch.device("cpu"), torch.float64)
+    assert [*one.stream(iter([]))] == [] and told["timeout"] == 77 and told["num_workers"] == 1
 
 
 # ---- batches ------------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ CHANGES = {
     "offload": "--sharding full --offload",
     "workers": "--workers 2",
     "row_seeds": "--row-seeds off",
+    "stage_data": "--stage-data off",
     "run_dir": "--run-dir elsewhere",
     "new_run_dir": "--new-run-dir elsewhere",
     "fresh": "--fresh",
@@ -83,7 +84,7 @@ def test_every_choice_has_a_flag(name):
 
 def test_problem_holds_the_choices_that_determine_the_losses_and_no_others():
     free = {"epochs", "accumulate", "device", "backend", "reduction", "deterministic", "compile", "workers", "shards"}
-    free |= {"sharding", "checkpoint_activations", "offload"}
+    free |= {"sharding", "checkpoint_activations", "offload", "stage_data"}
     free |= {"run_dir", "new_run_dir", "fresh", "save_every", "save_minutes", "save_steps", "eval_every", "log_every"}
     free |= {"max_shard_size", "log_seconds", "grace", "rendezvous_timeout", "timeout", "profile", "debug"}
     assert config("").problem().keys() == CHANGES.keys() - free

@@ -9,11 +9,13 @@ import os
 import resource
 import signal
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ranks
 import torch
 from ddp_core import control, process_group, rendezvous
 from ddp_core.control import groups_of, tree_sum
@@ -165,17 +167,27 @@ def test_a_rank_pays_by_the_logarithm_of_their_number(world_size):
         assert cost.messages <= 2 * cost.connections and cost.bytes == 24 * cost.messages
 
 
-@pytest.mark.parametrize("world_size", [8, 64])
-def test_forked_ranks_pay_what_the_tree_says(tmp_path, world_size):
+def test_its_groups_have_the_run_s_timeout(monkeypatch):
+    """Without one a rank that hangs is noticed after half an hour, whatever --timeout is."""
+    made = []
+    monkeypatch.setattr(control.dist, "new_group", lambda members, **options: made.append(options.get("timeout")))
+    control.Control(0, 64, timedelta(seconds=7))
+    assert made == [timedelta(seconds=7)] * len(groups_of(0, 64))
+
+
+@pytest.mark.parametrize("world_size", [8, 64, 256])
+def test_forked_ranks_pay_what_the_tree_says(tmp_path, monkeypatch, world_size):
     """Counted in each rank, by the kernel and in the store. Only the control plane connects them: so it is under nccl, whose
     connections are its own. ulimit -n 256 suffices; rank 0's store has one for each rank.
     """
     files = [tmp_path / f"counts-{rank}" for rank in range(world_size)]
-    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (256, 256))
-    faults = {rank: in_turn(limit, call("counting", "count", file, True)) for rank, file in enumerate(files)}
-    flags = "--epochs 1 --steps-per-epoch 6 --global-batch-size 192"
+    limits = {rank: 256 if rank else 256 + world_size for rank in range(world_size)}
+    limit = {rank: partial(resource.setrlimit, resource.RLIMIT_NOFILE, (most, most)) for rank, most in limits.items()}
+    faults = {rank: in_turn(limit[rank], call("counting", "count", file, True)) for rank, file in enumerate(files)}
+    flags = f"--epochs 1 --steps-per-epoch 5 --global-batch-size {max(192, world_size)} --timeout 90 --rendezvous-timeout 90"
+    monkeypatch.setattr(ranks, "SECONDS", 100.0)
     job = train(tmp_path / "run", flags, world_size, faults=faults, reduction="counting:OverTheTree", code=0)
-    assert len(job.losses) == 6
+    assert len(job.losses) == 5
     for rank, file in enumerate(files):
         paid, groups = json.loads(file.read_text()), groups_of(rank, world_size)
         assert paid["connections"] == sum(len(members) - 1 for members in groups)

@@ -233,6 +233,15 @@ def test_bytes_of_several_files_are_those_of_all_read_at_once(tmp_path, parts, w
         assert torch.equal(part[torch.arange(len(part))], expected[mine])
 
 
+def test_of_a_text_larger_than_memory_the_row_alone_is_read(tmp_path):
+    size = 4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with open(tmp_path / "huge.txt", "wb") as file:
+        file.write(b"abcdefgh")
+        file.truncate(size)
+    rows = Bytes([tmp_path / "huge.txt"], 4, "here")
+    assert rows[torch.tensor([1, size // 4 - 1])].tolist() == [[*b"efgh"], [0] * 4]
+
+
 def test_a_text_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(PreflightError, match=f"{re.escape(str(tmp_path / 'folder'))}: Is a directory"):

@@ -10,11 +10,14 @@ import os
 import re
 import shutil
 import signal
+import socket
 import stat
 import struct
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ranks
@@ -24,7 +27,7 @@ from ddp_core.background import Saver
 from ddp_core.errors import SnapshotError, StorageError
 from ddp_core.record import Record
 from ddp_core.run_directory import RunDirectory
-from faults import at_step, files_limited_to, in_turn, signalled
+from faults import at_step, environment, files_limited_to, in_turn, signalled, standing_in
 from ranks import assert_same_run, step_of, train
 from safetensors.torch import load_file
 from test_run_directory import _no_link
@@ -546,3 +549,178 @@ def test_a_sharded_run_with_sets_goes_on_from_a_file_and_ends_along_the_same_los
     job = train(tmp_path / "run", f"{RUN} {SETS} --sharding full", 4, code=0)
     assert_same_training(job, finished(RUN, 2))
     assert_nothing_stale_of_a_run(job.run_dir)
+
+
+# ---- written by several ranks ---------------------------------------------------------------------------------------
+
+SHARDED = f"{RUN} --sharding full {SETS}"
+
+
+def telling() -> None:
+    """Which files this rank writes."""
+    from ddp_core import sharding
+
+    put = sharding.put
+
+    def told(draft, gathered):
+        sums = put(draft, gathered=gathered)
+        print("put", draft.path.name.split(".")[3], flush=True)
+        return sums
+
+    sharding.put = told
+
+
+def put_by(job: ranks.Job) -> list[set[int]]:
+    """Of each rank, the places of its files in a set."""
+    return [{int(line.split()[1]) for line in out.splitlines() if line.startswith("put ")} for out in job.out]
+
+
+def by_rank_0_alone() -> None:
+    from ddp_core import sharding
+
+    sharding.Writers._deal = lambda writers, count: [0] * count
+    telling()
+
+
+@pytest.mark.parametrize(
+    "world_size, size, expected",
+    [
+        (1, "50KB", [{0, 1, 2, 3, 4}]),
+        (2, "50KB", [{0, 2, 4}, {1, 3}]),
+        (4, "50KB", [{0, 4}, {1}, {2}, {3}]),
+        (4, "200KB", [{0}, set(), {1}, set()]),  # on two nodes of two ranks: one on each
+    ],
+)
+def test_every_rank_writes_its_files_of_a_set_and_the_bytes_are_those_of_one_writer(tmp_path, world_size, size, expected):
+    flags = f"{RUN} --sharding full --max-shard-size {size}"
+    jobs = [
+        train(tmp_path / name, flags, world_size, faults=dict.fromkeys(range(world_size), fault), code=0)
+        for name, fault in (("parallel", telling), ("alone", by_rank_0_alone))
+    ]
+    parallel, alone = jobs
+    assert put_by(parallel) == expected
+    assert put_by(alone) == [{*range(len(set().union(*expected)))}, *[set()] * (world_size - 1)]
+    assert bytes_of(parallel.run_dir) == bytes_of(alone.run_dir) and parallel.losses == alone.losses
+    snapshot.read(parallel.snapshot)
+    assert_nothing_stale_of_a_run(parallel.run_dir)
+
+
+def test_all_files_of_a_set_are_written_at_once(tmp_path):
+    """Each writer waits with its first tensor until the others have theirs."""
+    flags = "--epochs 1 --precision fp64 --sharding full --max-shard-size 200KB"
+    faults = {rank: partial(waiting_for_each_other, tmp_path, rank) for rank in range(2)}
+    assert put_by(train(tmp_path / "run", flags, 2, faults=faults, code=0)) == [{0}, {1}]
+
+
+def waiting_for_each_other(folder: Path, rank: int) -> None:
+    from ddp_core import sharding
+
+    telling()
+    put = sharding.put
+
+    def together(draft, gathered):
+        def first(name):
+            whole = gathered(name)
+            (folder / f"has-{rank}").touch()
+            while not (folder / f"has-{1 - rank}").exists():
+                time.sleep(0.01)
+            return whole
+
+        return put(draft, gathered=first)
+
+    sharding.put = together
+
+
+def test_a_writer_gathers_no_more_tensors_than_it_can_put_down(monkeypatch, tmp_path):
+    from ddp_core import sharding
+
+    tensors = {f"model.{n}": torch.full((4,), float(n)) for n in range(9)}
+    taken, wholes = [], []
+    peers = SimpleNamespace(rank=0, world_size=1, broadcast=lambda value: value, reduce=lambda most: (None, most))
+    writers = sharding.Writers(tensors, SimpleNamespace(peers=peers, alone=False, step=1))
+    monkeypatch.setattr(sharding.Writers, "_whole", lambda self, name: wholes.append(name) or self.tensors[name])
+    put = sharding.put
+
+    def slowly(draft, gathered):
+        def one(name):
+            taken.append(gathered(name))
+            end = time.monotonic() + 20
+            while len(wholes) < min(len(taken) + 2, 9) and time.monotonic() < end:
+                time.sleep(0.001)
+            time.sleep(0.01)
+            assert len(wholes) == min(len(taken) + 2, 9), "one is put down, one waits, one was gathered"
+            return taken[-1]
+
+        return put(draft, gathered=one)
+
+    monkeypatch.setattr(sharding, "put", slowly)
+    snapshot.write(tmp_path / "file", tensors, {"step": 1}, put_drafts=writers.lead)
+    assert len(taken) == 9 and all(
+        torch.equal(values, tensors[name]) for name, values in snapshot.read(tmp_path / "file")[0].items()
+    )
+
+
+@pytest.mark.parametrize("world_size, rank", [(2, 0), (2, 1), (4, 3)])
+@pytest.mark.fault(32)
+def test_a_full_disk_of_any_writer_ends_all_ranks_and_the_old_set_stays(finished, tmp_path, world_size, rank):
+    fault = environment(DDP_FAULT=f"enospc save=20 rank={rank}")
+    job = train(tmp_path / "run", SHARDED, world_size, faults=dict.fromkeys(range(world_size), fault), code=8)
+    assert "No space left on device" in job.error and "free space and submit again" in job.error
+    assert str(job.run_dir) in job.error and f" of 5, by rank {rank} on {socket.gethostname()}: " in job.error
+    assert step_of(job) == 14
+    assert_nothing_stale_of_a_run(job.run_dir)
+    assert_same_run(train(tmp_path / "run", SHARDED, world_size, code=0), finished(SHARDED, world_size))
+
+
+def test_a_file_that_does_not_fit_half_way_ends_all_ranks_though_they_go_on_gathering(finished, tmp_path):
+    job = train(tmp_path / "run", SHARDED, 4, faults={1: at_step(20, files_limited_to(100_000))}, code=8)
+    assert "file 2 of 5, by rank 1 on" in job.error and "File too large" in job.error
+    assert step_of(job) == 14 and not list(job.run_dir.glob(".*"))
+    assert_same_run(train(tmp_path / "run", SHARDED, 4, code=0), finished(SHARDED, 4))
+
+
+def dying_with_a_draft() -> None:
+    """After the first of its files of the second set is on the disk."""
+    from ddp_core import sharding
+
+    put = sharding.put
+
+    def killed(draft, gathered):
+        sums = put(draft, gathered=gathered)
+        if draft.path.with_name("snapshot.safetensors.index.json").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sums
+
+    sharding.put = killed
+
+
+def dying_before_the_commit() -> None:
+    """When all files of the second set are on the disk, and none has its name."""
+    names_of_files = snapshot.names_of_files
+
+    def killed(path, step, sums):
+        if step > 14 and path.name == "snapshot.safetensors":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return names_of_files(path, step, sums)
+
+    snapshot.names_of_files = killed
+
+
+@pytest.mark.parametrize("rank, fault", [(0, dying_before_the_commit), (1, dying_with_a_draft), (3, dying_with_a_draft)])
+@pytest.mark.fault(31)
+def test_a_writer_that_is_killed_before_the_commit_leaves_the_old_set_whole(finished, tmp_path, rank, fault):
+    job = train(tmp_path / "run", SHARDED, 4, faults={rank: fault})
+    assert job.codes == [-signal.SIGKILL if n == rank else 7 for n in range(4)], job.err
+    assert step_of(job) == 14
+    again = train(tmp_path / "run", SHARDED, 4, code=0)
+    assert_same_run(again, finished(SHARDED, 4))
+    assert sets_of(again) == sets_of(finished(SHARDED, 4))
+    assert_nothing_stale_of_a_run(again.run_dir)
+
+
+def test_where_the_other_ranks_do_not_see_the_run_directory_rank_0_writes_all_files(tmp_path):
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+    faults = {rank: in_turn(standing_in(tmp_path / place), telling) for rank, place in enumerate(("a", "b"))}
+    job = train(tmp_path / "a" / "run", f"{SHARDED} --epochs 1 --run-dir run", 2, faults=faults, code=0)
+    assert put_by(job) == [{*range(5)}, set()] and step_of(job) == 14

@@ -27,7 +27,6 @@ from faults import (
     environment,
     failing_data,
     in_turn,
-    open_to_all,
     seen_late,
     signalled,
     signalled_after,
@@ -284,8 +283,19 @@ def test_a_run_directory_that_a_node_sees_a_little_later_is_not_taken_for_anothe
     assert ("is not seen by rank 1 on" in job.out[0]) == said
 
 
-def test_nothing_of_a_run_is_everybody_s_to_write(tmp_path):
-    """Though its user's umask would have it: a file of one's own there would be another run's weights."""
-    train(tmp_path / "run", "--epochs 1", faults={0: open_to_all}, code=0)
+@pytest.mark.parametrize("mask, never", [(0, 0o002), (0o077, 0o077)])
+def test_nothing_of_a_run_is_everybody_s_to_write(tmp_path, mask, never):
+    """Though its user's umask would have it: a file of one's own there would be another run's weights. A stricter one stays."""
+    train(tmp_path / "run", "--epochs 1", faults={0: partial(os.umask, mask)}, code=0)
     paths = [tmp_path / "run", *(tmp_path / "run").iterdir()]
-    assert len(paths) == 4 and not [path.name for path in paths if path.stat().st_mode & 0o002]
+    assert len(paths) == 4 and not [path.name for path in paths if path.stat().st_mode & never]
+
+
+def test_threads_share_the_cores_that_a_job_has_and_not_those_of_the_node(monkeypatch):
+    told: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    device.prepare_device(parse(["--device", "cpu"], 4), Rank(1, 4, 1, 4, 0, "localhost", 20000, "job"))
+    assert told == [2]

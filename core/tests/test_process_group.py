@@ -3,12 +3,14 @@
 python -m pytest core/tests/test_process_group.py
 """
 
+import ctypes
 import errno
 import json
 import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -83,6 +85,43 @@ def test_ranks_do_not_end_through_python(tmp_path):
     commands = [[sys.executable, "-c", program.format(rank, flags)] for rank in world(2)]
     started = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
     assert [process.wait(60) for process in started] == [0, 0]
+
+
+@pytest.mark.parametrize("flag", ["", "--debug"])
+@pytest.mark.fault(11)
+def test_a_kernel_without_ipv6_is_no_news(tmp_path, flag):
+    """c10d tries IPv6 first, and warns; --debug shows that it does so here."""
+    ours = [replace(rank, master_addr="localhost") for rank in world(2)]
+    flags = f"{ranks.FLAGS} --epochs 1 --steps-per-epoch 1 --run-dir {tmp_path}/run {flag}".split()
+    program = "from ddp_core import *; raise SystemExit(run(lambda _: {}, {}))"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_")}
+    options = dict(env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=without_ipv6)
+    started = [subprocess.Popen([sys.executable, "-c", program.format(rank, flags), flag], **options) for rank in ours]
+    told = [process.communicate(timeout=60)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    assert all("errno: 97" in text for text in told) if flag else told == ["", ""]
+
+
+def without_ipv6() -> None:
+    """This process and its children get errno 97 from the kernel for a socket of IPv6, as where it has none: by seccomp.
+
+    https://docs.kernel.org/userspace-api/seccomp_filter.html
+    """
+    number = dict(x86_64=41, aarch64=198)[os.uname().machine]  # of the call socket()
+    load, jump, end, allow, refuse = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000
+    steps = [
+        (load, 0, 0, 0),
+        (jump, 0, 3, number),
+        (load, 0, 0, 16),  # its first argument
+        (jump, 0, 1, socket.AF_INET6),
+        (end, 0, 0, refuse | errno.EAFNOSUPPORT),
+        (end, 0, 0, allow),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code))
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(38, 1, 0, 0, 0) or prctl(22, 2, program, 0, 0):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
+        raise OSError(ctypes.get_errno(), "no seccomp here")
 
 
 @pytest.mark.parametrize("odd, size", [(1, 3), (2, 4)])

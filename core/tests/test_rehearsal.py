@@ -4,6 +4,7 @@ python -m pytest core/tests/test_rehearsal.py
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +42,15 @@ def test_a_hanging_rank_is_named_within_the_timeout(tmp_path):
 def test_a_nan_of_any_rank_is_exit_code_6(tmp_path, rank):
     job = rehearsed(tmp_path, f"nan step=20 rank={rank}", code=6)
     assert f"loss on rank {rank} is not finite at step 20" in job.error and step_of(job) == 14
+
+
+def test_the_rows_that_are_named_are_those_of_the_rank_with_the_nan(tmp_path):
+    named = []
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        job = rehearsed(tmp_path / str(rank), f"nan step=3 rank={rank}", code=6)
+        named.append({*re.search(r"rows \[([\d, ]+)\]", job.error)[1].split(", ")})
+    assert len(named[0]) == len(named[1]) == 6 and not named[0] & named[1]
 
 
 @pytest.mark.fault(32)

@@ -152,11 +152,13 @@ def _a_step_takes_a_minute() -> None:
     trainer.time = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter)
 
 
-def test_minutes_are_counted_from_the_last_snapshot(tmp_path):
-    flags = f"{RUN} --save-minutes 5 --save-every 9 --eval-every 9"
+@pytest.mark.parametrize("minutes, evaluated", [(5, 9), (9, 1)])
+def test_minutes_are_counted_from_the_last_snapshot(tmp_path, minutes, evaluated):
+    """And not from best.safetensors, which each evaluation writes here."""
+    flags = f"{RUN} --save-minutes {minutes} --save-every 9 --eval-every {evaluated}"
     clock = ranks.call("test_resume", "_a_step_takes_a_minute")
     job = train(tmp_path / "run", flags, 2, faults=dict.fromkeys(range(2), clock), code=0)
-    assert saved_at(job) == [*range(5, 42, 5), 42]
+    assert saved_at(job) == [*range(minutes, 42, minutes), 42]
 
 
 def test_by_default_a_short_run_is_saved_at_the_ends_of_epochs_only(finished):

@@ -28,11 +28,13 @@ from states import load, state, step_of
 def test_a_second_job_is_refused_by_the_name_of_the_first(folder):
     first = RunDirectory(str(folder), "job-1", fresh=False)
     refusal = rf"--run-dir {re.escape(str(folder))} is in use by job job-1.*{os.getpid()}"
+    (draft := folder / ".snapshot.safetensors.0.here.1.tmp").touch()  # which the first is writing
     with pytest.raises(PreflightError, match=refusal):
         RunDirectory(str(folder), "job-2", fresh=False)
-    assert not list(folder.glob(".*")), "the second job leaves nothing behind"
+    assert list(folder.glob(".*")) == [draft], "the second job leaves nothing behind, and takes nothing away"
     first.release()
     RunDirectory(str(folder), "job-2", fresh=False).release()
+    assert not draft.exists(), "its writer is gone"
 
 
 def test_a_refused_fresh_job_moves_nothing(folder):

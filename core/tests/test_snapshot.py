@@ -62,6 +62,18 @@ def test_the_same_state_is_the_same_bytes(file):
         assert sha256(file) == first
 
 
+@pytest.mark.parametrize("most", [float("inf"), 8])
+def test_a_save_leaves_no_file_open(tmp_path, most):
+    """A run of weeks saves thousands of times, and has 1,024 descriptors."""
+    numbers = dict.fromkeys("abc", torch.ones(4))
+
+    def save() -> int:
+        snapshot.write(tmp_path / "snapshot.safetensors", numbers, dict(step=1), most=most)
+        return len(os.listdir("/proc/self/fd"))
+
+    assert save() == save() == save()
+
+
 def test_values_in_another_memory_order_are_the_same_bytes(file, tmp_path):
     turned = {name: values.t().contiguous().t() if values.ndim == 2 else values for name, values in TENSORS.items()}
     snapshot.write(tmp_path / "other.safetensors", turned, DOCUMENT)

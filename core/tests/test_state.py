@@ -149,6 +149,15 @@ def test_a_parameter_that_has_never_had_a_gradient_is_left_alone_and_has_no_stat
     assert torch.equal(later["model.experts.5.weight"], tensors["model.experts.5.weight"])
 
 
+@pytest.mark.parametrize("workload", ["FirstUnasked", "Turned"])
+def test_several_ranks_resume_from_what_only_rank_0_has_read(finished, tmp_path, workload):
+    """FirstUnasked: each rank has laid out a state that the snapshot has not. Turned: a large tensor in another order."""
+    flags = "--weight-decay 0.1"
+    train(tmp_path / "run", f"{flags} --epochs 1", 2, workload=f"small:{workload}", code=0)
+    again = train(tmp_path / "run", f"{flags} --timeout 5", 2, workload=f"small:{workload}", code=0)
+    assert_same_run(again, finished(flags, 2, f"small:{workload}"))
+
+
 # ---- buffers ------------------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from ddp_core import Rank, rendezvous
+from ddp_core.errors import PreflightError
 from ddp_core.process_group import Peers
 from ddp_core.stop import StopFlag
 from faults import at_step, signalled
@@ -201,6 +202,14 @@ def test_ranks_with_different_secrets_do_not_meet(tmp_path):
     assert "DDP_SECRET" in job.err[1] and "greeting" in job.err[1]
     for text in job.out + job.err:
         assert SECRET not in text and SECRET[::-1] not in text
+
+
+@pytest.mark.parametrize("length", [1, 31])
+def test_a_secret_that_can_be_guessed_is_refused(length):
+    """And is not shown."""
+    with pytest.raises(PreflightError, match=f"DDP_SECRET.* has {length} characters.*openssl rand") as refused:
+        replace(Rank.single(), secret="q" * length)
+    assert "qq" not in str(refused.value)
 
 
 @pytest.mark.parametrize("secret", ["", SECRET])

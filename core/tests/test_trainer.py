@@ -6,6 +6,7 @@ python -m pytest core/tests/test_trainer.py
 import json
 import math
 import socket
+from pathlib import Path
 
 import pytest
 import ranks
@@ -147,7 +148,48 @@ def test_scale_lr_trains_with_the_product(finished):
     assert scaled.losses == plain.losses
 
 
+def test_each_group_of_parameters_keeps_its_own_learning_rate(tmp_path):
+    """The schedule is a factor: of 0.01 and 0.03 here, whatever --lr is."""
+    write = ranks.call("test_trainer", "_write_rates", tmp_path / "rates")
+    ranks.train(tmp_path / "run", "--epochs 1 --lr 7", workload="small:Groups", faults={0: write}, code=0)
+    rates = [json.loads(line) for line in (tmp_path / "rates").read_text().splitlines()]
+    assert len(rates) > 2 and rates == [[0.01 * (1 / (1 + step)), 0.03 * (1 / (1 + step))] for step in range(len(rates))]
+
+
+def _write_rates(file: Path) -> None:
+    from ddp_core.guard import Guard
+
+    step = Guard.step
+
+    def stepped(guard):
+        with open(file, "a") as lines:
+            lines.write(f"{json.dumps([group['lr'] for group in guard.optimizer.param_groups])}\n")
+        return step(guard)
+
+    Guard.step = stepped
+
+
 # ---- evaluation and what is kept ----------------------------------------------------------------------------------
+
+
+def test_an_evaluation_takes_no_more_rows_at_once_than_training(tmp_path):
+    """Of 96 rows a step 16, in 2 ranks and 3 micro-batches: a model that fills the memory in training must fit here, too."""
+    write = ranks.call("test_trainer", "_write_sizes", tmp_path / "sizes")
+    flags = "--epochs 1 --steps-per-epoch 1 --accumulate 3"
+    ranks.train(tmp_path / "run", flags, 2, faults={1: write}, code=0)
+    sizes = [line.split() for line in (tmp_path / "sizes").read_text().splitlines()]
+    assert [max(int(size) for training, size in sizes if training == how) for how in ("True", "False")] == [16, 16]
+
+
+def _write_sizes(file: Path) -> None:
+    forward = torch.nn.Linear.forward
+
+    def recorded(layer, rows):
+        with open(file, "a") as lines:
+            lines.write(f"{layer.training} {len(rows)}\n")
+        return forward(layer, rows)
+
+    torch.nn.Linear.forward = recorded
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -4,6 +4,7 @@ python -m pytest core/tests/test_workloads.py
 """
 
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,6 +123,25 @@ def test_cross_entropy_of_equal_logits_is_the_logarithm_of_their_number():
     assert loss.item() == pytest.approx(3 * torch.tensor(10.0).log().item())
     per_row = find("gpt").loss(torch.zeros(2, 5, 256), torch.zeros(2, 6, dtype=torch.uint8))
     assert per_row.item() == pytest.approx(2 * torch.tensor(256.0).log().item())
+
+
+def test_files_of_text_come_in_the_order_of_their_names(tmp_path, monkeypatch):
+    """A folder lists them as the file system likes, which may be another on each node."""
+    for name in ("b.txt", "c.txt", "a.txt"):
+        (tmp_path / name).write_text(name[0] * 400)
+    listed = Path.rglob
+    for reverse in (False, True):
+        monkeypatch.setattr(Path, "rglob", lambda *words, last=reverse: iter(sorted(listed(*words), reverse=last)))
+        rows, _ = find("gpt").data(config("gpt", f"--data-dir {tmp_path}"))
+        assert bytes(rows[torch.tensor([0])][0].tolist()).startswith(b"aaa")
+
+
+def test_text_in_folders_below_is_read_too(tmp_path):
+    for name in ("a.txt", "below/b.txt", "below/deeper/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name[-5] * 4000)
+    parts = find("gpt").data(config("gpt", f"--data-dir {tmp_path}"))
+    assert {value for rows in parts for value in rows[torch.arange(len(rows))].flatten().tolist()} == {*b"abc\n"}
 
 
 def test_accuracy_counts_rows_and_for_gpt_the_mean_over_positions():

@@ -71,8 +71,11 @@ if [[ -d $core ]]; then
     core=$TMPDIR/core
 fi
 echo "installing ddp_core"
-# pip takes the module's own safetensors, where it has one. Of ddp_core no dependencies: nothing may replace torch.
-{ pip install 'safetensors>=0.4.3' && pip install --no-deps "$core"; } ||
+# Unless the module has it, this file of PyPI, and no other. Of ddp_core no dependencies: nothing may replace torch.
+# https://pypi.org/project/safetensors/0.8.0/#files
+echo 'safetensors==0.8.0 --hash=sha256:fd6f3f93c9a0a7cc2788ee63fb763353d4bd2e89b0751bc78fcf7dda00bea774' >"$TMPDIR/safetensors.txt"
+{ { [[ $(pip list --format=freeze) == *safetensors==* ]] ||
+    pip install --require-hashes --no-deps --requirement "$TMPDIR/safetensors.txt"; } && pip install --no-deps "$core"; } ||
     die 1 "pip could not install ddp_core (above): run this on a login node, which has the Internet, or pass a wheel as --core"
 
 # ---- does it work -----------------------------------------------------------------------------------------------

@@ -111,11 +111,16 @@ if [[ -d $core ]]; then
     core=$TMPDIR/core
 fi
 echo "installing ddp_core${add[*]:+, ${add[*]}}"
+# pip takes this file of PyPI, and no other.
+# https://pypi.org/project/safetensors/0.8.0/#files
+echo 'safetensors==0.8.0 --hash=sha256:fd6f3f93c9a0a7cc2788ee63fb763353d4bd2e89b0751bc78fcf7dda00bea774' >"$TMPDIR/safetensors.txt"
+pip install --require-hashes --no-deps --requirement "$TMPDIR/safetensors.txt" ||
+    fail "pip could not install safetensors (above): check the network, then run this again" 1
 # Nothing may replace torch; torchvision for ROCm is on torch's index, other packages are on PyPI.
 # https://pip.pypa.io/en/stable/user_guide/#constraints-files
 pip list --format=freeze >"$TMPDIR/constraints.txt"
-pip install --constraint "$TMPDIR/constraints.txt" --extra-index-url "$torch_index" 'safetensors>=0.4.3' "${add[@]}" ||
-    fail "pip could not install ${add[*]:-safetensors} (above): check the network, and which torch it wants" 1
+[[ -z ${add[*]} ]] || pip install --constraint "$TMPDIR/constraints.txt" --extra-index-url "$torch_index" "${add[@]}" ||
+    fail "pip could not install ${add[*]} (above): check the network, and which torch it wants" 1
 pip install --no-deps "$core" || fail "pip could not install ddp_core (above): without network pass a wheel as --core" 1
 
 # ---- does it work -----------------------------------------------------------------------------------------------
@@ -136,7 +141,10 @@ print("ddp_core", ddp_core.__version__)
 
 if [[ -n $pack ]]; then
     echo "packing (minutes)"
-    pip install conda-pack==0.9.2 || fail "pip could not install conda-pack (above): check the network, then run this again" 1
+    # https://pypi.org/project/conda-pack/0.9.2/#files
+    echo 'conda-pack==0.9.2 --hash=sha256:437c1acadcdfe3d4f44233513eb116129cde3911088f72ae00871802c7943e47' >"$TMPDIR/pack.txt"
+    pip install --require-hashes --no-deps --requirement "$TMPDIR/pack.txt" ||
+        fail "pip could not install conda-pack (above): check the network, then run this again" 1
     # Under another name until it is whole. conda-pack --help
     "$prefix/bin/conda-pack" --quiet --prefix "$prefix" --exclude "tmp/*" --n-threads -1 --force \
         --output "$here/env-unfinished.tar.gz" || fail "conda-pack failed (above): job.sl works without env.tar.gz, too" 1

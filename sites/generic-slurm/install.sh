@@ -155,9 +155,17 @@ if [[ -d $core ]]; then
     core=$TMPDIR/core
 fi
 echo "installing ddp_core ${add[*]}"
+# Of PyPI this file, for x86_64 or aarch64, and no other.
+# https://pypi.org/project/safetensors/0.8.0/#files
+cat >"$TMPDIR/safetensors.txt" <<END
+safetensors==0.8.0 --hash=sha256:fd6f3f93c9a0a7cc2788ee63fb763353d4bd2e89b0751bc78fcf7dda00bea774 \\
+    --hash=sha256:7a46e5ff292c356d6991e60942ba7f79817682d3a2cef0702136448cb9c4d235
+END
+pip --require-hashes --no-deps --requirement "$TMPDIR/safetensors.txt" ||
+    fail 1 "pip could not install safetensors (above): check the network, then run this again"
 # Nothing may replace torch: it is named again, and ddp_core comes without its dependencies.
 torch=$("$prefix/bin/python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))')
-pip 'safetensors>=0.4.3' "${add[@]}" "$torch" || fail 1 "pip could not install safetensors ${add[*]} (above): run this again"
+[[ -z ${add[*]} ]] || pip "${add[@]}" "$torch" || fail 1 "pip could not install ${add[*]} (above): run this again"
 pip --no-deps "$core" || fail 1 "pip could not install ddp_core (above): without network pass a wheel as --core"
 [[ -z $horovod ]] || "$here/install-horovod.sh" "$prefix/bin/python" || exit
 

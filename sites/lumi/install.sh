@@ -87,11 +87,17 @@ if [[ -d $core ]]; then
     core=$TMPDIR/core
 fi
 echo "installing ddp_core${add[*]:+, ${add[*]}}"
+# Unless the image has it, this file of PyPI, and no other.
+# https://pypi.org/project/safetensors/0.8.0/#files
+echo 'safetensors==0.8.0 --hash=sha256:fd6f3f93c9a0a7cc2788ee63fb763353d4bd2e89b0751bc78fcf7dda00bea774' >"$TMPDIR/safetensors.txt"
+[[ $(pip list --format=freeze) == *safetensors==* ]] ||
+    pip install --require-hashes --no-deps --requirement "$TMPDIR/safetensors.txt" ||
+    die 1 "pip could not install safetensors (above): check the network, then run this again"
 # What the image has stays: a torch from PyPI would be the one for NVIDIA, and the image's packages are found first anyway.
 # https://pip.pypa.io/en/stable/user_guide/#constraints-files
 pip list --format=freeze >"$TMPDIR/image.txt"
-pip install --constraint "$TMPDIR/image.txt" 'safetensors>=0.4.3' "${add[@]}" ||
-    die 1 "pip could not install ${add[*]:-safetensors} (above): no network, or it needs another version of what the image has"
+[[ -z ${add[*]} ]] || pip install --constraint "$TMPDIR/image.txt" "${add[@]}" ||
+    die 1 "pip could not install ${add[*]} (above): no network, or it needs another version of what the image has"
 pip install --no-deps "$core" || die 1 "pip could not install ddp_core (above): without network pass a wheel as --core"
 
 in_image "$venv/bin/python" -c '

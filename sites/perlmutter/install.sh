@@ -114,10 +114,16 @@ elif [[ -e $core ]]; then
     core=$(realpath "$core")
 fi
 echo "installing ddp_core${packages[*]:+ ${packages[*]}}"
+# Unless the module or the image has it, this file of PyPI, and no other.
+# https://pypi.org/project/safetensors/0.8.0/#files
+echo 'safetensors==0.8.0 --hash=sha256:fd6f3f93c9a0a7cc2788ee63fb763353d4bd2e89b0751bc78fcf7dda00bea774' >"$TMPDIR/safetensors.txt"
+[[ $("${container[@]}" "$venv/bin/python" -m pip list --format=freeze) == *safetensors==* ]] ||
+    pip --require-hashes --no-deps --requirement "$TMPDIR/safetensors.txt" ||
+    fail 1 "pip could not install safetensors (above): check the network, then run this again"
 # What pip may add is free, but not another torch.
 echo "torch==$torch" >"$TMPDIR/constraint"
-pip --constraint "$TMPDIR/constraint" 'safetensors>=0.4.3' "${packages[@]}" ||
-    fail 1 "pip could not install safetensors ${packages[*]} (above): check the network, then run this again"
+[[ -z ${packages[*]} ]] || pip --constraint "$TMPDIR/constraint" "${packages[@]}" ||
+    fail 1 "pip could not install ${packages[*]} (above): check the network, then run this again"
 pip --no-deps "$core" || fail 1 "pip could not install ddp_core (above): without network pass a wheel as --core"
 
 # ---- does it work -----------------------------------------------------------------------------------------------------

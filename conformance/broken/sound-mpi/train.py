@@ -4,6 +4,7 @@ mpiexec -n 8 --ppn 4 python train.py --epochs 5
 """
 
 import random
+import secrets
 import socket
 import uuid
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ def rank(environ: Mapping[str, str]) -> Rank:
     lowest_here = node.bcast(world.rank)
     lowest = sorted(set(world.allgather(lowest_here)))
     node.Free()
-    address, port, job_id = world.bcast(meeting_point() if world.rank == 0 else None)
+    address, port, job_id, secret = world.bcast(meeting_point() if world.rank == 0 else None)
     return Rank(
         rank=world.rank,
         world_size=world.size,
@@ -33,16 +34,17 @@ def rank(environ: Mapping[str, str]) -> Rank:
         master_addr=address,
         master_port=port,
         job_id=job_id,
+        secret=secret,
     )
 
 
-def meeting_point() -> tuple[str, int, str]:
-    """Rank 0's address, a port that is free there now, and a name that no other start has."""
+def meeting_point() -> tuple[str, int, str, str]:
+    """Rank 0's address, a port that is free there now, a name that no other start has, and a secret."""
     for port in random.sample(range(20000, 30000), 100):  # below the ports that Linux gives to outgoing connections
         with suppress(OSError), socket.socket() as listener:
             listener.bind(("", port))
             break
-    return socket.gethostname(), port, uuid.uuid4().hex
+    return socket.gethostname(), port, uuid.uuid4().hex, secrets.token_hex()
 
 
 if __name__ == "__main__":

@@ -34,19 +34,19 @@ class Saver:
         self.pending: Future | None = None  # the save that is under way
         self.facts: dict = {}  # of that save, for its record
 
-    def save(self, tensors: dict[str, torch.Tensor], document: dict, best: bool, snapshot: bool, gathered=None) -> None:
+    def save(self, tensors: dict[str, torch.Tensor], document: dict, best: bool, snapshot: bool, put_drafts=None) -> None:
         """As best.safetensors, as snapshot.safetensors, or both. Raises the StorageError of the save before this one.
 
-        gathered: of write(); then training waits.
+        put_drafts: of write(); then training waits.
         """
         began = time.perf_counter()
         self.settle()
         document = copy.deepcopy(document)  # the history in it grows with the next epoch
-        copied = None if gathered else self._copied(tensors, document)
+        copied = None if put_drafts else self._copied(tensors, document)
         self.facts = dict(step=document["step"], epochs_run=document["epochs_run"]) if snapshot else {}
         images, tensors = copied or (None, tensors)
-        write = partial(self._write, tensors, document, best, snapshot, images=images, gathered=gathered)
-        self.pending = _here(write) if gathered else self.pool.submit(write)
+        write = partial(self._write, tensors, document, best, snapshot, images=images, put_drafts=put_drafts)
+        self.pending = _here(write) if put_drafts else self.pool.submit(write)
         if copied is None:
             self.pending.exception()  # waits
         self.facts |= dict(seconds=time.perf_counter() - began, copy=self.buffer.nbytes) if snapshot else {}

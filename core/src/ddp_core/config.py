@@ -55,6 +55,7 @@ class Machine:
     compile: bool
     workers: int  # processes a rank that read rows; 0: the rank itself
     row_seeds: str
+    stage_data: str
     rendezvous_timeout: float  # seconds
     timeout: float  # seconds
 
@@ -316,6 +317,13 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     add("--compile", action="store_true", help="torch.compile; measured slower on CPU for these models")
     add("--workers", type=count, metavar="N", help="processes a rank for data that are read row by row (default: 0)")
     add("--row-seeds", choices=["on", "off"], default="on", help="seed generators for each such row (default: on)")
+    add(
+        "--stage-data",
+        choices=["on", "off"],
+        default="on",
+        help="one rank of a node reads a data file, and the others its copy in memory, where half of what is free holds it "
+        "(default: on)",
+    )
     add("--rendezvous-timeout", type=seconds, default=120.0, metavar="S", help="for all ranks to meet (default: 120)")
     add("--timeout", type=seconds, default=600.0, metavar="S", help="for one collective (default: 600)")
 

@@ -8,6 +8,7 @@ What a workload's data() may return, for training and for held-out rows alike:
     DataLoader (--workers), with Python's, NumPy's and torch's generators seeded for each row.
 
 Every rank calls data(). What it writes, a cache say, it writes under another name and renames: the ranks do it at once.
+What it reads, self.once_a_node(path) has one rank of a node read, and the others share (staging.py).
 An attribute `fingerprint` names the content; ranks compare it, and a snapshot resumes under the same one. Without it
 tensors are hashed, and of data that are read row by row 16 rows.
 """
@@ -18,9 +19,11 @@ import itertools
 import json
 import math
 import mmap
+import os
 import warnings
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -91,7 +94,7 @@ class Bytes:
                     size = file.seek(0, 2)
                     self.parts.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
             except OSError as error:
-                raise PreflightError(f"{path}: {error.strerror}") from error
+                raise PreflightError(f"{original(path)}: {error.strerror}") from error
         self.starts = [0, *itertools.accumulate(len(part) + 1 for part in self.parts)]
         self.total = max(0, self.starts[-1] - 1)
         if len(self) < HELD_OUT:
@@ -106,7 +109,8 @@ class Bytes:
 
     def read(self, start: int, count: int) -> bytes:
         number = bisect_right(self.starts, start) - 1
-        text = self.parts[number][start - self.starts[number] :][:count]
+        place = start - self.starts[number]
+        text = self.parts[number][place : place + count]  # in one slice: a slice of a map is a copy
         while len(text) < count and number + 1 < len(self.parts):
             number += 1
             text += b"\n" + self.parts[number][: count - len(text) - 1]
@@ -149,7 +153,7 @@ def split(rows: Rows | Bytes) -> tuple[Any, Any]:
 
 def mapped(path: str | Path, dtype: torch.dtype = torch.uint8, name: str = "") -> torch.Tensor:
     """A tensor that stays in its file: .npy, one tensor of a .safetensors file (name), else raw numbers of `dtype`."""
-    path = Path(path)
+    path, source = Path(path), original(path)
     shape, start = (-1,), 0
     try:
         with open(path, "rb") as file:
@@ -158,7 +162,7 @@ def mapped(path: str | Path, dtype: torch.dtype = torch.uint8, name: str = "") -
             if size:
                 # Writing changes this process's copy alone. Without NORESERVE Linux would want memory for all of that.
                 pages = mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
-            if path.suffix == ".npy":
+            if source.suffix == ".npy":
                 head = file.read(12)
                 long = head[6] > 1
                 start = (12 if long else 10) + int.from_bytes(head[8 : 12 if long else 10], "little")
@@ -167,15 +171,23 @@ def mapped(path: str | Path, dtype: torch.dtype = torch.uint8, name: str = "") -
                 if facts["fortran_order"]:
                     raise ValueError("it is in Fortran's order")
                 shape, dtype = facts["shape"], NUMPY[facts["descr"]]
-            elif path.suffix == ".safetensors":
+            elif source.suffix == ".safetensors":
                 length = int.from_bytes(file.read(8), "little")
                 facts = json.loads(file.read(length))[name]
                 shape, dtype, start = facts["shape"], SAFETENSORS[facts["dtype"]], 8 + length + facts["data_offsets"][0]
     except (OSError, ValueError, KeyError, SyntaxError, IndexError) as error:
-        raise PreflightError(f"{path} cannot be mapped ({type(error).__name__}: {error})") from error
+        raise PreflightError(f"{source} cannot be mapped ({type(error).__name__}: {error})") from error
     content = torch.frombuffer(pages, dtype=torch.uint8)[start:] if size else torch.empty(0, dtype=torch.uint8)
     count = math.prod(shape) * dtype.itemsize if shape != (-1,) else len(content) // dtype.itemsize * dtype.itemsize
     return content[:count].view(dtype).view(*shape)
+
+
+def original(path: str | Path) -> Path:
+    """The file that a copy was made of, for messages; another path as it is."""
+    with suppress(OSError):
+        if (link := os.readlink(path)).startswith("/memfd:"):
+            return Path(link.removeprefix("/memfd:").removesuffix(" (deleted)"))
+    return Path(path)
 
 
 NORESERVE = 0x4000  # Linux's; Python names it from 3.13 on

@@ -13,6 +13,7 @@ from ddp_core.errors import PreflightError, printable
 
 # More ranks than any machine has; and what a resolver takes: labels of 63 characters, 253 in all.
 MOST_RANKS, ADDRESS = 10**6, re.compile(r"(?=.{1,253}$)[\w:%-]{1,63}(\.[\w:%-]{1,63})*\.?", re.ASCII)
+SHORTEST_SECRET = 32  # characters; of hexadecimal digits 128 bits
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Rank:
     restart                      how often this job was started before; core keeps --fresh to start 0
     launcher_store               the launcher itself listens there (torchrun's agent does)
     secret                       known to the ranks of one start of one job alone: they sign with it what they tell each other
-                                 while they meet. Rank.read takes it from DDP_SECRET; without one anybody can sign
+                                 while they meet. Rank.read takes it from DDP_SECRET; without one anybody can sign, and one
+                                 that can be guessed is refused
     variables                    field name = the environment variable it came from, for error messages
     """
 
@@ -82,6 +84,9 @@ class Rank:
         check(lowest_port <= self.master_port <= 65535, "a port from 1 to 65535", "master_port")
         check(0 < len(self.job_id) <= 256 and self.job_id.isprintable(), "this job's own name", "job_id")
         check(self.restart >= 0, "0 or more", "restart")
+        if 0 < len(self.secret) < SHORTEST_SECRET:  # not by _check, which prints the value
+            told = f"{len(self.secret)} characters, but should have {SHORTEST_SECRET} or more"
+            raise PreflightError(f"the job's secret (DDP_SECRET) has {told}: openssl rand -hex 32 makes one")
         reachable = one_node or not _is_loopback(self.master_addr)
         check(reachable, "an address of the first node that the others reach", "master_addr", "world_size", "local_world_size")
 

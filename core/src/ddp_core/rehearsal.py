@@ -4,7 +4,8 @@
 
 WHAT      kill (SIGKILL), hang (for ever), hold (until kill -CONT), nan (a parameter of this rank), enospc (a full disk),
           slow (seconds=30 by default)
-POINT     step, save (before rank 0 writes the file; enospc's own), evaluation or end: step=20 is the first one from step 20 on
+POINT     step, save (before this rank writes a file of a snapshot; enospc's own), evaluation or end: step=20 is the first
+          one from step 20 on
 rank=0    where it happens; start=0: in which start of the job, so that it does not come back with every requeue
 """
 

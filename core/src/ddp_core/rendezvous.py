@@ -222,7 +222,8 @@ class Rendezvous:
                 for name, value in entry["facts"].items():
                     if value != entries[0]["facts"][name]:
                         message = f"{name}={value} on rank {rank}, but {entries[0]['facts'][name]} on rank 0"
-                        raise RendezvousError(message + FIXES.get(name, ""))
+                        where = f" (rank {rank} is on {entry['row'].get('host')})"
+                        raise RendezvousError(message + FIXES.get(name, "") + where)
             missing = sorted(set(range(self.rank.world_size)) - entries.keys())
             if not missing:
                 break

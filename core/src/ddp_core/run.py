@@ -94,11 +94,13 @@ def _train(rank: Rank, job: "_Job") -> int:
     from ddp_core.last_words import spoken
     from ddp_core.process_group import Peers
     from ddp_core.rendezvous import Rendezvous
+    from ddp_core.staging import Staging
     from ddp_core.workload import out_of_memory
 
     job.record.lap("imports")
     raise_limits(rank)
     rendezvous = Rendezvous(rank, job.config.rendezvous_timeout, job.stop)
+    staging = job.workload.staging = Staging(rank, rendezvous, job.config.stage_data == "on")
     job.record.lap("rendezvous")
     failure = peers = None
     row, facts = {}, job.config.facts() | versions() | dict(workload_file=job.workload.digest())
@@ -107,17 +109,21 @@ def _train(rank: Rank, job: "_Job") -> int:
             job.device = prepare_device(job.config, rank)
             row = describe(job.config, rank, job.device)
             facts |= program(job.device) | job.prepare()
+            row |= staging.told()
         except Failure as error:
             failure = error
         except Exception as error:
             if not out_of_memory(error):
                 raise
             failure = job.lacks_memory(error, "before the first step")
+        staging.finish()
         job.record.lap("data")
         try:
             job.ranks = rendezvous.check_in(facts, row, failure) or [row]
         except Failure as verdict:
             raise verdict from failure  # for --debug: where it comes from
+        staging.close()
+        job.workload.staging = None
         peers = Peers(rank, job.config, job.device, rendezvous)
         job.record.lap("groups")
         over_gloo = rank.world_size > 1 and backend_of(job.config, job.device.type) == "gloo"
@@ -139,6 +145,7 @@ def _train(rank: Rank, job: "_Job") -> int:
             peers.leave()
         raise
     finally:
+        staging.close()
         if job.trainer and rank.world_size == 1:  # the workers of several ranks die with their rank
             job.trainer.close()
         if job.directory:
@@ -180,6 +187,7 @@ class _Job:
     def train(self, peers, facts: dict) -> ExitCode:
         """All of the training, and what is said of it."""
         from ddp_core.device import notes_on_cores
+        from ddp_core.staging import notes_on_copies
         from ddp_core.summary import summarize
         from ddp_core.trainer import Trainer
 
@@ -194,7 +202,7 @@ class _Job:
         world |= {name: facts[name] for name in names} | dict(versions=trainer.state.facts["versions"])
         world |= dict(core=facts["core"]) if peers.rank == 0 else {}  # it alone writes the record
         begun = trainer.step
-        notes = trainer.seen.notes + notes_on_cores(self.ranks) + self._notes_on_place(peers)
+        notes = trainer.seen.notes + notes_on_cores(self.ranks) + notes_on_copies(self.ranks) + self._notes_on_place(peers)
         record.start(begun, len(trainer.state.progress.history), self.config.facts(), self.ranks, notes, **world)
         code = trainer.train()
         record.end(code, trainer, *summarize(trainer, trainer.step - begun), trained=trainer.step > begun)
@@ -243,6 +251,7 @@ class _Job:
         while not (seen := lock.is_file() and lock.read_text() == text) and time.monotonic() < end:
             time.sleep(LAG / 20)
         blind = peers.which(not seen)
+        self.trainer.alone = bool(blind)
         return [
             f"--run-dir {self.config.run_dir} is not seen by rank {rank} on {self.ranks[rank]['host']}: is it on a disk of one "
             f"node's own? A job that comes back on another node begins anew there"

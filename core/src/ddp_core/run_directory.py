@@ -135,7 +135,7 @@ class RunDirectory:
             return [line for line in file if line.startswith(words) and line.endswith(b"\n")]  # a killed writer may leave half
 
     def save(self, tensors: dict[str, torch.Tensor], document: dict, **source: Any) -> None:
-        """Write the snapshot (source: images or gathered, of write()) and keep the one before it. Raises StorageError."""
+        """Write the snapshot (source: images or put_drafts, of write()) and keep the one before it. Raises StorageError."""
         self._lock.check()
         now = in_place(self.snapshot)
         try:

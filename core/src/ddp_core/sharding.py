@@ -7,12 +7,16 @@ hybrid: over those of a node, and every node has all of them.
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
+import errno
 import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import torch
@@ -25,7 +29,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ddp_core.errors import Failure, UsageError, WorkloadError
 from ddp_core.process_group import Peers
 from ddp_core.reduction import Reduction
-from ddp_core.snapshot import Stored, in_order, refuse_unknown_dtypes
+from ddp_core.rehearsal import rehearse
+from ddp_core.snapshot import Draft, Stored, drafts_of, in_order, put, refuse_unknown_dtypes
 from ddp_core.state import State, local, of_model
 from ddp_core.trainer import refuse_lazy, seed_everything
 from ddp_core.workload import Workload, blame
@@ -250,31 +255,89 @@ def deal(numbers: torch.Tensor | None, tensor: torch.Tensor, peers: Peers, devic
     tensor.copy_(whole)
 
 
-class Gathered:
-    """The tensors of a snapshot, one at a time, to whoever writes them: each as many times as files are written.
+class Writers:
+    """The ranks write a snapshot's files: rank 0 a single one, and each rank its own files of a set.
 
-    Gathering is collective. finish() takes part in what is left: the writer may have failed, and the other ranks write
-    nothing.
+    All ranks gather a tensor together, and a thread of its file's writer puts it down. The writers' files take turns, tensor by
+    tensor: so all are written at once, and a rank holds three whole tensors at most (one is written, one waits, one was just
+    gathered). Where a file fails, all ranks still gather to the end.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor], device: torch.device, times: int):
-        self.tensors, self.device = tensors, device
-        self.left: Iterator[str] = iter(in_order(tensors) * times)
+    def __init__(self, tensors: dict[str, torch.Tensor], trainer: Any):
+        self.tensors = {name: tensors[name].detach() for name in in_order(tensors)}
+        self.trainer, self.peers = trainer, trainer.peers
+        self.most = 1 if trainer.alone else self.peers.world_size  # writers
 
-    def __call__(self, name: str) -> torch.Tensor:
-        assert next(self.left) == name
-        return self._whole(name).cpu().contiguous()
+    def lead(self, drafts: list[Draft]) -> dict[str, int]:
+        """Rank 0's part: put_drafts of snapshot.write(). Raises the OSError that any rank has met."""
+        self.peers.broadcast([str(draft.path) for draft in drafts])
+        found, count = self._put(drafts), len(drafts)
+        for n, rank in enumerate(self._deal(count)):
+            if found[n]:
+                host = self.trainer.ranks[rank]["host"]
+                raise OSError(found[n], f"file {n + 1} of {count}, by rank {rank} on {host}: {os.strerror(found[n])}")
+        return {name: found[name] for name in self.tensors}
+
+    def follow(self) -> None:
+        """All other ranks' part, until rank 0 has no more drafts."""
+        while names := self.peers.broadcast(None):
+            self._put(drafts_of(self.tensors, {}, self.trainer.config.max_shard_size, lambda n: Path(names[n])))
+
+    def _deal(self, count: int) -> list[int]:
+        """The writer of each file. Writers of few files are far from each other, on several nodes."""
+        writers = min(count, self.most)
+        return [n % writers * self.peers.world_size // writers for n in range(count)]
+
+    def _put(self, drafts: list[Draft]) -> dict:
+        """Collective. Of all files, on all ranks: checksums by name, and the errno that a file has met, or 0, by its place."""
+        deal, turns = self._deal(len(drafts)), []
+        for n, draft in enumerate(drafts):
+            turn, place = deal[:n].count(deal[n]), 0
+            for name, tensor in draft.tensors.items():
+                turns.append((turn, place, n, name))
+                place += tensor.nbytes
+        mine = {n: draft for n, draft in enumerate(drafts) if deal[n] == self.peers.rank}
+        waiting: Queue = Queue(1)
+        with ThreadPoolExecutor(1, "save") as pool:
+            put_down = pool.submit(self._put_mine, mine, iter(waiting.get, None))
+            try:
+                for *_, n, name in sorted(turns, key=lambda turn: turn[:2]):
+                    whole = self._whole(name)
+                    if n in mine:
+                        waiting.put((name, whole.cpu().contiguous()))
+            finally:
+                waiting.put(None)
+        keys = [*self.tensors, *range(len(drafts))]
+        found = torch.tensor([put_down.result().get(key, 0) for key in keys], dtype=torch.float64)
+        _, found = self.peers.reduce(most=found)
+        return dict(zip(keys, found.long().tolist(), strict=True))
+
+    def _put_mine(self, drafts: dict[int, Draft], numbers: Iterator[tuple[str, torch.Tensor]]) -> dict:
+        """This rank's files, one after the other."""
+
+        def gathered(expected: str) -> torch.Tensor:
+            name, whole = next(numbers)
+            assert name == expected
+            return whole
+
+        found: dict = {}
+        try:
+            for n, draft in drafts.items():
+                found[n] = 0
+                rehearse("save", self.trainer.step)
+                found |= put(draft, gathered=gathered)
+        except OSError as error:
+            found[n] = error.errno or errno.EIO
+        finally:
+            deque(numbers, 0)  # a queue that stays full would hold up this rank's gathering, and all others wait for it
+        return found
 
     def _whole(self, name: str) -> torch.Tensor:
         tensor: Any = self.tensors[name]
         if not isinstance(tensor, DTensor):
             return tensor
-        tensor = tensor.to(self.device)
+        tensor = tensor.to(self.trainer.device)
         return tensor.full_tensor()
-
-    def finish(self) -> None:
-        for name in self.left:
-            self._whole(name)
 
 
 class ShardedState(State):
@@ -284,16 +347,17 @@ class ShardedState(State):
         super().__init__(model, optimizer, facts)
         self.device = device
 
-    def save(self, write: Callable, times: int, on_rank_0: Callable, peers: Peers) -> None:
-        gathered, failure = Gathered(self.tensors(), self.device, times), None
-        try:
-            if peers.rank == 0:
-                write(self.tensors(), gathered)
-        except Failure as error:
-            failure = error
-        finally:
-            gathered.finish()
-        on_rank_0(lambda: _raise(failure))
+    def save(self, write: Callable, trainer: Any) -> None:
+        writers, failure = Writers(self.tensors(), trainer), None
+        if trainer.peers.rank == 0:
+            try:
+                write(self.tensors(), writers.lead)
+            except Failure as error:
+                failure = error
+            trainer.peers.broadcast(None)
+        else:
+            writers.follow()
+        trainer.on_rank_0(lambda: _raise(failure))
 
     def send(self, tensors: dict[str, Any], resuming: bool, peers: Peers) -> None:
         for name, tensor in self.tensors().items() if resuming else ():  # a new model's numbers are where they belong

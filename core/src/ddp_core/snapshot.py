@@ -1,4 +1,4 @@
-"""The file that a run resumes from: safetensors, written by rank 0, that cannot run code. Large ones are several (files.py).
+"""The file that a run resumes from: safetensors, that cannot run code. A large one is a set of several (files.py).
 
 Tensors `model.<parameter or buffer>` and `optim.<state>.<parameter>`; one metadata key, `ddp_core`, with one JSON document.
 Equal runs write equal bytes: no time, host, path or site is in it. World size is noted and is no condition.
@@ -69,55 +69,57 @@ def write(
     document: dict,
     check: Callable[[], None] = lambda: None,
     images: list[torch.Tensor] | None = None,
-    gathered: Callable[[str], torch.Tensor] | None = None,
+    put_drafts: Callable[[list["Draft"]], dict[str, int]] | None = None,
     most: float = math.inf,
 ) -> None:
     """Write a snapshot so that a crash at any moment leaves the old one or the new one, whole. Raises StorageError.
 
     Temporary files in the same folder, fsync, check(), rename, fsync of the folder. By hand, for safetensors' own writer needs
     NumPy, does not fsync, and makes a file that the group cannot read. check: what it raises leaves the old one. images: of
-    the whole files in memory, with the tensors in their places (images_of). gathered: the numbers of a name, where they are
-    not all in memory (sharding.py): asked once for each, in order. most: bytes of tensors in one file (split).
+    the whole files in memory, with the tensors in their places (images_of). put_drafts: puts the drafts, where the numbers are
+    dealt over ranks, and returns the checksums (sharding.py). most: bytes of tensors in one file (split).
     """
     tensors = {name: tensors[name].detach() for name in in_order(tensors)}
-    if gathered is None:
+    if put_drafts is None:
         tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    document = document | dict(format=FORMAT)
-    files, size = split(tensors, most), sum(tensor.nbytes for tensor in tensors.values())
-    rooms, finals = rooms_for(files, document), [path]
-    drafts: list[Path] = []
+    document, size = document | dict(format=FORMAT), sum(tensor.nbytes for tensor in tensors.values())
+    drafts, finals = drafts_of(tensors, document, most, partial(_draft, path)), [path]
+    temporary = [draft.path for draft in drafts]
     sums: dict[str, int] = {}
     try:
-        _refuse_large(path, max(rooms) - 8)
-        for file, room, image in zip(files, rooms, images or repeat(None), strict=False):
-            drafts.append(_draft(path, len(drafts)))
-            metadata = (lambda sums: _alone(_signed(document, sums))) if len(files) == 1 else lambda _: IN_A_SET
-            sums |= _put_file(drafts[-1], file, metadata, room, image, gathered)
-        if len(files) > 1:
-            finals = names_of_files(path, document["step"], [{name: sums[name] for name in file} for file in files])
-            weight_map = {name: final.name for file, final in zip(files, finals, strict=True) for name in file}
+        _refuse_large(path, max(draft.room for draft in drafts) - 8)
+        if put_drafts:
+            sums = put_drafts(drafts)
+        else:
+            for draft, image in zip(drafts, images or repeat(None), strict=False):
+                sums |= put(draft, image)
+        if len(drafts) > 1:
+            finals = names_of_files(path, document["step"], [{name: sums[name] for name in file.tensors} for file in drafts])
+            weight_map = {name: final.name for file, final in zip(drafts, finals, strict=True) for name in file.tensors}
             index = as_json(dict(metadata=dict(total_size=size, ddp_core=_signed(document, sums)), weight_map=weight_map))
             _refuse_large(path, len(index))
-            drafts.append(_draft(path, len(drafts)))
+            temporary.append(_draft(path, len(drafts)))
             finals.append(index_of(path))
-            with open(drafts[-1], "wb", buffering=0) as raw:
+            with open(temporary[-1], "wb", buffering=0) as raw:
                 _put_all(raw, index)
                 os.fsync(raw.fileno())
         check()
-        *data, commit = zip(drafts, finals, strict=True)
-        for draft, final in data:
-            os.replace(draft, final)
+        *data, commit = zip(temporary, finals, strict=True)
+        for names in data:
+            os.replace(*names)
         if data:
             _sync(path.parent)  # an index has its name after all that it names
         os.replace(*commit)
         _sync(path.parent)
         other_form(finals[-1]).unlink(missing_ok=True)
         sweep(path.parent)
-    except (OSError, StorageError) as error:
-        for draft in drafts:
+    except Exception as error:
+        for left in temporary:
             with suppress(OSError):
-                draft.unlink()
-        raise no_storage(path, error, size) if isinstance(error, OSError) else error from error
+                left.unlink()
+        if isinstance(error, OSError):
+            raise no_storage(path, error, size) from error
+        raise
 
 
 def _refuse_large(path: Path, header: int) -> None:
@@ -135,19 +137,36 @@ def _sync(folder: Path) -> None:
     os.close(descriptor)
 
 
-def _put_file(
-    path: Path,
-    tensors: dict[str, torch.Tensor],
-    metadata: Callable[[dict], dict],
-    room: int,
-    image: torch.Tensor | None,
-    gathered: Callable[[str], torch.Tensor] | None,
+@dataclass(frozen=True)
+class Draft:
+    """A file of a snapshot before it has its name, which it gets when all of them are on the disk."""
+
+    path: Path
+    tensors: dict[str, torch.Tensor]
+    room: int  # bytes before the first tensor
+    metadata: Callable[[dict[str, int]], dict[str, str]]  # by the checksums
+
+
+def drafts_of(tensors: dict[str, torch.Tensor], document: dict, most: float, where: Callable[[int], Path]) -> list[Draft]:
+    """One for each file. document: only a single file has it. where: the path of a draft, by its place among them."""
+    files = split(tensors, most)
+    metadata = (lambda sums: _alone(_signed(document, sums))) if len(files) == 1 else lambda sums: IN_A_SET
+    pairs = enumerate(zip(files, rooms_for(files, document), strict=True))
+    return [Draft(where(number), file, room, metadata) for number, (file, room) in pairs]
+
+
+def put(
+    draft: Draft, image: torch.Tensor | None = None, gathered: Callable[[str], torch.Tensor] | None = None
 ) -> dict[str, int]:
-    """Returns the checksums, which are computed while the tensors are written, and may stand before them in metadata()."""
-    with open(path, "wb", buffering=0) as file:
-        put = partial(_put_tensors, file, tensors, room) if image is None else partial(_put_image, file, image)
-        sums = _put_gathered(file, tensors, gathered, room) if gathered else _checksums(tensors, put)
-        head = _head(tensors, metadata(sums), room)
+    """Returns the checksums, which are computed while the tensors are written, and may stand before them in the metadata.
+
+    gathered: the numbers of a name, where they are not all in memory: asked once for each, in order.
+    """
+    tensors, room = draft.tensors, draft.room
+    with open(draft.path, "wb", buffering=0) as file:
+        meanwhile = partial(_put_tensors, file, tensors, room) if image is None else partial(_put_image, file, image)
+        sums = _put_gathered(file, tensors, gathered, room) if gathered else _checksums(tensors, meanwhile)
+        head = _head(tensors, draft.metadata(sums), room)
         if image is None:
             file.seek(0)
             _put_all(file, head)

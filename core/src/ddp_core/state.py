@@ -131,9 +131,9 @@ class State:
             tensor.copy_(tensors[name])
         peers.broadcast_tensors(list(self.tensors().values()))
 
-    def save(self, write: Callable, times: int, on_rank_0: Callable, peers) -> None:
-        """Collective. write(tensors, gathered): on rank 0, puts the tensors in so many files."""
-        on_rank_0(lambda: write(self.tensors(), None))
+    def save(self, write: Callable, trainer) -> None:
+        """Collective. write(tensors, put_drafts): on rank 0, writes the snapshot."""
+        trainer.on_rank_0(lambda: write(self.tensors(), None))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

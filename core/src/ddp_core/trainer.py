@@ -74,6 +74,7 @@ class Trainer:
         self.saver: Any = directory and Saver(directory, record, config.grace)
         self.record, self.stop = record, stop
         self.ranks: list[dict] = []  # a row a rank, for the table at the end
+        self.alone = False  # whether rank 0 writes all of a snapshot, for not all ranks see the run directory
         dtype = torch.float64 if config.precision == "fp64" else torch.float32
         lower = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
         self.autocast = (lambda: torch.autocast(device.type, lower)) if lower else nullcontext
@@ -353,8 +354,8 @@ class Trainer:
         began = time.perf_counter()
         self._refuse_diverged_replicas()
         with self.profile.part("snapshot"):
-            save = lambda tensors, gathered: self.saver.save(tensors, self._document(), best, snapshot, gathered)  # noqa: E731
-            self.state.save(save, best + snapshot, self.on_rank_0, self.peers)
+            save = lambda tensors, put_drafts: self.saver.save(tensors, self._document(), best, snapshot, put_drafts)  # noqa: E731
+            self.state.save(save, self)
         self.saved = time.monotonic() if snapshot else self.saved
         self.watch.spent("snapshots", began)
 

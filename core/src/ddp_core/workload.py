@@ -38,6 +38,7 @@ class Workload:
     name = ""  # the built-in's name, or the file's without .py
     file: Path | None = None
     config: Any = None  # from data() on, also in forward, loss and metrics: self.config.width
+    staging: Any = None  # of a run, while it reads its data
 
     def flags(self, add: Callable) -> None:
         """Own flags: add("--width", type=int, default=64, help="..."), as argparse's add_argument.
@@ -49,6 +50,13 @@ class Workload:
     def data(self, config) -> tuple[Any, Any]:
         """Training and held-out rows (None: no evaluation): tensors, or anything with a length and an index (data.py)."""
         raise NotImplementedError
+
+    def once_a_node(self, path: str | Path) -> Path:
+        """In data(): the path of a copy of this file in the memory of the node, which its ranks share (--stage-data).
+
+        The copy is there as long as the run, and its path has no ending. A file that is not copied has its own path.
+        """
+        return self.staging.once(path) if self.staging else Path(path)
 
     def collate(self, rows: list) -> Any:
         """Rows that were read one by one to a batch; torch's default_collate unless you say otherwise.

@@ -69,6 +69,7 @@ class Gpt(Workload):
         library = Path(sysconfig.get_path("stdlib"))
         below = Path(config.data_dir).rglob("*") if config.data_dir else library.glob("*.py")
         files = sorted(path for path in below if path.is_file() and not path.name.startswith("."))
+        files = [self.once_a_node(path) for path in files] if config.data_dir else files
         return split(Bytes(files, CONTEXT[config.model_size] + 1, f"--data-dir {config.data_dir or library}"))
 
     def model(self, config):

@@ -8,6 +8,7 @@ import hashlib
 import math
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,9 +35,9 @@ class Mnist(Workload):
         """60,000 training images of 28x28, and MNIST's own 10,000 held-out ones. They stay bytes until they are in a batch."""
         if not config.data_dir:
             raise UsageError("--workload mnist needs --data-dir: the folder of the IDX files. " + how_to_fetch("DIR"))
-        digest = hashlib.sha256()
+        digest, place = hashlib.sha256(), (self.once_a_node, config.data_dir)
         train, held_out = (
-            (idx(config.data_dir, f"{name}-images-idx3", 3, digest), idx(config.data_dir, f"{name}-labels-idx1", 1, digest))
+            (idx(*place, f"{name}-images-idx3", 3, digest), idx(*place, f"{name}-labels-idx1", 1, digest))
             for name in ("train", "t10k")
         )
         for name, (images, labels) in dict(train=train, t10k=held_out).items():
@@ -69,13 +70,14 @@ def model_dtype(model: nn.Module) -> torch.dtype:
     return next(model.parameters()).dtype
 
 
-def idx(folder: str, name: str, dimensions: int, digest) -> torch.Tensor:
+def idx(once_a_node: Callable, folder: str, name: str, dimensions: int, digest) -> torch.Tensor:
     """An IDX file as a uint8 tensor: magic number 0x0000080d, d big-endian sizes, the bytes."""
     found = sorted(path for ending in ("", ".gz") for path in Path(folder).rglob(f"{name}-ubyte{ending}"))
     if not found:
         raise PreflightError(f"--data-dir {folder} has no {name}-ubyte[.gz]. {how_to_fetch(folder)}")
     try:
-        raw = gzip.decompress(found[0].read_bytes()) if found[0].suffix == ".gz" else found[0].read_bytes()
+        raw = once_a_node(found[0]).read_bytes()
+        raw = gzip.decompress(raw) if found[0].suffix == ".gz" else raw
     except (OSError, EOFError, zlib.error) as error:
         raise PreflightError(f"{found[0]}: {error}: fetch it again") from error
     digest.update(raw)

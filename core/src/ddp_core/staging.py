@@ -1,0 +1,180 @@
+"""Copies in memory: a file of data comes from its file system once a node, and not once a rank.
+
+    path = self.once_a_node(path)        in a workload's data()
+
+The first rank of a node copies the file into memory that has no name (memfd_create), and hands the others the open file over a
+socket. So nobody else on the node can put another file in its place, and nothing is left behind, however the job ends: the
+memory goes with the last rank. Nobody can write to it (seals). A file for which there is no copy is read as if there were no
+staging, and a note at the start says why. What all have read is compared as always, by the fingerprint of the rows.
+"""
+
+import fcntl
+import os
+import resource
+import socket
+import stat
+import struct
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+from ddp_core.errors import printable
+from ddp_core.memory import available
+from ddp_core.rank import Rank
+from ddp_core.rendezvous import Rendezvous, patiently
+
+CHUNK = 2**24  # bytes
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems that are memory already: /dev/shm, and /tmp of a node without a disk
+
+
+class Staging:
+    """The copies of a node: its first rank makes them and hands them out, until close(); the others ask it for them."""
+
+    def __init__(self, rank: Rank, rendezvous: Rendezvous, wanted: bool):
+        self.shared, self.leads, self.rendezvous = wanted and rank.local_world_size > 1, rank.local_rank == 0, rendezvous
+        self.key = f"staging/{rank.node_rank}"
+        self.copies: dict[str, int | None] = {}  # by path; None: it is read where it is
+        self.in_place = ""  # why the first of these is
+        # Then there is time to read a file where it is.
+        self.until = (time.monotonic() + rendezvous.deadline) / 2
+        self.address, self.room, self.most = b"", 0, 0
+        if self.shared and self.leads:
+            self.changed, self.over = threading.Condition(), False
+            self.server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.server.bind("")  # Linux chooses an address that is no file
+            self.server.listen(rank.local_world_size)
+            rendezvous.store.set(self.key, self.server.getsockname())
+            threading.Thread(target=self._hand_out, daemon=True).start()
+
+    def once(self, path: str | Path) -> Path:
+        """Where to read it: in a copy, which has no name but this one, or where it is."""
+        name = os.path.abspath(path)
+        if self.shared and name not in self.copies:
+            if not self.copies:
+                self.room, self.most = available() // 2, _open_files() // 8
+            if not self.leads:
+                self.copies[name] = self._ask(name)
+            else:
+                copy = self._copy(name)
+                with self.changed:
+                    self.copies[name] = copy
+                    self.changed.notify_all()
+        copy = self.copies.get(name)
+        return Path(path) if copy is None else Path(f"/proc/{os.getpid()}/fd/{copy}")
+
+    def told(self) -> dict[str, str]:
+        """For this rank's row."""
+        return dict(in_place=self.in_place) if self.in_place else {}
+
+    def finish(self) -> None:
+        """This rank has read its data, or could not: nobody need wait for another copy."""
+        if self.shared and self.leads:
+            with self.changed:
+                self.over = True
+                self.changed.notify_all()
+
+    def close(self) -> None:
+        """All ranks have read their data, or the run has ended. The copies stay as long as the ranks."""
+        if self.shared and self.leads:
+            with suppress(OSError):  # it is closed already
+                self.server.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self.server.close()
+
+    # ---- the first rank of a node ---------------------------------------------------------------------------------
+
+    def _copy(self, name: str) -> int | None:
+        """An open file of the same bytes; None where there is none to be."""
+        try:
+            facts = os.stat(name)
+            if not stat.S_ISREG(facts.st_mode) or _in_memory(facts.st_dev):
+                return None
+            if facts.st_size > self.room:
+                left = f"of half of the memory that was free, {self.room} bytes are left"
+                return self._none(name, f"it has {facts.st_size} bytes, and {left}")
+            if len(self.copies) >= self.most:
+                return self._none(name, f"ulimit -n allows {self.most} copies")
+            nameless = os.memfd_create(os.fsdecode(os.fsencode(name)[-200:]), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            with open(nameless, "wb") as copy, open(name, "rb", buffering=0) as file:
+                while (chunk := file.read(CHUNK)) and time.monotonic() < self.until and not self.rendezvous.stop:
+                    copy.write(chunk)
+                if chunk:
+                    return self._none(name, "copying took half of --rendezvous-timeout")
+                copy.flush()
+                fcntl.fcntl(copy, fcntl.F_ADD_SEALS, SEALS)
+                self.room -= facts.st_size
+                return os.dup(copy.fileno())
+        except OSError as error:  # who reads the file says so if it is the file's fault
+            return self._none(name, str(error.strerror))
+
+    def _none(self, name: str, why: str) -> int | None:
+        self.in_place = (
+            self.in_place or f"{printable(name, 400)} is read by each rank of {socket.gethostname()}, not once: {why}"
+        )
+        return None
+
+    def _hand_out(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                line, _ = self.server.accept()
+                with line, suppress(OSError):
+                    if not _of_this_user(line):
+                        continue
+                    line.settimeout(1)
+                    name = os.fsdecode(line.recv(2**16))
+                    with self.changed:
+                        while name not in self.copies and not self.over:
+                            self.changed.wait()
+                    copy = self.copies.get(name)
+                    socket.send_fds(line, [b"."], [] if copy is None else [copy])
+
+    # ---- the others -----------------------------------------------------------------------------------------------
+
+    def _ask(self, name: str) -> int | None:
+        seconds, store = max(1.0, self.until - time.monotonic()), self.rendezvous.store
+        try:
+            if not self.address:
+                patiently(lambda: store.wait([self.key], timedelta(seconds=seconds)), seconds + 1)
+                self.address = store.get(self.key)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+                line.settimeout(seconds + 5)
+                line.connect(self.address)
+                if not _of_this_user(line):
+                    return self._none(name, "another user's program has the address of the first rank")
+                line.send(os.fsencode(name))
+                _, copies, *_ = socket.recv_fds(line, 1, 1)
+        except (OSError, RuntimeError) as error:
+            return self._none(name, f"its first rank gave no copy ({str(error).partition(chr(10))[0][:80]})")
+        for copy in copies:
+            os.set_inheritable(copy, False)
+        return copies[0] if copies else None
+
+
+def _of_this_user(line: socket.socket) -> bool:
+    """Whether the other end is: everybody on the node can call an address, and take one that has become free."""
+    _, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return user == os.geteuid()
+
+
+def _open_files() -> int:
+    """How many this process may have: a copy is one, and who maps it has another. Raised, as far as it may be, to 65,536."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < 2**16:
+        soft = 2**16 if hard == resource.RLIM_INFINITY else min(hard, 2**16)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return 2**16 if soft == resource.RLIM_INFINITY else soft
+
+
+def _in_memory(device: int) -> bool:
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return any(words[2] == number and words[words.index("-") + 1] in IN_MEMORY for words in mounts)
+
+
+def notes_on_copies(rows: list[dict]) -> list[str]:
+    """Of ranks that read a file where it is, though it was to be read once: they are taken out of the rows."""
+    told = [(row["node_rank"], row.pop("in_place")) for row in rows if "in_place" in row]
+    others = len({node for node, _ in told}) - 1
+    return [f"{why}{f'; {others} other nodes say so, too' if others else ''}" for _, why in told[:1]]
