@@ -14,34 +14,27 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import device
 import loader
 import startup
 import steps
-import torch
-from common import Report
+from common import Report, parsed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python core/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = ["steps", "loader", "startup"]
+    parts = ["steps", "loader", "startup", "device"]
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)} (default: all)")
     parser.add_argument("--workloads", nargs="+", choices=list(steps.FLAGS), default=list(steps.FLAGS), help="of steps")
-    parser.add_argument("--world-sizes", nargs="+", type=int, metavar="N", help="default: 1 2 4 (startup: 2; loader: 1)")
+    parser.add_argument("--world-sizes", nargs="+", type=int, metavar="N", help="default: 1 2 4 (startup 2; loader, device 1)")
     parser.add_argument("--rounds", type=int, default=7, help="counted ones; one more comes first (default: 7)")
-    parser.add_argument(
-        "--device", choices=["cpu", "cuda", "xpu"], default="cpu", help="default: %(default)s; cuda is AMD's, too"
-    )
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="write the output there, and raw figures to FILE.json")
-    args = parser.parse_args()
+    args = parsed(parser)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the contestants and their folders go with it
     if unknown := set(args.parts) - set(parts):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: take some of {', '.join(parts)}")
-    if args.device != "cpu" and not getattr(torch, args.device).is_available():
-        parser.error(
-            f"--device {args.device}: torch {torch.__version__} sees none: look at the job's devices and at which torch this is"
-        )
     chosen, common = args.parts or parts, ["--device", args.device]
     report = Report(args.out, "Ours, an expert's DDP loop, Lightning and Accelerate, side by side")
     try:
@@ -51,6 +44,8 @@ def main() -> None:
             loader.measure(report, args.world_sizes or [1], args.rounds, common)
         if "startup" in chosen:
             startup.measure(report, args.world_sizes or [2], args.rounds, common)
+        if "device" in chosen:
+            device.measure(report, args.device, args.world_sizes or [1], args.rounds, common)
     finally:
         report.close()
 

@@ -4,6 +4,7 @@ Every contestant is a real program: world_size processes of contestants.py. Whil
 line on its standard input and uses no core.
 """
 
+import argparse
 import itertools
 import json
 import os
@@ -96,6 +97,19 @@ def interleave(turns: dict[str, Callable[[], Any]], rounds: int) -> dict[str, li
             name = names[(first + place) % len(names)]
             figures[name].append(turns[name]())
     return {name: values[1:] for name, values in figures.items()}
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The flags, with --device, which is refused where torch sees none."""
+    import torch
+
+    parser.add_argument("--device", choices=["cpu", "cuda", "xpu"], default="cpu", help="default: cpu; cuda is AMD's, too")
+    args = parser.parse_args()
+    if args.device != "cpu" and not getattr(torch, args.device).is_available():
+        parser.error(
+            f"--device {args.device}: torch {torch.__version__} sees none: look at the job's devices and at which torch this is"
+        )
+    return args
 
 
 # ---- figures --------------------------------------------------------------------------------------------------------

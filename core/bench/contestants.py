@@ -56,10 +56,14 @@ class Turns:
 
 
 def _memory() -> dict[str, int]:
-    """Bytes of this process: resident now, and at most so far."""
+    """Bytes of this process: resident now, at most so far, and at most on its device."""
+    import torch
+
     with open("/proc/self/status") as file:
         lines = dict(line.split(":", 1) for line in file)
-    return {name: int(lines[key].split()[0]) * 1024 for name, key in (("resident", "VmRSS"), ("peak", "VmHWM"))}
+    found = {name: int(lines[key].split()[0]) * 1024 for name, key in (("resident", "VmRSS"), ("peak", "VmHWM"))}
+    device = torch.accelerator.is_available() and torch.get_device_module().max_memory_allocated()
+    return found | dict(device=int(device))
 
 
 def _save(model, path: str) -> None:

@@ -5,8 +5,10 @@ the default optimizer. Tuned: with the expert's choices, which are whole batches
 gradients that live in DDP's buckets, and a fused optimizer. None writes logs or checkpoints.
 """
 
+import copy
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +17,10 @@ import torch.nn.functional as F
 from ours import Problem
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.flop_counter import FlopCounterMode
 
 EpochsOf = Callable[[torch.nn.Module, int], Iterator[int]]  # Turns.epochs
+MIXED = {"fp32": "no", "bf16": "bf16"}  # --precision, as Accelerate says it
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
 
@@ -108,6 +112,7 @@ class Bare:
         dist.init_process_group(BACKENDS[self.device.type])
         self.model = DistributedDataParallel(problem.model.to(self.device), gradient_as_bucket_view=True)
         self.optimizer = optimizer_of(problem, self.model, tuned=True)
+        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=problem.config.precision == "bf16")
         workers = problem.config.workers
         if problem.batched:
             self.rows = Columns(problem, self.device)
@@ -128,7 +133,9 @@ class Bare:
     def epoch(self, epoch: int) -> None:
         for batch in self.batches(epoch):
             self.optimizer.zero_grad(set_to_none=True)
-            self.backward(loss_of(self.problem, self.model, batch))
+            with self.autocast:
+                loss = loss_of(self.problem, self.model, batch)
+            self.backward(loss)
             self.optimizer.step()
 
 
@@ -139,7 +146,9 @@ class Accelerate(Bare):
     def __init__(self, problem: Problem):
         from accelerate import Accelerator
 
-        self.problem, self.accelerator = problem, Accelerator(cpu=device_of(problem).type == "cpu")
+        self.problem = problem
+        self.accelerator = Accelerator(cpu=device_of(problem).type == "cpu", mixed_precision=MIXED[problem.config.precision])
+        self.autocast = nullcontext()  # it has wrapped the model's forward
         optimizer = optimizer_of(problem, problem.model, tuned=False)
         # It gives the ranks one batch after another in turn, and moves each to the device.
         loader = row_by_row(problem, list(range(problem.world_size)))
@@ -159,8 +168,9 @@ class AccelerateTuned(Accelerate):
         from accelerate import Accelerator, DistributedDataParallelKwargs
 
         choices = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
-        self.accelerator = Accelerator(cpu=device_of(problem).type == "cpu", kwargs_handlers=choices)
-        self.problem, self.device = problem, self.accelerator.device
+        mixed = MIXED[problem.config.precision]
+        self.accelerator = Accelerator(cpu=device_of(problem).type == "cpu", mixed_precision=mixed, kwargs_handlers=choices)
+        self.problem, self.device, self.autocast = problem, self.accelerator.device, nullcontext()
         optimizer = optimizer_of(problem, problem.model, tuned=True)
         self.model, self.optimizer = self.accelerator.prepare(problem.model, optimizer)
         self.rows = Columns(problem, self.device)
@@ -200,7 +210,7 @@ def lightning(problem: Problem, epochs_of: EpochsOf, tuned: bool) -> None:
     device = device_of(problem)
     kind = "cpu" if device.type == "cpu" else "auto"
     common = dict(accelerator=kind, devices=problem.world_size, max_epochs=-1, use_distributed_sampler=False)
-    common |= dict(callbacks=[Turns()])
+    common |= dict(callbacks=[Turns()], precision="bf16-mixed" if problem.config.precision == "bf16" else "32-true")
     if tuned:
         order = InOurOrder(problem.order, problem.steps)
         loader = DataLoader(Columns(problem, device), batch_size=None, sampler=order)
@@ -209,6 +219,26 @@ def lightning(problem: Problem, epochs_of: EpochsOf, tuned: bool) -> None:
         loader = row_by_row(problem, [problem.rank])
         trainer = lightning.Trainer(strategy="ddp", logger=False, enable_checkpointing=False, **common)
     trainer.fit(Module(), loader)
+
+
+# ---- no training at all ---------------------------------------------------------------------------------------------
+
+
+def products(problem: Problem, epochs_of: EpochsOf) -> None:
+    """Square matrix products of bf16, with as many operations as the matrix products of these steps have."""
+    device = device_of(problem)
+    batch = each(problem.rows[torch.tensor([0])], lambda values: values.to("meta"))  # where nothing is computed
+    model = copy.deepcopy(problem.model).to("meta")
+    with FlopCounterMode(display=False) as counter:
+        loss_of(problem, model, batch).backward()
+    side = 1024 if device.type == "cpu" else 8192
+    rows = problem.steps * problem.config.global_batch_size // problem.world_size
+    number = max(1, round(rows * counter.get_total_flops() / (2 * side**3)))
+    left, right = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    into = torch.empty_like(left)
+    for _ in epochs_of(problem.model, problem.steps):
+        for _ in range(number):
+            torch.mm(left, right, out=into)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -225,6 +255,7 @@ def in_turns(loop: type[Bare]) -> Callable[[list[str], EpochsOf], None]:
 
 CONTESTANTS = {
     "bare": in_turns(Bare),
+    "products": lambda flags, epochs_of: products(Problem(flags), epochs_of),
     "Accelerate": in_turns(Accelerate),
     "Accelerate tuned": in_turns(AccelerateTuned),
     "Lightning": lambda flags, epochs_of: lightning(Problem(flags), epochs_of, tuned=False),

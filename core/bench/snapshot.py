@@ -5,7 +5,8 @@
 
 `stall` is how long training stands still; it differs from `durable`, when the data has reached the disk, for what is saved
 beside training: "ours, beside", as a run saves, and async_save. `ours` is the same file, written while training waits. dd
-writes as many bytes of zeros, and calls fsync. The plain copy is one clone of every tensor. Reads are from the page cache.
+writes as many bytes of zeros, and calls fsync. The plain copy is one of every tensor, to memory of the host. Reads are from
+the page cache.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import Report, ratio, spread
+from common import Report, parsed, ratio, spread
 from ddp_core import snapshot
 from ddp_core.background import Saver
 from ddp_core.record import Record
@@ -30,14 +31,14 @@ from ddp_core.run_directory import RunDirectory
 from safetensors.torch import save_file
 
 
-def tensors_of(parameters: int) -> dict[str, torch.Tensor]:
+def tensors_of(parameters: int, device: str) -> dict[str, torch.Tensor]:
     """As a GPT of that size has them: matrices of 1024 x 4096 and a vector for each, three times."""
     layers = max(1, parameters // (1024 * 4096 + 4096))
     tensors = {}
     for kind in ("model", "optim.mean", "optim.square"):
         for layer in range(layers):
-            tensors[f"{kind}.{layer}.weight"] = torch.rand(1024, 4096)
-            tensors[f"{kind}.{layer}.bias"] = torch.rand(4096)
+            tensors[f"{kind}.{layer}.weight"] = torch.rand(1024, 4096, device=device)
+            tensors[f"{kind}.{layer}.bias"] = torch.rand(4096, device=device)
     return tensors
 
 
@@ -96,7 +97,7 @@ def writers(folder: Path, tensors: dict) -> dict[str, Callable[[], float]]:
         return stall
 
     return {
-        "plain copy": lambda: [tensor.clone() for tensor in tensors.values()] and None,
+        "plain copy": lambda: [tensor.to("cpu", copy=True) for tensor in tensors.values()] and None,
         "dd": dd,
         "ours": ours,
         "ours, beside": beside,
@@ -120,8 +121,8 @@ def parts(folder: Path, tensors: dict) -> dict[str, Callable[[], object]]:
     """What our write does, one thing at a time."""
     path, pool = folder / "parts.safetensors", ThreadPoolExecutor(len(os.sched_getaffinity(0)))
     return {
-        "crc32 of all tensors": lambda: [zlib.crc32(tensor.numpy()) for tensor in tensors.values()],
-        "crc32, a thread a core": lambda: list(pool.map(lambda tensor: zlib.crc32(tensor.numpy()), tensors.values())),
+        "crc32 of all tensors": lambda: [zlib.crc32(tensor.cpu().numpy()) for tensor in tensors.values()],
+        "crc32, a thread a core": lambda: list(pool.map(lambda tensor: zlib.crc32(tensor.cpu().numpy()), tensors.values())),
         "save_file": lambda: save_file(tensors, path),
         "fsync": lambda: fsync(path),
     }
@@ -169,13 +170,13 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=100_000_000)
     parser.add_argument("--rounds", type=int, default=3, help="counted ones; one more comes first (default: 3)")
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="write the output there, and raw figures to FILE.json")
-    args = parser.parse_args()
+    args = parsed(parser)
     warnings.filterwarnings("ignore")  # of torch.distributed.checkpoint, about a world of one
     folder = args.dir / f"bench-snapshot-{os.getpid()}"
     folder.mkdir(parents=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # async_save wants one
     try:
-        tensors = tensors_of(args.parameters)
+        tensors = tensors_of(args.parameters, args.device)
         size = sum(tensor.nbytes for tensor in tensors.values())
         report = Report(args.out, f"Snapshots of {size / 1e9:.2f} GB: seconds as median (min..max)")
         for title, acts in (("write", writers), ("read", readers), ("part of our write", parts)):

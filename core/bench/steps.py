@@ -41,7 +41,7 @@ def others(report: Report) -> list[str]:
 
 def race(contestants: dict, flags: list[str], world_size: int, rounds: int, turn_seconds: float = 0.5) -> dict[str, dict]:
     """By contestant: of each round the microseconds a step (us), those of CPU time (cpu) and the bytes of rank 0 (resident,
-    peak); and how far its parameters are from those of `bare` after one epoch (differs).
+    peak, device); and how far its parameters are from those of `bare` after one epoch (differs).
     """
     with ExitStack() as stack:
         worlds = {}
@@ -58,7 +58,7 @@ def race(contestants: dict, flags: list[str], world_size: int, rounds: int, turn
             """The slowest rank's time, and what rank 0 holds."""
             replies = worlds[name].ask(epochs=epochs)
             figures = {kind: max(r[of] / r["steps"] for r in replies) * 1e6 for kind, of in (("us", "seconds"), ("cpu", "cpu"))}
-            return figures | {kind: replies[0][kind] for kind in ("resident", "peak")}
+            return figures | {kind: replies[0][kind] for kind in ("resident", "peak", "device")}
 
         turns = interleave({name: lambda name=name: turn(name) for name in worlds}, rounds)
     found = {name: {kind: [turn[kind] for turn in mine] for kind in mine[0]} for name, mine in turns.items()}

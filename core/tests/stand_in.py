@@ -7,6 +7,7 @@ printed, so that Job.out has it.
 """
 
 import os
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 CPU = torch.device("cpu")
+WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__")  # of the host
 BOTH_SIDES = ("copy_", "to", "cpu", "backward", "_has_compatible_shallow_copy_type")  # may have operands on two devices
 
 
@@ -27,6 +29,10 @@ def accelerator(kind: str, count: int = 4, free: int = 2**30, name: str = "") ->
 
 class Marked(TorchFunctionMode):
     """Tensors that were made on a device or moved there, and all that comes from them, are marked with it."""
+
+    def __init__(self, say):
+        super().__init__()
+        self.say, self.in_step = say, False
 
     def __torch_function__(self, function, types, arguments=(), keywords=None):
         keywords, name = keywords or {}, getattr(function, "__name__", "")
@@ -43,6 +49,10 @@ class Marked(TorchFunctionMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         marks = [mark for tensor in tensors if (mark := mark_of(tensor))]
         wanted = CPU if name == "cpu" else next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
+        copied = wanted == CPU and not keywords.get("non_blocking")
+        copied = copied and "/torch/optim/" not in sys._getframe(1).f_code.co_filename  # it asks C++, which knows of no marks
+        if self.in_step and marks and (copied or name in WAITS):
+            self.say("a step waits", name)
         mixed = marks and any(tensor.ndim and mark_of(tensor) != marks[0] for tensor in tensors)
         mixed = mixed or (marks and name.endswith("_") and not mark_of(tensors[0]))  # in place, also of single numbers
         if mixed and wanted is None and name not in BOTH_SIDES and not attribute:
@@ -96,7 +106,22 @@ def _install(kind: str, count: int, free: int, name: str) -> None:
     torch.amp.GradScaler = said_instead("scaler", torch.amp.GradScaler, "cpu")
     torch.Tensor.pin_memory = lambda tensor, device=None: [say("pinned"), tensor][1]
     _install_groups(kind, say)
-    Marked().__enter__()
+    marked = Marked(say)
+    marked.__enter__()
+    _watch_steps(marked)
+
+
+def _watch_steps(marked: Marked) -> None:
+    from ddp_core.trainer import Trainer
+
+    run_step = Trainer._run_step
+
+    def watched(trainer: Trainer) -> None:
+        marked.in_step = True
+        run_step(trainer)
+        marked.in_step = False
+
+    Trainer._run_step = watched
 
 
 def _install_groups(kind: str, say) -> None:

@@ -60,6 +60,25 @@ def test_any_model_and_optimizer_trains_there_and_goes_on_on_the_cpu(finished, t
     assert_same_run(job, finished("--epochs 2 --clip-norm 1", 2, workload))
 
 
+class Curious(Small):
+    def loss(self, outputs, batch):
+        loss = super().loss(outputs, batch)
+        assert loss.item() < 1e9  # what tutorials print of every step
+        return loss
+
+
+@pytest.mark.parametrize("flags", ["", "--reduction flat", "--reduction canonical", "--clip-norm 1 --accumulate 2", "gpt"])
+def test_no_step_waits_for_the_device(flags_of, tmp_path, flags):
+    """What is computed of a step is asked for once a second, when the ranks tell each other."""
+    job = on(tmp_path, flags_of.get(flags, f"{DIGITS} {flags}"))
+    assert said(job, "a step waits") == [[], []]
+
+
+def test_a_step_that_waits_is_seen(tmp_path):
+    job = on(tmp_path, "", workload="test_accelerator:Curious")
+    assert said(job, "a step waits") == [["item"], ["item"]]
+
+
 @pytest.mark.parametrize("workload, workers", [("Augmented", 1), ("EvaluatedOneByOne", 0)])
 def test_rows_that_are_read_one_by_one_are_copied_there_a_batch_ahead(finished, tmp_path, workload, workers):
     job = on(tmp_path, f"--epochs 2 --workers {workers}", workload=f"small:{workload}")
