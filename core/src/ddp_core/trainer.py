@@ -6,6 +6,7 @@ ranks needs beside it has a room of its own:
     order.py, batches.py   which rows this rank trains on, and how they are read
     reduction.py           how the gradients of all ranks are summed: DistributedDataParallel, or by hand
     sharding.py            the same for models in parts, where one device does not hold them
+    capture.py             the same step as one graph, where launching its kernels takes longer than their work
     guard.py               numbers that are not finite never reach the model
     reconcile.py           what the ranks tell each other, once a second
     evaluation.py          the held-out rows
@@ -25,6 +26,7 @@ import torch
 
 from ddp_core.background import Saver
 from ddp_core.batches import Batches
+from ddp_core.capture import CapturedStep
 from ddp_core.config import TrainConfig
 from ddp_core.device import versions
 from ddp_core.errors import ExitCode, Failure, NonFiniteError, PeerLostError, WorkloadError, named
@@ -136,6 +138,7 @@ class Trainer:
         weight = self.reduction.weight(config.global_batch_size)
         self.guard = Guard(self.optimizer, config.precision, config.clip_norm, weight, self.device)
         self.guard.scale = self.state.progress.scale
+        self.run_step: Callable = CapturedStep(self) if config.capture else self._run_step
         # Now, not at the first snapshot: what was sent to the ranks has arrived as it was.
         self._refuse_diverged_replicas()
 
@@ -186,7 +189,7 @@ class Trainer:
         ends = done or self._evaluates(epoch) or (epoch + 1) % self.config.save_every == 0
         for index in range(first, self.steps_per_epoch):
             self.profile.at(self.step)
-            self._run_step()
+            self.run_step()
             last = index == self.steps_per_epoch - 1
             save = self.config.save_steps > 0 and self.step % self.config.save_steps == 0
             save = save or self.step == self.profile.last
