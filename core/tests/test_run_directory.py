@@ -110,6 +110,17 @@ def test_a_broken_snapshot_never_takes_the_place_of_the_only_whole_one(folder, m
     assert steps(folder) == [3, 2]
 
 
+def test_the_saves_after_a_fall_back_keep_the_one_before_as_ever(folder):
+    """The damaged file is set aside once; a later one is whole, and is kept as the one before."""
+    (folder / "snapshot.safetensors").write_bytes(b"garbage")
+    directory = RunDirectory(str(folder), "job")
+    directory.load()
+    for step in (2, 3):
+        directory.save(*state(step))
+    directory.release()
+    assert steps(folder) == [3, 2] and (folder / "snapshot.damaged.safetensors").read_bytes() == b"garbage"
+
+
 def test_a_missing_snapshot_falls_back_with_a_warning(folder, capsys):
     (folder / "snapshot.safetensors").unlink()
     assert step_of(load(folder)) == 1
