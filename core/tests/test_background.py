@@ -97,6 +97,29 @@ def test_it_is_the_file_that_is_written_without_a_copy(saver, tmp_path):
     assert saver.directory.snapshot.read_bytes() == (tmp_path / "plain").read_bytes()
 
 
+@pytest.mark.parametrize("kept", [0, 3])
+def test_a_copy_is_written_in_parts_and_one_that_fails_is_the_whole_save_s(saver, tmp_path, monkeypatch, kept):
+    """kept: how many parts find room; 0, and no more, for all."""
+    monkeypatch.setattr(snapshot, "PART", snapshot.PAGE)
+    pwrite, full = os.pwrite, kept * snapshot.PAGE
+
+    def limited(file: int, content, start: int) -> int:
+        if full and start >= full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(file, content, start)
+
+    monkeypatch.setattr(os, "pwrite", limited)
+    saver.save(*whole(1), best=False, snapshot=True)
+    if full:
+        with pytest.raises(StorageError, match="No space left on device"):
+            saver.settle()
+        assert not saver.directory.snapshot.exists()
+        return
+    saver.settle()
+    snapshot.write(tmp_path / "plain", *whole(1))
+    assert saver.directory.snapshot.read_bytes() == (tmp_path / "plain").read_bytes()
+
+
 def test_the_next_save_waits_and_leaves_the_copy_alone_that_is_written(saver, gate):
     saver.save(*whole(1), best=False, snapshot=True)
     with ThreadPoolExecutor(1) as pool:
