@@ -290,6 +290,18 @@ def test_of_a_file_and_a_set_the_one_that_is_further_is_loaded_and_the_other_is_
         assert step_in(load(folder)) == 6
 
 
+@pytest.mark.parametrize("newer, name", [(MOST, "snapshot.safetensors.index.json"), (ONE, "snapshot.safetensors")])
+def test_of_a_file_and_a_set_one_that_is_damaged_is_not_passed_over_in_silence(tmp_path, capsys, newer, name):
+    """It may be the one that is further."""
+    save(tmp_path / "old", 3, most=ONE if newer == MOST else MOST)
+    save(tmp_path / "new", 4, 5, most=newer)
+    shutil.copytree(tmp_path / "old", tmp_path / "new", dirs_exist_ok=True)
+    damaged = tmp_path / "new" / name
+    damaged.write_bytes(b"garbage")
+    assert step_in(load(tmp_path / "new")) == 4
+    assert f"warning: {damaged} is not a whole snapshot" in capsys.readouterr().out
+
+
 def test_two_damaged_sets_are_refused_and_stay(tmp_path):
     save(tmp_path, 1, 2)
     for path in tmp_path.glob("snapshot-*-00002-of-*"):

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from ddp_core import snapshot
+from ddp_core import show, snapshot
 from ddp_core.errors import ExitCode, SnapshotError, StorageError
 from faults import files_limited_to
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 TENSORS = {
     "model.weight": torch.arange(300, dtype=torch.float32).view(20, 15),
@@ -145,6 +147,15 @@ def test_a_flipped_bit_in_a_tensor_is_found(file):
         file.write_bytes(flipped(raw, bit))
         with pytest.raises(SnapshotError, match=r"model\.|optim\."):
             snapshot.read(file)
+
+
+@pytest.mark.parametrize("reads", [snapshot.read, show.verify])
+def test_a_tensor_that_was_taken_out_is_missed(file, reads):
+    with safe_open(file, "pt") as whole:
+        metadata = whole.metadata()
+    save_file({name: tensor for name, tensor in TENSORS.items() if name != "model.bias"}, file, metadata)
+    with pytest.raises(SnapshotError, match=r"is damaged: the checksum of model\.bias differs"):
+        reads(file)
 
 
 def test_a_flipped_bit_in_the_header_changes_nothing_in_silence(file):
