@@ -8,6 +8,7 @@ This needs bash, and neither ranks, torch nor a scheduler.
 import itertools
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -333,8 +334,7 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
     node, violations = site.toml["node"], []
     threads = node.get("threads_per_core", 1)
     reserved = {core + thread * node["cores"] for thread in range(threads) for core in numbers(node.get("reserved", ""))}
-    for script, chosen in [(path, chosen) for path in trains(site) for chosen in ({}, *alternatives(path))]:
-        run = dry.job(script, all_ranks=True, **(dict(environ=chosen, nodes=2) if chosen else {}))
+    for script, chosen, run in as_chosen(site, dry):
         each = int(run.trained[0].environ["DRY_RUN_PER_NODE"]) if run.trained else site.job(script)["ranks_per_node"]
         if run.code:
             violations.append(f"{script.name} {chosen}: {ending(dry, run)}, but should be 0")
@@ -420,13 +420,21 @@ def bound(call: Call, each: int) -> list[list[int]]:
 def test_what_is_said_of_each_device_is_said_of_all(check, site, dry):
     """In a list NUMBER:VALUE,NUMBER:VALUE: a device that is not in it works otherwise, and all wait for its ranks."""
     devices, violations = site.toml["node"]["devices"], []
-    for script, chosen in [(path, chosen) for path in trains(site) for chosen in ({}, *alternatives(path))]:
-        for call in dry.job(script, all_ranks=True, environ=chosen, nodes=2).trained[:1]:
+    for script, chosen, run in as_chosen(site, dry):
+        for call in run.trained[:1]:
             for name, value in call.environ.items():
                 named = re.findall(r"(?:^|,)(\d+):\d+(?=,|$)", value) if re.fullmatch(r"[\d:,]*,[\d:,]*", value) else []
                 if named and sorted(map(int, named)) != [*range(devices)]:
                     violations.append(f"{script.name} {chosen}: {name}={value}, but should name devices 0 to {devices - 1}")
     check.holds(*violations)
+
+
+def as_chosen(site, dry) -> Iterator[tuple[Path, dict, DryRun]]:
+    """Every script that trains, and its run with all ranks: as it is, and by each choice that its head tells of."""
+    for script in trains(site):
+        yield script, {}, dry.job(script, all_ranks=True)
+        for chosen in alternatives(script):
+            yield script, chosen, dry.job(script, all_ranks=True, environ=chosen, nodes=2)
 
 
 def alternatives(script: Path) -> list[dict[str, str]]:
