@@ -1081,6 +1081,10 @@ def test_a_damaged_snapshot_is_never_taken_for_none(check, world, own, runs):
     check.equal(started_at_steps=(fell_back.values("start", "step"), [0, 28]), warns=("warning" in fell_back.output[0], True))
     prev, before = world.on_rank_0(lambda: [sha256(one / "snapshot.prev.safetensors") for one in (path, run.folder)])
     check.equal(snapshot_prev=(prev, before))
+    world.on_rank_0(lambda: damage(SNAPSHOT))
+    done(check, world.train(own, path, f"{FP64} --save-steps 7"))  # twice: the damaged one is moved away once
+    step = world.on_rank_0(lambda: take_apart(path / "snapshot.prev.safetensors")["document"]["step"])
+    check.equal(snapshot_prev_at_step=(step, 35))
     world.on_rank_0(lambda: damage(SNAPSHOT, "snapshot.prev.safetensors"))
     ended(check, world.train(own, path, FP64), 5)
 
