@@ -8,6 +8,7 @@ It runs without flags and once with each flag that its --help names.
 import os
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,26 @@ def test_a_wrong_flag_is_refused_before_anything_is_done(check, dry):
 
 
 @clause("B10")
+def test_a_flag_is_not_lost_beside_an_image(check, dry):
+    """Where install.sh starts itself anew in an image, it hands its flags on."""
+
+    def done(*flags: str) -> set[str]:
+        return {dry.shown(call.text) for call in dry.install(*flags).calls}
+
+    violations = []
+    for image, flag in product([words for words in given(dry) if PASSED["IMAGE"] in words], given(dry)):
+        if (
+            flag != image
+            and done(*flag) != done()
+            and dry.install(*image, *flag).code == 0
+            and done(*image, *flag) == done(*image)
+        ):
+            told = f"install.sh {' '.join(image)[:40]}... {' '.join(flag)} does what it does without {flag[0]}"
+            violations.append(f"{told}, but should hand it on")
+    check.holds(*violations)
+
+
+@clause("B10")
 def test_an_installation_that_fails_says_so(check, site, dry):
     """With 1, and a job afterwards ends with 3; so it does where nothing was installed (J19)."""
     if not pips(dry.install()) or not made_by(dry.install()):
@@ -269,6 +290,9 @@ def test_what_is_installed_is_named_with_its_version(check, site, dry):
                 violations.append(
                     f"{script.name}:{number}: {line.strip()[:100]!r}, but should run nothing that it has not checked"
                 )
+            if re.search(r"^[^#]*\bcurl\b(?!.*(--location\b|\s-[a-zA-Z]*L))", line):
+                told = f"{script.name}:{number}: {line.strip()[:100]!r}"
+                violations.append(f"{told}, but should follow where the server leads: --location")
     check.holds(*dict.fromkeys(violations))
 
 

@@ -14,8 +14,20 @@ from pathlib import Path
 import pytest
 
 from conformance.cluster.shape import numbers
-from conformance.harness.dry_run import ARGUMENTS, Call, DryRun, arguments, ending, given, made_by, removed, trains, values_of
-from conformance.harness.shell import Script, minutes
+from conformance.harness.dry_run import (
+    ARGUMENTS,
+    Call,
+    DryRun,
+    arguments,
+    ending,
+    given,
+    made_by,
+    program,
+    removed,
+    trains,
+    values_of,
+)
+from conformance.harness.shell import Script, minutes, plain
 from conformance.harness.stub_core import who
 
 clause = pytest.mark.clause
@@ -429,6 +441,31 @@ def test_what_is_said_of_each_device_is_said_of_all(check, site, dry):
     check.holds(*violations)
 
 
+@clause("J9")
+def test_runs_side_by_side_share_the_devices_out(check, site, dry):
+    """Where a program's head shows how to start several: each sees as many devices as it has ranks, and all are used."""
+    variable, count = site.toml["node"].get("device_environment", ""), site.toml["node"]["devices"]
+    violations = []
+    for script in sorted(site.folder.glob("*.py")) if variable else ():
+        lines = re.findall(rf"(?m)^    (\S*python {re.escape(script.name)} .*? -- .*?)(?: {{4,}}.*)?$", script.read_text())
+        halved = [re.sub(r"--ranks (\d+)", lambda found: f"--ranks {max(1, int(found[1]) // 2)}", line) for line in lines]
+        for line in dict.fromkeys([*lines, *halved]):
+            run = dry.command(script, line)
+            started = [
+                call for call in run.calls if call.rank is None and (program(call) or "torch.distributed.run" in call.words)
+            ]
+            shares = [tuple(call.environ.get(variable, "").split(",")) for call in started]
+            ranks = [int((values_of(call.words, "--nproc-per-node") or ["1"])[0]) for call in started]
+            told = f"{line!r}: runs with {variable}={' '.join(map(','.join, shares)) or 'none'}"
+            if len(shares) < 2 or any(len(share) != each for share, each in zip(shares, ranks, strict=True)):
+                violations.append(f"{told}, but should be several, each with a device for each of its ranks")
+            elif len(taken := [device for share in {*shares} for device in share]) != len({*taken}):
+                violations.append(f"{told}, but should share no device with another")
+            elif len({*taken}) < min(count, sum(ranks)):
+                violations.append(f"{told}, but should use all {count} devices")
+    check.holds(*violations)
+
+
 def as_chosen(site, dry) -> Iterator[tuple[Path, dict, DryRun]]:
     """Every script that trains, and its run with all ranks: as it is, and by each choice that its head tells of."""
     for script in trains(site):
@@ -459,6 +496,22 @@ def cpus_per_task(call: Call, script: Path, site) -> int:
     told = values_of(call.words, "--cpus-per-task", "-c", "--depth", "-d") or [Script(script).options.get("cpus-per-task", "")]
     node = site.toml["node"]
     return int(told[0]) if told[0].isdecimal() else node["cores"] // site.job(script)["ranks_per_node"]
+
+
+@clause("J3")
+def test_ranks_have_the_paths_that_the_sources_put_together(check, site, dry):
+    """`export A=$B:$A` takes what B is after the modules are loaded: before them it is another's, or empty."""
+    facts = [plain(fact) for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
+    added = re.findall(r"(?m)^export (\w+)=\$(\w+):\$\1$", "\n".join(facts))
+    violations = []
+    for script, chosen, run in as_chosen(site, dry) if added else ():
+        for call in run.trained[:1]:
+            for name, part in added:
+                if (value := call.environ.get(part, "")) and value not in call.environ.get(name, "").split(":"):
+                    violations.append(
+                        f"{script.name} {chosen}: {part}={dry.shown(value)}, but should have it in the ranks' {name}"
+                    )
+    check.holds(*violations)
 
 
 @clause("F8")

@@ -34,6 +34,7 @@ from conformance.harness.shell import (
     Line,
     Script,
     minutes,
+    plain,
 )
 from conformance.harness.sites import ROOT, date_of_copy, find, mistakes
 
@@ -427,11 +428,6 @@ def test_what_the_sources_ask_of_a_job_the_site_asks(check, site):
             if {added_to(name, plain(line.text).partition(f"{name}=")[2]), added.get(name)} == {"before it", "behind it"}:
                 violations.append(at(script, line, f"put the new {added[name]}, as a fact of [[sources]] does"))
     check.holds(*violations)
-
-
-def plain(text: str) -> str:
-    """Of a setting in a shell: $NAME for ${NAME} and ${NAME:-}, without quotes."""
-    return re.sub(r"\$\{(\w+)(:-)?\}", r"$\1", text).replace('"', "").strip()
 
 
 def added_to(name: str, value: str) -> str:

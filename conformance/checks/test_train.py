@@ -75,6 +75,10 @@ def test_ranks_that_ask_mpi_agree_on_a_secret_there(check, site, tmp_path):
             secrets = [who(site, environ, tmp_path).get("secret", "") for _ in range(3)]
             check.equal(shorter_than_32_characters=([len(secret) for secret in secrets if len(secret) < 32], []))
             check.equal(one_for_all_starts=(len({*secrets}) == 1, False))
+            # Where the system gives the same random numbers out to all, other ports and times are no other secrets.
+            (tmp_path / "sitecustomize.py").write_text("import os\nos.urandom = lambda count: b'7' * count\n")
+            secrets = [who(site, environ, tmp_path).get("secret", "") for _ in range(3)]
+            check.equal(of_random_numbers_of_the_system_alone=(len({*secrets}) == 1, True))
 
 
 @clause("R10")

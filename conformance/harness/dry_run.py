@@ -83,7 +83,8 @@ PACKAGES = {
     "../torch/torch/distributed/elastic/multiprocessing/errors.py": ERRORS,
     "../torch/torch/utils/tensorboard.py": BOARD,
     "../torch/torch/version.py": "cuda = '13.0'\nhip = '7.1'\nxpu = '2026'\n",
-    "../torch/torch/cuda.py": "def is_available(): return True\ndef device_count(): return 8\n",
+    "../torch/torch/cuda.py": "import os\ndef is_available(): return True\n"
+    "def device_count(): return int(os.environ['DRY_RUN_DEVICES'])\n",
     "mpi4py/__init__.py": "__version__ = '4.1.2'\nclass rc: initialize = finalize = True\n",
     "mpi4py/MPI.py": "def Get_library_version(): return 'MPI of a dry run'\n",
     "safetensors/__init__.py": "__version__ = '0.5'\n",
@@ -376,6 +377,10 @@ class DryRuns:
             for path in told["beside"]:
                 (self.top / path).mkdir(parents=True, exist_ok=True)
                 (self.top / path / "file").write_text("another job's\n")
+                half = self.top / path / "bin/python"  # of an environment that was not unpacked to its end
+                half.parent.mkdir(exist_ok=True)
+                half.write_text("#!/bin/sh\nexit 1\n")
+                half.chmod(0o755)
             if told["recorded"] is not None:
                 told["arguments"] = [*told["arguments"], "--run-dir", str(self._recorded(told["recorded"]))]
             slurm = self.site.toml["scheduler"] == "slurm"
@@ -424,8 +429,13 @@ class DryRuns:
         """
         self.install(*flags)
         self._restore(self.installed["install", *flags, "", "", None])
-        job = self.site.job_scripts[0]
-        environ = self._of_slurm(job, STANDARD | dict(nodes=1)) if self.site.toml["scheduler"] == "slurm" else {}
+        job, node, environ = self.site.job_scripts[0], self.site.toml["node"], {}
+        if self.site.toml["scheduler"] == "slurm":
+            environ = self._of_slurm(job, STANDARD | dict(nodes=1))
+            devices = (
+                {node["device_environment"]: ",".join(map(str, range(node["devices"])))} if "device_environment" in node else {}
+            )
+            environ |= devices
         return self._run(
             script.name, ["-c", f'{line} "$@"', script.name, *ARGUMENTS], self.folder, environ, STANDARD | dict(nodes=1)
         )

@@ -221,6 +221,9 @@ def run_module(module: str, arguments: list[str]) -> int:
     if module == "pip":
         return pip("pip", arguments)
     if module == "ddp_core.find_run":
+        if not os.path.exists(f"{TOP}/sites/.has-core"):
+            print(f"{sys.argv[1]}: No module named ddp_core", file=sys.stderr)
+            return 1
         print(run_dir(arguments))
     return 0
 
@@ -236,6 +239,7 @@ def real(words: list[str]) -> int:
         PYTHONDONTWRITEBYTECODE="1",
         DRY_RUN_PYTHON=sys.argv[1],
         DRY_RUN_FAILS=FACTS["fails"],
+        DRY_RUN_DEVICES=str(FACTS["devices"]),
     )
     return runs(FACTS["python"], *words, environment=os.environ | own)
 

@@ -163,3 +163,8 @@ def minutes(text: str) -> float:
     parts = [int(part) for part in clock.split(":")]
     parts = [*parts, 0, 0][:3] if days else [0] * (3 - len(parts)) + parts if len(parts) > 1 else [0, parts[0], 0]
     return int(days or 0) * 1440 + parts[0] * 60 + parts[1] + parts[2] / 60
+
+
+def plain(text: str) -> str:
+    """Of a setting in a shell: $NAME for ${NAME} and ${NAME:-}, without quotes."""
+    return re.sub(r"\$\{(\w+)(:-)?\}", r"$\1", text).replace('"', "").strip()
