@@ -8,7 +8,8 @@ This needs bash, and neither ranks, torch nor a scheduler.
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -687,10 +688,12 @@ def test_caches_are_the_job_s_own(check, site, dry):
 
 @clause("X20")
 def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
-    """Where somebody else was first: compilers and torch load code from there."""
+    """Where somebody else was first: compilers and torch load code from there. Each choice that a script marks looks, too."""
     violations = []
-    for script in trains(site):
-        run = dry.job(script, all_ranks=True)
+    ways: dict[str, Callable] = {path.name: partial(dry.job, path) for path in trains(site)}
+    ways |= {case.name: partial(dry.case, case) for case in site.cases if case.script in ways and case.name not in ways}
+    for name, run_as in ways.items():
+        run = run_as(all_ranks=True)
         values = [
             value for call in run.trained for name, value in as_in_job(site, call).items() if re.search("CACHE|_DB_PATH$", name)
         ]
@@ -698,12 +701,12 @@ def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
         tops = sorted({match[1] for value in shown if (match := re.match(r"/((?:var/)?tmp/[^/]+|dev/shm/[^/]+)", value))})
         made = [path for path in tops if (dry.top / "root" / path).exists()]  # some jobs remove it at their end
         wrong = [path for path in made if (dry.top / "root" / path).stat().st_mode & 0o077]
-        violations += [f"{script.name} makes /{path} for others, too, but should make it with mode 700" for path in wrong]
+        violations += [f"{name} makes /{path} for others, too, but should make it with mode 700" for path in wrong]
         for kind, path in itertools.product(("open", "link"), tops):
             what = dict(open="which others may write to", link="a link")[kind]
-            run = dry.job(script, planted=(kind, path))
+            run = run_as(planted=(kind, path))
             if run.trained or run.code != 3:
-                violations.append(f"{script.name}: trains with /{path}, {what}, but should end with 3 ({ending(dry, run)})")
+                violations.append(f"{name}: trains with /{path}, {what}, but should end with 3 ({ending(dry, run)})")
             elif f"/{path}" not in run.output:
                 violations.append(f"{ending(dry, run)}, but should name /{path}")
     check.holds(*violations)

@@ -5,6 +5,8 @@
 This needs neither ranks nor torch.
 """
 
+import os
+
 import pytest
 
 from conformance.harness.stub_core import called, who
@@ -79,6 +81,15 @@ def test_ranks_that_ask_mpi_agree_on_a_secret_there(check, site, tmp_path):
             (tmp_path / "sitecustomize.py").write_text("import os\nos.urandom = lambda count: b'7' * count\n")
             secrets = [who(site, environ, tmp_path).get("secret", "") for _ in range(3)]
             check.equal(of_random_numbers_of_the_system_alone=(len({*secrets}) == 1, True))
+
+
+@clause("J9")
+def test_a_rank_that_takes_its_cores_back_from_mpi_has_all(check, site, tmp_path):
+    """Some MPIs bind the process to one core as they start. Where train.py undoes it, it has looked at them before."""
+    undone = "sched_setaffinity" in (site.folder / "train.py").read_text()
+    for launch in [launch for launch in site.launches if launch.mpi and undone]:
+        cores = who(site, launch.environ(0, 1, 1, 29500, "1"), tmp_path).get("cores")
+        check.equal(cores_of_a_rank=(cores, len(os.sched_getaffinity(0))))
 
 
 @clause("R10")

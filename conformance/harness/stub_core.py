@@ -47,6 +47,7 @@ def run(rank, *arguments, **named):
         who = dict(refused=str(error))
     mpi = sys.modules.get("mpi4py.MPI")
     who.update(mpi_is_open=bool(mpi and mpi.Is_initialized() and not mpi.Is_finalized()))
+    who.update(cores=len(os.sched_getaffinity(0)))
     changed = sorted(name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name))
     facts = dict(who=who, argv=sys.argv[1:], arguments=repr([*arguments, named] if named else arguments), changed=changed)
     with open(calls, "a") as file:
@@ -57,7 +58,10 @@ ERRORS = "class PreflightError(ValueError): code = 3\n"
 MPI = """
 import os
 COMM_TYPE_SHARED, begun, over = 0, [], []
-Init = Init_thread = lambda *_: begun.append(1)
+def Init(*_):
+    begun.append(1)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # as some do, for their own threads
+Init_thread = Init
 Finalize = lambda: over.append(1)
 Is_initialized, Is_finalized = lambda: bool(begun), lambda: bool(over)
 
