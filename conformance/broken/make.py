@@ -126,7 +126,7 @@ def replace(path: Path, old: str | None, new: str | None) -> None:
         path.write_text(text.replace(old, new or ""))
 
 
-def start(root: Path, ranks: int, *options: str, seconds: int = 60, **environ: str) -> subprocess.CompletedProcess:
+def start(root: Path, ranks: int, *options: str, seconds: int = 120, **environ: str) -> subprocess.CompletedProcess:
     """The checks of the repository below root that need ranks, in so many; for 0 those that need none."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
     if ranks:
