@@ -15,6 +15,7 @@ import torch
 from ddp_core import batches
 from ddp_core.batches import Batches, SeededRows
 from ddp_core.config import parse
+from ddp_core.errors import WorkloadError
 from ddp_core.workload import find
 from faults import at_step, signalled
 from ranks import assert_same_run, step_of, train
@@ -99,6 +100,37 @@ def test_every_row_has_the_same_values_for_any_number_of_workers_and_ranks(tmp_p
     assert len(first) == 256 and not torch.equal(first[:128], first[128:]), "the second epoch has the numbers of the first"
     for kind, other in zip(kinds[1:], others, strict=True):
         assert torch.equal(first, other), kind
+
+
+class Unreadable(OneByOne):
+    """Row 42 is."""
+
+    def __getitem__(self, row):
+        if row == 42:
+            raise ValueError("no such sample")
+        return super().__getitem__(row)
+
+
+def what_is_said(file, workers: int) -> None:
+    config = parse(["--workers", str(workers), "--device", "cpu"], 1, workload=find(Augmented))
+    batches = Batches(Unreadable(*table(), noise=0.0), find(Augmented), config, torch.device("cpu"), torch.float64)
+    said = []
+    try:
+        said.extend(len(inputs) for inputs, _ in batches.stream((0, torch.arange(at, at + 4)) for at in range(0, 128, 4)))
+    except WorkloadError as error:
+        said.append(str(error))
+    batches.close()
+    file.write_text("\n".join(map(str, said)))
+
+
+def test_a_row_that_cannot_be_read_is_named_however_far_workers_have_read_on(tmp_path):
+    files = [tmp_path / str(workers) for workers in (0, 1, 3)]
+    calls = [ranks.call("test_batches", "what_is_said", file, int(file.name)) for file in files]
+    job = ranks.fork(tmp_path, *calls)
+    assert job.codes == [0] * len(files), job.err
+    for file in files:
+        *lengths, line = file.read_text().splitlines()
+        assert lengths == ["4"] * 10 and "rows 40, 41, 42, 43 of" in line and "no such sample" in line, line
 
 
 def test_batches_come_in_the_order_of_the_plan_and_are_as_long_as_it_says():

@@ -131,6 +131,13 @@ def test_what_is_converted_can_be_a_set_of_files(finished, tmp_path, capsys):
     converted(tmp_path, checkpoint("bare", flags, 0), flags, code=3, capsys=capsys)
 
 
+def test_epochs_that_are_cut_short_are_so_in_the_snapshot(finished, tmp_path, capsys):
+    flags = f"{SGD} --epochs 3 --steps-per-epoch 5"
+    converted(tmp_path, checkpoint("bare", flags, 0), flags, capsys=capsys)
+    job = train_job(tmp_path / "run", flags, code=0)
+    assert job.losses == finished(flags, 1).losses and len(job.losses) == 15
+
+
 def test_a_bare_state_dict_can_be_told_its_epochs(tmp_path, group, capsys):
     converted(tmp_path, checkpoint("bare", PLAIN, 2, wrapped=True), f"{PLAIN} --epochs-run 2", capsys=capsys)
     tensors, document = snapshot.read(tmp_path / "run" / "snapshot.safetensors")

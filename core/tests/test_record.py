@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ranks
@@ -19,6 +20,7 @@ from ddp_core.config import parse
 from ddp_core.errors import StorageError
 from ddp_core.order import sample_order
 from ddp_core.record import Record
+from ddp_core.summary import Stopwatch, summarize
 from ddp_core.trainer import seed_everything
 from ddp_core.workload import find
 from faults import after_save, at_step, files_limited_to, signalled
@@ -432,6 +434,16 @@ def test_the_parts_of_the_training_s_seconds_are_all_of_them(finished):
         assert sum(seconds[part] for part in PARTS) == pytest.approx(seconds["training"], abs=1e-3)
         assert min(seconds[part] for part in PARTS) >= 0 and seconds["evaluation"] > 0 and seconds["snapshots"] > 0
         assert end["p10"] <= end["median"]
+
+
+def test_the_slowest_tenth_is_of_the_whole_run_and_not_of_its_beginning():
+    watch = Stopwatch()
+    watch.speeds = [*range(100, 60, -1), 3.0, 2.0, 1.0, 4.0, *range(60, 4, -1)]
+    peers = SimpleNamespace(world_size=1, rank=0, reduce=lambda own, most: (own, most), which=lambda mine: [0])
+    config = SimpleNamespace(global_batch_size=8)
+    speed, _, lines = summarize(SimpleNamespace(watch=watch, peers=peers, config=config), 0)
+    assert (speed["median"], speed["p10"]) == (50.5, 11)
+    assert "(median 50.5, slowest tenth 11)" in lines["rows a second"]
 
 
 def test_communication_that_can_be_seen_is_not_estimated_and_one_rank_is_not_the_slowest(finished):
