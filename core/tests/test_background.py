@@ -6,6 +6,7 @@ python -m pytest core/tests/test_background.py
 import errno
 import itertools
 import json
+import math
 import os
 import resource
 import signal
@@ -140,6 +141,16 @@ def test_the_copy_is_kept_in_the_same_memory(saver):
         saver.save(*whole(step), best=False, snapshot=True)
         places.append(saver.buffer.data_ptr())
     assert len({*places}) == 1 and saver.buffer.nbytes >= BYTES
+
+
+def test_the_memory_grows_with_the_history_of_a_long_run(saver):
+    """Another row an epoch: of so many the document takes more than was left for them."""
+    tensors, document = whole(1)
+    saver.save(tensors, document, False, True)
+    document["history"] = [[epoch, *(math.sqrt(epoch + part).hex() for part in range(3))] for epoch in range(2000)]
+    saver.save(tensors, document | {"step": 2}, False, True)
+    saver.settle()
+    assert len(snapshot.read(saver.directory.snapshot)[1]["history"]) == 2000
 
 
 # ---- what is told of it ---------------------------------------------------------------------------------------------
