@@ -123,6 +123,15 @@ def test_idx_files_may_lie_deeper_in_the_folder(idx_folder, tmp_path):
     assert deeper.fingerprint == there.fingerprint
 
 
+def test_gzipped_or_not_they_have_the_same_fingerprint(idx_folder, tmp_path):
+    """Unpacked between two jobs of a run they are still its images."""
+    for path in idx_folder.iterdir():
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        (tmp_path / path.name.removesuffix(".gz")).write_bytes(raw)
+    plain, there = (load("--workload", "mnist", "--data-dir", str(folder)) for folder in (tmp_path, idx_folder))
+    assert plain.fingerprint == there.fingerprint
+
+
 def test_images_of_the_same_names_and_sizes_have_another_fingerprint(idx_folder, tmp_path):
     """As those of Fashion-MNIST have."""
     shutil.copytree(idx_folder, tmp_path / "raw")

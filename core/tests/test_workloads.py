@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from ddp_core import data
 from ddp_core.config import TrainConfig, parse
 from ddp_core.workload import BUILT_IN, Workload, find, initial_parameters
+from ddp_core.workloads.gpt import CONTEXT, GPT, LAYERS_HEADS_WIDTH
 from test_order import words
 from test_trainer import deviation
 
@@ -142,6 +143,17 @@ def test_text_in_folders_below_is_read_too(tmp_path):
         (tmp_path / name).write_text(name[-5] * 4000)
     parts = find("gpt").data(config("gpt", f"--data-dir {tmp_path}"))
     assert {value for rows in parts for value in rows[torch.arange(len(rows))].flatten().tolist()} == {*b"abc\n"}
+
+
+def test_gpt_has_the_sizes_of_the_published_models():
+    """Layers, heads, width and positions of GPT-2 in its three larger sizes; with other heads all shapes are the same."""
+    sizes = {"tiny": (2, 2, 64, 64), "small": (6, 6, 384, 256), "medium": (12, 12, 768, 512)}
+    sizes |= {"large": (24, 16, 1024, 1024), "xl": (48, 25, 1600, 1024)}
+    with torch.device("meta"):
+        for size, (layers, heads, width, positions) in sizes.items():
+            model = GPT(*LAYERS_HEADS_WIDTH[size], CONTEXT[size])
+            found = len(model.blocks), {block.heads for block in model.blocks}, *reversed(model.positions.weight.shape)
+            assert found == (layers, {heads}, width, positions), size
 
 
 def test_accuracy_counts_rows_and_for_gpt_the_mean_over_positions():
