@@ -205,20 +205,28 @@ class Groups(Small):
 
 
 class Counting(torch.optim.Optimizer):
-    """One's own, which counts steps in plain numbers, a parameter's and its group's, and needs both counts."""
+    """One's own, which counts steps in plain numbers, a parameter's and its group's, and needs both counts.
+
+    Wherever it is stopped, one of its turns may be again what it was before the first step.
+    """
+
+    TURNS = (2, 3, 5, 7)
 
     def __init__(self, parameters):
-        super().__init__(parameters, dict(lr=0.05, calls=0))
+        super().__init__(parameters, dict(lr=0.05, calls=0) | {f"turn_of_{length}": 0 for length in self.TURNS})
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
             group["calls"] += 1
+            for length in self.TURNS:
+                group[f"turn_of_{length}"] = (group[f"turn_of_{length}"] + 1) % length
+            pause = 1 + 0.01 * sum(group[f"turn_of_{length}"] for length in self.TURNS)
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state["steps"] = state.get("steps", 0) + 1
                 state["mean"] = 0.8 * state.get("mean", 0) + parameter.grad
-                parameter.sub_(group["lr"] * state["mean"] / (1 + 0.1 * state["steps"]) / group["calls"] ** 0.1)
+                parameter.sub_(group["lr"] * state["mean"] / (1 + 0.1 * state["steps"]) / group["calls"] ** 0.1 / pause)
 
 
 OPTIMIZERS = {
