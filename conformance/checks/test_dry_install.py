@@ -102,6 +102,18 @@ def test_another_torch_takes_the_place_of_the_first(check, dry):
 
 
 @clause("B10")
+def test_other_modules_than_it_was_made_with_are_noticed(check, site, dry):
+    """Neither mpi4py nor a virtual environment survives another MPI, or another Python."""
+    violations = []
+    for line in re.findall(r"^modules=\(.*\)$", (site.folder / site.toml["submit"]).read_text(), re.MULTILINE)[:1]:
+        other = f"{line[:-1]} another/1.0)".replace("( ", "(")
+        run = dry.install(after=(), edit=(line, other))
+        if run.code == 0 and not made_by(run):
+            violations.append(f"install.sh keeps what it made with {line}, but should make it anew with {other}")
+    check.holds(*violations)
+
+
+@clause("B10")
 def test_what_is_made_on_a_node_s_own_disk_is_made_on_every_node(check, dry):
     """By a launcher: what a job script does itself is done on the first node alone, and ranks on the others find nothing."""
     violations = []

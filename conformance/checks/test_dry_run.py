@@ -316,6 +316,17 @@ def test_torchrun_has_the_cores_of_all_its_ranks(check, site, dry):
     check.holds(*violations)
 
 
+@clause("J9")
+def test_torchrun_divides_the_cores_that_two_devices_share(check, site):
+    """Of its ways to bind ranks `node` and `socket` give two ranks of a NUMA node the same cores."""
+    violations = []
+    for path in (*site.scripts, *sorted(site.folder.glob("*.py"))):
+        for way in re.findall(r'--numa-binding(?:=|", *")([\w-]+)', path.read_text()):
+            if way not in ("exclusive", "core-complex"):
+                violations.append(f"{path.name}: --numa-binding={way}, but should be exclusive: its ranks would share cores")
+    check.holds(*violations)
+
+
 @clause("J11")
 def test_every_srun_of_ranks_ends_when_one_dies(check, site, dry):
     violations = []
@@ -559,6 +570,10 @@ def test_directives_ask_for_what_the_machine_has(check, site):
             violations.append(
                 f"{script.path.name}: filesystems={systems and systems[1]}, but should be of {':'.join(queue['filesystems'])}"
             )
+        ends = [words for words in site.job(script.path).get("ends_when_stopped", []) if given_in(options, words)]
+        violations += [f"{script.path.name}: {words} as it stands, but should come back (ends_when_stopped)" for words in ends]
+        if (one := options.get("q")) in queue.get("one_job", []):
+            violations.append(f"{script.path.name}: q={one}, but should be a queue that takes the job that follows (one_job)")
         limits = queue.get("minutes", {})
         asked = options.get("time") or (re.search(r"walltime=(\S+)", pbs) or ["", ""])[1]
         for name in {options.get("partition"), options.get("qos"), options.get("q")} & limits.keys():
@@ -567,6 +582,12 @@ def test_directives_ask_for_what_the_machine_has(check, site):
         if site.toml["scheduler"] == "slurm" and asked and minutes(asked) < 1:
             violations.append(f"{script.path.name}: time={asked}, but should be a minute or more")
     check.holds(*violations)
+
+
+def given_in(options: dict[str, str], words: str) -> bool:
+    """Whether directives have all these options: `--partition=dev-g --exclusive`, `-q debug`."""
+    wanted = dict(re.findall(r"--?([\w-]+)[= ]?([^\s-]\S*)?", words))
+    return all(options.get(name) == value or (not value and name in options) for name, value in wanted.items())
 
 
 # ---- what it prints, writes, removes and installs -------------------------------------------------------------------
@@ -683,6 +704,34 @@ def test_caches_are_the_job_s_own(check, site, dry):
                     violations.append(f"{script.name}: {name}={dry.shown(value)}, but should not be in the home directory")
                 elif name != "TMPDIR" and re.match(r"/(tmp|var/tmp|dev/shm)\b", dry.shown(value)) and FIRST not in value:
                     violations.append(f"{script.name}: {name}={dry.shown(value)}, but should have the job's number in it")
+    check.holds(*violations)
+
+
+# Of a variable that moves a cache the one that moves its other half, and whose page tells of both.
+HALVES = {"MIOPEN_USER_DB_PATH": "MIOPEN_CUSTOM_CACHE_DIR"}  # https://rocm.docs.amd.com/projects/MIOpen/en/latest/conceptual/cache.html
+
+
+@clause("B6")
+def test_both_halves_of_a_cache_are_moved(check, site, dry):
+    """The other one stays in the home directory, where SQLite fails as soon as many ranks write."""
+    violations = []
+    for script, chosen, run in as_chosen(site, dry):
+        for call in run.trained[:1]:
+            alone = [half for half, other in HALVES.items() if half in call.environ and other not in call.environ]
+            violations += [f"{script.name} {chosen or ''}: {half} without {HALVES[half]}, but should have both" for half in alone]
+    check.holds(*dict.fromkeys(violations))
+
+
+@clause("B6")
+def test_a_user_s_own_place_for_models_is_kept(check, site, dry):
+    """What was downloaded there is there: gigabytes, and on nodes without a way out they are all that there is."""
+    violations = []
+    for script in trains(site):
+        for call in dry.job(script, all_ranks=True).trained[:1]:
+            own = {name: f"/mine/{name.lower()}" for name in ("HF_HOME", "TORCH_HOME") if name in as_in_job(site, call)}
+            for again in dry.job(script, all_ranks=True, environ=own).trained[:1] if own else ():
+                lost = [name for name, value in own.items() if again.environ.get(name) != value]
+                violations += [f"{script.name}: {name}={dry.shown(again.environ[name])}, but should be the user's" for name in lost]
     check.holds(*violations)
 
 

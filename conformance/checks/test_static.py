@@ -226,6 +226,27 @@ def test_the_readme_has_the_cores_of_site_toml(check, site):
     check.equal(cores_in_README_md_not_near_their_device=(wrong, []))
 
 
+@clause("F10")
+def test_the_readme_has_the_rank_of_each_device(check, site):
+    """In a table with a row `| rank on the node | 6 | 7 | ...`: ranks go over a node's cores in their order."""
+    near = site.toml["node"].get("cores_near_device", [])
+    order = sorted(range(len(near)), key=lambda device: min(numbers(near[device])))
+    rows = re.findall(r"^ *\| rank on the node \|(.*)\|$", (site.folder / "README.md").read_text(), re.MULTILINE)
+    for cells in rows:
+        told = [cell.strip() for cell in cells.split("|")]
+        check.equal(ranks_in_README_md=(told, [str(order.index(device)) for device in range(len(near))]))
+
+
+@clause("B5")
+def test_no_job_takes_a_whole_environment_along(check, site):
+    """PBS keeps it with the job, where `qstat -f` shows it to everybody: tokens too."""
+    wrong = []
+    for script in map(Script, site.scripts):
+        lines = [line for line in script.lines if re.search(r"^#PBS\b.* -V\b|^[^#]*\bqsub\b[^#]*\s-V\b", line.text)]
+        wrong += [at(script, line, "name the variables (-v), since -V shows all in qstat -f") for line in lines]
+    check.holds(*wrong)
+
+
 @clause("J10")
 def test_chained_jobs_come_after_a_stop_too(check, site):
     """A run that was stopped to go on ends with 75, which is no success to a scheduler."""

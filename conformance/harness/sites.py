@@ -24,6 +24,7 @@ TEXTS = {
 DAYS = ("read", "dated")
 # An address that says which copy of which file it is.
 OF_A_COMMIT = re.compile(r"https://github\.com/(?P<repository>[^/]+/[^/]+)/blob/(?P<commit>[0-9a-f]{7,40})/(?P<file>[^#?]+)")
+OF_A_THREAD = re.compile(r"/(?:issues|pull)/\d+$")  # no checkout has its text
 NEEDED = {"commit": "repository", "file": "repository", "facts": "file"}
 
 
@@ -222,7 +223,8 @@ def mistakes(source: dict) -> list[str]:
     known = [*TEXTS, *DAYS, "facts"]
     wrong = [f"{key}, but should be one of {', '.join(known)}" for key in source if key not in known]
     wrong += [f"no {key}, but should have one" for key in ("address", "read") if key not in source]
-    wrong += [f"{key}, but should have {other}, too" for key, other in NEEDED.items() if key in source and other not in source]
+    needed = {} if "repository" not in source and OF_A_THREAD.search(str(source.get("address"))) else NEEDED
+    wrong += [f"{key}, but should have {other}, too" for key, other in needed.items() if key in source and other not in source]
     for key, value in source.items():
         if key in TEXTS and not (isinstance(value, str) and re.fullmatch(TEXTS[key][0], value)):
             wrong.append(f"{key}={value!r}, but should be {TEXTS[key][1]}")

@@ -219,6 +219,9 @@ def run(chosen: list[sites.Site], checkouts: list[Checkout], strict: bool) -> in
                 raise ValueError(f"{site.folder / 'site.toml'}: {wrong[0]} (F6)")
             if not (facts := source.get("facts", [])):
                 continue
+            if "file" not in source:
+                left[source["address"]] += len(facts)
+                continue
             page = f"{source['file']} of {source['repository']}"
             checkout = max(checkouts, key=lambda one: one.is_of(source["repository"]))
             if not checkout.is_of(source["repository"]):
