@@ -343,9 +343,12 @@ def test_the_readme_tells_how_to_stop(check, site):
     """By the command of site.toml, if by any that begins like it: job scripts hear no other."""
     own = site.toml["stop"]
     pattern = re.sub(r"\\\{\w+\\\}", r"[A-Z]+", re.escape(own))
-    spans = re.findall(rf"`({re.escape(own.split()[0])} [^`\n]+)`", (site.folder / "README.md").read_text())
+    text = (site.folder / "README.md").read_text()
+    spans = re.findall(rf"`({re.escape(own.split()[0])} [^`\n]+)`", text)
     if spans and not any(re.fullmatch(pattern, span) for span in spans):
         check.holds(f"README.md: {spans}, but should name `{own}`")
+    signals = re.findall(r"`((?:scancel|qsig|kill|pkill) [^`\n]*(?:--signal|-s )[^`\n]*)`", text)
+    check.holds(*(f"README.md: {span}, but should be `{own}`" for span in signals if not re.fullmatch(pattern, span)))
 
 
 @clause("B10")

@@ -238,6 +238,20 @@ def test_only_interfaces_of_the_node_are_named(check, site, dry):
     check.holds(*violations)
 
 
+@clause("J13")
+def test_a_plugin_of_the_user_s_own_is_taken(check, site, dry):
+    """Built anew, say, after the machine's libfabric has changed: the module's would run in its place, in silence."""
+    violations = []
+    for script in trains(site):
+        for call in dry.job(script, all_ranks=True, nodes=2).trained[:1]:
+            named = call.environ.get("NCCL_NET_PLUGIN", "")
+            own = f"{Path(named).parent}/./{Path(named).name}"  # the same file, which loads
+            run = dry.job(script, all_ranks=True, nodes=2, environ=dict(NCCL_NET_PLUGIN=own)) if "/" in named else None
+            if run and not (run.trained and run.trained[0].environ.get("NCCL_NET_PLUGIN") == own):
+                violations.append(f"{script.name}: not the NCCL_NET_PLUGIN of the user, but should be ({ending(dry, run)})")
+    check.holds(*violations)
+
+
 # ---- flags, and where a run is --------------------------------------------------------------------------------------
 
 
@@ -708,7 +722,9 @@ def test_caches_are_the_job_s_own(check, site, dry):
 
 
 # Of a variable that moves a cache the one that moves its other half, and whose page tells of both.
-HALVES = {"MIOPEN_USER_DB_PATH": "MIOPEN_CUSTOM_CACHE_DIR"}  # https://rocm.docs.amd.com/projects/MIOpen/en/latest/conceptual/cache.html
+HALVES = {
+    "MIOPEN_USER_DB_PATH": "MIOPEN_CUSTOM_CACHE_DIR"
+}  # https://rocm.docs.amd.com/projects/MIOpen/en/latest/conceptual/cache.html
 
 
 @clause("B6")
@@ -718,7 +734,9 @@ def test_both_halves_of_a_cache_are_moved(check, site, dry):
     for script, chosen, run in as_chosen(site, dry):
         for call in run.trained[:1]:
             alone = [half for half, other in HALVES.items() if half in call.environ and other not in call.environ]
-            violations += [f"{script.name} {chosen or ''}: {half} without {HALVES[half]}, but should have both" for half in alone]
+            violations += [
+                f"{script.name} {chosen or ''}: {half} without {HALVES[half]}, but should have both" for half in alone
+            ]
     check.holds(*dict.fromkeys(violations))
 
 
@@ -731,7 +749,9 @@ def test_a_user_s_own_place_for_models_is_kept(check, site, dry):
             own = {name: f"/mine/{name.lower()}" for name in ("HF_HOME", "TORCH_HOME") if name in as_in_job(site, call)}
             for again in dry.job(script, all_ranks=True, environ=own).trained[:1] if own else ():
                 lost = [name for name, value in own.items() if again.environ.get(name) != value]
-                violations += [f"{script.name}: {name}={dry.shown(again.environ[name])}, but should be the user's" for name in lost]
+                violations += [
+                    f"{script.name}: {name}={dry.shown(again.environ[name])}, but should be the user's" for name in lost
+                ]
     check.holds(*violations)
 
 

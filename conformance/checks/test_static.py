@@ -237,6 +237,30 @@ def test_the_readme_has_the_rank_of_each_device(check, site):
         check.equal(ranks_in_README_md=(told, [str(order.index(device)) for device in range(len(near))]))
 
 
+@clause("B7")
+def test_constraints_hold_what_the_machine_has(check, site):
+    """`pip list --local` leaves out what an environment sees of the machine: its torch and its numpy."""
+    lines = [(script, line) for script in map(Script, site.scripts) for line in script.lines]
+    wrong = [
+        (script, line)
+        for script, line in lines
+        if re.search(r"^[^#]*\bpip\b.* (?:list|freeze)\b.* (?:--local|-l)\b", line.text)
+    ]
+    check.holds(*(at(script, line, "list what the machine has, too: no --local") for script, line in wrong))
+
+
+@clause("X7")
+def test_mpi_is_not_waited_for_at_the_end(check, site):
+    """MPI_Finalize waits for all ranks, also for one that was lost: train.py ends MPI before it trains, or never."""
+    for path in sorted(site.folder.glob("*.py")):
+        text = path.read_text()
+        ends = re.search(r"\brc\.finalize = False\b|\bMPI\.Finalize\(\)", text)
+        if re.search(r"^\s*(?:import mpi4py|from mpi4py)\b", text, re.MULTILINE) and not ends:
+            check.holds(
+                f"{path.name}: MPI ends with Python, but should before training, or not at all (mpi4py.rc.finalize = False)"
+            )
+
+
 @clause("B5")
 def test_no_job_takes_a_whole_environment_along(check, site):
     """PBS keeps it with the job, where `qstat -f` shows it to everybody: tokens too."""

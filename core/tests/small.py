@@ -46,6 +46,14 @@ class Dropout(Small):
         return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1))
 
 
+class DropoutInBlocks(Small):
+    """Each block has its own, behind numbers that are computed again under --checkpoint-activations."""
+
+    def model(self, config):
+        block = lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 16))  # noqa: E731
+        return nn.Sequential(nn.Linear(6, 16), block(), block(), nn.Linear(16, 1))
+
+
 class Worsens(Small):
     """Its loss rises in the last of three epochs."""
 

@@ -98,6 +98,13 @@ def test_worlds_of_other_sizes_give_them_too(finished, world_size):
     assert_same_bits(finished(f"{RUN} --shards 12", world_size), finished(f"{RUN} --shards 12", 1))
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_noise_in_held_out_rows_is_the_same(finished, world_size):
+    """In Mixup's loss, which numbers of the generators weigh."""
+    ours, alone = (finished(CANONICAL, size, "small:Mixup").records("epoch") for size in (world_size, 1))
+    assert [record["eval_loss"] for record in ours] == [record["eval_loss"] for record in alone]
+
+
 def test_it_is_the_same_training(finished):
     plain, canonical = (finished(f"--epochs 3 --precision fp64{flags}", 2) for flags in ("", f" {CANONICAL}"))
     assert deviation(canonical.losses, plain.losses) < 1e-12

@@ -351,9 +351,10 @@ def test_no_rank_but_the_first_has_the_whole_model(tmp_path):
 
 
 @pytest.mark.parametrize("more", ["", "--reduction flat", "--accumulate 2", FULL])
-def test_activations_computed_again_are_the_same(finished, more):
+@pytest.mark.parametrize("model", ["Dropout", "DropoutInBlocks"])
+def test_activations_computed_again_are_the_same(finished, model, more):
     flags = f"--log-every 1 {more}"
-    ours, theirs = (finished(f"{flags} {again}", 2, "small:Dropout") for again in ("--checkpoint-activations", ""))
+    ours, theirs = (finished(f"{flags} {again}", 2, f"small:{model}") for again in ("--checkpoint-activations", ""))
     assert_same_run(ours, theirs)
 
 

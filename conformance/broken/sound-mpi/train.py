@@ -6,6 +6,7 @@ mpiexec -n 8 --ppn 4 python train.py --epochs 5
 import random
 import secrets
 import socket
+import sys
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +16,7 @@ from ddp_core import Rank, run
 
 def rank(environ: Mapping[str, str]) -> Rank:
     """The Rank that MPI tells; without mpiexec MPI itself is a world of one. Collective: all ranks call it."""
+    is_ours = "mpi4py.MPI" not in sys.modules
     from mpi4py import MPI  # not at the top of the file: this import starts MPI
 
     world = MPI.COMM_WORLD
@@ -25,7 +27,7 @@ def rank(environ: Mapping[str, str]) -> Rank:
     lowest = sorted(set(world.allgather(lowest_here)))
     node.Free()
     address, port, job_id, secret = world.bcast(meeting_point() if world.rank == 0 else None)
-    return Rank(
+    me = Rank(
         rank=world.rank,
         world_size=world.size,
         local_rank=local_rank,
@@ -36,6 +38,9 @@ def rank(environ: Mapping[str, str]) -> Rank:
         job_id=job_id,
         secret=secret,
     )
+    if is_ours:  # left open, MPI would wait at the end for ranks that are lost
+        MPI.Finalize()
+    return me
 
 
 def meeting_point() -> tuple[str, int, str, str]:
