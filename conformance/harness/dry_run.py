@@ -328,20 +328,16 @@ class DryRuns:
         planted: str = "",
         case: Case | None = None,
         after: tuple[str, ...] | None = None,
-        edit: tuple[str, str] | None = None,
     ) -> DryRun:
         """install.sh. fails: the command that does not succeed; planted: a folder with somebody's file, where it installs;
-        after: the flags that it was run with before, without a failure; edit: a line of the job script since, old and new."""
+        after: the flags that it was run with before, without a failure."""
         key = ("install", *flags, fails, planted, case and case.name)
         if after is not None:
             self.install(*after)
-            key = ("again", *after, *(edit or ()), "then", *key)
+            key = ("again", *after, "then", *key)
         if key not in self.made:
             self._restore(self.pristine if after is None else self.installed["install", *after, "", "", None])
             self._edit(case)
-            if edit:
-                script = self.folder / self.site.toml["submit"]
-                script.write_text(script.read_text().replace(f"\n{edit[0]}\n", f"\n{edit[1]}\n"))
             if planted:
                 (self.top / planted).mkdir(parents=True)
                 (self.top / planted / "mine").write_text("somebody's own\n")
