@@ -104,6 +104,18 @@ class Frozen(Small):
         return net
 
 
+class FineTuned(Frozen):
+    """Numbers of one byte in the frozen part, and an optimizer that is given all parameters, as in most programs."""
+
+    def model(self, config):
+        net = super().model(config)
+        net[0].register_parameter("scale", nn.Parameter(torch.tensor([3, -2, 7], dtype=torch.int8), requires_grad=False))
+        return net
+
+    def optimizer(self, model, config):
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
 class Turned(Small):
     """A matrix of more than a megabyte, whose columns stand one behind the other in memory."""
 

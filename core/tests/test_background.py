@@ -4,6 +4,7 @@ python -m pytest core/tests/test_background.py
 """
 
 import errno
+import fcntl
 import itertools
 import json
 import math
@@ -116,6 +117,37 @@ def test_a_copy_is_written_in_parts_and_one_that_fails_is_the_whole_save_s(saver
             saver.settle()
         assert not saver.directory.snapshot.exists()
         return
+    saver.settle()
+    snapshot.write(tmp_path / "plain", *whole(1))
+    assert saver.directory.snapshot.read_bytes() == (tmp_path / "plain").read_bytes()
+
+
+def test_parts_that_a_disk_refuses_at_once_to_write_around_its_cache_are_written_through_it(saver, tmp_path, monkeypatch):
+    """The second refusal is heard after the first has switched the file over."""
+    monkeypatch.setattr(snapshot, "PART", snapshot.PAGE)
+    flags, calls, both, switched, pwrite = [0], itertools.count(), threading.Barrier(2), threading.Event(), os.pwrite
+
+    def control(file, command: int, value: int = 0) -> int:
+        if command == fcntl.F_GETFL:
+            return flags[0]
+        flags[0] = value
+        if not value & os.O_DIRECT:
+            switched.set()
+        return 0
+
+    def refused(file: int, content, start: int) -> int:
+        call = next(calls)
+        if call < 2:
+            both.wait(30)
+        if call == 1:
+            assert switched.wait(30)
+        if call < 2:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return pwrite(file, content, start)
+
+    monkeypatch.setattr(fcntl, "fcntl", control)
+    monkeypatch.setattr(os, "pwrite", refused)
+    saver.save(*whole(1), best=False, snapshot=True)
     saver.settle()
     snapshot.write(tmp_path / "plain", *whole(1))
     assert saver.directory.snapshot.read_bytes() == (tmp_path / "plain").read_bytes()

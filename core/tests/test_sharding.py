@@ -65,7 +65,19 @@ def test_gpt(flags_of, finished, world_size):
 # 37 held-out rows: some ranks have one batch less than others.
 @pytest.mark.parametrize(
     "workload",
-    ["Small", "Dropout", "Tied", "Frozen", "BatchNorm", "SpectralNorm", "SeveralLosses", "Groups", "Mixup", "Augmented"],
+    [
+        "Small",
+        "Dropout",
+        "Tied",
+        "Frozen",
+        "FineTuned",
+        "BatchNorm",
+        "SpectralNorm",
+        "SeveralLosses",
+        "Groups",
+        "Mixup",
+        "Augmented",
+    ],
 )
 def test_small_models(finished, workload):
     """On four ranks most have no row of some parameters."""
@@ -117,7 +129,7 @@ def test_handed_over_it_is_the_same_training(finished, tmp_path, first, then):
     assert_same_training(train(tmp_path / "run", f"{flags} {others}", another, code=0), finished(flags, 1))
 
 
-@pytest.mark.parametrize("workload", ["Tied", "Frozen", "BatchNorm", "Groups"])
+@pytest.mark.parametrize("workload", ["Tied", "Frozen", "FineTuned", "BatchNorm", "Groups"])
 def test_small_models_are_handed_over(finished, tmp_path, workload):
     workload = f"small:{workload}"
     stop = {0: at_step(10, signalled(signal.SIGTERM))}

@@ -97,6 +97,15 @@ def test_the_first_rank_of_a_node_opens_a_file_and_the_others_share_it(files, no
     assert not any("in_place" in row for row in start["ranks"])
 
 
+def test_a_long_name_that_is_not_ascii_is_shared_too(files):
+    """A copy's name has 249 bytes at most: of these letters each takes three."""
+    longer = files / ("測定" * 35)
+    longer.mkdir()
+    for name in BOTH:
+        (files / name).rename(longer / name)
+    assert opened(trained(files, MINE.format(folder=str(longer)))) == [BOTH, NONE]
+
+
 @pytest.mark.parametrize("name", ["mnist", "gpt"])
 def test_files_below_data_dir_are_read_once(flags_of, tmp_path, name):
     flags, folder = flags_of[name], re.search(r"--data-dir (\S+)", flags_of[name])[1]

@@ -96,7 +96,7 @@ def test_groups_clipping_and_a_schedule_go_on_where_they_were(finished, tmp_path
 # ---- any model ----------------------------------------------------------------------------------------------------
 
 
-KINDS = ["Dropout", "BatchNorm", "Tied", "Frozen", "Experts", "Turned", "Dictionary", "SeveralLosses"]
+KINDS = ["Dropout", "BatchNorm", "Tied", "Frozen", "FineTuned", "Experts", "Turned", "Dictionary", "SeveralLosses"]
 
 
 @pytest.mark.parametrize("workload", KINDS)

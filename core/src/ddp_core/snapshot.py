@@ -286,10 +286,10 @@ def _put(file: FileIO, image: torch.Tensor, start: int) -> None:
     """The part of an image that begins at `start`, in its place in the file."""
     left = memoryview(memory(image[start : start + PART]))
     while left:
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)  # before: another part's thread may do the same meanwhile
         try:
             done = os.pwrite(file.fileno(), left, start)
         except OSError as error:
-            flags = fcntl.fcntl(file, fcntl.F_GETFL)
             if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise
             fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # there are larger pages, or a limit within one

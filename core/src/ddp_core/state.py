@@ -62,8 +62,9 @@ class State:
         """Have the optimizer make its state, for a snapshot to be copied into.
 
         torch.optim makes it at the first step only: this is one with gradients of zero. The parameters are overwritten after.
+        Frozen ones, which the optimizer may have been given too, never have a gradient, and no state.
         """
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()

@@ -48,6 +48,8 @@ from ddp_core.stop import StopFlag
 from ddp_core.summary import Stopwatch
 from ddp_core.workload import Workload, blame
 
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
+
 
 class Trainer:
     """One rank's part of a run. directory: rank 0's, None elsewhere. All methods but _run_step are collective."""
@@ -418,7 +420,7 @@ def checksum(model: torch.nn.Module) -> torch.Tensor:
     """[1] fp64: the parameters' bits, summed as integers modulo 2**52. Replicas that agree have equal ones."""
     total = torch.zeros((), dtype=torch.int64)
     for parameter in model.parameters():
-        bits = local(parameter.detach()).reshape(-1).view(torch.int64 if parameter.dtype == torch.float64 else torch.int32)
+        bits = local(parameter.detach()).reshape(-1).view(BITS[parameter.element_size()])
         total = total.to(bits.device) + bits.sum(dtype=torch.int64)
     return (total % 2**52).double().cpu().view(1)
 
