@@ -253,6 +253,23 @@ def _signal_the_family() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def test_workers_that_are_signalled_while_they_start_read_on(tmp_path):
+    faults = {0: ranks.call("test_batches", "_signal_each_as_it_starts")}
+    train(tmp_path / "run", "--workers 2 --epochs 1", 1, workload=AUGMENTED, faults=faults, code=0)
+
+
+def _signal_each_as_it_starts() -> None:
+    import os
+
+    begin = batches._begin_worker
+
+    def signalled_first(number: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        begin(number)
+
+    batches._begin_worker = signalled_first
+
+
 def test_a_worker_collects_nothing_that_its_rank_has_left(tmp_path):
     job = ranks.fork(tmp_path, ranks.call("test_batches", "_read_beside_garbage", tmp_path / "collected-by"))
     assert job.codes == [0], job.err

@@ -16,6 +16,7 @@ import pytest
 from ddp_core import run_lock
 from ddp_core.config import parse
 from ddp_core.errors import UsageError
+from ddp_core.workload import find
 from faults import at_step, environment, signalled
 from ranks import Job, assert_same_run, train
 
@@ -83,6 +84,23 @@ FILES = {
         r"Mine\(\), which is called without arguments: TypeError: .*'width'",
     ),
     "an unknown flag among its defaults": (WHOLE.replace("lr=0.1", "learning_rate=0.1"), "its defaults name learning_rate"),
+    "a default that is no number": (
+        WHOLE.replace("epochs=1", 'epochs="two"'),
+        r"its defaults have epochs='two', but 'two' is not a whole",
+    ),
+    "a default out of its range": (
+        WHOLE.replace("lr=0.1", "save_steps=-1"),
+        r"its defaults have save_steps=-1, but '-1' is not a whole number from 0",
+    ),
+    "a default that is no choice": (
+        WHOLE.replace("lr=0.1", 'optimizer="adam"'),
+        r"its defaults have optimizer='adam', but should be sgd or adamw",
+    ),
+    "a default that is neither true nor false": (
+        WHOLE.replace("lr=0.1", "deterministic=1"),
+        r"its defaults have deterministic=1, but should be True or False",
+    ),
+    "a program that leaves": ("import sys\nsys.exit(0)\n" + WHOLE, r"line 2 \(<module>\): SystemExit: 0"),
     "a flag of the core's": (small('def flags(self, add):\n    add("--lr")'), r"flags\(\) failed: .*--lr"),
     "a flag that argparse does not understand": (
         small('def flags(self, add):\n    add("--a", kind=int)'),
@@ -114,6 +132,27 @@ def test_a_whole_file_trains_and_needs_neither_flags_nor_held_out_rows(tmp_path)
     job = failed(tmp_path, WHOLE, code=0)
     assert len(job.losses) == 4 and "eval_loss" not in job.records("epoch")[0]
     assert job.records("start")[0]["config"]["workload"] == "mine"
+
+
+def test_defaults_are_of_any_flag_and_the_command_line_comes_first(tmp_path):
+    """Also of a flag that the core has a default for."""
+    source = WHOLE.replace("lr=0.1", 'lr=0.1, seed=3, log_every=1, reduction="canonical", deterministic=True')
+    file = written(tmp_path, source)
+    workload = find(str(file))
+    config = parse(["--workload", str(file)], 1, workload=workload)
+    assert (config.seed, config.log_every, config.reduction, config.deterministic) == (3, 1, "canonical", True)
+    assert parse(["--seed", "0", "--reduction", "ddp"], 1, workload=workload).facts() | dict(deterministic=False) == (
+        config.facts() | dict(seed=0, reduction="ddp", shards=0, accumulate=1, deterministic=False)
+    )
+
+
+def test_the_help_has_the_workload_s_defaults(tmp_path, capsys):
+    file = written(tmp_path, WHOLE.replace("lr=0.1", "lr=0.1, seed=3, save_minutes=7.5"))
+    with pytest.raises(SystemExit):
+        parse(["--help"], 1, workload=find(str(file)))
+    text = " ".join(capsys.readouterr().out.split())
+    for shown in ("all ranks (default: 8)", "rate (default: 0.1)", "dropout (default: 3)", "so often (default: 7.5)"):
+        assert shown in text, shown
 
 
 def test_a_base_class_in_the_same_file_is_no_second_workload(tmp_path):
@@ -170,6 +209,12 @@ DATA = {
         "def data(self, config):\n    return (row for row in table()), None",
         "rows need a length and an index, and generator has not both",
     ),
+    "it leaves": ("def data(self, config):\n    raise SystemExit", r"line 6 \(data\): SystemExit"),
+    "it makes a process group": (
+        "def data(self, config):\n    dist = torch.distributed\n"
+        "    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n    return super().data(config)",
+        "has called init_process_group: take it out, for train.py does",
+    ),
     "a number": ("def data(self, config):\n    return 7, None", "rows need a length and an index, and int has not both"),
     "no training rows": ("def data(self, config):\n    return None, table()", "is more than the 0 training rows of mine"),
     "too few rows": (
@@ -183,6 +228,18 @@ DATA = {
 def test_data_that_cannot_be_used_are_one_line_and_2(tmp_path, methods, said):
     job = failed(tmp_path, small(methods))
     assert re.search(said, job.error), job.error
+
+
+def test_data_may_be_read_by_a_pool_of_processes(tmp_path):
+    """It ends them by SIGTERM, which is no wish of theirs to stop."""
+    methods = """
+    def data(self, config):
+        import multiprocessing
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            assert pool.map(abs, range(-8, 0)) == [*range(8, 0, -1)]
+        return super().data(config)
+    """
+    failed(tmp_path, small(methods), "--epochs 1", code=0)
 
 
 def test_data_that_stop_with_a_preflight_error_of_their_own_are_3(tmp_path):
@@ -324,7 +381,18 @@ PARTS = {
         "def model(self, config):\n    return nn.Linear(6, self.width)",
         r"line 6 \(model\): AttributeError: .*width",
     ),
-    "model: none": ("def model(self, config):\n    nn.Linear(6, 1)", r"model.*NoneType"),
+    "model: none": (
+        "def model(self, config):\n    nn.Linear(6, 1)",
+        r"model\(\) returned NoneType, and should return a torch\.nn\.Module",
+    ),
+    "model: in DDP already": (
+        "def model(self, config):\n    return nn.parallel.DistributedDataParallel(super().model(config))",
+        r"model\(\) returned a DistributedDataParallel, and should return the module without it",
+    ),
+    "model: a part of it in DataParallel": (
+        WITH.format("net[0] = nn.DataParallel(net[0])"),
+        r"model\(\) returned a DataParallel, and should return the module without it",
+    ),
     "model: an unused layer": (
         WITH.format("net[0].extra = nn.Linear(2, 2)"),
         r"no gradient for 0\.extra\.weight, 0\.extra\.bias: use them in the loss, freeze them .* unused_parameters = True",
@@ -381,6 +449,11 @@ PARTS = {
         "def loss(self, outputs, batch):\n    return dict(one=F.mse_loss(outputs, batch[1]), two=F.l1_loss(outputs, batch[1]))",
         r"loss\(\) returns a mean over rows",
     ),
+    "loss: an empty dictionary": (
+        "def loss(self, outputs, batch):\n    return {}",
+        r"loss\(\) returned an empty dictionary, and should name a loss",
+    ),
+    "loss: it leaves": ("def loss(self, outputs, batch):\n    raise SystemExit(1)", r"line 6 \(loss\): SystemExit: 1"),
     "loss: cut off": (
         "def loss(self, outputs, batch):\n    return super().loss(outputs.detach(), batch)",
         r"no gradient for any parameter: is it cut off \(detach\)",
@@ -400,6 +473,15 @@ PARTS = {
     "metrics: three of them": (
         "def metrics(self, outputs, batch):\n    return dict(right=(1, 2, 3))",
         r"metrics\(\) has \(1, 2, 3\) as 'right', .* or a pair of numbers",
+    ),
+    "metrics: the name of the loss": (
+        "def metrics(self, outputs, batch):\n    return dict(loss=1.0)",
+        r"metrics\(\) has loss, the name of a loss: give it another",
+    ),
+    "metrics: the name of one of two losses": (
+        "def metrics(self, outputs, batch):\n    return dict(loss_one=1.0, two=2.0)\n\n"
+        "def loss(self, outputs, batch):\n    return dict(one=super().loss(outputs, batch), two=outputs.square().sum())",
+        r"metrics\(\) has loss_one, the name of a loss: give it another",
     ),
     "metrics: they fail": (
         "def metrics(self, outputs, batch):\n    return {'x': batch['x']}",
@@ -434,6 +516,14 @@ PARTS = {
     "model: another default dtype": (
         "def model(self, config):\n    torch.set_default_dtype(torch.float64)\n    return super().model(config)",
         r"default dtype is torch\.float64: take set_default_dtype out, pass --precision fp64",
+    ),
+    "schedule: nothing": (
+        "def schedule(self, step, total_steps, config):\n    step / total_steps",
+        r"schedule\(\) returned None at step 0, and should return a number",
+    ),
+    "schedule: not a number": (
+        "def schedule(self, step, total_steps, config):\n    return float('nan')",
+        r"schedule\(\) returned nan at step 0, and should return a number",
     ),
     "schedule: it fails": (
         "def schedule(self, step, total_steps, config):\n    return 1 / step",

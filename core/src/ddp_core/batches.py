@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from ddp_core.errors import PeerLostError
 from ddp_core.order import AUGMENTATION, seed_others, stream, word
+from ddp_core.stop import StopFlag
 from ddp_core.workload import Workload, blame
 
 SMALL = 2**28  # bytes: numbers of another precision are converted once, not batch by batch
@@ -106,8 +107,12 @@ class Batches:
         )
         # Of what the rank has left, a process group say, a worker closes nothing: that would wait for threads it has not.
         gc.freeze()
-        batches = iter(loader)  # forks
-        gc.unfreeze()
+        signal.pthread_sigmask(signal.SIG_BLOCK, StopFlag.SIGNALS)  # in a worker until it ignores them (_begin_worker)
+        try:
+            batches = iter(loader)  # forks
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, StopFlag.SIGNALS)
+            gc.unfreeze()
         try:
             while True:
                 try:
@@ -121,7 +126,7 @@ class Batches:
         finally:
             _end_workers(batches)
 
-    def _lost(self, error: Exception, rows: torch.Tensor) -> Exception:
+    def _lost(self, error: Exception, rows: torch.Tensor) -> BaseException:
         if lost := lost_worker(error):
             return lost
         names = ", ".join(map(str, rows[:6].tolist()))
@@ -138,7 +143,7 @@ class Batches:
         return tensor.to(self.device, dtype, non_blocking=True)
 
 
-def lost_worker(error: Exception) -> PeerLostError | None:
+def lost_worker(error: BaseException) -> PeerLostError | None:
     """What torch says of a process that reads rows. When one dies it says so wherever the rank is: in a signal handler."""
     text = str(error)
     if isinstance(error, RuntimeError) and text.startswith(("DataLoader worker", "DataLoader timed out")):
@@ -173,8 +178,9 @@ class SeededRows:
 
 def _begin_worker(number: int) -> None:
     """A scheduler signals every process of a job: workers read on until their rank has saved, and die with it."""
-    for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for name in StopFlag.SIGNALS:
         signal.signal(name, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, StopFlag.SIGNALS)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the rank's process ends
 
 

@@ -286,26 +286,21 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     count, size = number(int, 0, 2**53), number(int, 1, 2**53)
     positive, seconds, share = (number(float, 0, high, above) for high, above in ((1e9, True), (1e7, True), (1e9, False)))
 
-    def default(name: str) -> str:
-        return f"(default: {workload.defaults[name]})" if name in workload.defaults else ""
-
     add = parser.add_argument_group("problem").add_argument
     add("--workload", metavar="NAME|FILE", help="digits, regression, mnist, gpt, or a file of yours (default: digits)")
-    add("--epochs", type=size, metavar="N", help=f"epochs in all, counted from the start of the run {default('epochs')}")
+    add("--epochs", type=size, metavar="N", help="epochs in all, counted from the start of the run")
     add("--steps-per-epoch", type=count, default=0, metavar="N", help="end each epoch after N steps (default: all rows)")
     batch = parser.add_mutually_exclusive_group()
-    batch.add_argument(
-        "--global-batch-size", type=size, metavar="N", help=f"rows a step, over all ranks {default('global_batch_size')}"
-    )
+    batch.add_argument("--global-batch-size", type=size, metavar="N", help="rows a step, over all ranks")
     batch.add_argument("--per-rank-batch-size", type=size, metavar="N", help="rows a step on each rank")
     add("--accumulate", type=size, metavar="N", help="micro-batches a step, to save memory (default: 1)")
     add("--seed", type=count, default=0, metavar="N", help="of initial parameters, order, augmentation, dropout (default: 0)")
 
     add = parser.add_argument_group("optimizer").add_argument
-    add("--optimizer", choices=["sgd", "adamw"], help=f"SGD with momentum, or AdamW {default('optimizer')}")
-    add("--lr", type=positive, metavar="X", help=f"learning rate {default('lr')}")
+    add("--optimizer", choices=["sgd", "adamw"], help="SGD with momentum, or AdamW")
+    add("--lr", type=positive, metavar="X", help="learning rate")
     add("--scale-lr", action="store_true", help="multiply --lr by the world size")
-    add("--momentum", type=share, metavar="X", help=f"of SGD; AdamW's beta1 (beta2: 0.95) {default('momentum')}")
+    add("--momentum", type=share, metavar="X", help="of SGD; AdamW's beta1 (beta2: 0.95)")
     add("--weight-decay", type=share, metavar="X", help="L2 with sgd, decoupled with adamw (default: 0)")
     add("--lr-schedule", choices=["constant", "cosine"], help="cosine: to 0 at the last step (default: constant)")
     add("--warmup-steps", type=count, metavar="N", help="the learning rate rises linearly over them (default: 0)")
@@ -364,6 +359,14 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     add("--profile", type=size, nargs="?", const=10, default=0, metavar="N", help=profile)
     add("--debug", action="store_true", help="tracebacks and C++ messages along with the one-line errors")
 
+    for action in parser._actions:
+        if action.dest in workload.defaults:
+            value = _fitting(workload, action)
+            without = re.sub(r" \(default: .*\)$", "", action.help or "")
+            action.help = f"{without} (default: {str(value).replace('%', '%%')})"
+            if not action.dest.endswith("batch_size"):  # of these two one gives way to the other
+                action.default = value
+
     before, forgotten = {action.dest for action in parser._actions}, set()
     group = parser.add_argument_group(f"of --workload {workload.name}")
 
@@ -379,3 +382,20 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
         raise WorkloadError(f"--workload {workload.name}: its flags() failed: {type(error).__name__}: {error}") from error
     own = [action.dest for action in parser._actions if action.dest not in before]
     return parser, own, forgotten
+
+
+def _fitting(workload, action: argparse.Action):
+    """The workload's default for this flag. Raises WorkloadError where the flag would not take it."""
+    value, why = workload.defaults[action.dest], ""
+    if action.choices and value not in action.choices:
+        why = f"should be {' or '.join(action.choices)}"
+    elif action.nargs == 0 and not isinstance(value, bool):
+        why = "should be True or False"
+    elif action.type:
+        try:
+            action.type(str(value))  # type: ignore[operator]
+        except argparse.ArgumentTypeError as error:
+            why = str(error)
+    if why:
+        raise WorkloadError(f"--workload {workload.name}: its defaults have {action.dest}={value!r}, but {why}")
+    return value

@@ -228,7 +228,7 @@ def of_workload(workload: Workload, config) -> tuple[Any, Any]:
                 f"{workload.name}: no step would fill it"
             )
         return train, held_out
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise blame(error, workload.file, f"the data of --workload {workload.name}") from error
 
 
@@ -252,7 +252,7 @@ def fingerprint(train: Any, held_out: Any, workload: Workload, config) -> str:
     """Of both: what they say of themselves, else of their bytes, else of some of their rows."""
     try:
         parts = [_fingerprint(rows, config) for rows in (train, held_out) if rows is not None]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise blame(error, workload.file, f"the data of --workload {workload.name}") from error
     return "+".join(dict.fromkeys(parts))
 

@@ -61,7 +61,7 @@ def probe(workload: Workload, model: nn.Module, batches: Batches, config, autoca
         losses, metrics = trial.look()
         notes = trial.notes_on_rows() + trial.notes
         others, random = trial.look_for_random_numbers()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise blame(error, workload.file, f"--workload {workload.name}, tried on {trial.count} of its rows") from error
     finally:
         for parameter in model.parameters():
@@ -114,6 +114,10 @@ class _Trial:
                     f"--workload {workload.name}: metrics() should return a dictionary, and returned {type(metrics).__name__}"
                 )
             _refuse_unlike_sums(workload, metrics)
+            if taken := metrics.keys() & {"loss", *(f"loss_{part}" for part in names)}:
+                raise WorkloadError(
+                    f"--workload {workload.name}: metrics() has {', '.join(sorted(taken))}, the name of a loss: give it another"
+                )
             if self.count == 2:
                 draws = range(1 if self.agreed(bool(whole == self.total(self.rows, 1))) else DRAWS)
                 losses = [[self.total(batch, draw).double() for batch in (self.rows, *self.alone)] for draw in draws]
@@ -154,6 +158,8 @@ class _Trial:
 
 def _total(workload: Workload, loss: Any) -> tuple[tuple[str, ...], torch.Tensor]:
     named = loss if isinstance(loss, Mapping) else {"": loss}
+    if not named:
+        raise WorkloadError(f"--workload {workload.name}: loss() returned an empty dictionary, and should name a loss")
     for name, value in named.items():
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

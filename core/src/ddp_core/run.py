@@ -135,7 +135,7 @@ def _train(rank: Rank, job: "_Job") -> int:
                 peers.wait()
                 peers.leave()
                 return int(code)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise job.explain(error, peers) from error
             finally:
                 job.finish_saving()
@@ -216,7 +216,7 @@ class _Job:
         except Failure as error:
             print(f"warning: {error}", flush=True)
 
-    def lacks_memory(self, error: Exception, when: str) -> PeerLostError:
+    def lacks_memory(self, error: BaseException, when: str) -> PeerLostError:
         """Of the device, or of the host."""
         from torch import OutOfMemoryError
 
@@ -259,7 +259,7 @@ class _Job:
             if peers.rank == 0  # it alone knows the hosts
         ]
 
-    def explain(self, error: Exception, peers) -> Exception:
+    def explain(self, error: BaseException, peers) -> BaseException:
         """The Failure that an exception of the training means; itself where it is a bug of ours."""
         from ddp_core.batches import lost_worker
         from ddp_core.workload import blame, line_in, out_of_memory, unknown_to_shards

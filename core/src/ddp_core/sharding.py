@@ -32,7 +32,7 @@ from ddp_core.reduction import Reduction
 from ddp_core.rehearsal import rehearse
 from ddp_core.snapshot import Draft, Stored, drafts_of, in_order, put, refuse_unknown_dtypes
 from ddp_core.state import State, local, of_model
-from ddp_core.trainer import refuse_lazy, seed_everything
+from ddp_core.trainer import refuse_other_modules, seed_everything
 from ddp_core.workload import Workload, blame
 
 IN_TURN = (
@@ -91,7 +91,7 @@ def build(workload: Workload, config, peers: Peers, device: torch.device, dtype:
     if peers.rank == 0:
         try:
             numbers = _numbers(_whole(workload, config, dtype))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failure = blame(error, workload.file, f"the model of --workload {workload.name}")
             if not isinstance(failure, Failure):
                 raise
@@ -108,7 +108,7 @@ def build(workload: Workload, config, peers: Peers, device: torch.device, dtype:
 def _whole(workload: Workload, config, dtype: torch.dtype) -> nn.Module:
     seed_everything(config.seed)
     model = workload.model(config)
-    refuse_lazy(model, workload)
+    refuse_other_modules(model, workload)
     refuse_unknown_dtypes(of_model(model), workload.name)
     return model.to(dtype)
 

@@ -1,5 +1,6 @@
 """The wish to stop, as a flag. A signal handler that does more than this deadlocks or dies (Lightning#21406)."""
 
+import os
 import signal
 import time
 
@@ -13,7 +14,7 @@ class StopFlag:
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self):
-        self.reason, self.since = "", 0.0
+        self.reason, self.since, self.process = "", 0.0, os.getpid()
         self.listen()
 
     def listen(self) -> None:
@@ -32,5 +33,10 @@ class StopFlag:
         return bool(self.reason)
 
     def _set(self, number, frame) -> None:
-        if not self.reason:  # the first one is the reason; a launcher may send SIGTERM after it, as ranks end
+        if (
+            os.getpid() != self.process
+        ):  # a process that the workload has forked: by SIGTERM a multiprocessing.Pool ends its own
+            if number == signal.SIGTERM:
+                os._exit(128 + number)
+        elif not self.reason:  # the first one is the reason; a launcher may send SIGTERM after it, as ranks end
             self.since, self.reason = time.monotonic(), signal.Signals(number).name

@@ -111,7 +111,7 @@ class Trainer:
                 self.model, notes = self.sharding.build(workload, config, self.peers, self.device, dtype)
             else:
                 model = workload.model(config)
-                refuse_lazy(model, workload)
+                refuse_other_modules(model, workload)
                 refuse_unknown_dtypes(of_model(model), workload.name)
                 self.model = model.to(self.device, dtype)
                 if config.checkpoint_activations:
@@ -123,7 +123,7 @@ class Trainer:
                 self.sharding.refuse_to_compute_again(workload, self.model, self.seen)
             self.optimizer = workload.optimizer(self.model, config)
             self.seen.notes.extend(check_optimizer(self.optimizer, self.model, workload))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise blame(error, workload.file, f"the model of --workload {workload.name}") from error
         # What the schedule multiplies; torch.optim's own schedulers use the same name.
         for group in self.optimizer.param_groups:
@@ -259,6 +259,11 @@ class Trainer:
 
     def _set_learning_rate(self) -> None:
         factor = self.workload.schedule(self.step, self.total_steps, self.config)
+        if not hasattr(factor, "__float__") or not math.isfinite(factor := float(factor)):
+            raise WorkloadError(
+                f"--workload {self.workload.name}: schedule() returned {factor!r} at step {self.step}, and should return a "
+                f"number, which the learning rate is multiplied with"
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
 
@@ -447,8 +452,18 @@ def check_optimizer(optimizer: object, model: torch.nn.Module, workload: Workloa
     return [f"the optimizer has no group with {', '.join(left[:6])}: not trained"] if left else []
 
 
-def refuse_lazy(model: torch.nn.Module, workload: Workload) -> None:
-    """Raises WorkloadError where parameters have no shape yet."""
+def refuse_other_modules(model: object, workload: Workload) -> None:
+    """Raises WorkloadError where it is none, where it divides its rows itself, or where parameters have no shape yet."""
+    if not isinstance(model, torch.nn.Module):
+        raise WorkloadError(
+            f"--workload {workload.name}: model() returned {type(model).__name__}, and should return a torch.nn.Module"
+        )
+    kinds = {type(module).__name__ for module in model.modules()}
+    if around := sorted(kind for kind in kinds if kind.endswith("DataParallel") or kind.startswith("FSDP")):
+        raise WorkloadError(
+            f"--workload {workload.name}: model() returned a {', '.join(around)}, and should return the module without it: "
+            f"--reduction and --sharding put it there"
+        )
     if lazy := [name for name, p in model.named_parameters() if torch.nn.parameter.is_lazy(p)]:
         raise WorkloadError(
             f"--workload {workload.name}: {', '.join(lazy[:4])} has no shape yet (a lazy module): call the model on a row in "

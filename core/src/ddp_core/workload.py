@@ -162,7 +162,7 @@ def _made(kind: type[Workload], name: str, file: Path | None) -> Workload:
         raise WorkloadError(f"--workload {name}: class {kind.__name__} lacks {', '.join(missing) or 'Workload as its base'}")
     try:
         workload = kind()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise blame(error, file, f"--workload {name}: {kind.__name__}(), which is called without arguments") from error
     workload.name, workload.file = name, file
     return workload
@@ -184,7 +184,7 @@ def _load(path: Path):
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise WorkloadError(f"--workload {path}, line {error.lineno}: {error.msg}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise blame(error, path.resolve(), f"--workload {path}") from error
     return module
 
@@ -199,8 +199,8 @@ def _only_class(module, what: str) -> type[Workload]:
     return leaves[0]
 
 
-def blame(error: Exception, file: Path | None, when: str) -> Exception:
-    """One line for an exception that the workload's file has raised, or that was raised on its behalf."""
+def blame(error: BaseException, file: Path | None, when: str) -> BaseException:
+    """One line for an exception that the workload's file has raised, or that was raised on its behalf; also for sys.exit()."""
     from ddp_core.process_group import Peers
 
     between_ranks = torch.distributed.is_initialized() and isinstance(error, RuntimeError) and Peers.is_lost(error)
@@ -214,7 +214,7 @@ def blame(error: Exception, file: Path | None, when: str) -> Exception:
     return WorkloadError(f"{when}{f', {place}' if place else ''}: {text}")
 
 
-def out_of_memory(error: Exception) -> bool:
+def out_of_memory(error: BaseException) -> bool:
     """Of a device, or of the host, for which torch's allocator raises a plain RuntimeError."""
     host = "DefaultCPUAllocator" in str(error) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     return host or isinstance(error, MemoryError | torch.OutOfMemoryError)
