@@ -316,9 +316,13 @@ def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
     of_a_module = any(word.startswith("NCCL_NET=") for word in provides)
     violations = []
     for script in trains(site):
-        run = dry.job(script, modules_set=False) if of_a_module else None
-        if run and run.trained and run.trained[0].environ.get("NCCL_NET", "Socket") == "Socket":
-            violations.append(f"{script.name} without NCCL_NET of its module: {ending(dry, run)}, but should be 3")
+        for environ in (
+            ({}, dict(NCCL_NET="Socket")) if of_a_module else ()
+        ):  # left in the user's environment by another machine
+            run = dry.job(script, modules_set=False, environ=environ)
+            if run.trained and run.trained[0].environ.get("NCCL_NET", "Socket") == "Socket":
+                told = f"{script.name} without NCCL_NET of its module{' and with a Socket of the user' if environ else ''}"
+                violations.append(f"{told}: {ending(dry, run)}, but should be 3")
         run = dry.job(script, nodes=2, fails="library")
         if run.trained and run.trained[0].environ.get("NCCL_NET") == "Socket":
             violations.append(f"{script.name}, whose network plugin does not load: {ending(dry, run)}, but should be 3")
