@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ddp_core.config import TrainConfig
 from ddp_core.control import Control, tree_sum
 from ddp_core.device import backend_of
-from ddp_core.errors import NAMED, Failure, PeerLostError, RendezvousError, WorkloadError, failure_with, named
+from ddp_core.errors import NAMED, Failure, PeerLostError, RendezvousError, failure_with, named
 from ddp_core.rank import Rank
 from ddp_core.rendezvous import Rendezvous, patiently
 
@@ -49,12 +49,6 @@ class Peers:
         self.store.set_timeout(timeout)
         # nccl's threads ask their store once a second, and nobody has tried what they do with one that is written in Python.
         of_data = self.store if backend == "gloo" else rendezvous.unsigned
-        if dist.is_initialized():
-            raise WorkloadError(
-                "the workload's file has called init_process_group: take it out, for train.py does; its ranks can speak from "
-                "model() on",
-                everywhere=True,
-            )
         if rank.local_world_size == rank.world_size:  # then nobody needs to reach gloo from elsewhere
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         try:

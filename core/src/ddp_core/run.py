@@ -168,6 +168,8 @@ class _Job:
 
     def prepare(self) -> dict:
         """Read the data; on rank 0 also open the run directory. Returns what all ranks must have in common."""
+        from torch.distributed import is_initialized
+
         from ddp_core import data
         from ddp_core.run_directory import RunDirectory
         from ddp_core.trainer import seed_everything
@@ -175,6 +177,11 @@ class _Job:
         config, first = self.config, self.rank.restart == 0
         seed_everything(config.seed)
         self.rows = data.of_workload(self.workload, config)
+        if is_initialized():
+            raise WorkloadError(
+                "the workload's file has called init_process_group: take it out, for train.py does; its ranks can speak from "
+                "model() on"
+            )
         lengths = [0 if rows is None else len(rows) for rows in self.rows]
         self.fingerprint = data.fingerprint(*self.rows, self.workload, config)
         if self.rank.rank == 0:
