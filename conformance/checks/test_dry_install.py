@@ -7,6 +7,7 @@ It runs without flags and once with each flag that its --help names.
 
 import os
 import re
+import shlex
 import shutil
 from dataclasses import replace
 from itertools import product
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from conformance.harness.dry_run import (
+    LEFT,
     PASSED,
     USER,
     Call,
@@ -112,6 +114,52 @@ def test_other_modules_than_it_was_made_with_are_noticed(check, site, dry):
         run = dry.install(after=(), case=case)
         if run.code == 0 and not made_by(run):
             check.holds(f"install.sh keeps what it made with {line}, but should make it anew with {other}")
+
+
+@clause("B10")
+def test_what_is_made_anew_has_nothing_of_the_first(check, site, dry):
+    """Packages of another Python, MPI or torch are there already for pip, which builds them no more, and fail in the job."""
+    line = re.search(r"^modules=\(.*\)$", (site.folder / site.toml["submit"]).read_text(), re.MULTILINE)
+    other = {line[0]: f"{line[0][:-1]} another/1.0)".replace("( ", "(")} if line else {}
+    cases = [replace(site.cases[0], name="other modules", script=site.toml["submit"], edit=other)] if line else []
+    ways: list[tuple] = [(case, shlex.split(case.install or "")) for case in site.cases if case.install is not None]
+    ways += [(case, []) for case in cases]
+    ways += [(None, flags) for flags in given(dry) if PASSED["SPEC"] in flags]
+    violations = []
+    for case, flags in ways:
+        run = dry.install(*flags, after=(), case=case, left=True)
+        kept = {os.path.relpath(os.path.realpath(prefix), os.path.realpath(dry.folder)) for prefix in made_by(run)}
+        if run.code == 0 and any(path.startswith(f"{prefix}/") and path.endswith(LEFT) for prefix in kept for path in run.tree):
+            what = f"with {case.name}" if case else f"with {' '.join(flags)}"
+            violations.append(f"install.sh {what} keeps packages of what it has made before, but should remove them")
+    check.holds(*violations)
+
+
+@clause("B10")
+def test_an_installation_that_was_killed_is_made_whole_by_the_next(check, dry):
+    """By Ctrl-C, or by a login node's limits. The first job after it ends with 3, and what was half made is not kept."""
+    violations, done = [], set()
+    for flags in [(), *[flags for flags in given(dry) if PASSED["PREFIX"] not in flags]]:
+        whole = dry.install(*flags)
+        for number, step in enumerate([call for call in whole.calls if "makes" in call.notes], 1):
+            if dry.shown(step.text) in done:
+                continue
+            done.add(dry.shown(step.text))
+            fails = f"killed at {number}"
+            again = dry.install(*flags, after=flags, after_fails=fails)
+            other = sorted(
+                path for path in again.tree.keys() | whole.tree.keys() if again.tree.get(path) != whole.tree.get(path)
+            )
+            what = f"{' '.join(['install.sh', *flags[:1]])}, killed in {dry.shown(step.text)[:80]!r}, and run again"
+            if again.code or other:
+                told = f"exit code {again.code} ({dry.shown(last_line(again))}), {' '.join(other[:3]) or 'the same files'}"
+                violations.append(f"{what}: {told}, but should be 0 and the files of one that was not killed")
+            job = None if flags else dry.job(dry.site.job_scripts[0], install=flags, install_fails=fails)
+            if job and (job.trained or job.code != 3 or "install.sh" not in job.output):
+                violations.append(
+                    f"{ending(dry, job)} after an install.sh that was killed, but should be 3 and name install.sh"
+                )
+    check.holds(*violations)
 
 
 @clause("B10")

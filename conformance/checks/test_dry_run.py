@@ -74,6 +74,45 @@ def test_scripts_run_to_their_end(check, site, dry):
     check.holds(*violations)
 
 
+# Commands whose failure is an answer, or changes nothing.
+ASKS = ("rm", "sleep", "python", "python3", "qstat", "squeue", "sacct")
+
+
+@clause("B1")
+def test_a_command_that_fails_is_not_passed_over(check, site, dry):
+    """Of those before the ranks, one after the other: the job ends, or trains as without the failure, or warns of it."""
+    violations = []
+    for script, flags in itertools.product(trains(site), [(), *(flags for flags in given(dry) if dry.packed(*flags))]):
+        shape = dict(nodes=2, install=flags)
+        whole, again = dry.job(script, **shape), dry.job(script, **shape, environ=dict(DRY_RUN_AGAIN="1"))
+        (first, *_), (second, *_) = whole.trained or [None], again.trained or [None]
+        if not first or not second:
+            continue  # B1 tells of it
+        own = {name for name, value in first.environ.items() if second.environ.get(name) != value} | {"LOADEDMODULES"}
+        steps = [call for call in whole.calls if not {"DRY_RUN_LAUNCHER", "DRY_RUN_IMAGE"} & {*call.environ}]
+        for place, step in enumerate(steps, 1):
+            if step.command in ASKS or {"--version", "is-avail"} & {*step.words}:
+                continue
+            if step in whole.launches:
+                break
+            run = dry.job(script, **shape, fails=f"fails at {place}")
+            (rank, *_) = run.trained or [None]
+            warned = re.search(r"(?m)^(warning|note|error): ", run.output) or "use" in [
+                word for call in run.called("module-call") for word in call.words
+            ]
+            told, expected = (
+                {name: value for name, value in as_in_job(site, call).items() if name not in own} if call else {}
+                for call in (rank, first)
+            )
+            same = rank and rank.words == first.words and told == expected
+            loads = step.command == "module-call" and {*step.words} & {*site.toml.get("software", {}).get("modules", [])}
+            acts = step.command in (whole.launcher, "sbcast")  # on nodes, which ranks do not show
+            if (rank or not run.code) and not warned and (loads or acts or not same):
+                trained = "trains all the same" if rank else "ends with 0"
+                violations.append(f"{script.name}: where {dry.shown(step.text)[:80]!r} fails it {trained}, but should end")
+    check.holds(*dict.fromkeys(violations))
+
+
 @clause("B1")
 def test_ranks_run_in_the_site_s_folder_with_its_python(check, site, dry):
     """Of the environment that install.sh has made, or of the image."""
@@ -716,6 +755,25 @@ def test_caches_are_the_job_s_own(check, site, dry):
                 elif name != "TMPDIR" and re.match(r"/(tmp|var/tmp|dev/shm)\b", dry.shown(value)) and FIRST not in value:
                     violations.append(f"{script.name}: {name}={dry.shown(value)}, but should have the job's number in it")
     check.holds(*violations)
+
+
+# What is not used, in silence, unless it is there: Intel's driver compiles anew, Python's tempfile takes /tmp.
+# https://github.com/intel/compute-runtime/blob/master/programmers-guide/COMPILER_CACHE.md (its code: default_cache_config.cpp)
+# https://docs.python.org/3/library/tempfile.html#tempfile.gettempdir
+MUST_EXIST = ("NEO_CACHE_DIR", "TMPDIR")
+
+
+@clause("B6")
+def test_folders_that_nobody_else_makes_are_there_when_ranks_start(check, site, dry):
+    violations = []
+    for script, _, run in as_chosen(site, dry):
+        for call in run.trained:
+            violations += [
+                f"{script.name}: {name}={dry.shown(call.environ[name])} is not there, but should be made"
+                for name in call.notes["missing"]
+                if name in MUST_EXIST
+            ]
+    check.holds(*dict.fromkeys(violations))
 
 
 # Of a variable that moves a cache, the one that moves its other half: of MIOpen, kernels apart from how they were tuned.

@@ -33,6 +33,7 @@ from conformance.harness.shell import Script
 from conformance.harness.sites import Case, Site
 
 COMMANDS = Path(__file__).with_name("dry_run_commands.py")
+LEFT = "left-by-the-first"
 USER, SECRET = "tester", "s3cr3t-of-the-user"
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD", "GITHUB_PAT", "SESSION_JWT", "AWS_CREDENTIALS", "NETRC", "NGC_AUTH")
 # What users pass to a job script: words with a space and a star must arrive as they are.
@@ -140,6 +141,7 @@ class DryRun:
     changed: list[str]  # files outside the site's folder, or existing files of it, that were made, changed or removed
     made: list[str] = field(default_factory=list)  # what is new in the site's folder
     read: list[str] = field(default_factory=list)  # the files whose lines bash ran, when it was traced
+    tree: dict[str, bytes] = field(default_factory=dict)  # of install.sh: what it has left in the site's folder, and its text
 
     @property
     def trained(self) -> list[Call]:
@@ -328,16 +330,21 @@ class DryRuns:
         planted: str = "",
         case: Case | None = None,
         after: tuple[str, ...] | None = None,
+        after_fails: str = "",
+        left: bool = False,
     ) -> DryRun:
-        """install.sh. fails: the command that does not succeed; planted: a folder with somebody's file, where it installs;
-        after: the flags that it was run with before, without a failure."""
-        key = ("install", *flags, fails, planted, case and case.name)
+        """install.sh. fails: the command that does not succeed, or "killed at 2" for what makes the second part; planted: a
+        folder with somebody's file, where it installs; after: the flags that it was run with before, and after_fails, what
+        failed then; left: whether a file LEFT is among the packages of that time."""
+        key: tuple = ("install", *flags, fails, planted, case and case.name)
         if after is not None:
-            self.install(*after)
-            key = ("again", *after, "then", *key)
+            first = self.install(*after, fails=after_fails)
+            key = ("again", *after, after_fails, left, "then", *key)
         if key not in self.made:
-            self._restore(self.pristine if after is None else self.installed["install", *after, "", "", None])
+            self._restore(self.pristine if after is None else self.installed["install", *after, after_fails, "", None])
             self._edit(case)
+            for prefix in made_by(first) if left else ():
+                Path(prefix, "lib/python3.12/site-packages", LEFT).touch()
             if planted:
                 (self.top / planted).mkdir(parents=True)
                 (self.top / planted / "mine").write_text("somebody's own\n")
@@ -555,8 +562,11 @@ class DryRuns:
         lines = trace.read_text(errors="replace").splitlines() if trace.exists() else []
         read = sorted({match[1] for line in lines if (match := re.match(r"\++ (\S+) \S", line))})
         output = output.replace(f"{self.top}/root/", "/").replace(str(self.top), "")
+        mine_now = [path for path in self.folder.rglob("*") if path.is_file()] if name == "install.sh" else []
+        tree = {str(path.relative_to(self.folder)): path.read_bytes() for path in mine_now}
+        tree = {path: b"packed" if text[:2] == b"\x1f\x8b" else text for path, text in tree.items()}  # gzip has times in it
         return DryRun(
-            name, facts["launcher"], told, code, output, [Call(**call) for call in calls], changed, sorted(made), read
+            name, facts["launcher"], told, code, output, [Call(**call) for call in calls], changed, sorted(made), read, tree
         )
 
     def _start(self, command: list[str], folder: Path, environ: dict[str, str]) -> tuple[int, str]:

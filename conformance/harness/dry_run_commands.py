@@ -230,18 +230,23 @@ def run_module(module: str, arguments: list[str]) -> int:
 
 def real(words: list[str]) -> int:
     """This machine's Python. What was installed is there, with nothing in it."""
-    there = {"old-torch": FACTS["fails"] == "old torch"} | dict(
-        torch=FACTS["torch"] or os.path.exists(f"{TOP}/sites/.has-torch")
-    )
+    own = os.path.exists(f"{os.path.dirname(sys.argv[1])}/activate")  # the machine's does not see what is installed in another
+    torch = FACTS["torch"] or (own and os.path.exists(f"{TOP}/sites/.has-torch"))
+    there = {"old-torch": FACTS["fails"] == "old torch"} | dict(torch=torch)
     there |= {"core-of": os.path.exists(f"{TOP}/sites/.has-core"), "packages": True}
-    own = dict(
+    told = dict(
         PYTHONPATH=":".join(f"{TOP}/{name}" for name, is_there in there.items() if is_there),
         PYTHONDONTWRITEBYTECODE="1",
         DRY_RUN_PYTHON=sys.argv[1],
         DRY_RUN_FAILS=FACTS["fails"],
         DRY_RUN_DEVICES=str(FACTS["devices"]),
     )
-    return runs(FACTS["python"], *words, environment=os.environ | own)
+    return runs(FACTS["python"], *words, environment=os.environ | told)
+
+
+def packages_of(python: str) -> str:
+    """Where the pip of this Python, of a virtual environment, installs."""
+    return f"{os.path.dirname(os.path.dirname(os.path.abspath(python)))}/lib/python3.12/site-packages"
 
 
 def environment(prefix: str) -> int:
@@ -270,6 +275,7 @@ def run_dir(arguments: list[str]) -> str:
 def train(arguments: list[str]) -> int:
     """A rank that trains: rank 0 writes what a job script may read, and all end with the code that the dry run asks for."""
     code = int(FACTS["code"])
+    NOTES["missing"] = [name for name, value in os.environ.items() if value.startswith(f"{TOP}/") and not os.path.exists(value)]
     with open("/proc/self/status") as file:
         NOTES["ignored"] = int(file.read().partition("SigIgn:")[2].split()[0], 16)
     if os.environ["DRY_RUN_RANK"] == "0":
@@ -368,6 +374,10 @@ def pip(name: str, words: list[str]) -> int:
             leave(own("PIP_CACHE_DIR") or f"{own('XDG_CACHE_HOME') or os.environ['HOME'] + '/.cache'}/pip")
     if "download" in words:
         sources(words)
+    elif "install" in words and os.path.isdir(packages_of(sys.argv[1])):
+        asked = [word for word in words if "==" in word or os.path.isdir(word)]
+        for word in [*asked, *NOTES.get("requirements", "").split()[:1]]:
+            open(f"{packages_of(sys.argv[1])}/{os.path.basename(word.rstrip('/'))}.installed", "w").close()
     for package in ("torch", "core"):
         if "install" in words and any(os.path.basename(word.rstrip("/")).startswith(package) for word in words):
             open(f"{TOP}/sites/.has-{package}", "w").close()
@@ -438,7 +448,10 @@ def container(name: str, words: list[str]) -> int:
     if words[:1] and words[0] in ("pull", "build", "inspect", "import"):
         for word in words[1:]:
             if word.endswith((".sif", ".sqsh")):
-                open(word, "a").close()
+                if os.path.exists(word) and words[0] == "pull" and not {"--force", "-F"} & {*words}:
+                    print(f"FATAL:   Image file already exists: {word!r} - will not overwrite", file=sys.stderr)
+                    return 255
+                open(word, "w").close()
         leave(os.environ.get(f"{name.upper()}_CACHEDIR") or f"{os.environ['HOME']}/.{name}/cache")
         return 0
     start = next((place for place, word in enumerate(words) if word in ("exec", "run", "shell")), -1)
@@ -492,7 +505,7 @@ def conda_pack(name: str, words: list[str]) -> int:
 
 
 def mksquashfs(name: str, words: list[str]) -> int:
-    open(words[1], "w").close()
+    open(words[1], "w" if "-noappend" in words else "a").close()
     return 0
 
 
@@ -582,11 +595,61 @@ ANSWERS |= dict(sbatch=sbatch, qsub=qsub, qstat=qstat, shifterimg=shifterimg, ho
 ANSWERS |= dict(sleep=sleep, rm=rm, mktemp=mktemp, curl=download, wget=download)
 
 
+def fails() -> bool:
+    """Whether it is the command, of those of the job script, that this dry run lets fail."""
+    if "DRY_RUN_LAUNCHER" in os.environ or "DRY_RUN_IMAGE" in os.environ:
+        return False
+    with open(f"{TOP}/calls/commands", "a") as file:
+        file.write(".")
+        return FACTS["fails"] == f"fails at {file.tell()}"
+
+
+# ---- an installation that is killed ---------------------------------------------------------------------------------
+
+HALF = "left-by-a-killed-command"
+
+
+def makes(name: str, words: list[str]) -> str:
+    """What a command makes, or adds to, of an installation: a folder or a file; "" for other commands."""
+    if words[:2] == ["-m", "venv"]:
+        return next(word for word in reversed(words) if not word.startswith("-"))
+    if (words[:2] == ["-m", "pip"] or name in ("pip", "pip3")) and {"install", "download"} & {*words}:
+        return f"{packages_of(sys.argv[1])}/~{HALF}"  # pip renames so what it takes out
+    if name in ("conda", "mamba", "micromamba") and words[:1] == ["create"]:
+        return next((value for flag, value in pairs(words) if flag in ("-p", "--prefix")), "")
+    if name == "conda-pack":
+        return next(value for flag, value in pairs(words) if flag == "--output")
+    if name in ("apptainer", "singularity", "podman-hpc", "enroot") and words[:1] in (["pull"], ["build"], ["import"]):
+        return next((word for word in words if word.endswith((".sif", ".sqsh"))), "")
+    return words[1] if name == "mksquashfs" else ""
+
+
+def killed(made: str) -> None:
+    """With the script, and all that it has started, where this dry run says so; half of what it makes is there then."""
+    with open(f"{TOP}/calls/made", "a") as file:
+        file.write(".")
+        if FACTS["fails"] != f"killed at {file.tell()}":
+            return
+    if not made.endswith((".sif", ".sqsh", ".gz")) and HALF not in made:
+        made = packages_of(f"{made}/bin/python") + f"/{HALF}"
+        os.makedirs(os.path.dirname(made), exist_ok=True)
+    if os.path.isdir(os.path.dirname(made)):
+        with open(made, "a") as half:
+            half.write("half")
+    os.killpg(0, KILL)
+
+
 def main(name: str, words: list[str]) -> int:
     file = f"{TOP}/calls/{time.time_ns()}-{os.getpid()}"
     call = dict(command=name, path=sys.argv[1], words=words, folder=os.getcwd(), environ=dict(os.environ), began=time.time_ns())
     write(file, call)
-    code = ANSWERS.get(name, launch if name == FACTS["launcher"] else nothing)(name, words)
+    if made := makes(name, words):
+        NOTES["makes"] = made
+        killed(made)
+    if FACTS["fails"].startswith("fails at ") and fails():
+        NOTES["failed"], code = True, 1
+    else:
+        code = ANSWERS.get(name, launch if name == FACTS["launcher"] else nothing)(name, words)
     write(file, call | dict(ended=time.time_ns(), code=code, notes=NOTES))
     return code
 
