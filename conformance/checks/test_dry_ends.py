@@ -309,6 +309,10 @@ def test_cores_are_bound_by_number_on_whole_nodes_alone(check, site, dry):
     check.holds(*violations)
 
 
+# What says which network a library takes.
+NETWORK = re.compile(r"_(NET|NET_PLUGIN|IFNAME|PROVIDER|HCA)$")
+
+
 @clause("J13")
 def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
     """Where a module brings RCCL's or NCCL's network, and does so no more, the job ends, or the library does by NCCL_NET."""
@@ -326,6 +330,17 @@ def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
         run = dry.job(script, nodes=2, fails="library")
         if run.trained and run.trained[0].environ.get("NCCL_NET") == "Socket":
             violations.append(f"{script.name}, whose network plugin does not load: {ending(dry, run)}, but should be 3")
+        if site.toml["scheduler"] == "slurm":  # with one rank on each node, too
+            few = dry.job(script, nodes=2, options={"ntasks-per-node": "1"}, ntasks=2)
+            nets = [
+                {name: value for name, value in run.trained[0].environ.items() if NETWORK.search(name)}
+                for run in (dry.job(script, nodes=2), few)
+                if run.trained
+            ]
+            for name in sorted(nets[0].keys() | nets[1].keys()) if len(nets) == 2 else ():
+                if nets[0].get(name) != nets[1].get(name):
+                    told = f"{script.name} with one rank on each of two nodes: {name}={nets[1].get(name, 'unset')}"
+                    violations.append(f"{told}, but should be {nets[0].get(name, 'unset')}, as with all ranks")
     for case in site.cases:
         for call in dry.case(case).trained[:1] if case.nodes > 1 else ():
             if call.environ.get("NCCL_NET", "Socket" if of_a_module else "") == "Socket":

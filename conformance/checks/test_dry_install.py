@@ -114,6 +114,10 @@ def test_other_modules_than_it_was_made_with_are_noticed(check, site, dry):
         run = dry.install(after=(), case=case)
         if run.code == 0 and not made_by(run):
             check.holds(f"install.sh keeps what it made with {line}, but should make it anew with {other}")
+        job = dry.job(site.folder / case.script, case=case)
+        if job.trained or job.code != 3 or "install.sh" not in job.output:
+            told = f"{ending(dry, job)} with {other}, but what install.sh made with {line}"
+            check.holds(f"{told}, but should be 3 and name install.sh")
 
 
 @clause("B10")

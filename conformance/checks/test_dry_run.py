@@ -78,6 +78,31 @@ def test_scripts_run_to_their_end(check, site, dry):
 ASKS = ("rm", "sleep", "python", "python3", "qstat", "squeue", "sacct")
 
 
+@clause("B11")
+def test_each_choice_of_a_script_s_head_changes_something(check, site, dry):
+    """In the ranks' environment or words, or in what is called: else its user believes that it is in force."""
+    violations = []
+
+    def effects(run: DryRun, own: set[str]) -> tuple:
+        ranks = [{name: value for name, value in as_in_job(site, call).items() if name not in own} for call in run.trained[:1]]
+        return (
+            ranks,
+            sorted(dry.shown(call.text) for call in run.calls if call.command not in ("mktemp", "rm", "sleep")),
+            run.code,
+        )
+
+    for script in trains(site):
+        default, again = (dry.job(script, nodes=2, environ=environ) for environ in ({}, dict(DRY_RUN_AGAIN="1")))
+        for chosen in alternatives(script) if default.trained and again.trained else ():
+            first, second = default.trained[0].environ, again.trained[0].environ
+            own = {name for name in first | second if first.get(name) != second.get(name)} | {*chosen}
+            run = dry.job(script, nodes=2, environ=chosen)
+            if effects(run, own) == effects(default, own):
+                told = " ".join(f"{name}={value}" for name, value in chosen.items())
+                violations.append(f"{script.name}: {told} changes nothing, but should")
+    check.holds(*violations)
+
+
 @clause("B1")
 def test_a_command_that_fails_is_not_passed_over(check, site, dry):
     """Of those before the ranks, one after the other: the job ends, or trains as without the failure, or warns of it."""
@@ -505,6 +530,20 @@ def test_what_is_said_of_each_device_is_said_of_all(check, site, dry):
                 if named and sorted(map(int, named)) != [*range(devices)]:
                     violations.append(f"{script.name} {chosen}: {name}={value}, but should name devices 0 to {devices - 1}")
     check.holds(*violations)
+
+
+@clause("J9")
+def test_ranks_of_a_part_of_a_node_see_devices_that_it_has(check, site, dry):
+    """Slurm counts those of a job from 0: of two, a list that begins with the node's last names none, and CUDA sees none."""
+    variable, violations = site.toml["node"].get("device_environment", ""), []
+    for script in trains(site) if variable and site.toml["scheduler"] == "slurm" else ():
+        part = max(1, site.toml["node"]["devices"] // 2)
+        told = {name: str(part) for name in ("gpus-per-node", "ntasks-per-node")}
+        for call in dry.job(script, nodes=1, options=told, ntasks=part, shared=True, all_ranks=True).trained:
+            seen = call.environ.get(variable, "")
+            if not {*seen.split(",")} <= {*map(str, range(part))}:
+                violations.append(f"{script.name} with {part} devices: {variable}={seen}, but should be of 0 to {part - 1}")
+    check.holds(*dict.fromkeys(violations))
 
 
 @clause("J9")

@@ -147,7 +147,8 @@ def told_by(name: str, rank: int, place: tuple[int, int], sizes: list[int], flag
         if variable := FACTS["device_environment"]:
             # Bound to some, or to one that is the rank's own; otherwise a rank sees all. srun --help
             bind = flags.get("--gpu-bind", "per_task" if "--gpus-per-task" in flags else "none")
-            seen = FACTS["devices"] if bind == "none" else int(first(flags, "--gpus-per-task") or 1)
+            given = os.environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
+            seen = int(given or FACTS["devices"]) if bind == "none" else int(first(flags, "--gpus-per-task") or 1)
             environ[variable] = ",".join(map(str, range(seen)))
     elif name in ("mpiexec", "mpirun", "aprun"):
         own = dict(RANKID=rank, LOCAL_RANKID=local, LOCAL_SIZE=per_node, NODEID=node)
@@ -470,6 +471,8 @@ def container(name: str, words: list[str]) -> int:
         print(f"FATAL: could not open image {rest[images[0]]}", file=sys.stderr)
         return 255
     environ = dict(os.environ)
+    if {"--cleanenv", "-e", "--containall", "-C"} & {*(rest[: images[0]] if images else [])}:
+        environ = {key: value for key, value in environ.items() if key.startswith(("DRY_RUN", "HOME", "PATH", "LANG"))}
     for key, value in os.environ.items():
         for prefix in ("SINGULARITYENV_", "APPTAINERENV_"):
             if key.startswith(prefix):

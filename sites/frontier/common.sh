@@ -12,9 +12,10 @@ fail() { # MESSAGE [EXIT CODE]. 3, the default, means as for train.py: nothing w
 # https://docs.python.org/3/using/cmdline.html#envvar-PYTHONNOUSERSITE
 export PYTHONNOUSERSITE=1
 
-# MODULE...: loads them one after the other, since what exists can depend on what is loaded.
+# MODULE...: loads them one after the other, since what exists can depend on what is loaded. Sets loaded, their names.
 load_modules() {
     local name
+    loaded=$*
     command -v module >/dev/null || fail "no module command: is this Frontier?"
     set +u # module functions read unset variables
     module --quiet reset || fail "module reset failed: log in anew"
@@ -95,6 +96,9 @@ from importlib.metadata import version
 from platform import python_version
 print(f"python={python_version()}", *(f"{name}={version(name)}" for name in ("torch", "mpi4py", "ddp-core")))
 ' 2>&1) || fail "$environment is not whole (${versions##*$'\n'}): run ./install.sh again"
+    # mpi4py does not survive another MPI, nor PyTorch another ROCm.
+    [[ $(<"$environment/.install") == *" | $loaded | "* ]] ||
+        fail "$environment is unfinished, or was made with other modules than $loaded: run ./install.sh again, as before"
     hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
     echo "job=$SLURM_JOB_ID restarts=$restarts slurm=$(srun --version) $versions"
     echo "nodes=$SLURM_JOB_NUM_NODES ranks=$SLURM_NTASKS ranks_per_node=$SLURM_NTASKS_PER_NODE" \
