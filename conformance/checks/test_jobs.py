@@ -133,8 +133,8 @@ def test_it_trains_when_nothing_is_exported_and_ranks_are_dealt_out(check, user)
 def test_it_comes_back_only_so_often(check, user):
     """As the thousandth start of its job it does not, and says how to go on."""
     with holds(check):
-        user.cluster.slow_disk(0)
-        job = user.submit(f"{LONG}0", nodes=1, ranks=1, variables={user.restarts: "1000"})
+        user.cluster.slow_disk(SLOW)  # or it is done before its script has seen a stop that is a file
+        job = user.submit(LONG, nodes=1, ranks=1, variables={user.restarts: "1000"})
         job.trains()
         user.stop(job)
         check.equal(exit_code=(job.ends(60), 75), says=("to resume" in job.log_text(), True))
