@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -309,8 +310,9 @@ def test_cores_are_bound_by_number_on_whole_nodes_alone(check, site, dry):
     check.holds(*violations)
 
 
-# What says which network a library takes.
-NETWORK = re.compile(r"_(NET|NET_PLUGIN|IFNAME|PROVIDER|HCA)$")
+MANY_NODES = 20
+# What says which network a library takes, and how.
+NETWORK = re.compile(r"^(NCCL|FI|CCL|PALS)_|_(NET|NET_PLUGIN|IFNAME|PROVIDER|HCA)$")
 
 
 @clause("J13")
@@ -330,22 +332,32 @@ def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
         run = dry.job(script, nodes=2, fails="library")
         if run.trained and run.trained[0].environ.get("NCCL_NET") == "Socket":
             violations.append(f"{script.name}, whose network plugin does not load: {ending(dry, run)}, but should be 3")
-        if site.toml["scheduler"] == "slurm":  # with one rank on each node, too
-            few = dry.job(script, nodes=2, options={"ntasks-per-node": "1"}, ntasks=2)
-            nets = [
-                {name: value for name, value in run.trained[0].environ.items() if NETWORK.search(name)}
-                for run in (dry.job(script, nodes=2), few)
-                if run.trained
-            ]
-            for name in sorted(nets[0].keys() | nets[1].keys()) if len(nets) == 2 else ():
-                if nets[0].get(name) != nets[1].get(name):
-                    told = f"{script.name} with one rank on each of two nodes: {name}={nets[1].get(name, 'unset')}"
-                    violations.append(f"{told}, but should be {nets[0].get(name, 'unset')}, as with all ranks")
     for case in site.cases:
         for call in dry.case(case).trained[:1] if case.nodes > 1 else ():
             if call.environ.get("NCCL_NET", "Socket" if of_a_module else "") == "Socket":
                 net = call.environ.get("NCCL_NET", "unset")
                 violations.append(f"{case.name}: NCCL_NET={net} on {case.nodes} nodes, but should be the fast network's")
+    check.holds(*violations)
+
+
+@clause("J13")
+def test_the_network_is_one_of_the_nodes_and_not_of_the_ranks(check, site, dry):
+    """A job of one rank on each node has the same, on two nodes and on many."""
+    told = {name for name, _ in site.launches[0].templates}
+    of_ranks = re.search(r"-v (\w+)=\{ranks\}", site.toml["job"].get("geometry", ""))
+    violations = []
+    for script, nodes in product(trains(site), (2, MANY_NODES)):
+        one_each: dict[str, Any] = dict(options={"ntasks-per-node": "1"}, ntasks=nodes)
+        if site.toml["scheduler"] != "slurm":
+            one_each = dict(environ={of_ranks[1]: "1"}) if of_ranks else {}
+        all_ranks, one = (
+            {name: value for call in run.trained[:1] for name, value in call.environ.items() if NETWORK.search(name)}
+            for run in (dry.job(script, nodes=nodes), dry.job(script, nodes=nodes, **one_each))
+        )
+        differ = {name for name in {*all_ranks, *one} - told if all_ranks.get(name) != one.get(name)}
+        for name in sorted(differ) if all_ranks and one else ():
+            what = f"{script.name} with one rank on each of {nodes} nodes: {name}={one.get(name, 'unset')}"
+            violations.append(f"{what}, but should be {all_ranks.get(name, 'unset')}, as with all ranks")
     check.holds(*violations)
 
 

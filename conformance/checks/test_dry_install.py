@@ -7,7 +7,6 @@ It runs without flags and once with each flag that its --help names.
 
 import os
 import re
-import shlex
 import shutil
 from dataclasses import replace
 from itertools import product
@@ -126,7 +125,7 @@ def test_what_is_made_anew_has_nothing_of_the_first(check, site, dry):
     line = re.search(r"^modules=\(.*\)$", (site.folder / site.toml["submit"]).read_text(), re.MULTILINE)
     other = {line[0]: f"{line[0][:-1]} another/1.0)".replace("( ", "(")} if line else {}
     cases = [replace(site.cases[0], name="other modules", script=site.toml["submit"], edit=other)] if line else []
-    ways: list[tuple] = [(case, shlex.split(case.install or "")) for case in site.cases if case.install is not None]
+    ways: list[tuple] = [(case, case.flags(PASSED["IMAGE"])) for case in site.cases if case.install is not None]
     ways += [(case, []) for case in cases]
     ways += [(None, flags) for flags in given(dry) if PASSED["SPEC"] in flags]
     violations = []

@@ -103,6 +103,18 @@ def test_each_choice_of_a_script_s_head_changes_something(check, site, dry):
     check.holds(*violations)
 
 
+@clause("B11")
+def test_a_flag_that_a_choice_names_reaches_a_command(check, site, dry):
+    """As "--nv" of software="apptainer --nv": its ranks would start without the GPUs, or without what was chosen."""
+    violations = []
+    for case in site.cases:
+        run = dry.case(case)
+        flags = {flag for line in case.edit.values() for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", line)}
+        for flag in sorted(flags - {word.partition("=")[0] for call in run.calls for word in call.words}):
+            violations.append(f"{case.name}: no command is called with {flag}, but should be")
+    check.holds(*violations)
+
+
 @clause("B1")
 def test_a_command_that_fails_is_not_passed_over(check, site, dry):
     """Of those before the ranks, one after the other: the job ends, or trains as without the failure, or warns of it."""

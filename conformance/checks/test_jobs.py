@@ -207,7 +207,8 @@ def test_every_choice_is_submitted(check, cluster, site, user):
                 mine = Submitter(cluster, site, cluster.put_site(f"choice-{case.name}"))
                 script = mine.here / case.script
                 script.write_text(case.edited(script.read_text()))
-                result = cluster.on("login", ["./install.sh", *case.install.split()], folder=mine.folder, timeout=240)
+                (mine.here / "an-image.sif").write_text("A stand-in for an image.\n")
+                result = cluster.on("login", ["./install.sh", *case.flags("an-image.sif")], folder=mine.folder, timeout=240)
                 assert result.returncode == 0, result.stdout + result.stderr
             job = Plain(mine, case if case.install is None else replace(case, edit={})).submit().runs()
             check["J18"].holds(*job.faults())

@@ -5,7 +5,9 @@
 This needs neither ranks nor torch.
 """
 
+import ast
 import os
+import re
 
 import pytest
 
@@ -99,3 +101,22 @@ def test_mpi_has_ended_before_the_training(check, site, tmp_path):
         if launch.mpi:
             environ = launch.environ(0, 1, 1, 29500, "1")
             check.equal(mpi_is_open=(who(site, environ, tmp_path).get("mpi_is_open"), False))
+
+
+@clause("R10")
+def test_mpi_is_told_what_it_shall_do_before_it_is_started(check, site):
+    """The import of mpi4py.MPI reads mpi4py.rc, and nobody reads it later."""
+    violations = []
+    for path in sorted(site.folder.glob("*.py")):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        started = [
+            node.lineno
+            for node in nodes
+            if (isinstance(node, ast.ImportFrom) and node.module == "mpi4py" and "MPI" in {name.name for name in node.names})
+            or (isinstance(node, ast.Import | ast.ImportFrom) and "mpi4py.MPI" in ast.unparse(node))
+        ]
+        told = [target for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
+        for target in told:
+            if re.match(r"(mpi4py\.)?rc\.\w+$", text := ast.unparse(target)) and target.lineno > min(started, default=10**6):
+                violations.append(f"{path.name}: {text} is set behind the import of mpi4py.MPI, but should be set before")
+    check.holds(*violations)

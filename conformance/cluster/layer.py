@@ -106,6 +106,11 @@ def image_file(site: Site) -> str:
     return absolute[0]
 
 
+def takes_an_image(site: Site) -> bool:
+    """Whether a choice runs in an image that the user brings."""
+    return any("{image}" in (case.install or "") for case in site.cases)
+
+
 # ---- which stand-ins -------------------------------------------------------------------------------------------------
 
 
@@ -117,7 +122,7 @@ def stand_ins(site: Site) -> dict[str, list[str]]:
         commands["conda/bin"] = ["conda", "activate"]
     if "compilers" in provides:
         commands["wrappers/bin"] = ["cc"]
-    if image_file(site):
+    if image_file(site) or takes_an_image(site):
         commands[""] += ["singularity", "apptainer", "contained"]
     elif image:
         commands[""] += ["shifter", "shifterimg", "contained"]
@@ -185,7 +190,7 @@ def build(site: Site, folder: Path, base: Path = Path("/"), cache: Path = prefix
     (modulepath / f"{OF_A_LOGIN}.lua").write_text('whatis("stand-in for what a login loads by itself")\n')
     if brings_a_plugin(site):
         compile_empty(home / "net-plugin/lib/librccl-net.so")
-    if "image" in site.toml.get("software", {}):
+    if "image" in site.toml.get("software", {}) or takes_an_image(site):
         link_commands(home / "image/bin", base)
     if image := image_file(site):
         (tree / image.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)

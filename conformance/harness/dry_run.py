@@ -377,7 +377,7 @@ class DryRuns:
                 self._restore(self.pristine)
             else:
                 anew = dict(case=case) if case and case.install is not None else {}
-                flags = [*flags, *shlex.split(case.install or "")] if case else flags
+                flags = [*flags, *case.flags(PASSED["IMAGE"])] if case else flags
                 self.install(*flags, fails=told["install_fails"], **anew)
                 self._restore(self.installed["install", *flags, told["install_fails"], "", (anew and case.name) or None])
             self._edit(None if flags is not None and anew else case)  # what was installed for it is edited already
@@ -531,6 +531,9 @@ class DryRuns:
         facts |= dict(down=self.hosts(1)[0] if told["spare"] else "")
         # PyTorch comes with a module or an image, or else by install.sh.
         facts |= dict(torch="torch" in layer.provided(site) or "image" in software)
+        # What a module binds is not read: it names it.
+        binds = [name for module in software.get("modules", []) for name in set_by(site, module)]
+        facts |= dict(bound=any(name.endswith(("_BIND", "_BINDPATH")) for name in binds))
         sets = {module: set_by(site, module) if told["modules_set"] else {} for module in software.get("modules", [])}
         (self.top / "facts").write_bytes(marshal.dumps(facts | dict(modules=sets)))
         own = dict(

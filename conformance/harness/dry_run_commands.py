@@ -196,6 +196,11 @@ def told_as(variable: str) -> str:
 
 
 def python(name: str, words: list[str]) -> int:
+    prefix = os.path.dirname(os.path.dirname(sys.argv[1]))
+    of_image, own = os.path.exists(f"{prefix}/.has-image"), os.path.exists(f"{prefix}/bin/activate")
+    if own and of_image != ("DRY_RUN_IMAGE" in os.environ):  # a link to a Python that is on the other side
+        print(f"{sys.argv[1]}: cannot execute: required file not found", file=sys.stderr)
+        return 127
     rest = words[
         next((place for place, word in enumerate(words) if word not in ("-B", "-E", "-I", "-P", "-s", "-S", "-u")), 0) :
     ]
@@ -250,8 +255,8 @@ def packages_of(python: str) -> str:
     return f"{os.path.dirname(os.path.dirname(os.path.abspath(python)))}/lib/python3.12/site-packages"
 
 
-def environment(prefix: str) -> int:
-    """A virtual environment: commands, and a folder for packages."""
+def environment(prefix: str, of_image: bool = "DRY_RUN_IMAGE" in os.environ) -> int:
+    """A virtual environment: commands, and a folder for packages. of_image: of a Python that only containers have."""
     for below in ("bin", "lib/python3.12/site-packages"):
         os.makedirs(f"{prefix}/{below}", exist_ok=True)
     for name in ("python", "python3", "pip", "conda-pack", "conda-unpack"):
@@ -260,6 +265,8 @@ def environment(prefix: str) -> int:
         os.chmod(f"{prefix}/bin/{name}", 0o755)
     with open(f"{prefix}/bin/activate", "w") as file:
         file.write(f"export VIRTUAL_ENV='{prefix}' PATH='{prefix}/bin':$PATH\n")
+    if of_image:
+        open(f"{prefix}/.has-image", "w").close()
     return 0
 
 
@@ -447,14 +454,7 @@ def qstat(name: str, words: list[str]) -> int:
 def container(name: str, words: list[str]) -> int:
     """Starts what is to be started in the image. Variables with the runtime's prefix are set there without it."""
     if words[:1] and words[0] in ("pull", "build", "inspect", "import"):
-        for word in words[1:]:
-            if word.endswith((".sif", ".sqsh")):
-                if os.path.exists(word) and words[0] == "pull" and not {"--force", "-F"} & {*words}:
-                    print(f"FATAL:   Image file already exists: {word!r} - will not overwrite", file=sys.stderr)
-                    return 255
-                open(word, "w").close()
-        leave(os.environ.get(f"{name.upper()}_CACHEDIR") or f"{os.environ['HOME']}/.{name}/cache")
-        return 0
+        return fetched(name, words)
     start = next((place for place, word in enumerate(words) if word in ("exec", "run", "shell")), -1)
     rest = words[start + 1 :]
     images = [
@@ -464,12 +464,19 @@ def container(name: str, words: list[str]) -> int:
         if flag in ("--bind", "-B") and ".sqsh:" in value and "image-src=" in value:
             place = value.split(":")[1]
             place = place if inside(place) else f"{TOP}/root{place}"
-            environment(place)
+            environment(place, of_image=True)
             open(f"{place}/.mounted", "w").close()
     _, command = split(rest[images[0] + 1 :] if images else rest)
     if images and not os.path.exists(rest[images[0]]):
         print(f"FATAL: could not open image {rest[images[0]]}", file=sys.stderr)
         return 255
+    folder = os.getcwd()
+    if images and not FACTS["bound"] and not shown(folder, rest[: images[0]]):
+        print(f"WARNING: {folder} is not there in the container: starting in the home directory", file=sys.stderr)
+        os.chdir(os.environ["HOME"])
+        if command and os.path.abspath(os.path.join(folder, command[0])).startswith(f"{TOP}/sites/"):
+            print(f"FATAL:   stat {command[0]}: no such file or directory", file=sys.stderr)
+            return 255
     environ = dict(os.environ)
     if {"--cleanenv", "-e", "--containall", "-C"} & {*(rest[: images[0]] if images else [])}:
         environ = {key: value for key, value in environ.items() if key.startswith(("DRY_RUN", "HOME", "PATH", "LANG"))}
@@ -483,6 +490,27 @@ def container(name: str, words: list[str]) -> int:
     if not command:
         return 0
     return runs(*command, environment=environ)
+
+
+def fetched(name: str, words: list[str]) -> int:
+    """An image becomes a file; its layers are kept where the runtime keeps them."""
+    for word in words[1:]:
+        if word.endswith((".sif", ".sqsh")):
+            if os.path.exists(word) and words[0] == "pull" and not {"--force", "-F"} & {*words}:
+                print(f"FATAL:   Image file already exists: {word!r} - will not overwrite", file=sys.stderr)
+                return 255
+            open(word, "w").close()
+    leave(os.environ.get(f"{name.upper()}_CACHEDIR") or f"{os.environ['HOME']}/.{name}/cache")
+    return 0
+
+
+def shown(folder: str, words: list[str]) -> bool:
+    """Whether a container has it: the home directory it has, and what is bound."""
+    told = [value for flag, value in pairs(words) if flag in ("--bind", "-B")]
+    told += [word.partition("=")[2] for word in words if word.startswith("--bind=")]
+    told += [os.environ.get(f"{prefix}_{name}", "") for prefix in ("APPTAINER", "SINGULARITY") for name in ("BIND", "BINDPATH")]
+    sources = [bind.partition(":")[0] for bind in ",".join(told).split(",") if bind]
+    return any(f"{folder}/".startswith(f"{os.path.abspath(source)}/") for source in [os.environ["HOME"], *sources])
 
 
 def shifterimg(name: str, words: list[str]) -> int:

@@ -3,6 +3,7 @@
 import datetime
 import os
 import re
+import shlex
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +72,12 @@ class Case:
     edit: dict[str, str]
     environment: dict[str, str]
     options: str = ""
-    install: str | None = None  # the flags of install.sh, where it must run again
+    install: str | None = None  # the flags of install.sh, where it must run again; {image}: one that the user has
     as_it_stands: bool = True  # with the geometry of the script
+
+    def flags(self, image: str) -> list[str]:
+        """Those of install.sh. image: the user's, an address or a path."""
+        return [word.replace("{image}", image) for word in shlex.split(self.install or "")]
 
     def edited(self, text: str) -> str:
         """The script, as who chooses this edits it. Raises ValueError where it has no such line."""
