@@ -114,7 +114,7 @@ def check_files(chosen: argparse.Namespace, others: list[str], work: Path) -> tu
 
 def check_extras(chosen: argparse.Namespace, others: list[str]) -> int | str:
     extras = [extra for site in sites.find(chosen.site) for extra in site.toml.get("extras", [])]
-    extras = [extra for extra in extras if chosen.by_hand or not extra.get("by_hand")]
+    extras = [extra for extra in extras if chosen.by_hand or not extra.get("by_hand") or extra.get("stand_in")]
     if chosen.packages:
         print("\n".join(sorted({package for extra in extras for package in ("pytest", *extra.get("packages", []))})))
         return 0

@@ -139,6 +139,9 @@ def pytest_generate_tests(metafunc):
     if "extra" in metafunc.fixturenames:
         wanted = [(site, extra) for site in found for extra in extras_of(site, metafunc.config.getoption("--by-hand"))]
         metafunc.parametrize("site, extra", wanted, ids=[f"{site.name}-{extra['name']}" for site, extra in wanted])
+    elif "imitated" in metafunc.fixturenames:
+        wanted = [(site, extra) for site in found for extra in extras_of(site, True) if extra.get("stand_in")]
+        metafunc.parametrize("site, imitated", wanted, ids=[f"{site.name}-{extra['name']}" for site, extra in wanted])
     elif "site" in metafunc.fixturenames:
         metafunc.parametrize("site", found, ids=lambda site: site.name, scope="session")
 

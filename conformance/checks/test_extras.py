@@ -16,20 +16,18 @@ import pytest
 
 from conformance.golden import make as golden
 from conformance.harness.check import T1
-from conformance.harness.sites import without_launcher
+from conformance.harness.sites import ROOT, without_launcher
 from conformance.harness.target import Run, read_records
 
 MINUTES = 15  # to prepare what no wheel is there for
+STAND_INS = ROOT / "conformance/stand_ins"
 
 
 @pytest.mark.timeout(60 * MINUTES + 300)
 @pytest.mark.clause("E1", "E2")
 def test_an_extra_runs_as_the_site_says(check, site, extra, tmp_path):
     """In a copy of the site's files, as a user has one, and with a home of its own."""
-    (tmp_path / "site").mkdir()
-    for name in {*site.toml.get("files", []), "site.toml"}:
-        shutil.copy(site.folder / name, tmp_path / "site" / name)
-    run_dir = tmp_path / "run"
+    run_dir = copied(site, tmp_path)
     if "prepare" in extra:
         result = start(extra["prepare"], tmp_path, run_dir, 60 * MINUTES)
         check["E1"].equal(exit_code_of_prepare=told(result, 0))
@@ -43,18 +41,38 @@ def test_an_extra_runs_as_the_site_says(check, site, extra, tmp_path):
         line = extra["line"].format(records=count, run=folder)
         check["E1"].equal(**{f"printed_{line!r}": (line in result.stdout.splitlines(), True)})
     if extra.get("golden"):
-        losses = Run(run_dir, [], [], [], [], read_records(run_dir)).losses
-        should_be = golden.load()["losses"]
-        check["E2"].equal(steps=(len(losses), len(should_be)))
-        check["E2"].close(losses, should_be, T1)
+        trains_the_reference_run(check["E2"], run_dir)
 
 
-def start(command: list[str], folder: Path, run_dir: Path, seconds: float) -> subprocess.CompletedProcess:
+@pytest.mark.timeout(300)
+@pytest.mark.clause("E3")
+def test_it_does_with_a_stand_in_for_its_library(check, site, imitated, tmp_path):
+    run_dir = copied(site, tmp_path)
+    result = start(imitated["command"], tmp_path, run_dir, 180, PYTHONPATH=str(STAND_INS))
+    check.equal(**{f"exit_code_of_{imitated['name']}": told(result, 0)})
+    trains_the_reference_run(check, run_dir)
+
+
+def copied(site, folder: Path) -> Path:
+    """The site's files, into a folder of that; returns where its run directory shall be."""
+    (folder / "site").mkdir()
+    for name in {*site.toml.get("files", []), "site.toml"}:
+        shutil.copy(site.folder / name, folder / "site" / name)
+    return folder / "run"
+
+
+def trains_the_reference_run(check, run_dir: Path) -> None:
+    losses, should_be = Run(run_dir, [], [], [], [], read_records(run_dir)).losses, golden.load()["losses"]
+    check.equal(steps=(len(losses), len(should_be)))
+    check.close(losses, should_be, T1)
+
+
+def start(command: list[str], folder: Path, run_dir: Path, seconds: float, **variables) -> subprocess.CompletedProcess:
     command = [part.format(run_dir=run_dir) for part in command]
     home = folder / "home"
     home.mkdir(exist_ok=True)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environ = without_launcher() | dict(HOME=str(home), PATH=path, OMP_NUM_THREADS="1")
+    environ = without_launcher() | dict(HOME=str(home), PATH=path, OMP_NUM_THREADS="1") | variables
     print("+", shlex.join(command))
     try:
         return subprocess.run(

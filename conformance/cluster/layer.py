@@ -108,7 +108,7 @@ def image_file(site: Site) -> str:
 
 def takes_an_image(site: Site) -> bool:
     """Whether a choice runs in an image that the user brings."""
-    return any("{image}" in (case.install or "") for case in site.cases)
+    return any("{image}" in choice.get("install", "") for choice in site.toml.get("job", {}).get("choices", []))
 
 
 # ---- which stand-ins -------------------------------------------------------------------------------------------------
