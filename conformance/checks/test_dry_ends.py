@@ -31,6 +31,9 @@ from conformance.harness.dry_run import (
 from conformance.harness.shell import OPTIONS, Script
 
 clause = pytest.mark.clause
+MANY_NODES, OF_ANOTHER = 20, "runs/of-another-job"
+# Of another machine.
+LEFT = dict(NCCL_NET="Socket", NCCL_SOCKET_IFNAME="eth9", GLOO_SOCKET_IFNAME="eth9", FI_PROVIDER="tcp", NCCL_IB_DISABLE="1")
 PACKAGES = "h5py >3,<4"  # a blank, and what a shell would take for files
 FINAL = {
     0: "done",
@@ -42,7 +45,7 @@ FINAL = {
 }
 # After these another launch may do better, a few times; Slurm's own requeue is for nodes.
 LOST = {1: "a launcher that failed", 4: "ranks that did not meet", 7: "a rank that was lost", 137: "ranks that were killed"}
-MOST_LAUNCHES, MANY_RESTARTS, FIRST = 4, 1000, "4242"
+MOST_LAUNCHES, MANY_RESTARTS, FIRST, OTHER = 4, 1000, "4242", "7001"
 NONSENSE = "nonsense"
 
 
@@ -132,6 +135,37 @@ def test_at_last_it_says_how_to_go_on(check, site, dry):
         if lost != ["--fresh"]:
             told = f"without {' '.join(lost) or 'any difference'}"
             violations.append(f"{script.name}: the command that goes on is {shown[0]!r}, {told}, but should lack --fresh alone")
+    check.holds(*violations)
+
+
+@clause("J10")
+def test_it_says_to_go_on_where_it_was(check, site, dry):
+    """In the run directory that its user named, if one was: of a flag that is there twice, the last one counts."""
+    violations = []
+    for script in trains(site):
+        run = dry.job(script, code=75, restarts=MANY_RESTARTS, arguments=["--run-dir", OF_ANOTHER])
+        told = [re.findall(r"--run-dir(?:=|[ ,]+)([^\s,;\"']+)", line) for line in run.output.splitlines() if "resume" in line]
+        places = [found[-1] for found in told if found]
+        if not places or {*places} != {OF_ANOTHER}:
+            where_told = " ".join(places) or "no run directory"
+            violations.append(f"{script.name} --run-dir {OF_ANOTHER}: to resume it names {where_told}, but should name that")
+    check.holds(*violations)
+
+
+@clause("B6")
+def test_the_jobs_of_an_array_are_jobs_of_their_own(check, site, dry):
+    """Each has a number besides the array's: by that one they would share a run directory, and caches."""
+    violations = []
+    array = dict(SLURM_ARRAY_JOB_ID=OTHER, SLURM_ARRAY_TASK_ID="3") if site.toml["scheduler"] == "slurm" else {}
+    for script in trains(site) if array else ():
+        run = dry.job(script, environ=array, all_ranks=True)
+        for call in run.trained[:1]:
+            words = [
+                *call.words,
+                *(value for name, value in call.environ.items() if not name.startswith(("SLURM_", "DRY_RUN"))),
+            ]
+            named = sorted({dry.shown(word) for word in words if re.search(rf"\b{OTHER}\b", word)})
+            violations += [f"{script.name} in an array: {word}, but should be named for the job: {FIRST}" for word in named]
     check.holds(*violations)
 
 
@@ -310,7 +344,6 @@ def test_cores_are_bound_by_number_on_whole_nodes_alone(check, site, dry):
     check.holds(*violations)
 
 
-MANY_NODES = 20
 # What says which network a library takes, and how.
 NETWORK = re.compile(r"^(NCCL|FI|CCL|PALS)_|_(NET|NET_PLUGIN|IFNAME|PROVIDER|HCA)$")
 
@@ -358,6 +391,20 @@ def test_the_network_is_one_of_the_nodes_and_not_of_the_ranks(check, site, dry):
         for name in sorted(differ) if all_ranks and one else ():
             what = f"{script.name} with one rank on each of {nodes} nodes: {name}={one.get(name, 'unset')}"
             violations.append(f"{what}, but should be {all_ranks.get(name, 'unset')}, as with all ranks")
+    check.holds(*violations)
+
+
+@clause("J13")
+def test_what_another_machine_has_left_does_not_choose_the_network(check, site, dry):
+    """What the job says of it, it says whatever the user's shell has exported: a NCCL_NET=Socket of a test on one node."""
+    violations = []
+    for script in trains(site):
+        usual = dry.job(script, nodes=2)
+        own = [name for call in usual.trained[:1] for name in call.environ if name in LEFT]
+        run = dry.job(script, nodes=2, environ={name: LEFT[name] for name in own})
+        for call in run.trained[:1]:
+            kept = [f"{name}={value}" for name, value in LEFT.items() if name in own and call.environ.get(name) == value]
+            violations += [f"{script.name}: {each} of the user's shell, but should be as the job says" for each in kept]
     check.holds(*violations)
 
 

@@ -139,6 +139,24 @@ def test_what_is_made_anew_has_nothing_of_the_first(check, site, dry):
 
 
 @clause("B10")
+def test_in_another_place_it_is_the_one_that_jobs_find(check, dry):
+    """A link that leads to the environment, leads to the new one. `ln -sf` puts the new link into the folder of the first."""
+    violations = []
+    for flags in [flags for flags in given(dry) if PASSED["PREFIX"] in flags]:
+        other = tuple(word.replace(PASSED["PREFIX"], f"{PASSED['PREFIX']} 2") for word in flags)
+        dry.install(*other)
+        fresh = links(dry.installed["install", *other, "", "", None] / dry.folder.name)
+        if dry.install(*other, after=flags).code == 0 and (found := links(dry.folder)) != fresh:
+            told = f"{dry.shown(str(found))}, but should be {dry.shown(str(fresh))}"
+            violations.append(f"install.sh {other[-1]} after {flags[-1]}: links are {told}")
+    check.holds(*violations)
+
+
+def links(folder: Path) -> dict[str, str]:
+    return {path.name: os.readlink(path) for path in folder.iterdir() if path.is_symlink()}
+
+
+@clause("B10")
 def test_an_installation_that_was_killed_is_made_whole_by_the_next(check, dry):
     """By Ctrl-C, or by a login node's limits. The first job after it ends with 3, and what was half made is not kept."""
     violations, done = [], set()

@@ -35,6 +35,8 @@ from conformance.harness.stub_core import who
 clause = pytest.mark.clause
 # What a job script may pass to train.py by itself: where and with what, and never what is trained.
 OWN_FLAGS = {"--device", "--backend", "--run-dir", "--new-run-dir", "--grace", "--reduction", "--workers", "--debug"}
+# What hides devices from a rank, and puts them into another order.
+MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
 # The number of the job, and of another one.
 FIRST, OTHER, LARGE = "4242", "7001", "61234567"  # the last is as large as numbers of jobs are where there have been many
 MOST_SECONDS_OF_WAIT = 600
@@ -408,13 +410,16 @@ def test_torchrun_has_the_cores_of_all_its_ranks(check, site, dry):
 
 
 @clause("J9")
-def test_torchrun_divides_the_cores_that_two_devices_share(check, site):
+def test_torchrun_divides_the_cores_that_two_devices_share(check, site, dry):
     """Of its ways to bind ranks `node` and `socket` give two ranks of a NUMA node the same cores."""
     violations = []
     for path in (*site.scripts, *sorted(site.folder.glob("*.py"))):
         for way in re.findall(r'--numa-binding(?:=|", *")([\w-]+)', path.read_text()):
             if way not in ("exclusive", "core-complex"):
                 violations.append(f"{path.name}: --numa-binding={way}, but should be exclusive: its ranks would share cores")
+            torchruns = [call for case in site.cases for call in dry.case(case).called("torchrun")]
+            if torchruns and not any(word.startswith("--numa-binding") for call in torchruns for word in call.words):
+                violations.append(f"{path.name}: --numa-binding={way}, but no torchrun is called with it")
     check.holds(*violations)
 
 
@@ -542,6 +547,19 @@ def test_what_is_said_of_each_device_is_said_of_all(check, site, dry):
                 if named and sorted(map(int, named)) != [*range(devices)]:
                     violations.append(f"{script.name} {chosen}: {name}={value}, but should name devices 0 to {devices - 1}")
     check.holds(*violations)
+
+
+@clause("J9")
+def test_devices_are_chosen_once(check, site, dry):
+    """By the one variable of site.toml. Another one chooses among these: a rank's device is not the one near its cores then."""
+    own, violations = site.toml["node"].get("device_environment", ""), []
+    for case in site.cases:
+        for call in dry.case(case, all_ranks=True).trained if own else ():
+            for name in sorted({*MASKS} & call.environ.keys() - {own}):
+                seen = call.environ[name].split(",")
+                if seen != [str(number) for number in range(len(seen))]:
+                    violations.append(f"{case.name}: {name}={call.environ[name]}, but should be chosen by {own} alone")
+    check.holds(*dict.fromkeys(violations))
 
 
 @clause("J9")

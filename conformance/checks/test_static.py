@@ -580,11 +580,13 @@ def test_a_stopped_job_comes_back(check, site):
         logs = [value for name, value in script.options.items() if name in ("output", "error", "o", "e")]
         check.equal(logs_that_jobs_share=([log for log in logs if not re.search("%[jA]", log)], []))
         check.equal(**{option: (option in options, True) for option in ("--requeue", "--signal")})
+        check.equal(**{"--no-kill, with which it loses its step and not its place": ("--no-kill" in options, False)})
         check.holds(*late(site, script, options["--signal"]))
 
 
 # Seconds that a save may take where site.toml has no save_seconds: 10 GB at 200 MB/s, and what is done before and after it.
 SAVE_SECONDS = 60
+START_SECONDS = 300  # until the ranks of a large job hear a signal
 
 
 def late(site, script: Script, told: str) -> list[str]:
@@ -597,6 +599,11 @@ def late(site, script: Script, told: str) -> list[str]:
     seconds, limit = int(match[2] or 60), script.options.get("time", "")
     if seconds < needed:
         wrong.append(f"--signal={told}, but should come {needed} s before the time limit or earlier: a save takes as long")
+    least = script.options.get("time-min", "")
+    if least and minutes(least) * 60 < 2 * seconds + START_SECONDS:
+        wrong.append(
+            f"--signal={told} of --time-min={least}, but should leave time to start and to train: Slurm may give no more"
+        )
     if limit and minutes(limit) * 60 < 2 * seconds:
         wrong.append(f"--signal={told} of --time={limit}, but should leave half of the time to train")
     return wrong

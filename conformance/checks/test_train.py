@@ -11,12 +11,15 @@ import re
 
 import pytest
 
-from conformance.harness.stub_core import called, who
+from conformance.harness.stub_core import SAID, called, who
 
 clause = pytest.mark.clause
 # What srun tells every task of a step of 16 on two nodes; job's and step's numbers differ.
 STEP = dict(SLURM_PROCID="1", SLURM_LOCALID="1", SLURM_NODEID="0", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="16")
 STEP |= dict(SLURM_STEP_NUM_NODES="2", SLURM_STEP_TASKS_PER_NODE="8(x2)", SLURM_NTASKS="16", SLURM_JOB_ID="4242")
+# Which devices a rank sees is the job script's to say.
+MASKS = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"), "1,0")
+MASKS |= dict(GPU_DEVICE_ORDINAL="0", ONEAPI_DEVICE_SELECTOR="level_zero:gpu")
 
 
 @clause("A7")
@@ -25,15 +28,16 @@ def test_train_py_hands_everything_to_the_core(check, site, code, tmp_path):
     """It passes the user's flags as they are, returns the core's exit code, and changes nothing around it."""
     flags = ["--epochs", "7", "--lr", "0.5", "--run-dir", "x y"]
     # Once also as a rank among others.
-    environ = site.launches[0].environ(1, 4, 2, 29500, "1") | dict(MPI_SIZE="4") if code == 75 else {}
+    environ = site.launches[0].environ(1, 4, 2, 29500, "1") | dict(MPI_SIZE="4") | MASKS if code == 75 else {}
     result = called(site, environ, tmp_path, *flags, code=code)
-    told = result.stderr.strip().splitlines()[-1:] or [""]
+    told = result.stderr.replace(SAID, "").strip().splitlines()[-1:] or [""]
     check.equal(calls_of_run=(f"{len(result.rows)} {told[0][:120]}".strip(), "1"), exit_code=(result.code, code))
     (row,) = result.rows
     check.equal(flags=(row["argv"], flags), further_arguments_of_run=(row["arguments"], "()"))
     check.equal(environment_changed=(row["changed"], []), folder=(row["folder"], str(tmp_path)))
     check.equal(imported_before_the_core=(row["imported"], []))
-    check.equal(printed=(result.stdout, ""))
+    check.equal(printed=(result.stdout, ""), what_the_core_says_is_seen=(SAID in result.stderr, True))
+    check.equal(threads_and_alarms_of_its_own=(row["beside"], 0))
 
 
 @clause("R6")

@@ -271,6 +271,8 @@ class DryRuns:
         for name, text in PACKAGES.items():
             (top / "packages" / name).parent.mkdir(parents=True, exist_ok=True)
             (top / "packages" / name).write_text(text)
+        if self.site.toml["node"].get("device_environment", "").startswith(("ROCR", "HIP")):  # AMD's build of torch
+            (top / "torch/torch/version.py").write_text("cuda = None\nhip = '7.1'\nxpu = None\n")
         (old := top / "old-torch/torch-2.4.0.dist-info").mkdir()
         (old / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.4.0\n")
         for name, version in dict(torch="2.13.0", ddp_core="0.2.0", mpi4py="4.1.2", safetensors="0.5", numpy="2.0").items():

@@ -16,7 +16,7 @@ from pathlib import Path
 from conformance.harness.sites import Site
 
 CORE = """
-import json, os, sys
+import json, os, signal, sys
 from .errors import PreflightError
 
 class Rank(dict):
@@ -49,11 +49,15 @@ def run(rank, *arguments, **named):
     who.update(mpi_is_open=bool(mpi and mpi.Is_initialized() and not mpi.Is_finalized()))
     who.update(cores=len(os.sched_getaffinity(0)))
     changed = sorted(name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name))
-    facts = dict(who=who, argv=sys.argv[1:], arguments=repr([*arguments, named] if named else arguments), changed=changed)
+    print("this is the core", file=sys.stderr)
+    beside = len(os.listdir("/proc/self/task")) - 1 + bool(signal.alarm(0))
+    facts = dict(who=who, beside=beside, argv=sys.argv[1:], changed=changed)
+    facts.update(arguments=repr([*arguments, named] if named else arguments))
     with open(calls, "a") as file:
         file.write(json.dumps(facts | dict(folder=os.getcwd(), imported=imported)) + "\\n")
     return code
 """
+SAID = "this is the core\n"
 ERRORS = "class PreflightError(ValueError): code = 3\n"
 MPI = """
 import os
