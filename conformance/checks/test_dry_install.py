@@ -128,13 +128,17 @@ def test_what_is_made_anew_has_nothing_of_the_first(check, site, dry):
     ways: list[tuple] = [(case, case.flags(PASSED["IMAGE"])) for case in site.cases if case.install is not None]
     ways += [(case, []) for case in cases]
     ways += [(None, flags) for flags in given(dry) if PASSED["SPEC"] in flags]
-    violations = []
-    for case, flags in ways:
-        run = dry.install(*flags, after=(), case=case, left=True)
-        kept = {os.path.relpath(os.path.realpath(prefix), os.path.realpath(dry.folder)) for prefix in made_by(run)}
-        if run.code == 0 and any(path.startswith(f"{prefix}/") and path.endswith(LEFT) for prefix in kept for path in run.tree):
-            what = f"with {case.name}" if case else f"with {' '.join(flags)}"
-            violations.append(f"install.sh {what} keeps packages of what it has made before, but should remove them")
+    ways.append((None, []))
+    violations, kept = [], set()
+    for linked, (case, flags) in product((False, True), ways):
+        run = dry.install(*flags, after=(), case=case, left=True, linked=linked)
+        own = {os.path.relpath(os.path.realpath(prefix), os.path.realpath(dry.folder)) for prefix in made_by(run)}
+        what = f"with {case.name}" if case else " ".join(flags) or "again"
+        if run.code == 0 and any(path.startswith(f"{prefix}/") and path.endswith(LEFT) for prefix in own for path in run.tree):
+            if what != "again" or (linked and what not in kept):
+                place = ", into a link to its folder," if linked else ""
+                violations.append(f"install.sh {what}{place} keeps packages of what it has made before, but should remove them")
+            kept.add(what)
     check.holds(*violations)
 
 

@@ -334,19 +334,25 @@ class DryRuns:
         after: tuple[str, ...] | None = None,
         after_fails: str = "",
         left: bool = False,
+        linked: bool = False,
     ) -> DryRun:
         """install.sh. fails: the command that does not succeed, or "killed at 2" for what makes the second part; planted: a
         folder with somebody's file, where it installs; after: the flags that it was run with before, and after_fails, what
-        failed then; left: whether a file LEFT is among the packages of that time."""
+        failed then; left: whether a file LEFT is among the packages of that time; linked: whether its folder was moved since,
+        and a link stands there."""
         key: tuple = ("install", *flags, fails, planted, case and case.name)
         if after is not None:
             first = self.install(*after, fails=after_fails)
-            key = ("again", *after, after_fails, left, "then", *key)
+            key = ("again", *after, after_fails, left, linked, "then", *key)
         if key not in self.made:
             self._restore(self.pristine if after is None else self.installed["install", *after, after_fails, "", None])
             self._edit(case)
             for prefix in made_by(first) if left else ():
                 Path(prefix, "lib/python3.12/site-packages", LEFT).touch()
+            for number, prefix in enumerate(made_by(first) if linked else ()):
+                if Path(prefix).is_dir() and not Path(prefix).is_symlink():
+                    shutil.move(prefix, self.folder / f"moved-{number}")
+                    Path(prefix).symlink_to(self.folder / f"moved-{number}")
             if planted:
                 (self.top / planted).mkdir(parents=True)
                 (self.top / planted / "mine").write_text("somebody's own\n")

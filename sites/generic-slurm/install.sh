@@ -122,7 +122,7 @@ wanted="$prefix | $base $version | ${inherited:-$torch $torch_index} | modules=(
 if [[ ! -e $mark || $(<"$mark") != "$wanted" ]]; then
     echo unfinished >"$mark"
     echo "making $prefix with Python $version"
-    find "$prefix" -mindepth 1 -maxdepth 1 ! -name .install -exec rm -rf {} +
+    find "$prefix/" -mindepth 1 -maxdepth 1 ! -name .install -exec rm -rf {} +
 fi
 
 # pip and venv leave nothing in /tmp or ~/.cache.
