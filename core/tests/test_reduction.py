@@ -150,6 +150,8 @@ def test_parameters_without_a_gradient_are_left_alone_whatever_sums_the_others(f
     decay = "--weight-decay 0.01"
     job, alone = finished(f"{flags} {decay}", world_size, "small:Experts"), finished(decay, 1, "small:Experts")
     assert deviation(job.losses, alone.losses) < 1e-12
+    for ours, theirs in zip(job.records("step"), alone.records("step"), strict=True):
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-10), f"step {ours['step']}"
     (ours, _), (theirs, _) = (snapshot.read(one.snapshot) for one in (job, alone))
     assert ours.keys() == theirs.keys(), "another parameter was stepped"
     for name in ours:
