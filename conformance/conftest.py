@@ -99,6 +99,8 @@ def pytest_collection_modifyitems(config, items):
     def says_something(item) -> bool:
         launch, world_size, machine = launch_of(item), ranks and ranks.world.size, item.get_closest_marker("machine")
         scheduler = site.toml.get("scheduler") if (site := parameters(item).get("site")) else None
+        if None in (parameters(item).get("extra", ...), parameters(item).get("imitated", ...)):
+            return False
         if not machine if submitted else machine and machine.kwargs.get("only"):
             return False
         return (not wanted or bool({*wanted} & {*clauses_of(item)})) and all(
@@ -136,13 +138,13 @@ def pytest_generate_tests(metafunc):
         started = slice(1 if metafunc.config.getoption("--submit") is not None else None)  # a job script has one launcher
         launches = [launch for site in found for launch in site.launches[started]]
         metafunc.parametrize("launch", launches, ids=lambda launch: f"{launch.site}-{launch.launcher}", scope="session")
-    if "extra" in metafunc.fixturenames:
-        wanted = [(site, extra) for site in found for extra in extras_of(site, metafunc.config.getoption("--by-hand"))]
-        metafunc.parametrize("site, extra", wanted, ids=[f"{site.name}-{extra['name']}" for site, extra in wanted])
-    elif "imitated" in metafunc.fixturenames:
-        wanted = [(site, extra) for site in found for extra in extras_of(site, True) if extra.get("stand_in")]
-        metafunc.parametrize("site, imitated", wanted, ids=[f"{site.name}-{extra['name']}" for site, extra in wanted])
-    elif "site" in metafunc.fixturenames:
+    for name in {"extra", "imitated"} & {*metafunc.fixturenames}:
+        by_hand = name == "imitated" or metafunc.config.getoption("--by-hand")
+        of = [(site, extra) for site in found for extra in extras_of(site, by_hand)]
+        wanted: list[tuple] = [(site, extra) for site, extra in of if name == "extra" or extra.get("stand_in")]
+        names = [f"{site.name}-{extra['name']}" for site, extra in wanted]
+        metafunc.parametrize(f"site, {name}", wanted or [(None, None)], ids=names or ["nothing-there"])
+    if {"extra", "imitated", "site"} & {*metafunc.fixturenames} == {"site"}:
         metafunc.parametrize("site", found, ids=lambda site: site.name, scope="session")
 
 
