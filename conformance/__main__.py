@@ -34,7 +34,7 @@ STATIC = [
     CHECKS.format(name) for name in ("static", "train", "dry_run", "dry_ends", "dry_install")
 ]  # need neither ranks nor torch
 WORLD_SIZES = (2, 4, 1)  # in this order a snapshot is resumed by more ranks and by fewer
-AT_ONCE, CLUSTERS_AT_ONCE = 2, 4  # the latter wait more than they work
+AT_ONCE, FILES_AT_ONCE, CLUSTERS_AT_ONCE = 2, 3, 4  # the latter two wait more than they work
 
 
 def main(argv: list[str]) -> int | str:
@@ -76,13 +76,13 @@ def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
     """Every site's files, then its train.py in ranks; with --submit by its own job script."""
     work = emptied(chosen.work or ROOT / "build" / "conformance", "parts", "handed-on", "logs")
     flags = [f"--part={work}/parts", *others]
-    commands: list[tuple[list[str], int]] = []  # each with its world size
-    started, failures = 0, list[str]()
     if chosen.submit is not None:
         device = [f"--device={chosen.device}"] if chosen.device else []
-        commands.append(([*PYTEST, *flags, f"--submit={chosen.submit}", *device, CHECKS.format("run")], 1))
+        command = [*PYTEST, *flags, f"--submit={chosen.submit}", *device, CHECKS.format("run")]
+        started, failures = 1, [] if run(command) else ["the jobs' checks: failed, see above"]
     else:
         ranks = [(size, "auto") for size in WORLD_SIZES]
+        started, failures = 0, list[str]()
         if chosen.device in (None, "cpu"):
             started, failures = check_files(chosen, others, work)
         else:
@@ -94,11 +94,17 @@ def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
         flags += [f"--device={chosen.device or 'cpu'}", f"--handed-on={work}/handed-on"]
         for size, backend in ranks:
             mpiexec = [*shlex.split(chosen.mpiexec or "mpiexec"), "-n", str(size)]
-            commands.append(([*mpiexec, *PYTEST, *flags, "--with-mpi", f"--backend={backend}", CHECKS.format("run")], size))
-    failed = [command for command, size in commands if not run(command, world_size=size)]
+            command = [*mpiexec, *PYTEST, *flags, "--with-mpi", f"--backend={backend}", CHECKS.format("run")]
+            # On a CPU ranks wait half of the time: two sessions fit. One site, or some checks, is shown as it goes on.
+            if chosen.device in (None, "cpu") and all(flag.startswith("--site=") for flag in others) and len(chosen.site) != 1:
+                halves = {f"{about}-{size}": [*command, f"--about={about}"] for about in ("sites", "core")}
+                started, failures = started + 2, failures + side_by_side(halves, AT_ONCE, work / "logs", size)
+            else:
+                started += 1
+                failures += [] if run(command, size) else [f"{size} ranks: failed, see above"]
     reported = report(work, chosen.site)
-    if failures or failed:
-        return "\n\n".join((*failures, f"{len(failures) + len(failed)} of {started + len(commands)} commands above failed"))
+    if failures:
+        return "\n\n".join((*failures, f"{len(failures)} of {started} commands above failed"))
     return 0 if reported else 1
 
 
@@ -148,16 +154,16 @@ def check_clusters(chosen: argparse.Namespace, others: list[str]) -> int | str:
     about = ["--rung=cluster", f"--handed-on={work}/handed-on"]
     of_site = [SELFTEST.format("nodes"), SELFTEST.format("found"), CHECKS.format("jobs")]
     flags = {name: [*of_site, *about, f"--site={name}", f"--part={work}/parts/{Path(name).name}"] for name in names}
-    if not chosen.site:  # what is about no site: the clusters themselves, what they must reject, and a user's own model
-        flags["clusters"] = [SELFTEST.format("cluster"), SELFTEST.format("pbs")]
-        flags["broken"] = [SELFTEST.format("broken"), "--broken"]
-        flags["broken-jobs"] = [SELFTEST.format("broken_jobs")]
+    if not chosen.site:  # what is about no site: what clusters must reject, the clusters themselves, and a user's own model
+        flags = dict(broken=[SELFTEST.format("broken"), "--broken"]) | flags  # first: it takes longest
         flags["own-model"] = [
             SELFTEST.format("own_model"),
             SELFTEST.format("certify_jobs"),
             "--rung=cluster",
             f"--part={work}/parts/own-model",
         ]
+        flags["clusters"] = [SELFTEST.format("cluster"), SELFTEST.format("pbs")]
+        flags["broken-jobs"] = [SELFTEST.format("broken_jobs")]
 
     start = [*PYTEST, "--cluster", "--durations=12"]
     commands = {name: [*start, *words, f"--tree={chosen.tree}", *others] for name, words in flags.items()}
@@ -185,10 +191,10 @@ def check_suite(chosen: argparse.Namespace, others: list[str]) -> int | str:
     work = emptied(chosen.work or ROOT / "build" / "suite", "parts", "logs")
     elsewhere = {OF_RANKS, OF_MINUTES, OF_EXTRAS, *OF_CLUSTER, *(Path(path).name for path in STATIC)}  # of other sessions
     files = [path for path in sorted(ROOT.glob("conformance/*/test_*.py")) if path.name not in elsewhere]
-    files.sort(key=lambda path: path.stem != "test_suite")  # first: it takes as long as all others, and last it would be alone
+    files.sort(key=lambda path: path.stem not in ("test_certify", "test_mistakes"))  # first: last, the longest would be alone
     about = [*PYTEST, "--rung=suite", *others]
     commands = {path.stem: [*about, f"--part={work}/parts/{path.stem}", str(path.relative_to(ROOT))] for path in files}
-    failures = side_by_side(commands, AT_ONCE, work / "logs")
+    failures = side_by_side(commands, FILES_AT_ONCE, work / "logs")
     reported = report(work, chosen.site)
     return "\n\n".join(failures) if failures else 0 if reported else 1
 
@@ -209,7 +215,7 @@ def code_of(command: list[str], world_size: int = 1, log: Path | None = None) ->
         return subprocess.run(command, env=environ, check=False, stdout=file, stderr=file).returncode
 
 
-def side_by_side(commands: dict[str, list[str]], at_once: int, logs: Path) -> list[str]:
+def side_by_side(commands: dict[str, list[str]], at_once: int, logs: Path, world_size: int = 1) -> list[str]:
     """Several at a time, each with a log. Prints what passed; returns the last lines of each that failed.
 
     Where -k or --clause leave something to one of them, the others may have nothing to do.
@@ -217,7 +223,7 @@ def side_by_side(commands: dict[str, list[str]], at_once: int, logs: Path) -> li
 
     def started(name: str) -> tuple[str, Path, int]:
         log = logs / f"{Path(name).name}.txt"
-        code = code_of(commands[name], log=log)
+        code = code_of(commands[name], world_size, log)
         print("\n".join(line for line in log.read_text().splitlines() if " passed" in line), flush=True)
         return name, log, code
 

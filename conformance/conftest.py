@@ -38,6 +38,8 @@ def pytest_addoption(parser):
     add = parser.getgroup("conformance").addoption
     add("--site", action="append", metavar="NAME_OR_FOLDER", help="only this site of sites/, or the one in this folder")
     add("--clause", action="append", metavar="ID", help="only the checks of this clause of SPEC.md")
+    add("--until", metavar="WORDS", help="end with the first failure that says this")
+    add("--about", choices=["sites", "core"], help="only the checks of sites, or only those of the core")
     add("--device", choices=["cpu", "cuda", "xpu"], help="what the ranks train on (default: cpu, or the job script's own)")
     add("--backend", default="auto", choices=["auto", "gloo", "nccl", "xccl"], help="what carries their gradients")
     add("--broken", action="store_true", help="run broken sites and cores, too: each must be rejected, some minutes")
@@ -102,6 +104,9 @@ def pytest_collection_modifyitems(config, items):
         if None in (parameters(item).get("extra", ...), parameters(item).get("imitated", ...)):
             return False
         if not machine if submitted else machine and machine.kwargs.get("only"):
+            return False
+        about = "sites" if {"launch", "site", "handed_on"} & {*parameters(item)} else "core"
+        if config.getoption("--about") not in (None, about):
             return False
         return (not wanted or bool({*wanted} & {*clauses_of(item)})) and all(
             world_size in mark.kwargs.get("sizes", [world_size])

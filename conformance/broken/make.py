@@ -80,6 +80,7 @@ class Broken:
     def run(self, root: Path, device: str) -> subprocess.CompletedProcess:
         """The checks of its clause there."""
         options = ["--clause", self.clause, "--device", device, *(["-k", self.tests] if self.tests else [])]
+        options += [f"--until={self.says}"] if not self.after else []
         options += ["--extras"] if self.clause.startswith("E") else []
         if self.kind == "cluster":
             return start(root, 0, "--site", self.changed, "--cluster", "conformance/checks/test_jobs.py", *options, seconds=300)

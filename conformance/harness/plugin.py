@@ -91,6 +91,8 @@ class Verdicts:
         return report
 
     def pytest_runtest_logreport(self, report):
+        if (words := self.config.getoption("--until")) and report.failed and words in report.longreprtext:
+            self.config.pluginmanager.get_plugin("session").shouldstop = f"it has said {words!r}"
         properties = dict(report.user_properties)
         if not properties.get("clauses") or (report.when != "call" and report.passed):
             return
@@ -162,7 +164,8 @@ class Verdicts:
             }
             part |= dict(stand_ins={site: ", ".join(names) for site, names in laid.items() if names})
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{self.rung}-{self.backend}-{self.world_size}.json").write_text(json.dumps(part, indent=1))
+        names = [self.rung, self.backend, str(self.world_size), self.config.getoption("--about")]
+        (folder / f"{'-'.join(filter(None, names))}.json").write_text(json.dumps(part, indent=1))
 
     def where(self) -> dict:
         """What the losses may depend on."""

@@ -50,10 +50,23 @@ def test_a_sites_files_are_read_and_it_trains_in_2_4_and_1_ranks(commands):
 
 
 def test_everything_runs_whatever_fails(commands):
-    commands.fail = {"mpiexec -n 2": 1, f"--site={FIRST}": 1}
+    commands.fail = {"mpiexec -n 2 ": 1, f"--site={FIRST}": 1}
     told = program.main([])
-    assert told.endswith(f"\n\n2 of {len(SITES) + 3} commands above failed") and f"{FIRST}: failed, see " in told
-    assert len(commands) == len(SITES) + 4
+    assert told.endswith(f"\n\n3 of {len(SITES) + 6} commands above failed") and f"{FIRST}: failed, see " in told
+    assert "sites-2: failed, see " in told and "core-2: failed, see " in told
+    assert len(commands) == len(SITES) + 7
+
+
+def test_ranks_of_several_sites_run_in_halves_that_are_all(commands):
+    """What one leaves out by --about the other does. Of one site, or of some checks, they are one."""
+    program.main([])
+    halves = [line for line, _ in commands if "--with-mpi" in line]
+    assert sorted(line.rpartition(" ")[2] for line in halves) == ["--about=core"] * 3 + ["--about=sites"] * 3
+    assert len({line.rpartition(" ")[0] for line in halves}) == 3
+    for flags in ([SITE], ["--clause", "R3"]):
+        commands.clear()
+        program.main(flags)
+        assert not any("--about" in line for line, _ in commands)
 
 
 def test_a_site_for_which_nothing_is_chosen_is_no_failure_unless_none_is_chosen(commands):
@@ -75,7 +88,7 @@ def test_submit_starts_no_ranks(commands):
 
 
 def test_another_mpiexec(commands):
-    program.main(["--mpiexec", "srun --mpi=pmix"])
+    program.main(["--mpiexec", "srun --mpi=pmix", SITE])
     assert [line.split(" -m ")[0].rsplit(" ", 1)[0] for line, _ in commands[-4:-1]] == [
         f"srun --mpi=pmix -n {n}" for n in (2, 4, 1)
     ]
