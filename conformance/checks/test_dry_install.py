@@ -210,9 +210,10 @@ def test_what_an_interrupted_start_has_left_on_a_node_is_made_anew(check, dry):
     for flags in given(dry) if dry.disks else ():
         first = dry.job(script, install=flags)
         left = [re.match(rf".*/{USER}/[^/]+(?=/)", path) for path in first.changed]
+        halves = tuple(call.words[-1] for call in first.called("sbcast"))  # which refuses what is there: sbcast --help
         for folder in sorted({found[0] for found in left if found}):
             shutil.rmtree(dry.top / folder)
-            again = dry.job(script, install=flags, restarts=1, beside=(folder,))
+            again = dry.job(script, install=flags, restarts=1, beside=(folder,), halves=halves)
             theirs, ours = ({dry.shown(call.path) for call in run.trained} for run in (again, first))
             if again.code or theirs != ours:
                 told = f"{ending(dry, again)}, trained by {' '.join(theirs) or 'none'}, but should be 0, by {' '.join(ours)}"

@@ -262,6 +262,19 @@ def test_mpi_is_not_waited_for_at_the_end(check, site):
 
 
 @clause("B5")
+def test_proxies_are_not_asked_for_the_node_itself(check, site):
+    """No proxy knows the way to it: what a program serves to itself is not found."""
+    violations = []
+    for script in map(Script, site.scripts):
+        code = [line for line in script.lines if not line.is_comment]
+        without = {host for line in code for hosts in re.findall(r"\bno_proxy=(\S*)", line.text) for host in hosts.split(",")}
+        proxies = [line for line in code if re.search(r"\bhttps?_proxy=[^\s;]", line.text)]
+        if missing := sorted({"localhost", "127.0.0.1"} - without):
+            violations += [at(script, line, f"have no_proxy with {' and '.join(missing)}") for line in proxies[:1]]
+    check.holds(*violations)
+
+
+@clause("B5")
 def test_no_job_takes_a_whole_environment_along(check, site):
     """PBS keeps it with the job, where `qstat -f` shows it to everybody: tokens too."""
     wrong = []
@@ -560,12 +573,20 @@ def test_what_is_switched_off_has_a_reason(check, site):
     ]
     violations += [at(script, line, "name what it disables") for script, line, _ in found if "disable=all" in line.text]
     for script in scripts:  # from `set +e` on, and without `set -e` again, an error is no error
-        off = [line for line, _ in script.suppressions if not line.is_comment]
-        again = [line.number for line in script.lines if re.match(r"\s*set -\w*[eu]", line.text)]
-        violations += [
-            at(script, line, "be undone by set -e or set -u") for line in off if not any(n > line.number for n in again)
-        ]
+        for line in (line for line, _ in script.suppressions if not line.is_comment):
+            later = [turned(other.text, "-") for other in script.lines if other.number > line.number]
+            lost = [name for name in turned(line.text, "+") if not any(name in names for names in later)]
+            violations += [at(script, line, f"be undone by set -o {name}") for name in lost]
     check.holds(*violations)
+
+
+def turned(text: str, sign: str) -> set[str]:
+    """The options that a line's `set` turns on (-) or off (+)."""
+    found = re.findall(rf"\bset \{sign}([a-z]+)(?: ([a-z]+))?", text)
+    names = {name for letters, name in found if letters.endswith("o")}
+    letters = dict(e="errexit", u="nounset")
+    names |= {letters[letter] for word, _ in found for letter in word if letter in letters}
+    return names & {"errexit", "nounset", "pipefail"}
 
 
 @clause("J8")

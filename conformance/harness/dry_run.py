@@ -39,12 +39,12 @@ SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD", "GITHUB_PAT", "SESSION_JW
 # What users pass to a job script: words with a space and a star must arrive as they are.
 ARGUMENTS = ("--epochs", "3", "--data-dir", "two words", "--note", "*")
 # A dry run. event: warning, stop, limit or cancelled, while it trains; progress: whether it trains a step; install: the
-# flags of install.sh, None where it has not run; beside: folders of another job; planted: `open` or `link`, and a path below
-# root/; shared: whether nodes are; modules_set: whether modules set what site.toml says; spare: whether there are nodes to
-# spare, and the first is down.
+# flags of install.sh, None where it has not run; beside: folders of another job; halves: files that a killed start has left;
+# planted: `open` or `link`, and a path below root/; shared: whether nodes are; modules_set: whether modules set what site.toml
+# says; spare: whether there are nodes to spare, and the first is down.
 STANDARD: dict = dict(number="4242", restarts=0, code=0, all_ranks=False, event="", progress=True, shared=False, fails="")
 STANDARD |= dict(environ={}, options={}, edit={}, ntasks=0, arguments=ARGUMENTS, install=(), install_fails="", case=None)
-STANDARD |= dict(beside=(), planted=(), modules_set=True, spare=False, recorded=None)
+STANDARD |= dict(beside=(), halves=(), planted=(), modules_set=True, spare=False, recorded=None)
 # What PBS says of the job: not what its directives say.
 OF_PBS = dict(queue="queue42", account="account42", walltime="01:42:00", place="scatter:excl", filesystems="home:of42")
 # Of absolute paths these stay as they are; all others are moved.
@@ -389,6 +389,9 @@ class DryRuns:
                 self.install(*flags, fails=told["install_fails"], **anew)
                 self._restore(self.installed["install", *flags, told["install_fails"], "", (anew and case.name) or None])
             self._edit(None if flags is not None and anew else case)  # what was installed for it is edited already
+            for path in told["halves"]:
+                (self.top / path).parent.mkdir(parents=True, exist_ok=True)
+                (self.top / path).write_text("half of it")
             for path in told["beside"]:
                 (self.top / path).mkdir(parents=True, exist_ok=True)
                 (self.top / path / "file").write_text("another job's\n")

@@ -542,6 +542,10 @@ def mksquashfs(name: str, words: list[str]) -> int:
 
 def sbcast(name: str, words: list[str]) -> int:
     source, target = [word for word in words if not word.startswith("-")]
+    forced = any(word == "--force" or ("f" in word and word[:1] == "-" != word[1:2]) for word in words)
+    if os.path.exists(target) and not forced:
+        print(f"sbcast: error: open({target}): File exists", file=sys.stderr)
+        return 1
     return runs("cp", source, target)
 
 
