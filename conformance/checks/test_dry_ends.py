@@ -45,6 +45,7 @@ FINAL = {
 }
 # After these another launch may do better, a few times; Slurm's own requeue is for nodes.
 LOST = {1: "a launcher that failed", 4: "ranks that did not meet", 7: "a rank that was lost", 137: "ranks that were killed"}
+BUS_ERROR = 135
 MOST_LAUNCHES, MANY_RESTARTS, FIRST, OTHER = 4, 1000, "4242", "7001"
 NONSENSE = "nonsense"
 
@@ -52,7 +53,7 @@ NONSENSE = "nonsense"
 @clause("J2")
 def test_the_exit_code_of_the_ranks_is_the_job_s(check, site, dry):
     for case in site.cases:
-        codes = {code: dry.case(case, code=code).code for code in (*FINAL, *LOST, 75)}
+        codes = {code: dry.case(case, code=code).code for code in (*FINAL, *LOST, BUS_ERROR, 75)}
         check.equal(**{f"exit_codes_of_{case.name}": (codes, {code: code for code in codes})})
 
 
@@ -69,9 +70,18 @@ def test_the_exit_code_is_not_that_of_an_agent_that_srun_has_ended(check, site, 
 def test_the_exit_code_of_an_earlier_start_is_none_of_this_one(check, site, dry):
     """Ranks that are killed record none: what run.jsonl ends with is older."""
     for case in site.cases:
-        run = dry.case(case, code=137, recorded=75)
-        check.equal(**{f"exit_code_of_{case.name}_whose_ranks_are_killed": (run.code, 137)})
-        check.holds(*(f"{case.name}: {call.text}, but should not" for call in new_starts(run)))
+        for code, when in {137: "", BUS_ERROR: "start"}.items():
+            run = dry.case(case, code=code, recorded=75, fails=when)
+            check.equal(**{f"exit_code_of_{case.name}_whose_ranks_end_with_{code}": (run.code, code)})
+            check.holds(*(f"{case.name}: {call.text}, but should not" for call in new_starts(run)))
+
+
+@clause("J2")
+def test_the_exit_code_is_not_that_of_an_image_that_is_gone(check, site, dry):
+    """Apptainer without setuid mounts it by a process that Slurm's USR1 ends: ranks that have saved leave with a bus error."""
+    for case in site.cases:
+        if dry.case(case).called("apptainer"):
+            check.equal(**{f"exit_code_of_{case.name}": (dry.case(case, code=BUS_ERROR, fails="image").code, 75)})
 
 
 @clause("J10")
@@ -235,14 +245,33 @@ def where(run: DryRun) -> str:
 @clause("J10")
 def test_the_ranks_hear_in_time(check, site, dry):
     """A warning to all processes of the ranks ends none; where the scheduler sends none, the job script tells the ranks."""
-    slurm, violations = site.toml["scheduler"] == "slurm", []
-    events = {"warning": "USR1 to all ranks"} if slurm else {"stop": site.toml["stop"], "limit": "60 s before its time limit"}
+    violations = []
     for case in site.cases:
-        for event, what in events.items():
+        for event, what in warnings_of(site).items():
             run = dry.case(case, code=75, event=event)
             refused = event == "limit" and run.code == 3 and not run.trained
             if run.code != 75 and not refused:
                 violations.append(f"{case.name}, {what}: {ending(dry, run)}, but should be 75")
+            left = sorted({*run.made} - {*dry.case(case, code=75).made})
+            violations += [f"{case.name}, {what}: {name} is left, but should not: it would stop another start" for name in left]
+    check.holds(*violations)
+
+
+def warnings_of(site) -> dict[str, str]:
+    """How a job of it may be told to stop, in its time."""
+    if site.toml["scheduler"] == "slurm":
+        return {"warning": "USR1 to all ranks"}
+    return {"stop": site.toml["stop"], "limit": "60 s before its time limit"}
+
+
+@clause("J10")
+def test_a_job_that_is_told_to_stop_starts_no_ranks_again(check, site, dry):
+    """Though they are lost while they save: the next ones would have no time for a step."""
+    violations = []
+    for case in site.cases:
+        for event, what in warnings_of(site).items():
+            if len((run := dry.case(case, code=137, event=event)).launches) > 1:
+                violations.append(f"{case.name}, {what}: {len(run.launches)} launches, but should be 1")
     check.holds(*violations)
 
 
@@ -285,6 +314,9 @@ def test_a_cancelled_job_stays_cancelled(check, site, dry):
         violations += [f"{case.name}: {call.text} of a cancelled job, but should be `requeue Incomplete`" for call in starts]
         if run.code not in (75, -15, 143):
             violations.append(f"{case.name}, cancelled: {ending(dry, run)}, but should be 75, or the signal's")
+        launches = len(dry.case(case, code=7, event="pause").launches) if len(dry.case(case, code=7).launches) > 1 else 1
+        if launches > 1:
+            violations.append(f"{case.name}, cancelled before it launches ranks again: {launches} launches, but should be 1")
     for script in trains(site):
         for call in new_starts(dry.job(script, code=75)):
             if call.command == "scontrol" and "Incomplete" not in call.words:
@@ -509,6 +541,13 @@ def followed(dry, line: str) -> DryRun | str:
     nodes = int(options.get("nodes", site.job(site.folder / words[place])["nodes"]))
     shape = dict(environ=environ | exported, options=options, nodes=nodes, arguments=words[place + 1 :])
     run = dry.job(site.folder / words[place], **shape)
+    if environ and slurm and not run.code:
+        # What runs beside the ranks is told of their run directory, whichever that is.
+        flags = dict(arguments=[*words[place + 1 :], "--run-dir", "elsewhere"])
+        elsewhere = dry.job(site.folder / words[place], **(shape | flags))
+        beside = [call.text for call in elsewhere.called("python") if "runs/" in call.words[-1]]
+        if beside:
+            return f"with --run-dir elsewhere {dry.shown(beside[0])} is started, but should read elsewhere"
     if environ and slurm:  # what runs beside the ranks bears a warning, too
         run = run if run.code else dry.job(site.folder / words[place], code=75, event="warning", **shape)
         # And when it hangs, as a writer of metrics without network, nobody waits for it for long.

@@ -22,6 +22,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,10 +39,11 @@ USER, SECRET = "tester", "s3cr3t-of-the-user"
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD", "GITHUB_PAT", "SESSION_JWT", "AWS_CREDENTIALS", "NETRC", "NGC_AUTH")
 # What users pass to a job script: words with a space and a star must arrive as they are.
 ARGUMENTS = ("--epochs", "3", "--data-dir", "two words", "--note", "*")
-# A dry run. event: warning, stop, limit or cancelled, while it trains; progress: whether it trains a step; install: the
-# flags of install.sh, None where it has not run; beside: folders of another job; halves: files that a killed start has left;
-# planted: `open` or `link`, and a path below root/; shared: whether nodes are; modules_set: whether modules set what site.toml
-# says; spare: whether there are nodes to spare, and the first is down.
+# A dry run. event: warning, stop, limit or cancelled, while it trains; pause: it is deleted between two launches. progress:
+# whether it trains a step; fails: a command that does, `start` its ranks before they record anything, `image` theirs after
+# they have saved; install: the flags of install.sh, None where it has not run; beside: folders of another job; halves: files
+# that a killed start has left; planted: `open` or `link`, and a path below root/; shared: whether nodes are; modules_set:
+# whether modules set what site.toml says; spare: whether there are nodes to spare, and the first is down.
 STANDARD: dict = dict(number="4242", restarts=0, code=0, all_ranks=False, event="", progress=True, shared=False, fails="")
 STANDARD |= dict(environ={}, options={}, edit={}, ntasks=0, arguments=ARGUMENTS, install=(), install_fails="", case=None)
 STANDARD |= dict(beside=(), halves=(), planted=(), modules_set=True, spare=False, recorded=None)
@@ -419,6 +421,7 @@ class DryRuns:
         folder.mkdir(parents=True)
         words = '{"kind":"start","step":0,"epoch":0}\n{"kind":"end","exit_code":%d,"step":5,"epoch":1}\n'
         (folder / "run.jsonl").write_text(words % code)
+        os.utime(folder / "run.jsonl", (time.time() - 3600,) * 2)
         return folder
 
     @contextmanager

@@ -286,15 +286,16 @@ def train(arguments: list[str]) -> int:
     NOTES["missing"] = [name for name, value in os.environ.items() if value.startswith(f"{TOP}/") and not os.path.exists(value)]
     with open("/proc/self/status") as file:
         NOTES["ignored"] = int(file.read().partition("SigIgn:")[2].split()[0], 16)
-    if os.environ["DRY_RUN_RANK"] == "0":
-        if FACTS["event"] and not heard(FACTS["event"]):
+    if os.environ["DRY_RUN_RANK"] == "0" and FACTS["fails"] != "start":
+        if FACTS["event"] not in ("", "pause") and not heard(FACTS["event"]):
             code = 1
         folder, began = run_dir(arguments), 0 if FACTS["progress"] else 5
         os.makedirs(folder, exist_ok=True)
         with open(f"{folder}/run.jsonl", "a") as file:
             file.write(f'{{"kind":"start","step":{began},"epoch":{began and 1}}}\n')
-            if code <= 128:  # else it was killed
-                file.write(f'{{"kind":"end","exit_code":{code},"step":5,"epoch":1}}\n')
+            ended = 75 if FACTS["fails"] == "image" else code  # it has saved, and the image is gone before it has left
+            if ended <= 128:  # else it was killed
+                file.write(f'{{"kind":"end","exit_code":{ended},"step":5,"epoch":1}}\n')
     return code
 
 
@@ -570,6 +571,8 @@ def ip(name: str, words: list[str]) -> int:
 
 
 def sleep(name: str, words: list[str]) -> int:
+    if FACTS["event"] == "pause" and words[0].isdecimal() and int(words[0]) > 5:
+        os.kill(job_script(), TERM)
     time.sleep(0.01)
     return 0
 

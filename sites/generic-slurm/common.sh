@@ -98,17 +98,19 @@ print(f"python={python_version()}", *(f"{name}={version(name)}" for name in ("to
     echo "nodes=$SLURM_JOB_NUM_NODES ranks=$SLURM_NTASKS ranks_per_node=$SLURM_NTASKS_PER_NODE" \
         "cores_per_rank=$SLURM_CPUS_PER_TASK gpus_per_node=${SLURM_GPUS_PER_NODE:-0}"
     echo "hosts=${hosts//$'\n'/,} master=$MASTER_ADDR:$MASTER_PORT"
+    printf -v began '%(%s)T' -1 # the ranks start now
 }
 
 # The end of job.sl: the ranks' exit code, and job.sl's arguments.
 finish() {
-    local code=$1 run_dir resume
+    local code=$1 record resume
     shift
     # Apptainer without setuid mounts the image by a process, squashfuse, that Slurm's USR1 ends with all others of the step but
-    # the ranks. They save, but leave with a bus error, 135, when their libraries are gone; what rank 0 wrote last is the truth.
+    # the ranks. They save, but leave with a bus error, 135, when their libraries are gone; what rank 0 wrote last is the truth,
+    # unless an earlier start has written it.
     if [[ $software != venv && $code -eq 135 ]]; then
-        run_dir=$("${run_python[@]}" -m ddp_core.find_run "${train_flags[@]}" "$@") || exit "$code"
-        [[ $(tail -n 1 "$run_dir/run.jsonl") != *'"exit_code":75'* ]] || code=75
+        record=$("${run_python[@]}" -m ddp_core.find_run "${train_flags[@]}" "$@")/run.jsonl && [[ -e $record ]] || exit "$code"
+        (($(stat -c %Y "$record") < began)) || [[ $(tail -n 1 "$record") != *'"exit_code":75'* ]] || code=75
     fi
     ((code == 75)) || exit "$code"
 
