@@ -474,6 +474,9 @@ def test_what_users_are_shown_works(check, site, dry):
             ranks = run.trained[0].environ["DRY_RUN_PER_NODE"]
             if int(ranks) > int(devices):
                 violations.append(f"{where_it_stands}: {line!r}: {ranks} ranks on {devices} devices, but should have one each")
+    readme = " ".join((site.folder / "README.md").read_text().split())
+    for command in re.findall(r"`((?:python3?|torchrun|accelerate) [^`]*\btrain\w*\.py[^`]*)`", readme):
+        violations.append(f"README.md: {command!r}: that Python has no ddp_core, but should be the one that install.sh makes")
     check.holds(*violations)
 
 

@@ -318,8 +318,9 @@ def test_a_folder_of_somebody_else_is_no_prefix(check, dry):
 @clause("B6")
 def test_an_installation_touches_only_its_prefix(check, dry):
     violations = []
-    dry.install()  # and what the checks before this one have installed
-    pristine = dry.pristine / dry.folder.name
+    for flags in dict.fromkeys([(), *(tuple(case.flags(PASSED["IMAGE"])) for case in dry.site.cases)]):
+        dry.install(*flags)  # and what the checks before this one have installed
+    pristine, beside = dry.pristine / dry.folder.name, f"{dry.folder.parent}/"
     there = {path.name for path in pristine.iterdir()}
     for (_, *flags, fails, planted, _), kept in list(dry.installed.items()):
         if planted:
@@ -333,6 +334,12 @@ def test_an_installation_touches_only_its_prefix(check, dry):
         name = " ".join(["install.sh", *flags[:1]])
         violations += [f"{name} changes {dry.shown(str(path))}, but should write into its prefix alone" for path in changed]
         violations += removed(dry, run, own)
+        # What it and its commands need for a while only: the layers of an image are some GB.
+        places = {value for call in run.calls for key, value in call.environ.items() if re.search(r"(CACHEDIR|TMPDIR)$", key)}
+        left = [
+            place for place in sorted(places) if place.startswith(f"{dry.folder}/") and (kept / place[len(beside) :]).exists()
+        ]
+        violations += [f"{name} leaves {dry.shown(place)}, but should remove it at its end" for place in left if not fails]
     check.holds(*dict.fromkeys(violations))
 
 

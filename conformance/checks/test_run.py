@@ -531,6 +531,7 @@ def same_in_a_world_of_one(check, world, runs, launch, flags):
     single = world.alone(launch, path, runs.filled(flags))
     done(check, run, single)
     check.equal(losses=(run.values("step", "loss_hex"), single.values("step", "loss_hex")))
+    check.equal(held_out_losses=(run.values("epoch", "eval_loss"), single.values("epoch", "eval_loss")))
     here, path = world.on_rank_0(lambda: [take_apart(one.folder / SNAPSHOT)["crc32"] for one in (run, single)])
     check.equal(checksums_of_tensors=(here, path))
     return run
@@ -568,6 +569,9 @@ def test_a_workload_of_ones_own(check, launch, runs):
     trace = numpy_trace()
     check.close(run.losses, trace["losses"], T1)
     check.close(run.values("epoch", "eval_loss"), trace["eval_losses"], T1, "held-out losses")
+    for name in ("accuracy", "accuracy_of_even"):
+        should_be = trace[f"eval_{name.replace('accuracy', 'accuracies')}"]
+        check.close(run.values("epoch", f"eval_{name}"), should_be, T1, f"{name} on held-out rows")
 
 
 @clause("L15")

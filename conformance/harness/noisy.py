@@ -27,14 +27,14 @@ class Augmented(Dataset):
 
 
 class Jitter(nn.Module):
-    """In training, outputs times 1 to 1 + amount: one number for each micro-batch."""
+    """Outputs times 1 to 1 + amount: one number for each micro-batch, of held-out rows, too."""
 
     def __init__(self, amount):
         super().__init__()
         self.amount = amount
 
     def forward(self, outputs):
-        return outputs * (1 + self.amount * torch.rand(()).item()) if self.training and self.amount else outputs
+        return outputs * (1 + self.amount * torch.rand(()).item()) if self.amount else outputs
 
 
 class Centred(nn.Module):
@@ -52,7 +52,7 @@ class Centred(nn.Module):
 
 class Noisy(Digits):
     def flags(self, add):
-        add("--jitter", type=float, default=0.0, metavar="X", help="of outputs in training (default: 0)")
+        add("--jitter", type=float, default=0.0, metavar="X", help="of outputs (default: 0)")
         add("--dropout", type=float, default=0.0, metavar="X", help="share of the hidden units (default: 0)")
         add("--batch-norm", action="store_true", help="of the hidden units, and outputs centred: statistics are buffers")
 
@@ -64,3 +64,8 @@ class Noisy(Digits):
         net = super().model(config)
         norm, centred = (nn.BatchNorm1d(256), Centred()) if config.batch_norm else (nn.Identity(), nn.Identity())
         return nn.Sequential(*net[:2], norm, nn.Dropout(config.dropout), net[2], Jitter(config.jitter), centred)
+
+    def metrics(self, outputs, batch):
+        """Accuracy; and that of the even digits, which has a count of its own."""
+        right, even = outputs.argmax(-1) == batch[1], batch[1] % 2 == 0
+        return super().metrics(outputs, batch) | {"accuracy_of_even": ((right & even).sum(), even.sum())}

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 DIGITS = Path(__file__).parents[2] / "core/src/ddp_core/workloads/digits.csv.gz"
-AUGMENTATION, DROPOUT = 4, 5  # streams of random numbers: of rows, and of a step's micro-batches
+AUGMENTATION, DROPOUT, EVALUATION = 4, 5, 6  # streams of random numbers: of rows, and of micro-batches
 LAYERS = {"0.weight": (256, 64), "0.bias": (256,), "2.weight": (10, 256), "2.bias": (10,)}  # Linear, tanh, Linear
 
 
@@ -139,8 +139,8 @@ def train(
     """The loss of every step before its update, and the loss and accuracy on the held-out rows after every epoch.
 
     perturbation: every initial parameter is multiplied by 1 +- this, with signs from another stream. noisy: rows are those of
-    noisy.py. jitter: its flag; what is drawn for it is drawn in each of the `shards` micro-batches of a step. steps: of
-    each epoch, all by default.
+    noisy.py. jitter: its flag; what is drawn for it is drawn in each of the `shards` micro-batches of a step, and of the
+    held-out rows. steps: of each epoch, all by default.
     """
     images, labels, held_out_images, held_out_labels = load()
     parameters = initial_parameters(seed)
@@ -153,17 +153,20 @@ def train(
         for rows in batches(sample_order(seed, epoch, len(labels)), global_batch_size, 1)[0][:steps]:
             read = np.stack([as_read(images[row], seed, epoch, row) for row in rows.tolist()]) if noisy else images[rows]
             step = len(trace["losses"])
-            parts = [
-                gradients(parameters, read[shard::shards], labels[rows[shard::shards]], factor(jitter, seed, step, shard))
-                for shard in range(shards)
-            ]
+            shares = [(read[shard::shards], labels[rows[shard::shards]]) for shard in range(shards)]
+            scales = [factor(jitter, DROPOUT, seed, step, shard) for shard in range(shards)]
+            parts = [gradients(parameters, *share, scale) for share, scale in zip(shares, scales, strict=True)]
             trace["losses"].append(float(sum(loss for loss, _ in parts)) / shards)
             for name in parameters:
                 velocity[name] = momentum * velocity[name] + sum(gradient[name] for _, gradient in parts) / shards
                 parameters[name] -= lr * velocity[name]
-        _, log_probabilities, losses = forward(parameters, held_out_images, held_out_labels)
+        scale = factors(jitter, seed, len(held_out_labels), shards, global_batch_size // shards) if jitter else 1.0
+        _, log_probabilities, losses = forward(parameters, held_out_images, held_out_labels, scale)
         trace["eval_losses"].append(float(losses.mean()))
-        trace["eval_accuracies"].append(float((log_probabilities.argmax(1) == held_out_labels).mean()))
+        right = log_probabilities.argmax(1) == held_out_labels
+        trace["eval_accuracies"].append(float(right.mean()))
+        if noisy:
+            trace.setdefault("eval_accuracies_of_even", []).append(float(right[held_out_labels % 2 == 0].mean()))
     return trace
 
 
@@ -186,9 +189,18 @@ def as_read(image: np.ndarray, seed: int, epoch: int, row: int) -> np.ndarray:
     return image * scale + shift
 
 
-def factor(jitter: float, seed: int, step: int, shard: int) -> float:
+def factor(jitter: float, *labels: int) -> float:
     """Of noisy.py's logits in one micro-batch: shard m of M is the rows m, m + M, ... of the global batch."""
-    return 1 + jitter * drawn(DROPOUT, seed, step, shard)[1]
+    return 1 + jitter * drawn(*labels)[1]
+
+
+def factors(jitter: float, seed: int, count: int, shards: int, size: int) -> np.ndarray:
+    """[count, 1]: of each held-out row. They are dealt out as those of a step are, and each shard is read `size` at a time."""
+    found = np.ones((count, 1))
+    for shard in range(shards):
+        for place, start in enumerate(range(shard, count, shards * size)):
+            found[start : start + shards * size : shards] = factor(jitter, EVALUATION, seed, shard, place)
+    return found
 
 
 def worst_deviation(values: list[float], reference: list[float]) -> float:
