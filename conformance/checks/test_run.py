@@ -1306,6 +1306,16 @@ def test_sharded_gradients_are_clipped_by_the_norm_of_all(check, runs, first):
     check.equal(clipped=(max(whole.values("step", "grad_norm")) > 0.5, True))
 
 
+@clause("C10")
+@only(sizes=(4,), devices=("cpu",))
+def test_nodes_that_all_have_the_whole_model_clip_by_its_norm(check, world, runs, first):
+    flags = f"{FP64} --clip-norm 0.5"
+    hybrid, whole = world.train(first, runs.folder(first, "hybrid"), f"{flags} --sharding hybrid", 2), runs.train(first, flags)
+    done(check, hybrid, whole)
+    check.close(hybrid.values("step", "grad_norm"), whole.values("step", "grad_norm"), T1, "norms")
+    check.close(hybrid.losses, whole.losses, T1)
+
+
 @clause("C11")
 @only(sizes=(2, 4), devices=("cpu",))
 def test_from_whole_models_to_parts_and_back(check, world, runs, first):
