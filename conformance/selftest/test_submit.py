@@ -208,7 +208,8 @@ def wait_for(come) -> None:
 def test_nothing_of_this_environment_reaches_the_job(machine):
     """sbatch hands on what it is called with; a virtual environment in it would hide the site's own torch."""
     machine.change("job.sl", "set -euo pipefail", "set -euo pipefail\nexport >seen\ncommand -v python3 >which")
-    assert machine.rung("--clause", "J2")[0] == 0
+    code, said = machine.rung("--clause", "J2")
+    assert code == 0, said
     seen = (machine.site / "seen").read_text()
     leaks = [name for name in ("VIRTUAL_ENV", "PYTHONPATH", "NOX_", "PYTEST_", "OMP_NUM_THREADS", "venv/bin") if name in seen]
     assert not leaks and "SLURM_JOB_ID" in seen, leaks
@@ -225,7 +226,8 @@ def test_a_leak_would_be_seen(machine):
 
 
 def test_accounting_is_asked_where_the_scheduler_has_forgotten(machine):
-    assert machine.rung("--clause", "J2", STAND_IN_FORGETS="1")[0] == 0
+    code, said = machine.rung("--clause", "J2", STAND_IN_FORGETS="1")
+    assert code == 0, said
 
 
 def test_pbs_and_a_queue_that_takes_one_job(machine):
@@ -240,13 +242,15 @@ def test_pbs_and_a_queue_that_takes_one_job(machine):
 def test_what_another_job_of_this_number_has_printed_is_not_read(machine):
     """The stand-in appends as well; while another job runs, this one waits."""
     (machine.site / "slurm-2.out").write_text("error: --epochs, said long ago\n")
-    assert machine.rung("--clause", "J1", "--clause", "J2")[0] == 0
+    code, said = machine.rung("--clause", "J1", "--clause", "J2")
+    assert code == 0, said
     assert (machine.site / "slurm-2.out").read_text().count("--epochs") == 2
 
 
 def test_what_a_job_prints_just_after_it_was_seen_waiting_is_read(machine):
     """The stand-in starts it while the suite looks at it for the first time, and has it end before the second look."""
-    assert machine.rung("--clause", "J2", STAND_IN_WAITS="1")[0] == 0
+    code, said = machine.rung("--clause", "J2", STAND_IN_WAITS="1")
+    assert code == 0, said
 
 
 def test_nodes_are_not_named_in_the_report(machine, tmp_path):
