@@ -205,6 +205,26 @@ class Counts(Digits):
     def optimizer(self, model, config):
         return Counting(model.parameters(), lr=config.lr)
 """,
+    # Its first layer is as it was, and the optimizer has it all the same.
+    "frozen": """
+class Frozen(Digits):
+    def model(self, config):
+        net = super().model(config)
+        net[0].requires_grad_(False)
+        return net
+
+    def optimizer(self, model, config):
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+""",
+    # One row is held out.
+    "one_held_out": """
+from ddp_core.data import Rows
+
+class OneHeldOut(Digits):
+    def data(self, config):
+        train, held_out = super().data(config)
+        return train, Rows(*(column[:1] for column in held_out.columns))
+""",
     # One rank's own mistake, which the others do not make.
     "fails_alone": """
 class FailsAlone(Digits):

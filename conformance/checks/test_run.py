@@ -329,8 +329,6 @@ def test_the_end_says_how_fast_it_was(check, world, own, runs):
     parts = ("computing", "communication", "reading", "evaluation", "snapshots")
     seconds = {name: end["seconds"].get(name, -1) for name in parts}
     check.equal(all_speeds_are_told=(min(speeds) > 0, True), p10_is_the_slower=(speeds[2] <= speeds[1], True))
-    ratio = max(speeds[1] / speeds[0], speeds[0] / speeds[1])  # the first step is slow, and others are not all alike
-    check.equal(median_is_of_another_order_than_the_mean=(ratio > 30, False))
     rows = end["rows_a_second"] * end["seconds"]["training"]
     check.equal(rows_a_second_times_seconds_are_the_rows=(abs(rows / (42 * G) - 1) < 0.02, True))
     outside = runs.seconds[own, FP64, False]
@@ -338,6 +336,8 @@ def test_the_end_says_how_fast_it_was(check, world, own, runs):
     adds_up = abs(sum(seconds.values()) - end["seconds"]["training"]) < 0.1
     check.equal(all_parts_are_told=(min(seconds.values()) >= 0, True), the_parts_are_the_whole=(adds_up, True))
     check.equal(slowest_rank=(end.get("slowest_rank") in range(world.size), True))
+    ratio = max(speeds[1] / speeds[0], speeds[0] / speeds[1])  # the first step is slow, and others are not all alike
+    check.equal(median_is_of_another_order_than_the_mean=(ratio > 30, False))
 
 
 @clause("R9")
@@ -464,6 +464,29 @@ def test_again_is_bitwise_the_same(check, world, own, runs, flags):
     check["L5"].equal(losses=(again.values("step", "loss_hex"), run.values("step", "loss_hex")))
     check["L5"].close(again.losses, run.losses, T0)
     check["S3"].equal(snapshot_sha256=world.on_rank_0(lambda: (sha256(again.folder / SNAPSHOT), sha256(run.folder / SNAPSHOT))))
+
+
+@clause("L4")
+@only(sizes=(4,))
+def test_held_out_rows_may_be_fewer_than_ranks(check, world, runs, first):
+    run = train_own(world, runs, first, "one_held_out", "--precision fp64")
+    done(check, run)
+    flags = f"{own_file(world, runs, 'one_held_out')} --precision fp64 --epochs 1"
+    single = world.alone(first, runs.folder(first, "one-held-out"), flags)
+    done(check, single)
+    for name in ("eval_loss", "eval_accuracy"):
+        check.close(run.values("epoch", name), single.values("epoch", name), T1, name)
+
+
+@clause("L4")
+@only(sizes=(1, 2))
+def test_evaluation_changes_nothing_of_the_training(check, world, runs, first):
+    """Of a model that draws, and counts in its buffers, while it is trained, and only then."""
+    flags = f"{DRAWS} --batch-norm --steps-per-epoch 6 --epochs 3"
+    often, once = runs.train(first, flags), runs.train(first, f"{flags} --eval-every 3")
+    done(check, often, once)
+    losses = [(run.of("epoch")[-1].get("eval_loss", 0), run.values("step", "loss_hex")) for run in (often, once)]
+    check.equal(held_out_loss_in_the_end_and_losses=tuple(losses))
 
 
 @clause("L5")
@@ -663,11 +686,14 @@ def test_products_are_rounded_as_was_asked_for(check, world, first, runs, precis
     parameters = {name: torch.from_numpy(values).float() for name, values in reference.initial_parameters(0).items()}
     tensors = (torch.from_numpy(images[rows]).float(), *parameters.values(), torch.from_numpy(labels[rows]))
     inputs, weight1, bias1, weight2, bias2, labels = (tensor.to(world.device) for tensor in tensors)
+    trained = [tensor.requires_grad_() for tensor in (weight1, bias1, weight2, bias2)]
     linear = torch.nn.functional.linear
     with torch.autocast(world.device, {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
         logits = linear(torch.tanh(linear(inputs, weight1, bias1)), weight2, bias2)
-    should_be = torch.nn.functional.cross_entropy(logits.float(), labels).item()
-    check.close(run.losses, [should_be], 2e-6, "the first loss")
+        should_be = torch.nn.functional.cross_entropy(logits.float(), labels)
+    check.close(run.losses, [should_be.item()], 2e-6, "the first loss")
+    norms = torch._foreach_norm(torch.autograd.grad(should_be, trained))
+    check.close(run.values("step", "grad_norm"), [torch.stack(norms).norm().item()], 1e-2, "the first gradient norm")
     kinds = world.on_rank_0(lambda: {kind for kind, _ in take_apart(run.folder / SNAPSHOT)["tensors"].values()})
     check.equal(numbers_of_the_snapshot=(kinds, {"F32"}))
 
@@ -906,6 +932,7 @@ def test_epochs_that_are_not_evaluated_or_saved(check, world, runs, first):
     run, plain = runs.train(first, flags), runs.train(first, FP64)
     done(check["S9"], run, plain)
     check["C8"].equal(snapshots=(run.values("snapshot", "step"), [28, 42]))
+    check["S9"].equal(steps_of_epochs=(run.values("epoch", "step"), [14, 28, 42]))
     names = ("loss", "eval_loss", "eval_accuracy")
     rows = [[record.get(name) for name in names] for record in plain.of("epoch")]
     rows[0][1:] = [None, None]
@@ -1226,10 +1253,11 @@ def test_all_that_is_drawn_and_kept_survives_a_stop(check, world, runs, first, p
 
 @clause("C7")
 @only(sizes=(1, 2))
-def test_numbers_that_an_optimizer_keeps_are_kept(check, world, runs, first):
-    """Of a parameter, and no tensors: how often it was trained, say."""
-    file, path = own_file(world, runs, "counts"), runs.folder(first, "counts-resumed")
-    never = world.train(first, runs.folder(first, "counts"), f"{file} --epochs 2")
+@pytest.mark.parametrize("name", ["counts", "frozen"])
+def test_what_an_optimizer_keeps_is_kept(check, world, runs, first, name):
+    """Of a parameter, and no tensors: how often it was trained, say. Nothing of one that is frozen."""
+    file, path = own_file(world, runs, name), runs.folder(first, f"{name}-resumed")
+    never = world.train(first, runs.folder(first, name), f"{file} --epochs 2")
     done(check, never, world.train(first, path, f"{file} --epochs 1"))
     resumed = world.train(first, path, f"{file} --epochs 2")
     done(check, resumed)

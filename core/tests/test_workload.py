@@ -339,6 +339,31 @@ def test_a_worker_that_dies_is_named_and_nobody_hangs(tmp_path):
     blamed(job, 7, "a worker that reads rows died")
 
 
+def test_a_worker_dies_while_its_rank_computes(tmp_path):
+    """Nothing is raised there, where any lock may be held, but where the rank waits for its next rows."""
+    there = tmp_path / "undisturbed"
+    kill = "import multiprocessing, os, time; os.kill(multiprocessing.active_children()[0].pid, 9); time.sleep(0.5)"
+    schedule = (
+        f"def schedule(self, step, total, config):\n    if step == 2:\n        {kill}; open({str(there)!r}, 'w')\n    return 1"
+    )
+    methods = ROWS.format("") + "\n".join(f"    {line}" for line in schedule.splitlines())
+    job = failed(tmp_path, small(methods), "--workers 2 --epochs 4", world_size=1, code=7)
+    assert "a worker that reads rows died" in job.error and there.exists()
+
+
+def test_a_worker_that_dies_with_a_lock_holds_nobody_up(tmp_path):
+    """The lock of DataLoader's event, by which its workers are told to end."""
+    die = (
+        "import os, sys\n"
+        "frame = sys._getframe()\n"
+        "while 'done_event' not in frame.f_locals: frame = frame.f_back\n"
+        "frame.f_locals['done_event']._cond.acquire()\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    job = failed(tmp_path, small(ROWS.format(f"{IN_WORKER}exec({die!r})")), "--workers 2 --epochs 1", world_size=1, code=7)
+    assert "a worker that reads rows died" in job.error
+
+
 def test_workers_die_with_their_rank(tmp_path):
     """Also those that hang while they read a row, each in its second batch: DataLoader's own watch is between batches."""
     note = f"open({str(tmp_path / 'pids')!r}, 'a').write(f'{{os.getpid()}}\\n')"

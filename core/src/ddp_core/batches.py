@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from ddp_core.errors import PeerLostError
 from ddp_core.order import AUGMENTATION, seed_others, stream, word
@@ -92,9 +93,6 @@ class Batches:
                 yield [(epoch, row) for row in rows.tolist()]
 
         workers = self.config.workers
-        # Its first use imports a module, and reports at length if a worker dies in that moment (SIGCHLD raises there).
-        with torch.autograd.profiler.record_function("rows"):
-            pass
         timing: dict[str, Any] = dict(timeout=self.config.timeout, multiprocessing_context="fork") if workers else {}
         loader: DataLoader[Any] = DataLoader(
             SeededRows(self.rows, self.config),  # type: ignore[arg-type]
@@ -108,11 +106,14 @@ class Batches:
         # Of what the rank has left, a process group say, a worker closes nothing: that would wait for threads it has not.
         gc.freeze()
         signal.pthread_sigmask(signal.SIG_BLOCK, StopFlag.SIGNALS)  # in a worker until it ignores them (_begin_worker)
+        signal_handling._SIGCHLD_handler_set = True  # by Workers, which says why
         try:
             batches = iter(loader)  # forks
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, StopFlag.SIGNALS)
             gc.unfreeze()
+        if workers:
+            Workers(batches)
         try:
             while True:
                 try:
@@ -124,11 +125,14 @@ class Batches:
                 asked.popleft()
                 yield batch
         finally:
-            _end_workers(batches)
+            if workers:
+                batches._shutdown_workers()  # type: ignore[attr-defined]
 
     def _lost(self, error: Exception, rows: torch.Tensor) -> BaseException:
-        if lost := lost_worker(error):
-            return lost
+        text = str(error)
+        if isinstance(error, RuntimeError) and text.startswith(("DataLoader worker", "DataLoader timed out")):
+            why = text.splitlines()[0][:160]
+            return PeerLostError(f"a worker that reads rows died or hangs ({why}): lower --workers, or see its memory")
         names = ", ".join(map(str, rows[:6].tolist()))
         return blame(
             error, self.workload.file, f"rows {names}{' and on' if len(rows) > 6 else ''} of --workload {self.workload.name}"
@@ -141,15 +145,6 @@ class Batches:
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
         return tensor.to(self.device, dtype, non_blocking=True)
-
-
-def lost_worker(error: BaseException) -> PeerLostError | None:
-    """What torch says of a process that reads rows. When one dies it says so wherever the rank is: in a signal handler."""
-    text = str(error)
-    if isinstance(error, RuntimeError) and text.startswith(("DataLoader worker", "DataLoader timed out")):
-        why = text.splitlines()[0][:160]
-        return PeerLostError(f"a worker that reads rows died or hangs ({why}): lower --workers, or see its memory")
-    return None
 
 
 class SeededRows:
@@ -184,19 +179,50 @@ def _begin_worker(number: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the rank's process ends
 
 
-def _end_workers(batches: Any) -> None:
-    """They ignore SIGTERM, by which Python ends its children before it leaves: it would wait for them for ever."""
-    if workers := getattr(batches, "_worker_pids_set", False) and batches._workers:  # else they have ended
-        torch.utils.data._utils.signal_handling._remove_worker_pids(id(batches))  # it calls a killed worker an error
-        batches._worker_pids_set = False
-        for worker in workers:
+class Workers:
+    """The processes of a DataLoader's iterator, as a rank sees them: when they die, and how they end.
+
+    DataLoader's own handler raises a worker's death wherever the rank is, also where it has just taken a lock of a queue, and
+    its event has a lock that a killed worker may hold: nobody lets go of either, and a run that had named its worker did not
+    end.
+    """
+
+    waits = False  # a process has one rank, which waits for one thing
+
+    def __init__(self, batches: Any):
+        self.batches, self.get, self.told = batches, batches._try_get_data, False
+        batches._try_get_data, batches._workers_done_event = self.wait, self  # where it waits, and where it tells them to end
+        signal.signal(signal.SIGCHLD, self.look)
+
+    def wait(self, *timeout) -> tuple[bool, Any]:
+        """For rows. A worker that dies is an error here, and nowhere else."""
+        Workers.waits = True  # first, and then a look at those that have died before
+        try:
+            self.look()
+            return self.get(*timeout)
+        finally:
+            Workers.waits = False
+
+    @staticmethod
+    def look(*_) -> None:
+        if Workers.waits:
+            signal_handling._error_if_any_worker_fails()
+
+    def set(self) -> None:
+        """End them. They ignore SIGTERM, by which Python ends its children before it leaves: it would wait for ever."""
+        self.told = True
+        if self.batches._worker_pids_set:
+            signal_handling._remove_worker_pids(id(self.batches))  # it calls a killed worker an error
+            self.batches._worker_pids_set = False
+        for worker in self.batches._workers:
             worker.kill()
-        batches._shutdown_workers()
+
+    def is_set(self) -> bool:
+        return self.told
 
 
 def _kill_children() -> None:
     """At the end of the process, before Python waits for them: DataLoader that failed while it started has left them."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in active_children():
         if child.daemon:
             child.kill()

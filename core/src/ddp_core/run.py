@@ -268,15 +268,12 @@ class _Job:
 
     def explain(self, error: BaseException, peers) -> BaseException:
         """The Failure that an exception of the training means; itself where it is a bug of ours."""
-        from ddp_core.batches import lost_worker
         from ddp_core.workload import blame, line_in, out_of_memory, unknown_to_shards
 
         config, name, file = self.config, self.workload.name, self.workload.file
         failure: Any
         if isinstance(error, Failure):
             failure = error
-        elif lost := lost_worker(error):
-            failure = lost
         elif out_of_memory(error):
             failure = self.lacks_memory(error, self.when)
         elif "Expected to have finished reduction" in str(error):  # DDP's own words, in ten lines
