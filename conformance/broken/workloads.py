@@ -70,14 +70,31 @@ class SlowDisk(Digits):
         os.fsync, os.replace = slower, told
         return super().optimizer(model, config)
 """,
-    # A disk on which no file can have more than 100 kB, a third of a snapshot.
+    # Its checksums take a tenth of a second each: whatever a save has not put aside changes meanwhile.
+    "slow_sums": """
+import zlib
+
+class SlowSums(Digits):
+    def optimizer(self, model, config):
+        crc32 = zlib.crc32
+        zlib.crc32 = lambda *words: time.sleep(0.1) or crc32(*words)
+        return super().optimizer(model, config)
+""",
+    # A disk on which no file can have more than 100 kB, a third of a snapshot. A step may take some seconds.
     "full_disk": """
 import resource
 
 class FullDisk(Digits):
+    def flags(self, add):
+        add("--seconds", type=float, default=0.0)
+
     def model(self, config):
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         return super().model(config)
+
+    def schedule(self, step, total_steps, config):
+        time.sleep(config.seconds)
+        return 1.0
 """,
     # A rank that computes with other numbers, as one with broken memory does: from step 5 on, by one part in 10^9.
     "diverges": """
@@ -216,6 +233,84 @@ class Frozen(Digits):
     def optimizer(self, model, config):
         return torch.optim.AdamW(model.parameters(), lr=0.01)
 """,
+    # An optimizer that counts steps by sevens, in its group: after an epoch of 14 steps it is where it began.
+    "by_sevens": """
+class BySevens(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = (group.get("count", 0) + 1) % 7
+            for parameter in group["params"]:
+                parameter.grad *= group["count"]
+        super().step(closure)
+
+class Counts(Digits):
+    def optimizer(self, model, config):
+        optimizer = BySevens(model.parameters(), lr=config.lr)
+        optimizer.param_groups[0]["count"] = 0
+        return optimizer
+""",
+    # Buffers of whole numbers: large ones, and those that each rank's own rows have counted. Says so where the ranks' differ.
+    "counts_rows": """
+class CountsRows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.register_buffer("large", torch.tensor([2**24 + 1, 2**53 + 1]))
+        self.register_buffer("bright", torch.zeros(3, dtype=torch.long))
+        self.register_buffer("seen", torch.zeros(64, dtype=torch.bool))
+
+    def forward(self, images):
+        if self.training:
+            buffers = [self.large.tolist(), self.bright.tolist(), self.seen.tolist()]
+            everyone = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(everyone, buffers)
+            if everyone != [buffers] * len(everyone) or buffers[0] != [2**24 + 1, 2**53 + 1]:
+                print("buffers differ", everyone)
+            self.bright += torch.bincount((images.sum(1) / 20).long().clamp(max=2), minlength=3)
+            self.seen |= (images[0] > 0.5)
+        return self.layer(images)
+
+
+class Buffered(Digits):
+    defaults = Digits.defaults | dict(steps_per_epoch=4)
+
+    def model(self, config):
+        return CountsRows()
+""",
+    # Of the first step's rows two are not 0, one on each of two ranks; in bf16 16 + 1/128 is 16.
+    "large_and_small": """
+from ddp_core.data import Rows
+from ddp_core.order import sample_order
+
+class LargeAndSmall(Digits):
+    defaults = Digits.defaults | dict(global_batch_size=64, steps_per_epoch=1)
+
+    def data(self, config):
+        images = torch.zeros(256, 2)
+        images[sample_order(config.seed, 0, 256)[:2], 0] = torch.tensor([16.0, 1 / 128])
+        return Rows(images, torch.zeros(256)), None
+
+    def model(self, config):
+        return nn.Linear(2, 2, bias=False)
+
+    def shards(self, model):
+        return [model]
+
+    def loss(self, outputs, batch):
+        return outputs[:, 0].sum()
+
+    def metrics(self, outputs, batch):
+        return {}
+""",
+    # Layers that drop numbers out, and may be computed again.
+    "drops": """
+class Drops(Digits):
+    def model(self, config):
+        return nn.Sequential(nn.Sequential(nn.Linear(64, 32), nn.Dropout(0.3), nn.Tanh()), nn.Linear(32, 10))
+
+    def shards(self, model):
+        return [model[0]]
+""",
     # One row is held out.
     "one_held_out": """
 from ddp_core.data import Rows
@@ -257,7 +352,7 @@ class Drawn(Digits):
     def model(self, config):
         return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
 """,
-    # Six experts: a row goes to one of five by its brightness, and what no row goes to has no gradient.
+    # Six experts: a row goes to one of the last five by its brightness, and what no row goes to has no gradient.
     "experts": """
 class Routed(nn.Module):
     def __init__(self):
@@ -265,7 +360,7 @@ class Routed(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(64, 10) for _ in range(6))
 
     def forward(self, images):
-        asked = (images.sum(1).long() // 8).clamp(min=7, max=11) - 7
+        asked = (images.sum(1).long() // 8).clamp(min=7, max=11) - 6
         outputs = images.new_zeros(len(images), 10)
         for number in asked.unique().tolist():
             mine = (asked == number).nonzero().flatten()

@@ -407,11 +407,11 @@ def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
 
 @clause("J13")
 def test_the_network_is_one_of_the_nodes_and_not_of_the_ranks(check, site, dry):
-    """A job of one rank on each node has the same, on two nodes and on many."""
+    """A job of one rank on each node has the same, on one node, on two and on many."""
     told = {name for name, _ in site.launches[0].templates}
     of_ranks = re.search(r"-v (\w+)=\{ranks\}", site.toml["job"].get("geometry", ""))
     violations = []
-    for script, nodes in product(trains(site), (2, MANY_NODES)):
+    for script, nodes in product(trains(site), (1, 2, MANY_NODES)):
         one_each: dict[str, Any] = dict(options={"ntasks-per-node": "1"}, ntasks=nodes)
         if site.toml["scheduler"] != "slurm":
             one_each = dict(environ={of_ranks[1]: "1"}) if of_ranks else {}

@@ -153,12 +153,13 @@ class World(Target):
         finally:
             MPI.COMM_WORLD = before  # type: ignore[misc]
 
-    def alone(self, launch: Launch, folder: Path, flags: str) -> Run:
-        """`python train.py` by hand: a process of its own on rank 0, without a launcher."""
+    def alone(self, launch: Launch, folder: Path, flags: str, environ: dict[str, str] | None = None) -> Run:
+        """`python train.py` by hand: a process of its own on rank 0, without a launcher. environ: what is changed for it."""
 
         def by_hand() -> subprocess.CompletedProcess:
             command = [sys.executable, str(launch.train), *self.flags(folder, flags)]
-            return subprocess.run(command, env=without_launcher(), capture_output=True, text=True, timeout=60, check=False)
+            told = without_launcher() | (environ or {})
+            return subprocess.run(command, env=told, capture_output=True, text=True, timeout=60, check=False)
 
         result = self.on_rank_0(by_hand)
         records = self.on_rank_0(lambda: read_records(folder))

@@ -64,10 +64,22 @@ def test_row_seeds_off_leaves_the_generators_alone():
     random.setstate(state)
 
 
+class NoRows:
+    """A loader, and its iterator."""
+
+    _try_get_data = _shutdown_workers = staticmethod(lambda *_: None)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise StopIteration
+
+
 def test_a_batch_may_take_as_long_as_timeout_says(monkeypatch):
     """Of a worker, and not as long as ranks may take to meet."""
     config, told = parse(["--workers", "1", "--timeout", "77", "--device", "cpu"], 1, workload=find(Augmented)), {}
-    monkeypatch.setattr(batches, "DataLoader", lambda rows, **flags: told.update(flags) or [])
+    monkeypatch.setattr(batches, "DataLoader", lambda rows, **flags: told.update(flags) or NoRows())
     one = Batches(OneByOne(*table(), noise=0.0), find(Augmented), config, torch.device("cpu"), torch.float64)
     assert [*one.stream(iter([]))] == [] and told["timeout"] == 77 and told["num_workers"] == 1
 

@@ -234,9 +234,11 @@ def test_data_may_be_read_by_a_pool_of_processes(tmp_path):
     """It ends them by SIGTERM, which is no wish of theirs to stop."""
     methods = """
     def data(self, config):
-        import multiprocessing
+        import multiprocessing, signal
         with multiprocessing.get_context("fork").Pool(2) as pool:
             assert pool.map(abs, range(-8, 0)) == [*range(8, 0, -1)]
+            told = pool.map(signal.getsignal, [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+        assert told == [signal.SIG_DFL, signal.SIG_IGN, signal.SIG_IGN]
         return super().data(config)
     """
     failed(tmp_path, small(methods), "--epochs 1", code=0)

@@ -14,7 +14,7 @@ class StopFlag:
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self):
-        self.reason, self.since, self.process = "", 0.0, os.getpid()
+        self.reason, self.since = "", 0.0
         self.listen()
 
     def listen(self) -> None:
@@ -33,10 +33,17 @@ class StopFlag:
         return bool(self.reason)
 
     def _set(self, number, frame) -> None:
-        if (
-            os.getpid() != self.process
-        ):  # a process that the workload has forked: by SIGTERM a multiprocessing.Pool ends its own
-            if number == signal.SIGTERM:
-                os._exit(128 + number)
-        elif not self.reason:  # the first one is the reason; a launcher may send SIGTERM after it, as ranks end
+        if not self.reason:  # the first one is the reason; a launcher may send SIGTERM after it, as ranks end
             self.since, self.reason = time.monotonic(), signal.Signals(number).name
+
+
+def _in_a_fork() -> None:
+    """A process that the workload has forked is told nothing of the run's stop, and SIGTERM, by which a multiprocessing.Pool
+    ends its own, ends it at once: a handler of Python's comes too late where the process has just begun to wait for a lock.
+    """
+    for number in StopFlag.SIGNALS:
+        if isinstance(getattr(signal.getsignal(number), "__self__", None), StopFlag):
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=_in_a_fork)
