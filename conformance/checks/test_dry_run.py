@@ -232,6 +232,19 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
 
 
 @clause("B3")
+def test_a_job_that_pbs_has_started_twice_is_a_restart(check, site, dry):
+    """Slurm tells it in a variable, PBS in qstat's run_count alone; a successor counts the starts of other jobs, too."""
+    names, violations = [name for name, template in site.launches[0].templates if template == "{restart}"], []
+    for script in trains(site) if site.toml["scheduler"] == "pbs" else []:
+        for restarts in (0, 3):
+            for call in dry.job(script, started=2, restarts=restarts, code=75).trained[:1]:
+                wrong = [name for name in names if call.environ.get(name) != str(restarts + 1)]
+                told = f"{script.name}, started twice after {restarts} jobs"
+                violations += [f"{told}: {name}={call.environ.get(name)}, but should be {restarts + 1}" for name in wrong]
+    check.holds(*violations)
+
+
+@clause("B3")
 def test_train_py_takes_each_rank_for_who_it_is(check, site, dry, tmp_path):
     """What it makes of the environment that a dry run's rank has found, in a first start and in a later one."""
     violations = []

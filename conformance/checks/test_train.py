@@ -89,6 +89,9 @@ def test_ranks_that_ask_mpi_agree_on_a_secret_there(check, site, tmp_path):
             check.equal(of_random_numbers_of_the_system_alone=(len({*secrets}) == 1, True))
 
 
+CALLS = ("os.sched_getaffinity", "os.sched_setaffinity", "MPI.Init")
+
+
 @clause("J9")
 def test_a_rank_that_takes_its_cores_back_from_mpi_has_all(check, site, tmp_path):
     """Some MPIs bind the process to one core as they start. Where train.py undoes it, it has looked at them before."""
@@ -96,6 +99,19 @@ def test_a_rank_that_takes_its_cores_back_from_mpi_has_all(check, site, tmp_path
     for launch in [launch for launch in site.launches if launch.mpi and undone]:
         cores = who(site, launch.environ(0, 1, 1, 29500, "1"), tmp_path).get("cores")
         check.equal(cores_of_a_rank=(cores, len(os.sched_getaffinity(0))))
+
+
+@clause("J9")
+def test_cores_are_noted_before_mpi_is_started(check, site):
+    """Also where this machine cannot start it. Without a call of MPI.Init the import does."""
+    nodes = [*ast.walk(ast.parse((site.folder / "train.py").read_text()))]
+    calls = {
+        name: [node.lineno for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == name] for name in CALLS
+    }
+    imports = [node.lineno for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "mpi4py"]
+    noted, taken_back, starts = (calls[name] for name in CALLS)
+    if taken_back and (starts or imports):
+        check.equal(noted_before=(min(noted, default=10**6) < min(starts or imports), True))
 
 
 @clause("R10")

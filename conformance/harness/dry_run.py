@@ -43,10 +43,11 @@ ARGUMENTS = ("--epochs", "3", "--data-dir", "two words", "--note", "*")
 # whether it trains a step; fails: a command that does, `start` its ranks before they record anything, `image` theirs after
 # they have saved; install: the flags of install.sh, None where it has not run; beside: folders of another job; halves: files
 # that a killed start has left; planted: `open` or `link`, and a path below root/; shared: whether nodes are; modules_set:
-# whether modules set what site.toml says; spare: whether there are nodes to spare, and the first is down.
+# whether modules set what site.toml says; spare: whether there are nodes to spare, and the first is down; started: how often
+# PBS has started this job.
 STANDARD: dict = dict(number="4242", restarts=0, code=0, all_ranks=False, event="", progress=True, shared=False, fails="")
 STANDARD |= dict(environ={}, options={}, edit={}, ntasks=0, arguments=ARGUMENTS, install=(), install_fails="", case=None)
-STANDARD |= dict(beside=(), halves=(), planted=(), modules_set=True, spare=False, recorded=None)
+STANDARD |= dict(beside=(), halves=(), planted=(), modules_set=True, spare=False, recorded=None, started=1)
 # What PBS says of the job: not what its directives say.
 OF_PBS = dict(queue="queue42", account="account42", walltime="01:42:00", place="scatter:excl", filesystems="home:of42")
 # Of absolute paths these stay as they are; all others are moved.
@@ -526,7 +527,9 @@ class DryRuns:
     def _run(self, name: str, words: list[str], folder: Path, environ: dict[str, str], told: dict) -> DryRun:
         site, node = self.site, self.site.toml["node"]
         software, nodes = site.toml.get("software", {}), told.get("nodes", 1)
-        facts = {name: told[name] for name in ("restarts", "code", "all_ranks", "event", "progress", "shared", "fails")}
+        facts = {
+            name: told[name] for name in ("restarts", "code", "all_ranks", "event", "progress", "shared", "fails", "started")
+        }
         facts |= dict(job=told["number"], nodes=nodes, hosts=self.hosts(max(2, nodes)), python=self.python, suite=os.getpid())
         facts |= dict(
             scheduler=site.toml["scheduler"],

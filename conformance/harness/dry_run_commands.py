@@ -443,7 +443,7 @@ def qsub(name: str, words: list[str]) -> int:
 
 
 def qstat(name: str, words: list[str]) -> int:
-    told = FACTS["of_pbs"] | {"job_state": "R", "run_count": 1}
+    told = FACTS["of_pbs"] | {"job_state": "R", "run_count": FACTS["started"]}
     print(f"Job Id: {FACTS['job']}.server")
     print("\n".join(f"    {key} = {value}" for key, value in told.items()))
     return 0
