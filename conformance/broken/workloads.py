@@ -320,6 +320,14 @@ class OneHeldOut(Digits):
         train, held_out = super().data(config)
         return train, Rows(*(column[:1] for column in held_out.columns))
 """,
+    # Its host's clock is an hour ahead.
+    "ahead_of_time": """
+class AheadOfTime(Digits):
+    def data(self, config):
+        clock = time.time
+        time.time = lambda: clock() + 3600
+        return super().data(config)
+""",
     # One rank's own mistake, which the others do not make.
     "fails_alone": """
 class FailsAlone(Digits):

@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from contextlib import nullcontext
@@ -1713,6 +1714,29 @@ def test_a_run_directory_has_one_job_at_a_time(check, world, runs, first):
 
     world.on_rank_0(leave_a_lock)
     done(check, world.train(first, there, SHORT))
+
+
+@clause("X14")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_lock_that_is_touched_on_another_host_is_a_living_job_s(check, world, runs, first):
+    """Whatever this host's clock says: it is an hour ahead, and the lock's time is the file server's."""
+    from ddp_core.run_directory import RunDirectory
+
+    there, over = runs.folder(first, "elsewhere"), threading.Event()
+    directory, lock = RunDirectory(str(there), "another"), there / "run.lock"
+    owner = json.loads(lock.read_text())
+    directory.release()
+    lock.write_text(json.dumps(owner | dict(host="elsewhere")))
+
+    def beat() -> None:
+        while lock.exists() and not over.wait(0.5):
+            os.utime(lock)
+
+    threading.Thread(target=beat).start()
+    run = world.train(first, there, f"{own_file(world, runs, 'ahead_of_time')} --epochs 1", apart=True)
+    over.set()
+    ended(check, run, 3)
+    check.equal(names_the_host=("elsewhere" in "".join(run.errors), True))
 
 
 @clause("X8")
