@@ -612,6 +612,9 @@ def test_runs_side_by_side_share_the_devices_out(check, site, dry):
                 violations.append(f"{told}, but should share no device with another")
             elif len({*taken}) < min(count, sum(ranks)):
                 violations.append(f"{told}, but should use all {count} devices")
+            places = ("--standalone", "--rdzv", "--master")
+            meet = [call for call in started if "torch.distributed.run" in call.words and not any(map(call.text.count, places))]
+            violations += [f"{line!r}: a torchrun without --standalone, but should meet no other"] if meet else []
     check.holds(*violations)
 
 
