@@ -544,9 +544,11 @@ def test_an_environment_that_turns_tf32_on_is_refused(check, world, runs, first,
 
 @clause("L12")
 @only(sizes=(2, 4))
-@pytest.mark.parametrize("flags", ["", "--epochs 1 --shards 32"], ids=["shards-8", "shards-32"])
+@pytest.mark.parametrize(
+    "flags", ["", "--epochs 1 --shards 32", "--epochs 1 --precision fp64"], ids=["shards-8", "shards-32", "fp64"]
+)
 def test_canonical_is_bitwise_the_same_in_a_world_of_one(check, world, runs, first, flags):
-    """With the shards of other worlds, too: each rank adds several, as a world of one does."""
+    """With the shards of other worlds, too: each rank adds several, as a world of one does. In fp64 all sums round."""
     run = same_in_a_world_of_one(check, world, runs, first, f"{FP32} {flags}")
     check.close(run.losses, golden.load()["losses"][: len(run.losses)], T2[world.device])
 
