@@ -19,6 +19,7 @@ from conformance.harness.dry_run import (
     PASSED,
     SECRET,
     USER,
+    Call,
     DryRun,
     arguments,
     ending,
@@ -297,12 +298,19 @@ def test_a_warning_while_python_starts_ends_no_rank(check, site, dry):
         run = dry.case(case)
         words = [word for call in run.launches for word in call.words]
         shell = next((word for word in words if word == "bash" or word.endswith(".sh")), "")
-        if shell and not all(call.notes.get("ignored", 0) >> (signal.SIGUSR1 - 1) & 1 for call in run.trained):
+        if shell and not all(ignores(call, signal.SIGUSR1) for call in run.trained):
             violations.append(f"{case.name}: {shell} starts Python, which USR1 then ends, but should have `trap '' USR1`")
-        if run.called("torchrun") and not all(call.notes.get("ignored", 0) >> (signal.SIGTERM - 1) & 1 for call in run.trained):
+        if run.called("torchrun") and not all(ignores(call, signal.SIGTERM) for call in run.trained):
             told = "torchrun's TERM ends a rank while Python starts, and 143 hides why another one has failed"
             violations.append(f"{case.name}: {told}, but should be ignored: env --ignore-signal=TERM")
+        signalled = "signal" in Script(site.folder / case.script).options
+        if run.called("torchrun") and signalled and not all(ignores(call, signal.SIGUSR1) for call in run.trained):
+            violations.append(f"{case.name}: USR1 ends a rank that torchrun has just started, but should be ignored there")
     check.holds(*violations)
+
+
+def ignores(call: Call, number: int) -> bool:
+    return bool(call.notes.get("ignored", 0) >> (number - 1) & 1)
 
 
 @clause("J15")
