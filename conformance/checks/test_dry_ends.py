@@ -460,6 +460,11 @@ def refused(dry, run: DryRun, what: str, name: str) -> list[str]:
 def test_the_readme_tells_how_to_stop(check, site):
     """By the command of site.toml, if by any that begins like it: job scripts hear no other."""
     own = site.toml["stop"]
+    if re.search(r"scancel .*(--batch\b|-\w*b)", own):
+        deaf = [path.name for path in trains(site) if not re.search(r"\btrap\b.*USR1", path.read_text())]
+        check.holds(
+            *(f"`{own}` signals the shell of {name} alone, but should signal the ranks: it has no trap" for name in deaf)
+        )
     pattern = re.sub(r"\\\{\w+\\\}", r"[A-Z]+", re.escape(own))
     text = (site.folder / "README.md").read_text()
     spans = re.findall(rf"`({re.escape(own.split()[0])} [^`\n]+)`", text)
