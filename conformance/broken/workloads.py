@@ -328,6 +328,59 @@ class AheadOfTime(Digits):
         time.time = lambda: clock() + 3600
         return super().data(config)
 """,
+    # Each step takes a while.
+    "slow_steps": """
+class SlowSteps(Digits):
+    def schedule(self, step, total_steps, config):
+        time.sleep(0.1)
+        return 1.0
+""",
+    # Batches are named tuples, of a dictionary and of an object that moves by itself, and say of what they are.
+    "records": """
+from collections import namedtuple
+
+Record = namedtuple("Record", "images labels")
+
+
+class Labels:
+    def __init__(self, labels, moved=False):
+        self.labels, self.moved = labels, moved
+
+    def to(self, device):
+        return Labels(self.labels.to(device), True)
+
+
+class Rows:
+    def __init__(self, rows):
+        self.images, self.labels = rows.columns
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        return self.images[row].float(), self.labels[row]
+
+
+class Records(Digits):
+    def data(self, config):
+        return [Rows(rows) for rows in super().data(config)]
+
+    def collate(self, rows):
+        images, labels = zip(*rows)
+        return Record(dict(pixels=[torch.stack(images)]), Labels(torch.stack(labels)))
+
+    def forward(self, model, batch):
+        [pixels] = batch.images["pixels"]
+        if not (batch.labels.moved and pixels.dtype == torch.float64 and batch.labels.labels.dtype == torch.long):
+            print("a batch as it was")
+        return model(pixels)
+
+    def loss(self, outputs, batch):
+        return super().loss(outputs, (None, batch.labels.labels))
+
+    def metrics(self, outputs, batch):
+        return super().metrics(outputs, (None, batch.labels.labels))
+""",
     # One rank's own mistake, which the others do not make.
     "fails_alone": """
 class FailsAlone(Digits):

@@ -479,7 +479,10 @@ def test_what_users_are_shown_works(check, site, dry):
     """Each submission and installation in the head of a job script, and in README.md's blocks and sentences."""
     violations = []
     for where_it_stands, line in shown(site):
-        if isinstance(run := followed(dry, line), str):
+        if found := re.search(r"[<>]=?\S*", re.sub(r"'[^']*'|\"[^\"]*\"", "", line)):
+            told = f"a shell takes {found[0]} for a redirection"
+            violations.append(f"{where_it_stands}: {line!r}: {told}, but should find it in quotes")
+        elif isinstance(run := followed(dry, line), str):
             violations.append(f"{where_it_stands}: {line!r}: {run}")
         elif run.code or "still running" in run.output:
             violations.append(f"{where_it_stands}: {line!r}: {ending(dry, run)}, but should be 0")

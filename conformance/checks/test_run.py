@@ -12,6 +12,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -342,6 +343,19 @@ def test_the_end_says_how_fast_it_was(check, world, own, runs):
 
 
 @clause("R9")
+@only(sizes=(1, 2))
+def test_an_epoch_s_progress_is_told(check, world, runs, first):
+    run = train_own(world, runs, first, "slow_steps", "--precision fp64 --log-seconds 0.5 --steps-per-epoch 14 --epochs 2")
+    done(check, run)
+    told = [line.split() for line in run.output[0].splitlines() if re.match(r"epoch=\S+ step=\d+/14 ", line)]
+    facts = [dict(word.partition("=")[::2] for word in words) for words in told]
+    places = [(int(fact["epoch"][0]) - 1) * 14 + int(fact["step"].partition("/")[0]) for fact in facts]
+    losses = [f"{run.losses[place - 1]:.6g}" for place in places]
+    check.equal(lines_within_epochs=(len(told) > 0, True), losses=([fact["loss"] for fact in facts], losses))
+    check.equal(of_other_ranks=(["step=" in text for text in run.output[1:]], [False] * (world.size - 1)))
+
+
+@clause("R9")
 @only(sizes=(2,))
 def test_the_slowest_rank_is_named(check, world, runs, first):
     run = train_own(world, runs, first, "lags", "--steps-per-epoch 4")
@@ -597,6 +611,16 @@ def test_micro_batches_are_the_same_training(check, runs, first, flags):
 
 
 @clause("L13")
+@only(sizes=(2, 4))
+def test_rows_and_rates_by_rank_are_the_same_training(check, world, runs, first):
+    """--per-rank-batch-size and --scale-lr, which are multiplied with the world size."""
+    flags = f"--per-rank-batch-size {G // world.size} --lr {0.1 / world.size} --scale-lr"
+    run = world.train(first, runs.folder(first, "by-rank"), f"{FP64} --epochs 1 {flags}")
+    done(check, run)
+    check.close(run.losses, golden.load()["losses"][:14], T1)
+
+
+@clause("L13")
 @only(sizes=(1, 2))
 def test_what_is_computed_again_is_the_same_training(check, world, runs, first):
     """Dropout draws the same again."""
@@ -625,6 +649,16 @@ def test_a_workload_of_ones_own(check, launch, runs):
     for name in ("accuracy", "accuracy_of_even"):
         should_be = trace[f"eval_{name.replace('accuracy', 'accuracies')}"]
         check.close(run.values("epoch", f"eval_{name}"), should_be, T1, f"{name} on held-out rows")
+
+
+@clause("L14")
+@only(sizes=(1, 2))
+def test_batches_of_any_make_are_moved_and_converted(check, world, runs, first):
+    """The digits in named tuples, dictionaries, lists and an object: in the run's precision, with the golden losses."""
+    run = train_own(world, runs, first, "records", "--precision fp64 --workers 1")
+    done(check, run)
+    check.equal(batches_as_they_were=(["a batch as it was" in text for text in run.output], [False] * world.size))
+    check.close(run.losses, golden.load()["losses"][:14], T1)
 
 
 @clause("L15")
@@ -828,6 +862,18 @@ def test_a_snapshot_is_written_beside_training(check, world, runs, first):
         if act == "replace" and name in (SNAPSHOT, "best.safetensors"):
             check["S10"].equal(before_it_has_its_name=(disk[place - 1], ["fsync", *size]))
             check["S10"].equal(after_it_has_its_name=(disk[place + 1 : place + 2], [["fsync", "folder"]]))
+
+
+@clause("S10")
+@only(sizes=(1,), devices=("cpu",))
+def test_saves_that_are_too_slow_for_a_stop_are_noted(check, world, runs, first):
+    """Two may fall into the seconds that a stop leaves; here each takes more than half a second."""
+    notes = []
+    for grace in (0.5, 60):
+        run = train_own(world, runs, first, "slow_disk", f"--precision fp64 --grace {grace}", apart=True)
+        done(check, run)
+        notes.append("--grace" in run.output[0])
+    check.equal(noted_with_half_a_second_and_with_a_minute=(notes, [True, False]))
 
 
 @clause("S11")
@@ -1401,8 +1447,9 @@ def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
 
 @clause("C10")
 @only(sizes=(2, 4), devices=("cpu",))
-def test_sharded_training_has_the_golden_losses(check, runs, first):
-    run = runs.train(first, SHARDED)
+@pytest.mark.parametrize("flags", ["", " --offload"], ids=["", "offload"])
+def test_sharded_training_has_the_golden_losses(check, runs, first, flags):
+    run = runs.train(first, f"{SHARDED}{flags}")
     done(check, run)
     check.equal(reduction=(run.values("start", "reduction"), ["sharded"]))
     check.close(run.losses, golden.load()["losses"], T1)
