@@ -404,17 +404,22 @@ def test_order_of_samples(check, world, seed, epoch):
 
 @clause("D4")
 @pytest.mark.parametrize("count, first_step", [(1000, 0), (10**9 + 7, 10**7)], ids=["all", "some"])
-def test_order_of_more_rows_than_can_be_sorted(check, world, count, first_step):
+def test_order_of_more_rows_than_can_be_sorted(check, world, count, first_step, monkeypatch):
     """All places of a small one, which the core would sort, and three steps in the middle of one of 10^9 rows."""
     import torch
+    from ddp_core import order
     from ddp_core.order import SORTED_ORDER, Order, keyed_order
 
     places = np.arange(count) if count == 1000 else np.arange(first_step * G, (first_step + 3) * G)
     should_be = reference.keyed_order(7, 2, count, places)
     mine = keyed_order(7, 2, count, torch.from_numpy(places)).tolist()
     check.equal(order=(mine, should_be.tolist()), rows=(len({*mine}), len(places)), sorted_up_to=(SORTED_ORDER, 2**24))
-    if count > SORTED_ORDER:
-        steps = Order(count, 7, G, world.rank, world.size).epoch(2, first_step, first_step + 3, torch.device("cpu"))
+    if count <= SORTED_ORDER:
+        monkeypatch.setattr(order, "SORTED_ORDER", 0)
+    last = min(first_step + 3, count // G)
+    for first, end in ((first_step, last), (count // G - 3, count // G)):
+        should_be = reference.keyed_order(7, 2, count, np.arange(first * G, end * G))
+        steps = Order(count, 7, G, world.rank, world.size).epoch(2, first, end, torch.device("cpu"))
         shares = world.gather([rows.tolist() for rows in steps])
         check.equal(rows_of_each_rank=(shares, reference.batches(should_be, G, world.size).tolist()))
 
