@@ -104,6 +104,16 @@ def test_another_torch_takes_the_place_of_the_first(check, dry):
 
 
 @clause("B10")
+def test_another_torch_of_the_machine_is_noticed(check, dry):
+    """What was installed for the first stays otherwise, in an environment that counts as whole."""
+    brings = any("torch" in call.text and "version" in call.text for call in dry.install().called("python", "python3"))
+    if brings and not any("torch==2" in word for _, words in pips(dry.install()) for word in words):
+        run = dry.install(after=(), fails="another torch")
+        if run.code == 0 and not made_by(run):
+            check.holds("install.sh keeps what it made over torch 2.13.0, but should make it anew over 2.14.0")
+
+
+@clause("B10")
 def test_other_modules_than_it_was_made_with_are_noticed(check, site, dry):
     """Neither mpi4py nor a virtual environment survives another MPI, or another Python."""
     found = re.search(r"^modules=\(.*\)$", (site.folder / site.toml["submit"]).read_text(), re.MULTILINE)

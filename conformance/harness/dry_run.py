@@ -80,7 +80,8 @@ def main(words=None):
 """
 BOARD = "class SummaryWriter:\n    def __init__(self, folder): pass\n    add_text = add_scalar = close = lambda *values: None\n"
 PACKAGES = {
-    "../torch/torch/__init__.py": "__version__ = '2.13.0'\nfrom . import cuda, version\n",
+    "../torch/torch/__init__.py": "import os\nfrom . import cuda, version\n"
+    "__version__ = '2.14.0' if os.environ.get('DRY_RUN_FAILS') == 'another torch' else '2.13.0'\n",
     "../old-torch/torch/__init__.py": "__version__ = '2.4.0'\n",
     "../torch/torch/distributed/run.py": TORCHRUN,
     "../torch/torch/distributed/elastic/multiprocessing/__init__.py": SIGNALS,
