@@ -258,6 +258,33 @@ def test_the_ranks_hear_in_time(check, site, dry):
     check.holds(*violations)
 
 
+@clause("J10")
+def test_a_successor_is_stopped_by_its_own_number(check, site, dry):
+    """And not by that of the run's first job, which nobody has before their eyes."""
+    violations = []
+    for script in trains(site):
+        starts = [call for call in new_starts(dry.job(script, code=75)) if call.command != "scontrol"]
+        for call in starts[:1] if "stop" in warnings_of(site) else ():
+            told = dict(pair.split("=", 1) for pair in words_of(shlex.join(call.words)).get("v", "").split(",") if "=" in pair)
+            run = dry.job(script, code=75, event="stop", number=OTHER, environ=told)
+            if run.code != 75:
+                violations.append(f"{script.name}, a successor, by its own number: {ending(dry, run)}, but should be 75")
+    check.holds(*violations)
+
+
+@clause("J10")
+def test_a_node_that_is_lost_later_is_left_out_of_the_next_launch(check, site, dry):
+    """Where there are nodes to spare: else each launch fails as the one before."""
+    violations = []
+    for case in site.cases:
+        if (run := dry.case(case, code=7)).shape.get("spare") and len(run.launches) > 1:
+            hosts = [call.notes.get("hosts", []) for call in dry.case(case, code=7, spare="later").launches]
+            lost = dry.hosts(case.nodes + 1)[0]
+            if lost in hosts[-1]:
+                violations.append(f"{case.name}: launched on {lost} again, but should be where a node is spare: it is down")
+    check.holds(*violations)
+
+
 def warnings_of(site) -> dict[str, str]:
     """How a job of it may be told to stop, in its time."""
     if site.toml["scheduler"] == "slurm":

@@ -118,11 +118,13 @@ def test_other_modules_than_it_was_made_with_are_noticed(check, site, dry):
     """Neither mpi4py nor a virtual environment survives another MPI, or another Python."""
     found = re.search(r"^modules=\(.*\)$", (site.folder / site.toml["submit"]).read_text(), re.MULTILINE)
     if line := found and found[0]:
-        other = f"{line[:-1]} another/1.0)".replace("( ", "(")
+        other = f"{line[:-1]} another/1.0 another/2.0)".replace("( ", "(")
         case = replace(site.cases[0], name="other modules", script=site.toml["submit"], edit={line: other})
         run = dry.install(after=(), case=case)
         if run.code == 0 and not made_by(run):
             check.holds(f"install.sh keeps what it made with {line}, but should make it anew with {other}")
+        as_one = {word for call in run.called("module-call") for word in call.words if " " in word}
+        check.holds(*(f"install.sh loads {word!r}, but should load each by its name" for word in as_one))
         job = dry.job(site.folder / case.script, case=case)
         if job.trained or job.code != 3 or "install.sh" not in job.output:
             told = f"{ending(dry, job)} with {other}, but what install.sh made with {line}"
@@ -310,6 +312,15 @@ def test_an_installation_that_fails_says_so(check, site, dry):
             told = f"{script.name} {what} install.sh{' has failed' if what == 'after' else ''}: exit code {job.code}"
             violations.append(f"{told} ({dry.shown(last_line(job))}), but should be 3 and name install.sh")
     check.holds(*violations)
+
+
+@clause("B10")
+def test_an_installation_starts_as_many_compilers_as_it_says(check, site):
+    """make -j without a number starts one for each file, on a login node, of a gigabyte each."""
+    without = r"""(?:MAKEFLAGS=\S*|\bmake\b[^\n#]*\s)-j(?=["'}\s]|$)"""
+    scripts = [path for path in sorted(site.folder.iterdir()) if path.suffix in (".sh", ".sl", ".pbs")]
+    found = {path.name: re.findall(without, path.read_text(), re.MULTILINE) for path in scripts}
+    check.holds(*(f"{name}: {words[0]!r}, but should have a number behind -j" for name, words in found.items() if words))
 
 
 @clause("B6")

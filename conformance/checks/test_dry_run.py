@@ -6,6 +6,7 @@ This needs bash, and neither ranks, torch nor a scheduler.
 """
 
 import itertools
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -288,9 +289,10 @@ def test_the_port_depends_on_the_job(check, site, dry):
             if len(first[name]) > 1
         ]
         same = [name for name in first if first[name] == other.get(name)]
-        violations += [
-            f"{script.name}: {name}={first[name]} in job {FIRST} and in job {OTHER}, but should differ" for name in same
-        ]
+        array = dict(SLURM_ARRAY_JOB_ID=LARGE) if site.toml["scheduler"] == "slurm" else {}
+        tasks = [ports(site, dry.job(script, number=number, environ=array)) for number in (FIRST, OTHER) if array]
+        same += [f"{name} of an array" for name in tasks[0] if tasks[0][name] == tasks[1].get(name)] if array else []
+        violations += [f"{script.name}: {name} is one in job {FIRST} and in job {OTHER}, but should differ" for name in same]
         for name, values in (*first.items(), *large.items()):
             violations += [
                 f"{script.name}: {name}={value}, but should be 1024 to 32767"
@@ -616,6 +618,16 @@ def test_runs_side_by_side_share_the_devices_out(check, site, dry):
             meet = [call for call in started if "torch.distributed.run" in call.words and not any(map(call.text.count, places))]
             violations += [f"{line!r}: a torchrun without --standalone, but should meet no other"] if meet else []
     check.holds(*violations)
+
+
+@clause("J9")
+def test_a_notebook_takes_the_devices_that_there_are(check, site):
+    """One, where Jupyter has given one: four ranks would share it, and be refused."""
+    for path in sorted(site.folder.glob("*.ipynb")):
+        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        code = "".join(line for cell in cells for line in cell["source"])
+        counted = re.search(r"ranks\s*=.*device_count\(\)", code)
+        check.equal(**{f"ranks_of_{path.name}_follow_the_devices": ("--nproc-per-node" not in code or bool(counted), True)})
 
 
 def as_chosen(site, dry) -> Iterator[tuple[Path, dict, DryRun]]:

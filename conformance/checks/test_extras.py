@@ -67,12 +67,16 @@ def trains_the_reference_run(check, run_dir: Path) -> None:
     check.close(losses, should_be, T1)
 
 
+# What users have in their shells for other programs.
+LEFT = dict(ACCELERATE_MIXED_PRECISION="bf16")
+
+
 def start(command: list[str], folder: Path, run_dir: Path, seconds: float, **variables) -> subprocess.CompletedProcess:
     command = [part.format(run_dir=run_dir) for part in command]
     home = folder / "home"
     home.mkdir(exist_ok=True)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environ = without_launcher() | dict(HOME=str(home), PATH=path, OMP_NUM_THREADS="1") | variables
+    environ = without_launcher() | LEFT | dict(HOME=str(home), PATH=path, OMP_NUM_THREADS="1") | variables
     print("+", shlex.join(command))
     try:
         return subprocess.run(

@@ -43,8 +43,8 @@ ARGUMENTS = ("--epochs", "3", "--data-dir", "two words", "--note", "*")
 # whether it trains a step; fails: a command that does, `start` its ranks before they record anything, `image` theirs after
 # they have saved; install: the flags of install.sh, None where it has not run; beside: folders of another job; halves: files
 # that a killed start has left; planted: `open` or `link`, and a path below root/; shared: whether nodes are; modules_set:
-# whether modules set what site.toml says; spare: whether there are nodes to spare, and the first is down; started: how often
-# PBS has started this job.
+# whether modules set what site.toml says; spare: whether there are nodes to spare, and the first is down, or "later" when
+# ranks have been there; started: how often PBS has started this job.
 STANDARD: dict = dict(number="4242", restarts=0, code=0, all_ranks=False, event="", progress=True, shared=False, fails="")
 STANDARD |= dict(environ={}, options={}, edit={}, ntasks=0, arguments=ARGUMENTS, install=(), install_fails="", case=None)
 STANDARD |= dict(beside=(), halves=(), planted=(), modules_set=True, spare=False, recorded=None, started=1)
@@ -518,6 +518,9 @@ class DryRuns:
         nodefile.write_text("".join(f"{host}{'.' if domain else ''}{domain}\n" for host in self.hosts(told["nodes"])))
         environ = dict(PBS_JOBID=f"{told['number']}.server", PBS_O_WORKDIR=str(self.folder), PBS_NODEFILE=str(nodefile))
         environ |= dict(PBS_ENVIRONMENT="PBS_BATCH", PBS_JOBNAME="train", PBS_QUEUE="workq")
+        node = self.site.toml["node"]
+        threads = node["cores"] * node.get("threads_per_core", 1)  # PBS sets both to the chunk's ncpus
+        environ |= dict(NCPUS=str(threads), OMP_NUM_THREADS=str(threads))
         # No word of PBS's variable can have a space in it; a newline is as good as one.
         environ |= dict(
             PBS_O_QUEUE=OF_PBS["queue"], TRAIN_ARGS="\n".join(word for word in told["arguments"] if " " not in word)
@@ -546,7 +549,7 @@ class DryRuns:
         own_of_pbs |= {"resources_used.walltime": used}
         own_of_pbs |= {"Resource_List.select": nodes, "Resource_List.place": OF_PBS["place"]}
         facts |= dict(of_pbs=own_of_pbs | {"Resource_List.filesystems": OF_PBS["filesystems"]})
-        facts |= dict(down=self.hosts(1)[0] if told["spare"] else "")
+        facts |= dict(down=self.hosts(1)[0] if told["spare"] else "", down_later=told["spare"] == "later")
         # PyTorch comes with a module or an image, or else by install.sh.
         facts |= dict(torch="torch" in layer.provided(site) or "image" in software)
         # What a module binds is not read: it names it.

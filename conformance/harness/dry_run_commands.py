@@ -428,7 +428,9 @@ def squeue(name: str, words: list[str]) -> int:
 
 
 def pbsnodes(name: str, words: list[str]) -> int:
-    print(f"{FACTS['down']}  down" if FACTS["down"] else "", end="\n" if FACTS["down"] else "")
+    launched = any("run.jsonl" in files for _, _, files in os.walk(f"{TOP}/sites"))
+    is_down = FACTS["down"] and (launched or not FACTS["down_later"])
+    print(f"{FACTS['down']}  down" if is_down else "", end="\n" if is_down else "")
     return 0
 
 
