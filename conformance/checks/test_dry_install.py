@@ -104,6 +104,19 @@ def test_another_torch_takes_the_place_of_the_first(check, dry):
 
 
 @clause("B10")
+def test_an_environment_that_does_not_work_is_not_kept(check, dry):
+    """Where the last look at it has failed, and its user runs install.sh again."""
+    calls = [call for call in dry.install().calls if "DRY_RUN_IMAGE" not in call.environ]
+    looks = [place for place, call in enumerate(calls, 1) if "-c" in call.words[:1] and "ddp_core" in call.text]
+    for place in looks[-1:]:
+        fails = f"fails at {place}"
+        first, again = dry.install(fails=fails), dry.install(after=(), after_fails=fails)
+        if first.code != 1 or not made_by(again):
+            told = f"exit code {first.code}, and kept by the next install.sh"
+            check.holds(f"an environment that cannot be imported: {told}, but should be 1, and made anew")
+
+
+@clause("B10")
 def test_another_torch_of_the_machine_is_noticed(check, dry):
     """What was installed for the first stays otherwise, in an environment that counts as whole."""
     brings = any("torch" in call.text and "version" in call.text for call in dry.install().called("python", "python3"))

@@ -134,7 +134,7 @@ print("python", platform.python_version())
 print("mpi4py", mpi4py.__version__, "over", MPI.Get_library_version().split("\n")[0].strip("\0 "))
 print("torch", torch.__version__, "for", f"hip {torch.version.hip}" if torch.version.hip else "no AMD GPU: --torch-index")
 print("ddp_core", ddp_core.__version__)
-' || fail "the environment does not work (above): run this again, into a new PREFIX if it fails again" 1
+' || { echo unfinished >"$mark" && fail "the environment does not work (above): run this again, or into a new PREFIX" 1; }
 [[ $here/env -ef $prefix ]] || ln -sfn "$prefix" "$here/env"
 
 # ---- the packed environment --------------------------------------------------------------------------------------

@@ -177,5 +177,5 @@ builds = [f"{name} {number}" for name in ("cuda", "hip", "xpu") if (number := ge
 print("python", platform.python_version())
 print("torch", torch.__version__, "for", *builds or ["the CPU alone: --torch-index finds builds for GPUs"])
 print("ddp_core", ddp_core.__version__)
-' || fail 1 "the environment does not work (above): run this again, and with other modules if it fails again"
+' || { echo unfinished >"$mark" && fail 1 "the environment does not work (above): run this again, or with other modules"; }
 echo "installed in $prefix; submit: cd $(printf %q "$here") && sbatch job.sl --epochs 3"
