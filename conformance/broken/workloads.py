@@ -328,6 +328,73 @@ class AheadOfTime(Digits):
         time.time = lambda: clock() + 3600
         return super().data(config)
 """,
+    # Rank 1's clock of seconds since its start is three times as fast, and each step takes a while.
+    "fast_clock": """
+class FastClock(Digits):
+    def model(self, config):
+        clock, began = time.monotonic, time.monotonic()
+        if torch.distributed.get_rank() == 1:
+            time.monotonic = lambda: began + 3 * (clock() - began)
+        return super().model(config)
+
+    def schedule(self, step, total_steps, config):
+        time.sleep(0.1)
+        return 1.0
+""",
+    # It is told to stop three times in one step: by its scheduler, and by Ctrl-C, which reaches it from its launcher, too.
+    "told_thrice": """
+import signal
+
+class ToldThrice(Digits):
+    def schedule(self, step, total_steps, config):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT) if step == 5 else ():
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)
+        return 1.0
+""",
+    # Says in what numbers its rows come, and how many of them at once.
+    "tells_of_its_rows": """
+class TellsOfItsRows(Digits):
+    def forward(self, model, batch):
+        if not (batch[0].dtype == torch.float32 and (batch[0][:, :1] * 2**12 % 2 == 1).all()):
+            print("rounded rows")
+        if len(batch[0]) != 2:  # the first ones are tried
+            print("rows", "training" if torch.is_grad_enabled() else "held-out", len(batch[0]))
+        return model(batch[0])
+
+    def data(self, config):
+        rows = super().data(config)
+        for each in rows:
+            each.columns[0][:, 0] = 1 + 2**-12  # which neither bf16 nor fp16 has
+        return rows
+""",
+    # 300 MB of rows in a file, in half the precision of the run. Tells how much memory of its own it has taken at step 1.
+    "maps_rows": """
+from pathlib import Path
+from ddp_core.data import Rows, mapped
+
+
+def own_memory():
+    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) // 1024
+
+
+class MapsRows(Digits):
+    def flags(self, add):
+        add("--file")
+
+    def data(self, config):
+        images = mapped(config.file, torch.float16).view(-1, 64 * 1024)
+        self.before = own_memory()
+        return Rows(images, torch.zeros(len(images), dtype=torch.long)), None
+
+    def forward(self, model, batch):
+        return model(batch[0][:, :64])
+
+    def schedule(self, step, total_steps, config):
+        if step == 1:
+            print("megabytes", own_memory() - self.before)
+        return 1.0
+""",
     # Each step takes a while.
     "slow_steps": """
 class SlowSteps(Digits):

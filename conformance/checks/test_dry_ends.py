@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_the_exit_code_is_not_that_of_an_agent_that_srun_has_ended(check, site, 
 def test_the_exit_code_of_an_earlier_start_is_none_of_this_one(check, site, dry):
     """Ranks that are killed record none: what run.jsonl ends with is older."""
     for case in site.cases:
-        for code, when in {137: "", BUS_ERROR: "start"}.items():
+        for code, when in ((137, ""), (BUS_ERROR, "start"), (BUS_ERROR, "")):
             run = dry.case(case, code=code, recorded=75, fails=when)
             check.equal(**{f"exit_code_of_{case.name}_whose_ranks_end_with_{code}": (run.code, code)})
             check.holds(*(f"{case.name}: {call.text}, but should not" for call in new_starts(run)))
@@ -177,6 +178,9 @@ def test_the_jobs_of_an_array_are_jobs_of_their_own(check, site, dry):
             ]
             named = sorted({dry.shown(word) for word in words if re.search(rf"\b{OTHER}\b", word)})
             violations += [f"{script.name} in an array: {word}, but should be named for the job: {FIRST}" for word in named]
+        # By the array's number all of its jobs would be stopped, and come back.
+        told = [call.text for call in new_starts(dry.job(script, environ=array, code=75)) if OTHER in call.words]
+        violations += [f"{script.name} in an array: {each}, but should name the job: {FIRST}" for each in told]
     check.holds(*violations)
 
 
@@ -433,10 +437,13 @@ def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
         if run.trained and run.trained[0].environ.get("NCCL_NET") == "Socket":
             violations.append(f"{script.name}, whose network plugin does not load: {ending(dry, run)}, but should be 3")
     for case in site.cases:
-        for call in dry.case(case).trained[:1] if case.nodes > 1 else ():
+        nodes = 2 if case.install is not None else case.nodes
+        if nodes > case.nodes and (run := dry.case(case, nodes=nodes)).code:
+            violations.append(f"{case.name} on {nodes} nodes: {ending(dry, run)}, but should be 0")
+        for call in dry.case(case, nodes=nodes).trained[:1] if nodes > 1 else ():
             if call.environ.get("NCCL_NET", "Socket" if of_a_module else "") == "Socket":
                 net = call.environ.get("NCCL_NET", "unset")
-                violations.append(f"{case.name}: NCCL_NET={net} on {case.nodes} nodes, but should be the fast network's")
+                violations.append(f"{case.name}: NCCL_NET={net} on {nodes} nodes, but should be the fast network's")
     check.holds(*violations)
 
 
@@ -521,6 +528,43 @@ def test_what_users_are_shown_works(check, site, dry):
     for command in re.findall(r"`((?:python3?|torchrun|accelerate) [^`]*\btrain\w*\.py[^`]*)`", readme):
         violations.append(f"README.md: {command!r}: that Python has no ddp_core, but should be the one that install.sh makes")
     check.holds(*violations)
+
+
+@clause("B6")
+def test_each_process_of_each_node_has_a_log_of_its_own(check, site, dry):
+    """NCCL's: on several nodes process numbers repeat. https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"""
+    violations = []
+    for script, environ in chosen(site):
+        for call in dry.job(script, nodes=2, environ=environ).trained[:1]:
+            path = dry.shown(call.environ.get("NCCL_DEBUG_FILE", "%h-%p"))
+            if "%p" not in path or not ("%h" in path or re.match(r"/(tmp|dev/shm)/", path)):
+                violations.append(f"{script.name} with {environ}: NCCL_DEBUG_FILE={path}, but should have %h and %p in it")
+    check.holds(*violations)
+
+
+@clause("B10")
+def test_a_run_is_one_run_of_wandb(check, site, dry):
+    """Online, a requeued job goes on with it, and a run of the same name in another folder is another one."""
+    violations = []
+    for script, environ in [each for each in chosen(site) if "wandb" in " ".join(each[1].values())]:
+        shapes: dict = dict(first=("a", {}), again=("a", dict(restarts=1, code=75)), other=("b", {}))
+        for name, (sweep, shape) in shapes.items():
+            run = dry.job(script, environ=environ, arguments=["--run-dir", f"runs/{sweep}/lr-1"], **shape)
+            shapes[name] = sorted({*re.findall(r"(?m)^wandb run (.*)$", run.output)})
+        if len(shapes["first"]) != 1 or shapes["first"] != shapes["again"] or shapes["first"] == shapes["other"]:
+            told = f"{script.name}: W&B's run is {{first}}, {{again}} when it comes back, and {{other}} in another folder"
+            violations.append(f"{told.format(**shapes)}, but should be one, the same, and another")
+    check.holds(*violations)
+
+
+def chosen(site) -> list[tuple[Path, dict[str, str]]]:
+    """The job script, and the variables that are set for it, of each submission that users are shown."""
+    found = []
+    for _, line in shown(site):
+        words = shlex.split(line)
+        environ = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+        found += [(script, environ) for script in site.job_scripts if script.name in words and environ]
+    return found
 
 
 @clause("B5")

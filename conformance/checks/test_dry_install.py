@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance.cluster import layer
 from conformance.harness.dry_run import (
     LEFT,
     PASSED,
@@ -124,6 +125,34 @@ def test_another_torch_of_the_machine_is_noticed(check, dry):
         run = dry.install(after=(), fails="another torch")
         if run.code == 0 and not made_by(run):
             check.holds("install.sh keeps what it made over torch 2.13.0, but should make it anew over 2.14.0")
+
+
+@clause("B10")
+def test_another_python_of_the_machine_is_noticed(check, dry):
+    """Of the same versions, in another place: the environment would be that of the first, and fail when it is removed."""
+    first = dry.install()
+    makes = [call.path for call in first.calls if call.words[:2] == ["-m", "venv"] and call.path.startswith(f"{dry.top}/bin/")]
+    if makes:
+        run = dry.install(after=(), environ=dict(PATH=f"{dry.other_python}:{dry.top}/bin:/usr/bin:/bin"))
+        if run.code == 0 and not made_by(run):
+            check.holds("install.sh keeps what it made with another python3 in PATH, but should make it anew with today's")
+
+
+@clause("B10")
+def test_an_image_that_is_another_one_today_is_noticed(check, site, dry):
+    """A link to the newest one leads elsewhere after an update, and what was installed is for the first."""
+    path = dry.top / "root" / (layer.image_file(site) or "").lstrip("/")
+    if path.is_file():
+        first, newer = dry.install(), path.with_name(f"newer-{path.name}")
+        path.rename(newer)
+        path.symlink_to(newer)
+        try:
+            job = dry.job(site.job_scripts[0], environ=dict(DRY_RUN_AGAIN="another image"))
+        finally:
+            path.unlink()
+            newer.rename(path)
+        if first.code == 0 and (job.trained or job.code != 3 or "install.sh" not in job.output):
+            check.holds(f"{ending(dry, job)} in another image than install.sh was run for, but should be 3 and name install.sh")
 
 
 @clause("B10")

@@ -41,6 +41,7 @@ MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", 
 # The number of the job, and of another one.
 FIRST, OTHER, LARGE = "4242", "7001", "61234567"  # the last is as large as numbers of jobs are where there have been many
 MOST_SECONDS_OF_WAIT = 600
+OF_A_USER = "/opt/of-a-user/lib"
 
 
 def as_in_job(site, call: Call) -> dict[str, str]:
@@ -298,6 +299,26 @@ def test_the_port_depends_on_the_job(check, site, dry):
                 f"{script.name}: {name}={value}, but should be 1024 to 32767"
                 for value in values
                 if not 1024 <= int(value) < 32768
+            ]
+    check.holds(*violations)
+
+
+# By which the ranks of a job meet: those of another one, in the environment that sbatch takes along.
+LEFT = dict(MASTER_ADDR="elsewhere", MASTER_PORT="29500", DDP_SECRET="0" * 64)
+
+
+@clause("J6")
+def test_ranks_meet_where_their_own_job_says(check, site, dry):
+    """Whatever it was submitted from: a shell with a tutorial's MASTER_PORT, or a job. All these would share one."""
+    violations = []
+    for case in site.cases:
+        for call in dry.case(case, environ=LEFT | case.environment).trained[:1]:
+            kept = [f"{name}={value}" for name, value in LEFT.items() if call.environ.get(name) == value]
+            told = {name for name, _ in case.launch.templates} | (set() if case.launch.mpi else {"DDP_SECRET"})
+            violations += [
+                f"{case.name}: {each[:30]} of the shell that submits, but should be the job's own"
+                for each in kept
+                if each.partition("=")[0] in told
             ]
     check.holds(*violations)
 
@@ -600,23 +621,42 @@ def test_runs_side_by_side_share_the_devices_out(check, site, dry):
     for script in sorted(site.folder.glob("*.py")) if variable else ():
         lines = re.findall(rf"(?m)^    (\S*python {re.escape(script.name)} .*? -- .*?)(?: {{4,}}.*)?$", script.read_text())
         halved = [re.sub(r"--ranks (\d+)", lambda found: f"--ranks {max(1, int(found[1]) // 2)}", line) for line in lines]
-        for line in dict.fromkeys([*lines, *halved]):
+        close = [re.sub(r"(?<=--lr )[\d. ]+\d", "0.00001 0.000012", line) for line in lines]
+        for line in lines[:1]:
+            if not (run := dry.command(script, line, fails="one run")).code:
+                violations.append(f"{line!r}, one of whose runs is killed: {ending(dry, run)}, but should be that run's")
+        for line in dict.fromkeys([*lines, *halved, *close]):
             run = dry.command(script, line)
             started = [
                 call for call in run.calls if call.rank is None and (program(call) or "torch.distributed.run" in call.words)
             ]
             shares = [tuple(call.environ.get(variable, "").split(",")) for call in started]
+            places = [values_of(call.words, "--run-dir")[-1:] for call in started]
             ranks = [int((values_of(call.words, "--nproc-per-node") or ["1"])[0]) for call in started]
             told = f"{line!r}: runs with {variable}={' '.join(map(','.join, shares)) or 'none'}"
             if len(shares) < 2 or any(len(share) != each for share, each in zip(shares, ranks, strict=True)):
                 violations.append(f"{told}, but should be several, each with a device for each of its ranks")
             elif len(taken := [device for share in {*shares} for device in share]) != len({*taken}):
                 violations.append(f"{told}, but should share no device with another")
+            elif len({*map(tuple, places)}) < len(places):
+                violations.append(f"{line!r}: run directories {places}, but should be one each")
             elif len({*taken}) < min(count, sum(ranks)):
                 violations.append(f"{told}, but should use all {count} devices")
-            places = ("--standalone", "--rdzv", "--master")
-            meet = [call for call in started if "torch.distributed.run" in call.words and not any(map(call.text.count, places))]
+            apart = ("--standalone", "--rdzv", "--master")
+            meet = [call for call in started if "torch.distributed.run" in call.words and not any(map(call.text.count, apart))]
             violations += [f"{line!r}: a torchrun without --standalone, but should meet no other"] if meet else []
+    check.holds(*violations)
+
+
+@clause("J9")
+def test_srun_is_told_of_cores_once(check, site, dry):
+    """By masks, or by a number: with both, the environment's too, it binds to half of a mask's cores, or refuses it."""
+    violations = []
+    for case in site.cases:
+        for call in dry.case(case).launches if site.toml["launcher"] == "srun" else ():
+            number = [name for name in ("SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK") if name in call.environ]
+            if re.search(r"--cpu-bind=\S*(mask|map)_cpu", call.text) and number:
+                violations.append(f"{case.name}: srun finds {' and '.join(number)} beside its masks, but should not")
     check.holds(*violations)
 
 
@@ -664,7 +704,7 @@ def cpus_per_task(call: Call, script: Path, site) -> int:
 
 @clause("J3")
 def test_ranks_have_the_paths_that_the_sources_put_together(check, site, dry):
-    """`export A=$B:$A` takes what B is after the modules are loaded: before them it is another's, or empty."""
+    """`export A=$B:$A` takes what B is after the modules are loaded, and before what A was: else it is another's, or empty."""
     facts = [plain(fact) for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
     added = re.findall(r"(?m)^export (\w+)=\$(\w+):\$\1$", "\n".join(facts))
     violations = []
@@ -675,6 +715,11 @@ def test_ranks_have_the_paths_that_the_sources_put_together(check, site, dry):
                     violations.append(
                         f"{script.name} {chosen}: {part}={dry.shown(value)}, but should have it in the ranks' {name}"
                     )
+    for script, (name, _) in itertools.product(trains(site), added):
+        for call in dry.job(script, environ={name: OF_A_USER}).trained[:1]:
+            if len(parts := call.environ[name].strip(":").split(":")) > 1 and parts[-1] != OF_A_USER:
+                told = f"{script.name}: {name}={dry.shown(':'.join(parts))}"
+                violations.append(f"{told}, but should put the new before it, as a fact of [[sources]] does")
     check.holds(*violations)
 
 
@@ -826,9 +871,9 @@ def test_what_a_job_removes_at_its_end_it_removes_however_it_ends(check, site, d
     violations = []
     for script in trains(site):
         removed = {code: {dry.shown(call.text) for call in dry.job(script, code=code).called("rm")} for code in (75, 0, 1)}
-        for code in (0, 1):
-            lost = {text for text in removed[75] - removed[code] if re.search(r" /(tmp|dev/shm)/(?!tmp\.)", text)}
-            violations += [f"{script.name}: no {text} after {code}, but should be, as after 75" for text in sorted(lost)]
+        for code, other in itertools.permutations(removed, 2):
+            lost = {text for text in removed[other] - removed[code] if re.search(r" /(tmp|dev/shm)/(?!tmp\.)", text)}
+            violations += [f"{script.name}: no {text} after {code}, but should be, as after {other}" for text in sorted(lost)]
     check.holds(*violations)
 
 
@@ -857,6 +902,24 @@ def test_caches_are_the_job_s_own(check, site, dry):
                     violations.append(f"{script.name}: {name}={dry.shown(value)}, but should not be in the home directory")
                 elif name != "TMPDIR" and re.match(r"/(tmp|var/tmp|dev/shm)\b", dry.shown(value)) and FIRST not in value:
                     violations.append(f"{script.name}: {name}={dry.shown(value)}, but should have the job's number in it")
+    check.holds(*violations)
+
+
+# Where what a run downloads is kept for the next one. https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables
+# https://docs.pytorch.org/docs/stable/hub.html#where-are-my-downloaded-models-saved
+DOWNLOADS = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME")
+
+
+@clause("B6")
+def test_what_is_downloaded_outlives_the_job(check, site, dry):
+    """In /tmp it fills the memory of each node, and each start fetches it again."""
+    violations = []
+    for script in trains(site):
+        for call in dry.job(script, all_ranks=True).trained[:1]:
+            for name in [name for name in DOWNLOADS if name in call.environ]:
+                place = dry.shown(call.environ[name])
+                if FIRST in place or re.match(r"/(tmp|var/tmp|dev/shm)\b", place):
+                    violations.append(f"{script.name}: {name}={place}, but should be where the next job finds it")
     check.holds(*violations)
 
 

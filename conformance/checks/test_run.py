@@ -8,6 +8,7 @@ same gathered evidence (world.py). The clauses are those of SPEC.md.
 """
 
 import functools
+import gzip
 import json
 import math
 import os
@@ -363,6 +364,14 @@ def test_the_slowest_rank_is_named(check, world, runs, first):
     check.equal(slowest_rank=(run.values("end", "slowest_rank"), [1]))
 
 
+@clause("R12")
+@only(sizes=(2,), devices=("cpu",))
+def test_ranks_whose_clocks_differ_speak_at_the_same_step(check, world, runs, first):
+    """When they next do follows from the slowest one's clock, for all."""
+    run = train_own(world, runs, first, "fast_clock", "--steps-per-epoch 34 --timeout 5", apart=True)
+    ended(check, run, 0)
+
+
 @clause("R13")
 @only(sizes=(2, 4))
 @pytest.mark.parametrize("num_nodes", [1, TWO])
@@ -422,6 +431,22 @@ def test_order_of_more_rows_than_can_be_sorted(check, world, count, first_step, 
         steps = Order(count, 7, G, world.rank, world.size).epoch(2, first, end, torch.device("cpu"))
         shares = world.gather([rows.tolist() for rows in steps])
         check.equal(rows_of_each_rank=(shares, reference.batches(should_be, G, world.size).tolist()))
+
+
+@clause("D4")
+@only(sizes=(1,), devices=("cpu",))
+def test_rows_in_a_file_are_converted_batch_by_batch(check, world, runs, first):
+    """Where they are more than 256 MB, and of another precision than the run's."""
+    file = runs.root / "rows"
+    with open(file, "wb") as rows:
+        rows.truncate(300 * 2**20)
+    path = runs.folder(first, "maps-rows")
+    flags = f"{own_file(world, runs, 'maps_rows')} --file {file} --epochs 1 --steps-per-epoch 2 --global-batch-size 8"
+    run = world.alone(first, path, flags)
+    file.unlink()
+    done(check, run)
+    megabytes = int((re.findall(r"megabytes (\d+)", run.output[0]) or [-1])[0])
+    check.equal(copied=(not 0 <= megabytes < 200, False))
 
 
 # ---- losses -------------------------------------------------------------------------------------------------------
@@ -738,6 +763,11 @@ def train_own(world, runs, launch, name: str, flags: str = "", **told):
     return world.train(launch, path, f"{workload} --epochs 1 {flags}", **told)
 
 
+def as_downloaded(path: Path) -> None:
+    path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+
+
 def own_file(world, runs, name: str) -> str:
     file = runs.root / "workloads" / f"{name}.py"
     world.on_rank_0(lambda: [file.parent.mkdir(exist_ok=True), file.write_text(WORKLOADS[name])])
@@ -775,6 +805,27 @@ def test_products_are_rounded_as_was_asked_for(check, world, first, runs, precis
     check.equal(numbers_of_the_snapshot=(kinds, {"F32"}))
 
 
+@clause("L20")
+@only(sizes=(1,))
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_rows_are_not_rounded(check, world, runs, first, precision):
+    """Autocast rounds what enters a product; a target, and what a model computes otherwise, it does not."""
+    run = train_own(world, runs, first, "tells_of_its_rows", f"--precision {precision} --steps-per-epoch 2")
+    done(check, run)
+    check.equal(rounded=("rounded rows" in run.output[0], False))
+
+
+@clause("L4")
+@only(sizes=(1, 2))
+def test_held_out_rows_come_no_more_at_once_than_others(check, world, runs, first):
+    """Whose micro-batches are small has no memory for more."""
+    run = train_own(world, runs, first, "tells_of_its_rows", "--accumulate 6 --steps-per-epoch 2")
+    done(check, run)
+    counts = {kind: [*map(int, re.findall(rf"rows {kind} (\d+)", run.output[-1]))] for kind in ("training", "held-out")}
+    most = {kind: max(each, default=0) for kind, each in counts.items()}
+    check.equal(rows_at_once=(most, dict.fromkeys(most, G // world.size // 6)))
+
+
 @clause("L19", "S5", "S9")
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name", anchors.CASES)
@@ -782,6 +833,7 @@ def test_the_other_workloads_are_a_plain_loop_s(check, world, first, runs, name)
     """What is recorded and what is kept as the best, for regression, mnist and gpt."""
     case, data = anchors.CASES[name], runs.root / f"data-{name}"
     should_be = world.on_rank_0(lambda: anchors.train(case, data, world.size))
+    world.on_rank_0(lambda: [as_downloaded(path) for path in sorted(data.glob("*-ubyte"))])
     run = world.train(first, runs.folder(first, f"L19-{name}"), f"--precision fp64 {case.flags.format(data=data)}")
     done(check["L19"], run)
     recorded = {key: run.values("step", key) for key in ("loss", "grad_norm")}
@@ -1014,6 +1066,17 @@ def test_from_one_file_to_a_set_and_back(check, world, runs, first):
     check.close(run.losses[:42], golden.load()["losses"], T1)
 
 
+@clause("S13")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_set_is_moved_aside_whole(check, world, runs, first):
+    """--fresh keeps the older run, and the new one sweeps away what no index names."""
+    path = runs.folder(first, "set-aside")
+    done(check, *(world.train(first, path, f"{SHORT} {SETS} {flags}") for flags in ("", "--seed 1 --fresh")))
+    index = json.loads((path / f"old-1/{SNAPSHOT}.index.json").read_text())
+    lost = sorted({name for name in index["weight_map"].values() if not (path / "old-1" / name).exists()})
+    check.equal(files_that_are_not_there=(lost, []))
+
+
 @clause("S4")
 def test_every_launcher_of_every_site_writes_the_same_bytes(check, world, launch, runs, first):
     for precision in (FP64, FP32):
@@ -1060,6 +1123,7 @@ def test_the_best_model_is_kept_though_no_snapshot_is_due(check, world, runs, fi
     file = path / "best.safetensors"
     best = world.on_rank_0(lambda: take_apart(file)["document"]["epochs_run"] if file.exists() else 0)
     check.equal(rises_at_last=(losses[-1] > min(losses), True), epochs_of_the_best=(best, losses.index(min(losses)) + 1))
+    check.equal(snapshots_on_record=(run.values("snapshot", "step"), [42]))  # a killed run would be asked for more
 
 
 # ---- continue -----------------------------------------------------------------------------------------------------
@@ -1087,6 +1151,15 @@ def test_other_signals_stop_it_too(check, world, runs, first, number):
     """A cancelled job, and Ctrl-C."""
     path, at = runs.folder(first, number.name), '"kind":"step"'
     run = world.train(first, path, long(world)[0], kill_ranks=(1,), kill_at=at, kill_by=number)
+    ended(check, run, 75)
+    check.equal(saved=(run.values("snapshot", "step")[-1:], run.values("end", "step")))
+
+
+@clause("X2")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_another_signal_while_it_stops_costs_nothing(check, world, runs, first):
+    """One Ctrl-C under torchrun is two signals; a scheduler may send one before."""
+    run = train_own(world, runs, first, "told_thrice", apart=True)
     ended(check, run, 75)
     check.equal(saved=(run.values("snapshot", "step")[-1:], run.values("end", "step")))
 

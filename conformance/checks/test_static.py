@@ -28,6 +28,7 @@ from conformance.harness.shell import (
     DIRECTIVE,
     GENERAL,
     NEARLY,
+    OPTIONS,
     PERSONAL,
     PLACEHOLDER,
     SOURCE,
@@ -470,7 +471,7 @@ def test_values_are_those_of_the_sources(check, site):
 
 @clause("J3")
 def test_what_the_sources_ask_of_a_job_the_site_asks(check, site):
-    """The directives among their facts, the order in which these load modules, and in which they put a path together."""
+    """The directives among their facts, and the order in which these load modules."""
     facts = [plain(fact) for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
     asked = {match[1] for fact in facts if (match := re.match(r"#SBATCH --([a-z-]+)", fact))}
     lost = asked - {option for script in map(Script, site.job_scripts) for option in script.options}
@@ -480,17 +481,31 @@ def test_what_the_sources_ask_of_a_job_the_site_asks(check, site):
     if here != sorted(here, key=loaded.index):
         order = " ".join(sorted(here, key=loaded.index))
         violations.append(f"modules {' '.join(here)}, but should be in the order of the facts of [[sources]]: {order}")
-    added = {name: added_to(name, value) for name, value in re.findall(r"(?m)^export (\w+)=(.*)$", "\n".join(facts))}
-    for script in map(Script, site.scripts):
-        for line, name in script.exports:
-            if {added_to(name, plain(line.text).partition(f"{name}=")[2]), added.get(name)} == {"before it", "behind it"}:
-                violations.append(at(script, line, f"put the new {added[name]}, as a fact of [[sources]] does"))
     check.holds(*violations)
 
 
-def added_to(name: str, value: str) -> str:
-    """Where the new parts of a path stand."""
-    return "behind it" if value.startswith(f"${name}:") else "before it" if value.endswith(f":${name}") else ""
+@clause("B10")
+def test_options_of_the_scheduler_stand_before_the_script(check, site):
+    """Wherever users are shown a submission: behind the script they are words for train.py, which refuses them."""
+    pattern = r"\bsbatch(?: [^\s`]+)*? [\w./-]+\.(?:sl|sh)((?: +-{1,2}[\w-]+(?:[= ][^\s`-][^\s`]*)?)+)"
+    own = {*OPTIONS["sbatch"].split()} - {"help", "profile"}  # which train.py has, too
+    violations = []
+    for path in (site.folder / "README.md", *site.scripts):
+        for words in re.findall(pattern, " ".join(re.sub(r"(?m)^ *#+ ", "", path.read_text()).split())):
+            wrong = [name for name in re.findall(r"(?<= )--?([\w-]+)", words) if name in own]
+            violations += [f"{path.name}: --{name} behind the script, but should stand before it: sbatch's" for name in wrong]
+    check.holds(*violations)
+
+
+@clause("B6")
+def test_nothing_is_removed_that_a_user_may_have_named(check, site):
+    """`NAME=${NAME:-...}` takes the user's own folder, in which more may lie than what the script has put there."""
+    violations = []
+    for script in map(Script, site.scripts):
+        for name in {*re.findall(r"\b([A-Z_]+)=\"?\$\{\1:?-", script.text)}:
+            if re.search(rf"\brm -\w*r\w*[^\n;|&]* \"?\$\{{?{name}\}}?[\"'\s/]", script.text):
+                violations.append(f"{script.path.name} removes ${name}, which a user may have set, but should what it has made")
+    check.holds(*violations)
 
 
 @clause("F10")

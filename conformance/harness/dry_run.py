@@ -41,10 +41,10 @@ SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD", "GITHUB_PAT", "SESSION_JW
 ARGUMENTS = ("--epochs", "3", "--data-dir", "two words", "--note", "*")
 # A dry run. event: warning, stop, limit or cancelled, while it trains; pause: it is deleted between two launches. progress:
 # whether it trains a step; fails: a command that does, `start` its ranks before they record anything, `image` theirs after
-# they have saved; install: the flags of install.sh, None where it has not run; beside: folders of another job; halves: files
-# that a killed start has left; planted: `open` or `link`, and a path below root/; shared: whether nodes are; modules_set:
-# whether modules set what site.toml says; spare: whether there are nodes to spare, and the first is down, or "later" when
-# ranks have been there; started: how often PBS has started this job.
+# they have saved, `one run` of several; install: the flags of install.sh, None where it has not run; beside: folders of
+# another job; halves: files that a killed start has left; planted: `open` or `link`, and a path below root/; shared: whether
+# nodes are; modules_set: whether modules set what site.toml says; spare: whether there are nodes to spare, and the first is
+# down, or "later" when ranks have been there; started: how often PBS has started this job.
 STANDARD: dict = dict(number="4242", restarts=0, code=0, all_ranks=False, event="", progress=True, shared=False, fails="")
 STANDARD |= dict(environ={}, options={}, edit={}, ntasks=0, arguments=ARGUMENTS, install=(), install_fails="", case=None)
 STANDARD |= dict(beside=(), halves=(), planted=(), modules_set=True, spare=False, recorded=None, started=1)
@@ -78,6 +78,17 @@ def main(words=None):
     if code:
         raise ChildFailedError(code)
 """
+# It says which run it is of: two of one name would be one to W&B.
+WANDB = """
+class Run:
+    step = 0
+    log = finish = lambda *_, **__: None
+def init(id, **told):
+    print("wandb run", id, flush=True)
+    return Run()
+class Settings:
+    def __init__(self, **told): pass
+"""
 BOARD = "class SummaryWriter:\n    def __init__(self, folder): pass\n    add_text = add_scalar = close = lambda *values: None\n"
 PACKAGES = {
     "../torch/torch/__init__.py": "import os\nfrom . import cuda, version\n"
@@ -95,6 +106,7 @@ PACKAGES = {
     "safetensors/__init__.py": "__version__ = '0.5'\n",
     "safetensors/torch.py": "",
     "numpy/__init__.py": "__version__ = '2.0'\n",
+    "wandb/__init__.py": WANDB,
     "../core-of/ddp_core/__init__.py": "__version__ = '0.2.0'\n",
     "horovod/__init__.py": "__version__ = '0.28.1'\n",
     "horovod/torch.py": "def gloo_built(): return True\ndef nccl_built(): return True\n",
@@ -107,7 +119,8 @@ PACKAGES = {
     "if os.environ['DRY_RUN_FAILS'] == 'old python':\n"
     "    sys.version_info, sys.version = (3, 9, 0, 'final', 0), '3.9.0 ' + sys.version.partition(' ')[2]\n"
     "prefix = os.path.dirname(os.path.dirname(sys.executable))\n"
-    "sys.prefix = prefix if os.path.exists(f'{prefix}/bin/activate') else sys.prefix\n",
+    "sys.prefix = prefix\n"
+    "sys.base_prefix = sys.base_prefix if os.path.exists(f'{prefix}/bin/activate') else prefix\n",
 }
 
 
@@ -313,6 +326,16 @@ class DryRuns:
         self.installed: dict = {}
 
     @property
+    def other_python(self) -> Path:
+        """The folder of another Python, of the same versions."""
+        folder = self.top / "other/bin"
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            for name in ("python", "python3", "python3.11", "python3.12"):
+                shutil.copy(self.top / "bin/python3", folder / name)
+        return folder
+
+    @property
     def python(self) -> str:
         return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
@@ -339,15 +362,16 @@ class DryRuns:
         after_fails: str = "",
         left: bool = False,
         linked: bool = False,
+        environ: dict[str, str] | None = None,
     ) -> DryRun:
         """install.sh. fails: the command that does not succeed, or "killed at 2" for what makes the second part; planted: a
         folder with somebody's file, where it installs; after: the flags that it was run with before, and after_fails, what
-        failed then; left: whether a file LEFT is among the packages of that time; linked: whether its folder was moved since,
-        and a link stands there."""
+        failed then; environ: the user's of today; left: whether a file LEFT is among the packages of that time; linked:
+        whether its folder was moved since, and a link stands there."""
         key: tuple = ("install", *flags, fails, planted, case and case.name)
         if after is not None:
             first = self.install(*after, fails=after_fails)
-            key = ("again", *after, after_fails, left, linked, "then", *key)
+            key = ("again", *after, after_fails, left, linked, repr(environ), "then", *key)
         if key not in self.made:
             self._restore(self.pristine if after is None else self.installed["install", *after, after_fails, "", None])
             self._edit(case)
@@ -362,7 +386,7 @@ class DryRuns:
                 (self.top / planted / "mine").write_text("somebody's own\n")
             moved = [f"{self.top}/root{flag}" if flag.startswith("/") else flag for flag in flags]
             words = [str(self.folder / "install.sh"), *moved]
-            self.made[key] = self._run("install.sh", words, self.folder, {}, STANDARD | dict(fails=fails))
+            self.made[key] = self._run("install.sh", words, self.folder, environ or {}, STANDARD | dict(fails=fails))
             if after is None:
                 self.installed[key] = self._keep(f"installed-{len(self.installed)}")
         return self.made[key]
@@ -399,10 +423,11 @@ class DryRuns:
             for path in told["beside"]:
                 (self.top / path).mkdir(parents=True, exist_ok=True)
                 (self.top / path / "file").write_text("another job's\n")
-                half = self.top / path / "bin/python"  # of an environment that was not unpacked to its end
-                half.parent.mkdir(exist_ok=True)
-                half.write_text("#!/bin/sh\nexit 1\n")
-                half.chmod(0o755)
+                for name in ("python", "conda-unpack"):  # of an environment that was not unpacked to its end
+                    half = self.top / path / "bin" / name
+                    half.parent.mkdir(exist_ok=True)
+                    half.write_text("#!/bin/sh\nexit 1\n")
+                    half.chmod(0o755)
             if told["recorded"] is not None:
                 told["arguments"] = [*told["arguments"], "--run-dir", str(self._recorded(told["recorded"]))]
             slurm = self.site.toml["scheduler"] == "slurm"
@@ -445,7 +470,7 @@ class DryRuns:
         elif kind:
             shutil.rmtree(place, ignore_errors=True)  # the job may have removed it
 
-    def command(self, script: Path, line: str, *flags: str) -> DryRun:
+    def command(self, script: Path, line: str, *flags: str, fails: str = "") -> DryRun:
         """A command with a script in it, as a user types it in an allocation, in the site's folder; ARGUMENTS follow it.
 
         flags: those of install.sh before it.
@@ -459,9 +484,8 @@ class DryRuns:
                 {node["device_environment"]: ",".join(map(str, range(node["devices"])))} if "device_environment" in node else {}
             )
             environ |= devices
-        return self._run(
-            script.name, ["-c", f'{line} "$@"', script.name, *ARGUMENTS], self.folder, environ, STANDARD | dict(nodes=1)
-        )
+        words = ["-c", f'{line} "$@"', script.name, *ARGUMENTS]
+        return self._run(script.name, words, self.folder, environ, STANDARD | dict(nodes=1, fails=fails))
 
     def case(self, case: Case, **shape) -> DryRun:
         """A choice that a job script marks."""
@@ -503,6 +527,8 @@ class DryRuns:
             NPROCS=told["ntasks"] or each * nodes,
             CPUS_ON_NODE=self.site.toml["node"]["cores"],
         )
+        # Of newer releases; srun's own environment overrules what its masks say.
+        own |= {"TRES_PER_TASK": f"cpu={options['cpus-per-task']}"} if "cpus-per-task" in options else {}
         for name, variable in {
             "cpus-per-task": "CPUS_PER_TASK",
             "gpus-per-node": "GPUS_PER_NODE",
@@ -541,7 +567,9 @@ class DryRuns:
             launcher_environment=dict(site.launches[0].templates),
         )
         facts |= dict(ranks_per_node=site.toml["job"]["ranks_per_node"], devices=node["devices"], interfaces=node["interfaces"])
-        facts |= dict(image=software.get("image", ""), device_environment=node.get("device_environment", ""))
+        image = software.get("image", "")
+        sets_there = dict(word.split("=", 1) for word in layer.provided(site, image) if "=" in word) if image else {}
+        facts |= dict(image=image, image_sets=sets_there, device_environment=node.get("device_environment", ""))
         facts |= dict(stop=site.toml.get("stop", "").format(job=told["number"], number=told["number"]))
         # In an interactive job most of it may be used already.
         limit, used = ("01:01:10", "01:00:10") if told["event"] == "limit" else (OF_PBS["walltime"], "00:00:10")

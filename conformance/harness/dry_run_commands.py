@@ -213,12 +213,21 @@ def python(name: str, words: list[str]) -> int:
         print(f"{name}: can't open file {rest[0]!r}: [Errno 2] No such file or directory", file=sys.stderr)
         return 2
     if os.path.basename(program).startswith("train"):
+        if FACTS["fails"] == "one run" and not os.path.exists(f"{TOP}/calls/lost"):
+            open(f"{TOP}/calls/lost", "w").close()
+            os.kill(os.getpid(), _signal.SIGKILL)
         return train(rest[1:]) if "DRY_RUN_RANK" in os.environ else 0
-    # A program of the site's that is no training: torchrun's agent, a writer of metrics.
+    return beside(program, words)
+
+
+def beside(program: str, words: list[str]) -> int:
+    """A program that is no training. The site's own are run: torchrun's agent, a writer of metrics."""
     if FACTS["fails"] == "beside" and "DRY_RUN_RANK" not in os.environ:
         _signal.signal(TERM, _signal.SIG_IGN)
         time.sleep(10**6)
-    return real(words) if os.path.realpath(program).startswith(f"{TOP}/sites/") and program.endswith(".py") else 0
+    if not (os.path.realpath(program).startswith(f"{TOP}/sites/") and program.endswith(".py")):
+        return 0
+    return real(words, alone="DRY_RUN_LAUNCHER" not in os.environ)
 
 
 def run_module(module: str, arguments: list[str]) -> int:
@@ -234,8 +243,9 @@ def run_module(module: str, arguments: list[str]) -> int:
     return 0
 
 
-def real(words: list[str]) -> int:
-    """This machine's Python. What was installed is there, with nothing in it."""
+def real(words: list[str], alone: bool = False) -> int:
+    """This machine's Python. What was installed is there, with nothing in it. alone: in the place of this process, which a
+    script has the number of."""
     own = os.path.exists(f"{os.path.dirname(sys.argv[1])}/activate")  # the machine's does not see what is installed in another
     torch = FACTS["torch"] or (own and os.path.exists(f"{TOP}/sites/.has-torch"))
     there = {"old-torch": FACTS["fails"] == "old torch"} | dict(torch=torch)
@@ -247,6 +257,8 @@ def real(words: list[str]) -> int:
         DRY_RUN_FAILS=FACTS["fails"],
         DRY_RUN_DEVICES=str(FACTS["devices"]),
     )
+    if alone:
+        os.execve(FACTS["python"], [FACTS["python"], *words], os.environ | told)
     return runs(FACTS["python"], *words, environment=os.environ | told)
 
 
@@ -287,16 +299,33 @@ def train(arguments: list[str]) -> int:
     with open("/proc/self/status") as file:
         NOTES["ignored"] = int(file.read().partition("SigIgn:")[2].split()[0], 16)
     if os.environ["DRY_RUN_RANK"] == "0" and FACTS["fails"] != "start":
+        of_ranks = {*below(int(os.environ["DRY_RUN_LAUNCHER"]))}
+        for process in [process for process in below(job_script()) if process not in of_ranks and is_program(process)]:
+            hears(process)
         if FACTS["event"] not in ("", "pause") and not heard(FACTS["event"]):
             code = 1
         folder, began = run_dir(arguments), 0 if FACTS["progress"] else 5
         os.makedirs(folder, exist_ok=True)
         with open(f"{folder}/run.jsonl", "a") as file:
-            file.write(f'{{"kind":"start","step":{began},"epoch":{began and 1}}}\n')
+            file.write(f'{{"kind":"start","step":{began},"epoch":{began and 1},"config":{{}}}}\n')
             ended = 75 if FACTS["fails"] == "image" else code  # it has saved, and the image is gone before it has left
             if ended <= 128:  # else it was killed
                 file.write(f'{{"kind":"end","exit_code":{ended},"step":5,"epoch":1}}\n')
     return code
+
+
+def hears(process: int) -> None:
+    """Waits until a program beside the ranks bears SIGTERM, if it ever does: a training lasts longer than its imports."""
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        try:
+            with open(f"/proc/{process}/status") as file:
+                state = file.read()
+        except OSError:  # it has ended
+            return
+        if "State:\tZ" in state or int(state.partition("SigCgt:")[2].split()[0], 16) & 1 << TERM - 1:
+            return
+        time.sleep(0.02)
 
 
 def heard(event: str) -> bool:
@@ -487,6 +516,7 @@ def container(name: str, words: list[str]) -> int:
         for prefix in ("SINGULARITYENV_", "APPTAINERENV_"):
             if key.startswith(prefix):
                 environ[key.removeprefix(prefix)] = value
+    environ |= FACTS["image_sets"]
     environ["APPTAINER_CONTAINER"] = environ["SINGULARITY_CONTAINER"] = environ["DRY_RUN_IMAGE"] = (
         rest[images[0]] if images else first(split(words)[0], "--image", "-i")
     )

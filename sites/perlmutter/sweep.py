@@ -73,7 +73,8 @@ def main() -> int:
     runs = [(min(losses), len(losses), run) for run in flags.folder.glob("lr-*") if (losses := held_out_losses(run))]
     for loss, epochs, run_dir in sorted(runs):
         print(f"held-out loss {loss:.6f} at best, {epochs} epochs, {run_dir}")
-    return max((code for code, _ in ends), default=0) or max((code for _, code in ends), default=0)
+    codes = [*(code for code, _ in ends), *(code for _, code in ends)]
+    return next((code if code > 0 else 128 - code for code in codes if code), 0)  # of a signal as a shell has it
 
 
 if __name__ == "__main__":
