@@ -352,6 +352,24 @@ class ToldThrice(Digits):
             time.sleep(0.05)
         return 1.0
 """,
+    # It is told to stop in the last step of its first epoch.
+    "told_at_an_end": """
+import signal
+
+class ToldAtAnEnd(Digits):
+    def schedule(self, step, total_steps, config):
+        if step == 13:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return 1.0
+""",
+    # Not under the seed, more than a megabyte, and with its columns one behind the other in memory.
+    "transposed": """
+class Transposed(Digits):
+    def model(self, config):
+        layer = nn.Linear(64, 8000)
+        layer.weight = nn.Parameter(torch.randn(64, 8000, generator=torch.Generator().manual_seed(os.getpid())).t() / 8)
+        return nn.Sequential(layer, nn.Tanh(), nn.Linear(8000, 10))
+""",
     # Says in what numbers its rows come, and how many of them at once.
     "tells_of_its_rows": """
 class TellsOfItsRows(Digits):

@@ -76,6 +76,9 @@ def test_the_exit_code_of_an_earlier_start_is_none_of_this_one(check, site, dry)
             run = dry.case(case, code=code, recorded=75, fails=when)
             check.equal(**{f"exit_code_of_{case.name}_whose_ranks_end_with_{code}": (run.code, code)})
             check.holds(*(f"{case.name}: {call.text}, but should not" for call in new_starts(run)))
+        run = dry.case(case, code=75, recorded=0, arguments=["--fresh"])  # which begins another record
+        check.equal(**{f"exit_code_of_{case.name}_--fresh": (run.code, 75)})
+        check.equal(**{f"new_starts_of_{case.name}_--fresh": (len(new_starts(run)), 1)})
 
 
 @clause("J2")
@@ -83,7 +86,9 @@ def test_the_exit_code_is_not_that_of_an_image_that_is_gone(check, site, dry):
     """Apptainer without setuid mounts it by a process that Slurm's USR1 ends: ranks that have saved leave with a bus error."""
     for case in site.cases:
         if dry.case(case).called("apptainer"):
-            check.equal(**{f"exit_code_of_{case.name}": (dry.case(case, code=BUS_ERROR, fails="image").code, 75)})
+            for words in (ARGUMENTS, ("--run-dir", "runs/mine")):
+                run = dry.case(case, code=BUS_ERROR, fails="image", arguments=words)
+                check.equal(**{f"exit_code_of_{case.name}_{' '.join(words)}": (run.code, 75)})
 
 
 @clause("J10")
@@ -399,6 +404,18 @@ def test_another_number_of_ranks_is_started_or_refused(check, site, dry):
         ranks = {call.environ["DRY_RUN_RANKS"] for call in run.trained}
         if not (run.code == 0 and len(run.trained) == 3 and ranks == {"3"}):
             violations += refused(dry, run, f"{script.name} with --ntasks=3", "")
+    check.holds(*violations)
+
+
+@clause("B11")
+def test_devices_may_be_asked_for_by_their_type(check, site, dry):
+    """sbatch --gpus-per-node=a100:4, where a machine has several types."""
+    violations = []
+    for script in trains(site):
+        if (devices := Script(script).options.get("gpus-per-node", "")).isdecimal():
+            run = dry.job(script, options={"gpus-per-node": f"a100:{devices}"})
+            if run.code or not run.trained:
+                violations.append(f"{script.name} with --gpus-per-node=a100:{devices}: {ending(dry, run)}, but should be 0")
     check.holds(*violations)
 
 

@@ -197,6 +197,16 @@ def test_what_is_made_anew_has_nothing_of_the_first(check, site, dry):
 
 
 @clause("B10")
+def test_the_core_is_installed_though_one_of_its_version_is_there(check, dry):
+    """Of a wheel or a URL pip says that it is there already, without a word under --quiet, and jobs train with the old one."""
+    run = dry.install(after=(), left=True)
+    for call, words in pips(run):
+        if any(word.rstrip("/").endswith("core") for word in words) and not {"--force-reinstall", "--upgrade", "-U"} & {*words}:
+            there = call.notes.get("there", [])
+            check.equal(ddp_core_that_pip_finds_there=([*map(dry.shown, there)], []))
+
+
+@clause("B10")
 def test_in_another_place_it_is_the_one_that_jobs_find(check, dry):
     """A link that leads to the environment, leads to the new one. `ln -sf` puts the new link into the folder of the first."""
     violations = []
@@ -296,8 +306,15 @@ def test_what_is_too_old_is_refused_before_anything_is_installed(check, dry, wha
 
 
 @clause("B10")
-def test_a_module_that_is_missing_ends_it_before_anything_is_installed(check, dry):
+def test_a_module_that_is_missing_ends_it_before_anything_is_installed(check, site, dry):
     """After an upgrade of the machine: what is made with half of the modules fails later, and elsewhere."""
+    line = re.search(r"^modules=\(.*\)$", (site.folder / site.toml["submit"]).read_text(), re.MULTILINE)
+    if line:  # of several each, and not the last one alone
+        edit = {line[0]: f"{line[0][:-1]} another/1.0 another/2.0)".replace("( ", "(")}
+        case = replace(site.cases[0], name="several modules", script=site.toml["submit"], edit=edit)
+        run = dry.install(fails="module another/1.0", case=case)
+        if run.code != 3 or made_by(run):
+            check.holds(f"install.sh without another/1.0 of two modules: {ending(dry, run)}, but should be 3 before anything")
     loads = [call for call in dry.install().called("module-call") if "load" in call.words]
     run = dry.install(fails="module") if loads else None
     names = {word.partition("/")[0] for call in loads for word in call.words[1:]}

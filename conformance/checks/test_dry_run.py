@@ -38,8 +38,8 @@ clause = pytest.mark.clause
 OWN_FLAGS = {"--device", "--backend", "--run-dir", "--new-run-dir", "--grace", "--reduction", "--workers", "--debug"}
 # What hides devices from a rank, and puts them into another order.
 MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
-# The number of the job, and of another one.
-FIRST, OTHER, LARGE = "4242", "7001", "61234567"  # the last is as large as numbers of jobs are where there have been many
+# The numbers of the job, of another one, and one as large as where there have been many, which ends in what is no octal one.
+FIRST, OTHER, LARGE = "4242", "7001", "61230899"
 MOST_SECONDS_OF_WAIT = 600
 OF_A_USER = "/opt/of-a-user/lib"
 
@@ -294,6 +294,8 @@ def test_the_port_depends_on_the_job(check, site, dry):
         tasks = [ports(site, dry.job(script, number=number, environ=array)) for number in (FIRST, OTHER) if array]
         same += [f"{name} of an array" for name in tasks[0] if tasks[0][name] == tasks[1].get(name)] if array else []
         violations += [f"{script.name}: {name} is one in job {FIRST} and in job {OTHER}, but should differ" for name in same]
+        lost = [name for name in first if name not in large]
+        violations += [f"{script.name}: no {name} in job {LARGE}, but should be one" for name in lost]
         for name, values in (*first.items(), *large.items()):
             violations += [
                 f"{script.name}: {name}={value}, but should be 1024 to 32767"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance.broken.workloads import WORKLOADS
 from conformance.golden import make as golden
 from conformance.harness.check import T1
 from conformance.harness.sites import ROOT, without_launcher
@@ -42,6 +43,7 @@ def test_an_extra_runs_as_the_site_says(check, site, extra, tmp_path):
         check["E1"].equal(**{f"printed_{line!r}": (line in result.stdout.splitlines(), True)})
     if extra.get("golden"):
         trains_the_reference_run(check["E2"], run_dir)
+        trains_what_no_row_asks_for(check["E2"], extra, tmp_path)
 
 
 @pytest.mark.timeout(300)
@@ -51,6 +53,7 @@ def test_it_does_with_a_stand_in_for_its_library(check, site, imitated, tmp_path
     result = start(imitated["command"], tmp_path, run_dir, 180, PYTHONPATH=str(STAND_INS))
     check.equal(**{f"exit_code_of_{imitated['name']}": told(result, 0)})
     trains_the_reference_run(check, run_dir)
+    trains_what_no_row_asks_for(check, imitated, tmp_path, PYTHONPATH=str(STAND_INS))
 
 
 def copied(site, folder: Path) -> Path:
@@ -65,6 +68,15 @@ def trains_the_reference_run(check, run_dir: Path) -> None:
     losses, should_be = Run(run_dir, [], [], [], [], read_records(run_dir)).losses, golden.load()["losses"]
     check.equal(steps=(len(losses), len(should_be)))
     check.close(losses, should_be, T1)
+
+
+def trains_what_no_row_asks_for(check, extra: dict, folder: Path, **variables) -> None:
+    """Where it takes a workload: one whose parameters have no gradient in some steps, as any library must be told."""
+    if "--workload" in extra["command"]:
+        (file := folder / "experts.py").write_text(WORKLOADS["experts"])
+        command = [*extra["command"], "--workload", str(file), "--epochs", "1"]
+        ended = start(command, folder, folder / "experts", 180, **variables)
+        check.equal(**{f"exit_code_of_{extra['name']}_with_unused_parameters": told(ended, 0)})
 
 
 # What users have in their shells for other programs.

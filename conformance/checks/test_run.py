@@ -53,6 +53,7 @@ DRAWS = "--workload {noisy} --dropout 0.2 --jitter 0.1"
 # All that a run must remember: where its loader is, what was drawn, buffers, an optimizer's own step, and a schedule's.
 ALL = f"{DRAWS} --batch-norm --workers 1 --optimizer adamw --clip-norm 1 --accumulate 2 --warmup-steps 9 --lr-schedule cosine"
 SHORT = "--workload digits --epochs 1 --steps-per-epoch 1"
+REDUCTIONS = ("ddp", "flat", "canonical")
 G = 96  # the reference run's global batch
 TWO = pytest.param(2, marks=only(sizes=(2, 4), mpi=False, devices=("cpu",)))  # nodes, made of the ranks of one
 SNAPSHOT, LOG = "snapshot.safetensors", "run.jsonl"
@@ -728,8 +729,7 @@ def test_what_depends_on_the_world_size_is_said(check, world, runs, first):
 @clause("L18")
 @only(sizes=(2, 4))
 def test_all_ranks_begin_with_the_numbers_of_rank_0(check, world, runs, first):
-    run = train_own(world, runs, first, "unseeded")
-    done(check, run)
+    done(check, *(train_own(world, runs, first, name, apart=True) for name in ("unseeded", "transposed")))
 
 
 @clause("L18")
@@ -746,11 +746,13 @@ def test_all_ranks_go_on_with_the_buffers_of_rank_0(check, world, runs, first, r
 @only(sizes=(2, 4))
 def test_parameters_that_no_row_asks_for_are_left_alone(check, world, runs, first):
     """Of six experts each row asks for one, and for the last none does: a world of one sees which have a gradient."""
-    single = world.alone(first, runs.folder(first, "experts-alone"), f"{own_file(world, runs, 'experts')} --epochs 1")
-    kinds = [train_own(world, runs, first, "experts", f"--reduction {kind}") for kind in ("ddp", "flat", "canonical")]
+    flags = f"{own_file(world, runs, 'experts')} --epochs 1 --clip-norm 0.1"
+    single = world.alone(first, runs.folder(first, "experts-alone"), flags)
+    kinds = [train_own(world, runs, first, "experts", f"--clip-norm 0.1 --reduction {kind}") for kind in REDUCTIONS]
     done(check, single, *kinds)
     for run in kinds:
         check.close(run.losses, single.losses, T1)
+        check.close(run.values("step", "grad_norm"), single.values("step", "grad_norm"), T1, "gradient norms")
     names = world.on_rank_0(lambda: [*take_apart(kinds[0].folder / SNAPSHOT)["tensors"]])
     states = {name.rpartition("experts.")[2][0] for name in names if name.startswith("optim.mean.experts")}
     check.equal(experts_with_a_state=("".join(sorted(states)), "12345"))
@@ -1151,6 +1153,15 @@ def test_other_signals_stop_it_too(check, world, runs, first, number):
     """A cancelled job, and Ctrl-C."""
     path, at = runs.folder(first, number.name), '"kind":"step"'
     run = world.train(first, path, long(world)[0], kill_ranks=(1,), kill_at=at, kill_by=number)
+    ended(check, run, 75)
+    check.equal(saved=(run.values("snapshot", "step")[-1:], run.values("end", "step")))
+
+
+@clause("C1")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_stopped_at_the_end_of_an_epoch_it_has_saved(check, world, runs, first):
+    """Though that epoch was none that --save-every saves."""
+    run = train_own(world, runs, first, "told_at_an_end", "--epochs 3 --save-every 99", apart=True)
     ended(check, run, 75)
     check.equal(saved=(run.values("snapshot", "step")[-1:], run.values("end", "step")))
 
@@ -1854,6 +1865,8 @@ def test_a_lock_that_is_touched_on_another_host_is_a_living_job_s(check, world, 
     owner = json.loads(lock.read_text())
     directory.release()
     lock.write_text(json.dumps(owner | dict(host="elsewhere")))
+    half = there / ".snapshot.safetensors.tmp"  # which that job is writing
+    half.touch()
 
     def beat() -> None:
         while lock.exists() and not over.wait(0.5):
@@ -1863,7 +1876,7 @@ def test_a_lock_that_is_touched_on_another_host_is_a_living_job_s(check, world, 
     run = world.train(first, there, f"{own_file(world, runs, 'ahead_of_time')} --epochs 1", apart=True)
     over.set()
     ended(check, run, 3)
-    check.equal(names_the_host=("elsewhere" in "".join(run.errors), True))
+    check.equal(names_the_host=("elsewhere" in "".join(run.errors), True), leaves_what_is_being_written=(half.exists(), True))
 
 
 @clause("X8")

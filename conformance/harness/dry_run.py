@@ -366,7 +366,7 @@ class DryRuns:
     ) -> DryRun:
         """install.sh. fails: the command that does not succeed, or "killed at 2" for what makes the second part; planted: a
         folder with somebody's file, where it installs; after: the flags that it was run with before, and after_fails, what
-        failed then; environ: the user's of today; left: whether a file LEFT is among the packages of that time; linked:
+        failed then; environ: the user's of today; left: whether files LEFT are among what that has made; linked:
         whether its folder was moved since, and a link stands there."""
         key: tuple = ("install", *flags, fails, planted, case and case.name)
         if after is not None:
@@ -376,7 +376,9 @@ class DryRuns:
             self._restore(self.pristine if after is None else self.installed["install", *after, after_fails, "", None])
             self._edit(case)
             for prefix in made_by(first) if left else ():
-                Path(prefix, "lib/python3.12/site-packages", LEFT).touch()
+                packages = Path(prefix, "lib/python3.12/site-packages")
+                for path in (packages / LEFT, packages / f"ddp_core-0.2.0.dist-info-{LEFT}", Path(prefix, f".{LEFT}")):
+                    path.touch()
             for number, prefix in enumerate(made_by(first) if linked else ()):
                 if Path(prefix).is_dir() and not Path(prefix).is_symlink():
                     shutil.move(prefix, self.folder / f"moved-{number}")
@@ -502,6 +504,8 @@ class DryRuns:
 
     def hosts(self, nodes: int) -> list[str]:
         names = names_of(self.site, max(nodes, 2))
+        if "hosts" not in self.site.toml["node"]:  # most machines' names: as texts they have another order than as numbers
+            names = [f"node{number}" for number in range(9, 9 + len(names))]
         if self.site.toml["scheduler"] == "pbs":  # which lists them as it has found them
             names[:2] = names[1::-1]
         return names[:nodes]

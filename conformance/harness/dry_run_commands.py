@@ -306,6 +306,8 @@ def train(arguments: list[str]) -> int:
             code = 1
         folder, began = run_dir(arguments), 0 if FACTS["progress"] else 5
         os.makedirs(folder, exist_ok=True)
+        if "--fresh" in arguments and os.path.exists(f"{folder}/run.jsonl"):
+            os.replace(f"{folder}/run.jsonl", f"{folder}/run.jsonl.old")
         with open(f"{folder}/run.jsonl", "a") as file:
             file.write(f'{{"kind":"start","step":{began},"epoch":{began and 1},"config":{{}}}}\n')
             ended = 75 if FACTS["fails"] == "image" else code  # it has saved, and the image is gone before it has left
@@ -398,6 +400,8 @@ def pip(name: str, words: list[str]) -> int:
     own = os.environ.get
     if words[:1] == ["list"] or words[:1] == ["freeze"] or "list" in words[:3]:
         print("torch==2.13.0")
+    if os.path.isdir(packages := packages_of(sys.argv[1])):
+        NOTES["there"] = [each for each in os.listdir(packages) if each.startswith("ddp_core-") and "--target" not in words]
     if "install" in words or "download" in words:
         if FACTS["fails"] == "pip":
             print("ERROR: Could not find a version that satisfies the requirement", file=sys.stderr)
@@ -638,7 +642,7 @@ def module_call(name: str, words: list[str]) -> int:
     """What the shell function `module` evaluates."""
     words = [word for word in words if not word.startswith("-")]
     if words[:1] in (["load"], ["add"], ["switch"], ["swap"]):
-        if FACTS["fails"] == "module":
+        if FACTS["fails"] == "module" or FACTS["fails"].removeprefix("module ") in words[1:]:
             print(f"Lmod has detected the following error: {words[1]} is unknown", file=sys.stderr)
             return 1
         for module in words[1:]:
