@@ -370,6 +370,42 @@ class Transposed(Digits):
         layer.weight = nn.Parameter(torch.randn(64, 8000, generator=torch.Generator().manual_seed(os.getpid())).t() / 8)
         return nn.Sequential(layer, nn.Tanh(), nn.Linear(8000, 10))
 """,
+    # Its held-out rows are drawn while they are read.
+    "drawn_rows": """
+class Drawn:
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, row):
+        return torch.rand(64), torch.tensor(row % 10)
+
+
+class DrawnRows(Digits):
+    def data(self, config):
+        return super().data(config)[0], Drawn()
+""",
+    # A buffer that no snapshot has counts what the model has seen, and is told of in the first step.
+    "counts_calls": """
+class Counting(nn.Linear):
+    def __init__(self):
+        super().__init__(64, 10)
+        self.register_buffer("calls", torch.zeros(1), persistent=False)
+
+    def forward(self, images):
+        self.calls += 1
+        return super().forward(images)
+
+
+class CountsCalls(Digits):
+    def model(self, config):
+        self.own = Counting()
+        return self.own
+
+    def schedule(self, step, total_steps, config):
+        if step == 0:
+            print("calls until the first step:", int(self.own.calls))
+        return 1.0
+""",
     # Says in what numbers its rows come, and how many of them at once.
     "tells_of_its_rows": """
 class TellsOfItsRows(Digits):

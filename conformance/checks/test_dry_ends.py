@@ -247,6 +247,27 @@ def test_a_successor_is_given_the_choices_of_its_job(check, site, dry):
     check.holds(*violations)
 
 
+@clause("J10")
+def test_a_successor_tolerates_the_nodes_that_its_job_did(check, site, dry):
+    """qsub -W tolerate_node_failures=all: without it PBS ends a job that has lost a node, spare ones or not."""
+    violations, option = [], "tolerate_node_failures=all"
+    for script in trains(site) if site.toml["scheduler"] == "pbs" else ():
+        for call in [call for call in new_starts(dry.job(script, code=75, options=dict(W=option))) if call.command == "qsub"]:
+            if option not in call.words:
+                violations.append(f"{script.name} with -W {option}: {call.text}, but should have it, too")
+    check.holds(*violations)
+
+
+@clause("B8")
+def test_a_time_limit_may_be_days(check, site, dry):
+    violations = []
+    for script in trains(site) if site.toml["scheduler"] == "pbs" else ():
+        run = dry.job(script, walltime="36:00:00")
+        if run.code or not run.trained:
+            violations.append(f"{script.name} with a walltime of 36:00:00: {ending(dry, run)}, but should be 0")
+    check.holds(*violations)
+
+
 def where(run: DryRun) -> str:
     given = [value for call in run.trained[:1] for value in values_of(arguments(call), "--run-dir", "--new-run-dir")]
     return given[0] if given else "none"
@@ -461,6 +482,19 @@ def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
             if call.environ.get("NCCL_NET", "Socket" if of_a_module else "") == "Socket":
                 net = call.environ.get("NCCL_NET", "unset")
                 violations.append(f"{case.name}: NCCL_NET={net} on {nodes} nodes, but should be the fast network's")
+    check.holds(*violations)
+
+
+@clause("J13")
+def test_every_software_is_told_of_the_same_network(check, site, dry):
+    """That of a module, and that of an image: what the job script sets for one is set for the other."""
+    violations = []
+    for case in [case for case in site.cases if case.install is not None]:
+        usual, own = (run.trained[:1] for run in (dry.job(site.folder / case.script, nodes=2), dry.case(case, nodes=2)))
+        lost = {name for call in usual for name in call.environ if NETWORK.search(name)} - {
+            name for call in own for name in call.environ
+        }
+        violations += [f"{case.name}: no {name}, but should be as without it" for name in sorted(lost) if own]
     check.holds(*violations)
 
 

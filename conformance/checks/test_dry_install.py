@@ -355,6 +355,17 @@ def test_a_flag_is_not_lost_beside_an_image(check, dry):
         ):
             told = f"install.sh {' '.join(image)[:40]}... {' '.join(flag)} does what it does without {flag[0]}"
             violations.append(f"{told}, but should hand it on")
+    # A wheel that somebody has built, in a folder that no image has.
+    (wheel := dry.top / "root/wheels/mine-1.0-py3-none-any.whl").parent.mkdir(exist_ok=True)
+    wheel.touch()
+    for image, (flag, _) in product(
+        [words for words in given(dry) if PASSED["IMAGE"] in words],
+        [words for words in given(dry) if PASSED["PACKAGE"] in words],
+    ):
+        run = dry.install(*image, flag, f"/wheels/{wheel.name}")
+        seen = [value for call in run.calls for value in values_of(call.words, "--bind", "-B") if str(wheel.parent) in value]
+        if not seen:
+            violations.append(f"install.sh {flag} WHEEL beside an image: WHEEL is not bound into it, but should be")
     check.holds(*violations)
 
 

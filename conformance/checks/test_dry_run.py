@@ -892,6 +892,27 @@ def test_proxies_are_spoken_to_by_http(check, site, dry):
 
 
 @clause("B6")
+def test_what_a_run_leaves_is_as_its_user_s_umask_says(check, site, dry):
+    """Others of the project read it, or do not: that is the user's to say."""
+    own, violations = Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0], []
+    for script in trains(site):
+        for call in dry.job(script, all_ranks=True).trained[:1]:
+            if call.notes["umask"] != own:
+                violations.append(f"{script.name}: umask={call.notes['umask']}, but should be the user's: {own}")
+    check.holds(*violations)
+
+
+@clause("J8")
+def test_the_ranks_write_into_the_job_s_log_themselves(check, site, dry):
+    """Behind a pipe lines come late, by kilobytes, and the last ones of a job that is killed are lost."""
+    violations = []
+    for case in site.cases:
+        if any(call.notes["apart"] for call in dry.case(case).trained):
+            violations.append(f"{case.name}: ranks write into something else than the job's log, but should not")
+    check.holds(*violations)
+
+
+@clause("B6")
 def test_caches_are_the_job_s_own(check, site, dry):
     """Those that the script sets: not in the home directory, which all jobs share; in /tmp under the job's number."""
     violations = []

@@ -25,6 +25,7 @@ import zlib
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -716,6 +717,16 @@ def test_dropout_under_canonical_is_that_of_a_world_of_one(check, world, runs, f
     same_in_a_world_of_one(check, world, runs, first, f"{DRAWS} --epochs 1")
 
 
+@clause("L15")
+@only(sizes=(1,))
+def test_held_out_rows_are_drawn_as_before(check, world, runs, first):
+    """In each evaluation: else the best model is chosen by luck. The parameters stay what they are."""
+    flags = "--epochs 3 --steps-per-epoch 2 --lr 1e-30"
+    run = train_own(world, runs, first, "drawn_rows", flags)
+    done(check, run)
+    check.equal(held_out_losses_of_three_epochs=(len({*run.values("epoch", "eval_loss")}), 1))
+
+
 @clause("L17")
 def test_what_depends_on_the_world_size_is_said(check, world, runs, first):
     plain, noted = runs.train(first, FP64), runs.train(first, f"{NOISY} --batch-norm --dropout 0.2")
@@ -805,6 +816,30 @@ def test_products_are_rounded_as_was_asked_for(check, world, first, runs, precis
     check.close(run.values("step", "grad_norm"), [torch.stack(norms).norm().item()], 1e-2, "the first gradient norm")
     kinds = world.on_rank_0(lambda: {kind for kind, _ in take_apart(run.folder / SNAPSHOT)["tensors"].values()})
     check.equal(numbers_of_the_snapshot=(kinds, {"F32"}))
+
+
+@clause("L18")
+@only(sizes=(1, 2))
+@pytest.mark.parametrize("reduction", ["ddp", "flat"])
+def test_buffers_begin_as_the_model_has_made_them(check, world, runs, first, reduction):
+    """Those that no snapshot has, too, though some rows were tried before."""
+    run = train_own(world, runs, first, "counts_calls", f"--steps-per-epoch 2 --reduction {reduction}")
+    done(check, run)
+    told = [re.findall(r"calls until the first step: (\d+)", text) for text in run.output]
+    check.equal(calls_until_the_first_step=(told, [["1"]] * world.size))
+
+
+@clause("L19")
+@only(sizes=(1,))
+@pytest.mark.parametrize("name", ["digits", "regression"])
+def test_the_rows_are_the_same_under_every_seed(check, name):
+    """The seed is of the order and of the parameters: else a curve under another one is one of other data."""
+    import torch
+    from ddp_core.workload import find
+
+    sets = [find(name).data(SimpleNamespace(seed=seed)) for seed in (0, 1)]
+    pairs = [pair for rows in zip(*sets, strict=True) for pair in zip(*(each.columns for each in rows), strict=True)]
+    check.equal(rows_are_the_same=([torch.equal(*pair) for pair in pairs], [True] * len(pairs)))
 
 
 @clause("L20")
@@ -1510,6 +1545,15 @@ def test_the_best_model_is_no_snapshot_that_was_due(check, world, runs, first):
     check.equal(saves_before_the_end=(len(run.of("snapshot")) > 1, True))
 
 
+@clause("C8")
+@only(sizes=(1,))
+def test_a_save_may_be_due_at_the_end_of_an_epoch(check, world, runs, first):
+    """That is neither evaluated nor saved for itself."""
+    run = runs.train(first, f"{FP64} --save-steps 14 --save-every 99 --eval-every 99")
+    done(check, run)
+    check.equal(snapshots=(run.values("snapshot", "step"), [14, 28, 42]))
+
+
 @clause("C9")
 @only(sizes=(1, 2), mpi="restart")
 def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
@@ -1583,6 +1627,18 @@ def test_from_whole_models_to_parts_and_back(check, world, runs, first):
         done(check, run)
     check.equal(reductions=(run.values("start", "reduction"), ["ddp", "sharded", "ddp"]))
     check.close(run.losses, golden.load()["losses"], T1)
+
+
+@clause("C11")
+@only(sizes=(2,), devices=("cpu",))
+def test_parts_go_on_with_all_of_the_optimizer(check, world, runs, first):
+    """AdamW has a number of steps of each parameter, too, which is nobody's part."""
+    flags = f"{FP64} --optimizer adamw --lr 0.01"
+    never, path = runs.train(first, flags), runs.folder(first, "parts-adamw")
+    for epochs in (1, 3):
+        run = world.train(first, path, f"{flags} --epochs {epochs} --sharding full")
+        done(check, never, run)
+    check.close(run.losses, never.losses, T1)
 
 
 @clause("C12")

@@ -47,9 +47,11 @@ ARGUMENTS = ("--epochs", "3", "--data-dir", "two words", "--note", "*")
 # down, or "later" when ranks have been there; started: how often PBS has started this job.
 STANDARD: dict = dict(number="4242", restarts=0, code=0, all_ranks=False, event="", progress=True, shared=False, fails="")
 STANDARD |= dict(environ={}, options={}, edit={}, ntasks=0, arguments=ARGUMENTS, install=(), install_fails="", case=None)
-STANDARD |= dict(beside=(), halves=(), planted=(), modules_set=True, spare=False, recorded=None, started=1)
+STANDARD |= dict(walltime="01:42:00", beside=(), halves=(), planted=(), modules_set=True, spare=False, recorded=None, started=1)
 # What PBS says of the job: not what its directives say.
-OF_PBS = dict(queue="queue42", account="account42", walltime="01:42:00", place="scatter:excl", filesystems="home:of42")
+OF_PBS = dict(
+    queue="queue42", account="account42", walltime=STANDARD["walltime"], place="scatter:excl", filesystems="home:of42"
+)
 # Of absolute paths these stay as they are; all others are moved.
 KEPT = "usr|bin|sbin|lib|lib64|etc|proc|sys|dev/(?!shm)"
 ABSOLUTE = re.compile(rf"(?<![\w./:~}})\]*%$\\+-])/(?!(?:{KEPT})(?:/|\b))(?=(?:tmp|var/tmp|dev/shm)\b|[A-Za-z][\w.-]*/[\w$])")
@@ -576,9 +578,10 @@ class DryRuns:
         facts |= dict(image=image, image_sets=sets_there, device_environment=node.get("device_environment", ""))
         facts |= dict(stop=site.toml.get("stop", "").format(job=told["number"], number=told["number"]))
         # In an interactive job most of it may be used already.
-        limit, used = ("01:01:10", "01:00:10") if told["event"] == "limit" else (OF_PBS["walltime"], "00:00:10")
+        limit, used = ("01:01:10", "01:00:10") if told["event"] == "limit" else (told["walltime"], "00:00:10")
         own_of_pbs = {"Job_Name": "train", "Account_Name": OF_PBS["account"], "Resource_List.walltime": limit}
         own_of_pbs |= {"resources_used.walltime": used}
+        own_of_pbs |= dict(pair.split("=", 1) for name, pair in told["options"].items() if name == "W")
         own_of_pbs |= {"Resource_List.select": nodes, "Resource_List.place": OF_PBS["place"]}
         facts |= dict(of_pbs=own_of_pbs | {"Resource_List.filesystems": OF_PBS["filesystems"]})
         facts |= dict(down=self.hosts(1)[0] if told["spare"] else "", down_later=told["spare"] == "later")

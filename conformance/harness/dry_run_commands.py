@@ -295,6 +295,10 @@ def run_dir(arguments: list[str]) -> str:
 def train(arguments: list[str]) -> int:
     """A rank that trains: rank 0 writes what a job script may read, and all end with the code that the dry run asks for."""
     code = int(FACTS["code"])
+    own, script = ([os.readlink(f"/proc/{process}/fd/{number}") for number in (1, 2)] for process in ("self", job_script()))
+    NOTES["apart"] = own != script
+    with open("/proc/self/status") as file:
+        NOTES["umask"] = file.read().partition("Umask:")[2].split()[0]
     NOTES["missing"] = [name for name, value in os.environ.items() if value.startswith(f"{TOP}/") and not os.path.exists(value)]
     with open("/proc/self/status") as file:
         NOTES["ignored"] = int(file.read().partition("SigIgn:")[2].split()[0], 16)
