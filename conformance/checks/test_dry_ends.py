@@ -476,9 +476,10 @@ def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
             violations.append(f"{script.name}, whose network plugin does not load: {ending(dry, run)}, but should be 3")
     for case in site.cases:
         nodes = 2 if case.install is not None else case.nodes
-        if nodes > case.nodes and (run := dry.case(case, nodes=nodes)).code:
+        run = dry.case(case, nodes=nodes)
+        if nodes > case.nodes and run.code:
             violations.append(f"{case.name} on {nodes} nodes: {ending(dry, run)}, but should be 0")
-        for call in dry.case(case, nodes=nodes).trained[:1] if nodes > 1 else ():
+        for call in run.trained[:1] if nodes > 1 else ():
             if call.environ.get("NCCL_NET", "Socket" if of_a_module else "") == "Socket":
                 net = call.environ.get("NCCL_NET", "unset")
                 violations.append(f"{case.name}: NCCL_NET={net} on {nodes} nodes, but should be the fast network's")
@@ -490,11 +491,10 @@ def test_every_software_is_told_of_the_same_network(check, site, dry):
     """That of a module, and that of an image: what the job script sets for one is set for the other."""
     violations = []
     for case in [case for case in site.cases if case.install is not None]:
-        usual, own = (run.trained[:1] for run in (dry.job(site.folder / case.script, nodes=2), dry.case(case, nodes=2)))
-        lost = {name for call in usual for name in call.environ if NETWORK.search(name)} - {
-            name for call in own for name in call.environ
-        }
-        violations += [f"{case.name}: no {name}, but should be as without it" for name in sorted(lost) if own]
+        both = dry.job(site.folder / case.script, nodes=2), dry.case(case, nodes=2)
+        usual, own = ({name for call in run.trained[:1] for name in call.environ} for run in both)
+        lost = [name for name in sorted(usual - own) if NETWORK.search(name)] if own else []
+        violations += [f"{case.name}: no {name}, but should be as without it" for name in lost]
     check.holds(*violations)
 
 

@@ -29,6 +29,7 @@ from conformance.harness.dry_run import (
     removed,
     values_of,
 )
+from conformance.harness.sites import Case
 
 clause = pytest.mark.clause
 
@@ -42,6 +43,15 @@ def pips(run: DryRun) -> list[tuple[Call, list[str]]]:
     """The calls of pip that install, and their words behind `install`."""
     calls = [call for call in run.calls if call.words[:2] == ["-m", "pip"] or call.command in ("pip", "pip3")]
     return [(call, call.words[call.words.index("install") + 1 :]) for call in calls if "install" in call.words]
+
+
+def with_modules(site, *names: str) -> Case | None:
+    """The job script as it stands, but for more modules in its line `modules=(...)`; None where it has no such line."""
+    found = re.search(r"^modules=\(.*\)$", (site.folder / site.toml["submit"]).read_text(), re.MULTILINE)
+    if not found:
+        return None
+    other = f"{found[0][:-1]} {' '.join(names)})".replace("( ", "(")
+    return replace(site.cases[0], name="other modules", script=site.toml["submit"], edit={found[0]: other})
 
 
 def last_line(run: DryRun) -> str:
@@ -158,10 +168,8 @@ def test_an_image_that_is_another_one_today_is_noticed(check, site, dry):
 @clause("B10")
 def test_other_modules_than_it_was_made_with_are_noticed(check, site, dry):
     """Neither mpi4py nor a virtual environment survives another MPI, or another Python."""
-    found = re.search(r"^modules=\(.*\)$", (site.folder / site.toml["submit"]).read_text(), re.MULTILINE)
-    if line := found and found[0]:
-        other = f"{line[:-1]} another/1.0 another/2.0)".replace("( ", "(")
-        case = replace(site.cases[0], name="other modules", script=site.toml["submit"], edit={line: other})
+    if case := with_modules(site, "another/1.0", "another/2.0"):
+        [(line, other)] = case.edit.items()
         run = dry.install(after=(), case=case)
         if run.code == 0 and not made_by(run):
             check.holds(f"install.sh keeps what it made with {line}, but should make it anew with {other}")
@@ -176,11 +184,8 @@ def test_other_modules_than_it_was_made_with_are_noticed(check, site, dry):
 @clause("B10")
 def test_what_is_made_anew_has_nothing_of_the_first(check, site, dry):
     """Packages of another Python, MPI or torch are there already for pip, which builds them no more, and fail in the job."""
-    line = re.search(r"^modules=\(.*\)$", (site.folder / site.toml["submit"]).read_text(), re.MULTILINE)
-    other = {line[0]: f"{line[0][:-1]} another/1.0)".replace("( ", "(")} if line else {}
-    cases = [replace(site.cases[0], name="other modules", script=site.toml["submit"], edit=other)] if line else []
     ways: list[tuple] = [(case, case.flags(PASSED["IMAGE"])) for case in site.cases if case.install is not None]
-    ways += [(case, []) for case in cases]
+    ways += [(case, []) for case in [with_modules(site, "another/1.0")] if case]
     ways += [(None, flags) for flags in given(dry) if PASSED["SPEC"] in flags]
     ways.append((None, []))
     violations, kept = [], set()
@@ -308,10 +313,7 @@ def test_what_is_too_old_is_refused_before_anything_is_installed(check, dry, wha
 @clause("B10")
 def test_a_module_that_is_missing_ends_it_before_anything_is_installed(check, site, dry):
     """After an upgrade of the machine: what is made with half of the modules fails later, and elsewhere."""
-    line = re.search(r"^modules=\(.*\)$", (site.folder / site.toml["submit"]).read_text(), re.MULTILINE)
-    if line:  # of several each, and not the last one alone
-        edit = {line[0]: f"{line[0][:-1]} another/1.0 another/2.0)".replace("( ", "(")}
-        case = replace(site.cases[0], name="several modules", script=site.toml["submit"], edit=edit)
+    if case := with_modules(site, "another/1.0", "another/2.0"):  # of several each, and not the last one alone
         run = dry.install(fails="module another/1.0", case=case)
         if run.code != 3 or made_by(run):
             check.holds(f"install.sh without another/1.0 of two modules: {ending(dry, run)}, but should be 3 before anything")

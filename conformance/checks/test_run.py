@@ -130,6 +130,13 @@ def ended(check, run, code) -> None:
         check.holds(f"exit codes={run.exit_codes}, but should be all {code}; standard error: {output}")
 
 
+def stopped_and_saved(check, run) -> None:
+    """At the step at which it has ended."""
+    __tracebackhide__ = True
+    ended(check, run, 75)
+    check.equal(saved=(run.values("snapshot", "step")[-1:], run.values("end", "step")))
+
+
 def done(check, *runs) -> None:
     __tracebackhide__ = True
     for run in runs:
@@ -721,8 +728,7 @@ def test_dropout_under_canonical_is_that_of_a_world_of_one(check, world, runs, f
 @only(sizes=(1,))
 def test_held_out_rows_are_drawn_as_before(check, world, runs, first):
     """In each evaluation: else the best model is chosen by luck. The parameters stay what they are."""
-    flags = "--epochs 3 --steps-per-epoch 2 --lr 1e-30"
-    run = train_own(world, runs, first, "drawn_rows", flags)
+    run = train_own(world, runs, first, "drawn_rows", "--epochs 3 --steps-per-epoch 2 --lr 1e-30")
     done(check, run)
     check.equal(held_out_losses_of_three_epochs=(len({*run.values("epoch", "eval_loss")}), 1))
 
@@ -774,11 +780,6 @@ def train_own(world, runs, launch, name: str, flags: str = "", **told):
     workload = own_file(world, runs, name)
     path = runs.folder(launch, f"{name}-{world.starts}")
     return world.train(launch, path, f"{workload} --epochs 1 {flags}", **told)
-
-
-def as_downloaded(path: Path) -> None:
-    path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
-    path.unlink()
 
 
 def own_file(world, runs, name: str) -> str:
@@ -863,6 +864,12 @@ def test_held_out_rows_come_no_more_at_once_than_others(check, world, runs, firs
     check.equal(rows_at_once=(most, dict.fromkeys(most, G // world.size // 6)))
 
 
+def packed(path: Path) -> None:
+    """As MNIST's files are downloaded."""
+    path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+
+
 @clause("L19", "S5", "S9")
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name", anchors.CASES)
@@ -870,7 +877,7 @@ def test_the_other_workloads_are_a_plain_loop_s(check, world, first, runs, name)
     """What is recorded and what is kept as the best, for regression, mnist and gpt."""
     case, data = anchors.CASES[name], runs.root / f"data-{name}"
     should_be = world.on_rank_0(lambda: anchors.train(case, data, world.size))
-    world.on_rank_0(lambda: [as_downloaded(path) for path in sorted(data.glob("*-ubyte"))])
+    world.on_rank_0(lambda: [packed(path) for path in sorted(data.glob("*-images-*-ubyte"))])
     run = world.train(first, runs.folder(first, f"L19-{name}"), f"--precision fp64 {case.flags.format(data=data)}")
     done(check["L19"], run)
     recorded = {key: run.values("step", key) for key in ("loss", "grad_norm")}
@@ -1188,8 +1195,7 @@ def test_other_signals_stop_it_too(check, world, runs, first, number):
     """A cancelled job, and Ctrl-C."""
     path, at = runs.folder(first, number.name), '"kind":"step"'
     run = world.train(first, path, long(world)[0], kill_ranks=(1,), kill_at=at, kill_by=number)
-    ended(check, run, 75)
-    check.equal(saved=(run.values("snapshot", "step")[-1:], run.values("end", "step")))
+    stopped_and_saved(check, run)
 
 
 @clause("C1")
@@ -1197,8 +1203,7 @@ def test_other_signals_stop_it_too(check, world, runs, first, number):
 def test_stopped_at_the_end_of_an_epoch_it_has_saved(check, world, runs, first):
     """Though that epoch was none that --save-every saves."""
     run = train_own(world, runs, first, "told_at_an_end", "--epochs 3 --save-every 99", apart=True)
-    ended(check, run, 75)
-    check.equal(saved=(run.values("snapshot", "step")[-1:], run.values("end", "step")))
+    stopped_and_saved(check, run)
 
 
 @clause("X2")
@@ -1206,8 +1211,7 @@ def test_stopped_at_the_end_of_an_epoch_it_has_saved(check, world, runs, first):
 def test_another_signal_while_it_stops_costs_nothing(check, world, runs, first):
     """One Ctrl-C under torchrun is two signals; a scheduler may send one before."""
     run = train_own(world, runs, first, "told_thrice", apart=True)
-    ended(check, run, 75)
-    check.equal(saved=(run.values("snapshot", "step")[-1:], run.values("end", "step")))
+    stopped_and_saved(check, run)
 
 
 def same_as_never_stopped(check, world, resumed, never) -> None:

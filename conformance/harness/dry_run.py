@@ -409,9 +409,10 @@ class DryRuns:
 
     def job(self, script: Path, **shape) -> DryRun:
         """A job script. shape: what differs from STANDARD; nodes, those of [job]."""
-        key = (script.name, repr(sorted(shape.items())))
+        standard = STANDARD | dict(nodes=self.site.job(script)["nodes"])
+        key = (script.name, repr(sorted((name, value) for name, value in shape.items() if value != standard[name])))
         if key not in self.made:
-            told = STANDARD | dict(nodes=self.site.job(script)["nodes"]) | shape
+            told = standard | shape
             case, flags = told.pop("case"), told["install"]
             if flags is None:
                 self._restore(self.pristine)
@@ -505,9 +506,9 @@ class DryRuns:
         return self.job(script, case=case, **shape)
 
     def hosts(self, nodes: int) -> list[str]:
-        names = names_of(self.site, max(nodes, 2))
-        if "hosts" not in self.site.toml["node"]:  # most machines' names: as texts they have another order than as numbers
-            names = [f"node{number}" for number in range(9, 9 + len(names))]
+        # Most machines' names have another order as texts than as numbers.
+        count, told = max(nodes, 2), "hosts" in self.site.toml["node"]
+        names = names_of(self.site, count) if told else [f"node{number}" for number in range(9, 9 + count)]
         if self.site.toml["scheduler"] == "pbs":  # which lists them as it has found them
             names[:2] = names[1::-1]
         return names[:nodes]

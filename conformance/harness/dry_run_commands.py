@@ -297,14 +297,13 @@ def train(arguments: list[str]) -> int:
     code = int(FACTS["code"])
     own, script = ([os.readlink(f"/proc/{process}/fd/{number}") for number in (1, 2)] for process in ("self", job_script()))
     NOTES["apart"] = own != script
-    with open("/proc/self/status") as file:
-        NOTES["umask"] = file.read().partition("Umask:")[2].split()[0]
     NOTES["missing"] = [name for name, value in os.environ.items() if value.startswith(f"{TOP}/") and not os.path.exists(value)]
     with open("/proc/self/status") as file:
-        NOTES["ignored"] = int(file.read().partition("SigIgn:")[2].split()[0], 16)
+        state = file.read()
+    NOTES["umask"] = state.partition("Umask:")[2].split()[0]
+    NOTES["ignored"] = int(state.partition("SigIgn:")[2].split()[0], 16)
     if os.environ["DRY_RUN_RANK"] == "0" and FACTS["fails"] != "start":
-        of_ranks = {*below(int(os.environ["DRY_RUN_LAUNCHER"]))}
-        for process in [process for process in below(job_script()) if process not in of_ranks and is_program(process)]:
+        for process in programs_beside():
             hears(process)
         if FACTS["event"] not in ("", "pause") and not heard(FACTS["event"]):
             code = 1
@@ -340,8 +339,7 @@ def heard(event: str) -> bool:
     for number in (USR1, TERM):
         _signal.signal(number, lambda got, _: signals.append(got))
     if event == "warning":  # to every process of the ranks; and a program that runs beside them shall bear it, too
-        beside = [process for process in below(job_script()) if is_program(process)]
-        for process in {*below(int(os.environ["DRY_RUN_LAUNCHER"])), *beside}:
+        for process in {*below(int(os.environ["DRY_RUN_LAUNCHER"])), *programs_beside()}:
             os.kill(process, USR1)
     elif event == "cancelled":  # by scancel to the ranks, and here to the script, too; by qdel to the script
         slurm = FACTS["scheduler"] == "slurm"
@@ -382,6 +380,12 @@ def below(process: int) -> list[int]:
     for each in found:
         found += [child for child, above in parents.items() if above == each]
     return found[1:]
+
+
+def programs_beside() -> list[int]:
+    """Those of the site that its script has started beside the ranks: a writer of metrics."""
+    of_ranks = {*below(int(os.environ["DRY_RUN_LAUNCHER"]))}
+    return [process for process in below(job_script()) if process not in of_ranks and is_program(process)]
 
 
 def is_program(process: int) -> bool:
