@@ -57,8 +57,9 @@ def conformance(session: nox.Session) -> None:
 def extras(session: nox.Session) -> None:
     """What sites bring beside their jobs: notebooks, metrics, other libraries. `-- --site NAME`; `--by-hand`: long ones too."""
     install(session, *TEST)
-    listed = session.run("python", "-m", "conformance", "extras", "--packages", *session.posargs, silent=True)
-    packages = listed.split()
+    command = ("python", "-m", "conformance", "extras", "--packages", *session.posargs)
+    # Nox leaves the first out under --reuse, the second under --install-only.
+    packages = (session.run_install(*command, silent=True) or session.run(*command, silent=True)).split()
     if not packages:
         session.skip("no extras there")
     install(session, *TEST, "--last", *packages)

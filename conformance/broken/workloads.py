@@ -169,13 +169,13 @@ class ExhaustsItsHost(Digits):
             torch.empty(2**60, dtype=torch.uint8)
         return 1.0
 """,
-    # A rank that hangs until the others have given it up: in a step, where gradients are summed, or in the evaluation.
+    # A rank that hangs until the others have given it up: before a step, in one before gradients are summed, in an evaluation.
     "hangs": """
 from pathlib import Path
 
 class Hangs(Digits):
     def flags(self, add):
-        add("--where", choices=["step", "evaluation"])
+        add("--where", choices=["step", "loss", "evaluation"])
 
     def hang(self, where):
         if self.config.where == where and torch.distributed.get_rank() == 1:
@@ -184,9 +184,15 @@ class Hangs(Digits):
                 time.sleep(0.1)
 
     def schedule(self, step, total_steps, config):
+        self.step = step
         if step == 3:
             self.hang("step")
         return 1.0
+
+    def loss(self, outputs, batch):
+        if getattr(self, "step", 0) == 3:
+            self.hang("loss")
+        return super().loss(outputs, batch)
 
     def metrics(self, outputs, batch):
         if torch.distributed.is_initialized() and self.config.where == "evaluation":
@@ -527,6 +533,34 @@ class Unfit(Digits):
 
     def loss(self, outputs, batch):
         return super().loss(outputs, batch) + (0 * batch[0]).sum()
+""",
+    # Its rows cannot be read, which a rank with LATE seconds finds out as much later.
+    "no_rows": """
+class NoRows(Digits):
+    def data(self, config):
+        time.sleep(float(os.environ.get("LATE", "0")))
+        raise ValueError("no rows here")
+""",
+    # Another job has taken its lock when its snapshot is on the disk: it stood still for as long.
+    "loses_its_lock": """
+class LosesItsLock(Digits):
+    def optimizer(self, model, config):
+        fsync, lock = os.fsync, os.path.join(config.run_dir, "run.lock")
+
+        def loses_it(handle):
+            with open(lock, "w") as file:
+                file.write('{"job_id": "another", "host": "elsewhere", "pid": 1}')
+            fsync(handle)
+
+        os.fsync = loses_it
+        return super().optimizer(model, config)
+""",
+    # Its held-out loss falls in every epoch, each of which takes some 0.1 s.
+    "always_better": """
+class AlwaysBetter(Digits):
+    def schedule(self, step, total_steps, config):
+        time.sleep(0.05)
+        return 1.0
 """,
     # Its parameters come from torch's own generator.
     "drawn": """

@@ -64,8 +64,8 @@ def test_the_exit_code_is_not_that_of_an_agent_that_srun_has_ended(check, site, 
     """torchrun's, on the other nodes, when the first one's ranks have ended: srun hands on the highest code."""
     for case in site.cases:
         if dry.case(case).called("torchrun"):
-            run = dry.case(case, code=75, fails="agent", nodes=2, all_ranks=True)
-            check.equal(**{f"exit_code_of_{case.name}": (run.code, 75)})
+            codes = {code: dry.case(case, code=code, fails="agent", nodes=2, all_ranks=True).code for code in (75, 7)}
+            check.equal(**{f"exit_codes_of_{case.name}": (codes, {code: code for code in codes})})
 
 
 @clause("J2")
@@ -239,12 +239,24 @@ def test_a_successor_is_given_the_choices_of_its_job(check, site, dry):
     for script in trains(site):
         for name, default, values in Script(script).variables:
             value = values[0] if values else str(int(default) // 2 or 1)
-            run = dry.job(script, code=75, nodes=3, spare=True, environ={name: value})
+            shape: dict = dict(code=75, nodes=3, spare=True)
+            run = dry.job(script, environ={name: value}, **shape)
             for call in [call for call in new_starts(run) if call.command != "scontrol"]:
                 exported = words_of(shlex.join(call.words)).get("v", "").split(",")
                 if f"{name}={value}" not in exported:
                     violations.append(f"{script.name} with {name}={value}: {call.text}, but should hand that on")
+                again = dry.job(script, environ=dict(each.split("=", 1) for each in exported if "=" in each), **shape)
+                if launched(again) != launched(run):
+                    told = f"{launched(again)} in its successor, but should be {launched(run)}"
+                    violations.append(f"{script.name} with {name}={value}: {told}")
     check.holds(*violations)
+
+
+def launched(run: DryRun) -> str:
+    """How many ranks it has in all, and on a node."""
+    places = [call.environ for call in run.trained[:1]]
+    counts = [f"{place['DRY_RUN_RANKS']} ranks, {place['DRY_RUN_PER_NODE']} a node" for place in places]
+    return counts[0] if counts else "no ranks"
 
 
 @clause("J10")
@@ -623,10 +635,11 @@ def test_no_secret_is_printed(check, site, dry):
     """A user's tokens are in the environment: neither the log nor the words of a command, which `ps` shows, have them."""
     runs = [dry.install(), *(followed(dry, line) for _, line in shown(site))]
     runs += [dry.case(case, code=code) for case in site.cases for code in (0, 75)]
+    runs += [dry.job(script, environ=environ) for script, environ in chosen(site)]
     violations = []
     for run in [run for run in runs if isinstance(run, DryRun)]:
         for line in [line for line in run.output.splitlines() if SECRET in line]:
-            violations.append(f"{run.script} prints {line[:60]!r}, but should print no value of the user's environment")
+            violations.append(f"{run.script} prints or sends {line[:60]!r}, but should show no value of the user's environment")
         for call in [call for call in run.calls if any(SECRET in word for word in call.words)]:
             violations.append(
                 f"{run.script}: {call.command} gets a user's token as a word, but should find it in its environment"

@@ -5,10 +5,13 @@
 This needs bash, and neither ranks, torch nor a scheduler.
 """
 
+import ast
 import itertools
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -664,11 +667,30 @@ def test_srun_is_told_of_cores_once(check, site, dry):
 @clause("J9")
 def test_a_notebook_takes_the_devices_that_there_are(check, site):
     """One, where Jupyter has given one: four ranks would share it, and be refused."""
-    for path in sorted(site.folder.glob("*.ipynb")):
-        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-        code = "".join(line for cell in cells for line in cell["source"])
-        counted = re.search(r"ranks\s*=.*device_count\(\)", code)
-        check.equal(**{f"ranks_of_{path.name}_follow_the_devices": ("--nproc-per-node" not in code or bool(counted), True)})
+    for name, cells in notebooks(site).items():
+        counted = re.search(r"ranks\s*=.*device_count\(\)", "\n".join(cells))
+        follow = bool(counted) or not any("--nproc-per-node" in cell for cell in cells)
+        check.equal(**{f"ranks_of_{name}_follow_the_devices": (follow, True)})
+
+
+@clause("B10")
+def test_a_notebook_that_is_opened_again_goes_on(check, site):
+    """By default in the same folder: else what was trained is lost with its kernel."""
+    for name, cells in notebooks(site).items():
+        lines = [line for cell in cells for line in ast.parse(re.sub(r"(?m)^\s*[%!].*", "", cell)).body]
+        imports = [line for line in lines if isinstance(line, ast.Import) and line.names[0].name in sys.stdlib_module_names]
+        places = [line for line in lines if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "run_dir"]
+        for place in places[:1]:
+            program = "\n".join([*map(ast.unparse, [*imports, place]), "print(run_dir)"])
+            start = partial(subprocess.run, [sys.executable, "-c", program], capture_output=True, text=True, check=False)
+            told = start()
+            check.equal(**{f"run_dir_of_{name}_another_time": (start().stdout.strip(), (told.stdout + told.stderr).strip())})
+
+
+def notebooks(site) -> dict[str, list[str]]:
+    """The cells of code of each."""
+    found = {path.name: json.loads(path.read_text())["cells"] for path in sorted(site.folder.glob("*.ipynb"))}
+    return {name: ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"] for name, cells in found.items()}
 
 
 def as_chosen(site, dry) -> Iterator[tuple[Path, dict, DryRun]]:

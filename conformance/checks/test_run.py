@@ -1407,6 +1407,25 @@ def test_a_newer_format_is_refused_though_an_older_one_is_there(check, world, ru
     ended(check, world.train(first, there, FP64), 5)
 
 
+@clause("C4")
+@only(sizes=(1, 2))
+def test_a_damaged_file_is_not_passed_over_for_an_older_set(check, world, runs, first):
+    """Which another --max-shard-size has left: the file may be further, and what was before it is."""
+    run, older, there = runs.train(first, FP64), runs.folder(first, "older-set"), runs.folder(first, "file-and-set")
+    done(check, run, world.train(first, older, f"{FP64} --epochs 1 {SETS}"))
+
+    def put_together() -> bool:
+        shutil.copytree(run.folder, there)
+        for path in older.glob("snapshot*"):
+            shutil.copy(path, there)
+        return bool((there / SNAPSHOT).write_bytes(b"garbage"))
+
+    world.on_rank_0(put_together)
+    again = world.train(first, there, FP64)
+    done(check, again)
+    check.equal(goes_on_at_step=(again.values("start", "step")[-1], 28))
+
+
 SENSELESS = {
     "an empty history": dict(history=[]),
     "a step of another epoch": dict(step=41),
@@ -1542,11 +1561,11 @@ def test_it_saves_every_so_many_minutes(check, world, runs, first):
 @clause("C8")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_the_best_model_is_no_snapshot_that_was_due(check, world, runs, first):
-    """It is saved at the end of most epochs, which take less than the minutes do."""
-    flags = "--workload digits --lr 0.005 --epochs 80 --save-every 999 --save-minutes 0.003"
-    run = world.train(first, runs.folder(first, "best-and-minutes"), flags)
+    """It is saved at the end of every epoch, which takes a tenth of the minutes."""
+    flags = "--steps-per-epoch 2 --lr 0.005 --epochs 40 --save-every 999 --save-minutes 0.015"
+    run = train_own(world, runs, first, "always_better", flags)
     done(check, run)
-    check.equal(saves_before_the_end=(len(run.of("snapshot")) > 1, True))
+    check.equal(saves_before_the_end=(len(run.of("snapshot")) > 2, True))
 
 
 @clause("C8")
@@ -1731,6 +1750,14 @@ def test_what_fails_on_one_rank_alone_is_told_by_it_alone(check, world, runs, fi
     )
 
 
+@clause("X12")
+@only(sizes=(2,), devices=("cpu",))
+def test_a_rank_that_comes_late_hears_why_all_end(check, world, runs, first):
+    """By its exit code, too: of those of a job's ranks the launcher takes the highest."""
+    late = dict(LATE="3") if world.rank == world.size - 1 else {}
+    ended(check, train_own(world, runs, first, "no_rows", environ=late, apart=True), 2)
+
+
 @clause("X5")
 @only(sizes=(2,))
 def test_ranks_that_were_told_differently(check, world, own, runs):
@@ -1798,6 +1825,14 @@ def test_a_rank_that_hangs_is_named_by_the_others(check, world, runs, first, whe
     ended(check, run, 7)
     words = "rank 1 died or hangs"
     check.equal(says=(words if words in run.errors[0] else run.errors, words))
+
+
+@clause("X7")
+@only(sizes=(4,), devices=("cpu",))
+def test_a_rank_that_hangs_in_the_groups_of_its_node_is_noticed(check, world, runs, first):
+    """The others of its node wait for its part of the gradients there, and not in the group of all."""
+    flags = "--steps-per-epoch 5 --timeout 3 --where loss --sharding hybrid"
+    ended(check, train_own(world, runs, first, "hangs", flags, num_nodes=2, apart=True), 7)
 
 
 @clause("X15")
@@ -1916,15 +1951,16 @@ def test_a_run_directory_has_one_job_at_a_time(check, world, runs, first):
 
 @clause("X14")
 @only(sizes=(1,), devices=("cpu",))
-def test_a_lock_that_is_touched_on_another_host_is_a_living_job_s(check, world, runs, first):
+@pytest.mark.parametrize("where, place", [("host", dict(host="elsewhere")), ("container", dict(pids="pid:[1]", pid=4194303))])
+def test_a_lock_that_is_touched_elsewhere_is_a_living_job_s(check, world, runs, first, where, place):
     """Whatever this host's clock says: it is an hour ahead, and the lock's time is the file server's."""
     from ddp_core.run_directory import RunDirectory
 
-    there, over = runs.folder(first, "elsewhere"), threading.Event()
+    there, over = runs.folder(first, f"locked-in-another-{where}"), threading.Event()
     directory, lock = RunDirectory(str(there), "another"), there / "run.lock"
     owner = json.loads(lock.read_text())
     directory.release()
-    lock.write_text(json.dumps(owner | dict(host="elsewhere")))
+    lock.write_text(json.dumps(owner | place))
     half = there / ".snapshot.safetensors.tmp"  # which that job is writing
     half.touch()
 
@@ -1936,7 +1972,16 @@ def test_a_lock_that_is_touched_on_another_host_is_a_living_job_s(check, world, 
     run = world.train(first, there, f"{own_file(world, runs, 'ahead_of_time')} --epochs 1", apart=True)
     over.set()
     ended(check, run, 3)
-    check.equal(names_the_host=("elsewhere" in "".join(run.errors), True), leaves_what_is_being_written=(half.exists(), True))
+    check.equal(names_the_job=("job another" in "".join(run.errors), True), leaves_what_is_being_written=(half.exists(), True))
+
+
+@clause("X14")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_who_has_lost_the_lock_leaves_no_snapshot(check, world, runs, first):
+    """Not of what it had begun to write before, either."""
+    run = train_own(world, runs, first, "loses_its_lock", "--steps-per-epoch 2", apart=True)
+    ended(check, run, 8)
+    check.equal(snapshots=(world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors*")]), []))
 
 
 @clause("X8")

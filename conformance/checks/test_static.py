@@ -530,6 +530,20 @@ def test_what_is_to_be_edited_is_marked(check, site):
     check.holds(*violations)
 
 
+@clause("J4")
+def test_what_is_to_be_edited_is_plain(check, site):
+    """A value that a reader sees, and no guess: what is taken from the user's shell is what another machine has left there."""
+    violations = []
+    for script in map(Script, site.scripts):
+        for line in [line for line in script.lines if any("# EDIT:" in above for above in line.paragraph)]:
+            value = re.match(r"(?:export )?\w+=(.*)", line.text)
+            if value and re.search(r"\$\{?[A-Z(]|`", value[1]):
+                violations.append(at(script, line, "have a plain value, which users see and edit"))
+            elif value and value[1].strip("'\"()") and any("Empty" in above for above in line.paragraph):
+                violations.append(at(script, line, "be empty, as its comment says of a machine that needs nothing"))
+    check.holds(*violations)
+
+
 def to_edit(site, text: str) -> bool:
     """A placeholder, or a value that is one by what it is for: the account of site.toml, mail, a reservation."""
     if text.startswith(("#SBATCH", "#PBS")) and PERSONAL.match(text):

@@ -80,13 +80,14 @@ def main(words=None):
     if code:
         raise ChildFailedError(code)
 """
-# It says which run it is of: two of one name would be one to W&B.
+# It says which run it is of, for two of one name would be one to W&B, and what it gets to know of it.
 WANDB = """
 class Run:
     step = 0
     log = finish = lambda *_, **__: None
 def init(id, **told):
     print("wandb run", id, flush=True)
+    print("wandb is told", told, flush=True)
     return Run()
 class Settings:
     def __init__(self, **told): pass

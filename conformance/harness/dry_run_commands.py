@@ -383,19 +383,34 @@ def below(process: int) -> list[int]:
 
 
 def programs_beside() -> list[int]:
-    """Those of the site that its script has started beside the ranks: a writer of metrics."""
-    of_ranks = {*below(int(os.environ["DRY_RUN_LAUNCHER"]))}
-    return [process for process in below(job_script()) if process not in of_ranks and is_program(process)]
+    """Those of the site that its script has started beside the ranks: a writer of metrics. Waits for one that is on its way."""
+    launcher, until = int(os.environ["DRY_RUN_LAUNCHER"]), time.monotonic() + PATIENCE
+    while True:
+        of_ranks = {launcher, *below(launcher)}
+        others = [process for process in below(job_script()) if process not in of_ranks and is_program(process)]
+        on_their_way = [process for process in others if stands_in(process) and not below(process)]
+        if not on_their_way or FACTS["fails"] == "beside" or time.monotonic() > until:
+            return [process for process in others if not stands_in(process)]
+        time.sleep(0.02)
+
+
+def words_of(process: int) -> list[str]:
+    try:
+        with open(f"/proc/{process}/cmdline") as file:
+            return file.read().split("\0")
+    except OSError:  # it has ended
+        return []
 
 
 def is_program(process: int) -> bool:
-    """Whether it is a Python program of the site."""
-    try:
-        with open(f"/proc/{process}/cmdline") as file:
-            words = file.read().split("\0")
-    except OSError:
-        return False
-    return "commands.py" not in " ".join(words) and any(word.endswith(".py") for word in words[1:3])
+    """Whether it is a Python program of the site, or a stand-in that is to start one."""
+    words = words_of(process)
+    return any(word.endswith(".py") for word in (words[5:] if stands_in(process) else words[1:3]))
+
+
+def stands_in(process: int) -> bool:
+    """Whether it is this file, as a command of a dry run."""
+    return f"{TOP}/commands.py" in words_of(process)[:4]
 
 
 def leave(folder: str) -> None:
