@@ -8,6 +8,7 @@ Each choice that a job script marks ([[job.choices]]) is run, and each submissio
 import re
 import shlex
 import signal
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -590,6 +591,22 @@ def test_what_users_are_shown_works(check, site, dry):
     readme = " ".join((site.folder / "README.md").read_text().split())
     for command in re.findall(r"`((?:python3?|torchrun|accelerate) [^`]*\btrain\w*\.py[^`]*)`", readme):
         violations.append(f"README.md: {command!r}: that Python has no ddp_core, but should be the one that install.sh makes")
+    check.holds(*violations)
+
+
+@clause("B10")
+def test_a_line_that_users_may_delete_is_not_needed(check, site, dry):
+    """By what stands above it, or by README.md: nodes without GPUs, a cluster without accounts."""
+    told = re.findall(r"delete the line `--([a-z-]+)`", " ".join((site.folder / "README.md").read_text().split()))
+    violations = []
+    for script in map(Script, sorted({site.folder / case.script for case in site.cases})):
+        case = next(case for case in site.cases if case.script == script.path.name)
+        for line, option in script.directives:
+            name = option.partition("=")[0].removeprefix("--")
+            if name in told or "delete the line" in " ".join(line.paragraph):
+                run = dry.case(replace(case, name=f"without --{name}", edit=case.edit | {line.text: ""}))
+                if run.code or not run.trained:
+                    violations.append(f"{script.path.name} without --{name}: {ending(dry, run)}, but should be 0")
     check.holds(*violations)
 
 

@@ -111,6 +111,10 @@ def test_another_torch_takes_the_place_of_the_first(check, dry):
         run = dry.install(flag, other, after=(flag, value))
         if not any(other in word for _, words in pips(run) for word in words):
             violations.append(f"install.sh {flag} {other} after one with {value}: pip is not asked for it, but should be")
+        asked = {word for _, words in pips(run) for word in words}
+        lost = {word for _, words in pips(dry.install(flag, other)) for word in words if re.match(r"[a-z][\w-]*==\d", word)}
+        told = f"install.sh {flag} {other} after one with {value}"
+        violations += [f"{told}: it has no {word}, but should, as if it were the first" for word in sorted(lost - asked)]
     check.holds(*violations)
 
 

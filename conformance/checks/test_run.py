@@ -819,6 +819,19 @@ def test_products_are_rounded_as_was_asked_for(check, world, first, runs, precis
     check.equal(numbers_of_the_snapshot=(kinds, {"F32"}))
 
 
+@clause("L20")
+@only(sizes=(1, 2))
+def test_gradients_are_clipped_whatever_the_precision(check, world, runs, first):
+    """To a hundredth of what they are: fp16, whose loss is scaled, trains as fp32 does."""
+    kinds = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        path = runs.folder(first, f"clipped-{precision}")
+        kinds[precision] = world.train(first, path, f"--workload digits --epochs 2 --clip-norm 0.01 --precision {precision}")
+    done(check, *kinds.values())
+    for precision in ("bf16", "fp16"):
+        check.close(kinds[precision].losses, kinds["fp32"].losses, 1e-3, f"losses in {precision}")
+
+
 @clause("L18")
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("reduction", ["ddp", "flat"])

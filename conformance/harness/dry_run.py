@@ -516,7 +516,7 @@ class DryRuns:
 
     def _of_slurm(self, script: Path, told: dict) -> dict[str, str]:
         """What a batch script finds in its environment. https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES"""
-        options = Script(script).options | told["options"]
+        options = Script(self.folder / script.name).options | told["options"]
         each, nodes = int(options.get("ntasks-per-node", self.site.job(script).get("tasks_per_node", 1))), told["nodes"]
         hosts = ",".join(self.hosts(nodes))
         own = dict(JOB_ID=told["number"], JOBID=told["number"], JOB_NUM_NODES=nodes, NNODES=nodes)

@@ -298,6 +298,16 @@ def test_memory_is_what_the_cgroup_leaves_too(tmp_path, monkeypatch):
         assert memory.available() <= left if expected else memory.available() > 2**20
 
 
+def test_of_what_a_cgroup_leaves_a_step_takes_its_part(tmp_path, monkeypatch):
+    """Between two steps: the last one has had 20 MB more than there are in use now."""
+    numbers, peak = memory._numbers, dict(VmHWM=120_000_000, VmRSS=100_000_000)
+    monkeypatch.setattr(memory, "_numbers", lambda path: numbers(path) | (peak if path.name == "status" else {}))
+    monkeypatch.setattr(memory, "MEMBER", tmp_path / "cgroup")
+    (tmp_path / "cgroup").write_text("0::/\n")
+    monkeypatch.setattr(memory, "GROUPS", groups(tmp_path / "groups", "1000000000", 970_000_000, 0))
+    assert memory.available() == 10_000_000
+
+
 def _limited() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (memory._numbers(Path("/proc/self/status"))["VmPeak"] + 2**24,) * 2)
     return 0 if memory.available() <= 2**24 else 1

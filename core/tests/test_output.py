@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ddp_core.output import Lasting
 
 PROGRAM = (
     "import sys; from ddp_core import Rank, run; sys.exit(run(lambda environ: Rank(0, 1, 0, 1, 0, '127.0.0.1', 1, 'job')))"
@@ -46,3 +47,11 @@ def test_a_run_ends_well_whatever_becomes_of_its_output(tmp_path, where, warns):
 def test_a_folder_s_name_that_ascii_does_not_know_is_spelt(tmp_path):
     result = ended(tmp_path / "Läufe", "", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert result.returncode == 0 and "L\\xe4ufe" in result.stdout and not result.stderr
+
+
+def test_a_stream_that_was_closed_is_given_up(tmp_path, capsys):
+    closed = Lasting(open(tmp_path / "file", "w"))  # noqa: SIM115
+    closed.close()
+    assert closed.write("words") == 5
+    closed.flush()
+    assert "standard output cannot be written" in capsys.readouterr().err

@@ -10,9 +10,11 @@ import re
 import signal
 import socket
 import sys
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -242,6 +244,17 @@ def no_memory() -> None:
 def test_a_first_rank_that_cannot_copy_says_why(files, fault, why, read):
     job = trained(files, rank_0=fault)
     assert [sorted({*names}) for names in opened(job)] == [BOTH, read] and note(job).endswith(why)
+
+
+def test_a_stop_ends_a_copy(files, monkeypatch):
+    """Large files take minutes, and a job that is told to stop has seconds."""
+    monkeypatch.setattr(staging, "IN_MEMORY", ())
+    store = SimpleNamespace(set=lambda *pair: None)
+    for stop, copied in ((False, True), (True, False)):
+        rendezvous = SimpleNamespace(store=store, deadline=time.monotonic() + 100, stop=stop)
+        node = staging.Staging(on_nodes(1, 2)[0], rendezvous, wanted=True)
+        assert (node.once(files / "x.npy") != files / "x.npy") == copied
+        node.close()
 
 
 def another_user() -> None:
