@@ -70,6 +70,21 @@ def test_the_exit_code_is_not_that_of_an_agent_that_srun_has_ended(check, site, 
 
 
 @clause("J2")
+def test_the_exit_code_of_the_ranks_is_the_job_s_whatever_fails_after_them(check, site, dry):
+    """A scheduler that does not answer, a node that is gone: a stopped run that ends with 1 looks as one that has failed."""
+    violations = []
+    for script in trains(site):
+        run = dry.job(script, code=75)
+        calls = [call for call in run.calls if not {"DRY_RUN_LAUNCHER", "DRY_RUN_IMAGE"} & {*call.environ}]
+        ended = max((call.ended or 0 for call in run.launches), default=0)
+        for place, call in [(place, call) for place, call in enumerate(calls, 1) if call.began > ended]:
+            again = dry.job(script, code=75, fails=f"fails at {place}")
+            if again.code != 75:
+                violations.append(f"{script.name}, where {call.text} fails: {ending(dry, again)}, but should be 75")
+    check.holds(*violations)
+
+
+@clause("J2")
 def test_the_exit_code_of_an_earlier_start_is_none_of_this_one(check, site, dry):
     """Ranks that are killed record none: what run.jsonl ends with is older."""
     for case in site.cases:
@@ -132,10 +147,11 @@ def test_a_stopped_job_comes_back_once_its_ranks_have_ended(check, site, dry):
 @clause("J10")
 def test_at_last_it_says_how_to_go_on(check, site, dry):
     """With the user's arguments, as a shell takes them, and without --fresh: that would put aside what is to go on."""
-    given = [*ARGUMENTS, "--fresh", "--seed", "1"]
     violations = []
-    for script in trains(site):
-        run = dry.job(script, code=75, restarts=MANY_RESTARTS, arguments=given)
+    for script, words_given in product(
+        trains(site), ([*ARGUMENTS, "--fresh", "--seed", "1"], ["--fresh", *ARGUMENTS], ["--fresh"])
+    ):
+        run = dry.job(script, code=75, restarts=MANY_RESTARTS, arguments=words_given)
         line = next((line for line in run.output.splitlines() if re.search(rf"--run-dir[= ]\S*{FIRST}", line)), "")
         shown = re.search(r"\b(sbatch|qsub)\s.*", line)
         try:
@@ -149,7 +165,7 @@ def test_at_last_it_says_how_to_go_on(check, site, dry):
             continue
         if site.toml["scheduler"] != "slurm":
             words = " ".join(words).split()
-        lost = [word for word in given if word not in words and (" " not in word or site.toml["scheduler"] == "slurm")]
+        lost = [word for word in words_given if word not in words and (" " not in word or site.toml["scheduler"] == "slurm")]
         if lost != ["--fresh"]:
             told = f"without {' '.join(lost) or 'any difference'}"
             violations.append(f"{script.name}: the command that goes on is {shown[0]!r}, {told}, but should lack --fresh alone")
@@ -197,7 +213,7 @@ def test_the_readme_tells_how_often_it_comes_back(check, site, dry):
     check.equal(README_md_says_at_most_how_many_times=(bool(told), True))
     most, violations = int(told[1]), []
     for script in trains(site):
-        for restarts, should in ((most - 1, 1), (most, 0)):
+        for restarts, should in ((3, 1), (most - 1, 1), (most, 0)):  # as texts 3 comes after 20
             if len(starts := new_starts(dry.job(script, code=75, restarts=restarts))) != should:
                 path = f"{script.name}: {len(starts)} new starts after {restarts} restarts"
                 violations.append(f"{path}, but should be {should}: README.md says {told[0]}")
@@ -325,6 +341,18 @@ def test_a_node_that_is_lost_later_is_left_out_of_the_next_launch(check, site, d
             lost = dry.hosts(case.nodes + 1)[0]
             if lost in hosts[-1]:
                 violations.append(f"{case.name}: launched on {lost} again, but should be where a node is spare: it is down")
+    check.holds(*violations)
+
+
+@clause("J10")
+def test_a_scheduler_that_does_not_tell_which_nodes_are_down_ends_no_job(check, site, dry):
+    violations = []
+    for case in site.cases:
+        calls = [call for call in dry.case(case).calls if not {"DRY_RUN_LAUNCHER", "DRY_RUN_IMAGE"} & {*call.environ}]
+        for place in [place for place, call in enumerate(calls, 1) if call.command in ("pbsnodes", "sinfo")]:
+            run = dry.case(case, fails=f"fails at {place}", spare=False)
+            if run.code or not run.trained:
+                violations.append(f"{case.name}, where {calls[place - 1].text} fails: {ending(dry, run)}, but should be 0")
     check.holds(*violations)
 
 
@@ -656,7 +684,7 @@ def test_no_secret_is_printed(check, site, dry):
     violations = []
     for run in [run for run in runs if isinstance(run, DryRun)]:
         for line in [line for line in run.output.splitlines() if SECRET in line]:
-            violations.append(f"{run.script} prints or sends {line[:60]!r}, but should show no value of the user's environment")
+            violations.append(f"{run.script} shows {line[:60]!r}, but should show no value of the user's environment")
         for call in [call for call in run.calls if any(SECRET in word for word in call.words)]:
             violations.append(
                 f"{run.script}: {call.command} gets a user's token as a word, but should find it in its environment"

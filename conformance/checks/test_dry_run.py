@@ -675,8 +675,9 @@ def test_a_notebook_takes_the_devices_that_there_are(check, site):
 
 @clause("B10")
 def test_a_notebook_that_is_opened_again_goes_on(check, site):
-    """By default in the same folder: else what was trained is lost with its kernel."""
+    """By default in the same folder, and not from the start: else what was trained is lost with its kernel."""
     for name, cells in notebooks(site).items():
+        check.equal(**{f"{name}_begins_anew": (any("--fresh" in cell for cell in cells), False)})
         lines = [line for cell in cells for line in ast.parse(re.sub(r"(?m)^\s*[%!].*", "", cell)).body]
         imports = [line for line in lines if isinstance(line, ast.Import) and line.names[0].name in sys.stdlib_module_names]
         places = [line for line in lines if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "run_dir"]

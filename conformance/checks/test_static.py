@@ -497,6 +497,17 @@ def test_options_of_the_scheduler_stand_before_the_script(check, site):
     check.holds(*violations)
 
 
+@clause("B10")
+def test_a_look_into_a_running_job_shares_its_cores(check, site):
+    """A step without --overlap waits for cores, until the job has ended. https://slurm.schedmd.com/srun.html#OPT_overlap"""
+    violations = []
+    for path in (site.folder / "README.md", *site.scripts):
+        for command in re.findall(r"srun [^`\n]*--jobid[^`\n]*", path.read_text()):
+            if "--overlap" not in command:
+                violations.append(f"{path.name}: {command!r}, but should have --overlap: it waits for the job's end")
+    check.holds(*violations)
+
+
 @clause("B6")
 def test_nothing_is_removed_that_a_user_may_have_named(check, site):
     """`NAME=${NAME:-...}` takes the user's own folder, in which more may lie than what the script has put there."""

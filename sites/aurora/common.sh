@@ -134,7 +134,7 @@ watch_ranks() { # RUN_DIR COMMAND...
     done
     code=0
     wait "$launcher" || code=$?
-    rm -f "stop.$number"
+    rm -f "stop.$number" || echo "warning: stop.$number stays: this job, started again, would stop at once" >&2
     # mpiexec may have ended ranks that were leaving, and its code may be theirs: what rank 0 has recorded counts.
     if ((code > 0)); then
         recorded=$(recorded_since "$record" "$before" | sed -n "$end" | tail -n 1)
