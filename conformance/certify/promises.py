@@ -183,6 +183,8 @@ class Certificate:
         return self.judge(promise, BROKEN, f"from step {first} on {measured}", **self.why_not_in_ranks(""))
 
     def why_not_in_ranks(self, words: str) -> dict:
+        if words and (found := self.shared_file()):  # which one may have read half written
+            return dict(reason=": ".join(found[:2]), where=found[2])
         return self.blamed(
             self.witnessed("ranks"),
             self.finding("schedule", "sums"),
@@ -268,8 +270,14 @@ class Certificate:
         self.judge(promise, BROKEN, f"{which} is {worst:.1e} apart", **reason)
 
     def shared_files(self) -> None:
-        """A file that several ranks write under one name: one reads what another has half written."""
         promise = "ranks do not write the same file"
+        if found := self.shared_file():
+            self.judge(promise, BROKEN, *found)
+        else:
+            self.judge(promise, KEPT, "none was written by two")
+
+    def shared_file(self) -> tuple[str, str, int | None] | None:
+        """A file that several ranks write under one name, what to do, and where: one reads what another has half written."""
         for ended in self.program.runs:
             writers: dict[str, list[Call]] = {}
             for calls in ended.calls:
@@ -281,9 +289,8 @@ class Certificate:
                 if len(calls) > 1 or race:
                     who = f"{len(calls)} ranks at once" if len(calls) > 1 else "whichever ranks find none"
                     reason = "write under a name of each process and rename, or before the job"
-                    self.judge(promise, BROKEN, f"{path} is written by {who}", reason, calls[0].line)
-                    return
-        self.judge(promise, KEPT, "none was written by two")
+                    return f"{path} is written by {who}", reason, calls[0].line
+        return None
 
     def handed_over(self, n: int, m: int, there: Launch, went_on: Ended, first: Ended, how: str = "") -> None:
         promise = f"a snapshot of {n} ranks goes on in {m}{how or f', at {there.site}'}"
