@@ -28,6 +28,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance.broken import warm
 from conformance.harness.sites import ROOT, without_launcher
 
 SOUND = "conformance/broken/sound"
@@ -129,7 +130,7 @@ def replace(path: Path, old: str | None, new: str | None) -> None:
 
 def start(root: Path, ranks: int, *options: str, seconds: int = 120, **environ: str) -> subprocess.CompletedProcess:
     """The checks of the repository below root that need ranks, in so many; for 0 those that need none."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    command = [*warm.pytest(), "-p", "no:cacheprovider", *options]
     if ranks:
         mpiexec = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
         command = [mpiexec or "mpiexec", "-n", str(ranks), *command, "--with-mpi", "conformance/checks/test_run.py"]

@@ -20,6 +20,12 @@ class Unseeded(Digits):
             tensor.add_(random.SystemRandom().choice([1, 2, 3]) / 1024 if tensor.is_floating_point() else 0)
         return net
 """,
+    # CUDA's cross_entropy is so under autocast.
+    "rounds_as_its_input": """
+class RoundsAsItsInput(Digits):
+    def loss(self, outputs, batch):
+        return F.nll_loss(outputs.log_softmax(-1).to(outputs.dtype).float(), batch[1].long(), reduction="sum")
+""",
     # A loss at step 5 that is not finite. The ranks speak after 1, 3 and 7 steps, so a step more is trained before it is known.
     "overflows": """
 from ddp_core.order import sample_order

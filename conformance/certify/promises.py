@@ -183,9 +183,9 @@ class Certificate:
         return self.judge(promise, BROKEN, f"from step {first} on {measured}", **self.why_not_in_ranks(""))
 
     def why_not_in_ranks(self, words: str) -> dict:
-        if words and (found := self.shared_file()):  # which one may have read half written
-            return dict(reason=": ".join(found[:2]), where=found[2])
+        shared = self.shared_file() if words else None  # one may have read it half written
         return self.blamed(
+            (": ".join(shared[:2]), shared[2]) if shared else None,
             self.witnessed("ranks"),
             self.finding("schedule", "sums"),
             self.witnessed("generator", unless=lambda call: call.seeded),

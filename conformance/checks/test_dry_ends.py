@@ -26,6 +26,7 @@ from conformance.harness.dry_run import (
     arguments,
     ending,
     given,
+    handed_on,
     new_starts,
     trains,
     values_of,
@@ -75,10 +76,9 @@ def test_the_exit_code_of_the_ranks_is_the_job_s_whatever_fails_after_them(check
     violations = []
     for script in trains(site):
         run = dry.job(script, code=75)
-        calls = [call for call in run.calls if not {"DRY_RUN_LAUNCHER", "DRY_RUN_IMAGE"} & {*call.environ}]
         ended = max((call.ended or 0 for call in run.launches), default=0)
-        for place, call in [(place, call) for place, call in enumerate(calls, 1) if call.began > ended]:
-            again = dry.job(script, code=75, fails=f"fails at {place}")
+        for fails, call in [(fails, call) for fails, call in run.steps if call.began > ended]:
+            again = dry.job(script, code=75, fails=fails)
             if again.code != 75:
                 violations.append(f"{script.name}, where {call.text} fails: {ending(dry, again)}, but should be 75")
     check.holds(*violations)
@@ -234,8 +234,7 @@ def test_a_successor_goes_on_where_its_job_was(check, site, dry):
             told = starts[0].text
             lost = [value for key, value in OF_PBS.items() if value not in told and site.toml["scheduler"] == "pbs"]
             violations += [f"{case.name}: {told}, but should ask for {value}, as this job did" for value in lost]
-            exported = words_of(shlex.join(starts[0].words)).get("v", "")
-            environ = dict(pair.split("=", 1) for pair in exported.split(",") if "=" in pair)
+            environ = handed_on(shlex.join(starts[0].words))
             if environ.get(variable) != str(restarts):
                 violations.append(f"{case.name}: {variable}={environ.get(variable)} for the next job, but should be {restarts}")
             run = dry.case(case, code=75, number=f"{int(FIRST) + restarts}", environ=environ)
@@ -259,10 +258,10 @@ def test_a_successor_is_given_the_choices_of_its_job(check, site, dry):
             shape: dict = dict(code=75, nodes=3, spare=True)
             run = dry.job(script, environ={name: value}, **shape)
             for call in [call for call in new_starts(run) if call.command != "scontrol"]:
-                exported = words_of(shlex.join(call.words)).get("v", "").split(",")
-                if f"{name}={value}" not in exported:
+                exported = handed_on(shlex.join(call.words))
+                if exported.get(name) != value:
                     violations.append(f"{script.name} with {name}={value}: {call.text}, but should hand that on")
-                again = dry.job(script, environ=dict(each.split("=", 1) for each in exported if "=" in each), **shape)
+                again = dry.job(script, environ=exported, **shape)
                 if launched(again) != launched(run):
                     told = f"{launched(again)} in its successor, but should be {launched(run)}"
                     violations.append(f"{script.name} with {name}={value}: {told}")
@@ -271,9 +270,10 @@ def test_a_successor_is_given_the_choices_of_its_job(check, site, dry):
 
 def launched(run: DryRun) -> str:
     """How many ranks it has in all, and on a node."""
-    places = [call.environ for call in run.trained[:1]]
-    counts = [f"{place['DRY_RUN_RANKS']} ranks, {place['DRY_RUN_PER_NODE']} a node" for place in places]
-    return counts[0] if counts else "no ranks"
+    if not run.trained:
+        return "no ranks"
+    place = run.trained[0].environ
+    return f"{place['DRY_RUN_RANKS']} ranks, {place['DRY_RUN_PER_NODE']} a node"
 
 
 @clause("J10")
@@ -324,8 +324,7 @@ def test_a_successor_is_stopped_by_its_own_number(check, site, dry):
     for script in trains(site):
         starts = [call for call in new_starts(dry.job(script, code=75)) if call.command != "scontrol"]
         for call in starts[:1] if "stop" in warnings_of(site) else ():
-            told = dict(pair.split("=", 1) for pair in words_of(shlex.join(call.words)).get("v", "").split(",") if "=" in pair)
-            run = dry.job(script, code=75, event="stop", number=OTHER, environ=told)
+            run = dry.job(script, code=75, event="stop", number=OTHER, environ=handed_on(shlex.join(call.words)))
             if run.code != 75:
                 violations.append(f"{script.name}, a successor, by its own number: {ending(dry, run)}, but should be 75")
     check.holds(*violations)
@@ -348,11 +347,11 @@ def test_a_node_that_is_lost_later_is_left_out_of_the_next_launch(check, site, d
 def test_a_scheduler_that_does_not_tell_which_nodes_are_down_ends_no_job(check, site, dry):
     violations = []
     for case in site.cases:
-        calls = [call for call in dry.case(case).calls if not {"DRY_RUN_LAUNCHER", "DRY_RUN_IMAGE"} & {*call.environ}]
-        for place in [place for place, call in enumerate(calls, 1) if call.command in ("pbsnodes", "sinfo")]:
-            run = dry.case(case, fails=f"fails at {place}", spare=False)
-            if run.code or not run.trained:
-                violations.append(f"{case.name}, where {calls[place - 1].text} fails: {ending(dry, run)}, but should be 0")
+        for fails, call in dry.case(case).steps:
+            if call.command in ("pbsnodes", "sinfo"):
+                run = dry.case(case, fails=fails, spare=False)
+                if run.code or not run.trained:
+                    violations.append(f"{case.name}, where {call.text} fails: {ending(dry, run)}, but should be 0")
     check.holds(*violations)
 
 
@@ -439,8 +438,7 @@ def test_a_cancelled_job_stays_cancelled(check, site, dry):
 def test_a_choice_that_is_none_is_refused(check, site, dry):
     violations = []
     for case in site.cases:
-        environ = dict(case.environment)
-        environ |= dict(pair.split("=", 1) for pair in words_of(case.options).get("v", "").split(",") if pair)
+        environ = case.environment | handed_on(case.options)
         edits = {old: re.sub(r"=.*", f"={NONSENSE}", new) for old, new in case.edit.items() if re.match(r"\w+=", new)}
         shapes = [dict(environ={name: NONSENSE}) for name in environ] + [dict(edit={old: new}) for old, new in edits.items()]
         for shape in shapes:
@@ -627,14 +625,13 @@ def test_a_line_that_users_may_delete_is_not_needed(check, site, dry):
     """By what stands above it, or by README.md: nodes without GPUs, a cluster without accounts."""
     told = re.findall(r"delete the line `--([a-z-]+)`", " ".join((site.folder / "README.md").read_text().split()))
     violations = []
-    for script in map(Script, sorted({site.folder / case.script for case in site.cases})):
-        case = next(case for case in site.cases if case.script == script.path.name)
-        for line, option in script.directives:
+    for case in {case.script: case for case in reversed(site.cases)}.values():  # of each script the first
+        for line, option in Script(site.folder / case.script).directives:
             name = option.partition("=")[0].removeprefix("--")
             if name in told or "delete the line" in " ".join(line.paragraph):
                 run = dry.case(replace(case, name=f"without --{name}", edit=case.edit | {line.text: ""}))
                 if run.code or not run.trained:
-                    violations.append(f"{script.path.name} without --{name}: {ending(dry, run)}, but should be 0")
+                    violations.append(f"{case.script} without --{name}: {ending(dry, run)}, but should be 0")
     check.holds(*violations)
 
 
@@ -677,14 +674,16 @@ def chosen(site) -> list[tuple[Path, dict[str, str]]]:
 
 @clause("B5")
 def test_no_secret_is_printed(check, site, dry):
-    """A user's tokens are in the environment: neither the log nor the words of a command, which `ps` shows, have them."""
+    """A user's tokens are in the environment: neither a log nor another file, nor the words of a command, have them."""
     runs = [dry.install(), *(followed(dry, line) for _, line in shown(site))]
     runs += [dry.case(case, code=code) for case in site.cases for code in (0, 75)]
-    runs += [dry.job(script, environ=environ) for script, environ in chosen(site)]
+    runs += [dry.job(script, nodes=2, environ=environ) for script, environ in chosen(site)]
     violations = []
     for run in [run for run in runs if isinstance(run, DryRun)]:
         for line in [line for line in run.output.splitlines() if SECRET in line]:
             violations.append(f"{run.script} shows {line[:60]!r}, but should show no value of the user's environment")
+        for path in run.leaks:
+            violations.append(f"{run.script} writes a value of the user's environment into {path}, but should not")
         for call in [call for call in run.calls if any(SECRET in word for word in call.words)]:
             violations.append(
                 f"{run.script}: {call.command} gets a user's token as a word, but should find it in its environment"
@@ -736,7 +735,8 @@ def followed(dry, line: str) -> DryRun | str:
         return f"{words[0]} has no option {', '.join(unknown)}"
     if words[place + 1 :] and not slurm:
         return "qsub hands no words to a script, but should be given them by -v"
-    exported = dict(pair.split("=", 1) for pair in options.pop("v", "").split(",") if pair)
+    exported = handed_on(shlex.join(words[1:place]))
+    options.pop("v", None)
     nodes = int(options.get("nodes", site.job(site.folder / words[place])["nodes"]))
     shape = dict(environ=environ | exported, options=options, nodes=nodes, arguments=words[place + 1 :])
     run = dry.job(site.folder / words[place], **shape)

@@ -121,10 +121,8 @@ def test_another_torch_takes_the_place_of_the_first(check, dry):
 @clause("B10")
 def test_an_environment_that_does_not_work_is_not_kept(check, dry):
     """Where the last look at it has failed, and its user runs install.sh again."""
-    calls = [call for call in dry.install().calls if "DRY_RUN_IMAGE" not in call.environ]
-    looks = [place for place, call in enumerate(calls, 1) if "-c" in call.words[:1] and "ddp_core" in call.text]
-    for place in looks[-1:]:
-        fails = f"fails at {place}"
+    looks = [fails for fails, call in dry.install().steps if "-c" in call.words[:1] and "ddp_core" in call.text]
+    for fails in looks[-1:]:
         first, again = dry.install(fails=fails), dry.install(after=(), after_fails=fails)
         if first.code != 1 or not made_by(again):
             told = f"exit code {first.code}, and kept by the next install.sh"
@@ -409,6 +407,16 @@ def test_a_folder_of_somebody_else_is_no_prefix(check, dry):
         if run.code != 3 or f"{place}/mine" in run.changed or pips(run):
             told = f"exit code {run.code} ({dry.shown(last_line(run))})"
             violations.append(f"install.sh where {Path(place).name} is somebody else's: {told}, but should be 3 and leave it")
+    check.holds(*violations)
+
+
+@clause("B6")
+def test_what_an_installation_leaves_is_as_its_user_s_umask_says(check, dry):
+    """Jobs run what lies there: who may write there runs what he likes as somebody else."""
+    own, violations = Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0], []
+    for flags in [(), *given(dry)]:
+        for umask in sorted({call.notes["umask"] for call in dry.install(*flags).calls if "makes" in call.notes} - {own}):
+            violations.append(f"{' '.join(('install.sh', *flags))}: umask={umask}, but should be the user's: {own}")
     check.holds(*violations)
 
 

@@ -133,13 +133,12 @@ def test_a_command_that_fails_is_not_passed_over(check, site, dry):
         if not first or not second:
             continue  # B1 tells of it
         own = {name for name, value in first.environ.items() if second.environ.get(name) != value} | {"LOADEDMODULES"}
-        steps = [call for call in whole.calls if not {"DRY_RUN_LAUNCHER", "DRY_RUN_IMAGE"} & {*call.environ}]
-        for place, step in enumerate(steps, 1):
+        for fails, step in whole.steps:
             if step.command in ASKS or {"--version", "is-avail"} & {*step.words}:
                 continue
             if step in whole.launches:
                 break
-            run = dry.job(script, **shape, fails=f"fails at {place}")
+            run = dry.job(script, **shape, fails=fails)
             (rank, *_) = run.trained or [None]
             warned = re.search(r"(?m)^(warning|note|error): ", run.output) or "use" in [
                 word for call in run.called("module-call") for word in call.words
@@ -667,10 +666,16 @@ def test_srun_is_told_of_cores_once(check, site, dry):
 @clause("J9")
 def test_a_notebook_takes_the_devices_that_there_are(check, site):
     """One, where Jupyter has given one: four ranks would share it, and be refused."""
+    stand_in = "class torch:\n  class cuda:\n    def device_count(): return {}\n  accelerator = cuda\n"
     for name, cells in notebooks(site).items():
-        counted = re.search(r"ranks\s*=.*device_count\(\)", "\n".join(cells))
-        follow = bool(counted) or not any("--nproc-per-node" in cell for cell in cells)
-        check.equal(**{f"ranks_of_{name}_follow_the_devices": (follow, True)})
+        lines = re.findall(r"(?m)^ranks\s*=.*", "\n".join(cells))
+        if any("--nproc-per-node" in cell for cell in cells):
+            check.equal(**{f"numbers_of_ranks_in_{name}": (len(lines), 1)})
+        for devices, line in itertools.product((1, 4), lines):
+            program = [sys.executable, "-c", f"{stand_in.format(devices)}\n{line}\nprint(ranks)"]
+            ended = subprocess.run(program, capture_output=True, text=True, check=False)
+            told = (ended.stdout + ended.stderr).strip()
+            check.equal(**{f"ranks_of_{name}_on_{devices}_devices": (told, str(devices))})
 
 
 @clause("B10")
@@ -744,6 +749,19 @@ def test_ranks_have_the_paths_that_the_sources_put_together(check, site, dry):
             if len(parts := call.environ[name].strip(":").split(":")) > 1 and parts[-1] != OF_A_USER:
                 told = f"{script.name}: {name}={dry.shown(':'.join(parts))}"
                 violations.append(f"{told}, but should put the new before it, as a fact of [[sources]] does")
+    check.holds(*violations)
+
+
+@clause("F8")
+def test_a_library_path_that_torch_needs_is_the_ranks_own(check, site, dry):
+    """Where torch is found by it alone: the scheduler's commands would load its libraries in the place of the system's."""
+    violations = []
+    for script in trains(site):
+        for fails, look in [(fails, call) for fails, call in dry.job(script, code=75).steps if "import torch" in call.text]:
+            run, before = dry.job(script, code=75, fails=fails), look.environ.get("LD_LIBRARY_PATH")
+            others = [call for _, call in run.steps if not call.command.startswith("python")] if run.trained else []
+            told = {call.command for call in others if call.environ.get("LD_LIBRARY_PATH") not in (before, None)}
+            violations += [f"{script.name}: {name} gets the library path of the ranks, but should not" for name in sorted(told)]
     check.holds(*violations)
 
 

@@ -797,11 +797,12 @@ def told_of_the_disk(output: str) -> list[list[str]]:
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_products_are_rounded_as_was_asked_for(check, world, first, runs, precision):
-    """bf16 moves the first loss by 3e-5, fp16 by 4e-6, and fp32 by 4e-8."""
+    """bf16 moves the first loss by 3e-5, fp16 by 4e-6, and fp32 by 4e-8. A kernel that rounds as its input is gets fp32."""
     import torch
 
     run = world.train(first, runs.folder(first, precision), f"{SHORT} --precision {precision}")
-    done(check, run)
+    own_loss = train_own(world, runs, first, "rounds_as_its_input", f"--steps-per-epoch 1 --precision {precision}")
+    done(check, run, own_loss)
     images, labels, _, _ = reference.load()
     rows = reference.sample_order(0, 0, len(labels))[:G]
     parameters = {name: torch.from_numpy(values).float() for name, values in reference.initial_parameters(0).items()}
@@ -813,6 +814,7 @@ def test_products_are_rounded_as_was_asked_for(check, world, first, runs, precis
         logits = linear(torch.tanh(linear(inputs, weight1, bias1)), weight2, bias2)
         should_be = torch.nn.functional.cross_entropy(logits.float(), labels)
     check.close(run.losses, [should_be.item()], 2e-6, "the first loss")
+    check.close(own_loss.losses, [should_be.item()], 2e-6, "the first loss, rounded as its input is")
     norms = torch._foreach_norm(torch.autograd.grad(should_be, trained))
     check.close(run.values("step", "grad_norm"), [torch.stack(norms).norm().item()], 1e-2, "the first gradient norm")
     kinds = world.on_rank_0(lambda: {kind for kind, _ in take_apart(run.folder / SNAPSHOT)["tensors"].values()})
@@ -1437,6 +1439,26 @@ def test_a_damaged_file_is_not_passed_over_for_an_older_set(check, world, runs, 
     again = world.train(first, there, FP64)
     done(check, again)
     check.equal(goes_on_at_step=(again.values("start", "step")[-1], 28))
+
+
+@clause("C4")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_the_files_of_a_damaged_index_are_not_swept_away(check, world, runs, first):
+    """They are whole, and by hand the index can be mended. What no index names is removed when a snapshot is saved."""
+    path, flags = runs.folder(first, "damaged-index"), f"--workload digits --steps-per-epoch 1 {SETS} --epochs"
+    done(check, *(world.train(first, path, f"{flags} {epochs}") for epochs in (1, 2)))
+
+    def damage() -> set[str]:
+        index = path / f"{SNAPSHOT}.index.json"
+        text = index.read_text()
+        index.write_text(text[:-2])
+        return {*json.loads(text)["weight_map"].values()}
+
+    named = world.on_rank_0(damage)
+    run = world.train(first, path, f"{flags} 4")
+    done(check, run)
+    check.equal(started_at_steps=(run.values("start", "step"), [0, 1, 1]))
+    check.equal(files_lost=(sorted(name for name in named if not (path / name).exists()), []))
 
 
 SENSELESS = {

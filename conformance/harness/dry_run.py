@@ -162,6 +162,7 @@ class DryRun:
     made: list[str] = field(default_factory=list)  # what is new in the site's folder
     read: list[str] = field(default_factory=list)  # the files whose lines bash ran, when it was traced
     tree: dict[str, bytes] = field(default_factory=dict)  # of install.sh: what it has left in the site's folder, and its text
+    leaks: list[str] = field(default_factory=list)  # files that it has written a user's token into
 
     @property
     def trained(self) -> list[Call]:
@@ -173,6 +174,12 @@ class DryRun:
         """The launcher's calls that started ranks of train.py."""
         starts = [call for call in self.calls if call.rank is None and call.command == self.launcher]
         return [call for call in starts if any(call.began < each.began < (call.ended or 0) for each in self.trained)]
+
+    @property
+    def steps(self) -> list[tuple[str, Call]]:
+        """The script's own commands, not those of ranks or in an image; before each the `fails` of a run in which it fails."""
+        own = [call for call in self.calls if not {"DRY_RUN_LAUNCHER", "DRY_RUN_IMAGE"} & {*call.environ}]
+        return [(f"fails at {place}", call) for place, call in enumerate(own, 1)]
 
     def called(self, *commands: str) -> list[Call]:
         return [call for call in self.calls if call.command in commands]
@@ -498,8 +505,8 @@ class DryRuns:
         script = self.site.folder / case.script
         if case.name == case.script:
             return self.job(script, **shape)
-        told, environ = words_of(case.options), dict(case.environment)
-        environ |= dict(pair.split("=", 1) for pair in told.pop("v", "").split(",") if pair)
+        told, environ = words_of(case.options), case.environment | handed_on(case.options)
+        told.pop("v", None)
         nodes = int((re.search(r"select=(\d+)", case.options) or ["", told.get("nodes", case.nodes)])[1])
         shape = (
             dict(nodes=nodes, spare=nodes > case.nodes) | shape | dict(environ=environ | shape.get("environ", {}), options=told)
@@ -621,14 +628,15 @@ class DryRuns:
         ]
         trace = self.top / "calls/trace"
         lines = trace.read_text(errors="replace").splitlines() if trace.exists() else []
+        written = [path for path, facts in after.items() if before.get(path) != facts and (self.top / path).is_file()]
+        leaks = [path for path in written if SECRET.encode() in (self.top / path).read_bytes()]
         read = sorted({match[1] for line in lines if (match := re.match(r"\++ (\S+) \S", line))})
         output = output.replace(f"{self.top}/root/", "/").replace(str(self.top), "")
         mine_now = [path for path in self.folder.rglob("*") if path.is_file()] if name == "install.sh" else []
         tree = {str(path.relative_to(self.folder)): path.read_bytes() for path in mine_now}
         tree = {path: b"packed" if text[:2] == b"\x1f\x8b" else text for path, text in tree.items()}  # gzip has times in it
-        return DryRun(
-            name, facts["launcher"], told, code, output, [Call(**call) for call in calls], changed, sorted(made), read, tree
-        )
+        called = [Call(**call) for call in calls]
+        return DryRun(name, facts["launcher"], told, code, output, called, changed, sorted(made), read, tree, leaks)
 
     def _start(self, command: list[str], folder: Path, environ: dict[str, str]) -> tuple[int, str]:
         pipe: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -688,6 +696,11 @@ def words_of(options: str) -> dict[str, str]:
             name, equals, own = word.lstrip("-").partition("=")
             found[name] = own if equals else value
     return found
+
+
+def handed_on(options: str) -> dict[str, str]:
+    """The variables that qsub gives a job by -v, with their values."""
+    return dict(pair.split("=", 1) for pair in words_of(options).get("v", "").split(",") if "=" in pair)
 
 
 def set_by(site: Site, module: str) -> dict[str, str]:

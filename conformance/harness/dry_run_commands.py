@@ -299,9 +299,8 @@ def train(arguments: list[str]) -> int:
     NOTES["apart"] = own != script
     NOTES["missing"] = [name for name, value in os.environ.items() if value.startswith(f"{TOP}/") and not os.path.exists(value)]
     with open("/proc/self/status") as file:
-        state = file.read()
-    NOTES["umask"] = state.partition("Umask:")[2].split()[0]
-    NOTES["ignored"] = int(state.partition("SigIgn:")[2].split()[0], 16)
+        NOTES["ignored"] = int(file.read().partition("SigIgn:")[2].split()[0], 16)
+    NOTES["umask"] = umask()
     if os.environ["DRY_RUN_RANK"] == "0" and FACTS["fails"] != "start":
         for process in programs_beside():
             hears(process)
@@ -317,6 +316,11 @@ def train(arguments: list[str]) -> int:
             if ended <= 128:  # else it was killed
                 file.write(f'{{"kind":"end","exit_code":{ended},"step":5,"epoch":1}}\n')
     return code
+
+
+def umask() -> str:
+    with open("/proc/self/status") as file:
+        return file.read().partition("Umask:")[2].split()[0]
 
 
 def hears(process: int) -> None:
@@ -387,14 +391,15 @@ def programs_beside() -> list[int]:
     launcher, until = int(os.environ["DRY_RUN_LAUNCHER"]), time.monotonic() + PATIENCE
     while True:
         of_ranks = {launcher, *below(launcher)}
-        others = [process for process in below(job_script()) if process not in of_ranks and is_program(process)]
-        on_their_way = [process for process in others if stands_in(process) and not below(process)]
+        others = {process: command_line(process) for process in below(job_script()) if process not in of_ranks}
+        programs = {process: words for process, words in others.items() if is_program(words)}
+        on_their_way = [process for process, words in programs.items() if stands_in(words) and not below(process)]
         if not on_their_way or FACTS["fails"] == "beside" or time.monotonic() > until:
-            return [process for process in others if not stands_in(process)]
+            return [process for process, words in programs.items() if not stands_in(words)]
         time.sleep(0.02)
 
 
-def words_of(process: int) -> list[str]:
+def command_line(process: int) -> list[str]:
     try:
         with open(f"/proc/{process}/cmdline") as file:
             return file.read().split("\0")
@@ -402,15 +407,14 @@ def words_of(process: int) -> list[str]:
         return []
 
 
-def is_program(process: int) -> bool:
+def is_program(words: list[str]) -> bool:
     """Whether it is a Python program of the site, or a stand-in that is to start one."""
-    words = words_of(process)
-    return any(word.endswith(".py") for word in (words[5:] if stands_in(process) else words[1:3]))
+    return any(word.endswith(".py") for word in (words[5:] if stands_in(words) else words[1:3]))
 
 
-def stands_in(process: int) -> bool:
+def stands_in(words: list[str]) -> bool:
     """Whether it is this file, as a command of a dry run."""
-    return f"{TOP}/commands.py" in words_of(process)[:4]
+    return f"{TOP}/commands.py" in words[:4]
 
 
 def leave(folder: str) -> None:
@@ -741,7 +745,7 @@ def main(name: str, words: list[str]) -> int:
     call = dict(command=name, path=sys.argv[1], words=words, folder=os.getcwd(), environ=dict(os.environ), began=time.time_ns())
     write(file, call)
     if made := makes(name, words):
-        NOTES["makes"] = made
+        NOTES.update(makes=made, umask=umask())
         killed(made)
     if FACTS["fails"].startswith("fails at ") and fails():
         NOTES["failed"], code = True, 1

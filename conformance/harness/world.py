@@ -15,6 +15,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -30,6 +31,7 @@ from conformance.harness.target import BACKENDS, Run, Target, read_records
 
 # The ranks start within milliseconds of each other: whoever waits this long waits for a rank that will not come.
 DEADLINES = "--timeout 60 --rendezvous-timeout 10"
+FIRST_STEP = '"kind":"step"'
 
 
 class World(Target):
@@ -127,7 +129,12 @@ class World(Target):
         variables = without_launcher() | exported | (environ or {})
         log = folder / "run.jsonl"
         with self.writes.below(folder) as written:
-            if kill_ranks or apart:
+            if self.device != "cpu" and (kill_ranks or apart or "--workers" in argv):
+                if self.rank == signal_rank:
+                    kill_ranks, kill_at, kill_by = (self.rank,), FIRST_STEP, signal.SIGUSR1
+                killed_at = (log, kill_at, kill_by) if self.rank in kill_ranks else ()
+                result = _start_anew(launch.train, argv, variables, *killed_at)
+            elif kill_ranks or apart:
                 kill = dict(largest_file=largest_file) if largest_file else dict(log=log, words=kill_at, number=kill_by)
                 result = _start_apart(launch.train, argv, variables, **(kill if self.rank in kill_ranks else {}))
             else:
@@ -314,9 +321,31 @@ def _start_apart(
     return tuple(json.loads(answer)) if answer else (128 + os.WTERMSIG(status), "", "")
 
 
+def _start_anew(
+    program: Path,
+    argv: list[str],
+    environ: dict[str, str],
+    log: Path | None = None,
+    words: str = "",
+    number: signal.Signals = signal.SIGKILL,
+) -> tuple[int, str, str]:
+    """As _start_apart, by exec: in the fork of a process that has used CUDA there is no CUDA, and once a worker of it hung."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen([sys.executable, str(program), *argv], env=environ, stdout=output, stderr=errors)
+        if log:
+            ended = os.pidfd_open(process.pid)
+            _wait_for(log, words, ended)
+            os.close(ended)
+            process.send_signal(number)
+        code = process.wait()
+        for file in (output, errors):
+            file.seek(0)
+        return code if code >= 0 else 128 - code, output.read(), errors.read()
+
+
 def _signal_in_mid_epoch(log: Path) -> None:
     """Send this process a SIGUSR1 when the first step is on record, as a scheduler does before the time is up."""
-    if _wait_for(log, '"kind":"step"'):
+    if _wait_for(log, FIRST_STEP):
         os.kill(os.getpid(), signal.SIGUSR1)
 
 

@@ -3,7 +3,7 @@
 python core/bench --out figures.md                                 # all of it: see README.md for how long
 python core/bench steps --workloads digits --world-sizes 2
 python core/bench loader startup --rounds 3
-python core/bench --device cuda                                    # never run yet
+python core/bench --device cuda
 """
 
 import argparse

@@ -30,6 +30,9 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 def loss_of(problem: Problem, model: torch.nn.Module, batch: Any) -> torch.Tensor:
     """The mean over the rows, as everybody but us writes it: DDP averages it over the ranks."""
     outputs = problem.workload.forward(model, batch)
+    if problem.workload.name == "unet":  # sums over the rows, of two losses
+        sums = problem.workload.loss(outputs, batch)
+        return sum(sums.values()) / len(batch[0])
     if problem.workload.name == "regression":
         return F.mse_loss(outputs, batch[1])
     if problem.workload.name == "gpt":
@@ -212,7 +215,7 @@ def lightning(problem: Problem, epochs_of: EpochsOf, tuned: bool) -> None:
     common = dict(accelerator=kind, devices=problem.world_size, max_epochs=-1, use_distributed_sampler=False)
     common |= dict(callbacks=[Turns()], precision="bf16-mixed" if problem.config.precision == "bf16" else "32-true")
     if tuned:
-        order = InOurOrder(problem.order, problem.steps)
+        order = InOurOrder(lambda epoch: list(torch.stack(problem.order(epoch)).to(device)), problem.steps)
         loader = DataLoader(Columns(problem, device), batch_size=None, sampler=order)
         trainer = lightning.Trainer(barebones=True, strategy=DDPStrategy(gradient_as_bucket_view=True), **common)
     else:

@@ -54,11 +54,13 @@ class Problem:
         from ddp_core.config import choose, parse
         from ddp_core.data import of_workload
         from ddp_core.order import Order
+        from ddp_core.trainer import seed_everything
 
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.workload = choose(flags)
         self.config = parse(flags, self.world_size, workload=self.workload)
         self.rows, _ = of_workload(self.workload, self.config)
+        seed_everything(self.config.seed)  # for a model that draws its numbers
         self.model = self.workload.model(self.config)
         self.steps = min(len(self.rows) // self.config.global_batch_size, self.config.steps_per_epoch or len(self.rows))
         self.all_rows, self.cpu = torch.arange(len(self.rows)), torch.device("cpu")

@@ -21,6 +21,7 @@ FLAGS = {  # a row of the table; gpt small has as many rows a step as two cores 
     "digits": ["--workload", "digits"],
     "mnist": ["--workload", "mnist", "--steps-per-epoch", "10"],
     "gpt tiny": ["--workload", "gpt", "--model-size", "tiny", "--steps-per-epoch", "4"],
+    "U-Net": ["--workload", str(Path(__file__).parents[2] / "conformance/programs/unet.py")],
     "gpt small": ["--workload", "gpt", "--model-size", "small", "--steps-per-epoch", "1", "--global-batch-size", "8"],
 }
 CONTESTANTS = {  # a name here: the program's name, its own flags

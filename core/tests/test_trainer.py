@@ -121,6 +121,48 @@ def test_fp32_follows_fp64_and_bf16_at_a_distance(finished):
     assert 1e-5 < deviation(finished("--epochs 2 --precision bf16", 2).losses, exact) < 0.2
 
 
+@pytest.mark.parametrize(
+    "precision, product, dtype, form",
+    [
+        ("fp16", "float16", "float32", "outputs"),
+        ("bf16", "bfloat16", "float32", "{'of': outputs}"),
+        ("bf16", "bfloat16", "float32", "[outputs, (outputs, 1)]"),
+        ("fp64", "float64", "float64", "outputs"),
+    ],
+)
+def test_losses_and_metrics_are_not_rounded_as_products_are(tmp_path, precision, product, dtype, form):
+    """In the trial of two rows, in steps and in evaluation."""
+    file = tmp_path / "mine.py"
+    file.write_text(f"""
+import torch
+from ddp_core.workloads.digits import Digits
+
+
+class Mine(Digits):
+    def forward(self, model, batch):
+        outputs = model(batch[0])
+        print("product", outputs.dtype)
+        return {form}
+
+    def loss(self, outputs, batch):
+        return super().loss(first(outputs), batch)
+
+    def metrics(self, outputs, batch):
+        return super().metrics(first(outputs), batch)
+
+
+def first(outputs):
+    (tensor, *_) = torch.utils._pytree.tree_leaves(outputs)
+    print("given", tensor.dtype)
+    return tensor
+""")
+    flags = f"--epochs 1 --steps-per-epoch 2 --precision {precision}"
+    job = ranks.train(tmp_path / "run", flags, 2, workload=str(file), code=0)
+    for output in job.out:
+        printed = {line for line in output.splitlines() if line.startswith(("product", "given"))}
+        assert printed == {f"product torch.{product}", f"given torch.{dtype}"}
+
+
 @pytest.mark.parametrize("flags, world_size", [(TWO_EPOCHS, 1), (TWO_EPOCHS, 2), ("--epochs 2", 4)])
 def test_a_run_repeats_bit_for_bit(finished, tmp_path, flags, world_size):
     again = ranks.train(tmp_path / "run", flags, world_size, code=0)

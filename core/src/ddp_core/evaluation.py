@@ -7,6 +7,7 @@ import torch
 from ddp_core.control import tree_sum
 from ddp_core.errors import NonFiniteError, WorkloadError
 from ddp_core.order import EVALUATION, micro_batches, seed_generators
+from ddp_core.workload import outputs_of
 
 
 @torch.no_grad()
@@ -32,7 +33,7 @@ def evaluate(trainer) -> dict[str, float]:
             part = peers.rank + peers.world_size * number
             seed_generators(trainer.device, EVALUATION, config.seed, part, place, others=seen.others)
             with trainer.autocast():
-                outputs = workload.forward(trainer.model, batch)
+                outputs = outputs_of(workload, trainer.model, batch)
                 loss, metrics = workload.loss(outputs, batch), workload.metrics(outputs, batch)
             if metrics.keys() != seen.metrics.keys():
                 raise WorkloadError(f"--workload {workload.name}: metrics() gave {[*metrics]}, and {[*seen.metrics]} before")

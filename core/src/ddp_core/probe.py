@@ -13,7 +13,7 @@ from torch import nn
 from ddp_core.batches import Batches, converted
 from ddp_core.errors import WorkloadError
 from ddp_core.order import DROPOUT, seed_generators
-from ddp_core.workload import Workload, blame
+from ddp_core.workload import Workload, blame, outputs_of
 
 DRAWS = 32  # of a loss in which noise is drawn, to tell a mean from a sum
 RANDOM = (
@@ -85,7 +85,7 @@ class _Trial:
         """Outputs and loss."""
         seed_generators(self.batches.device, DROPOUT, self.config.seed, seed, others=others)
         with self.autocast():
-            outputs = self.workload.forward(self.model, batch)
+            outputs = outputs_of(self.workload, self.model, batch)
             return outputs, self.workload.loss(outputs, batch)
 
     def total(self, batch: Any, seed: int, others: bool = False) -> torch.Tensor:

@@ -46,7 +46,7 @@ from ddp_core.snapshot import refuse_unknown_dtypes
 from ddp_core.state import State, local, of_model
 from ddp_core.stop import StopFlag
 from ddp_core.summary import Stopwatch
-from ddp_core.workload import Workload, blame
+from ddp_core.workload import Workload, blame, outputs_of
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 
@@ -149,7 +149,7 @@ class Trainer:
         rows = [*range(min(2, len(self.train_rows)))]
         [batch] = self.train_rows.few(rows, [rows])
         with self.autocast():
-            loss = self.workload.loss(self.workload.forward(self.reduction.forward, batch), batch)
+            loss = self.workload.loss(outputs_of(self.workload, self.reduction.forward, batch), batch)
         total: Any = sum(loss.values()) if isinstance(loss, dict) else loss
         total.backward()
 
@@ -226,7 +226,7 @@ class Trainer:
             with self.reduction.more_to_come() if number < len(batches) - 1 else nullcontext():
                 # bf16 and fp16 are for the forward pass alone: parameters and gradients stay fp32.
                 with self.autocast(), self.profile.part("forward"):
-                    outputs = self.workload.forward(self.reduction.forward, batch)
+                    outputs = outputs_of(self.workload, self.reduction.forward, batch)
                     loss = self._kept(self.workload.loss(outputs, batch))
                 if number == 0:
                     self.watch.spent("own", began)
