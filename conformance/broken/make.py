@@ -74,9 +74,13 @@ class Broken:
     def make(self, folder: Path) -> Path:
         """A copy of the repository in this folder, with what is broken. Raises ValueError when the entry is out of date."""
         root = copy(folder)
-        for change in self.change:
-            replace(root / self.changed / change["file"], change.get("old"), change.get("new"))
+        self.apply(root / self.changed)
         return root
+
+    def apply(self, folder: Path) -> None:
+        """Its changes, to the files of this folder. Raises ValueError when the entry is out of date."""
+        for change in self.change:
+            replace(folder / change["file"], change.get("old"), change.get("new"))
 
     def run(self, root: Path, device: str) -> subprocess.CompletedProcess:
         """The checks of its clause there."""

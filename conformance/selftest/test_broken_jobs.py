@@ -34,8 +34,8 @@ def faults(request, tmp_path_factory, pytestconfig) -> dict[str, list[str]]:
         def found(broken: make.Broken | None) -> list[str]:
             name = f"broken-{ENTRIES.index(broken)}" if broken else "sound"
             user = Submitter(cluster, site, cluster.put_site(name) if broken else sound)
-            for change in broken.change if broken else ():
-                make.replace(user.here / change["file"], change.get("old"), change.get("new"))
+            if broken:
+                broken.apply(user.here)
             if broken and broken.clause != "J19":
                 cluster.on("login", f"cp -r {sound}/packages .", folder=user.folder)
                 if any(change["file"] == "install.sh" for change in broken.change):

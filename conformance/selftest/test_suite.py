@@ -204,10 +204,10 @@ def test_what_is_broken_is_so_in_the_files_as_they_are(check, tmp_path):
             if source.exists() and not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target)
-            try:
-                make.replace(target, change.get("old"), change.get("new"))
-            except (OSError, ValueError) as error:
-                stale.append(f"{broken.what!r}: {error}")
+        try:
+            broken.apply(tmp_path / str(number))
+        except (OSError, ValueError) as error:
+            stale.append(f"{broken.what!r}: {error}")
     check.holds(*stale)
 
 
