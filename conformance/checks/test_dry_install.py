@@ -27,6 +27,7 @@ from conformance.harness.dry_run import (
     given,
     made_by,
     removed,
+    umask,
     values_of,
 )
 from conformance.harness.sites import Case
@@ -413,10 +414,10 @@ def test_a_folder_of_somebody_else_is_no_prefix(check, dry):
 @clause("B6")
 def test_what_an_installation_leaves_is_as_its_user_s_umask_says(check, dry):
     """Jobs run what lies there: who may write there runs what he likes as somebody else."""
-    own, violations = Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0], []
+    own, violations = umask(), []
     for flags in [(), *given(dry)]:
-        for umask in sorted({call.notes["umask"] for call in dry.install(*flags).calls if "makes" in call.notes} - {own}):
-            violations.append(f"{' '.join(('install.sh', *flags))}: umask={umask}, but should be the user's: {own}")
+        for other in sorted({call.notes["umask"] for call in dry.install(*flags).calls if "makes" in call.notes} - {own}):
+            violations.append(f"{' '.join(('install.sh', *flags))}: umask={other}, but should be the user's: {own}")
     check.holds(*violations)
 
 

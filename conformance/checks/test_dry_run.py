@@ -30,6 +30,7 @@ from conformance.harness.dry_run import (
     program,
     removed,
     trains,
+    umask,
     values_of,
     words_of,
 )
@@ -934,7 +935,7 @@ def test_proxies_are_spoken_to_by_http(check, site, dry):
 @clause("B6")
 def test_what_a_run_leaves_is_as_its_user_s_umask_says(check, site, dry):
     """Others of the project read it, or do not: that is the user's to say."""
-    own, violations = Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0], []
+    own, violations = umask(), []
     for script in trains(site):
         for call in dry.job(script, all_ranks=True).trained[:1]:
             if call.notes["umask"] != own:

@@ -210,6 +210,11 @@ def given(dry: "DryRuns") -> list[tuple[str, ...]]:
     return [tuple(filter(None, (flag, PASSED.get(value, value)))) for flag, value in flags_of(dry)]
 
 
+def umask() -> str:
+    """This process's, which the user's scripts have at their start: asking the kernel by umask() would change it."""
+    return Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0]
+
+
 def made_by(install: DryRun) -> list[str]:
     """The environments that install.sh has made."""
     found = []

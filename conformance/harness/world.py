@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from conformance.harness import core_of
 from conformance.harness.ports import free_port
@@ -128,15 +128,14 @@ class World(Target):
         argv = [*(flags.split() if bare else self.flags(folder, flags, run_dir)), *(odd_flags.split() if last else ())]
         variables = without_launcher() | exported | (environ or {})
         log = folder / "run.jsonl"
+        kill = Kill(log, kill_at, kill_by) if self.rank in kill_ranks else None
         with self.writes.below(folder) as written:
             if self.device != "cpu" and (kill_ranks or apart or "--workers" in argv):
-                if self.rank == signal_rank:
-                    kill_ranks, kill_at, kill_by = (self.rank,), FIRST_STEP, signal.SIGUSR1
-                killed_at = (log, kill_at, kill_by) if self.rank in kill_ranks else ()
-                result = _start_anew(launch.train, argv, variables, *killed_at)
+                kill = Kill(log, FIRST_STEP, signal.SIGUSR1) if self.rank == signal_rank else kill
+                result = _start_anew(launch.train, argv, variables, kill)
             elif kill_ranks or apart:
-                kill = dict(largest_file=largest_file) if largest_file else dict(log=log, words=kill_at, number=kill_by)
-                result = _start_apart(launch.train, argv, variables, **(kill if self.rank in kill_ranks else {}))
+                limit = largest_file if self.rank in kill_ranks else None
+                result = _start_apart(launch.train, argv, variables, None if limit else kill, limit)
             else:
                 if self.rank == signal_rank:
                     threading.Thread(target=_signal_in_mid_epoch, args=(log,), daemon=True).start()
@@ -221,6 +220,14 @@ class Writes:
 # ---- one program in this process ------------------------------------------------------------------------------------
 
 
+class Kill(NamedTuple):
+    """A signal for a rank, when its log has these words."""
+
+    log: Path
+    words: str
+    number: signal.Signals
+
+
 class _Left(BaseException):
     """Instead of os._exit, which would take pytest along."""
 
@@ -286,15 +293,10 @@ def _start_apart(
     program: Path,
     argv: list[str],
     environ: dict[str, str],
-    log: Path | None = None,
-    words: str = "",
-    number: signal.Signals = signal.SIGKILL,
+    kill: Kill | None = None,
     largest_file: int | None = None,
 ) -> tuple[int, str, str]:
-    """As _start, in a child of this process.
-
-    It gets the signal when its log has these words, or the kernel's SIGXFSZ when it has written so many bytes of a file.
-    """
+    """As _start, in a child of this process. largest_file: in bytes, from which on it gets the kernel's SIGXFSZ."""
     sys.stdout.flush()
     sys.stderr.flush()
     receive, send = os.pipe()
@@ -312,31 +314,24 @@ def _start_apart(
         finally:
             os._exit(0)
     os.close(send)
-    if log:
-        _wait_for(log, words, receive)
-        os.kill(child, number)  # not yet reaped, so it is still this child's number
+    if kill:
+        _wait_for(kill.log, kill.words, receive)
+        os.kill(child, kill.number)  # not yet reaped, so it is still this child's number
     with open(receive, "rb") as pipe:
         answer = pipe.read()
     _, status = os.waitpid(child, 0)
     return tuple(json.loads(answer)) if answer else (128 + os.WTERMSIG(status), "", "")
 
 
-def _start_anew(
-    program: Path,
-    argv: list[str],
-    environ: dict[str, str],
-    log: Path | None = None,
-    words: str = "",
-    number: signal.Signals = signal.SIGKILL,
-) -> tuple[int, str, str]:
+def _start_anew(program: Path, argv: list[str], environ: dict[str, str], kill: Kill | None) -> tuple[int, str, str]:
     """As _start_apart, by exec: in the fork of a process that has used CUDA there is no CUDA, and once a worker of it hung."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen([sys.executable, str(program), *argv], env=environ, stdout=output, stderr=errors)
-        if log:
+        if kill:
             ended = os.pidfd_open(process.pid)
-            _wait_for(log, words, ended)
+            _wait_for(kill.log, kill.words, ended)
             os.close(ended)
-            process.send_signal(number)
+            process.send_signal(kill.number)
         code = process.wait()
         for file in (output, errors):
             file.seek(0)

@@ -1,6 +1,6 @@
 """What the core's tests share: a time limit for each, finished runs to compare with, small workloads, MNIST-like files.
 
-    python -m pytest core/tests          (nox -s conformance runs these and all others)
+    python -m pytest core/tests          (nox -s tests runs these and the suite's own)
 
 Ranks are forked processes (ranks.py), what goes wrong in them is in faults.py. No test is timed: seconds are deadlines
 of what would hang.
