@@ -26,6 +26,25 @@ class RoundsAsItsInput(Digits):
     def loss(self, outputs, batch):
         return F.nll_loss(outputs.log_softmax(-1).to(outputs.dtype).float(), batch[1].long(), reduction="sum")
 """,
+    # And its model has two outputs, as most of Hugging Face have.
+    "rounds_one_of_its_outputs": """
+class Outputs(nn.Sequential):
+    def forward(self, images):
+        hidden = self[1](self[0](images))
+        return {"hidden": hidden, "heads": (self[2](hidden),)}
+
+
+class RoundsOneOfItsOutputs(Digits):
+    def model(self, config):
+        return Outputs(*super().model(config))
+
+    def loss(self, outputs, batch):
+        [logits] = outputs["heads"]
+        return F.nll_loss(logits.log_softmax(-1).to(logits.dtype).float(), batch[1].long(), reduction="sum")
+
+    def metrics(self, outputs, batch):
+        return super().metrics(outputs["heads"][0], batch)
+""",
     # A loss at step 5 that is not finite. The ranks speak after 1, 3 and 7 steps, so a step more is trained before it is known.
     "overflows": """
 from ddp_core.order import sample_order
@@ -332,6 +351,11 @@ class OneHeldOut(Digits):
         train, held_out = super().data(config)
         return train, Rows(*(column[:1] for column in held_out.columns))
 """,
+    "nothing_held_out": """
+class NothingHeldOut(Digits):
+    def data(self, config):
+        return super().data(config)[0], None
+""",
     # Its host's clock is an hour ahead.
     "ahead_of_time": """
 class AheadOfTime(Digits):
@@ -627,6 +651,32 @@ class Dies(Digits):
         return model(batch[0])
 """,
     # ---- mistakes
+    # Row 480 of those that the first epoch trains on is missing, while workers have read on.
+    "misses_a_row": """
+from ddp_core.order import sample_order
+
+class Rows:
+    def __init__(self, rows, missing):
+        self.rows, self.missing = rows, missing
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, row):
+        if row == self.missing:
+            raise OSError("no such file")
+        return tuple(column[row] for column in self.rows.columns)
+
+
+class MissesARow(Digits):
+    def data(self, config):
+        train, held_out = super().data(config)
+        return Rows(train, int(sample_order(config.seed, 0, len(train))[480])), held_out
+
+    def forward(self, model, batch):
+        time.sleep(0.1)
+        return model(batch[0])
+""",
     "syntax": """
 class Syntax(Digits)
     pass

@@ -467,6 +467,22 @@ def test_another_number_of_ranks_is_started_or_refused(check, site, dry):
     check.holds(*violations)
 
 
+@clause("J9")
+def test_twice_the_nodes_have_twice_the_ranks(check, site, dry):
+    """A total among the directives (--ntasks) overrules what is said of a node: half of what is paid for stands idle."""
+    violations = []
+    for script in trains(site):
+        nodes = site.job(script)["nodes"]
+        counts = []
+        for shape in (nodes, 2 * nodes):
+            run = dry.job(script, nodes=shape)
+            counts.append({call.environ.get("DRY_RUN_RANKS", "none") for call in run.trained})
+        expected = [{str(shape * site.job(script)["ranks_per_node"])} for shape in (nodes, 2 * nodes)]
+        if counts != expected:
+            violations.append(f"{script.name} on {nodes} and {2 * nodes} nodes: ranks={counts}, but should be {expected}")
+    check.holds(*violations)
+
+
 @clause("B11")
 def test_devices_may_be_asked_for_by_their_type(check, site, dry):
     """sbatch --gpus-per-node=a100:4, where a machine has several types."""
@@ -713,10 +729,14 @@ def test_an_installation_as_a_job_gets_its_arguments(check, site, dry):
     """Whole, as they were given: `job.sl install --add PACKAGE`, where that is shown."""
     for script in site.job_scripts:
         if any(re.search(rf"{re.escape(script.name)} install\b", line) for _, line in shown(site)):
-            run, package = dry.job(script, nodes=1, arguments=["install", "--add", PACKAGES]), []
-            package = [call.words[-1] for call in run.calls if PACKAGES in call.words]
-            told = f"{script.name} install --add {PACKAGES!r}: {ending(dry, run)}, pip has {package or 'not heard of it'}"
-            check.holds(*[] if package and run.code == 0 else [f"{told}, but should be given it as it is"])
+            run = dry.job(script, nodes=1, arguments=["install", "--add", PACKAGES], all_ranks=True)
+            calls = [call for call in run.calls if PACKAGES in call.words]
+            pip = [call.words[-1] for call in calls]
+            told = f"{script.name} install --add {PACKAGES!r}: {ending(dry, run)}, pip has {pip or 'not heard of it'}"
+            check.holds(*[] if pip and run.code == 0 else [f"{told}, but should be given it as it is"])
+            ranks = max(int(call.environ.get("DRY_RUN_RANKS", "1")) for call in calls)
+            one = f"{script.name} install: {ranks} of it in one prefix, side by side, but should be one"
+            check.holds(*[one] if ranks > 1 else [])
 
 
 def followed(dry, line: str) -> DryRun | str:

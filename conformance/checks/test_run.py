@@ -354,6 +354,18 @@ def test_the_end_says_how_fast_it_was(check, world, own, runs):
 
 @clause("R9")
 @only(sizes=(1, 2))
+def test_the_end_says_how_fast_this_start_was(check, world, runs, first):
+    path, ends = runs.folder(first, "faster"), []
+    for epochs in (2, 3):
+        run = world.train(first, path, f"{FP64} --epochs {epochs}")
+        done(check, run)
+        ends.append(run.of("end")[-1])
+    rows = [end["rows_a_second"] * end["seconds"]["training"] for end in ends]
+    check.close(rows, [28 * G, 14 * G], 0.02, "rows a second times seconds")
+
+
+@clause("R9")
+@only(sizes=(1, 2))
 def test_an_epoch_s_progress_is_told(check, world, runs, first):
     run = train_own(world, runs, first, "slow_steps", "--precision fp64 --log-seconds 0.5 --steps-per-epoch 14 --epochs 2")
     done(check, run)
@@ -801,8 +813,9 @@ def test_products_are_rounded_as_was_asked_for(check, world, first, runs, precis
     import torch
 
     run = world.train(first, runs.folder(first, precision), f"{SHORT} --precision {precision}")
-    own_loss = train_own(world, runs, first, "rounds_as_its_input", f"--steps-per-epoch 1 --precision {precision}")
-    done(check, run, own_loss)
+    names = ("rounds_as_its_input", "rounds_one_of_its_outputs")
+    own = [train_own(world, runs, first, name, f"--steps-per-epoch 1 --precision {precision}") for name in names]
+    done(check, run, *own)
     images, labels, _, _ = reference.load()
     rows = reference.sample_order(0, 0, len(labels))[:G]
     parameters = {name: torch.from_numpy(values).float() for name, values in reference.initial_parameters(0).items()}
@@ -814,7 +827,8 @@ def test_products_are_rounded_as_was_asked_for(check, world, first, runs, precis
         logits = linear(torch.tanh(linear(inputs, weight1, bias1)), weight2, bias2)
         should_be = torch.nn.functional.cross_entropy(logits.float(), labels)
     check.close(run.losses, [should_be.item()], 2e-6, "the first loss")
-    check.close(own_loss.losses, [should_be.item()], 2e-6, "the first loss, rounded as its input is")
+    for name, rounded in zip(names, own, strict=True):
+        check.close(rounded.losses, [should_be.item()], 2e-6, f"the first loss of {name}")
     norms = torch._foreach_norm(torch.autograd.grad(should_be, trained))
     check.close(run.values("step", "grad_norm"), [torch.stack(norms).norm().item()], 1e-2, "the first gradient norm")
     kinds = world.on_rank_0(lambda: {kind for kind, _ in take_apart(run.folder / SNAPSHOT)["tensors"].values()})
@@ -1169,6 +1183,18 @@ def test_epochs_that_are_not_evaluated_or_saved(check, world, runs, first):
     history = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT)["document"]["history"])
     should_be = [[epoch, *(value.hex() for value in row if value is not None)] for epoch, row in enumerate(rows)]
     check["S9"].equal(history=(history, should_be))
+
+
+@clause("C8")
+@only(sizes=(1, 2))
+def test_the_last_epoch_is_saved_though_nothing_else_is_due(check, world, runs, first):
+    """Without held-out rows, and when it is none that --save-every saves."""
+    run = train_own(world, runs, first, "nothing_held_out", "--precision fp64 --epochs 3 --save-every 2")
+    done(check, run)
+    document = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT)["document"])
+    check.equal(snapshots=(run.values("snapshot", "step"), [28, 42]), step=(document["step"], 42))
+    check.equal(epochs=(run.values("epoch", "step"), [14, 28, 42]), of_the_snapshot=(len(document["history"]), 3))
+    check.close(run.losses, golden.load()["losses"], T1)
 
 
 @clause("S9")
@@ -2037,6 +2063,19 @@ def test_a_workload_file_that_cannot_be_used_is_one_line(check, world, runs, fir
     ended(check, run, 2)
     lines = [line for text in run.errors + run.output for line in text.splitlines()]
     check.equal(lines=(len(lines), 1), says=(words if words in "".join(lines) else lines, words))
+
+
+@clause("X9")
+@only(sizes=(1, 2), devices=("cpu",))
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_row_that_cannot_be_read_is_named(check, world, runs, first, workers):
+    """By rank 0, which reads it, and not one of the batches that workers have read on to."""
+    run = train_own(world, runs, first, "misses_a_row", f"--workers {workers} --precision fp64", apart=True)
+    rows = reference.sample_order(0, 0, 1438)[5 * G : 6 * G : world.size][:3]
+    told = f"rows {', '.join(map(str, rows))}"
+    check.equal(
+        exit_code=(run.exit_codes[0], 2), names_its_rows=(told if told in run.errors[0] else run.errors[0].strip(), told)
+    )
 
 
 @clause("X10")

@@ -530,10 +530,11 @@ class DryRuns:
         """What a batch script finds in its environment. https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES"""
         options = Script(self.folder / script.name).options | told["options"]
         each, nodes = int(options.get("ntasks-per-node", self.site.job(script).get("tasks_per_node", 1))), told["nodes"]
+        total = told["ntasks"] or int(options.get("ntasks", each * nodes))
         hosts = ",".join(self.hosts(nodes))
         own = dict(JOB_ID=told["number"], JOBID=told["number"], JOB_NUM_NODES=nodes, NNODES=nodes)
         own |= dict(
-            NTASKS=told["ntasks"] or each * nodes,
+            NTASKS=total,
             NTASKS_PER_NODE=each,
             TASKS_PER_NODE=f"{each}(x{nodes})" if nodes > 1 else each,
             PROCID=0,
@@ -544,7 +545,7 @@ class DryRuns:
         own |= dict(JOB_PARTITION=options.get("partition", "batch"), JOB_QOS=options.get("qos", "normal"))
         own |= dict(
             JOB_ACCOUNT=options.get("account", "account"),
-            NPROCS=told["ntasks"] or each * nodes,
+            NPROCS=total,
             CPUS_ON_NODE=self.site.toml["node"]["cores"],
         )
         # Of newer releases; srun's own environment overrules what its masks say.
