@@ -26,7 +26,7 @@ from conformance.harness.ports import free_port
 
 forks = multiprocessing.get_context("forkserver")
 
-forks.set_forkserver_preload(["ddp_core.trainer", "parked", "pytest"])
+forks.set_forkserver_preload(["ddp_core.trainer", "ddp_core.sharding", "parked", "pytest"])
 
 SECONDS = 40.0  # a job that takes longer hangs: its ranks are killed and the test fails
 FLAGS = "--device cpu --log-every 1 --rendezvous-timeout 20 --timeout 20"
