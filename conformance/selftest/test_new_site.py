@@ -67,6 +67,20 @@ def test_a_copy_by_hand_with_another_name_passes(tmp_path, copied):
     assert count == 1 and job.returncode == 0 and " passed" in job.stdout, job.stdout + job.stderr
 
 
+@clause("J4")
+@pytest.mark.parametrize("copied", sites.find(), ids=lambda site: site.name)
+def test_a_copy_that_is_filled_in_passes(tmp_path, copied):
+    """Its own account, and a value in each line whose comment says of what machines it may be empty."""
+    copy, account = tmp_path / "mymachine", copied.toml.get("queue", {}).get("account", "")
+    shutil.copytree(copied.folder, copy)
+    for path in [copy / "site.toml", *(copy / script.name for script in copied.job_scripts)]:
+        text = path.read_text()
+        text = text.replace(account, "phys2026") if account else text
+        path.write_text(re.sub(r"(?m)^((?:#.*\n)*# EDIT:(?:.*\n#)*.*Empty.*\n\w+=)(\(\))?$", r"\1mine", text))
+    job = make.start(ROOT, 0, "conformance/checks/test_static.py", "--site", str(copy), "-k", "edited_is_plain")
+    assert job.returncode == 0 and " passed" in job.stdout, job.stdout + job.stderr
+
+
 @pytest.fixture
 def made(tmp_path, capsys) -> Path:
     """As the command leaves it."""
