@@ -695,6 +695,11 @@ class Mean(Digits):
     def loss(self, outputs, batch):
         return F.cross_entropy(outputs, batch[1])
 """,
+    "mean_metric": """
+class MeanMetric(Digits):
+    def metrics(self, outputs, batch):
+        return {"error": F.cross_entropy(outputs, batch[1])}
+""",
     "unused": """
 class Unused(Digits):
     def model(self, config):

@@ -62,7 +62,7 @@ NOISY_FILE = sites.ROOT / "conformance/harness/noisy.py"
 # Of broken/workloads.py, and what is to be said of them.
 MISTAKES = dict(syntax="syntax.py, line 8: ", no_class="one class that derives from ddp_core.Workload")
 MISTAKES |= dict(raises="line 10 (loss): AttributeError", mean="loss() returns a mean over rows")
-MISTAKES |= dict(unused="no gradient for 3.weight")
+MISTAKES |= dict(unused="no gradient for 3.weight", mean_metric="metrics() has a mean over rows as 'error'")
 
 
 class Runs:

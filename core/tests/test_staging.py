@@ -186,7 +186,7 @@ def other_copy() -> None:
 def test_a_node_whose_copy_is_damaged_is_named(files):
     job = trained(files, nodes=2, ranks=2, code=4, rank_2=other_copy, rank_3=on_node_1)
     # Of the two ranks of the node it is the one that comes first.
-    assert re.search(r"data=\S+ on rank ([23]), but \S+ on rank 0 \(rank \1 is on node-1\)", error(job))
+    assert re.search(r"data=\S+ on rank ([23]), but \S+ on rank 0: .* \(rank \1 is on node-1\)", error(job))
 
 
 # ---- where there is no copy ---------------------------------------------------------------------------------------

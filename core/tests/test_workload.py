@@ -267,7 +267,7 @@ def test_data_whose_length_differs_between_ranks_are_named(tmp_path, which):
 def test_data_that_differ_between_ranks_are_named(tmp_path):
     methods = "def data(self, config):\n    import os\n    return table(first=int(os.environ.get('FIRST', 0))), None"
     job = failed(tmp_path, small(methods), faults={1: environment(FIRST="1")}, code=4)
-    assert re.search(r"data=\w+ on rank 1, but \w+ on rank 0", job.error)
+    assert re.search(r"data=\w+ on rank 1, but \w+ on rank 0: data\(\) should give all ranks the same rows", job.error)
 
 
 @pytest.mark.fault(12)
@@ -510,6 +510,10 @@ PARTS = {
         "def loss(self, outputs, batch):\n    return dict(one=super().loss(outputs, batch), two=outputs.square().sum())",
         r"metrics\(\) has loss_one, the name of a loss: give it another",
     ),
+    "metrics: a mean": (
+        "def metrics(self, outputs, batch):\n    return dict(error=F.l1_loss(outputs, batch[1]))",
+        r"metrics\(\) has a mean over rows as 'error' .* and should have their sum",
+    ),
     "metrics: they fail": (
         "def metrics(self, outputs, batch):\n    return {'x': batch['x']}",
         r"line 6 \(metrics\): TypeError",
@@ -588,6 +592,19 @@ def test_a_loss_that_weighs_rows_unequally_is_no_mean(tmp_path, flags):
     """Rows whose losses are far apart: the mean of two is not half of their sum by chance."""
     methods = "def loss(self, outputs, batch):\n    return (batch[0][:, 0].abs() ** 3 * (outputs - batch[1])[:, 0] ** 2).sum()"
     failed(tmp_path, small(methods), flags, world_size=1, code=0)
+
+
+MEAN = "def metrics(self, outputs, batch):\n    return dict(error={})\n\n"
+
+
+@pytest.mark.parametrize("metric", ["F.l1_loss(outputs, batch[1], reduction='sum')", "(F.l1_loss(outputs, batch[1]), 1)", "0"])
+def test_metrics_that_are_sums_or_have_their_count_are_no_means(tmp_path, metric):
+    failed(tmp_path, small(MEAN.format(metric)), "--epochs 1", code=0)
+
+
+def test_metrics_are_no_means_where_rows_depend_on_each_other(tmp_path):
+    """Of two rows together one may be right by the other, as in contrastive losses."""
+    failed(tmp_path, small(MEAN.format("1") + CONTRAST), "--epochs 1", code=0)
 
 
 CONTRAST = "def loss(self, outputs, batch):\n    return super().loss(outputs, batch) + (1 + outputs).sum().square()"

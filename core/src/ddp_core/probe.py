@@ -122,6 +122,9 @@ class _Trial:
                 draws = range(1 if self.agreed(bool(whole == self.total(self.rows, 1))) else DRAWS)
                 losses = [[self.total(batch, draw).double() for batch in (self.rows, *self.alone)] for draw in draws]
                 self.notes = _compared(workload, torch.tensor(losses))
+                if self.agreed(len(draws) == 1 and not self.notes):
+                    alone = [workload.metrics(self.outcome(batch, 0)[0], batch) for batch in self.alone]
+                    _refuse_means(workload, metrics, *alone)
         self.model.train()
         total = self.total(self.rows, 0)
         if total.requires_grad:
@@ -195,6 +198,19 @@ def _refuse_unlike_sums(workload: Workload, metrics: Mapping) -> None:
                     f"--workload {workload.name}: metrics() has {what} as {name!r}, and should have a number, the sum over the "
                     f"rows of the batch, or a pair of numbers: (sum, count)"
                 )
+
+
+def _refuse_means(workload: Workload, metrics: Mapping, first: Mapping, second: Mapping) -> None:
+    """Of metrics whose mean is over rows. Only where losses of rows add up: then rows do not depend on each other."""
+    for name in [name for name, value in metrics.items() if not isinstance(value, tuple)]:
+        together, both = float(metrics[name]), float(first[name]) + float(second[name])
+        near = 1e-3 * abs(both)
+        if abs(together - both / 2) <= near < abs(together - both):
+            raise WorkloadError(
+                f"--workload {workload.name}: metrics() has a mean over rows as {name!r} ({together:.6g} for two rows, "
+                f"{float(first[name]):.6g} and {float(second[name]):.6g} for each), and should have their sum: .sum(), or "
+                f"times the rows"
+            )
 
 
 def _refuse_unused(workload: Workload, model: nn.Module) -> None:

@@ -22,7 +22,15 @@ from ddp_core.rank import Rank
 from ddp_core.stop import StopFlag
 
 TELLING = 10.0  # seconds that a rank without its workload's file tries to reach rank 0
+OTHER_ROWS = (
+    ": data() should give all ranks the same rows: draw from torch's, Python's or NumPy's own generators, which are seeded, "
+    "sort what sets and os.listdir() give, and read files that nobody writes"
+)
 FIXES = dict(
+    training_rows=OTHER_ROWS,
+    held_out_rows=OTHER_ROWS,
+    data=OTHER_ROWS,
+    workload_file=": a copy of another age on that node",
     core=": other files of ddp_core on that node: run the site's install.sh again",
     python=": other versions of Python: run the site's install.sh again",
     cpu_capability=": their sums round differently: ask for nodes of one kind, or export ATEN_CPU_CAPABILITY=avx2 to all",
