@@ -152,7 +152,7 @@ class Rows:
         return 200
 
     def __getitem__(self, row):
-        return torch.full((64,), float(row)), torch.tensor(0), torch.tensor(0 if row else os.getpid())
+        return torch.full((64,), float(row)), torch.tensor(0), torch.tensor(os.getpid() if row >= 150 else 0)
 
 
 class OtherRows(Digits):
@@ -426,9 +426,11 @@ class Counting(nn.Linear):
     def __init__(self):
         super().__init__(64, 10)
         self.register_buffer("calls", torch.zeros(1), persistent=False)
+        self.register_buffer("whole", torch.zeros(1, dtype=torch.int64), persistent=False)
 
     def forward(self, images):
         self.calls += 1
+        self.whole += 1
         return super().forward(images)
 
 
@@ -439,7 +441,7 @@ class CountsCalls(Digits):
 
     def schedule(self, step, total_steps, config):
         if step == 0:
-            print("calls until the first step:", int(self.own.calls))
+            print("calls until the first step:", int(max(self.own.calls, self.own.whole)))
         return 1.0
 """,
     # Says in what numbers its rows come, and how many of them at once.

@@ -83,6 +83,8 @@ def test_scripts_run_to_their_end(check, site, dry):
 
 
 # Commands whose failure is an answer, or changes nothing.
+# What the scheduler sets, what scripts add to, and what is a user's to set (J13, B6).
+GIVEN = "SLURM|PBS|PALS|.*PATH$|OMP_|HF_|TORCH_HOME|.*_NET(_PLUGIN)?$"
 ASKS = ("rm", "sleep", "python", "python3", "qstat", "squeue", "sacct")
 
 
@@ -108,6 +110,28 @@ def test_each_choice_of_a_script_s_head_changes_something(check, site, dry):
             if effects(run, own) == effects(default, own):
                 told = " ".join(f"{name}={value}" for name, value in chosen.items())
                 violations.append(f"{script.name}: {told} changes nothing, but should")
+    check.holds(*violations)
+
+
+@clause("B11")
+def test_a_choice_counts_whatever_was_set_before(check, site, dry):
+    """By a module, say: in its ranks is what the choice decides, and not what the default would have been."""
+    violations = []
+    for script in trains(site):
+        default, again = (dry.job(script, nodes=2, environ=environ) for environ in ({}, dict(DRY_RUN_AGAIN="1")))
+        for chosen in alternatives(script) if default.trained and again.trained else ():
+            without = dry.job(script, nodes=2, environ=chosen)
+            told, other, same = (as_in_job(site, run.trained[0]) if run.trained else {} for run in (without, default, again))
+            before = {name: value for name, value in other.items() if same.get(name) == value != told.get(name, value)}
+            before = {name: value for name, value in before.items() if not re.match(GIVEN, name)}
+            run = dry.job(script, nodes=2, environ=before | chosen)
+            for name in sorted(before if run.trained and without.trained else ()):
+                value = as_in_job(site, run.trained[0]).get(name)
+                if value != told[name]:
+                    said = " ".join(f"{name}={value}" for name, value in chosen.items())
+                    violations.append(
+                        f"{script.name}, {said}, {name}={before[name]} was set: {value}, but should be {told[name]}"
+                    )
     check.holds(*violations)
 
 

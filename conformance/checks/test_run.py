@@ -545,6 +545,17 @@ def test_held_out_rows_may_be_fewer_than_ranks(check, world, runs, first):
 
 
 @clause("L4")
+@only(sizes=(4,), devices=("cpu",))
+def test_held_out_rows_of_parts_may_be_fewer_than_ranks(check, world, runs, first):
+    """A forward pass is collective: who has no row goes through one with the others."""
+    whole, parts = (
+        train_own(world, runs, first, "one_held_out", f"--precision fp64 {flags}") for flags in ("", "--sharding full")
+    )
+    done(check, whole, parts)
+    check.close(parts.values("epoch", "eval_loss"), whole.values("epoch", "eval_loss"), T1, "eval_loss")
+
+
+@clause("L4")
 @only(sizes=(1, 2))
 def test_evaluation_changes_nothing_of_the_training(check, world, runs, first):
     """Of a model that draws, and counts in its buffers, while it is trained, and only then."""
@@ -1391,6 +1402,23 @@ def test_a_damaged_snapshot_is_never_taken_for_none(check, world, own, runs):
     check.equal(snapshot_prev_at_step=(step, 35))
     world.on_rank_0(lambda: damage(SNAPSHOT, "snapshot.prev.safetensors"))
     ended(check, world.train(own, path, FP64), 5)
+
+
+@clause("C4")
+@only(sizes=(2,), devices=("cpu",))
+def test_a_damaged_snapshot_is_not_dealt_out_in_parts(check, world, own, runs):
+    """Each rank of a sharded run reads its rows alone, and all of them hear what is in them."""
+    run, path = runs.train(own, FP64), runs.folder(own, "damaged-parts")
+    done(check, run)
+
+    def damage() -> bool:
+        path.mkdir()
+        raw = bytearray((run.folder / SNAPSHOT).read_bytes())
+        raw[len(raw) // 2] ^= 1
+        return bool((path / SNAPSHOT).write_bytes(raw))
+
+    world.on_rank_0(damage)
+    ended(check, world.train(own, path, f"{FP64} --epochs 4 --sharding full"), 5)
 
 
 @clause("S5")

@@ -24,6 +24,7 @@ module-call
 USR1, TERM, KILL = 10, 15, 9
 NOTES: dict = {}  # what this call has seen, for its record
 PATIENCE = 5.0  # seconds for which a rank waits for a signal
+DEAF = 0.5  # and for which it does not listen after a user's stop
 MOST_LAUNCHES = 12  # a job that launches more often has no bound
 MINIMAL = ("SLURM", "DRY_RUN", "HOME", "USER")  # of the environment what `srun --export=NONE` leaves
 
@@ -340,6 +341,11 @@ def hears(process: int) -> None:
 def heard(event: str) -> bool:
     """Whether a signal reaches this rank when the event happens: a warning to all ranks, a user's stop, the limit."""
     signals: list[int] = []
+    if event == "stop":  # this rank is still starting: who says it once is not heard
+        for number in (USR1, TERM):
+            _signal.signal(number, _signal.SIG_IGN)
+        os.system(FACTS["stop"])
+        time.sleep(DEAF)
     for number in (USR1, TERM):
         _signal.signal(number, lambda got, _: signals.append(got))
     if event == "warning":  # to every process of the ranks; and a program that runs beside them shall bear it, too
@@ -349,8 +355,6 @@ def heard(event: str) -> bool:
         slurm = FACTS["scheduler"] == "slurm"
         for process in [job_script(), *(below(int(os.environ["DRY_RUN_LAUNCHER"])) if slurm else [])]:
             os.kill(process, TERM)
-    elif event == "stop":
-        os.system(FACTS["stop"])
     until = time.monotonic() + PATIENCE
     while not signals and time.monotonic() < until:
         time.sleep(0.02)
