@@ -288,7 +288,8 @@ def trains(certificate: Certificate, pilot: Ended) -> bool:
         return True
     words = failed(pilot) or certificate.failed
     named = re.search(r"line (\d+)", words)
-    where = int(named[1]) if named else certificate.source.function("loss") if "loss()" in words else None
+    method = next((name for name in ("loss", "metrics") if f"{name}()" in words), "")
+    where = int(named[1]) if named else certificate.source.function(method)
     known = ((reason, certificate.source.word(*sought)) for said, reason, sought in REFUSED if said in words)
     why = certificate.blamed(
         next(known, None),
