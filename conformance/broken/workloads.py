@@ -159,6 +159,23 @@ class OtherRows(Digits):
     def data(self, config):
         return Rows(), None
 """,
+    # And where each is a mapping, as tokenizers return them, and no dictionary.
+    "other_mappings": """
+from collections import UserDict
+
+
+class Rows:
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, row):
+        return UserDict(images=torch.full((64,), float(row)), which=torch.tensor(os.getpid() if row >= 150 else 0))
+
+
+class OtherMappings(Digits):
+    def data(self, config):
+        return Rows(), None
+""",
     # Its training images are in a file, which the ranks of a node share. Each tells how often it has opened it.
     "reads_a_file": """
 import sys
@@ -237,6 +254,24 @@ class Scheduled(Digits):
 class Worsens(Digits):
     def schedule(self, step, total_steps, config):
         return 1.0 if step < 2 * total_steps / 3 else -1.0
+""",
+    # It prints in each step, and has a flag whose default in its class is another than where it is added.
+    "prints": """
+class Prints(Digits):
+    defaults = Digits.defaults | dict(width=5)
+
+    def flags(self, add):
+        add("--width", type=int, default=3)
+
+    def loss(self, outputs, batch):
+        print("a step of width", self.config.width)
+        return super().loss(outputs, batch)
+""",
+    # Its losses are below zero, as those of densities are.
+    "below_zero": """
+class BelowZero(Digits):
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) - 9 * len(outputs)
 """,
     # An optimizer that counts each parameter's steps in a plain number, and trains by it.
     "counts": """

@@ -28,6 +28,7 @@ from conformance.harness.dry_run import (
     given,
     handed_on,
     new_starts,
+    shown_to_train,
     trains,
     values_of,
     words_of,
@@ -327,6 +328,17 @@ def test_a_successor_is_stopped_by_its_own_number(check, site, dry):
             run = dry.job(script, code=75, event="stop", number=OTHER, environ=handed_on(shlex.join(call.words)))
             if run.code != 75:
                 violations.append(f"{script.name}, a successor, by its own number: {ending(dry, run)}, but should be 75")
+    check.holds(*violations)
+
+
+@clause("J10")
+def test_a_job_is_not_stopped_by_another_s_number(check, site, dry):
+    """Two jobs of one user share the folder: one is stopped, and the other goes on."""
+    violations = []
+    for script in trains(site) if "stop" in warnings_of(site) else ():
+        run = dry.job(script, event="another's stop")
+        if run.code:
+            violations.append(f"{script.name}, where another job is stopped: {ending(dry, run)}, but should be 0")
     check.holds(*violations)
 
 
@@ -678,6 +690,23 @@ def test_a_run_is_one_run_of_wandb(check, site, dry):
     check.holds(*violations)
 
 
+@clause("B10")
+def test_metrics_have_every_step(check, site, dry):
+    """The first one, too, and the evaluation after a step beside its loss."""
+    violations = []
+    for script, environ in chosen(site):
+        for kind in [name for name in ("wandb", "tensorboard") if name in " ".join(environ.values())]:
+            run = dry.job(script, environ=environ)
+            there = sorted({*re.findall(rf"(?m)^{kind} has (.*)$", run.output)})
+            told = f"{script.name}: of steps 0 and 1 {kind} has {there}"
+            violations += [f"{told}, but should have {OF_STEPS}"] if there != OF_STEPS else []
+    check.holds(*violations)
+
+
+# Step and value, as the stand-in for train.py writes them: losses, norms of gradients, and a held-out loss.
+OF_STEPS = ["0 0.25", "0 0.5", "1 1.25", "1 1.5", "1 1.75"]
+
+
 def chosen(site) -> list[tuple[Path, dict[str, str]]]:
     """The job script, and the variables that are set for it, of each submission that users are shown."""
     found = []
@@ -712,9 +741,7 @@ def test_a_script_for_users_hands_their_arguments_on(check, site, dry):
     """Of every other script whose head shows how to train with it, whatever was installed."""
     violations = []
     for script in [path for path in site.scripts if path not in site.job_scripts]:
-        head = re.findall(r"(?m)^#   (\S.*? train\.py\b[^.\n]*)$", script.read_text())
-        shown_there = [line for line in head if f"./{script.name} " in line and "..." not in line]
-        for line, flags in product(shown_there, [(), *given(dry)]):
+        for line, flags in product(shown_to_train(script), [(), *given(dry)]):
             run = dry.command(script, line, *flags)
             words = [arguments(call)[-len(ARGUMENTS) :] for call in run.trained]
             if run.code or words != [list(ARGUMENTS)]:

@@ -61,6 +61,18 @@ def last_line(run: DryRun) -> str:
 
 
 @clause("B10")
+def test_packages_of_the_user_s_own_are_not_counted(check, dry):
+    """Those in ~/.local: pip leaves out what is there, and no job sees it."""
+    violations = []
+    for what, run in runs(dry).items():
+        for call, words in pips(run):
+            if not call.environ.get("PYTHONNOUSERSITE"):
+                told = f"{what}: pip install {' '.join(words)}"
+                violations.append(f"{dry.shown(told)}: without PYTHONNOUSERSITE, but should have it as jobs do")
+    check.holds(*violations)
+
+
+@clause("B10")
 def test_each_flag_of_its_help_works(check, dry):
     """And what it has made with that flag trains: the packed environment, the one elsewhere."""
     unknown = {f"{flag} {value}" for flag, value in flags_of(dry) if value and value not in PASSED}

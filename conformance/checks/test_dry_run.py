@@ -29,6 +29,7 @@ from conformance.harness.dry_run import (
     made_by,
     program,
     removed,
+    shown_to_train,
     trains,
     umask,
     values_of,
@@ -653,8 +654,10 @@ def test_runs_side_by_side_share_the_devices_out(check, site, dry):
         for line in lines[:1]:
             if not (run := dry.command(script, line, fails="one run")).code:
                 violations.append(f"{line!r}, one of whose runs is killed: {ending(dry, run)}, but should be that run's")
-        for line in dict.fromkeys([*lines, *halved, *close]):
-            run = dry.command(script, line)
+        cases = [(line, [*range(count)]) for line in dict.fromkeys([*lines, *halved, *close])]
+        # Half a node, as `--gpus 2` gives it: the numbers need not begin at 0.
+        for line, there in [*cases, *((line, [*range(count // 2, count)]) for line in halved if count > 3)]:
+            run = dry.command(script, line, devices=there)
             started = [
                 call for call in run.calls if call.rank is None and (program(call) or "torch.distributed.run" in call.words)
             ]
@@ -668,8 +671,10 @@ def test_runs_side_by_side_share_the_devices_out(check, site, dry):
                 violations.append(f"{told}, but should share no device with another")
             elif len({*map(tuple, places)}) < len(places):
                 violations.append(f"{line!r}: run directories {places}, but should be one each")
-            elif len({*taken}) < min(count, sum(ranks)):
-                violations.append(f"{told}, but should use all {count} devices")
+            elif len({*taken}) < min(len(there), sum(ranks)):
+                violations.append(f"{told}, but should use all {len(there)} devices")
+            elif strange := {*taken} - {*map(str, there)}:
+                violations.append(f"{told}, but the job has no device {', '.join(sorted(strange))}: {variable} says so")
             apart = ("--standalone", "--rdzv", "--master")
             meet = [call for call in started if "torch.distributed.run" in call.words and not any(map(call.text.count, apart))]
             violations += [f"{line!r}: a torchrun without --standalone, but should meet no other"] if meet else []
@@ -1069,6 +1074,9 @@ def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
     violations = []
     ways: dict[str, Callable] = {path.name: partial(dry.job, path) for path in trains(site)}
     ways |= {case.name: partial(dry.case, case) for case in site.cases if case.script in ways and case.name not in ways}
+    for script in [path for path in site.scripts if path not in site.job_scripts]:
+        for line in shown_to_train(script):
+            ways[line] = lambda all_ranks, told=(script, line), **planted: dry.command(*told, **planted)
     for name, run_as in ways.items():
         run = run_as(all_ranks=True)
         values = [
@@ -1081,7 +1089,7 @@ def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
         violations += [f"{name} makes /{path} for others, too, but should make it with mode 700" for path in wrong]
         for kind, path in itertools.product(("open", "link"), tops):
             what = dict(open="which others may write to", link="a link")[kind]
-            run = run_as(planted=(kind, path))
+            run = run_as(all_ranks=True, planted=(kind, path))
             if run.trained or run.code != 3:
                 violations.append(f"{name}: trains with /{path}, {what}, but should end with 3 ({ending(dry, run)})")
             elif f"/{path}" not in run.output:

@@ -715,6 +715,16 @@ def test_a_workload_of_ones_own(check, launch, runs):
 
 @clause("L14")
 @only(sizes=(1, 2))
+def test_what_it_prints_is_in_each_rank_s_output(check, world, runs, first):
+    """To the last line, also where that is a file; and what its class says of a flag of its own is taken."""
+    run = train_own(world, runs, first, "prints")
+    done(check, run)
+    lines = [text.splitlines().count("a step of width 5") for text in run.output]
+    check.equal(ranks_that_print_in_each_step=([count >= 14 for count in lines], [True] * world.size))
+
+
+@clause("L14")
+@only(sizes=(1, 2))
 def test_batches_of_any_make_are_moved_and_converted(check, world, runs, first):
     """The digits in named tuples, dictionaries, lists and an object: in the run's precision, with the golden losses."""
     run = train_own(world, runs, first, "records", "--precision fp64 --workers 1")
@@ -933,6 +943,27 @@ def test_the_other_workloads_are_a_plain_loop_s(check, world, first, runs, name)
     epoch = int(np.argmin(should_be["eval_loss"]))
     steps = (epoch + 1) * len(should_be["loss"]) // case.epochs
     check["S9"].equal(best=(document["best"], [epoch, recorded["eval_loss"][epoch].hex()]), step=(best["step"], steps))
+
+
+@clause("L19")
+@only(sizes=(1,))
+def test_texts_of_one_name_come_in_the_order_of_their_folders(check, world, runs, first):
+    """As one text that has them on lines of their own: a folder is listed as its file system likes."""
+
+    def prepare() -> bool:
+        texts = {letter: bytes(ord(letter) ^ number % 7 for number in range(65 * 8)) for letter in "ceadb"}
+        for letter, text in texts.items():
+            (data / letter).mkdir(parents=True)
+            (data / letter / "text.txt").write_bytes(text)
+        whole.mkdir()
+        return bool((whole / "text.txt").write_bytes(b"\n".join(texts[letter] for letter in sorted(texts))))
+
+    data, whole = runs.root / "texts", runs.root / "whole-text"
+    world.on_rank_0(prepare)
+    flags = "--workload gpt --model-size tiny --epochs 1 --steps-per-epoch 2 --global-batch-size 8 --precision fp64"
+    several, one = (world.train(first, runs.folder(first, d.name), f"{flags} --data-dir {d}") for d in (data, whole))
+    done(check, several, one)
+    check.equal(losses=(several.values("step", "loss_hex"), one.values("step", "loss_hex")))
 
 
 # ---- snapshot -----------------------------------------------------------------------------------------------------
@@ -1622,6 +1653,22 @@ def test_what_an_optimizer_keeps_is_kept(check, world, runs, first, name):
 
 
 @clause("C8")
+@only(sizes=(1,))
+def test_losses_below_zero_are_as_good_as_others(check, world, runs, first):
+    """Killed in mid-epoch: the snapshot has the sum of an epoch's losses so far."""
+    flags, an_epoch = long(world, own_file(world, runs, "below_zero"), epochs=1)
+    flags, path = f"{flags} --save-steps {an_epoch // 5}", runs.folder(first, "below-zero")
+    words = f'"kind":"snapshot","step":{2 * (an_epoch // 5)}'
+    ended(check, world.train(first, path, flags, kill_ranks=(0,), kill_at=words), 137)
+    resumed = world.train(first, path, flags)
+    done(check, resumed)
+    check.equal(
+        all_below_zero=(max(resumed.losses) < 0, True),
+        went_on_in_mid_epoch=(0 < resumed.values("start", "step")[-1] < an_epoch, True),
+    )
+
+
+@clause("C8")
 @only(sizes=(2,), devices=("cpu",))
 def test_killed_between_epochs_it_goes_on_from_its_last_step_saved(check, world, runs, first):
     flags, an_epoch = long(world, ALL)
@@ -1807,7 +1854,7 @@ def test_ranks_with_different_files_of_one_name(check, world, runs, first):
 
 @clause("X5")
 @only(sizes=(2,))
-@pytest.mark.parametrize("name", ["other_data", "other_rows"])
+@pytest.mark.parametrize("name", ["other_data", "other_rows", "other_mappings"])
 def test_ranks_with_different_data(check, world, runs, first, name):
     run = train_own(world, runs, first, name)
     ended(check, run, 4)

@@ -264,6 +264,19 @@ def test_mpi_is_not_waited_for_at_the_end(check, site):
             )
 
 
+@clause("X20")
+def test_a_folder_for_all_users_files_has_a_name_of_its_own(check, site):
+    """mktemp's, or with a variable in it: under a fixed name somebody else may have left what is built or read."""
+    violations = []
+    for script in map(Script, site.scripts):
+        for line in [line for line in script.lines if not line.is_comment]:
+            for place, name in re.findall(r"(\$\{TMPDIR:-/tmp\}|(?<![\w.}])/(?:var/)?tmp|/dev/shm)/([^\s\"';)|]+)", line.text):
+                if not re.search(r"\$|XXX", name):
+                    told = f"{script.path.name}: {place}/{name}"
+                    violations.append(f"{told}, but should be `mktemp -d`, or have $USER in its name")
+    check.holds(*violations)
+
+
 @clause("B5")
 def test_proxies_are_not_asked_for_the_node_itself(check, site):
     """No proxy knows the way to it: what a program serves to itself is not found."""

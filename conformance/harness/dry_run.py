@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,11 +81,16 @@ def main(words=None):
     if code:
         raise ChildFailedError(code)
 """
-# It says which run it is of, for two of one name would be one to W&B, and what it gets to know of it.
+# It says which run it is of, for two of one name would be one to W&B, and what it gets to know of it. What it is told of an
+# earlier step than its own it drops: https://docs.wandb.ai/models/track/log
 WANDB = """
 class Run:
     step = 0
-    log = finish = lambda *_, **__: None
+    def log(self, values, step):
+        for value in values.values() if step >= self.step else ():
+            print("wandb has", step, value, flush=True)
+        self.step = max(step, self.step)
+    def finish(self): pass
 def init(id, **told):
     print("wandb run", id, flush=True)
     print("wandb is told", told, flush=True)
@@ -92,7 +98,13 @@ def init(id, **told):
 class Settings:
     def __init__(self, **told): pass
 """
-BOARD = "class SummaryWriter:\n    def __init__(self, folder): pass\n    add_text = add_scalar = close = lambda *values: None\n"
+BOARD = """
+class SummaryWriter:
+    add_text = close = lambda *values: None
+    def __init__(self, folder): pass
+    def add_scalar(self, name, value, step):
+        print("tensorboard has", step, value, flush=True)
+"""
 PACKAGES = {
     "../torch/torch/__init__.py": "import os\nfrom . import cuda, version\n"
     "__version__ = '2.14.0' if os.environ.get('DRY_RUN_FAILS') == 'another torch' else '2.13.0'\n",
@@ -488,22 +500,24 @@ class DryRuns:
         elif kind:
             shutil.rmtree(place, ignore_errors=True)  # the job may have removed it
 
-    def command(self, script: Path, line: str, *flags: str, fails: str = "") -> DryRun:
+    def command(
+        self, script: Path, line: str, *flags: str, fails: str = "", devices: Sequence[int] = (), planted: tuple[str, ...] = ()
+    ) -> DryRun:
         """A command with a script in it, as a user types it in an allocation, in the site's folder; ARGUMENTS follow it.
 
-        flags: those of install.sh before it.
+        flags: those of install.sh before it. devices: those that the allocation has, if not all of the node.
         """
         self.install(*flags)
         self._restore(self.installed["install", *flags, "", "", None])
         job, node, environ = self.site.job_scripts[0], self.site.toml["node"], {}
         if self.site.toml["scheduler"] == "slurm":
             environ = self._of_slurm(job, STANDARD | dict(nodes=1))
-            devices = (
-                {node["device_environment"]: ",".join(map(str, range(node["devices"])))} if "device_environment" in node else {}
-            )
-            environ |= devices
+            if "device_environment" in node:
+                environ |= {node["device_environment"]: ",".join(map(str, devices or range(node["devices"])))}
         words = ["-c", f'{line} "$@"', script.name, *ARGUMENTS]
-        return self._run(script.name, words, self.folder, environ, STANDARD | dict(nodes=1, fails=fails))
+        told = STANDARD | dict(nodes=1, fails=fails, devices=len(devices))
+        with self._planted(*planted):
+            return self._run(script.name, words, self.folder, environ, told)
 
     def case(self, case: Case, **shape) -> DryRun:
         """A choice that a job script marks."""
@@ -587,11 +601,14 @@ class DryRuns:
             launcher=site.toml["launcher"],
             launcher_environment=dict(site.launches[0].templates),
         )
-        facts |= dict(ranks_per_node=site.toml["job"]["ranks_per_node"], devices=node["devices"], interfaces=node["interfaces"])
+        facts |= dict(ranks_per_node=site.toml["job"]["ranks_per_node"], interfaces=node["interfaces"])
+        facts |= dict(devices=told.get("devices") or node["devices"])
         image = software.get("image", "")
         sets_there = dict(word.split("=", 1) for word in layer.provided(site, image) if "=" in word) if image else {}
         facts |= dict(image=image, image_sets=sets_there, device_environment=node.get("device_environment", ""))
-        facts |= dict(stop=site.toml.get("stop", "").format(job=told["number"], number=told["number"]))
+        stop, other = site.toml.get("stop", ""), f"{told['number']}0"
+        facts |= dict(stop=stop.format(job=told["number"], number=told["number"]))
+        facts |= dict(another_s_stop=stop.format(job=other, number=other))
         # In an interactive job most of it may be used already.
         limit, used = ("01:01:10", "01:00:10") if told["event"] == "limit" else (told["walltime"], "00:00:10")
         own_of_pbs = {"Job_Name": "train", "Account_Name": OF_PBS["account"], "Resource_List.walltime": limit}
@@ -712,6 +729,12 @@ def handed_on(options: str) -> dict[str, str]:
 def set_by(site: Site, module: str) -> dict[str, str]:
     """The variables that a stand-in for this module sets."""
     return dict(re.findall(r'setenv\("(\w+)", "([^"]*)"\)', layer.module_file(site, module)))
+
+
+def shown_to_train(script: Path) -> list[str]:
+    """Lines of a script's head by which it trains."""
+    head = re.findall(r"(?m)^#   (\S.*? train\.py\b[^.\n]*)$", script.read_text())
+    return [line for line in head if f"./{script.name} " in line and "..." not in line]
 
 
 def command_names() -> set[str]:

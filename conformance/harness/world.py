@@ -235,12 +235,14 @@ class _Left(BaseException):
 def _start(program: Path, argv: list[str], environ: dict[str, str]) -> tuple[int, str, str]:
     """Run a program in this process, which has imported torch already: exit code, standard output, standard error."""
     before, here = (dict(os.environ), sys.argv, list(sys.path), os._exit), os.getpid()
-    output, errors = io.StringIO(), io.StringIO()
+    # Buffered as where the output is a file: what is not flushed before os._exit is lost.
+    output = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace")
+    errors = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", line_buffering=True)
 
     def leave(code: int) -> None:
         if threading.current_thread() is not threading.main_thread() or os.getpid() != here:
             before[-1](code)  # pytest-timeout's, which means this process; and that of a process that reads rows
-        raise _Left(code)
+        raise _Left(code, written(output), written(errors))
 
     os.environ.clear()
     os.environ.update(environ)
@@ -249,8 +251,10 @@ def _start(program: Path, argv: list[str], environ: dict[str, str]) -> tuple[int
         with redirect_stdout(output), redirect_stderr(errors):
             runpy.run_path(str(program), run_name="__main__")
         code = 0
-    except (SystemExit, _Left) as left:
-        code = int(left.args[0] or 0) if left.args else 0
+    except SystemExit as ended:
+        code = int(ended.args[0] or 0) if ended.args else 0
+    except _Left as left:
+        return left.args
     except Exception:
         errors.write(traceback.format_exc())
         code = 1
@@ -265,7 +269,14 @@ def _start(program: Path, argv: list[str], environ: dict[str, str]) -> tuple[int
             del sys.modules[name]
         if "--workers" in argv:
             _end_workers()
-    return code, output.getvalue(), errors.getvalue()
+    for stream in (output, errors):
+        stream.flush()
+    return code, written(output), written(errors)
+
+
+def written(stream: io.TextIOWrapper) -> str:
+    """What has left its buffer."""
+    return stream.buffer.getvalue().decode()  # type: ignore[attr-defined]
 
 
 def _end_workers() -> None:

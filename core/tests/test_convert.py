@@ -102,7 +102,10 @@ def group():
 )
 def test_training_goes_on_as_if_it_had_been_ours(finished, tmp_path, group, capsys, kind, flags, wrapped):
     """Two epochs by torch.optim and two by us have the losses of four by us."""
-    said = converted(tmp_path, checkpoint(kind, flags, 2, wrapped), flags, capsys=capsys)
+    content = checkpoint(kind, flags, 2, wrapped)
+    if kind == "nersc":  # as where layers were used for the first time in another order
+        content["optimizer_state_dict"]["state"] = dict(reversed(content["optimizer_state_dict"]["state"].items()))
+    said = converted(tmp_path, content, flags, capsys=capsys)
     assert "2 epochs run" in said and ("scheduler" in said) == (kind == "nersc")
     assert ("begins at zero" in said) == (kind == "olcf")
     ours = finished(f"{flags} --epochs 4", 1)

@@ -4,6 +4,7 @@ python -m pytest core/tests/test_snapshot.py
 """
 
 import hashlib
+import io
 import os
 import re
 import stat
@@ -207,3 +208,20 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(StorageError, match=re.escape(str(tmp_path / "file"))):
         snapshot.write(tmp_path / "file" / "snapshot.safetensors", TENSORS, DOCUMENT)
+
+
+def test_a_tensor_is_read_whole_though_the_system_gives_it_in_parts(folder, monkeypatch):
+    """Linux reads at most 0x7ffff000 bytes at once: https://man7.org/linux/man-pages/man2/read.2.html#NOTES"""
+
+    class InParts(io.FileIO):
+        def readinto(self, view):
+            return super().readinto(memoryview(view)[:256])
+
+    def in_parts(path, mode, buffering=-1):
+        return InParts(path) if buffering == 0 else io.BufferedReader(InParts(path))
+
+    snapshot.write(folder / "parts.safetensors", TENSORS, DOCUMENT)
+    monkeypatch.setattr(snapshot, "open", in_parts, raising=False)
+    stored, _ = snapshot._stored(folder / "parts.safetensors")
+    for name, tensor in TENSORS.items():
+        assert torch.equal(stored[name].load(), tensor)

@@ -128,7 +128,8 @@ def test_cross_entropy_of_equal_logits_is_the_logarithm_of_their_number():
 
 def test_files_of_text_come_in_the_order_of_their_names(tmp_path, monkeypatch):
     """A folder lists them as the file system likes, which may be another on each node."""
-    for name in ("b.txt", "c.txt", "a.txt"):
+    for name in ("b/text.txt", "c/text.txt", "a/text.txt", "d/a.txt"):
+        (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(name[0] * 400)
     listed = Path.rglob
     for reverse in (False, True):
