@@ -132,6 +132,16 @@ def test_another_torch_takes_the_place_of_the_first(check, dry):
 
 
 @clause("B10")
+def test_a_torch_that_is_asked_for_is_taken_though_python_brings_one(check, dry):
+    """Whoever asks for another build has found that Python's own is none for this machine."""
+    violations = []
+    for flag, value in [flags for flags in given(dry) if {PASSED["SPEC"], PASSED["URL"]} & {*flags}]:
+        if not any(value in word for _, words in pips(dry.install(flag, value, fails="another torch")) for word in words):
+            violations.append(f"install.sh {flag} {value} with a Python that has torch: pip is not asked for it, but should be")
+    check.holds(*violations)
+
+
+@clause("B10")
 def test_an_environment_that_does_not_work_is_not_kept(check, dry):
     """Where the last look at it has failed, and its user runs install.sh again."""
     looks = [fails for fails, call in dry.install().steps if "-c" in call.words[:1] and "ddp_core" in call.text]

@@ -248,7 +248,7 @@ def real(words: list[str], alone: bool = False) -> int:
     """This machine's Python. What was installed is there, with nothing in it. alone: in the place of this process, which a
     script has the number of."""
     own = os.path.exists(f"{os.path.dirname(sys.argv[1])}/activate")  # the machine's does not see what is installed in another
-    torch = FACTS["torch"] or (own and os.path.exists(f"{TOP}/sites/.has-torch"))
+    torch = FACTS["torch"] or FACTS["fails"] == "another torch" or (own and os.path.exists(f"{TOP}/sites/.has-torch"))
     there = {"old-torch": FACTS["fails"] == "old torch"} | dict(torch=torch)
     there |= {"core-of": os.path.exists(f"{TOP}/sites/.has-core"), "packages": True}
     told = dict(
