@@ -267,6 +267,22 @@ class Prints(Digits):
         print("a step of width", self.config.width)
         return super().loss(outputs, batch)
 """,
+    # Its gradients are so large that fp16 has none of them at the first scales of the loss.
+    "loud": """
+class Loud(Digits):
+    def loss(self, outputs, batch):
+        return 1024 * super().loss(outputs, batch)
+
+    def optimizer(self, model, config):
+        return torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
+""",
+    # Its biases, which begin at 0, have a rate of 0.
+    "rates": """
+class Rates(Digits):
+    def optimizer(self, model, config):
+        groups = [[p for p in model.parameters() if (p.ndim == 1) == biases] for biases in (False, True)]
+        return torch.optim.SGD([dict(params=groups[0], lr=0.1), dict(params=groups[1], lr=0.0)])
+""",
     # Its losses are below zero, as those of densities are.
     "below_zero": """
 class BelowZero(Digits):
@@ -736,6 +752,24 @@ class Mean(Digits):
 class MeanMetric(Digits):
     def metrics(self, outputs, batch):
         return {"error": F.cross_entropy(outputs, batch[1])}
+""",
+    # What it would have is not there, and nobody says so.
+    "misspelled": """
+class Misspelled(Digits):
+    def metric(self, outputs, batch):
+        return {"right": (outputs.argmax(-1) == batch[1]).sum()}
+""",
+    "no_held_out": """
+class NoHeldOut(Digits):
+    def data(self, config):
+        train, held_out = super().data(config)
+        return train, [held_out[row] for row in range(0)]
+""",
+    # Of a name whose words would be those of a line.
+    "two_words": """
+class TwoWords(Digits):
+    def metrics(self, outputs, batch):
+        return {"top 5": (outputs.topk(5).indices == batch[1][:, None]).sum()}
 """,
     "unused": """
 class Unused(Digits):

@@ -28,6 +28,7 @@ from conformance.harness.dry_run import (
     given,
     handed_on,
     new_starts,
+    set_by,
     shown_to_train,
     trains,
     values_of,
@@ -551,6 +552,20 @@ def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
                 net = call.environ.get("NCCL_NET", "unset")
                 violations.append(f"{case.name}: NCCL_NET={net} on {nodes} nodes, but should be the fast network's")
     check.holds(*violations)
+
+
+@clause("J13")
+def test_what_modules_set_is_there_where_ranks_start(check, site, dry):
+    """A list that is written anew, of what a container sees say, has lost the network's libraries."""
+    violations = []
+    runs = {script.name: dry.job(script) for script in trains(site)} | {case.name: dry.case(case) for case in site.cases}
+    for (what, run), module in product(runs.items(), site.toml.get("software", {}).get("modules", [])):
+        loaded = any(module in call.words for call in run.called("module-call"))
+        for call, (name, value) in product(run.launches if loaded else (), set_by(site, module).items()):
+            if value not in call.environ.get(name, ""):
+                told = f"{what}: {name}={call.environ.get(name, 'unset')} where ranks start"
+                violations.append(f"{dry.shown(told)}, but should have {value}, by the module {module}")
+    check.holds(*dict.fromkeys(violations))
 
 
 @clause("J13")

@@ -63,6 +63,8 @@ NOISY_FILE = sites.ROOT / "conformance/harness/noisy.py"
 MISTAKES = dict(syntax="syntax.py, line 8: ", no_class="one class that derives from ddp_core.Workload")
 MISTAKES |= dict(raises="line 10 (loss): AttributeError", mean="loss() returns a mean over rows")
 MISTAKES |= dict(unused="no gradient for 3.weight", mean_metric="metrics() has a mean over rows as 'error'")
+MISTAKES |= dict(misspelled="has metric, which the core does not ask for", no_held_out="gave no held-out row")
+MISTAKES |= dict(two_words="metrics() names 'top 5'")
 
 
 class Runs:
@@ -1369,6 +1371,18 @@ def test_what_is_another_problem_and_what_is_not(check, world, runs, first):
     check["C2"].equal(started_at_steps=(again.values("start", "step"), [0, 42]))
 
 
+@clause("C2")
+@only(sizes=(1, 2))
+@pytest.mark.parametrize("name", ["mnist", "gpt"])
+def test_data_that_were_moved_are_the_same(check, world, runs, first, name):
+    """From one file system to another, which is a quicker one, or purges."""
+    case, folder = anchors.CASES[name], runs.folder(first, f"moved-{name}")
+    places = [runs.root / f"{where}-{name}" for where in ("first", "then")]
+    world.on_rank_0(lambda: [bool(case.rows(data)) for data in places])
+    for epochs, data in enumerate(places, 1):
+        done(check, world.train(first, folder, f"{case.flags.format(data=data)} --epochs {epochs} --steps-per-epoch 2"))
+
+
 @clause("C3")
 @only(sizes=(1, 2))
 def test_a_schedule_of_one_s_own_is_laid_out_over_the_run(check, world, runs, first):
@@ -1650,6 +1664,29 @@ def test_what_an_optimizer_keeps_is_kept(check, world, runs, first, name):
     resumed = world.train(first, path, f"{file} --epochs 2")
     done(check, resumed)
     check.equal(losses=(resumed.values("step", "loss_hex"), never.values("step", "loss_hex")))
+
+
+@clause("C7")
+@only(sizes=(1, 2))
+def test_the_scale_of_the_loss_goes_on_where_it_was(check, world, runs, first):
+    """Stopped when all steps were skipped, which overflowed under fp16's first scales, and again when some were not."""
+    flags = f"{own_file(world, runs, 'loud')} --precision fp16 --steps-per-epoch 2"
+    never, path = world.train(first, runs.folder(first, "loud"), f"{flags} --epochs 8"), runs.folder(first, "loud-resumed")
+    resumed = [world.train(first, path, f"{flags} --epochs {epochs}") for epochs in (1, 6, 8)]
+    done(check, never, *resumed)
+    scales = world.on_rank_0(lambda: [take_apart(run.folder / SNAPSHOT)["document"]["scale"] for run in (never, resumed[-1])])
+    check.equal(scale_and_steps_since=(scales[1], scales[0]), some_steps_were_not_skipped=(scales[0][1] > 3, True))
+    same_as_never_stopped(check, world, resumed[-1], never)
+
+
+@clause("L21")
+@only(sizes=(1, 2))
+def test_each_group_of_parameters_has_its_own_rate(check, world, runs, first):
+    run = train_own(world, runs, first, "rates")
+    done(check, run)
+    zeros = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT)["crc32"])
+    where = {name: zeros[f"model.{name}"] == zlib.crc32(bytes(4 * 256)) for name in ("0.bias",)}
+    check.equal(parameters_that_are_zero=(where, {"0.bias": True}), loss_falls=(run.losses[-1] < run.losses[0], True))
 
 
 @clause("C8")

@@ -610,7 +610,7 @@ class DryRuns:
         facts |= dict(stop=stop.format(job=told["number"], number=told["number"]))
         facts |= dict(another_s_stop=stop.format(job=other, number=other))
         # In an interactive job most of it may be used already.
-        limit, used = ("01:01:10", "01:00:10") if told["event"] == "limit" else (told["walltime"], "00:00:10")
+        limit, used = ("01:01:09", "01:00:09") if told["event"] == "limit" else (told["walltime"], "00:00:09")
         own_of_pbs = {"Job_Name": "train", "Account_Name": OF_PBS["account"], "Resource_List.walltime": limit}
         own_of_pbs |= {"resources_used.walltime": used}
         own_of_pbs |= dict(pair.split("=", 1) for name, pair in told["options"].items() if name == "W")

@@ -28,7 +28,8 @@ class Parked:
         return self.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """It was executed here."""
+        """It was executed here, and has imported the others."""
+        sys.modules.update(self.modules)
 
 
 sys.meta_path.insert(0, Parked())

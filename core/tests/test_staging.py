@@ -246,11 +246,22 @@ def test_a_first_rank_that_cannot_copy_says_why(files, fault, why, read):
     assert [sorted({*names}) for names in opened(job)] == [BOTH, read] and note(job).endswith(why)
 
 
+class Later:
+    """A stop that comes when a part is copied."""
+
+    asked = 0
+
+    def __bool__(self):
+        self.asked += 1
+        return self.asked > 1
+
+
 def test_a_stop_ends_a_copy(files, monkeypatch):
     """Large files take minutes, and a job that is told to stop has seconds."""
     monkeypatch.setattr(staging, "IN_MEMORY", ())
+    monkeypatch.setattr(staging, "CHUNK", 100)
     store = SimpleNamespace(set=lambda *pair: None)
-    for stop, copied in ((False, True), (True, False)):
+    for stop, copied in ((False, True), (True, False), (Later(), False)):
         rendezvous = SimpleNamespace(store=store, deadline=time.monotonic() + 100, stop=stop)
         node = staging.Staging(on_nodes(1, 2)[0], rendezvous, wanted=True)
         assert (node.once(files / "x.npy") != files / "x.npy") == copied

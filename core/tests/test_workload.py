@@ -88,6 +88,14 @@ FILES = {
         WHOLE.replace("epochs=1", 'epochs="two"'),
         r"its defaults have epochs='two', but 'two' is not a whole",
     ),
+    "a method that nothing would call": (
+        small("def metric(self, outputs, batch):\n    return {}"),
+        r"has metric, which the core does not ask for: call it metrics, or _metric where it is your own",
+    ),
+    "defaults that nothing would take": (
+        WHOLE.replace("defaults =", "default ="),
+        r"has default, which the core does not ask for: call it defaults",
+    ),
     "a default out of its range": (
         WHOLE.replace("lr=0.1", "save_steps=-1"),
         r"its defaults have save_steps=-1, but '-1' is not a whole number from 0",
@@ -216,6 +224,10 @@ DATA = {
         "has called init_process_group: take it out, for train.py does",
     ),
     "a number": ("def data(self, config):\n    return 7, None", "rows need a length and an index, and int has not both"),
+    "no held-out row": (
+        "def data(self, config):\n    return table(), table(0)",
+        "gave no held-out row: give None where nothing is to be evaluated",
+    ),
     "no training rows": ("def data(self, config):\n    return None, table()", "is more than the 0 training rows of mine"),
     "too few rows": (
         "def data(self, config):\n    return table(15), None",
@@ -288,7 +300,7 @@ def test_a_file_that_differs_between_ranks_is_named(tmp_path):
         ("if row == 37: raise OSError('tape 37')", r"rows .*\(__getitem__\): OSError: .*tape 37"),
         (
             "if row == 37: return torch.zeros(5), torch.zeros(1)",
-            r"rows .*37.*RuntimeError: .*(stack expects each tensor to be equal size|resize)",
+            r"rows .*37.*TypeError: .*(stack expects each tensor to be equal size|resize)",
         ),
         ("if row == 37: return None", r"rows .*37.*TypeError"),
     ],
@@ -540,6 +552,16 @@ PARTS = {
         "    return torch.optim.SGD([*model.parameters(), self.own], lr=0.1)",
         r"optimizer\(\) has 1 parameters that are not the model's, and no gradient of theirs is summed",
     ),
+    "model: state of its own": (
+        "def model(self, config):\n    class Kept(nn.Linear):\n        def get_extra_state(self):\n            return 7\n"
+        "        def set_extra_state(self, state):\n            pass\n    return nn.Sequential(Rounded(), Kept(6, 1))",
+        r"Kept has get_extra_state\(\), and a snapshot holds parameters and buffers",
+    ),
+    "model: a buffer that is a view": (
+        "def model(self, config):\n    net = super().model(config)\n"
+        "    net.register_buffer('mask', torch.zeros(3).expand(5, 3))\n    return net",
+        r"mask is an expanded view, whose rows are one: .* \.clone\(\) it",
+    ),
     "model: a sparse gradient": (
         "def model(self, config):\n    return nn.Sequential(Rounded(), nn.EmbeddingBag(9, 1, sparse=True))",
         r"the gradient of 1\.weight is sparse, .* sparse=False",
@@ -547,6 +569,14 @@ PARTS = {
     "model: another default dtype": (
         "def model(self, config):\n    torch.set_default_dtype(torch.float64)\n    return super().model(config)",
         r"default dtype is torch\.float64: take set_default_dtype out, pass --precision fp64",
+    ),
+    "metrics: a name of two words": (
+        "def metrics(self, outputs, batch):\n    return {'top 5': 0.0}",
+        r"metrics\(\) names 'top 5', and should take letters, digits",
+    ),
+    "loss: a name that would end a line": (
+        "def loss(self, outputs, batch):\n    return {'a\\nb': super().loss(outputs, batch)}",
+        r"loss\(\) names 'a\\nb', and should take letters, digits",
     ),
     "schedule: nothing": (
         "def schedule(self, step, total_steps, config):\n    step / total_steps",

@@ -227,6 +227,8 @@ def of_workload(workload: Workload, config) -> tuple[Any, Any]:
                 f"--global-batch-size {config.global_batch_size} is more than the {len(train or ())} training rows of "
                 f"{workload.name}: no step would fill it"
             )
+        if held_out is not None and not len(held_out):
+            raise UsageError(f"data() of {workload.name} gave no held-out row: give None where nothing is to be evaluated")
         return train, held_out
     except (Exception, SystemExit) as error:
         raise blame(error, workload.file, f"the data of --workload {workload.name}") from error

@@ -3,7 +3,8 @@
 Nothing of this changes what is trained: buffers, gradients and random numbers are as before.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,7 @@ class _Trial:
                     f"--workload {workload.name}: metrics() should return a dictionary, and returned {type(metrics).__name__}"
                 )
             _refuse_unlike_sums(workload, metrics)
+            _refuse_odd_names(workload, loss=names, metrics=metrics)
             if taken := metrics.keys() & {"loss", *(f"loss_{part}" for part in names)}:
                 raise WorkloadError(
                     f"--workload {workload.name}: metrics() has {', '.join(sorted(taken))}, the name of a loss: give it another"
@@ -200,6 +202,15 @@ def _refuse_unlike_sums(workload: Workload, metrics: Mapping) -> None:
                 )
 
 
+def _refuse_odd_names(workload: Workload, **returned: Iterable) -> None:
+    """They are words of a line name=value, and names of columns."""
+    for method, names in returned.items():
+        if odd := [name for name in names if not re.fullmatch(r"[\w./+-]+", str(name))]:
+            raise WorkloadError(
+                f"--workload {workload.name}: {method}() names {odd[0]!r}, and should take letters, digits and _ . / + - alone"
+            )
+
+
 def _refuse_means(workload: Workload, metrics: Mapping, first: Mapping, second: Mapping) -> None:
     """Of metrics whose mean is over rows. Only where losses of rows add up: then rows do not depend on each other."""
     for name in [name for name, value in metrics.items() if not isinstance(value, tuple)]:
@@ -233,8 +244,10 @@ def _refuse_unused(workload: Workload, model: nn.Module) -> None:
 
 def notes_on_buffers(model: nn.Module, changed: list[str]) -> list[str]:
     """changed: the buffers that a forward in training changes."""
-    normal = {name: module for name, module in model.named_modules() if type(module) in BATCH_STATISTICS}
-    kinds = sorted({type(module).__name__ for module in normal.values()})
+    normal = {
+        name: kind.__name__ for name, module in model.named_modules() for kind in BATCH_STATISTICS if isinstance(module, kind)
+    }
+    kinds = sorted({*normal.values()})
     own = [name for name in changed if name.rpartition(".")[0] not in normal]
     notes = []
     if kinds:

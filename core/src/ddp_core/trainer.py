@@ -453,7 +453,7 @@ def check_optimizer(optimizer: object, model: torch.nn.Module, workload: Workloa
 
 
 def refuse_other_modules(model: object, workload: Workload) -> None:
-    """Raises WorkloadError where it is none, where it divides its rows itself, or where parameters have no shape yet."""
+    """Raises WorkloadError where it is none, where it divides its rows itself, or has what no snapshot holds or gives back."""
     if not isinstance(model, torch.nn.Module):
         raise WorkloadError(
             f"--workload {workload.name}: model() returned {type(model).__name__}, and should return a torch.nn.Module"
@@ -468,6 +468,18 @@ def refuse_other_modules(model: object, workload: Workload) -> None:
         raise WorkloadError(
             f"--workload {workload.name}: {', '.join(lazy[:4])} has no shape yet (a lazy module): call the model on a row in "
             f"model(), before you return it"
+        )
+    asked = torch.nn.Module.get_extra_state
+    if extra := sorted({type(module).__name__ for module in model.modules() if type(module).get_extra_state is not asked}):
+        raise WorkloadError(
+            f"--workload {workload.name}: {', '.join(extra)} has get_extra_state(), and a snapshot holds parameters and "
+            f"buffers: keep it in one (register_buffer)"
+        )
+    tensors = model.state_dict(keep_vars=True).items()
+    if views := [name for name, t in tensors if any(n > 1 and not s for n, s in zip(t.shape, t.stride(), strict=True))]:
+        raise WorkloadError(
+            f"--workload {workload.name}: {views[0]} is an expanded view, whose rows are one: a snapshot cannot be read back "
+            f"into it, so .clone() it"
         )
 
 

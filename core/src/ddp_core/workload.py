@@ -7,6 +7,7 @@ A workload never sees ranks. The core decides the order of rows, the seeds of ro
 what a snapshot holds, so that a workload cannot get these wrong.
 """
 
+import difflib
 import errno
 import hashlib
 import importlib
@@ -28,6 +29,8 @@ from torch.utils._pytree import tree_map_only
 from ddp_core.errors import Failure, WorkloadError
 
 BUILT_IN = ("digits", "regression", "mnist", "gpt")
+YOURS = ("defaults", "unused_parameters", "flags", "data", "collate", "model", "forward", "loss", "metrics", "shards")
+YOURS += ("optimizer", "schedule")  # what a class may say
 
 
 class Workload:
@@ -66,7 +69,10 @@ class Workload:
         """
         from torch.utils.data import default_collate
 
-        return default_collate(rows)
+        try:
+            return default_collate(rows)
+        except (RuntimeError, TypeError) as error:
+            raise TypeError(f"{error} (rows of other kinds or sizes need a collate() of the class)") from error
 
     def model(self, config) -> nn.Module:
         """The module, on the CPU. It is built under --seed; all ranks then train with rank 0's numbers."""
@@ -88,6 +94,7 @@ class Workload:
         The outputs are fp32, also under --precision bf16 and fp16.
 
         Where a row has many positions (pixels, tokens), its loss is their mean: reduction="sum" divided by their number.
+        Held-out rows come under torch.no_grad(): a loss that differentiates does so under torch.enable_grad().
         """
         raise NotImplementedError
 
@@ -177,12 +184,25 @@ def _made(kind: type[Workload], name: str, file: Path | None) -> Workload:
     missing = [method for method in ("data", "model", "loss") if getattr(kind, method, None) is getattr(Workload, method)]
     if missing or not issubclass(kind, Workload):
         raise WorkloadError(f"--workload {name}: class {kind.__name__} lacks {', '.join(missing) or 'Workload as its base'}")
+    _refuse_misspelled(kind, name)
     try:
         workload = kind()
     except (Exception, SystemExit) as error:
         raise blame(error, file, f"--workload {name}: {kind.__name__}(), which is called without arguments") from error
     workload.name, workload.file = name, file
     return workload
+
+
+def _refuse_misspelled(kind: type[Workload], name: str) -> None:
+    """What is called almost as one of Workload's, and would be asked for by nobody: no metrics, another schedule."""
+    own = vars(kind)
+    for method in [method for method in own if method not in YOURS and not method.startswith("_")]:
+        for close in difflib.get_close_matches(method, YOURS, 1, 0.8):
+            if close not in own and callable(getattr(kind, method)) == callable(getattr(Workload, close)):
+                raise WorkloadError(
+                    f"--workload {name}: class {kind.__name__} has {method}, which the core does not ask for: call it {close}, "
+                    f"or _{method} where it is your own"
+                )
 
 
 def _load(path: Path):
