@@ -276,6 +276,62 @@ class Loud(Digits):
     def optimizer(self, model, config):
         return torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
 """,
+    # Its rows are in a file, which whoever reads the first of them opens for himself.
+    "opens_late": """
+class Rows:
+    file = None
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, row):
+        if self.file is None:
+            self.file, self.owner = open(__file__, "rb"), os.getpid()
+        if self.owner != os.getpid():
+            raise RuntimeError("another process has opened the file of this one")
+        return torch.full((64,), float(row)), row % 10
+
+
+class OpensLate(Digits):
+    def data(self, config):
+        return Rows(), Rows()
+""",
+    # Flags whose values are other ones when JSON gives them back.
+    "flags_of_any_make": """
+from pathlib import Path
+
+
+class FlagsOfAnyMake(Digits):
+    def flags(self, add):
+        add("--sizes", default=(16, 3))
+        add("--place", type=Path, default=Path("here"))
+        add("--table", default={1: 0.5})
+""",
+    # A loss of two parts, whose order changes from batch to batch.
+    "parts": """
+class Parts(Digits):
+    calls = 0
+
+    def loss(self, outputs, batch):
+        self.calls += 1
+        parts = [("nll", super().loss(outputs, batch)), ("one", torch.ones(len(outputs), dtype=outputs.dtype).sum())]
+        return dict(parts[:: 1 if self.calls % 3 else -1])
+""",
+    # Its user goes on writing at it.
+    "changed": """
+class Changed(Digits):
+    pass
+""",
+    # It has a parameter that no optimizer is given.
+    "aside": """
+class Aside(Digits):
+    def model(self, config):
+        self.temperature = nn.Parameter(torch.ones(()))
+        return super().model(config)
+
+    def loss(self, outputs, batch):
+        return super().loss(outputs * self.temperature, batch)
+""",
     # Its biases, which begin at 0, have a rate of 0.
     "rates": """
 class Rates(Digits):

@@ -64,7 +64,7 @@ MISTAKES = dict(syntax="syntax.py, line 8: ", no_class="one class that derives f
 MISTAKES |= dict(raises="line 10 (loss): AttributeError", mean="loss() returns a mean over rows")
 MISTAKES |= dict(unused="no gradient for 3.weight", mean_metric="metrics() has a mean over rows as 'error'")
 MISTAKES |= dict(misspelled="has metric, which the core does not ask for", no_held_out="gave no held-out row")
-MISTAKES |= dict(two_words="metrics() names 'top 5'")
+MISTAKES |= dict(two_words="metrics() names 'top 5'", aside="temperature has a gradient, and is no part of the model")
 
 
 class Runs:
@@ -733,6 +733,13 @@ def test_batches_of_any_make_are_moved_and_converted(check, world, runs, first):
     done(check, run)
     check.equal(batches_as_they_were=(["a batch as it was" in text for text in run.output], [False] * world.size))
     check.close(run.losses, golden.load()["losses"][:14], T1)
+
+
+@clause("L15")
+@only(sizes=(1, 2))
+def test_a_file_that_rows_are_read_from_is_a_worker_s_own(check, world, runs, first):
+    """It is opened at the first row, as PyTorch's users do it: one that was open before would be read at another's place."""
+    done(check, train_own(world, runs, first, "opens_late", "--workers 2"))
 
 
 @clause("L15")
@@ -1677,6 +1684,41 @@ def test_the_scale_of_the_loss_goes_on_where_it_was(check, world, runs, first):
     scales = world.on_rank_0(lambda: [take_apart(run.folder / SNAPSHOT)["document"]["scale"] for run in (never, resumed[-1])])
     check.equal(scale_and_steps_since=(scales[1], scales[0]), some_steps_were_not_skipped=(scales[0][1] > 3, True))
     same_as_never_stopped(check, world, resumed[-1], never)
+
+
+@clause("C2")
+@only(sizes=(1, 2))
+def test_flags_of_any_make_are_the_same_ones(check, world, runs, first):
+    """A tuple, a path and a table, which a file gives back as a list, a text, and a table of texts."""
+    file, path = own_file(world, runs, "flags_of_any_make"), runs.folder(first, "flags-of-any-make")
+    done(check, *(world.train(first, path, f"{file} --steps-per-epoch 2 --epochs {epochs}") for epochs in (1, 2)))
+
+
+@clause("C3")
+@only(sizes=(1, 2))
+def test_another_workload_file_than_before_is_noted(check, world, runs, first):
+    """Its data and flags are the same, and its loss need not be."""
+    file, path = own_file(world, runs, "changed"), runs.folder(first, "another-file")
+    told = []
+    for epochs in (1, 2, 3):
+        run = world.train(first, path, f"{file} --epochs {epochs}")
+        done(check, run)
+        told.append(any("is another file than" in note for note in run.of("start")[-1]["notes"]))
+        more = "# another\n" if epochs == 2 else ""
+        world.on_rank_0(lambda more=more: bool((runs.root / "workloads/changed.py").open("a").write(more)))
+    check.equal(noted=(told, [False, False, True]))
+
+
+@clause("L14")
+@only(sizes=(1, 2))
+def test_parts_of_the_loss_have_their_names(check, world, runs, first):
+    """In whichever order a batch has them."""
+    run = train_own(world, runs, first, "parts", "--precision fp64")
+    done(check, run)
+    told = [step["losses"] for step in run.of("step")]
+    check.equal(
+        part_that_is_1_a_row=({losses["one"] for losses in told}, {1.0}), held_out=(run.values("epoch", "eval_loss_one"), [1.0])
+    )
 
 
 @clause("L21")

@@ -17,9 +17,10 @@ from pathlib import Path
 # Before torch is imported, here and (inherited) in the fork server.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # run() sets it before it imports torch; forked ranks have torch already
-HERE = str(Path(__file__).parent)
-sys.path.insert(0, HERE)  # ranks.py and its like: importlib mode leaves it out
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (HERE, os.environ.get("PYTHONPATH"))))  # parked.py, in the fork server
+sys.path.insert(0, str(Path(__file__).parent))  # ranks.py and its like: importlib mode leaves it out
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (sys.path[0], os.environ.get("PYTHONPATH")))
+)  # parked.py, in the server
 
 import pytest
 import ranks

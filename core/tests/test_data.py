@@ -91,15 +91,6 @@ class Mine(Small):
     assert job.losses == finished("", 1, "small:Small").losses
 
 
-def test_an_empty_held_out_part_is_none_at_all(finished, tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "from small import *\nclass Mine(Small):\n    def data(self, config):\n        return table(), table(0)\n"
-    )
-    job = train(tmp_path / "run", f"--workload {tmp_path / 'mine.py'} --epochs 1", 2, code=0)
-    assert "eval_loss" not in job.records("epoch")[0] and not (job.run_dir / "best.safetensors").exists()
-    assert job.losses == finished("", 2, "small:Small").losses[:8]
-
-
 @pytest.mark.parametrize("given", [(table()[0], table(100)[1]), {"a": table()[0], "b": table(100)[1]}])
 def test_columns_of_unequal_length_are_named(given):
     with pytest.raises(UsageError, match=r"columns of 100, 128 rows"):

@@ -61,11 +61,10 @@ class Batches:
             self.streaming.close()
 
     def few(self, rows: list[int], groups: list[list[int]], epoch: int = 0) -> list[Any]:
-        """A batch of each group, whose numbers are places in `rows`; every row is read once, by this process itself."""
+        """A batch of each group, whose numbers are places in `rows`; every row is read once, one behind the other."""
         if not getattr(self.rows, "batched", False):
-            seeded = SeededRows(self.rows, self.config)
-            read = [seeded[epoch, row] for row in rows]
-            return [self._moved(self.workload.collate([read[place] for place in group])) for group in groups]
+            made = lambda read: [self.workload.collate([read[place] for place in group]) for group in groups]  # noqa: E731
+            return [self._moved(batch) for batch in some(self.rows, self.config, [(epoch, row) for row in rows], made)]
         numbers = torch.tensor(rows, device=self.index_device)
         return [self._moved(self.rows[numbers[group]]) for group in groups]
 
@@ -92,28 +91,8 @@ class Batches:
                 asked.append(rows)
                 yield [(epoch, row) for row in rows.tolist()]
 
-        workers = self.config.workers
-        timing: dict[str, Any] = dict(timeout=self.config.timeout, multiprocessing_context="fork") if workers else {}
-        loader: DataLoader[Any] = DataLoader(
-            SeededRows(self.rows, self.config),  # type: ignore[arg-type]
-            batch_sampler=places(),
-            collate_fn=self.workload.collate,
-            num_workers=workers,
-            pin_memory=self.device.type != "cpu",
-            worker_init_fn=_begin_worker if workers else None,
-            **timing,
-        )
-        # Of what the rank has left, a process group say, a worker closes nothing: that would wait for threads it has not.
-        gc.freeze()
-        signal.pthread_sigmask(signal.SIG_BLOCK, StopFlag.SIGNALS)  # in a worker until it ignores them (_begin_worker)
-        signal_handling._SIGCHLD_handler_set = True  # by Workers, which says why
-        try:
-            batches = iter(loader)  # forks
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, StopFlag.SIGNALS)
-            gc.unfreeze()
-        if workers:
-            Workers(batches)
+        pin = self.device.type != "cpu"
+        batches = loaded(self.rows, self.config, places(), self.workload.collate, self.config.workers, pin)
         try:
             while True:
                 try:
@@ -125,14 +104,9 @@ class Batches:
                 asked.popleft()
                 yield batch
         finally:
-            if workers:
-                batches._shutdown_workers()  # type: ignore[attr-defined]
+            batches.close()
 
     def _lost(self, error: Exception, rows: torch.Tensor) -> BaseException:
-        text = str(error)
-        if isinstance(error, RuntimeError) and text.startswith(("DataLoader worker", "DataLoader timed out")):
-            why = text.splitlines()[0][:160]
-            return PeerLostError(f"a worker that reads rows died or hangs ({why}): lower --workers, or see its memory")
         names = ", ".join(map(str, rows[:6].tolist()))
         return blame(
             error, self.workload.file, f"rows {names}{' and on' if len(rows) > 6 else ''} of --workload {self.workload.name}"
@@ -145,6 +119,54 @@ class Batches:
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
         return tensor.to(self.device, dtype, non_blocking=True)
+
+
+def loaded(rows: Any, config, places, collate: Callable, workers: int, pin: bool = False) -> Generator[Any]:
+    """Batches of DataLoader. places: of each batch, the list of (epoch, row)."""
+    timing: dict[str, Any] = dict(timeout=config.timeout, multiprocessing_context="fork") if workers else {}
+    loader: DataLoader[Any] = DataLoader(
+        SeededRows(rows, config),  # type: ignore[arg-type]
+        batch_sampler=places,
+        collate_fn=collate,
+        num_workers=workers,
+        pin_memory=pin,
+        worker_init_fn=_begin_worker if workers else None,
+        **timing,
+    )
+    # Of what the rank has left, a process group say, a worker closes nothing: that would wait for threads it has not.
+    gc.freeze()
+    signal.pthread_sigmask(signal.SIG_BLOCK, StopFlag.SIGNALS)  # in a worker until it ignores them (_begin_worker)
+    signal_handling._SIGCHLD_handler_set = True  # by Workers, which says why
+    try:
+        batches = iter(loader)  # forks
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, StopFlag.SIGNALS)
+        gc.unfreeze()
+    if workers:
+        Workers(batches)
+    try:
+        yield from batches
+    except RuntimeError as error:
+        if str(error).startswith(("DataLoader worker", "DataLoader timed out")):
+            why = str(error).splitlines()[0][:160]
+            raise PeerLostError(
+                f"a worker that reads rows died or hangs ({why}): lower --workers, or see its memory"
+            ) from error
+        raise
+    finally:
+        if workers:
+            batches._shutdown_workers()  # type: ignore[attr-defined]
+
+
+def some(rows: Any, config, places: list[tuple[int, int]], made: Callable[[list], Any]) -> Any:
+    """What is made of these rows. Where workers will read, a worker reads these, too: a file that a Dataset opens at its first
+    row would otherwise be open before the workers are forked, and they would read at each other's places in it.
+    """
+    batches = loaded(rows, config, [places], made, min(1, config.workers))
+    try:
+        return next(batches)
+    finally:
+        batches.close()
 
 
 class SeededRows:

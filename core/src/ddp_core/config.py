@@ -8,6 +8,7 @@ import argparse
 import math
 import re
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from ddp_core.errors import UsageError, WorkloadError
 
@@ -104,8 +105,25 @@ class TrainConfig(Run, Machine, Optimization, Problem):
 
 
 def _comparable(value):
-    """NaN is not equal to itself, and neither it nor infinity is JSON."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    """As a snapshot's JSON gives it back. NaN is not equal to itself, and neither it nor infinity is JSON."""
+    if isinstance(value, list | tuple):
+        return [_comparable(entry) for entry in value]
+    if isinstance(value, dict):
+        return {str(key): _comparable(entry) for key, entry in value.items()}
+    return str(value) if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)) else value
+
+
+def _refuse_unknown_kinds(own: dict, workload) -> None:
+    """Of the own flags that are remembered, values that JSON does not hold, and a snapshot neither."""
+    for name, value in own.items():
+        entries = value if isinstance(value, list | tuple) else [*value.values()] if isinstance(value, dict) else [value]
+        for kind in {
+            type(entry).__name__ for entry in entries if not isinstance(entry, str | int | float | bool | None | Path)
+        }:
+            raise WorkloadError(
+                f"--workload {workload.name}: --{name.replace('_', '-')} has a value of the type {kind}, and a snapshot "
+                f"remembers texts, numbers, paths, and lists of them: take one of these, or add(..., remembered=False)"
+            )
 
 
 def _is_plain(value) -> bool:
@@ -152,6 +170,7 @@ def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) 
     new = values.pop("new_run_dir")
     values["new_run_dir"] = bool(new and not values["run_dir"])
     values["run_dir"] = values["run_dir"] or new or f"runs/{workload.name}"
+    _refuse_unknown_kinds({name: value for name, value in own.items() if name not in forgotten}, workload)
     remembered = (*REMEMBERED, *(name for name in own if name not in forgotten))
     if values["lr_schedule"] == "cosine" or workload.overrides("schedule"):
         remembered += ("epochs",)
@@ -289,7 +308,13 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     add = parser.add_argument_group("problem").add_argument
     add("--workload", metavar="NAME|FILE", help="digits, regression, mnist, gpt, or a file of yours (default: digits)")
     add("--epochs", type=size, metavar="N", help="epochs in all, counted from the start of the run")
-    add("--steps-per-epoch", type=count, default=0, metavar="N", help="end each epoch after N steps (default: all rows)")
+    add(
+        "--steps-per-epoch",
+        type=count,
+        default=0,
+        metavar="N",
+        help="end each epoch after N steps (default: as many as the rows fill)",
+    )
     batch = parser.add_mutually_exclusive_group()
     batch.add_argument("--global-batch-size", type=size, metavar="N", help="rows a step, over all ranks")
     batch.add_argument("--per-rank-batch-size", type=size, metavar="N", help="rows a step on each rank")

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from ddp_core.batches import SeededRows
+from ddp_core.batches import some
 from ddp_core.errors import PreflightError, UsageError
 from ddp_core.snapshot import memory
 from ddp_core.workload import Workload, blame
@@ -262,11 +262,16 @@ def fingerprint(train: Any, held_out: Any, workload: Workload, config) -> str:
 def _fingerprint(rows: Any, config) -> str:
     if named := getattr(rows, "fingerprint", ""):
         return str(named)
-    total, count = hashlib.sha256(str(len(rows)).encode()), len(rows)
-    seeded = SeededRows(rows, config)
-    for row in sorted({count * number // SAMPLED_ROWS for number in range(SAMPLED_ROWS)} if count else ()):
-        _update(total, seeded[0, row])
-    return total.hexdigest()[:12]
+    count = len(rows)
+    sampled = sorted({count * number // SAMPLED_ROWS for number in range(SAMPLED_ROWS)} if count else ())
+
+    def made(read: list) -> str:
+        total = hashlib.sha256(str(count).encode())
+        for row in read:
+            _update(total, row)
+        return total.hexdigest()[:12]
+
+    return some(rows, config, [(0, row) for row in sampled], made)
 
 
 def _update(total, value: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 from ddp_core.control import tree_sum
 from ddp_core.errors import NonFiniteError, WorkloadError
 from ddp_core.order import EVALUATION, micro_batches, seed_generators
-from ddp_core.workload import outputs_of
+from ddp_core.workload import outputs_of, parts_of
 
 
 @torch.no_grad()
@@ -38,23 +38,24 @@ def evaluate(trainer) -> dict[str, float]:
             if metrics.keys() != seen.metrics.keys():
                 raise WorkloadError(f"--workload {workload.name}: metrics() gave {[*metrics]}, and {[*seen.metrics]} before")
             if place < counted[number]:
-                totals[number] += _sums(loss, metrics, len(rows)).to(trainer.device)
+                losses = parts_of(loss, seen.losses, workload)
+                totals[number] += _sums(losses, [metrics[name] for name in seen.metrics], len(rows)).to(trainer.device)
     sums, counts, count = peers.reduce(tree_sum(totals).cpu())[0].split([len(names), len(names), 1])
     assert int(count) == len(batches), (count, len(batches))
     means = [total / (own or count.item()) for total, own in zip(sums.tolist(), counts.tolist(), strict=True)]
     results = {f"eval_{name}": mean for name, mean in zip(names, means, strict=True)}
     if not all(map(math.isfinite, [*means, *counts.tolist()])):
+        metric = "" if math.isfinite(results["eval_loss"]) else f"lower --lr {config.lr:g}, or see the held-out rows"
         raise NonFiniteError(
-            f"held-out results are not finite after step {trainer.step} ({results}): no snapshot was written; lower --lr "
-            f"{config.lr:g}, or see the held-out rows",
+            f"held-out results are not finite after step {trainer.step} ({results}): no snapshot was written; "
+            f"{metric or 'the loss is: see metrics(), which may give (sum, count) of the rows that have one'}",
             everywhere=True,
         )
     return results
 
 
-def _sums(loss, metrics: dict, rows: int) -> torch.Tensor:
+def _sums(losses: list[torch.Tensor], metrics: list, rows: int) -> torch.Tensor:
     """[2n + 1] fp64: of n losses and metrics the sums, the counts of their own (0: the rows), and the rows."""
-    losses = [sum(loss.values()), *loss.values()] if isinstance(loss, dict) else [loss]
-    pairs = [(value, 0) for value in losses] + [v if isinstance(v, tuple) else (v, 0) for v in metrics.values()]
+    pairs = [(value, 0) for value in losses] + [v if isinstance(v, tuple) else (v, 0) for v in metrics]
     values = [*(value for value, _ in pairs), *(count for _, count in pairs), rows]
     return torch.stack([torch.as_tensor(value).detach().double().reshape(()).to(losses[0].device) for value in values])

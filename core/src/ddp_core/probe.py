@@ -126,6 +126,7 @@ class _Trial:
                 self.notes = _compared(workload, torch.tensor(losses))
                 if self.agreed(len(draws) == 1 and not self.notes):
                     alone = [workload.metrics(self.outcome(batch, 0)[0], batch) for batch in self.alone]
+                    _refuse_other_names(workload, metrics, *alone)
                     _refuse_means(workload, metrics, *alone)
         self.model.train()
         total = self.total(self.rows, 0)
@@ -154,8 +155,7 @@ class _Trial:
         if getattr(self.batches.rows, "batched", False) or self.config.row_seeds == "off":
             return []
         numbers: list[list[torch.Tensor]] = [[], []]
-        for found in numbers:
-            [batch] = self.batches.few([0], [[0]])
+        for found, batch in zip(numbers, self.batches.few([0, 0], [[0], [1]]), strict=True):
             converted(batch, lambda tensor, found=found: found.append(tensor.nan_to_num()), self.batches.device)
         same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*numbers, strict=False))
         return [] if same else [ROWS_NOT_REPEATED]
@@ -211,6 +211,15 @@ def _refuse_odd_names(workload: Workload, **returned: Iterable) -> None:
             )
 
 
+def _refuse_other_names(workload: Workload, metrics: Mapping, *others: Mapping) -> None:
+    for other in others:
+        if other.keys() != metrics.keys():
+            raise WorkloadError(
+                f"--workload {workload.name}: metrics() gave {[*other]}, and {[*metrics]} before: give what a batch has not as "
+                f"(0, 0)"
+            )
+
+
 def _refuse_means(workload: Workload, metrics: Mapping, first: Mapping, second: Mapping) -> None:
     """Of metrics whose mean is over rows. Only where losses of rows add up: then rows do not depend on each other."""
     for name in [name for name, value in metrics.items() if not isinstance(value, tuple)]:
@@ -225,6 +234,13 @@ def _refuse_means(workload: Workload, metrics: Mapping, first: Mapping, second: 
 
 
 def _refuse_unused(workload: Workload, model: nn.Module) -> None:
+    for name, value in vars(workload).items():
+        parts = [value] if isinstance(value, nn.Parameter) else value.parameters() if isinstance(value, nn.Module) else ()
+        if any(part.grad is not None for part in parts if all(part is not own for own in model.parameters())):
+            raise WorkloadError(
+                f"--workload {workload.name}: self.{name} has a gradient, and is no part of the model, which alone is trained: "
+                f"make it one in model(), or detach it"
+            )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     unused = [name for name, parameter in trained.items() if parameter.grad is None]
     sparse = [name for name, parameter in trained.items() if parameter.grad is not None and parameter.grad.is_sparse]
@@ -245,7 +261,11 @@ def _refuse_unused(workload: Workload, model: nn.Module) -> None:
 def notes_on_buffers(model: nn.Module, changed: list[str]) -> list[str]:
     """changed: the buffers that a forward in training changes."""
     normal = {
-        name: kind.__name__ for name, module in model.named_modules() for kind in BATCH_STATISTICS if isinstance(module, kind)
+        name: kind.__name__
+        for name, module in model.named_modules()
+        for kind in BATCH_STATISTICS
+        if isinstance(module, kind)
+        if module.running_mean is None or f"{name}.running_mean".lstrip(".") in changed  # else it is frozen
     }
     kinds = sorted({*normal.values()})
     own = [name for name in changed if name.rpartition(".")[0] not in normal]

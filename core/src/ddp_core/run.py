@@ -1,6 +1,7 @@
 """run(rank): a whole training program, from flags to exit code. A site's train.py calls it, and nothing else of core."""
 
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -210,6 +211,7 @@ class _Job:
         world |= dict(core=facts["core"]) if peers.rank == 0 else {}  # it alone writes the record
         begun = trainer.step
         notes = trainer.seen.notes + notes_on_cores(self.ranks) + notes_on_copies(self.ranks) + self._notes_on_place(peers)
+        notes += self._notes_on_another_file() if begun and peers.rank == 0 else []
         record.start(begun, len(trainer.state.progress.history), self.config.facts(), self.ranks, notes, **world)
         code = trainer.train()
         record.end(code, trainer, *summarize(trainer, trainer.step - begun), trained=trainer.step > begun)
@@ -264,6 +266,17 @@ class _Job:
             f"node's own? A job that comes back on another node begins anew there"
             for rank in blind[:1]
             if peers.rank == 0  # it alone knows the hosts
+        ]
+
+    def _notes_on_another_file(self) -> list[str]:
+        """Whether the workload's file was another when this run was started before."""
+        with open(self.directory.log, "rb") as log:
+            before = [json.loads(line).get("workload_file") for line in log if line.startswith(b'{"kind":"start"')]
+        if not before or before[-1] == self.workload.digest():
+            return []
+        return [
+            f"{self.workload.file} is another file than when this run was last started: what was trained before is not what it "
+            f"says now; --fresh begins anew"
         ]
 
     def explain(self, error: BaseException, peers) -> BaseException:

@@ -46,7 +46,7 @@ from ddp_core.snapshot import refuse_unknown_dtypes
 from ddp_core.state import State, local, of_model
 from ddp_core.stop import StopFlag
 from ddp_core.summary import Stopwatch
-from ddp_core.workload import Workload, blame, outputs_of
+from ddp_core.workload import Workload, blame, outputs_of, parts_of
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 
@@ -150,8 +150,7 @@ class Trainer:
         [batch] = self.train_rows.few(rows, [rows])
         with self.autocast():
             loss = self.workload.loss(outputs_of(self.workload, self.reduction.forward, batch), batch)
-        total: Any = sum(loss.values()) if isinstance(loss, dict) else loss
-        total.backward()
+        parts_of(loss, self.seen.losses, self.workload)[0].backward()
 
     @property
     def step(self) -> int:
@@ -250,11 +249,8 @@ class Trainer:
 
     def _kept(self, loss: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
         """The loss to train on, a scalar. Its value waits on the device for the next reconciliation: no step waits for it."""
-        if not isinstance(loss, dict):
-            self.reconciliation.losses.append(loss.detach())
-            return loss
-        total: Any = sum(loss.values())
-        self.reconciliation.losses.append(torch.stack([part.detach().reshape(()) for part in (total, *loss.values())]))
+        total, *parts = parts_of(loss, self.seen.losses, self.workload)
+        self.reconciliation.losses.append(torch.stack([part.detach() for part in (total, *parts)]) if parts else total.detach())
         return total
 
     def _set_learning_rate(self) -> None:

@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_map_only
 from ddp_core.errors import Failure, WorkloadError
 
 BUILT_IN = ("digits", "regression", "mnist", "gpt")
-YOURS = ("defaults", "unused_parameters", "flags", "data", "collate", "model", "forward", "loss", "metrics", "shards")
-YOURS += ("optimizer", "schedule")  # what a class may say
+# What a class may say.
+YOURS: tuple[str, ...] = ("defaults", "unused_parameters", "flags", "data", "collate", "model", "forward", "loss", "metrics")
+YOURS += ("shards", "optimizer", "schedule")
 
 
 class Workload:
@@ -160,6 +161,17 @@ def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
+def parts_of(loss: Any, names: tuple[str, ...], workload: Workload) -> list[torch.Tensor]:
+    """The loss to train on, a scalar, and behind it its parts in the order of `names`; of one loss it alone."""
+    if (isinstance(loss, Mapping) and {*loss} != {*names}) or (names and not isinstance(loss, Mapping)):
+        now, before = [*loss] if isinstance(loss, Mapping) else "one", [*names] or "one"
+        raise WorkloadError(
+            f"--workload {workload.name}: loss() gave {now}, and {before} before: give a part that a batch has not as 0"
+        )
+    parts = [loss[name].reshape(()) for name in names]
+    return [sum(parts[1:], parts[0]), *parts] if parts else [loss.reshape(())]
+
+
 # ---- from a name or a file to the workload ------------------------------------------------------------------------
 
 
@@ -211,8 +223,9 @@ def _load(path: Path):
     if folder not in sys.path:
         sys.path.append(folder)
     there = sys.modules.get(name)
-    if there is not None and Path(getattr(there, "__file__", None) or "-").resolve() != path.resolve():
-        name = f"workload_{name}"  # a module of that name is in use: statistics.py, say
+    other = there is not None and Path(getattr(there, "__file__", None) or "-").resolve() != path.resolve()
+    if other or name in sys.stdlib_module_names:
+        name = f"workload_{name}"  # a module of that name is in use, or will be: statistics.py, say
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader, path  # find() takes no other file than Python's
     module = importlib.util.module_from_spec(spec)
