@@ -136,8 +136,11 @@ def test_a_torch_that_is_asked_for_is_taken_though_python_brings_one(check, dry)
     """Whoever asks for another build has found that Python's own is none for this machine."""
     violations = []
     for flag, value in [flags for flags in given(dry) if {PASSED["SPEC"], PASSED["URL"]} & {*flags}]:
-        if not any(value in word for _, words in pips(dry.install(flag, value, fails="another torch")) for word in words):
+        asked = [words for _, words in pips(dry.install(flag, value, fails="another torch"))]
+        if not any(value in word for words in asked for word in words):
             violations.append(f"install.sh {flag} {value} with a Python that has torch: pip is not asked for it, but should be")
+        if value == PASSED["URL"] and not any(value in values_of(words, "--index-url", "-i") for words in asked):
+            violations.append(f"install.sh {flag} {value}: pip looks for torch elsewhere, too, but should look there alone")
     check.holds(*violations)
 
 
@@ -534,6 +537,12 @@ def loose(site, dry: DryRuns, run: DryRun) -> list[str]:
             violations.append(
                 "install.sh: pip install mpi4py, but should build it (--no-binary=mpi4py): PyPI's has another MPI"
             )
+        builds = {match[1] for word in words if (match := re.search(r"/(?:rocm|cu)(\d+\.\d+)", word))}
+        for name in site.toml.get("software", {}).get("modules", []):
+            if (version := re.match(r"rocm/(\d+\.\d+)", name)) and builds - {version[1]}:
+                violations.append(
+                    f"install.sh: torch for ROCm {', '.join(builds)}, but should be for that of the module {name}"
+                )
         if PASSED["PACKAGE"] in words and values_of(words, "--index-url", "-i"):
             violations.append(f"install.sh: {' '.join(words)[:120]}, but should look for a user's package on PyPI, too")
         index = values_of(words, "--index-url", "--extra-index-url", "-i")

@@ -206,6 +206,22 @@ def test_sources_tell_which_copy_was_read(check, site):
         warnings.warn(f"{site.name}: of when is the commit? `dated` should say: {', '.join(undated)} (F6)", stacklevel=1)
 
 
+MINUTES = dict(min=1, hr=60, hour=60, day=1440)
+
+
+@clause("F6")
+def test_a_queue_s_longest_job_is_that_of_the_source(check, site):
+    """Where a fact is a row of a table, with the queue's name and a time."""
+    facts = [fact for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
+    violations = []
+    for queue, longest in site.toml.get("queue", {}).get("minutes", {}).items():
+        rows = [fact for fact in facts if re.match(rf"\|\s*{re.escape(queue)}\s*\|", fact)]
+        told = {int(count) * MINUTES[unit] for row in rows for count, unit in re.findall(r"(\d+) (min|hr|hour|day)", row)}
+        if told and longest not in told:
+            violations.append(f"queue.minutes of {queue}={longest}, but should be {max(told)}, as a fact of [[sources]] says")
+    check.holds(*violations)
+
+
 # What a README calls the codes of the core's errors (X1 to X15).
 EXIT_CODES = dict(usage=2, preflight=3, rendezvous=4, snapshot=5, loss=6, rank=7, storage=8, stopped=75)
 
@@ -490,7 +506,10 @@ def test_what_the_sources_ask_of_a_job_the_site_asks(check, site):
     facts = [plain(fact) for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
     asked = {match[1] for fact in facts if (match := re.match(r"#SBATCH --([a-z-]+)", fact))}
     lost = asked - {option for script in map(Script, site.job_scripts) for option in script.options}
-    violations = [f"no job script has #SBATCH --{name}, as a fact of [[sources]] has, but one should" for name in sorted(lost)]
+    violations = [
+        f"no job script has #SBATCH --{name}, but one should, as a fact of [[sources]] in site.toml has; or that fact goes, too"
+        for name in sorted(lost)
+    ]
     loaded = [match[1] for fact in facts if (match := re.match(r"module load (\S+)$", fact))]
     here = [name for name in site.toml.get("software", {}).get("modules", []) if name in loaded]
     if here != sorted(here, key=loaded.index):
@@ -720,8 +739,9 @@ def test_the_job_fits_the_node(check, site):
         if "gpus-per-node" in geometry or "gpus-per-task" in geometry:
             check.equal(devices_that_are_not_asked_for=(max(0, node["devices"] - devices), 0))
         asked = memory(script, tasks, devices)
-        check.equal(gib_that_a_node_has_not=(max(0, round(asked - node["memory_gib"])), 0))
-        check.equal(less_than_half_of_the_memory=(0 < asked < node["memory_gib"] / 2, False))
+        if "memory_gib" in node:  # F2 asks for it
+            check.equal(gib_that_a_node_has_not=(max(0, round(asked - node["memory_gib"])), 0))
+            check.equal(less_than_half_of_the_memory=(0 < asked < node["memory_gib"] / 2, False))
 
 
 def memory(script: Script, tasks: int, devices: int) -> float:

@@ -157,9 +157,10 @@ def job(reader, followed) -> Job:
 def test_every_command_succeeds(check, followed):
     check.holds(*failures(followed))
     check.equal(commands=([*followed], PAGE.commands[:-1]))
-    *_, tried, shown = followed.values()  # the training by itself, and --help
+    tried, shown, used = [*followed.values()][-3:]  # the training by itself, --help, and the weights
     told = [line for line in tried.stdout.splitlines() if line.startswith("note=") and "--reduction canonical" in line]
     check.equal(notes_that_name_canonical=(len(told), 1), on_the_page=(PAGE.says("`note=`"), True))
+    check.equal(a_prediction=(bool(re.fullmatch(r"label \d predicted \d", used.stdout.strip())), True))
     own = re.findall(r'add\("(--[\w-]+)"', "".join(text for name, text in PAGE.blocks if name))
     check.equal(own_flags_in_the_help=([flag for flag in own if flag in shown.stdout], own), has_own_flags=(bool(own), True))
     check.equal(own_flags_on_the_page=([flag for flag in own if PAGE.says(f"`{flag}`")], own))
