@@ -303,7 +303,7 @@ from pathlib import Path
 
 class FlagsOfAnyMake(Digits):
     def flags(self, add):
-        add("--sizes", default=(16, 3))
+        add("--sizes", default=(16, (3, 3)))
         add("--place", type=Path, default=Path("here"))
         add("--table", default={1: 0.5})
 """,

@@ -537,7 +537,7 @@ def loose(site, dry: DryRuns, run: DryRun) -> list[str]:
             violations.append(
                 "install.sh: pip install mpi4py, but should build it (--no-binary=mpi4py): PyPI's has another MPI"
             )
-        builds = {match[1] for word in words if (match := re.search(r"/(?:rocm|cu)(\d+\.\d+)", word))}
+        builds = {match[1] for word in words if (match := re.search(r"/rocm(\d+\.\d+)", word))}
         for name in site.toml.get("software", {}).get("modules", []):
             if (version := re.match(r"rocm/(\d+\.\d+)", name)) and builds - {version[1]}:
                 violations.append(

@@ -18,9 +18,8 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # run() sets it before it imports torch; forked ranks have torch already
 sys.path.insert(0, str(Path(__file__).parent))  # ranks.py and its like: importlib mode leaves it out
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, (sys.path[0], os.environ.get("PYTHONPATH")))
-)  # parked.py, in the server
+# parked.py, in the fork server
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (sys.path[0], os.environ.get("PYTHONPATH"))))
 
 import pytest
 import ranks

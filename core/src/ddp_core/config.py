@@ -5,6 +5,7 @@ A workload's defaults stand in its file, and its own flags too: `config.width` i
 """
 
 import argparse
+import json
 import math
 import re
 from dataclasses import dataclass, fields
@@ -116,14 +117,14 @@ def _comparable(value):
 def _refuse_unknown_kinds(own: dict, workload) -> None:
     """Of the own flags that are remembered, values that JSON does not hold, and a snapshot neither."""
     for name, value in own.items():
-        entries = value if isinstance(value, list | tuple) else [*value.values()] if isinstance(value, dict) else [value]
-        for kind in {
-            type(entry).__name__ for entry in entries if not isinstance(entry, str | int | float | bool | None | Path)
-        }:
+        try:
+            json.dumps(_comparable(value))
+        except TypeError as error:  # "Object of type set is not JSON serializable"
+            kind = str(error).split()[3]
             raise WorkloadError(
                 f"--workload {workload.name}: --{name.replace('_', '-')} has a value of the type {kind}, and a snapshot "
                 f"remembers texts, numbers, paths, and lists of them: take one of these, or add(..., remembered=False)"
-            )
+            ) from error
 
 
 def _is_plain(value) -> bool:

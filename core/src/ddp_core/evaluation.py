@@ -45,10 +45,11 @@ def evaluate(trainer) -> dict[str, float]:
     means = [total / (own or count.item()) for total, own in zip(sums.tolist(), counts.tolist(), strict=True)]
     results = {f"eval_{name}": mean for name, mean in zip(names, means, strict=True)}
     if not all(map(math.isfinite, [*means, *counts.tolist()])):
-        metric = "" if math.isfinite(results["eval_loss"]) else f"lower --lr {config.lr:g}, or see the held-out rows"
+        fix = f"lower --lr {config.lr:g}, or see the held-out rows"
+        if math.isfinite(results["eval_loss"]):
+            fix = "the loss is: see metrics(), which may give (sum, count) of the rows that have one"
         raise NonFiniteError(
-            f"held-out results are not finite after step {trainer.step} ({results}): no snapshot was written; "
-            f"{metric or 'the loss is: see metrics(), which may give (sum, count) of the rows that have one'}",
+            f"held-out results are not finite after step {trainer.step} ({results}): no snapshot was written; {fix}",
             everywhere=True,
         )
     return results

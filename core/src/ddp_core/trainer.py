@@ -471,7 +471,7 @@ def refuse_other_modules(model: object, workload: Workload) -> None:
             f"--workload {workload.name}: {', '.join(extra)} has get_extra_state(), and a snapshot holds parameters and "
             f"buffers: keep it in one (register_buffer)"
         )
-    tensors = model.state_dict(keep_vars=True).items()
+    tensors = of_model(model).items()
     if views := [name for name, t in tensors if any(n > 1 and not s for n, s in zip(t.shape, t.stride(), strict=True))]:
         raise WorkloadError(
             f"--workload {workload.name}: {views[0]} is an expanded view, whose rows are one: a snapshot cannot be read back "
