@@ -513,6 +513,12 @@ class Transposed(Digits):
         layer.weight = nn.Parameter(torch.randn(64, 8000, generator=torch.Generator().manual_seed(os.getpid())).t() / 8)
         return nn.Sequential(layer, nn.Tanh(), nn.Linear(8000, 10))
 """,
+    # Its loss is the number of steps done.
+    "asks_for_the_step": """
+class AsksForTheStep(Digits):
+    def loss(self, outputs, batch):
+        return 0 * outputs.sum() + len(outputs) * self.step
+""",
     # Its held-out rows are drawn while they are read.
     "drawn_rows": """
 class Drawn:

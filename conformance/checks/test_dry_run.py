@@ -530,9 +530,9 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
             sets = bound(call, each)
             words = " ".join(word for word in call.words if "bind" in word or "cpus" in word)
             taken: list[int] = []
-            for local, cores in enumerate(sets):
+            for local, cores in enumerate(sets or in_blocks(call, script, site, each)):
                 wrong = [core for core in cores if core in reserved or core in taken or core >= node["cores"] * threads]
-                if wrong:
+                if wrong and sets:
                     violations.append(
                         f"{script.name}: local rank {local} on cores {wrong} ({words[:80]}), but should have its own"
                     )
@@ -753,6 +753,14 @@ def device_of(site, run: DryRun, local: int, each: int) -> int | None:
         return local * node["devices"] // each
     own = seen[0] if len(seen) == 1 else seen[local] if local < len(seen) else ""  # of one, all its ranks have that
     return int(own) if own.isdecimal() else None
+
+
+def in_blocks(call: Call, script: Path, site, each: int) -> list[list[int]]:
+    """The cores of each rank of a whole node of one socket, where srun binds them in its own order."""
+    node = site.toml["node"]
+    size = cpus_per_task(call, script, site) // node.get("threads_per_core", 1)
+    in_order = call.command == "srun" and "cores" in values_of(call.words, "--cpu-bind") and node.get("sockets", 1) == 1
+    return [[*range(rank * size, rank * size + size)] for rank in range(each)] if in_order and size * each == node["cores"] else []
 
 
 def cpus_per_task(call: Call, script: Path, site) -> int:

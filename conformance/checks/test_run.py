@@ -766,6 +766,17 @@ def test_dropout_under_canonical_is_that_of_a_world_of_one(check, world, runs, f
     same_in_a_world_of_one(check, world, runs, first, f"{DRAWS} --epochs 1")
 
 
+@clause("L16")
+@only(sizes=(1, 2))
+def test_a_loss_may_ask_for_the_step(check, world, runs, first):
+    """Which goes on after another start; held-out rows hear how many are done."""
+    flags, path = f"{own_file(world, runs, 'asks_for_the_step')} --precision fp64", runs.folder(first, "asks_for_the_step")
+    starts = [world.train(first, path, f"{flags} --epochs {epochs}") for epochs in (1, 2)]
+    done(check, *starts)
+    check.equal(losses=(starts[1].losses, [*map(float, range(28))]))
+    check.equal(held_out_losses=(starts[1].values("epoch", "eval_loss"), [14.0, 28.0]))
+
+
 @clause("L15")
 @only(sizes=(1,))
 def test_held_out_rows_are_drawn_as_before(check, world, runs, first):

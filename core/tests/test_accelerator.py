@@ -150,6 +150,11 @@ class Unfused(Small):
         return torch.optim.SGD(model.parameters(), config.lr, fused=False)
 
 
+class Annealed(Small):
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) / (1 + self.step)
+
+
 class Ragged(Augmented):
     """Batches whose rows grow fewer."""
 
@@ -169,6 +174,7 @@ class Ragged(Augmented):
         ("--accumulate 2 --precision fp16", "small:Small", "does not go with --precision fp16, --accumulate 2: leave it out"),
         ("", "test_accelerator:Exhausted", "does not go with the schedule() of --workload"),
         ("", "test_accelerator:Curious", "a step cannot be captured (leave it out), line"),
+        ("", "test_accelerator:Annealed", "asks for its step, which is no other in a graph: leave --capture out"),
         ("", "test_accelerator:Ragged", "and the first had"),
     ],
 )

@@ -41,7 +41,9 @@ def test_show_tells_the_header_the_history_and_the_tensors(tmp_path, capsys):
     assert "format 2" in text and "ddp_core 0.1.0" in text and "2 ranks" in text
     assert "step 41, 2 epochs of 14 steps" in text and "lr=0.1 workload=digits" in text and "data: abc" in text
     assert "held-out loss: 0.25 after epoch 1" in text
-    assert re.search(r"\n +0  0.5  0.5\n +1  0.375  0.25  0.9\n", text)
+    assert re.search(r"\n +epoch=0 +loss=0.5  eval_loss=0.5\n +epoch=1 +loss=0.375  eval_loss=0.25  metric=0.9\n", text)
+    named = said(capsys, "show", written(tmp_path / "named", measured=["loss", "eval_loss", "eval_accuracy"]))
+    assert "loss=0.375  eval_loss=0.25  eval_accuracy=0.9\n" in named and "loss=0.5  eval_loss=0.5\n" in named
     assert re.search(r"model.bias +F64 +\[3\]", text) and "3 tensors, 0.002 MB" in text
 
 

@@ -662,6 +662,26 @@ def test_metrics_are_no_means_where_rows_depend_on_each_other(tmp_path):
 CONTRAST = "def loss(self, outputs, batch):\n    return super().loss(outputs, batch) + (1 + outputs).sum().square()"
 
 
+@pytest.mark.parametrize(
+    "flags, kind, notes",
+    [
+        (
+            "--precision fp32",
+            "float64",
+            ["the model has numbers in float64, which --precision fp32 converts: pass --precision fp64"],
+        ),
+        ("--precision fp64", "bfloat16", ["the model has numbers in bfloat16, which --precision fp64 converts"]),
+        ("--precision fp64", "float64", []),
+        ("--precision fp64", "float32", []),
+        ("--precision bf16", "float32", []),
+    ],
+)
+def test_numbers_of_the_model_that_are_converted_are_noted(tmp_path, flags, kind, notes):
+    methods = f"def model(self, config):\n    return super().model(config).to(torch.{kind})"
+    job = failed(tmp_path, small(methods), f"--epochs 1 {flags}", world_size=1, code=0)
+    assert job.records("start")[0]["notes"] == notes
+
+
 @pytest.mark.parametrize("methods, noted", [(CONTRAST, 1), ("width = 1", 0)], ids=["rows that see each other", "a sum"])
 def test_a_loss_whose_rows_depend_on_each_other_is_noted(tmp_path, methods, noted):
     job = failed(tmp_path, small(methods), "--epochs 1", code=0)

@@ -37,6 +37,7 @@ SENSE: dict[str, Callable[[dict], bool]] = {
     "epoch_loss_sum": lambda document: math.isfinite(float.fromhex(document["epoch_loss_sum"])),
     "best": lambda document: document["best"] is None or _is_best(document["best"], document["epochs_run"]),
     "scale": lambda document: 0 < float.fromhex(document["scale"][0]) < math.inf and _is_count(document["scale"][1]),
+    "measured": lambda document: all(isinstance(name, str) for name in document["measured"]),
     "stateless": lambda document: isinstance(document["stateless"], list),
     "numbers": lambda document: all(map(_are_numbers, [*document["numbers"][:-1], *document["numbers"][-1].values()])),
 }

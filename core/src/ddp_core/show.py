@@ -5,6 +5,7 @@ python -m ddp_core.snapshot verify FILE...   are all bytes those that were writt
 python -m ddp_core.snapshot diff FILE FILE   which tensors differ, and by how much
 """
 
+import itertools
 import json
 import math
 import mmap
@@ -146,10 +147,10 @@ def _lines(path: Path, parts: dict[str, Part], document: dict) -> Iterator[str]:
     yield f"  data: {document['data']}"
     if document["best"]:
         yield f"  lowest held-out loss: {float.fromhex(document['best'][1]):.6g} after epoch {document['best'][0]}"
-    if document["history"]:
-        yield "  epoch, training loss, and what was evaluated: held-out loss, metrics"
+    names = document.get("measured") or ["loss", "eval_loss"]  # and metrics, whose names older snapshots lack
     for epoch, *values in document["history"]:
-        yield f"  {epoch:>5}  " + "  ".join(f"{float.fromhex(value):.6g}" for value in values)
+        pairs = itertools.zip_longest(names[: len(values)], values, fillvalue="metric")
+        yield f"  epoch={epoch:<5}" + "".join(f"  {name}={float.fromhex(value):.6g}" for name, value in pairs)
     size = sum(part.nbytes for part in parts.values())
     yield f"  {len(parts)} tensors, {size / 1e6:.3f} MB"
     width = max(map(len, parts), default=0)

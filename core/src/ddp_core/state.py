@@ -23,18 +23,19 @@ class Progress:
     history: list[list] = field(default_factory=list)  # one row an epoch: epoch, training loss, then what was evaluated
     best: list | None = None  # epoch and held-out loss of best.safetensors
     scale: list | None = None  # of fp16: the scale, and the steps since it changed
+    measured: list[str] = field(default_factory=list)  # names of a row of history, behind its epoch
     stateless: list[str] = field(default_factory=list)  # trained parameters that have had no gradient so far
     numbers: list[dict] = field(default_factory=list)  # of the optimizer: numbers_of(), where they have changed
 
     def document(self) -> dict:
         known = dict(step=self.step, epochs_run=len(self.history), epoch_loss_sum=self.loss_sum.hex())
         known |= dict(history=self.history, best=self.best)
-        return known | {name: value for name in ("scale", "stateless", "numbers") if (value := getattr(self, name))}
+        return known | {name: value for name in ("scale", "measured", "stateless", "numbers") if (value := getattr(self, name))}
 
     @classmethod
     def of(cls, document: dict) -> "Progress":
         parts: tuple = (document["history"], document["best"], document.get("scale"))
-        parts += (document.get("stateless", []), document.get("numbers", []))
+        parts += tuple(document.get(name, []) for name in ("measured", "stateless", "numbers"))
         return cls(document["step"], float.fromhex(document["epoch_loss_sum"]), *parts)
 
 

@@ -23,6 +23,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from ddp_core.background import Saver
 from ddp_core.batches import Batches
@@ -98,6 +99,7 @@ class Trainer:
         facts |= dict(world_size=peers.world_size, versions=versions())
         parts: tuple = (self.model, self.optimizer, facts)
         self.state: State = self.sharding.ShardedState(*parts, device) if self.sharded else State(*parts)
+        workload.steps_done = lambda: self.step
         self.reconciliation, self.watch, self.saved = Reconciliation(peers), Stopwatch(), time.monotonic()
 
     def _build(self, dtype: torch.dtype) -> None:
@@ -113,6 +115,7 @@ class Trainer:
                 model = workload.model(config)
                 refuse_other_modules(model, workload)
                 refuse_unknown_dtypes(of_model(model), workload.name)
+                notes = notes_on_precision(model, config.precision)
                 self.model = model.to(self.device, dtype)
                 if config.checkpoint_activations:
                     self.sharding.checkpoint(self.sharding.chosen(workload, model))
@@ -353,6 +356,7 @@ class Trainer:
         progress = self.state.progress
         values = {"loss": progress.loss_sum / self.steps_per_epoch} | results
         progress.history.append([epoch, *(value.hex() for value in values.values())])
+        progress.measured = [*values] if results else progress.measured
         self.record.epoch(epoch, self.config.epochs, (epoch + 1) * self.steps_per_epoch, values)
 
     def _save_snapshot(self, best: bool = False, snapshot: bool = True) -> None:
@@ -417,7 +421,7 @@ class Trainer:
         return result
 
 
-def checksum(model: torch.nn.Module) -> torch.Tensor:
+def checksum(model: nn.Module) -> torch.Tensor:
     """[1] fp64: the parameters' bits, summed as integers modulo 2**52. Replicas that agree have equal ones."""
     total = torch.zeros((), dtype=torch.int64)
     for parameter in model.parameters():
@@ -426,7 +430,7 @@ def checksum(model: torch.nn.Module) -> torch.Tensor:
     return (total % 2**52).double().cpu().view(1)
 
 
-def check_optimizer(optimizer: object, model: torch.nn.Module, workload: Workload) -> list[str]:
+def check_optimizer(optimizer: object, model: nn.Module, workload: Workload) -> list[str]:
     """Notes on what it leaves alone. Raises WorkloadError where it is none that a loop can step."""
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise WorkloadError(
@@ -450,7 +454,7 @@ def check_optimizer(optimizer: object, model: torch.nn.Module, workload: Workloa
 
 def refuse_other_modules(model: object, workload: Workload) -> None:
     """Raises WorkloadError where it is none, where it divides its rows itself, or has what no snapshot holds or gives back."""
-    if not isinstance(model, torch.nn.Module):
+    if not isinstance(model, nn.Module):
         raise WorkloadError(
             f"--workload {workload.name}: model() returned {type(model).__name__}, and should return a torch.nn.Module"
         )
@@ -460,12 +464,12 @@ def refuse_other_modules(model: object, workload: Workload) -> None:
             f"--workload {workload.name}: model() returned a {', '.join(around)}, and should return the module without it: "
             f"--reduction and --sharding put it there"
         )
-    if lazy := [name for name, p in model.named_parameters() if torch.nn.parameter.is_lazy(p)]:
+    if lazy := [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]:
         raise WorkloadError(
             f"--workload {workload.name}: {', '.join(lazy[:4])} has no shape yet (a lazy module): call the model on a row in "
             f"model(), before you return it"
         )
-    asked = torch.nn.Module.get_extra_state
+    asked = nn.Module.get_extra_state
     if extra := sorted({type(module).__name__ for module in model.modules() if type(module).get_extra_state is not asked}):
         raise WorkloadError(
             f"--workload {workload.name}: {', '.join(extra)} has get_extra_state(), and a snapshot holds parameters and "
@@ -477,6 +481,14 @@ def refuse_other_modules(model: object, workload: Workload) -> None:
             f"--workload {workload.name}: {views[0]} is an expanded view, whose rows are one: a snapshot cannot be read back "
             f"into it, so .clone() it"
         )
+
+
+def notes_on_precision(model: nn.Module, precision: str) -> list[str]:
+    """Numbers that the model has made in another precision than the run's, into which they are converted."""
+    kinds = {str(t.dtype).removeprefix("torch.") for t in of_model(model).values() if t.is_floating_point()}
+    kinds -= {"float32", "float64" if precision == "fp64" else "float32"}
+    fix = ": pass --precision fp64" if "float64" in kinds else ""
+    return [f"the model has numbers in {kind}, which --precision {precision} converts{fix}" for kind in sorted(kinds)]
 
 
 def _room_of_sharding(needed: bool) -> Any:
