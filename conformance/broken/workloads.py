@@ -517,7 +517,7 @@ class Transposed(Digits):
     "asks_for_the_step": """
 class AsksForTheStep(Digits):
     def loss(self, outputs, batch):
-        return 0 * outputs.sum() + len(outputs) * self.step
+        return 0 * outputs.sum() + len(outputs) * self.steps_done
 """,
     # Its held-out rows are drawn while they are read.
     "drawn_rows": """
@@ -660,6 +660,17 @@ class FailsAlone(Digits):
         if torch.distributed.get_rank() == 1:
             raise RuntimeError("the sky is falling")
         return super().model(config)
+""",
+    # The same in a step.
+    "fails_alone_in_a_step": """
+class FailsAloneInAStep(Digits):
+    def loss(self, outputs, batch):
+        if self.steps_done == 3 and torch.distributed.get_rank() == self.config.of_rank:
+            raise RuntimeError("the sky is falling")
+        return super().loss(outputs, batch)
+
+    def flags(self, add):
+        add("--of-rank", type=int, default=0, help="which fails")
 """,
     # A rank on a slow node.
     "lags": """

@@ -760,7 +760,8 @@ def in_blocks(call: Call, script: Path, site, each: int) -> list[list[int]]:
     node = site.toml["node"]
     size = cpus_per_task(call, script, site) // node.get("threads_per_core", 1)
     in_order = call.command == "srun" and "cores" in values_of(call.words, "--cpu-bind") and node.get("sockets", 1) == 1
-    return [[*range(rank * size, rank * size + size)] for rank in range(each)] if in_order and size * each == node["cores"] else []
+    whole = in_order and size * each == node["cores"]
+    return [[*range(rank * size, rank * size + size)] for rank in range(each)] if whole else []
 
 
 def cpus_per_task(call: Call, script: Path, site) -> int:
@@ -821,6 +822,18 @@ def test_modules_are_loaded_once_and_kept(check, site, dry):
             loaded += words[1:] if words[:1] in (["load"], ["add"], ["swap"], ["switch"]) else []
         if loaded != modules:
             violations.append(f"{script.name}: loads {' '.join(loaded)}, but should load {' '.join(modules)}, in this order")
+    check.holds(*violations)
+
+
+@clause("F8")
+def test_the_modules_of_a_login_shell_are_cleared_first(check, site, dry):
+    """sbatch hands its environment on, with the libraries of whatever is loaded there."""
+    clears, violations = site.toml.get("software", {}).get("cleared_by", ""), []
+    runs = {script.name: dry.job(script) for script in trains(site)} | {"install.sh": dry.install()} if clears else {}
+    for name, run in runs.items():
+        acts = [next((word for word in call.words if not word.startswith("-")), "") for call in run.called("module-call")]
+        if "load" in acts and clears not in acts[: acts.index("load")]:
+            violations.append(f"{name}: module load without module {clears} before, but should have it (software.cleared_by)")
     check.holds(*violations)
 
 

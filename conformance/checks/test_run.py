@@ -1977,6 +1977,16 @@ def test_what_fails_on_one_rank_alone_is_told_by_it_alone(check, world, runs, fi
 
 
 @clause("X12")
+@only(sizes=(2,))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_fails_on_one_rank_ends_all_with_its_code(check, world, runs, first, rank):
+    """Of a job's codes the launcher takes the highest: 7 would have it started again, to fail again."""
+    run = train_own(world, runs, first, "fails_alone_in_a_step", f"--of-rank {rank}", apart=True)
+    ended(check, run, 2)
+    check.equal(recorded=([record["exit_code"] for record in run.of("end")], [2]))
+
+
+@clause("X12")
 @only(sizes=(2,), devices=("cpu",))
 def test_a_rank_that_comes_late_hears_why_all_end(check, world, runs, first):
     """By its exit code, too: of those of a job's ranks the launcher takes the highest."""

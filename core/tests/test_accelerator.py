@@ -152,7 +152,7 @@ class Unfused(Small):
 
 class Annealed(Small):
     def loss(self, outputs, batch):
-        return super().loss(outputs, batch) / (1 + self.step)
+        return super().loss(outputs, batch) / (1 + self.steps_done)
 
 
 class Ragged(Augmented):
@@ -174,7 +174,7 @@ class Ragged(Augmented):
         ("--accumulate 2 --precision fp16", "small:Small", "does not go with --precision fp16, --accumulate 2: leave it out"),
         ("", "test_accelerator:Exhausted", "does not go with the schedule() of --workload"),
         ("", "test_accelerator:Curious", "a step cannot be captured (leave it out), line"),
-        ("", "test_accelerator:Annealed", "asks for its step, which is no other in a graph: leave --capture out"),
+        ("", "test_accelerator:Annealed", "asks for steps_done, which never changes in a graph: leave --capture out"),
         ("", "test_accelerator:Ragged", "and the first had"),
     ],
 )

@@ -79,20 +79,20 @@ class CapturedStep:
         self.places = self._tensors(batch)
         rest, trainer.batches = trainer.batches, iter([batch])
         self.graph = torch.cuda.CUDAGraph()
-        steps_done, trainer.workload.steps_done = trainer.workload.steps_done, self._refuse_steps
+        count_steps, trainer.workload.count_steps = trainer.workload.count_steps, self._refuse_steps
         try:
             with torch.cuda.graph(self.graph, stream=self.stream):
                 trainer._run_step()
         except Exception as error:
             raise blame(error, trainer.workload.file, "--capture: a step cannot be captured (leave it out)") from error
-        trainer.batches, trainer.workload.steps_done = rest, steps_done
+        trainer.batches, trainer.workload.count_steps = rest, count_steps
         trainer.state.progress.step -= 1
         self.loss, self.norm = reconciliation.losses.pop(), reconciliation.norms.pop()
 
     def _refuse_steps(self) -> int:
         name = self.trainer.workload.name
         raise WorkloadError(
-            f"--capture: --workload {name} asks for its step, which is no other in a graph: leave --capture out"
+            f"--capture: --workload {name} asks for steps_done, which never changes in a graph: leave --capture out"
         )
 
     def _tensors(self, batch: Any) -> list[torch.Tensor]:

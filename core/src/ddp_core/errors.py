@@ -85,6 +85,6 @@ class StoppedError(Failure):
     code = ExitCode.STOPPED
 
 
-def failure_with(code: int, message: str) -> Failure:
-    """The Failure of an exit code that a peer told us, raised on all ranks."""
-    return next(kind for kind in Failure.__subclasses__() if kind.code == code)(message, everywhere=True)
+def failure_with(code: int, message: str, everywhere: bool = True) -> Failure:
+    """The Failure of an exit code that a peer told us."""
+    return next(kind for kind in Failure.__subclasses__() if kind.code == code)(message, everywhere)

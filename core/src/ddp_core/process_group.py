@@ -44,7 +44,7 @@ class Peers:
     def __init__(self, rank: Rank, config: TrainConfig, device: torch.device, rendezvous: Rendezvous):
         self.rank, self.world_size, self.local_rank = rank.rank, rank.world_size, rank.local_rank
         self.local_world_size = rank.local_world_size
-        self.store = rendezvous.store
+        self.store, self.left = rendezvous.store, False
         backend, timeout = backend_of(config, device.type), timedelta(seconds=config.timeout)
         self.store.set_timeout(timeout)
         # nccl's threads ask their store once a second, and nobody has tried what they do with one that is written in Python.
@@ -134,22 +134,27 @@ class Peers:
         words = ("peer", "imed out", "gloo", "onitored", "pair closure", "Pair is not connected", DIFFER)
         return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
-    def lost(self, error: RuntimeError, when: str, place: str = "") -> PeerLostError:
-        """Who is missing when a collective has failed: rank 0 calls the roll over the store, and tells.
-
-        place: the line of the workload's file in which this rank was.
-        """
-        traceback.clear_frames(error.__traceback__)
-        # Closes connections, so that ranks that wait for this one fail, too, and answer. nccl would wait for its peers.
+    def hang_up(self) -> None:
+        """Closes connections, so that ranks that wait for this one fail, too, and answer. nccl would wait for its peers."""
         for group in [None] if dist.get_backend() == "gloo" else [group for _, group in self.control.groups]:
             dist.destroy_process_group(group)
+        self.left = True
         del self.data, self.control
+
+    def lost(self, error: RuntimeError, when: str, place: str = "") -> Failure:
+        """Who is missing when a collective has failed: rank 0 calls the roll over the store, and tells.
+
+        place: the line of the workload's file in which this rank was. A missing one that has failed ends all with its code.
+        """
+        traceback.clear_frames(error.__traceback__)
+        self.hang_up()
+        places: dict[str, list[int]] = {}
         try:
-            missing, places = patiently(lambda: self._call_the_roll(place), 2 * ROLL_CALL + 3)
+            missing, code, places = patiently(lambda: self._call_the_roll(place), 2 * ROLL_CALL + 3)
         except (RuntimeError, ValueError):
-            missing, places = [0], {}  # the store went with it, or is frozen
+            missing, code = [0], 0  # the store went with it, or is frozen
         except RendezvousError:
-            missing, places = [], {}  # what is there, no rank has written
+            missing, code = [], 0  # what is there, no rank has written
         who = f"rank {named(missing)} died or hangs" if missing else "a connection broke"
         fix = "see that rank's output, then submit again"
         if not missing and (places or DIFFER in str(error)):
@@ -158,17 +163,20 @@ class Peers:
             fix = "; ".join([*at[:3], ALIKE])
         # Without rank 0 one rank a node speaks.
         tells = self.local_rank == 0 or self.rank == 1 if missing == [0] else self.rank == 0
+        if code:
+            line = f"rank {named(missing)} failed {when}: see its line; the last snapshot is whole"
+            return failure_with(code, line, everywhere=not tells or missing == [0])
         return PeerLostError(
             f"{who} {when} ({_first_line(error)}): {fix}; the last snapshot is whole",
             everywhere=not tells,
         )
 
-    def _call_the_roll(self, place: str) -> tuple[list[int], dict[str, list[int]]]:
-        """The ranks that are missing, and those that are in a line of the workload's file, by line."""
+    def _call_the_roll(self, place: str) -> tuple[list[int], int, dict[str, list[int]]]:
+        """The ranks that are missing, the code with which they end, and who is in which line of the workload's file."""
         self.store.set(f"alive/{self.rank}", place)
         if self.rank:
             self.store.wait(["missing"], timedelta(seconds=2 * ROLL_CALL))
-            return json.loads(self.store.get("missing")), {}  # rank 0 alone tells
+            return *json.loads(self.store.get("missing")), {}  # rank 0 alone tells
         missing, end = [*range(1, self.world_size)], time.monotonic() + ROLL_CALL
         while (missing := [rank for rank in missing if not self._has_said(f"alive/{rank}")]) and time.monotonic() < end:
             time.sleep(0.05)
@@ -177,9 +185,10 @@ class Peers:
             places.setdefault(self.store.get(f"alive/{rank}").decode(), []).append(rank)
         places.pop("", None)
         missing = missing[: NAMED + 1]  # all ranks read it
-        self.store.set("missing", json.dumps(missing))
+        code = max((int(self.store.get(f"failed/{rank}")) for rank in missing if self._has_said(f"failed/{rank}")), default=0)
+        self.store.set("missing", json.dumps([missing, code]))
         time.sleep(min(1, ROLL_CALL))  # the store ends with this process: let the others read
-        return missing, places
+        return missing, code, places
 
     def _has_said(self, key: str) -> bool:
         """Whether a rank has; a stranger's word does not count."""
@@ -187,10 +196,14 @@ class Peers:
             return self.store.check([key]) and self.store.get(key) is not None
         return False
 
-    def speaks(self) -> bool:
+    def speaks(self, code: int) -> bool:
         """Whether this rank prints a failure of its own: rank 0 does, the others only where rank 0 has none."""
         with suppress(RuntimeError, ValueError):
-            self.store.set(f"failed/{self.rank}", "")
+            self.store.set(f"failed/{self.rank}", str(code))
+            if not self.rank:
+                self.store.set("missing", json.dumps([[0], code]))
+            if self.world_size > 1:
+                self.hang_up()
             end = time.monotonic() + 1
             while self.rank and time.monotonic() < end:
                 if self._has_said("failed/0"):

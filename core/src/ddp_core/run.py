@@ -142,7 +142,7 @@ def _train(rank: Rank, job: "_Job") -> int:
                 job.finish_saving()
     except Failure as error:
         job.record.write("end", exit_code=error.code, error=str(error))
-        if peers and not isinstance(error, PeerLostError):
+        if peers and not peers.left:
             peers.leave()
         raise
     finally:
@@ -300,13 +300,7 @@ class _Job:
                 f"or what shards() names is not called by the model's forward"
             )
         elif isinstance(error, RuntimeError) and peers.is_lost(error):
-            if self.trainer:  # what holds the connections that lost() closes: workers inherit them, and DDP has its group
-                self.trainer.close()
-                self.trainer.reduction = None
-            if config.sharding != "none":
-                from ddp_core.sharding import hang_up
-
-                hang_up(self.rank.master_port)
+            self.let_go()
             place = line_in(error, file)
             return peers.lost(error, self.when, f"{place} of {name}" if place else "")
         elif line_in(error, file):
@@ -314,5 +308,16 @@ class _Job:
         else:
             return error
         if not failure.everywhere and not isinstance(failure, PeerLostError):
-            failure.everywhere = not peers.speaks()
+            self.let_go()
+            failure.everywhere = not peers.speaks(int(failure.code))
         return failure
+
+    def let_go(self) -> None:
+        """Of what holds the connections between ranks: workers inherit them, and DDP has its group."""
+        if self.trainer:
+            self.trainer.close()
+            self.trainer.reduction = None
+        if self.config.sharding != "none":
+            from ddp_core.sharding import hang_up
+
+            hang_up(self.rank.master_port)

@@ -99,7 +99,7 @@ class Trainer:
         facts |= dict(world_size=peers.world_size, versions=versions())
         parts: tuple = (self.model, self.optimizer, facts)
         self.state: State = self.sharding.ShardedState(*parts, device) if self.sharded else State(*parts)
-        workload.steps_done = lambda: self.step
+        workload.count_steps = lambda: self.step
         self.reconciliation, self.watch, self.saved = Reconciliation(peers), Stopwatch(), time.monotonic()
 
     def _build(self, dtype: torch.dtype) -> None:

@@ -44,12 +44,12 @@ class Workload:
     file: Path | None = None
     config: Any = None  # from data() on, also in forward, loss and metrics: self.config.width
     staging: Any = None  # of a run, while it reads its data
-    steps_done: Callable[[], int] = staticmethod(lambda: 0)  # the Trainer's
+    count_steps: Callable[[], int] = staticmethod(lambda: 0)  # the Trainer's
 
     @property
-    def step(self) -> int:
-        """Optimizer steps done, in all starts of the run: in forward and loss, for what changes as training goes on."""
-        return self.steps_done()
+    def steps_done(self) -> int:
+        """Of the optimizer, in all starts of the run: in forward and loss, for what changes as training goes on."""
+        return self.count_steps()
 
     def flags(self, add: Callable) -> None:
         """Own flags: add("--width", type=int, default=64, help="..."), as argparse's add_argument.
