@@ -1074,6 +1074,22 @@ def test_both_halves_of_a_cache_are_moved(check, site, dry):
     check.holds(*dict.fromkeys(violations))
 
 
+# Of compiled kernels, which every rank reads and writes.
+KERNELS = ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
+
+
+@clause("B6")
+def test_caches_of_kernels_are_on_the_node(check, site, dry):
+    """In the site's folder, or the user's, all nodes share them: SQLite's locks fail there, and ranks read what others write."""
+    violations = []
+    for script, _, run in as_chosen(site, dry):
+        for call in run.trained[:1]:
+            for name, place in [(name, dry.shown(call.environ[name])) for name in KERNELS if name in call.environ]:
+                if not place.startswith("/"):
+                    violations.append(f"{script.name}: {name}={place}, which all nodes share, but should be on each node")
+    check.holds(*dict.fromkeys(violations))
+
+
 @clause("B6")
 def test_a_user_s_own_place_for_models_is_kept(check, site, dry):
     """What was downloaded there is there: gigabytes, and on nodes without a way out they are all that there is."""
