@@ -1080,7 +1080,7 @@ KERNELS = ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "TORCHINDUCTOR_CACH
 
 @clause("B6")
 def test_caches_of_kernels_are_on_the_node(check, site, dry):
-    """In the site's folder, or the user's, all nodes share them: SQLite's locks fail there, and ranks read what others write."""
+    """In the site's folder, or the user's, all nodes share them: SQLite's locks fail, and ranks read what others write."""
     violations = []
     for script, _, run in as_chosen(site, dry):
         for call in run.trained[:1]:
