@@ -159,6 +159,13 @@ class OtherRows(Digits):
     def data(self, config):
         return Rows(), None
 """,
+    # And where only those that are held out differ.
+    "other_held_out": """
+class OtherHeldOut(Digits):
+    def data(self, config):
+        (images, labels), _ = (rows.columns for rows in super().data(config))
+        return (images, labels), (images[:9] + os.getpid(), labels[:9])
+""",
     # And where each is a mapping, as tokenizers return them, and no dictionary.
     "other_mappings": """
 from collections import UserDict

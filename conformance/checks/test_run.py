@@ -1315,6 +1315,8 @@ def test_another_signal_while_it_stops_costs_nothing(check, world, runs, first):
     """One Ctrl-C under torchrun is two signals; a scheduler may send one before."""
     run = train_own(world, runs, first, "told_thrice", apart=True)
     stopped_and_saved(check, run)
+    told = [word for text in run.output for word in re.findall(r"stopped early \((\w+)\)", text)]
+    check.equal(reasons=(told, ["SIGTERM"]))
 
 
 def same_as_never_stopped(check, world, resumed, never) -> None:
@@ -1782,6 +1784,8 @@ def test_it_saves_every_so_many_minutes(check, world, runs, first):
     check.equal(saves_between_epochs=(bool(between_epochs), True))
     plain = runs.train(first, FP64)
     check.equal(save_minutes_by_default=(plain.values("start", "config")[0]["save_minutes"], 10))
+    slow = train_own(world, runs, first, "slow_steps", "--save-minutes 0.5 --steps-per-epoch 14")  # of 1.4 s
+    check.equal(saves_in_a_second=(slow.values("snapshot", "step"), [14]))
 
 
 @clause("C8")
@@ -1944,7 +1948,7 @@ def test_ranks_with_different_files_of_one_name(check, world, runs, first):
 
 @clause("X5")
 @only(sizes=(2,))
-@pytest.mark.parametrize("name", ["other_data", "other_rows", "other_mappings"])
+@pytest.mark.parametrize("name", ["other_data", "other_rows", "other_mappings", "other_held_out"])
 def test_ranks_with_different_data(check, world, runs, first, name):
     run = train_own(world, runs, first, name)
     ended(check, run, 4)
@@ -2217,7 +2221,8 @@ def test_who_has_lost_the_lock_leaves_no_snapshot(check, world, runs, first):
     """Not of what it had begun to write before, either."""
     run = train_own(world, runs, first, "loses_its_lock", "--steps-per-epoch 2", apart=True)
     ended(check, run, 8)
-    check.equal(snapshots=(world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors*")]), []))
+    there = world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors*")])
+    check.equal(snapshots=(there, []), the_other_s_lock_is_there=(world.on_rank_0((run.folder / "run.lock").exists), True))
 
 
 @clause("X8")
