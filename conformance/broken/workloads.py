@@ -833,6 +833,39 @@ class MeanMetric(Digits):
     def metrics(self, outputs, batch):
         return {"error": F.cross_entropy(outputs, batch[1])}
 """,
+    # The same of a metric that is 0 for most rows.
+    "seldom": """
+class Seldom(Digits):
+    def metrics(self, outputs, batch):
+        return {"right": (batch[1] == 9).double().mean()}
+""",
+    "calls_backward": """
+class CallsBackward(Digits):
+    def loss(self, outputs, batch):
+        loss = super().loss(outputs, batch)
+        if loss.requires_grad:
+            loss.backward(retain_graph=True)
+        return loss
+""",
+    # Its rate falls below zero.
+    "climbs": """
+class Climbs(Digits):
+    def schedule(self, step, total_steps, config):
+        return 1 - step / 4
+""",
+    # Its mistake is found by torch, which no line of this file has called.
+    "hooked": """
+class Hooked(Digits):
+    def optimizer(self, model, config):
+        made = super().optimizer(model, config)
+        made.register_step_pre_hook(lambda *_: 1)
+        return made
+""",
+    "past_ddp": """
+class PastDdp(Digits):
+    def forward(self, model, batch):
+        return getattr(model, "module", model)(batch[0])
+""",
     # What it would have is not there, and nobody says so.
     "misspelled": """
 class Misspelled(Digits):

@@ -250,9 +250,9 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
                         else "".join(patterns.get(part[1:-1], re.escape(part)) for part in re.split(r"(\{\w+\})", template))
                     )
                     if value is None or not re.fullmatch(pattern, value):
-                        violations.append(
-                            f"{script.name}: rank {rank} of {per_node * nodes}: {name}={value}, but should be {template}"
-                        )
+                        address = dict(master_addr=dry.hosts(told["nodes"])[0], master_port="a port", job_id=FIRST)
+                        found = f"{name}={value or 'unset'}, but should be {template.format(**values, **address)}"
+                        violations.append(f"{script.name}: rank {rank} of {per_node * nodes}: {found}")
         names = [name for name, template in launch.templates if "{job_id}" in template or "{restart}" in template]
         starts = [dry.job(script, **shape).trained[:1] for shape in (dict(all_ranks=True), dict(restarts=1, code=75))]
         first, again = ([call.environ.get(name) for call in calls for name in names] for calls in starts)
@@ -506,7 +506,7 @@ def test_every_srun_of_ranks_ends_when_one_dies(check, site, dry):
 
 def kills(call: Call) -> bool:
     given = values_of(call.words, "--kill-on-bad-exit", "-K")
-    bare = {"-K", "-K1", "--kill-on-bad-exit"} & {*call.words} and "0" not in given
+    bare = {"-K", "--kill-on-bad-exit"} & {*call.words} and "0" not in given
     return bool("1" in given or bare or call.environ.get("SLURM_KILL_BAD_EXIT") == "1")
 
 
@@ -538,8 +538,13 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
                     )
                 taken += cores
                 device = device_of(site, run, local, each)
-                near = node.get("cores_near_device")
-                if near and device is not None and not {core % node["cores"] for core in cores} <= {*numbers(near[device])}:
+                near = node.get("cores_near_device", [])
+                if (
+                    near
+                    and device is not None
+                    and device < len(near)
+                    and not {core % node["cores"] for core in cores} <= {*numbers(near[device])}
+                ):
                     path = f"be near device {device}: {near[device]}"
                     violations.append(f"{script.name}: rank {local} of a node on cores {cores}, but should {path}")
             violations += [f"{script.name}: {text}" for text in devices(site, run, call)]

@@ -65,6 +65,8 @@ MISTAKES |= dict(raises="line 10 (loss): AttributeError", mean="loss() returns a
 MISTAKES |= dict(unused="no gradient for 3.weight", mean_metric="metrics() has a mean over rows as 'error'")
 MISTAKES |= dict(misspelled="has metric, which the core does not ask for", no_held_out="gave no held-out row")
 MISTAKES |= dict(two_words="metrics() names 'top 5'", aside="temperature has a gradient, and is no part of the model")
+MISTAKES |= dict(seldom="metrics() has a mean over rows as 'right'", calls_backward="loss() calls backward()")
+MISTAKES |= dict(climbs="schedule() returned -0.25 at step 5", hooked="hooked, at step 0 (--debug: where): RuntimeError")
 
 
 class Runs:
@@ -2243,6 +2245,16 @@ def test_a_workload_file_that_cannot_be_used_is_one_line(check, world, runs, fir
     ended(check, run, 2)
     lines = [line for text in run.errors + run.output for line in text.splitlines()]
     check.equal(lines=(len(lines), 1), says=(words if words in "".join(lines) else lines, words))
+
+
+@clause("X9")
+@only(sizes=(2,))
+def test_a_forward_past_ddp_is_one_line(check, world, runs, first):
+    """It sums no gradient then, and the replicas drift apart."""
+    run = train_own(world, runs, first, "past_ddp")
+    ended(check, run, 2)
+    lines = [line for text in run.errors + run.output for line in text.splitlines()]
+    check.equal(lines=(len(lines), 1), says=("forward() goes past DistributedDataParallel" in "".join(lines), True))
 
 
 @clause("X9")

@@ -631,8 +631,7 @@ def test_the_port_is_no_constant(check, site):
 
 @clause("J7")
 def test_scripts_stop_at_the_first_error(check, site):
-    lax = [path.name for path in site.scripts if not re.search(r"^set -euo pipefail$", path.read_text(), re.MULTILINE)]
-    check.equal(without_set_euo_pipefail=(lax, []))
+    check.equal(without_set_euo_pipefail=([path.name for path in site.scripts if not stops(path.read_text())], []))
     shellcheck = shutil.which("shellcheck", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     check.equal(shellcheck=(bool(shellcheck), True))
     command = [shellcheck, "--format=gcc", *(path.name for path in site.scripts)]
@@ -660,11 +659,17 @@ def test_what_is_switched_off_has_a_reason(check, site):
 
 def turned(text: str, sign: str) -> set[str]:
     """The options that a line's `set` turns on (-) or off (+)."""
-    found = re.findall(rf"\bset \{sign}([a-z]+)(?: ([a-z]+))?", text)
+    found = re.findall(rf"\bset \{sign}([A-Za-z]+)(?: ([a-z]+))?", text)
     names = {name for letters, name in found if letters.endswith("o")}
     letters = dict(e="errexit", u="nounset")
     names |= {letters[letter] for word, _ in found for letter in word if letter in letters}
     return names & {"errexit", "nounset", "pipefail"}
+
+
+def stops(text: str) -> bool:
+    """By `set -euo pipefail`, in one line or in several, or by the long names."""
+    parts = [part for line in re.findall(r"(?m)^set (-.*)$", text) for part in re.findall(r"-\w+(?: [a-z]+)?", line)]
+    return turned(" ".join(f"set {part}" for part in parts), "-") == {"errexit", "nounset", "pipefail"}
 
 
 @clause("J8")
@@ -674,13 +679,13 @@ def test_a_stopped_job_comes_back(check, site):
     for script in map(Script, site.job_scripts):
         if not site.job(script.path).get("trains", True):
             continue  # it has nothing to come back to
-        options = {text.partition("=")[0]: text.partition("=")[2] for _, text in script.directives}
-        check.equal(open_mode=(options.get("--open-mode"), "append"))
+        options = script.options
+        check.equal(open_mode=(options.get("open-mode"), "append"))
         logs = [value for name, value in script.options.items() if name in ("output", "error", "o", "e")]
         check.equal(logs_that_jobs_share=([log for log in logs if not re.search("%[jA]", log)], []))
-        check.equal(**{option: (option in options, True) for option in ("--requeue", "--signal")})
-        check.equal(**{"--no-kill, with which it loses its step and not its place": ("--no-kill" in options, False)})
-        check.holds(*late(site, script, options["--signal"]))
+        check.equal(**{f"--{option}": (option in options, True) for option in ("requeue", "signal")})
+        check.equal(**{"--no-kill, with which it loses its step and not its place": ("no-kill" in options, False)})
+        check.holds(*late(site, script, options["signal"]))
 
 
 # Seconds that a save may take where site.toml has no save_seconds: 10 GB at 200 MB/s, and what is done before and after it.
@@ -708,18 +713,6 @@ def late(site, script: Script, told: str) -> list[str]:
     return wrong
 
 
-@clause("J11")
-def test_a_rank_that_dies_alone_ends_the_job(check, site):
-    violations = [
-        at(script, line, "have --kill-on-bad-exit=1 among its flags")
-        for script in map(Script, site.scripts)
-        for line in script.lines
-        if re.match(r"[^#]*\bsrun \"\$\{\w+\[@\]\}\"", line.text)
-        and "--kill-on-bad-exit=1" not in [text for _, text in script.flags]
-    ]
-    check.holds(*violations)
-
-
 @clause("J9")
 def test_the_job_fits_the_node(check, site):
     node = site.toml["node"]
@@ -730,18 +723,61 @@ def test_the_job_fits_the_node(check, site):
         check.equal(nodes=(geometry.get("nodes"), job["nodes"]), tasks_per_node=(tasks, path))
         cores = tasks * geometry.get("cpus-per-task", 1)  # schedulers count a core's threads
         path = (node["cores"] - node.get("reserved_cores", 0)) * node.get("threads_per_core", 1)
-        devices = geometry.get("gpus-per-node", tasks * geometry.get("gpus-per-task", 0))
+        devices = devices_of(script, tasks, job["nodes"])
         check.equal(cores_that_a_node_has_not=(max(0, cores - path), 0))
         check.equal(devices_that_a_node_has_not=(max(0, devices - node["devices"]), 0))
         if not job.get("trains", True):
             continue
         check.equal(devices_without_a_rank=(max(0, node["devices"] - job["ranks_per_node"]), 0))
-        if "gpus-per-node" in geometry or "gpus-per-task" in geometry:
+        if "device_environment" in node and site.toml["scheduler"] == "slurm":  # which gives what was asked for
             check.equal(devices_that_are_not_asked_for=(max(0, node["devices"] - devices), 0))
         asked = memory(script, tasks, devices)
         if "memory_gib" in node:  # F2 asks for it
             check.equal(gib_that_a_node_has_not=(max(0, round(asked - node["memory_gib"])), 0))
             check.equal(less_than_half_of_the_memory=(0 < asked < node["memory_gib"] / 2, False))
+
+
+def devices_of(script: Script, tasks: int, nodes: int) -> int:
+    """Of a node, as directives ask for them: --gpus-per-node=4, --gpus-per-node=a100:4, --gres=gpu:4, ..."""
+    counts = {"gpus-per-node": 1, "gres": 1, "gpus-per-task": tasks, "gpus": 1 / nodes, "G": 1 / nodes}
+    values = {name: re.fullmatch(r"(?:[a-z]\w*:)*(\d+)", script.options.get(name, "")) for name in counts}
+    told = [int(value[1]) * counts[name] for name, value in values.items() if value]
+    return int(max([*told, tasks * script.geometry.get("gpus-per-task", 0)]))  # which may be a flag of srun's
+
+
+# Directives that keep a job from starting, or undo what another one says. https://slurm.schedmd.com/sbatch.html
+NEVER = dict.fromkeys(("hold", "begin", "deadline", "nodelist", "w", "no-requeue", "oversubscribe", "s", "core-spec", "S"), "")
+NEVER["cpus-per-gpu"] = ""
+NEVER |= {"export": "NIL", "gres": "none", "network": "single_node_vni"}
+
+
+@clause("B8")
+def test_no_directive_keeps_the_job_from_its_work(check, site):
+    violations = []
+    for script in map(Script, site.job_scripts if site.toml["scheduler"] == "slurm" else ()):
+        for name, value in script.options.items():
+            if name in NEVER and NEVER[name] in ("", value):
+                told = f"--{name}={value}" if value else f"--{name}"
+                violations.append(f"{script.path.name}: {told}, but should be left to the command line of sbatch, if at all")
+    check.holds(*violations)
+
+
+# What is for finding faults: every kernel and every message waits for the one before.
+DEBUGGING = re.compile(
+    r"(CUDA_LAUNCH_BLOCKING|HIP_LAUNCH_BLOCKING|AMD_SERIALIZE_(KERNEL|COPY)|(NCCL|RCCL)_(P2P|SHM|IB)_DISABLE)=[\"']?[1-9]"
+    r"|NCCL_DEBUG=[\"']?TRACE|TORCH_DISTRIBUTED_DEBUG=[\"']?(DETAIL|INFO)"
+)
+
+
+@clause("J13")
+def test_no_variable_for_finding_faults_is_left_on(check, site):
+    violations = [
+        at(script, line, "be left to who looks for a fault: it makes every step slower")
+        for script in map(Script, site.scripts)
+        for line in script.lines
+        if not line.is_comment and line.text.strip().startswith("export ") and DEBUGGING.search(line.text)
+    ]
+    check.holds(*violations)
 
 
 def memory(script: Script, tasks: int, devices: int) -> float:

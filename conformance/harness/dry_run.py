@@ -240,7 +240,8 @@ def made_by(install: DryRun) -> list[str]:
 
 def values_of(words: list[str], *flags: str) -> list[str]:
     found = [word.partition("=")[2] for word in words if word.partition("=")[0] in flags and "=" in word]
-    return found + [value for flag, value in itertools.pairwise(words) if flag in flags]
+    glued = [word[2:] for word in words for flag in flags if len(flag) == 2 and re.fullmatch(rf"{flag}\w+", word)]
+    return found + glued + [value for flag, value in itertools.pairwise(words) if flag in flags]
 
 
 def removed(dry: "DryRuns", run: DryRun, own: list[Path]) -> list[str]:
@@ -545,7 +546,10 @@ class DryRuns:
         options = Script(self.folder / script.name).options | told["options"]
         each, nodes = int(options.get("ntasks-per-node", self.site.job(script).get("tasks_per_node", 1))), told["nodes"]
         total = told["ntasks"] or int(options.get("ntasks", each * nodes))
-        hosts = ",".join(self.hosts(nodes))
+        first, *others = self.hosts(nodes)
+        kind = first.rstrip("0123456789")
+        # As Slurm writes it: who takes what stands before a comma has no name of a node.
+        hosts = f"{kind}[{first.removeprefix(kind)}-{others[-1].removeprefix(kind)}]" if others else first
         own = dict(JOB_ID=told["number"], JOBID=told["number"], JOB_NUM_NODES=nodes, NNODES=nodes)
         own |= dict(
             NTASKS=total,

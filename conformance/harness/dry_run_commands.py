@@ -19,7 +19,7 @@ srun mpiexec mpirun aprun torchrun scontrol squeue sacct sinfo sbatch scancel sb
 python python3 python3.11 python3.12 pip pip3 uv conda mamba micromamba conda-pack conda-unpack
 singularity apptainer shifter shifterimg podman-hpc enroot
 hostname getent ip sleep rm mktemp curl wget git mksquashfs cc CC g++ cmake make nvidia-smi rocm-smi xpu-smi nvcc crayenv
-module-call
+module-call numactl
 """
 USR1, TERM, KILL = 10, 15, 9
 NOTES: dict = {}  # what this call has seen, for its record
@@ -525,6 +525,11 @@ def qstat(name: str, words: list[str]) -> int:
 # ---- the rest -------------------------------------------------------------------------------------------------------
 
 
+def wrapper(name: str, words: list[str]) -> int:
+    """Starts what stands behind its own flags."""
+    return runs(*split(words)[1])
+
+
 def container(name: str, words: list[str]) -> int:
     """Starts what is to be started in the image. Variables with the runtime's prefix are set there without it."""
     if words[:1] and words[0] in ("pull", "build", "inspect", "import"):
@@ -704,7 +709,7 @@ ANSWERS |= dict.fromkeys(("python", "python3", "python3.11", "python3.12"), pyth
 ANSWERS |= dict.fromkeys(("singularity", "apptainer", "shifter", "podman-hpc", "enroot"), container)
 ANSWERS |= dict(pip=pip, pip3=pip, conda=conda, mamba=conda, micromamba=conda, scontrol=scontrol, squeue=squeue)
 ANSWERS |= dict(sbatch=sbatch, qsub=qsub, qstat=qstat, shifterimg=shifterimg, hostname=hostname, getent=getent, ip=ip)
-ANSWERS |= dict(sleep=sleep, rm=rm, mktemp=mktemp, curl=download, wget=download)
+ANSWERS |= dict(numactl=wrapper, sleep=sleep, rm=rm, mktemp=mktemp, curl=download, wget=download)
 
 
 def fails() -> bool:

@@ -60,7 +60,11 @@ def make(name: str, source: str, to: Path) -> Path:
         for file in dict.fromkeys([*files, "site.toml", "README.md"]):
             (target := Path(fresh, name, file)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(old.folder / file, target)  # with the mode: install.sh can be executed
-            target.write_text(fill(file, renamed(target.read_text(), old.name, name), old, name))
+            text = target.read_text()
+            # What an operator's page says stays what it says.
+            parts = ["\n".join([*lines, ""]) for _, lines in tables(text)] if file == "site.toml" else [text]
+            parts = [part if "\n[[sources]]" in f"\n{part}" else renamed(part, old.name, name) for part in parts]
+            target.write_text(fill(file, "".join(parts), old, name))
         Path(fresh, name).rename(folder)  # whole or not at all
     return folder
 
@@ -70,8 +74,10 @@ def fill(file: str, text: str, old: Site, name: str) -> str:
 
 
 def renamed(text: str, old: str, new: str) -> str:
-    """Every whole word `old` is `new`, but for those in addresses."""
-    return re.sub(rf"{ADDRESS}|(?<![\w-]){re.escape(old)}(?![\w-])", lambda match: new if match[0] == old else match[0], text)
+    """Every whole word `old` is `new`, but for those in addresses and in names of hosts."""
+    return re.sub(
+        rf"{ADDRESS}|(?<![\w.-]){re.escape(old)}(?![\w-]|\.\w)", lambda match: new if match[0] == old else match[0], text
+    )
 
 
 # ---- site.toml ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What conformance reads off a site's shell scripts: directives, flags, exported variables, and the comments above them."""
 
 import re
+import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,7 @@ SUPPRESSES = re.compile(
     r"#\s*shellcheck (disable=\S+|source=/dev/null)|\bset \+(e|o (errexit|pipefail|nounset))|\bset \+[a-z]*[eu]"
 )
 CONSTANT_PORT = re.compile(r"(\bexport |^|\s)\w*PORT=[\"']?\d+|--master[-_]port[= ]+\d+|--rdzv[-_](endpoint|id)[= ]\S*:\d+")
+NUMBER = re.compile(r"(\d+)(?:-\1)?")  # also Slurm's from-to
 SHORT = {
     "-N": "nodes",
     "-n": "ntasks",
@@ -141,14 +143,23 @@ class Script:
 
     @property
     def options(self) -> dict[str, str]:
-        """What directives say, by the long names of options."""
-        pairs = [re.match(r"(--?[\w-]+?)(?:[= ]+(.*))?$", text) for _, text in self.directives]
-        return {SHORT.get(pair[1], pair[1].lstrip("-")): (pair[2] or "").strip("\"'") for pair in pairs if pair}
+        """What directives say, by the long names of options: --nodes=2, --nodes 2, -N2, -N 2, several of them in a line."""
+        found: dict[str, str] = {}
+        for _, text in self.directives:
+            name = ""
+            for word in shlex.split(text, comments=True):
+                match = re.fullmatch(r"(--[\w-]+)=?(.*)|(-\w)(.*)", word, re.DOTALL)
+                if match and not (name and re.fullmatch(r"-\d+", word)):
+                    name = match[1] or match[3]
+                    found[SHORT.get(name, name.lstrip("-"))] = match[2] or match[4] or ""
+                elif name:
+                    found[SHORT.get(name, name.lstrip("-"))] = word
+        return found
 
     @property
     def geometry(self) -> dict[str, int]:
         """Numbers that directives and flags give by name: nodes, ntasks-per-node, cpus-per-task, gpus-per-node, ..."""
-        numbers = {}
+        numbers = {name: int(number[1]) for name, value in self.options.items() if (number := NUMBER.fullmatch(value))}
         for _, text in [*self.directives, *self.flags]:
             if select := re.search(r"select=(\d+)", text):
                 numbers["nodes"] = int(select[1])
@@ -158,7 +169,9 @@ class Script:
 
 
 def minutes(text: str) -> float:
-    """Of Slurm's D-HH:MM:SS, HH:MM:SS, MM:SS and MM."""
+    """Of Slurm's D-HH:MM:SS, HH:MM:SS, MM:SS and MM; UNLIMITED and infinite are as long as can be."""
+    if text.lower() in ("unlimited", "infinite"):
+        return float("inf")
     days, _, clock = text.rpartition("-")
     parts = [int(part) for part in clock.split(":")]
     parts = [*parts, 0, 0][:3] if days else [0] * (3 - len(parts)) + parts if len(parts) > 1 else [0, parts[0], 0]

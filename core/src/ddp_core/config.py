@@ -5,6 +5,7 @@ A workload's defaults stand in its file, and its own flags too: `config.width` i
 """
 
 import argparse
+import difflib
 import json
 import math
 import re
@@ -265,7 +266,9 @@ def _refuse_capture(flags: dict, world_size: int, workload) -> None:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        raise UsageError(f"{message} (train.py --help lists the flags)")
+        unknown = [word.partition("=")[0] for word in message.partition("unrecognized arguments: ")[2].split()][:1]
+        close = [near for word in unknown for near in difflib.get_close_matches(word, self._option_string_actions, 1, 0.7)]
+        raise UsageError(f"{message} ({f'is it {close[0]}? ' if close else ''}train.py --help lists the flags)")
 
 
 def number(kind, low, high, above=False):

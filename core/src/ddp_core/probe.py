@@ -16,10 +16,11 @@ from ddp_core.errors import WorkloadError
 from ddp_core.order import DROPOUT, seed_generators
 from ddp_core.workload import Workload, blame, outputs_of
 
+MANY = 16  # rows, of which a metric is seldom 0
 DRAWS = 32  # of a loss in which noise is drawn, to tell a mean from a sum
 RANDOM = (
-    "random numbers are drawn in the model or loss (dropout, noise): a run repeats and resumes bit for bit, but losses "
-    "depend on the world size; not so with --reduction canonical"
+    "random numbers are drawn in the model or loss (dropout, noise): by torch's generators, which are seeded at each step, but "
+    "losses depend on the world size; not so with --reduction canonical"
 )
 NOT_REPEATED = (
     "the same rows and seeds gave another loss the second time: the model or loss draws from a generator of its own "
@@ -32,7 +33,8 @@ ROWS_NOT_REPEATED = (
 )
 NO_SUM = (
     "the loss of two rows together is not the sum of theirs alone: rows that stand in one batch depend on each other, and "
-    "losses on the world size, since each rank has a part of the global batch"
+    "losses on the world size, since each rank has a part of the global batch; a mean over pairs of them (contrastive losses) "
+    "is to be multiplied with the rows"
 )
 BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -92,6 +94,22 @@ class _Trial:
     def total(self, batch: Any, seed: int, others: bool = False) -> torch.Tensor:
         return _total(self.workload, self.outcome(batch, seed, others)[1])[1]
 
+    def _refuse_means(self, metrics: Mapping) -> None:
+        """Of metrics whose mean is over rows. Only where losses of rows add up: then rows do not depend on each other."""
+        names = [name for name, value in metrics.items() if not isinstance(value, tuple)]
+        places = [*range(min(MANY, len(self.batches)) if names else 0)]  # of two rows a metric may be 0, and its own sum
+        batches = self.batches.few(places, [places, *([place] for place in places)]) if places else []
+        found = [self.workload.metrics(self.outcome(batch, 0)[0], batch) for batch in batches]
+        for name in names:
+            together, *alone = (float(metrics[name]) for metrics in found)
+            rows = sum(alone)
+            near = 1e-3 * abs(rows)
+            if abs(together - rows / len(alone)) <= near < abs(together - rows):
+                raise WorkloadError(
+                    f"--workload {self.workload.name}: metrics() has a mean over rows as {name!r} ({together:.6g} for "
+                    f"{len(alone)} rows, and {rows:.6g} is the sum of theirs), and should have the sum: .sum(), or times the rows"
+                )
+
     def put_buffers_back(self) -> list[str]:
         """The names of those that the model has changed so far."""
         with torch.no_grad():
@@ -123,13 +141,15 @@ class _Trial:
             if self.count == 2:
                 draws = range(1 if self.agreed(bool(whole == self.total(self.rows, 1))) else DRAWS)
                 losses = [[self.total(batch, draw).double() for batch in (self.rows, *self.alone)] for draw in draws]
-                self.notes = _compared(workload, torch.tensor(losses))
+                self.notes = _compared(workload, torch.tensor(losses), self.config.precision)
                 if self.agreed(len(draws) == 1 and not self.notes):
                     alone = [workload.metrics(self.outcome(batch, 0)[0], batch) for batch in self.alone]
                     _refuse_other_names(workload, metrics, *alone)
-                    _refuse_means(workload, metrics, *alone)
+                    self._refuse_means(metrics)
         self.model.train()
         total = self.total(self.rows, 0)
+        if any(parameter.grad is not None for parameter in self.model.parameters()):
+            raise WorkloadError(f"--workload {workload.name}: loss() calls backward(), and the core does: take it out")
         if total.requires_grad:
             total.backward()
         _refuse_unused(workload, self.model)
@@ -175,7 +195,7 @@ def _total(workload: Workload, loss: Any) -> tuple[tuple[str, ...], torch.Tensor
     return (tuple(named) if named is loss else ()), sum(value.reshape(()) for value in named.values())
 
 
-def _compared(workload: Workload, losses: torch.Tensor) -> list[str]:
+def _compared(workload: Workload, losses: torch.Tensor, precision: str) -> list[str]:
     """Refuses a mean, and notes what is no sum. losses: [draws, 3] of two rows together, of the first, of the second; several
     draws where noise is drawn in them.
     """
@@ -188,7 +208,9 @@ def _compared(workload: Workload, losses: torch.Tensor) -> list[str]:
             f"{second:.6g} for each), and should return their sum: reduction='sum', or times the rows"
         )
     # A tenth: bf16 rounds a hundredth away.
-    return [NO_SUM] if abs(together - both) > max(10 * noise, 0.1 * max(abs(first), abs(second))) else []
+    near = 0.1 if precision in ("bf16", "fp16") else 1e-3
+    drawn = 10 * noise if len(losses) > 1 else 0.0
+    return [NO_SUM] if abs(together - both) > max(drawn, near * max(abs(first), abs(second))) else []
 
 
 def _refuse_unlike_sums(workload: Workload, metrics: Mapping) -> None:
@@ -217,19 +239,6 @@ def _refuse_other_names(workload: Workload, metrics: Mapping, *others: Mapping) 
             raise WorkloadError(
                 f"--workload {workload.name}: metrics() gave {[*other]}, and {[*metrics]} before: give what a batch has not as "
                 f"(0, 0)"
-            )
-
-
-def _refuse_means(workload: Workload, metrics: Mapping, first: Mapping, second: Mapping) -> None:
-    """Of metrics whose mean is over rows. Only where losses of rows add up: then rows do not depend on each other."""
-    for name in [name for name, value in metrics.items() if not isinstance(value, tuple)]:
-        together, both = float(metrics[name]), float(first[name]) + float(second[name])
-        near = 1e-3 * abs(both)
-        if abs(together - both / 2) <= near < abs(together - both):
-            raise WorkloadError(
-                f"--workload {workload.name}: metrics() has a mean over rows as {name!r} ({together:.6g} for two rows, "
-                f"{float(first[name]):.6g} and {float(second[name]):.6g} for each), and should have their sum: .sum(), or "
-                f"times the rows"
             )
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_core.control import tree_sum
+from ddp_core.errors import WorkloadError
 from ddp_core.process_group import Peers
 
 
@@ -111,8 +112,16 @@ class Ddp(Reduction):
         ranks are added, so without this a resumed run would differ in the last bits from one that was never stopped.
         """
         if self.world_size > 1 and not self.unused_parameters:
-            buffers = [buffer.clone() for buffer in self.model.buffers()]
+            buffers, called = [buffer.clone() for buffer in self.model.buffers()], list[object]()
+            hook = self.forward.register_forward_pre_hook(lambda *_: called.append(None))
             backward()
+            hook.remove()
+            if not called:
+                raise WorkloadError(
+                    "forward() goes past DistributedDataParallel, which then sums no gradient: call the `model` that it is "
+                    "given, or pass --reduction flat",
+                    everywhere=True,
+                )
             self.zero_grad()
             for buffer, before in zip(self.model.buffers(), buffers, strict=True):
                 buffer.detach().copy_(before)

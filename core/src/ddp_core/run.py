@@ -25,6 +25,9 @@ if "--debug" not in sys.argv:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # pages of C++ frames, and harmless warnings
 
 
+OWN = str(Path(__file__).parent)
+
+
 def run(
     rank_of: Callable[[Mapping[str, str]], Rank],
     argv: list[str] | None = None,
@@ -281,7 +284,7 @@ class _Job:
 
     def explain(self, error: BaseException, peers) -> BaseException:
         """The Failure that an exception of the training means; itself where it is a bug of ours."""
-        from ddp_core.workload import blame, line_in, out_of_memory, unknown_to_shards
+        from ddp_core.workload import BUILT_IN, blame, line_in, out_of_memory, unknown_to_shards
 
         config, name, file = self.config, self.workload.name, self.workload.file
         failure: Any
@@ -305,6 +308,9 @@ class _Job:
             return peers.lost(error, self.when, f"{place} of {name}" if place else "")
         elif line_in(error, file):
             failure = blame(error, file, f"--workload {name}, {self.when}")
+        elif name not in BUILT_IN and not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(OWN):
+            # In a library: an optimizer or a hook that the file has made, which torch calls.
+            failure = blame(error, file, f"--workload {name}, {self.when} (--debug: where)")
         else:
             return error
         if not failure.everywhere and not isinstance(failure, PeerLostError):

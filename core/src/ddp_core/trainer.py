@@ -258,10 +258,10 @@ class Trainer:
 
     def _set_learning_rate(self) -> None:
         factor = self.workload.schedule(self.step, self.total_steps, self.config)
-        if not hasattr(factor, "__float__") or not math.isfinite(factor := float(factor)):
+        if not hasattr(factor, "__float__") or not 0 <= (factor := float(factor)) < math.inf:
             raise WorkloadError(
                 f"--workload {self.workload.name}: schedule() returned {factor!r} at step {self.step}, and should return a "
-                f"number, which the learning rate is multiplied with"
+                f"number from 0 on, which the learning rate is multiplied with"
             )
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor

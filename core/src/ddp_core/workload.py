@@ -89,7 +89,7 @@ class Workload:
         """The model's outputs for a batch. A tuple's first entry is the model's input; a dictionary, all its keywords: write
         your own forward() where the dictionary holds targets too.
 
-        In several ranks `model` has DistributedDataParallel around it: getattr(model, "module", model) is the bare one.
+        In several ranks `model` has DistributedDataParallel around it, and is to be called itself: it sums the gradients.
         """
         if isinstance(batch, Mapping):
             return model(**batch)
@@ -101,7 +101,7 @@ class Workload:
         The outputs are fp32, also under --precision bf16 and fp16.
 
         Where a row has many positions (pixels, tokens), its loss is their mean: reduction="sum" divided by their number.
-        Held-out rows come under torch.no_grad(): a loss that differentiates does so under torch.enable_grad().
+        Held-out rows come under torch.no_grad(): what a loss differentiates is computed under torch.enable_grad().
         """
         raise NotImplementedError
 
