@@ -58,7 +58,7 @@ class Worsens(Small):
     """Its loss rises in the last of three epochs."""
 
     def schedule(self, step, total_steps, config):
-        return 1.0 if step < 2 * total_steps / 3 else -1.0
+        return 1.0 if step < 2 * total_steps / 3 else 60.0
 
 
 class Mixup(Small):

@@ -159,7 +159,7 @@ class Ragged(Augmented):
     """Batches whose rows grow fewer."""
 
     def collate(self, rows):
-        self.count = getattr(self, "count", 24) - 1
+        self.count = getattr(self, "count", 41) - 1
         return super().collate(rows[: max(2, self.count)])
 
 

@@ -126,10 +126,10 @@ def test_the_roll_is_called_in_any_world(monkeypatch, world_size, lost):
         with suppress(InterruptedError):
             peers(rank)._call_the_roll("")
     requests = dict.fromkeys(range(world_size), 0)
-    found, _ = peers(0)._call_the_roll("")
-    assert found == lost[:17]
+    found, code, _ = peers(0)._call_the_roll("")
+    assert (found, code) == (lost[:17], 0)
     assert requests[0] <= 2 * world_size + 8 * len(lost) + 8
-    assert all(peers(rank)._call_the_roll("") == (found, {}) for rank in others)
+    assert all(peers(rank)._call_the_roll("") == (found, 0, {}) for rank in others)
     assert {requests[rank] for rank in others} == {3}
 
 

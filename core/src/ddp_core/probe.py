@@ -107,7 +107,7 @@ class _Trial:
             if abs(together - rows / len(alone)) <= near < abs(together - rows):
                 raise WorkloadError(
                     f"--workload {self.workload.name}: metrics() has a mean over rows as {name!r} ({together:.6g} for "
-                    f"{len(alone)} rows, and {rows:.6g} is their sum), and should have the sum: .sum(), or times the rows"
+                    f"{len(alone)} rows, {rows:.6g} is the sum of each), and should have their sum: .sum(), or times the rows"
                 )
 
     def put_buffers_back(self) -> list[str]:
