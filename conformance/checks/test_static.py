@@ -713,6 +713,19 @@ def late(site, script: Script, told: str) -> list[str]:
     return wrong
 
 
+@clause("J11")
+def test_a_rank_that_dies_alone_ends_the_job(check, site):
+    """However it is written: what srun is told, the dry run shows."""
+    violations = [
+        at(script, line, "have --kill-on-bad-exit=1 among its flags")
+        for script in map(Script, site.scripts)
+        for line in script.lines
+        if re.match(r"[^#]*\bsrun \"\$\{\w+\[@\]\}\"", line.text)
+        and not re.search(r"(?m)^[^#\n]*\s(--kill-on-bad-exit(=1)?|-K1?)(?![\w=])", script.text)
+    ]
+    check.holds(*violations)
+
+
 @clause("J9")
 def test_the_job_fits_the_node(check, site):
     node = site.toml["node"]
@@ -729,7 +742,7 @@ def test_the_job_fits_the_node(check, site):
         if not job.get("trains", True):
             continue
         check.equal(devices_without_a_rank=(max(0, node["devices"] - job["ranks_per_node"]), 0))
-        if "device_environment" in node and site.toml["scheduler"] == "slurm":  # which gives what was asked for
+        if devices or ("device_environment" in node and site.toml["scheduler"] == "slurm"):  # which gives what was asked for
             check.equal(devices_that_are_not_asked_for=(max(0, node["devices"] - devices), 0))
         asked = memory(script, tasks, devices)
         if "memory_gib" in node:  # F2 asks for it
