@@ -260,7 +260,7 @@ class Scheduled(Digits):
     "worsens": """
 class Worsens(Digits):
     def schedule(self, step, total_steps, config):
-        return 1.0 if step < 2 * total_steps / 3 else -1.0
+        return 1.0 if step < 2 * total_steps / 3 else 100.0
 """,
     # It prints in each step, and has a flag whose default in its class is another than where it is added.
     "prints": """

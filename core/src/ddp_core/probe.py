@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddp_core.batches import Batches, converted
@@ -97,7 +98,10 @@ class _Trial:
     def _refuse_means(self, metrics: Mapping) -> None:
         """Of metrics whose mean is over rows. Only where losses of rows add up: then rows do not depend on each other."""
         names = [name for name, value in metrics.items() if not isinstance(value, tuple)]
-        places = [*range(min(MANY, len(self.batches)) if names else 0)]  # of two rows a metric may be 0, and its own sum
+        # Of two rows a metric may be 0, and its own sum; more than a rank trains on at once it may have no memory for.
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        at_once = max(2, self.config.global_batch_size // ranks // self.config.accumulate)
+        places = [*range(min(MANY, at_once, len(self.batches)) if names else 0)]
         batches = self.batches.few(places, [places, *([place] for place in places)]) if places else []
         found = [self.workload.metrics(self.outcome(batch, 0)[0], batch) for batch in batches]
         for name in names:
