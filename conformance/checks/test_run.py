@@ -798,6 +798,16 @@ def test_what_depends_on_the_world_size_is_said(check, world, runs, first):
     check.equal(notes_that_are_not_printed=([note for note in notes if note not in noted.output[0]], []))
 
 
+@clause("L17")
+@only(sizes=(1,))
+def test_what_no_snapshot_holds_is_said(check, world, runs, first):
+    """What has changed is named, and what has not is not."""
+    run = train_own(world, runs, first, "counts_in_itself")
+    done(check, run)
+    (notes,) = run.values("start", "notes")
+    check.equal(named=([note.split(" of ")[0] for note in notes if "no snapshot holds it" in note], ["self.seen"]))
+
+
 @clause("L18")
 @only(sizes=(2, 4))
 def test_all_ranks_begin_with_the_numbers_of_rank_0(check, world, runs, first):

@@ -277,6 +277,7 @@ NOTES = {
     "small:Mixup": "random numbers are drawn in the model or loss (dropout, noise)",
     "small:OwnNoise": "the same rows and seeds gave another loss the second time",
     "small:AugmentedByItself": "row 0 was another when it was read again",
+    "small:Averaged": "self.average of the workload changes with every batch, and no snapshot holds it",
     "small:SpectralNorm": "the model changes its buffers 0.weight_u, 0.weight_v in training, and all ranks take rank 0's",
 }
 
@@ -298,11 +299,20 @@ def test_under_canonical_dropout_needs_no_note(finished):
 
 
 def test_parameters_that_the_optimizer_does_not_have_are_a_note(tmp_path):
-    source = "    def optimizer(self, model, config):\n        return torch.optim.SGD(model[0].parameters(), lr=0.1)\n"
+    source = "    def optimizer(self, model, config):\n        return torch.optim.SGD(model[0].parameters(), lr=config.lr)\n"
     (tmp_path / "mine.py").write_text(f"from small import *\n\nclass Mine(Small):\n{source}")
     job = ranks.train(tmp_path / "run", f"--workload {tmp_path / 'mine.py'} --epochs 1", 2, code=0)
     (note,) = job.records("start")[0]["notes"]
     assert "2.weight, 2.bias" in note and "not trained" in note
+
+
+def test_a_learning_rate_that_no_group_has_is_a_note(tmp_path):
+    source = "    def optimizer(self, model, config):\n        return torch.optim.SGD(model.parameters(), lr=0.25)\n"
+    (tmp_path / "mine.py").write_text(f"from small import *\n\nclass Mine(Small):\n{source}")
+    for flags, notes in (("--lr 0.5", 1), ("--lr 0.25", 0)):
+        job = ranks.train(tmp_path / flags, f"--workload {tmp_path / 'mine.py'} --epochs 1 {flags}", code=0)
+        found = job.records("start")[0]["notes"]
+        assert [note.split(":")[0] for note in found] == ["--lr 0.5 is the rate of no group of optimizer() (0.25)"] * notes
 
 
 def test_the_start_says_how_often_the_job_was_started_and_how_many_rows_there_are(tmp_path):

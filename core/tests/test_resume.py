@@ -82,7 +82,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_snapshot(finished, 
     job = train(tmp_path / "run", RUN, 2, faults={victim: at_step(20, once_saved(signalled(signal.SIGKILL)))})
     survivor = 1 - victim
     assert (job.codes[victim], job.codes[survivor]) == (-signal.SIGKILL, 7)
-    assert f"rank {victim} died" in job.error and "the last snapshot is whole" in job.error
+    assert f"rank {victim} died" in job.error and "what was saved is whole" in job.error
     assert step_of(job) == 14
     assert_same_run(train(tmp_path / "run", RUN, 2, code=0), finished(RUN, 2))
 

@@ -28,8 +28,8 @@ class ExitCode(IntEnum):
     RENDEZVOUS = 4  # the ranks did not meet, or do not agree on what they are about to run
     SNAPSHOT = 5  # there is a snapshot and it cannot be used; it was left as it is
     NON_FINITE = 6  # a loss or gradient is not finite; stopped before the optimizer used it
-    PEER_LOST = 7  # a rank died, hung or ran out of memory; the last snapshot is whole
-    STORAGE = 8  # the run directory cannot be written; the last snapshot is whole
+    PEER_LOST = 7  # a rank died, hung or ran out of memory; what was saved is whole
+    STORAGE = 8  # the run directory cannot be written; what was saved is whole
     STOPPED = 75  # stopped early and saved, on all ranks alike: submit again to resume (EX_TEMPFAIL of sysexits.h)
 
 

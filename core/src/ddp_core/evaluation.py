@@ -5,9 +5,9 @@ import math
 import torch
 
 from ddp_core.control import tree_sum
-from ddp_core.errors import NonFiniteError, WorkloadError
+from ddp_core.errors import NonFiniteError
 from ddp_core.order import EVALUATION, micro_batches, seed_generators
-from ddp_core.workload import outputs_of, parts_of
+from ddp_core.workload import outputs_of, parts_of, refuse_other_names
 
 
 @torch.no_grad()
@@ -35,8 +35,7 @@ def evaluate(trainer) -> dict[str, float]:
             with trainer.autocast():
                 outputs = outputs_of(workload, trainer.model, batch)
                 loss, metrics = workload.loss(outputs, batch), workload.metrics(outputs, batch)
-            if metrics.keys() != seen.metrics.keys():
-                raise WorkloadError(f"--workload {workload.name}: metrics() gave {[*metrics]}, and {[*seen.metrics]} before")
+            refuse_other_names(workload, metrics, seen.metrics)
             if place < counted[number]:
                 losses = parts_of(loss, seen.losses, workload)
                 totals[number] += _sums(losses, [metrics[name] for name in seen.metrics], len(rows)).to(trainer.device)

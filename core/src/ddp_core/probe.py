@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ddp_core.batches import Batches, converted
 from ddp_core.errors import WorkloadError
 from ddp_core.order import DROPOUT, seed_generators
-from ddp_core.workload import Workload, blame, outputs_of
+from ddp_core.workload import Workload, blame, outputs_of, refuse_other_names
 
 MANY = 16  # rows, of which a metric is seldom 0
 DRAWS = 32  # of a loss in which noise is drawn, to tell a mean from a sum
@@ -37,6 +38,10 @@ NO_SUM = (
     "losses on the world size, since each rank has a part of the global batch; a mean over pairs of them (contrastive losses) "
     "is to be multiplied with the rows"
 )
+KEPT = (
+    "{names} of the workload changes with every batch, and no snapshot holds it: a run that goes on begins with it anew; keep "
+    "it in a buffer of the model (register_buffer), or compute it from self.steps_done"
+)
 BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -47,6 +52,7 @@ class Seen:
     losses: tuple[str, ...]
     metrics: dict[str, bool]
     buffers: list[str]  # those that a forward in training changes: BatchNorm's statistics
+    rows: Any  # those that were tried, as one batch
     others: bool  # the loss draws from Python's or NumPy's generator too
     notes: list[str]  # what of the usual promises this workload does not allow
 
@@ -62,8 +68,8 @@ def probe(workload: Workload, model: nn.Module, batches: Batches, config, autoca
         )
     trial = _Trial(workload, model, batches, config, autocast, agreed)
     try:
+        trial.read()
         losses, metrics = trial.look()
-        notes = trial.notes_on_rows() + trial.notes
         others, random = trial.look_for_random_numbers()
     except (Exception, SystemExit) as error:
         raise blame(error, workload.file, f"--workload {workload.name}, tried on {trial.count} of its rows") from error
@@ -71,7 +77,8 @@ def probe(workload: Workload, model: nn.Module, batches: Batches, config, autoca
         for parameter in model.parameters():
             parameter.grad = None
         changed = trial.put_buffers_back()
-    return Seen(losses, metrics, changed, others, notes_on_buffers(model, changed) + notes + random)
+    notes = notes_on_buffers(model, changed) + trial.notes + random
+    return Seen(losses, metrics, changed, trial.rows, others, notes)
 
 
 class _Trial:
@@ -95,17 +102,32 @@ class _Trial:
     def total(self, batch: Any, seed: int, others: bool = False) -> torch.Tensor:
         return _total(self.workload, self.outcome(batch, seed, others)[1])[1]
 
-    def _refuse_means(self, metrics: Mapping) -> None:
-        """Of metrics whose mean is over rows. Only where losses of rows add up: then rows do not depend on each other."""
-        names = [name for name, value in metrics.items() if not isinstance(value, tuple)]
-        # Of two rows a metric may be 0, and its own sum; more than a rank trains on at once it may have no memory for.
+    def read(self) -> None:
+        """The rows that are tried, together and each alone. One that is read twice with the same seeds should be the same."""
+        places = [*range(self.count)]
+        groups = [places, *([place] for place in places)]
+        if getattr(self.batches.rows, "batched", False) or self.config.row_seeds == "off":
+            self.rows, *self.alone = self.batches.few(places, groups)
+            return
+        self.rows, *self.alone, again = self.batches.few([*places, 0], [*groups, [self.count]])
+        numbers: list[list[torch.Tensor]] = [[], []]
+        for found, batch in zip(numbers, (self.alone[0], again), strict=True):
+            converted(batch, lambda tensor, found=found: found.append(tensor.nan_to_num()), self.batches.device)
+        if not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*numbers, strict=False)):
+            self.notes.append(ROWS_NOT_REPEATED)
+
+    def _try_metrics(self, metrics: Mapping) -> None:
+        """Names that differ between batches, and means over rows, of more rows than two: of these a mean may be 0."""
+        # More than a rank trains on at once it may have no memory for.
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        at_once = max(2, self.config.global_batch_size // ranks // self.config.accumulate)
-        places = [*range(min(MANY, at_once, len(self.batches)) if names else 0)]
-        batches = self.batches.few(places, [places, *([place] for place in places)]) if places else []
+        at_once = self.config.global_batch_size // ranks // self.config.accumulate
+        places = [*range(min(MANY, max(self.count, at_once), len(self.batches)))]
+        batches = self.batches.few(places, [places, *([place] for place in places)]) if metrics else self.alone
         found = [self.workload.metrics(self.outcome(batch, 0)[0], batch) for batch in batches]
-        for name in names:
-            together, *alone = (float(metrics[name]) for metrics in found)
+        for other in found:
+            refuse_other_names(self.workload, other, metrics)
+        for name in [name for name, value in metrics.items() if not isinstance(value, tuple)]:
+            together, *alone = (float(other[name]) for other in found)
             rows = sum(alone)
             near = 1e-3 * abs(rows)
             if abs(together - rows / len(alone)) <= near < abs(together - rows):
@@ -125,8 +147,7 @@ class _Trial:
 
     def look(self) -> tuple[tuple[str, ...], dict[str, bool]]:
         """The names of several losses, and of the metrics."""
-        workload, places = self.workload, [*range(self.count)]
-        self.rows, *self.alone = self.batches.few(places, [places, *([place] for place in places)])
+        workload = self.workload
         self.model.eval()
         with torch.no_grad():
             outputs, loss = self.outcome(self.rows, 0)
@@ -145,11 +166,10 @@ class _Trial:
             if self.count == 2:
                 draws = range(1 if self.agreed(bool(whole == self.total(self.rows, 1))) else DRAWS)
                 losses = [[self.total(batch, draw).double() for batch in (self.rows, *self.alone)] for draw in draws]
-                self.notes = _compared(workload, torch.tensor(losses), self.config.precision)
-                if self.agreed(len(draws) == 1 and not self.notes):
-                    alone = [workload.metrics(self.outcome(batch, 0)[0], batch) for batch in self.alone]
-                    _refuse_other_names(workload, metrics, *alone)
-                    self._refuse_means(metrics)
+                notes = _compared(workload, torch.tensor(losses), self.config.precision)
+                self.notes += notes
+                if self.agreed(len(draws) == 1 and not notes):  # else rows depend on each other
+                    self._try_metrics(metrics)
         self.model.train()
         total = self.total(self.rows, 0)
         if any(parameter.grad is not None for parameter in self.model.parameters()):
@@ -167,22 +187,30 @@ class _Trial:
             self.put_buffers_back()
             return self.total(self.rows, seed, others).nan_to_num().item()
 
-        first = loss(0)
-        if self.agreed(first == loss(0)):
+        first, kept = loss(0), kept_by(self.workload, self.model)
+        second = loss(0)
+        now = kept_by(self.workload, self.model)
+        if changed := [name for name in now if kept.get(name) != now[name]]:
+            self.notes.append(KEPT.format(names=", ".join(f"self.{name}" for name in changed[:6])))
+        if self.agreed(first == second):
             return False, [RANDOM] if first != loss(1) and not self.config.shards else []
         if self.agreed(loss(0, others=True) == loss(0, others=True)):
             return True, [] if self.config.shards else [RANDOM]
         return False, [NOT_REPEATED]
 
-    def notes_on_rows(self) -> list[str]:
-        """A row that is read twice with the same seeds should be the same."""
-        if getattr(self.batches.rows, "batched", False) or self.config.row_seeds == "off":
-            return []
-        numbers: list[list[torch.Tensor]] = [[], []]
-        for found, batch in zip(numbers, self.batches.few([0, 0], [[0], [1]]), strict=True):
-            converted(batch, lambda tensor, found=found: found.append(tensor.nan_to_num()), self.batches.device)
-        same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*numbers, strict=False))
-        return [] if same else [ROWS_NOT_REPEATED]
+
+def kept_by(workload: Workload, model: nn.Module) -> dict[str, list]:
+    """What stands in the workload itself, by name: numbers, and of each tensor that is not the model's which, and how often it
+    was written.
+    """
+    of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found = {}
+    for name, value in vars(workload).items():
+        parts = tree_leaves([*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else value)
+        tensors = [part for part in parts if isinstance(part, torch.Tensor) and id(part) not in of_model]
+        numbers = [part for part in parts if isinstance(part, bool | int | float)]
+        found[name] = [*numbers, *((tensor.data_ptr(), tensor._version) for tensor in tensors)]
+    return found
 
 
 def _total(workload: Workload, loss: Any) -> tuple[tuple[str, ...], torch.Tensor]:
@@ -234,15 +262,6 @@ def _refuse_odd_names(workload: Workload, **returned: Iterable) -> None:
         if odd := [name for name in names if not re.fullmatch(r"[\w./+-]+", str(name))]:
             raise WorkloadError(
                 f"--workload {workload.name}: {method}() names {odd[0]!r}, and should take letters, digits and _ . / + - alone"
-            )
-
-
-def _refuse_other_names(workload: Workload, metrics: Mapping, *others: Mapping) -> None:
-    for other in others:
-        if other.keys() != metrics.keys():
-            raise WorkloadError(
-                f"--workload {workload.name}: metrics() gave {[*other]}, and {[*metrics]} before: give what a batch has not as "
-                f"(0, 0)"
             )
 
 

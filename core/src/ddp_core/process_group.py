@@ -164,10 +164,10 @@ class Peers:
         # Without rank 0 one rank a node speaks.
         tells = self.local_rank == 0 or self.rank == 1 if missing == [0] else self.rank == 0
         if code:
-            line = f"rank {named(missing)} failed {when}: see its line; the last snapshot is whole"
+            line = f"rank {named(missing)} failed {when}: see its line; what was saved is whole"
             return failure_with(code, line, everywhere=not tells or missing == [0])
         return PeerLostError(
-            f"{who} {when} ({_first_line(error)}): {fix}; the last snapshot is whole",
+            f"{who} {when} ({_first_line(error)}): {fix}; what was saved is whole",
             everywhere=not tells,
         )
 

@@ -251,7 +251,7 @@ class _Job:
 
         return (
             f"error [rank {self.rank.rank}, {os.uname().nodename}]: C++ ended this process {self.when} (--debug: its words), "
-            f"as gloo does where ranks send each other more or less than they wait for: {ALIKE}; the last snapshot is whole"
+            f"as gloo does where ranks send each other more or less than they wait for: {ALIKE}; what was saved is whole"
         )
 
     def _notes_on_place(self, peers) -> list[str]:

@@ -125,7 +125,7 @@ class Trainer:
             if config.checkpoint_activations:
                 self.sharding.refuse_to_compute_again(workload, self.model, self.seen)
             self.optimizer = workload.optimizer(self.model, config)
-            self.seen.notes.extend(check_optimizer(self.optimizer, self.model, workload))
+            self.seen.notes.extend(check_optimizer(self.optimizer, self.model, workload, config))
         except (Exception, SystemExit) as error:
             raise blame(error, workload.file, f"the model of --workload {workload.name}") from error
         # What the schedule multiplies; torch.optim's own schedulers use the same name.
@@ -148,11 +148,10 @@ class Trainer:
         self._refuse_diverged_replicas()
 
     def _first_backward(self) -> None:
-        """Of two rows, on every rank; nothing is made of its gradients."""
-        rows = [*range(min(2, len(self.train_rows)))]
-        [batch] = self.train_rows.few(rows, [rows])
+        """Of the rows that were tried, on every rank; nothing is made of its gradients."""
+        rows = self.seen.rows
         with self.autocast():
-            loss = self.workload.loss(outputs_of(self.workload, self.reduction.forward, batch), batch)
+            loss = self.workload.loss(outputs_of(self.workload, self.reduction.forward, rows), rows)
         parts_of(loss, self.seen.losses, self.workload)[0].backward()
 
     @property
@@ -430,7 +429,7 @@ def checksum(model: nn.Module) -> torch.Tensor:
     return (total % 2**52).double().cpu().view(1)
 
 
-def check_optimizer(optimizer: object, model: nn.Module, workload: Workload) -> list[str]:
+def check_optimizer(optimizer: object, model: nn.Module, workload: Workload, config) -> list[str]:
     """Notes on what it leaves alone. Raises WorkloadError where it is none that a loop can step."""
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise WorkloadError(
@@ -449,7 +448,15 @@ def check_optimizer(optimizer: object, model: nn.Module, workload: Workload) -> 
             f"theirs is summed over ranks: make them the model's (a module or nn.Parameter of it)"
         )
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
-    return [f"the optimizer has no group with {', '.join(left[:6])}: not trained"] if left else []
+    notes = [f"the optimizer has no group with {', '.join(left[:6])}: not trained"] if left else []
+    rates = {float(group["lr"]) for group in optimizer.param_groups}
+    if config.lr not in rates:
+        found = ", ".join(f"{rate:g}" for rate in sorted(rates)[:6])
+        notes.append(
+            f"--lr {config.lr:g} is the rate of no group of optimizer() ({found}): it has no effect, unless optimizer() reads "
+            f"config.lr"
+        )
+    return notes
 
 
 def refuse_other_modules(model: object, workload: Workload) -> None:

@@ -178,6 +178,15 @@ def parts_of(loss: Any, names: tuple[str, ...], workload: Workload) -> list[torc
     return [sum(parts[1:], parts[0]), *parts] if parts else [loss.reshape(())]
 
 
+def refuse_other_names(workload: Workload, metrics: Mapping, before: Mapping) -> None:
+    """Of metrics, which have the same names in every batch. Raises WorkloadError."""
+    if metrics.keys() != before.keys():
+        raise WorkloadError(
+            f"--workload {workload.name}: metrics() gave {[*metrics]}, and {[*before]} before: give what a batch has not as "
+            f"(0, 0)"
+        )
+
+
 # ---- from a name or a file to the workload ------------------------------------------------------------------------
 
 
