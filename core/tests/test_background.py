@@ -99,6 +99,17 @@ def test_it_is_the_file_that_is_written_without_a_copy(saver, tmp_path):
     assert saver.directory.snapshot.read_bytes() == (tmp_path / "plain").read_bytes()
 
 
+def test_a_disk_that_takes_a_part_of_what_it_is_given_is_given_the_rest(saver, tmp_path, monkeypatch):
+    """As one does that is about to be full, or that is on a network."""
+    monkeypatch.setattr(snapshot, "PART", snapshot.PAGE)
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, content, start: pwrite(file, content[:1000], start))
+    saver.save(*whole(1), best=False, snapshot=True)
+    saver.settle()
+    snapshot.write(tmp_path / "plain", *whole(1))
+    assert saver.directory.snapshot.read_bytes() == (tmp_path / "plain").read_bytes()
+
+
 @pytest.mark.parametrize("kept", [0, 3])
 def test_a_copy_is_written_in_parts_and_one_that_fails_is_the_whole_save_s(saver, tmp_path, monkeypatch, kept):
     """kept: how many parts find room; 0, and no more, for all."""
@@ -226,7 +237,10 @@ def test_a_save_that_fails_is_told_once_by_whoever_asks_next(saver, monkeypatch)
     saver.pending.exception()
     saver.look()
     assert saver.failed
-    with pytest.raises(StorageError, match=r"snapshot\.safetensors: Input/output error.*the snapshot before it is whole"):
+    with pytest.raises(
+        StorageError,
+        match=r"snapshot\.safetensors: Input/output error: see to that file system .*; what was saved before",
+    ):
         saver.save(*whole(2), best=False, snapshot=True)
     monkeypatch.undo()
     assert not saver.failed and on_record(saver) == [] and not list(saver.directory.folder.glob(".*"))

@@ -131,7 +131,7 @@ def test_a_limit_that_would_end_the_run_is_named_before(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "limit, workers, enough", [(71, 0, False), (72, 0, True), (103, 4, False), (104, 4, True), (-1, 99, True)]
+    "limit, workers, enough", [(71, 0, False), (72, 0, True), (135, 4, False), (136, 4, True), (-1, 99, True)]
 )
 def test_threads_and_processes_of_a_node_are_counted(monkeypatch, limit, workers, enough):
     """Not set for real: of an ordinary user this limit counts all that runs."""

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import ranks
+from ddp_core import snapshot
 from faults import at_step, before_training, once_saved, signalled
 from ranks import assert_same_run, step_of, train, world
 from test_trainer import deviation
@@ -47,6 +48,13 @@ def test_stopped_again_and_again_the_run_is_still_the_same(finished, tmp_path, c
         stops += 1
     assert stops > 3
     assert_same_run(train(tmp_path / "run", flags, 2, code=0), finished(flags, 2))
+
+
+def test_a_stop_at_the_end_of_an_epoch_saves_once(tmp_path):
+    """The snapshot before it, which serves where this one is damaged, stays."""
+    job = train(tmp_path / "run", RUN, 2, faults={1: at_step(27, signalled(signal.SIGTERM))}, code=75)
+    assert [record["step"] for record in job.records("snapshot")] == [14, 28]
+    assert step_of(job) == 28 and snapshot.read(job.run_dir / "snapshot.prev.safetensors")[1]["step"] == 14
 
 
 @pytest.mark.fault(50)

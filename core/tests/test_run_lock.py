@@ -108,6 +108,41 @@ def test_a_live_job_keeps_its_lock_fresh(folder, monkeypatch):
     directory.release()
 
 
+def test_a_file_system_that_is_away_for_a_moment_ends_no_heartbeat(folder, monkeypatch):
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.05)
+    lock, utime, calls = RunLock(folder / "run.lock", "job-1"), os.utime, []
+
+    def away_once(path):
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(5, "Input/output error")
+        utime(path)
+
+    monkeypatch.setattr(run_lock.os, "utime", away_once)
+    end = time.monotonic() + 10
+    while len(calls) < 4 and time.monotonic() < end:
+        time.sleep(0.02)
+    assert len(calls) >= 4 and not lock.lost
+    lock.release()
+
+
+def test_a_lock_that_cannot_be_read_is_not_taken_for_another_s(folder, monkeypatch):
+    lock, text = RunLock(folder / "run.lock", "job-1"), run_lock._text
+    monkeypatch.setattr(run_lock, "_text", failing_with(116, "Stale file handle"))
+    with pytest.raises(StorageError, match=r"run\.lock: Stale file handle: see to that file system and submit again"):
+        lock.check()
+    monkeypatch.setattr(run_lock, "_text", text)
+    lock.check()
+    lock.release()
+
+
+def failing_with(number: int, text: str):
+    def fail(*_):
+        raise OSError(number, text)
+
+    return fail
+
+
 def test_the_file_server_s_clock_tells_how_fresh_a_lock_is(folder, monkeypatch):
     """Others compare it with files that they make there: by this node's clock, if that is behind, the lock would be silent."""
     monkeypatch.setattr(run_lock, "HEARTBEAT", 0.02)

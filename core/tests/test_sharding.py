@@ -106,6 +106,18 @@ def test_hybrid(finished, tmp_path, nodes):
     assert_same_training(job, finished(f"{RUN} --clip-norm 0.5", 4))
 
 
+@pytest.mark.parametrize("where", ["rank 0", "rank 1", "both"])
+def test_a_model_that_cannot_be_built_is_one_line_and_2(tmp_path, where):
+    """Also where the ranks of a node build it one after the other, since it cannot be built without memory."""
+    fails = dict(both="True").get(where, f"torch.distributed.get_rank() == {where[-1]}")
+    body = "torch.zeros(3).sum().item()\n        if " + fails + ":\n            return undefined_name"
+    source = f"    def model(self, config):\n        {body}\n        return super().model(config)\n"
+    (tmp_path / "mine.py").write_text(f"from small import *\n\nclass Mine(Small):\n{source}")
+    job = train(tmp_path / "run", f"--workload {tmp_path / 'mine.py'} {FULL}", 2, code=2)
+    lines = [line for text in job.err for line in text.splitlines() if not line.endswith("rank 1 failed")]
+    assert len(lines) == 1 and re.search(r"the model of --workload mine, line \d+ \(model\): NameError: .*_name", lines[0])
+
+
 # ---- stopped, and resumed by others -------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 python -m pytest core/tests/test_workload.py
 """
 
+import errno
 import os
 import re
 import signal
@@ -387,6 +388,19 @@ def test_a_worker_that_dies_with_a_lock_holds_nobody_up(tmp_path):
     assert "a worker that reads rows died" in job.error
 
 
+def no_more_processes() -> None:
+    """From the fourth on: the rows that are looked at have been read by then."""
+    fork, calls = os.fork, []
+
+    def few():
+        calls.append(None)
+        if len(calls) > 3:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return fork()
+
+    os.fork = few
+
+
 def test_workers_die_with_their_rank(tmp_path):
     """Also those that hang while they read a row, each in its second batch: DataLoader's own watch is between batches."""
     note = f"open({str(tmp_path / 'pids')!r}, 'a').write(f'{{os.getpid()}}\\n')"
@@ -614,6 +628,36 @@ PARTS = {
         r"line 6 \(schedule\): ZeroDivisionError",
     ),
 }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("flags, where", [("", "loss"), ("--workers 1", "__getitem__")])
+def test_words_of_the_file_s_own_error_are_not_taken_for_a_lost_rank(tmp_path, world_size, flags, where):
+    """Nothing is started again for it."""
+    act = 'raise RuntimeError("the peer of the tokenizer timed out")'
+    loss = (
+        f"def loss(self, outputs, batch):\n    if self.steps_done == 3:\n        {act}\n    return super().loss(outputs, batch)"
+    )
+    read = ROWS.format(f"self.read = getattr(self, 'read', 0) + 1; exec({'if self.read > 30: ' + act!r})")
+    job = failed(tmp_path, small(loss if where == "loss" else read), f"{flags} --epochs 2", world_size=world_size, code=2)
+    assert re.search(rf"line \d+ \({where}\).*: RuntimeError: the peer of the tokenizer timed out", job.err[0]), job.err
+
+
+def test_a_rank_whose_file_has_one_flag_more_is_named(tmp_path):
+    """A stale copy on one node."""
+    for name, more in (("new", "    def flags(self, add):\n        add('--width', type=int, default=4)\n"), ("old", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(f"from small import *\n\nclass Mine(Small):\n    lr = 1\n{more}")
+    for names in (("new", "old"), ("old", "new")):
+        flags = {rank: f"--workload {tmp_path / name / 'mine.py'}" for rank, name in enumerate(names)}
+        job = train(tmp_path / "run", "", 2, flags_of=flags, code=4)
+        assert re.search(r"workload_file=\w+ on rank 1, but \w+ on rank 0", job.error), job.error
+
+
+def test_workers_that_cannot_be_started_are_one_line_and_3(tmp_path):
+    source = written(tmp_path, small(ROWS.format("0")))
+    job = train(tmp_path / "run", f"--workload {source} --workers 2", 1, faults={0: no_more_processes}, code=3)
+    assert "--workers 2: no process could be started to read rows (Resource temporarily unavailable): lower" in job.error
 
 
 @pytest.mark.parametrize("methods, said", PARTS.values(), ids=PARTS)

@@ -8,7 +8,6 @@ import copy
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 
 import torch
@@ -80,8 +79,8 @@ class Saver:
             self.record.write("snapshot", **self.facts, seconds=waited, writing=writing)
         if 0 < self.grace < 2 * writing:  # at a stop one may be under way, and the last one waits for it
             self.record.say(
-                note=f"a save took {writing:.1f} s, and a stop leaves {self.grace:g} s (--grace), in which two may fall: let "
-                f"the job script tell the ranks earlier, or the steps since the snapshot before may be lost"
+                note=f"a save took {writing:.1f} s, and a stop leaves {self.grace:g} s (--grace), in which there may be two: "
+                f"let the job script signal the ranks earlier, or the steps since the snapshot before may be lost"
             )
             self.grace = 0.0
 
@@ -101,15 +100,20 @@ class Saver:
         self.buffer = torch.empty(0, dtype=torch.uint8)
         # Only pinned memory is copied to by an accelerator itself, and at the speed of its link.
         pinned = any(tensor.device.type != "cpu" for tensor in tensors.values())
-        if (left := memory.available()) >= size:
-            with suppress(RuntimeError, MemoryError):
+        need = 1 << (size - 1).bit_length() if pinned else size  # torch pins a power of two, and keeps it
+        left = memory.available()
+        why = f"and {left / 1e6:.1f} MB are left"
+        if left >= need:
+            try:
                 self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
                 return True
+            except (RuntimeError, MemoryError) as error:
+                why = f"which it did not get ({str(error).splitlines()[0][:160]})"
         if not self.refused:
             self.refused = True
             self.record.say(
-                note=f"training waits while snapshots are written: to go on beside that, rank 0 needs {size / 1e6:.1f} MB of "
-                f"memory for a copy of the state, and {left / 1e6:.1f} MB are left"
+                note=f"training waits while snapshots are written: to go on beside that, rank 0 needs {need / 1e6:.1f} MB of "
+                f"memory for a copy of the state, {why}"
             )
         return False
 

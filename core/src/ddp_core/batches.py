@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from ddp_core.errors import PeerLostError
+from ddp_core.errors import Failure, PeerLostError, PreflightError
 from ddp_core.order import AUGMENTATION, seed_others, stream, word
 from ddp_core.stop import StopFlag
 from ddp_core.workload import Workload, blame
@@ -97,6 +97,8 @@ class Batches:
             while True:
                 try:
                     batch = next(batches, None)
+                except Failure:
+                    raise
                 except Exception as error:
                     raise self._lost(error, asked[0]) from error
                 if batch is None:
@@ -139,6 +141,11 @@ def loaded(rows: Any, config, places, collate: Callable, workers: int, pin: bool
     signal_handling._SIGCHLD_handler_set = True  # by Workers, which says why
     try:
         batches = iter(loader)  # forks
+    except OSError as error:
+        raise PreflightError(
+            f"--workers {workers}: no process could be started to read rows ({error.strerror}): lower --workers, or raise "
+            f"ulimit -u"
+        ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, StopFlag.SIGNALS)
         gc.unfreeze()

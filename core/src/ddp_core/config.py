@@ -350,12 +350,12 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
         "--sharding",
         choices=["none", "full", "hybrid"],
         default="none",
-        help="of a model that one device does not hold. full: each rank keeps a part of everything; hybrid: each rank of a "
-        "node (default: none)",
+        help="for a model that one device does not hold. full: each rank keeps a part of everything; hybrid: each rank of "
+        "a node does (default: none)",
     )
     add("--checkpoint-activations", action="store_true", help="keep no outputs within the model's layers: less memory, slower")
     add("--offload", action="store_true", help="with --sharding: parameters and optimizer on the CPU between uses")
-    add("--shards", type=size, metavar="N", help=f"of canonical: parts of a step, ranks x a power of two (default: {SHARDS})")
+    add("--shards", type=size, metavar="N", help=f"with canonical: parts of a step, ranks x a power of two (default: {SHARDS})")
     add("--deterministic", action="store_true", help="only kernels that repeat bit for bit, on an accelerator")
     add("--compile", action="store_true", help="torch.compile; measured slower on CPU for these models")
     add("--capture", action="store_true", help="each step as one CUDA graph: one rank, a small model, sgd, a constant --lr")
@@ -365,25 +365,37 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
         "--stage-data",
         choices=["on", "off"],
         default="on",
-        help="one rank of a node reads a data file, and the others its copy in memory, where half of what is free holds it "
-        "(default: on)",
+        help="one rank of a node reads each data file, and the others use its copy in memory, if that fits into half of what "
+        "is free (default: on)",
     )
-    add("--rendezvous-timeout", type=seconds, default=120.0, metavar="S", help="for all ranks to meet (default: 120)")
-    add("--timeout", type=seconds, default=600.0, metavar="S", help="for one collective (default: 600)")
+    add("--rendezvous-timeout", type=seconds, default=120.0, metavar="S", help="seconds for all ranks to meet (default: 120)")
+    add("--timeout", type=seconds, default=600.0, metavar="S", help="seconds for one collective (default: 600)")
 
     add = parser.add_argument_group("run").add_argument
     add("--run-dir", metavar="DIR", help="snapshots and run.jsonl; what is there is resumed (default: runs/WORKLOAD)")
     add("--new-run-dir", metavar="DIR", help="of job scripts: the same, but refused if another job has left a run there")
     add("--fresh", action="store_true", help="start again; the run that is there is moved to DIR/old-N")
     add("--save-every", type=size, default=1, metavar="N", help="epochs between snapshots (default: 1)")
-    add("--save-minutes", type=share, default=10.0, metavar="M", help="and at least so often (default: 10; 0: never)")
-    add("--save-steps", type=count, default=0, metavar="N", help="and every N steps (default: 0, never)")
+    add(
+        "--save-minutes",
+        type=share,
+        default=10.0,
+        metavar="M",
+        help="also save when M minutes have passed (default: 10; 0: never)",
+    )
+    add("--save-steps", type=count, default=0, metavar="N", help="also save every N steps (default: 0, never)")
     parts = "a snapshot of more than SIZE is a set of such files and an index, as transformers' (default: 2GB)"
     add("--max-shard-size", type=size_in_bytes, default=2 * 10**9, metavar="SIZE", help=parts)
-    add("--grace", type=share, default=0.0, metavar="S", help="that a stop leaves for saves: slow ones are noted (default: 0)")
+    add(
+        "--grace",
+        type=share,
+        default=0.0,
+        metavar="S",
+        help="seconds from the signal to the kill: slower saves are noted (default: 0)",
+    )
     add("--eval-every", type=size, default=1, metavar="N", help="epochs between evaluations (default: 1)")
     add("--log-every", type=size, default=10, metavar="N", help="steps between records of the loss (default: 10)")
-    add("--log-seconds", type=share, default=30.0, metavar="S", help="between lines of progress (default: 30; 0: none)")
+    add("--log-seconds", type=share, default=30.0, metavar="S", help="seconds between lines of progress (default: 30; 0: none)")
     profile = "trace N steps of rank 0 to DIR/trace.json.gz, for https://ui.perfetto.dev (N: 10; default: none)"
     add("--profile", type=size, nargs="?", const=10, default=0, metavar="N", help=profile)
     add("--debug", action="store_true", help="tracebacks and C++ messages along with the one-line errors")

@@ -102,8 +102,8 @@ def versions() -> dict[str, str]:
 
 
 def program(device: torch.device) -> dict[str, str]:
-    """What a rank computes with. Where it differs, numbers do, and nobody would see it: a stale copy on one node, say."""
-    same = dict(core=source_digest(), python=platform.python_version())
+    """What a rank computes with. Where it differs, numbers do, and nobody would see it."""
+    same = dict(python=platform.python_version())
     return same | (dict(cpu_capability=torch.backends.cpu.get_cpu_capability()) if device.type == "cpu" else {})
 
 
@@ -146,7 +146,8 @@ def raise_limits(rank: Rank) -> None:
 
 def _check_limits(config: TrainConfig, rank: Rank, kind: str) -> None:
     """Raises PreflightError that says which limit ends this run, before it does."""
-    processes = rank.local_world_size * (9 + config.workers)  # 9 threads were counted in a rank that computes in one of them
+    # 9 threads were counted in a rank that computes in one of them; held-out rows have workers of their own.
+    processes = rank.local_world_size * (9 + 2 * config.workers)
     for name, which, needed, what in (
         (
             "ulimit -n",

@@ -4,6 +4,7 @@ A Failure is an error that the user can act on: one line that names the flag, va
 Anything else that escapes is a bug of ours: a traceback and exit code 1.
 """
 
+import errno
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -37,6 +38,7 @@ class Failure(Exception):
     """everywhere: every rank raises the same one, so that rank 0 alone prints it."""
 
     code: ExitCode
+    agreed = False  # every rank has learnt of it, and raises this one or one of its code
 
     def __init__(self, message: str, everywhere: bool = False):
         super().__init__(printable(message, 4000))
@@ -83,6 +85,15 @@ class StorageError(Failure):
 
 class StoppedError(Failure):
     code = ExitCode.STOPPED
+
+
+def is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last one: ulimit -f
+
+
+def fix_of(error: OSError) -> str:
+    """What to do where a file cannot be written."""
+    return f"{'free space' if is_full(error) else 'see to that file system'} and submit again"
 
 
 def failure_with(code: int, message: str, everywhere: bool = True) -> Failure:

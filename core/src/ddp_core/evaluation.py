@@ -1,6 +1,9 @@
 """Mean losses and metrics over the held-out rows: every row counted once, whatever the world size."""
 
+import itertools
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -10,13 +13,9 @@ from ddp_core.order import EVALUATION, micro_batches, seed_generators
 from ddp_core.workload import outputs_of, parts_of, refuse_other_names
 
 
-@torch.no_grad()
-def evaluate(trainer) -> dict[str, float]:
-    """Collective. Name (eval_loss, eval_loss_<part>, eval_<metric>) to mean. Raises NonFiniteError on all ranks."""
-    workload, config, peers, batches, seen = (trainer.workload, trainer.config, trainer.peers, trainer.held_out, trainer.seen)
-    trainer.model.eval()
-    names = ["loss", *(f"loss_{part}" for part in seen.losses), *seen.metrics]
-    # Means of means would be wrong: sums travel, each with its count, in micro-batches like those of the training.
+def shares_of(trainer) -> tuple[list[list[torch.Tensor]], list[int]]:
+    """This rank's rows, in micro-batches like those of the training, by shard; and how many of these are counted."""
+    config, peers, batches = trainer.config, trainer.peers, trainer.held_out
     mine = torch.arange(min(peers.rank, len(batches)), len(batches), peers.world_size, device=batches.index_device)
     size = max(1, config.global_batch_size // peers.world_size // config.accumulate)
     shards = [[rows for rows in shard.split(size) if len(rows)] for shard in micro_batches(mine, config.accumulate)]
@@ -25,11 +24,28 @@ def evaluate(trainer) -> dict[str, float]:
         # A forward pass is collective: where rank 0 has more rows, this rank goes through row 0, which is not counted.
         for part, rows in enumerate(micro_batches(torch.arange(0, len(batches), peers.world_size), config.accumulate)):
             shards[part] += [mine.new_zeros(1)] * (-(-len(rows) // size) - counted[part])
-    read = batches.stream((-1, rows) for shard in shards for rows in shard)
+    return shards, counted
+
+
+def batches_of(trainer) -> Iterator[Any]:
+    """Of all evaluations, one behind the other: their workers are forked once, here, as those of the training are."""
+    rows = [rows for shard in shares_of(trainer)[0] for rows in shard]
+    stream = trainer.held_out.stream((-1, part) for part in itertools.cycle(rows))
+    return itertools.chain([*itertools.islice(stream, 1)], stream)
+
+
+@torch.no_grad()
+def evaluate(trainer) -> dict[str, float]:
+    """Collective. Name (eval_loss, eval_loss_<part>, eval_<metric>) to mean. Raises NonFiniteError on all ranks."""
+    workload, config, peers, batches, seen = (trainer.workload, trainer.config, trainer.peers, trainer.held_out, trainer.seen)
+    trainer.model.eval()
+    names = ["loss", *(f"loss_{part}" for part in seen.losses), *seen.metrics]
+    # Means of means would be wrong: sums travel, each with its count.
+    shards, counted = shares_of(trainer)
     totals = torch.zeros(config.accumulate, 2 * len(names) + 1, dtype=torch.float64, device=trainer.device)
     for number, shard in enumerate(shards):
         for place, rows in enumerate(shard):
-            batch = next(read)
+            batch = next(trainer.held_out_batches)
             part = peers.rank + peers.world_size * number
             seed_generators(trainer.device, EVALUATION, config.seed, part, place, others=seen.others)
             with trainer.autocast():

@@ -11,7 +11,7 @@ import re
 import socket
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -90,6 +90,8 @@ class Peers:
 
     def agree(self, failure: Failure | None) -> None:
         """After something that one rank did alone: raises its Failure there, and one of its code on all others."""
+        if failure and failure.agreed:
+            raise failure
         code = int(failure.code) if failure else 0
         highest, of_rank_0 = self.reduce(most=torch.tensor([code, 0 if self.rank else code], dtype=torch.float64))[1].tolist()
         if not highest:
@@ -97,8 +99,18 @@ class Peers:
         first, *_ = self.which(code == highest)
         if failure:
             failure.everywhere = bool(of_rank_0)  # then rank 0 speaks for all
-            raise failure
-        raise failure_with(int(highest), f"rank {first} failed")
+        failure = failure or failure_with(int(highest), f"rank {first} failed")
+        failure.agreed = True
+        raise failure
+
+    def together(self, act: Callable) -> None:
+        """Every rank acts; where one fails, all do."""
+        failure = None
+        try:
+            act()
+        except Failure as error:
+            failure = error
+        self.agree(failure)
 
     def broadcast(self, value):
         """Rank 0's value (as JSON), returned on all ranks."""
@@ -131,6 +143,8 @@ class Peers:
     @staticmethod
     def is_lost(error: RuntimeError) -> bool:
         """Whether a RuntimeError is a collective without its peer: gloo's have no type of their own."""
+        if str(error).startswith("Caught ") or (dist.is_initialized() and dist.get_world_size() == 1):
+            return False  # of a process that reads rows; of a rank without peers
         words = ("peer", "imed out", "gloo", "onitored", "pair closure", "Pair is not connected", DIFFER)
         return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddp_core.errors import ExitCode, StorageError
+from ddp_core.errors import ExitCode, StorageError, fix_of
 
 ROWS = 64  # of ranks, in one line
 
@@ -61,7 +61,7 @@ class Record:
                 self._file.write(json.dumps(dict(kind=kind, **values), separators=(",", ":"), allow_nan=False).encode() + b"\n")
                 self._file.flush()
             except OSError as error:
-                self.failure = StorageError(f"{self.path}: {error.strerror}: free space and submit again")
+                self.failure = StorageError(f"{self.path}: {error.strerror}: {fix_of(error)}")
 
     def say(self, **values) -> None:
         """One line of key=value."""
@@ -96,7 +96,7 @@ class Record:
             else:
                 path.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
         except OSError as error:
-            self.failure = StorageError(f"{path}: {error.strerror}: free space and submit again")
+            self.failure = StorageError(f"{path}: {error.strerror}: {fix_of(error)}")
 
     def epoch(self, epoch: int, epochs: int, step: int, values: dict[str, float]) -> None:
         seconds = round(time.monotonic() - self.training, 3)

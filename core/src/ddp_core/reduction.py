@@ -18,6 +18,8 @@ from ddp_core.control import tree_sum
 from ddp_core.errors import WorkloadError
 from ddp_core.process_group import Peers
 
+MOST_TIMED = 2**24  # numbers; sums of more take as many times longer
+
 
 class Reduction:
     """What the others derive from; by itself it sums nothing. forward: what the training step calls."""
@@ -68,7 +70,8 @@ class Reduction:
 
     def seconds_of_a_sum(self, share: float = 1.0) -> float:
         """What one sum of this share of as many numbers as there are gradients takes by itself, all ranks together."""
-        numbers = torch.zeros(int(share * sum(p.numel() for p in self.parameters)) + 1, device=self.device)
+        count = int(share * sum(p.numel() for p in self.parameters)) + 1
+        numbers = torch.zeros(min(count, MOST_TIMED), device=self.device)  # a model that just fits leaves no memory for more
         took = []
         for _ in range(2):  # the first one connects
             self.peers.wait()
@@ -76,7 +79,7 @@ class Reduction:
             dist.all_reduce(numbers, group=self.peers.data)
             numbers[0].item()
             took.append(time.perf_counter() - began)
-        return took[-1]
+        return took[-1] * count / len(numbers)
 
 
 class Ddp(Reduction):

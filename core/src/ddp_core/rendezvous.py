@@ -26,6 +26,7 @@ OTHER_ROWS = (
     ": data() should give all ranks the same rows: draw from torch's, Python's or NumPy's own generators, which are seeded, "
     "sort what sets and os.listdir() give, and read files that nobody writes"
 )
+ABSENT = "nothing"
 FIXES = dict(
     training_rows=OTHER_ROWS,
     held_out_rows=OTHER_ROWS,
@@ -227,9 +228,10 @@ class Rendezvous:
                 if "error" in entry:
                     code, message = entry["error"]
                     raise failure_with(code, message if rank == 0 else f"rank {rank}: {message}")
-                for name, value in entry["facts"].items():
-                    if value != entries[0]["facts"][name]:
-                        message = f"{name}={value} on rank {rank}, but {entries[0]['facts'][name]} on rank 0"
+                theirs, ours = entry["facts"], entries[0]["facts"]
+                for name in theirs | ours:
+                    if theirs.get(name, ABSENT) != ours.get(name, ABSENT):
+                        message = f"{name}={theirs.get(name, ABSENT)} on rank {rank}, but {ours.get(name, ABSENT)} on rank 0"
                         where = f" (rank {rank} is on {entry['row'].get('host')})"
                         raise RendezvousError(message + FIXES.get(name, "") + where)
             missing = sorted(set(range(self.rank.world_size)) - entries.keys())
@@ -281,7 +283,7 @@ class Rendezvous:
         except (RuntimeError, ValueError) as error:
             self._obey()  # as rank 0 may have done
             raise RendezvousError(
-                f"{self.where}: rank 0 was lost, or gave no {key} within {self.seconds:g} s (--rendezvous-timeout)"
+                f"{self.where}: rank 0 has ended, or gave no {key} within {self.seconds:g} s (--rendezvous-timeout)"
             ) from error
 
     def _wait(self, act: Callable):

@@ -70,6 +70,11 @@ def _run(
         code = _train(rank, _Job(rank, chosen, config, stop, began, reduction))
     except Failure as error:
         failure, code = error, int(error.code)
+    except Exception:  # a bug of ours
+        if not rank or rank.world_size == 1:
+            raise
+        traceback.print_exc()
+        code = 1
     finally:
         stop.ignore()
     if failure:
@@ -94,7 +99,7 @@ def _train(rank: Rank, job: "_Job") -> int:
 
     if not job.config.compile:
         lazy_dynamo.put_off()
-    from ddp_core.device import backend_of, describe, prepare_device, program, raise_limits, versions
+    from ddp_core.device import backend_of, describe, prepare_device, program, raise_limits, source_digest, versions
     from ddp_core.last_words import spoken
     from ddp_core.process_group import Peers
     from ddp_core.rendezvous import Rendezvous
@@ -107,7 +112,8 @@ def _train(rank: Rank, job: "_Job") -> int:
     staging = job.workload.staging = Staging(rank, rendezvous, job.config.stage_data == "on")
     job.record.lap("rendezvous")
     failure = peers = None
-    row, facts = {}, job.config.facts() | versions() | dict(workload_file=job.workload.digest())
+    # A stale copy on one node comes first: that its flags are others, too, follows from it.
+    row, facts = {}, dict(core=source_digest(), workload_file=job.workload.digest()) | versions() | job.config.facts()
     try:
         try:
             job.device = prepare_device(job.config, rank)
@@ -145,7 +151,8 @@ def _train(rank: Rank, job: "_Job") -> int:
                 job.finish_saving()
     except Failure as error:
         job.record.write("end", exit_code=error.code, error=str(error))
-        if peers and not peers.left:
+        # A rank that fails alone has nobody to leave with: nccl would wait for the others, which wait for it.
+        if peers and not peers.left and (error.everywhere or rank.world_size == 1):
             peers.leave()
         raise
     finally:
@@ -205,6 +212,7 @@ class _Job:
         record, parts = self.record, (self.directory, self.record, self.stop, self.reduction)
         self.trainer = trainer = Trainer(self.workload, self.config, peers, self.device, self.rows, self.fingerprint, *parts)
         trainer.restore(self.found)
+        self.found = None  # as large as the state
         trainer.ranks = self.ranks
         record.lap("model")
         names = ("data", "training_rows", "held_out_rows", "workload_file")
@@ -265,8 +273,8 @@ class _Job:
         blind = peers.which(not seen)
         self.trainer.alone = bool(blind)
         return [
-            f"--run-dir {self.config.run_dir} is not seen by rank {rank} on {self.ranks[rank]['host']}: is it on a disk of one "
-            f"node's own? A job that comes back on another node begins anew there"
+            f"--run-dir {self.config.run_dir} is not seen by rank {rank} on {self.ranks[rank]['host']}: is it on a "
+            f"node's own disk? A job that comes back on another node begins anew there"
             for rank in blind[:1]
             if peers.rank == 0  # it alone knows the hosts
         ]
@@ -278,13 +286,13 @@ class _Job:
         if not before or before[-1] == self.workload.digest():
             return []
         return [
-            f"{self.workload.file} is another file than when this run was last started: what was trained before is not what it "
-            f"says now; --fresh begins anew"
+            f"{self.workload.file} has changed since this run was last started: the steps before were trained with what it "
+            f"said then; --fresh begins anew"
         ]
 
     def explain(self, error: BaseException, peers) -> BaseException:
         """The Failure that an exception of the training means; itself where it is a bug of ours."""
-        from ddp_core.workload import BUILT_IN, blame, line_in, out_of_memory, unknown_to_shards
+        from ddp_core.workload import BUILT_IN, blame, line_in, out_of_memory, raised_by, unknown_to_shards
 
         config, name, file = self.config, self.workload.name, self.workload.file
         failure: Any
@@ -294,7 +302,7 @@ class _Job:
             failure = self.lacks_memory(error, self.when)
         elif "Expected to have finished reduction" in str(error):  # DDP's own words, in ten lines
             failure = WorkloadError(
-                f"--workload {name}: some parameters had no gradient in the step before step {self.trainer.step}: set "
+                f"--workload {name}: some parameters had no gradient in step {self.trainer.step - 1}: set "
                 f"unused_parameters = True in the class"
             )
         elif what := unknown_to_shards(error):
@@ -302,7 +310,7 @@ class _Job:
                 f"--sharding {config.sharding}: PyTorch cannot do this with parts of tensors ({what}): take another optimizer, "
                 f"or what shards() names is not called by the model's forward"
             )
-        elif isinstance(error, RuntimeError) and peers.is_lost(error):
+        elif isinstance(error, RuntimeError) and peers.is_lost(error) and not raised_by(error, file):
             self.let_go()
             place = line_in(error, file)
             return peers.lost(error, self.when, f"{place} of {name}" if place else "")

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_core.errors import PreflightError, StoppedError, StorageError, printable
+from ddp_core.errors import PreflightError, StoppedError, StorageError, fix_of, printable
 
 HEARTBEAT = 10.0  # seconds; a lock that was silent six times as long is a dead job's
 
@@ -43,7 +43,10 @@ class RunLock:
 
     def check(self) -> None:
         """Before a snapshot is written, and before it has its name. Raises StorageError when another job has taken the lock."""
-        self.lost = self.lost or not self._is_mine()
+        try:
+            self.lost = self.lost or _text(self.path) != self.content
+        except OSError as error:
+            raise StorageError(f"{self.path}: {error.strerror}: {fix_of(error)}") from error
         if self.lost:
             raise self.loss()
 
@@ -58,13 +61,11 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT):
-            try:
-                if not self._is_mine():  # also after this process was frozen: the wait is over at once
+            with suppress(OSError):  # a file system that is away for a moment: the next beat tries again
+                if _text(self.path) != self.content:  # also after this process was frozen: the wait is over at once
                     self.lost = True
                     return
                 os.utime(self.path)
-            except OSError:
-                return
 
     # ---- how it is taken ----------------------------------------------------------------------------------------------
 
@@ -87,7 +88,7 @@ class RunLock:
 
     def _created(self, path: Path) -> bool:
         """Whole at once: nobody finds a lock without its owner."""
-        whole = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        whole = path.with_name(f".{path.name}.{self.me['host']}.{self.me['at']}.tmp")
         whole.write_text(self.content)
         try:
             os.link(whole, path)
@@ -135,7 +136,7 @@ class RunLock:
 
     def _now(self) -> float:
         """By the file server's clock, as the time of the lock is."""
-        clock = self.path.with_name(f".clock.{os.getpid()}.tmp")
+        clock = self.path.with_name(f".clock.{self.me['host']}.{self.me['at']}.tmp")
         try:
             with open(clock, "w") as file:
                 return os.fstat(file.fileno()).st_mtime

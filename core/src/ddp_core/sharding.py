@@ -13,8 +13,9 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -80,22 +81,24 @@ def build(workload: Workload, config, peers: Peers, device: torch.device, dtype:
         )
     mesh = _mesh(peers, device, config)
     model: Any = _skeleton(workload, config)
-    if in_turn := model is None:
-        for turn in range(int(peers.reduce(most=torch.tensor([peers.local_world_size], dtype=torch.float64))[1])):
-            if turn == peers.local_rank:
+    numbers: dict[str, torch.Tensor] = {}
+
+    def in_its_turn(turn: int) -> None:
+        nonlocal model
+        if turn == peers.local_rank:
+            with _blaming(workload):
                 model = _whole(workload, config, dtype)
                 deque(_shard(workload, config, model, mesh, device), 0)
-            peers.wait()
-    numbers: dict[str, torch.Tensor] = {}
-    failure: Any = None
-    if peers.rank == 0:
-        try:
-            numbers = _numbers(_whole(workload, config, dtype))
-        except (Exception, SystemExit) as error:
-            failure = blame(error, workload.file, f"the model of --workload {workload.name}")
-            if not isinstance(failure, Failure):
-                raise
-    peers.agree(failure)
+
+    def on_rank_0() -> None:
+        if peers.rank == 0:
+            with _blaming(workload):
+                numbers.update(_numbers(_whole(workload, config, dtype)))
+
+    if in_turn := model is None:
+        for turn in range(int(peers.reduce(most=torch.tensor([peers.local_world_size], dtype=torch.float64))[1])):
+            peers.together(partial(in_its_turn, turn))
+    peers.together(on_rank_0)
     dealt: set[str] = set()
     for _ in [model] if in_turn else _shard(workload, config, model.to(dtype), mesh, device):
         for name, tensor in _numbers(model).items():
@@ -103,6 +106,14 @@ def build(workload: Workload, config, peers: Peers, device: torch.device, dtype:
                 deal(numbers.pop(name, None), tensor, peers, device)  # freed: rank 0's memory, too, is for its own rows
                 dealt.add(name)
     return model, [IN_TURN] if in_turn else []
+
+
+@contextmanager
+def _blaming(workload: Workload) -> Iterator[None]:
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise blame(error, workload.file, f"the model of --workload {workload.name}") from error
 
 
 def _whole(workload: Workload, config, dtype: torch.dtype) -> nn.Module:

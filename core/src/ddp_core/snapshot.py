@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ddp_core.errors import NewerFormatError, SnapshotError, StorageError, WorkloadError, printable
+from ddp_core.errors import NewerFormatError, SnapshotError, StorageError, WorkloadError, fix_of, is_full, printable
 from ddp_core.files import (
     MOST_HEADER,
     as_json,
@@ -299,10 +299,11 @@ def _put(file: FileIO, image: torch.Tensor, start: int) -> None:
 
 def no_storage(path: Path, error: OSError, need: int = 0) -> StorageError:
     space = ""
-    with suppress(OSError):
-        free = shutil.disk_usage(path.parent).free
-        space = f": {need / 1e6:.1f} MB are needed and {free / 1e6:.1f} MB free (a quota may allow less)"
-    return StorageError(f"{path}: {error.strerror}{space}: free space and submit again; the snapshot before it is whole")
+    if is_full(error):
+        with suppress(OSError):
+            free = shutil.disk_usage(path.parent).free
+            space = f": {need / 1e6:.1f} MB are needed and {free / 1e6:.1f} MB free (a quota may allow less)"
+    return StorageError(f"{path}: {error.strerror}{space}: {fix_of(error)}; what was saved before is whole")
 
 
 def _checksums(tensors: dict[str, torch.Tensor], meanwhile: Callable[[], None] = lambda: None) -> dict[str, int]:

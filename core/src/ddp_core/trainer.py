@@ -31,7 +31,7 @@ from ddp_core.capture import CapturedStep
 from ddp_core.config import TrainConfig
 from ddp_core.device import versions
 from ddp_core.errors import ExitCode, Failure, NonFiniteError, PeerLostError, WorkloadError, named
-from ddp_core.evaluation import evaluate
+from ddp_core.evaluation import batches_of, evaluate
 from ddp_core.files import in_place
 from ddp_core.guard import Guard
 from ddp_core.order import DROPOUT, Order, micro_batches, seed_generators, seed_others
@@ -94,7 +94,7 @@ class Trainer:
         self.steps_per_epoch = min(len(train) // config.global_batch_size, config.steps_per_epoch or len(train))
         self.total_steps = config.epochs * self.steps_per_epoch
 
-        self.together(lambda: self._build(dtype))
+        peers.together(lambda: self._build(dtype))
         facts = dict(problem=config.problem(), data=fingerprint, steps_per_epoch=self.steps_per_epoch)
         facts |= dict(world_size=peers.world_size, versions=versions())
         parts: tuple = (self.model, self.optimizer, facts)
@@ -174,7 +174,10 @@ class Trainer:
         if self.step < self.total_steps:
             # Now its workers are forked. Forked behind the first sum of gradients they crashed, in one session of two.
             self.batches = itertools.chain([next(self.batches)], self.batches)
+            if self.held_out:
+                self.held_out_batches = batches_of(self)
             self.reduction.settle(self._first_backward)
+        self.watch, self.reconciliation.last = Stopwatch(), time.monotonic()
         while self.step < self.total_steps:
             stop = self._run_epoch(*divmod(self.step, self.steps_per_epoch))
             if stop and self.step < self.total_steps:
@@ -205,7 +208,7 @@ class Trainer:
                 if stop and not last:
                     return True
         if ends or save:
-            self._end_epoch(epoch, save and not stop)
+            self._end_epoch(epoch, save, stop)
         return stop
 
     def _run_step(self) -> None:
@@ -329,10 +332,10 @@ class Trainer:
         """Whether this epoch ends with the held-out rows."""
         return self.held_out is not None and (epoch + 1 == self.config.epochs or (epoch + 1) % self.config.eval_every == 0)
 
-    def _end_epoch(self, epoch: int, save: bool) -> None:
+    def _end_epoch(self, epoch: int, save: bool, stop: bool) -> None:
         """Evaluation and snapshots, where this epoch has them. The ranks have just told each other their losses.
 
-        save: whether a snapshot is due, whatever --save-every says.
+        save: whether a snapshot is due, whatever --save-every says. stop: whether train() is about to save the last one.
         """
         progress, best = self.state.progress, False
         if self._evaluates(epoch):
@@ -345,7 +348,7 @@ class Trainer:
             self._close_epoch(epoch, results)
             if results["eval_loss"] < (float.fromhex(progress.best[1]) if progress.best else float("inf")):
                 progress.best, best = [epoch, results["eval_loss"].hex()], True
-        due = save or self.step == self.total_steps or (epoch + 1) % self.config.save_every == 0
+        due = self.step == self.total_steps or (not stop and (save or (epoch + 1) % self.config.save_every == 0))
         if due or best:
             self._save_snapshot(best, due)
         self.reconciliation.last = time.monotonic()  # the next steps are timed without this
@@ -397,15 +400,6 @@ class Trainer:
             )
 
     # ---- together -------------------------------------------------------------------------------------------------
-
-    def together(self, act: Callable) -> None:
-        """Every rank acts; where one fails, all do."""
-        failure = None
-        try:
-            act()
-        except Failure as error:
-            failure = error
-        self.peers.agree(failure)
 
     def on_rank_0(self, act: Callable):
         """Rank 0 acts, all ranks learn whether it could. Returns what it returned; raises its Failure on all ranks."""

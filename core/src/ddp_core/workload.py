@@ -269,7 +269,7 @@ def blame(error: BaseException, file: Path | None, when: str) -> BaseException:
     from ddp_core.process_group import Peers
 
     between_ranks = torch.distributed.is_initialized() and isinstance(error, RuntimeError) and Peers.is_lost(error)
-    if isinstance(error, Failure) or out_of_memory(error) or between_ranks:
+    if isinstance(error, Failure) or out_of_memory(error) or (between_ranks and not raised_by(error, file)):
         return error
     place = line_in(error, file)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -277,6 +277,12 @@ def blame(error: BaseException, file: Path | None, when: str) -> BaseException:
     if lines and lines[0].startswith("Caught "):  # in a worker: its own traceback follows, and ends with the error
         text = lines[-1][:240]
     return WorkloadError(f"{when}{f', {place}' if place else ''}: {text}")
+
+
+def raised_by(error: BaseException, file: Path | None) -> bool:
+    """Whether a `raise` of this file made the error, whatever its words are like."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    return any(Path(frame.filename).resolve() == file and (frame.line or "").startswith("raise") for frame in last)
 
 
 def out_of_memory(error: BaseException) -> bool:
