@@ -832,6 +832,21 @@ class Raises(Digits):
     def loss(self, outputs, batch):
         return outputs.no_such_method()
 """,
+    # Its words are those of a lost connection.
+    "sounds_lost": """
+class SoundsLost(Digits):
+    def loss(self, outputs, batch):
+        if self.steps_done == 3:
+            raise RuntimeError("the peer timed out")
+        return super().loss(outputs, batch)
+""",
+    # Its model needs memory to be built, and cannot be.
+    "unbuildable": """
+class Unbuildable(Digits):
+    def model(self, config):
+        torch.zeros(3).sum().item()
+        return nowhere_defined
+""",
     "mean": """
 class Mean(Digits):
     def loss(self, outputs, batch):

@@ -227,7 +227,7 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
     launch, violations = site.launches[0], []
     domain = site.toml["node"].get("domain", "")
     for script in trains(site):
-        for shape in (dict(all_ranks=True), dict(restarts=1, code=75), dict(nodes=1)):
+        for shape in (dict(all_ranks=True), dict(restarts=1, code=75), dict(nodes=1), *of_fewer_ranks(site, script)):
             run = dry.job(script, **shape)
             told = dict(number=FIRST, nodes=site.job(script)["nodes"]) | run.shape
             for call in run.trained:
@@ -259,6 +259,15 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
         if names and first == again:
             violations.append(f"{script.name}: {', '.join(names)} = {first} in both starts of a job, but should differ")
     check.holds(*violations[:12])
+
+
+def of_fewer_ranks(site, script: Script) -> list[dict]:
+    """A job of half as many ranks a node, where srun starts them: then a rank's number tells no more where it is."""
+    per_node = site.job(script)["ranks_per_node"] // 2
+    if site.toml["launcher"] != "srun" or per_node < 2:
+        return []
+    told = {"ntasks-per-node": str(per_node)}
+    return [dict(nodes=2, all_ranks=True, options=told, ntasks=2 * per_node)]
 
 
 @clause("B3")
@@ -540,8 +549,7 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
                 device = device_of(site, run, local, each)
                 near = node.get("cores_near_device", [])
                 if (
-                    near
-                    and device is not None
+                    device is not None
                     and device < len(near)
                     and not {core % node["cores"] for core in cores} <= {*numbers(near[device])}
                 ):

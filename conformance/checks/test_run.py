@@ -67,6 +67,7 @@ MISTAKES |= dict(misspelled="has metric, which the core does not ask for", no_he
 MISTAKES |= dict(two_words="metrics() names 'top 5'", aside="temperature has a gradient, and is no part of the model")
 MISTAKES |= dict(seldom="metrics() has a mean over rows as 'right'", calls_backward="loss() calls backward()")
 MISTAKES |= dict(climbs="schedule() returned -0.25 at step 5", hooked="hooked, at step 0 (--debug: where): RuntimeError")
+MISTAKES |= dict(sounds_lost="at step 3, line 11 (loss): RuntimeError: the peer timed out")
 
 
 class Runs:
@@ -1321,6 +1322,16 @@ def test_stopped_at_the_end_of_an_epoch_it_has_saved(check, world, runs, first):
     stopped_and_saved(check, run)
 
 
+@clause("C1")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_stopped_at_the_end_of_an_epoch_it_saves_once(check, world, runs, first):
+    """What --save-every saves there is the last snapshot, and the one before it stays."""
+    run = train_own(world, runs, first, "told_at_an_end", "--epochs 3", apart=True)
+    stopped_and_saved(check, run)
+    steps = run.values("snapshot", "step")
+    check.equal(saved_twice=([step for step in steps if steps.count(step) > 1], []))
+
+
 @clause("X2")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_another_signal_while_it_stops_costs_nothing(check, world, runs, first):
@@ -1960,6 +1971,21 @@ def test_ranks_with_different_files_of_one_name(check, world, runs, first):
 
 @clause("X5")
 @only(sizes=(2,))
+def test_ranks_whose_file_has_other_flags(check, world, runs, first):
+    file = runs.root / "further" / "noisy.py"
+    more = '        add("--further", type=int, default=0, help="of this copy alone")\n'
+    head, word, tail = NOISY_FILE.read_text().partition("    def flags(self, add):\n")
+    world.on_rank_0(lambda: [file.parent.mkdir(), file.write_text(f"{head}{word}{more}{tail}")])
+    run = world.train(
+        first, runs.folder(first, "further"), runs.filled(f"{NOISY} --steps-per-epoch 1"), odd_flags=f"--workload {file}"
+    )
+    ended(check, run, 4)
+    told = [line for text in run.errors for line in text.splitlines() if "workload_file=" in line and "on rank 1" in line]
+    check.equal(lines_that_name_the_file=(len(told), 1))
+
+
+@clause("X5")
+@only(sizes=(2,))
 @pytest.mark.parametrize("name", ["other_data", "other_rows", "other_mappings", "other_held_out"])
 def test_ranks_with_different_data(check, world, runs, first, name):
     run = train_own(world, runs, first, name)
@@ -2254,6 +2280,16 @@ def test_a_workload_file_that_cannot_be_used_is_one_line(check, world, runs, fir
     run, words = train_own(world, runs, first, name), MISTAKES[name]
     ended(check, run, 2)
     lines = [line for text in run.errors + run.output for line in text.splitlines() if not line.startswith("rank=")]
+    check.equal(lines=(len(lines), 1), says=(words if words in "".join(lines) else lines, words))
+
+
+@clause("X9")
+@only(sizes=(2,))
+def test_a_model_that_cannot_be_built_in_shards_is_one_line(check, world, runs, first):
+    """The ranks build it one after the other."""
+    run = train_own(world, runs, first, "unbuildable", "--sharding full")
+    ended(check, run, 2)
+    words, lines = "line 11 (model): NameError", [line for text in run.errors for line in text.splitlines()]
     check.equal(lines=(len(lines), 1), says=(words if words in "".join(lines) else lines, words))
 
 

@@ -759,9 +759,9 @@ def devices_of(script: Script, tasks: int, nodes: int) -> int:
 
 
 # Directives that keep a job from starting, or undo what another one says. https://slurm.schedmd.com/sbatch.html
-NEVER = dict.fromkeys(("hold", "begin", "deadline", "nodelist", "w", "no-requeue", "oversubscribe", "s", "core-spec", "S"), "")
-NEVER["cpus-per-gpu"] = ""
-NEVER |= {"export": "NIL", "gres": "none", "network": "single_node_vni"}
+NEVER = dict.fromkeys(("hold", "begin", "deadline", "nodelist", "w", "no-requeue", "oversubscribe", "s"), "")
+NEVER |= dict.fromkeys(("core-spec", "S", "cpus-per-gpu"), "")
+NEVER |= {"export": "NIL", "gres": "none", "network": "single_node_vni"}  # with these values alone
 
 
 @clause("B8")

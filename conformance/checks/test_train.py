@@ -89,6 +89,25 @@ def test_ranks_that_ask_mpi_agree_on_a_secret_there(check, site, tmp_path):
             check.equal(of_random_numbers_of_the_system_alone=(len({*secrets}) == 1, True))
 
 
+@clause("B9")
+def test_all_nodes_hear_from_mpi_where_to_meet(check, site, tmp_path):
+    """As rank 0 tells it: what each node made by itself would be right on one node alone."""
+    violations = []
+    for launch in [launch for launch in site.launches if launch.mpi]:
+        here = dict(MPI_SIZE="16", MPI_NODES="2", MPI_SAID=str(tmp_path / "said"))
+        told = [
+            who(site, launch.environ(rank, 16, 2, 29500, "1") | here | dict(MPI_RANK=str(rank)), tmp_path) for rank in (0, 8)
+        ]
+        for name in ("master_addr", "master_port", "job_id", "secret"):
+            first, second = (found.get(name, found.get("refused")) for found in told)
+            if first != second:
+                violations.append(f"{launch.launcher}: {name}={second} on the second node, but should be {first}")
+        place = {name: told[1].get(name) for name in ("rank", "local_rank", "node_rank", "local_world_size")}
+        should = dict(rank=8, local_rank=0, node_rank=1, local_world_size=8)
+        violations += [f"{launch.launcher}: {place} of rank 8, but should be {should}"] if place != should else []
+    check.holds(*violations)
+
+
 CALLS = ("os.sched_getaffinity", "os.sched_setaffinity", "MPI.Init")
 
 

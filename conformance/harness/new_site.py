@@ -61,16 +61,16 @@ def make(name: str, source: str, to: Path) -> Path:
             (target := Path(fresh, name, file)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(old.folder / file, target)  # with the mode: install.sh can be executed
             text = target.read_text()
-            # What an operator's page says stays what it says.
-            parts = ["\n".join([*lines, ""]) for _, lines in tables(text)] if file == "site.toml" else [text]
-            parts = [part if "\n[[sources]]" in f"\n{part}" else renamed(part, old.name, name) for part in parts]
-            target.write_text(fill(file, "".join(parts), old, name))
+            target.write_text(fill(file, text, old, name))
         Path(fresh, name).rename(folder)  # whole or not at all
     return folder
 
 
 def fill(file: str, text: str, old: Site, name: str) -> str:
-    return site_toml(text, old) if file == "site.toml" else readme(text, old, name) if file == "README.md" else text
+    if file == "site.toml":
+        return site_toml(text, old, name)
+    text = renamed(text, old.name, name)
+    return readme(text, old, name) if file == "README.md" else text
 
 
 def renamed(text: str, old: str, new: str) -> str:
@@ -83,17 +83,17 @@ def renamed(text: str, old: str, new: str) -> str:
 # ---- site.toml ------------------------------------------------------------------------------------------------------
 
 
-def site_toml(text: str, old: Site) -> str:
+def site_toml(text: str, old: Site, name: str) -> str:
     """Without the old site's facts. What its copied files still need stays: [job] and the launchers."""
-    made = []
-    for header, lines in tables(text):
+    made: list[str] = []
+    for header, theirs in tables(text):
+        # What an operator's page says stays what it says.
+        lines = theirs if header == "[[sources]]" else [renamed(line, old.name, name) for line in theirs]
         if header in ("[node]", "[queue]", "[software]"):
             values = {key: value for key, value in old.toml[header.strip("[]")].items() if not isinstance(value, dict)}
-            theirs = [(key, NOTHING.get(type(value), '""'), value) for key, value in values.items()]
-            lines_of_table = [
-                f"{key} = {nothing} # EDIT: this machine's; {value!r} at {old.name}" for key, nothing, value in theirs
-            ]
-            made += [header, *lines_of_table, ""]
+            empty = {key: NOTHING.get(type(value), '""') for key, value in values.items()}
+            keys = [f"{key} = {empty[key]} # EDIT: this machine's; {value!r} at {old.name}" for key, value in values.items()]
+            made += [header, *keys, ""]
         elif header == "[verified]":
             made += ["[verified]", 'status = "never-run" # never-run, simulated, run-on-site', 'evidence = "nothing yet"']
             made += [f'unverified = ["{NEVER_SHOWN}"] # what the scripts count on and no run has shown', ""]

@@ -160,9 +160,10 @@ class Script:
     def geometry(self) -> dict[str, int]:
         """Numbers that directives and flags give by name: nodes, ntasks-per-node, cpus-per-task, gpus-per-node, ..."""
         numbers = {name: int(number[1]) for name, value in self.options.items() if (number := NUMBER.fullmatch(value))}
-        for _, text in [*self.directives, *self.flags]:
-            if select := re.search(r"select=(\d+)", text):
+        for _, text in self.directives:
+            if select := re.search(r"select=(\d+)", text):  # PBS's own
                 numbers["nodes"] = int(select[1])
+        for _, text in self.flags:
             if match := re.match(r"(--?[\w-]+?)[= ]*\"?(\d+)\"?$", text):
                 numbers[SHORT.get(match[1], match[1].lstrip("-"))] = int(match[2])
         return numbers

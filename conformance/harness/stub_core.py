@@ -60,6 +60,7 @@ def run(rank, *arguments, **named):
 SAID = "this is the core\n"
 ERRORS = "class PreflightError(ValueError): code = 3\n"
 MPI = """
+import json
 import os
 COMM_TYPE_SHARED, begun, over = 0, [], []
 def Init(*_):
@@ -69,15 +70,32 @@ Init_thread = Init
 Finalize = lambda: over.append(1)
 Is_initialized, Is_finalized = lambda: bool(begun), lambda: bool(over)
 
-class COMM_WORLD:
-    rank, size = 0, int(os.environ.get("MPI_SIZE", "1"))
+class Comm:
+    # Of the first rank of a node. What the world's rank 0 hands out is in a file, for those that are called after it.
+    def __init__(self, rank, size, said=None):
+        self.rank, self.size, self.said, self.place = rank, size, said, 0
+
     Get_rank, Get_size = lambda self: self.rank, lambda self: self.size
-    Split_type = Split = lambda self, *_, **__: self
-    bcast = lambda self, value, root=0: value
-    allgather = lambda self, value: [value]
     Free = Barrier = lambda self: None
 
-COMM_WORLD = COMM_WORLD()
+    def Split_type(self, *_, **__):
+        return Comm(0, self.size // int(os.environ.get("MPI_NODES", "1")))
+
+    Split = Split_type
+
+    def bcast(self, value, root=0):
+        if not self.said:
+            return value
+        values = json.load(open(self.said)) if os.path.exists(self.said) else []
+        if self.rank == 0:
+            json.dump([*values, value], open(self.said, "w"))
+            return value
+        self.place += 1
+        return values[self.place - 1]
+
+    allgather = lambda self, value: [0, value] if self.rank else [value]
+
+COMM_WORLD = Comm(int(os.environ.get("MPI_RANK", "0")), int(os.environ.get("MPI_SIZE", "1")), os.environ.get("MPI_SAID"))
 """
 FILES = {"ddp_core/__init__.py": CORE, "ddp_core/errors.py": ERRORS, "mpi4py/MPI.py": MPI}
 FILES |= {"mpi4py/__init__.py": "class rc: initialize = finalize = True\n"}
