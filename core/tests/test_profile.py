@@ -86,3 +86,9 @@ def test_a_trace_that_cannot_be_written_ends_the_run_on_all_ranks_alike(tmp_path
     fault = at_step(WARM_UP, ranks.call("test_profile", "_in_the_way", tmp_path / "run" / "trace.json.gz"))
     job = train(tmp_path / "run", f"{RUN} --profile 3", 2, faults={0: fault}, code=8)
     assert f"{tmp_path / 'run' / 'trace.json.gz'}: Is a directory" in job.error and "--profile" in job.error
+
+
+def test_a_run_that_ends_before_it_says_that_nothing_was_traced(tmp_path):
+    job = train(tmp_path / "run", "--epochs 1 --steps-per-epoch 3 --profile", code=0)
+    assert f"--profile: nothing was traced, for that begins with step {WARM_UP}, and none came" in job.out[0]
+    assert not (job.run_dir / "trace.json.gz").exists()

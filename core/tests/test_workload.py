@@ -388,6 +388,18 @@ def test_a_worker_that_dies_with_a_lock_holds_nobody_up(tmp_path):
     assert "a worker that reads rows died" in job.error
 
 
+def test_the_workers_of_held_out_rows_are_those_of_all_evaluations(tmp_path):
+    """And are there before the training begins: what is forked beside its threads may find a lock that nobody gives back."""
+    counts = []
+    for epochs in (1, 3):
+        pids = tmp_path / f"pids-{epochs}"
+        rows = ROWS.replace("Rows(), None", "Rows(), self.Rows()")
+        source = written(tmp_path, small(rows.format(f"import os; open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n')")))
+        train(tmp_path / f"run-{epochs}", f"--workload {source} --workers 1 --epochs {epochs}", 1, code=0)
+        counts.append(len({*pids.read_text().split()}))
+    assert counts[0] == counts[1]
+
+
 def no_more_processes() -> None:
     """From the fourth on: the rows that are looked at have been read by then."""
     fork, calls = os.fork, []

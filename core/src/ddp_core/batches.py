@@ -61,7 +61,7 @@ class Batches:
             self.streaming.close()
 
     def few(self, rows: list[int], groups: list[list[int]], epoch: int = 0) -> list[Any]:
-        """A batch of each group, whose numbers are places in `rows`; every row is read once, one behind the other."""
+        """Reads these rows once, one behind the other, and makes a batch of each group: places in `rows`."""
         if not getattr(self.rows, "batched", False):
             made = lambda read: [self.workload.collate([read[place] for place in group]) for group in groups]  # noqa: E731
             return [self._moved(batch) for batch in some(self.rows, self.config, [(epoch, row) for row in rows], made)]

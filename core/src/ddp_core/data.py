@@ -263,7 +263,7 @@ def _fingerprint(rows: Any, config) -> str:
     if named := getattr(rows, "fingerprint", ""):
         return str(named)
     count = len(rows)
-    sampled = sorted({count * number // SAMPLED_ROWS for number in range(SAMPLED_ROWS)} if count else ())
+    sampled = sorted({count * number // SAMPLED_ROWS for number in range(SAMPLED_ROWS)})
 
     def made(read: list) -> str:
         total = hashlib.sha256(str(count).encode())

@@ -57,7 +57,7 @@ def in_form_of(other: Path, name: Path) -> Path:
 
 
 def other_form(path: Path) -> Path:
-    """Of what is in place: where the same snapshot would be, were it a set, or were it none."""
+    """The other path that a snapshot of this name can have: of a file its index, of an index the file."""
     return path.with_name(path.name.removesuffix(".index.json")) if is_index(path) else index_of(path)
 
 

@@ -13,7 +13,9 @@ FILES = (
 
 
 def available() -> int:
-    """Bytes that may be taken for good: of the machine, the job's cgroups, and ulimit -v. The steps keep what they need."""
+    """Bytes that this process may take and keep: the least of what the machine, the job's cgroups and ulimit -v leave, without
+    what a training step needs at its peak.
+    """
     peak = _numbers(Path("/proc/self/status"))
     # Between two steps less is in use than within one.
     step = peak["VmHWM"] - peak["VmRSS"]

@@ -25,6 +25,7 @@ class Profile:
     def __init__(self, steps: int, first: int, path: Path | None, record: Record):
         self.path, self.record = path, record
         self.trace: Any = None  # while it is taken
+        self.begun = not steps
         self.first = first + WARM_UP if steps else -1
         self.last = self.first + steps if steps else -1
 
@@ -42,13 +43,15 @@ class Profile:
             from torch import profiler
 
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it tells stderr that it begins, and that it ends
-            self.trace = profiler.profile()  # of all that this torch can trace
+            self.trace, self.begun = profiler.profile(), True  # of all that this torch can trace
             self.trace.start()
         elif step == self.last:
             self.end()
 
     def end(self) -> None:
         """Write what has been traced."""
+        if self.path and not self.begun:
+            self.record.say(note=f"--profile: nothing was traced, for that begins with step {self.first}, and none came")
         if self.trace is None or self.path is None:
             return
         trace, self.trace = self.trace, None

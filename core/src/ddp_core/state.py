@@ -106,7 +106,7 @@ class State:
                 self.optimizer.state.pop(parameter, None)
 
     def put_numbers(self) -> None:
-        """As the snapshot has them: laying out has counted a step."""
+        """The optimizer's plain numbers, as the snapshot has them: lay_out() has counted a step."""
         *begun, _ = self.begun_with
         *moved, states = self.progress.numbers or [{} for _ in self.begun_with]
         for group, then, now in zip(self.optimizer.param_groups, begun, moved, strict=True):

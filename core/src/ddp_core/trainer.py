@@ -1,7 +1,7 @@
 """The training loop. Read this file first.
 
-A step is what every PyTorch tutorial shows: zero_grad, forward, loss, backward, step (_run_step). What a run of many
-ranks needs beside it has a room of its own:
+A step is what every PyTorch tutorial shows: zero_grad, forward, loss, backward, step (_run_step). Whatever else a
+run of many ranks needs is in a module of its own:
 
     order.py, batches.py   which rows this rank trains on, and how they are read
     reduction.py           how the gradients of all ranks are summed: DistributedDataParallel, or by hand
@@ -55,6 +55,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by by
 class Trainer:
     """One rank's part of a run. directory: rank 0's, None elsewhere. All methods but _run_step are collective."""
 
+    sharding: Any  # the module, where models are split
+
     def __init__(
         self,
         workload: Workload,
@@ -72,7 +74,7 @@ class Trainer:
         self.sharded = config.sharding != "none"
         # Costs a second: only for those who want it.
         needed = self.sharded or config.checkpoint_activations
-        self.sharding = _room_of_sharding(needed)
+        self.sharding = importlib.import_module("ddp_core.sharding") if needed else None
         self.kind = reduction or (self.sharding.Sharded if self.sharded else KINDS[config.reduction])
         self.workload, self.config, self.peers, self.device = workload, config, peers, device
         self.directory: Any = directory  # rank 0's RunDirectory, None elsewhere
@@ -87,7 +89,7 @@ class Trainer:
         train, held_out = rows
         # Both know all rows. Which of them this rank reads is asked for batch by batch.
         self.train_rows = Batches(train, workload, config, device, dtype)
-        self.held_out = Batches(held_out, workload, config, device, dtype) if held_out is not None and len(held_out) else None
+        self.held_out = Batches(held_out, workload, config, device, dtype) if held_out is not None else None
         # Of (seed, epoch) alone: every rank makes the same order and takes every world_size-th row of it.
         self.order = Order(len(train), config.seed, config.global_batch_size, peers.rank, peers.world_size)
         # Rows that do not fill a global batch wait for the next epoch, whose order is another.
@@ -309,9 +311,9 @@ class Trainer:
         progress.loss_sum = progress.loss_sum + loss if index else loss
         self.watch.skipped += not math.isfinite(grad_norm)
         if (step + 1) % self.config.log_every == 0:
-            named = dict(losses=dict(zip(self.seen.losses, parts, strict=True))) if parts else {}
+            by_name = dict(losses=dict(zip(self.seen.losses, parts, strict=True))) if parts else {}
             norm = grad_norm if math.isfinite(grad_norm) else None  # fp16 skipped this step
-            self.record.write("step", epoch=epoch, step=step, loss=loss, loss_hex=loss.hex(), **named, grad_norm=norm)
+            self.record.write("step", epoch=epoch, step=step, loss=loss, loss_hex=loss.hex(), **by_name, grad_norm=norm)
         if index == self.steps_per_epoch - 1 and not self._evaluates(epoch):
             self._close_epoch(epoch, {})
 
@@ -384,17 +386,17 @@ class Trainer:
 
     def _refuse_diverged_replicas(self) -> None:
         # A snapshot is rank 0's. If another rank trains with other numbers, it is no snapshot of this training.
-        rank, owners = self.peers.rank, self.reduction.owners
-        if owners == self.peers.world_size:
+        rank, parts = self.peers.rank, self.reduction.parts
+        if parts == self.peers.world_size:
             return  # no two ranks have the same numbers
         mine = checksum(self.model)
-        of_owners = torch.full((owners,), -1.0, dtype=torch.float64)
-        if rank < owners:
-            of_owners[rank] = mine
-        _, should_be = self.peers.reduce(most=of_owners)
-        if odd := self.peers.which(bool(mine != should_be[rank % owners])):
+        of_parts = torch.full((parts,), -1.0, dtype=torch.float64)
+        if rank < parts:
+            of_parts[rank] = mine
+        _, should_be = self.peers.reduce(most=of_parts)
+        if odd := self.peers.which(bool(mine != should_be[rank % parts])):
             raise PeerLostError(
-                f"the parameters of rank {named(odd)} differ from rank {odd[0] % owners}'s at step {self.step}: no snapshot "
+                f"the parameters of rank {named(odd)} differ from rank {odd[0] % parts}'s at step {self.step}: no snapshot "
                 f"was written; suspect the memory or the fabric of that node, and resume without it",
                 everywhere=True,
             )
@@ -490,10 +492,6 @@ def notes_on_precision(model: nn.Module, precision: str) -> list[str]:
     kinds -= {"float32", "float64" if precision == "fp64" else "float32"}
     fix = ": pass --precision fp64" if "float64" in kinds else ""
     return [f"the model has numbers in {kind}, which --precision {precision} converts{fix}" for kind in sorted(kinds)]
-
-
-def _room_of_sharding(needed: bool) -> Any:
-    return importlib.import_module("ddp_core.sharding") if needed else None
 
 
 def seed_everything(seed: int) -> None:
