@@ -71,10 +71,12 @@ class SignalException(Exception):
         self.sigval = sigval
 """
 TORCHRUN = """
-import os, signal, subprocess, sys
+import atexit, os, signal, subprocess, sys
 from .elastic.multiprocessing import SignalException
 from .elastic.multiprocessing.errors import ChildFailedError
 def main(words=None):
+    if os.environ["DRY_RUN_FAILS"] == "agent":
+        atexit.register(os._exit, 143)  # another node's was quicker, and srun ends this one while Python cleans up
     if os.environ["DRY_RUN_FAILS"] == "agent" and os.environ.get("DRY_RUN_NODE", "0") != "0":
         raise SignalException("got signal 15", signal.SIGTERM)  # another node's has ended, and so srun ends this one
     code = subprocess.call(["torchrun", *(sys.argv[1:] if words is None else words)])

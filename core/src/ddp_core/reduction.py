@@ -25,7 +25,7 @@ class Reduction:
     """What the others derive from; by itself it sums nothing. forward: what the training step calls."""
 
     name = "none"
-    parts = 1  # ranks over which a parameter is split: ranks r and r + parts hold the same part of it
+    split_over = 1  # ranks that share a parameter out: ranks r and r + split_over hold the same part of it
     overlaps = False  # whether gradients are summed while backward runs: then nobody sees how long it takes
 
     def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):

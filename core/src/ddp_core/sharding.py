@@ -52,7 +52,7 @@ class Sharded(Reduction):
         super().__init__(model, compiled, peers, unused_parameters)
         mesh: Any = self.parameters[0].device_mesh  # type: ignore[attr-defined]
         self.device = torch.device(mesh.device_type)  # with --offload the parameters are elsewhere
-        self.parts = mesh.size(mesh.ndim - 1)
+        self.split_over = mesh.size(mesh.ndim - 1)
 
     @property
     def gradients(self) -> list[torch.Tensor]:
@@ -62,11 +62,11 @@ class Sharded(Reduction):
         # Over all ranks also where every node has all rows: the same bits everywhere, so that replicas clip alike.
         square = norm.to(self.device, torch.float64).square()
         dist.all_reduce(square, group=self.peers.data)
-        return (square / (self.world_size // self.parts)).sqrt().to(norm.dtype)
+        return (square / (self.world_size // self.split_over)).sqrt().to(norm.dtype)
 
     def seconds_of_a_sum(self, share: float = 1.0) -> float:
         """Parameters are gathered twice and gradients scattered once: each is half of a sum. Timed on a rank's own share."""
-        return 1.5 * self.parts * super().seconds_of_a_sum(share / self.parts)
+        return 1.5 * self.split_over * super().seconds_of_a_sum(share / self.split_over)
 
 
 # ---- the model ----------------------------------------------------------------------------------------------------

@@ -386,7 +386,7 @@ class Trainer:
 
     def _refuse_diverged_replicas(self) -> None:
         # A snapshot is rank 0's. If another rank trains with other numbers, it is no snapshot of this training.
-        rank, parts = self.peers.rank, self.reduction.parts
+        rank, parts = self.peers.rank, self.reduction.split_over
         if parts == self.peers.world_size:
             return  # no two ranks have the same numbers
         mine = checksum(self.model)
