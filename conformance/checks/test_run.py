@@ -1742,7 +1742,7 @@ def test_another_workload_file_than_before_is_noted(check, world, runs, first):
     for epochs in (1, 2, 3):
         run = world.train(first, path, f"{file} --epochs {epochs}")
         done(check, run)
-        told.append(any("is another file than" in note for note in run.of("start")[-1]["notes"]))
+        told.append(any("has changed since" in note for note in run.of("start")[-1]["notes"]))
         more = "# another\n" if epochs == 2 else ""
         world.on_rank_0(lambda more=more: bool((runs.root / "workloads/changed.py").open("a").write(more)))
     check.equal(noted=(told, [False, False, True]))
