@@ -47,7 +47,7 @@ class Examination:
         from ddp_core import data
         from ddp_core.batches import Batches
         from ddp_core.config import choose, parse
-        from ddp_core.trainer import seed_everything
+        from ddp_core.order import seed_everything
 
         settings = self.settings()
         self.workload = choose(self.argv)

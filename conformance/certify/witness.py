@@ -43,7 +43,13 @@ WATCHED = {
 }
 IDENTITY = {name for site in sites.find() for launch in site.launches for name, _ in launch.templates} | {"WORLD_SIZE", "RANK"}
 # The function of ours below which a call happened, and when that is.
-PHASES = {"_run_step": "a step", "evaluate": "evaluation", "probe": "the first look", "of_workload": "data", "_build": "model"}
+PHASES = {
+    "_run_step": "a step",
+    "evaluate": "evaluation",
+    "probe": "the first look",
+    "of_workload": "data",
+    "build_model_and_optimizer": "model",
+}
 
 
 @dataclass(frozen=True)

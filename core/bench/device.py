@@ -86,14 +86,10 @@ def short_steps(report: Report, device: str, world_sizes: list[int], rounds: int
     want = wanting(report, device)
     report.say(f"\n## {REGRESSION} steps of regression: seconds, median (min..max) of {rounds} rounds")
     contestants = {"ours": ("ours", []), "ours flat": ("ours", ["--reduction", "flat"]), "bare": ("bare", [])}
-    if device == "cuda":
-        contestants["ours, --capture"] = ("ours", ["--capture"])
-        world_sizes = [1]  # which --capture is for
-    best = list(contestants)[-1] if device == "cuda" else "ours"
     report.table("ranks", *contestants)
     for ranks in world_sizes:
         found = race(contestants, [*FLAGS["regression"], *common], ranks, rounds)
         seconds = {name: [REGRESSION * us / 1e6 for us in result["us"]] for name, result in found.items()}
-        want(f"{REGRESSION} steps of regression, ranks: {ranks}, s", seconds[best], [1.0] * rounds, most=1.0)
+        want(f"{REGRESSION} steps of regression, ranks: {ranks}, s", seconds["ours"], [1.0] * rounds, most=1.0)
         report.row(str(ranks), *(spread(values, 2) for values in seconds.values()))
         report.raw[f"short {ranks}"] = found

@@ -53,8 +53,7 @@ class Problem:
         import torch
         from ddp_core.config import choose, parse
         from ddp_core.data import of_workload
-        from ddp_core.order import Order
-        from ddp_core.trainer import seed_everything
+        from ddp_core.order import Order, seed_everything
 
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.workload = choose(flags)

@@ -5,9 +5,9 @@ functions, since a lambda cannot be sent to another process.
 """
 
 import gc
-import importlib
 import itertools
 import os
+import pkgutil
 import resource
 import signal
 import threading
@@ -146,11 +146,11 @@ def slow_disk(seconds: float) -> Fault:
 
 
 def slow_evaluation(seconds: float) -> Fault:
-    return partial(_slow, "ddp_core.trainer", "evaluate", seconds)
+    return partial(_slow, "ddp_core.evaluation:Evaluation", "evaluate", seconds)
 
 
 def _slow(module: str, name: str, seconds: float) -> None:
-    where = importlib.import_module(module)
+    where = pkgutil.resolve_name(module)
     act = getattr(where, name)
 
     def slowly(*args):

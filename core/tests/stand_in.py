@@ -11,7 +11,6 @@ import sys
 from functools import partial
 from types import SimpleNamespace
 
-import graphs
 import torch
 import torch.distributed as dist
 from faults import Fault
@@ -107,7 +106,6 @@ def _install(kind: str, count: int, free: int, name: str) -> None:
     torch.amp.GradScaler = said_instead("scaler", torch.amp.GradScaler, "cpu")
     torch.Tensor.pin_memory = lambda tensor, device=None: [say("pinned"), tensor][1]
     _install_groups(kind, say)
-    graphs.install(say)
     marked = Marked(say)
     marked.__enter__()
     _watch_steps(marked)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ddp_core.order import DROPOUT, seed_generators, word
 from ranks import Job, assert_same_run, train
-from small import Augmented, Small
+from small import Small
 from stand_in import accelerator
 
 DIGITS = "--workload digits --precision fp64 --epochs 2 --steps-per-epoch 5"
@@ -115,77 +115,6 @@ class Exhausted(Small):
 def test_memory_that_does_not_suffice_is_told_with_the_flags_that_save_some(tmp_path, flags, words):
     job = on(tmp_path, flags, 1, workload="test_accelerator:Exhausted", code=7)
     assert "out of memory on cuda:0 at step 3: lower --global-batch-size 16" in job.error and words in job.error
-
-
-# ---- a step as one graph ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "flags, workload",
-    [
-        ("--workload regression --precision fp64 --epochs 2 --steps-per-epoch 30", ""),
-        (f"{DIGITS} --momentum 0.9 --weight-decay 0.01 --clip-norm 0.5 --reduction flat", ""),
-        ("--epochs 3 --precision fp64 --steps-per-epoch 6", "small:Dropout"),
-        ("--epochs 3", "small:BatchNorm"),
-    ],
-)
-def test_captured_steps_are_the_same_to_the_bit(finished, tmp_path, flags, workload):
-    job = on(tmp_path, f"{flags} --capture", 1, workload=workload)
-    plain = finished(flags, 1, workload)
-    assert said(job, "captured") == [["a step"]]
-    assert_same_run(job, plain)
-    assert [step["grad_norm"] for step in job.records("step")] == [step["grad_norm"] for step in plain.records("step")]
-    job.snapshot.unlink()  # so that it goes on from the epoch before
-    job = on(tmp_path, f"{flags} --capture", 1, workload=workload)
-    assert job.records("start")[-1]["step"] > 0
-    assert_same_run(job, plain)
-
-
-def test_after_a_captured_step_that_is_not_finite_no_number_changes(tmp_path):
-    assert "is not finite at step" in on(tmp_path, "--workload regression --lr 1000 --capture", 1, code=6).error
-
-
-class Unfused(Small):
-    def optimizer(self, model, config):
-        return torch.optim.SGD(model.parameters(), config.lr, fused=False)
-
-
-class Annealed(Small):
-    def loss(self, outputs, batch):
-        return super().loss(outputs, batch) / (1 + self.steps_done)
-
-
-class Ragged(Augmented):
-    """Batches whose rows grow fewer."""
-
-    def collate(self, rows):
-        self.count = getattr(self, "count", 41) - 1
-        return super().collate(rows[: max(2, self.count)])
-
-
-@pytest.mark.parametrize(
-    "flags, workload, words",
-    [
-        ("--optimizer adamw", "small:Small", "AdamW decides or counts on the host: take --optimizer sgd"),
-        ("", "test_accelerator:Unfused", "SGD decides or counts on the host"),
-        ("", "small:Mixup", "draws from Python's or NumPy's generator: draw from torch's"),
-        ("--warmup-steps 3 --compile", "small:Small", "does not go with --warmup-steps 3, --compile: leave it out"),
-        ("--reduction canonical", "small:Small", "does not go with --reduction canonical: leave it out"),
-        ("--accumulate 2 --precision fp16", "small:Small", "does not go with --precision fp16, --accumulate 2: leave it out"),
-        ("", "test_accelerator:Exhausted", "does not go with the schedule() of --workload"),
-        ("", "test_accelerator:Curious", "a step cannot be captured (leave it out), line"),
-        ("", "test_accelerator:Annealed", "asks for steps_done, which never changes in a graph: leave --capture out"),
-        ("", "test_accelerator:Ragged", "and the first had"),
-    ],
-)
-def test_a_step_that_cannot_be_one_graph_is_refused(tmp_path, flags, workload, words):
-    job = on(tmp_path, f"{flags} --capture", 1, workload=workload, code=2)
-    assert words in job.error and len(job.error.splitlines()) == 1
-
-
-def test_on_other_devices_and_in_several_ranks_nothing_is_captured(tmp_path):
-    assert "does not go with 2 ranks" in on(tmp_path, f"{DIGITS} --capture", 2, code=2).error
-    assert "this rank computes on xpu:0: leave it out" in on(tmp_path, f"{DIGITS} --capture", 1, kind="xpu", code=3).error
 
 
 # ---- which device -------------------------------------------------------------------------------------------------

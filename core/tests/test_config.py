@@ -59,7 +59,6 @@ CHANGES = {
     "rendezvous_timeout": "--rendezvous-timeout 5",
     "timeout": "--timeout 5",
     "profile": "--profile 3",
-    "capture": "--capture",
     "debug": "--debug",
 }
 OWN = {  # of the built-in workloads
@@ -85,7 +84,7 @@ def test_every_choice_has_a_flag(name):
 
 def test_problem_holds_the_choices_that_determine_the_losses_and_no_others():
     free = {"epochs", "accumulate", "device", "backend", "reduction", "deterministic", "compile", "workers", "shards"}
-    free |= {"capture", "sharding", "checkpoint_activations", "offload", "stage_data"}
+    free |= {"sharding", "checkpoint_activations", "offload", "stage_data"}
     free |= {"run_dir", "new_run_dir", "fresh", "save_every", "save_minutes", "save_steps", "eval_every", "log_every"}
     free |= {"max_shard_size", "log_seconds", "grace", "rendezvous_timeout", "timeout", "profile", "debug"}
     assert config("").problem().keys() == CHANGES.keys() - free

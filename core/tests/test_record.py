@@ -18,10 +18,9 @@ import torch
 from ddp_core import snapshot
 from ddp_core.config import parse
 from ddp_core.errors import StorageError
-from ddp_core.order import sample_order
+from ddp_core.order import sample_order, seed_everything
 from ddp_core.record import Record
 from ddp_core.summary import Stopwatch, summarize
-from ddp_core.trainer import seed_everything
 from ddp_core.workload import find
 from faults import after_save, at_step, files_limited_to, signalled
 from small import SeveralLosses, Small, table

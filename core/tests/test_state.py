@@ -10,8 +10,7 @@ import pytest
 import torch
 from ddp_core import snapshot
 from ddp_core.config import parse
-from ddp_core.order import rows_of_rank, sample_order
-from ddp_core.trainer import seed_everything
+from ddp_core.order import rows_of_rank, sample_order, seed_everything
 from ddp_core.workload import find
 from faults import at_step, signalled
 from ranks import Job, assert_same_run, step_of, train

@@ -31,7 +31,7 @@ class Saver:
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.refused = False  # whether a copy has been
         self.pending: Future | None = None  # the save that is under way
-        self.facts: dict = {}  # of that save, for its record
+        self.fields: dict = {}  # of that save, for its record
 
     def save(self, tensors: dict[str, torch.Tensor], document: dict, best: bool, snapshot: bool, put_drafts=None) -> None:
         """As best.safetensors, as snapshot.safetensors, or both. Raises the StorageError of the save before this one.
@@ -42,13 +42,13 @@ class Saver:
         self.settle()
         document = copy.deepcopy(document)  # the history in it grows with the next epoch
         copied = None if put_drafts else self._copied(tensors, document)
-        self.facts = dict(step=document["step"], epochs_run=document["epochs_run"]) if snapshot else {}
+        self.fields = dict(step=document["step"], epochs_run=document["epochs_run"]) if snapshot else {}
         images, tensors = copied or (None, tensors)
         write = partial(self._write, tensors, document, best, snapshot, images=images, put_drafts=put_drafts)
         self.pending = _here(write) if put_drafts else self.pool.submit(write)
         if copied is None:
             self.pending.exception()  # waits
-        self.facts |= dict(seconds=time.perf_counter() - began, copy=self.buffer.nbytes) if snapshot else {}
+        self.fields |= dict(seconds=time.perf_counter() - began, copy=self.buffer.nbytes) if snapshot else {}
 
     def _write(self, tensors: dict[str, torch.Tensor], document: dict, best: bool, snapshot: bool, **source) -> float:
         """Returns the seconds until all is durable."""
@@ -74,9 +74,9 @@ class Saver:
             return
         began, pending, self.pending = time.perf_counter(), self.pending, None
         writing = pending.result()
-        if self.facts:
-            waited = self.facts.pop("seconds") + time.perf_counter() - began
-            self.record.write("snapshot", **self.facts, seconds=waited, writing=writing)
+        if self.fields:
+            waited = self.fields.pop("seconds") + time.perf_counter() - began
+            self.record.write("snapshot", **self.fields, seconds=waited, writing=writing)
         if 0 < self.grace < 2 * writing:  # at a stop one may be under way, and the last one waits for it
             self.record.say(
                 note=f"a save took {writing:.1f} s, and a stop leaves {self.grace:g} s (--grace), in which there may be two: "

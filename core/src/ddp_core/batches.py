@@ -219,7 +219,7 @@ class Workers:
     waits = False  # a process has one rank, which waits for one thing
 
     def __init__(self, batches: Any):
-        self.batches, self.get, self.told = batches, batches._try_get_data, False
+        self.batches, self.get, self.ending = batches, batches._try_get_data, False
         batches._try_get_data, batches._workers_done_event = self.wait, self  # where it waits, and where it tells them to end
         signal.signal(signal.SIGCHLD, self.look)
 
@@ -239,7 +239,7 @@ class Workers:
 
     def set(self) -> None:
         """End them. They ignore SIGTERM, by which Python ends its children before it leaves: it would wait for ever."""
-        self.told = True
+        self.ending = True
         if self.batches._worker_pids_set:
             signal_handling._remove_worker_pids(id(self.batches))  # it calls a killed worker an error
             self.batches._worker_pids_set = False
@@ -247,7 +247,7 @@ class Workers:
             worker.kill()
 
     def is_set(self) -> bool:
-        return self.told
+        return self.ending
 
 
 def _kill_children() -> None:

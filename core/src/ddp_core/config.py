@@ -56,7 +56,6 @@ class Machine:
     offload: bool
     deterministic: bool
     compile: bool
-    capture: bool
     workers: int  # processes a rank that read rows; 0: the rank itself
     row_seeds: str
     stage_data: str
@@ -162,7 +161,6 @@ def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) 
     own = {name: values.pop(name) for name in names}
     per_rank = values.pop("per_rank_batch_size")
     values["global_batch_size"] = _global_batch_size(values["global_batch_size"], per_rank, values["accumulate"], world_size)
-    _refuse_capture(values, world_size, workload)
     values["shards"] = _shards(values, world_size)
     if values["shards"]:  # a rank's shards are its micro-batches; the default kernels of an accelerator need not repeat
         values["accumulate"], values["deterministic"] = values["shards"] // world_size, True
@@ -244,23 +242,6 @@ def _refuse_sharding(flags: dict) -> None:
         raise UsageError("--offload keeps gradients where fp16's scaler does not reach: pass --precision bf16")
 
 
-def _refuse_capture(flags: dict, world_size: int, workload) -> None:
-    """Where a step's kernels are other ones, or have other numbers of the host, from step to step (capture.py)."""
-    if not flags["capture"]:
-        return
-    fine: dict[str, tuple] = dict(
-        reduction=("ddp", "flat"), precision=("fp64", "fp32", "tf32", "bf16"), lr_schedule=("constant",)
-    )
-    fine |= dict(warmup_steps=(0,), accumulate=(1,), sharding=("none",))
-    others = [f"--{name.replace('_', '-')} {flags[name]}" for name, values in fine.items() if flags[name] not in values]
-    others += ["--compile"] if flags["compile"] else []
-    others += [f"{world_size} ranks"] if world_size > 1 else []
-    others += [f"the schedule() of --workload {workload.name}"] if workload.overrides("schedule") else []
-    others += [f"the unused_parameters of --workload {workload.name}"] if workload.unused_parameters else []
-    if others:
-        raise UsageError(f"--capture does not go with {', '.join(others)}: leave it out")
-
-
 # ---- the flags ----------------------------------------------------------------------------------------------------
 
 
@@ -289,10 +270,10 @@ def number(kind, low, high, above=False):
 
 def size_in_bytes(text: str) -> int:
     """An argparse type: 2GB, 500MB, or bytes."""
-    found = re.fullmatch(r"(\d{1,15})(KB|MB|GB|TB|)", text.upper(), re.ASCII)
-    if not found or not int(found[1]):
+    match = re.fullmatch(r"(\d{1,15})(KB|MB|GB|TB|)", text.upper(), re.ASCII)
+    if not match or not int(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 2GB, 500MB or 4096 (bytes)")
-    return int(found[1]) * 1000 ** ["", "KB", "MB", "GB", "TB"].index(found[2])
+    return int(match[1]) * 1000 ** ["", "KB", "MB", "GB", "TB"].index(match[2])
 
 
 def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], set[str]]:
@@ -358,7 +339,6 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     add("--shards", type=size, metavar="N", help=f"with canonical: parts of a step, ranks x a power of two (default: {SHARDS})")
     add("--deterministic", action="store_true", help="only kernels that repeat bit for bit, on an accelerator")
     add("--compile", action="store_true", help="torch.compile; measured slower on CPU for these models")
-    add("--capture", action="store_true", help="each step as one CUDA graph: one rank, a small model, sgd, a constant --lr")
     add("--workers", type=count, metavar="N", help="processes a rank for data that are read row by row (default: 0)")
     add("--row-seeds", choices=["on", "off"], default="on", help="seed generators for each such row (default: on)")
     add(

@@ -78,7 +78,7 @@ def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int 
     model = _fitted(old, next((content[key] for key in MODEL if key in content), content), mine, dtype)
     moments, moments_step = _moments(old, content, trained, dtype, config)
 
-    told, key = epochs_run is not None, next((key for key in EPOCH if key in content), None)
+    given, key = epochs_run is not None, next((key for key in EPOCH if key in content), None)
     if epochs_run is None:
         epochs_run = _count(old, content, key, MOST_EPOCHS) + 1 if key else 0
         says = f"{key}={epochs_run - 1} is the last epoch that was finished" if key else "no epoch is in the file"
@@ -86,7 +86,7 @@ def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int 
     steps = min(len(rows[0]) // config.global_batch_size, config.steps_per_epoch or len(rows[0]))
     step = epochs_run * steps
     done = _count(old, content, "iters", 2**53) if "iters" in content else moments_step
-    if not told and done not in (None, step):
+    if not given and done not in (None, step):
         raise SnapshotError(
             f"{old} was saved after {done} steps, but {epochs_run} epochs of these flags are {step} ({steps} an epoch): pass "
             f"that run's batch size; if it was saved within an epoch, --epochs-run N goes on from the start of epoch N"
@@ -114,9 +114,9 @@ def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int 
     directory = RunDirectory(config.run_dir, "convert", fresh=config.fresh, most=config.max_shard_size)
     try:
         saved = (directory.snapshot, directory.previous, directory.best, directory.log)
-        there = [path for path in map(in_place, saved) if path.exists()]
-        if there:
-            raise PreflightError(f"--run-dir {config.run_dir} has a run already ({there[0].name}): pass another, or --fresh")
+        existing = [path for path in map(in_place, saved) if path.exists()]
+        if existing:
+            raise PreflightError(f"--run-dir {config.run_dir} has a run already ({existing[0].name}): pass another, or --fresh")
         directory.save(tensors, document | dict(world_size=world_size, versions=versions()))
     finally:
         directory.release()
@@ -138,8 +138,8 @@ def _load(old: Path) -> dict:
         with _memory_for(old.stat().st_size):
             content = torch.load(old, map_location="cpu", weights_only=True)
     except Exception as error:  # there is nothing that a hostile file cannot make the unpickler raise
-        found = re.search(r"GLOBAL ([\w.]{1,80})", str(error))
-        why = f"it holds {found[1]}, which is no plain data" if found else f"{type(error).__name__}: {printable(str(error))}"
+        match = re.search(r"GLOBAL ([\w.]{1,80})", str(error))
+        why = f"it holds {match[1]}, which is no plain data" if match else f"{type(error).__name__}: {printable(str(error))}"
         raise SnapshotError(f"{old} is not a checkpoint that can be read safely ({why})") from error
     named = _dictionary(content)
     if named is None:
@@ -147,11 +147,11 @@ def _load(old: Path) -> dict:
     return named
 
 
-def _dictionary(found: object) -> dict[str, Any] | None:
+def _dictionary(value: object) -> dict[str, Any] | None:
     """Names to values, of a dictionary of any kind: an OrderedDict of a file may have attributes in place of its methods."""
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in dict.keys(found)):
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in dict.keys(value)):
         return None
-    return dict(dict.items(found))
+    return dict(dict.items(value))
 
 
 def _refuse_damaged(archive: zipfile.ZipFile, size: int) -> None:
@@ -188,9 +188,9 @@ def _plain(values: object) -> torch.Tensor | None:
     return tensor if tensor.layout == torch.strided and tensor.is_cpu and not tensor.is_nested else None
 
 
-def _fitted(old: Path, found: object, mine: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _fitted(old: Path, value: object, mine: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """A state_dict's tensors: real numbers in `dtype`, others as they are. Raises SnapshotError that lists what differs."""
-    named = _dictionary(found)
+    named = _dictionary(value)
     if named is None:
         raise SnapshotError(f"{old} holds no parameters by name")
     # DDP's prefix, before all names or none.

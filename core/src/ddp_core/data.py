@@ -167,14 +167,14 @@ def mapped(path: str | Path, dtype: torch.dtype = torch.uint8, name: str = "") -
                 long = head[6] > 1
                 start = (12 if long else 10) + int.from_bytes(head[8 : 12 if long else 10], "little")
                 file.seek(12 if long else 10)
-                facts = ast.literal_eval(file.read(start - file.tell()).decode("latin1"))
-                if facts["fortran_order"]:
+                header = ast.literal_eval(file.read(start - file.tell()).decode("latin1"))
+                if header["fortran_order"]:
                     raise ValueError("it is in Fortran's order")
-                shape, dtype = facts["shape"], NUMPY[facts["descr"]]
+                shape, dtype = header["shape"], NUMPY[header["descr"]]
             elif source.suffix == ".safetensors":
                 length = int.from_bytes(file.read(8), "little")
-                facts = json.loads(file.read(length))[name]
-                shape, dtype, start = facts["shape"], SAFETENSORS[facts["dtype"]], 8 + length + facts["data_offsets"][0]
+                header = json.loads(file.read(length))[name]
+                shape, dtype, start = header["shape"], SAFETENSORS[header["dtype"]], 8 + length + header["data_offsets"][0]
     except (OSError, ValueError, KeyError, SyntaxError, IndexError) as error:
         raise PreflightError(f"{source} cannot be mapped ({type(error).__name__}: {error})") from error
     content = torch.frombuffer(pages, dtype=torch.uint8)[start:] if size else torch.empty(0, dtype=torch.uint8)
@@ -218,10 +218,10 @@ def of_workload(workload: Workload, config) -> tuple[Any, Any]:
     """Training and held-out rows of a workload, in one of the two forms. Raises a Failure that names its file."""
     workload.config = config
     try:
-        found = workload.data(config)
-        if not isinstance(found, tuple | list) or len(found) != 2:
-            raise TypeError(f"data() should return (training rows, held-out rows), and returned {type(found).__name__}")
-        train, held_out = (_known(rows) for rows in found)
+        returned = workload.data(config)
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            raise TypeError(f"data() should return (training rows, held-out rows), and returned {type(returned).__name__}")
+        train, held_out = (_known(rows) for rows in returned)
         if train is None or config.global_batch_size > len(train):
             raise UsageError(
                 f"--global-batch-size {config.global_batch_size} is more than the {len(train or ())} training rows of "

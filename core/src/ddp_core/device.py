@@ -28,9 +28,9 @@ def prepare_device(config: TrainConfig, rank: Rank) -> torch.device:
     """
     _check_environment(config)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    found = accelerator.type if accelerator else "cpu"
-    kind = found if config.device == "auto" else config.device
-    if kind not in ("cpu", found):
+    present = accelerator.type if accelerator else "cpu"
+    kind = present if config.device == "auto" else config.device
+    if kind not in ("cpu", present):
         raise PreflightError(
             f"--device {kind}, but torch {torch.__version__} sees no {kind} device on {socket.gethostname()} ({_masks()}): "
             f"check the job's device request and the torch build, or pass --device cpu"
@@ -187,23 +187,23 @@ def _check_environment(config: TrainConfig) -> None:
 
 def _refuse_absent_interfaces(backend: str) -> None:
     """Raises PreflightError where a variable leaves gloo or nccl no interface of this node."""
-    there = [name for _, name in socket.if_nameindex()]
+    interfaces = [name for _, name in socket.if_nameindex()]
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        if name not in there:
-            raise PreflightError(f"GLOO_SOCKET_IFNAME={name}, but {socket.gethostname()} has {_states(there)}")
+        if name not in interfaces:
+            raise PreflightError(f"GLOO_SOCKET_IFNAME={name}, but {socket.gethostname()} has {_states(interfaces)}")
     wanted = os.environ.get("NCCL_SOCKET_IFNAME", "")
-    if backend == "nccl" and wanted and not matching(wanted, there):
-        raise PreflightError(f"NCCL_SOCKET_IFNAME={wanted} fits no interface: {socket.gethostname()} has {_states(there)}")
+    if backend == "nccl" and wanted and not matching(wanted, interfaces):
+        raise PreflightError(f"NCCL_SOCKET_IFNAME={wanted} fits no interface: {socket.gethostname()} has {_states(interfaces)}")
 
 
-def matching(wanted: str, there: list[str]) -> list[str]:
+def matching(wanted: str, interfaces: list[str]) -> list[str]:
     """What NCCL_SOCKET_IFNAME leaves: a list of beginnings of names; "=" before it: of whole names; "^": of those not to use.
 
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
     """
     names, whole = wanted.lstrip("^=").split(","), wanted.lstrip("^").startswith("=")
-    named = [one for one in there if any(one == name if whole else one.startswith(name) for name in names)]
-    return [one for one in there if one not in named] if wanted.startswith("^") else named
+    named = [one for one in interfaces if any(one == name if whole else one.startswith(name) for name in names)]
+    return [one for one in interfaces if one not in named] if wanted.startswith("^") else named
 
 
 def _states(names: list[str]) -> str:

@@ -2,8 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -27,47 +25,51 @@ def shares_of(trainer) -> tuple[list[list[torch.Tensor]], list[int]]:
     return shards, counted
 
 
-def batches_of(trainer) -> Iterator[Any]:
-    """Of all evaluations, one behind the other: their workers are forked once, here, as those of the training are."""
-    rows = [rows for shard in shares_of(trainer)[0] for rows in shard]
-    stream = trainer.held_out.stream((-1, part) for part in itertools.cycle(rows))
-    return itertools.chain([*itertools.islice(stream, 1)], stream)
+class Evaluation:
+    """The held-out rows: laid out once, and read by the same workers for all evaluations of a run."""
 
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.shards, self.counted = shares_of(trainer)
+        rows = [rows for shard in self.shards for rows in shard]
+        stream = trainer.held_out.stream((-1, part) for part in itertools.cycle(rows))
+        # Its workers are forked once, here, as those of the training are.
+        self.batches = itertools.chain([*itertools.islice(stream, 1)], stream)
 
-@torch.no_grad()
-def evaluate(trainer) -> dict[str, float]:
-    """Collective. Name (eval_loss, eval_loss_<part>, eval_<metric>) to mean. Raises NonFiniteError on all ranks."""
-    workload, config, peers, batches, seen = (trainer.workload, trainer.config, trainer.peers, trainer.held_out, trainer.seen)
-    trainer.model.eval()
-    names = ["loss", *(f"loss_{part}" for part in seen.losses), *seen.metrics]
-    # Means of means would be wrong: sums travel, each with its count.
-    shards, counted = shares_of(trainer)
-    totals = torch.zeros(config.accumulate, 2 * len(names) + 1, dtype=torch.float64, device=trainer.device)
-    for number, shard in enumerate(shards):
-        for place, rows in enumerate(shard):
-            batch = next(trainer.held_out_batches)
-            part = peers.rank + peers.world_size * number
-            seed_generators(trainer.device, EVALUATION, config.seed, part, place, others=seen.others)
-            with trainer.autocast():
-                outputs = outputs_of(workload, trainer.model, batch)
-                loss, metrics = workload.loss(outputs, batch), workload.metrics(outputs, batch)
-            refuse_other_names(workload, metrics, seen.metrics)
-            if place < counted[number]:
-                losses = parts_of(loss, seen.losses, workload)
-                totals[number] += _sums(losses, [metrics[name] for name in seen.metrics], len(rows)).to(trainer.device)
-    sums, counts, count = peers.reduce(tree_sum(totals).cpu())[0].split([len(names), len(names), 1])
-    assert int(count) == len(batches), (count, len(batches))
-    means = [total / (own or count.item()) for total, own in zip(sums.tolist(), counts.tolist(), strict=True)]
-    results = {f"eval_{name}": mean for name, mean in zip(names, means, strict=True)}
-    if not all(map(math.isfinite, [*means, *counts.tolist()])):
-        fix = f"lower --lr {config.lr:g}, or see the held-out rows"
-        if math.isfinite(results["eval_loss"]):
-            fix = "the loss is: see metrics(), which may give (sum, count) of the rows that have one"
-        raise NonFiniteError(
-            f"held-out results are not finite after step {trainer.step} ({results}): no snapshot was written; {fix}",
-            everywhere=True,
-        )
-    return results
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Collective. Name (eval_loss, eval_loss_<part>, eval_<metric>) to mean. Raises NonFiniteError on all ranks."""
+        trainer = self.trainer
+        workload, config, peers, seen = trainer.workload, trainer.config, trainer.peers, trainer.seen
+        trainer.model.eval()
+        names = ["loss", *(f"loss_{part}" for part in seen.losses), *seen.metrics]
+        # Means of means would be wrong: sums travel, each with its count.
+        totals = torch.zeros(config.accumulate, 2 * len(names) + 1, dtype=torch.float64, device=trainer.device)
+        for number, shard in enumerate(self.shards):
+            for place, rows in enumerate(shard):
+                batch = next(self.batches)
+                part = peers.rank + peers.world_size * number
+                seed_generators(trainer.device, EVALUATION, config.seed, part, place, others=seen.others)
+                with trainer.autocast():
+                    outputs = outputs_of(workload, trainer.model, batch)
+                    loss, metrics = workload.loss(outputs, batch), workload.metrics(outputs, batch)
+                refuse_other_names(workload, metrics, seen.metrics)
+                if place < self.counted[number]:
+                    losses = parts_of(loss, seen.losses, workload)
+                    totals[number] += _sums(losses, [metrics[name] for name in seen.metrics], len(rows)).to(trainer.device)
+        sums, counts, count = peers.reduce(tree_sum(totals).cpu())[0].split([len(names), len(names), 1])
+        assert int(count) == len(trainer.held_out), (count, len(trainer.held_out))
+        means = [total / (own or count.item()) for total, own in zip(sums.tolist(), counts.tolist(), strict=True)]
+        results = {f"eval_{name}": mean for name, mean in zip(names, means, strict=True)}
+        if not all(map(math.isfinite, [*means, *counts.tolist()])):
+            fix = f"lower --lr {config.lr:g}, or see the held-out rows"
+            if math.isfinite(results["eval_loss"]):
+                fix = "the loss is: see metrics(), which may give (sum, count) of the rows that have one"
+            raise NonFiniteError(
+                f"held-out results are not finite after step {trainer.step} ({results}): no snapshot was written; {fix}",
+                everywhere=True,
+            )
+        return results
 
 
 def _sums(losses: list[torch.Tensor], metrics: list, rows: int) -> torch.Tensor:

@@ -11,15 +11,16 @@ https://huggingface.co/docs/transformers/big_models
 import json
 import math
 import re
-import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddp_core.errors import printable
 
 MOST_HEADER = 2**25  # bytes: of 300,000 epochs and a thousand tensors; reading one takes 30 times its size
+BYTES = dict(F64=8, F32=4, F16=2, BF16=2, BOOL=1, I64=8, I32=4, I16=2, I8=1, U8=1)  # of one number
 LIKE_OURS = re.compile(r"\w+-\d+-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors")
 
 
@@ -47,8 +48,8 @@ def in_place(path: Path) -> Path:
 
     Both are there after a kill between the commit of one and the removal of the other. Then it is the one that is further.
     """
-    there = [form for form in (path, index_of(path)) if form.exists()]
-    return max(there, key=_step) if len(there) > 1 else (there or [path])[0]
+    forms = [form for form in (path, index_of(path)) if form.exists()]
+    return max(forms, key=_step) if len(forms) > 1 else (forms or [path])[0]
 
 
 def in_form_of(other: Path, name: Path) -> Path:
@@ -86,6 +87,45 @@ def refuse_unreadable(path: Path) -> None:
             raise ValueError(f"its header should have {size} bytes, more than {MOST_HEADER}")
 
 
+@dataclass(frozen=True)
+class Entry:
+    """Of a tensor, what its file's header says."""
+
+    dtype: str  # safetensors' name of it
+    shape: tuple[int, ...]
+    start: int  # in the file
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def header_of(path: Path) -> tuple[dict[str, Entry], dict]:
+    """Tensors and metadata of one file. Not by safetensors, which maps all of the file: `ulimit -v` counts that.
+
+    Raises ValueError, KeyError or TypeError unless the tensors fill the file, one behind the other.
+    """
+    refuse_unreadable(path)
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    metadata, place, entries = header.pop("__metadata__", {}), 0, {}
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        start, end = entry["data_offsets"]
+        shape = tuple(entry["shape"])
+        if (
+            start != place
+            or any(type(n) is not int or n < 0 for n in shape)
+            or math.prod(max(n, 1) for n in shape) >= 2**60
+            or end - start != math.prod(shape) * BYTES[entry["dtype"]]
+        ):
+            raise ValueError(f"{printable(name)} has a place or a size that cannot be")
+        entries[name], place = Entry(entry["dtype"], shape, 8 + size + start, end - start), end
+    if path.stat().st_size != 8 + size + place:
+        raise ValueError(f"it has {path.stat().st_size} bytes, and its header tells of {8 + size + place}")
+    return entries, metadata
+
+
 def document_in(metadata: dict | None) -> dict:
     """Of a file's metadata. Raises ValueError."""
     metadata = metadata or {}
@@ -106,27 +146,24 @@ def assemble(index: Path, parts_of: Callable[[Path], dict[str, Any]]) -> tuple[d
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ValueError(f"{printable(tensor)} should be in {printable(name)}, which is no file beside it")
         names.setdefault(name, set()).add(tensor)
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for name, expected in names.items():
-        refuse_unreadable(index.with_name(name))
         parts = parts_of(index.with_name(name))
         if wrong := sorted(parts.keys() ^ expected):
             raise ValueError(f"{printable(wrong[0])} is in the index or in {printable(name)}, not in both")
-        found |= parts
-    total = sum(part.nbytes for part in found.values())
+        tensors |= parts
+    total = sum(part.nbytes for part in tensors.values())
     if read["metadata"]["total_size"] != total:
         raise ValueError(f"its tensors have {total} bytes, and it tells of {printable(read['metadata']['total_size'])}")
-    return found, read["metadata"]["ddp_core"]
+    return tensors, read["metadata"]["ddp_core"]
 
 
 def _step(path: Path) -> float:
     """What cannot be read is further than all: it is not passed over in silence."""
     try:
-        refuse_unreadable(path)
-        with open(path, "rb") as file:
-            if is_index(path):
-                return int(json.load(file)["metadata"]["ddp_core"]["step"])
-            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-            return int(document_in(header["__metadata__"])["step"])
-    except (ArithmeticError, OSError, LookupError, RecursionError, TypeError, ValueError, struct.error):
+        if is_index(path):
+            refuse_unreadable(path)
+            return int(json.loads(path.read_bytes())["metadata"]["ddp_core"]["step"])
+        return int(document_in(header_of(path)[1])["step"])
+    except (ArithmeticError, AttributeError, OSError, LookupError, RecursionError, TypeError, ValueError):
         return math.inf

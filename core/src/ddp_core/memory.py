@@ -28,7 +28,7 @@ def available() -> int:
 
 def _of_groups() -> list[int]:
     """What is left in each cgroup that this process is in, up to the first."""
-    found = []
+    rooms = []
     with suppress(OSError):
         for line in MEMBER.read_text().splitlines():
             _, controllers, name = line.split(":", 2)
@@ -42,15 +42,15 @@ def _of_groups() -> list[int]:
                 for most, taken, given_up in FILES:
                     with suppress(OSError, ValueError):  # there is no limit, or a container does not see it
                         room = int((folder / most).read_text()) - int((folder / taken).read_text())
-                        found.append(room + _numbers(folder / "memory.stat").get(given_up, 0))
-    return found
+                        rooms.append(room + _numbers(folder / "memory.stat").get(given_up, 0))
+    return rooms
 
 
 def _numbers(path: Path) -> dict[str, int]:
     """Of lines such as `VmRSS:  1234 kB` or `inactive_file 5678`, in bytes."""
-    found = {}
+    numbers = {}
     for line in path.read_text().splitlines():
         name, *rest = line.replace(":", " ").split()
         if rest and rest[0].isdigit():
-            found[name] = int(rest[0]) * (1024 if rest[1:] == ["kB"] else 1)
-    return found
+            numbers[name] = int(rest[0]) * (1024 if rest[1:] == ["kB"] else 1)
+    return numbers

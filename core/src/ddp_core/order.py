@@ -146,3 +146,9 @@ def seed_others(seed: int) -> None:
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+def seed_everything(seed: int) -> None:
+    """Python's, NumPy's and torch's generators, before a workload makes its data and its model."""
+    torch.manual_seed(seed)
+    seed_others(seed)

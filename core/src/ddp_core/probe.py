@@ -111,8 +111,8 @@ class _Trial:
             return
         self.rows, *self.alone, again = self.batches.few([*places, 0], [*groups, [self.count]])
         numbers: list[list[torch.Tensor]] = [[], []]
-        for found, batch in zip(numbers, (self.alone[0], again), strict=True):
-            converted(batch, lambda tensor, found=found: found.append(tensor.nan_to_num()), self.batches.device)
+        for values, batch in zip(numbers, (self.alone[0], again), strict=True):
+            converted(batch, lambda tensor, values=values: values.append(tensor.nan_to_num()), self.batches.device)
         if not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*numbers, strict=False)):
             self.notes.append(ROWS_NOT_REPEATED)
 
@@ -123,11 +123,11 @@ class _Trial:
         at_once = self.config.global_batch_size // ranks // self.config.accumulate
         places = [*range(min(MANY, max(self.count, at_once), len(self.batches)))]
         batches = self.batches.few(places, [places, *([place] for place in places)]) if metrics else self.alone
-        found = [self.workload.metrics(self.outcome(batch, 0)[0], batch) for batch in batches]
-        for other in found:
+        results = [self.workload.metrics(self.outcome(batch, 0)[0], batch) for batch in batches]
+        for other in results:
             refuse_other_names(self.workload, other, metrics)
         for name in [name for name, value in metrics.items() if not isinstance(value, tuple)]:
-            together, *alone = (float(other[name]) for other in found)
+            together, *alone = (float(other[name]) for other in results)
             rows = sum(alone)
             near = 1e-3 * abs(rows)
             if abs(together - rows / len(alone)) <= near < abs(together - rows):
@@ -204,13 +204,13 @@ def kept_by(workload: Workload, model: nn.Module) -> dict[str, list]:
     was written.
     """
     of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    found = {}
+    kept = {}
     for name, value in vars(workload).items():
         parts = tree_leaves([*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else value)
         tensors = [part for part in parts if isinstance(part, torch.Tensor) and id(part) not in of_model]
         numbers = [part for part in parts if isinstance(part, bool | int | float)]
-        found[name] = [*numbers, *((tensor.data_ptr(), tensor._version) for tensor in tensors)]
-    return found
+        kept[name] = [*numbers, *((tensor.data_ptr(), tensor._version) for tensor in tensors)]
+    return kept
 
 
 def _total(workload: Workload, loss: Any) -> tuple[tuple[str, ...], torch.Tensor]:

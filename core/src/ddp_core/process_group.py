@@ -103,14 +103,19 @@ class Peers:
         failure.agreed = True
         raise failure
 
-    def together(self, act: Callable) -> None:
-        """Every rank acts; where one fails, all do."""
-        failure = None
-        try:
-            act()
-        except Failure as error:
-            failure = error
+    def together(self, act: Callable | None, failure: Failure | None = None) -> Any:
+        """Collective. Every rank that has something to do does it, unless it has failed before; where one fails, all do.
+
+        Returns what this rank's act returned.
+        """
+        result = None
+        if act and not failure:
+            try:
+                result = act()
+            except Failure as error:
+                failure = error
         self.agree(failure)
+        return result
 
     def broadcast(self, value):
         """Rank 0's value (as JSON), returned on all ranks."""
@@ -176,13 +181,13 @@ class Peers:
             at = [f"rank {named(ranks)} in {line}" for line, ranks in places.items()]
             fix = "; ".join([*at[:3], ALIKE])
         # Without rank 0 one rank a node speaks.
-        tells = self.local_rank == 0 or self.rank == 1 if missing == [0] else self.rank == 0
+        prints = self.local_rank == 0 or self.rank == 1 if missing == [0] else self.rank == 0
         if code:
             line = f"rank {named(missing)} failed {when}: see its line; what was saved is whole"
-            return failure_with(code, line, everywhere=not tells or missing == [0])
+            return failure_with(code, line, everywhere=not prints or missing == [0])
         return PeerLostError(
             f"{who} {when} ({_first_line(error)}): {fix}; what was saved is whole",
-            everywhere=not tells,
+            everywhere=not prints,
         )
 
     def _call_the_roll(self, place: str) -> tuple[list[int], int, dict[str, list[int]]]:

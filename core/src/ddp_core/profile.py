@@ -1,22 +1,19 @@
 """--profile N: what N steps of rank 0 spend their time on, as run-dir/trace.json.gz, which https://ui.perfetto.dev opens.
 
-Named there are data, forward, backward, communication, optimizer and snapshot; the sums that DistributedDataParallel starts
-during backward are communication, too. A snapshot is saved after the last of the steps, so that the trace has one.
+Named there are data, forward, backward, communication, optimizer and snapshot; sums that DistributedDataParallel starts during
+backward have torch's names (gloo:, nccl:, xccl:). A snapshot is saved after the last of the steps, so that the trace has one.
 """
 
-import gzip
-import json
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ddp_core.errors import StorageError
+from ddp_core.errors import StorageError, fix_of
 from ddp_core.record import Record
 
 WARM_UP = 5  # steps: the first ones allocate memory, and choose kernels
 NOTHING: AbstractContextManager = nullcontext()
-SUMS = ("gloo:", "nccl:", "xccl:")  # what torch calls them
 
 
 class Profile:
@@ -57,18 +54,7 @@ class Profile:
         trace, self.trace = self.trace, None
         trace.stop()
         try:
-            self._write(trace, self.path)
+            trace.export_chrome_trace(str(self.path))  # packed, as its name says
             self.record.say(profile=self.path, open_it_at="https://ui.perfetto.dev")
         except OSError as error:
-            self.record.failure = StorageError(f"{self.path}: {error.strerror}: free space, or leave --profile out")
-
-    def _write(self, trace: Any, path: Path) -> None:
-        plain = path.with_name(f".{path.name}.tmp")
-        trace.export_chrome_trace(str(plain))
-        content = json.loads(plain.read_text())
-        for event in content["traceEvents"]:
-            if event.get("name", "").startswith(SUMS):
-                event["name"] = f"communication: {event['name']}"
-        with gzip.open(path, "wt") as file:
-            json.dump(content, file)
-        plain.unlink()
+            self.record.failure = StorageError(f"{self.path}: {error.strerror}: {fix_of(error)}, or leave --profile out")

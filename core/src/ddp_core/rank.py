@@ -85,8 +85,8 @@ class Rank:
         check(0 < len(self.job_id) <= 256 and self.job_id.isprintable(), "this job's own name", "job_id")
         check(self.restart >= 0, "0 or more", "restart")
         if 0 < len(self.secret) < SHORTEST_SECRET:  # not by _check, which prints the value
-            told = f"{len(self.secret)} characters, but should have {SHORTEST_SECRET} or more"
-            raise PreflightError(f"the job's secret (DDP_SECRET) has {told}: openssl rand -hex 32 makes one")
+            given = f"{len(self.secret)} characters, but should have {SHORTEST_SECRET} or more"
+            raise PreflightError(f"the job's secret (DDP_SECRET) has {given}: openssl rand -hex 32 makes one")
         reachable = one_node or not _is_loopback(self.master_addr)
         check(reachable, "an address of the first node that the others reach", "master_addr", "world_size", "local_world_size")
 

@@ -254,14 +254,14 @@ class Rendezvous:
         """Fail for a reason that rank 0 cannot see; it prints it, unless it had its ranks together before."""
         self.store.set("objection", message)
         try:
-            told = "error" in self._document(self._get("verdict"), "verdict", "well")
+            failed = "error" in self._document(self._get("verdict"), "verdict", "well")
             for key in heard:
                 self.store.set(key, "")
-            if told:
+            if failed:
                 self._get("farewell")
         except (RendezvousError, RuntimeError):
-            told = True  # rank 0 has left already: the job had failed
-        raise RendezvousError(message, everywhere=told)
+            failed = True  # rank 0 has left already: the job had failed
+        raise RendezvousError(message, everywhere=failed)
 
     def _document(self, text: bytes, key: str, *names: str) -> dict:
         """A rank's words: these names, or an error. Without a secret anybody can sign."""

@@ -119,7 +119,7 @@ def _train(rank: Rank, job: "_Job") -> int:
             job.device = prepare_device(job.config, rank)
             row = describe(job.config, rank, job.device)
             facts |= program(job.device) | job.prepare()
-            row |= staging.told()
+            row |= staging.note()
         except Failure as error:
             failure = error
         except Exception as error:
@@ -173,7 +173,7 @@ class _Job:
         self.record = Record(began, config.log_seconds)
         self.device: Any = None
         self.directory: Any = None
-        self.found: Any = None
+        self.loaded: Any = None
         self.trainer: Any = None
         self.ranks: list[dict] = []
 
@@ -182,8 +182,8 @@ class _Job:
         from torch.distributed import is_initialized
 
         from ddp_core import data
+        from ddp_core.order import seed_everything
         from ddp_core.run_directory import RunDirectory
-        from ddp_core.trainer import seed_everything
 
         config, first = self.config, self.rank.restart == 0
         seed_everything(config.seed)
@@ -198,7 +198,7 @@ class _Job:
         if self.rank.rank == 0:
             fresh, new = config.fresh and first, config.new_run_dir and first
             self.directory = RunDirectory(config.run_dir, self.rank.job_id, fresh, new, self.stop, config.max_shard_size)
-            self.found = self.directory.load(config.sharding != "none", self.rank.restart)
+            self.loaded = self.directory.load(config.sharding != "none", self.rank.restart)
             self.record.open(self.directory.log, self.directory.lost)
         return dict(training_rows=lengths[0], held_out_rows=lengths[1], data=self.fingerprint)
 
@@ -211,8 +211,8 @@ class _Job:
 
         record, parts = self.record, (self.directory, self.record, self.stop, self.reduction)
         self.trainer = trainer = Trainer(self.workload, self.config, peers, self.device, self.rows, self.fingerprint, *parts)
-        trainer.restore(self.found)
-        self.found = None  # as large as the state
+        trainer.restore(self.loaded)
+        self.loaded = None  # as large as the state
         trainer.ranks = self.ranks
         record.lap("model")
         names = ("data", "training_rows", "held_out_rows", "workload_file")

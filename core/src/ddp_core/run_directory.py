@@ -57,19 +57,19 @@ class RunDirectory:
 
         lazily: see snapshot.read. restart: of the job; PreflightError where the two before it saved nothing.
         """
-        state, told = self._found(lazily), self._on_record()
-        if state is None and told:
+        state, recorded = self._found(lazily), self._on_record()
+        if state is None and recorded:
             raise SnapshotError(
-                f"{self.log} tells of a snapshot at step {told}, and {self.snapshot} is not there: restore a copy, or pass "
+                f"{self.log} tells of a snapshot at step {recorded}, and {self.snapshot} is not there: restore a copy, or pass "
                 f"--fresh to start again"
             )
-        if state and in_place(self.snapshot).exists() and not self._fell_back and _is_before(state, told):
+        if state and in_place(self.snapshot).exists() and not self._fell_back and _is_before(state, recorded):
             self._wait_for_another()
             state = self._found(lazily)
-            if state and _is_before(state, told):
+            if state and _is_before(state, recorded):
                 step = state[1]["step"]
                 again = f"the one that is there is of step {step}, and what follows is trained again"
-                print(f"warning: {self.log} tells of a snapshot at step {told}: {again}", flush=True)
+                print(f"warning: {self.log} tells of a snapshot at step {recorded}: {again}", flush=True)
         self._check_progress(restart, state[1].get("step") if state else 0)
         return state
 
@@ -193,10 +193,10 @@ class RunDirectory:
 
 def _number(name: str, line: bytes) -> int | None:
     """Of a line of run.jsonl, which may be anybody's text."""
-    found = re.search(rf'"{name}":(\d{{1,18}})'.encode(), line)
-    return int(found[1]) if found else None
+    match = re.search(rf'"{name}":(\d{{1,18}})'.encode(), line)
+    return int(match[1]) if match else None
 
 
-def _is_before(state: tuple[dict[str, torch.Tensor], dict], told: str) -> bool:
+def _is_before(state: tuple[dict[str, torch.Tensor], dict], recorded: str) -> bool:
     step = state[1].get("step")
-    return told.isdecimal() and isinstance(step, int) and step < int(told)
+    return recorded.isdecimal() and isinstance(step, int) and step < int(recorded)

@@ -38,13 +38,14 @@ class RunLock:
     def release(self) -> None:
         """Give the lock up, unless it is another's by now."""
         self._released.set()
-        if self._is_mine():
-            self.path.unlink(missing_ok=True)
+        with suppress(OSError, StorageError):
+            if self._is_mine():
+                self.path.unlink(missing_ok=True)
 
     def check(self) -> None:
         """Before a snapshot is written, and before it has its name. Raises StorageError when another job has taken the lock."""
         try:
-            self.lost = self.lost or _text(self.path) != self.content
+            self.lost = self.lost or not self._is_mine()
         except OSError as error:
             raise StorageError(f"{self.path}: {error.strerror}: {fix_of(error)}") from error
         if self.lost:
@@ -55,14 +56,12 @@ class RunLock:
         return StorageError(f"{self.path} is {owner}'s now: this job stood still for too long, and writes no more")
 
     def _is_mine(self) -> bool:
-        with suppress(OSError, StorageError):
-            return _text(self.path) == self.content
-        return False
+        return _text(self.path) == self.content
 
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT):
-            with suppress(OSError):  # a file system that is away for a moment: the next beat tries again
-                if _text(self.path) != self.content:  # also after this process was frozen: the wait is over at once
+            with suppress(OSError, StorageError):  # a file system that is away for a moment: the next beat tries again
+                if not self._is_mine():  # also after this process was frozen: the wait is over at once
                     self.lost = True
                     return
                 os.utime(self.path)
@@ -116,13 +115,13 @@ class RunLock:
         local = all(owner.get(key) == self.me[key] for key in ("host", "pids")) and isinstance(owner.get("pid"), int)
         if local and _runs(owner):
             raise in_use
-        beat, began, told = _beat_of(path), time.monotonic(), False
+        beat, began, warned = _beat_of(path), time.monotonic(), False
         # Clocks of file servers can be behind or ahead: what was seen silent for so long is dead, whatever its time says.
         silent = min(6 * HEARTBEAT, max(0.0, 6 * HEARTBEAT - (self._now() - (beat or 0))))
         while not local and (missing := silent - (time.monotonic() - began)) > 0:
-            if not told:
+            if not warned:
                 print(f"warning: {name} may still write into {self.path.parent}: looking for {missing:.0f} s", flush=True)
-                told = True
+                warned = True
             time.sleep(min(missing, HEARTBEAT / 20))
             if self.stop:
                 raise StoppedError(f"{self.stop.reason} before the first step: the run is as it was, submit again")

@@ -27,13 +27,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ddp_core.errors import Failure, UsageError, WorkloadError
+from ddp_core.build import refuse_other_modules
+from ddp_core.errors import UsageError, WorkloadError
+from ddp_core.order import seed_everything
 from ddp_core.process_group import Peers
 from ddp_core.reduction import Reduction
 from ddp_core.rehearsal import rehearse
 from ddp_core.snapshot import Draft, Stored, drafts_of, in_order, put, refuse_unknown_dtypes
 from ddp_core.state import State, local, of_model
-from ddp_core.trainer import refuse_other_modules, seed_everything
 from ddp_core.workload import Workload, blame
 
 IN_TURN = (
@@ -90,15 +91,14 @@ def build(workload: Workload, config, peers: Peers, device: torch.device, dtype:
                 model = _whole(workload, config, dtype)
                 deque(_shard(workload, config, model, mesh, device), 0)
 
-    def on_rank_0() -> None:
-        if peers.rank == 0:
-            with _blaming(workload):
-                numbers.update(_numbers(_whole(workload, config, dtype)))
+    def make_numbers() -> None:
+        with _blaming(workload):
+            numbers.update(_numbers(_whole(workload, config, dtype)))
 
     if in_turn := model is None:
         for turn in range(int(peers.reduce(most=torch.tensor([peers.local_world_size], dtype=torch.float64))[1])):
             peers.together(partial(in_its_turn, turn))
-    peers.together(on_rank_0)
+    peers.together(make_numbers if peers.rank == 0 else None)
     dealt: set[str] = set()
     for _ in [model] if in_turn else _shard(workload, config, model.to(dtype), mesh, device):
         for name, tensor in _numbers(model).items():
@@ -282,12 +282,12 @@ class Writers:
     def lead(self, drafts: list[Draft]) -> dict[str, int]:
         """Rank 0's part: put_drafts of snapshot.write(). Raises the OSError that any rank has met."""
         self.peers.broadcast([str(draft.path) for draft in drafts])
-        found, count = self._put(drafts), len(drafts)
+        results, count = self._put(drafts), len(drafts)
         for n, rank in enumerate(self._deal(count)):
-            if found[n]:
+            if results[n]:
                 host = self.trainer.ranks[rank]["host"]
-                raise OSError(found[n], f"file {n + 1} of {count}, by rank {rank} on {host}: {os.strerror(found[n])}")
-        return {name: found[name] for name in self.tensors}
+                raise OSError(results[n], f"file {n + 1} of {count}, by rank {rank} on {host}: {os.strerror(results[n])}")
+        return {name: results[name] for name in self.tensors}
 
     def follow(self) -> None:
         """All other ranks' part, until rank 0 has no more drafts."""
@@ -319,9 +319,9 @@ class Writers:
             finally:
                 waiting.put(None)
         keys = [*self.tensors, *range(len(drafts))]
-        found = torch.tensor([put_down.result().get(key, 0) for key in keys], dtype=torch.float64)
-        _, found = self.peers.reduce(most=found)
-        return dict(zip(keys, found.long().tolist(), strict=True))
+        results = torch.tensor([put_down.result().get(key, 0) for key in keys], dtype=torch.float64)
+        _, results = self.peers.reduce(most=results)
+        return dict(zip(keys, results.long().tolist(), strict=True))
 
     def _put_mine(self, drafts: dict[int, Draft], numbers: Iterator[tuple[str, torch.Tensor]]) -> dict:
         """This rank's files, one after the other."""
@@ -331,17 +331,17 @@ class Writers:
             assert name == expected
             return whole
 
-        found: dict = {}
+        results: dict = {}
         try:
             for n, draft in drafts.items():
-                found[n] = 0
+                results[n] = 0
                 rehearse("save", self.trainer.step)
-                found |= put(draft, gathered=gathered)
+                results |= put(draft, gathered=gathered)
         except OSError as error:
-            found[n] = error.errno or errno.EIO
+            results[n] = error.errno or errno.EIO
         finally:
             deque(numbers, 0)  # a queue that stays full would hold up this rank's gathering, and all others wait for it
-        return found
+        return results
 
     def _whole(self, name: str) -> torch.Tensor:
         tensor: Any = self.tensors[name]
@@ -359,26 +359,21 @@ class ShardedState(State):
         self.device = device
 
     def save(self, write: Callable, trainer: Any) -> None:
-        writers, failure = Writers(self.tensors(), trainer), None
-        if trainer.peers.rank == 0:
+        peers, writers = trainer.peers, Writers(self.tensors(), trainer)
+
+        def lead() -> None:
             try:
                 write(self.tensors(), writers.lead)
-            except Failure as error:
-                failure = error
-            trainer.peers.broadcast(None)
-        else:
-            writers.follow()
-        trainer.on_rank_0(lambda: _raise(failure))
+            finally:
+                peers.broadcast(None)  # what followers wait for
+
+        peers.together(lead if peers.rank == 0 else writers.follow)
+        peers.agree(trainer.record.failure)
 
     def send(self, tensors: dict[str, Any], resuming: bool, peers: Peers) -> None:
         for name, tensor in self.tensors().items() if resuming else ():  # a new model's numbers are where they belong
             numbers = tensors.get(name)
             deal(numbers.load() if isinstance(numbers, Stored) else numbers, tensor, peers, self.device)
-
-
-def _raise(failure: Failure | None) -> None:
-    if failure:
-        raise failure
 
 
 def hang_up(store_port: int) -> None:

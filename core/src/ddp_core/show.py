@@ -6,10 +6,7 @@ python -m ddp_core.snapshot diff FILE FILE   which tensors differ, and by how mu
 """
 
 import itertools
-import json
-import math
 import mmap
-import struct
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -20,9 +17,8 @@ from pathlib import Path
 
 from ddp_core.config import Parser
 from ddp_core.errors import ExitCode, Failure, SnapshotError, UsageError, printable
-from ddp_core.files import as_json, assemble, document_in, in_place, is_index, refuse_unreadable
+from ddp_core.files import Entry, as_json, assemble, document_in, header_of, in_place, is_index
 
-BYTES = dict(F64=8, F32=4, F16=2, BF16=2, BOOL=1, I64=8, I32=4, I16=2, I8=1, U8=1)  # of one number
 PART = 2**22  # numbers that diff compares at once
 
 
@@ -66,9 +62,9 @@ def _tried(act: Callable[[Path], None], path: Path) -> int:
 
 def refuse_damaged(path: Path, sums: dict[str, int], document: dict) -> None:
     """sums: the checksum of each tensor. Raises SnapshotError that names those which are not as they were written."""
-    found = sums | {"the document": zlib.crc32(as_json({n: value for n, value in document.items() if n != "document_crc32"}))}
+    read = sums | {"the document": zlib.crc32(as_json({n: value for n, value in document.items() if n != "document_crc32"}))}
     written = document["crc32"] | {"the document": document["document_crc32"]}
-    if broken := sorted(name for name in found.keys() | written.keys() if found.get(name) != written.get(name)):
+    if broken := sorted(name for name in read.keys() | written.keys() if read.get(name) != written.get(name)):
         raise SnapshotError(f"{path} is damaged: the checksum of {printable(', '.join(broken))} differs")
 
 
@@ -76,7 +72,7 @@ def refuse_damaged(path: Path, sums: dict[str, int], document: dict) -> None:
 class Part:
     """A tensor: what the header says of it, and its bytes."""
 
-    entry: dict
+    entry: Entry
     bytes: memoryview
 
     @property
@@ -93,7 +89,6 @@ def opened(path: Path) -> Iterator[tuple[dict[str, Part], dict]]:
             if is_index(path):
                 parts, document = assemble(path, lambda file: files.enter_context(_mapped(file))[0])
             else:
-                refuse_unreadable(path)
                 parts, metadata = files.enter_context(_mapped(path))
                 document = document_in(metadata)
             yield parts, document
@@ -106,29 +101,14 @@ def opened(path: Path) -> Iterator[tuple[dict[str, Part], dict]]:
 @contextmanager
 def _mapped(path: Path) -> Iterator[tuple[dict[str, Part], dict]]:
     """The tensors of one file, and its metadata."""
-    with open(path, "rb") as file:
-        size = file.seek(0, 2)
-        if size < 8:
-            raise ValueError(f"it has {size} bytes")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw, memoryview(raw) as view:
-            start = 8 + struct.unpack("<Q", raw[:8])[0]
-            if start > size:
-                raise ValueError(f"its header should end at byte {start}, and the file ends at {size}")
-            entries = json.loads(raw[8:start])
-            metadata = entries.pop("__metadata__", None)
-            for name, entry in entries.items():
-                first, end = entry["data_offsets"]
-                if end - first != math.prod(entry["shape"]) * BYTES[entry["dtype"]]:
-                    raise ValueError(f"{name} has {end - first} bytes for {entry['dtype']} {entry['shape']}")
-            ends = [start + entry["data_offsets"][1] for entry in entries.values()]
-            if max([start, *ends]) != size:
-                raise ValueError(f"its tensors should end at byte {max([start, *ends])}, and the file ends at {size}")
-            parts = {name: Part(entry, view[start:][slice(*entry["data_offsets"])]) for name, entry in entries.items()}
-            try:
-                yield parts, metadata
-            finally:
-                for part in parts.values():
-                    part.bytes.release()
+    entries, metadata = header_of(path)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw, memoryview(raw) as view:
+        parts = {name: Part(entry, view[entry.start : entry.start + entry.nbytes]) for name, entry in entries.items()}
+        try:
+            yield parts, metadata
+        finally:
+            for part in parts.values():
+                part.bytes.release()
 
 
 # ---- show -----------------------------------------------------------------------------------------------------------
@@ -155,7 +135,7 @@ def _lines(path: Path, parts: dict[str, Part], document: dict) -> Iterator[str]:
     yield f"  {len(parts)} tensors, {size / 1e6:.3f} MB"
     width = max(map(len, parts), default=0)
     for name in sorted(parts):
-        yield f"    {name:<{width}}  {parts[name].entry['dtype']:<4}  {parts[name].entry['shape']}"
+        yield f"    {name:<{width}}  {parts[name].entry.dtype:<4}  {[*parts[name].entry.shape]}"
 
 
 # ---- verify ---------------------------------------------------------------------------------------------------------
@@ -178,19 +158,18 @@ def diff(one: Path, other: Path) -> int:
     """Prints what differs; 1 where something does. Raises SnapshotError on a damaged file: its numbers say nothing."""
     for path in (one, other):
         verify(path)
-    found = []
+    differences = []
     with opened(one) as (mine, document), opened(other) as (theirs, another):
         for name in sorted((document.keys() | another.keys()) - {"crc32", "document_crc32"}):
-            found += _differing(name, document.get(name), another.get(name))
+            differences += _differing(name, document.get(name), another.get(name))
         for name in sorted(mine.keys() | theirs.keys()):
-            entries = [side[name].entry if name in side else {} for side in (mine, theirs)]
-            kinds = [f"{entry['dtype']} {entry['shape']}" if entry else "missing" for entry in entries]
+            kinds = [str(side[name].entry) if name in side else "missing" for side in (mine, theirs)]
             if kinds[0] != kinds[1]:
-                found.append(f"{name}: {kinds[0]} and {kinds[1]}")
+                differences.append(f"{name}: {kinds[0]} and {kinds[1]}")
             elif mine[name].bytes != theirs[name].bytes:
-                found.append(f"{name}: {_distance(entries[0]['dtype'], mine[name].bytes, theirs[name].bytes)}")
-    print("\n".join(printable(line, 1000) for line in found) or "they hold the same")
-    return 1 if found else 0
+                differences.append(f"{name}: {_distance(mine[name].entry.dtype, mine[name].bytes, theirs[name].bytes)}")
+    print("\n".join(printable(line, 1000) for line in differences) or "they hold the same")
+    return 1 if differences else 0
 
 
 def _differing(name: str, one: object, other: object) -> list[str]:

@@ -19,7 +19,6 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds and 
 import ctypes
 import errno
 import fcntl
-import json
 import math
 import os
 import shutil
@@ -45,6 +44,7 @@ from ddp_core.files import (
     as_json,
     assemble,
     document_in,
+    header_of,
     in_place,
     index_of,
     is_index,
@@ -339,29 +339,10 @@ class Stored:
 
 
 def _stored(path: Path) -> tuple[dict[str, Stored], dict]:
-    """Tensors and metadata by the file's own header. Not by safetensors, which maps all of the file: `ulimit -v` counts that.
-
-    Raises ValueError, KeyError or TypeError unless the tensors fill the file, one behind the other.
-    """
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    metadata, place, found = header.pop("__metadata__", {}), 0, {}
+    """Tensors and metadata of one file."""
+    entries, metadata = header_of(path)
     dtypes = {text: dtype for dtype, text in DTYPES.items()}
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        start, end = entry["data_offsets"]
-        dtype, shape = dtypes[entry["dtype"]], tuple(entry["shape"])
-        if (
-            start != place
-            or any(type(n) is not int or n < 0 for n in shape)
-            or math.prod(max(n, 1) for n in shape) >= 2**60
-            or end - start != math.prod(shape) * dtype.itemsize
-        ):
-            raise ValueError(f"{printable(name)} has a place or a size that cannot be")
-        found[name], place = Stored(path, dtype, shape, 8 + size + start, end - start), end
-    if path.stat().st_size != 8 + size + place:
-        raise ValueError(f"it has {path.stat().st_size} bytes, and its header tells of {8 + size + place}")
-    return found, metadata
+    return {name: Stored(path, dtypes[e.dtype], e.shape, e.start, e.nbytes) for name, e in entries.items()}, metadata
 
 
 def read(path: Path, lazily: bool = False) -> tuple[dict[str, Any], dict]:

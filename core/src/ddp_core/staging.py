@@ -65,7 +65,7 @@ class Staging:
         copy = self.copies.get(name)
         return Path(path) if copy is None else Path(f"/proc/{os.getpid()}/fd/{copy}")
 
-    def told(self) -> dict[str, str]:
+    def note(self) -> dict[str, str]:
         """For this rank's row."""
         return dict(in_place=self.in_place) if self.in_place else {}
 
@@ -88,12 +88,12 @@ class Staging:
     def _copy(self, name: str) -> int | None:
         """An open file of the same bytes; None where there is none to be."""
         try:
-            facts = os.stat(name)
-            if not stat.S_ISREG(facts.st_mode) or _in_memory(facts.st_dev):
+            status = os.stat(name)
+            if not stat.S_ISREG(status.st_mode) or _in_memory(status.st_dev):
                 return None
-            if facts.st_size > self.room:
+            if status.st_size > self.room:
                 left = f"of half of the memory that was free, {self.room} bytes are left"
-                return self._none(name, f"it has {facts.st_size} bytes, and {left}")
+                return self._none(name, f"it has {status.st_size} bytes, and {left}")
             if len(self.copies) >= self.most:
                 return self._none(name, f"ulimit -n allows {self.most} copies")
             nameless = os.memfd_create(os.fsdecode(os.fsencode(name)[-200:]), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -104,7 +104,7 @@ class Staging:
                     return self._none(name, "copying took half of --rendezvous-timeout")
                 copy.flush()
                 fcntl.fcntl(copy, fcntl.F_ADD_SEALS, SEALS)
-                self.room -= facts.st_size
+                self.room -= status.st_size
                 return os.dup(copy.fileno())
         except OSError as error:  # who reads the file says so if it is the file's fault
             return self._none(name, str(error.strerror))
@@ -175,6 +175,6 @@ def _in_memory(device: int) -> bool:
 
 def notes_on_copies(rows: list[dict]) -> list[str]:
     """Of ranks that read a file where it is, though it was to be read once: they are taken out of the rows."""
-    told = [(row["node_rank"], row.pop("in_place")) for row in rows if "in_place" in row]
-    others = len({node for node, _ in told}) - 1
-    return [f"{why}{f'; {others} other nodes say so, too' if others else ''}" for _, why in told[:1]]
+    notes = [(row["node_rank"], row.pop("in_place")) for row in rows if "in_place" in row]
+    others = len({node for node, _ in notes}) - 1
+    return [f"{why}{f'; {others} other nodes say so, too' if others else ''}" for _, why in notes[:1]]

@@ -115,17 +115,17 @@ class State:
             if name in states:
                 self.optimizer.state[parameter].update(states[name])
 
-    def restore(self, found: tuple[dict[str, torch.Tensor], dict] | None, path: object, peers, on_rank_0: Callable) -> None:
+    def restore(self, loaded: tuple[dict[str, torch.Tensor], dict] | None, path: object, peers) -> None:
         """Rank 0's snapshot, or its new model, to all ranks. Raises SnapshotError on all ranks."""
-        resuming = peers.broadcast(found is not None)
+        resuming = peers.broadcast(loaded is not None)
         if resuming:
             self.lay_out()
-        progress = on_rank_0(lambda: self.check(*found, path).__dict__ if found else {})
-        self.progress = Progress(**peers.broadcast(progress))
+        progress = peers.together((lambda: self.check(*loaded, path).__dict__) if loaded else None)
+        self.progress = Progress(**peers.broadcast(progress or {}))
         self.forget(self.progress.stateless)
         if resuming:
             self.put_numbers()
-        self.send(found[0] if found else {}, resuming, peers)
+        self.send(loaded[0] if loaded else {}, resuming, peers)
 
     def send(self, tensors: dict[str, torch.Tensor], resuming: bool, peers) -> None:
         """Collective. The numbers that rank 0 has found, or else those of its new model, to all ranks."""
@@ -135,7 +135,7 @@ class State:
 
     def save(self, write: Callable, trainer) -> None:
         """Collective. write(tensors, put_drafts): on rank 0, writes the snapshot."""
-        trainer.on_rank_0(lambda: write(self.tensors(), None))
+        trainer.peers.together(trainer.saver and (lambda: write(self.tensors(), None)), trainer.record.failure)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -172,14 +172,14 @@ def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict]
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     states = {}
     for parameter, state in optimizer.state.items():
-        found = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor | None)}
-        if parameter not in names or not all(isinstance(value, int | float) for value in found.values()):
-            what = ", ".join(found) if parameter in names else "a state of no parameter"
+        kept = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor | None)}
+        if parameter not in names or not all(isinstance(value, int | float) for value in kept.values()):
+            what = ", ".join(kept) if parameter in names else "a state of no parameter"
             raise WorkloadError(
                 f"the optimizer {type(optimizer).__name__} keeps {what}, and a snapshot holds tensors and numbers of parameters"
             )
-        if found:
-            states[names[parameter]] = found
+        if kept:
+            states[names[parameter]] = kept
     return [*numbers, states]
 
 

@@ -4,9 +4,9 @@ A step is what every PyTorch tutorial shows: zero_grad, forward, loss, backward,
 run of many ranks needs is in a module of its own:
 
     order.py, batches.py   which rows this rank trains on, and how they are read
+    build.py, probe.py     model and optimizer, looked at before anything is trained
     reduction.py           how the gradients of all ranks are summed: DistributedDataParallel, or by hand
     sharding.py            the same for models in parts, where one device does not hold them
-    capture.py             the same step as one graph, where launching its kernels takes longer than their work
     guard.py               numbers that are not finite never reach the model
     reconcile.py           what the ranks tell each other, once a second
     evaluation.py          the held-out rows
@@ -18,7 +18,7 @@ import importlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,15 +27,14 @@ from torch import nn
 
 from ddp_core.background import Saver
 from ddp_core.batches import Batches
-from ddp_core.capture import CapturedStep
+from ddp_core.build import build_model_and_optimizer
 from ddp_core.config import TrainConfig
 from ddp_core.device import versions
-from ddp_core.errors import ExitCode, Failure, NonFiniteError, PeerLostError, WorkloadError, named
-from ddp_core.evaluation import batches_of, evaluate
+from ddp_core.errors import ExitCode, NonFiniteError, PeerLostError, WorkloadError, named
+from ddp_core.evaluation import Evaluation
 from ddp_core.files import in_place
 from ddp_core.guard import Guard
-from ddp_core.order import DROPOUT, Order, micro_batches, seed_generators, seed_others
-from ddp_core.probe import probe
+from ddp_core.order import DROPOUT, Order, micro_batches, seed_generators
 from ddp_core.process_group import Peers
 from ddp_core.profile import Profile
 from ddp_core.reconcile import Agreed, Reconciliation
@@ -43,11 +42,10 @@ from ddp_core.record import Record
 from ddp_core.reduction import KINDS, Reduction
 from ddp_core.rehearsal import rehearse
 from ddp_core.run_directory import RunDirectory
-from ddp_core.snapshot import refuse_unknown_dtypes
-from ddp_core.state import State, local, of_model
+from ddp_core.state import State, local
 from ddp_core.stop import StopFlag
 from ddp_core.summary import Stopwatch
-from ddp_core.workload import Workload, blame, outputs_of, parts_of
+from ddp_core.workload import Workload, outputs_of, parts_of
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 
@@ -96,48 +94,19 @@ class Trainer:
         self.steps_per_epoch = min(len(train) // config.global_batch_size, config.steps_per_epoch or len(train))
         self.total_steps = config.epochs * self.steps_per_epoch
 
-        peers.together(lambda: self._build(dtype))
+        parts: tuple = (workload, config, peers, device, dtype, self.train_rows, self.autocast, self.sharding)
+        self.model, self.optimizer, self.seen = peers.together(lambda: build_model_and_optimizer(*parts))
         facts = dict(problem=config.problem(), data=fingerprint, steps_per_epoch=self.steps_per_epoch)
         facts |= dict(world_size=peers.world_size, versions=versions())
-        parts: tuple = (self.model, self.optimizer, facts)
+        parts = (self.model, self.optimizer, facts)
         self.state: State = self.sharding.ShardedState(*parts, device) if self.sharded else State(*parts)
         workload.count_steps = lambda: self.step
         self.reconciliation, self.watch, self.saved = Reconciliation(peers), Stopwatch(), time.monotonic()
 
-    def _build(self, dtype: torch.dtype) -> None:
-        """Model and optimizer, tried on two rows (probe.py) before anything is trained."""
-        workload, config = self.workload, self.config
-        # The ranks may draw different numbers all the same (a set, the clock): rank 0's are sent to all in restore().
-        seed_everything(config.seed)
-        try:
-            notes: list[str] = []
-            if self.sharded:
-                self.model, notes = self.sharding.build(workload, config, self.peers, self.device, dtype)
-            else:
-                model = workload.model(config)
-                refuse_other_modules(model, workload)
-                refuse_unknown_dtypes(of_model(model), workload.name)
-                notes = notes_on_precision(model, config.precision)
-                self.model = model.to(self.device, dtype)
-                if config.checkpoint_activations:
-                    self.sharding.checkpoint(self.sharding.chosen(workload, model))
-            agreed = self.peers.broadcast if self.sharded else bool
-            self.seen = probe(workload, self.model, self.train_rows, config, self.autocast, agreed)
-            self.seen.notes.extend(notes)
-            if config.checkpoint_activations:
-                self.sharding.refuse_to_compute_again(workload, self.model, self.seen)
-            self.optimizer = workload.optimizer(self.model, config)
-            self.seen.notes.extend(check_optimizer(self.optimizer, self.model, workload, config))
-        except (Exception, SystemExit) as error:
-            raise blame(error, workload.file, f"the model of --workload {workload.name}") from error
-        # What the schedule multiplies; torch.optim's own schedulers use the same name.
-        for group in self.optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
-
-    def restore(self, found: tuple[dict[str, torch.Tensor], dict] | None) -> None:
+    def restore(self, loaded: tuple[dict[str, torch.Tensor], dict] | None) -> None:
         """Go on from rank 0's snapshot, or begin with its new model. Raises SnapshotError on all ranks."""
         config = self.config
-        self.state.restore(found, self.directory and in_place(self.directory.snapshot), self.peers, self.on_rank_0)
+        self.state.restore(loaded, self.directory and in_place(self.directory.snapshot), self.peers)
         # After the numbers are there: DDP and the flat tensors are made of them.
         compiled: Any = torch.compile(self.model) if config.compile else self.model
         self.reduction = self.kind(self.model, compiled, self.peers, self.workload.unused_parameters)
@@ -145,7 +114,6 @@ class Trainer:
         weight = self.reduction.weight(config.global_batch_size)
         self.guard = Guard(self.optimizer, config.precision, config.clip_norm, weight, self.device)
         self.guard.scale = self.state.progress.scale
-        self.run_step: Callable = CapturedStep(self) if config.capture else self._run_step
         # Now, not at the first snapshot: what was sent to the ranks has arrived as it was.
         self._refuse_diverged_replicas()
 
@@ -177,7 +145,7 @@ class Trainer:
             # Now its workers are forked. Forked behind the first sum of gradients they crashed, in one session of two.
             self.batches = itertools.chain([next(self.batches)], self.batches)
             if self.held_out:
-                self.held_out_batches = batches_of(self)
+                self.evaluation = Evaluation(self)
             self.reduction.settle(self._first_backward)
         self.watch, self.reconciliation.last = Stopwatch(), time.monotonic()
         while self.step < self.total_steps:
@@ -197,7 +165,7 @@ class Trainer:
         ends = done or self._evaluates(epoch) or (epoch + 1) % self.config.save_every == 0
         for index in range(first, self.steps_per_epoch):
             self.profile.at(self.step)
-            self.run_step()
+            self._run_step()
             last = index == self.steps_per_epoch - 1
             save = self.config.save_steps > 0 and self.step % self.config.save_steps == 0
             save = save or self.step == self.profile.last
@@ -345,7 +313,7 @@ class Trainer:
             # BatchNorm's statistics are each rank's own: all evaluate with those that the snapshot has.
             self.peers.broadcast_tensors(list(self.model.buffers()))
             rehearse("evaluation", self.step)
-            results = evaluate(self)
+            results = self.evaluation.evaluate()
             self.watch.spent("evaluation", began)
             self._close_epoch(epoch, results)
             if results["eval_loss"] < (float.fromhex(progress.best[1]) if progress.best else float("inf")):
@@ -377,7 +345,7 @@ class Trainer:
         """A run has not ended before its last snapshot is on the disk."""
         self.profile.end()
         began = time.perf_counter()
-        self.on_rank_0(self.saver and self.saver.settle)
+        self.peers.together(self.saver and self.saver.settle, self.record.failure)
         self.watch.spent("snapshots", began)
 
     def _document(self) -> dict:
@@ -401,20 +369,6 @@ class Trainer:
                 everywhere=True,
             )
 
-    # ---- together -------------------------------------------------------------------------------------------------
-
-    def on_rank_0(self, act: Callable):
-        """Rank 0 acts, all ranks learn whether it could. Returns what it returned; raises its Failure on all ranks."""
-        failure: Failure | None = self.record.failure
-        result = None
-        if self.peers.rank == 0 and not failure:
-            try:
-                result = act()
-            except Failure as error:
-                failure = error
-        self.peers.agree(failure)
-        return result
-
 
 def checksum(model: nn.Module) -> torch.Tensor:
     """[1] fp64: the parameters' bits, summed as integers modulo 2**52. Replicas that agree have equal ones."""
@@ -423,78 +377,3 @@ def checksum(model: nn.Module) -> torch.Tensor:
         bits = local(parameter.detach()).reshape(-1).view(BITS[parameter.element_size()])
         total = total.to(bits.device) + bits.sum(dtype=torch.int64)
     return (total % 2**52).double().cpu().view(1)
-
-
-def check_optimizer(optimizer: object, model: nn.Module, workload: Workload, config) -> list[str]:
-    """Notes on what it leaves alone. Raises WorkloadError where it is none that a loop can step."""
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
-        raise WorkloadError(
-            f"--workload {workload.name}: optimizer() returned {type(optimizer).__name__}, and should return an optimizer of "
-            f"torch.optim that needs no closure"
-        )
-    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
-        raise WorkloadError(
-            f"--workload {workload.name}: optimizer() made one of torch's lr_scheduler, which nobody steps and no "
-            f"snapshot holds: return its factor at a step from schedule()"
-        )
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if strangers := len(stepped - {id(parameter) for parameter in model.parameters()}):
-        raise WorkloadError(
-            f"--workload {workload.name}: optimizer() has {strangers} parameters that are not the model's, and no gradient of "
-            f"theirs is summed over ranks: make them the model's (a module or nn.Parameter of it)"
-        )
-    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
-    notes = [f"the optimizer has no group with {', '.join(left[:6])}: not trained"] if left else []
-    rates = {float(group["lr"]) for group in optimizer.param_groups}
-    if config.lr not in rates:
-        found = ", ".join(f"{rate:g}" for rate in sorted(rates)[:6])
-        notes.append(
-            f"--lr {config.lr:g} is the rate of no group of optimizer() ({found}): it has no effect, unless optimizer() reads "
-            f"config.lr"
-        )
-    return notes
-
-
-def refuse_other_modules(model: object, workload: Workload) -> None:
-    """Raises WorkloadError where it is none, where it divides its rows itself, or has what no snapshot holds or gives back."""
-    if not isinstance(model, nn.Module):
-        raise WorkloadError(
-            f"--workload {workload.name}: model() returned {type(model).__name__}, and should return a torch.nn.Module"
-        )
-    kinds = {type(module).__name__ for module in model.modules()}
-    if around := sorted(kind for kind in kinds if kind.endswith("DataParallel") or kind.startswith("FSDP")):
-        raise WorkloadError(
-            f"--workload {workload.name}: model() returned a {', '.join(around)}, and should return the module without it: "
-            f"--reduction and --sharding put it there"
-        )
-    if lazy := [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]:
-        raise WorkloadError(
-            f"--workload {workload.name}: {', '.join(lazy[:4])} has no shape yet (a lazy module): call the model on a row in "
-            f"model(), before you return it"
-        )
-    asked = nn.Module.get_extra_state
-    if extra := sorted({type(module).__name__ for module in model.modules() if type(module).get_extra_state is not asked}):
-        raise WorkloadError(
-            f"--workload {workload.name}: {', '.join(extra)} has get_extra_state(), and a snapshot holds parameters and "
-            f"buffers: keep it in one (register_buffer)"
-        )
-    tensors = of_model(model).items()
-    if views := [name for name, t in tensors if any(n > 1 and not s for n, s in zip(t.shape, t.stride(), strict=True))]:
-        raise WorkloadError(
-            f"--workload {workload.name}: {views[0]} is an expanded view, whose rows are one: a snapshot cannot be read back "
-            f"into it, so .clone() it"
-        )
-
-
-def notes_on_precision(model: nn.Module, precision: str) -> list[str]:
-    """Numbers that the model has made in another precision than the run's, into which they are converted."""
-    kinds = {str(t.dtype).removeprefix("torch.") for t in of_model(model).values() if t.is_floating_point()}
-    kinds -= {"float32", "float64" if precision == "fp64" else "float32"}
-    fix = ": pass --precision fp64" if "float64" in kinds else ""
-    return [f"the model has numbers in {kind}, which --precision {precision} converts{fix}" for kind in sorted(kinds)]
-
-
-def seed_everything(seed: int) -> None:
-    """Python's, NumPy's and torch's generators, before a workload makes its data and its model."""
-    torch.manual_seed(seed)
-    seed_others(seed)

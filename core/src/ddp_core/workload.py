@@ -237,8 +237,8 @@ def _load(path: Path):
     name, folder = path.stem, str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
-    there = sys.modules.get(name)
-    other = there is not None and Path(getattr(there, "__file__", None) or "-").resolve() != path.resolve()
+    loaded = sys.modules.get(name)
+    other = loaded is not None and Path(getattr(loaded, "__file__", None) or "-").resolve() != path.resolve()
     if other or name in sys.stdlib_module_names:
         name = f"workload_{name}"  # a module of that name is in use, or will be: statistics.py, say
     spec = importlib.util.spec_from_file_location(name, path)
@@ -259,8 +259,8 @@ def _only_class(module, what: str) -> type[Workload]:
     mine = [kind for kind in dict.fromkeys(mine) if kind.__module__ == module.__name__]
     leaves = [kind for kind in mine if not any(other is not kind and issubclass(other, kind) for other in mine)]
     if len(leaves) != 1:
-        found = f"{len(leaves)} ({', '.join(kind.__name__ for kind in leaves)})" if leaves else "none"
-        raise WorkloadError(f"--workload {what} should have one class that derives from ddp_core.Workload, and has {found}")
+        names = f"{len(leaves)} ({', '.join(kind.__name__ for kind in leaves)})" if leaves else "none"
+        raise WorkloadError(f"--workload {what} should have one class that derives from ddp_core.Workload, and has {names}")
     return leaves[0]
 
 
@@ -305,8 +305,8 @@ def line_in(error: BaseException, file: Path | None) -> str:
     if frames:
         return f"line {frames[-1].lineno} ({frames[-1].name})"
     # From a worker the traceback comes as text.
-    found = re.findall(rf'File "{re.escape(str(file))}", line (\d+), in (\S+)', str(error))
-    return f"line {found[-1][0]} ({found[-1][1]})" if found else ""
+    places = re.findall(rf'File "{re.escape(str(file))}", line (\d+), in (\S+)', str(error))
+    return f"line {places[-1][0]} ({places[-1][1]})" if places else ""
 
 
 # ---- what the built-in workloads share, and yours may use ----------------------------------------------------------

@@ -72,20 +72,20 @@ def model_dtype(model: nn.Module) -> torch.dtype:
 
 def idx(once_a_node: Callable, folder: str, name: str, dimensions: int, digest) -> torch.Tensor:
     """An IDX file as a uint8 tensor: magic number 0x0000080d, d big-endian sizes, the bytes."""
-    found = sorted(path for ending in ("", ".gz") for path in Path(folder).rglob(f"{name}-ubyte{ending}"))
-    if not found:
+    files = sorted(path for ending in ("", ".gz") for path in Path(folder).rglob(f"{name}-ubyte{ending}"))
+    if not files:
         raise PreflightError(f"--data-dir {folder} has no {name}-ubyte[.gz]. {how_to_fetch(folder)}")
     try:
-        raw = once_a_node(found[0]).read_bytes()
-        raw = gzip.decompress(raw) if found[0].suffix == ".gz" else raw
+        raw = once_a_node(files[0]).read_bytes()
+        raw = gzip.decompress(raw) if files[0].suffix == ".gz" else raw
     except (OSError, EOFError, zlib.error) as error:
-        raise PreflightError(f"{found[0]}: {error}: fetch it again") from error
+        raise PreflightError(f"{files[0]}: {error}: fetch it again") from error
     digest.update(raw)
     start = 4 + 4 * dimensions
     whole = raw[:4] == bytes((0, 0, 8, dimensions)) and len(raw) > start
     shape = struct.unpack(f">{dimensions}I", raw[4:start]) if whole else ()
     if not whole or math.prod(shape) != len(raw) - start:
-        raise PreflightError(f"{found[0]} is not a whole IDX file of {dimensions} dimensions of bytes: fetch it again")
+        raise PreflightError(f"{files[0]} is not a whole IDX file of {dimensions} dimensions of bytes: fetch it again")
     return torch.frombuffer(bytearray(raw[start:]), dtype=torch.uint8).view(shape)
 
 
