@@ -1738,14 +1738,16 @@ def test_flags_of_any_make_are_the_same_ones(check, world, runs, first):
 def test_another_workload_file_than_before_is_noted(check, world, runs, first):
     """Its data and flags are the same, and its loss need not be."""
     file, path = own_file(world, runs, "changed"), runs.folder(first, "another-file")
-    told = []
-    for epochs in (1, 2, 3):
+    changed, beside = (runs.root / "workloads" / name for name in ("changed.py", "beside_it.py"))
+    world.on_rank_0(lambda: [changed.open("a").write("\nimport beside_it\n"), beside.write_text("ONE = 1\n")])
+    noted = []
+    for epochs, next_to_change in enumerate((None, beside, None, changed, None), 1):
         run = world.train(first, path, f"{file} --epochs {epochs}")
         done(check, run)
-        told.append(any("has changed since" in note for note in run.of("start")[-1]["notes"]))
-        more = "# another\n" if epochs == 2 else ""
-        world.on_rank_0(lambda more=more: bool((runs.root / "workloads/changed.py").open("a").write(more)))
-    check.equal(noted=(told, [False, False, True]))
+        noted.append(any("has changed since" in note for note in run.of("start")[-1]["notes"]))
+        if next_to_change:
+            world.on_rank_0(lambda one=next_to_change: one.open("a").write("# another\n"))
+    check.equal(noted=(noted, [False, False, True, False, True]))
 
 
 @clause("L14")

@@ -163,6 +163,29 @@ def test_defaults_are_of_any_flag_and_the_command_line_comes_first(tmp_path):
     )
 
 
+def test_its_digest_is_also_that_of_the_files_beside_it_that_it_imports(tmp_path):
+    """Directly, by each other, in a package, or only when a method is called; of no other file."""
+    (tmp_path / "nets").mkdir()
+    beside = dict.fromkeys(("layers.py", "nets/__init__.py", "nets/blocks.py", "later.py"), "") | {"other.py": ""}
+    beside |= {"layers.py": "from nets import blocks\n", "nets/blocks.py": "from . import norms\n", "nets/norms.py": ""}
+    for name, text in beside.items():
+        (tmp_path / name).write_text(text)
+    late = "        import later\n        return torch.nn.Linear"
+    file = written(tmp_path, "import layers\n" + WHOLE.replace("        return torch.nn.Linear", late))
+    (tmp_path / "later.py").write_text("not = Python")
+    first = find(str(file)).digest()
+    changes = {name: _changed(tmp_path / name, file) != first for name in beside}
+    assert changes == {name: name != "other.py" for name in beside}
+
+
+def _changed(path: Path, file: Path) -> str:
+    text = path.read_text()
+    path.write_text(f"{text}\n# another\n")
+    digest = find(str(file)).digest()
+    path.write_text(text)
+    return digest
+
+
 def test_the_help_has_the_workload_s_defaults(tmp_path, capsys):
     file = written(tmp_path, WHOLE.replace("lr=0.1", "lr=0.1, seed=3, save_minutes=7.5"))
     with pytest.raises(SystemExit):

@@ -286,8 +286,8 @@ class _Job:
         if not before or before[-1] == self.workload.digest():
             return []
         return [
-            f"{self.workload.file} has changed since this run was last started: the steps before were trained with what it "
-            f"said then; --fresh begins anew"
+            f"{self.workload.file}, or what it imports from beside it, has changed since this run was last started: the steps "
+            f"before were trained with what it said then; --fresh begins anew"
         ]
 
     def explain(self, error: BaseException, peers) -> BaseException:

@@ -7,6 +7,7 @@ A workload never sees ranks. The core decides the order of rows, the seeds of ro
 what a snapshot holds, so that a workload cannot get these wrong.
 """
 
+import ast
 import difflib
 import errno
 import hashlib
@@ -18,7 +19,8 @@ import re
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -149,8 +151,29 @@ class Workload:
         return getattr(type(self), method) is not getattr(Workload, method)
 
     def digest(self) -> str:
-        """Of the file: ranks compare it, so that a stale copy on one node is noticed."""
-        return hashlib.sha256(self.file.read_bytes()).hexdigest()[:12] if self.file else ""
+        """Of the file and what it imports from beside it: ranks compare it, so that a stale copy on one node is noticed."""
+        sources = sources_of(self.file) if self.file else []
+        return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12] if sources else ""
+
+
+def sources_of(file: Path) -> list[Path]:
+    """A workload's file, and those in its folder that it imports, by themselves or by each other."""
+    sources = [file]
+    for source in sources:  # it grows meanwhile
+        with suppress(SyntaxError, ValueError):  # of one that is not imported yet
+            for name in _imported(ast.parse(source.read_bytes())):
+                paths = [folder / name.replace(".", "/") for folder in (file.parent, source.parent)]
+                beside = [path for one in paths for path in (one.with_name(f"{one.name}.py"), one / "__init__.py")]
+                sources += dict.fromkeys(path for path in beside if path.is_file() and path not in sources)
+    return sources
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from filter(None, [node.module, *(f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names)])
 
 
 def outputs_of(workload: Workload, model: nn.Module, batch: Any) -> Any:
