@@ -1972,27 +1972,15 @@ def test_flags_that_make_no_sense_are_one_line(check, world, runs, first):
 
 @clause("X5")
 @only(sizes=(2,))
-def test_ranks_with_different_files_of_one_name(check, world, runs, first):
+@pytest.mark.parametrize("copy", ["has_an_empty_line", "has_other_flags"])
+def test_ranks_with_different_files_of_one_name(check, world, runs, first, copy):
     """A stale copy on one node."""
-    flags = f"{NOISY} --steps-per-epoch 1"
-    stale = runs.root / "stale" / "noisy.py"
-    file = NOISY_FILE.read_text()
-    world.on_rank_0(lambda: [stale.parent.mkdir(), stale.write_text(f"{file}\n")])
-    run = world.train(first, runs.folder(first, "stale"), runs.filled(flags), odd_flags=f"--workload {stale}")
-    expect_exit(check, run, 4)
-    lines = [line for text in run.errors for line in text.splitlines() if "workload_file=" in line and "on rank 1" in line]
-    check.equal(lines_that_name_the_file=(len(lines), 1))
-
-
-@clause("X5")
-@only(sizes=(2,))
-def test_ranks_whose_file_has_other_flags(check, world, runs, first):
-    file = runs.root / "further" / "noisy.py"
-    more = '        add("--further", type=int, default=0, help="of this copy alone")\n'
-    head, word, tail = NOISY_FILE.read_text().partition("    def flags(self, add):\n")
-    world.on_rank_0(lambda: [file.parent.mkdir(), file.write_text(f"{head}{word}{more}{tail}")])
+    file, text, flags = runs.root / copy / "noisy.py", NOISY_FILE.read_text(), "    def flags(self, add):\n"
+    further = f'{flags}        add("--further", type=int, default=0, help="of this copy alone")\n'
+    text = text.replace(flags, further) if copy == "has_other_flags" else f"{text}\n"
+    world.on_rank_0(lambda: [file.parent.mkdir(), file.write_text(text)])
     run = world.train(
-        first, runs.folder(first, "further"), runs.filled(f"{NOISY} --steps-per-epoch 1"), odd_flags=f"--workload {file}"
+        first, runs.folder(first, copy), runs.filled(f"{NOISY} --steps-per-epoch 1"), odd_flags=f"--workload {file}"
     )
     expect_exit(check, run, 4)
     lines = [line for text in run.errors for line in text.splitlines() if "workload_file=" in line and "on rank 1" in line]
@@ -2288,14 +2276,20 @@ def test_a_run_directory_that_cannot_be_written(check, world, own, runs):
     check.equal(names_the_flag=("--run-dir" in "".join(run.errors), True))
 
 
+def one_line(check, run, lines: list[str], words: str) -> None:
+    """All ranks have ended with 2, and of what they printed these lines are one, with these words."""
+    __tracebackhide__ = True
+    expect_exit(check, run, 2)
+    check.equal(lines=(len(lines), 1), says=(words if words in "".join(lines) else lines, words))
+
+
 @clause("X9")
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_workload_file_that_cannot_be_used_is_one_line(check, world, runs, first, name):
-    run, words = train_own(world, runs, first, name), MISTAKES[name]
-    expect_exit(check, run, 2)
+    run = train_own(world, runs, first, name)
     lines = [line for text in run.errors + run.output for line in text.splitlines() if not line.startswith("rank=")]
-    check.equal(lines=(len(lines), 1), says=(words if words in "".join(lines) else lines, words))
+    one_line(check, run, lines, MISTAKES[name])
 
 
 @clause("X9")
@@ -2303,9 +2297,7 @@ def test_a_workload_file_that_cannot_be_used_is_one_line(check, world, runs, fir
 def test_a_model_that_cannot_be_built_in_shards_is_one_line(check, world, runs, first):
     """The ranks build it one after the other."""
     run = train_own(world, runs, first, "unbuildable", "--sharding full")
-    expect_exit(check, run, 2)
-    words, lines = "line 11 (model): NameError", [line for text in run.errors for line in text.splitlines()]
-    check.equal(lines=(len(lines), 1), says=(words if words in "".join(lines) else lines, words))
+    one_line(check, run, [line for text in run.errors for line in text.splitlines()], "line 11 (model): NameError")
 
 
 @clause("X9")
@@ -2313,9 +2305,8 @@ def test_a_model_that_cannot_be_built_in_shards_is_one_line(check, world, runs, 
 def test_a_forward_past_ddp_is_one_line(check, world, runs, first):
     """It sums no gradient then, and the replicas drift apart."""
     run = train_own(world, runs, first, "past_ddp")
-    expect_exit(check, run, 2)
     lines = [line for text in run.errors for line in text.splitlines()]
-    check.equal(lines=(len(lines), 1), says=("forward() goes past DistributedDataParallel" in "".join(lines), True))
+    one_line(check, run, lines, "forward() goes past DistributedDataParallel")
 
 
 @clause("X9")
