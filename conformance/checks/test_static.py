@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -263,13 +264,8 @@ def test_the_readme_has_the_rank_of_each_device(check, site):
 @clause("B7")
 def test_constraints_hold_what_the_machine_has(check, site):
     """`pip list --local` leaves out what an environment sees of the machine: its torch and its numpy."""
-    lines = [(script, line) for script in map(Script, site.scripts) for line in script.lines]
-    wrong = [
-        (script, line)
-        for script, line in lines
-        if re.search(r"^[^#]*\bpip\b.* (?:list|freeze)\b.* (?:--local|-l)\b", line.text)
-    ]
-    check.holds(*(at(script, line, "list what the machine has, too: no --local") for script, line in wrong))
+    leaves_out = re.compile(r"^[^#]*\bpip\b.* (?:list|freeze)\b.* (?:--local|-l)\b")
+    check.holds(*at_lines(site, lambda line: leaves_out.search(line.text), "list what the machine has, too: no --local"))
 
 
 @clause("X7")
@@ -313,11 +309,9 @@ def test_proxies_are_not_asked_for_the_node_itself(check, site):
 @clause("B5")
 def test_no_job_takes_a_whole_environment_along(check, site):
     """PBS keeps it with the job, where `qstat -f` shows it to everybody: tokens too."""
-    wrong = []
-    for script in map(Script, site.scripts):
-        lines = [line for line in script.lines if re.search(r"^#PBS\b.* -V\b|^[^#]*\bqsub\b[^#]*\s-V\b", line.text)]
-        wrong += [at(script, line, "name the variables (-v), since -V shows all in qstat -f") for line in lines]
-    check.holds(*wrong)
+    takes_all = re.compile(r"^#PBS\b.* -V\b|^[^#]*\bqsub\b[^#]*\s-V\b")
+    should_be = "name the variables (-v), since -V shows all in qstat -f"
+    check.holds(*at_lines(site, lambda line: takes_all.search(line.text), should_be))
 
 
 @clause("J10")
@@ -420,6 +414,11 @@ def test_odd_values_of_a_variable_are_one_line(check, site):
 
 def at(script: Script, line: Line, should_be: str) -> str:
     return f"{script.path.name}:{line.number}: {line.text.strip()[:100]!r}, but should {should_be}"
+
+
+def at_lines(site, wrong: Callable[[Line], object], should_be: str) -> list[str]:
+    """A violation for each line of the site's scripts that is wrong."""
+    return [at(script, line, should_be) for script in map(Script, site.scripts) for line in script.lines if wrong(line)]
 
 
 def place(address: str) -> str:
@@ -576,13 +575,10 @@ def test_times_are_told_as_slurm_reads_them(check, site):
 
 @clause("J4")
 def test_what_is_to_be_edited_is_marked(check, site):
-    violations = [
-        at(script, line, "stand below a comment `# EDIT:`")
-        for script in map(Script, site.scripts)
-        for line in script.lines
-        if not line.is_comment and to_edit(site, line.text) and not any("# EDIT:" in text for text in line.paragraph)
-    ]
-    check.holds(*violations)
+    def unmarked(line: Line) -> bool:
+        return not line.is_comment and to_edit(site, line.text) and not any("# EDIT:" in text for text in line.paragraph)
+
+    check.holds(*at_lines(site, unmarked, "stand below a comment `# EDIT:`"))
 
 
 @clause("J4")
@@ -630,13 +626,8 @@ def test_directives_are_directives(check, site):
 
 @clause("J6")
 def test_the_port_is_no_constant(check, site):
-    violations = [
-        at(script, line, "come from the job's number, or from a free port of rank 0")
-        for script in map(Script, site.scripts)
-        for line in script.lines
-        if not line.is_comment and CONSTANT_PORT.search(line.text)
-    ]
-    check.holds(*violations)
+    should_be = "come from the job's number, or from a free port of rank 0"
+    check.holds(*at_lines(site, lambda line: not line.is_comment and CONSTANT_PORT.search(line.text), should_be))
 
 
 @clause("J7")
@@ -796,13 +787,10 @@ DEBUGGING = re.compile(
 
 @clause("J13")
 def test_no_variable_for_finding_faults_is_left_on(check, site):
-    violations = [
-        at(script, line, "be left to who looks for a fault: it makes every step slower")
-        for script in map(Script, site.scripts)
-        for line in script.lines
-        if not line.is_comment and line.text.strip().startswith("export ") and DEBUGGING.search(line.text)
-    ]
-    check.holds(*violations)
+    def for_debugging(line: Line) -> object:
+        return not line.is_comment and line.text.strip().startswith("export ") and DEBUGGING.search(line.text)
+
+    check.holds(*at_lines(site, for_debugging, "be left to who looks for a fault: it makes every step slower"))
 
 
 def memory(script: Script, tasks: int, devices: int) -> float:
