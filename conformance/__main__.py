@@ -228,9 +228,9 @@ def side_by_side(commands: dict[str, list[str]], at_once: int, logs: Path, world
         return name, log, code
 
     with ThreadPoolExecutor(at_once) as pool:
-        ended = [*pool.map(started, commands)]
-    fine = {0, pytest.ExitCode.NO_TESTS_COLLECTED} if any(code == 0 for _, _, code in ended) else {0}
-    failed = [(name, log) for name, log, code in ended if code not in fine]
+        results = [*pool.map(started, commands)]
+    fine = {0, pytest.ExitCode.NO_TESTS_COLLECTED} if any(code == 0 for _, _, code in results) else {0}
+    failed = [(name, log) for name, log, code in results if code not in fine]
     return ["\n".join((f"{name}: failed, see {log}", *log.read_text().splitlines()[-60:])) for name, log in failed]
 
 
@@ -252,8 +252,8 @@ def emptied(work: Path, *names: str) -> Path:
 def devices(kind: str) -> int:
     import torch
 
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.accelerator.device_count() if found and found.type == kind else 0
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.accelerator.device_count() if accelerator and accelerator.type == kind else 0
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def tells(launch, what: bool | str) -> bool:
 
 def pytest_generate_tests(metafunc):
     """`launch`: every launcher of every site; `site`: every site; `handed_on`: every snapshot of another world size."""
-    found = metafunc.config.sites
+    all_sites = metafunc.config.sites
     ranks = metafunc.config.pluginmanager.get_plugin("ranks")
     if ranks and "handed_on" in metafunc.fixturenames:
         here, folder = ranks.world.size, metafunc.config.getoption("--handed-on")
@@ -141,16 +141,16 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("handed_on", others or [None], ids=lambda path: path.stem if path else "nothing-yet")
     if "launch" in metafunc.fixturenames:
         started = slice(1 if metafunc.config.getoption("--submit") is not None else None)  # a job script has one launcher
-        launches = [launch for site in found for launch in site.launches[started]]
+        launches = [launch for site in all_sites for launch in site.launches[started]]
         metafunc.parametrize("launch", launches, ids=lambda launch: f"{launch.site}-{launch.launcher}", scope="session")
     for name in {"extra", "imitated"} & {*metafunc.fixturenames}:
         by_hand = name == "imitated" or metafunc.config.getoption("--by-hand")
-        of = [(site, extra) for site in found for extra in extras_of(site, by_hand)]
+        of = [(site, extra) for site in all_sites for extra in extras_of(site, by_hand)]
         wanted: list[tuple] = [(site, extra) for site, extra in of if name == "extra" or extra.get("stand_in")]
         names = [f"{site.name}-{extra['name']}" for site, extra in wanted]
         metafunc.parametrize(f"site, {name}", wanted or [(None, None)], ids=names or ["nothing-there"])
     if {"extra", "imitated", "site"} & {*metafunc.fixturenames} == {"site"}:
-        metafunc.parametrize("site", found, ids=lambda site: site.name, scope="session")
+        metafunc.parametrize("site", all_sites, ids=lambda site: site.name, scope="session")
 
 
 def extras_of(site, by_hand: bool) -> list[dict]:

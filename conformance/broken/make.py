@@ -152,12 +152,12 @@ def start(
     return subprocess.run(command, cwd=root, timeout=seconds + 30, check=False, env=environ, capture_output=True, text=True)
 
 
-def rejected(ended: subprocess.CompletedProcess, clause: str, says: str) -> None:
+def rejected(result: subprocess.CompletedProcess, clause: str, says: str) -> None:
     """Fails unless the run has failed with these words and the clause on one line."""
     __tracebackhide__ = True
-    said = ended.stdout + ended.stderr
-    told = [line for line in said.splitlines() if says in line and f"({clause})" in line]
-    if ended.returncode == 0 or not told:
-        where = "" if told else f", and no line has {says!r} and ({clause})"
-        pytest.fail(f"exit code={ended.returncode}, but should be a rejection{where}:\n{said[-3000:]}", pytrace=False)
-    print(told[0])
+    output = result.stdout + result.stderr
+    lines = [line for line in output.splitlines() if says in line and f"({clause})" in line]
+    if result.returncode == 0 or not lines:
+        where = "" if lines else f", and no line has {says!r} and ({clause})"
+        pytest.fail(f"exit code={result.returncode}, but should be a rejection{where}:\n{output[-3000:]}", pytrace=False)
+    print(lines[0])

@@ -135,9 +135,9 @@ def limits(options: argparse.Namespace, certificate: Certificate):
         yield f"rows after the first {options.limit_rows} (--limit-rows)"
     if certificate.steps < certificate.all_steps:
         yield f"steps after the first {certificate.steps} of {certificate.all_steps}, and what the schedule does there"
-    for name, (looked, there) in certificate.notes.get("looked_through", {}).items():
-        if looked < there:
-            yield f"{name} rows after the first {looked} of {there}: whether they are finite, and there once"
+    for name, (looked, total) in certificate.notes.get("looked_through", {}).items():
+        if looked < total:
+            yield f"{name} rows after the first {looked} of {total}: whether they are finite, and there once"
     if options.submit is None:
         yield "accelerators, their kernels and libraries: everything ran on this machine's CPU"
 
@@ -258,10 +258,10 @@ def in_ranks(
     certificate.shared_files()
     if agrees:
         certificate.held_out(whole, first, how)
-        for n, m, there in [(1, four, program.other), (four, 1, program.launch)]:
+        for n, m, launch in [(1, four, program.other), (four, 1, program.launch)]:
             stopped = run(f"handed-{n}-{m}", n, flags, stop_at=certificate.steps // 2, **change)
-            went_on = run(f"handed-{n}-{m}-on", m, flags, after=stopped, launch=there, **change)
-            certificate.handed_over(n, m, there, went_on, first)
+            went_on = run(f"handed-{n}-{m}-on", m, flags, after=stopped, launch=launch, **change)
+            certificate.handed_over(n, m, launch, went_on, first)
     return None if noise else (change, first)
 
 
@@ -290,7 +290,7 @@ def trains(certificate: Certificate, pilot: Ended) -> bool:
     named = re.search(r"line (\d+)", words)
     method = next((name for name in ("loss", "metrics") if f"{name}()" in words), "")
     where = int(named[1]) if named else certificate.source.function(method)
-    known = ((reason, certificate.source.word(*sought)) for said, reason, sought in REFUSED if said in words)
+    known = ((reason, certificate.source.word(*sought)) for message, reason, sought in REFUSED if message in words)
     why = certificate.blamed(
         next(known, None),
         certificate.finding("not-finite"),

@@ -86,7 +86,7 @@ class Examination:
         return dict(findings=self.findings, notes=self.notes, failed=failed)
 
     def any(self, kind: str) -> bool:
-        return any(found["kind"] == kind for found in self.findings)
+        return any(finding["kind"] == kind for finding in self.findings)
 
     def new_parameters(self, before: set[str]) -> None:
         if new := {name for name, _ in self.model.named_parameters()} - before:
@@ -100,12 +100,12 @@ class Examination:
                 self.find("state", f"{name} changes in training, and no snapshot has it", self.source.assignment(name))
 
     def settings_changed(self, before: dict[str, str]) -> None:
-        found = []
+        changes = []
         for name, value in self.settings().items():
             if value != before[name]:
                 word = name.rpartition(".")[2]
-                found.append((self.source.word(f"{word} =", f"set_{word}", f"use_{word}"), name, value))
-        for line, name, value in sorted(found, key=lambda entry: entry[0] is None)[:1]:
+                changes.append((self.source.word(f"{word} =", f"set_{word}", f"use_{word}"), name, value))
+        for line, name, value in sorted(changes, key=lambda entry: entry[0] is None)[:1]:
             self.find("setting", f"the file sets {name} to {value}", line)
 
     # ---- rows -------------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class Examination:
                     continue
                 apart = [self.values(name, part, 0) for part in parts]
                 for key, value in first.items():
-                    total = math.fsum(found.get(key, math.nan) for found in apart)
+                    total = math.fsum(values.get(key, math.nan) for values in apart)
                     if not math.isclose(value, total, rel_tol=EXACT, abs_tol=EXACT):
                         ratio = f"{value:.6g} for {count} rows together, and {total:.6g} for them apart"
                         self.find("sums", f"{key} is no sum over rows: {ratio}", self.suspect_of_sums(name))
@@ -208,17 +208,17 @@ class Examination:
             loss = self.workload.loss(outputs, batch)
             named = loss if isinstance(loss, dict) else {"loss()": loss}
             return {key: float(value) for key, value in named.items()}
-        found = {}
+        results = {}
         for key, value in self.workload.metrics(outputs, batch).items():
             for place, number in enumerate(value if isinstance(value, tuple) else (value,)):
-                found[f"the metric {key}{', its count,' if place else ''}"] = float(number)
-        return found
+                results[f"the metric {key}{', its count,' if place else ''}"] = float(number)
+        return results
 
     def suspect_of_sums(self, name: str) -> int | None:
         """Where rows may know of each other: a mean in the loss or in what comes before it, else the method itself."""
         words = (".mean", "len(", ".std", ".shape[0]", "size(0)", ".max", "% ", "// ")
-        found = (self.source.word(word, within=method) for method in (name, "forward", "collate") for word in words)
-        return next(filter(None, found), None) or self.source.function(name)
+        lines = (self.source.word(word, within=method) for method in (name, "forward", "collate") for word in words)
+        return next(filter(None, lines), None) or self.source.function(name)
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
@@ -243,17 +243,17 @@ class Examination:
         """What a program could keep beside model and optimizer: variables of the file, attributes of its objects."""
         import sys
 
-        module, found = sys.modules[type(self.workload).__module__], {}
+        module, fingerprints = sys.modules[type(self.workload).__module__], {}
         for name, value in vars(module).items():
             if not name.startswith("__") and plain(value):
-                found[name] = fingerprint(value)
+                fingerprints[name] = fingerprint(value)
             elif getattr(value, "__module__", None) == module.__name__ and isinstance(value, type | types.FunctionType):
-                found |= {f"{name}.{key}": fingerprint(own) for key, own in attributes(value)}
+                fingerprints |= {f"{name}.{key}": fingerprint(own) for key, own in attributes(value)}
         held = dict(workload=self.workload, optimizer=self.optimizer, training_rows=self.train.rows)
         held |= {f"model.{name}" if name else "model": part for name, part in self.model.named_modules()}
         for owner, thing in held.items():
-            found |= {f"{owner}.{name}": fingerprint(value) for name, value in attributes(thing)}
-        return found
+            fingerprints |= {f"{owner}.{name}": fingerprint(value) for name, value in attributes(thing)}
+        return fingerprints
 
     def changed(self) -> int | None:
         return self.source.change_in_place("__getitem__", "collate", "forward", "loss")
@@ -283,17 +283,17 @@ class Examination:
             except (RuntimeError, AttributeError) as error:  # torch may not tell by the old name what was set by the new one
                 return f"unknown: {error}"
 
-        found: dict[str, Callable[[], Any]] = dict(
+        getters: dict[str, Callable[[], Any]] = dict(
             default_dtype=torch.get_default_dtype,
             deterministic_algorithms=torch.are_deterministic_algorithms_enabled,
             benchmark=lambda: torch.backends.cudnn.benchmark,
         )
         places = {"": torch.backends, "cuda.matmul.": torch.backends.cuda.matmul, "cudnn.": torch.backends.cudnn}
         for name, owner in places.items():
-            found[f"{name}fp32_precision"] = functools.partial(getattr, owner, "fp32_precision")
-            found[f"{name}allow_tf32"] = functools.partial(getattr, owner, "allow_tf32")
-        found["float32_matmul_precision"] = torch.get_float32_matmul_precision
-        return {name: asked(value) for name, value in found.items()}
+            getters[f"{name}fp32_precision"] = functools.partial(getattr, owner, "fp32_precision")
+            getters[f"{name}allow_tf32"] = functools.partial(getattr, owner, "allow_tf32")
+        getters["float32_matmul_precision"] = torch.get_float32_matmul_precision
+        return {name: asked(value) for name, value in getters.items()}
 
 
 # What torch itself keeps on modules and optimizers, and the core on a workload.
@@ -320,9 +320,9 @@ def plain(value: Any) -> bool:
 def tensors(batch: Any) -> list:
     from ddp_core.batches import converted
 
-    found: list = []
-    converted(batch, found.append, torch.device("cpu"))
-    return found
+    collected: list = []
+    converted(batch, collected.append, torch.device("cpu"))
+    return collected
 
 
 def pieces(flat: Any) -> Iterator[bytes]:

@@ -48,11 +48,11 @@ class Submitted:
     def end(self, name: str) -> Ended:
         """Waits for the job."""
         (folder, words), began = self.begun.pop(name), time.monotonic()
-        found = self.jobs.train(self.program.launch, folder, words)
-        codes = [code if isinstance(code, int) else -1 for code in found.exit_codes]
+        result = self.jobs.train(self.program.launch, folder, words)
+        codes = [code if isinstance(code, int) else -1 for code in result.exit_codes]
         calls = [witness.read(path.read_text()) for path in sorted(folder.glob(".job-*.calls"))]
-        self.program.runs.append(ended := Ended(name, folder, codes, found.errors, time.monotonic() - began, calls))
-        return ended
+        self.program.runs.append(run := Ended(name, folder, codes, result.errors, time.monotonic() - began, calls))
+        return run
 
     def run(self, name: str, flags: str, after: Ended, **change) -> Ended:
         self.begin(name, flags, after, **change)

@@ -65,10 +65,10 @@ class Certificate:
         return state == KEPT
 
     def finding(self, *kinds: str) -> dict | None:
-        return next((found for kind in kinds for found in self.findings if found["kind"] == kind), None)
+        return next((finding for kind in kinds for finding in self.findings if finding["kind"] == kind), None)
 
     def witnessed(self, *kinds: str, unless: Callable[[Call], bool] = lambda call: False) -> Call | None:
-        calls = dict.fromkeys(call for ended in self.program.runs for call in ended.witnessed)
+        calls = dict.fromkeys(call for run in self.program.runs for call in run.witnessed)
         return next((call for kind in kinds for call in calls if call.kind == kind and not unless(call)), None)
 
     def blamed(self, *candidates: dict | Call | tuple[str, int | None] | None, otherwise: str = "") -> dict:
@@ -172,10 +172,10 @@ class Certificate:
         """whole: by the number of ranks."""
         precision, promise = "fp64", f"the same losses in {listed(whole)} ranks as in 1{how}"
         worst, first, well = 0.0, -1, True
-        for ranks, ended in whole.items():
-            if words := failed(ended):
+        for ranks, run in whole.items():
+            if words := failed(run):
                 return self.judge(promise, BROKEN, f"in {ranks} ranks: {words}", **self.why_not_in_ranks(words))
-            far, step, near = self.apart(ended, reference, precision)
+            far, step, near = self.apart(run, reference, precision)
             worst, first, well = max(worst, far), step if not near and first < 0 else first, well and near
         measured = f"at most {worst:.1e} apart in {min(self.horizon(precision), len(reference.losses))} steps of fp64"
         if well:
@@ -203,9 +203,9 @@ class Certificate:
         for name, flags, change, says, words in TRIALS:
             pair = []
             for ranks in (1, 2):
-                ended = self.program.run(f"try-{name}-{ranks}", ranks, f"{self.flags64} {flags}".strip(), **change)
-                pair.append(ended)
-            if all(ended.well for ended in pair) and self.apart(pair[1], pair[0], "fp64")[2]:
+                run = self.program.run(f"try-{name}-{ranks}", ranks, f"{self.flags64} {flags}".strip(), **change)
+                pair.append(run)
+            if all(run.well for run in pair) and self.apart(pair[1], pair[0], "fp64")[2]:
                 return f"they agree {says}", self.source.word(*words)
         return None
 
@@ -216,22 +216,22 @@ class Certificate:
             deviation = abs(a - b) / max(abs(b), scale) / MOVED
             largest = max(largest, deviation if math.isfinite(deviation) else 1 / MOVED)
             self.growth.append(largest)
-        steps, found = len(self.growth), []
+        steps, compared = len(self.growth), []
         for precision in ("fp64", "fp32"):
             horizon = self.horizon(precision)
             limit = self.limit(horizon - 1, precision) if horizon else 0
-            found.append(
+            compared.append(
                 f"{precision} is compared for the first {horizon}, to {limit:.0e}" if horizon else f"{precision} not at all"
             )
-        text = f"rounding grows {largest:.3g}-fold in {steps} steps: {'; '.join(found)}"
+        text = f"rounding grows {largest:.3g}-fold in {steps} steps: {'; '.join(compared)}"
         self.judge("losses can be compared", KEPT if self.horizon("fp64") >= min(steps, 3) else NOT_SHOWN, text)
 
     def examined_promises(self) -> None:
         """What was found in a few rows, in one process."""
         for promise, (likeliest, *kinds) in EXAMINED.items():
-            if found := self.finding(*kinds):
-                suspect = self.witnessed("seed", "ranks") if found["kind"] in ("sums", "rows") else None
-                self.judge(promise, BROKEN, found["says"], **self.blamed(suspect, (likeliest, found["line"])))
+            if finding := self.finding(*kinds):
+                suspect = self.witnessed("seed", "ranks") if finding["kind"] in ("sums", "rows") else None
+                self.judge(promise, BROKEN, finding["says"], **self.blamed(suspect, (likeliest, finding["line"])))
             else:
                 self.judge(promise, KEPT, "looked at in a few rows")
         if self.notes.get("eval_random"):
@@ -239,12 +239,12 @@ class Certificate:
             promise, where = "held-out results are of the rows alone", self.source.word("dropout(", "rand")
             self.judge(promise, NOT_PROMISED, "others under another seed", reason, where)
         for kind, promise in (("shared", "no held-out row is a training row"), ("doubles", "no held-out row is there twice")):
-            if found := self.finding(kind):
-                self.judge(promise, NOT_PROMISED, found["says"], where=found["line"])
+            if finding := self.finding(kind):
+                self.judge(promise, NOT_PROMISED, finding["says"], where=finding["line"])
         call = self.witnessed("seed", "state", unless=lambda call: call.when != "a step" or call.function in READING)
         promise = "seeds are the core's, settings are the flags'"
-        if found := self.finding("setting"):
-            self.judge(promise, BROKEN, found["says"], where=found["line"])
+        if finding := self.finding("setting"):
+            self.judge(promise, BROKEN, finding["says"], where=finding["line"])
         elif call := call or self.witnessed("setting"):
             self.judge(
                 promise,
@@ -262,7 +262,7 @@ class Certificate:
         promise = f"the same held-out results in {listed(whole)} ranks as in 1 (fp64)"
         if not first.held_out or not any(first.held_out):
             return
-        worst, which = max(self.held_out_apart(ended, first, "fp64") for ended in whole.values())
+        worst, which = max(self.held_out_apart(run, first, "fp64") for run in whole.values())
         if not which:
             self.judge(promise, KEPT, f"{', '.join(first.held_out[-1])}{how}")
             return
@@ -271,16 +271,16 @@ class Certificate:
 
     def shared_files(self) -> None:
         promise = "ranks do not write the same file"
-        if found := self.shared_file():
-            self.judge(promise, BROKEN, *found)
+        if shared := self.shared_file():
+            self.judge(promise, BROKEN, *shared)
         else:
             self.judge(promise, KEPT, "none was written by two")
 
     def shared_file(self) -> tuple[str, str, int | None] | None:
         """A file that several ranks write under one name, what to do, and where: one reads what another has half written."""
-        for ended in self.program.runs:
+        for run in self.program.runs:
             writers: dict[str, list[Call]] = {}
-            for calls in ended.calls:
+            for calls in run.calls:
                 for path, call in {call.what: call for call in calls if call.kind == "write"}.items():
                     writers.setdefault(path, []).append(call)
             for path, calls in writers.items():
@@ -292,8 +292,8 @@ class Certificate:
                     return f"{path} is written by {who}", reason, calls[0].line
         return None
 
-    def handed_over(self, n: int, m: int, there: Launch, went_on: Ended, first: Ended, how: str = "") -> None:
-        promise = f"a snapshot of {n} ranks goes on in {m}{how or f', at {there.site}'}"
+    def handed_over(self, n: int, m: int, launch: Launch, went_on: Ended, first: Ended, how: str = "") -> None:
+        promise = f"a snapshot of {n} ranks goes on in {m}{how or f', at {launch.site}'}"
         if words := failed(went_on):
             self.judge(promise, BROKEN, words, **self.why_not_in_ranks(words))
             return
@@ -392,11 +392,11 @@ def listed(numbers: Iterable) -> str:
     return " and ".join(map(str, numbers))
 
 
-def failed(ended: Ended) -> str:
+def failed(run: Ended) -> str:
     """How a run ended, where not well."""
-    return "" if ended.well else f"exit code {max(map(abs, (c or 0 for c in ended.exit_codes)))}: {ended.error}"
+    return "" if run.well else f"exit code {max(map(abs, (c or 0 for c in run.exit_codes)))}: {run.error}"
 
 
-def tensors(ended: Ended) -> str:
+def tensors(run: Ended) -> str:
     """Checksums of the parameters and the optimizer's tensors, whatever else the snapshot tells."""
-    return str(take_apart(ended.snapshot)["crc32"]) if ended.snapshot.exists() else "no snapshot"
+    return str(take_apart(run.snapshot)["crc32"]) if run.snapshot.exists() else "no snapshot"

@@ -22,7 +22,7 @@ path{fill:none;stroke-width:1.5}code{font-size:.9em}"""
 
 def write(folder: Path, certificate: Certificate, program: Program, unproven: list[str], seconds: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    facts = dict(
+    document = dict(
         program=Path(program.file).name,
         flags=program.flags,
         site=program.launch.site,
@@ -36,9 +36,9 @@ def write(folder: Path, certificate: Certificate, program: Program, unproven: li
         runs=[dict(name=run.name, exit_codes=run.exit_codes, seconds=round(run.seconds, 2)) for run in program.runs],
         losses={run.name: run.losses for run in program.runs if run.well},
     )
-    (folder / "certificate.json").write_text(json.dumps(facts, indent=1))
-    (folder / "certificate.md").write_text(markdown(facts))
-    (folder / "certificate.html").write_text(page(facts))
+    (folder / "certificate.json").write_text(json.dumps(document, indent=1))
+    (folder / "certificate.md").write_text(markdown(document))
+    (folder / "certificate.html").write_text(page(document))
 
 
 def hashes(program: Program, certificate: Certificate) -> dict[str, str]:
@@ -59,43 +59,44 @@ def digest(files: list[Path]) -> str:
     return total.hexdigest()[:16]
 
 
-def headline(facts: dict) -> str:
-    states = [verdict["state"] for verdict in facts["verdicts"]]
+def headline(document: dict) -> str:
+    states = [verdict["state"] for verdict in document["verdicts"]]
     kept, broken = states.count("kept"), states.count("broken")
     return f"{kept} promises kept, {broken} broken, {len(states) - kept - broken} not promised or not shown"
 
 
-def origin(facts: dict) -> list[str]:
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    found = ", ".join(f"{name} {number}" for name, number in facts["hashes"].items())
+def origin(document: dict) -> list[str]:
+    versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items())
+    digests = ", ".join(f"{name} {number}" for name, number in document["hashes"].items())
     return [
-        f"By the train.py of {facts['site']}, launcher {facts['launcher']}, on the CPU of a test machine, {facts['date']}.",
-        f"Versions: {versions}. Hashes: {found}. {len(facts['runs'])} runs in {facts['seconds']:.0f} s.",
-        "Not shown: " + "; ".join(facts["not_shown"]) + ".",
+        f"By the train.py of {document['site']}, launcher {document['launcher']}, "
+        f"on the CPU of a test machine, {document['date']}.",
+        f"Versions: {versions}. Hashes: {digests}. {len(document['runs'])} runs in {document['seconds']:.0f} s.",
+        "Not shown: " + "; ".join(document["not_shown"]) + ".",
     ]
 
 
-def markdown(facts: dict) -> str:
+def markdown(document: dict) -> str:
     rows = ["| promise | verdict | measured | likeliest reason | line |", "|---|---|---|---|---|"]
-    for verdict in facts["verdicts"]:
+    for verdict in document["verdicts"]:
         cells = [verdict[name] for name in ("promise", "state", "measured", "reason", "where")]
         rows.append("| " + " | ".join(str(cell or "").replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-    return "\n".join([f"# {facts['program']}: {headline(facts)}", "", *rows, "", *origin(facts), ""])
+    return "\n".join([f"# {document['program']}: {headline(document)}", "", *rows, "", *origin(document), ""])
 
 
-def page(facts: dict) -> str:
+def page(document: dict) -> str:
     rows = []
-    for verdict in facts["verdicts"]:
+    for verdict in document["verdicts"]:
         place = f" (line {verdict['where']})" if verdict["where"] else ""
         cells = [verdict["promise"], verdict["state"], verdict["measured"], verdict["reason"] + place]
         kind = verdict["state"].replace(" ", "-")
         rows.append(f'<tr class="{kind}">' + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
-    told = "".join(f"<p>{html.escape(line)}</p>" for line in origin(facts))
-    title = html.escape(f"{facts['program']}: {headline(facts)}")
+    footer = "".join(f"<p>{html.escape(line)}</p>" for line in origin(document))
+    title = html.escape(f"{document['program']}: {headline(document)}")
     head = "<tr><th>promise</th><th>verdict</th><th>measured</th><th>likeliest reason</th></tr>"
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-        f"<h1>{title}</h1>{curves(facts['losses'])}<table>{head}{''.join(rows)}</table>{told}</html>\n"
+        f"<h1>{title}</h1>{curves(document['losses'])}<table>{head}{''.join(rows)}</table>{footer}</html>\n"
     )
 
 

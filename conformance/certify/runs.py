@@ -64,8 +64,8 @@ class Ended:
 
     def of(self, kind: str) -> list[dict]:
         """The records of a kind; of the steps and epochs that a resumed run has repeated, the last."""
-        found = [record for record in self.records if record["kind"] == kind]
-        return list({record["step"]: record for record in found}.values()) if kind in ("step", "epoch") else found
+        records = [record for record in self.records if record["kind"] == kind]
+        return list({record["step"]: record for record in records}.values()) if kind in ("step", "epoch") else records
 
     @property
     def losses(self) -> list[float]:
@@ -93,8 +93,8 @@ class Ended:
     def error(self) -> str:
         """The line that train.py ended with, the last rank's if none is marked as the job's."""
         lines = [line for text in self.errors for line in text.splitlines() if line.strip()]
-        said = [line for line in lines if line.startswith("error")] or lines
-        return said[0] if said else f"exit codes {self.exit_codes}, and not a word"
+        error_lines = [line for line in lines if line.startswith("error")] or lines
+        return error_lines[0] if error_lines else f"exit codes {self.exit_codes}, and not a word"
 
     @property
     def well(self) -> bool:
@@ -141,7 +141,7 @@ class Program:
         port, outside = free_port(), without_launcher() | dict(OMP_NUM_THREADS="1")
         changed, began = Change(rows=self.rows, **change), time.monotonic()
         files = [[folder / f".{number}-{rank}.{end}" for end in ("out", "err", "calls")] for rank in range(ranks)]
-        told: list[dict] = [
+        arguments: list[dict] = [
             dict(
                 train=str(launch.train),
                 argv=argv,
@@ -155,18 +155,18 @@ class Program:
             for rank in range(ranks)
         ]
         if changed.hash_seed is not None or (launch.mpi and ranks > 1):
-            (folder / f".{number}.json").write_text(json.dumps(told))
+            (folder / f".{number}.json").write_text(json.dumps(arguments))
             processes: list[Any] = [Apart(folder / f".{number}.json", ranks, changed.hash_seed or 0)]
         else:
-            processes = [self.server.Process(target=as_rank, kwargs=one) for one in told]
+            processes = [self.server.Process(target=as_rank, kwargs=one) for one in arguments]
         forked.run_to_their_end(processes, 600)
         _, errors, calls = ([file.read_text() if file.exists() else "" for file in those] for those in zip(*files, strict=True))
         codes = [process.exitcode or 0 if process.exitcode is not None else -9 for process in processes]
         codes = codes if len(codes) == ranks else codes * ranks  # mpiexec's, for all
-        ended = Ended(name, folder, codes, errors, time.monotonic() - began, [*map(witness.read, calls)])
-        self.runs.append(ended)
-        self.remember_files(ended.witnessed)
-        return ended
+        run = Ended(name, folder, codes, errors, time.monotonic() - began, [*map(witness.read, calls)])
+        self.runs.append(run)
+        self.remember_files(run.witnessed)
+        return run
 
     def argv(self, flags: str) -> list[str]:
         """The run's flags come last, so that they count."""
@@ -177,7 +177,7 @@ class Program:
 
     def forget_files(self) -> None:
         """What the program has made in these runs, each file once: several ranks find what the first start of a job finds."""
-        for path in (path for path, there in self.made.items() if there):
+        for path in (path for path, exists in self.made.items() if exists):
             Path(path).unlink(missing_ok=True)
         self.made = dict.fromkeys(self.made, False)
 
@@ -202,12 +202,12 @@ class Program:
 class Apart:
     """Ranks in interpreters of their own: under another hash seed, or by mpiexec where a site asks MPI who they are.
 
-    told: a file with what as_rank() takes of each.
+    arguments_file: what as_rank() takes of each.
     """
 
-    def __init__(self, told: Path, ranks: int, hash_seed: int):
+    def __init__(self, arguments_file: Path, ranks: int, hash_seed: int):
         start = [*shlex.split(mpiexec() or "mpiexec"), "-n", str(ranks)] if ranks > 1 else []
-        self.command = [*start, sys.executable, "-m", "conformance.certify.runs", str(told)]
+        self.command = [*start, sys.executable, "-m", "conformance.certify.runs", str(arguments_file)]
         places = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), str(ROOT))))
         self.environ = without_launcher() | dict(PYTHONHASHSEED=str(hash_seed), PYTHONPATH=places, OMP_NUM_THREADS="1")
         self.process: subprocess.Popen | None = None
@@ -267,12 +267,12 @@ def make(change: Change, mine: Callable[[], bool]) -> None:
 
     find = module.find
 
-    def found(what):
+    def find_changed(what):
         workload = find(what)
         _change(workload, change, mine)
         return workload
 
-    module.find = found
+    module.find = find_changed
 
 
 def changed(file: str, log: str, module: str, **change) -> type:
@@ -370,9 +370,9 @@ def imports_of(file: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    told = json.loads(Path(sys.argv[1]).read_text())
-    if len(told) > 1:  # under mpiexec
+    arguments = json.loads(Path(sys.argv[1]).read_text())
+    if len(arguments) > 1:  # under mpiexec
         from mpi4py import MPI
 
-        told = told[MPI.COMM_WORLD.rank :]
-    as_rank(**told[0])
+        arguments = arguments[MPI.COMM_WORLD.rank :]
+    as_rank(**arguments[0])

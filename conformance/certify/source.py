@@ -72,7 +72,7 @@ class Source:
 
     def assignment(self, name: str) -> int | None:
         """Where a variable, or with a dot an attribute, is changed: the last such line, which is in the loop if one is."""
-        kind, name, found = ast.Attribute if "." in name else ast.Name, name.rpartition(".")[2], []
+        kind, name, line_numbers = ast.Attribute if "." in name else ast.Name, name.rpartition(".")[2], []
         for node in self.nodes():
             changed = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
             if isinstance(node, ast.Call):
@@ -81,8 +81,8 @@ class Source:
                 if isinstance(node.func, ast.Attribute) and (node.func.attr in CHANGING or in_place(node.func.attr)):
                     changed.append(node.func.value)
             if any(isinstance(bare(part), kind) and last(part) == name for part in changed):
-                found.append(node.lineno)
-        return max(found, default=None)
+                line_numbers.append(node.lineno)
+        return max(line_numbers, default=None)
 
     def change_in_place(self, *functions: str) -> int | None:
         """Where one of these changes something that it was given."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from conformance.cluster import layer, prefix
 from conformance.cluster.jobs import Submitter, queue
 from conformance.cluster.shape import LOGIN
-from conformance.cluster.virtual import UID, USER, NoCluster, VirtualSite, as_user, ended_by_signal, entered, plain
+from conformance.cluster.virtual import UID, USER, NoCluster, VirtualSite, as_user, entered, exit_on_signal, plain
 from conformance.harness.sites import Site
 
 LARGEST = 2**30  # bytes of the program's folder
@@ -27,7 +27,7 @@ def on_virtual_cluster(site: Site, workload: str, tree: Path, flags: list[str]) 
     """Exit code of the certificate, which lies in certificates/ then. flags: all others."""
     with (
         tempfile.TemporaryDirectory(prefix="cluster-") as folder,
-        ended_by_signal(),
+        exit_on_signal(),
         VirtualSite(site, Path(folder), build=layer.build, tree=tree) as cluster,
     ):
         print(f"up in {cluster.seconds['up']:.2f} s: {site.name}, {', '.join(cluster.names)}; ./install.sh", flush=True)

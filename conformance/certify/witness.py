@@ -170,11 +170,11 @@ def _listing(witness: Witness, function, name: str, backwards: bool):
     def listed(*arguments, **keywords):
         if not witness.hear("listing", name, through=True) or not backwards:
             return function(*arguments, **keywords)
-        found = function(*arguments, **keywords)
-        if isinstance(found, list):
-            return found[::-1]
-        with found:
-            return Entries([*found][::-1])
+        entries = function(*arguments, **keywords)
+        if isinstance(entries, list):
+            return entries[::-1]
+        with entries:
+            return Entries([*entries][::-1])
 
     return listed
 

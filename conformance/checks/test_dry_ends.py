@@ -78,8 +78,8 @@ def test_the_exit_code_of_the_ranks_is_the_job_s_whatever_fails_after_them(check
     violations = []
     for script in trains(site):
         run = dry.job(script, code=75)
-        ended = max((call.ended or 0 for call in run.launches), default=0)
-        for fails, call in [(fails, call) for fails, call in run.steps if call.began > ended]:
+        end_time = max((call.end_time or 0 for call in run.launches), default=0)
+        for fails, call in [(fails, call) for fails, call in run.steps if call.start_time > end_time]:
             again = dry.job(script, code=75, fails=fails)
             if again.code != 75:
                 violations.append(f"{script.name}, where {call.text} fails: {ending(dry, again)}, but should be 75")
@@ -128,13 +128,13 @@ def test_a_stopped_job_comes_back_once_its_ranks_have_ended(check, site, dry):
     for case in site.cases:
         for restarts in (0, 1):
             run = dry.case(case, code=75, **(dict(restarts=restarts) if restarts else {}))
-            starts, result = new_starts(run), max((call.ended or 0 for call in run.launches), default=0)
+            starts, end_time = new_starts(run), max((call.end_time or 0 for call in run.launches), default=0)
             if len(starts) != 1:
                 violations.append(f"{case.name}: {len(starts)} new starts after 75, but should be 1 ({ending(dry, run)})")
             violations += [
                 f"{case.name}: {call.text} before its ranks have ended, but should be after"
                 for call in starts
-                if call.began < result
+                if call.start_time < end_time
             ]
             wrong = [call for call in starts if call.command == "scontrol" and FIRST not in call.words]
             violations += [f"{case.name}: {call.text}, but should name job {FIRST}" for call in wrong]
@@ -169,8 +169,10 @@ def test_at_last_it_says_how_to_go_on(check, site, dry):
             words = " ".join(words).split()
         lost = [word for word in words_given if word not in words and (" " not in word or site.toml["scheduler"] == "slurm")]
         if lost != ["--fresh"]:
-            told = f"without {' '.join(lost) or 'any difference'}"
-            violations.append(f"{script.name}: the command that goes on is {shown[0]!r}, {told}, but should lack --fresh alone")
+            difference = f"without {' '.join(lost) or 'any difference'}"
+            violations.append(
+                f"{script.name}: the command that goes on is {shown[0]!r}, {difference}, but should lack --fresh alone"
+            )
     check.holds(*violations)
 
 
@@ -180,11 +182,13 @@ def test_it_says_to_go_on_where_it_was(check, site, dry):
     violations = []
     for script in trains(site):
         run = dry.job(script, code=75, restarts=MANY_RESTARTS, arguments=["--run-dir", OF_ANOTHER])
-        told = [re.findall(r"--run-dir(?:=|[ ,]+)([^\s,;\"']+)", line) for line in run.output.splitlines() if "resume" in line]
-        places = [found[-1] for found in told if found]
+        run_dirs_by_line = [
+            re.findall(r"--run-dir(?:=|[ ,]+)([^\s,;\"']+)", line) for line in run.output.splitlines() if "resume" in line
+        ]
+        places = [run_dirs[-1] for run_dirs in run_dirs_by_line if run_dirs]
         if not places or {*places} != {OF_ANOTHER}:
-            where_told = " ".join(places) or "no run directory"
-            violations.append(f"{script.name} --run-dir {OF_ANOTHER}: to resume it names {where_told}, but should name that")
+            named = " ".join(places) or "no run directory"
+            violations.append(f"{script.name} --run-dir {OF_ANOTHER}: to resume it names {named}, but should name that")
     check.holds(*violations)
 
 
@@ -203,22 +207,22 @@ def test_the_jobs_of_an_array_are_jobs_of_their_own(check, site, dry):
             named = sorted({dry.shown(word) for word in words if re.search(rf"\b{OTHER}\b", word)})
             violations += [f"{script.name} in an array: {word}, but should be named for the job: {FIRST}" for word in named]
         # By the array's number all of its jobs would be stopped, and come back.
-        told = [call.text for call in new_starts(dry.job(script, environ=array, code=75)) if OTHER in call.words]
-        violations += [f"{script.name} in an array: {each}, but should name the job: {FIRST}" for each in told]
+        commands = [call.text for call in new_starts(dry.job(script, environ=array, code=75)) if OTHER in call.words]
+        violations += [f"{script.name} in an array: {command}, but should name the job: {FIRST}" for command in commands]
     check.holds(*violations)
 
 
 @clause("J10")
 def test_the_readme_tells_how_often_it_comes_back(check, site, dry):
     text = " ".join((site.folder / "README.md").read_text().split())
-    told = re.search(r"\bat most (\d+) (times|in a row)\b", text)
-    check.equal(README_md_says_at_most_how_many_times=(bool(told), True))
-    most, violations = int(told[1]), []
+    match = re.search(r"\bat most (\d+) (times|in a row)\b", text)
+    check.equal(README_md_says_at_most_how_many_times=(bool(match), True))
+    most, violations = int(match[1]), []
     for script in trains(site):
         for restarts, should in ((3, 1), (most - 1, 1), (most, 0)):  # as texts 3 comes after 20
             if len(starts := new_starts(dry.job(script, code=75, restarts=restarts))) != should:
                 path = f"{script.name}: {len(starts)} new starts after {restarts} restarts"
-                violations.append(f"{path}, but should be {should}: README.md says {told[0]}")
+                violations.append(f"{path}, but should be {should}: README.md says {match[0]}")
     check.holds(*violations)
 
 
@@ -233,16 +237,16 @@ def test_a_successor_goes_on_where_its_job_was(check, site, dry):
             starts = [call for call in new_starts(run) if call.command != "scontrol"]
             if not starts:
                 break
-            told = starts[0].text
-            lost = [value for key, value in OF_PBS.items() if value not in told and site.toml["scheduler"] == "pbs"]
-            violations += [f"{case.name}: {told}, but should ask for {value}, as this job did" for value in lost]
+            command = starts[0].text
+            lost = [value for key, value in OF_PBS.items() if value not in command and site.toml["scheduler"] == "pbs"]
+            violations += [f"{case.name}: {command}, but should ask for {value}, as this job did" for value in lost]
             environ = handed_on(shlex.join(starts[0].words))
             if environ.get(variable) != str(restarts):
                 violations.append(f"{case.name}: {variable}={environ.get(variable)} for the next job, but should be {restarts}")
             run = dry.case(case, code=75, number=f"{int(FIRST) + restarts}", environ=environ)
             if where(run) != place:
-                told = f"{where(run)} in successor {restarts}, but should be {place}"
-                violations.append(f"{case.name}: run directory={told}")
+                observed = f"{where(run)} in successor {restarts}, but should be {place}"
+                violations.append(f"{case.name}: run directory={observed}")
         idle = [call for call in new_starts(dry.case(case, code=75, progress=False)) if call.command != "scontrol"]
         violations += [
             f"{case.name}: {call.text} after no step, but should not: nor would the next job get further" for call in idle
@@ -265,8 +269,8 @@ def test_a_successor_is_given_the_choices_of_its_job(check, site, dry):
                     violations.append(f"{script.name} with {name}={value}: {call.text}, but should hand that on")
                 again = dry.job(script, environ=exported, **shape)
                 if launched(again) != launched(run):
-                    told = f"{launched(again)} in its successor, but should be {launched(run)}"
-                    violations.append(f"{script.name} with {name}={value}: {told}")
+                    observed = f"{launched(again)} in its successor, but should be {launched(run)}"
+                    violations.append(f"{script.name} with {name}={value}: {observed}")
     check.holds(*violations)
 
 
@@ -393,10 +397,10 @@ def test_train_py_knows_the_seconds_that_a_stop_leaves(check, site, dry):
     for case in site.cases:
         signalled = Script(site.folder / case.script).options.get("signal", "")
         should = [signalled.partition("@")[2] or "60"] if signalled else []
-        found = sorted({value for call in dry.case(case).trained for value in values_of(arguments(call), "--grace")})
-        if found != should and (should or len(found) != 1):
+        grace = sorted({value for call in dry.case(case).trained for value in values_of(arguments(call), "--grace")})
+        if grace != should and (should or len(grace) != 1):
             wanted = " ".join(should) or "one number"
-            violations.append(f"{case.name}: --grace {' '.join(found) or 'is not there'}, but should be {wanted}")
+            violations.append(f"{case.name}: --grace {' '.join(grace) or 'is not there'}, but should be {wanted}")
     check.holds(*violations)
 
 
@@ -411,8 +415,8 @@ def test_a_warning_while_python_starts_ends_no_rank(check, site, dry):
         if shell and not all(ignores(call, signal.SIGUSR1) for call in run.trained):
             violations.append(f"{case.name}: {shell} starts Python, which USR1 then ends, but should have `trap '' USR1`")
         if run.called("torchrun") and not all(ignores(call, signal.SIGTERM) for call in run.trained):
-            told = "torchrun's TERM ends a rank while Python starts, and 143 hides why another one has failed"
-            violations.append(f"{case.name}: {told}, but should be ignored: env --ignore-signal=TERM")
+            problem = "torchrun's TERM ends a rank while Python starts, and 143 hides why another one has failed"
+            violations.append(f"{case.name}: {problem}, but should be ignored: env --ignore-signal=TERM")
         signalled = "signal" in Script(site.folder / case.script).options
         if run.called("torchrun") and signalled and not all(ignores(call, signal.SIGUSR1) for call in run.trained):
             violations.append(f"{case.name}: USR1 ends a rank that torchrun has just started, but should be ignored there")
@@ -513,7 +517,7 @@ def test_cores_are_bound_by_number_on_whole_nodes_alone(check, site, dry):
     violations = []
     for script in trains(site) if site.toml["scheduler"] == "slurm" else []:
         run = dry.job(script, all_ranks=True)
-        if any(re.match(r"(mask|map)", told) for call in run.launches for told in values_of(call.words, "--cpu-bind")):
+        if any(re.match(r"(mask|map)", binding) for call in run.launches for binding in values_of(call.words, "--cpu-bind")):
             shared = dry.job(script, shared=True)
             violations += refused(dry, shared, f"{script.name} on shared nodes", "")
             if "oversubscribe" in Script(script).options:
@@ -537,8 +541,8 @@ def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
         ):  # left in the user's environment by another machine
             run = dry.job(script, modules_set=False, environ=environ)
             if run.trained and run.trained[0].environ.get("NCCL_NET", "Socket") == "Socket":
-                told = f"{script.name} without NCCL_NET of its module{' and with a Socket of the user' if environ else ''}"
-                violations.append(f"{told}: {ending(dry, run)}, but should be 3")
+                subject = f"{script.name} without NCCL_NET of its module{' and with a Socket of the user' if environ else ''}"
+                violations.append(f"{subject}: {ending(dry, run)}, but should be 3")
         run = dry.job(script, nodes=2, fails="library")
         if run.trained and run.trained[0].environ.get("NCCL_NET") == "Socket":
             violations.append(f"{script.name}, whose network plugin does not load: {ending(dry, run)}, but should be 3")
@@ -563,8 +567,8 @@ def test_what_modules_set_is_there_where_ranks_start(check, site, dry):
         loaded = any(module in call.words for call in run.called("module-call"))
         for call, (name, value) in product(run.launches if loaded else (), set_by(site, module).items()):
             if value not in call.environ.get(name, ""):
-                told = f"{what}: {name}={call.environ.get(name, 'unset')} where ranks start"
-                violations.append(f"{dry.shown(told)}, but should have {value}, by the module {module}")
+                observed = f"{what}: {name}={call.environ.get(name, 'unset')} where ranks start"
+                violations.append(f"{dry.shown(observed)}, but should have {value}, by the module {module}")
     check.holds(*dict.fromkeys(violations))
 
 
@@ -583,7 +587,7 @@ def test_every_software_is_told_of_the_same_network(check, site, dry):
 @clause("J13")
 def test_the_network_is_one_of_the_nodes_and_not_of_the_ranks(check, site, dry):
     """A job of one rank on each node has the same, on one node, on two and on many."""
-    told = {name for name, _ in site.launches[0].templates}
+    launcher_variables = {name for name, _ in site.launches[0].templates}
     of_ranks = re.search(r"-v (\w+)=\{ranks\}", site.toml["job"].get("geometry", ""))
     violations = []
     for script, nodes in product(trains(site), (1, 2, MANY_NODES)):
@@ -594,7 +598,7 @@ def test_the_network_is_one_of_the_nodes_and_not_of_the_ranks(check, site, dry):
             {name: value for call in run.trained[:1] for name, value in call.environ.items() if NETWORK.search(name)}
             for run in (dry.job(script, nodes=nodes), dry.job(script, nodes=nodes, **one_each))
         )
-        differ = {name for name in {*all_ranks, *one} - told if all_ranks.get(name) != one.get(name)}
+        differ = {name for name in {*all_ranks, *one} - launcher_variables if all_ranks.get(name) != one.get(name)}
         for name in sorted(differ) if all_ranks and one else ():
             what = f"{script.name} with one rank on each of {nodes} nodes: {name}={one.get(name, 'unset')}"
             violations.append(f"{what}, but should be {all_ranks.get(name, 'unset')}, as with all ranks")
@@ -646,9 +650,9 @@ def test_what_users_are_shown_works(check, site, dry):
     """Each submission and installation in the head of a job script, and in README.md's blocks and sentences."""
     violations = []
     for where_it_stands, line in shown(site):
-        if found := re.search(r"[<>]=?\S*", re.sub(r"'[^']*'|\"[^\"]*\"", "", line)):
-            told = f"a shell takes {found[0]} for a redirection"
-            violations.append(f"{where_it_stands}: {line!r}: {told}, but should find it in quotes")
+        if redirection := re.search(r"[<>]=?\S*", re.sub(r"'[^']*'|\"[^\"]*\"", "", line)):
+            problem = f"a shell takes {redirection[0]} for a redirection"
+            violations.append(f"{where_it_stands}: {line!r}: {problem}, but should find it in quotes")
         elif isinstance(run := followed(dry, line), str):
             violations.append(f"{where_it_stands}: {line!r}: {run}")
         elif run.code or "still running" in run.output:
@@ -666,12 +670,12 @@ def test_what_users_are_shown_works(check, site, dry):
 @clause("B10")
 def test_a_line_that_users_may_delete_is_not_needed(check, site, dry):
     """By what stands above it, or by README.md: nodes without GPUs, a cluster without accounts."""
-    told = re.findall(r"delete the line `--([a-z-]+)`", " ".join((site.folder / "README.md").read_text().split()))
+    deletable = re.findall(r"delete the line `--([a-z-]+)`", " ".join((site.folder / "README.md").read_text().split()))
     violations = []
     for case in {case.script: case for case in reversed(site.cases)}.values():  # of each script the first
         for line, option in Script(site.folder / case.script).directives:
             name = option.partition("=")[0].removeprefix("--")
-            if name in told or "delete the line" in " ".join(line.paragraph):
+            if name in deletable or "delete the line" in " ".join(line.paragraph):
                 run = dry.case(replace(case, name=f"without --{name}", edit=case.edit | {line.text: ""}))
                 if run.code or not run.trained:
                     violations.append(f"{case.script} without --{name}: {ending(dry, run)}, but should be 0")
@@ -700,8 +704,8 @@ def test_a_run_is_one_run_of_wandb(check, site, dry):
             run = dry.job(script, environ=environ, arguments=["--run-dir", f"runs/{sweep}/lr-1"], **shape)
             shapes[name] = sorted({*re.findall(r"(?m)^wandb run (.*)$", run.output)})
         if len(shapes["first"]) != 1 or shapes["first"] != shapes["again"] or shapes["first"] == shapes["other"]:
-            told = f"{script.name}: W&B's run is {{first}}, {{again}} when it comes back, and {{other}} in another folder"
-            violations.append(f"{told.format(**shapes)}, but should be one, the same, and another")
+            template = f"{script.name}: W&B's run is {{first}}, {{again}} when it comes back, and {{other}} in another folder"
+            violations.append(f"{template.format(**shapes)}, but should be one, the same, and another")
     check.holds(*violations)
 
 
@@ -712,9 +716,9 @@ def test_metrics_have_every_step(check, site, dry):
     for script, environ in chosen(site):
         for kind in [name for name in ("wandb", "tensorboard") if name in " ".join(environ.values())]:
             run = dry.job(script, environ=environ)
-            there = sorted({*re.findall(rf"(?m)^{kind} has (.*)$", run.output)})
-            told = f"{script.name}: of steps 0 and 1 {kind} has {there}"
-            violations += [f"{told}, but should have {OF_STEPS}"] if there != OF_STEPS else []
+            recorded = sorted({*re.findall(rf"(?m)^{kind} has (.*)$", run.output)})
+            observed = f"{script.name}: of steps 0 and 1 {kind} has {recorded}"
+            violations += [f"{observed}, but should have {OF_STEPS}"] if recorded != OF_STEPS else []
     check.holds(*violations)
 
 
@@ -724,12 +728,12 @@ OF_STEPS = ["0 0.25", "0 0.5", "1 1.25", "1 1.5", "1 1.75"]
 
 def chosen(site) -> list[tuple[Path, dict[str, str]]]:
     """The job script, and the variables that are set for it, of each submission that users are shown."""
-    found = []
+    submissions = []
     for _, line in shown(site):
         words = shlex.split(line)
         environ = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
-        found += [(script, environ) for script in site.job_scripts if script.name in words and environ]
-    return found
+        submissions += [(script, environ) for script in site.job_scripts if script.name in words and environ]
+    return submissions
 
 
 @clause("B5")
@@ -760,9 +764,9 @@ def test_a_script_for_users_hands_their_arguments_on(check, site, dry):
             run = dry.command(script, line, *flags)
             words = [arguments(call)[-len(ARGUMENTS) :] for call in run.trained]
             if run.code or words != [list(ARGUMENTS)]:
-                told = f"{ending(dry, run)}, train.py with {words or 'nothing'}"
+                observed = f"{ending(dry, run)}, train.py with {words or 'nothing'}"
                 after = " ".join(["install.sh", *flags])
-                violations.append(f"{script.name}: {line!r} after {after}: {told}, but should be 0 and {list(ARGUMENTS)}")
+                violations.append(f"{script.name}: {line!r} after {after}: {observed}, but should be 0 and {list(ARGUMENTS)}")
     check.holds(*violations)
 
 
@@ -774,8 +778,8 @@ def test_an_installation_as_a_job_gets_its_arguments(check, site, dry):
             run = dry.job(script, nodes=1, arguments=["install", "--add", PACKAGES], all_ranks=True)
             calls = [call for call in run.calls if PACKAGES in call.words]
             pip = [call.words[-1] for call in calls]
-            told = f"{script.name} install --add {PACKAGES!r}: {ending(dry, run)}, pip has {pip or 'not heard of it'}"
-            check.holds(*[] if pip and run.code == 0 else [f"{told}, but should be given it as it is"])
+            observed = f"{script.name} install --add {PACKAGES!r}: {ending(dry, run)}, pip has {pip or 'not heard of it'}"
+            check.holds(*[] if pip and run.code == 0 else [f"{observed}, but should be given it as it is"])
             ranks = max(int(call.environ.get("DRY_RUN_RANKS", "1")) for call in calls)
             one = f"{script.name} install: {ranks} of it in one prefix, side by side, but should be one"
             check.holds(*[one] if ranks > 1 else [])
@@ -820,15 +824,15 @@ def shown(site) -> list[tuple[str, str]]:
     """What submits or installs: lines of a job script's head, and of README.md's blocks; commands in its sentences."""
     lines = [(path.name, match[1]) for path in site.job_scripts for match in re.finditer(r"(?m)^#   (\S.*)$", path.read_text())]
     block, text = r"(?ms)^```$(.*?)^```$", (site.folder / "README.md").read_text()
-    for shown_there in re.findall(block, text):
-        lines += [("README.md", line) for line in shown_there.splitlines()]
+    for contents in re.findall(block, text):
+        lines += [("README.md", line) for line in contents.splitlines()]
     sentences = " ".join(re.sub(block, "", text).split())
     commands = [command for command in re.findall(r"`([^`]+)`", sentences) if re.search(r" .*\.(sh|sl|pbs)\b|\.sh ", command)]
     lines += [("README.md", command) for command in commands]
-    found = []
+    shown_commands = []
     for place, text in lines:
         line = re.sub(r"\[[^]]*\]", "", re.split(r"\s{2,}|\s#", text)[0]).replace("JOB", FIRST).replace("$USER", USER)
         line = re.sub(r"(?<= )[A-Z]+(?= |$)", lambda word: PASSED.get(word[0], word[0]), line)
         if re.match(r"([A-Z_]+=(\"[^\"]*\"|\S+) )*(sbatch|qsub|\./install\.sh)( |$)", line):
-            found.append((place, line.strip()))
-    return found
+            shown_commands.append((place, line.strip()))
+    return shown_commands

@@ -48,11 +48,11 @@ def pips(run: DryRun) -> list[tuple[Call, list[str]]]:
 
 def with_modules(site, *names: str) -> Case | None:
     """The job script as it stands, but for more modules in its line `modules=(...)`; None where it has no such line."""
-    found = re.search(r"^modules=\(.*\)$", (site.folder / site.toml["submit"]).read_text(), re.MULTILINE)
-    if not found:
+    match = re.search(r"^modules=\(.*\)$", (site.folder / site.toml["submit"]).read_text(), re.MULTILINE)
+    if not match:
         return None
-    other = f"{found[0][:-1]} {' '.join(names)})".replace("( ", "(")
-    return replace(site.cases[0], name="other modules", script=site.toml["submit"], edit={found[0]: other})
+    other = f"{match[0][:-1]} {' '.join(names)})".replace("( ", "(")
+    return replace(site.cases[0], name="other modules", script=site.toml["submit"], edit={match[0]: other})
 
 
 def last_line(run: DryRun) -> str:
@@ -67,8 +67,8 @@ def test_packages_of_the_user_s_own_are_not_counted(check, dry):
     for what, run in runs(dry).items():
         for call, words in pips(run):
             if not call.environ.get("PYTHONNOUSERSITE"):
-                told = f"{what}: pip install {' '.join(words)}"
-                violations.append(f"{dry.shown(told)}: without PYTHONNOUSERSITE, but should have it as jobs do")
+                subject = f"{what}: pip install {' '.join(words)}"
+                violations.append(f"{dry.shown(subject)}: without PYTHONNOUSERSITE, but should have it as jobs do")
     check.holds(*violations)
 
 
@@ -126,8 +126,8 @@ def test_another_torch_takes_the_place_of_the_first(check, dry):
             violations.append(f"install.sh {flag} {other} after one with {value}: pip is not asked for it, but should be")
         asked = {word for _, words in pips(run) for word in words}
         lost = {word for _, words in pips(dry.install(flag, other)) for word in words if re.match(r"[a-z][\w-]*==\d", word)}
-        told = f"install.sh {flag} {other} after one with {value}"
-        violations += [f"{told}: it has no {word}, but should, as if it were the first" for word in sorted(lost - asked)]
+        subject = f"install.sh {flag} {other} after one with {value}"
+        violations += [f"{subject}: it has no {word}, but should, as if it were the first" for word in sorted(lost - asked)]
     check.holds(*violations)
 
 
@@ -151,8 +151,8 @@ def test_an_environment_that_does_not_work_is_not_kept(check, dry):
     for fails in looks[-1:]:
         first, again = dry.install(fails=fails), dry.install(after=(), after_fails=fails)
         if first.code != 1 or not made_by(again):
-            told = f"exit code {first.code}, and kept by the next install.sh"
-            check.holds(f"an environment that cannot be imported: {told}, but should be 1, and made anew")
+            observed = f"exit code {first.code}, and kept by the next install.sh"
+            check.holds(f"an environment that cannot be imported: {observed}, but should be 1, and made anew")
 
 
 @clause("B10")
@@ -205,8 +205,8 @@ def test_other_modules_than_it_was_made_with_are_noticed(check, site, dry):
         check.holds(*(f"install.sh loads {word!r}, but should load each by its name" for word in as_one))
         job = dry.job(site.folder / case.script, case=case)
         if job.trained or job.code != 3 or "install.sh" not in job.output:
-            told = f"{ending(dry, job)} with {other}, but what install.sh made with {line}"
-            check.holds(f"{told}, but should be 3 and name install.sh")
+            observed = f"{ending(dry, job)} with {other}, but what install.sh made with {line}"
+            check.holds(f"{observed}, but should be 3 and name install.sh")
 
 
 @clause("B10")
@@ -235,8 +235,8 @@ def test_the_core_is_installed_though_one_of_its_version_is_there(check, dry):
     run = dry.install(after=(), left=True)
     for call, words in pips(run):
         if any(word.rstrip("/").endswith("core") for word in words) and not {"--force-reinstall", "--upgrade", "-U"} & {*words}:
-            there = call.notes.get("there", [])
-            check.equal(ddp_core_that_pip_finds_there=([*map(dry.shown, there)], []))
+            installed = call.notes.get("there", [])
+            check.equal(ddp_core_that_pip_finds_there=([*map(dry.shown, installed)], []))
 
 
 @clause("B10")
@@ -247,9 +247,9 @@ def test_in_another_place_it_is_the_one_that_jobs_find(check, dry):
         other = tuple(word.replace(PASSED["PREFIX"], f"{PASSED['PREFIX']} 2") for word in flags)
         dry.install(*other)
         fresh = links(dry.installed["install", *other, "", "", None] / dry.folder.name)
-        if dry.install(*other, after=flags).code == 0 and (found := links(dry.folder)) != fresh:
-            told = f"{dry.shown(str(found))}, but should be {dry.shown(str(fresh))}"
-            violations.append(f"install.sh {other[-1]} after {flags[-1]}: links are {told}")
+        if dry.install(*other, after=flags).code == 0 and (actual_links := links(dry.folder)) != fresh:
+            observed = f"{dry.shown(str(actual_links))}, but should be {dry.shown(str(fresh))}"
+            violations.append(f"install.sh {other[-1]} after {flags[-1]}: links are {observed}")
     check.holds(*violations)
 
 
@@ -274,8 +274,8 @@ def test_an_installation_that_was_killed_is_made_whole_by_the_next(check, dry):
             )
             what = f"{' '.join(['install.sh', *flags[:1]])}, killed in {dry.shown(step.text)[:80]!r}, and run again"
             if again.code or other:
-                told = f"exit code {again.code} ({dry.shown(last_line(again))}), {' '.join(other[:3]) or 'the same files'}"
-                violations.append(f"{what}: {told}, but should be 0 and the files of one that was not killed")
+                observed = f"exit code {again.code} ({dry.shown(last_line(again))}), {' '.join(other[:3]) or 'the same files'}"
+                violations.append(f"{what}: {observed}, but should be 0 and the files of one that was not killed")
             job = None if flags else dry.job(dry.site.job_scripts[0], install=flags, install_fails=fails)
             if job and (job.trained or job.code != 3 or "install.sh" not in job.output):
                 violations.append(
@@ -308,13 +308,15 @@ def test_what_an_interrupted_start_has_left_on_a_node_is_made_anew(check, dry):
         first = dry.job(script, install=flags)
         left = [re.match(rf".*/{USER}/[^/]+(?=/)", path) for path in first.changed]
         halves = tuple(call.words[-1] for call in first.called("sbcast"))  # which refuses what is there: sbcast --help
-        for folder in sorted({found[0] for found in left if found}):
+        for folder in sorted({match[0] for match in left if match}):
             shutil.rmtree(dry.top / folder)
             again = dry.job(script, install=flags, restarts=1, beside=(folder,), halves=halves)
             theirs, ours = ({dry.shown(call.path) for call in run.trained} for run in (again, first))
             if again.code or theirs != ours:
-                told = f"{ending(dry, again)}, trained by {' '.join(theirs) or 'none'}, but should be 0, by {' '.join(ours)}"
-                violations.append(f"where a killed start has left {Path(folder).name}: {told}")
+                observed = (
+                    f"{ending(dry, again)}, trained by {' '.join(theirs) or 'none'}, but should be 0, by {' '.join(ours)}"
+                )
+                violations.append(f"where a killed start has left {Path(folder).name}: {observed}")
     check.holds(*violations)
 
 
@@ -334,8 +336,8 @@ def test_what_is_too_old_is_refused_before_anything_is_installed(check, dry, wha
         return
     run = dry.install(fails=f"old {what}")
     if run.code != 3 or pips(run):
-        told = f"exit code {run.code} ({dry.shown(last_line(run))}) and {len(pips(run))} installations"
-        check.holds(f"install.sh with an old {what}: {told}, but should be 3 before any")
+        observed = f"exit code {run.code} ({dry.shown(last_line(run))}) and {len(pips(run))} installations"
+        check.holds(f"install.sh with an old {what}: {observed}, but should be 3 before any")
 
 
 @clause("B10")
@@ -363,8 +365,8 @@ def test_a_wrong_flag_is_refused_before_anything_is_done(check, dry):
         run = dry.install(*words)
         lines = run.output.strip().splitlines()
         if run.code != 2 or len(lines) != 1 or words[0] not in run.output or pips(run):
-            told = f"exit code {run.code} and {len(lines)} lines ({dry.shown(last_line(run))})"
-            violations.append(f"install.sh {words[0]}: {told}, but should be 2 and one line that names it")
+            observed = f"exit code {run.code} and {len(lines)} lines ({dry.shown(last_line(run))})"
+            violations.append(f"install.sh {words[0]}: {observed}, but should be 2 and one line that names it")
     check.holds(*violations)
 
 
@@ -383,8 +385,8 @@ def test_a_flag_is_not_lost_beside_an_image(check, dry):
             and dry.install(*image, *flag).code == 0
             and done(*image, *flag) == done(*image)
         ):
-            told = f"install.sh {' '.join(image)[:40]}... {' '.join(flag)} does what it does without {flag[0]}"
-            violations.append(f"{told}, but should hand it on")
+            observed = f"install.sh {' '.join(image)[:40]}... {' '.join(flag)} does what it does without {flag[0]}"
+            violations.append(f"{observed}, but should hand it on")
     # A wheel that somebody has built, in a folder that no image has.
     (wheel := dry.top / "root/wheels/mine-1.0-py3-none-any.whl").parent.mkdir(exist_ok=True)
     wheel.touch()
@@ -409,8 +411,8 @@ def test_an_installation_that_fails_says_so(check, site, dry):
     for what, shape in dict(before=dict(install=None), after=dict(install_fails="pip")).items():
         job = dry.job(script, **shape)
         if job.code != 3 or job.trained or "install.sh" not in job.output:
-            told = f"{script.name} {what} install.sh{' has failed' if what == 'after' else ''}: exit code {job.code}"
-            violations.append(f"{told} ({dry.shown(last_line(job))}), but should be 3 and name install.sh")
+            observed = f"{script.name} {what} install.sh{' has failed' if what == 'after' else ''}: exit code {job.code}"
+            violations.append(f"{observed} ({dry.shown(last_line(job))}), but should be 3 and name install.sh")
     check.holds(*violations)
 
 
@@ -419,8 +421,8 @@ def test_an_installation_starts_as_many_compilers_as_it_says(check, site):
     """make -j without a number starts one for each file, on a login node, of a gigabyte each."""
     without = r"""(?:MAKEFLAGS=\S*|\bmake\b[^\n#]*\s)-j(?=["'}\s]|$)"""
     scripts = [path for path in sorted(site.folder.iterdir()) if path.suffix in (".sh", ".sl", ".pbs")]
-    found = {path.name: re.findall(without, path.read_text(), re.MULTILINE) for path in scripts}
-    check.holds(*(f"{name}: {words[0]!r}, but should have a number behind -j" for name, words in found.items() if words))
+    matches = {path.name: re.findall(without, path.read_text(), re.MULTILINE) for path in scripts}
+    check.holds(*(f"{name}: {words[0]!r}, but should have a number behind -j" for name, words in matches.items() if words))
 
 
 @clause("B6")
@@ -431,8 +433,10 @@ def test_a_folder_of_somebody_else_is_no_prefix(check, dry):
         place = os.path.relpath(os.path.realpath(prefix), dry.top)
         run = dry.install(planted=place)
         if run.code != 3 or f"{place}/mine" in run.changed or pips(run):
-            told = f"exit code {run.code} ({dry.shown(last_line(run))})"
-            violations.append(f"install.sh where {Path(place).name} is somebody else's: {told}, but should be 3 and leave it")
+            observed = f"exit code {run.code} ({dry.shown(last_line(run))})"
+            violations.append(
+                f"install.sh where {Path(place).name} is somebody else's: {observed}, but should be 3 and leave it"
+            )
     check.holds(*violations)
 
 
@@ -452,12 +456,12 @@ def test_an_installation_touches_only_its_prefix(check, dry):
     for flags in dict.fromkeys([(), *(tuple(case.flags(PASSED["IMAGE"])) for case in dry.site.cases)]):
         dry.install(*flags)  # and what the checks before this one have installed
     pristine, beside = dry.pristine / dry.folder.name, f"{dry.folder.parent}/"
-    there = {path.name for path in pristine.iterdir()}
+    pristine_names = {path.name for path in pristine.iterdir()}
     for (_, *flags, fails, planted, _), kept in list(dry.installed.items()):
         if planted:
             continue
         run = dry.install(*flags, fails=fails)
-        own = [dry.folder / path.name for path in (kept / dry.folder.name).iterdir() if path.name not in there]
+        own = [dry.folder / path.name for path in (kept / dry.folder.name).iterdir() if path.name not in pristine_names]
         # Its prefix is also whatever it made and removed again.
         own += [Path(call.folder, word) for call in run.calls for word in call.words if word.startswith(f"{dry.folder}/.")]
         own += [dry.top / f"root{flag}" for flag in flags if flag.startswith("/")]
@@ -490,8 +494,8 @@ def test_nothing_replaces_the_torch_of_the_machine(check, dry):
             if core:
                 violations.append(f"{what}: pip install of ddp_core, but should have --no-deps")
             if wrong or (PASSED["PACKAGE"] in words and not held):
-                told = " ".join([*wrong, *(word for word in words if word == PASSED["PACKAGE"])])
-                violations.append(f"{what}: pip install {told}, but should hold torch: by --constraint, or named again")
+                offending = " ".join([*wrong, *(word for word in words if word == PASSED["PACKAGE"])])
+                violations.append(f"{what}: pip install {offending}, but should hold torch: by --constraint, or named again")
     check.holds(*dict.fromkeys(violations))
 
 
@@ -516,8 +520,8 @@ def test_what_is_installed_is_named_with_its_version(check, site, dry):
                     f"{script.name}:{number}: {line.strip()[:100]!r}, but should run nothing that it has not checked"
                 )
             if re.search(r"^[^#]*\bcurl\b(?!.*(--location\b|\s-[a-zA-Z]*L))", line):
-                told = f"{script.name}:{number}: {line.strip()[:100]!r}"
-                violations.append(f"{told}, but should follow where the server leads: --location")
+                subject = f"{script.name}:{number}: {line.strip()[:100]!r}"
+                violations.append(f"{subject}, but should follow where the server leads: --location")
     check.holds(*dict.fromkeys(violations))
 
 
@@ -610,12 +614,12 @@ VALUED |= {
 
 def requirements(words: list[str]) -> list[str]:
     """The packages among the words of an installation, without flags and their values."""
-    found, skip = [], False
+    packages, skip = [], False
     for word in words:
         if not skip and not word.startswith("-"):
-            found.append(word)
+            packages.append(word)
         skip = word in VALUED
-    return found
+    return packages
 
 
 def pinned(word: str) -> bool:

@@ -68,11 +68,11 @@ def test_scripts_run_to_their_end(check, site, dry):
             run = dry.case(case, all_ranks=nodes > 1, **(dict(nodes=nodes) if as_it_stands else {}))
             ranks = nodes * case.ranks_per_node
             started = sorted(int(call.environ["DRY_RUN_RANK"]) for call in run.trained)
-            told = {call.environ["DRY_RUN_RANKS"] for call in run.trained}
-            if run.code or started != list(range(ranks if nodes > 1 else 1)) or told != {str(ranks)}:
-                ranks_told = " ".join(told) or "no"
+            world_sizes = {call.environ["DRY_RUN_RANKS"] for call in run.trained}
+            if run.code or started != list(range(ranks if nodes > 1 else 1)) or world_sizes != {str(ranks)}:
+                shown_sizes = " ".join(world_sizes) or "no"
                 violations.append(
-                    f"{case.name}: {ending(dry, run)} and {ranks_told} ranks on {nodes} nodes, but should be 0 and {ranks}"
+                    f"{case.name}: {ending(dry, run)} and {shown_sizes} ranks on {nodes} nodes, but should be 0 and {ranks}"
                 )
             up = [host for number, host in enumerate(dry.hosts(nodes + 1)) if number or not run.shape["spare"]][:nodes]
             for call in [call for call in run.launches if call.notes.get("hosts", up) != up]:
@@ -109,8 +109,8 @@ def test_each_choice_of_a_script_s_head_changes_something(check, site, dry):
             own = {name for name in first | second if first.get(name) != second.get(name)} | {*chosen}
             run = dry.job(script, nodes=2, environ=chosen)
             if effects(run, own) == effects(default, own):
-                told = " ".join(f"{name}={value}" for name, value in chosen.items())
-                violations.append(f"{script.name}: {told} changes nothing, but should")
+                choice = " ".join(f"{name}={value}" for name, value in chosen.items())
+                violations.append(f"{script.name}: {choice} changes nothing, but should")
     check.holds(*violations)
 
 
@@ -122,16 +122,18 @@ def test_a_choice_counts_whatever_was_set_before(check, site, dry):
         default, again = (dry.job(script, nodes=2, environ=environ) for environ in ({}, dict(DRY_RUN_AGAIN="1")))
         for chosen in alternatives(script) if default.trained and again.trained else ():
             without = dry.job(script, nodes=2, environ=chosen)
-            told, other, same = (as_in_job(site, run.trained[0]) if run.trained else {} for run in (without, default, again))
-            before = {name: value for name, value in other.items() if same.get(name) == value != told.get(name, value)}
+            expected, other, same = (
+                as_in_job(site, run.trained[0]) if run.trained else {} for run in (without, default, again)
+            )
+            before = {name: value for name, value in other.items() if same.get(name) == value != expected.get(name, value)}
             before = {name: value for name, value in before.items() if not re.match(GIVEN, name)}
             run = dry.job(script, nodes=2, environ=before | chosen)
             for name in sorted(before if run.trained and without.trained else ()):
                 value = as_in_job(site, run.trained[0]).get(name)
-                if value != told[name]:
-                    said = " ".join(f"{name}={value}" for name, value in chosen.items())
+                if value != expected[name]:
+                    choice = " ".join(f"{name}={value}" for name, value in chosen.items())
                     violations.append(
-                        f"{script.name}, {said}, {name}={before[name]} was set: {value}, but should be {told[name]}"
+                        f"{script.name}, {choice}, {name}={before[name]} was set: {value}, but should be {expected[name]}"
                     )
     check.holds(*violations)
 
@@ -169,11 +171,11 @@ def test_a_command_that_fails_is_not_passed_over(check, site, dry):
             warned = re.search(r"(?m)^(warning|note|error): ", run.output) or "use" in [
                 word for call in run.called("module-call") for word in call.words
             ]
-            told, expected = (
+            actual, expected = (
                 {name: value for name, value in as_in_job(site, call).items() if name not in own} if call else {}
                 for call in (rank, first)
             )
-            same = rank and rank.words == first.words and told == expected
+            same = rank and rank.words == first.words and actual == expected
             loads = step.command == "module-call" and {*step.words} & {*site.toml.get("software", {}).get("modules", [])}
             acts = step.command in (whole.launcher, "sbcast")  # on nodes, which ranks do not show
             if (rank or not run.code) and not warned and (loads or acts or not same):
@@ -229,14 +231,14 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
     for script in trains(site):
         for shape in (dict(all_ranks=True), dict(restarts=1, code=75), dict(nodes=1), *of_fewer_ranks(site, script)):
             run = dry.job(script, **shape)
-            told = dict(number=FIRST, nodes=site.job(script)["nodes"]) | run.shape
+            full_shape = dict(number=FIRST, nodes=site.job(script)["nodes"]) | run.shape
             for call in run.trained:
                 rank, per_node, nodes = (int(call.environ[f"DRY_RUN_{name}"]) for name in ("RANK", "PER_NODE", "NODES"))
                 values = dict(rank=rank, world_size=per_node * nodes, local_rank=rank % per_node, local_world_size=per_node)
-                values |= dict(node_rank=rank // per_node, num_nodes=nodes, restart=told["restarts"])
+                values |= dict(node_rank=rank // per_node, num_nodes=nodes, restart=full_shape["restarts"])
                 values |= dict(tasks_per_node=f"{per_node}(x{nodes})" if nodes > 1 else per_node)
                 patterns = {name: re.escape(str(value)) for name, value in values.items()}
-                head = re.escape(dry.hosts(told["nodes"])[0])
+                head = re.escape(dry.hosts(full_shape["nodes"])[0])
                 address = rf"{head}\.{re.escape(domain)}" if domain else rf"{head}(\.[\w.-]+)?|10\.0\.0\.1"
                 patterns |= dict(master_addr=f"(?:{address})", master_port=r"\d{4,5}", job_id=rf"\S*{FIRST}\S*")
                 for name, template in launch.templates:
@@ -250,9 +252,9 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
                         else "".join(patterns.get(part[1:-1], re.escape(part)) for part in re.split(r"(\{\w+\})", template))
                     )
                     if value is None or not re.fullmatch(pattern, value):
-                        address = dict(master_addr=dry.hosts(told["nodes"])[0], master_port="a port", job_id=FIRST)
-                        found = f"{name}={value or 'unset'}, but should be {template.format(**values, **address)}"
-                        violations.append(f"{script.name}: rank {rank} of {per_node * nodes}: {found}")
+                        address = dict(master_addr=dry.hosts(full_shape["nodes"])[0], master_port="a port", job_id=FIRST)
+                        difference = f"{name}={value or 'unset'}, but should be {template.format(**values, **address)}"
+                        violations.append(f"{script.name}: rank {rank} of {per_node * nodes}: {difference}")
         names = [name for name, template in launch.templates if "{job_id}" in template or "{restart}" in template]
         starts = [dry.job(script, **shape).trained[:1] for shape in (dict(all_ranks=True), dict(restarts=1, code=75))]
         first, again = ([call.environ.get(name) for call in calls for name in names] for calls in starts)
@@ -266,8 +268,8 @@ def of_fewer_ranks(site, script: Script) -> list[dict]:
     per_node = site.job(script)["ranks_per_node"] // 2
     if site.toml["launcher"] != "srun" or per_node < 2:
         return []
-    told = {"ntasks-per-node": str(per_node)}
-    return [dict(nodes=2, all_ranks=True, options=told, ntasks=2 * per_node)]
+    options = {"ntasks-per-node": str(per_node)}
+    return [dict(nodes=2, all_ranks=True, options=options, ntasks=2 * per_node)]
 
 
 @clause("B3")
@@ -278,8 +280,8 @@ def test_a_job_that_pbs_has_started_twice_is_a_restart(check, site, dry):
         for restarts in (0, 3):
             for call in dry.job(script, started=2, restarts=restarts, code=75).trained[:1]:
                 wrong = [name for name in names if call.environ.get(name) != str(restarts + 1)]
-                told = f"{script.name}, started twice after {restarts} jobs"
-                violations += [f"{told}: {name}={call.environ.get(name)}, but should be {restarts + 1}" for name in wrong]
+                subject = f"{script.name}, started twice after {restarts} jobs"
+                violations += [f"{subject}: {name}={call.environ.get(name)}, but should be {restarts + 1}" for name in wrong]
     check.holds(*violations)
 
 
@@ -296,19 +298,21 @@ def test_train_py_takes_each_rank_for_who_it_is(check, site, dry, tmp_path):
                     int(call.environ[f"DRY_RUN_{name}"]) for name in ["RANK", "RANKS", "NODE", "LOCAL", "PER_NODE"]
                 )
                 # A step can have fewer tasks than its job.
-                told = as_in_job(site, call) | dict(MPI_SIZE=str(ranks), SLURM_NTASKS="97")
-                found = who(site, told, tmp_path)
+                environ = as_in_job(site, call) | dict(MPI_SIZE=str(ranks), SLURM_NTASKS="97")
+                identity = who(site, environ, tmp_path)
                 should = dict(rank=rank, world_size=ranks, restart=restarts)
                 if not case.launch.mpi:
                     should |= dict(local_rank=local, local_world_size=size, node_rank=node)
                 wrong = {
-                    name: found.get(name, found.get("refused")) for name, value in should.items() if found.get(name) != value
+                    name: identity.get(name, identity.get("refused"))
+                    for name, value in should.items()
+                    if identity.get(name) != value
                 }
                 violations += [
                     f"{case.name}: rank {rank} of {ranks}: {name}={value}, but should be {should[name]}"
                     for name, value in wrong.items()
                 ]
-            names.append(found.get("job_id") if run.trained else None)
+            names.append(identity.get("job_id") if run.trained else None)
         if names[0] == names[1] or FIRST not in str(names[0]):
             violations.append(f"{case.name}: starts are named {names}, but should be named by job {FIRST}, and differ")
     check.holds(*violations[:12])
@@ -351,9 +355,11 @@ def test_ranks_meet_where_their_own_job_says(check, site, dry):
     """Whatever it was submitted from: a shell with a tutorial's MASTER_PORT, or a job. All these would share one."""
     violations = []
     for case in site.cases:
-        told = {name for name, _ in case.launch.templates} | (set() if case.launch.mpi else {"DDP_SECRET"})
+        launcher_variables = {name for name, _ in case.launch.templates} | (set() if case.launch.mpi else {"DDP_SECRET"})
         for call in dry.case(case, environ=OF_ANOTHER_JOB | case.environment).trained[:1]:
-            kept = [name for name, value in OF_ANOTHER_JOB.items() if name in told and call.environ.get(name) == value]
+            kept = [
+                name for name, value in OF_ANOTHER_JOB.items() if name in launcher_variables and call.environ.get(name) == value
+            ]
             violations += [
                 f"{case.name}: {name}={OF_ANOTHER_JOB[name][:16]} of the shell that submits, but should be the job's own"
                 for name in kept
@@ -363,16 +369,16 @@ def test_ranks_meet_where_their_own_job_says(check, site, dry):
 
 def ports(site, run: DryRun) -> dict[str, set[str]]:
     """By variable, or by flag of a command."""
-    found: dict[str, set[str]] = {}
-    told = site.launches[0].variables_with("master_port")
+    by_name: dict[str, set[str]] = {}
+    port_variables = site.launches[0].variables_with("master_port")
     for call in run.trained:
         for name, value in as_in_job(site, call).items():
-            if (name in told or re.search(r"(^|_)PORT$", name)) and value.isdecimal() and value != "0":
-                found.setdefault(name, set()).add(value)
+            if (name in port_variables or re.search(r"(^|_)PORT$", name)) and value.isdecimal() and value != "0":
+                by_name.setdefault(name, set()).add(value)
     for call in run.calls:
         for value in re.findall(r"(--(?:master[-_]port|rdzv[-_]endpoint)[= ]\S*?(\d{4,}))\b", call.text):
-            found.setdefault(value[0].partition("=")[0], set()).add(value[1])
-    return found
+            by_name.setdefault(value[0].partition("=")[0], set()).add(value[1])
+    return by_name
 
 
 @clause("J13")
@@ -445,8 +451,8 @@ def test_a_job_finds_its_run_again_and_no_other_job_s(check, site, dry):
         if first == "none" or not Path(first).is_relative_to(dry.folder):
             violations.append(f"{script.name}: run directory={dry.shown(first)}, but should be below the site's folder")
         if (again := places.get("again", "none")) != first:
-            told = f"{dry.shown(again)} when the job comes back, but should be {dry.shown(first)}"
-            violations.append(f"{script.name}: run directory={told}")
+            observed = f"{dry.shown(again)} when the job comes back, but should be {dry.shown(first)}"
+            violations.append(f"{script.name}: run directory={observed}")
         if places.get("other") == first:
             violations.append(f"{script.name}: run directory={dry.shown(first)} in two jobs, but should differ")
     check.holds(*violations)
@@ -457,9 +463,9 @@ def test_torchrun_starts_no_rank_again(check, site, dry):
     """It would do so for every cause. Nor does it begin with fewer nodes than the job has, when some are late."""
     for case in site.cases:
         calls = dry.case(case).called("torchrun")
-        told = [value for call in calls for value in values_of(call.words, "--max-restarts")]
+        max_restarts = [value for call in calls for value in values_of(call.words, "--max-restarts")]
         nodes = [value for call in calls for value in values_of(call.words, "--nnodes") if ":" in value]
-        check.equal(**{f"max_restarts_of_{case.name}": ([value for value in told if value != "0"], [])})
+        check.equal(**{f"max_restarts_of_{case.name}": ([value for value in max_restarts if value != "0"], [])})
         check.equal(**{f"nnodes_of_{case.name}_that_may_be_fewer": (nodes, [])})
 
 
@@ -506,8 +512,8 @@ def test_every_srun_of_ranks_ends_when_one_dies(check, site, dry):
                 violations.append(f"{script.name}: {call.text[:120]}, but should have --kill-on-bad-exit=1 among its flags")
             waits = values_of(call.words, "--wait", "-W") or [call.environ.get("SLURM_WAIT", "0")]
             if call.command == "srun" and not 0 < int(waits[0]) <= MOST_SECONDS_OF_WAIT:
-                told = f"--wait={waits[0]}, but should be 1 to {MOST_SECONDS_OF_WAIT} s"
-                violations.append(f"{script.name}: {told}: ranks that are left when one has ended well hang")
+                observed = f"--wait={waits[0]}, but should be 1 to {MOST_SECONDS_OF_WAIT} s"
+                violations.append(f"{script.name}: {observed}: ranks that are left when one has ended well hang")
             if {"--no-abort-on-failure", "--no-kill"} & {*call.words}:
                 violations.append(f"{script.name}: {call.text[:120]}, but should end when a rank dies")
     check.holds(*violations)
@@ -604,8 +610,8 @@ def masked(site, run: DryRun, each: int) -> list[str]:
 
 def bound(call: Call, each: int) -> list[list[int]]:
     """The cores of each rank of a node, where flags of the launcher list them."""
-    told = next(iter(values_of(call.words, "--cpu-bind")), "").removeprefix("verbose,").removeprefix("v,")
-    kind, _, listed = told.partition(":")
+    binding = next(iter(values_of(call.words, "--cpu-bind")), "").removeprefix("verbose,").removeprefix("v,")
+    kind, _, listed = binding.partition(":")
     if kind == "mask_cpu":
         return [[bit for bit in range(1024) if int(mask, 16) >> bit & 1] for mask in listed.split(",")]
     if kind == "map_cpu":
@@ -647,8 +653,8 @@ def test_ranks_of_a_part_of_a_node_see_devices_that_it_has(check, site, dry):
     variable, violations = site.toml["node"].get("device_environment", ""), []
     for script in trains(site) if variable and site.toml["scheduler"] == "slurm" else ():
         part = max(1, site.toml["node"]["devices"] // 2)
-        told = {name: str(part) for name in ("gpus-per-node", "ntasks-per-node")}
-        for call in dry.job(script, nodes=1, options=told, ntasks=part, shared=True, all_ranks=True).trained:
+        options = {name: str(part) for name in ("gpus-per-node", "ntasks-per-node")}
+        for call in dry.job(script, nodes=1, options=options, ntasks=part, shared=True, all_ranks=True).trained:
             seen = call.environ.get(variable, "")
             if not {*seen.split(",")} <= {*map(str, range(part))}:
                 violations.append(f"{script.name} with {part} devices: {variable}={seen}, but should be of 0 to {part - 1}")
@@ -662,32 +668,32 @@ def test_runs_side_by_side_share_the_devices_out(check, site, dry):
     violations = []
     for script in sorted(site.folder.glob("*.py")) if variable else ():
         lines = re.findall(rf"(?m)^    (\S*python {re.escape(script.name)} .*? -- .*?)(?: {{4,}}.*)?$", script.read_text())
-        halved = [re.sub(r"--ranks (\d+)", lambda found: f"--ranks {max(1, int(found[1]) // 2)}", line) for line in lines]
+        halved = [re.sub(r"--ranks (\d+)", lambda match: f"--ranks {max(1, int(match[1]) // 2)}", line) for line in lines]
         close = [re.sub(r"(?<=--lr )[\d. ]+\d", "0.00001 0.000012", line) for line in lines]
         for line in lines[:1]:
             if not (run := dry.command(script, line, fails="one run")).code:
                 violations.append(f"{line!r}, one of whose runs is killed: {ending(dry, run)}, but should be that run's")
         cases = [(line, [*range(count)]) for line in dict.fromkeys([*lines, *halved, *close])]
         # Half a node, as `--gpus 2` gives it: the numbers need not begin at 0.
-        for line, there in [*cases, *((line, [*range(count // 2, count)]) for line in halved if count > 3)]:
-            run = dry.command(script, line, devices=there)
+        for line, visible in [*cases, *((line, [*range(count // 2, count)]) for line in halved if count > 3)]:
+            run = dry.command(script, line, devices=visible)
             started = [
                 call for call in run.calls if call.rank is None and (program(call) or "torch.distributed.run" in call.words)
             ]
             shares = [tuple(call.environ.get(variable, "").split(",")) for call in started]
             places = [values_of(call.words, "--run-dir")[-1:] for call in started]
             ranks = [int((values_of(call.words, "--nproc-per-node") or ["1"])[0]) for call in started]
-            told = f"{line!r}: runs with {variable}={' '.join(map(','.join, shares)) or 'none'}"
+            observed = f"{line!r}: runs with {variable}={' '.join(map(','.join, shares)) or 'none'}"
             if len(shares) < 2 or any(len(share) != each for share, each in zip(shares, ranks, strict=True)):
-                violations.append(f"{told}, but should be several, each with a device for each of its ranks")
+                violations.append(f"{observed}, but should be several, each with a device for each of its ranks")
             elif len(taken := [device for share in {*shares} for device in share]) != len({*taken}):
-                violations.append(f"{told}, but should share no device with another")
+                violations.append(f"{observed}, but should share no device with another")
             elif len({*map(tuple, places)}) < len(places):
                 violations.append(f"{line!r}: run directories {places}, but should be one each")
-            elif len({*taken}) < min(len(there), sum(ranks)):
-                violations.append(f"{told}, but should use all {len(there)} devices")
-            elif strange := {*taken} - {*map(str, there)}:
-                violations.append(f"{told}, but the job has no device {', '.join(sorted(strange))}: {variable} says so")
+            elif len({*taken}) < min(len(visible), sum(ranks)):
+                violations.append(f"{observed}, but should use all {len(visible)} devices")
+            elif strange := {*taken} - {*map(str, visible)}:
+                violations.append(f"{observed}, but the job has no device {', '.join(sorted(strange))}: {variable} says so")
             apart = ("--standalone", "--rdzv", "--master")
             meet = [call for call in started if "torch.distributed.run" in call.words and not any(map(call.text.count, apart))]
             violations += [f"{line!r}: a torchrun without --standalone, but should meet no other"] if meet else []
@@ -716,9 +722,9 @@ def test_a_notebook_takes_the_devices_that_there_are(check, site):
             check.equal(**{f"numbers_of_ranks_in_{name}": (len(lines), 1)})
         for devices, line in itertools.product((1, 4), lines):
             program = [sys.executable, "-c", f"{stand_in.format(devices)}\n{line}\nprint(ranks)"]
-            ended = subprocess.run(program, capture_output=True, text=True, check=False)
-            told = (ended.stdout + ended.stderr).strip()
-            check.equal(**{f"ranks_of_{name}_on_{devices}_devices": (told, str(devices))})
+            result = subprocess.run(program, capture_output=True, text=True, check=False)
+            printed = (result.stdout + result.stderr).strip()
+            check.equal(**{f"ranks_of_{name}_on_{devices}_devices": (printed, str(devices))})
 
 
 @clause("B10")
@@ -732,14 +738,19 @@ def test_a_notebook_that_is_opened_again_goes_on(check, site):
         for place in places[:1]:
             program = "\n".join([*map(ast.unparse, [*imports, place]), "print(run_dir)"])
             start = partial(subprocess.run, [sys.executable, "-c", program], capture_output=True, text=True, check=False)
-            told = start()
-            check.equal(**{f"run_dir_of_{name}_another_time": (start().stdout.strip(), (told.stdout + told.stderr).strip())})
+            result = start()
+            check.equal(
+                **{f"run_dir_of_{name}_another_time": (start().stdout.strip(), (result.stdout + result.stderr).strip())}
+            )
 
 
 def notebooks(site) -> dict[str, list[str]]:
     """The cells of code of each."""
-    found = {path.name: json.loads(path.read_text())["cells"] for path in sorted(site.folder.glob("*.ipynb"))}
-    return {name: ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"] for name, cells in found.items()}
+    cells_by_name = {path.name: json.loads(path.read_text())["cells"] for path in sorted(site.folder.glob("*.ipynb"))}
+    return {
+        name: ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        for name, cells in cells_by_name.items()
+    }
 
 
 def as_chosen(site, dry) -> Iterator[tuple[Path, dict, DryRun]]:
@@ -778,16 +789,18 @@ def in_blocks(call: Call, script: Path, site, each: int) -> list[list[int]]:
 
 
 def cpus_per_task(call: Call, script: Path, site) -> int:
-    told = values_of(call.words, "--cpus-per-task", "-c", "--depth", "-d") or [Script(script).options.get("cpus-per-task", "")]
+    values = values_of(call.words, "--cpus-per-task", "-c", "--depth", "-d") or [
+        Script(script).options.get("cpus-per-task", "")
+    ]
     node = site.toml["node"]
-    return int(told[0]) if told[0].isdecimal() else node["cores"] // site.job(script)["ranks_per_node"]
+    return int(values[0]) if values[0].isdecimal() else node["cores"] // site.job(script)["ranks_per_node"]
 
 
 @clause("J3")
 def test_ranks_have_the_paths_that_the_sources_put_together(check, site, dry):
     """`export A=$B:$A` takes what B is after the modules are loaded, and before what A was: else it is another's, or empty."""
-    facts = [plain(fact) for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
-    added = re.findall(r"(?m)^export (\w+)=\$(\w+):\$\1$", "\n".join(facts))
+    source_facts = [plain(fact) for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
+    added = re.findall(r"(?m)^export (\w+)=\$(\w+):\$\1$", "\n".join(source_facts))
     violations = []
     for script, chosen, run in as_chosen(site, dry) if added else ():
         for call in run.trained[:1]:
@@ -799,8 +812,8 @@ def test_ranks_have_the_paths_that_the_sources_put_together(check, site, dry):
     for script, (name, _) in itertools.product(trains(site), added):
         for call in dry.job(script, environ={name: OF_A_USER}).trained[:1]:
             if len(parts := call.environ[name].strip(":").split(":")) > 1 and parts[-1] != OF_A_USER:
-                told = f"{script.name}: {name}={dry.shown(':'.join(parts))}"
-                violations.append(f"{told}, but should put the new before it, as a fact of [[sources]] does")
+                observed = f"{script.name}: {name}={dry.shown(':'.join(parts))}"
+                violations.append(f"{observed}, but should put the new before it, as a fact of [[sources]] does")
     check.holds(*violations)
 
 
@@ -812,8 +825,10 @@ def test_a_library_path_that_torch_needs_is_the_ranks_own(check, site, dry):
         for fails, look in [(fails, call) for fails, call in dry.job(script, code=75).steps if "import torch" in call.text]:
             run, before = dry.job(script, code=75, fails=fails), look.environ.get("LD_LIBRARY_PATH")
             others = [call for _, call in run.steps if not call.command.startswith("python")] if run.trained else []
-            told = {call.command for call in others if call.environ.get("LD_LIBRARY_PATH") not in (before, None)}
-            violations += [f"{script.name}: {name} gets the library path of the ranks, but should not" for name in sorted(told)]
+            commands = {call.command for call in others if call.environ.get("LD_LIBRARY_PATH") not in (before, None)}
+            violations += [
+                f"{script.name}: {name} gets the library path of the ranks, but should not" for name in sorted(commands)
+            ]
     check.holds(*violations)
 
 
@@ -823,10 +838,10 @@ def test_modules_are_loaded_once_and_kept(check, site, dry):
     modules = software.get("modules", [])
     for script in trains(site):
         run, loaded = dry.job(script, all_ranks=True), []
-        launched = min((call.began for call in run.launches), default=0)
+        launched = min((call.start_time for call in run.launches), default=0)
         for call in run.called("module-call"):
             words = [word for word in call.words if not word.startswith("-")]
-            if call.began > launched and words[:1] != ["list"]:
+            if call.start_time > launched and words[:1] != ["list"]:
                 violations.append(f"{script.name}: module {' '.join(words)} after the launch, but should be before")
             if words[:1] in (["purge"], ["reset"], ["unload"]) and loaded:
                 violations.append(
@@ -898,8 +913,8 @@ def test_each_start_has_a_secret_of_its_own(check, site, dry):
     violations = []
     for script in trains(site) if not site.launches[0].mpi else []:
         runs = [dry.job(script, all_ranks=True), dry.job(script, restarts=1, code=75)]
-        found = [{call.environ.get("DDP_SECRET", "") for call in run.trained} for run in runs]
-        for run, values in zip(runs, found, strict=True):
+        secrets = [{call.environ.get("DDP_SECRET", "") for call in run.trained} for run in runs]
+        for run, values in zip(runs, secrets, strict=True):
             lengths = sorted(map(len, values))
             if len(lengths) != 1 or lengths[0] < 32:
                 violations.append(
@@ -911,10 +926,10 @@ def test_each_start_has_a_secret_of_its_own(check, site, dry):
                 for text in (run.output, *itertools.chain(*(c.words for c in run.calls)))
             ):
                 violations.append(f"{script.name} prints DDP_SECRET or passes it as a word, but should hand it on unseen")
-        if found[0] & found[1]:
+        if secrets[0] & secrets[1]:
             violations.append(f"{script.name}: DDP_SECRET is the same in both starts of a job, but should differ")
         again = dry.job(script, environ=dict(TZ="UTC"))  # the same job number, as whoever reads the queue knows it
-        if found[0] & {call.environ.get("DDP_SECRET", "") for call in again.trained}:
+        if secrets[0] & {call.environ.get("DDP_SECRET", "") for call in again.trained}:
             violations.append(f"{script.name}: DDP_SECRET follows from what others know, but should be random")
     check.holds(*violations)
 
@@ -944,8 +959,10 @@ def test_a_job_touches_only_what_is_its_own(check, site, dry):
 def test_another_job_s_folders_on_a_node_are_left_alone(check, site, dry):
     violations = []
     for script in trains(site):
-        told = "\n".join(value for call in dry.job(script, all_ranks=True).trained[:1] for value in call.environ.values())
-        own = set(re.findall(rf"{dry.top}/(root/[^\n:]*?{FIRST}[^/\n:]*)", told))
+        environment = "\n".join(
+            value for call in dry.job(script, all_ranks=True).trained[:1] for value in call.environ.values()
+        )
+        own = set(re.findall(rf"{dry.top}/(root/[^\n:]*?{FIRST}[^/\n:]*)", environment))
         others = sorted(path.replace(FIRST, OTHER) for path in own)
         run = dry.job(script, beside=tuple(others), code=75) if others else None
         lost = [path for path in others if run and not (dry.top / path / "file").exists()]
@@ -965,8 +982,8 @@ def test_what_is_removed_in_a_node_s_memory_is_removed_on_every_node(check, site
                 nodes.setdefault(dry.shown(call.text), set()).add(call.environ.get("DRY_RUN_NODE", "0"))
         violations += [
             f"{script.name}: {text} on the first node alone, but should be on each: srun"
-            for text, found in nodes.items()
-            if len(found) < 2
+            for text, node_ranks in nodes.items()
+            if len(node_ranks) < 2
         ]
     check.holds(*violations)
 
@@ -1126,7 +1143,7 @@ def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
     ways |= {case.name: partial(dry.case, case) for case in site.cases if case.script in ways and case.name not in ways}
     for script in [path for path in site.scripts if path not in site.job_scripts]:
         for line in shown_to_train(script):
-            ways[line] = lambda all_ranks, told=(script, line), **planted: dry.command(*told, **planted)
+            ways[line] = lambda all_ranks, command=(script, line), **planted: dry.command(*command, **planted)
     for name, run_as in ways.items():
         run = run_as(all_ranks=True)
         values = [

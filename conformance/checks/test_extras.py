@@ -31,9 +31,9 @@ def test_an_extra_runs_as_the_site_says(check, site, extra, tmp_path):
     run_dir = copied(site, tmp_path)
     if "prepare" in extra:
         result = start(extra["prepare"], tmp_path, run_dir, 60 * MINUTES)
-        check["E1"].equal(exit_code_of_prepare=told(result, 0))
+        check["E1"].equal(exit_code_of_prepare=exit_code(result, 0))
     result = start(extra["command"], tmp_path, run_dir, 180)
-    check["E1"].equal(**{f"exit_code_of_{extra['name']}": told(result, 0)})
+    check["E1"].equal(**{f"exit_code_of_{extra['name']}": exit_code(result, 0)})
     runs = {log.parent: read_records(log.parent) for log in run_dir.rglob("run.jsonl")}
     ends = [records[-1].get("exit_code") for records in runs.values()]
     check["E1"].equal(exit_codes_of_its_runs=(ends, [0] * extra.get("runs", 1)))
@@ -51,7 +51,7 @@ def test_an_extra_runs_as_the_site_says(check, site, extra, tmp_path):
 def test_it_does_with_a_stand_in_for_its_library(check, site, imitated, tmp_path):
     run_dir = copied(site, tmp_path)
     result = start(imitated["command"], tmp_path, run_dir, 180, PYTHONPATH=str(STAND_INS))
-    check.equal(**{f"exit_code_of_{imitated['name']}": told(result, 0)})
+    check.equal(**{f"exit_code_of_{imitated['name']}": exit_code(result, 0)})
     trains_the_reference_run(check, run_dir)
     trains_what_no_row_asks_for(check, imitated, tmp_path, PYTHONPATH=str(STAND_INS))
 
@@ -75,8 +75,8 @@ def trains_what_no_row_asks_for(check, extra: dict, folder: Path, **variables) -
     if "--workload" in extra["command"]:
         (file := folder / "experts.py").write_text(WORKLOADS["experts"])
         command = [*extra["command"], "--workload", str(file), "--epochs", "1"]
-        ended = start(command, folder, folder / "experts", 180, **variables)
-        check.equal(**{f"exit_code_of_{extra['name']}_with_unused_parameters": told(ended, 0)})
+        result = start(command, folder, folder / "experts", 180, **variables)
+        check.equal(**{f"exit_code_of_{extra['name']}_with_unused_parameters": exit_code(result, 0)})
 
 
 # What users have in their shells for other programs.
@@ -98,8 +98,8 @@ def start(command: list[str], folder: Path, run_dir: Path, seconds: float, **var
         return subprocess.CompletedProcess(command, 1, "", str(error))
 
 
-def told(ended: subprocess.CompletedProcess, should_be: int) -> tuple:
+def exit_code(result: subprocess.CompletedProcess, should_be: int) -> tuple:
     """The exit code, with the end of what was printed where it is another than it should be."""
-    if ended.returncode == should_be:
+    if result.returncode == should_be:
         return should_be, should_be
-    return f"{ended.returncode}, {' '.join((ended.stdout + ended.stderr).split())[-600:]!r}", should_be
+    return f"{result.returncode}, {' '.join((result.stdout + result.stderr).split())[-600:]!r}", should_be

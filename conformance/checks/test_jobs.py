@@ -123,9 +123,9 @@ def test_it_trains_when_nothing_is_exported_and_ranks_are_dealt_out(check, user)
         code = job.ends()
         check["J12"].equal(exit_code=(f"{code}: {job.log_text()[-400:]}" if code else 0, 0))
         (start,) = job.starts()
-        told = {name: [row[name] for row in start["ranks"]] for name in ("host", "local_rank", "node_rank")}
-        check["R3"].equal(hosts=(told["host"], told["host"][:2] * 2), local_ranks=(told["local_rank"], [0, 0, 1, 1]))
-        check["R4"].equal(node_ranks=(told["node_rank"], [0, 1, 0, 1]))
+        columns = {name: [row[name] for row in start["ranks"]] for name in ("host", "local_rank", "node_rank")}
+        check["R3"].equal(hosts=(columns["host"], columns["host"][:2] * 2), local_ranks=(columns["local_rank"], [0, 0, 1, 1]))
+        check["R4"].equal(node_ranks=(columns["node_rank"], [0, 1, 0, 1]))
         check["J12"].close(job.run().losses, golden.load()["losses"], T1)
 
 
@@ -309,12 +309,12 @@ class Life:
     def ends_in(self, seconds: int) -> None:
         """Its time limit, from now. slurmctld may not answer at once, where it has lost a node."""
 
-        def told() -> bool:
+        def set_limit() -> bool:
             end = datetime.datetime.now() + datetime.timedelta(seconds=seconds)
             command = f"scontrol update jobid={self.job.id} EndTime={end:%Y-%m-%dT%H:%M:%S}"
             return self.cluster.on("login", command, user=False).returncode == 0
 
-        self.job.until(told, "scontrol to take its time limit")
+        self.job.until(set_limit, "scontrol to take its time limit")
 
 
 @pytest.fixture(scope="session")
@@ -326,12 +326,14 @@ def life(user) -> Life:
 def test_ranks_meet_over_the_first_interface(check, life, site):
     with holds(check):
         life.training()
-        found = set()
+        networks = set()
         for node in life.nodes():
             lines = life.cluster.on(node, ["ss", "-Htnp", "state", "established"], user=False).stdout.splitlines()
-            found |= {address for line in lines if "python" in line for address in re.findall(rf"{SUBNET}\.(\d+)\.\d+:", line)}
+            networks |= {
+                address for line in lines if "python" in line for address in re.findall(rf"{SUBNET}\.(\d+)\.\d+:", line)
+            }
         first = interfaces_of(site)[0]
-        check.equal(interfaces_between_ranks=({interfaces_of(site)[int(k)] for k in found}, {first}))
+        check.equal(interfaces_between_ranks=({interfaces_of(site)[int(k)] for k in networks}, {first}))
 
 
 @only(when=lambda site: site.shares_nodes)
@@ -544,5 +546,5 @@ def test_pbs_takes_its_script_and_keeps_what_can_never_run(check, cluster, site)
     check.equal(exit_code=(result.returncode, 0), errors=(result.stderr, ""))
     ask = f"job=$(qsub -l select={len(cluster.names) + 1} {script}) && qstat -f $job && qdel $job"
     result = cluster.on("login", ask, folder=folder)
-    told = "Can Never Run: Not enough total nodes available" in result.stdout
-    check.equal(told_that_it_never_runs=(told, True), errors=(result.stderr, ""))
+    never_runs = "Can Never Run: Not enough total nodes available" in result.stdout
+    check.equal(told_that_it_never_runs=(never_runs, True), errors=(result.stderr, ""))

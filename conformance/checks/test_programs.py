@@ -77,8 +77,8 @@ def train(program: Path, folder: Path, launch: Launch, ranks: int, flags: str = 
     files = [[folder.with_name(f"{folder.name}-{start}-{rank}.{end}") for end in ("out", "err")] for rank in range(ranks)]
     processes = []
     for rank in range(ranks):
-        told = outside | launch.environ(rank, ranks, 1, port, f"{1000 + start}")
-        arguments = (str(launch.train), argv, told, files[rank], folder if stop and rank == 0 else None)
+        environ = outside | launch.environ(rank, ranks, 1, port, f"{1000 + start}")
+        arguments = (str(launch.train), argv, environ, files[rank], folder if stop and rank == 0 else None)
         processes.append(server().Process(target=as_rank, args=arguments))
     forked.run_to_their_end(processes, SECONDS)
     output, errors = ([file.read_text() for file in those] for those in zip(*files, strict=True))
@@ -89,11 +89,11 @@ def train(program: Path, folder: Path, launch: Launch, ranks: int, flags: str = 
 
 
 class Runs:
-    """What is done with a program; each run once. here, there: two sites. others: the ranks there, 1 or 4."""
+    """What is done with a program; each run once. launch, other_launch: of two sites. others: the other one's ranks, 1 or 4."""
 
     def __init__(self, program: Path, folder: Path, number: int = 0):
         self.program, self.folder = program, folder
-        self.here, self.there = (LAUNCHES[(number + other) % len(LAUNCHES)] for other in (0, 1))
+        self.launch, self.other_launch = (LAUNCHES[(number + other) % len(LAUNCHES)] for other in (0, 1))
         self.others = 1 if number % 2 else 4
 
     def run(self, name: str, launch: Launch, ranks: int, flags: str = "", after: Run | None = None, stop: bool = False) -> Run:
@@ -109,31 +109,31 @@ class Runs:
 
     @functools.cached_property
     def whole(self) -> Run:
-        return self.run("whole", self.here, 2)
+        return self.run("whole", self.launch, 2)
 
     @functools.cached_property
     def stopped(self) -> Run:
-        return self.run("stopped", self.here, 2, stop=True)
+        return self.run("stopped", self.launch, 2, stop=True)
 
     @functools.cached_property
     def resumed(self) -> Run:
         """With as many workers as the program's first words recommend: they change nothing."""
         workers = re.search(r"--workers \d+", self.program.read_text())
-        return self.run("resumed", self.here, 2, workers[0] if workers else "", after=self.stopped)
+        return self.run("resumed", self.launch, 2, workers[0] if workers else "", after=self.stopped)
 
     @functools.cached_property
     def handed_on(self) -> Run:
-        return self.run("handed-on", self.there, self.others, after=self.stopped)
+        return self.run("handed-on", self.other_launch, self.others, after=self.stopped)
 
     @functools.cached_property
     def whole_canonical(self) -> Run:
         """In one rank. The other is begun in two, and ends in four."""
-        return self.run("whole-canonical", self.there, 1, CANONICAL)
+        return self.run("whole-canonical", self.other_launch, 1, CANONICAL)
 
     @functools.cached_property
     def handed_on_canonical(self) -> Run:
-        stopped = self.run("stopped-canonical", self.here, 2, CANONICAL, stop=True)
-        return self.run("handed-on-canonical", self.there, 4, CANONICAL, after=stopped)
+        stopped = self.run("stopped-canonical", self.launch, 2, CANONICAL, stop=True)
+        return self.run("handed-on-canonical", self.other_launch, 4, CANONICAL, after=stopped)
 
     @property
     def notes(self) -> list[str]:
@@ -168,13 +168,13 @@ def resumes_where_it_stopped(runs: Runs, resumed: Run) -> list[str]:
     steps = len(runs.whole.losses)
     epoch = steps // len(runs.whole.of("epoch"))
     stopped = next(record["step"] for record in resumed.of("end") if record["exit_code"] == 75)
-    found = (
+    violations = (
         []
         if stopped % epoch and epoch < stopped < steps
         else [f"stopped at step={stopped}, but should be in mid-epoch, of {epoch}"]
     )
-    found += [] if last["step"] == stopped else [f"resumed at step={last['step']}, but should be {stopped}"]
-    return found + ([] if len(resumed.losses) == steps else [f"steps={len(resumed.losses)}, but should be {steps}"])
+    violations += [] if last["step"] == stopped else [f"resumed at step={last['step']}, but should be {stopped}"]
+    return violations + ([] if len(resumed.losses) == steps else [f"steps={len(resumed.losses)}, but should be {steps}"])
 
 
 def differs_from_the_whole(runs: Runs) -> list[str]:
@@ -193,8 +193,8 @@ def differs_from_the_whole(runs: Runs) -> list[str]:
 def too_long_or_crowded(program: Path) -> list[str]:
     text = program.read_text()
     lines, classes = len(text.splitlines()), len(re.findall(r"^class \w+\(.*\bWorkload\b.*\):", text, re.MULTILINE))
-    found = [] if lines <= LINES else [f"lines={lines}, but should be at most {LINES}"]
-    return found + ([] if classes == 1 else [f"workloads={classes}, but should be 1"])
+    violations = [] if lines <= LINES else [f"lines={lines}, but should be at most {LINES}"]
+    return violations + ([] if classes == 1 else [f"workloads={classes}, but should be 1"])
 
 
 # ---- each of them ---------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_resumes_as_if_never_stopped(check, runs):
 def test_goes_on_at_another_site(check, runs):
     """In other ranks than it was stopped in, along the same losses unless a note says why not."""
     handed_on, whole = runs.handed_on, runs.whole
-    check["C2"].equal(another_site=(runs.there.site == runs.here.site, False))
+    check["C2"].equal(another_site=(runs.other_launch.site == runs.launch.site, False))
     check["C2"].holds(*resumes_where_it_stopped(runs, handed_on))
     check["C2"].equal(ranks=([len(start["ranks"]) for start in handed_on.of("start")], [2, runs.others]))
     epochs = handed_on.values("epoch", "loss")
@@ -305,8 +305,10 @@ def test_a_program_with_a_state_of_its_own_is_rejected(tmp_path, seed, draw):
     program.write_text(IMPURE.replace("SEED", seed).replace("DRAW", draw))
     runs = Runs(program, tmp_path)
     assert not resumes_where_it_stopped(runs, runs.resumed)
-    found = differs_from_the_whole(runs)
-    assert any(line.startswith("loss_hex") for line in found) and any(line.startswith("snapshot") for line in found), found
+    differences = differs_from_the_whole(runs)
+    assert any(line.startswith("loss_hex") for line in differences) and any(
+        line.startswith("snapshot") for line in differences
+    ), differences
 
 
 @clause("V6")

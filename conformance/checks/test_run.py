@@ -127,7 +127,7 @@ def long(world, workload: str = "--workload digits", epochs: int = 2) -> tuple[s
     return f"{workload} --epochs {epochs} --lr 0.01 --global-batch-size {size}", 1438 // size
 
 
-def ended(check, run, code) -> None:
+def expect_exit(check, run, code) -> None:
     """All ranks have ended with this code."""
     __tracebackhide__ = True
     if run.exit_codes != [code] * len(run.exit_codes):
@@ -138,14 +138,14 @@ def ended(check, run, code) -> None:
 def stopped_and_saved(check, run) -> None:
     """At the step at which it has ended."""
     __tracebackhide__ = True
-    ended(check, run, 75)
+    expect_exit(check, run, 75)
     check.equal(saved=(run.values("snapshot", "step")[-1:], run.values("end", "step")))
 
 
 def done(check, *runs) -> None:
     __tracebackhide__ = True
     for run in runs:
-        ended(check, run, 0)
+        expect_exit(check, run, 0)
 
 
 # ---- ranks --------------------------------------------------------------------------------------------------------
@@ -178,8 +178,10 @@ def test_of_many_ranks_the_record_has_the_nodes(check, tmp_path, ranks):
     record.start(0, 0, dict(device="cpu"), rows, [])
     start, beside = json.loads((tmp_path / LOG).read_text()), tmp_path / "ranks.jsonl"
     nodes = [rows[first] | dict(ranks_on_node=8) for first in range(0, ranks, 8)]
-    told = [json.loads(line) for line in beside.read_text().splitlines()] if beside.exists() else []
-    check.equal(rows_in_start=(start["ranks"], rows if ranks <= 64 else nodes), rows_beside=(told, rows if ranks > 64 else []))
+    written = [json.loads(line) for line in beside.read_text().splitlines()] if beside.exists() else []
+    check.equal(
+        rows_in_start=(start["ranks"], rows if ranks <= 64 else nodes), rows_beside=(written, rows if ranks > 64 else [])
+    )
 
 
 @clause("R3", "R4")
@@ -226,7 +228,7 @@ def test_a_launcher_that_does_not_tell_the_world_size(check, world, launch, runs
     check["R6"].equal(variables_that_tell_the_world_size=(bool(variables), True))
     run = world.train(launch, runs.folder(launch, f"told-{value}"), SHORT, environ=dict.fromkeys(variables, value))
     check["R6"].equal(starts=(len(run.of("start")), 0))
-    ended(check["X4"], run, 3)
+    expect_exit(check["X4"], run, 3)
     unnamed = [rank for rank, text in enumerate(run.errors) if not any(name in text for name in variables)]
     check["X4"].equal(ranks_that_do_not_name_the_variable=(unnamed, []))
 
@@ -256,9 +258,9 @@ def test_what_ranks_tell_each_other_costs_by_the_logarithm(check, world_size):
     costs = [counted.of(rank) for rank in range(world_size)]
     check.equal(connections_beyond_31_a_level=([n for n in {cost.connections for cost in costs} if n > 31 * levels], []))
     numbers = np.random.default_rng(world_size).standard_normal((world_size, 2))
-    found = counted.reduce(torch.from_numpy(numbers), tree_sum)
+    sums = counted.reduce(torch.from_numpy(numbers), tree_sum)
     should_be = ordered_sum([*numbers]).tolist()
-    check.equal(sums_in_that_order=(all(each.tolist() == should_be for each in found), True))
+    check.equal(sums_in_that_order=(all(each.tolist() == should_be for each in sums), True))
     check.equal(messages_beyond_two_a_connection=([cost for cost in costs if cost.messages > 2 * cost.connections], []))
 
 
@@ -284,10 +286,10 @@ def test_rows_of_all_ranks_go_to_rank_0_alone(check):
 
 @clause("A5")
 def test_the_core_that_trains_is_this_repository_s(check, world, launch, runs):
-    with core_of.watched() as found:
+    with core_of.watched() as violations:
         run = world.train(launch, runs.folder(launch, "core"), SHORT)
     done(check, run)
-    check.holds(*sorted({line for lines in world.gather(found) for line in lines}))
+    check.holds(*sorted({line for lines in world.gather(violations) for line in lines}))
 
 
 @clause("A6")
@@ -310,16 +312,16 @@ def test_with_a_user_s_flags_alone(check, world, launch, runs):
 @clause("J1")
 def test_the_job_script_passes_its_arguments_on(check, launch, runs):
     run = runs.train(launch, FP64)
-    told = dict(workload="digits", precision="fp64", epochs=3, log_every=1, run_dir=str(run.folder))
-    configs = [{name: config[name] for name in told} for config in run.values("start", "config")]
-    check.equal(config=(configs[-1:], [told]))
+    expected = dict(workload="digits", precision="fp64", epochs=3, log_every=1, run_dir=str(run.folder))
+    configs = [{name: config[name] for name in expected} for config in run.values("start", "config")]
+    check.equal(config=(configs[-1:], [expected]))
 
 
 @machine(MISTYPED, only=True)
 @clause("J2", "X3")
 def test_the_job_script_hands_on_the_exit_code(check, launch, runs):
     run = runs.train(launch, MISTYPED)
-    ended(check["J2"], run, 2)
+    expect_exit(check["J2"], run, 2)
     lines = [line for line in run.errors[0].splitlines() if "error" in line and "--epochs" in line]
     check["X3"].equal(lines_that_name_the_flag=(len(lines), 1))
 
@@ -332,7 +334,7 @@ def test_a_rank_of_another_start_is_not_joined(check, world, own, runs, job_id, 
     odd_start = (job_id or str(1001 + world.starts), restart)
     folder, flags = runs.folder(own, f"met-{job_id}"), f"{SHORT} --rendezvous-timeout 2"
     run = world.train(own, folder, flags, odd_start=odd_start)
-    ended(check, run, 4)
+    expect_exit(check, run, 4)
     check.equal(starts=(len(run.of("start")), 0), says=("belongs to" in "".join(run.errors), True))
 
 
@@ -374,11 +376,11 @@ def test_the_end_says_how_fast_this_start_was(check, world, runs, first):
 def test_an_epoch_s_progress_is_told(check, world, runs, first):
     run = train_own(world, runs, first, "slow_steps", "--precision fp64 --log-seconds 0.5 --steps-per-epoch 14 --epochs 2")
     done(check, run)
-    told = [line.split() for line in run.output[0].splitlines() if re.match(r"epoch=\S+ step=\d+/14 ", line)]
-    facts = [dict(word.partition("=")[::2] for word in words) for words in told]
-    places = [(int(fact["epoch"][0]) - 1) * 14 + int(fact["step"].partition("/")[0]) for fact in facts]
+    progress_lines = [line.split() for line in run.output[0].splitlines() if re.match(r"epoch=\S+ step=\d+/14 ", line)]
+    records = [dict(word.partition("=")[::2] for word in words) for words in progress_lines]
+    places = [(int(record["epoch"][0]) - 1) * 14 + int(record["step"].partition("/")[0]) for record in records]
     losses = [f"{run.losses[place - 1]:.6g}" for place in places]
-    check.equal(lines_within_epochs=(len(told) > 0, True), losses=([fact["loss"] for fact in facts], losses))
+    check.equal(lines_within_epochs=(len(progress_lines) > 0, True), losses=([record["loss"] for record in records], losses))
     check.equal(of_other_ranks=(["step=" in text for text in run.output[1:]], [False] * (world.size - 1)))
 
 
@@ -395,7 +397,7 @@ def test_the_slowest_rank_is_named(check, world, runs, first):
 def test_ranks_whose_clocks_differ_speak_at_the_same_step(check, world, runs, first):
     """When they next do follows from the slowest one's clock, for all."""
     run = train_own(world, runs, first, "fast_clock", "--steps-per-epoch 34 --timeout 5", apart=True)
-    ended(check, run, 0)
+    expect_exit(check, run, 0)
 
 
 @clause("R13")
@@ -619,7 +621,7 @@ def test_fp32_is_not_tf32(check, world, own, runs):
 @pytest.mark.parametrize("variable", ["NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"])
 def test_an_environment_that_turns_tf32_on_is_refused(check, world, runs, first, variable):
     run = world.train(first, runs.folder(first, variable), SHORT, environ={variable: "1"})
-    ended(check, run, 3)
+    expect_exit(check, run, 3)
     check.equal(names_the_variable=(variable in "".join(run.errors), True))
 
 
@@ -699,9 +701,9 @@ def test_what_is_computed_again_is_the_same_training(check, world, runs, first):
 
 
 @functools.cache
-def numpy_trace(**told) -> dict[str, list[float]]:
+def numpy_trace(**options) -> dict[str, list[float]]:
     """Of the noisy run."""
-    return reference.train(noisy=True, epochs=2, **told)
+    return reference.train(noisy=True, epochs=2, **options)
 
 
 @machine(NOISY)
@@ -841,11 +843,11 @@ def test_parameters_that_no_row_asks_for_are_left_alone(check, world, runs, firs
     check.equal(experts_with_a_state=("".join(sorted(states)), "12345"))
 
 
-def train_own(world, runs, launch, name: str, flags: str = "", **told):
+def train_own(world, runs, launch, name: str, flags: str = "", **options):
     """A run of one of broken/workloads.py."""
     workload = own_file(world, runs, name)
     path = runs.folder(launch, f"{name}-{world.starts}")
-    return world.train(launch, path, f"{workload} --epochs 1 {flags}", **told)
+    return world.train(launch, path, f"{workload} --epochs 1 {flags}", **options)
 
 
 def own_file(world, runs, name: str) -> str:
@@ -854,7 +856,7 @@ def own_file(world, runs, name: str) -> str:
     return f"--workload {file}"
 
 
-def told_of_the_disk(output: str) -> list[list[str]]:
+def disk_operations(output: str) -> list[list[str]]:
     """By slow_disk: when, fsync or replace, of what."""
     return [line.split()[1:] for line in output.splitlines() if line.startswith("disk: ")]
 
@@ -909,8 +911,8 @@ def test_buffers_begin_as_the_model_has_made_them(check, world, runs, first, red
     """Those that no snapshot has, too, though some rows were tried before."""
     run = train_own(world, runs, first, "counts_calls", f"--steps-per-epoch 2 --reduction {reduction}")
     done(check, run)
-    told = [re.findall(r"calls until the first step: (\d+)", text) for text in run.output]
-    check.equal(calls_until_the_first_step=(told, [["1"]] * world.size))
+    calls = [re.findall(r"calls until the first step: (\d+)", text) for text in run.output]
+    check.equal(calls_until_the_first_step=(calls, [["1"]] * world.size))
 
 
 @clause("L19")
@@ -1007,8 +1009,8 @@ def test_texts_of_one_name_come_in_the_order_of_their_folders(check, world, runs
 def test_what_a_snapshot_holds(check, world, own, runs):
     run = runs.train(own, FP64)
     done(check["S1"], run)
-    there = world.on_rank_0(lambda: sorted(path.name for path in run.folder.iterdir()))
-    check["S6"].equal(files=(there, sorted([SNAPSHOT, "snapshot.prev.safetensors", "best.safetensors", LOG])))
+    files = world.on_rank_0(lambda: sorted(path.name for path in run.folder.iterdir()))
+    check["S6"].equal(files=(files, sorted([SNAPSHOT, "snapshot.prev.safetensors", "best.safetensors", LOG])))
     snapshot = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT))
     shapes = {f"{kind}.{name}": ("F64", [*shape]) for kind in ("model", "optim.momentum") for name, shape in LAYERS.items()}
     check["S1"].equal(tensors=(snapshot["tensors"], shapes))
@@ -1016,8 +1018,8 @@ def test_what_a_snapshot_holds(check, world, own, runs):
     known = {"format", "problem", "data", "step", "steps_per_epoch", "epochs_run", "epoch_loss_sum"}
     known |= {"history", "best", "crc32", "document_crc32", "world_size", "versions"}
     check["S2"].equal(metadata_keys=(snapshot["keys"], ["ddp_core"]), missing_in_the_document=(known - {*document}, set()))
-    facts = dict(format=2, step=42, epochs_run=3, steps_per_epoch=14, world_size=world.size)
-    check["S2"].equal(**{name: (document[name], should_be) for name, should_be in facts.items()})
+    expected = dict(format=2, step=42, epochs_run=3, steps_per_epoch=14, world_size=world.size)
+    check["S2"].equal(**{name: (document[name], should_be) for name, should_be in expected.items()})
     text = json.dumps(
         {name: document[name] for name in {*document} - {"document_crc32"}}, sort_keys=True, separators=(",", ":")
     )
@@ -1050,7 +1052,7 @@ def test_a_snapshot_is_written_beside_training(check, world, runs, first):
     run, fast = train_own(world, runs, first, "slow_disk", f"{flags} 4", apart=True), runs.train(first, f"{flags} 12")
     done(check["S11"], run, fast)
 
-    def found(one) -> list:
+    def steps_and_sums(one) -> list:
         files = [path for name in (SNAPSHOT, "snapshot.prev.safetensors") if (path := one.folder / name).exists()]
         try:
             both = [take_apart(path) for path in files]
@@ -1058,14 +1060,14 @@ def test_a_snapshot_is_written_beside_training(check, world, runs, first):
             return [(str(error), {})]
         return [(each["document"]["step"], each["crc32"]) for each in both]
 
-    here, there = world.on_rank_0(lambda: (found(run), found(fast)))
-    check["S11"].equal(steps=([step for step, _ in here], [14, 12]))
+    states, fast_states = world.on_rank_0(lambda: (steps_and_sums(run), steps_and_sums(fast)))
+    check["S11"].equal(steps=([step for step, _ in states], [14, 12]))
     check["S10"].equal(snapshots=(run.values("snapshot", "step"), [4, 8, 12, 14]))
-    told = [record["writing"] > 0.4 and record["seconds"] >= 0 for record in run.of("snapshot")]
-    check["S10"].equal(told_when_they_are_durable=(told, [True] * 4))
-    check["S11"].equal(tensors=(here, there))
+    durable = [record["writing"] > 0.4 and record["seconds"] >= 0 for record in run.of("snapshot")]
+    check["S10"].equal(told_when_they_are_durable=(durable, [True] * 4))
+    check["S11"].equal(tensors=(states, fast_states))
     check["S11"].equal(left_behind=(world.on_rank_0(lambda: [path.name for path in run.folder.glob(".*")]), []))
-    disk = [act for _, *act in told_of_the_disk(run.output[0])]
+    disk = [act for _, *act in disk_operations(run.output[0])]
     for place, (act, name, *size) in enumerate(disk):
         if act == "replace" and name in (SNAPSHOT, "best.safetensors"):
             check["S10"].equal(before_it_has_its_name=(disk[place - 1], ["fsync", *size]))
@@ -1098,8 +1100,8 @@ def test_epochs_that_end_while_a_snapshot_is_written_are_not_in_it(check, world,
             return f"unreadable: {type(error).__name__}"
         return document["step"], document["epochs_run"], len(document["history"])
 
-    found = world.on_rank_0(lambda: [*map(steps_and_epochs, ("snapshot.prev.safetensors", SNAPSHOT))])
-    check.equal(steps_and_epochs=(found, [(8, 4, 4), (16, 8, 8)]))
+    actual = world.on_rank_0(lambda: [*map(steps_and_epochs, ("snapshot.prev.safetensors", SNAPSHOT))])
+    check.equal(steps_and_epochs=(actual, [(8, 4, 4), (16, 8, 8)]))
 
 
 @clause("S12")
@@ -1108,7 +1110,7 @@ def test_a_save_that_fails_beside_training_ends_all_ranks(check, world, runs, fi
     """That of step 20; the next one would be that of step 40, two seconds later, and the ranks speak once a second."""
     flags = "--precision fp64 --epochs 3 --save-steps 20 --save-every 9 --eval-every 9 --seconds 0.1"
     run = train_own(world, runs, first, "full_disk", flags, apart=True)
-    ended(check, run, 8)
+    expect_exit(check, run, 8)
     lines = [line for text in run.errors for line in text.splitlines()]
     check.equal(lines=(len(lines), 1), names_the_file=(SNAPSHOT in "".join(lines), True))
     check.equal(ends_before_the_next_save=(20 <= len(run.losses) < 40, True), snapshots=(run.of("snapshot"), []))
@@ -1160,7 +1162,7 @@ def test_an_index_has_its_name_after_all_that_it_names(check, world, runs, first
     """Else a machine that crashes then leaves an index of files that are not there."""
     run = train_own(world, runs, first, "slow_disk", f"--precision fp64 --save-steps 7 {SETS}", apart=True)
     done(check, run)
-    disk = [act for _, *act in told_of_the_disk(run.output[0])]
+    disk = [act for _, *act in disk_operations(run.output[0])]
     for name in ("snapshot", "best"):
         index = f"{name}.safetensors.index.json"
         named = world.on_rank_0(lambda index=index: [*take_set_apart(run.folder / index)["sizes"]])
@@ -1179,7 +1181,7 @@ def test_all_ranks_of_a_sharded_run_write_files_of_its_set(check, world, runs, f
     run = train_own(world, runs, first, "slow_disk", f"--precision fp64 --sharding full {SETS}", apart=True)
     done(check, run)
     named = world.on_rank_0(lambda: [path.stat().st_size for path in run.folder.glob("snapshot-*.safetensors")])
-    acts = [[(float(when), *act) for when, *act in told_of_the_disk(output)] for output in run.output]
+    acts = [[(float(when), *act) for when, *act in disk_operations(output)] for output in run.output]
     names = [(when, target) for when, act, target, *_ in acts[0] if act == "replace"]
     [best] = [when for when, target in names if target == "best.safetensors.index.json"]  # which is saved before
     first_name = min(when for when, target in names if when > best and target.startswith("snapshot-"))
@@ -1196,7 +1198,7 @@ def test_all_ranks_of_a_sharded_run_write_files_of_its_set(check, world, runs, f
 def test_a_rank_that_cannot_write_its_file_of_a_set_ends_all(check, world, runs, first):
     """The files of 100 kB and more are those of the last ranks."""
     run = train_own(world, runs, first, "full_disk", f"--precision fp64 --sharding full {SETS}", apart=True)
-    ended(check, run, 8)
+    expect_exit(check, run, 8)
     lines = [line for text in run.errors for line in text.splitlines()]
     says = f".safetensors: file 2 of 5, by rank 1 on {os.uname().nodename}: " in "".join(lines)
     check.equal(lines=(len(lines), 1), names_file_rank_and_host=(says, True), snapshots=(run.of("snapshot"), []))
@@ -1207,12 +1209,12 @@ def test_a_rank_that_cannot_write_its_file_of_a_set_ends_all(check, world, runs,
 @only(sizes=(2, 4), devices=("cpu",))
 def test_from_one_file_to_a_set_and_back(check, world, runs, first):
     """Nothing stale is left that could be taken for the run's state."""
-    path, there = runs.folder(first, "sets"), []
+    path, names = runs.folder(first, "sets"), []
     for epochs, flags in enumerate(("", f"--sharding full {SETS}", SETS, ""), 1):
         run = world.train(first, path, f"--workload digits --precision fp64 --epochs {epochs} {flags}")
         done(check, run)
-        there.append(world.on_rank_0(lambda: sorted(file.name for file in path.glob("snapshot.safetensors*"))))
-    check.equal(snapshots=(there, [[SNAPSHOT], [f"{SNAPSHOT}.index.json"], [f"{SNAPSHOT}.index.json"], [SNAPSHOT]]))
+        names.append(world.on_rank_0(lambda: sorted(file.name for file in path.glob("snapshot.safetensors*"))))
+    check.equal(snapshots=(names, [[SNAPSHOT], [f"{SNAPSHOT}.index.json"], [f"{SNAPSHOT}.index.json"], [SNAPSHOT]]))
     check.equal(started_at_steps=(run.values("start", "step"), [0, 14, 28, 42]))
     check.close(run.losses[:42], golden.load()["losses"], T1)
 
@@ -1297,7 +1299,7 @@ def test_stopped_and_resumed_is_bitwise_as_never_stopped(check, world, own, runs
     flags, an_epoch = long(world)
     never, path = runs.train(own, flags), runs.folder(own, "stopped")
     stopped = world.train(own, path, flags, signal_rank=world.size - 1)
-    ended(check["X2"], stopped, 75)
+    expect_exit(check["X2"], stopped, 75)
     step = world.on_rank_0(lambda: take_apart(path / SNAPSHOT)["document"]["step"])
     resumed = world.train(own, path, flags)
     done(check["C1"], never, resumed)
@@ -1341,8 +1343,8 @@ def test_another_signal_while_it_stops_costs_nothing(check, world, runs, first):
     """One Ctrl-C under torchrun is two signals; a scheduler may send one before."""
     run = train_own(world, runs, first, "told_thrice", apart=True)
     stopped_and_saved(check, run)
-    told = [word for text in run.output for word in re.findall(r"stopped early \((\w+)\)", text)]
-    check.equal(reasons=(told, ["SIGTERM"]))
+    reasons = [word for text in run.output for word in re.findall(r"stopped early \((\w+)\)", text)]
+    check.equal(reasons=(reasons, ["SIGTERM"]))
 
 
 def same_as_never_stopped(check, world, resumed, never) -> None:
@@ -1392,7 +1394,7 @@ def test_another_problem_is_refused(check, world, own, runs):
     world.on_rank_0(lambda: bool(shutil.copytree(run.folder, path)))
     before = world.on_rank_0(lambda: sha256(path / SNAPSHOT))
     refused = world.train(own, path, FP64 + " --seed 1")
-    ended(check, refused, 5)
+    expect_exit(check, refused, 5)
     check.equal(snapshot=(world.on_rank_0(lambda: sha256(path / SNAPSHOT)), before))
 
 
@@ -1435,7 +1437,7 @@ def test_a_schedule_of_one_s_own_is_laid_out_over_the_run(check, world, runs, fi
     """As cosine is: under other --epochs it would go on at another learning rate."""
     file, path = own_file(world, runs, "scheduled"), runs.folder(first, "scheduled")
     done(check, world.train(first, path, f"{file} --epochs 1"))
-    ended(check, world.train(first, path, f"{file} --epochs 2"), 5)
+    expect_exit(check, world.train(first, path, f"{file} --epochs 2"), 5)
 
 
 @clause("C3")
@@ -1460,12 +1462,12 @@ def test_other_data_under_the_same_names_are_refused(check, world, runs, first, 
         raw = path.read_bytes()
         return bool(path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1])))
 
-    there = runs.folder(first, f"other-{file}")
+    run_dir = runs.folder(first, f"other-{file}")
     world.on_rank_0(prepare)
-    done(check, world.train(first, there, flags))
+    done(check, world.train(first, run_dir, flags))
     world.on_rank_0(change)
-    refused = world.train(first, there, flags)
-    ended(check, refused, 5)
+    refused = world.train(first, run_dir, flags)
+    expect_exit(check, refused, 5)
     check.equal(names_the_data=("data: " in "".join(refused.errors), True))
 
 
@@ -1492,7 +1494,7 @@ def test_a_damaged_snapshot_is_never_taken_for_none(check, world, own, runs):
     step = world.on_rank_0(lambda: take_apart(path / "snapshot.prev.safetensors")["document"]["step"])
     check.equal(snapshot_prev_at_step=(step, 35))
     world.on_rank_0(lambda: damage(SNAPSHOT, "snapshot.prev.safetensors"))
-    ended(check, world.train(own, path, FP64), 5)
+    expect_exit(check, world.train(own, path, FP64), 5)
 
 
 @clause("C4")
@@ -1509,7 +1511,7 @@ def test_a_damaged_snapshot_is_not_dealt_out_in_parts(check, world, own, runs):
         return bool((path / SNAPSHOT).write_bytes(raw))
 
     world.on_rank_0(damage)
-    ended(check, world.train(own, path, f"{FP64} --epochs 4 --sharding full"), 5)
+    expect_exit(check, world.train(own, path, f"{FP64} --epochs 4 --sharding full"), 5)
 
 
 @clause("S5")
@@ -1534,54 +1536,54 @@ def test_verify_tells_of_any_file_that_is_damaged(check, world, own, runs):
 @clause("C4")
 @only(sizes=(1, 2))
 def test_a_snapshot_that_is_missing_or_of_a_newer_format(check, world, runs, first):
-    run, there = runs.train(first, FP64), runs.folder(first, "missing-or-newer")
+    run, run_dir = runs.train(first, FP64), runs.folder(first, "missing-or-newer")
     done(check, run)
-    world.on_rank_0(lambda: [shutil.copytree(run.folder, there), (there / SNAPSHOT).unlink()])
-    missing = world.train(first, there, FP64)
+    world.on_rank_0(lambda: [shutil.copytree(run.folder, run_dir), (run_dir / SNAPSHOT).unlink()])
+    missing = world.train(first, run_dir, FP64)
     done(check, missing)
     check.equal(started_at_steps=(missing.values("start", "step"), [0, 28]), warns=("warning" in missing.output[0], True))
 
     def renumber() -> bool:
-        for path in there.glob("snapshot*"):
+        for path in run_dir.glob("snapshot*"):
             path.write_bytes(path.read_bytes().replace(b'\\"format\\":2', b'\\"format\\":3'))
         return True
 
     world.on_rank_0(renumber)
-    newer = world.train(first, there, FP64)
-    ended(check, newer, 5)
+    newer = world.train(first, run_dir, FP64)
+    expect_exit(check, newer, 5)
     check.equal(says_which_format=("format 3" in "".join(newer.errors), True))
 
 
 @clause("C4")
 @only(sizes=(1, 2))
 def test_a_newer_format_is_refused_though_an_older_one_is_there(check, world, runs, first):
-    run, there = runs.train(first, FP64), runs.folder(first, "newer")
+    run, run_dir = runs.train(first, FP64), runs.folder(first, "newer")
     done(check, run)
 
     def renumber() -> bool:
-        shutil.copytree(run.folder, there)
-        raw = (there / SNAPSHOT).read_bytes()
-        return bool((there / SNAPSHOT).write_bytes(raw.replace(b'\\"format\\":2', b'\\"format\\":3')))
+        shutil.copytree(run.folder, run_dir)
+        raw = (run_dir / SNAPSHOT).read_bytes()
+        return bool((run_dir / SNAPSHOT).write_bytes(raw.replace(b'\\"format\\":2', b'\\"format\\":3')))
 
     world.on_rank_0(renumber)
-    ended(check, world.train(first, there, FP64), 5)
+    expect_exit(check, world.train(first, run_dir, FP64), 5)
 
 
 @clause("C4")
 @only(sizes=(1, 2))
 def test_a_damaged_file_is_not_passed_over_for_an_older_set(check, world, runs, first):
     """Which another --max-shard-size has left: the file may be further, and what was before it is."""
-    run, older, there = runs.train(first, FP64), runs.folder(first, "older-set"), runs.folder(first, "file-and-set")
+    run, older, run_dir = runs.train(first, FP64), runs.folder(first, "older-set"), runs.folder(first, "file-and-set")
     done(check, run, world.train(first, older, f"{FP64} --epochs 1 {SETS}"))
 
     def put_together() -> bool:
-        shutil.copytree(run.folder, there)
+        shutil.copytree(run.folder, run_dir)
         for path in older.glob("snapshot*"):
-            shutil.copy(path, there)
-        return bool((there / SNAPSHOT).write_bytes(b"garbage"))
+            shutil.copy(path, run_dir)
+        return bool((run_dir / SNAPSHOT).write_bytes(b"garbage"))
 
     world.on_rank_0(put_together)
-    again = world.train(first, there, FP64)
+    again = world.train(first, run_dir, FP64)
     done(check, again)
     check.equal(goes_on_at_step=(again.values("start", "step")[-1], 28))
 
@@ -1619,24 +1621,24 @@ SENSELESS = {
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("what", [*SENSELESS, "a pipe"])
 def test_a_whole_snapshot_that_makes_no_sense(check, world, runs, first, what):
-    run, there = runs.train(first, FP64), runs.folder(first, f"senseless-{what.replace(' ', '-')}")
+    run, run_dir = runs.train(first, FP64), runs.folder(first, f"senseless-{what.replace(' ', '-')}")
     done(check, run)
 
     def write() -> bool:
         from ddp_core import snapshot
 
-        there.mkdir(parents=True)
+        run_dir.mkdir(parents=True)
         if what == "a pipe":
-            os.mkfifo(there / SNAPSHOT)
+            os.mkfifo(run_dir / SNAPSHOT)
             return True
         tensors, document = snapshot.read(run.folder / SNAPSHOT)
         del document["document_crc32"]
-        snapshot.write(there / SNAPSHOT, tensors, document | SENSELESS[what])
+        snapshot.write(run_dir / SNAPSHOT, tensors, document | SENSELESS[what])
         return True
 
     world.on_rank_0(write)
-    refused = world.train(first, there, FP64)
-    ended(check, refused, 5)
+    refused = world.train(first, run_dir, FP64)
+    expect_exit(check, refused, 5)
     lines = [line for text in refused.errors for line in text.splitlines()]
     check.equal(lines=(len(lines), 1), names_the_file=(SNAPSHOT in "".join(lines), True))
     check.equal(printable_and_short=("".join(lines).isprintable() and len("".join(lines)) < 5000, True))
@@ -1647,12 +1649,12 @@ def test_a_whole_snapshot_that_makes_no_sense(check, world, runs, first, what):
 def test_killed_and_resumed_is_bitwise_as_never_killed(check, world, own, runs):
     """SIGKILL to all ranks when the first epoch's snapshot is durable, be the disk slow: a crash, a lost node."""
     flags, an_epoch = long(world, epochs=3)
-    never, there = runs.train(own, flags), runs.folder(own, "killed")
-    killed = world.train(own, there, flags, kill_ranks=tuple(range(world.size)), kill_at='"kind":"snapshot"')
-    ended(check["C5"], killed, 137)
-    at_hand = world.on_rank_0(lambda: [take_apart(path)["document"]["step"] for path in there.glob("snapshot*")])
+    never, run_dir = runs.train(own, flags), runs.folder(own, "killed")
+    killed = world.train(own, run_dir, flags, kill_ranks=tuple(range(world.size)), kill_at='"kind":"snapshot"')
+    expect_exit(check["C5"], killed, 137)
+    at_hand = world.on_rank_0(lambda: [take_apart(path)["document"]["step"] for path in run_dir.glob("snapshot*")])
     check["S7"].equal(a_whole_snapshot=(bool(at_hand), True))
-    resumed = world.train(own, there, flags)
+    resumed = world.train(own, run_dir, flags)
     done(check["C5"], never, resumed)
     check["C5"].equal(went_on_from_an_epoch=(resumed.values("start", "step")[-1] >= an_epoch, True))
     same_as_never_stopped(check["C5"], world, resumed, never)
@@ -1666,7 +1668,7 @@ def test_killed_in_the_middle_of_a_snapshot(check, world, own, runs):
     done(check, world.train(own, path, f"{flags} --epochs 1"))
     before = world.on_rank_0(lambda: sha256(path / SNAPSHOT))
     killed = world.train(own, path, f"{flags} --epochs 3", kill_ranks=(0,), largest_file=100_000)
-    ended(check, killed, 128 + signal.SIGXFSZ)
+    expect_exit(check, killed, 128 + signal.SIGXFSZ)
     check.equal(snapshot=(world.on_rank_0(lambda: sha256(path / SNAPSHOT)), before))
 
 
@@ -1691,7 +1693,7 @@ def test_all_that_is_drawn_and_kept_survives_a_stop(check, world, runs, first, p
     flags += f" --precision {precision}"
     never, path = runs.train(first, flags), runs.folder(first, f"stopped-{precision}")
     stopped = world.train(first, path, runs.filled(flags), signal_rank=0)
-    ended(check, stopped, 75)
+    expect_exit(check, stopped, 75)
     step = world.on_rank_0(lambda: take_apart(path / SNAPSHOT)["document"]["step"])
     resumed = world.train(first, path, runs.filled(flags))
     done(check, never, resumed)
@@ -1756,9 +1758,10 @@ def test_parts_of_the_loss_have_their_names(check, world, runs, first):
     """In whichever order a batch has them."""
     run = train_own(world, runs, first, "parts", "--precision fp64")
     done(check, run)
-    told = [step["losses"] for step in run.of("step")]
+    parts = [step["losses"] for step in run.of("step")]
     check.equal(
-        part_that_is_1_a_row=({losses["one"] for losses in told}, {1.0}), held_out=(run.values("epoch", "eval_loss_one"), [1.0])
+        part_that_is_1_a_row=({losses["one"] for losses in parts}, {1.0}),
+        held_out=(run.values("epoch", "eval_loss_one"), [1.0]),
     )
     check.equal(in_the_table_at_the_end=(re.findall(r"held-out loss, one\W+(\S+)", run.output[0]), ["1"]))
 
@@ -1780,7 +1783,7 @@ def test_losses_below_zero_are_as_good_as_others(check, world, runs, first):
     flags, an_epoch = long(world, own_file(world, runs, "below_zero"), epochs=1)
     flags, path = f"{flags} --save-steps {an_epoch // 5}", runs.folder(first, "below-zero")
     words = f'"kind":"snapshot","step":{2 * (an_epoch // 5)}'
-    ended(check, world.train(first, path, flags, kill_ranks=(0,), kill_at=words), 137)
+    expect_exit(check, world.train(first, path, flags, kill_ranks=(0,), kill_at=words), 137)
     resumed = world.train(first, path, flags)
     done(check, resumed)
     check.equal(
@@ -1797,7 +1800,7 @@ def test_killed_between_epochs_it_goes_on_from_its_last_step_saved(check, world,
     never, path = runs.train(first, flags), runs.folder(first, "killed-in-mid-epoch")
     words = f'"kind":"snapshot","step":{2 * (an_epoch // 5)}'
     killed = world.train(first, path, runs.filled(flags), kill_ranks=tuple(range(world.size)), kill_at=words)
-    ended(check, killed, 137)
+    expect_exit(check, killed, 137)
     resumed = world.train(first, path, runs.filled(flags))
     done(check, never, resumed)
     check.equal(went_on_in_mid_epoch=(0 < resumed.values("start", "step")[-1] < an_epoch, True))
@@ -1840,22 +1843,22 @@ def test_a_save_may_be_due_at_the_end_of_an_epoch(check, world, runs, first):
 @only(sizes=(1, 2), mpi="restart")
 def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
     """--new-run-dir is how job scripts name a run directory; what the launcher tells of earlier starts decides."""
-    there, of_job = runs.folder(launch, "of-a-job"), dict(run_dir="--new-run-dir")
-    done(check, world.train(launch, there, SHORT, **of_job))
-    before = world.on_rank_0(lambda: sha256(there / SNAPSHOT))
-    refused = world.train(launch, there, SHORT, **of_job)
-    ended(check, refused, 3)
+    run_dir, of_job = runs.folder(launch, "of-a-job"), dict(run_dir="--new-run-dir")
+    done(check, world.train(launch, run_dir, SHORT, **of_job))
+    before = world.on_rank_0(lambda: sha256(run_dir / SNAPSHOT))
+    refused = world.train(launch, run_dir, SHORT, **of_job)
+    expect_exit(check, refused, 3)
     lines = [line for text in refused.errors for line in text.splitlines()]
     check.equal(lines_that_name_run_dir=(sum("--run-dir" in line for line in lines), 1), lines=(len(lines), 1))
-    check.equal(snapshot=(world.on_rank_0(lambda: sha256(there / SNAPSHOT)), before))
-    again = world.train(launch, there, f"{SHORT} --epochs 2 --fresh", restart=1, **of_job)
+    check.equal(snapshot=(world.on_rank_0(lambda: sha256(run_dir / SNAPSHOT)), before))
+    again = world.train(launch, run_dir, f"{SHORT} --epochs 2 --fresh", restart=1, **of_job)
     done(check, again)
     check.equal(started_at_steps=(again.values("start", "step"), [0, 1]))
     check.equal(restarts=(again.values("start", "restart"), [0, 1]))
-    older = world.on_rank_0(lambda: sha256(there / SNAPSHOT))
-    fresh = world.train(launch, there, f"{SHORT} --fresh", **of_job)
+    older = world.on_rank_0(lambda: sha256(run_dir / SNAPSHOT))
+    fresh = world.train(launch, run_dir, f"{SHORT} --fresh", **of_job)
     done(check, fresh)
-    aside = world.on_rank_0(lambda: [sha256(path) for path in there.glob(f"old-*/{SNAPSHOT}")])
+    aside = world.on_rank_0(lambda: [sha256(path) for path in run_dir.glob(f"old-*/{SNAPSHOT}")])
     check.equal(moved_aside=(older in aside, True))
     check.equal(started_at_steps=(fresh.values("start", "step"), [0]))
 
@@ -1947,7 +1950,7 @@ def test_the_snapshot_of_parts_is_everybody_s(check, world, runs, first):
 @clause("X3")
 def test_a_mistyped_flag_is_one_line(check, world, own, runs):
     run = world.train(own, runs.folder(own, "mistyped"), MISTYPED)
-    ended(check, run, 2)
+    expect_exit(check, run, 2)
     lines = [line for text in run.errors + run.output for line in text.splitlines()]
     check.equal(lines=(len(lines), 1), names_the_flag=("--epochs" in "".join(lines), True))
 
@@ -1961,41 +1964,29 @@ NONSENSE |= {"--log-every 0": "--log-every", "--global-batch-size 5000": "--glob
 @clause("X3")
 @only(sizes=(1, 2))
 def test_flags_that_make_no_sense_are_one_line(check, world, runs, first):
-    told = {}
+    outcomes = {}
     for flags, words in NONSENSE.items():
         run = world.train(first, runs.folder(first, "nonsense"), f"{SHORT} {flags}")
         lines = [line for text in run.errors + run.output for line in text.splitlines()]
-        told[flags] = (sorted({*run.exit_codes}), len(lines), words in "".join(lines))
-    check.equal(exit_codes_lines_and_words=(told, dict.fromkeys(NONSENSE, ([2], 1, True))))
+        outcomes[flags] = (sorted({*run.exit_codes}), len(lines), words in "".join(lines))
+    check.equal(exit_codes_lines_and_words=(outcomes, dict.fromkeys(NONSENSE, ([2], 1, True))))
 
 
 @clause("X5")
 @only(sizes=(2,))
-def test_ranks_with_different_files_of_one_name(check, world, runs, first):
+@pytest.mark.parametrize("copy", ["has_an_empty_line", "has_other_flags"])
+def test_ranks_with_different_files_of_one_name(check, world, runs, first, copy):
     """A stale copy on one node."""
-    flags = f"{NOISY} --steps-per-epoch 1"
-    stale = runs.root / "stale" / "noisy.py"
-    file = NOISY_FILE.read_text()
-    world.on_rank_0(lambda: [stale.parent.mkdir(), stale.write_text(f"{file}\n")])
-    run = world.train(first, runs.folder(first, "stale"), runs.filled(flags), odd_flags=f"--workload {stale}")
-    ended(check, run, 4)
-    told = [line for text in run.errors for line in text.splitlines() if "workload_file=" in line and "on rank 1" in line]
-    check.equal(lines_that_name_the_file=(len(told), 1))
-
-
-@clause("X5")
-@only(sizes=(2,))
-def test_ranks_whose_file_has_other_flags(check, world, runs, first):
-    file = runs.root / "further" / "noisy.py"
-    more = '        add("--further", type=int, default=0, help="of this copy alone")\n'
-    head, word, tail = NOISY_FILE.read_text().partition("    def flags(self, add):\n")
-    world.on_rank_0(lambda: [file.parent.mkdir(), file.write_text(f"{head}{word}{more}{tail}")])
+    file, text, flags = runs.root / copy / "noisy.py", NOISY_FILE.read_text(), "    def flags(self, add):\n"
+    further = f'{flags}        add("--further", type=int, default=0, help="of this copy alone")\n'
+    text = text.replace(flags, further) if copy == "has_other_flags" else f"{text}\n"
+    world.on_rank_0(lambda: [file.parent.mkdir(), file.write_text(text)])
     run = world.train(
-        first, runs.folder(first, "further"), runs.filled(f"{NOISY} --steps-per-epoch 1"), odd_flags=f"--workload {file}"
+        first, runs.folder(first, copy), runs.filled(f"{NOISY} --steps-per-epoch 1"), odd_flags=f"--workload {file}"
     )
-    ended(check, run, 4)
-    told = [line for text in run.errors for line in text.splitlines() if "workload_file=" in line and "on rank 1" in line]
-    check.equal(lines_that_name_the_file=(len(told), 1))
+    expect_exit(check, run, 4)
+    lines = [line for text in run.errors for line in text.splitlines() if "workload_file=" in line and "on rank 1" in line]
+    check.equal(lines_that_name_the_file=(len(lines), 1))
 
 
 @clause("X5")
@@ -2003,7 +1994,7 @@ def test_ranks_whose_file_has_other_flags(check, world, runs, first):
 @pytest.mark.parametrize("name", ["other_data", "other_rows", "other_mappings", "other_held_out"])
 def test_ranks_with_different_data(check, world, runs, first, name):
     run = train_own(world, runs, first, name)
-    ended(check, run, 4)
+    expect_exit(check, run, 4)
     lines = [line for text in run.errors for line in text.splitlines() if "data=" in line and "on rank 1" in line]
     on_its_node = f"(rank 1 is on {socket.gethostname()})" in "".join(lines)
     check.equal(lines_that_name_the_data=(len(lines), 1), and_the_node=(on_its_node, True))
@@ -2017,7 +2008,7 @@ def test_what_one_rank_alone_lacks_is_told_once(check, world, runs, first):
     world.on_rank_0(lambda: bool(anchors.mnist_rows(data)))
     flags = f"--workload mnist --epochs 1 --global-batch-size 24 --data-dir {data}"
     run = world.train(first, runs.folder(first, "lacking"), flags, odd_flags="--data-dir /nowhere")
-    ended(check, run, 3)
+    expect_exit(check, run, 3)
     lines = [line for text in run.errors + run.output for line in text.splitlines()]
     check.equal(lines=(len(lines), 1), says=("rank 1: --data-dir /nowhere" in "".join(lines), True))
 
@@ -2038,7 +2029,7 @@ def test_what_fails_on_one_rank_alone_is_told_by_it_alone(check, world, runs, fi
 def test_what_fails_on_one_rank_ends_all_with_its_code(check, world, runs, first, rank):
     """Of a job's codes the launcher takes the highest: 7 would have it started again, to fail again."""
     run = train_own(world, runs, first, "fails_alone_in_a_step", f"--of-rank {rank}", apart=True)
-    ended(check, run, 2)
+    expect_exit(check, run, 2)
     check.equal(recorded=([record["exit_code"] for record in run.of("end")], [2]))
 
 
@@ -2047,23 +2038,23 @@ def test_what_fails_on_one_rank_ends_all_with_its_code(check, world, runs, first
 def test_a_rank_that_comes_late_hears_why_all_end(check, world, runs, first):
     """By its exit code, too: of those of a job's ranks the launcher takes the highest."""
     late = dict(LATE="3") if world.rank == world.size - 1 else {}
-    ended(check, train_own(world, runs, first, "no_rows", environ=late, apart=True), 2)
+    expect_exit(check, train_own(world, runs, first, "no_rows", environ=late, apart=True), 2)
 
 
 @clause("X5")
 @only(sizes=(2,))
 def test_ranks_that_were_told_differently(check, world, own, runs):
     run = world.train(own, runs.folder(own, "odd"), SHORT, odd_flags="--lr 0.2")
-    ended(check, run, 4)
-    told = f"lr=0.2 on rank {world.size - 1}, but 0.1 on rank 0"
-    check.equal(says=(told if told in "".join(run.errors) else run.errors, told))
+    expect_exit(check, run, 4)
+    words = f"lr=0.2 on rank {world.size - 1}, but 0.1 on rank 0"
+    check.equal(says=(words if words in "".join(run.errors) else run.errors, words))
 
 
 @clause("X6")
 def test_a_loss_that_is_not_finite(check, world, own, runs):
     path = runs.folder(own, "not-finite")
     run = world.train(own, path, "--workload regression --lr 1000")
-    ended(check, run, 6)
+    expect_exit(check, run, 6)
     check.equal(names_the_step=("at step" in "".join(run.errors), True))
     check.equal(every_recorded_loss_is_finite=(bool(np.isfinite(run.losses).all()), True))
 
@@ -2074,7 +2065,7 @@ def test_a_loss_that_is_not_finite(check, world, own, runs):
 def test_numbers_that_are_not_finite_reach_no_parameter(check, world, runs, first, name):
     """Of the steps that are trained before it is found out none may use them: the workload looks at its own parameters."""
     run = train_own(world, runs, first, name)
-    ended(check, run, 6)
+    expect_exit(check, run, 6)
     seen = [text for text in run.output if "parameters are not finite" in text]
     check.equal(names_the_step=("at step 5 " in "".join(run.errors), True), seen_in_a_later_step=(bool(seen), False))
     row = f"rows [{reference.sample_order(0, 0, 1438)[5 * G]}"
@@ -2085,7 +2076,7 @@ def test_numbers_that_are_not_finite_reach_no_parameter(check, world, runs, firs
 @only(sizes=(1, 2))
 def test_a_held_out_loss_that_is_not_finite(check, world, runs, first):
     run = train_own(world, runs, first, "unfit", "--steps-per-epoch 2")
-    ended(check, run, 6)
+    expect_exit(check, run, 6)
     kept = world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors")])
     check.equal(snapshots=(kept, []))
 
@@ -2094,7 +2085,7 @@ def test_a_held_out_loss_that_is_not_finite(check, world, runs, first):
 @only(sizes=(2,))
 def test_replicas_that_differ_leave_no_snapshot(check, world, runs, first):
     run = train_own(world, runs, first, "diverges", "--precision fp64")
-    ended(check, run, 7)
+    expect_exit(check, run, 7)
     output = "".join(run.errors)
     check.equal(names_the_rank=("of rank 1 differ" in output, True), snapshot=((run.folder / SNAPSHOT).exists(), False))
 
@@ -2114,7 +2105,7 @@ def test_a_killed_rank_is_named_by_the_others(check, world, runs, first):
 def test_a_rank_that_hangs_is_named_by_the_others(check, world, runs, first, where):
     """After --timeout, whichever group they wait in."""
     run = train_own(world, runs, first, "hangs", f"--steps-per-epoch 5 --timeout 3 --where {where}", apart=True)
-    ended(check, run, 7)
+    expect_exit(check, run, 7)
     words = "rank 1 died or hangs"
     check.equal(says=(words if words in run.errors[0] else run.errors, words))
 
@@ -2124,7 +2115,7 @@ def test_a_rank_that_hangs_is_named_by_the_others(check, world, runs, first, whe
 def test_a_rank_that_hangs_in_the_groups_of_its_node_is_noticed(check, world, runs, first):
     """The others of its node wait for its part of the gradients there, and not in the group of all."""
     flags = "--steps-per-epoch 5 --timeout 3 --where loss --sharding hybrid"
-    ended(check, train_own(world, runs, first, "hangs", flags, num_nodes=2, apart=True), 7)
+    expect_exit(check, train_own(world, runs, first, "hangs", flags, num_nodes=2, apart=True), 7)
 
 
 @clause("X15")
@@ -2147,12 +2138,12 @@ def test_a_stranger_changes_no_run(check, world, runs, first):
     port = world.on_rank_0(free_port)
     places = {name: str(port) for name, template in first.templates if template == "{master_port}"}
     flags = f"{SHORT} --rendezvous-timeout 5 --timeout 5"
-    with stranger(port) if world.rank == 0 else nullcontext() as there:
+    with stranger(port) if world.rank == 0 else nullcontext() as reachable:
         run = world.train(first, runs.folder(first, "stranger"), flags, environ=places | {"DDP_SECRET": "0123456789abcdef" * 2})
-    found = world.on_rank_0(lambda: sorted(there))
+    addresses = world.on_rank_0(lambda: sorted(reachable))
     place = [socket.gethostbyname(socket.gethostname())] if world.size > 1 else []
     expected = [4, 4] if run.exit_codes == [4, 4] else [0] * world.size
-    check.equal(exit_codes=(run.exit_codes, expected), listens=(found, place))
+    check.equal(exit_codes=(run.exit_codes, expected), listens=(addresses, place))
     lines = [len(text.splitlines()) for text in run.errors]
     check.equal(more_than_a_line=([count for count in lines if count > 1], []))
 
@@ -2161,7 +2152,7 @@ def test_a_stranger_changes_no_run(check, world, runs, first):
 @only(sizes=(1,))
 def test_memory_that_does_not_suffice(check, world, runs, first):
     run = train_own(world, runs, first, "exhausts")
-    ended(check, run, 7)
+    expect_exit(check, run, 7)
     lines = [line for text in run.errors for line in text.splitlines() if "out of memory" in line]
     flags = all(flag in line for line in lines for flag in ("step 3", "--global-batch-size", "--accumulate"))
     check.equal(lines=(len(lines), 1), names_step_and_flags=(flags, True))
@@ -2171,7 +2162,7 @@ def test_memory_that_does_not_suffice(check, world, runs, first):
 @only(sizes=(2,))
 def test_memory_of_a_host_that_does_not_suffice(check, world, runs, first):
     run = train_own(world, runs, first, "exhausts_its_host", "--timeout 10", apart=True)
-    ended(check, run, 7)
+    expect_exit(check, run, 7)
     lines = [line for text in run.errors for line in text.splitlines() if "out of memory, rank 1 on " in line]
     flags = all(flag in line for line in lines for flag in ("step 3", "--global-batch-size", "--accumulate"))
     check.equal(lines=(len(lines), 1), names_step_and_flags=(flags, True), of_rank_0=("rank 1 " in run.errors[0], True))
@@ -2192,7 +2183,7 @@ def test_a_stale_core_on_one_node(check, world, runs, first):
     world.on_rank_0(copy)
     launch = replace(first, train=stale / first.train.name) if world.rank == world.size - 1 else first
     run = world.train(launch, runs.folder(first, "stale-core"), SHORT)
-    ended(check, run, 4)
+    expect_exit(check, run, 4)
     words = f"on rank {world.size - 1}, but"
     lines = [line for text in run.errors for line in text.splitlines() if "core=" in line and words in line]
     check.equal(lines_that_name_it=(len(lines), 1))
@@ -2201,44 +2192,44 @@ def test_a_stale_core_on_one_node(check, world, runs, first):
 @clause("X14")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_a_run_directory_has_one_job_at_a_time(check, world, runs, first):
-    there = runs.folder(first, "one-at-a-time")
-    done(check, world.train(first, there, SHORT))
+    run_dir = runs.folder(first, "one-at-a-time")
+    done(check, world.train(first, run_dir, SHORT))
 
     def take():
         from ddp_core.run_directory import RunDirectory
 
-        return RunDirectory(str(there), "another")
+        return RunDirectory(str(run_dir), "another")
 
     def die() -> int:
         program = (
             "import os, sys; from ddp_core.run_directory import RunDirectory; RunDirectory(sys.argv[1], 'another'); os._exit(0)"
         )
-        return subprocess.run([sys.executable, "-c", program, there], timeout=60, check=True).returncode
+        return subprocess.run([sys.executable, "-c", program, run_dir], timeout=60, check=True).returncode
 
     held = [take()] if world.rank == 0 else []
-    before = world.on_rank_0(lambda: [path.read_bytes() for path in sorted(there.iterdir())])
-    refused = world.train(first, there, SHORT)
-    ended(check, refused, 3)
-    after = world.on_rank_0(lambda: [path.read_bytes() for path in sorted(there.iterdir())])
+    before = world.on_rank_0(lambda: [path.read_bytes() for path in sorted(run_dir.iterdir())])
+    refused = world.train(first, run_dir, SHORT)
+    expect_exit(check, refused, 3)
+    after = world.on_rank_0(lambda: [path.read_bytes() for path in sorted(run_dir.iterdir())])
     says = "another" in "".join(refused.errors) and "--run-dir" in "".join(refused.errors)
     check.equal(all_files_as_before=(after == before, True), names_job_and_flag=(says, True))
     for directory in held:
         directory.release()
     world.on_rank_0(die)
-    again = world.train(first, there, SHORT)
+    again = world.train(first, run_dir, SHORT)
     done(check, again)
-    left = world.on_rank_0((there / "run.lock").exists)
+    left = world.on_rank_0((run_dir / "run.lock").exists)
     check.equal(warns=("another" in again.output[0], True), a_lock_is_left=(left, False))
 
     def leave_a_lock() -> str:
         """Of a process whose number this one was given later, after the node was booted, say."""
         directory = take()
-        owner = json.loads((there / "run.lock").read_text())
+        owner = json.loads((run_dir / "run.lock").read_text())
         directory.release()
-        return str((there / "run.lock").write_text(json.dumps(owner | dict(began="long ago"))))
+        return str((run_dir / "run.lock").write_text(json.dumps(owner | dict(began="long ago"))))
 
     world.on_rank_0(leave_a_lock)
-    done(check, world.train(first, there, SHORT))
+    done(check, world.train(first, run_dir, SHORT))
 
 
 @clause("X14")
@@ -2248,12 +2239,12 @@ def test_a_lock_that_is_touched_elsewhere_is_a_living_job_s(check, world, runs, 
     """Whatever this host's clock says: it is an hour ahead, and the lock's time is the file server's."""
     from ddp_core.run_directory import RunDirectory
 
-    there, over = runs.folder(first, f"locked-in-another-{where}"), threading.Event()
-    directory, lock = RunDirectory(str(there), "another"), there / "run.lock"
+    run_dir, over = runs.folder(first, f"locked-in-another-{where}"), threading.Event()
+    directory, lock = RunDirectory(str(run_dir), "another"), run_dir / "run.lock"
     owner = json.loads(lock.read_text())
     directory.release()
     lock.write_text(json.dumps(owner | place))
-    half = there / ".snapshot.safetensors.tmp"  # which that job is writing
+    half = run_dir / ".snapshot.safetensors.tmp"  # which that job is writing
     half.touch()
 
     def beat() -> None:
@@ -2261,9 +2252,9 @@ def test_a_lock_that_is_touched_elsewhere_is_a_living_job_s(check, world, runs, 
             os.utime(lock)
 
     threading.Thread(target=beat).start()
-    run = world.train(first, there, f"{own_file(world, runs, 'ahead_of_time')} --epochs 1", apart=True)
+    run = world.train(first, run_dir, f"{own_file(world, runs, 'ahead_of_time')} --epochs 1", apart=True)
     over.set()
-    ended(check, run, 3)
+    expect_exit(check, run, 3)
     check.equal(names_the_job=("job another" in "".join(run.errors), True), leaves_what_is_being_written=(half.exists(), True))
 
 
@@ -2272,9 +2263,9 @@ def test_a_lock_that_is_touched_elsewhere_is_a_living_job_s(check, world, runs, 
 def test_who_has_lost_the_lock_leaves_no_snapshot(check, world, runs, first):
     """Not of what it had begun to write before, either."""
     run = train_own(world, runs, first, "loses_its_lock", "--steps-per-epoch 2", apart=True)
-    ended(check, run, 8)
-    there = world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors*")])
-    check.equal(snapshots=(there, []), the_other_s_lock_is_there=(world.on_rank_0((run.folder / "run.lock").exists), True))
+    expect_exit(check, run, 8)
+    names = world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors*")])
+    check.equal(snapshots=(names, []), the_other_s_lock_is_there=(world.on_rank_0((run.folder / "run.lock").exists), True))
 
 
 @clause("X8")
@@ -2283,18 +2274,24 @@ def test_a_run_directory_that_cannot_be_written(check, world, own, runs):
     file = runs.folder(own, "a-file")
     world.on_rank_0(lambda: [file.parent.mkdir(parents=True, exist_ok=True), file.touch()])
     run = world.train(own, file / "run", SHORT)
-    ended(check, run, 8)
+    expect_exit(check, run, 8)
     check.equal(names_the_flag=("--run-dir" in "".join(run.errors), True))
+
+
+def one_line(check, run, lines: list[str], words: str) -> None:
+    """All ranks have ended with 2, and of what they printed these lines are one, with these words."""
+    __tracebackhide__ = True
+    expect_exit(check, run, 2)
+    check.equal(lines=(len(lines), 1), says=(words if words in "".join(lines) else lines, words))
 
 
 @clause("X9")
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_workload_file_that_cannot_be_used_is_one_line(check, world, runs, first, name):
-    run, words = train_own(world, runs, first, name), MISTAKES[name]
-    ended(check, run, 2)
+    run = train_own(world, runs, first, name)
     lines = [line for text in run.errors + run.output for line in text.splitlines() if not line.startswith("rank=")]
-    check.equal(lines=(len(lines), 1), says=(words if words in "".join(lines) else lines, words))
+    one_line(check, run, lines, MISTAKES[name])
 
 
 @clause("X9")
@@ -2302,9 +2299,7 @@ def test_a_workload_file_that_cannot_be_used_is_one_line(check, world, runs, fir
 def test_a_model_that_cannot_be_built_in_shards_is_one_line(check, world, runs, first):
     """The ranks build it one after the other."""
     run = train_own(world, runs, first, "unbuildable", "--sharding full")
-    ended(check, run, 2)
-    words, lines = "line 11 (model): NameError", [line for text in run.errors for line in text.splitlines()]
-    check.equal(lines=(len(lines), 1), says=(words if words in "".join(lines) else lines, words))
+    one_line(check, run, [line for text in run.errors for line in text.splitlines()], "line 11 (model): NameError")
 
 
 @clause("X9")
@@ -2312,9 +2307,8 @@ def test_a_model_that_cannot_be_built_in_shards_is_one_line(check, world, runs, 
 def test_a_forward_past_ddp_is_one_line(check, world, runs, first):
     """It sums no gradient then, and the replicas drift apart."""
     run = train_own(world, runs, first, "past_ddp")
-    ended(check, run, 2)
     lines = [line for text in run.errors for line in text.splitlines()]
-    check.equal(lines=(len(lines), 1), says=("forward() goes past DistributedDataParallel" in "".join(lines), True))
+    one_line(check, run, lines, "forward() goes past DistributedDataParallel")
 
 
 @clause("X9")
@@ -2324,9 +2318,9 @@ def test_a_row_that_cannot_be_read_is_named(check, world, runs, first, workers):
     """By rank 0, which reads it, and not one of the batches that workers have read on to."""
     run = train_own(world, runs, first, "misses_a_row", f"--workers {workers} --precision fp64", apart=True)
     rows = reference.sample_order(0, 0, 1438)[5 * G : 6 * G : world.size][:3]
-    told = f"rows {', '.join(map(str, rows))}"
+    words = f"rows {', '.join(map(str, rows))}"
     check.equal(
-        exit_code=(run.exit_codes[0], 2), names_its_rows=(told if told in run.errors[0] else run.errors[0].strip(), told)
+        exit_code=(run.exit_codes[0], 2), names_its_rows=(words if words in run.errors[0] else run.errors[0].strip(), words)
     )
 
 
@@ -2337,6 +2331,6 @@ def test_a_worker_that_dies_is_named(check, world, runs, first, batches):
     """While the rank waits for its first batch, or is in its first step: workers read two batches ahead."""
     last = int(batches * G / world.size)
     run = train_own(world, runs, first, "dies", f"--workers 1 --last {last}", apart=True)
-    ended(check, run, 7)
+    expect_exit(check, run, 7)
     words = "a worker that reads rows died"
     check.equal(says=(words if words in "".join(run.errors) else run.errors, words))

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -82,10 +83,10 @@ def without_comments(path: Path) -> str:
     return ast.unparse(tree)
 
 
-def found_in(files: list[Path], pattern: str) -> dict[str, list[str]]:
+def matches_in(files: list[Path], pattern: str) -> dict[str, list[str]]:
     """File name to the matches in it."""
     matches = {str(path.relative_to(ROOT)): [m[0] for m in re.finditer(pattern, path.read_text())] for path in files}
-    return {name: found for name, found in matches.items() if found}
+    return {name: texts for name, texts in matches.items() if texts}
 
 
 def names_of(sites: set[str]) -> str:
@@ -95,23 +96,23 @@ def names_of(sites: set[str]) -> str:
 
 @clause("A1")
 def test_core_names_no_site(check):
-    check.equal(site_names_in_core=(found_in(CORE, names_of(ADOPTED)), {}))
+    check.equal(site_names_in_core=(matches_in(CORE, names_of(ADOPTED)), {}))
 
 
 @clause("A1")
 def test_conformance_names_no_site(check):
-    check.equal(site_names_in_conformance=(found_in(CONFORMANCE, names_of(ADOPTED)), {}))
+    check.equal(site_names_in_conformance=(matches_in(CONFORMANCE, names_of(ADOPTED)), {}))
 
 
 @clause("A2")
 def test_core_reads_no_scheduler_variable(check):
-    check.equal(scheduler_variables_in_core=(found_in(CORE, SCHEDULER_VARIABLE.pattern), {}))
+    check.equal(scheduler_variables_in_core=(matches_in(CORE, SCHEDULER_VARIABLE.pattern), {}))
 
 
 @clause("A3")
 def test_core_imports_little(check):
     allowed = sys.stdlib_module_names | {"torch", "safetensors", "ddp_core"}
-    others = {path.name: sorted(found) for path in CORE if (found := imports(path) - allowed - where_installed(path))}
+    others = {path.name: sorted(unexpected) for path in CORE if (unexpected := imports(path) - allowed - where_installed(path))}
     check.equal(other_imports_of_core=(others, {}))
 
 
@@ -123,7 +124,7 @@ def test_site_imports_of_ours_only_the_core(check, site):
     others = rf"(?<![\w-]){names_of(ADOPTED - {site.name})}(?![\w-])"  # my-site is not site
     # In addresses they may stand: a source is one wherever it is read.
     texts = {path.name: re.sub(r"https?://\S+", "", without_comments(path)) for path in files}
-    named = {name: found for name, text in texts.items() if (found := re.findall(others, text))}
+    named = {name: names for name, text in texts.items() if (names := re.findall(others, text))}
     check.equal(imports=(wrong, {}), other_sites_named=(named, {}))
 
 
@@ -160,8 +161,8 @@ def test_the_status_is_told_alike(check, site):
     known = ("never-run", "simulated", "run-on-site")
     check.equal(status=(status if status not in known else True, True), evidence=(bool(verified.get("evidence")), True))
     check.equal(has_a_date=(isinstance(date, datetime.date), status != "never-run"))
-    told = re.search(r"\*\*Status: ([\w-]+)\.?\*\*\.?(?: \((\S+)\))?", (site.folder / "README.md").read_text())
-    check.equal(README_md=(told and told.groups(), (status, date and str(date))))
+    match = re.search(r"\*\*Status: ([\w-]+)\.?\*\*\.?(?: \((\S+)\))?", (site.folder / "README.md").read_text())
+    check.equal(README_md=(match and match.groups(), (status, date and str(date))))
 
 
 @clause("F9")
@@ -183,13 +184,17 @@ def test_the_table_of_sites_tells_what_is_unverified(check):
     """Of the sites that have a row there; a new one needs none."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (ROOT / "README.md").read_text().splitlines()]
     heads = next((row for row in rows if row[:1] == ["site"]), [])
-    told = {
+    rows_by_site = {
         match[1]: dict(zip(heads, row, strict=False)) for row in rows if row and (match := re.match(r"\[([\w-]+)\]", row[0]))
     }
-    verified = {site.name: site.toml.get("verified", {}) for site in find() if site.name in told}
-    numbers = {name: told[name].get("unverified") for name in verified}
+    verified = {site.name: site.toml.get("verified", {}) for site in find() if site.name in rows_by_site}
+    numbers = {name: rows_by_site[name].get("unverified") for name in verified}
     check.equal(unverified_in_README_md=(numbers, {name: str(len(verified[name].get("unverified", []))) for name in verified}))
-    wrong = [name for name, row in told.items() if name in verified and not row["status"].startswith(verified[name]["status"])]
+    wrong = [
+        name
+        for name, row in rows_by_site.items()
+        if name in verified and not row["status"].startswith(verified[name]["status"])
+    ]
     check.equal(another_status_in_README_md=(wrong, []))
 
 
@@ -212,13 +217,13 @@ MINUTES = dict(min=1, hr=60, hour=60, day=1440)
 @clause("F6")
 def test_a_queue_s_longest_job_is_that_of_the_source(check, site):
     """Where a fact is a row of a table, with the queue's name and a time."""
-    facts = [fact for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
+    source_facts = [fact for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
     violations = []
     for queue, longest in site.toml.get("queue", {}).get("minutes", {}).items():
-        rows = [fact for fact in facts if re.match(rf"\|\s*{re.escape(queue)}\s*\|", fact)]
-        told = {int(count) * MINUTES[unit] for row in rows for count, unit in re.findall(r"(\d+) (min|hr|hour|day)", row)}
-        if told and longest not in told:
-            violations.append(f"queue.minutes of {queue}={longest}, but should be {max(told)}, as a fact of [[sources]] says")
+        rows = [fact for fact in source_facts if re.match(rf"\|\s*{re.escape(queue)}\s*\|", fact)]
+        limits = {int(count) * MINUTES[unit] for row in rows for count, unit in re.findall(r"(\d+) (min|hr|hour|day)", row)}
+        if limits and longest not in limits:
+            violations.append(f"queue.minutes of {queue}={longest}, but should be {max(limits)}, as a fact of [[sources]] says")
     check.holds(*violations)
 
 
@@ -230,8 +235,8 @@ EXIT_CODES = dict(usage=2, preflight=3, rendezvous=4, snapshot=5, loss=6, rank=7
 def test_the_readme_has_the_core_s_exit_codes(check, site):
     text = " ".join((site.folder / "README.md").read_text().split())
     lists = re.findall(r"(?:\d+ (?:a )?(?:\w+)(?: \w+){0,3}(?:, |\.|;)){5,}", text)
-    told = {name: int(code) for code, name in re.findall(r"(\d+) (?:a )?(\w+)", " ".join(lists)) if name in EXIT_CODES}
-    check.equal(exit_codes_in_README_md=(told, {name: code for name, code in EXIT_CODES.items() if name in told}))
+    codes = {name: int(code) for code, name in re.findall(r"(\d+) (?:a )?(\w+)", " ".join(lists)) if name in EXIT_CODES}
+    check.equal(exit_codes_in_README_md=(codes, {name: code for name, code in EXIT_CODES.items() if name in codes}))
 
 
 @clause("F10")
@@ -252,20 +257,15 @@ def test_the_readme_has_the_rank_of_each_device(check, site):
     order = sorted(range(len(near)), key=lambda device: min(numbers(near[device])))
     rows = re.findall(r"^ *\| rank on the node \|(.*)\|$", (site.folder / "README.md").read_text(), re.MULTILINE)
     for cells in rows:
-        told = [cell.strip() for cell in cells.split("|")]
-        check.equal(ranks_in_README_md=(told, [str(order.index(device)) for device in range(len(near))]))
+        ranks = [cell.strip() for cell in cells.split("|")]
+        check.equal(ranks_in_README_md=(ranks, [str(order.index(device)) for device in range(len(near))]))
 
 
 @clause("B7")
 def test_constraints_hold_what_the_machine_has(check, site):
     """`pip list --local` leaves out what an environment sees of the machine: its torch and its numpy."""
-    lines = [(script, line) for script in map(Script, site.scripts) for line in script.lines]
-    wrong = [
-        (script, line)
-        for script, line in lines
-        if re.search(r"^[^#]*\bpip\b.* (?:list|freeze)\b.* (?:--local|-l)\b", line.text)
-    ]
-    check.holds(*(at(script, line, "list what the machine has, too: no --local") for script, line in wrong))
+    leaves_out = re.compile(r"^[^#]*\bpip\b.* (?:list|freeze)\b.* (?:--local|-l)\b")
+    check.holds(*at_lines(site, lambda line: leaves_out.search(line.text), "list what the machine has, too: no --local"))
 
 
 @clause("X7")
@@ -288,8 +288,8 @@ def test_a_folder_for_all_users_files_has_a_name_of_its_own(check, site):
         for line in [line for line in script.lines if not line.is_comment]:
             for place, name in re.findall(r"(\$\{TMPDIR:-/tmp\}|(?<![\w.}])/(?:var/)?tmp|/dev/shm)/([^\s\"';)|]+)", line.text):
                 if not re.search(r"\$|XXX", name):
-                    told = f"{script.path.name}: {place}/{name}"
-                    violations.append(f"{told}, but should be `mktemp -d`, or have $USER in its name")
+                    subject = f"{script.path.name}: {place}/{name}"
+                    violations.append(f"{subject}, but should be `mktemp -d`, or have $USER in its name")
     check.holds(*violations)
 
 
@@ -309,11 +309,9 @@ def test_proxies_are_not_asked_for_the_node_itself(check, site):
 @clause("B5")
 def test_no_job_takes_a_whole_environment_along(check, site):
     """PBS keeps it with the job, where `qstat -f` shows it to everybody: tokens too."""
-    wrong = []
-    for script in map(Script, site.scripts):
-        lines = [line for line in script.lines if re.search(r"^#PBS\b.* -V\b|^[^#]*\bqsub\b[^#]*\s-V\b", line.text)]
-        wrong += [at(script, line, "name the variables (-v), since -V shows all in qstat -f") for line in lines]
-    check.holds(*wrong)
+    takes_all = re.compile(r"^#PBS\b.* -V\b|^[^#]*\bqsub\b[^#]*\s-V\b")
+    should_be = "name the variables (-v), since -V shows all in qstat -f"
+    check.holds(*at_lines(site, lambda line: takes_all.search(line.text), should_be))
 
 
 @clause("J10")
@@ -360,8 +358,8 @@ def test_scripts_and_site_toml_name_the_same_software(check, site):
         f"{script}: {name}"
         for script, text in scripts.items()
         for line in text.splitlines()
-        if not line.lstrip().startswith("#") and (found := re.search(r"^[^\"']*\bmodule load ([^;&|}\n]+)", line))
-        for name in found[1].split()
+        if not line.lstrip().startswith("#") and (match := re.search(r"^[^\"']*\bmodule load ([^;&|}\n]+)", line))
+        for name in match[1].split()
         if re.fullmatch(r"[\w./+-]+", name) and name not in modules
     }
     check.equal(loads_what_site_toml_does_not_name=(sorted(loaded), []))
@@ -402,10 +400,12 @@ def test_odd_values_of_a_variable_are_one_line(check, site):
     answers = [json.loads(line) for line in result.stdout.splitlines()]
     check.equal(answers=(result.stderr[-200:] if result.returncode else len(answers), len(cases)))
     violations = []
-    for (name, value, number), (kind, said) in zip(cases, answers, strict=True):
-        short = kind == "PreflightError" and said.isprintable() and len(said) < 500 and (name in said or not number)
+    for (name, value, number), (kind, message) in zip(cases, answers, strict=True):
+        short = kind == "PreflightError" and message.isprintable() and len(message) < 500 and (name in message or not number)
         if not short and (number or kind != "Rank"):
-            violations.append(f"{name}={value[:20]!r}: {kind}: {said[:80]!r}, but should be a PreflightError of one short line")
+            violations.append(
+                f"{name}={value[:20]!r}: {kind}: {message[:80]!r}, but should be a PreflightError of one short line"
+            )
     check.holds(*violations[:12])
 
 
@@ -414,6 +414,11 @@ def test_odd_values_of_a_variable_are_one_line(check, site):
 
 def at(script: Script, line: Line, should_be: str) -> str:
     return f"{script.path.name}:{line.number}: {line.text.strip()[:100]!r}, but should {should_be}"
+
+
+def at_lines(site, wrong: Callable[[Line], object], should_be: str) -> list[str]:
+    """A violation for each line of the site's scripts that is wrong."""
+    return [at(script, line, should_be) for script in map(Script, site.scripts) for line in script.lines if wrong(line)]
 
 
 def place(address: str) -> str:
@@ -452,7 +457,9 @@ def test_everything_is_explained(check, site):
 @clause("J3")
 def test_variables_under_one_address_are_facts_of_its_page(check, site):
     """Whether the page has the facts, harness/sources.py looks up. What is not there can stand under a comment of its own."""
-    facts = {source["address"].rstrip("/"): source["facts"] for source in site.toml.get("sources", []) if "facts" in source}
+    facts_by_page = {
+        source["address"].rstrip("/"): source["facts"] for source in site.toml.get("sources", []) if "facts" in source
+    }
     violations = []
     for script in map(Script, site.scripts):
         blocks: dict[tuple[str, ...], list[tuple[Line, str]]] = {}
@@ -460,8 +467,8 @@ def test_variables_under_one_address_are_facts_of_its_page(check, site):
             blocks.setdefault(tuple(line.paragraph), []).append((line, name))
         for comments, exported in blocks.items():
             pages = {page.partition("#")[0].rstrip("/.") for page in re.findall(r"https?://[^\s)>\"'`,;]+", " ".join(comments))}
-            if len(exported) > 1 and pages and pages <= facts.keys():
-                known = " ".join(fact for page in pages for fact in facts[page])
+            if len(exported) > 1 and pages and pages <= facts_by_page.keys():
+                known = " ".join(fact for page in pages for fact in facts_by_page[page])
                 lost = [line for line, name in exported if not re.search(rf"\b{name}\b", known)]
                 violations += [at(script, line, f"be in one of the facts of {' or '.join(sorted(pages))}") for line in lost]
     check.holds(*violations)
@@ -478,13 +485,13 @@ EXPORT = re.compile(r"export ([A-Z]\w+)=")
 def test_values_are_those_of_the_sources(check, site):
     """Of an option or variable for which facts have values, a script has one of these. What is to be edited is free."""
     known: dict[str, set[str]] = {}
-    facts = "\n".join(fact for source in site.toml.get("sources", []) for fact in source.get("facts", []))
-    for name, value in VALUE.findall(facts):
+    facts_text = "\n".join(fact for source in site.toml.get("sources", []) for fact in source.get("facts", []))
+    for name, value in VALUE.findall(facts_text):
         known.setdefault(name, set()).add(value)
     violations = []
     for script in map(Script, site.scripts):
-        told = [*script.directives, *script.flags, *((line, line.text) for line, _ in script.exports)]
-        for line, text in told:
+        settings = [*script.directives, *script.flags, *((line, line.text) for line, _ in script.exports)]
+        for line, text in settings:
             if not any("# EDIT:" in above for above in line.paragraph):
                 violations += [
                     at(script, line, f"have {name}={' or '.join(sorted(known[name]))}, as a fact of [[sources]] says")
@@ -494,7 +501,7 @@ def test_values_are_those_of_the_sources(check, site):
     text = "\n".join(script.read_text() for script in site.scripts)
     violations += [
         f"{name} is in no script, but a fact of [[sources]] says export {name}: another spelling is ignored"
-        for name in sorted({*EXPORT.findall(facts)})
+        for name in sorted({*EXPORT.findall(facts_text)})
         if not re.search(rf"\b{name}\b", text)
     ]
     check.holds(*dict.fromkeys(violations))
@@ -503,14 +510,14 @@ def test_values_are_those_of_the_sources(check, site):
 @clause("J3")
 def test_what_the_sources_ask_of_a_job_the_site_asks(check, site):
     """The directives among their facts, and the order in which these load modules."""
-    facts = [plain(fact) for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
-    asked = {match[1] for fact in facts if (match := re.match(r"#SBATCH --([a-z-]+)", fact))}
+    source_facts = [plain(fact) for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
+    asked = {match[1] for fact in source_facts if (match := re.match(r"#SBATCH --([a-z-]+)", fact))}
     lost = asked - {option for script in map(Script, site.job_scripts) for option in script.options}
     violations = [
         f"no job script has #SBATCH --{name}, but one should, as a fact of [[sources]] in site.toml has; or that fact goes, too"
         for name in sorted(lost)
     ]
-    loaded = [match[1] for fact in facts if (match := re.match(r"module load (\S+)$", fact))]
+    loaded = [match[1] for fact in source_facts if (match := re.match(r"module load (\S+)$", fact))]
     here = [name for name in site.toml.get("software", {}).get("modules", []) if name in loaded]
     if here != sorted(here, key=loaded.index):
         order = " ".join(sorted(here, key=loaded.index))
@@ -560,19 +567,18 @@ def test_times_are_told_as_slurm_reads_them(check, site):
     for path in (site.folder / "README.md", *site.scripts):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             short = re.findall(r"(?:--time[= ]|(?<!\w)-t )\d+:\d\d(?![:\d])", line)
-            violations += [f"{path.name}:{number}: {told}, but should have hours, minutes and seconds" for told in short]
+            violations += [
+                f"{path.name}:{number}: {short_time}, but should have hours, minutes and seconds" for short_time in short
+            ]
     check.holds(*violations)
 
 
 @clause("J4")
 def test_what_is_to_be_edited_is_marked(check, site):
-    violations = [
-        at(script, line, "stand below a comment `# EDIT:`")
-        for script in map(Script, site.scripts)
-        for line in script.lines
-        if not line.is_comment and to_edit(site, line.text) and not any("# EDIT:" in text for text in line.paragraph)
-    ]
-    check.holds(*violations)
+    def unmarked(line: Line) -> bool:
+        return not line.is_comment and to_edit(site, line.text) and not any("# EDIT:" in text for text in line.paragraph)
+
+    check.holds(*at_lines(site, unmarked, "stand below a comment `# EDIT:`"))
 
 
 @clause("J4")
@@ -620,13 +626,8 @@ def test_directives_are_directives(check, site):
 
 @clause("J6")
 def test_the_port_is_no_constant(check, site):
-    violations = [
-        at(script, line, "come from the job's number, or from a free port of rank 0")
-        for script in map(Script, site.scripts)
-        for line in script.lines
-        if not line.is_comment and CONSTANT_PORT.search(line.text)
-    ]
-    check.holds(*violations)
+    should_be = "come from the job's number, or from a free port of rank 0"
+    check.holds(*at_lines(site, lambda line: not line.is_comment and CONSTANT_PORT.search(line.text), should_be))
 
 
 @clause("J7")
@@ -635,20 +636,20 @@ def test_scripts_stop_at_the_first_error(check, site):
     shellcheck = shutil.which("shellcheck", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     check.equal(shellcheck=(bool(shellcheck), True))
     command = [shellcheck, "--format=gcc", *(path.name for path in site.scripts)]
-    found = subprocess.run(command, cwd=site.folder, capture_output=True, text=True, timeout=60, check=False)
-    check.holds(*(f"{line}, but should pass shellcheck" for line in (found.stdout + found.stderr).splitlines()))
+    result = subprocess.run(command, cwd=site.folder, capture_output=True, text=True, timeout=60, check=False)
+    check.holds(*(f"{line}, but should pass shellcheck" for line in (result.stdout + result.stderr).splitlines()))
 
 
 @clause("J7")
 def test_what_is_switched_off_has_a_reason(check, site):
     scripts = list(map(Script, site.scripts))
-    found = [(script, line, reason) for script in scripts for line, reason in script.suppressions]
+    suppressions = [(script, line, reason) for script in scripts for line, reason in script.suppressions]
     violations = [
         at(script, line, "have its reason beside it or above it")
-        for script, line, reason in found
+        for script, line, reason in suppressions
         if len(re.findall(r"[A-Za-z]{2,}", reason)) < 3 and not re.search(r"set \+u\b", line.text)
     ]
-    violations += [at(script, line, "name what it disables") for script, line, _ in found if "disable=all" in line.text]
+    violations += [at(script, line, "name what it disables") for script, line, _ in suppressions if "disable=all" in line.text]
     for script in scripts:  # from `set +e` on, and without `set -e` again, an error is no error
         for line in (line for line, _ in script.suppressions if not line.is_comment):
             later = [turned(other.text, "-") for other in script.lines if other.number > line.number]
@@ -659,10 +660,10 @@ def test_what_is_switched_off_has_a_reason(check, site):
 
 def turned(text: str, sign: str) -> set[str]:
     """The options that a line's `set` turns on (-) or off (+)."""
-    found = re.findall(rf"\bset \{sign}([A-Za-z]+)(?: ([a-z]+))?", text)
-    names = {name for letters, name in found if letters.endswith("o")}
+    matches = re.findall(rf"\bset \{sign}([A-Za-z]+)(?: ([a-z]+))?", text)
+    names = {name for letters, name in matches if letters.endswith("o")}
     letters = dict(e="errexit", u="nounset")
-    names |= {letters[letter] for word, _ in found for letter in word if letter in letters}
+    names |= {letters[letter] for word, _ in matches for letter in word if letter in letters}
     return names & {"errexit", "nounset", "pipefail"}
 
 
@@ -693,23 +694,23 @@ SAVE_SECONDS = 60
 START_SECONDS = 300  # until the ranks of a large job hear a signal
 
 
-def late(site, script: Script, told: str) -> list[str]:
+def late(site, script: Script, value: str) -> list[str]:
     """What is wrong with --signal: whom it reaches, what they make of it, and when it comes."""
-    match, needed = re.fullmatch(r"(?:[RB]+:)?(\w+)(?:@(\d+))?", told), site.job(script.path).get("save_seconds", SAVE_SECONDS)
+    match, needed = re.fullmatch(r"(?:[RB]+:)?(\w+)(?:@(\d+))?", value), site.job(script.path).get("save_seconds", SAVE_SECONDS)
     whom = "reach the ranks, and not the batch shell alone"
-    wrong = [f"--signal={told}, but should {whom}"] if "B" in told.partition(":")[0] and ":" in told else []
+    wrong = [f"--signal={value}, but should {whom}"] if "B" in value.partition(":")[0] and ":" in value else []
     if not match or match[1].removeprefix("SIG") not in ("USR1", "TERM", "10", "15"):
-        return [*wrong, f"--signal={told}, but should be USR1 or TERM, on which train.py saves"]
+        return [*wrong, f"--signal={value}, but should be USR1 or TERM, on which train.py saves"]
     seconds, limit = int(match[2] or 60), script.options.get("time", "")
     if seconds < needed:
-        wrong.append(f"--signal={told}, but should come {needed} s before the time limit or earlier: a save takes as long")
+        wrong.append(f"--signal={value}, but should come {needed} s before the time limit or earlier: a save takes as long")
     least = script.options.get("time-min", "")
     if least and minutes(least) * 60 < 2 * seconds + START_SECONDS:
         wrong.append(
-            f"--signal={told} of --time-min={least}, but should leave time to start and to train: Slurm may give no more"
+            f"--signal={value} of --time-min={least}, but should leave time to start and to train: Slurm may give no more"
         )
     if limit and minutes(limit) * 60 < 2 * seconds:
-        wrong.append(f"--signal={told} of --time={limit}, but should leave half of the time to train")
+        wrong.append(f"--signal={value} of --time={limit}, but should leave half of the time to train")
     return wrong
 
 
@@ -754,8 +755,8 @@ def devices_of(script: Script, tasks: int, nodes: int) -> int:
     """Of a node, as directives ask for them: --gpus-per-node=4, --gpus-per-node=a100:4, --gres=gpu:4, ..."""
     counts = {"gpus-per-node": 1, "gres": 1, "gpus-per-task": tasks, "gpus": 1 / nodes, "G": 1 / nodes}
     values = {name: re.fullmatch(r"(?:[a-z]\w*:)*(\d+)", script.options.get(name, "")) for name in counts}
-    told = [int(value[1]) * counts[name] for name, value in values.items() if value]
-    return int(max([*told, tasks * script.geometry.get("gpus-per-task", 0)]))  # which may be a flag of srun's
+    requested = [int(value[1]) * counts[name] for name, value in values.items() if value]
+    return int(max([*requested, tasks * script.geometry.get("gpus-per-task", 0)]))  # which may be a flag of srun's
 
 
 # Directives that keep a job from starting, or undo what another one says. https://slurm.schedmd.com/sbatch.html
@@ -770,8 +771,10 @@ def test_no_directive_keeps_the_job_from_its_work(check, site):
     for script in map(Script, site.job_scripts if site.toml["scheduler"] == "slurm" else ()):
         for name, value in script.options.items():
             if name in NEVER and NEVER[name] in ("", value):
-                told = f"--{name}={value}" if value else f"--{name}"
-                violations.append(f"{script.path.name}: {told}, but should be left to the command line of sbatch, if at all")
+                directive = f"--{name}={value}" if value else f"--{name}"
+                violations.append(
+                    f"{script.path.name}: {directive}, but should be left to the command line of sbatch, if at all"
+                )
     check.holds(*violations)
 
 
@@ -784,13 +787,10 @@ DEBUGGING = re.compile(
 
 @clause("J13")
 def test_no_variable_for_finding_faults_is_left_on(check, site):
-    violations = [
-        at(script, line, "be left to who looks for a fault: it makes every step slower")
-        for script in map(Script, site.scripts)
-        for line in script.lines
-        if not line.is_comment and line.text.strip().startswith("export ") and DEBUGGING.search(line.text)
-    ]
-    check.holds(*violations)
+    def for_debugging(line: Line) -> object:
+        return not line.is_comment and line.text.strip().startswith("export ") and DEBUGGING.search(line.text)
+
+    check.holds(*at_lines(site, for_debugging, "be left to who looks for a fault: it makes every step slower"))
 
 
 def memory(script: Script, tasks: int, devices: int) -> float:

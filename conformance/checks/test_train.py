@@ -30,8 +30,8 @@ def test_train_py_hands_everything_to_the_core(check, site, code, tmp_path):
     # Once also as a rank among others.
     environ = site.launches[0].environ(1, 4, 2, 29500, "1") | dict(MPI_SIZE="4") | MASKS if code == 75 else {}
     result = called(site, environ, tmp_path, *flags, code=code)
-    told = result.stderr.replace(SAID, "").strip().splitlines()[-1:] or [""]
-    check.equal(calls_of_run=(f"{len(result.rows)} {told[0][:120]}".strip(), "1"), exit_code=(result.code, code))
+    last_line = result.stderr.replace(SAID, "").strip().splitlines()[-1:] or [""]
+    check.equal(calls_of_run=(f"{len(result.rows)} {last_line[0][:120]}".strip(), "1"), exit_code=(result.code, code))
     (row,) = result.rows
     check.equal(flags=(row["argv"], flags), further_arguments_of_run=(row["arguments"], "()"))
     check.equal(environment_changed=(row["changed"], []), folder=(row["folder"], str(tmp_path)))
@@ -45,9 +45,9 @@ def test_a_task_of_many_is_never_a_world_of_one(check, site, tmp_path):
     """Started by srun without what the job script puts around it, or over an MPI that knows of no others."""
     if site.toml["launcher"] != "srun":
         return  # what another launcher tells, [launchers.environment] says (F3)
-    found = who(site, STEP, tmp_path)
-    alone = found.get("single") or found.get("world_size") == 1
-    check.equal(world_size_of_16_tasks=(1 if alone else found.get("world_size", 16), 16))
+    identity = who(site, STEP, tmp_path)
+    alone = identity.get("single") or identity.get("world_size") == 1
+    check.equal(world_size_of_16_tasks=(1 if alone else identity.get("world_size", 16), 16))
 
 
 @clause("R11")
@@ -57,10 +57,10 @@ def test_the_store_of_torchrun_is_used(check, site, store, tmp_path):
     for launch in site.launches:
         environ = launch.environ(1, 4, 2, 29500, "1")
         if "TORCHELASTIC_RUN_ID" in environ:
-            found = who(site, environ | dict(TORCHELASTIC_USE_AGENT_STORE=str(store)), tmp_path)
-            if found.get("launcher_store") is not store:
-                told = f"launcher_store={found.get('launcher_store', found)}"
-                violations.append(f"{launch.launcher}: {told}, but should be TORCHELASTIC_USE_AGENT_STORE={store}")
+            identity = who(site, environ | dict(TORCHELASTIC_USE_AGENT_STORE=str(store)), tmp_path)
+            if identity.get("launcher_store") is not store:
+                observed = f"launcher_store={identity.get('launcher_store', identity)}"
+                violations.append(f"{launch.launcher}: {observed}, but should be TORCHELASTIC_USE_AGENT_STORE={store}")
     check.holds(*violations)
 
 
@@ -95,14 +95,14 @@ def test_all_nodes_hear_from_mpi_where_to_meet(check, site, tmp_path):
     violations = []
     for launch in [launch for launch in site.launches if launch.mpi]:
         here = dict(MPI_SIZE="16", MPI_NODES="2", MPI_SAID=str(tmp_path / "said"))
-        told = [
+        identities = [
             who(site, launch.environ(rank, 16, 2, 29500, "1") | here | dict(MPI_RANK=str(rank)), tmp_path) for rank in (0, 8)
         ]
         for name in ("master_addr", "master_port", "job_id", "secret"):
-            first, second = (found.get(name, found.get("refused")) for found in told)
+            first, second = (identity.get(name, identity.get("refused")) for identity in identities)
             if first != second:
                 violations.append(f"{launch.launcher}: {name}={second} on the second node, but should be {first}")
-        place = {name: told[1].get(name) for name in ("rank", "local_rank", "node_rank", "local_world_size")}
+        place = {name: identities[1].get(name) for name in ("rank", "local_rank", "node_rank", "local_world_size")}
         should = dict(rank=8, local_rank=0, node_rank=1, local_world_size=8)
         violations += [f"{launch.launcher}: {place} of rank 8, but should be {should}"] if place != should else []
     check.holds(*violations)
@@ -154,8 +154,8 @@ def test_mpi_is_told_what_it_shall_do_before_it_is_started(check, site):
             if (isinstance(node, ast.ImportFrom) and node.module == "mpi4py" and "MPI" in {name.name for name in node.names})
             or (isinstance(node, ast.Import | ast.ImportFrom) and "mpi4py.MPI" in ast.unparse(node))
         ]
-        told = [target for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
-        for target in told:
+        targets = [target for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
+        for target in targets:
             if re.match(r"(mpi4py\.)?rc\.\w+$", text := ast.unparse(target)) and target.lineno > min(started, default=10**6):
                 violations.append(f"{path.name}: {text} is set behind the import of mpi4py.MPI, but should be set before")
     check.holds(*violations)

@@ -57,14 +57,14 @@ until_it $! sacctmgr --noheader show cluster
 """
 
 
-def there_is(site: Site) -> bool:
+def has_accounts(site: Site) -> bool:
     """A scheduler that Slurm only stands in for has no accounts of Slurm's."""
     return site.toml["scheduler"] == "slurm" and "account" in site.toml.get("queue", {})
 
 
 def settings(site: Site) -> dict[str, str]:
     """For slurm.conf."""
-    if not there_is(site):
+    if not has_accounts(site):
         return {}
     return dict(
         AccountingStorageType="accounting_storage/slurmdbd",
@@ -75,7 +75,7 @@ def settings(site: Site) -> dict[str, str]:
 
 def steps(site: Site, user: str) -> dict[str, list[str]]:
     """Commands for root on the login node, one after the other, before slurmctld starts."""
-    if not there_is(site):
+    if not has_accounts(site):
         return {}
     queue = site.toml["queue"]
     account, qos = queue["account"], queue.get("qos") or ["normal"]

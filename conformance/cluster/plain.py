@@ -56,12 +56,12 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
 
 def listing(folder: Path) -> dict[str, tuple]:
     """Sizes and times, which show what was written. Not of Python's own caches, nor of what a stand-in for PBS keeps."""
-    found = {}
+    entries = {}
     for path in folder.rglob("*"):
         if "__pycache__" not in path.parts and ".pbs-stand-in" not in path.parts and not path.is_dir():
             status = path.lstat()
-            found[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns, status.st_ino)
-    return found
+            entries[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns, status.st_ino)
+    return entries
 
 
 class Plain:
@@ -102,14 +102,14 @@ class Plain:
         command = self.user.scheduler.command(self.case.script, options, ["--device", "cpu", *shlex.split(self.flags)])
         try:
             script.write_text(self.case.edited(text))  # Slurm and PBS copy it when it is submitted
-            ended = self.cluster.on("login", command, folder=self.user.folder)
+            result = self.cluster.on("login", command, folder=self.user.folder)
         finally:
             script.write_text(text)
         self.before[str(script.relative_to(self.home))] = listing(script.parent)[script.name]
-        number = self.user.scheduler.number(ended.stdout)
-        if ended.returncode or not number:
+        number = self.user.scheduler.number(result.stdout)
+        if result.returncode or not number:
             self.code = "refused"
-            raise Odd(f"{shlex.join(command)} was refused: {(ended.stderr or ended.stdout).strip()}")
+            raise Odd(f"{shlex.join(command)} was refused: {(result.stderr or result.stdout).strip()}")
         self.job = self.user.of_number(number)
         return self
 
@@ -151,20 +151,20 @@ class Plain:
 
     def look(self) -> None:
         launch, words = self.case.launch, ("rank", "local_rank", "node_rank")
-        told = {word: variables[0] for word in words if (variables := launch.variables_with(word))}
+        variable_of = {word: variables[0] for word in words if (variables := launch.variables_with(word))}
         devices = placement.device_variable(self.site)
-        names = [*told.values(), devices]
+        names = [*variable_of.values(), devices]
         text = LOOK.replace("PROGRAM", repr(self.case.program)).replace("NAMES", repr(names)).replace("JOB", self.job.id)
-        found = []
+        lines = []
         for node in self.cluster.names:
-            ended = self.cluster.on(node, [f"{layer.PLAIN}/bin/python3", "-c", text], user=False)
-            for facts in map(json.loads, ended.stdout.splitlines()):
-                environ = facts.pop("environ")
-                if all(environ[name] for name in told.values()):
-                    facts |= {word: int(environ[name]) for word, name in told.items()}
+            result = self.cluster.on(node, [f"{layer.PLAIN}/bin/python3", "-c", text], user=False)
+            for process in map(json.loads, result.stdout.splitlines()):
+                environ = process.pop("environ")
+                if all(environ[name] for name in variable_of.values()):
+                    process |= {word: int(environ[name]) for word, name in variable_of.items()}
                     visible = [int(device) for device in (environ.get(devices) or "").split(",") if device]
-                    found.append(json.dumps(facts | dict(host=node, visible=visible)))
-        self.rows = placement.rows_of(found)
+                    lines.append(json.dumps(process | dict(host=node, visible=visible)))
+        self.rows = placement.rows_of(lines)
         listed = self.cluster.on("login", f"scontrol show hostnames $(squeue -h -j {self.job.id} -o %N)", user=False)
         self.allocated = listed.stdout.split()
 
@@ -192,8 +192,8 @@ class Plain:
 
     def before_install(self) -> list[str]:
         """Of one that was submitted where install.sh has not run (J19)."""
-        found = [f"exit code={self.code}, but should be 3"] if self.code != 3 else []
-        return found if "install.sh" in self.words() else [*found, f"install.sh is not named in its log: {self.words()}"]
+        faults = [f"exit code={self.code}, but should be 3"] if self.code != 3 else []
+        return faults if "install.sh" in self.words() else [*faults, f"install.sh is not named in its log: {self.words()}"]
 
     def of_losses(self, folder: Path) -> list[str]:
         history = take_apart(folder / SNAPSHOT)["document"]["history"]
@@ -201,20 +201,20 @@ class Plain:
 
     def of_ranks(self, folder: Path) -> list[str]:
         """The processes that were there, those that the run has recorded, and the nodes that Slurm gave."""
-        size, found = self.nodes * self.ranks, []
+        size, faults = self.nodes * self.ranks, []
         (start,) = [record for record in read_records(folder) if record["kind"] == "start"]
         seen = sorted((row.rank, row.host) for row in self.rows)
-        facts = dict(
+        compared = dict(
             processes_of_train_py=(len(self.rows), size),
             ranks_seen=([rank for rank, _ in seen], [*range(size)]),
             world_size_in_the_snapshot=(take_apart(folder / SNAPSHOT)["document"]["world_size"], size),
             hosts_recorded=([row["host"].partition(".")[0] for row in start["ranks"]], [host for _, host in seen]),
             nodes_with_ranks=(len({host for _, host in seen} & {*self.allocated}), self.nodes),
         )
-        for name, (value, should_be) in facts.items():
+        for name, (value, should_be) in compared.items():
             if value != should_be:
-                found.append(f"{name}={value}, but should be {should_be}")
-        return found
+                faults.append(f"{name}={value}, but should be {should_be}")
+        return faults
 
     def of_files(self, folder: Path) -> list[str]:
         """Besides the run directory one log, in the site's folder."""
@@ -224,10 +224,10 @@ class Plain:
         if logs:
             rest.pop(min(logs, key=lambda path: self.job.id not in path))
         temporary = [path.name for path in folder.iterdir() if path.name.endswith(".tmp") or path.name.startswith(".")]
-        found = [
+        faults = [
             f"~/{path} {how}, but a job should leave its log and its run directory only" for path, how in sorted(rest.items())
         ]
-        return [*found[:3], *(f"{name} is left in the run directory" for name in temporary)]
+        return [*faults[:3], *(f"{name} is left in the run directory" for name in temporary)]
 
     def misplaced(self) -> list[str]:
         """Of a case that is submitted with the geometry of the script, whose launcher binds its ranks (J9)."""
@@ -247,12 +247,12 @@ def records(folder: Path) -> list[dict]:
 
 def of_the_core(folder: Path) -> list[str]:
     """Copies of the core below the site's folder that are not this repository's, and what Python would run before it."""
-    should_be, found = digests(CORE), []
+    should_be, faults = digests(CORE), []
     copies = [path for path in folder.rglob("ddp_core") if path.is_dir() and not path.is_symlink()]
     for copy in copies:
         own = digests(copy)
         odd = sorted(name for name in {*own, *should_be} if own.get(name) != should_be.get(name))
-        found += [f"{copy.relative_to(folder)}/{name} is not this repository's" for name in odd[:3]]
+        faults += [f"{copy.relative_to(folder)}/{name} is not this repository's" for name in odd[:3]]
     started = [path for name in ("sitecustomize.py", "usercustomize.py") for path in folder.rglob(name)]
-    found += [f"{path.relative_to(folder)} is started with every Python" for path in started if "conda-meta" not in path.parts]
-    return found if copies else ["no copy of ddp_core was installed"]
+    faults += [f"{path.relative_to(folder)} is started with every Python" for path in started if "conda-meta" not in path.parts]
+    return faults if copies else ["no copy of ddp_core was installed"]

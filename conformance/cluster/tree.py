@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from conformance.cluster.prefix import CACHE, whole
-from conformance.cluster.virtual import NoCluster, ended_by_signal
+from conformance.cluster.virtual import NoCluster, exit_on_signal
 
 SUITE = "trixie"
 # Slurm with its accounting, modules, a compiler for install scripts, Python for its libraries and for the pip that a Python
@@ -65,7 +65,7 @@ def mirror() -> str:
 
 if __name__ == "__main__":
     try:
-        with ended_by_signal():
+        with exit_on_signal():
             print(make(*map(Path, sys.argv[1:2])))
     except NoCluster as reason:
         sys.exit(f"error: {reason}")

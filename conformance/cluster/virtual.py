@@ -463,7 +463,7 @@ def pids_in(folder: Path) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def ended_by_signal() -> Iterator[None]:
+def exit_on_signal() -> Iterator[None]:
     """SIGTERM, SIGHUP and SIGINT end a `with`: the last is ignored in what a script has started in the background."""
 
     def end(number, _):
@@ -509,7 +509,7 @@ def main() -> int | str:
         temporary = None if options.folder else tempfile.mkdtemp(prefix="cluster-")
         try:
             build, folder = None if options.bare else layer.build, options.folder or Path(str(temporary))
-            with ended_by_signal(), VirtualSite(site, folder, options.nodes, build, tree=options.tree) as cluster:
+            with exit_on_signal(), VirtualSite(site, folder, options.nodes, build, tree=options.tree) as cluster:
                 folder_of_site = None if options.bare else cluster.put_site()
                 print(f"up in {cluster.seconds['up']:.2f} s: {site.name}, {LOGIN} and {', '.join(cluster.names)}", flush=True)
                 if options.keep:

@@ -54,9 +54,9 @@ def digests(core: Path) -> dict[str, str]:
 
 def foreign(site: Path) -> list[str]:
     """What is not this repository's of the core and of torch, in this process."""
-    found, mine = [], {name: module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "ddp_core"}
+    violations, mine = [], {name: module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "ddp_core"}
     if "ddp_core.trainer" not in mine:
-        found.append("ddp_core.trainer was not imported: something else has trained")
+        violations.append("ddp_core.trainer was not imported: something else has trained")
     for name, module in mine.items():
         path = Path(getattr(module, "__file__", None) or "nowhere")
         parts = name.split(".")[1:]
@@ -64,32 +64,34 @@ def foreign(site: Path) -> list[str]:
             CORE.joinpath(*parts, "__init__.py") if path.name == "__init__.py" else CORE.joinpath(*parts).with_suffix(".py")
         )
         if not path.is_file() or not should_be.is_file() or path.read_bytes() != should_be.read_bytes():
-            found.append(f"{name} is {path}, which is not this repository's")
+            violations.append(f"{name} is {path}, which is not this repository's")
         else:
-            found += changed(module, path)
+            violations += changed(module, path)
     theirs = [name for name in list(sys.modules) if name in ("torch", "torch.distributed") or name.startswith(TORCH)]
     for name in [*mine, *theirs]:
-        found += [f"{name}.{what} is the site's own" for what, code in functions(sys.modules[name]) if of_folder(code, site)]
-    return list(dict.fromkeys(found))
+        violations += [
+            f"{name}.{what} is the site's own" for what, code in functions(sys.modules[name]) if of_folder(code, site)
+        ]
+    return list(dict.fromkeys(violations))
 
 
 def changed(module: types.ModuleType, path: Path) -> list[str]:
     """Functions of a module that are not those of its file, and constants that are not."""
     tree = ast.parse(path.read_text())
-    written, found = {*codes(compile(tree, str(path), "exec"))}, []
+    written, violations = {*codes(compile(tree, str(path), "exec"))}, []
     for what, function in functions(module):
         code = function.__code__
         made = code.co_filename == "<string>" and not function.__name__.startswith("__")  # those are a dataclass's
         if made or (code.co_filename == str(path) and code not in written):
-            found.append(f"{module.__name__}.{what} is not that of its file")
+            violations.append(f"{module.__name__}.{what} is not that of its file")
     again = {line.target.id for line in tree.body if isinstance(line, ast.AugAssign) and isinstance(line.target, ast.Name)}
     for line in tree.body:
         if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name) and line.targets[0].id not in again:
             with contextlib.suppress(ValueError):
                 name, value = line.targets[0].id, ast.literal_eval(line.value)
                 if isinstance(value, str | int | float | tuple) and getattr(module, name, None) != value:
-                    found.append(f"{module.__name__}.{name}={getattr(module, name, None)!r}, but its file has {value!r}")
-    return found
+                    violations.append(f"{module.__name__}.{name}={getattr(module, name, None)!r}, but its file has {value!r}")
+    return violations
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:

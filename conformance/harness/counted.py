@@ -46,10 +46,10 @@ class Counted:
         """numbers: [ranks, n]. What reduce() returns on each rank: it is collect() and then broadcast()."""
         last_first = range(len(self.ranks) - 1, -1, -1)
         with self._instead_of_torch():
-            found = {rank: self.ranks[rank].collect(numbers[rank], merge) for rank in self._each(last_first)}
+            sums = {rank: self.ranks[rank].collect(numbers[rank], merge) for rank in self._each(last_first)}
             for rank in self._each(range(len(self.ranks))):
-                self.ranks[rank].broadcast(found[rank])
-        return [found[rank] for rank in range(len(self.ranks))]
+                self.ranks[rank].broadcast(sums[rank])
+        return [sums[rank] for rank in range(len(self.ranks))]
 
     def _each(self, ranks):
         for self.rank in ranks:

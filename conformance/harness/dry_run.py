@@ -143,15 +143,15 @@ PACKAGES = {
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a stand-in. ended: None where another command took its place."""
+    """One call of a stand-in. end_time: None where another command took its place."""
 
     command: str
     path: str
     words: list[str]
     folder: str
     environ: dict[str, str]
-    began: int
-    ended: int | None = None
+    start_time: int
+    end_time: int | None = None
     code: int | None = None
     notes: dict = field(default_factory=dict)  # texts that pip was given; signals: those that a rank has heard
 
@@ -187,7 +187,9 @@ class DryRun:
     def launches(self) -> list[Call]:
         """The launcher's calls that started ranks of train.py."""
         starts = [call for call in self.calls if call.rank is None and call.command == self.launcher]
-        return [call for call in starts if any(call.began < each.began < (call.ended or 0) for each in self.trained)]
+        return [
+            call for call in starts if any(call.start_time < each.start_time < (call.end_time or 0) for each in self.trained)
+        ]
 
     @property
     def steps(self) -> list[tuple[str, Call]]:
@@ -231,24 +233,24 @@ def umask() -> str:
 
 def made_by(install: DryRun) -> list[str]:
     """The environments that install.sh has made."""
-    found = []
+    environments = []
     for call in install.calls:
         if call.words[:2] == ["-m", "venv"]:
-            found.append(os.path.join(call.folder, call.words[-1]))
+            environments.append(os.path.join(call.folder, call.words[-1]))
         if call.command in ("conda", "mamba", "micromamba") and call.words[:1] == ["create"]:
-            found += [os.path.join(call.folder, value) for value in values_of(call.words, "-p", "--prefix")]
-    return found
+            environments += [os.path.join(call.folder, value) for value in values_of(call.words, "-p", "--prefix")]
+    return environments
 
 
 def values_of(words: list[str], *flags: str) -> list[str]:
-    found = [word.partition("=")[2] for word in words if word.partition("=")[0] in flags and "=" in word]
+    values = [word.partition("=")[2] for word in words if word.partition("=")[0] in flags and "=" in word]
     glued = [word[2:] for word in words for flag in flags if len(flag) == 2 and re.fullmatch(rf"{flag}\w+", word)]
-    return found + glued + [value for flag, value in itertools.pairwise(words) if flag in flags]
+    return values + glued + [value for flag, value in itertools.pairwise(words) if flag in flags]
 
 
 def removed(dry: "DryRuns", run: DryRun, own: list[Path]) -> list[str]:
     """What rm was given that is not below, or one of, these; $TMPDIR/tmp.* is mktemp's."""
-    found = []
+    violations = []
     for call in run.called("rm"):
         for word in [word for word in call.words if not word.startswith("-")]:
             path = Path(os.path.normpath(Path(call.folder, word)))
@@ -263,8 +265,8 @@ def removed(dry: "DryRuns", run: DryRun, own: list[Path]) -> list[str]:
                 continue  # a file beside the scripts that no copier brought
             if run.shape["number"] in path.name or re.search(rf"/[^/]*{run.shape['number']}[^/]*/", f"{path}/"):
                 continue
-            found.append(f"{run.script} removes {dry.shown(str(path)) or word}, but should remove only what it made")
-    return found
+            violations.append(f"{run.script} removes {dry.shown(str(path)) or word}, but should remove only what it made")
+    return violations
 
 
 def ending(dry: "DryRuns", run: DryRun) -> str:
@@ -427,8 +429,8 @@ class DryRuns:
         """The packed environments that install.sh has left with these flags, and that are not the site's own."""
         self.install(*flags)
         kept, own = self.installed["install", *flags, "", "", None], self.pristine
-        found = [path.relative_to(kept) for path in kept.rglob("*") if path.name.endswith((".tar.gz", ".tar", ".sqsh"))]
-        return [self.folder.parent / path for path in found if not (own / path).exists()]
+        archives = [path.relative_to(kept) for path in kept.rglob("*") if path.name.endswith((".tar.gz", ".tar", ".sqsh"))]
+        return [self.folder.parent / path for path in archives if not (own / path).exists()]
 
     def _edit(self, case: Case | None) -> None:
         if case:
@@ -440,20 +442,20 @@ class DryRuns:
         standard = STANDARD | dict(nodes=self.site.job(script)["nodes"])
         key = (script.name, repr(sorted((name, value) for name, value in shape.items() if value != standard[name])))
         if key not in self.made:
-            told = standard | shape
-            case, flags = told.pop("case"), told["install"]
+            full_shape = standard | shape
+            case, flags = full_shape.pop("case"), full_shape["install"]
             if flags is None:
                 self._restore(self.pristine)
             else:
                 anew = dict(case=case) if case and case.install is not None else {}
                 flags = [*flags, *case.flags(PASSED["IMAGE"])] if case else flags
-                self.install(*flags, fails=told["install_fails"], **anew)
-                self._restore(self.installed["install", *flags, told["install_fails"], "", (anew and case.name) or None])
+                self.install(*flags, fails=full_shape["install_fails"], **anew)
+                self._restore(self.installed["install", *flags, full_shape["install_fails"], "", (anew and case.name) or None])
             self._edit(None if flags is not None and anew else case)  # what was installed for it is edited already
-            for path in told["halves"]:
+            for path in full_shape["halves"]:
                 (self.top / path).parent.mkdir(parents=True, exist_ok=True)
                 (self.top / path).write_text("half of it")
-            for path in told["beside"]:
+            for path in full_shape["beside"]:
                 (self.top / path).mkdir(parents=True, exist_ok=True)
                 (self.top / path / "file").write_text("another job's\n")
                 for name in ("python", "conda-unpack"):  # of an environment that was not unpacked to its end
@@ -461,18 +463,20 @@ class DryRuns:
                     half.parent.mkdir(exist_ok=True)
                     half.write_text("#!/bin/sh\nexit 1\n")
                     half.chmod(0o755)
-            if told["recorded"] is not None:
-                told["arguments"] = [*told["arguments"], "--run-dir", str(self._recorded(told["recorded"]))]
+            if full_shape["recorded"] is not None:
+                full_shape["arguments"] = [*full_shape["arguments"], "--run-dir", str(self._recorded(full_shape["recorded"]))]
             slurm = self.site.toml["scheduler"] == "slurm"
             copy = self.top / "spool" / script.name
             text = (self.folder / script.name).read_text()
-            for old, new in told["edit"].items():
+            for old, new in full_shape["edit"].items():
                 text = text.replace(f"\n{old}\n", f"\n{new}\n")
             copy.write_text(text)
-            environ = (self._of_slurm(script, told) if slurm else self._of_pbs(script, told)) | told["environ"]
-            words = [str(copy), *(told["arguments"] if slurm else [])]
-            with self._planted(*told["planted"]):
-                self.made[key] = self._run(script.name, words, self.folder if slurm else self.top / "home", environ, told)
+            environ = (self._of_slurm(script, full_shape) if slurm else self._of_pbs(script, full_shape)) | full_shape[
+                "environ"
+            ]
+            words = [str(copy), *(full_shape["arguments"] if slurm else [])]
+            with self._planted(*full_shape["planted"]):
+                self.made[key] = self._run(script.name, words, self.folder if slurm else self.top / "home", environ, full_shape)
         return self.made[key]
 
     def _recorded(self, code: int) -> Path:
@@ -518,41 +522,43 @@ class DryRuns:
             if "device_environment" in node:
                 environ |= {node["device_environment"]: ",".join(map(str, devices or range(node["devices"])))}
         words = ["-c", f'{line} "$@"', script.name, *ARGUMENTS]
-        told = STANDARD | dict(nodes=1, fails=fails, devices=len(devices))
+        full_shape = STANDARD | dict(nodes=1, fails=fails, devices=len(devices))
         with self._planted(*planted):
-            return self._run(script.name, words, self.folder, environ, told)
+            return self._run(script.name, words, self.folder, environ, full_shape)
 
     def case(self, case: Case, **shape) -> DryRun:
         """A choice that a job script marks."""
         script = self.site.folder / case.script
         if case.name == case.script:
             return self.job(script, **shape)
-        told, environ = words_of(case.options), case.environment | handed_on(case.options)
-        told.pop("v", None)
-        nodes = int((re.search(r"select=(\d+)", case.options) or ["", told.get("nodes", case.nodes)])[1])
+        options, environ = words_of(case.options), case.environment | handed_on(case.options)
+        options.pop("v", None)
+        nodes = int((re.search(r"select=(\d+)", case.options) or ["", options.get("nodes", case.nodes)])[1])
         shape = (
-            dict(nodes=nodes, spare=nodes > case.nodes) | shape | dict(environ=environ | shape.get("environ", {}), options=told)
+            dict(nodes=nodes, spare=nodes > case.nodes)
+            | shape
+            | dict(environ=environ | shape.get("environ", {}), options=options)
         )
         return self.job(script, case=case, **shape)
 
     def hosts(self, nodes: int) -> list[str]:
         # Most machines' names have another order as texts than as numbers.
-        count, told = max(nodes, 2), "hosts" in self.site.toml["node"]
-        names = names_of(self.site, count) if told else [f"node{number}" for number in range(9, 9 + count)]
+        count, named = max(nodes, 2), "hosts" in self.site.toml["node"]
+        names = names_of(self.site, count) if named else [f"node{number}" for number in range(9, 9 + count)]
         if self.site.toml["scheduler"] == "pbs":  # which lists them as it has found them
             names[:2] = names[1::-1]
         return names[:nodes]
 
-    def _of_slurm(self, script: Path, told: dict) -> dict[str, str]:
+    def _of_slurm(self, script: Path, shape: dict) -> dict[str, str]:
         """What a batch script finds in its environment. https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES"""
-        options = Script(self.folder / script.name).options | told["options"]
-        each, nodes = int(options.get("ntasks-per-node", self.site.job(script).get("tasks_per_node", 1))), told["nodes"]
-        total = told["ntasks"] or int(options.get("ntasks", each * nodes))
+        options = Script(self.folder / script.name).options | shape["options"]
+        each, nodes = int(options.get("ntasks-per-node", self.site.job(script).get("tasks_per_node", 1))), shape["nodes"]
+        total = shape["ntasks"] or int(options.get("ntasks", each * nodes))
         first, *others = self.hosts(nodes)
         kind = first.rstrip("0123456789")
         # As Slurm writes it: who takes what stands before a comma has no name of a node.
         hosts = f"{kind}[{first.removeprefix(kind)}-{others[-1].removeprefix(kind)}]" if others else first
-        own = dict(JOB_ID=told["number"], JOBID=told["number"], JOB_NUM_NODES=nodes, NNODES=nodes)
+        own = dict(JOB_ID=shape["number"], JOBID=shape["number"], JOB_NUM_NODES=nodes, NNODES=nodes)
         own |= dict(
             NTASKS=total,
             NTASKS_PER_NODE=each,
@@ -576,70 +582,72 @@ class DryRuns:
             "gpus-per-task": "GPUS_PER_TASK",
         }.items():
             own |= {variable: options[name]} if name in options else {}
-        own |= dict(RESTART_COUNT=told["restarts"]) if told["restarts"] else {}
+        own |= dict(RESTART_COUNT=shape["restarts"]) if shape["restarts"] else {}
         return {f"SLURM_{name}": str(value) for name, value in own.items()} | dict(SLURMD_NODENAME=self.hosts(nodes)[0])
 
-    def _of_pbs(self, script: Path, told: dict) -> dict[str, str]:
+    def _of_pbs(self, script: Path, shape: dict) -> dict[str, str]:
         domain = self.site.toml["node"].get("nodefile_domain", "")
         nodefile = self.top / "spool/nodes"
-        nodefile.write_text("".join(f"{host}{'.' if domain else ''}{domain}\n" for host in self.hosts(told["nodes"])))
-        environ = dict(PBS_JOBID=f"{told['number']}.server", PBS_O_WORKDIR=str(self.folder), PBS_NODEFILE=str(nodefile))
+        nodefile.write_text("".join(f"{host}{'.' if domain else ''}{domain}\n" for host in self.hosts(shape["nodes"])))
+        environ = dict(PBS_JOBID=f"{shape['number']}.server", PBS_O_WORKDIR=str(self.folder), PBS_NODEFILE=str(nodefile))
         environ |= dict(PBS_ENVIRONMENT="PBS_BATCH", PBS_JOBNAME="train", PBS_QUEUE="workq")
         node = self.site.toml["node"]
         threads = node["cores"] * node.get("threads_per_core", 1)  # PBS sets both to the chunk's ncpus
         environ |= dict(NCPUS=str(threads), OMP_NUM_THREADS=str(threads))
         # No word of PBS's variable can have a space in it; a newline is as good as one.
         environ |= dict(
-            PBS_O_QUEUE=OF_PBS["queue"], TRAIN_ARGS="\n".join(word for word in told["arguments"] if " " not in word)
+            PBS_O_QUEUE=OF_PBS["queue"], TRAIN_ARGS="\n".join(word for word in shape["arguments"] if " " not in word)
         )
         restarts = self.site.toml["job"].get("restarts")
-        return environ | ({restarts: str(told["restarts"])} if restarts and told["restarts"] else {})
+        return environ | ({restarts: str(shape["restarts"])} if restarts and shape["restarts"] else {})
 
-    def _run(self, name: str, words: list[str], folder: Path, environ: dict[str, str], told: dict) -> DryRun:
+    def _run(self, name: str, words: list[str], folder: Path, environ: dict[str, str], shape: dict) -> DryRun:
         site, node = self.site, self.site.toml["node"]
-        software, nodes = site.toml.get("software", {}), told.get("nodes", 1)
-        facts = {
-            name: told[name] for name in ("restarts", "code", "all_ranks", "event", "progress", "shared", "fails", "started")
+        software, nodes = site.toml.get("software", {}), shape.get("nodes", 1)
+        settings = {
+            name: shape[name] for name in ("restarts", "code", "all_ranks", "event", "progress", "shared", "fails", "started")
         }
-        facts |= dict(job=told["number"], nodes=nodes, hosts=self.hosts(max(2, nodes)), python=self.python, suite=os.getpid())
-        facts |= dict(
+        settings |= dict(
+            job=shape["number"], nodes=nodes, hosts=self.hosts(max(2, nodes)), python=self.python, suite=os.getpid()
+        )
+        settings |= dict(
             scheduler=site.toml["scheduler"],
             launcher=site.toml["launcher"],
             launcher_environment=dict(site.launches[0].templates),
         )
-        facts |= dict(ranks_per_node=site.toml["job"]["ranks_per_node"], interfaces=node["interfaces"])
-        facts |= dict(devices=told.get("devices") or node["devices"])
+        settings |= dict(ranks_per_node=site.toml["job"]["ranks_per_node"], interfaces=node["interfaces"])
+        settings |= dict(devices=shape.get("devices") or node["devices"])
         image = software.get("image", "")
-        sets_there = dict(word.split("=", 1) for word in layer.provided(site, image) if "=" in word) if image else {}
-        facts |= dict(image=image, image_sets=sets_there, device_environment=node.get("device_environment", ""))
-        stop, other = site.toml.get("stop", ""), f"{told['number']}0"
-        facts |= dict(stop=stop.format(job=told["number"], number=told["number"]))
-        facts |= dict(another_s_stop=stop.format(job=other, number=other))
+        image_environment = dict(word.split("=", 1) for word in layer.provided(site, image) if "=" in word) if image else {}
+        settings |= dict(image=image, image_sets=image_environment, device_environment=node.get("device_environment", ""))
+        stop, other = site.toml.get("stop", ""), f"{shape['number']}0"
+        settings |= dict(stop=stop.format(job=shape["number"], number=shape["number"]))
+        settings |= dict(another_s_stop=stop.format(job=other, number=other))
         # In an interactive job most of it may be used already.
-        limit, used = ("01:01:09", "01:00:09") if told["event"] == "limit" else (told["walltime"], "00:00:09")
+        limit, used = ("01:01:09", "01:00:09") if shape["event"] == "limit" else (shape["walltime"], "00:00:09")
         own_of_pbs = {"Job_Name": "train", "Account_Name": OF_PBS["account"], "Resource_List.walltime": limit}
         own_of_pbs |= {"resources_used.walltime": used}
-        own_of_pbs |= dict(pair.split("=", 1) for name, pair in told["options"].items() if name == "W")
+        own_of_pbs |= dict(pair.split("=", 1) for name, pair in shape["options"].items() if name == "W")
         own_of_pbs |= {"Resource_List.select": nodes, "Resource_List.place": OF_PBS["place"]}
-        facts |= dict(of_pbs=own_of_pbs | {"Resource_List.filesystems": OF_PBS["filesystems"]})
-        facts |= dict(down=self.hosts(1)[0] if told["spare"] else "", down_later=told["spare"] == "later")
+        settings |= dict(of_pbs=own_of_pbs | {"Resource_List.filesystems": OF_PBS["filesystems"]})
+        settings |= dict(down=self.hosts(1)[0] if shape["spare"] else "", down_later=shape["spare"] == "later")
         # PyTorch comes with a module or an image, or else by install.sh.
-        facts |= dict(torch="torch" in layer.provided(site) or "image" in software)
+        settings |= dict(torch="torch" in layer.provided(site) or "image" in software)
         # What a module binds is not read: it names it.
         binds = [name for module in software.get("modules", []) for name in set_by(site, module)]
-        facts |= dict(bound=any(name.endswith(("_BIND", "_BINDPATH")) for name in binds))
-        sets = {module: set_by(site, module) if told["modules_set"] else {} for module in software.get("modules", [])}
-        (self.top / "facts").write_bytes(marshal.dumps(facts | dict(modules=sets)))
+        settings |= dict(bound=any(name.endswith(("_BIND", "_BINDPATH")) for name in binds))
+        sets = {module: set_by(site, module) if shape["modules_set"] else {} for module in software.get("modules", [])}
+        (self.top / "settings").write_bytes(marshal.dumps(settings | dict(modules=sets)))
         own = dict(
             DRY_RUN=str(self.top), PATH=f"{self.top}/bin:/usr/bin:/bin", HOME=str(self.top / "home"), USER=USER, LOGNAME=USER
         )
-        own |= dict(LANG="C.UTF-8", TERM="dumb", HOSTNAME=facts["hosts"][0], TMPDIR=f"{self.top}/root/tmp") | environ
+        own |= dict(LANG="C.UTF-8", TERM="dumb", HOSTNAME=settings["hosts"][0], TMPDIR=f"{self.top}/root/tmp") | environ
         own |= dict(HTTPS_PROXY=f"http://{USER}:{SECRET}@proxy:3128/", all_proxy=f"http://{USER}:{SECRET}@proxy:3128/")
         own |= dict.fromkeys(SECRETS, SECRET)
         # A job has no module command, unless its script is a login shell's; who installs has one.
         if name == "install.sh" or re.match(r"#!.*\s(-l|--login)\b", (self.folder / name).read_text()):
             own["BASH_FUNC_module%%"] = f"() {{ {MODULE.partition('{')[2].rpartition('; ml()')[0]}"
-        if told["code"] == 75 or name == "install.sh":
+        if shape["code"] == 75 or name == "install.sh":
             (self.top / "trace.sh").write_text(
                 f"PS4='+ ${{BASH_SOURCE:-$0}} '\nexec {{BASH_XTRACEFD}}>>{self.top}/calls/trace\nset -x\n"
             )
@@ -657,7 +665,7 @@ class DryRuns:
         ]
         trace = self.top / "calls/trace"
         lines = trace.read_text(errors="replace").splitlines() if trace.exists() else []
-        written = [path for path, facts in after.items() if before.get(path) != facts and (self.top / path).is_file()]
+        written = [path for path, state in after.items() if before.get(path) != state and (self.top / path).is_file()]
         leaks = [path for path in written if SECRET.encode() in (self.top / path).read_bytes()]
         read = sorted({match[1] for line in lines if (match := re.match(r"\++ (\S+) \S", line))})
         output = output.replace(f"{self.top}/root/", "/").replace(str(self.top), "")
@@ -665,7 +673,7 @@ class DryRuns:
         tree = {str(path.relative_to(self.folder)): path.read_bytes() for path in mine_now}
         tree = {path: b"packed" if text[:2] == b"\x1f\x8b" else text for path, text in tree.items()}  # gzip has times in it
         called = [Call(**call) for call in calls]
-        return DryRun(name, facts["launcher"], told, code, output, called, changed, sorted(made), read, tree, leaks)
+        return DryRun(name, settings["launcher"], shape, code, output, called, changed, sorted(made), read, tree, leaks)
 
     def _start(self, command: list[str], folder: Path, environ: dict[str, str]) -> tuple[int, str]:
         pipe: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -681,16 +689,16 @@ class DryRuns:
 
     def _files(self) -> dict[str, tuple[int, int] | None]:
         """What is below the folders that a script may write to."""
-        found = {}
+        files = {}
         for below in ("home", "root", "sites"):
             mounted = {path.parent for path in (self.top / below).rglob(".mounted")}
             paths = [path for path in (self.top / below).rglob("*") if not path.name.startswith(".has-")]
             for path in [path for path in paths if not mounted & {path, *path.parents}]:
-                facts = path.lstat()
-                found[str(path.relative_to(self.top))] = (
-                    None if stat.S_ISDIR(facts.st_mode) else (facts.st_size, facts.st_mtime_ns)
+                status = path.lstat()
+                files[str(path.relative_to(self.top))] = (
+                    None if stat.S_ISDIR(status.st_mode) else (status.st_size, status.st_mtime_ns)
                 )
-        return found
+        return files
 
     def shown(self, text: str) -> str:
         """A text of a dry run with the site's own paths."""
@@ -719,12 +727,12 @@ def confine(folder: Path) -> None:
 
 def words_of(options: str) -> dict[str, str]:
     """Options of a scheduler's command by name, without dashes; `-v A=1` has the name v."""
-    words, found = shlex.split(options), {}
+    words, values = shlex.split(options), {}
     for word, value in itertools.pairwise([*words, ""]):
         if word.startswith("-"):
             name, equals, own = word.lstrip("-").partition("=")
-            found[name] = own if equals else value
-    return found
+            values[name] = own if equals else value
+    return values
 
 
 def handed_on(options: str) -> dict[str, str]:

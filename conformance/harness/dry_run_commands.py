@@ -12,8 +12,8 @@ import sys
 import time
 
 TOP = os.environ["DRY_RUN"]
-with open(f"{TOP}/facts", "rb") as file:
-    FACTS = marshal.load(file)  # noqa: S302
+with open(f"{TOP}/settings", "rb") as file:
+    SETTINGS = marshal.load(file)  # noqa: S302
 COMMANDS = """
 srun mpiexec mpirun aprun torchrun scontrol squeue sacct sinfo sbatch scancel sbcast qsub qstat qdel qsig qalter pbsnodes
 python python3 python3.11 python3.12 pip pip3 uv conda mamba micromamba conda-pack conda-unpack
@@ -29,9 +29,9 @@ MOST_LAUNCHES = 12  # a job that launches more often has no bound
 MINIMAL = ("SLURM", "DRY_RUN", "HOME", "USER")  # of the environment what `srun --export=NONE` leaves
 
 
-def write(path: str, facts: dict) -> None:
+def write(path: str, record: dict) -> None:
     with open(f"{path}.new", "wb") as file:
-        marshal.dump(facts, file)
+        marshal.dump(record, file)
     os.rename(f"{path}.new", path)
 
 
@@ -85,7 +85,7 @@ def first(flags: dict[str, str], *names: str, default: str = "") -> str:
 def launch(name: str, words: list[str]) -> int:
     """Starts each rank in turn, with the variables that this launcher sets."""
     flags, command = split(words)
-    nodes, own = int(FACTS["nodes"]), os.environ.get
+    nodes, own = int(SETTINGS["nodes"]), os.environ.get
     if "--version" in flags or "-V" in flags:
         print("slurm 24.05.0" if name == "srun" else f"{name} 1.0")
         return 0
@@ -103,7 +103,7 @@ def launch(name: str, words: list[str]) -> int:
         nodes = int(first(flags, "--nodes", "-N", default=str(nodes)))
         total = total or (str(int(each) * nodes) if each else own("SLURM_NTASKS", "1"))
     elif name not in ("mpiexec", "mpirun", "aprun"):
-        total = total or str(FACTS["ranks_per_node"] * nodes)
+        total = total or str(SETTINGS["ranks_per_node"] * nodes)
     count = int(total or int(each or 1) * nodes)
     nodes = -(-count // int(each)) if each else min(nodes, count)
     # In blocks: of three ranks on two nodes, the first has two.
@@ -111,16 +111,16 @@ def launch(name: str, words: list[str]) -> int:
     places = [(node, local) for node, size in enumerate(sizes) for local in range(size)]
     os.environ["DRY_RUN_LAUNCHER"] = str(os.getpid())
     codes = []
-    for rank in range(count if FACTS["all_ranks"] else 1):
-        environ = told_by(name, rank, places[rank], sizes, flags)
+    for rank in range(count if SETTINGS["all_ranks"] else 1):
+        environ = rank_environment(name, rank, places[rank], sizes, flags)
         codes.append(runs(*command, environment=environ | placed(rank, count, places[rank], sizes)))
     return max(codes)
 
 
 def placed(rank: int, count: int, place: tuple[int, int], sizes: list[int]) -> dict[str, str]:
     node, local = place
-    facts = dict(RANK=rank, RANKS=count, NODE=node, LOCAL=local, PER_NODE=sizes[node], NODES=len(sizes))
-    return {f"DRY_RUN_{name}": str(value) for name, value in facts.items()}
+    variables = dict(RANK=rank, RANKS=count, NODE=node, LOCAL=local, PER_NODE=sizes[node], NODES=len(sizes))
+    return {f"DRY_RUN_{name}": str(value) for name, value in variables.items()}
 
 
 def launches() -> int:
@@ -130,7 +130,7 @@ def launches() -> int:
         return file.tell()
 
 
-def told_by(name: str, rank: int, place: tuple[int, int], sizes: list[int], flags: dict[str, str]) -> dict[str, str]:
+def rank_environment(name: str, rank: int, place: tuple[int, int], sizes: list[int], flags: dict[str, str]) -> dict[str, str]:
     """The environment of a rank. sizes: the ranks of each node."""
     environ = dict(os.environ)
     (node, local), nodes, total = place, len(sizes), sum(sizes)
@@ -144,12 +144,12 @@ def told_by(name: str, rank: int, place: tuple[int, int], sizes: list[int], flag
         own |= dict(STEP_NUM_TASKS=total, NTASKS=total, NPROCS=total)
         own |= dict(STEP_NUM_NODES=nodes, STEP_TASKS_PER_NODE=shape, TASKS_PER_NODE=shape, STEPID=0)
         environ |= {f"SLURM_{key}": str(value) for key, value in own.items()}
-        environ["SLURMD_NODENAME"] = FACTS["hosts"][node]
-        if variable := FACTS["device_environment"]:
+        environ["SLURMD_NODENAME"] = SETTINGS["hosts"][node]
+        if variable := SETTINGS["device_environment"]:
             # Bound to some, or to one that is the rank's own; otherwise a rank sees all. srun --help
             bind = flags.get("--gpu-bind", "per_task" if "--gpus-per-task" in flags else "none")
             given = os.environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
-            seen = int(given or FACTS["devices"]) if bind == "none" else int(first(flags, "--gpus-per-task") or 1)
+            seen = int(given or SETTINGS["devices"]) if bind == "none" else int(first(flags, "--gpus-per-task") or 1)
             environ[variable] = ",".join(map(str, range(seen)))
     elif name in ("mpiexec", "mpirun", "aprun"):
         own = dict(RANKID=rank, LOCAL_RANKID=local, LOCAL_SIZE=per_node, NODEID=node)
@@ -158,10 +158,12 @@ def told_by(name: str, rank: int, place: tuple[int, int], sizes: list[int], flag
     else:  # a launcher that nobody else knows: what site.toml says, but for what the job script has set
         values: dict[str, int | str] = dict(rank=rank, world_size=total, local_rank=local, local_world_size=per_node)
         values |= dict(node_rank=node)
-        values |= dict(num_nodes=nodes, job_id=FACTS["job"], restart=FACTS["restarts"], master_addr=FACTS["hosts"][0])
+        values |= dict(num_nodes=nodes, job_id=SETTINGS["job"], restart=SETTINGS["restarts"], master_addr=SETTINGS["hosts"][0])
         values |= dict(master_port=0, tasks_per_node=per_node if nodes == 1 else f"{per_node}(x{nodes})")
-        told = {key: template.format(**values) for key, template in FACTS["launcher_environment"].items()}
-        environ = told | {key: value for key, value in environ.items() if key not in told or "{master_" in told_as(key)}
+        exported = {key: template.format(**values) for key, template in SETTINGS["launcher_environment"].items()}
+        environ = exported | {
+            key: value for key, value in environ.items() if key not in exported or "{master_" in template_of(key)
+        }
     return environ
 
 
@@ -179,18 +181,18 @@ def torchrun(name: str, words: list[str]) -> int:
     own |= dict(TORCHELASTIC_USE_AGENT_STORE=True)
     command = command if "--no-python" in flags else ["python", *command]
     codes = []
-    for local in range(size if FACTS["all_ranks"] else 1):
-        told = (
+    for local in range(size if SETTINGS["all_ranks"] else 1):
+        exported = (
             own
             | dict(RANK=node * size + local, LOCAL_RANK=local)
             | placed(node * size + local, size * nodes, (node, local), sizes)
         )
-        codes.append(runs(*command, environment=os.environ | {key: str(value) for key, value in told.items()}))
+        codes.append(runs(*command, environment=os.environ | {key: str(value) for key, value in exported.items()}))
     return max(codes)
 
 
-def told_as(variable: str) -> str:
-    return FACTS["launcher_environment"].get(variable, "")
+def template_of(variable: str) -> str:
+    return SETTINGS["launcher_environment"].get(variable, "")
 
 
 # ---- Python ---------------------------------------------------------------------------------------------------------
@@ -214,7 +216,7 @@ def python(name: str, words: list[str]) -> int:
         print(f"{name}: can't open file {rest[0]!r}: [Errno 2] No such file or directory", file=sys.stderr)
         return 2
     if os.path.basename(program).startswith("train"):
-        if FACTS["fails"] == "one run" and not os.path.exists(f"{TOP}/calls/lost"):
+        if SETTINGS["fails"] == "one run" and not os.path.exists(f"{TOP}/calls/lost"):
             open(f"{TOP}/calls/lost", "w").close()
             os.kill(os.getpid(), _signal.SIGKILL)
         return train(rest[1:]) if "DRY_RUN_RANK" in os.environ else 0
@@ -223,7 +225,7 @@ def python(name: str, words: list[str]) -> int:
 
 def beside(program: str, words: list[str]) -> int:
     """A program that is no training. The site's own are run: torchrun's agent, a writer of metrics."""
-    if FACTS["fails"] == "beside" and "DRY_RUN_RANK" not in os.environ:
+    if SETTINGS["fails"] == "beside" and "DRY_RUN_RANK" not in os.environ:
         _signal.signal(TERM, _signal.SIG_IGN)
         time.sleep(10**6)
     if not (os.path.realpath(program).startswith(f"{TOP}/sites/") and program.endswith(".py")):
@@ -248,19 +250,19 @@ def real(words: list[str], alone: bool = False) -> int:
     """This machine's Python. What was installed is there, with nothing in it. alone: in the place of this process, which a
     script has the number of."""
     own = os.path.exists(f"{os.path.dirname(sys.argv[1])}/activate")  # the machine's does not see what is installed in another
-    torch = FACTS["torch"] or FACTS["fails"] == "another torch" or (own and os.path.exists(f"{TOP}/sites/.has-torch"))
-    there = {"old-torch": FACTS["fails"] == "old torch"} | dict(torch=torch)
-    there |= {"core-of": os.path.exists(f"{TOP}/sites/.has-core"), "packages": True}
-    told = dict(
-        PYTHONPATH=":".join(f"{TOP}/{name}" for name, is_there in there.items() if is_there),
+    torch = SETTINGS["torch"] or SETTINGS["fails"] == "another torch" or (own and os.path.exists(f"{TOP}/sites/.has-torch"))
+    folders = {"old-torch": SETTINGS["fails"] == "old torch"} | dict(torch=torch)
+    folders |= {"core-of": os.path.exists(f"{TOP}/sites/.has-core"), "packages": True}
+    variables = dict(
+        PYTHONPATH=":".join(f"{TOP}/{name}" for name, present in folders.items() if present),
         PYTHONDONTWRITEBYTECODE="1",
         DRY_RUN_PYTHON=sys.argv[1],
-        DRY_RUN_FAILS=FACTS["fails"],
-        DRY_RUN_DEVICES=str(FACTS["devices"]),
+        DRY_RUN_FAILS=SETTINGS["fails"],
+        DRY_RUN_DEVICES=str(SETTINGS["devices"]),
     )
     if alone:
-        os.execve(FACTS["python"], [FACTS["python"], *words], os.environ | told)
-    return runs(FACTS["python"], *words, environment=os.environ | told)
+        os.execve(SETTINGS["python"], [SETTINGS["python"], *words], os.environ | variables)
+    return runs(SETTINGS["python"], *words, environment=os.environ | variables)
 
 
 def packages_of(python: str) -> str:
@@ -284,30 +286,30 @@ def environment(prefix: str, of_image: bool = "DRY_RUN_IMAGE" in os.environ) -> 
 
 
 def run_dir(arguments: list[str]) -> str:
-    found = "runs/digits"
+    folder = "runs/digits"
     for flag, value in pairs(arguments):
         if flag in ("--run-dir", "--new-run-dir"):
-            found = value
+            folder = value
         elif flag.startswith(("--run-dir=", "--new-run-dir=")):
-            found = flag.partition("=")[2]
-    return found
+            folder = flag.partition("=")[2]
+    return folder
 
 
 def train(arguments: list[str]) -> int:
     """A rank that trains: rank 0 writes what a job script may read, and all end with the code that the dry run asks for."""
-    code = int(FACTS["code"])
+    code = int(SETTINGS["code"])
     own, script = ([os.readlink(f"/proc/{process}/fd/{number}") for number in (1, 2)] for process in ("self", job_script()))
     NOTES["apart"] = own != script
     NOTES["missing"] = [name for name, value in os.environ.items() if value.startswith(f"{TOP}/") and not os.path.exists(value)]
     with open("/proc/self/status") as file:
         NOTES["ignored"] = int(file.read().partition("SigIgn:")[2].split()[0], 16)
     NOTES["umask"] = umask()
-    if os.environ["DRY_RUN_RANK"] == "0" and FACTS["fails"] != "start":
+    if os.environ["DRY_RUN_RANK"] == "0" and SETTINGS["fails"] != "start":
         for process in programs_beside():
             hears(process)
-        if FACTS["event"] not in ("", "pause") and not heard(FACTS["event"]):
+        if SETTINGS["event"] not in ("", "pause") and not heard(SETTINGS["event"]):
             code = 1
-        folder, began = run_dir(arguments), 0 if FACTS["progress"] else 5
+        folder, began = run_dir(arguments), 0 if SETTINGS["progress"] else 5
         os.makedirs(folder, exist_ok=True)
         if "--fresh" in arguments and os.path.exists(f"{folder}/run.jsonl"):
             os.replace(f"{folder}/run.jsonl", f"{folder}/run.jsonl.old")
@@ -316,9 +318,9 @@ def train(arguments: list[str]) -> int:
             for step in (began, began + 1):
                 file.write(f'{{"kind":"step","step":{step},"epoch":{began and 1},"loss":{step}.5,"grad_norm":{step}.25}}\n')
             file.write(f'{{"kind":"epoch","step":{began + 2},"epoch":{began and 1},"eval_loss":{began + 1}.75}}\n')
-            ended = 75 if FACTS["fails"] == "image" else code  # it has saved, and the image is gone before it has left
-            if ended <= 128:  # else it was killed
-                file.write(f'{{"kind":"end","exit_code":{ended},"step":5,"epoch":1}}\n')
+            exit_code = 75 if SETTINGS["fails"] == "image" else code  # it has saved, and the image is gone before it has left
+            if exit_code <= 128:  # else it was killed
+                file.write(f'{{"kind":"end","exit_code":{exit_code},"step":5,"epoch":1}}\n')
     return code
 
 
@@ -347,17 +349,17 @@ def heard(event: str) -> bool:
     if event == "stop":  # this rank is still starting: who says it once is not heard
         for number in (USR1, TERM):
             _signal.signal(number, _signal.SIG_IGN)
-        os.system(FACTS["stop"])
+        os.system(SETTINGS["stop"])
         time.sleep(DEAF)
     for number in (USR1, TERM):
         _signal.signal(number, lambda got, _: signals.append(got))
     if event == "another's stop":
-        os.system(FACTS["another_s_stop"])
+        os.system(SETTINGS["another_s_stop"])
     if event == "warning":  # to every process of the ranks; and a program that runs beside them shall bear it, too
         for process in {*below(int(os.environ["DRY_RUN_LAUNCHER"])), *programs_beside()}:
             os.kill(process, USR1)
     elif event == "cancelled":  # by scancel to the ranks, and here to the script, too; by qdel to the script
-        slurm = FACTS["scheduler"] == "slurm"
+        slurm = SETTINGS["scheduler"] == "slurm"
         for process in [job_script(), *(below(int(os.environ["DRY_RUN_LAUNCHER"])) if slurm else [])]:
             os.kill(process, TERM)
     until = time.monotonic() + PATIENCE
@@ -378,23 +380,23 @@ def parent(process: int | str) -> int:
 def job_script() -> int:
     """The process of the script that this dry run has started."""
     process = os.getpid()
-    while (above := parent(process)) not in (FACTS["suite"], 1, 0):
+    while (above := parent(process)) not in (SETTINGS["suite"], 1, 0):
         process = above
     return process
 
 
 def below(process: int) -> list[int]:
     """The processes that this one has started, and these."""
-    found, parents = [process], {}
+    processes, parents = [process], {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:
                 parents[int(name)] = parent(name)
             except OSError:  # it has ended
                 continue
-    for each in found:
-        found += [child for child, above in parents.items() if above == each]
-    return found[1:]
+    for each in processes:
+        processes += [child for child, above in parents.items() if above == each]
+    return processes[1:]
 
 
 def programs_beside() -> list[int]:
@@ -405,7 +407,7 @@ def programs_beside() -> list[int]:
         others = {process: command_line(process) for process in below(job_script()) if process not in of_ranks}
         programs = {process: words for process, words in others.items() if is_program(words)}
         on_their_way = [process for process, words in programs.items() if stands_in(words) and not below(process)]
-        if not on_their_way or FACTS["fails"] == "beside" or time.monotonic() > until:
+        if not on_their_way or SETTINGS["fails"] == "beside" or time.monotonic() > until:
             return [process for process, words in programs.items() if not stands_in(words)]
         time.sleep(0.02)
 
@@ -441,7 +443,7 @@ def pip(name: str, words: list[str]) -> int:
     if os.path.isdir(packages := packages_of(sys.argv[1])):
         NOTES["there"] = [each for each in os.listdir(packages) if each.startswith("ddp_core-") and "--target" not in words]
     if "install" in words or "download" in words:
-        if FACTS["fails"] == "pip":
+        if SETTINGS["fails"] == "pip":
             print("ERROR: Could not find a version that satisfies the requirement", file=sys.stderr)
             return 1
         named = pairs([part for word in words for part in word.split("=", 1)])
@@ -481,18 +483,18 @@ def sources(words: list[str]) -> None:
 
 def scontrol(name: str, words: list[str]) -> int:
     if words[:2] == ["show", "hostnames"]:
-        print("\n".join(FACTS["hosts"]))
-    elif words[:1] == ["requeue"] and FACTS["event"] == "cancelled":
+        print("\n".join(SETTINGS["hosts"]))
+    elif words[:1] == ["requeue"] and SETTINGS["event"] == "cancelled":
         print("scontrol: error: Requested operation not supported on a job that is completing", file=sys.stderr)
         return 1
     elif words[:2] == ["show", "job"]:
-        print(f"JobId={FACTS['job']} JobName=train\n   JobState=RUNNING Restarts={FACTS['restarts']} Requeue=1")
-        print(f"   RunTime=00:00:10 TimeLimit=01:00:00 OverSubscribe={'OK' if FACTS['shared'] else 'NO'}")
+        print(f"JobId={SETTINGS['job']} JobName=train\n   JobState=RUNNING Restarts={SETTINGS['restarts']} Requeue=1")
+        print(f"   RunTime=00:00:10 TimeLimit=01:00:00 OverSubscribe={'OK' if SETTINGS['shared'] else 'NO'}")
     return 0
 
 
 def squeue(name: str, words: list[str]) -> int:
-    state = "COMPLETING" if FACTS["event"] == "cancelled" else "RUNNING"
+    state = "COMPLETING" if SETTINGS["event"] == "cancelled" else "RUNNING"
     whole = any(("%" in word and word.endswith("T")) or word.lower().endswith("state") for word in words)
     print(state if whole else {"RUNNING": "R", "COMPLETING": "CG"}[state])  # of %t, and without a format
     return 0
@@ -500,8 +502,8 @@ def squeue(name: str, words: list[str]) -> int:
 
 def pbsnodes(name: str, words: list[str]) -> int:
     launched = any("run.jsonl" in files for _, _, files in os.walk(f"{TOP}/sites"))
-    is_down = FACTS["down"] and (launched or not FACTS["down_later"])
-    print(f"{FACTS['down']}  down" if is_down else "", end="\n" if is_down else "")
+    is_down = SETTINGS["down"] and (launched or not SETTINGS["down_later"])
+    print(f"{SETTINGS['down']}  down" if is_down else "", end="\n" if is_down else "")
     return 0
 
 
@@ -516,9 +518,9 @@ def qsub(name: str, words: list[str]) -> int:
 
 
 def qstat(name: str, words: list[str]) -> int:
-    told = FACTS["of_pbs"] | {"job_state": "R", "run_count": FACTS["started"]}
-    print(f"Job Id: {FACTS['job']}.server")
-    print("\n".join(f"    {key} = {value}" for key, value in told.items()))
+    attributes = SETTINGS["of_pbs"] | {"job_state": "R", "run_count": SETTINGS["started"]}
+    print(f"Job Id: {SETTINGS['job']}.server")
+    print("\n".join(f"    {key} = {value}" for key, value in attributes.items()))
     return 0
 
 
@@ -550,7 +552,7 @@ def container(name: str, words: list[str]) -> int:
         print(f"FATAL: could not open image {rest[images[0]]}", file=sys.stderr)
         return 255
     folder = os.getcwd()
-    if images and not FACTS["bound"] and not shown(folder, rest[: images[0]]):
+    if images and not SETTINGS["bound"] and not shown(folder, rest[: images[0]]):
         print(f"WARNING: {folder} is not there in the container: starting in the home directory", file=sys.stderr)
         os.chdir(os.environ["HOME"])
         if command and os.path.abspath(os.path.join(folder, command[0])).startswith(f"{TOP}/sites/"):
@@ -563,7 +565,7 @@ def container(name: str, words: list[str]) -> int:
         for prefix in ("SINGULARITYENV_", "APPTAINERENV_"):
             if key.startswith(prefix):
                 environ[key.removeprefix(prefix)] = value
-    environ |= FACTS["image_sets"]
+    environ |= SETTINGS["image_sets"]
     environ["APPTAINER_CONTAINER"] = environ["SINGULARITY_CONTAINER"] = environ["DRY_RUN_IMAGE"] = (
         rest[images[0]] if images else first(split(words)[0], "--image", "-i")
     )
@@ -586,22 +588,24 @@ def fetched(name: str, words: list[str]) -> int:
 
 def shown(folder: str, words: list[str]) -> bool:
     """Whether a container has it: the home directory it has, and what is bound."""
-    told = [value for flag, value in pairs(words) if flag in ("--bind", "-B")]
-    told += [word.partition("=")[2] for word in words if word.startswith("--bind=")]
-    told += [os.environ.get(f"{prefix}_{name}", "") for prefix in ("APPTAINER", "SINGULARITY") for name in ("BIND", "BINDPATH")]
-    sources = [bind.partition(":")[0] for bind in ",".join(told).split(",") if bind]
+    binds = [value for flag, value in pairs(words) if flag in ("--bind", "-B")]
+    binds += [word.partition("=")[2] for word in words if word.startswith("--bind=")]
+    binds += [
+        os.environ.get(f"{prefix}_{name}", "") for prefix in ("APPTAINER", "SINGULARITY") for name in ("BIND", "BINDPATH")
+    ]
+    sources = [bind.partition(":")[0] for bind in ",".join(binds).split(",") if bind]
     return any(f"{folder}/".startswith(f"{os.path.abspath(source)}/") for source in [os.environ["HOME"], *sources])
 
 
 def shifterimg(name: str, words: list[str]) -> int:
-    print(f"system docker READY 0123456789 2026-01-01T00:00:00 {FACTS['image']}")
+    print(f"system docker READY 0123456789 2026-01-01T00:00:00 {SETTINGS['image']}")
     return 0
 
 
 def conda(name: str, words: list[str]) -> int:
     flags, _ = split(words)
     folder = next((value for flag, value in pairs(words) if flag in ("-p", "--prefix")), flags.get("--prefix"))
-    if FACTS["fails"] == "conda":
+    if SETTINGS["fails"] == "conda":
         return 1
     if words[:1] == ["create"] or words[:1] == ["install"]:
         leave(os.environ.get("CONDA_PKGS_DIRS") or f"{os.environ['HOME']}/.conda/pkgs")
@@ -631,26 +635,26 @@ def sbcast(name: str, words: list[str]) -> int:
 
 def hostname(name: str, words: list[str]) -> int:
     node = int(os.environ.get("DRY_RUN_NODE", "0"))
-    print(f"10.0.0.{node + 1}" if {"-i", "-I", "--ip-address"} & {*words} else FACTS["hosts"][node])
+    print(f"10.0.0.{node + 1}" if {"-i", "-I", "--ip-address"} & {*words} else SETTINGS["hosts"][node])
     return 0
 
 
 def getent(name: str, words: list[str]) -> int:
     host = words[-1].partition(".")[0]
-    node = FACTS["hosts"].index(host) if host in FACTS["hosts"] else int(os.environ.get("DRY_RUN_NODE", "0"))
+    node = SETTINGS["hosts"].index(host) if host in SETTINGS["hosts"] else int(os.environ.get("DRY_RUN_NODE", "0"))
     print(f"10.0.0.{node + 1} {words[-1]}")
     return 0
 
 
 def ip(name: str, words: list[str]) -> int:
     node = int(os.environ.get("DRY_RUN_NODE", "0"))
-    for number, interface in enumerate(FACTS["interfaces"] or ["eth0"], 2):
+    for number, interface in enumerate(SETTINGS["interfaces"] or ["eth0"], 2):
         print(f"{number}: {interface}    inet 10.0.0.{node + 1}/16 scope global {interface}")
     return 0
 
 
 def sleep(name: str, words: list[str]) -> int:
-    if FACTS["event"] == "pause" and words[0].isdecimal() and int(words[0]) > 5:
+    if SETTINGS["event"] == "pause" and words[0].isdecimal() and int(words[0]) > 5:
         os.kill(job_script(), TERM)
     time.sleep(0.01)
     return 0
@@ -666,8 +670,8 @@ def rm(name: str, words: list[str]) -> int:
 def inside(path: str) -> bool:
     """Strictly below one of the folders that a script may write to."""
     folder, name = os.path.split(os.path.abspath(path))
-    found = os.path.join(os.path.realpath(folder), name)
-    return found.startswith((f"{TOP}/home/", f"{TOP}/root/", f"{TOP}/sites/"))
+    resolved = os.path.join(os.path.realpath(folder), name)
+    return resolved.startswith((f"{TOP}/home/", f"{TOP}/root/", f"{TOP}/sites/"))
 
 
 def mktemp(name: str, words: list[str]) -> int:
@@ -685,11 +689,11 @@ def module_call(name: str, words: list[str]) -> int:
     """What the shell function `module` evaluates."""
     words = [word for word in words if not word.startswith("-")]
     if words[:1] in (["load"], ["add"], ["switch"], ["swap"]):
-        if FACTS["fails"] == "module" or FACTS["fails"].removeprefix("module ") in words[1:]:
+        if SETTINGS["fails"] == "module" or SETTINGS["fails"].removeprefix("module ") in words[1:]:
             print(f"Lmod has detected the following error: {words[1]} is unknown", file=sys.stderr)
             return 1
         for module in words[1:]:
-            for key, value in FACTS["modules"].get(module, {}).items():
+            for key, value in SETTINGS["modules"].get(module, {}).items():
                 print(f"export {key}='{value}'")
         loaded = [*filter(None, os.environ.get("LOADEDMODULES", "").split(":")), *words[1:]]
         print(f"export LOADEDMODULES='{':'.join(loaded)}'")
@@ -718,7 +722,7 @@ def fails() -> bool:
         return False
     with open(f"{TOP}/calls/commands", "a") as file:
         file.write(".")
-        return FACTS["fails"] == f"fails at {file.tell()}"
+        return SETTINGS["fails"] == f"fails at {file.tell()}"
 
 
 # ---- an installation that is killed ---------------------------------------------------------------------------------
@@ -745,7 +749,7 @@ def killed(made: str) -> None:
     """With the script, and all that it has started, where this dry run says so; half of what it makes is there then."""
     with open(f"{TOP}/calls/made", "a") as file:
         file.write(".")
-        if FACTS["fails"] != f"killed at {file.tell()}":
+        if SETTINGS["fails"] != f"killed at {file.tell()}":
             return
     if not made.endswith((".sif", ".sqsh", ".gz")) and HALF not in made:
         made = packages_of(f"{made}/bin/python") + f"/{HALF}"
@@ -758,16 +762,18 @@ def killed(made: str) -> None:
 
 def main(name: str, words: list[str]) -> int:
     file = f"{TOP}/calls/{time.time_ns()}-{os.getpid()}"
-    call = dict(command=name, path=sys.argv[1], words=words, folder=os.getcwd(), environ=dict(os.environ), began=time.time_ns())
+    call = dict(
+        command=name, path=sys.argv[1], words=words, folder=os.getcwd(), environ=dict(os.environ), start_time=time.time_ns()
+    )
     write(file, call)
     if made := makes(name, words):
         NOTES.update(makes=made, umask=umask())
         killed(made)
-    if FACTS["fails"].startswith("fails at ") and fails():
+    if SETTINGS["fails"].startswith("fails at ") and fails():
         NOTES["failed"], code = True, 1
     else:
-        code = ANSWERS.get(name, launch if name == FACTS["launcher"] else nothing)(name, words)
-    write(file, call | dict(ended=time.time_ns(), code=code, notes=NOTES))
+        code = ANSWERS.get(name, launch if name == SETTINGS["launcher"] else nothing)(name, words)
+    write(file, call | dict(end_time=time.time_ns(), code=code, notes=NOTES))
     return code
 
 

@@ -39,11 +39,11 @@ def main(argv: list[str] | None = None) -> int:
     chosen = parser.parse_args(argv)
     os.chdir(ROOT)
     if chosen.all_pinned:
-        if found := loose():
-            print(f"error: {', '.join(found)}: here, and not so in constraints.txt: write it there", file=sys.stderr)
+        if unpinned := loose():
+            print(f"error: {', '.join(unpinned)}: here, and not so in constraints.txt: write it there", file=sys.stderr)
         if unlocked := sorted(_pins("constraints.txt") ^ _pins("constraints.lock")):
             print(f"error: {', '.join(unlocked)}: in constraints.txt or .lock, not in both: nox -s lock", file=sys.stderr)
-        return bool(found or unlocked)
+        return bool(unpinned or unlocked)
     theirs = torch_of(chosen.torch_of)
     if theirs:
         print(f"using the torch in {theirs}", flush=True)
@@ -62,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
 def loose() -> list[str]:
     """Packages of this environment whose version stands in no list: PyPI decides about them anew each day."""
     pinned = set().union(*map(_pins, LISTS))
-    here = [f"{found.name}=={found.version.partition('+')[0]}" for found in distributions(path=site.getsitepackages()[:1])]
+    installed = distributions(path=site.getsitepackages()[:1])
+    here = [f"{package.name}=={package.version.partition('+')[0]}" for package in installed]
     return sorted(each for each in here if _plain(each) not in pinned and each.partition("==")[0] not in OF_VENV)
 
 
@@ -82,10 +83,10 @@ def _plain(requirement: str) -> str:
 def wish(chosen: argparse.Namespace, theirs: Path | None) -> str:
     """Everything that decides what is installed, in words."""
     files = [*LISTS, "core/pyproject.toml", __file__, *chosen.constraint]
-    facts = dict(packages=chosen.packages, last=chosen.last, torch=not chosen.no_torch, theirs=theirs)
-    facts |= dict(root=ROOT, python=sys.version)
-    facts |= {name: Path(name).read_text() for name in files}
-    return "\n".join(f"{name}: {fact}" for name, fact in facts.items())
+    inputs = dict(packages=chosen.packages, last=chosen.last, torch=not chosen.no_torch, theirs=theirs)
+    inputs |= dict(root=ROOT, python=sys.version)
+    inputs |= {name: Path(name).read_text() for name in files}
+    return "\n".join(f"{name}: {value}" for name, value in inputs.items())
 
 
 def install(chosen: argparse.Namespace, theirs: Path | None, link: Path) -> None:

@@ -89,10 +89,10 @@ class Evidence:
 
     def __init__(self, reports: list[dict], sites: list[dict], spec: str, golden: list[float], files: Callable):
         self.spec, self.golden = Spec.read(spec), golden
-        order = [facts["name"] for facts in sites]
+        order = [toml["name"] for toml in sites]
         order += sorted({report["site"] for report in reports} - {*order, CORE})
         self.sites = [*order, CORE]
-        self.site_toml = {facts["name"]: facts for facts in sites}
+        self.site_toml = {toml["name"]: toml for toml in sites}
         self.reports = sorted(reports, key=self._place)
         self.changed: dict[tuple, list[str]] = {}
         for report in reports:

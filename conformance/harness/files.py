@@ -37,8 +37,8 @@ def of_site(site: Site, rung: str) -> str:
     """Runs do not depend on README.md, [verified] and [[sources]], where a run is written about after it; static checks do."""
     if rung == "static":
         return of_folder(site.folder)
-    facts = tomllib.loads((site.folder / "site.toml").read_text())
-    kept = {name: value for name, value in facts.items() if name not in ("verified", "sources")}
+    toml = tomllib.loads((site.folder / "site.toml").read_text())
+    kept = {name: value for name, value in toml.items() if name not in ("verified", "sources")}
     text = of_folder(site.folder, re.compile(r"README\.md|site\.toml")) + json.dumps(kept, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -77,7 +77,7 @@ def wrong(toml: dict) -> list[str]:
             elif not TYPES[kind](value):
                 violations.append(f"{name}{key}={value!r}, but should be of the type: {kind}")
     software = toml.get("software", {})
-    known_there = [*software.get("modules", []), software.get("image")]
-    strange = [name for name in software.get("provides", {}) if name not in known_there]
+    known_software = [*software.get("modules", []), software.get("image")]
+    strange = [name for name in software.get("provides", {}) if name not in known_software]
     violations += [f"software.provides has {name}, which is not in modules" for name in strange]
     return violations

@@ -22,12 +22,12 @@ def main() -> int:
     lines = []
     for requirement in requirements((ROOT / "constraints.txt").read_text()):
         name, _, version = requirement.partition("==")
-        found = [file for file in files(name) if version_of(file["filename"]) == version]
-        if not found:
+        matching = [file for file in files(name) if version_of(file["filename"]) == version]
+        if not matching:
             print(f"error: {INDEX}/{name}/ has no file of {requirement}: correct it in constraints.txt", file=sys.stderr)
             return 1
-        sums = sorted(f"--hash=sha256:{file['hashes']['sha256']}" for file in found)
-        lines.append(" ".join([requirement, *sums, "#", min(file["upload-time"][:10] for file in found)]))
+        sums = sorted(f"--hash=sha256:{file['hashes']['sha256']}" for file in matching)
+        lines.append(" ".join([requirement, *sums, "#", min(file["upload-time"][:10] for file in matching)]))
     (ROOT / "constraints.lock").write_text("\n".join(["# By `nox -s lock`, of constraints.txt.", *lines, ""]))
     return 0
 

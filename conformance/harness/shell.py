@@ -127,11 +127,11 @@ class Script:
     @property
     def suppressions(self) -> list[tuple[Line, str]]:
         """Lines that take a check away, and what is said beside them or above."""
-        found, above = [], ""
+        suppressions, above = [], ""
         for line in self.lines:
             match = SUPPRESSES.search(line.text)
             if match and (line.is_comment or "#" not in line.text[: match.start()]):
-                found.append((line, f"{line.text[match.end() :].partition('#')[2]} {above}"))
+                suppressions.append((line, f"{line.text[match.end() :].partition('#')[2]} {above}"))
             above = (
                 f"{above} {line.text}"
                 if line.is_comment and "# shellcheck " not in line.text
@@ -139,22 +139,22 @@ class Script:
                 if not line.is_comment
                 else above
             )
-        return found
+        return suppressions
 
     @property
     def options(self) -> dict[str, str]:
         """What directives say, by the long names of options: --nodes=2, --nodes 2, -N2, -N 2, several of them in a line."""
-        found: dict[str, str] = {}
+        options: dict[str, str] = {}
         for _, text in self.directives:
             name = ""
             for word in shlex.split(text, comments=True):
                 match = re.fullmatch(r"(--[\w-]+)=?(.*)|(-\w)(.*)", word, re.DOTALL)
                 if match and not (name and re.fullmatch(r"-\d+", word)):
                     name = match[1] or match[3]
-                    found[SHORT.get(name, name.lstrip("-"))] = match[2] or match[4] or ""
+                    options[SHORT.get(name, name.lstrip("-"))] = match[2] or match[4] or ""
                 elif name:
-                    found[SHORT.get(name, name.lstrip("-"))] = word
-        return found
+                    options[SHORT.get(name, name.lstrip("-"))] = word
+        return options
 
     @property
     def geometry(self) -> dict[str, int]:

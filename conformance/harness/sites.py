@@ -136,10 +136,10 @@ class Site:
         Raises ValueError where a choice names what is not there.
         """
         own, launches = self.toml["submit"], {launch.launcher: launch for launch in self.launches}
-        told = [dict(name=script.name, script=script.name) for script in self.job_scripts]
-        told = [each for each in told if self.job(self.folder / each["name"]).get("trains", True)]
-        found = []
-        for choice in [*sorted(told, key=lambda each: each["name"] != own), *self.toml["job"].get("choices", [])]:
+        choices = [dict(name=script.name, script=script.name) for script in self.job_scripts]
+        choices = [each for each in choices if self.job(self.folder / each["name"]).get("trains", True)]
+        cases = []
+        for choice in [*sorted(choices, key=lambda each: each["name"] != own), *self.toml["job"].get("choices", [])]:
             script = self.folder / choice.get("script", own)
             launch = launches.get(choice.get("launcher", self.launches[0].launcher))
             if not launch or not script.is_file():
@@ -159,22 +159,22 @@ class Site:
                 as_it_stands="options" not in choice,
             )
             case.edited(script.read_text())
-            found.append(case)
-        return found
+            cases.append(case)
+        return cases
 
     @property
     def scripts(self) -> list[Path]:
         """The site's shell scripts, and whatever these name that lies in its folder and is no document, data or Python."""
         ahead = [path for path in self.folder.iterdir() if path.is_file() and is_shell(path)]
-        found: set[Path] = set()
+        scripts: set[Path] = set()
         while ahead:
-            found.add(script := ahead.pop())
+            scripts.add(script := ahead.pop())
             for word in set(re.findall(r"[\w.+-]+(?:/[\w.+-]+)*", script.read_text(errors="replace"))):
                 parts = word.split("/")
                 named = [self.folder.joinpath(*parts[start:]) for start in range(len(parts))]
                 texts = [path for path in named if path.suffix not in NO_SCRIPT and path.is_file() and is_text(path)]
-                ahead += [path for path in texts if path not in found]
-        return sorted(found)
+                ahead += [path for path in texts if path not in scripts]
+        return sorted(scripts)
 
 
 def is_text(path: Path) -> bool:
@@ -202,8 +202,8 @@ def find(only: list[str] | None = None) -> list[Site]:
         if not (folder / "site.toml").is_file():
             raise ValueError(f"--site {wanted} is neither one of {', '.join(known)} nor a folder with a site.toml")
         try:
-            facts = tomllib.loads((folder / "site.toml").read_text())
-            sites.append(Site(folder, facts | dict(sources=one_by_one(facts.get("sources", [])))))
+            toml = tomllib.loads((folder / "site.toml").read_text())
+            sites.append(Site(folder, toml | dict(sources=one_by_one(toml.get("sources", [])))))
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{folder / 'site.toml'}: {error} (F2)") from error
     if not sites:
@@ -213,14 +213,14 @@ def find(only: list[str] | None = None) -> list[Site]:
 
 def one_by_one(blocks: list[dict]) -> list[dict]:
     """[[sources]], each page by itself: what stands beside `pages` holds for all of them, and an address may tell the copy."""
-    found = []
+    sources = []
     for block in blocks:
         shared = {key: value for key, value in block.items() if key != "pages"}
         for page in block.get("pages") or [{}]:
             source = shared | (page if isinstance(page, dict) else {"pages": page})
-            told = OF_A_COMMIT.fullmatch(str(source.get("address")))
-            found.append((told.groupdict() if told else {}) | source)
-    return found
+            match = OF_A_COMMIT.fullmatch(str(source.get("address")))
+            sources.append((match.groupdict() if match else {}) | source)
+    return sources
 
 
 def mistakes(source: dict) -> list[str]:
@@ -235,9 +235,11 @@ def mistakes(source: dict) -> list[str]:
             wrong.append(f"{key}={value!r}, but should be {TEXTS[key][1]}")
         if key in DAYS and type(value) is not datetime.date:  # a time is one, too, to isinstance
             wrong.append(f"{key}={value!r}, but should be a day")
-    facts = source.get("facts", ["-"])
-    if not (isinstance(facts, list) and facts and all(isinstance(fact, str) and fact.strip() for fact in facts)):
-        wrong.append(f"facts={facts!r}, but should be texts")
+    source_facts = source.get("facts", ["-"])
+    if not (
+        isinstance(source_facts, list) and source_facts and all(isinstance(fact, str) and fact.strip() for fact in source_facts)
+    ):
+        wrong.append(f"facts={source_facts!r}, but should be texts")
     if "repository" in source and not {"commit", "dated"} & source.keys():
         wrong.append("repository, but should have commit or dated, too: which copy was read?")
     if not wrong and source.get("dated", source["read"]) > source["read"]:

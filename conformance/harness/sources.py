@@ -109,7 +109,7 @@ def places(fact: str, file: str, text: str) -> list[Place]:
     before, after = r"(?<!\w)" * bool(re.match(r"\w", fact)), r"(?!\w|\.\d)" * bool(re.search(r"\w$", fact))
     words = re.compile(before + r"\s+".join(map(re.escape, fact.split())) + after)
     lines = text.split("\n")
-    numbers = {text.count("\n", 0, found.start()) for found in words.finditer(text)}
+    numbers = {text.count("\n", 0, match.start()) for match in words.finditer(text)}
     return [Place(file, number + 1, lines[number]) for number in sorted(numbers)]
 
 
@@ -147,10 +147,10 @@ def newer(fact: str, file: str, checkout: Checkout, before: str) -> list[str]:
 
 def elsewhere(fact: str, file: str, checkout: Checkout, before: str) -> tuple[bool, Place | None]:
     """Whether another file has the fact since, and the place; else the nearest file that has it."""
-    found = [place for place in checkout.grep(checkout.at, fact) if place.file != file and places(fact, "", place.text)]
+    candidates = [place for place in checkout.grep(checkout.at, fact) if place.file != file and places(fact, "", place.text)]
     known = {place.file for place in checkout.grep(before, fact)}
-    found.sort(key=lambda place: (place.file in known, -len(os.path.commonpath([place.file, file]))))
-    return (bool(before) and found[0].file not in known, found[0]) if found else (False, None)
+    candidates.sort(key=lambda place: (place.file in known, -len(os.path.commonpath([place.file, file]))))
+    return (bool(before) and candidates[0].file not in known, candidates[0]) if candidates else (False, None)
 
 
 def look_up(source: dict, checkout: Checkout) -> tuple[list[str], list[str]]:
@@ -217,22 +217,22 @@ def run(chosen: list[sites.Site], checkouts: list[Checkout], strict: bool) -> in
         for source in site.toml.get("sources", []):
             if wrong := sites.mistakes(source):
                 raise ValueError(f"{site.folder / 'site.toml'}: {wrong[0]} (F6)")
-            if not (facts := source.get("facts", [])):
+            if not (source_facts := source.get("facts", [])):
                 continue
             if "file" not in source:
-                left[source["address"]] += len(facts)
+                left[source["address"]] += len(source_facts)
                 continue
             page = f"{source['file']} of {source['repository']}"
             checkout = max(checkouts, key=lambda one: one.is_of(source["repository"]))
             if not checkout.is_of(source["repository"]):
-                left[f"{source['repository']}, which is none of --checkout"] += len(facts)
+                left[f"{source['repository']}, which is none of --checkout"] += len(source_facts)
                 continue
             if (day := checkout.day(checkout.at)) < str(source.get("dated", "")):
-                left[f"{page}: the checkout is of {day}, older than the copy that was read"] += len(facts)
+                left[f"{page}: the checkout is of {day}, older than the copy that was read"] += len(source_facts)
                 continue
             findings, hints = look_up(source, checkout)
-            looked_up, gone, hinted = looked_up + len(facts), gone + len(findings), hinted + len(hints)
-            print(f"{site.name}: {len(facts) - len(findings)} of {len(facts)} facts stand in {page}")
+            looked_up, gone, hinted = looked_up + len(source_facts), gone + len(findings), hinted + len(hints)
+            print(f"{site.name}: {len(source_facts) - len(findings)} of {len(source_facts)} facts stand in {page}")
             for text in findings + hints:
                 print("  " + text.replace("\n", "\n  "))
     for page, count in left.items():

@@ -71,7 +71,7 @@ def start(number: str) -> int:
     with open(SPOOL / "one-at-a-time", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         job = write(read(number) | dict(state="RUNNING", reason="None"))
-        environ = job["environ"] | {name: value.format(number=number) for name, value in job["told"].items()}
+        environ = job["environ"] | {name: value.format(number=number) for name, value in job["variables"].items()}
         with open(job["log"].replace("%j", number), "a") as log:
             script = subprocess.Popen(
                 ["bash", *job["script"]], cwd=job["folder"], env=environ, stdout=log, stderr=log, start_new_session=True
@@ -109,7 +109,7 @@ def sbatch(*arguments: str) -> int:
     log = str(Path(options.get("--output", "slurm-%j.out")).absolute())
     whole = [str(Path(script).absolute()), *flags]
     job = dict(script=whole, folder=os.getcwd(), log=log, name="train", environ=dict(os.environ))
-    number = queue(**job, told=variables, held="--hold" in options)
+    number = queue(**job, variables=variables, held="--hold" in options)
     print(number if "--parsable" in options else f"Submitted batch job {number}")
     return 0
 
@@ -164,7 +164,7 @@ def qsub(*arguments: str) -> int:
     here, whole = os.getcwd(), [str(Path(script).absolute())]
     variables = dict(PBS_JOBID="{number}.stand-in", PBS_O_WORKDIR=here)
     job = dict(script=whole, folder=os.path.expanduser("~"), log=str(Path(f"{script}.o%j").absolute()), name=script)
-    print(f"{queue(**job, environ=environ | {name: value}, told=variables, held=False)}.stand-in")
+    print(f"{queue(**job, environ=environ | {name: value}, variables=variables, held=False)}.stand-in")
     return 0
 
 

@@ -31,22 +31,22 @@ def stranger(port: int) -> Iterator[set[str]]:
         finally:
             os._exit(0)
     os.close(send)
-    found: set[str] = set()
+    addresses: set[str] = set()
     try:
-        yield found
+        yield addresses
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         with open(receive) as pipe:
-            found.update(pipe.read().split())
+            addresses.update(pipe.read().split())
 
 
 def _overwrite(port: int, send: int) -> None:
     from torch.distributed import TCPStore
 
-    while not (there := listening(port)):
+    while not (addresses := listening(port)):
         time.sleep(0.001)
-    os.write(send, " ".join([*there, ""]).encode())
+    os.write(send, " ".join([*addresses, ""]).encode())
     store: Any = TCPStore(os.uname().nodename, port, None, False, timedelta(seconds=10), wait_for_workers=False)
     with suppress(RuntimeError):  # rank 0 has left
         while True:
@@ -56,12 +56,12 @@ def _overwrite(port: int, send: int) -> None:
 
 def listening(port: int) -> list[str]:
     """The addresses of this machine at which a program listens on this port: 0.0.0.0 or :: is all of them."""
-    found = []
+    addresses = []
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *_ = line.split()
             address, _, number = local.partition(":")
             if state == LISTEN and int(number, 16) == port:
                 words = [struct.pack("=I", int(address[at : at + 8], 16)) for at in range(0, len(address), 8)]
-                found.append(socket.inet_ntop(family, b"".join(words)))
-    return found
+                addresses.append(socket.inet_ntop(family, b"".join(words)))
+    return addresses

@@ -127,5 +127,5 @@ def called(site: Site, environ: dict[str, str], folder: Path, *flags: str, code:
 def who(site: Site, environ: dict[str, str], folder: Path) -> dict:
     """Whom train.py takes this process for. A program that does not call run() at all has refused, too."""
     result = called(site, environ, folder)
-    said = result.stderr.strip().splitlines()[-1:] or [f"exit code {result.code}"]
-    return result.rows[0]["who"] if result.rows else dict(refused=said[0])
+    last_line = result.stderr.strip().splitlines()[-1:] or [f"exit code {result.code}"]
+    return result.rows[0]["who"] if result.rows else dict(refused=last_line[0])

@@ -164,8 +164,8 @@ class World(Target):
 
         def by_hand() -> subprocess.CompletedProcess:
             command = [sys.executable, str(launch.train), *self.flags(folder, flags)]
-            told = without_launcher() | (environ or {})
-            return subprocess.run(command, env=told, capture_output=True, text=True, timeout=60, check=False)
+            variables = without_launcher() | (environ or {})
+            return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
 
         result = self.on_rank_0(by_hand)
         records = self.on_rank_0(lambda: read_records(folder))
@@ -251,8 +251,8 @@ def _start(program: Path, argv: list[str], environ: dict[str, str]) -> tuple[int
         with redirect_stdout(output), redirect_stderr(errors):
             runpy.run_path(str(program), run_name="__main__")
         code = 0
-    except SystemExit as ended:
-        code = int(ended.args[0] or 0) if ended.args else 0
+    except SystemExit as system_exit:
+        code = int(system_exit.args[0] or 0) if system_exit.args else 0
     except _Left as left:
         return left.args
     except Exception:
@@ -339,9 +339,9 @@ def _start_anew(program: Path, argv: list[str], environ: dict[str, str], kill: K
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen([sys.executable, str(program), *argv], env=environ, stdout=output, stderr=errors)
         if kill:
-            ended = os.pidfd_open(process.pid)
-            _wait_for(kill.log, kill.words, ended)
-            os.close(ended)
+            exit_fd = os.pidfd_open(process.pid)
+            _wait_for(kill.log, kill.words, exit_fd)
+            os.close(exit_fd)
             process.send_signal(kill.number)
         code = process.wait()
         for file in (output, errors):

@@ -27,16 +27,16 @@ def evidence_in(folder: Path, newer: Iterable[dict] = ()) -> Evidence:
     folder is in. Raises ValueError for what is refused.
     """
     beside = [str(folder.parent)] if (folder.parent / "site.toml").is_file() else None
-    found = {site.name: site for site in sites.find(beside)}
+    known_sites = {site.name: site for site in sites.find(beside)}
 
     def files_now(site: str, rung: str) -> dict:
-        now = files.of_run(rung, [found[site]] if site in found else [])
+        now = files.of_run(rung, [known_sites[site]] if site in known_sites else [])
         return dict(core=now["core"], conformance=now["conformance"], site=now["sites"].get(site))
 
     reports = {place(report): report for report in map(verify.read, sorted(folder.glob("*/*.json")))}
     reports |= {place(report): report for report in newer}
-    facts = [site.toml for site in found.values()]
-    evidence = Evidence([*reports.values()], facts, (HERE / "SPEC.md").read_text(), golden.load()["losses"], files_now)
+    tomls = [site.toml for site in known_sites.values()]
+    evidence = Evidence([*reports.values()], tomls, (HERE / "SPEC.md").read_text(), golden.load()["losses"], files_now)
     if refused := verify.contradictions(evidence):
         raise ValueError("\n".join(refused))
     return evidence

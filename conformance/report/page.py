@@ -90,13 +90,13 @@ def of_group(evidence: Evidence, site: str, group: str) -> str:
     return "<br>".join([*lines, *([", ".join(rungs), span(dates)] if rungs else [])]) or "·"
 
 
-def versions(facts: dict) -> str:
-    return ", ".join(f"{name} {version}" for name, version in sorted(facts.items()))
+def versions(by_name: dict) -> str:
+    return ", ".join(f"{name} {version}" for name, version in sorted(by_name.items()))
 
 
-def machine(facts: dict) -> str:
-    accelerators = f"{facts['accelerators']} of {facts['accelerator']}" if facts.get("accelerator") else ""
-    return ", ".join(filter(None, [plural(facts["cores"], "core") if facts.get("cores") else "", accelerators]))
+def machine(hardware: dict) -> str:
+    accelerators = f"{hardware['accelerators']} of {hardware['accelerator']}" if hardware.get("accelerator") else ""
+    return ", ".join(filter(None, [plural(hardware["cores"], "core") if hardware.get("cores") else "", accelerators]))
 
 
 # ---- curves --------------------------------------------------------------------------------------------------------

@@ -34,17 +34,17 @@ def names_of_this_machine() -> dict[str, str]:
     return {name: word for name, word in names.items() if len(name) > 1 and not name.isdigit() and name not in GENERIC}
 
 
-def clean(facts, names: dict[str, str] | None = None):
+def clean(document, names: dict[str, str] | None = None):
     """The same without names of hosts, users and accounts, without absolute paths and addresses."""
     names = names_of_this_machine() if names is None else names
-    if isinstance(facts, dict):
-        return {key: clean(value, names) for key, value in facts.items()}
-    if isinstance(facts, list):
-        return [clean(value, names) for value in facts]
-    if not isinstance(facts, str):
-        return facts
+    if isinstance(document, dict):
+        return {key: clean(value, names) for key, value in document.items()}
+    if isinstance(document, list):
+        return [clean(value, names) for value in document]
+    if not isinstance(document, str):
+        return document
     for name, word in sorted(names.items(), key=lambda pair: -len(pair[0])):
-        facts = re.sub(rf"(?<![A-Za-z0-9<]){re.escape(name)}(?![A-Za-z0-9>])", word, facts, flags=re.IGNORECASE)
+        document = re.sub(rf"(?<![A-Za-z0-9<]){re.escape(name)}(?![A-Za-z0-9>])", word, document, flags=re.IGNORECASE)
     for pattern, word in PATTERNS:
-        facts = pattern.sub(word, facts)
-    return facts
+        document = pattern.sub(word, document)
+    return document

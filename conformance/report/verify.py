@@ -18,8 +18,8 @@ WITHOUT_RANKS = ("suite", "static", "extras")
 
 
 def digest(report: dict) -> str:
-    facts = {name: value for name, value in report.items() if name != "digest"}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    content = {name: value for name, value in report.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def path_of(report: dict) -> Path:
@@ -148,7 +148,8 @@ def _between(reports: list[dict]) -> list[str]:
             values.setdefault(key, {}).setdefault(str(value)[:12], []).append("-".join(place(report)))
     several = {key: values_of for key, values_of in values.items() if len(values_of) > 1}
     return [
-        f"{key[0]}, {str(key[1])[:12]}={found}, but should be the same in all reports (V14)" for key, found in several.items()
+        f"{key[0]}, {str(key[1])[:12]}={by_value}, but should be the same in all reports (V14)"
+        for key, by_value in several.items()
     ]
 
 
@@ -164,8 +165,9 @@ def _of_one_run(reports: list[dict]) -> list[str]:
             )
             traces.setdefault(key, {}).setdefault(tuple(curve["losses"]), set()).add(report["site"])
     return [
-        f"traces in {json.loads(key)[0]}={len(found)} ({'; '.join(', '.join(sorted(names)) for names in found.values())}), "
+        f"traces in {json.loads(key)[0]}={len(by_losses)} "
+        f"({'; '.join(', '.join(sorted(names)) for names in by_losses.values())}), "
         "but should be 1: nothing has failed, and one run gives one trace (V14)"
-        for key, found in traces.items()
-        if len(found) > 1
+        for key, by_losses in traces.items()
+        if len(by_losses) > 1
     ]

@@ -31,7 +31,7 @@ def faults(request, tmp_path_factory, pytestconfig) -> dict[str, list[str]]:
         sound = cluster.put_site("sound")
         assert cluster.on("login", "./install.sh", folder=sound).returncode == 0
 
-        def found(broken: make.Broken | None) -> list[str]:
+        def faults_of(broken: make.Broken | None) -> list[str]:
             name = f"broken-{ENTRIES.index(broken)}" if broken else "sound"
             user = Submitter(cluster, site, cluster.put_site(name) if broken else sound)
             if broken:
@@ -53,7 +53,7 @@ def faults(request, tmp_path_factory, pytestconfig) -> dict[str, list[str]]:
 
         entries = [None, *(broken for broken in ENTRIES if broken.what in chosen)]
         with ThreadPoolExecutor(4) as pool:
-            return dict(zip([entry.what if entry else "" for entry in entries], pool.map(found, entries), strict=True))
+            return dict(zip([entry.what if entry else "" for entry in entries], pool.map(faults_of, entries), strict=True))
 
 
 @clause("V6")

@@ -28,9 +28,9 @@ def certificate(folder: Path, *flags: str) -> tuple[int, dict]:
 def test_a_site_whose_ranks_ask_mpi(tmp_path):
     """Several ranks are mpiexec's, also where one is stopped or killed."""
     shutil.copytree(SOUND, tmp_path / "mine")
-    code, found = certificate(tmp_path / "mine", "--ranks", "2", "--limit-steps", "4", "--site", BY_MPI)
-    assert code == 0, [verdict for verdict in found["verdicts"] if verdict["state"] == "broken"]
-    assert {run["name"]: len(run["exit_codes"]) for run in found["runs"]}["killed-on"] == 2
+    code, document = certificate(tmp_path / "mine", "--ranks", "2", "--limit-steps", "4", "--site", BY_MPI)
+    assert code == 0, [verdict for verdict in document["verdicts"] if verdict["state"] == "broken"]
+    assert {run["name"]: len(run["exit_codes"]) for run in document["runs"]}["killed-on"] == 2
 
 
 def test_jobs_of_the_sites_own_script(tmp_path):
@@ -41,10 +41,10 @@ def test_jobs_of_the_sites_own_script(tmp_path):
     command += ["--output", str(tmp_path / "out")]
     result = subprocess.run(command, cwd=ROOT, env=machine.environ, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    found = json.loads((tmp_path / "out/certificate.json").read_text())
-    of_jobs = {verdict["promise"]: verdict["state"] for verdict in found["verdicts"] if "in a job at" in verdict["promise"]}
+    document = json.loads((tmp_path / "out/certificate.json").read_text())
+    of_jobs = {verdict["promise"]: verdict["state"] for verdict in document["verdicts"] if "in a job at" in verdict["promise"]}
     assert {*of_jobs.values()} == {"kept"} and len(of_jobs) >= 5 and len(machine.jobs()) == 7, (of_jobs, result.stdout)
-    assert not any("accelerators" in line for line in found["not_shown"])
+    assert not any("accelerators" in line for line in document["not_shown"])
 
 
 LARGE = """
@@ -83,10 +83,10 @@ def test_data_larger_than_memory(tmp_path):
     with open(tmp_path / "rows.bin", "wb") as file:
         file.truncate(200 * 2**30)
     (tmp_path / "program.py").write_text(LARGE.format(file=tmp_path / "rows.bin"))
-    code, found = certificate(tmp_path, "--ranks", "2", "--limit-rows", "64", "--limit-steps", "4")
-    broken = [verdict for verdict in found["verdicts"] if verdict["state"] == "broken"]
+    code, document = certificate(tmp_path, "--ranks", "2", "--limit-rows", "64", "--limit-steps", "4")
+    broken = [verdict for verdict in document["verdicts"] if verdict["state"] == "broken"]
     assert [verdict["promise"] for verdict in broken] == ["most held-out rows are no training rows"], broken  # nor are they
-    words = "; ".join(found["not_shown"])
+    words = "; ".join(document["not_shown"])
     assert code == 1 and "rows after the first 64" in words and "steps after the first 4" in words
 
 
@@ -98,11 +98,11 @@ def test_sound_programs_break_no_promise(program, tmp_path):
     command += ["--output", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    found = json.loads((tmp_path / "certificate.json").read_text())
-    assert len([verdict for verdict in found["verdicts"] if verdict["state"] == "kept"]) >= 15
+    document = json.loads((tmp_path / "certificate.json").read_text())
+    assert len([verdict for verdict in document["verdicts"] if verdict["state"] == "kept"]) >= 15
     page = (tmp_path / "certificate.html").read_text()
-    assert "<svg" in page and "fp64" in page and found["hashes"]["program"] in page
-    assert found["hashes"]["program"] in (tmp_path / "certificate.md").read_text()
+    assert "<svg" in page and "fp64" in page and document["hashes"]["program"] in page
+    assert document["hashes"]["program"] in (tmp_path / "certificate.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -38,13 +38,13 @@ def test_a_program_is_judged_in_jobs(broken, tmp_path, monkeypatch, pytestconfig
     monkeypatch.chdir(tmp_path)
     flags = ["--ranks", "2", "--limit-steps", "4", *["--first"] * broken]
     code = on_virtual_cluster(BY_SLURM, str(tmp_path / "mine/program.py"), pytestconfig.getoption("--tree"), flags)
-    found = json.loads((tmp_path / f"certificates/program-{BY_SLURM.name}/certificate.json").read_text())
-    of_jobs = {verdict["promise"]: verdict for verdict in found["verdicts"] if "in a job at" in verdict["promise"]}
-    assert code == broken, [verdict for verdict in found["verdicts"] if verdict["state"] == "broken"]
+    document = json.loads((tmp_path / f"certificates/program-{BY_SLURM.name}/certificate.json").read_text())
+    of_jobs = {verdict["promise"]: verdict for verdict in document["verdicts"] if "in a job at" in verdict["promise"]}
+    assert code == broken, [verdict for verdict in document["verdicts"] if verdict["state"] == "broken"]
     if broken:
         assert [verdict["state"] for verdict in of_jobs.values()] == ["broken"], of_jobs
         return
     stopped = next(verdict for promise, verdict in of_jobs.items() if promise.startswith("stopped"))
     assert {verdict["state"] for verdict in of_jobs.values()} == {"kept"} and len(of_jobs) >= 5, of_jobs
     assert "went on at step" in stopped["measured"]
-    assert "job-stopped-on" not in [run["name"] for run in found["runs"]]  # it came back by itself
+    assert "job-stopped-on" not in [run["name"] for run in document["runs"]]  # it came back by itself

@@ -181,8 +181,10 @@ class Machine:
                 assert text.count(changed[1]) == 1, f"{name} has {changed[1]!r} {text.count(changed[1])} times"
                 text = text.replace(changed[1], changed[2])
             (self.bin / name).write_text(text)
-        facts = FACTS | dict(PLAIN_HOME=str(folder / "plain"), IMAGE_PATH=str(self.home / "image/bin"), DOMAIN="", MPI_HOME="")
-        (self.home / "facts").write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in facts.items()))
+        machine_facts = FACTS | dict(
+            PLAIN_HOME=str(folder / "plain"), IMAGE_PATH=str(self.home / "image/bin"), DOMAIN="", MPI_HOME=""
+        )
+        (self.home / "facts").write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in machine_facts.items()))
         (self.here / "i.sif").touch()
         (self.here / "job.pbs").write_text(JOB)
         (self.here / "nodes").write_text("n1.domain\nn2.domain\n")
@@ -248,15 +250,15 @@ def test_rccl_looks_for_its_plugin_under_these_names(environ, tried):
 
 @pytest.fixture
 def build(tmp_path, monkeypatch):
-    """The layer of a site with these facts and these scripts."""
+    """The layer of a site with these tables and these scripts."""
     monkeypatch.setattr(prefix, "make", lambda cache: tmp_path)
     monkeypatch.setattr(layer, "compile_empty", lambda library: None)
 
-    def made(folder: Path = tmp_path, scripts: dict[str, str] | None = None, **facts):
+    def made(folder: Path = tmp_path, scripts: dict[str, str] | None = None, **toml):
         (folder / "site").mkdir(parents=True)
         for name, text in (scripts or {}).items():
             (folder / "site" / name).write_text(text)
-        return layer.build(Site(folder / "site", dict(name="made-up") | facts), folder / "layer")
+        return layer.build(Site(folder / "site", dict(name="made-up") | toml), folder / "layer")
 
     return made
 
@@ -268,10 +270,10 @@ def files(folder: Path) -> list[str]:
 def test_modules_are_exactly_those_of_site_toml(site, tmp_path, build):
     made = layer.build(site, tmp_path / "layer")
     below = [made.modulepath, *(path for path in made.paths.values() if path and path != tmp_path)]
-    there = sorted(str(path) for folder in below for path in folder.rglob("[!.]*.lua"))
+    paths = sorted(str(path) for folder in below for path in folder.rglob("[!.]*.lua"))
     named = site.toml.get("software", {}).get("modules", [])
-    assert len(there) == len(named)
-    assert all(any(path.endswith(f"/{module}.lua") for path in there) for module in named)
+    assert len(paths) == len(named)
+    assert all(any(path.endswith(f"/{module}.lua") for path in paths) for module in named)
 
 
 def test_a_module_behind_module_use_is_found_there_only(build):

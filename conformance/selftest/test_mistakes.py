@@ -40,12 +40,12 @@ def named(entry: dict) -> str:
 @pytest.mark.parametrize("mistake", PLANTED["mistake"], ids=named)
 def test_a_mistake_is_named_with_its_line(mistake, tmp_path):
     lines = planted(tmp_path / "mine", mistake)
-    code, found = certificate(tmp_path / "mine", "--ranks", "2", "--limit-steps", "12", "--first", "--site", BY_SRUN)
+    code, document = certificate(tmp_path / "mine", "--ranks", "2", "--limit-steps", "12", "--first", "--site", BY_SRUN)
     state = mistake.get("state", "broken")
     assert code == (state == "broken")
-    told = [verdict for verdict in found["verdicts"] if verdict["state"] == state]
-    saying = [verdict for verdict in told if mistake["says"] in f"{verdict['measured']} {verdict['reason']}"]
-    assert saying, f"{mistake['says']!r} is not in {told}"
+    verdicts = [verdict for verdict in document["verdicts"] if verdict["state"] == state]
+    saying = [verdict for verdict in verdicts if mistake["says"] in f"{verdict['measured']} {verdict['reason']}"]
+    assert saying, f"{mistake['says']!r} is not in {verdicts}"
     if mistake["line"]:
         pointed = [lines[verdict["where"] - 1] for verdict in saying if verdict["where"]]
         assert any(mistake["line"] in line for line in pointed), f"{mistake['line']!r} is not among {pointed}"
@@ -54,5 +54,5 @@ def test_a_mistake_is_named_with_its_line(mistake, tmp_path):
 @pytest.mark.parametrize("oddity", PLANTED["sound"], ids=named)
 def test_what_is_odd_and_sound_breaks_no_promise(oddity, tmp_path):
     planted(tmp_path / "mine", oddity)
-    code, found = certificate(tmp_path / "mine", "--ranks", "2", "--limit-steps", "8")
-    assert code == 0, [verdict for verdict in found["verdicts"] if verdict["state"] == "broken"]
+    code, document = certificate(tmp_path / "mine", "--ranks", "2", "--limit-steps", "8")
+    assert code == 0, [verdict for verdict in document["verdicts"] if verdict["state"] == "broken"]

@@ -178,12 +178,12 @@ def test_only_the_files_of_the_site_are_copied(tmp_path):
 
 
 def test_nothing_is_left_of_the_old_site(made):
-    facts = sites.find([str(made)])[0].toml
-    assert facts["name"] == NAME and facts["verified"] == dict(
+    toml = sites.find([str(made)])[0].toml
+    assert toml["name"] == NAME and toml["verified"] == dict(
         status="never-run", evidence="nothing yet", unverified=[new_site.NEVER_SHOWN]
     )
-    assert not any(value for name in ("node", "queue", "software") for value in facts.get(name, {}).values())
-    assert facts["job"] == OLD.toml["job"]
+    assert not any(value for name in ("node", "queue", "software") for value in toml.get(name, {}).values())
+    assert toml["job"] == OLD.toml["job"]
     for path in made.iterdir():
         tables = new_site.tables(path.read_text()) if path.suffix == ".toml" else [("", path.read_text().splitlines())]
         own = [line for header, lines in tables if header != "[[sources]]" for line in lines if not new_site.is_mark(line)]

@@ -158,8 +158,8 @@ def test_every_command_succeeds(check, followed):
     check.holds(*failures(followed))
     check.equal(commands=([*followed], PAGE.commands[:-1]))
     tried, shown, used = [*followed.values()][-3:]  # the training by itself, --help, and the weights
-    told = [line for line in tried.stdout.splitlines() if line.startswith("note=") and "--reduction canonical" in line]
-    check.equal(notes_that_name_canonical=(len(told), 1), on_the_page=(PAGE.says("`note=`"), True))
+    notes = [line for line in tried.stdout.splitlines() if line.startswith("note=") and "--reduction canonical" in line]
+    check.equal(notes_that_name_canonical=(len(notes), 1), on_the_page=(PAGE.says("`note=`"), True))
     check.equal(a_prediction=(bool(re.fullmatch(r"label \d predicted \d", used.stdout.strip())), True))
     own = re.findall(r'add\("(--[\w-]+)"', "".join(text for name, text in PAGE.blocks if name))
     check.equal(own_flags_in_the_help=([flag for flag in own if flag in shown.stdout], own), has_own_flags=(bool(own), True))
@@ -169,11 +169,11 @@ def test_every_command_succeeds(check, followed):
 @clause("V12")
 def test_its_job_trains(check, job):
     """By all ranks, every epoch, at falling losses, until nearly all held-out rows are right."""
-    code, run, facts = job.code(), job.run(), PAGE.site.toml["job"]
+    code, run, settings = job.code(), job.run(), PAGE.site.toml["job"]
     check.equal(exit_code=(f"{code}: {job.last_words()}" if code else 0, 0))
     losses, epochs = run.values("epoch", "loss"), int(re.search(r"--epochs (\d+)", PAGE.commands[-1])[1])
     check.equal(epochs=(len(losses), epochs), losses=(losses, sorted(losses, reverse=True)))
-    check.equal(ranks=(len(job.starts()[0]["ranks"]), facts["nodes"] * facts["ranks_per_node"]))
+    check.equal(ranks=(len(job.starts()[0]["ranks"]), settings["nodes"] * settings["ranks_per_node"]))
     right = run.values("epoch", "eval_accuracy")[-1]
     check.equal(more_than_nine_tenths=(right > 0.9, PAGE.says("more than nine tenths of the held-out rows are right")))
 

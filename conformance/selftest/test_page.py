@@ -25,14 +25,14 @@ OPTIONS = """--headless=new --no-sandbox --disable-gpu --disable-background-netw
 
 def tools() -> tuple[str, str]:
     """chromium and chromedriver. Fails, and does not skip, where one is missing."""
-    found = [shutil.which(name) for name in ("chromium", "chromedriver")]
+    commands = [shutil.which(name) for name in ("chromium", "chromedriver")]
     try:
         import selenium  # noqa: F401
     except ImportError:
-        found.append(None)
-    if None in found:
+        commands.append(None)
+    if None in commands:
         pytest.fail("no browser to test the page in: apt install chromium chromium-driver; pip install selenium", pytrace=False)
-    return found[0], found[1]
+    return commands[0], commands[1]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def show(driver, tmp_path):
 def asks_the_network(shown: Shown) -> list[str]:
     """Requests for anything but the page itself, and errors on the console."""
     messages = [json.loads(entry["message"])["message"] for entry in shown.driver.get_log("performance")]
-    urls = [told["params"]["request"]["url"] for told in messages if told["method"] == "Network.requestWillBeSent"]
+    urls = [message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"]
     assert shown.path.as_uri() in urls, "the log of requests is empty"
     errors = [entry["message"] for entry in shown.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
     return [url for url in urls if url != shown.path.as_uri()] + errors
@@ -132,25 +132,25 @@ return [texts, objections];
 
 def is_hard_to_see(shown: Shown) -> list[str]:
     """Text, of HTML and SVG, and lines with too little contrast for WCAG AA, in light, dark and print."""
-    found = []
+    faint = []
     for media, scheme in (("screen", "light"), ("screen", "dark"), ("print", "dark")):
         shown.look(media=media, scheme=scheme)
         texts, objections = shown.js(CONTRAST)
         assert texts > 50
-        found += [f"{media}, {scheme}: {text}" for text in objections]
-    return found
+        faint += [f"{media}, {scheme}: {text}" for text in objections]
+    return faint
 
 
 def is_lost_in_print(shown: Shown) -> list[str]:
     """Cells that are hidden, tables that are cut off, ink on the whole sheet."""
     shown.look(PAPER, "print", "dark")
-    found = shown.js("""
+    lost = shown.js("""
         const hidden = [...document.querySelectorAll("th, td, summary, figure")].filter((cell) => !cell.checkVisibility());
         const cut = [...document.querySelectorAll(".frame")].filter((it) => it.scrollWidth > it.clientWidth + 1);
         return [...hidden.map((it) => "hidden: " + it.textContent), ...cut.map((it) => "cut off: " + it.ariaLabel)];
     """)
     paper = shown.js("return getComputedStyle(document.documentElement).backgroundColor")
-    return found + ([] if paper == "rgb(255, 255, 255)" else [f"paper is {paper}"])
+    return lost + ([] if paper == "rgb(255, 255, 255)" else [f"paper is {paper}"])
 
 
 INTERACTIVE = "a[href], button, summary, input, select, [tabindex]"
@@ -191,27 +191,27 @@ def does_not_open(shown: Shown) -> list[str]:
     """
     for number in range(count):
         shown.js(f"document.querySelectorAll('.group button')[{number}].focus()")
-        told = [shown.js(state.format(number))]
+        states = [shown.js(state.format(number))]
         for key in (Keys.ENTER, Keys.SPACE):
             shown.press(key)
-            told.append(shown.js(state.format(number)))
-        if told not in ([["true"] * 2, ["false"] * 2, ["true"] * 2], [["false"] * 2, ["true"] * 2, ["false"] * 2]):
-            objections.append(f"group {number}: {told}")
+            states.append(shown.js(state.format(number)))
+        if states not in ([["true"] * 2, ["false"] * 2, ["true"] * 2], [["false"] * 2, ["true"] * 2, ["false"] * 2]):
+            objections.append(f"group {number}: {states}")
     return objections + ([] if count else ["no groups"])
 
 
 def is_too_wide(shown: Shown) -> list[str]:
     """Widths at which the page scrolls sideways, with all of it open."""
-    found = []
+    too_wide = []
     for width in (PHONE, DESK):
         shown.look(width)
-        there = shown.js("""
+        scroll_width = shown.js("""
             document.querySelectorAll("details").forEach((it) => { it.open = true; });
             document.querySelectorAll("tbody[hidden]").forEach((it) => { it.hidden = false; });
             return document.documentElement.scrollWidth;
         """)
-        found += [f"{there} > {width}"] if there > width else []
-    return found
+        too_wide += [f"{scroll_width} > {width}"] if scroll_width > width else []
+    return too_wide
 
 
 def is_mute(shown: Shown) -> list[str]:
@@ -402,8 +402,8 @@ def test_what_a_report_says_cannot_change_the_page():
 
 @clause("V7")
 def test_cells_tell_state_rung_date_and_reason():
-    told = checked(outcome="expected-failure", reason="the launcher miscounts", link="https://example.org/1")
-    html = page.render(evidence(("2031-05-04", [part("cluster", checks=[told])])))
+    expected_failure = checked(outcome="expected-failure", reason="the launcher miscounts", link="https://example.org/1")
+    html = page.render(evidence(("2031-05-04", [part("cluster", checks=[expected_failure])])))
     text = re.sub(r"<[^>]+>", " ", html[html.index("<table") : html.index("</table>")])
     assert re.search(r"L2\s+Losses are the golden ones.\s+!\s+expected failure\s+cluster\s+2031-05-04", text)
     assert "[cluster rung, srun, world size 2]: the launcher miscounts" in text

@@ -67,10 +67,10 @@ class PbsJob:
 
     def until(self, letter: str) -> dict[str, str]:
         end = time.monotonic() + 60
-        while (facts := self.fields()).get("job_state") != letter:
-            assert time.monotonic() < end, facts
+        while (fields := self.fields()).get("job_state") != letter:
+            assert time.monotonic() < end, fields
             time.sleep(0.1)
-        return facts
+        return fields
 
     def says(self, name: str, word: str = "") -> str:
         """What a file in its folder holds, as soon as the word is in it."""
@@ -130,8 +130,8 @@ def test_more_time_than_the_queue_gives_is_refused(pbs):
 def test_more_nodes_than_there_are_wait_for_ever(pbs):
     job = PbsJob(pbs, "true", "-l select=3")
     assert job.code == 0, job.errors
-    facts = job.fields()
-    assert (facts["job_state"], facts["comment"]) == ("Q", "Can Never Run: Not enough total nodes available")
+    fields = job.fields()
+    assert (fields["job_state"], fields["comment"]) == ("Q", "Can Never Run: Not enough total nodes available")
     assert pbs.on("login", f"qdel {job.id}").returncode == 0
     assert "Exit_status" not in job.until("F")
     assert pbs.on("login", f"qdel {job.id}").returncode == 35

@@ -53,16 +53,16 @@ SITES = [
 
 
 def part(rung="process", world_size=2, backend="gloo", expected=None, checks=(), curves=(), **others) -> dict:
-    facts = dict(format=1, rung=rung, backend=backend, device="cpu", world_size=world_size, objections=[])
-    facts |= dict(versions=dict(python="3.11.2", torch="2.13.0", mpi="MPICH", ddp_core="1.0"))
-    facts |= dict(machine=dict(cores=2, accelerator=None, accelerators=0))
-    facts |= dict(files=dict(core="c0", conformance="f0", sites=dict.fromkeys(("ash", "birch"), "s0")))
-    return facts | dict(expected=expected or {}, checks=[*checks], curves=[*curves]) | others
+    defaults = dict(format=1, rung=rung, backend=backend, device="cpu", world_size=world_size, objections=[])
+    defaults |= dict(versions=dict(python="3.11.2", torch="2.13.0", mpi="MPICH", ddp_core="1.0"))
+    defaults |= dict(machine=dict(cores=2, accelerator=None, accelerators=0))
+    defaults |= dict(files=dict(core="c0", conformance="f0", sites=dict.fromkeys(("ash", "birch"), "s0")))
+    return defaults | dict(expected=expected or {}, checks=[*checks], curves=[*curves]) | others
 
 
 def checked(site="ash", clauses="L2", outcome="passed", **others) -> dict:
-    facts = dict(site=site, launcher="srun", name="losses_are_golden", case="", clauses=clauses.split(), outcome=outcome)
-    return facts | dict(message="", reason="", link="", what=None, deviation=None, limit=None) | others
+    defaults = dict(site=site, launcher="srun", name="losses_are_golden", case="", clauses=clauses.split(), outcome=outcome)
+    return defaults | dict(message="", reason="", link="", what=None, deviation=None, limit=None) | others
 
 
 def evidence(*dated: tuple[str, list[dict]], sites=SITES, spec=SPEC, now=None) -> Evidence:
@@ -74,15 +74,15 @@ def evidence(*dated: tuple[str, list[dict]], sites=SITES, spec=SPEC, now=None) -
 def realistic() -> Evidence:
     """The reports of this repository, as if of today's files and of two days, with a failure and an expected one."""
     reports = [verify.read(path) for path in sorted((report.HERE / "reports").glob("*/*.json"))]
-    next(found for found in reports if found["site"] == "core" and found["rung"] == "static")["date"] = "2026-11-01"
-    one, other = [found for found in reports if found["rung"] == "process" and found["curves"]][:2]
-    for found, name, changed in (
+    next(document for document in reports if document["site"] == "core" and document["rung"] == "static")["date"] = "2026-11-01"
+    one, other = [document for document in reports if document["rung"] == "process" and document["curves"]][:2]
+    for document, name, changed in (
         (one, "C1", dict(outcome="failed", message="exit codes=[75, 0], but should be all 75 (C1)")),
         (other, "R3", EXPECTED | dict(clauses=["R3"])),
     ):
-        next(check for check in found["checks"] if name in check["clauses"]).update(changed)
-    facts, spec = [site.toml for site in sites.find()], (report.HERE / "SPEC.md").read_text()
-    return Evidence(reports, facts, spec, golden.load()["losses"], lambda *_: {})
+        next(check for check in document["checks"] if name in check["clauses"]).update(changed)
+    tomls, spec = [site.toml for site in sites.find()], (report.HERE / "SPEC.md").read_text()
+    return Evidence(reports, tomls, spec, golden.load()["losses"], lambda *_: {})
 
 
 # ---- parts to reports ----------------------------------------------------------------------------------------------
@@ -290,16 +290,16 @@ def test_which_files_make_a_report_one_of_other_files(ash, file, old, new, chang
 def test_a_session_writes_down_what_it_runs_and_a_login_node_merges_it(tmp_path):
     """Where neither jinja2 nor matplotlib, nor torch, can be imported. Then the core is edited, and the page says so."""
     root = make.copy(tmp_path / "copy")
-    told = make.start(
+    session = make.start(
         root, 0, "--site", make.SOUND, "--clause", "F1", f"--part={tmp_path}/parts", "conformance/checks/test_static.py"
     )
-    assert told.returncode == 0, told.stdout + told.stderr
+    assert session.returncode == 0, session.stdout + session.stderr
     reports = root / make.SOUND / "reports"
 
     def command(before: str, *arguments: str) -> str:
         code = f"import sys; {before}; from conformance.report.__main__ import main; sys.exit(main(sys.argv[1:]))"
         environ = os.environ | dict(PYTHONPATH=f"{root}{os.pathsep}{root}/core/src")
-        ended = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", code, f"--reports={reports}", *arguments],
             cwd=root,
             env=environ,
@@ -308,8 +308,8 @@ def test_a_session_writes_down_what_it_runs_and_a_login_node_merges_it(tmp_path)
             text=True,
             timeout=60,
         )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        return ended.stdout
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
 
     login_node = "sys.modules |= dict.fromkeys(['jinja2', 'matplotlib', 'torch', 'numpy', 'ddp_core'])"
     assert "✓2" in command(login_node, f"--parts={tmp_path}/parts")
@@ -326,7 +326,7 @@ NONE, FOUR = dict(cores=2, accelerator=None, accelerators=0), dict(cores=8, acce
 ON_CPU = dict(python="3.11.2", torch="2.13.0+cpu", mpi="MPICH", ddp_core="1.0")
 ON_GPU, ON_SLURM = ON_CPU | dict(torch="2.13.0+cu126"), ON_CPU | dict(slurm="22.05.8")
 SHAPED = [
-    facts | dict(scheduler=scheduler, node=dict(devices=4)) for facts, scheduler in zip(SITES, ("slurm", "pbs"), strict=True)
+    toml | dict(scheduler=scheduler, node=dict(devices=4)) for toml, scheduler in zip(SITES, ("slurm", "pbs"), strict=True)
 ]
 
 
@@ -357,8 +357,8 @@ def contradictions(*reports: dict) -> list[str]:
 @clause("V14")
 def test_believable_reports_are_believed():
     rungs = ("static", "process", "device", "cluster", "machine")
-    there = [believable(rung) for rung in rungs] + [believable("process", "birch")]
-    assert contradictions(*there) == []
+    reports = [believable(rung) for rung in rungs] + [believable("process", "birch")]
+    assert contradictions(*reports) == []
 
 
 OFF = [loss.hex() for loss in [golden.load()["losses"][0] * 1.001, *golden.load()["losses"][1:]]]

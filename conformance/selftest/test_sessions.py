@@ -51,9 +51,9 @@ def test_a_sites_files_are_read_and_it_trains_in_2_4_and_1_ranks(commands):
 
 def test_everything_runs_whatever_fails(commands):
     commands.fail = {"mpiexec -n 2 ": 1, f"--site={FIRST}": 1}
-    told = program.main([])
-    assert told.endswith(f"\n\n3 of {len(SITES) + 6} commands above failed") and f"{FIRST}: failed, see " in told
-    assert "sites-2: failed, see " in told and "core-2: failed, see " in told
+    message = program.main([])
+    assert message.endswith(f"\n\n3 of {len(SITES) + 6} commands above failed") and f"{FIRST}: failed, see " in message
+    assert "sites-2: failed, see " in message and "core-2: failed, see " in message
     assert len(commands) == len(SITES) + 7
 
 
@@ -110,9 +110,9 @@ def test_no_such_device(commands, monkeypatch):
 
 
 def test_no_such_site(commands, capsys):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as excinfo:
         program.main(["extras", "--site", "nowhere"])
-    assert ended.value.code == 2 and "--site nowhere is neither one of" in capsys.readouterr().err
+    assert excinfo.value.code == 2 and "--site nowhere is neither one of" in capsys.readouterr().err
 
 
 def test_a_site_elsewhere_keeps_its_own_reports(commands, tmp_path_factory):

@@ -66,16 +66,18 @@ class Machine:
             *([f"--device={device}"] * bool(device)),
         ]
         pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "hurry", "conformance/checks/test_run.py"]
-        told = dict(cwd=ROOT, env=self.environ | environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        popen_arguments = dict(
+            cwd=ROOT, env=self.environ | environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         # A shell that starts something in the background has it ignore Ctrl-C, which is inherited.
         listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        return subprocess.Popen([*pytest, *asked, *options], preexec_fn=listen, **told)  # noqa: PLW1509
+        return subprocess.Popen([*pytest, *asked, *options], preexec_fn=listen, **popen_arguments)  # noqa: PLW1509
 
-    def rung(self, *options: str, **told: str) -> tuple[int, str]:
+    def rung(self, *options: str, **keywords: str) -> tuple[int, str]:
         """Exit code of the session, and what it said."""
-        session = self.start(*options, **told)
-        said, _ = session.communicate(timeout=200)
-        return session.returncode, said
+        session = self.start(*options, **keywords)
+        output, _ = session.communicate(timeout=200)
+        return session.returncode, output
 
     def jobs(self) -> list[dict]:
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("job-*.json"))]
@@ -86,19 +88,19 @@ def machine(tmp_path) -> Machine:
     return Machine(tmp_path)
 
 
-def rejected(ended: tuple[int, str], *words: str, code: int = 1) -> None:
+def rejected(outcome: tuple[int, str], *words: str, code: int = 1) -> None:
     __tracebackhide__ = True
-    missing = [word for word in words if word not in ended[1]]
-    if ended[0] != code or missing:
-        pytest.fail(f"exit code {ended[0]}, and nothing says {missing}:\n{ended[1][-4000:]}", pytrace=False)
+    missing = [word for word in words if word not in outcome[1]]
+    if outcome[0] != code or missing:
+        pytest.fail(f"exit code {outcome[0]}, and nothing says {missing}:\n{outcome[1][-4000:]}", pytrace=False)
 
 
-def refused(ended: tuple[int, str], *words: str, code: int = 2) -> None:
+def refused(outcome: tuple[int, str], *words: str, code: int = 2) -> None:
     """In one line, and without a traceback."""
     __tracebackhide__ = True
-    rejected(ended, *words, code=code)
-    assert "Traceback" not in ended[1] and ".py:" not in ended[1], ended[1]
-    assert any(all(word in line for word in words) for line in ended[1].splitlines()), ended[1]
+    rejected(outcome, *words, code=code)
+    assert "Traceback" not in outcome[1] and ".py:" not in outcome[1], outcome[1]
+    assert any(all(word in line for word in words) for line in outcome[1].splitlines()), outcome[1]
 
 
 # ---- from a job script to a report ----------------------------------------------------------------------------------
@@ -107,13 +109,13 @@ def refused(ended: tuple[int, str], *words: str, code: int = 2) -> None:
 @clause("V7", "V13")
 @pytest.mark.timeout(240)
 def test_a_sound_site_passes_and_is_reported_as_of_the_machine(machine, tmp_path, check):
-    code, said = machine.rung("--part", str(tmp_path / "parts"))
-    assert code == 0, said
+    code, output = machine.rung("--part", str(tmp_path / "parts"))
+    assert code == 0, output
     # Twice each of two runs, one summed flat, a user's own file, another seed, a mistyped flag; then what the first has left.
-    assert len(machine.jobs()) == 9, said
+    assert len(machine.jobs()) == 9, output
     (part,) = (json.loads(path.read_text()) for path in (tmp_path / "parts").glob("*.json"))
-    facts = {name: part[name] for name in ("rung", "backend", "device", "world_size")}
-    check["V7"].equal(part=(facts, dict(rung="machine", backend="gloo", device="cpu", world_size=2)))
+    actual = {name: part[name] for name in ("rung", "backend", "device", "world_size")}
+    check["V7"].equal(part=(actual, dict(rung="machine", backend="gloo", device="cpu", world_size=2)))
     assert {"torch", "ddp_core"} == {*part["versions"]}
     assert {check["outcome"] for check in part["checks"]} == {"passed"}
     check["V13"].equal(core=(part["files"]["core"], files.of_folder(files.core())))
@@ -141,16 +143,16 @@ def test_a_script_that_always_returns_0(machine):
 def test_two_nodes_that_are_one_and_no_accelerator(machine):
     """The job asks for none, so that a fallback to the CPU is silent; stand-in nodes are all this machine."""
     small = SMALL.replace("--nodes=1 --ntasks-per-node=2", "--nodes=2 --ntasks-per-node=1")
-    ended = machine.rung("--clause", "R2", "--clause", "R4", submit=small, device="", geometry="2x1")
-    rejected(ended, "hosts=1, but should be 2", "(R4)", "'an accelerator:0'", "(R2)")
+    outcome = machine.rung("--clause", "R2", "--clause", "R4", submit=small, device="", geometry="2x1")
+    rejected(outcome, "hosts=1, but should be 2", "(R4)", "'an accelerator:0'", "(R2)")
 
 
 # ---- no verdict on the site -----------------------------------------------------------------------------------------
 
 
 def test_the_scheduler_refuses(machine):
-    said = machine.rung(submit=SMALL.replace("made-up", "my_account"))
-    refused(said, "sbatch has refused job.sl: sbatch: error: Batch job submission failed: Invalid account")
+    outcome = machine.rung(submit=SMALL.replace("made-up", "my_account"))
+    refused(outcome, "sbatch has refused job.sl: sbatch: error: Batch job submission failed: Invalid account")
 
 
 def test_nothing_is_installed(machine):
@@ -176,14 +178,14 @@ def test_a_cancelled_job_fails_its_checks(machine):
     session = machine.start("--clause", "L2", submit=f"{SMALL} --hold")
     wait_for(machine.jobs)
     subprocess.run([machine.folder / "bin/scancel", "1"], check=True)
-    said, _ = session.communicate(timeout=60)
-    rejected((session.returncode, said), "exit codes=['CANCELLED, of job 1']", "job 1 left no log", "(L2)")
+    output, _ = session.communicate(timeout=60)
+    rejected((session.returncode, output), "exit codes=['CANCELLED, of job 1']", "job 1 left no log", "(L2)")
 
 
 def test_a_job_that_takes_too_long_is_left_alone(machine):
-    ended = machine.rung("--clause", "L2", "--submit-timeout=1", submit=f"{SMALL} --hold")
-    refused(ended, "job 1 is still PENDING (JobHeldUser) after 1 s")
-    rejected(ended, "to cancel them: scancel 1", code=2)
+    outcome = machine.rung("--clause", "L2", "--submit-timeout=1", submit=f"{SMALL} --hold")
+    refused(outcome, "job 1 is still PENDING (JobHeldUser) after 1 s")
+    rejected(outcome, "to cancel them: scancel 1", code=2)
 
 
 def test_ctrl_c_leaves_the_jobs_and_says_so(machine):
@@ -191,8 +193,8 @@ def test_ctrl_c_leaves_the_jobs_and_says_so(machine):
     wait_for(lambda: len(machine.jobs()) == 2)
     time.sleep(0.5)
     session.send_signal(signal.SIGINT)
-    said, _ = session.communicate(timeout=60)
-    rejected((session.returncode, said), "jobs left as they are: 1 2; to cancel them: scancel 1 2", code=2)
+    output, _ = session.communicate(timeout=60)
+    rejected((session.returncode, output), "jobs left as they are: 1 2; to cancel them: scancel 1 2", code=2)
 
 
 def wait_for(come) -> None:
@@ -208,8 +210,8 @@ def wait_for(come) -> None:
 def test_nothing_of_this_environment_reaches_the_job(machine):
     """sbatch hands on what it is called with; a virtual environment in it would hide the site's own torch."""
     machine.change("job.sl", "set -euo pipefail", "set -euo pipefail\nexport >seen\ncommand -v python3 >which")
-    code, said = machine.rung("--clause", "J2")
-    assert code == 0, said
+    code, output = machine.rung("--clause", "J2")
+    assert code == 0, output
     seen = (machine.site / "seen").read_text()
     leaks = [name for name in ("VIRTUAL_ENV", "PYTHONPATH", "NOX_", "PYTEST_", "OMP_NUM_THREADS", "venv/bin") if name in seen]
     assert not leaks and "SLURM_JOB_ID" in seen, leaks
@@ -226,31 +228,31 @@ def test_a_leak_would_be_seen(machine):
 
 
 def test_accounting_is_asked_where_the_scheduler_has_forgotten(machine):
-    code, said = machine.rung("--clause", "J2", STAND_IN_FORGETS="1")
-    assert code == 0, said
+    code, output = machine.rung("--clause", "J2", STAND_IN_FORGETS="1")
+    assert code == 0, output
 
 
 def test_pbs_and_a_queue_that_takes_one_job(machine):
     (machine.site / "job.pbs").write_text(PBS)
     machine.change("site.toml", 'scheduler = "slurm"', 'scheduler = "pbs"')
     machine.change("site.toml", 'submit = "job.sl"', 'submit = "job.pbs"')
-    code, said = machine.rung("--clause", "J1", "--clause", "J2", submit="-A made-up", STAND_IN_ROOM="1")
-    assert code == 0 and "qsub has refused job.pbs: qsub: would exceed" in said, said
+    code, output = machine.rung("--clause", "J1", "--clause", "J2", submit="-A made-up", STAND_IN_ROOM="1")
+    assert code == 0 and "qsub has refused job.pbs: qsub: would exceed" in output, output
     assert [job["number"] for job in machine.jobs()] == ["1", "2"]
 
 
 def test_what_another_job_of_this_number_has_printed_is_not_read(machine):
     """The stand-in appends as well; while another job runs, this one waits."""
     (machine.site / "slurm-2.out").write_text("error: --epochs, said long ago\n")
-    code, said = machine.rung("--clause", "J1", "--clause", "J2")
-    assert code == 0, said
+    code, output = machine.rung("--clause", "J1", "--clause", "J2")
+    assert code == 0, output
     assert (machine.site / "slurm-2.out").read_text().count("--epochs") == 2
 
 
 def test_what_a_job_prints_just_after_it_was_seen_waiting_is_read(machine):
     """The stand-in starts it while the suite looks at it for the first time, and has it end before the second look."""
-    code, said = machine.rung("--clause", "J2", STAND_IN_WAITS="1")
-    assert code == 0, said
+    code, output = machine.rung("--clause", "J2", STAND_IN_WAITS="1")
+    assert code == 0, output
 
 
 def test_nodes_are_not_named_in_the_report(machine, tmp_path):
@@ -265,9 +267,9 @@ def test_qsub_cannot_hand_on_a_space():
         Pbs.command("job.pbs", [], ["--run-dir", "/a folder"])
 
 
-@pytest.mark.parametrize("ended, code", [("0:0", 0), ("75:0", 75), ("0:9", 137)])
-def test_exit_codes_of_slurm(ended, code):
-    assert Slurm.code("COMPLETED" if code == 0 else "FAILED", ended) == code
+@pytest.mark.parametrize("exit_code, code", [("0:0", 0), ("75:0", 75), ("0:9", 137)])
+def test_exit_codes_of_slurm(exit_code, code):
+    assert Slurm.code("COMPLETED" if code == 0 else "FAILED", exit_code) == code
 
 
 @pytest.mark.parametrize("status, code", [("0", 0), ("75", 75), ("271", 143), ("-29", -29)])
@@ -278,6 +280,6 @@ def test_exit_codes_of_pbs(status, code):
 
 def test_jobs_need_a_geometry(machine, monkeypatch):
     monkeypatch.setenv("PATH", f"{machine.folder}/bin")
-    facts = dict(name="sound", scheduler="slurm", submit="job.sl")
+    toml = dict(name="sound", scheduler="slurm", submit="job.sl")
     with pytest.raises(NotSubmitted, match="--geometry"):
-        submit.Jobs(Site(machine.site, facts))
+        submit.Jobs(Site(machine.site, toml))

@@ -30,15 +30,15 @@ def test_sites_that_are_not_in_the_repository_pass():
     """Two made-up ones, with a launcher of their own and with MPI: both write the same snapshots. What is about the core alone
     has been checked with the sites of the repository.
     """
-    ended = make.start(ROOT, 2, *SITE, "--site", f"{make.SOUND}-mpi", "--about", "sites", seconds=500)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = make.start(ROOT, 2, *SITE, "--site", f"{make.SOUND}-mpi", "--about", "sites", seconds=500)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @clause("V10")
 @pytest.mark.parametrize("folder", [make.SOUND, f"{make.SOUND}-mpi"])
 def test_their_files_pass(folder):
-    ended = make.start(ROOT, 0, "conformance/checks/test_static.py", "--site", folder)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = make.start(ROOT, 0, "conformance/checks/test_static.py", "--site", folder)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_what_install_sh_leaves_is_no_script(tmp_path):
@@ -59,8 +59,8 @@ def test_what_install_sh_leaves_is_no_script(tmp_path):
 @clause("V1")
 @rejects("V1")
 def test_too_few_ranks_are_rejected():
-    ended = make.start(ROOT, 2, *ORDER, EXPECT_WORLD="4")
-    make.rejected(ended, "V1", "EXPECT_WORLD=4, but this is a world of 2")
+    result = make.start(ROOT, 2, *ORDER, EXPECT_WORLD="4")
+    make.rejected(result, "V1", "EXPECT_WORLD=4, but this is a world of 2")
 
 
 @clause("V2")
@@ -75,9 +75,9 @@ def pytest_runtest_setup(item):
         pytest.skip("no such device")
 """
     )
-    ended = make.start(ROOT, 2, *ORDER, "-p", "skips_one", PYTHONPATH=str(tmp_path))
-    make.rejected(ended, "V2", "1 required checks were skipped, but should have run: order_of_samples")
-    assert "2 passed, 1 skipped" in ended.stdout
+    result = make.start(ROOT, 2, *ORDER, "-p", "skips_one", PYTHONPATH=str(tmp_path))
+    make.rejected(result, "V2", "1 required checks were skipped, but should have run: order_of_samples")
+    assert "2 passed, 1 skipped" in result.stdout
 
 
 @clause("V2")
@@ -104,17 +104,17 @@ def pytest_runtest_call(item):
     assert MPI.COMM_WORLD.rank != 1, "rank 1 has tripped"
 """
     )
-    ended = make.start(ROOT, 2, *ORDER, "-p", "fails_alone", PYTHONPATH=str(tmp_path))
-    make.rejected(ended, "V3", "rank 1 alone, so that all are ended")
-    assert "rank 1 has tripped" in ended.stderr
+    result = make.start(ROOT, 2, *ORDER, "-p", "fails_alone", PYTHONPATH=str(tmp_path))
+    make.rejected(result, "V3", "rank 1 alone, so that all are ended")
+    assert "rank 1 has tripped" in result.stderr
 
 
 @clause("V4")
 @rejects("V4")
 def test_the_other_pytest_mpi_is_rejected(tmp_path):
     (tmp_path / "pytest_mpi.py").write_text("")  # mpi-pytest takes this name, and has no MPIPlugin
-    ended = make.start(ROOT, 0, *ORDER, PYTHONPATH=str(tmp_path))
-    make.rejected(ended, "V4", "pip uninstall mpi-pytest")
+    result = make.start(ROOT, 0, *ORDER, PYTHONPATH=str(tmp_path))
+    make.rejected(result, "V4", "pip uninstall mpi-pytest")
 
 
 EXPECTED = """
@@ -130,9 +130,9 @@ def test_an_expected_failure_is_told_as_such(tmp_path):
     root = make.copy(tmp_path)
     make.replace(root / make.SOUND / "site.toml", "\n[verified]", f"{EXPECTED}\n[verified]")
     make.replace(root / make.SOUND / "install.sh", None, None)
-    ended = make.start(root, 0, *SITE, "--clause", "F1", "conformance/checks/test_static.py")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "0 of 1 passed, 1 failed as expected" in ended.stdout, ended.stdout
+    result = make.start(root, 0, *SITE, "--clause", "F1", "conformance/checks/test_static.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "0 of 1 passed, 1 failed as expected" in result.stdout, result.stdout
 
 
 @clause("V9")
@@ -140,8 +140,8 @@ def test_an_expected_failure_is_told_as_such(tmp_path):
 def test_a_failure_that_is_expected_in_vain_is_rejected(tmp_path):
     root = make.copy(tmp_path)
     make.replace(root / make.SOUND / "site.toml", "\n[verified]", f"{EXPECTED}\n[verified]")
-    ended = make.start(root, 0, *SITE, "--clause", "F1", "conformance/checks/test_static.py")
-    make.rejected(ended, "V9", "F1 in site.toml, but it passes: delete the entry")
+    result = make.start(root, 0, *SITE, "--clause", "F1", "conformance/checks/test_static.py")
+    make.rejected(result, "V9", "F1 in site.toml, but it passes: delete the entry")
 
 
 @clause("V9")
@@ -150,8 +150,8 @@ def test_a_failure_that_is_expected_in_vain_is_rejected(tmp_path):
 def test_what_a_run_computes_is_not_excused(tmp_path, name):
     root = make.copy(tmp_path)
     make.replace(root / make.SOUND / "site.toml", "\n[verified]", f"{EXPECTED.replace('F1', name)}\n[verified]")
-    ended = make.start(root, 0, *SITE, "--clause", "F1", "conformance/checks/test_static.py")
-    make.rejected(ended, "V9", f"expected_failures: {name} in site.toml, but should be in none of the groups D, L, S, C")
+    result = make.start(root, 0, *SITE, "--clause", "F1", "conformance/checks/test_static.py")
+    make.rejected(result, "V9", f"expected_failures: {name} in site.toml, but should be in none of the groups D, L, S, C")
 
 
 # ---- the spec, its tests, and what they have rejected -------------------------------------------------------------

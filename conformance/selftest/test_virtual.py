@@ -170,11 +170,11 @@ def test_of_a_tree_the_scheduler_is_not_asked_for_here(tmp_path, commands):
 
 def test_a_tree_is_made_once_and_whole(tmp_path, commands):
     commands(setpriv='for last; do before=${folder:-} folder=${last%/debian}; done; echo > "$before/made"', mmdebstrap="")
-    there = tree.make(tmp_path / "cache")
-    assert [path.name for path in there.iterdir()] == ["made"] and there.stat().st_mode & 0o777 == 0o755
+    folder = tree.make(tmp_path / "cache")
+    assert [path.name for path in folder.iterdir()] == ["made"] and folder.stat().st_mode & 0o777 == 0o755
     commands(setpriv="exit 1")
-    assert tree.make(tmp_path / "cache") == there
-    assert [*(tmp_path / "cache").iterdir()] == [there]
+    assert tree.make(tmp_path / "cache") == folder
+    assert [*(tmp_path / "cache").iterdir()] == [folder]
 
 
 def test_where_no_tree_can_be_made_it_is_said(tmp_path, commands, monkeypatch):

@@ -12,12 +12,12 @@ DEFAULT = "libnccl-net.so"  # and not librccl-net.so, under which OLCF's module 
 
 def names(environ: Mapping[str, str]) -> list[str]:
     """What it passes to dlopen, in this order, until one loads."""
-    found = []
+    candidates = []
     for name in filter(None, environ.get("NCCL_NET_PLUGIN", DEFAULT).split(",")):
-        found.append(name)
+        candidates.append(name)
         if "/" not in name and not (name.startswith("lib") and name.endswith(".so")):
-            found.append(f"librccl-net-{name}.so")
-    return found
+            candidates.append(f"librccl-net-{name}.so")
+    return candidates
 
 
 def opens(environ: Mapping[str, str]) -> str:
