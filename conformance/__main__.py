@@ -76,6 +76,8 @@ def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
     """Every site's files, then its train.py in ranks; with --submit by its own job script."""
     work = emptied(chosen.work or ROOT / "build" / "conformance", "parts", "handed-on", "logs")
     flags = [f"--part={work}/parts", *others]
+    # --clause and -k may leave nothing to do to some of these commands; to all: then report() says that nothing was checked.
+    fine = {0} if all(flag.startswith("--site=") for flag in others) else {0, int(pytest.ExitCode.NO_TESTS_COLLECTED)}
     if chosen.submit is not None:
         device = [f"--device={chosen.device}"] if chosen.device else []
         command = [*PYTEST, *flags, f"--submit={chosen.submit}", *device, CHECKS.format("run")]
@@ -84,7 +86,7 @@ def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
         ranks = [(size, "auto") for size in WORLD_SIZES]
         started, failures = 0, list[str]()
         if chosen.device in (None, "cpu"):
-            started, failures = check_files(chosen, others, work)
+            started, failures = check_files(chosen, others, work, fine)
         else:
             count = devices(chosen.device)
             if not count:
@@ -96,26 +98,26 @@ def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
             mpiexec = [*shlex.split(chosen.mpiexec or "mpiexec"), "-n", str(size)]
             command = [*mpiexec, *PYTEST, *flags, "--with-mpi", f"--backend={backend}", CHECKS.format("run")]
             # On a CPU ranks wait half of the time: two sessions fit. One site, or some checks, is shown as it goes on.
-            if chosen.device in (None, "cpu") and all(flag.startswith("--site=") for flag in others) and len(chosen.site) != 1:
+            if chosen.device in (None, "cpu") and fine == {0} and len(chosen.site) != 1:
                 halves = {f"{about}-{size}": [*command, f"--about={about}"] for about in ("sites", "core")}
                 started, failures = started + 2, failures + side_by_side(halves, AT_ONCE, work / "logs", size)
             else:
                 started += 1
-                failures += [] if run(command, size) else [f"{size} ranks: failed, see above"]
+                failures += [] if code_of(command, size) in fine else [f"{size} ranks: failed, see above"]
     reported = report(work, chosen.site)
     if failures:
         return "\n\n".join((*failures, f"{len(failures)} of {started} commands above failed"))
     return 0 if reported else 1
 
 
-def check_files(chosen: argparse.Namespace, others: list[str], work: Path) -> tuple[int, list[str]]:
+def check_files(chosen: argparse.Namespace, others: list[str], work: Path, fine: set[int]) -> tuple[int, list[str]]:
     """What needs neither ranks nor torch, a site at a time in each process. Returns how many, and what failed."""
     others = [flag for flag in others if not flag.startswith("--site=")]
     names = chosen.site or [site.folder.name for site in sites.find()]
     commands = {name: [*PYTEST, f"--part={work}/parts/{Path(name).name}", f"--site={name}", *others, *STATIC] for name in names}
     if len(names) == 1:  # shown as it goes on
-        return 1, [] if run(commands[names[0]]) else [f"{names[0]}: failed, see above"]
-    return len(commands), side_by_side(commands, AT_ONCE, work / "logs")
+        return 1, [] if code_of(commands[names[0]]) in fine else [f"{names[0]}: failed, see above"]
+    return len(commands), side_by_side(commands, AT_ONCE, work / "logs", fine=fine)
 
 
 def check_extras(chosen: argparse.Namespace, others: list[str]) -> int | str:
@@ -215,10 +217,12 @@ def code_of(command: list[str], world_size: int = 1, log: Path | None = None) ->
         return subprocess.run(command, env=environ, check=False, stdout=file, stderr=file).returncode
 
 
-def side_by_side(commands: dict[str, list[str]], at_once: int, logs: Path, world_size: int = 1) -> list[str]:
+def side_by_side(
+    commands: dict[str, list[str]], at_once: int, logs: Path, world_size: int = 1, fine: set[int] | None = None
+) -> list[str]:
     """Several at a time, each with a log. Prints what passed; returns the last lines of each that failed.
 
-    Where -k or --clause leave something to one of them, the others may have nothing to do.
+    fine: exit codes; without it, where -k or --clause leave something to one of them, the others may have nothing to do.
     """
 
     def started(name: str) -> tuple[str, Path, int]:
@@ -229,7 +233,7 @@ def side_by_side(commands: dict[str, list[str]], at_once: int, logs: Path, world
 
     with ThreadPoolExecutor(at_once) as pool:
         results = [*pool.map(started, commands)]
-    fine = {0, pytest.ExitCode.NO_TESTS_COLLECTED} if any(code == 0 for _, _, code in results) else {0}
+    fine = fine or ({0, pytest.ExitCode.NO_TESTS_COLLECTED} if any(code == 0 for _, _, code in results) else {0})
     failed = [(name, log) for name, log, code in results if code not in fine]
     return ["\n".join((f"{name}: failed, see {log}", *log.read_text().splitlines()[-60:])) for name, log in failed]
 

@@ -130,7 +130,8 @@ class Verdicts:
         self._judge()
         if self.objections and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if folder := self.config.getoption("--part"):
+        folder = self.config.getoption("--part")
+        if folder and session.exitstatus != pytest.ExitCode.NO_TESTS_COLLECTED:
             self._write_part(Path(folder))
 
     def _judge(self) -> None:

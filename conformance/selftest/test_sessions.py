@@ -69,11 +69,12 @@ def test_ranks_of_several_sites_run_in_halves_that_are_all(commands):
         assert not any("--about" in line for line, _ in commands)
 
 
-def test_a_site_for_which_nothing_is_chosen_is_no_failure_unless_none_is_chosen(commands):
-    commands.fail = {f"--site={FIRST}": 5}
-    assert program.main(["-k", "words"]) == 0
-    commands.fail = {"test_static": 5}
-    assert "failed" in program.main(["-k", "words"])
+def test_a_command_to_which_a_choice_leaves_nothing_is_no_failure(commands):
+    """Of a site, of files, or of ranks. Where all are left nothing, the report is of no part, and refused (test_report)."""
+    for nothing in (f"--site={FIRST}", "test_static", "mpiexec"):
+        commands.fail = {nothing: 5}
+        assert program.main(["-k", "words"]) == program.main([SITE, "--clause", "J3"]) == 0
+        assert "failed" in program.main([])
 
 
 def test_a_report_that_cannot_be_drawn_is_a_failure(commands):
