@@ -65,6 +65,11 @@ prepare_job() {
     # https://slurm.schedmd.com/sbatch.html#OPT_export
     export SLURM_EXPORT_ENV=ALL
 
+    # Users of MPI on GPUs export 1. With 1 MPI would end every rank at its start: install.sh builds mpi4py without the library
+    # that 1 needs (GTL). The core hands no tensor to MPI.
+    # https://docs.olcf.ornl.gov/systems/frontier_user_guide.html#mpich-gpu-support-enabled
+    export MPICH_GPU_SUPPORT_ENABLED=0
+
     # CPU threads of a rank: its own cores.
     # https://docs.pytorch.org/docs/stable/threading_environment_variables.html
     export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK

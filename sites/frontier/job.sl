@@ -98,8 +98,8 @@ else
     # shellcheck source=plugin.sh
     [[ ! -d $environment/aws-ofi-nccl ]] || source ./plugin.sh "$environment/aws-ofi-nccl/lib/librccl-net.so"
 
-    # The plugin's file. By itself RCCL 2.27.7 of ROCm 7.1.1 opens libnccl-net.so only. The module has librccl-net.so and does
-    # not set this variable (public outputs of "module show", July 2026).
+    # The plugin's file. By itself RCCL 2.27.7 of ROCm 7.1.1 opens libnccl-net.so only. The module has librccl-net.so (of
+    # aws-ofi-nccl 1.19.2 for ROCm 7.1.1) and does not set this variable (public outputs of "module show", July 2026).
     # https://github.com/ROCm/rocm-systems/pull/4201
     export NCCL_NET_PLUGIN=${NCCL_NET_PLUGIN:-${OLCF_OFI_NCCL_ROOT:-}/lib/librccl-net.so}
     # Loaded once here: what is missing shows now, and not after the ranks have waited for each other.

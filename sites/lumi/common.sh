@@ -6,7 +6,8 @@ set -euo pipefail
 images=/appl/local/laifs/containers
 # EDIT: the image. It is named with its date, so that a new release changes nothing for you; the newest one is where the link
 # $images/lumi-multitorch-latest.sif leads. After a change run install.sh again. The name decodes as Ubuntu 24.04, ROCm 7.0,
-# libfabric 2.1, MPICH 5.0, PyTorch 2.10. It was the newest in August 2026; whether it still is, is unverified.
+# libfabric 2.1, MPICH 5.0, PyTorch 2.10. By users' scripts there is a newer one, u24r72f21m50t211-20260929_104918: ROCm 7.2,
+# PyTorch 2.11. That one may need NCCL_NET_PLUGIN (Known failures in README.md). Whether both are still there is unverified.
 # https://github.com/lumi-ai-factory/laifs-container-recipes/issues/44
 # https://github.com/Lumi-supercomputer/lumi-userguide/pull/315
 image=$images/lumi-multitorch-u24r70f21m50t210-20260807_115122/lumi-multitorch-full-u24r70f21m50t210-20260807_115122.sif

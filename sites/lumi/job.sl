@@ -75,6 +75,13 @@ export GLOO_SOCKET_IFNAME=hsn0
 # Older documents set it. In these images jobs of several nodes hung with it.
 # https://github.com/lumi-ai-factory/laifs-container-recipes/issues/30
 unset NCCL_NET_GDR_LEVEL
+if ((SLURM_JOB_NUM_NODES > 1)); then
+    # A name of the image's network plugin: RCCL ends the job if the plugin does not start. Without this line RCCL goes over TCP
+    # and says nothing. One node needs no network; with a name RCCL would use it there, too.
+    # https://github.com/HewlettPackard/shs-ccl-docs/blob/438fcce/ccl_env.sh
+    # https://github.com/aws/aws-ofi-nccl/blob/2daf7d3/src/nccl_ofi_interface_nvidia.cpp
+    export NCCL_NET=OFI
+fi
 
 # A rank's cores: GCD 0 hangs at chiplet (CCD) 6, GCD 1 at 7, and so on. CCD c has cores 8c to 8c+7, and 0xfe stands for the
 # upper seven of eight: GCD 0 has the mask 0xfe000000000000, cores 49-55.

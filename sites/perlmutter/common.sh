@@ -60,8 +60,10 @@ print(f"python={python_version()}", *versions, "nccl_net=" + environ.get("NCCL_N
     # https://github.com/saforem2/ezpz/blob/1dd97b7/docs/guides/perlmutter.md
     # With the plugin's name in NCCL_NET, where NERSC's modules put it, NCCL ends if it cannot load the plugin:
     # https://github.com/HewlettPackard/shs-ccl-docs/blob/438fcce/nccl/nccl_tuning_guide.md
-    if ((SLURM_JOB_NUM_NODES > 1)) && [[ $software != *nccl_net=AWS_Libfabric* ]]; then
-        fail "NCCL_NET is not \"AWS Libfabric\" (nccl_net above), and NCCL may go over TCP: load nccl's module, or Shifter's"
+    # It has three names, in any case of letters; until 1.11 the first alone:
+    # https://github.com/aws/aws-ofi-nccl/blob/2daf7d3/src/nccl_ofi_interface_nvidia.cpp
+    if ((SLURM_JOB_NUM_NODES > 1)) && [[ ! ${software,,} =~ nccl_net=(aws_libfabric|libfabric|ofi)([[:space:]]|$) ]]; then
+        fail "NCCL_NET is not \"AWS Libfabric\" or OFI (nccl_net above): NCCL may go over TCP; load nccl's module, or Shifter's"
     fi
 }
 

@@ -78,6 +78,7 @@ pytorch=module
 case $pytorch in
 module)
     # PyTorch 2.13 for CUDA 13; and NCCL's plugin for Slingshot, which the first does not bring (describe_job in common.sh).
+    # The two were measured together. nccl/2.29.2-cu13 is there, too: for CUDA 13, untried with this PyTorch (lorrax).
     # https://github.com/saforem2/ezpz/blob/1dd97b7/docs/guides/perlmutter.md
     # No purge before them: NERSC's defaults, loaded at login, are part of what they expect (unverified).
     set +u # module functions read unset variables
@@ -120,6 +121,17 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((SLURM_CPUS_PER_TASK + 1) / 2))}
 # How libfabric learns that memory it has registered was given back: the default monitor hangs under NCCL (unverified why).
 # https://github.com/NERSC/sc25-dl-tutorial/blob/8c6ccde/submit_pm_dp.sh
 export FI_MR_CACHE_MONITOR=userfaultfd
+
+# Every message goes by rendezvous. By default small ones do not: they may pass through the host's memory, and NCCL's sends
+# between nodes have deadlocked (lorrax). nccl/2.29.2-cu13 sets the first of the two itself. A value that is set already stands.
+# https://github.com/HewlettPackard/shs-ccl-docs/blob/438fcce/ccl_env.sh
+export FI_CXI_RDZV_THRESHOLD=${FI_CXI_RDZV_THRESHOLD:-0}
+export FI_CXI_RDZV_GET_MIN=${FI_CXI_RDZV_GET_MIN:-0}
+
+# The modules set 1. With 1 a file of yours that imports mpi4py ends every rank: the module's mpi4py lacks Cray's library for
+# GPUs (GTL). With 0 nothing is lost, since the core hands no tensor to MPI.
+# https://github.com/saforem2/ezpz/blob/1dd97b7/docs/guides/perlmutter.md
+export MPICH_GPU_SUPPORT_ENABLED=0
 
 # ---- the launch -------------------------------------------------------------------------------------------------------
 
