@@ -534,6 +534,8 @@ def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
     """Where a module brings RCCL's or NCCL's network, and does so no more, the job ends, or the library does by NCCL_NET."""
     provides = [word for words in site.toml.get("software", {}).get("provides", {}).values() for word in words]
     of_a_module = any(word.startswith("NCCL_NET=") for word in provides)
+    source_facts = [fact for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
+    named = of_a_module or any(re.match(r'export NCCL_NET=(?!"?Socket)', fact) for fact in source_facts)
     violations = []
     for script in trains(site):
         for environ in (
@@ -552,8 +554,8 @@ def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
         if nodes > case.nodes and run.code:
             violations.append(f"{case.name} on {nodes} nodes: {ending(dry, run)}, but should be 0")
         for call in run.trained[:1] if nodes > 1 else ():
-            if call.environ.get("NCCL_NET", "Socket" if of_a_module else "") == "Socket":
-                net = call.environ.get("NCCL_NET", "unset")
+            if (call.environ.get("NCCL_NET") or ("Socket" if named else "")) == "Socket":
+                net = call.environ.get("NCCL_NET") or "unset"
                 violations.append(f"{case.name}: NCCL_NET={net} on {nodes} nodes, but should be the fast network's")
     check.holds(*violations)
 

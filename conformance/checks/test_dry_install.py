@@ -480,9 +480,14 @@ def test_an_installation_touches_only_its_prefix(check, dry):
 
 @clause("B7")
 def test_nothing_replaces_the_torch_of_the_machine(check, dry):
-    """The core comes without its dependencies, a package that the user names beside a torch that is held."""
+    """The core comes without its dependencies, a user's package beside a torch that is held, whether pip takes it or not."""
     violations = []
-    for what, run in runs(dry).items():
+    refused = {
+        f"install.sh {flags[0]}, which pip refuses,": dry.install(*flags, fails=f"pip {PASSED['PACKAGE']}")
+        for flags in given(dry)
+        if PASSED["PACKAGE"] in flags
+    }
+    for what, run in (runs(dry) | refused).items():
         for call, words in pips(run):
             if "--no-deps" in words:
                 continue

@@ -396,10 +396,11 @@ class DryRuns:
         linked: bool = False,
         environ: dict[str, str] | None = None,
     ) -> DryRun:
-        """install.sh. fails: the command that does not succeed, or "killed at 2" for what makes the second part; planted: a
-        folder with somebody's file, where it installs; after: the flags that it was run with before, and after_fails, what
-        failed then; environ: the user's of today; left: whether files LEFT are among what that has made; linked:
-        whether its folder was moved since, and a link stands there."""
+        """install.sh. fails: the command that does not succeed, "pip PACKAGE" where it is to install that one, or "killed at 2"
+        for what makes the second part; planted: a folder with somebody's file, where it installs; after: the flags that it was
+        run with before, and after_fails, what failed then; environ: the user's of today; left: whether files LEFT are among
+        what that has made; linked: whether its folder was moved since, and a link stands there.
+        """
         key: tuple = ("install", *flags, fails, planted, case and case.name)
         if after is not None:
             first = self.install(*after, fails=after_fails)

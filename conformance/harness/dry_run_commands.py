@@ -443,15 +443,16 @@ def pip(name: str, words: list[str]) -> int:
     if os.path.isdir(packages := packages_of(sys.argv[1])):
         NOTES["there"] = [each for each in os.listdir(packages) if each.startswith("ddp_core-") and "--target" not in words]
     if "install" in words or "download" in words:
-        if SETTINGS["fails"] == "pip":
-            print("ERROR: Could not find a version that satisfies the requirement", file=sys.stderr)
-            return 1
         named = pairs([part for word in words for part in word.split("=", 1)])
         for flag, path in named:
             kind = {"-c": "constraints", "--constraint": "constraints", "-r": "requirements", "--requirement": "requirements"}
             if flag in kind and os.path.exists(path):
                 with open(path) as file:
                     NOTES[kind[flag]] = file.read()
+        what, _, package = SETTINGS["fails"].partition(" ")
+        if what == "pip" and package in ("", *words):
+            print("ERROR: Could not find a version that satisfies the requirement", file=sys.stderr)
+            return 1
         if own("PIP_NO_CACHE_DIR", "0") in ("0", "false", "") and "--no-cache-dir" not in words:
             leave(own("PIP_CACHE_DIR") or f"{own('XDG_CACHE_HOME') or os.environ['HOME'] + '/.cache'}/pip")
     if "download" in words:
