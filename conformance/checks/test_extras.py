@@ -16,7 +16,7 @@ import pytest
 
 from conformance.broken.workloads import WORKLOADS
 from conformance.golden import make as golden
-from conformance.harness.check import T1
+from conformance.harness.check import T1, T2
 from conformance.harness.sites import ROOT, without_launcher
 from conformance.harness.target import Run, read_records
 
@@ -42,7 +42,8 @@ def test_an_extra_runs_as_the_site_says(check, site, extra, tmp_path):
         line = extra["line"].format(records=count, run=folder)
         check["E1"].equal(**{f"printed_{line!r}": (line in result.stdout.splitlines(), True)})
     if extra.get("golden"):
-        trains_the_reference_run(check["E2"], run_dir)
+        trains_the_reference_run(check["E2"], run_dir, T1)
+        trains_it_in_fp32(check["E2"], extra, tmp_path)
         trains_what_no_row_asks_for(check["E2"], extra, tmp_path)
 
 
@@ -52,7 +53,8 @@ def test_it_does_with_a_stand_in_for_its_library(check, site, imitated, tmp_path
     run_dir = copied(site, tmp_path)
     result = start(imitated["command"], tmp_path, run_dir, 180, PYTHONPATH=str(STAND_INS))
     check.equal(**{f"exit_code_of_{imitated['name']}": exit_code(result, 0)})
-    trains_the_reference_run(check, run_dir)
+    trains_the_reference_run(check, run_dir, T1)
+    trains_it_in_fp32(check, imitated, tmp_path, PYTHONPATH=str(STAND_INS))
     trains_what_no_row_asks_for(check, imitated, tmp_path, PYTHONPATH=str(STAND_INS))
 
 
@@ -64,10 +66,19 @@ def copied(site, folder: Path) -> Path:
     return folder / "run"
 
 
-def trains_the_reference_run(check, run_dir: Path) -> None:
+def trains_the_reference_run(check, run_dir: Path, tolerance: float) -> None:
     losses, should_be = Run(run_dir, [], [], [], [], read_records(run_dir)).losses, golden.load()["losses"]
     check.equal(steps=(len(losses), len(should_be)))
-    check.close(losses, should_be, T1)
+    check.close(losses, should_be, tolerance)
+
+
+def trains_it_in_fp32(check, extra: dict, folder: Path, **variables) -> None:
+    """Where it takes a precision: a library that multiplies in bf16 by itself leaves fp64 alone."""
+    if "fp64" in extra["command"]:
+        command = ["fp32" if word == "fp64" else word for word in extra["command"]]
+        result = start(command, folder, folder / "fp32", 180, **variables)
+        check.equal(**{f"exit_code_of_{extra['name']}_in_fp32": exit_code(result, 0)})
+        trains_the_reference_run(check, folder / "fp32", T2["cpu"])
 
 
 def trains_what_no_row_asks_for(check, extra: dict, folder: Path, **variables) -> None:

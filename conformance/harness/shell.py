@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 DIRECTIVE = re.compile(r"#(SBATCH|PBS)\s+(-\S.*)$")
-NEARLY = re.compile(r"\s*#[#\s]*(SBATCH|PBS)\s*-|#(sbatch|pbs)\s+-")
+NEARLY = re.compile(r"\s*#\s*(SBATCH|PBS)\s*-|#(sbatch|pbs)\s+-")  # ##SBATCH is one that its user has switched off
 EXPORT = re.compile(r"\s*(?:export|declare -x)\s+(\w+)")
 ARRAY = re.compile(r"\s*\w+\+?=\($")
 FLAG = re.compile(r"\s+(--?[A-Za-z][\w-]*)")
