@@ -567,17 +567,23 @@ class DrawnRows(Digits):
     def data(self, config):
         return super().data(config)[0], Drawn()
 """,
-    # A buffer that no snapshot has counts what the model has seen, and is told of in the first step.
+    # Buffers that no snapshot has and a frozen parameter count what the model has seen, and are told of in the first step.
     "counts_calls": """
 class Counting(nn.Linear):
     def __init__(self):
         super().__init__(64, 10)
         self.register_buffer("calls", torch.zeros(1), persistent=False)
         self.register_buffer("whole", torch.zeros(1, dtype=torch.int64), persistent=False)
+        self.register_buffer("turn", torch.ones(1, dtype=torch.complex64), persistent=False)
+        self.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+
+    @torch.no_grad()
+    def count(self):
+        for counter in (self.calls, self.whole, self.frozen):
+            counter += 1
 
     def forward(self, images):
-        self.calls += 1
-        self.whole += 1
+        self.count()
         return super().forward(images)
 
 
@@ -588,7 +594,8 @@ class CountsCalls(Digits):
 
     def schedule(self, step, total_steps, config):
         if step == 0:
-            print("calls until the first step:", int(max(self.own.calls, self.own.whole)))
+            calls = int(max(self.own.calls, self.own.whole, self.own.frozen))
+            print("calls until the first step:", calls if self.own.turn.is_complex() else "real")
         return 1.0
 """,
     # Says in what numbers its rows come, and how many of them at once.

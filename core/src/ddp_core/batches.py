@@ -2,13 +2,17 @@
 
 import ctypes
 import gc
+import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from multiprocessing import active_children, util
+from multiprocessing.queues import Queue
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
@@ -32,7 +36,7 @@ class Batches:
         self.streaming: Generator[Any] | None = None
         if config.workers:
             util.Finalize(None, _kill_children, exitpriority=100)
-        if hasattr(rows, "columns") and (device.type == "cpu" or rows.nbytes < _free_memory(device) / 4):
+        if hasattr(rows, "with_columns") and (device.type == "cpu" or rows.nbytes < _free_memory(device) / 4):
             converted_already = all(column.dtype == dtype or not column.is_floating_point() for column in rows.columns)
             if device.type != "cpu" or (rows.nbytes <= SMALL and not converted_already):
                 self.rows, self.resident = rows.with_columns([self._moved(column) for column in rows.columns]), True
@@ -154,10 +158,14 @@ def loaded(rows: Any, config, places, collate: Callable, workers: int, pin: bool
     try:
         yield from batches
     except RuntimeError as error:
+        if str(error).startswith("Too many open files"):
+            raise PeerLostError(
+                "too many open files: each tensor of a batch that a worker hands on is one; raise ulimit -n, or lower --workers"
+            ) from error
         if str(error).startswith(("DataLoader worker", "DataLoader timed out")):
             why = str(error).splitlines()[0][:160]
             raise PeerLostError(
-                f"a worker that reads rows died or hangs ({why}): lower --workers, or see its memory"
+                f"a worker that reads rows died or hangs ({why}): lower --workers, or see its memory and /dev/shm"
             ) from error
         raise
     finally:
@@ -197,7 +205,10 @@ class SeededRows:
             seed = word(row, state=self.state)
             torch.default_generator.manual_seed(seed)
             seed_others(seed)
-        return self.rows[row]
+        try:
+            return self.rows[row]
+        except StopIteration as error:  # which would end the loader
+            raise RuntimeError(f"row {row} is behind the last: rows need an index, streams are not supported") from error
 
 
 def _begin_worker(number: int) -> None:
@@ -206,6 +217,13 @@ def _begin_worker(number: int) -> None:
         signal.signal(name, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, StopFlag.SIGNALS)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the rank's process ends
+    # A batch that cannot be handed on, since /dev/shm is full say, is gone, and the rank would wait for it.
+    Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
+
+
+def _end_worker(error: BaseException, batch: Any) -> None:
+    print(f"a worker cannot hand on its rows: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 class Workers:
@@ -263,6 +281,9 @@ def converted(batch: Any, convert: Callable, device: torch.device) -> Any:
         return convert(batch)
     if isinstance(batch, Mapping):
         return {name: converted(value, convert, device) for name, value in batch.items()}
+    if isinstance(batch, PackedSequence):  # its batch_sizes stay on the CPU
+        indices = (batch.sorted_indices, batch.unsorted_indices)
+        return PackedSequence(convert(batch.data), batch.batch_sizes, *(i if i is None else convert(i) for i in indices))
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(converted(value, convert, device) for value in batch))
     if isinstance(batch, list | tuple):

@@ -41,7 +41,7 @@ def build_model_and_optimizer(
             refuse_other_modules(model, workload)
             refuse_unknown_dtypes(of_model(model), workload.name)
             notes = notes_on_precision(model, config.precision)
-            model = model.to(device, dtype)
+            model = in_precision(model, dtype, device)
             if config.checkpoint_activations:
                 sharding.checkpoint(sharding.chosen(workload, model))
         seen = probe(workload, model, rows, config, autocast, agreed)
@@ -55,6 +55,16 @@ def build_model_and_optimizer(
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     return model, optimizer, seen
+
+
+def in_precision(model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> nn.Module:
+    """In place. Module.to() would take the imaginary parts of complex numbers away."""
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        kind = dtype if tensor.is_floating_point() else dtype.to_complex() if tensor.is_complex() else None
+        return tensor.to(device, kind)
+
+    return model._apply(convert)
 
 
 def check_optimizer(optimizer: object, model: nn.Module, workload: Workload, config) -> list[str]:
@@ -76,6 +86,8 @@ def check_optimizer(optimizer: object, model: nn.Module, workload: Workload, con
             f"theirs is summed over ranks: make them the model's (a module or nn.Parameter of it)"
         )
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    for name in left:  # else their gradients would be summed, and the others clipped by the norm of all
+        model.get_parameter(name).requires_grad_(False)
     notes = [f"the optimizer has no group with {', '.join(left[:6])}: not trained"] if left else []
     rates = {float(group["lr"]) for group in optimizer.param_groups}
     if config.lr not in rates:

@@ -401,7 +401,9 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
         workload.flags(add_own)
     except Exception as error:
         raise WorkloadError(f"--workload {workload.name}: its flags() failed: {type(error).__name__}: {error}") from error
-    own = [action.dest for action in parser._actions if action.dest not in before]
+    own = [*dict.fromkeys(action.dest for action in parser._actions if action.dest not in before)]
+    if taken := [name for name in own if hasattr(TrainConfig, name) or name in ("own", "remembered")]:
+        raise WorkloadError(f"--workload {workload.name}: its flag --{taken[0]} has a name that config has: give it another")
     return parser, own, forgotten
 
 

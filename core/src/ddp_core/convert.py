@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ddp_core import data, state
+from ddp_core.build import in_precision
 from ddp_core.config import Parser, TrainConfig, choose, number, parse
 from ddp_core.device import versions
 from ddp_core.errors import Failure, PreflightError, SnapshotError, UsageError, printable
@@ -72,10 +73,13 @@ def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int 
         )
     content, rows = _load(old), data.of_workload(workload, config)
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
-    net = workload.model(config).to(dtype)
+    net = in_precision(workload.model(config), dtype)
     mine = {name.removeprefix("model."): tensor for name, tensor in state.of_model(net).items()}
     trained = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
-    model = _fitted(old, next((content[key] for key in MODEL if key in content), content), mine, dtype)
+    names = {id(tensor): name for name, tensor in net.named_parameters()}
+    entries = net.state_dict(keep_vars=True).items()
+    tied = {name: names[id(tensor)] for name, tensor in entries if name not in mine and id(tensor) in names}
+    model = _fitted(old, next((content[key] for key in MODEL if key in content), content), mine, dtype, tied)
     moments, moments_step = _moments(old, content, trained, dtype, config)
 
     given, key = epochs_run is not None, next((key for key in EPOCH if key in content), None)
@@ -188,15 +192,25 @@ def _plain(values: object) -> torch.Tensor | None:
     return tensor if tensor.layout == torch.strided and tensor.is_cpu and not tensor.is_nested else None
 
 
-def _fitted(old: Path, value: object, mine: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A state_dict's tensors: real numbers in `dtype`, others as they are. Raises SnapshotError that lists what differs."""
+def _fitted(
+    old: Path, value: object, mine: dict, dtype: torch.dtype, tied: dict[str, str] | None = None
+) -> dict[str, torch.Tensor]:
+    """A state_dict's tensors: real numbers in `dtype`, others as they are. Raises SnapshotError that lists what differs.
+
+    tied: further names of a tensor, which a snapshot has once.
+    """
     named = _dictionary(value)
     if named is None:
         raise SnapshotError(f"{old} holds no parameters by name")
     # DDP's prefix, before all names or none.
     prefix = "module." if all(name.startswith("module.") for name in named) else ""
     named = {name.removeprefix(prefix): values for name, values in named.items()}
+    twice = {name: (named.pop(name), first) for name, first in (tied or {}).items() if name in named}
     wrong = [f"{printable(name)}: {'missing' if name in mine else 'unexpected'}" for name in mine.keys() ^ named.keys()]
+    for name, (values, first) in twice.items():
+        one, other = _plain(values), _plain(named.get(first))
+        if one is None or other is None or one.dtype != other.dtype or not torch.equal(one, other):
+            wrong.append(f"{name}: another tensor than {first}, and here they are one")
     for name in mine.keys() & named.keys():
         values = named[name] = _plain(theirs := named[name])
         real = mine[name].is_floating_point()

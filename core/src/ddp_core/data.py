@@ -14,6 +14,7 @@ tensors are hashed, and of data that are read row by row 16 rows.
 """
 
 import ast
+import copy
 import hashlib
 import itertools
 import json
@@ -78,7 +79,10 @@ class Rows:
         return self.given or digest(column.contiguous().view(-1).view(torch.uint8) for column in self.columns)
 
     def with_columns(self, columns) -> "Rows":
-        return Rows(*columns, names=self.names, bare=self.bare, fingerprint=self.given)
+        other = copy.copy(self)  # of the same class, with what it has of its own
+        other.columns = tuple(columns)
+        other.__dict__.pop("fingerprint", None)
+        return other
 
 
 class Bytes:

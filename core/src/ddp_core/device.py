@@ -137,10 +137,14 @@ def descriptors(rank: Rank, backend: str = "gloo") -> int:
 
 
 def raise_limits(rank: Rank) -> None:
-    """Before the ranks meet: of open files as many as there may be. A process may do this for itself, up to the hard limit."""
+    """Before the ranks meet: of open files as many as there may be. A process may do this for itself, up to the hard limit.
+
+    Each tensor that a worker hands on is one, and each copy of a file in memory.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < descriptors(rank):
-        most = descriptors(rank) if hard == resource.RLIM_INFINITY else min(hard, descriptors(rank))
+    wanted = max(descriptors(rank), 2**16)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 

@@ -8,6 +8,7 @@ import torch
 from ddp_core.control import tree_sum
 from ddp_core.errors import NonFiniteError
 from ddp_core.order import EVALUATION, micro_batches, seed_generators
+from ddp_core.probe import refuse_unlike_sums
 from ddp_core.workload import outputs_of, parts_of, refuse_other_names
 
 
@@ -54,6 +55,7 @@ class Evaluation:
                     outputs = outputs_of(workload, trainer.model, batch)
                     loss, metrics = workload.loss(outputs, batch), workload.metrics(outputs, batch)
                 refuse_other_names(workload, metrics, seen.metrics)
+                refuse_unlike_sums(workload, metrics)
                 if place < self.counted[number]:
                     losses = parts_of(loss, seen.losses, workload)
                     totals[number] += _sums(losses, [metrics[name] for name in seen.metrics], len(rows)).to(trainer.device)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ddp_core.batches import Batches, converted
 from ddp_core.errors import WorkloadError
 from ddp_core.order import DROPOUT, seed_generators
+from ddp_core.state import averages
 from ddp_core.workload import Workload, blame, outputs_of, refuse_other_names
 
 MANY = 16  # rows, of which a metric is seldom 0
@@ -86,6 +87,8 @@ class _Trial:
         self.workload, self.model, self.batches, self.config, self.autocast = workload, model, batches, config, autocast
         self.agreed = agreed
         self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        averaged = averages(model) if config.sharding == "none" else []  # else they are in parts
+        self.averages = [(parameter, parameter.detach().clone()) for parameter in averaged]
         self.changed: list[str] = []
         self.count = min(2, len(batches))
         self.rows: Any = None
@@ -112,7 +115,7 @@ class _Trial:
         self.rows, *self.alone, again = self.batches.few([*places, 0], [*groups, [self.count]])
         numbers: list[list[torch.Tensor]] = [[], []]
         for values, batch in zip(numbers, (self.alone[0], again), strict=True):
-            converted(batch, lambda tensor, values=values: values.append(tensor.nan_to_num()), self.batches.device)
+            converted(batch, lambda tensor, values=values: values.append(_comparable(tensor)), self.batches.device)
         if not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*numbers, strict=False)):
             self.notes.append(ROWS_NOT_REPEATED)
 
@@ -139,6 +142,8 @@ class _Trial:
     def put_buffers_back(self) -> list[str]:
         """The names of those that the model has changed so far."""
         with torch.no_grad():
+            for parameter, numbers in self.averages:
+                parameter.copy_(numbers)
             for name, buffer in self.model.named_buffers():
                 if not torch.equal(buffer, self.buffers[name]):
                     buffer.copy_(self.buffers[name])
@@ -157,7 +162,7 @@ class _Trial:
                 raise WorkloadError(
                     f"--workload {workload.name}: metrics() should return a dictionary, and returned {type(metrics).__name__}"
                 )
-            _refuse_unlike_sums(workload, metrics)
+            refuse_unlike_sums(workload, metrics)
             _refuse_odd_names(workload, loss=names, metrics=metrics)
             if taken := metrics.keys() & {"loss", *(f"loss_{part}" for part in names)}:
                 raise WorkloadError(
@@ -197,6 +202,12 @@ class _Trial:
         if self.agreed(loss(0, others=True) == loss(0, others=True)):
             return True, [] if self.config.shards else [RANDOM]
         return False, [NOT_REPEATED]
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """Of ragged and sparse ones nothing: torch does not compare them."""
+    dense = tensor.layout == torch.strided and not tensor.is_nested
+    return tensor.nan_to_num() if dense else torch.zeros(0)
 
 
 def kept_by(workload: Workload, model: nn.Module) -> dict[str, list]:
@@ -245,7 +256,7 @@ def _compared(workload: Workload, losses: torch.Tensor, precision: str) -> list[
     return [NO_SUM] if abs(together - both) > max(drawn, near * max(abs(first), abs(second))) else []
 
 
-def _refuse_unlike_sums(workload: Workload, metrics: Mapping) -> None:
+def refuse_unlike_sums(workload: Workload, metrics: Mapping) -> None:
     for name, value in metrics.items():
         for part in value if isinstance(value, tuple) and len(value) == 2 else (value,):
             if not (isinstance(part, int | float) or (isinstance(part, torch.Tensor) and part.numel() == 1)):

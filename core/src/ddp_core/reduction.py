@@ -17,6 +17,7 @@ from torch import nn
 from ddp_core.control import tree_sum
 from ddp_core.errors import WorkloadError
 from ddp_core.process_group import Peers
+from ddp_core.state import averages
 
 MOST_TIMED = 2**24  # numbers; sums of more take as many times longer
 
@@ -115,7 +116,8 @@ class Ddp(Reduction):
         ranks are added, so without this a resumed run would differ in the last bits from one that was never stopped.
         """
         if self.world_size > 1 and not self.unused_parameters:
-            buffers, called = [buffer.clone() for buffer in self.model.buffers()], list[object]()
+            kept = [*self.model.buffers(), *averages(self.model)]
+            before, called = [tensor.detach().clone() for tensor in kept], list[object]()
             hook = self.forward.register_forward_pre_hook(lambda *_: called.append(None))
             backward()
             hook.remove()
@@ -126,8 +128,8 @@ class Ddp(Reduction):
                     everywhere=True,
                 )
             self.zero_grad()
-            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
-                buffer.detach().copy_(before)
+            for tensor, numbers in zip(kept, before, strict=True):
+                tensor.detach().copy_(numbers)
 
     @property
     def gradients(self) -> list[torch.Tensor]:

@@ -48,6 +48,7 @@ def _run(
     rank_of: Callable[[Mapping[str, str]], Rank], argv: list[str], workload: str | type | Path, reduction: type | None
 ) -> int:
     os.umask(os.umask(0o077) | 0o002)  # no file or folder of a run is everybody's to write
+    start_folder = os.getcwd() if os.path.isdir(".") else ""  # the workload's file may change it
     began, rank, stop, failure = time.monotonic(), None, StopFlag(), None
     try:
         rank = rank_of(os.environ)
@@ -67,7 +68,8 @@ def _run(
 
                 tell(rank, error, stop)  # unless a node lacks the file
             raise
-        code = _train(rank, _Job(rank, chosen, config, stop, began, reduction))
+        run_dir = Path(start_folder, config.run_dir)
+        code = _train(rank, _Job(rank, chosen, config, run_dir, stop, began, reduction))
     except Failure as error:
         failure, code = error, int(error.code)
     except Exception:  # a bug of ours
@@ -166,10 +168,20 @@ def _train(rank: Rank, job: "_Job") -> int:
 class _Job:
     """What a run needs once its ranks have met: the workload's rows, the run directory, the trainer."""
 
-    def __init__(self, rank: Rank, workload, config: TrainConfig, stop: StopFlag, began: float, reduction: type | None):
+    def __init__(
+        self,
+        rank: Rank,
+        workload,
+        config: TrainConfig,
+        run_dir: Path,
+        stop: StopFlag,
+        began: float,
+        reduction: type | None,
+    ):
         from ddp_core.record import Record
 
-        self.rank, self.workload, self.config, self.stop, self.reduction = rank, workload, config, stop, reduction
+        self.rank, self.workload, self.config, self.run_dir = rank, workload, config, run_dir
+        self.stop, self.reduction = stop, reduction
         self.record = Record(began, config.log_seconds)
         self.device: Any = None
         self.directory: Any = None
@@ -197,7 +209,7 @@ class _Job:
         self.fingerprint = data.fingerprint(*self.rows, self.workload, config)
         if self.rank.rank == 0:
             fresh, new = config.fresh and first, config.new_run_dir and first
-            self.directory = RunDirectory(config.run_dir, self.rank.job_id, fresh, new, self.stop, config.max_shard_size)
+            self.directory = RunDirectory(self.run_dir, self.rank.job_id, fresh, new, self.stop, config.max_shard_size)
             self.loaded = self.directory.load(config.sharding != "none", self.rank.restart)
             self.record.open(self.directory.log, self.directory.lost)
         return dict(training_rows=lengths[0], held_out_rows=lengths[1], data=self.fingerprint)
@@ -266,7 +278,7 @@ class _Job:
         """Collective. Whether every rank sees the run directory in which rank 0 has taken the lock."""
         from ddp_core.run_directory import LAG
 
-        lock, end = Path(self.config.run_dir, "run.lock"), time.monotonic() + LAG
+        lock, end = self.run_dir / "run.lock", time.monotonic() + LAG
         text = peers.broadcast(lock.read_text() if lock.is_file() else "")
         while not (seen := lock.is_file() and lock.read_text() == text) and time.monotonic() < end:
             time.sleep(LAG / 20)

@@ -22,7 +22,9 @@ IN_VAIN = 2  # restarts of a job that began where the next one does
 class RunDirectory:
     """A run's files. Rank 0 alone has one."""
 
-    def __init__(self, folder: str, job_id: str, fresh: bool = False, new: bool = False, stop=None, most: float = math.inf):
+    def __init__(
+        self, folder: Path | str, job_id: str, fresh: bool = False, new: bool = False, stop=None, most: float = math.inf
+    ):
         """Raises PreflightError when another job writes here, StorageError when nobody can.
 
         fresh: what is there is moved aside. new: what is there is refused: a job's own directory, at its first start.
@@ -45,7 +47,7 @@ class RunDirectory:
                 raise StorageError(f"{self.log} is no file: move it away")
             self._lock = RunLock(self.folder / "run.lock", job_id, stop)
             for leftover in self.folder.glob(".*.tmp"):  # of a writer that was killed
-                leftover.unlink()
+                leftover.unlink(missing_ok=True)  # or of one that has just been refused
             if fresh:
                 self._move_aside()
         except OSError as error:

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ddp_core.build import refuse_other_modules
+from ddp_core.build import in_precision, refuse_other_modules
 from ddp_core.errors import UsageError, WorkloadError
 from ddp_core.order import seed_everything
 from ddp_core.process_group import Peers
@@ -100,7 +100,7 @@ def build(workload: Workload, config, peers: Peers, device: torch.device, dtype:
             peers.together(partial(in_its_turn, turn))
     peers.together(make_numbers if peers.rank == 0 else None)
     dealt: set[str] = set()
-    for _ in [model] if in_turn else _shard(workload, config, model.to(dtype), mesh, device):
+    for _ in [model] if in_turn else _shard(workload, config, in_precision(model, dtype), mesh, device):
         for name, tensor in _numbers(model).items():
             if name not in dealt and not tensor.is_meta:
                 deal(numbers.pop(name, None), tensor, peers, device)  # freed: rank 0's memory, too, is for its own rows
@@ -121,7 +121,7 @@ def _whole(workload: Workload, config, dtype: torch.dtype) -> nn.Module:
     model = workload.model(config)
     refuse_other_modules(model, workload)
     refuse_unknown_dtypes(of_model(model), workload.name)
-    return model.to(dtype)
+    return in_precision(model, dtype)
 
 
 def _mesh(peers: Any, device: torch.device, config) -> DeviceMesh:

@@ -133,8 +133,13 @@ def _draft(path: Path, number: int) -> Path:
 
 def _sync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # a file system that does not do this for folders
+            raise
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)

@@ -159,11 +159,8 @@ def _of_this_user(line: socket.socket) -> bool:
 
 
 def _open_files() -> int:
-    """How many this process may have: a copy is one, and who maps it has another. Raised, as far as it may be, to 65,536."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < 2**16:
-        soft = 2**16 if hard == resource.RLIM_INFINITY else min(hard, 2**16)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    """How many this process may have: a copy is one, and who maps it has another."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**16 if soft == resource.RLIM_INFINITY else soft
 
 

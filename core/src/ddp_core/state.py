@@ -150,6 +150,16 @@ def of_model(model: nn.Module) -> dict[str, torch.Tensor]:
     return {f"model.{name}": tensor.detach() for name, tensor in (dict(model.named_parameters()) | buffers).items()}
 
 
+def averages(model: nn.Module) -> list[nn.Parameter]:
+    """Frozen parameters that a forward pass in training may change, such as a moving average of the trained ones.
+
+    None where they are more than twice these: then they are a backbone, and a copy of it would cost too much memory.
+    """
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return frozen if sum(p.nbytes for p in frozen) <= 2 * trained else []
+
+
 def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """`optim.<state>.<parameter>`: the tensors of the optimizer's state. torch.optim keeps nothing else there."""
     tensors = {}

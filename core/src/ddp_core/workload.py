@@ -197,8 +197,17 @@ def parts_of(loss: Any, names: tuple[str, ...], workload: Workload) -> list[torc
         raise WorkloadError(
             f"--workload {workload.name}: loss() gave {now}, and {before} before: give a part that a batch has not as 0"
         )
-    parts = [loss[name].reshape(()) for name in names]
-    return [sum(parts[1:], parts[0]), *parts] if parts else [loss.reshape(())]
+    if not names and isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return [loss.reshape(())]
+    given = [loss[name] for name in names] if names else [loss]
+    kind = next((value for value in given if isinstance(value, torch.Tensor)), None)
+    if kind is None or not all(isinstance(value, int | float) or getattr(value, "numel", int)() == 1 for value in given):
+        what = ", ".join(f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:40] for value in given)
+        raise WorkloadError(
+            f"--workload {workload.name}: loss() returned {what}, and a scalar before: the sum over a batch's rows, as a tensor"
+        )
+    parts = [(value if isinstance(value, torch.Tensor) else kind.new_full((), value)).reshape(()) for value in given]
+    return [sum(parts[1:], parts[0]), *parts]
 
 
 def refuse_other_names(workload: Workload, metrics: Mapping, before: Mapping) -> None:

@@ -1,0 +1,350 @@
+"""What few programs do, and may: averages of weights, complex buffers, groups without parameters, batches of any make.
+
+python -m pytest core/tests/test_unusual.py
+"""
+
+import copy
+import errno
+import os
+import resource
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ddp_core import convert, device, run_lock, snapshot
+from ddp_core.batches import converted
+from ddp_core.config import parse
+from ddp_core.data import Rows
+from ddp_core.errors import StorageError
+from ddp_core.rank import Rank
+from ddp_core.run_directory import RunDirectory
+from ddp_core.workload import find, parts_of
+from ranks import assert_same_run, train
+from small import Small, table
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+
+RUN = "--epochs 2"
+
+
+class Rotated(Small):
+    """Its buffer turns pairs of numbers, as many models of language do; no snapshot holds it."""
+
+    def model(self, config):
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 1)
+                self.register_buffer("turn", torch.polar(torch.ones(3), torch.arange(3.0)), persistent=False)
+
+            def forward(self, inputs):
+                assert self.turn.is_complex()
+                pairs = torch.view_as_complex(self.inner(inputs).view(-1, 3, 2)) * self.turn
+                return self.outer(torch.view_as_real(pairs).flatten(1))
+
+        return Net()
+
+
+class Averaging(Small):
+    """A frozen copy of its weights follows them, and another counts how often."""
+
+    def model(self, config):
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.own = nn.Linear(6, 1)
+                self.average = copy.deepcopy(self.own).requires_grad_(False)
+                self.calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+            @torch.no_grad()
+            def follow(self):
+                self.calls.add_(1)
+                for average, now in zip(self.average.parameters(), self.own.parameters(), strict=True):
+                    average.lerp_(now, 0.1)
+
+            def forward(self, inputs):
+                if self.training:
+                    self.follow()
+                return self.own(inputs)
+
+        return Net()
+
+
+class HeadAlone(Small):
+    """Its optimizer has no group with the rest of the model, which is not frozen."""
+
+    def optimizer(self, model, config):
+        return torch.optim.SGD(model[2].parameters(), config.lr)
+
+
+class FirstGroupIsEmpty(Small):
+    def model(self, config):
+        model = super().model(config)
+        model[0].requires_grad_(False)
+        return model
+
+    def optimizer(self, model, config):
+        trained = [parameter for parameter in model[0].parameters() if parameter.requires_grad]
+        return torch.optim.AdamW([dict(params=trained, lr=1e-4), dict(params=model[2].parameters())], lr=config.lr)
+
+
+class Halved(Rows):
+    """It prepares each batch itself."""
+
+    def __getitem__(self, index):
+        inputs, targets = super().__getitem__(index)
+        return inputs / 2, targets
+
+
+class Prepared(Small):
+    def data(self, config):
+        self.columns = table()
+        return Halved(*self.columns), None
+
+    def loss(self, outputs, batch):
+        assert batch[0].abs().max() <= 0.5
+        return super().loss(outputs, batch)
+
+
+class Listed:
+    """Rows one by one, of a class that names its columns."""
+
+    columns = ("inputs", "targets")
+
+    def __init__(self):
+        self.inputs, self.targets = table()
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, row):
+        return self.inputs[row], self.targets[row]
+
+
+class Named(Small):
+    def data(self, config):
+        return Listed(), None
+
+
+class Sparse(Named):
+    def collate(self, rows):
+        inputs, targets = (torch.stack(column) for column in zip(*rows, strict=True))
+        return inputs.relu().to_sparse(), targets
+
+    def model(self, config):
+        return nn.Linear(6, 1)
+
+    def forward(self, model, batch):
+        return torch.sparse.mm(batch[0], model.weight.t()) + model.bias
+
+
+class Ragged(Named):
+    def collate(self, rows):
+        return torch.nested.nested_tensor(
+            [row[0][: 1 + int(row[0].abs().sum() * 1000) % 5] for row in rows], layout=torch.jagged
+        )
+
+    def model(self, config):
+        return nn.Linear(1, 1)
+
+    def forward(self, model, batch):
+        return model(batch.values().unsqueeze(1))
+
+    def loss(self, outputs, batch):
+        return outputs.square().sum() + 0 * len(batch)
+
+    def metrics(self, outputs, batch):
+        return {}
+
+
+class SwitchedOff(Small):
+    def flags(self, add):
+        add("--flip", action="store_true", default=True, help="turn rows round")
+        add("--no-flip", dest="flip", action="store_false", help="leave them as they are")
+
+
+class OfAStream(Named):
+    def data(self, config):
+        class Stream(Listed):
+            def __getitem__(self, row):
+                if row >= 100:
+                    raise StopIteration
+                return super().__getitem__(row)
+
+        return Stream(), None
+
+
+class Unsent(Named):
+    """A batch that no process can hand to another."""
+
+    def collate(self, rows):
+        return *super().collate(rows), (lambda: None)
+
+
+class NothingLater(Small):
+    def loss(self, outputs, batch):
+        return 0.0 if self.steps_done == 3 else super().loss(outputs, batch)
+
+
+class NoMetricLater(Small):
+    def metrics(self, outputs, batch):
+        return {"found": None if self.steps_done else outputs.sum()}
+
+
+class AHomeOfItsOwn(Small):
+    def model(self, config):
+        os.chdir("/")
+        return super().model(config)
+
+
+class Problem(Small):
+    def flags(self, add):
+        add("--problem", default="heat", help="which equation")
+
+
+@pytest.mark.parametrize("workload", ["FirstGroupIsEmpty", "Prepared", "Named", "Sparse", "Ragged", "SwitchedOff"])
+@pytest.mark.parametrize("flags", ["", "--precision fp32 --workers 1"])
+def test_it_trains_and_nothing_is_noted(tmp_path, workload, flags):
+    job = train(tmp_path / "run", f"{RUN} {flags}", workload=f"test_unusual:{workload}", code=0)
+    notes = [note for note in job.records("start")[0]["notes"] if "held-out" not in note]
+    assert len(job.losses) == 16 and notes == []
+
+
+@pytest.mark.parametrize("flags", ["--precision fp64", "--precision fp32", "--precision fp64 --sharding full"])
+def test_complex_buffers_stay_complex(tmp_path, flags):
+    job = train(tmp_path / "run", f"{RUN} {flags}", workload="test_unusual:Rotated", code=0)
+    assert job.losses[-1] < job.losses[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_average_of_the_weights_moves_once_a_step_whoever_starts_the_run(tmp_path, ranks):
+    never = train(tmp_path / "never", RUN, ranks, workload="test_unusual:Averaging", code=0)
+    for epochs in (1, 2):
+        job = train(tmp_path / "again", f"--epochs {epochs}", ranks, workload="test_unusual:Averaging", code=0)
+    assert_same_run(job, never)
+    assert snapshot.read(job.snapshot)[0]["model.calls"] == 16
+
+
+def test_what_no_group_has_is_left_out_of_the_norm_that_clips(tmp_path):
+    losses = {}
+    for precision in ("fp32", "fp16"):
+        flags = f"{RUN} --clip-norm 0.5 --precision {precision}"
+        losses[precision] = train(tmp_path / precision, flags, workload="test_unusual:HeadAlone", code=0).losses
+    assert losses["fp16"] == pytest.approx(losses["fp32"], rel=0.05) and losses["fp32"][-1] < losses["fp32"][0]
+
+
+def test_a_run_directory_is_where_the_job_was_started_though_the_workload_goes_elsewhere(tmp_path):
+    where = os.path.relpath(tmp_path / "run")
+    job = train(tmp_path / "run", f"{RUN} --run-dir {where}", workload="test_unusual:AHomeOfItsOwn", code=0)
+    assert job.snapshot.exists() and not any("own disk" in note for note in job.records("start")[0]["notes"])
+
+
+@pytest.mark.parametrize(
+    "workload, flags, code, words",
+    [
+        ("OfAStream", "", 2, "row 1"),
+        ("OfAStream", "--workers 1", 2, "rows need an index, streams are not supported"),
+        ("NothingLater", "", 2, "loss() returned 0.0, and a scalar before"),
+        ("NoMetricLater", "", 2, "metrics() has None as 'found'"),
+        ("Problem", "", 2, "its flag --problem has a name that config has"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_line(tmp_path, workload, flags, code, words):
+    job = train(tmp_path / "run", f"{RUN} {flags}", workload=f"test_unusual:{workload}", code=code)
+    assert words in job.error and len(job.error.splitlines()) == 1
+
+
+def test_rows_that_a_worker_cannot_hand_on_end_the_run_at_once(tmp_path):
+    job = train(tmp_path / "run", f"{RUN} --workers 1 --timeout 50", workload="test_unusual:Unsent", code=7)
+    why, error = job.err[0].splitlines()
+    assert "a worker cannot hand on its rows: " in why and error.startswith("error: a worker that reads rows died")
+
+
+def test_a_part_of_the_loss_may_be_a_number(tmp_path):
+    named = {"one": torch.ones(()).requires_grad_(), "none": 0}
+    total, one, none = parts_of(named, ("one", "none"), Small())
+    assert (total.item(), one.item(), none.item()) == (1, 1, 0) and total.requires_grad
+
+
+def test_open_files_are_raised_for_what_workers_hand_on():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+        device.raise_limits(Rank.single())
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (2**16 if hard == resource.RLIM_INFINITY else min(hard, 2**16))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_packed_sequences_keep_their_lengths_on_the_cpu():
+    packed = converted(
+        pack_sequence([torch.ones(3), torch.ones(1)]), lambda tensor: tensor.double().to("meta"), torch.device("meta")
+    )
+    assert packed.data.is_meta and packed.batch_sizes.tolist() == [2, 1, 1]
+
+
+# ---- file systems ------------------------------------------------------------------------------------------------
+
+
+def test_a_draft_that_has_gone_meanwhile_is_no_error(tmp_path, monkeypatch):
+    glob = type(tmp_path).glob
+    gone = lambda path, pattern: [path / ".gone.tmp"] if pattern == ".*.tmp" else glob(path, pattern)  # noqa: E731
+    monkeypatch.setattr(type(tmp_path), "glob", gone)
+    RunDirectory(tmp_path / "run", "job").release()
+
+
+@pytest.mark.parametrize("number, fine", [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
+def test_a_file_system_that_cannot_sync_folders_is_used_all_the_same(tmp_path, monkeypatch, number, fine):
+    fsync, opened = os.fsync, len(os.listdir("/proc/self/fd"))
+
+    def of_files(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    document = dict(step=1, problem={})
+    if fine:
+        snapshot.write(tmp_path / "a.safetensors", {"a": torch.ones(3)}, document)
+        assert snapshot.read(tmp_path / "a.safetensors")[0]["a"].tolist() == [1, 1, 1]
+    else:
+        with pytest.raises(StorageError):
+            snapshot.write(tmp_path / "a.safetensors", {"a": torch.ones(3)}, document)
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_a_link_that_was_made_though_the_server_says_it_was_there_is_one_s_own(tmp_path, monkeypatch):
+    link = os.link
+
+    def asked_twice(source, target) -> None:
+        link(source, target)
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(os, "link", asked_twice)
+    lock = run_lock.RunLock(tmp_path / "run.lock", "job")
+    lock.release()
+    assert not (tmp_path / "run.lock").exists()
+
+
+# ---- convert ------------------------------------------------------------------------------------------------------
+
+
+class Tied(Small):
+    def model(self, config):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 1))
+        model[2].weight = model[0].weight
+        return model
+
+
+@pytest.mark.parametrize("other, code", [(False, 0), (True, 5)])
+def test_a_checkpoint_has_tied_weights_twice(tmp_path, other, code):
+    (tmp_path / "tied.py").write_text("from test_unusual import *\n\n\nclass Mine(Tied):\n    pass\n")
+    flags = f"--workload {tmp_path / 'tied.py'} --momentum 0".split()
+    state = Tied().model(parse(flags, 1, workload=find(str(tmp_path / "tied.py")))).double().state_dict()
+    state["2.weight"] = state["2.weight"] + other
+    torch.save(dict(MODEL_STATE=state, EPOCHS_RUN=0), tmp_path / "old.pt")
+    run_dir = tmp_path / "run"
+    assert convert.main(["convert", str(tmp_path / "old.pt"), "--run-dir", str(run_dir), *flags]) == code
+    if not other:
+        assert "model.2.weight" not in snapshot.read(run_dir / "snapshot.safetensors")[0]
+        assert F.mse_loss(snapshot.read(run_dir / "snapshot.safetensors")[0]["model.0.weight"], state["0.weight"]) == 0
