@@ -18,6 +18,7 @@ from conformance.cluster import layer
 from conformance.harness.dry_run import (
     LEFT,
     PASSED,
+    TORCH,
     USER,
     Call,
     DryRun,
@@ -491,8 +492,8 @@ def test_nothing_replaces_the_torch_of_the_machine(check, dry):
         for call, words in pips(run):
             if "--no-deps" in words:
                 continue
-            held = re.search(r"(?m)^torch==", call.notes.get("constraints", "")) or any(
-                word.startswith("torch==") for word in words
+            held = (
+                re.search(rf"(?m)^torch=={re.escape(TORCH)}$", call.notes.get("constraints", "")) or f"torch=={TORCH}" in words
             )
             core = [word for word in words if word.rstrip("/").endswith("core")]
             wrong = [word for word in words if word in ("--upgrade", "-U", "--force-reinstall", "--ignore-installed", "-I")]
@@ -500,7 +501,9 @@ def test_nothing_replaces_the_torch_of_the_machine(check, dry):
                 violations.append(f"{what}: pip install of ddp_core, but should have --no-deps")
             if wrong or (PASSED["PACKAGE"] in words and not held):
                 offending = " ".join([*wrong, *(word for word in words if word == PASSED["PACKAGE"])])
-                violations.append(f"{what}: pip install {offending}, but should hold torch: by --constraint, or named again")
+                violations.append(
+                    f"{what}: pip install {offending}, but should hold the torch that is there, by --constraint or by name"
+                )
     check.holds(*dict.fromkeys(violations))
 
 

@@ -107,9 +107,10 @@ class SummaryWriter:
     def add_scalar(self, name, value, step):
         print("tensorboard has", step, value, flush=True)
 """
+TORCH = "2.13.0+of.this.machine"  # what PyPI has not
 PACKAGES = {
     "../torch/torch/__init__.py": "import os\nfrom . import cuda, version\n"
-    "__version__ = '2.14.0' if os.environ.get('DRY_RUN_FAILS') == 'another torch' else '2.13.0'\n",
+    f"__version__ = '2.14.0' if os.environ.get('DRY_RUN_FAILS') == 'another torch' else '{TORCH}'\n",
     "../old-torch/torch/__init__.py": "__version__ = '2.4.0'\n",
     "../torch/torch/distributed/run.py": TORCHRUN,
     "../torch/torch/distributed/elastic/multiprocessing/__init__.py": SIGNALS,
@@ -324,7 +325,7 @@ class DryRuns:
             (top / "torch/torch/version.py").write_text("cuda = None\nhip = '7.1'\nxpu = None\n")
         (old := top / "old-torch/torch-2.4.0.dist-info").mkdir()
         (old / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.4.0\n")
-        for name, version in dict(torch="2.13.0", ddp_core="0.2.0", mpi4py="4.1.2", safetensors="0.5", numpy="2.0").items():
+        for name, version in dict(torch=TORCH, ddp_core="0.2.0", mpi4py="4.1.2", safetensors="0.5", numpy="2.0").items():
             info = top / dict(torch="torch", ddp_core="core-of").get(name, "packages") / f"{name}-{version}.dist-info"
             info.mkdir(parents=True)
             (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
