@@ -93,16 +93,16 @@ class Halved(Rows):
 
     def __getitem__(self, index):
         inputs, targets = super().__getitem__(index)
-        return inputs / 2, targets
+        return inputs.float() / 200, targets
 
 
 class Prepared(Small):
     def data(self, config):
-        self.columns = table()
-        return Halved(*self.columns), None
+        inputs, targets = table()
+        return Halved((inputs * 100).to(torch.int8), targets), None
 
     def loss(self, outputs, batch):
-        assert batch[0].abs().max() <= 0.5
+        assert batch[0].abs().max() <= 0.5 and batch[0].dtype == outputs.dtype
         return super().loss(outputs, batch)
 
 
@@ -191,6 +191,16 @@ class NoMetricLater(Small):
         return {"found": None if self.steps_done else outputs.sum()}
 
 
+class FrozenAlone(Small):
+    def model(self, config):
+        model = super().model(config)
+        model[0].requires_grad_(False)
+        return model
+
+    def optimizer(self, model, config):
+        return torch.optim.SGD(model[0].parameters(), config.lr)
+
+
 class AHomeOfItsOwn(Small):
     def model(self, config):
         os.chdir("/")
@@ -225,6 +235,14 @@ def test_an_average_of_the_weights_moves_once_a_step_whoever_starts_the_run(tmp_
     assert snapshot.read(job.snapshot)[0]["model.calls"] == 16
 
 
+def test_a_file_that_changes_its_folder_as_it_is_imported_is_found_all_the_same(tmp_path, monkeypatch):
+    written = tmp_path / "mine.py"
+    written.write_text("import os\nfrom small import *\n\nos.chdir('/')\n\n\nclass Mine(Small):\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    workload = find("mine.py")
+    assert workload.file == written and workload.digest()
+
+
 def test_what_no_group_has_is_left_out_of_the_norm_that_clips(tmp_path):
     losses = {}
     for precision in ("fp32", "fp16"):
@@ -246,6 +264,7 @@ def test_a_run_directory_is_where_the_job_was_started_though_the_workload_goes_e
         ("OfAStream", "--workers 1", 2, "rows need an index, streams are not supported"),
         ("NothingLater", "", 2, "loss() returned 0.0, and a scalar before"),
         ("NoMetricLater", "", 2, "metrics() has None as 'found'"),
+        ("FrozenAlone", "", 2, "optimizer() has no parameter that is trained"),
         ("Problem", "", 2, "its flag --problem has a name that config has"),
     ],
 )

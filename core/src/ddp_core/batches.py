@@ -36,7 +36,7 @@ class Batches:
         self.streaming: Generator[Any] | None = None
         if config.workers:
             util.Finalize(None, _kill_children, exitpriority=100)
-        if hasattr(rows, "with_columns") and (device.type == "cpu" or rows.nbytes < _free_memory(device) / 4):
+        if getattr(rows, "are_columns", False) and (device.type == "cpu" or rows.nbytes < _free_memory(device) / 4):
             converted_already = all(column.dtype == dtype or not column.is_floating_point() for column in rows.columns)
             if device.type != "cpu" or (rows.nbytes <= SMALL and not converted_already):
                 self.rows, self.resident = rows.with_columns([self._moved(column) for column in rows.columns]), True
@@ -159,13 +159,13 @@ def loaded(rows: Any, config, places, collate: Callable, workers: int, pin: bool
         yield from batches
     except RuntimeError as error:
         if str(error).startswith("Too many open files"):
-            raise PeerLostError(
+            raise PreflightError(
                 "too many open files: each tensor of a batch that a worker hands on is one; raise ulimit -n, or lower --workers"
             ) from error
         if str(error).startswith(("DataLoader worker", "DataLoader timed out")):
             why = str(error).splitlines()[0][:160]
             raise PeerLostError(
-                f"a worker that reads rows died or hangs ({why}): lower --workers, or see its memory and /dev/shm"
+                f"a worker that reads rows died or hangs ({why}): lower --workers, or see its line, its memory and /dev/shm"
             ) from error
         raise
     finally:

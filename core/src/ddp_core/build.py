@@ -86,6 +86,10 @@ def check_optimizer(optimizer: object, model: nn.Module, workload: Workload, con
             f"theirs is summed over ranks: make them the model's (a module or nn.Parameter of it)"
         )
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    if left and not any(p.requires_grad and id(p) in stepped for p in model.parameters()):
+        raise WorkloadError(
+            f"--workload {workload.name}: optimizer() has no parameter that is trained: give it those with requires_grad"
+        )
     for name in left:  # else their gradients would be summed, and the others clipped by the norm of all
         model.get_parameter(name).requires_grad_(False)
     notes = [f"the optimizer has no group with {', '.join(left[:6])}: not trained"] if left else []

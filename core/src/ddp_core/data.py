@@ -71,6 +71,11 @@ class Rows:
         return batch[0] if self.bare else batch
 
     @property
+    def are_columns(self) -> bool:
+        """Whether a batch is its columns': then these may be converted at once. Not where a class makes it otherwise."""
+        return type(self).__getitem__ is Rows.__getitem__
+
+    @property
     def nbytes(self) -> int:
         return sum(column.nbytes for column in self.columns)
 

@@ -117,7 +117,8 @@ class Ddp(Reduction):
         """
         if self.world_size > 1 and not self.unused_parameters:
             kept = [*self.model.buffers(), *averages(self.model)]
-            before, called = [tensor.detach().clone() for tensor in kept], list[object]()
+            # On the CPU: at a resume the optimizer's state has taken its memory already.
+            before, called = [tensor.detach().to("cpu", copy=True) for tensor in kept], list[object]()
             hook = self.forward.register_forward_pre_hook(lambda *_: called.append(None))
             backward()
             hook.remove()

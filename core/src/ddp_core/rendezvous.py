@@ -31,7 +31,7 @@ FIXES = dict(
     training_rows=OTHER_ROWS,
     held_out_rows=OTHER_ROWS,
     data=OTHER_ROWS,
-    workload_file=": a copy of another age on that node",
+    workload_file=": it, or what it imports from beside it, is a copy of another age on that node",
     core=": other files of ddp_core on that node: run the site's install.sh again",
     python=": other versions of Python: run the site's install.sh again",
     cpu_capability=": their sums round differently: ask for nodes of one kind, or export ATEN_CPU_CAPABILITY=avx2 to all",

@@ -9,7 +9,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,9 @@ def _run(
     rank_of: Callable[[Mapping[str, str]], Rank], argv: list[str], workload: str | type | Path, reduction: type | None
 ) -> int:
     os.umask(os.umask(0o077) | 0o002)  # no file or folder of a run is everybody's to write
-    start_folder = os.getcwd() if os.path.isdir(".") else ""  # the workload's file may change it
+    start_folder = ""
+    with suppress(OSError):  # one that was removed
+        start_folder = os.getcwd()  # the workload's file may change it
     began, rank, stop, failure = time.monotonic(), None, StopFlag(), None
     try:
         rank = rank_of(os.environ)

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ddp_core.build import in_precision, refuse_other_modules
-from ddp_core.errors import UsageError, WorkloadError
+from ddp_core.errors import Failure, UsageError, WorkloadError
 from ddp_core.order import seed_everything
 from ddp_core.process_group import Peers
 from ddp_core.reduction import Reduction
@@ -364,8 +364,10 @@ class ShardedState(State):
         def lead() -> None:
             try:
                 write(self.tensors(), writers.lead)
-            finally:
-                peers.broadcast(None)  # what followers wait for
+            except Failure:
+                peers.broadcast(None)
+                raise
+            peers.broadcast(None)  # what followers wait for
 
         peers.together(lead if peers.rank == 0 else writers.follow)
         peers.agree(trainer.record.failure)

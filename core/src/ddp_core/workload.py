@@ -13,6 +13,7 @@ import errno
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import math
 import os
 import re
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 
 from ddp_core.errors import Failure, WorkloadError
 
+MOST_SOURCES = 64  # files that a workload's own may lead to
 BUILT_IN = ("digits", "regression", "mnist", "gpt")
 # What a class may say.
 YOURS: tuple[str, ...] = ("defaults", "unused_parameters", "flags", "data", "collate", "model", "forward", "loss", "metrics")
@@ -157,23 +159,30 @@ class Workload:
 
 
 def sources_of(file: Path) -> list[Path]:
-    """A workload's file, and those in its folder that it imports, by themselves or by each other."""
+    """A workload's file, and those in its folder that it imports, by themselves or by each other; not all, of a folder of
+    installed packages.
+    """
     sources = [file]
-    for source in sources:  # it grows meanwhile
-        with suppress(SyntaxError, ValueError):  # of one that is not imported yet
+    for source in itertools.islice(sources, MOST_SOURCES):  # it grows meanwhile
+        with suppress(SyntaxError, ValueError, RecursionError):  # of one that is not imported yet
             for name in _imported(ast.parse(source.read_bytes())):
                 paths = [folder / name.replace(".", "/") for folder in (file.parent, source.parent)]
                 beside = [path for one in paths for path in (one.with_name(f"{one.name}.py"), one / "__init__.py")]
-                sources += dict.fromkeys(path for path in beside if path.is_file() and path not in sources)
-    return sources
+                readable = [path for path in beside if path.is_file() and os.access(path, os.R_OK)]
+                sources += dict.fromkeys(path for path in readable if path not in sources)
+    return sources[:MOST_SOURCES]
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
+    """Names of modules, and of packages that these are in."""
+    names: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield from filter(None, [node.module, *(f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names)])
+            names += [f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names]
+    for name in names:
+        yield from itertools.accumulate(name.split("."), "{}.{}".format)
 
 
 def outputs_of(workload: Workload, model: nn.Module, batch: Any) -> Any:
@@ -236,7 +245,8 @@ def find(what: str | type[Workload]) -> Workload:
         raise WorkloadError(
             f"--workload {what} is no file of Python on {os.uname().nodename}, nor one of {', '.join(BUILT_IN)}"
         )
-    return _made(_only_class(_load(path), what), path.stem, path.resolve())
+    file = path.resolve()  # now: it may change the folder
+    return _made(_only_class(_load(path), what), path.stem, file)
 
 
 def _made(kind: type[Workload], name: str, file: Path | None) -> Workload:
