@@ -191,12 +191,7 @@ class NoMetricLater(Small):
         return {"found": None if self.steps_done else outputs.sum()}
 
 
-class FrozenAlone(Small):
-    def model(self, config):
-        model = super().model(config)
-        model[0].requires_grad_(False)
-        return model
-
+class FrozenAlone(FirstGroupIsEmpty):
     def optimizer(self, model, config):
         return torch.optim.SGD(model[0].parameters(), config.lr)
 
