@@ -539,6 +539,21 @@ class ToldAtAnEnd(Digits):
             os.kill(os.getpid(), signal.SIGUSR1)
         return 1.0
 """,
+    # It is told to stop in the first evaluation of its first run, behind a few of many held-out rows.
+    "told_while_evaluated": """
+import signal
+
+class ToldWhileEvaluated(Digits):
+    def data(self, config):
+        train, held_out = super().data(config)
+        return train, tuple(torch.cat([column] * 40) for column in held_out.columns)
+
+    def metrics(self, outputs, batch):
+        if self.steps_done == 14 and not os.path.exists(f"{self.file}.told"):
+            open(f"{self.file}.told", "w").close()
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().metrics(outputs, batch)
+""",
     # Not under the seed, more than a megabyte, and with its columns one behind the other in memory.
     "transposed": """
 class Transposed(Digits):

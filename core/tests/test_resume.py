@@ -57,6 +57,42 @@ def test_a_stop_at_the_end_of_an_epoch_saves_once(tmp_path):
     assert step_of(job) == 28 and snapshot.read(job.run_dir / "snapshot.prev.safetensors")[1]["step"] == 14
 
 
+STOPPED_WHILE_EVALUATED = """
+import os, signal
+from small import *
+
+class Mine(Small):
+    def data(self, config):
+        return table(), table(601, first=128)
+
+    def metrics(self, outputs, batch):
+        if not torch.is_grad_enabled() and self.steps_done == STEPS and os.path.exists("TOLD"):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().metrics(outputs, batch)
+"""
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_an_evaluation_that_a_stop_breaks_off_is_done_by_the_next_start(tmp_path, epochs, world_size):
+    """Held-out rows can take longer than a scheduler waits. At the end of the run, too, where no step is left."""
+    told = tmp_path / "told"
+    text = STOPPED_WHILE_EVALUATED.replace("STEPS", str(8 * epochs)).replace("TOLD", str(told))
+    (tmp_path / "mine.py").write_text(text)
+    flags = f"--workload {tmp_path / 'mine.py'} --save-every 3"
+    whole = train(tmp_path / "whole", flags, world_size, code=0)
+    told.touch()
+    stopped = train(tmp_path / "run", flags, world_size, code=75)
+    told.unlink()
+    assert step_of(stopped) == 8 * epochs and len(stopped.records("epoch")) == epochs - 1
+    resumed = train(tmp_path / "run", flags, world_size, code=0)
+    assert_same_run(resumed, whole)
+    ours, theirs = ([record | dict(seconds=0, time=0) for record in job.records("epoch")] for job in (resumed, whole))
+    assert ours == theirs and len(ours) == 3
+    best = [snapshot.read(job.run_dir / "best.safetensors")[1]["best"] for job in (resumed, whole)]
+    assert best[0] == best[1]
+
+
 @pytest.mark.fault(50)
 def test_however_early_it_is_stopped_each_start_trains_a_step(finished, tmp_path):
     """Told while the model is built: a job that comes back gets further each time."""

@@ -12,18 +12,20 @@ from ddp_core.probe import refuse_unlike_sums
 from ddp_core.workload import outputs_of, parts_of, refuse_other_names
 
 
-def shares_of(trainer) -> tuple[list[list[torch.Tensor]], list[int]]:
-    """This rank's rows, in micro-batches like those of the training, by shard; and how many of these are counted."""
+def shares_of(trainer) -> tuple[list[list[torch.Tensor]], list[int], list[int]]:
+    """This rank's rows, in micro-batches like those of the training, by shard; how many of these are counted, and rank 0's."""
     config, peers, batches = trainer.config, trainer.peers, trainer.held_out
     mine = torch.arange(min(peers.rank, len(batches)), len(batches), peers.world_size, device=batches.index_device)
     size = max(1, config.global_batch_size // peers.world_size // config.accumulate)
     shards = [[rows for rows in shard.split(size) if len(rows)] for shard in micro_batches(mine, config.accumulate)]
     counted = [len(shard) for shard in shards]
+    of_rank_0 = micro_batches(torch.arange(0, len(batches), peers.world_size), config.accumulate)
+    most = [-(-len(rows) // size) for rows in of_rank_0]  # no rank has more
     if config.sharding != "none":
         # A forward pass is collective: where rank 0 has more rows, this rank goes through row 0, which is not counted.
-        for part, rows in enumerate(micro_batches(torch.arange(0, len(batches), peers.world_size), config.accumulate)):
-            shards[part] += [mine.new_zeros(1)] * (-(-len(rows) // size) - counted[part])
-    return shards, counted
+        for part, batches_of_rank_0 in enumerate(most):
+            shards[part] += [mine.new_zeros(1)] * (batches_of_rank_0 - counted[part])
+    return shards, counted, most
 
 
 class Evaluation:
@@ -31,7 +33,7 @@ class Evaluation:
 
     def __init__(self, trainer):
         self.trainer = trainer
-        self.shards, self.counted = shares_of(trainer)
+        self.shards, self.counted, self.most = shares_of(trainer)
         rows = [rows for shard in self.shards for rows in shard]
         stream = trainer.held_out.stream((-1, part) for part in itertools.cycle(rows))
         # Its workers are forked once, here, as those of the training are.
@@ -39,26 +41,34 @@ class Evaluation:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Collective. Name (eval_loss, eval_loss_<part>, eval_<metric>) to mean. Raises NonFiniteError on all ranks."""
+        """Collective. Name (eval_loss, eval_loss_<part>, eval_<metric>) to mean; nothing where the ranks agree to stop.
+
+        Raises NonFiniteError on all ranks.
+        """
         trainer = self.trainer
         workload, config, peers, seen = trainer.workload, trainer.config, trainer.peers, trainer.seen
         trainer.model.eval()
         names = ["loss", *(f"loss_{part}" for part in seen.losses), *seen.metrics]
         # Means of means would be wrong: sums travel, each with its count.
         totals = torch.zeros(config.accumulate, 2 * len(names) + 1, dtype=torch.float64, device=trainer.device)
-        for number, shard in enumerate(self.shards):
-            for place, rows in enumerate(shard):
-                batch = next(self.batches)
-                part = peers.rank + peers.world_size * number
-                seed_generators(trainer.device, EVALUATION, config.seed, part, place, others=seen.others)
-                with trainer.autocast():
-                    outputs = outputs_of(workload, trainer.model, batch)
-                    loss, metrics = workload.loss(outputs, batch), workload.metrics(outputs, batch)
-                refuse_other_names(workload, metrics, seen.metrics)
-                refuse_unlike_sums(workload, metrics)
-                if place < self.counted[number]:
-                    losses = parts_of(loss, seen.losses, workload)
-                    totals[number] += _sums(losses, [metrics[name] for name in seen.metrics], len(rows)).to(trainer.device)
+        places = [(number, place) for number, most in enumerate(self.most) for place in range(most)]
+        for done, (number, place) in enumerate(places):
+            # As in training, about once a second: it can take longer than a scheduler waits between its signal and the kill.
+            if done and done % trainer.reconciliation.interval == 0 and peers.any(bool(trainer.stop)):
+                return {}
+            if place >= len(self.shards[number]):
+                continue
+            batch = next(self.batches)
+            part = peers.rank + peers.world_size * number
+            seed_generators(trainer.device, EVALUATION, config.seed, part, place, others=seen.others)
+            with trainer.autocast():
+                outputs = outputs_of(workload, trainer.model, batch)
+                loss, metrics = workload.loss(outputs, batch), workload.metrics(outputs, batch)
+            refuse_other_names(workload, metrics, seen.metrics)
+            refuse_unlike_sums(workload, metrics)
+            if place < self.counted[number]:
+                losses, rows = parts_of(loss, seen.losses, workload), len(self.shards[number][place])
+                totals[number] += _sums(losses, [metrics[name] for name in seen.metrics], rows).to(trainer.device)
         sums, counts, count = peers.reduce(tree_sum(totals).cpu())[0].split([len(names), len(names), 1])
         assert int(count) == len(trainer.held_out), (count, len(trainer.held_out))
         means = [total / (own or count.item()) for total, own in zip(sums.tolist(), counts.tolist(), strict=True)]

@@ -144,16 +144,18 @@ class Trainer:
         if self.step < self.total_steps:
             # Now its workers are forked. Forked behind the first sum of gradients they crashed, in one session of two.
             self.batches = itertools.chain([next(self.batches)], self.batches)
-            if self.held_out:
-                self.evaluation = Evaluation(self)
+        if self.held_out and (self.step < self.total_steps or self._unfinished):
+            self.evaluation = Evaluation(self)
+        if self.step < self.total_steps:
             self.reduction.settle(self._first_backward)
         self.watch, self.reconciliation.last = Stopwatch(), time.monotonic()
-        while self.step < self.total_steps:
+        stop = self._unfinished and self._end_epoch(len(self.state.progress.history) - 1)
+        while self.step < self.total_steps and not stop:
             stop = self._run_epoch(*divmod(self.step, self.steps_per_epoch))
-            if stop and self.step < self.total_steps:
-                self._save_snapshot()
-                self._finish()
-                return ExitCode.STOPPED
+        if stop and (self.step < self.total_steps or self._unfinished):
+            self._save_snapshot()
+            self._finish()
+            return ExitCode.STOPPED
         self._finish()
         rehearse("end", self.step)
         return ExitCode.DONE
@@ -178,7 +180,7 @@ class Trainer:
                 if stop and not last:
                     return True
         if ends or save:
-            self._end_epoch(epoch, save, stop)
+            stop = self._end_epoch(epoch, save, stop)
         return stop
 
     def _run_step(self) -> None:
@@ -302,10 +304,17 @@ class Trainer:
         """Whether this epoch ends with the held-out rows."""
         return self.held_out is not None and (epoch + 1 == self.config.epochs or (epoch + 1) % self.config.eval_every == 0)
 
-    def _end_epoch(self, epoch: int, save: bool, stop: bool) -> None:
+    @property
+    def _unfinished(self) -> bool:
+        """Whether a stop broke off the last epoch's evaluation: its row of history has the training loss alone."""
+        history, at_end = self.state.progress.history, self.step % self.steps_per_epoch == 0
+        return bool(history) and at_end and len(history[-1]) == 2 and self._evaluates(len(history) - 1)
+
+    def _end_epoch(self, epoch: int, save: bool = False, stop: bool = False) -> bool:
         """Evaluation and snapshots, where this epoch has them. The ranks have just told each other their losses.
 
         save: whether a snapshot is due, whatever --save-every says. stop: whether train() is about to save the last one.
+        True where the ranks have agreed to stop, before or during the evaluation.
         """
         progress, best = self.state.progress, False
         if self._evaluates(epoch):
@@ -315,6 +324,9 @@ class Trainer:
             rehearse("evaluation", self.step)
             results = self.evaluation.evaluate()
             self.watch.spent("evaluation", began)
+            if not results:  # the next start evaluates, and records this epoch
+                progress.history[epoch:] = [[epoch, self._mean_loss.hex()]]
+                return True
             self._close_epoch(epoch, results)
             if results["eval_loss"] < (float.fromhex(progress.best[1]) if progress.best else float("inf")):
                 progress.best, best = [epoch, results["eval_loss"].hex()], True
@@ -322,12 +334,18 @@ class Trainer:
         if due or best:
             self._save_snapshot(best, due)
         self.reconciliation.last = time.monotonic()  # the next steps are timed without this
+        return stop
+
+    @property
+    def _mean_loss(self) -> float:
+        """Of the epoch that has just ended."""
+        return self.state.progress.loss_sum / self.steps_per_epoch
 
     def _close_epoch(self, epoch: int, results: dict[str, float]) -> None:
         """All steps of the epoch are known. results: of the held-out rows."""
         progress = self.state.progress
-        values = {"loss": progress.loss_sum / self.steps_per_epoch} | results
-        progress.history.append([epoch, *(value.hex() for value in values.values())])
+        values = {"loss": self._mean_loss} | results
+        progress.history[epoch:] = [[epoch, *(value.hex() for value in values.values())]]
         progress.measured = [*values] if results else progress.measured
         self.record.epoch(epoch, self.config.epochs, (epoch + 1) * self.steps_per_epoch, values)
 
