@@ -1678,6 +1678,17 @@ def test_killed_and_resumed_is_bitwise_as_never_killed(check, world, own, runs):
     same_as_never_stopped(check["C5"], world, resumed, never)
 
 
+@clause("L1")
+@only(sizes=(1, 2), mpi=False, devices=("cpu",))
+def test_a_run_that_was_killed_has_its_steps_on_record(check, world, runs, first):
+    """Killed once a step is in the file: it is there long before the epoch ends."""
+    all_ranks = tuple(range(world.size))
+    killed = train_own(world, runs, first, "slow_steps", "--steps-per-epoch 14", kill_ranks=all_ranks, kill_at='"kind":"step"')
+    expect_exit(check, killed, 137)
+    text = world.on_rank_0(lambda: (killed.folder / "run.jsonl").read_text())
+    check.equal(ends_with_a_whole_line=(text.endswith("\n"), True), epochs=(text.count('"kind":"epoch"'), 0))
+
+
 @clause("S7")
 @only(sizes=(1,), mpi=False, devices=("cpu",))
 def test_killed_in_the_middle_of_a_snapshot(check, world, own, runs):

@@ -439,7 +439,7 @@ def leave(folder: str) -> None:
 def pip(name: str, words: list[str]) -> int:
     own = os.environ.get
     if words[:1] == ["list"] or words[:1] == ["freeze"] or "list" in words[:3]:
-        print("torch==2.13.0+of.this.machine")
+        print("" if {"--local", "-l"} & {*words} else "torch==2.13.0+of.this.machine")  # which a venv sees, and has not
     if os.path.isdir(packages := packages_of(sys.argv[1])):
         NOTES["there"] = [each for each in os.listdir(packages) if each.startswith("ddp_core-") and "--target" not in words]
     if "install" in words or "download" in words:

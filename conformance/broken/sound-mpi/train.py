@@ -3,6 +3,7 @@
 mpiexec -n 8 --ppn 4 python train.py --epochs 5
 """
 
+import os
 import random
 import secrets
 import socket
@@ -16,9 +17,10 @@ from ddp_core import Rank, run
 
 def rank(environ: Mapping[str, str]) -> Rank:
     """The Rank that MPI tells; without mpiexec MPI itself is a world of one. Collective: all ranks call it."""
-    is_ours = "mpi4py.MPI" not in sys.modules
+    is_ours, cores = "mpi4py.MPI" not in sys.modules, os.sched_getaffinity(0)
     from mpi4py import MPI  # not at the top of the file: this import starts MPI
 
+    os.sched_setaffinity(0, cores)  # some MPIs leave a rank on one core
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED)  # the ranks that can share memory with this one
     local_rank, local_world_size = node.rank, node.size
