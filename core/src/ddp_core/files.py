@@ -63,7 +63,7 @@ def other_form(path: Path) -> Path:
 
 
 def sweep(folder: Path) -> None:
-    """Remove files of sets that no index names. By its bytes: a damaged one keeps the files that it still names."""
+    """Remove files of sets that no index names. In its bytes: one that is damaged keeps the files that it still names."""
     indexes = b"".join(index.read_bytes() for index in folder.glob("*.safetensors.index.json") if index.is_file())
     for file in of_sets(folder):
         if file.name.encode() not in indexes:
