@@ -1,7 +1,7 @@
 """Saving while training goes on: training waits for a copy of the state in host memory, and a thread writes the copy.
 
-One save at a time: a save that is due while the one before is still written waits for it, so that snapshots come at the steps
-where they are due. Whoever ends a run waits for its last save.
+One save at a time: a save that is due waits until the one before is written, so that snapshots come at the steps where they
+are due. Whoever ends a run waits for its last save.
 """
 
 import copy

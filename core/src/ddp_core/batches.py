@@ -229,9 +229,9 @@ def _end_worker(error: BaseException, batch: Any) -> None:
 class Workers:
     """The processes of a DataLoader's iterator, as a rank sees them: when they die, and how they end.
 
-    DataLoader's own handler raises a worker's death wherever the rank is, also where it has just taken a lock of a queue, and
-    its event has a lock that a killed worker may hold: nobody lets go of either, and a run that had named its worker did not
-    end.
+    DataLoader's own handler raises a worker's death wherever the rank is, also where it has just taken a lock of a queue.
+    Its event has a lock that a killed worker may hold. Neither lock is released then: a run that had named its worker did
+    not end.
     """
 
     waits = False  # a process has one rank, which waits for one thing

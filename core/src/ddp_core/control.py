@@ -1,7 +1,7 @@
 """The control plane: what the ranks tell each other goes over groups of at most 32 in a tree.
 
-Numbers go up it and are put together in each group: the first member gathers them and speaks for the group in the next one.
-What rank 0 has in the end goes down again. So a rank's connections, messages and bytes grow with the logarithm of the
+Numbers go up the tree: the first member of each group gathers and merges them, and represents it in the next group.
+Rank 0's result goes down again. So a rank's connections, messages and bytes grow with the logarithm of the
 number of ranks, and the sum of all is added in one order, whatever order they come in: that of tree_sum().
 """
 
@@ -47,11 +47,11 @@ class Control:
 
 
 def groups_of(rank: int, world_size: int) -> list[range]:
-    """The members of this rank's groups, from below; each but its last one it speaks for.
+    """The members of this rank's groups, from the lowest level up. It speaks for each group but its last.
 
     An even number of ranks falls into groups of up to 32 of which each is as far from the next as can be: their sums are
     the first folds of tree_sum(). An odd number falls into groups of neighbours, where the last one may be alone in its own:
-    torch makes the name of a group of the number of those before it, which has to be the same on all members.
+    torch names a group by the number of groups before it, which has to be the same on all members.
     """
     groups = []
     count, span = world_size, 1  # so many ranks are left, each so far from the next

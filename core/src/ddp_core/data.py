@@ -8,9 +8,9 @@ What a workload's data() may return, for training and for held-out rows alike:
     DataLoader (--workers), with Python's, NumPy's and torch's generators seeded for each row.
 
 Every rank calls data(). What it writes, a cache say, it writes under another name and renames: the ranks do it at once.
-What it reads, self.once_a_node(path) has one rank of a node read, and the others share (staging.py).
+self.once_a_node(path) has one rank of a node read a file, and the others share the copy (staging.py).
 An attribute `fingerprint` names the content; ranks compare it, and a snapshot resumes under the same one. Without it
-tensors are hashed, and of data that are read row by row 16 rows.
+tensors are hashed; of data that are read row by row, 16 rows are.
 """
 
 import ast

@@ -175,7 +175,7 @@ def _check_limits(config: TrainConfig, rank: Rank, kind: str) -> None:
 
 
 def _note_locked_memory(rank: Rank) -> None:
-    """Said by rank 0, of its own node: whether the fabric needs it nobody here knows, and without it one may be slow only."""
+    """Rank 0 notes it of its own node. Whether the fabric needs it is not known here; without it a fabric may only be slow."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if rank.rank == 0 and rank.local_world_size < rank.world_size and 0 <= limit < 2**26:
         where = f"ulimit -l is {limit // 1024} kB on {socket.gethostname()}"

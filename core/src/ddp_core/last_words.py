@@ -1,4 +1,4 @@
-"""A line where C++ ends the process: gloo does it from a thread of its own when a message has not the size that it waits for.
+"""A line where C++ ends the process. gloo does so, from a thread of its own, when a message has another size than expected.
 
 No exception reaches Python then. C++ asks a handler first, https://en.cppreference.com/w/cpp/error/set_terminate
 """

@@ -61,7 +61,7 @@ class Seen:
 def probe(workload: Workload, model: nn.Module, batches: Batches, config, autocast, agreed: Callable = bool) -> Seen:
     """Raises WorkloadError: a loss that is no scalar or a mean, a parameter without a gradient, rows that do not collate.
 
-    agreed: of a truth that may differ between ranks, rank 0's, where a forward pass is collective.
+    agreed: makes of a truth that may differ between ranks rank 0's, where a forward pass is collective.
     """
     if (dtype := torch.get_default_dtype()) != torch.float32:  # optimizers count their steps in it, and fused ones then fail
         raise WorkloadError(

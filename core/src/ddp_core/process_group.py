@@ -1,8 +1,8 @@
 """The two process groups of a running job.
 
-The data group carries gradients (nccl, xccl or gloo, by device). The control group is gloo everywhere: what the ranks
-agree on goes over it, so that this code is the same on a laptop and on 4,096 GPUs and is tested on the former. It is a
-tree of groups (control.py).
+The data group carries gradients (nccl, xccl or gloo, by device). The control group is gloo everywhere, and carries what
+the ranks agree on. Its code is the same on a laptop, where it is tested, and on 4,096 GPUs. It is a tree of groups
+(control.py).
 """
 
 import json
@@ -236,7 +236,7 @@ class Peers:
         return True
 
     def wait(self) -> None:
-        """For all ranks: without it at the end, who leaves first can hang who is still connecting."""
+        """Final barrier: a rank that exits early can hang one that is still connecting."""
         self.reduce(most=torch.zeros(1, dtype=torch.float64))
 
     def leave(self) -> None:

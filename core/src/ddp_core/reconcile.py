@@ -50,7 +50,7 @@ class Reconciliation:
         numbers = torch.cat((mine.flatten(), torch.stack(self.norms).double())).cpu()  # waits for the device
         mine, norms = numbers[: mine.numel()].view(mine.shape), numbers[mine.numel() :]
         flags = torch.tensor([stop, save and self.peers.rank == 0, not tolerates, now - self.last], dtype=torch.float64)
-        # Norms are equal on all ranks; of one that is not finite the others hear so.
+        # Norms are equal on all ranks. By the maximum all learn of one that is not finite.
         sums, most = self.peers.reduce(mine.flatten(), torch.cat((flags, norms)))
         losses, norms, seconds = sums.view(mine.shape), most[4:], most[3].item()
         # All ranks compute the same interval from the slowest one's clock.

@@ -47,7 +47,7 @@ class Reduction:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """Of the gradients on all ranks, from that of those which this rank has."""
+        """The norm of all ranks' gradients, from the norm of this rank's."""
         return norm
 
     def zero_grad(self) -> None:

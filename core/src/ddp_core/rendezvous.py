@@ -287,7 +287,7 @@ class Rendezvous:
             ) from error
 
     def _wait(self, act: Callable):
-        # Rank 0 needs all of its deadline to name who is missing; its verdict comes a little later, also that it obeys.
+        # Rank 0 may use its whole deadline to name who is missing, so the others wait 2 s longer, and GRACE after a stop.
         return patiently(act, self.deadline + 2 - time.monotonic(), lambda: self._obey(GRACE))
 
     def _obey(self, grace: float = 0.0, missing: str = "") -> None:

@@ -47,7 +47,7 @@ def run(
 def _run(
     rank_of: Callable[[Mapping[str, str]], Rank], argv: list[str], workload: str | type | Path, reduction: type | None
 ) -> int:
-    os.umask(os.umask(0o077) | 0o002)  # no file or folder of a run is everybody's to write
+    os.umask(os.umask(0o077) | 0o002)  # others cannot write a run's files and folders
     start_folder = ""
     with suppress(OSError):  # one that was removed
         start_folder = os.getcwd()  # the workload's file may change it

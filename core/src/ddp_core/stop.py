@@ -38,8 +38,8 @@ class StopFlag:
 
 
 def _in_a_fork() -> None:
-    """A process that the workload has forked is told nothing of the run's stop, and SIGTERM, by which a multiprocessing.Pool
-    ends its own, ends it at once: a handler of Python's comes too late where the process has just begun to wait for a lock.
+    """A process that the workload has forked ignores the run's stop, except SIGTERM: a multiprocessing.Pool ends its own by it.
+    SIGTERM ends it at once: a handler of Python's comes too late where the process has just begun to wait for a lock.
     """
     for number in StopFlag.SIGNALS:
         if isinstance(getattr(signal.getsignal(number), "__self__", None), StopFlag):
