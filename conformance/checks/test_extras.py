@@ -8,8 +8,10 @@ This needs the packages that the sites' [[extras]] name; `nox -s extras` install
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import pytest
 from conformance.broken.workloads import WORKLOADS
 from conformance.golden import make as golden
 from conformance.harness.check import T1, T2
+from conformance.harness.ports import free_port
 from conformance.harness.sites import ROOT, without_launcher
 from conformance.harness.target import Run, read_records
 
@@ -56,6 +59,26 @@ def test_it_does_with_a_stand_in_for_its_library(check, site, imitated, tmp_path
     trains_the_reference_run(check, run_dir, T1)
     trains_it_in_fp32(check, imitated, tmp_path, PYTHONPATH=str(STAND_INS))
     trains_what_no_row_asks_for(check, imitated, tmp_path, PYTHONPATH=str(STAND_INS))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.clause("E3")
+def test_a_stand_in_s_ranks_are_on_two_nodes(check, site, imitated, tmp_path):
+    """Whatever the shell of the submission has left: a job hands it on to all nodes."""
+    run_dir, words, port = copied(site, tmp_path), list(imitated["command"]), free_port()
+    if "--standalone" not in words:
+        return
+    words[words.index("--nproc-per-node") + 1] = "1"
+    place = words.index("--standalone")
+    left = dict(HOSTNAME="login1", PYTHONPATH=str(STAND_INS))
+
+    def node(number: int) -> subprocess.CompletedProcess:
+        meet = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", socket.gethostname(), "--master-port", str(port)]
+        return start([*words[:place], *meet, *words[place + 1 :]], tmp_path, run_dir, 180, **left)
+
+    with ThreadPoolExecutor(2) as pool:
+        for number, result in enumerate(pool.map(node, range(2))):
+            check.equal(**{f"exit_code_of_{imitated['name']}_on_node_{number}": exit_code(result, 0)})
 
 
 def copied(site, folder: Path) -> Path:

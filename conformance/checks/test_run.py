@@ -1685,7 +1685,7 @@ def test_a_run_that_was_killed_has_its_steps_on_record(check, world, runs, first
     all_ranks = tuple(range(world.size))
     killed = train_own(world, runs, first, "slow_steps", "--steps-per-epoch 14", kill_ranks=all_ranks, kill_at='"kind":"step"')
     expect_exit(check, killed, 137)
-    text = world.on_rank_0(lambda: (killed.folder / "run.jsonl").read_text())
+    text = world.on_rank_0((killed.folder / "run.jsonl").read_text)
     check.equal(ends_with_a_whole_line=(text.endswith("\n"), True), epochs=(text.count('"kind":"epoch"'), 0))
 
 

@@ -25,7 +25,16 @@ def init() -> None:
         _place.update(RANK="0", SIZE="1")
     elif len(_place) < len(EXPORTED) or not _place["CONTROLLER"] == _place["CPU_OPERATIONS"] == "gloo":
         raise RuntimeError(f"{_place}: horovodrun exports more, or this is MPI's")
+    else:
+        _refuse_neighbours_of_one_place()
     _gathered("init", b"")
+
+
+def _refuse_neighbours_of_one_place() -> None:
+    """Horovod takes ranks with one HOSTNAME for neighbours, whose local ranks must differ."""
+    mine = " ".join(_place[name] for name in ("HOSTNAME", "LOCAL_RANK")).encode()
+    if (places := _gathered("place", mine)).count(mine) > 1:
+        raise RuntimeError(f"{[place.decode() for place in places]}: two ranks of one node have one local rank")
 
 
 def size() -> int:
