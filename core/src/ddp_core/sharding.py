@@ -29,11 +29,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ddp_core.build import in_precision, refuse_other_modules
 from ddp_core.errors import Failure, UsageError, WorkloadError
+from ddp_core.files import Stored
 from ddp_core.order import seed_everything
 from ddp_core.process_group import Peers
 from ddp_core.reduction import Reduction
 from ddp_core.rehearsal import rehearse
-from ddp_core.snapshot import Draft, Stored, drafts_of, in_order, put, refuse_unknown_dtypes
+from ddp_core.snapshot import Draft, drafts_of, in_order, load, put, refuse_unknown_dtypes
 from ddp_core.state import State, local, of_model
 from ddp_core.workload import Workload, blame
 
@@ -375,7 +376,7 @@ class ShardedState(State):
     def send(self, tensors: dict[str, Any], resuming: bool, peers: Peers) -> None:
         for name, tensor in self.tensors().items() if resuming else ():  # a new model's numbers are where they belong
             numbers = tensors.get(name)
-            deal(numbers.load() if isinstance(numbers, Stored) else numbers, tensor, peers, self.device)
+            deal(load(numbers) if isinstance(numbers, Stored) else numbers, tensor, peers, self.device)
 
 
 def hang_up(store_port: int) -> None:

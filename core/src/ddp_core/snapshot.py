@@ -27,7 +27,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
@@ -36,24 +36,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from ddp_core.errors import NewerFormatError, SnapshotError, StorageError, WorkloadError, fix_of, is_full, printable
+from ddp_core.errors import NewerFormatError, StorageError, WorkloadError, fix_of, is_full, printable
 from ddp_core.files import (
     MOST_HEADER,
+    Stored,
     as_json,
-    assemble,
-    document_in,
-    header_of,
     in_place,
     index_of,
-    is_index,
     names_of_files,
+    opened,
     other_form,
-    refuse_unreadable,
+    refuse_damaged,
     sweep,
 )
-from ddp_core.show import refuse_damaged
 
 FORMAT = 2  # 1: before workloads were open (migrate)
 LONGEST = 2**32 - 1  # no checksum has more digits
@@ -61,6 +57,7 @@ IN_A_SET = dict(format="pt")  # metadata without which transformers refuses a fi
 PAGE, PART = 4096, 2**24  # bytes
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"}
 DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
+KINDS = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def write(
@@ -324,68 +321,34 @@ def memory(tensor: torch.Tensor) -> ctypes.Array:
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 1)
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor that is still in its file: only its layout is in memory."""
-
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int  # in the file
-    nbytes: int
-
-    def load(self) -> torch.Tensor:
-        tensor = torch.empty(self.shape, dtype=self.dtype)
-        with open(self.path, "rb") as file:
-            file.seek(self.start)
-            if file.readinto(memory(tensor)) != self.nbytes:
-                raise SnapshotError(f"{self.path} has become shorter while it was read")
-        return tensor
-
-
-def _stored(path: Path) -> tuple[dict[str, Stored], dict]:
-    """Tensors and metadata of one file."""
-    entries, metadata = header_of(path)
-    dtypes = {text: dtype for dtype, text in DTYPES.items()}
-    return {name: Stored(path, dtypes[e.dtype], e.shape, e.start, e.nbytes) for name, e in entries.items()}, metadata
+def load(stored: Stored) -> torch.Tensor:
+    tensor = torch.empty(stored.shape, dtype=KINDS[stored.dtype])
+    stored.read_into(memory(tensor))
+    return tensor
 
 
 def read(path: Path, lazily: bool = False) -> tuple[dict[str, Any], dict]:
     """Tensors and document of a snapshot, every checksum compared. Raises SnapshotError that names the file.
 
-    path: of a file, in whose place an index may be, or of an index. lazily: a Stored for each tensor, read one at a time also
-    for its checksum.
+    path: of a file, in whose place an index may be, or of an index. lazily: a Stored for each tensor.
     """
-    try:
-        path = in_place(path)
-        refuse_unreadable(path)
-        opened: Any = nullcontext() if lazily or is_index(path) else safe_open(path, "pt")
-        with opened as file:
-            if is_index(path):
-                tensors, document = assemble(path, lambda part: _stored(part)[0])
-            else:
-                tensors, metadata = _stored(path) if file is None else ({}, file.metadata())
-                document = document_in(metadata)
-            if type(document["format"]) is not int or document["format"] < 1:
-                raise ValueError(f"its format is {document['format']!r}")
-            if document["format"] > FORMAT:
-                raise NewerFormatError(
-                    f"{path} has format {document['format']}, of ddp_core {_writer(document)}; this ddp_core reads up to "
-                    f"format {FORMAT}: update it"
-                )
-            if file is not None:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a safe_open is no dict
-            elif not lazily:
-                tensors = {name: part.load() for name, part in tensors.items()}
-            if lazily:
-                sums = {name: zlib.crc32(memory(whole)) for name in tensors for whole in [tensors[name].load()]}
-            else:
-                sums = _checksums(tensors)
-            refuse_damaged(path, sums, document)
-            return migrate(tensors, document)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        why = f"{type(error).__name__}: {printable(error)}"
-        raise SnapshotError(f"{path} is not a whole snapshot ({why})") from error
+    path = in_place(path)
+    with opened(path) as (stored, document):
+        if type(document["format"]) is not int or document["format"] < 1:
+            raise ValueError(f"its format is {document['format']!r}")
+        if document["format"] > FORMAT:
+            raise NewerFormatError(
+                f"{path} has format {document['format']}, of ddp_core {_writer(document)}; this ddp_core reads up to "
+                f"format {FORMAT}: update it"
+            )
+        tensors: dict[str, Any] = stored
+        if lazily:
+            sums = {name: tensor.checksum() for name, tensor in stored.items()}
+        else:
+            tensors = {name: load(tensor) for name, tensor in stored.items()}
+            sums = _checksums(tensors)
+        refuse_damaged(path, sums, document)
+        return migrate(tensors, document)
 
 
 def _writer(document: dict) -> str:

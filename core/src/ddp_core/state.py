@@ -8,6 +8,7 @@ from torch import nn
 
 from ddp_core.document import refuse_senseless
 from ddp_core.errors import SnapshotError, WorkloadError, printable
+from ddp_core.snapshot import KINDS
 
 RATES = ("lr", "initial_lr")  # of an optimizer's group: the schedule sets them
 # torch.optim's names of a state, and ours in a snapshot; other optimizers' states keep torch's.
@@ -199,5 +200,6 @@ def differences(theirs: dict, ours: dict) -> list[str]:
     return [f"{printable(name)}: {printable(theirs.get(name))} there, {printable(ours.get(name))} here" for name in differ]
 
 
-def layout(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    return {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()}
+def layout(tensors: dict) -> dict[str, str]:
+    """Of tensors, and of those that are still in a file."""
+    return {name: f"{KINDS.get(tensor.dtype, tensor.dtype)} {tuple(tensor.shape)}" for name, tensor in tensors.items()}
