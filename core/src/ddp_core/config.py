@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ddp_core.errors import UsageError, WorkloadError
+from ddp_core.errors import UsageError
 
 SHARDS = 8  # of --reduction canonical, for worlds of 1, 2, 4 and 8
 
@@ -121,9 +121,9 @@ def _refuse_unknown_kinds(own: dict, workload) -> None:
             json.dumps(_comparable(value))
         except TypeError as error:  # "Object of type set is not JSON serializable"
             kind = str(error).split()[3]
-            raise WorkloadError(
-                f"--workload {workload.name}: --{name.replace('_', '-')} has a value of the type {kind}, and a snapshot "
-                f"remembers texts, numbers, paths, and lists of them: take one of these, or add(..., remembered=False)"
+            raise workload.unusable(
+                f"--{name.replace('_', '-')} has a value of the type {kind}, and a snapshot remembers texts, numbers, paths, "
+                "and lists of them: take one of these, or add(..., remembered=False)"
             ) from error
 
 
@@ -184,7 +184,7 @@ def _defaults(workload, flags: dict) -> dict:
     if "per_rank_batch_size" not in workload.defaults:
         common["global_batch_size"] = 96
     if unknown := sorted(workload.defaults.keys() - flags.keys()):
-        raise WorkloadError(f"--workload {workload.name}: its defaults name {', '.join(unknown)}, and there is no such flag")
+        raise workload.unusable(f"its defaults name {', '.join(unknown)}, and there is no such flag")
     return common | workload.defaults
 
 
@@ -400,10 +400,10 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     try:
         workload.flags(add_own)
     except Exception as error:
-        raise WorkloadError(f"--workload {workload.name}: its flags() failed: {type(error).__name__}: {error}") from error
+        raise workload.unusable(f"its flags() failed: {type(error).__name__}: {error}") from error
     own = [*dict.fromkeys(action.dest for action in parser._actions if action.dest not in before)]
     if taken := [name for name in own if hasattr(TrainConfig, name) or name in ("own", "remembered")]:
-        raise WorkloadError(f"--workload {workload.name}: its flag --{taken[0]} has a name that config has: give it another")
+        raise workload.unusable(f"its flag --{taken[0]} has a name that config has: give it another")
     return parser, own, forgotten
 
 
@@ -420,5 +420,5 @@ def _fitting(workload, action: argparse.Action):
         except argparse.ArgumentTypeError as error:
             why = str(error)
     if why:
-        raise WorkloadError(f"--workload {workload.name}: its defaults have {action.dest}={value!r}, but {why}")
+        raise workload.unusable(f"its defaults have {action.dest}={value!r}, but {why}")
     return value

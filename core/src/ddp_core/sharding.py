@@ -193,9 +193,7 @@ def chosen(workload: Workload, model: nn.Module) -> list[nn.Module]:
     units = [*workload.shards(model)]
     ours = [*model.modules()]
     if wrong := [unit for unit in units if not any(unit is module for module in ours)]:
-        raise WorkloadError(
-            f"--workload {workload.name}: shards() returned {type(wrong[0]).__name__}, and should return modules of the model"
-        )
+        raise workload.unusable(f"shards() returned {type(wrong[0]).__name__}, and should return modules of the model")
     return [unit for unit in units if any(True for _ in unit.parameters())]
 
 
@@ -248,9 +246,9 @@ def refuse_to_compute_again(workload: Workload, model: nn.Module, seen) -> None:
     changed = [name for name in seen.buffers if id(model.get_buffer(name)) in inside]
     if changed or seen.others:
         why = f"changes {', '.join(changed[:3])}" if changed else "draws from Python's or NumPy's generator"
-        raise WorkloadError(
-            f"--workload {workload.name}: a forward pass {why}, and --checkpoint-activations computes it twice: leave out "
-            f"the flag, or such modules in shards()"
+        raise workload.unusable(
+            f"a forward pass {why}, and --checkpoint-activations computes it twice: leave out the flag, or such modules in "
+            "shards()"
         )
 
 

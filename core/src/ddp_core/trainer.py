@@ -30,7 +30,7 @@ from ddp_core.batches import Batches
 from ddp_core.build import build_model_and_optimizer
 from ddp_core.config import TrainConfig
 from ddp_core.device import versions
-from ddp_core.errors import ExitCode, NonFiniteError, PeerLostError, WorkloadError, named
+from ddp_core.errors import ExitCode, NonFiniteError, PeerLostError, named
 from ddp_core.evaluation import Evaluation
 from ddp_core.files import in_place
 from ddp_core.guard import Guard
@@ -231,9 +231,9 @@ class Trainer:
     def _set_learning_rate(self) -> None:
         factor = self.workload.schedule(self.step, self.total_steps, self.config)
         if not hasattr(factor, "__float__") or not 0 <= (factor := float(factor)) < math.inf:
-            raise WorkloadError(
-                f"--workload {self.workload.name}: schedule() returned {factor!r} at step {self.step}, and should return a "
-                f"number from 0 on, which the learning rate is multiplied with"
+            raise self.workload.unusable(
+                f"schedule() returned {factor!r} at step {self.step}, and should return a number from 0 on, which the learning "
+                "rate is multiplied with"
             )
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor

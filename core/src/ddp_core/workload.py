@@ -152,6 +152,9 @@ class Workload:
     def overrides(self, method: str) -> bool:
         return getattr(type(self), method) is not getattr(Workload, method)
 
+    def unusable(self, why: str) -> WorkloadError:
+        return WorkloadError(f"--workload {self.name}: {why}")
+
     def digest(self) -> str:
         """Of the file and what it imports from beside it: ranks compare it, so that a stale copy on one node is noticed."""
         sources = sources_of(self.file) if self.file else []
@@ -203,18 +206,14 @@ def parts_of(loss: Any, names: tuple[str, ...], workload: Workload) -> list[torc
     """The loss to train on, a scalar, and behind it its parts in the order of `names`; of one loss it alone."""
     if (isinstance(loss, Mapping) and {*loss} != {*names}) or (names and not isinstance(loss, Mapping)):
         now, before = [*loss] if isinstance(loss, Mapping) else "one", [*names] or "one"
-        raise WorkloadError(
-            f"--workload {workload.name}: loss() gave {now}, and {before} before: give a part that a batch has not as 0"
-        )
+        raise workload.unusable(f"loss() gave {now}, and {before} before: give a part that a batch has not as 0")
     if not names and isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return [loss.reshape(())]
     given = [loss[name] for name in names] if names else [loss]
     kind = next((value for value in given if isinstance(value, torch.Tensor)), None)
     if kind is None or not all(isinstance(value, int | float) or getattr(value, "numel", int)() == 1 for value in given):
         what = ", ".join(f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:40] for value in given)
-        raise WorkloadError(
-            f"--workload {workload.name}: loss() returned {what}, and a scalar before: the sum over a batch's rows, as a tensor"
-        )
+        raise workload.unusable(f"loss() returned {what}, and a scalar before: the sum over a batch's rows, as a tensor")
     parts = [(value if isinstance(value, torch.Tensor) else kind.new_full((), value)).reshape(()) for value in given]
     return [sum(parts[1:], parts[0]), *parts]
 
@@ -222,10 +221,7 @@ def parts_of(loss: Any, names: tuple[str, ...], workload: Workload) -> list[torc
 def refuse_other_names(workload: Workload, metrics: Mapping, before: Mapping) -> None:
     """Of metrics, which have the same names in every batch. Raises WorkloadError."""
     if metrics.keys() != before.keys():
-        raise WorkloadError(
-            f"--workload {workload.name}: metrics() gave {[*metrics]}, and {[*before]} before: give what a batch has not as "
-            f"(0, 0)"
-        )
+        raise workload.unusable(f"metrics() gave {[*metrics]}, and {[*before]} before: give what a batch has not as (0, 0)")
 
 
 # ---- from a name or a file to the workload ------------------------------------------------------------------------
