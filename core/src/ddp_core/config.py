@@ -18,9 +18,10 @@ SHARDS = 8  # of --reduction canonical, for worlds of 1, 2, 4 and 8
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What is trained."""
+class TrainConfig:
+    """Every training choice of a run, resolved: no None is left for the trainer to guess at."""
 
+    # What is trained.
     workload: str
     epochs: int
     steps_per_epoch: int  # 0: as many full global batches as the training rows give
@@ -29,11 +30,7 @@ class Problem:
     shards: int  # with --reduction canonical: micro-batches of a step over all ranks; else 0
     seed: int
 
-
-@dataclass(frozen=True)
-class Optimization:
-    """How its parameters move."""
-
+    # How its parameters move.
     optimizer: str
     lr: float  # after --scale-lr
     momentum: float
@@ -42,11 +39,7 @@ class Optimization:
     warmup_steps: int
     clip_norm: float  # 0: not clipped
 
-
-@dataclass(frozen=True)
-class Machine:
-    """What computes it, and how ranks and rows are fetched."""
-
+    # What computes it, and how ranks and rows are fetched.
     device: str
     backend: str
     precision: str
@@ -62,11 +55,7 @@ class Machine:
     rendezvous_timeout: float  # seconds
     timeout: float  # seconds
 
-
-@dataclass(frozen=True)
-class Run:
-    """What is kept and told of it."""
-
+    # What is kept and told of it.
     run_dir: str
     new_run_dir: bool  # the run directory is a job's own: another job's is refused
     fresh: bool
@@ -80,11 +69,6 @@ class Run:
     log_seconds: float
     profile: int  # steps; 0: none
     debug: bool
-
-
-@dataclass(frozen=True)
-class TrainConfig(Run, Machine, Optimization, Problem):
-    """Every training choice of a run, resolved: no None is left for the trainer to guess at."""
 
     own: dict  # the workload's own flags
     remembered: tuple[str, ...]  # the choices that determine the losses
@@ -102,7 +86,9 @@ class TrainConfig(Run, Machine, Optimization, Problem):
     def facts(self) -> dict:
         """All of them, as numbers and texts: for the record, and for the ranks to compare."""
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("own", "remembered")}
-        return plain | {name: _comparable(value) if _is_plain(value) else str(value) for name, value in self.own.items()}
+        for name, value in self.own.items():
+            plain[name] = _comparable(value) if isinstance(value, str | int | float | None) else str(value)
+        return plain
 
 
 def _comparable(value):
@@ -125,10 +111,6 @@ def _refuse_unknown_kinds(own: dict, workload) -> None:
                 f"--{name.replace('_', '-')} has a value of the type {kind}, and a snapshot remembers texts, numbers, paths, "
                 "and lists of them: take one of these, or add(..., remembered=False)"
             ) from error
-
-
-def _is_plain(value) -> bool:
-    return isinstance(value, str | int | float | bool | None)
 
 
 # Of every workload; a schedule that is laid out over the whole run has `epochs` too.
@@ -293,13 +275,7 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     add = parser.add_argument_group("problem").add_argument
     add("--workload", metavar="NAME|FILE", help="digits, regression, mnist, gpt, or a file of yours (default: digits)")
     add("--epochs", type=size, metavar="N", help="epochs in all, counted from the start of the run")
-    add(
-        "--steps-per-epoch",
-        type=count,
-        default=0,
-        metavar="N",
-        help="end each epoch after N steps (default: as many as the rows fill)",
-    )
+    add("--steps-per-epoch", type=count, default=0, metavar="N", help="steps an epoch (default: as many as the rows fill)")
     batch = parser.add_mutually_exclusive_group()
     batch.add_argument("--global-batch-size", type=size, metavar="N", help="rows a step, over all ranks")
     batch.add_argument("--per-rank-batch-size", type=size, metavar="N", help="rows a step on each rank")
@@ -356,23 +332,11 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     add("--new-run-dir", metavar="DIR", help="of job scripts: the same, but refused if another job has left a run there")
     add("--fresh", action="store_true", help="start again; the run that is there is moved to DIR/old-N")
     add("--save-every", type=size, default=1, metavar="N", help="epochs between snapshots (default: 1)")
-    add(
-        "--save-minutes",
-        type=share,
-        default=10.0,
-        metavar="M",
-        help="also save when M minutes have passed (default: 10; 0: never)",
-    )
+    add("--save-minutes", type=share, default=10.0, metavar="M", help="also save every M minutes (default: 10; 0: never)")
     add("--save-steps", type=count, default=0, metavar="N", help="also save every N steps (default: 0, never)")
     parts = "a snapshot of more than SIZE is a set of such files and an index, as transformers' (default: 2GB)"
     add("--max-shard-size", type=size_in_bytes, default=2 * 10**9, metavar="SIZE", help=parts)
-    add(
-        "--grace",
-        type=share,
-        default=0.0,
-        metavar="S",
-        help="seconds from the signal to the kill: slower saves are noted (default: 0)",
-    )
+    add("--grace", type=share, default=0.0, metavar="S", help="seconds from signal to kill: notes slower saves (default: 0)")
     add("--eval-every", type=size, default=1, metavar="N", help="epochs between evaluations (default: 1)")
     add("--log-every", type=size, default=10, metavar="N", help="steps between records of the loss (default: 10)")
     add("--log-seconds", type=share, default=30.0, metavar="S", help="seconds between lines of progress (default: 30; 0: none)")
