@@ -7,7 +7,7 @@ python -m ddp_core.snapshot diff FILE FILE   which tensors differ, and by how mu
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,20 +40,17 @@ def main(argv: list[str]) -> int:
             if len(args.files) != 2:
                 raise UsageError(f"diff compares two files, and {len(args.files)} are named")
             return diff(*args.files)
-        acts = [_tried(show if args.act == "show" else verify, path) for path in args.files]
-        return max(acts)
     except Failure as error:
         print(f"error: {error}", file=sys.stderr)
         return int(error.code)
-
-
-def _tried(act: Callable[[Path], None], path: Path) -> int:
-    try:
-        act(path)
-    except SnapshotError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return int(error.code)
-    return int(ExitCode.DONE)
+    act, code = show if args.act == "show" else verify, ExitCode.DONE
+    for path in args.files:
+        try:
+            act(path)
+        except SnapshotError as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = error.code
+    return int(code)
 
 
 # ---- show -----------------------------------------------------------------------------------------------------------
