@@ -157,23 +157,22 @@ class Workload:
 
     def digest(self) -> str:
         """Of the file and what it imports from beside it: ranks compare it, so that a stale copy on one node is noticed."""
-        sources = sources_of(self.file) if self.file else []
-        return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12] if sources else ""
+        return hashlib.sha256(b"".join(sources_of(self.file))).hexdigest()[:12] if self.file else ""
 
 
-def sources_of(file: Path) -> list[Path]:
-    """A workload's file, and those in its folder that it imports, by themselves or by each other; not all, of a folder of
+def sources_of(file: Path) -> Iterator[bytes]:
+    """Of a workload's file, and of those in its folder that it imports, by themselves or by each other; not all, of a folder of
     installed packages.
     """
     sources = [file]
     for source in itertools.islice(sources, MOST_SOURCES):  # it grows meanwhile
+        yield (text := source.read_bytes())
         with suppress(SyntaxError, ValueError, RecursionError):  # of one that is not imported yet
-            for name in _imported(ast.parse(source.read_bytes())):
+            for name in _imported(ast.parse(text)):
                 paths = [folder / name.replace(".", "/") for folder in (file.parent, source.parent)]
                 beside = [path for one in paths for path in (one.with_name(f"{one.name}.py"), one / "__init__.py")]
                 readable = [path for path in beside if path.is_file() and os.access(path, os.R_OK)]
                 sources += dict.fromkeys(path for path in readable if path not in sources)
-    return sources[:MOST_SOURCES]
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
