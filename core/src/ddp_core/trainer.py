@@ -336,7 +336,8 @@ class Trainer:
         began = time.perf_counter()
         self._refuse_diverged_replicas()
         with self.profile.part("snapshot"):
-            save = lambda tensors, put_drafts: self.saver.save(tensors, self._document(), best, snapshot, put_drafts)  # noqa: E731
+            self.state.progress.scale = self.guard.scale
+            save = lambda tensors, drafts: self.saver.save(tensors, self.state.document(), best, snapshot, drafts)  # noqa: E731
             self.state.save(save, self)
         self.saved = time.monotonic() if snapshot else self.saved
         self.watch.spent("snapshots", began)
@@ -347,10 +348,6 @@ class Trainer:
         began = time.perf_counter()
         self.peers.together(self.saver and self.saver.settle, self.record.failure)
         self.watch.spent("snapshots", began)
-
-    def _document(self) -> dict:
-        self.state.progress.scale = self.guard.scale
-        return self.state.document()
 
     def _refuse_diverged_replicas(self) -> None:
         # A snapshot is rank 0's. If another rank trains with other numbers, it is no snapshot of this training.
