@@ -45,9 +45,7 @@ class Saver:
         self.fields = dict(step=document["step"], epochs_run=document["epochs_run"]) if snapshot else {}
         images, tensors = copied or (None, tensors)
         write = partial(self._write, tensors, document, best, snapshot, images=images, put_drafts=put_drafts)
-        self.pending = _here(write) if put_drafts else self.pool.submit(write)
-        if copied is None:
-            self.pending.exception()  # waits
+        self.pending = self.pool.submit(write) if copied else _here(write)
         self.fields |= dict(seconds=time.perf_counter() - began, copy=self.buffer.nbytes) if snapshot else {}
 
     def _write(self, tensors: dict[str, torch.Tensor], document: dict, best: bool, snapshot: bool, **source) -> float:

@@ -25,7 +25,7 @@ import shutil
 import socket
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ def write(
     Temporary files in the same folder, fsync, check(), rename, fsync of the folder. By hand, for safetensors' own writer needs
     NumPy, does not fsync, and makes a file that the group cannot read. check: what it raises leaves the old one. images: of
     the whole files in memory, with the tensors in their places (images_of). put_drafts: puts the drafts, where the numbers are
-    dealt over ranks, and returns the checksums (sharding.py). most: bytes of tensors in one file (split).
+    dealt over ranks, and returns the checksums (sharding.py). most: bytes of tensors in one file.
     """
     tensors = {name: tensors[name].detach() for name in in_order(tensors)}
     if put_drafts is None:
@@ -151,10 +151,9 @@ class Draft:
 
 def drafts_of(tensors: dict[str, torch.Tensor], document: dict, most: float, where: Callable[[int], Path]) -> list[Draft]:
     """One for each file. document: only a single file has it. where: the path of a draft, by its place among them."""
-    files = split(tensors, most)
+    files = files_of(tensors, document, most)
     metadata = (lambda sums: _alone(_signed(document, sums))) if len(files) == 1 else lambda sums: IN_A_SET
-    pairs = enumerate(zip(files, rooms_for(files, document), strict=True))
-    return [Draft(where(number), file, room, metadata) for number, (file, room) in pairs]
+    return [Draft(where(number), file, room, metadata) for number, (file, room) in enumerate(files)]
 
 
 def put(
@@ -166,8 +165,10 @@ def put(
     """
     tensors, room = draft.tensors, draft.room
     with open(draft.path, "wb", buffering=0) as file:
-        meanwhile = partial(_put_tensors, file, tensors, room) if image is None else partial(_put_image, file, image)
-        sums = _put_gathered(file, tensors, gathered, room) if gathered else _checksums(tensors, meanwhile)
+        if image is None:
+            sums = _put_tensors(file, tensors, gathered or tensors.__getitem__, room)
+        else:
+            sums = _checksums(tensors, partial(_put_image, file, image))
         head = _head(tensors, draft.metadata(sums), room)
         if image is None:
             file.seek(0)
@@ -185,8 +186,10 @@ def in_order(tensors: dict[str, torch.Tensor]) -> list[str]:
     return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
-def split(tensors: dict[str, torch.Tensor], most: float) -> list[dict[str, torch.Tensor]]:
-    """Files of so many bytes of tensors at most, in order; a larger tensor has one alone."""
+def files_of(tensors: dict[str, torch.Tensor], document: dict, most: float) -> list[tuple[dict[str, torch.Tensor], int]]:
+    """The tensors of each file, in order, of so many bytes at most; a larger tensor has one alone. And the bytes before the
+    first of them, whatever the checksums are.
+    """
     files: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name in in_order(tensors):
@@ -195,7 +198,10 @@ def split(tensors: dict[str, torch.Tensor], most: float) -> list[dict[str, torch
             size = 0
         files[-1][name] = tensors[name]
         size += tensors[name].nbytes
-    return files
+    metadata = IN_A_SET
+    if len(files) == 1:
+        metadata = _alone(document | dict(format=FORMAT, crc32=dict.fromkeys(tensors, LONGEST), document_crc32=LONGEST))
+    return [(file, len(_head(file, metadata, 0))) for file in files]
 
 
 def _signed(document: dict, sums: dict[str, int]) -> dict:
@@ -206,15 +212,6 @@ def _signed(document: dict, sums: dict[str, int]) -> dict:
 def _alone(document: dict) -> dict[str, str]:
     """Metadata of a file that is a whole snapshot."""
     return dict(ddp_core=as_json(document).decode())
-
-
-def rooms_for(files: list[dict[str, torch.Tensor]], document: dict) -> list[int]:
-    """Of each file the bytes before its first tensor, whatever the checksums are."""
-    if len(files) > 1:
-        return [len(_head(file, IN_A_SET, 0)) for file in files]
-    [tensors] = files
-    longest = dict(format=FORMAT, crc32=dict.fromkeys(tensors, LONGEST), document_crc32=LONGEST)
-    return [len(_head(tensors, _alone(document | longest), 0))]
 
 
 def _head(tensors: dict[str, torch.Tensor], metadata: dict[str, str], room: int) -> bytes:
@@ -233,9 +230,8 @@ def images_of(
     tensors: dict[str, torch.Tensor], document: dict, buffer: torch.Tensor, most: float
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Whole pages of a buffer as files, and the places of the tensors in them, not yet filled. buffer: images_size() bytes."""
-    files, images, places = split(tensors, most), [], {}
-    first = -buffer.data_ptr() % PAGE
-    for file, room in zip(files, rooms_for(files, document), strict=True):
+    images, places, first = [], {}, -buffer.data_ptr() % PAGE
+    for file, room in files_of(tensors, document, most):
         end = first + room
         for name in file:
             start, end = end, end + file[name].nbytes
@@ -247,32 +243,25 @@ def images_of(
 
 
 def images_size(tensors: dict[str, torch.Tensor], document: dict, most: float) -> int:
-    rooms = rooms_for(split(tensors, most), document)
+    rooms = [room for _, room in files_of(tensors, document, most)]
     return sum(rooms) + sum(tensor.nbytes for tensor in tensors.values()) + (len(rooms) + 1) * PAGE
 
 
-def _put_tensors(file: FileIO, tensors: dict[str, torch.Tensor], room: int) -> None:
+def _put_tensors(file: FileIO, names: Iterable[str], numbers: Callable[[str], torch.Tensor], room: int) -> dict[str, int]:
+    """Returns their checksums."""
+    sums = {}
     file.seek(room)
-    for tensor in tensors.values():
+    for name in names:
+        tensor = numbers(name)
         _put_all(file, memory(tensor))
+        sums[name] = zlib.crc32(memory(tensor))
+    return sums
 
 
 def _put_all(file: FileIO, content: bytes | ctypes.Array) -> None:
     left = memoryview(content)
     while left:
         left = left[file.write(left) :]  # Linux writes 2 GiB at most at once, and less on a disk that is almost full
-
-
-def _put_gathered(
-    file: FileIO, tensors: dict[str, torch.Tensor], gathered: Callable[[str], torch.Tensor], place: int
-) -> dict[str, int]:
-    """Returns their checksums."""
-    sums = {}
-    for name in tensors:
-        whole = gathered(name)
-        _put_tensors(file, {name: whole}, place)
-        sums[name], place = zlib.crc32(memory(whole)), place + whole.nbytes
-    return sums
 
 
 def _put_image(file: FileIO, image: torch.Tensor) -> None:
