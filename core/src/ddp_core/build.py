@@ -16,18 +16,12 @@ from ddp_core.workload import Workload, blame
 
 
 def build_model_and_optimizer(
-    workload: Workload,
-    config,
-    peers: Peers,
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: Batches,
-    autocast: Callable,
-    sharding: Any,
+    rows: Batches, peers: Peers, autocast: Callable, sharding: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer, Seen]:
     """Collective under --sharding. rows: of the training, two of which are tried (probe.py). sharding: the module, where it is
     needed. Raises WorkloadError.
     """
+    workload, config, device, dtype = rows.workload, rows.config, rows.device, rows.dtype
     # The ranks may draw different numbers all the same (a set, the clock): rank 0's are sent to all in Trainer.restore().
     seed_everything(config.seed)
     agreed: Callable = bool
@@ -43,7 +37,7 @@ def build_model_and_optimizer(
             model = in_precision(model, dtype, device)
             if config.checkpoint_activations:
                 sharding.checkpoint(sharding.chosen(workload, model))
-        seen = probe(workload, model, rows, config, autocast, agreed)
+        seen = probe(model, rows, autocast, agreed)
         if config.checkpoint_activations:
             sharding.refuse_to_compute_again(workload, model, seen)
         optimizer = workload.optimizer(model, config)
@@ -78,17 +72,18 @@ def check_optimizer(optimizer: object, model: nn.Module, workload: Workload, con
             "optimizer() made one of torch's lr_scheduler, which nobody steps and no snapshot holds: return its factor at a "
             "step from schedule()"
         )
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if strangers := len(stepped - {id(parameter) for parameter in model.parameters()}):
+    stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if strangers := len(stepped - {*model.parameters()}):
         raise workload.unusable(
             f"optimizer() has {strangers} parameters that are not the model's, and no gradient of theirs is summed over ranks: "
             "make them the model's (a module or nn.Parameter of it)"
         )
-    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
-    if left and not any(p.requires_grad and id(p) in stepped for p in model.parameters()):
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    left = [name for name, parameter in trained.items() if parameter not in stepped]
+    if len(left) == len(trained):
         raise workload.unusable("optimizer() has no parameter that is trained: give it those with requires_grad")
     for name in left:  # else their gradients would be summed, and the others clipped by the norm of all
-        model.get_parameter(name).requires_grad_(False)
+        trained[name].requires_grad_(False)
     notes = [f"the optimizer has no group with {', '.join(left[:6])}: not trained"] if left else []
     rates = {float(group["lr"]) for group in optimizer.param_groups}
     if config.lr not in rates:

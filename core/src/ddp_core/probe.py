@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddp_core.batches import Batches, converted
 from ddp_core.order import DROPOUT, seed_generators
-from ddp_core.state import averages
+from ddp_core.state import Kept
 from ddp_core.workload import Workload, blame, outputs_of, refuse_other_names
 
 MANY = 16  # rows, of which a metric is seldom 0
@@ -57,14 +57,15 @@ class Seen:
     notes: list[str]  # what of the usual promises this workload does not allow
 
 
-def probe(workload: Workload, model: nn.Module, batches: Batches, config, autocast, agreed: Callable = bool) -> Seen:
+def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> Seen:
     """Raises WorkloadError: a loss that is no scalar or a mean, a parameter without a gradient, rows that do not collate.
 
     agreed: of a truth that may differ between ranks, rank 0's, where a forward pass is collective.
     """
+    workload = batches.workload
     if (dtype := torch.get_default_dtype()) != torch.float32:  # optimizers count their steps in it, and fused ones then fail
         raise workload.unusable(f"torch's default dtype is {dtype}: take set_default_dtype out, pass --precision fp64")
-    trial = _Trial(workload, model, batches, config, autocast, agreed)
+    trial = _Trial(model, batches, autocast, agreed)
     try:
         trial.read()
         losses, metrics = trial.look()
@@ -80,12 +81,10 @@ def probe(workload: Workload, model: nn.Module, batches: Batches, config, autoca
 
 
 class _Trial:
-    def __init__(self, workload: Workload, model: nn.Module, batches: Batches, config, autocast, agreed: Callable):
-        self.workload, self.model, self.batches, self.config, self.autocast = workload, model, batches, config, autocast
-        self.agreed = agreed
-        self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        averaged = averages(model) if config.sharding == "none" else []  # else they are in parts
-        self.averages = [(parameter, parameter.detach().clone()) for parameter in averaged]
+    def __init__(self, model: nn.Module, batches: Batches, autocast, agreed: Callable):
+        self.model, self.batches, self.autocast, self.agreed = model, batches, autocast, agreed
+        self.workload, self.config = batches.workload, batches.config
+        self.kept = Kept(model, averaged=self.config.sharding == "none")  # else they are in parts
         self.changed: list[str] = []
         self.count = min(2, len(batches))
         self.rows: Any = None
@@ -138,13 +137,7 @@ class _Trial:
 
     def put_buffers_back(self) -> list[str]:
         """The names of those that the model has changed so far."""
-        with torch.no_grad():
-            for parameter, numbers in self.averages:
-                parameter.copy_(numbers)
-            for name, buffer in self.model.named_buffers():
-                if not torch.equal(buffer, self.buffers[name]):
-                    buffer.copy_(self.buffers[name])
-                    self.changed = list(dict.fromkeys([*self.changed, name]))
+        self.changed = list(dict.fromkeys([*self.changed, *self.kept.put_back()]))
         return self.changed
 
     def look(self) -> tuple[tuple[str, ...], dict[str, bool]]:

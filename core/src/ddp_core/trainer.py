@@ -94,7 +94,7 @@ class Trainer:
         self.steps_per_epoch = min(len(train) // config.global_batch_size, config.steps_per_epoch or len(train))
         self.total_steps = config.epochs * self.steps_per_epoch
 
-        parts: tuple = (workload, config, peers, device, dtype, self.train_rows, self.autocast, self.sharding)
+        parts: tuple = (self.train_rows, peers, self.autocast, self.sharding)
         self.model, self.optimizer, self.seen = peers.together(lambda: build_model_and_optimizer(*parts))
         facts = dict(problem=config.problem(), data=fingerprint, steps_per_epoch=self.steps_per_epoch)
         facts |= dict(world_size=peers.world_size, versions=versions())
