@@ -12,7 +12,7 @@ from ddp_core.probe import Seen, probe
 from ddp_core.process_group import Peers
 from ddp_core.snapshot import refuse_unknown_dtypes
 from ddp_core.state import of_model
-from ddp_core.workload import Workload, blame
+from ddp_core.workload import Workload, blaming
 
 
 def build_model_and_optimizer(
@@ -25,7 +25,7 @@ def build_model_and_optimizer(
     # The ranks may draw different numbers all the same (a set, the clock): rank 0's are sent to all in Trainer.restore().
     seed_everything(config.seed)
     agreed: Callable = bool
-    try:
+    with blaming(workload, "the model"):
         if config.sharding != "none":
             model, notes = sharding.build(workload, config, peers, device, dtype)
             agreed = peers.broadcast
@@ -42,8 +42,6 @@ def build_model_and_optimizer(
             sharding.refuse_to_compute_again(workload, model, seen)
         optimizer = workload.optimizer(model, config)
         seen.notes.extend([*notes, *check_optimizer(optimizer, model, workload, config)])
-    except (Exception, SystemExit) as error:
-        raise blame(error, workload.file, f"the model of --workload {workload.name}") from error
     # What the schedule multiplies; torch.optim's own schedulers use the same name.
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])

@@ -13,7 +13,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from ddp_core.reduction import Reduction
 from ddp_core.rehearsal import rehearse
 from ddp_core.snapshot import Draft, drafts_of, in_order, load, put, refuse_unknown_dtypes
 from ddp_core.state import State, local, of_model
-from ddp_core.workload import Workload, blame
+from ddp_core.workload import Workload, blaming
 
 IN_TURN = (
     "the model cannot be built without its numbers (torch.device('meta')): every rank has built the whole of it, one at a time "
@@ -88,12 +88,12 @@ def build(workload: Workload, config, peers: Peers, device: torch.device, dtype:
     def in_its_turn(turn: int) -> None:
         nonlocal model
         if turn == peers.local_rank:
-            with _blaming(workload):
+            with blaming(workload, "the model"):
                 model = _whole(workload, config, dtype)
                 deque(_shard(workload, config, model, mesh, device), 0)
 
     def make_numbers() -> None:
-        with _blaming(workload):
+        with blaming(workload, "the model"):
             numbers.update(_numbers(_whole(workload, config, dtype)))
 
     if in_turn := model is None:
@@ -107,14 +107,6 @@ def build(workload: Workload, config, peers: Peers, device: torch.device, dtype:
                 deal(numbers.pop(name, None), tensor, peers, device)  # freed: rank 0's memory, too, is for its own rows
                 dealt.add(name)
     return model, [IN_TURN] if in_turn else []
-
-
-@contextmanager
-def _blaming(workload: Workload) -> Iterator[None]:
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        raise blame(error, workload.file, f"the model of --workload {workload.name}") from error
 
 
 def _whole(workload: Workload, config, dtype: torch.dtype) -> nn.Module:

@@ -21,7 +21,7 @@ import sys
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -299,6 +299,15 @@ def _only_class(module, what: str) -> type[Workload]:
         names = f"{len(leaves)} ({', '.join(kind.__name__ for kind in leaves)})" if leaves else "none"
         raise WorkloadError(f"--workload {what} should have one class that derives from ddp_core.Workload, and has {names}")
     return leaves[0]
+
+
+@contextmanager
+def blaming(workload: Workload, what: str) -> Iterator[None]:
+    """Around what a workload's file does, or what is done with it: see blame()."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise blame(error, workload.file, f"{what} of --workload {workload.name}") from error
 
 
 def blame(error: BaseException, file: Path | None, when: str) -> BaseException:
