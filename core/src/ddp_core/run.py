@@ -67,9 +67,11 @@ def _run(
         except Failure as error:
             error.everywhere = True  # the flags and the file are the same on all ranks: rank 0 speaks
             if rank.rank and isinstance(error, WorkloadError):
-                from ddp_core.rendezvous import tell
+                from ddp_core.rendezvous import TELLING, Rendezvous
 
-                tell(rank, error, stop)  # unless a node lacks the file
+                # Unless this node alone lacks the file: rank 0 waits then. It does not answer where it has failed too.
+                with suppress(Failure):
+                    Rendezvous(rank, TELLING, stop).check_in({}, {}, error)
             raise
         run_dir, record = Path(start_folder, config.run_dir), Record(began, config.log_seconds)
         code = _train(rank, _Job(rank, chosen, config, run_dir, stop, record, reduction))
