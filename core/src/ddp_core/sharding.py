@@ -221,15 +221,7 @@ def checkpoint(modules: list[nn.Module]) -> None:
 
     for module in modules:
         # In place of the method, not around the module: names stay, and what others hook to the module happens once.
-        module.forward = _Again(module.forward, checkpoint)
-
-
-class _Again:
-    def __init__(self, forward: Callable, checkpoint: Callable):
-        self.forward, self.checkpoint = forward, checkpoint
-
-    def __call__(self, *args, **keywords):
-        return self.checkpoint(self.forward, *args, use_reentrant=False, **keywords)
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def refuse_to_compute_again(workload: Workload, model: nn.Module, seen) -> None:
