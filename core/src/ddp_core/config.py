@@ -136,10 +136,11 @@ def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) 
     workload = workload or choose(argv)
     parser, names, forgotten = _parser(workload, quiet)
     values = vars(parser.parse_args(argv))
-    batch_is_set = values["global_batch_size"] or values["per_rank_batch_size"]
-    for name, value in _defaults(workload, values).items():
-        if values[name] is None and not (name.endswith("batch_size") and batch_is_set):
-            values[name] = value
+    if unknown := sorted(workload.defaults.keys() - values.keys()):
+        raise workload.unusable(f"its defaults name {', '.join(unknown)}, and there is no such flag")
+    if not (values["global_batch_size"] or values["per_rank_batch_size"]):
+        values["global_batch_size"] = workload.defaults.get("global_batch_size", 96)
+        values["per_rank_batch_size"] = workload.defaults.get("per_rank_batch_size")
     own = {name: values.pop(name) for name in names}
     per_rank = values.pop("per_rank_batch_size")
     values["global_batch_size"] = _global_batch_size(values["global_batch_size"], per_rank, values["accumulate"], world_size)
@@ -159,24 +160,12 @@ def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) 
     return TrainConfig(own=own, remembered=remembered, **values)
 
 
-def _defaults(workload, flags: dict) -> dict:
-    """The workload's, and below them the core's for what every workload must have."""
-    common = dict(epochs=10, optimizer="sgd", lr=0.01, momentum=0.9, weight_decay=0.0, clip_norm=0.0, warmup_steps=0)
-    common |= dict(lr_schedule="constant", accumulate=1, precision="fp32", workers=0)
-    if "per_rank_batch_size" not in workload.defaults:
-        common["global_batch_size"] = 96
-    if unknown := sorted(workload.defaults.keys() - flags.keys()):
-        raise workload.unusable(f"its defaults name {', '.join(unknown)}, and there is no such flag")
-    return common | workload.defaults
-
-
-def _global_batch_size(global_batch_size: int | None, per_rank: int | None, accumulate: int, world_size: int) -> int:
+def _global_batch_size(global_batch_size: int, per_rank: int | None, accumulate: int, world_size: int) -> int:
     """Rows a step over all ranks; every rank gets the same number of rows, in `accumulate` equal parts."""
     if per_rank:
         if per_rank % accumulate:
             raise UsageError(f"--per-rank-batch-size {per_rank} does not divide by --accumulate {accumulate}")
         return per_rank * world_size
-    assert global_batch_size is not None  # _defaults() has one or the other
     parts = world_size * accumulate
     if global_batch_size % parts:
         below = global_batch_size // parts * parts
@@ -274,28 +263,28 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
 
     add = parser.add_argument_group("problem").add_argument
     add("--workload", metavar="NAME|FILE", help="digits, regression, mnist, gpt, or a file of yours (default: digits)")
-    add("--epochs", type=size, metavar="N", help="epochs in all, counted from the start of the run")
+    add("--epochs", type=size, default=10, metavar="N", help="epochs in all, counted from the start of the run")
     add("--steps-per-epoch", type=count, default=0, metavar="N", help="steps an epoch (default: as many as the rows fill)")
     batch = parser.add_mutually_exclusive_group()
     batch.add_argument("--global-batch-size", type=size, metavar="N", help="rows a step, over all ranks")
     batch.add_argument("--per-rank-batch-size", type=size, metavar="N", help="rows a step on each rank")
-    add("--accumulate", type=size, metavar="N", help="micro-batches a step, to save memory (default: 1)")
+    add("--accumulate", type=size, default=1, metavar="N", help="micro-batches a step, to save memory (default: 1)")
     add("--seed", type=count, default=0, metavar="N", help="of initial parameters, order, augmentation, dropout (default: 0)")
 
     add = parser.add_argument_group("optimizer").add_argument
-    add("--optimizer", choices=["sgd", "adamw"], help="SGD with momentum, or AdamW")
-    add("--lr", type=positive, metavar="X", help="learning rate")
+    add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="SGD with momentum, or AdamW")
+    add("--lr", type=positive, default=0.01, metavar="X", help="learning rate")
     add("--scale-lr", action="store_true", help="multiply --lr by the world size")
-    add("--momentum", type=share, metavar="X", help="of SGD; AdamW's beta1 (beta2: 0.95)")
-    add("--weight-decay", type=share, metavar="X", help="L2 with sgd, decoupled with adamw (default: 0)")
-    add("--lr-schedule", choices=["constant", "cosine"], help="cosine: to 0 at the last step (default: constant)")
-    add("--warmup-steps", type=count, metavar="N", help="the learning rate rises linearly over them (default: 0)")
-    add("--clip-norm", type=share, metavar="X", help="scale gradients down to this norm (default: 0, not clipped)")
+    add("--momentum", type=share, default=0.9, metavar="X", help="of SGD; AdamW's beta1 (beta2: 0.95)")
+    add("--weight-decay", type=share, default=0.0, metavar="X", help="L2 with sgd, decoupled with adamw (default: 0)")
+    add("--lr-schedule", choices=["constant", "cosine"], default="constant", help="cosine: to 0 at the end (default: constant)")
+    add("--warmup-steps", type=count, default=0, metavar="N", help="the learning rate rises linearly over them (default: 0)")
+    add("--clip-norm", type=share, default=0.0, metavar="X", help="scale gradients down to this norm (default: 0, not clipped)")
 
     add = parser.add_argument_group("machine").add_argument
     add("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto", help="auto: the accelerator if one is visible")
     add("--backend", choices=["auto", "gloo", "nccl", "xccl"], default="auto", help="auto: the one for the device")
-    add("--precision", choices=["fp64", "fp32", "tf32", "bf16", "fp16"], help="of the arithmetic (default: fp32)")
+    add("--precision", choices=["fp64", "fp32", "tf32", "bf16", "fp16"], default="fp32", help="of arithmetic (default: fp32)")
     add(
         "--reduction",
         choices=["ddp", "flat", "canonical"],
@@ -315,7 +304,7 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     add("--shards", type=size, metavar="N", help=f"with canonical: parts of a step, ranks x a power of two (default: {SHARDS})")
     add("--deterministic", action="store_true", help="only kernels that repeat bit for bit, on an accelerator")
     add("--compile", action="store_true", help="torch.compile; measured slower on CPU for these models")
-    add("--workers", type=count, metavar="N", help="processes a rank for data that are read row by row (default: 0)")
+    add("--workers", type=count, default=0, metavar="N", help="processes a rank for data that are read row by row (default: 0)")
     add("--row-seeds", choices=["on", "off"], default="on", help="seed generators for each such row (default: on)")
     add(
         "--stage-data",
