@@ -16,7 +16,7 @@ from ddp_core import memory
 from ddp_core.errors import StorageError
 from ddp_core.record import Record
 from ddp_core.run_directory import RunDirectory
-from ddp_core.snapshot import images_of, images_size
+from ddp_core.snapshot import files_of, images_of, images_size
 
 SPARE = 2**16  # bytes, for the history of some hundred epochs more
 
@@ -84,10 +84,11 @@ class Saver:
 
     def _copied(self, tensors: dict[str, torch.Tensor], document: dict) -> tuple[list, dict[str, torch.Tensor]] | None:
         """The state as it is now, in memory as it will stand in the files; None where there is no memory for it."""
-        size = images_size(tensors, document, self.directory.most)
+        files = files_of(tensors, document, self.directory.most)
+        size = images_size(files)
         if self.buffer.nbytes < size and not self._has_room_for(size + SPARE, tensors):
             return None
-        images, places = images_of(tensors, document, self.buffer, self.directory.most)
+        images, places = images_of(files, self.buffer)
         for name, place in places.items():
             place.copy_(tensors[name].detach(), non_blocking=True)
         if self.buffer.is_pinned():

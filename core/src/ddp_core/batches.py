@@ -65,11 +65,11 @@ class Batches:
         if self.streaming is not None:
             self.streaming.close()
 
-    def few(self, rows: list[int], groups: list[list[int]], epoch: int = 0) -> list[Any]:
+    def few(self, rows: list[int], groups: list[list[int]]) -> list[Any]:
         """Reads these rows once, one behind the other, and makes a batch of each group: places in `rows`."""
         if not getattr(self.rows, "batched", False):
             made = lambda read: [self.workload.collate([read[place] for place in group]) for group in groups]  # noqa: E731
-            return [self._moved(batch) for batch in some(self.rows, self.config, [(epoch, row) for row in rows], made)]
+            return [self._moved(batch) for batch in some(self.rows, self.config, [(0, row) for row in rows], made)]
         numbers = torch.tensor(rows, device=self.index_device)
         return [self._moved(self.rows[numbers[group]]) for group in groups]
 

@@ -226,12 +226,10 @@ def _head(tensors: dict[str, torch.Tensor], metadata: dict[str, str], room: int)
     return struct.pack("<Q", len(head)) + head
 
 
-def images_of(
-    tensors: dict[str, torch.Tensor], document: dict, buffer: torch.Tensor, most: float
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def images_of(files: list[tuple[dict, int]], buffer: torch.Tensor) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Whole pages of a buffer as files, and the places of the tensors in them, not yet filled. buffer: images_size() bytes."""
     images, places, first = [], {}, -buffer.data_ptr() % PAGE
-    for file, room in files_of(tensors, document, most):
+    for file, room in files:
         end = first + room
         for name in file:
             start, end = end, end + file[name].nbytes
@@ -242,9 +240,8 @@ def images_of(
     return images, places
 
 
-def images_size(tensors: dict[str, torch.Tensor], document: dict, most: float) -> int:
-    rooms = [room for _, room in files_of(tensors, document, most)]
-    return sum(rooms) + sum(tensor.nbytes for tensor in tensors.values()) + (len(rooms) + 1) * PAGE
+def images_size(files: list[tuple[dict, int]]) -> int:
+    return PAGE + sum(room + sum(tensor.nbytes for tensor in file.values()) + PAGE for file, room in files)
 
 
 def _put_tensors(file: FileIO, names: Iterable[str], numbers: Callable[[str], torch.Tensor], room: int) -> dict[str, int]:
