@@ -134,7 +134,7 @@ def test_one_tensor_that_is_larger_is_one_file(tmp_path):
 @pytest.mark.parametrize("name", ["snapshot.safetensors", "snapshot.safetensors.index.json"])
 def test_what_is_written_is_read(written, lazily, name):
     tensors, document = snapshot.read(written.with_name(name), lazily)
-    tensors = {name: values.load() for name, values in tensors.items()} if lazily else tensors
+    tensors = {name: snapshot.load(values) for name, values in tensors.items()} if lazily else tensors
     assert step_in((tensors, document)) == 41 and {key: document[key] for key in state(41)[1]} == state(41)[1]
 
 

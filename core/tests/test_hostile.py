@@ -99,7 +99,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, kind):
 @pytest.mark.fault(36)
 def test_a_header_of_93_mb_is_refused_before_it_is_read(tmp_path, monkeypatch):
     """Reading one has taken 2.6 GB."""
-    monkeypatch.setattr(snapshot, "safe_open", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr(files.json, "loads", lambda *_: pytest.fail("it was read"))
     with open(tmp_path / "file", "wb") as file:
         file.write(struct.pack("<Q", 93 * 2**20))
         file.truncate(94 * 2**20)

@@ -12,7 +12,7 @@ import torch
 from ddp_core import Rank, order, snapshot
 from ddp_core.config import _global_batch_size
 from ddp_core.errors import Failure, PreflightError, SnapshotError, UsageError
-from ddp_core.show import as_json
+from ddp_core.files import as_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_document import WHOLE, adopted

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from ddp_core import show, snapshot
+from ddp_core.errors import SnapshotError
 from test_snapshot import DOCUMENT, TENSORS, flipped
 
 FACTS = {"problem": {"workload": "digits", "lr": 0.1}, "data": "abc", "steps_per_epoch": 14, "world_size": 2}
@@ -79,7 +80,7 @@ def test_every_flipped_bit_is_found_that_a_resume_finds(tmp_path, capsys):
         try:
             snapshot.read(path)
             continue
-        except snapshot.SnapshotError:
+        except SnapshotError:
             assert str(path) in said(capsys, "verify", path, code=5)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from ddp_core import show, snapshot
+from ddp_core import files, show, snapshot
 from ddp_core.errors import ExitCode, SnapshotError, StorageError
 from faults import files_limited_to
 from safetensors import safe_open
@@ -221,7 +221,7 @@ def test_a_tensor_is_read_whole_though_the_system_gives_it_in_parts(folder, monk
         return InParts(path) if buffering == 0 else io.BufferedReader(InParts(path))
 
     snapshot.write(folder / "parts.safetensors", TENSORS, DOCUMENT)
-    monkeypatch.setattr(snapshot, "open", in_parts, raising=False)
-    stored, _ = snapshot._stored(folder / "parts.safetensors")
+    monkeypatch.setattr(files, "open", in_parts, raising=False)
+    stored, _ = files.header_of(folder / "parts.safetensors")
     for name, tensor in TENSORS.items():
-        assert torch.equal(stored[name].load(), tensor)
+        assert torch.equal(snapshot.load(stored[name]), tensor)

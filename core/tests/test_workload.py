@@ -191,7 +191,7 @@ def test_the_help_has_the_workload_s_defaults(tmp_path, capsys):
     with pytest.raises(SystemExit):
         parse(["--help"], 1, workload=find(str(file)))
     text = " ".join(capsys.readouterr().out.split())
-    for shown in ("all ranks (default: 8)", "rate (default: 0.1)", "dropout (default: 3)", "have passed (default: 7.5)"):
+    for shown in ("all ranks (default: 8)", "rate (default: 0.1)", "dropout (default: 3)", "every M minutes (default: 7.5)"):
         assert shown in text, shown
 
 

@@ -16,7 +16,7 @@ from ddp_core import memory
 from ddp_core.errors import StorageError
 from ddp_core.record import Record
 from ddp_core.run_directory import RunDirectory
-from ddp_core.snapshot import images_of, images_size
+from ddp_core.snapshot import files_of, images_of, images_size
 
 SPARE = 2**16  # bytes, for the history of some hundred epochs more
 
@@ -45,9 +45,7 @@ class Saver:
         self.fields = dict(step=document["step"], epochs_run=document["epochs_run"]) if snapshot else {}
         images, tensors = copied or (None, tensors)
         write = partial(self._write, tensors, document, best, snapshot, images=images, put_drafts=put_drafts)
-        self.pending = _here(write) if put_drafts else self.pool.submit(write)
-        if copied is None:
-            self.pending.exception()  # waits
+        self.pending = self.pool.submit(write) if copied else _here(write)
         self.fields |= dict(seconds=time.perf_counter() - began, copy=self.buffer.nbytes) if snapshot else {}
 
     def _write(self, tensors: dict[str, torch.Tensor], document: dict, best: bool, snapshot: bool, **source) -> float:
@@ -86,10 +84,11 @@ class Saver:
 
     def _copied(self, tensors: dict[str, torch.Tensor], document: dict) -> tuple[list, dict[str, torch.Tensor]] | None:
         """The state as it is now, in memory as it will stand in the files; None where there is no memory for it."""
-        size = images_size(tensors, document, self.directory.most)
+        files = files_of(tensors, document, self.directory.most)
+        size = images_size(files)
         if self.buffer.nbytes < size and not self._has_room_for(size + SPARE, tensors):
             return None
-        images, places = images_of(tensors, document, self.buffer, self.directory.most)
+        images, places = images_of(files, self.buffer)
         for name, place in places.items():
             place.copy_(tensors[name].detach(), non_blocking=True)
         if self.buffer.is_pinned():

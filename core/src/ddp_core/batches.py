@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -64,11 +65,11 @@ class Batches:
         if self.streaming is not None:
             self.streaming.close()
 
-    def few(self, rows: list[int], groups: list[list[int]], epoch: int = 0) -> list[Any]:
+    def few(self, rows: list[int], groups: list[list[int]]) -> list[Any]:
         """Reads these rows once, one behind the other, and makes a batch of each group: places in `rows`."""
         if not getattr(self.rows, "batched", False):
             made = lambda read: [self.workload.collate([read[place] for place in group]) for group in groups]  # noqa: E731
-            return [self._moved(batch) for batch in some(self.rows, self.config, [(epoch, row) for row in rows], made)]
+            return [self._moved(batch) for batch in some(self.rows, self.config, [(0, row) for row in rows], made)]
         numbers = torch.tensor(rows, device=self.index_device)
         return [self._moved(self.rows[numbers[group]]) for group in groups]
 
@@ -77,14 +78,9 @@ class Batches:
         if self.device.type == "cpu":
             yield from map(self._moved, batches)
             return
-        before = None
-        for batch in batches:
-            now = self._moved(_pinned(batch))
-            if before is not None:
-                yield before
-            before = now
-        if before is not None:
-            yield before
+        moved = (self._moved(converted(batch, torch.Tensor.pin_memory, torch.device("cpu"))) for batch in batches)
+        for batch, _ in itertools.pairwise(itertools.chain(moved, [None])):
+            yield batch
 
     def _read(self, plan) -> Generator[Any]:
         """Through DataLoader, which asks for rows in our order, --workers processes at a time."""
@@ -104,19 +100,15 @@ class Batches:
                 except Failure:
                     raise
                 except Exception as error:
-                    raise self._lost(error, asked[0]) from error
+                    rows = asked[0].tolist()
+                    what = f"rows {', '.join(map(str, rows[:6]))}{' and on' if len(rows) > 6 else ''}"
+                    raise blame(error, self.workload.file, f"{what} of --workload {self.workload.name}") from error
                 if batch is None:
                     return
                 asked.popleft()
                 yield batch
         finally:
             batches.close()
-
-    def _lost(self, error: Exception, rows: torch.Tensor) -> BaseException:
-        names = ", ".join(map(str, rows[:6].tolist()))
-        return blame(
-            error, self.workload.file, f"rows {names}{' and on' if len(rows) > 6 else ''} of --workload {self.workload.name}"
-        )
 
     def _moved(self, batch: Any) -> Any:
         """On the device; real numbers in the precision of the run, all others as they are."""
@@ -289,10 +281,6 @@ def converted(batch: Any, convert: Callable, device: torch.device) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(converted(value, convert, device) for value in batch)
     return batch.to(device) if hasattr(batch, "to") else batch
-
-
-def _pinned(batch: Any) -> Any:
-    return converted(batch, lambda tensor: tensor.pin_memory(), torch.device("cpu"))
 
 
 def _free_memory(device: torch.device) -> int:

@@ -7,32 +7,25 @@ import torch
 from torch import nn
 
 from ddp_core.batches import Batches
-from ddp_core.errors import WorkloadError
 from ddp_core.order import seed_everything
 from ddp_core.probe import Seen, probe
 from ddp_core.process_group import Peers
 from ddp_core.snapshot import refuse_unknown_dtypes
 from ddp_core.state import of_model
-from ddp_core.workload import Workload, blame
+from ddp_core.workload import Workload, blaming
 
 
 def build_model_and_optimizer(
-    workload: Workload,
-    config,
-    peers: Peers,
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: Batches,
-    autocast: Callable,
-    sharding: Any,
+    rows: Batches, peers: Peers, autocast: Callable, sharding: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer, Seen]:
     """Collective under --sharding. rows: of the training, two of which are tried (probe.py). sharding: the module, where it is
     needed. Raises WorkloadError.
     """
+    workload, config, device, dtype = rows.workload, rows.config, rows.device, rows.dtype
     # The ranks may draw different numbers all the same (a set, the clock): rank 0's are sent to all in Trainer.restore().
     seed_everything(config.seed)
     agreed: Callable = bool
-    try:
+    with blaming(workload, "the model"):
         if config.sharding != "none":
             model, notes = sharding.build(workload, config, peers, device, dtype)
             agreed = peers.broadcast
@@ -44,13 +37,11 @@ def build_model_and_optimizer(
             model = in_precision(model, dtype, device)
             if config.checkpoint_activations:
                 sharding.checkpoint(sharding.chosen(workload, model))
-        seen = probe(workload, model, rows, config, autocast, agreed)
+        seen = probe(model, rows, autocast, agreed)
         if config.checkpoint_activations:
             sharding.refuse_to_compute_again(workload, model, seen)
         optimizer = workload.optimizer(model, config)
         seen.notes.extend([*notes, *check_optimizer(optimizer, model, workload, config)])
-    except (Exception, SystemExit) as error:
-        raise blame(error, workload.file, f"the model of --workload {workload.name}") from error
     # What the schedule multiplies; torch.optim's own schedulers use the same name.
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
@@ -70,28 +61,27 @@ def in_precision(model: nn.Module, dtype: torch.dtype, device: torch.device | No
 def check_optimizer(optimizer: object, model: nn.Module, workload: Workload, config) -> list[str]:
     """Notes on what it leaves alone. Raises WorkloadError where it is none that a loop can step."""
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
-        raise WorkloadError(
-            f"--workload {workload.name}: optimizer() returned {type(optimizer).__name__}, and should return an optimizer of "
-            f"torch.optim that needs no closure"
+        raise workload.unusable(
+            f"optimizer() returned {type(optimizer).__name__}, and should return an optimizer of torch.optim that needs no "
+            "closure"
         )
     if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
-        raise WorkloadError(
-            f"--workload {workload.name}: optimizer() made one of torch's lr_scheduler, which nobody steps and no "
-            f"snapshot holds: return its factor at a step from schedule()"
+        raise workload.unusable(
+            "optimizer() made one of torch's lr_scheduler, which nobody steps and no snapshot holds: return its factor at a "
+            "step from schedule()"
         )
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if strangers := len(stepped - {id(parameter) for parameter in model.parameters()}):
-        raise WorkloadError(
-            f"--workload {workload.name}: optimizer() has {strangers} parameters that are not the model's, and no gradient of "
-            f"theirs is summed over ranks: make them the model's (a module or nn.Parameter of it)"
+    stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if strangers := len(stepped - {*model.parameters()}):
+        raise workload.unusable(
+            f"optimizer() has {strangers} parameters that are not the model's, and no gradient of theirs is summed over ranks: "
+            "make them the model's (a module or nn.Parameter of it)"
         )
-    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
-    if left and not any(p.requires_grad and id(p) in stepped for p in model.parameters()):
-        raise WorkloadError(
-            f"--workload {workload.name}: optimizer() has no parameter that is trained: give it those with requires_grad"
-        )
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    left = [name for name, parameter in trained.items() if parameter not in stepped]
+    if len(left) == len(trained):
+        raise workload.unusable("optimizer() has no parameter that is trained: give it those with requires_grad")
     for name in left:  # else their gradients would be summed, and the others clipped by the norm of all
-        model.get_parameter(name).requires_grad_(False)
+        trained[name].requires_grad_(False)
     notes = [f"the optimizer has no group with {', '.join(left[:6])}: not trained"] if left else []
     rates = {float(group["lr"]) for group in optimizer.param_groups}
     if config.lr not in rates:
@@ -106,31 +96,27 @@ def check_optimizer(optimizer: object, model: nn.Module, workload: Workload, con
 def refuse_other_modules(model: object, workload: Workload) -> None:
     """Raises WorkloadError where it is none, where it divides its rows itself, or has what no snapshot holds or gives back."""
     if not isinstance(model, nn.Module):
-        raise WorkloadError(
-            f"--workload {workload.name}: model() returned {type(model).__name__}, and should return a torch.nn.Module"
-        )
+        raise workload.unusable(f"model() returned {type(model).__name__}, and should return a torch.nn.Module")
     kinds = {type(module).__name__ for module in model.modules()}
     if around := sorted(kind for kind in kinds if kind.endswith("DataParallel") or kind.startswith("FSDP")):
-        raise WorkloadError(
-            f"--workload {workload.name}: model() returned a {', '.join(around)}, and should return the module without it: "
-            f"--reduction and --sharding put it there"
+        raise workload.unusable(
+            f"model() returned a {', '.join(around)}, and should return the module without it: --reduction and --sharding put "
+            "it there"
         )
     if lazy := [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]:
-        raise WorkloadError(
-            f"--workload {workload.name}: {', '.join(lazy[:4])} has no shape yet (a lazy module): call the model on a row in "
-            f"model(), before you return it"
+        raise workload.unusable(
+            f"{', '.join(lazy[:4])} has no shape yet (a lazy module): call the model on a row in model(), before you return it"
         )
     asked = nn.Module.get_extra_state
     if extra := sorted({type(module).__name__ for module in model.modules() if type(module).get_extra_state is not asked}):
-        raise WorkloadError(
-            f"--workload {workload.name}: {', '.join(extra)} has get_extra_state(), and a snapshot holds parameters and "
-            f"buffers: keep it in one (register_buffer)"
+        raise workload.unusable(
+            f"{', '.join(extra)} has get_extra_state(), and a snapshot holds parameters and buffers: keep it in one "
+            "(register_buffer)"
         )
     tensors = of_model(model).items()
     if views := [name for name, t in tensors if any(n > 1 and not s for n, s in zip(t.shape, t.stride(), strict=True))]:
-        raise WorkloadError(
-            f"--workload {workload.name}: {views[0]} is an expanded view, whose rows are one: a snapshot cannot be read back "
-            f"into it, so .clone() it"
+        raise workload.unusable(
+            f"{views[0]} is an expanded view, whose rows are one: a snapshot cannot be read back into it, so .clone() it"
         )
 
 

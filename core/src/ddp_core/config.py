@@ -12,15 +12,16 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ddp_core.errors import UsageError, WorkloadError
+from ddp_core.errors import UsageError
 
 SHARDS = 8  # of --reduction canonical, for worlds of 1, 2, 4 and 8
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What is trained."""
+class TrainConfig:
+    """Every training choice of a run, resolved: no None is left for the trainer to guess at."""
 
+    # What is trained.
     workload: str
     epochs: int
     steps_per_epoch: int  # 0: as many full global batches as the training rows give
@@ -29,11 +30,7 @@ class Problem:
     shards: int  # with --reduction canonical: micro-batches of a step over all ranks; else 0
     seed: int
 
-
-@dataclass(frozen=True)
-class Optimization:
-    """How its parameters move."""
-
+    # How its parameters move.
     optimizer: str
     lr: float  # after --scale-lr
     momentum: float
@@ -42,11 +39,7 @@ class Optimization:
     warmup_steps: int
     clip_norm: float  # 0: not clipped
 
-
-@dataclass(frozen=True)
-class Machine:
-    """What computes it, and how ranks and rows are fetched."""
-
+    # What computes it, and how ranks and rows are fetched.
     device: str
     backend: str
     precision: str
@@ -62,11 +55,7 @@ class Machine:
     rendezvous_timeout: float  # seconds
     timeout: float  # seconds
 
-
-@dataclass(frozen=True)
-class Run:
-    """What is kept and told of it."""
-
+    # What is kept and told of it.
     run_dir: str
     new_run_dir: bool  # the run directory is a job's own: another job's is refused
     fresh: bool
@@ -80,11 +69,6 @@ class Run:
     log_seconds: float
     profile: int  # steps; 0: none
     debug: bool
-
-
-@dataclass(frozen=True)
-class TrainConfig(Run, Machine, Optimization, Problem):
-    """Every training choice of a run, resolved: no None is left for the trainer to guess at."""
 
     own: dict  # the workload's own flags
     remembered: tuple[str, ...]  # the choices that determine the losses
@@ -102,7 +86,9 @@ class TrainConfig(Run, Machine, Optimization, Problem):
     def facts(self) -> dict:
         """All of them, as numbers and texts: for the record, and for the ranks to compare."""
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("own", "remembered")}
-        return plain | {name: _comparable(value) if _is_plain(value) else str(value) for name, value in self.own.items()}
+        for name, value in self.own.items():
+            plain[name] = _comparable(value) if isinstance(value, str | int | float | None) else str(value)
+        return plain
 
 
 def _comparable(value):
@@ -121,14 +107,10 @@ def _refuse_unknown_kinds(own: dict, workload) -> None:
             json.dumps(_comparable(value))
         except TypeError as error:  # "Object of type set is not JSON serializable"
             kind = str(error).split()[3]
-            raise WorkloadError(
-                f"--workload {workload.name}: --{name.replace('_', '-')} has a value of the type {kind}, and a snapshot "
-                f"remembers texts, numbers, paths, and lists of them: take one of these, or add(..., remembered=False)"
+            raise workload.unusable(
+                f"--{name.replace('_', '-')} has a value of the type {kind}, and a snapshot remembers texts, numbers, paths, "
+                "and lists of them: take one of these, or add(..., remembered=False)"
             ) from error
-
-
-def _is_plain(value) -> bool:
-    return isinstance(value, str | int | float | bool | None)
 
 
 # Of every workload; a schedule that is laid out over the whole run has `epochs` too.
@@ -154,10 +136,11 @@ def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) 
     workload = workload or choose(argv)
     parser, names, forgotten = _parser(workload, quiet)
     values = vars(parser.parse_args(argv))
-    batch_is_set = values["global_batch_size"] or values["per_rank_batch_size"]
-    for name, value in _defaults(workload, values).items():
-        if values[name] is None and not (name.endswith("batch_size") and batch_is_set):
-            values[name] = value
+    if unknown := sorted(workload.defaults.keys() - values.keys()):
+        raise workload.unusable(f"its defaults name {', '.join(unknown)}, and there is no such flag")
+    if not (values["global_batch_size"] or values["per_rank_batch_size"]):
+        values["global_batch_size"] = workload.defaults.get("global_batch_size", 96)
+        values["per_rank_batch_size"] = workload.defaults.get("per_rank_batch_size")
     own = {name: values.pop(name) for name in names}
     per_rank = values.pop("per_rank_batch_size")
     values["global_batch_size"] = _global_batch_size(values["global_batch_size"], per_rank, values["accumulate"], world_size)
@@ -177,24 +160,12 @@ def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) 
     return TrainConfig(own=own, remembered=remembered, **values)
 
 
-def _defaults(workload, flags: dict) -> dict:
-    """The workload's, and below them the core's for what every workload must have."""
-    common = dict(epochs=10, optimizer="sgd", lr=0.01, momentum=0.9, weight_decay=0.0, clip_norm=0.0, warmup_steps=0)
-    common |= dict(lr_schedule="constant", accumulate=1, precision="fp32", workers=0)
-    if "per_rank_batch_size" not in workload.defaults:
-        common["global_batch_size"] = 96
-    if unknown := sorted(workload.defaults.keys() - flags.keys()):
-        raise WorkloadError(f"--workload {workload.name}: its defaults name {', '.join(unknown)}, and there is no such flag")
-    return common | workload.defaults
-
-
-def _global_batch_size(global_batch_size: int | None, per_rank: int | None, accumulate: int, world_size: int) -> int:
+def _global_batch_size(global_batch_size: int, per_rank: int | None, accumulate: int, world_size: int) -> int:
     """Rows a step over all ranks; every rank gets the same number of rows, in `accumulate` equal parts."""
     if per_rank:
         if per_rank % accumulate:
             raise UsageError(f"--per-rank-batch-size {per_rank} does not divide by --accumulate {accumulate}")
         return per_rank * world_size
-    assert global_batch_size is not None  # _defaults() has one or the other
     parts = world_size * accumulate
     if global_batch_size % parts:
         below = global_batch_size // parts * parts
@@ -292,34 +263,28 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
 
     add = parser.add_argument_group("problem").add_argument
     add("--workload", metavar="NAME|FILE", help="digits, regression, mnist, gpt, or a file of yours (default: digits)")
-    add("--epochs", type=size, metavar="N", help="epochs in all, counted from the start of the run")
-    add(
-        "--steps-per-epoch",
-        type=count,
-        default=0,
-        metavar="N",
-        help="end each epoch after N steps (default: as many as the rows fill)",
-    )
+    add("--epochs", type=size, default=10, metavar="N", help="epochs in all, counted from the start of the run")
+    add("--steps-per-epoch", type=count, default=0, metavar="N", help="steps an epoch (default: as many as the rows fill)")
     batch = parser.add_mutually_exclusive_group()
     batch.add_argument("--global-batch-size", type=size, metavar="N", help="rows a step, over all ranks")
     batch.add_argument("--per-rank-batch-size", type=size, metavar="N", help="rows a step on each rank")
-    add("--accumulate", type=size, metavar="N", help="micro-batches a step, to save memory (default: 1)")
+    add("--accumulate", type=size, default=1, metavar="N", help="micro-batches a step, to save memory (default: 1)")
     add("--seed", type=count, default=0, metavar="N", help="of initial parameters, order, augmentation, dropout (default: 0)")
 
     add = parser.add_argument_group("optimizer").add_argument
-    add("--optimizer", choices=["sgd", "adamw"], help="SGD with momentum, or AdamW")
-    add("--lr", type=positive, metavar="X", help="learning rate")
+    add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="SGD with momentum, or AdamW")
+    add("--lr", type=positive, default=0.01, metavar="X", help="learning rate")
     add("--scale-lr", action="store_true", help="multiply --lr by the world size")
-    add("--momentum", type=share, metavar="X", help="of SGD; AdamW's beta1 (beta2: 0.95)")
-    add("--weight-decay", type=share, metavar="X", help="L2 with sgd, decoupled with adamw (default: 0)")
-    add("--lr-schedule", choices=["constant", "cosine"], help="cosine: to 0 at the last step (default: constant)")
-    add("--warmup-steps", type=count, metavar="N", help="the learning rate rises linearly over them (default: 0)")
-    add("--clip-norm", type=share, metavar="X", help="scale gradients down to this norm (default: 0, not clipped)")
+    add("--momentum", type=share, default=0.9, metavar="X", help="of SGD; AdamW's beta1 (beta2: 0.95)")
+    add("--weight-decay", type=share, default=0.0, metavar="X", help="L2 with sgd, decoupled with adamw (default: 0)")
+    add("--lr-schedule", choices=["constant", "cosine"], default="constant", help="cosine: to 0 at the end (default: constant)")
+    add("--warmup-steps", type=count, default=0, metavar="N", help="the learning rate rises linearly over them (default: 0)")
+    add("--clip-norm", type=share, default=0.0, metavar="X", help="scale gradients down to this norm (default: 0, not clipped)")
 
     add = parser.add_argument_group("machine").add_argument
     add("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto", help="auto: the accelerator if one is visible")
     add("--backend", choices=["auto", "gloo", "nccl", "xccl"], default="auto", help="auto: the one for the device")
-    add("--precision", choices=["fp64", "fp32", "tf32", "bf16", "fp16"], help="of the arithmetic (default: fp32)")
+    add("--precision", choices=["fp64", "fp32", "tf32", "bf16", "fp16"], default="fp32", help="of arithmetic (default: fp32)")
     add(
         "--reduction",
         choices=["ddp", "flat", "canonical"],
@@ -339,7 +304,7 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     add("--shards", type=size, metavar="N", help=f"with canonical: parts of a step, ranks x a power of two (default: {SHARDS})")
     add("--deterministic", action="store_true", help="only kernels that repeat bit for bit, on an accelerator")
     add("--compile", action="store_true", help="torch.compile; measured slower on CPU for these models")
-    add("--workers", type=count, metavar="N", help="processes a rank for data that are read row by row (default: 0)")
+    add("--workers", type=count, default=0, metavar="N", help="processes a rank for data that are read row by row (default: 0)")
     add("--row-seeds", choices=["on", "off"], default="on", help="seed generators for each such row (default: on)")
     add(
         "--stage-data",
@@ -356,23 +321,11 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     add("--new-run-dir", metavar="DIR", help="of job scripts: the same, but refused if another job has left a run there")
     add("--fresh", action="store_true", help="start again; the run that is there is moved to DIR/old-N")
     add("--save-every", type=size, default=1, metavar="N", help="epochs between snapshots (default: 1)")
-    add(
-        "--save-minutes",
-        type=share,
-        default=10.0,
-        metavar="M",
-        help="also save when M minutes have passed (default: 10; 0: never)",
-    )
+    add("--save-minutes", type=share, default=10.0, metavar="M", help="also save every M minutes (default: 10; 0: never)")
     add("--save-steps", type=count, default=0, metavar="N", help="also save every N steps (default: 0, never)")
     parts = "a snapshot of more than SIZE is a set of such files and an index, as transformers' (default: 2GB)"
     add("--max-shard-size", type=size_in_bytes, default=2 * 10**9, metavar="SIZE", help=parts)
-    add(
-        "--grace",
-        type=share,
-        default=0.0,
-        metavar="S",
-        help="seconds from the signal to the kill: slower saves are noted (default: 0)",
-    )
+    add("--grace", type=share, default=0.0, metavar="S", help="seconds from signal to kill: notes slower saves (default: 0)")
     add("--eval-every", type=size, default=1, metavar="N", help="epochs between evaluations (default: 1)")
     add("--log-every", type=size, default=10, metavar="N", help="steps between records of the loss (default: 10)")
     add("--log-seconds", type=share, default=30.0, metavar="S", help="seconds between lines of progress (default: 30; 0: none)")
@@ -400,10 +353,10 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     try:
         workload.flags(add_own)
     except Exception as error:
-        raise WorkloadError(f"--workload {workload.name}: its flags() failed: {type(error).__name__}: {error}") from error
+        raise workload.unusable(f"its flags() failed: {type(error).__name__}: {error}") from error
     own = [*dict.fromkeys(action.dest for action in parser._actions if action.dest not in before)]
     if taken := [name for name in own if hasattr(TrainConfig, name) or name in ("own", "remembered")]:
-        raise WorkloadError(f"--workload {workload.name}: its flag --{taken[0]} has a name that config has: give it another")
+        raise workload.unusable(f"its flag --{taken[0]} has a name that config has: give it another")
     return parser, own, forgotten
 
 
@@ -420,5 +373,5 @@ def _fitting(workload, action: argparse.Action):
         except argparse.ArgumentTypeError as error:
             why = str(error)
     if why:
-        raise WorkloadError(f"--workload {workload.name}: its defaults have {action.dest}={value!r}, but {why}")
+        raise workload.unusable(f"its defaults have {action.dest}={value!r}, but {why}")
     return value

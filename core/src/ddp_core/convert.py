@@ -113,15 +113,15 @@ def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int 
         del parts["optim.momentum"]
     tensors = {f"{part}.{name}": values for part, named in parts.items() for name, values in named.items()}
     fingerprint = data.fingerprint(*rows, workload, config)
-    document = dict(problem=config.problem(), data=fingerprint, step=step, steps_per_epoch=steps, epochs_run=epochs_run)
-    document |= dict(epoch_loss_sum=(0.0).hex(), history=[[epoch] for epoch in range(epochs_run)], best=None)
+    facts = dict(problem=config.problem(), data=fingerprint, steps_per_epoch=steps, world_size=world_size, versions=versions())
+    progress = state.Progress(step=step, history=[[epoch] for epoch in range(epochs_run)])
     directory = RunDirectory(config.run_dir, "convert", fresh=config.fresh, most=config.max_shard_size)
     try:
         saved = (directory.snapshot, directory.previous, directory.best, directory.log)
         existing = [path for path in map(in_place, saved) if path.exists()]
         if existing:
             raise PreflightError(f"--run-dir {config.run_dir} has a run already ({existing[0].name}): pass another, or --fresh")
-        directory.save(tensors, document | dict(world_size=world_size, versions=versions()))
+        directory.save(tensors, facts | progress.document())
     finally:
         directory.release()
     print(f"wrote {in_place(directory.snapshot)}: train.py with these flags goes on at step {step}, {epochs_run} epochs run")

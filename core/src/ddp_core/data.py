@@ -34,7 +34,7 @@ import torch
 from ddp_core.batches import some
 from ddp_core.errors import PreflightError, UsageError
 from ddp_core.snapshot import memory
-from ddp_core.workload import Workload, blame
+from ddp_core.workload import Workload, blaming
 
 HELD_OUT = 5  # every fifth row is held out, where data bring no split of their own
 HASHED_WHOLE = 2**30  # bytes: above it a fingerprint is of the size and of 1 MiB in every 64
@@ -45,10 +45,7 @@ SAMPLED_ROWS = 16  # of data that are read row by row: their fingerprint
 
 
 class Rows:
-    """Columns of equal length, one entry a row; rows[index] is a batch: a tuple, a dictionary, or one tensor.
-
-    fingerprint: names the content; ranks compare it, and a snapshot resumes under the same one. Computed if not given.
-    """
+    """Columns of equal length, one entry a row; rows[index] is a batch: a tuple, a dictionary, or one tensor."""
 
     batched = True  # indexed by an int64 tensor of row numbers, at once
 
@@ -226,7 +223,7 @@ def digest(parts) -> str:
 def of_workload(workload: Workload, config) -> tuple[Any, Any]:
     """Training and held-out rows of a workload, in one of the two forms. Raises a Failure that names its file."""
     workload.config = config
-    try:
+    with blaming(workload, "the data"):
         returned = workload.data(config)
         if not isinstance(returned, tuple | list) or len(returned) != 2:
             raise TypeError(f"data() should return (training rows, held-out rows), and returned {type(returned).__name__}")
@@ -239,8 +236,6 @@ def of_workload(workload: Workload, config) -> tuple[Any, Any]:
         if held_out is not None and not len(held_out):
             raise UsageError(f"data() of {workload.name} gave no held-out row: give None where nothing is to be evaluated")
         return train, held_out
-    except (Exception, SystemExit) as error:
-        raise blame(error, workload.file, f"the data of --workload {workload.name}") from error
 
 
 def _known(rows: Any) -> Any:
@@ -261,10 +256,8 @@ def _known(rows: Any) -> Any:
 
 def fingerprint(train: Any, held_out: Any, workload: Workload, config) -> str:
     """Of both: what they say of themselves, else of their bytes, else of some of their rows."""
-    try:
+    with blaming(workload, "the data"):
         parts = [_fingerprint(rows, config) for rows in (train, held_out) if rows is not None]
-    except (Exception, SystemExit) as error:
-        raise blame(error, workload.file, f"the data of --workload {workload.name}") from error
     return "+".join(dict.fromkeys(parts))
 
 

@@ -150,21 +150,13 @@ def raise_limits(rank: Rank) -> None:
 
 def _check_limits(config: TrainConfig, rank: Rank, kind: str) -> None:
     """Raises PreflightError that says which limit ends this run, before it does."""
+    files = descriptors(rank, backend_of(config, kind))
     # 9 threads were counted in a rank that computes in one of them; held-out rows have workers of their own.
     processes = rank.local_world_size * (9 + 2 * config.workers)
+    of_node = f"threads and processes of the {rank.local_world_size} ranks of a node"
     for name, which, needed, what in (
-        (
-            "ulimit -n",
-            resource.RLIMIT_NOFILE,
-            descriptors(rank, backend_of(config, kind)),
-            f"open files in a run of {rank.world_size} ranks",
-        ),
-        (
-            "ulimit -u",
-            resource.RLIMIT_NPROC,
-            processes,
-            f"threads and processes of the {rank.local_world_size} ranks of a node",
-        ),
+        ("ulimit -n", resource.RLIMIT_NOFILE, files, f"open files in a run of {rank.world_size} ranks"),
+        ("ulimit -u", resource.RLIMIT_NPROC, processes, of_node),
     ):
         limit = resource.getrlimit(which)[0]
         if limit != resource.RLIM_INFINITY and limit < needed:

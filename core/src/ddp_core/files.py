@@ -12,13 +12,15 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_core.errors import printable
+from ddp_core.errors import SnapshotError, printable
 
+PIECE = 2**24  # bytes
 MOST_HEADER = 2**25  # bytes: of 300,000 epochs and a thousand tensors; reading one takes 30 times its size
 BYTES = dict(F64=8, F32=4, F16=2, BF16=2, BOOL=1, I64=8, I32=4, I16=2, I8=1, U8=1)  # of one number
 LIKE_OURS = re.compile(r"\w+-\d+-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors")
@@ -88,9 +90,10 @@ def refuse_unreadable(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Of a tensor, what its file's header says."""
+class Stored:
+    """A tensor that is still in its file: what the header says of it."""
 
+    path: Path
     dtype: str  # safetensors' name of it
     shape: tuple[int, ...]
     start: int  # in the file
@@ -99,8 +102,23 @@ class Entry:
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
 
+    def read_into(self, memory: Any) -> Any:
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            if file.readinto(memory) != self.nbytes:
+                raise SnapshotError(f"{self.path} has become shorter while it was read")
+        return memory
 
-def header_of(path: Path) -> tuple[dict[str, Entry], dict]:
+    def checksum(self) -> int:
+        total, left = 0, self.nbytes
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            while piece := file.read(min(PIECE, left)):
+                total, left = zlib.crc32(piece, total), left - len(piece)
+        return total
+
+
+def header_of(path: Path) -> tuple[dict[str, Stored], dict]:
     """Tensors and metadata of one file. Not by safetensors, which maps all of the file: `ulimit -v` counts that.
 
     Raises ValueError, KeyError or TypeError unless the tensors fill the file, one behind the other.
@@ -120,7 +138,7 @@ def header_of(path: Path) -> tuple[dict[str, Entry], dict]:
             or end - start != math.prod(shape) * BYTES[entry["dtype"]]
         ):
             raise ValueError(f"{printable(name)} has a place or a size that cannot be")
-        entries[name], place = Entry(entry["dtype"], shape, 8 + size + start, end - start), end
+        entries[name], place = Stored(path, entry["dtype"], shape, 8 + size + start, end - start), end
     if path.stat().st_size != 8 + size + place:
         raise ValueError(f"it has {path.stat().st_size} bytes, and its header tells of {8 + size + place}")
     return entries, metadata
@@ -134,8 +152,8 @@ def document_in(metadata: dict | None) -> dict:
     return json.loads(metadata["ddp_core"])
 
 
-def assemble(index: Path, parts_of: Callable[[Path], dict[str, Any]]) -> tuple[dict[str, Any], dict]:
-    """The tensors of a set, each as parts_of() finds it in its file, and the document.
+def assemble(index: Path) -> tuple[dict[str, Stored], dict]:
+    """The tensors of a set, and the document.
 
     Raises what reading raises, and ValueError, KeyError or TypeError unless the files have just what the index says.
     """
@@ -146,9 +164,9 @@ def assemble(index: Path, parts_of: Callable[[Path], dict[str, Any]]) -> tuple[d
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ValueError(f"{printable(tensor)} should be in {printable(name)}, which is no file beside it")
         names.setdefault(name, set()).add(tensor)
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, Stored] = {}
     for name, expected in names.items():
-        parts = parts_of(index.with_name(name))
+        parts, _ = header_of(index.with_name(name))
         if wrong := sorted(parts.keys() ^ expected):
             raise ValueError(f"{printable(wrong[0])} is in the index or in {printable(name)}, not in both")
         tensors |= parts
@@ -156,6 +174,34 @@ def assemble(index: Path, parts_of: Callable[[Path], dict[str, Any]]) -> tuple[d
     if read["metadata"]["total_size"] != total:
         raise ValueError(f"its tensors have {total} bytes, and it tells of {printable(read['metadata']['total_size'])}")
     return tensors, read["metadata"]["ddp_core"]
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[dict[str, Stored], dict]]:
+    """The tensors of a file or a set, and the document. Raises SnapshotError that names the file, also where the document is
+    not what the caller takes it for.
+    """
+    path = in_place(path)
+    try:
+        if is_index(path):
+            yield assemble(path)
+        else:
+            tensors, metadata = header_of(path)
+            yield tensors, document_in(metadata)
+    except OSError as error:
+        file = Path(error.filename or path)
+        where = path if file == path else f"{path} is not a whole snapshot: {file.name}"
+        raise SnapshotError(f"{where}: {error.strerror}") from error
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise SnapshotError(f"{path} is not a whole snapshot ({type(error).__name__}: {printable(error)})") from error
+
+
+def refuse_damaged(path: Path, sums: dict[str, int], document: dict) -> None:
+    """sums: the checksum of each tensor. Raises SnapshotError that names those which are not as they were written."""
+    read = sums | {"the document": zlib.crc32(as_json({n: value for n, value in document.items() if n != "document_crc32"}))}
+    written = document["crc32"] | {"the document": document["document_crc32"]}
+    if broken := sorted(name for name in read.keys() | written.keys() if read.get(name) != written.get(name)):
+        raise SnapshotError(f"{path} is damaged: the checksum of {printable(', '.join(broken))} differs")
 
 
 def _step(path: Path) -> float:

@@ -12,17 +12,14 @@ import torch
 LOWEST_SCALE = 1.0  # of fp16: below it gradients overflow without being scaled up
 
 
-def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
-    return next(parameter for group in optimizer.param_groups for parameter in group["params"]).device
-
-
 class Guard:
     def __init__(self, optimizer: torch.optim.Optimizer, precision: str, clip_norm: float, weight: float, device: torch.device):
         """weight: what a rank's summed loss is multiplied with before its backward (reduction.weight)."""
         self.optimizer, self.clip_norm = optimizer, clip_norm
         self.weight = torch.tensor(weight, device=device, dtype=torch.float64 if precision == "fp64" else torch.float32)
         # Beside the parameters, which --offload keeps on the CPU. Once 1, it stays 1.
-        self.found_inf = torch.zeros((), device=_device_of(optimizer))
+        parameter = next(parameter for group in optimizer.param_groups for parameter in group["params"])
+        self.found_inf = torch.zeros((), device=parameter.device)
         self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
         # Fused optimizers read the flag themselves; the others have the host look, and wait.
         self.reads_flag = self.scaler is None and all(group.get("fused") for group in optimizer.param_groups)

@@ -14,9 +14,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ddp_core.batches import Batches, converted
-from ddp_core.errors import WorkloadError
 from ddp_core.order import DROPOUT, seed_generators
-from ddp_core.state import averages
+from ddp_core.state import Kept
 from ddp_core.workload import Workload, blame, outputs_of, refuse_other_names
 
 MANY = 16  # rows, of which a metric is seldom 0
@@ -58,16 +57,15 @@ class Seen:
     notes: list[str]  # what of the usual promises this workload does not allow
 
 
-def probe(workload: Workload, model: nn.Module, batches: Batches, config, autocast, agreed: Callable = bool) -> Seen:
+def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> Seen:
     """Raises WorkloadError: a loss that is no scalar or a mean, a parameter without a gradient, rows that do not collate.
 
     agreed: makes of a truth that may differ between ranks rank 0's, where a forward pass is collective.
     """
+    workload = batches.workload
     if (dtype := torch.get_default_dtype()) != torch.float32:  # optimizers count their steps in it, and fused ones then fail
-        raise WorkloadError(
-            f"--workload {workload.name}: torch's default dtype is {dtype}: take set_default_dtype out, pass --precision fp64"
-        )
-    trial = _Trial(workload, model, batches, config, autocast, agreed)
+        raise workload.unusable(f"torch's default dtype is {dtype}: take set_default_dtype out, pass --precision fp64")
+    trial = _Trial(model, batches, autocast, agreed)
     try:
         trial.read()
         losses, metrics = trial.look()
@@ -83,12 +81,10 @@ def probe(workload: Workload, model: nn.Module, batches: Batches, config, autoca
 
 
 class _Trial:
-    def __init__(self, workload: Workload, model: nn.Module, batches: Batches, config, autocast, agreed: Callable):
-        self.workload, self.model, self.batches, self.config, self.autocast = workload, model, batches, config, autocast
-        self.agreed = agreed
-        self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        averaged = averages(model) if config.sharding == "none" else []  # else they are in parts
-        self.averages = [(parameter, parameter.detach().clone()) for parameter in averaged]
+    def __init__(self, model: nn.Module, batches: Batches, autocast, agreed: Callable):
+        self.model, self.batches, self.autocast, self.agreed = model, batches, autocast, agreed
+        self.workload, self.config = batches.workload, batches.config
+        self.kept = Kept(model, averaged=self.config.sharding == "none")  # else they are in parts
         self.changed: list[str] = []
         self.count = min(2, len(batches))
         self.rows: Any = None
@@ -134,20 +130,14 @@ class _Trial:
             rows = sum(alone)
             near = 1e-3 * abs(rows)
             if abs(together - rows / len(alone)) <= near < abs(together - rows):
-                raise WorkloadError(
-                    f"--workload {self.workload.name}: metrics() has a mean over rows as {name!r} ({together:.6g} for "
-                    f"{len(alone)} rows, {rows:.6g} is the sum of each), and should have their sum: .sum(), or times the rows"
+                raise self.workload.unusable(
+                    f"metrics() has a mean over rows as {name!r} ({together:.6g} for {len(alone)} rows, {rows:.6g} is the sum "
+                    "of each), and should have their sum: .sum(), or times the rows"
                 )
 
     def put_buffers_back(self) -> list[str]:
         """The names of those that the model has changed so far."""
-        with torch.no_grad():
-            for parameter, numbers in self.averages:
-                parameter.copy_(numbers)
-            for name, buffer in self.model.named_buffers():
-                if not torch.equal(buffer, self.buffers[name]):
-                    buffer.copy_(self.buffers[name])
-                    self.changed = list(dict.fromkeys([*self.changed, name]))
+        self.changed = list(dict.fromkeys([*self.changed, *self.kept.put_back()]))
         return self.changed
 
     def look(self) -> tuple[tuple[str, ...], dict[str, bool]]:
@@ -159,15 +149,11 @@ class _Trial:
             names, whole = _total(workload, loss)
             metrics = workload.metrics(outputs, self.rows)
             if not isinstance(metrics, Mapping):
-                raise WorkloadError(
-                    f"--workload {workload.name}: metrics() should return a dictionary, and returned {type(metrics).__name__}"
-                )
+                raise workload.unusable(f"metrics() should return a dictionary, and returned {type(metrics).__name__}")
             refuse_unlike_sums(workload, metrics)
             _refuse_odd_names(workload, loss=names, metrics=metrics)
             if taken := metrics.keys() & {"loss", *(f"loss_{part}" for part in names)}:
-                raise WorkloadError(
-                    f"--workload {workload.name}: metrics() has {', '.join(sorted(taken))}, the name of a loss: give it another"
-                )
+                raise workload.unusable(f"metrics() has {', '.join(sorted(taken))}, the name of a loss: give it another")
             if self.count == 2:
                 draws = range(1 if self.agreed(bool(whole == self.total(self.rows, 1))) else DRAWS)
                 losses = [[self.total(batch, draw).double() for batch in (self.rows, *self.alone)] for draw in draws]
@@ -178,7 +164,7 @@ class _Trial:
         self.model.train()
         total = self.total(self.rows, 0)
         if any(parameter.grad is not None for parameter in self.model.parameters()):
-            raise WorkloadError(f"--workload {workload.name}: loss() calls backward(), and the core does: take it out")
+            raise workload.unusable("loss() calls backward(), and the core does: take it out")
         if total.requires_grad:
             total.backward()
         _refuse_unused(workload, self.model)
@@ -227,13 +213,13 @@ def kept_by(workload: Workload, model: nn.Module) -> dict[str, list]:
 def _total(workload: Workload, loss: Any) -> tuple[tuple[str, ...], torch.Tensor]:
     named = loss if isinstance(loss, Mapping) else {"": loss}
     if not named:
-        raise WorkloadError(f"--workload {workload.name}: loss() returned an empty dictionary, and should name a loss")
+        raise workload.unusable("loss() returned an empty dictionary, and should name a loss")
     for name, value in named.items():
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise WorkloadError(
-                f"--workload {workload.name}: loss(){f' {name!r}' if name else ''} returned {what}, and should return a "
-                f"scalar: the sum over the rows of the batch"
+            raise workload.unusable(
+                f"loss(){f' {name!r}' if name else ''} returned {what}, and should return a scalar: the sum over the rows of "
+                "the batch"
             )
     return (tuple(named) if named is loss else ()), sum(value.reshape(()) for value in named.values())
 
@@ -246,9 +232,9 @@ def _compared(workload: Workload, losses: torch.Tensor, precision: str) -> list[
     both = first + second
     noise = losses.std(0).sum().item() / len(losses) ** 0.5 if len(losses) > 1 else 1e-3 * abs(both)
     if abs(together - both / 2) <= 2 * noise and abs(together - both) > 5 * noise:
-        raise WorkloadError(
-            f"--workload {workload.name}: loss() returns a mean over rows ({together:.6g} for two rows, {first:.6g} and "
-            f"{second:.6g} for each), and should return their sum: reduction='sum', or times the rows"
+        raise workload.unusable(
+            f"loss() returns a mean over rows ({together:.6g} for two rows, {first:.6g} and {second:.6g} for each), and should "
+            "return their sum: reduction='sum', or times the rows"
         )
     # A tenth: bf16 rounds a hundredth away.
     near = 0.1 if precision in ("bf16", "fp16") else 1e-3
@@ -261,9 +247,9 @@ def refuse_unlike_sums(workload: Workload, metrics: Mapping) -> None:
         for part in value if isinstance(value, tuple) and len(value) == 2 else (value,):
             if not (isinstance(part, int | float) or (isinstance(part, torch.Tensor) and part.numel() == 1)):
                 what = f"a tensor of shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else repr(part)[:60]
-                raise WorkloadError(
-                    f"--workload {workload.name}: metrics() has {what} as {name!r}, and should have a number, the sum over the "
-                    f"rows of the batch, or a pair of numbers: (sum, count)"
+                raise workload.unusable(
+                    f"metrics() has {what} as {name!r}, and should have a number, the sum over the rows of the batch, or a "
+                    "pair of numbers: (sum, count)"
                 )
 
 
@@ -271,33 +257,30 @@ def _refuse_odd_names(workload: Workload, **returned: Iterable) -> None:
     """They are words of a line name=value, and names of columns."""
     for method, names in returned.items():
         if odd := [name for name in names if not re.fullmatch(r"[\w./+-]+", str(name))]:
-            raise WorkloadError(
-                f"--workload {workload.name}: {method}() names {odd[0]!r}, and should take letters, digits and _ . / + - alone"
-            )
+            raise workload.unusable(f"{method}() names {odd[0]!r}, and should take letters, digits and _ . / + - alone")
 
 
 def _refuse_unused(workload: Workload, model: nn.Module) -> None:
     for name, value in vars(workload).items():
         parts = [value] if isinstance(value, nn.Parameter) else value.parameters() if isinstance(value, nn.Module) else ()
         if any(part.grad is not None for part in parts if all(part is not own for own in model.parameters())):
-            raise WorkloadError(
-                f"--workload {workload.name}: self.{name} has a gradient, and is no part of the model, which alone is trained: "
-                f"make it one in model(), or detach it"
+            raise workload.unusable(
+                f"self.{name} has a gradient, and is no part of the model, which alone is trained: make it one in model(), or "
+                "detach it"
             )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     unused = [name for name, parameter in trained.items() if parameter.grad is None]
     sparse = [name for name, parameter in trained.items() if parameter.grad is not None and parameter.grad.is_sparse]
     if sparse:
-        raise WorkloadError(
-            f"--workload {workload.name}: the gradient of {', '.join(sparse)} is sparse, and ranks add up dense ones: make the "
-            f"layer with sparse=False"
+        raise workload.unusable(
+            f"the gradient of {', '.join(sparse)} is sparse, and ranks add up dense ones: make the layer with sparse=False"
         )
     if not trained or len(unused) == len(trained):
-        raise WorkloadError(f"--workload {workload.name}: the loss has no gradient for any parameter: is it cut off (detach)?")
+        raise workload.unusable("the loss has no gradient for any parameter: is it cut off (detach)?")
     if unused and not workload.unused_parameters:
-        raise WorkloadError(
-            f"--workload {workload.name}: no gradient for {', '.join(unused[:6])}{' and on' if len(unused) > 6 else ''}: use "
-            f"them in the loss, freeze them (requires_grad_(False)), or set unused_parameters = True in the class"
+        raise workload.unusable(
+            f"no gradient for {', '.join(unused[:6])}{' and on' if len(unused) > 6 else ''}: use them in the loss, freeze them "
+            "(requires_grad_(False)), or set unused_parameters = True in the class"
         )
 
 

@@ -189,10 +189,7 @@ class Peers:
         if code:
             line = f"rank {named(missing)} failed {when}: see its line; what was saved is whole"
             return failure_with(code, line, everywhere=not prints or missing == [0])
-        return PeerLostError(
-            f"{who} {when} ({_first_line(error)}): {fix}; what was saved is whole",
-            everywhere=not prints,
-        )
+        return PeerLostError(f"{who} {when} ({_first_line(error)}): {fix}; what was saved is whole", everywhere=not prints)
 
     def _call_the_roll(self, place: str) -> tuple[list[int], int, dict[str, list[int]]]:
         """The ranks that are missing, the code with which they end, and who is in which line of the workload's file."""

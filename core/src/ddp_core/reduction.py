@@ -17,7 +17,7 @@ from torch import nn
 from ddp_core.control import tree_sum
 from ddp_core.errors import WorkloadError
 from ddp_core.process_group import Peers
-from ddp_core.state import averages
+from ddp_core.state import Kept
 
 MOST_TIMED = 2**24  # numbers; sums of more take as many times longer
 
@@ -116,9 +116,7 @@ class Ddp(Reduction):
         ranks are added, so without this a resumed run would differ in the last bits from one that was never stopped.
         """
         if self.world_size > 1 and not self.unused_parameters:
-            kept = [*self.model.buffers(), *averages(self.model)]
-            # On the CPU: at a resume the optimizer's state has taken its memory already.
-            before, called = [tensor.detach().to("cpu", copy=True) for tensor in kept], list[object]()
+            kept, called = Kept(self.model), list[object]()
             hook = self.forward.register_forward_pre_hook(lambda *_: called.append(None))
             backward()
             hook.remove()
@@ -129,8 +127,7 @@ class Ddp(Reduction):
                     everywhere=True,
                 )
             self.zero_grad()
-            for tensor, numbers in zip(kept, before, strict=True):
-                tensor.detach().copy_(numbers)
+            kept.put_back()
 
     @property
     def gradients(self) -> list[torch.Tensor]:

@@ -300,15 +300,6 @@ class Rendezvous:
         raise StoppedError(f"{self.stop.reason} before the first step: the run is as it was, submit again")
 
 
-def tell(rank: Rank, failure: Failure, stop: StopFlag) -> None:
-    """Of a rank that cannot use the workload's file: rank 0 may be able to, on another node, and wait for this one.
-
-    Silent where rank 0 does not answer: it has failed too, and said so.
-    """
-    with suppress(Failure):
-        Rendezvous(rank, TELLING, stop).check_in({}, {}, failure)
-
-
 def patiently(act: Callable, seconds: float, meanwhile: Callable = lambda: None):
     """act(), in a thread: the store blocks where no signal handler runs, and for ever when a stranger or a frozen rank
     is at the other end. Raises what act raises, and RuntimeError when it takes longer.

@@ -1,7 +1,6 @@
 """run(rank): a whole training program, from flags to exit code. A site's train.py calls it, and nothing else of core."""
 
 import faulthandler
-import json
 import os
 import signal
 import sys
@@ -10,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ddp_core.config import TrainConfig, choose, parse
 from ddp_core.errors import ExitCode, Failure, PeerLostError, UsageError, WorkloadError
 from ddp_core.output import lasting_output
 from ddp_core.rank import Rank
+from ddp_core.record import Record
 from ddp_core.rehearsal import plan
 from ddp_core.stop import StopFlag
 
@@ -66,12 +67,14 @@ def _run(
         except Failure as error:
             error.everywhere = True  # the flags and the file are the same on all ranks: rank 0 speaks
             if rank.rank and isinstance(error, WorkloadError):
-                from ddp_core.rendezvous import tell
+                from ddp_core.rendezvous import TELLING, Rendezvous
 
-                tell(rank, error, stop)  # unless a node lacks the file
+                # Unless this node alone lacks the file: rank 0 waits then. It does not answer where it has failed too.
+                with suppress(Failure):
+                    Rendezvous(rank, TELLING, stop).check_in({}, {}, error)
             raise
-        run_dir = Path(start_folder, config.run_dir)
-        code = _train(rank, _Job(rank, chosen, config, run_dir, stop, began, reduction))
+        run_dir, record = Path(start_folder, config.run_dir), Record(began, config.log_seconds)
+        code = _train(rank, _Job(rank, chosen, config, run_dir, stop, record, reduction))
     except Failure as error:
         failure, code = error, int(error.code)
     except Exception:  # a bug of ours
@@ -167,29 +170,22 @@ def _train(rank: Rank, job: "_Job") -> int:
             job.directory.release()
 
 
+@dataclass
 class _Job:
     """What a run needs once its ranks have met: the workload's rows, the run directory, the trainer."""
 
-    def __init__(
-        self,
-        rank: Rank,
-        workload,
-        config: TrainConfig,
-        run_dir: Path,
-        stop: StopFlag,
-        began: float,
-        reduction: type | None,
-    ):
-        from ddp_core.record import Record
-
-        self.rank, self.workload, self.config, self.run_dir = rank, workload, config, run_dir
-        self.stop, self.reduction = stop, reduction
-        self.record = Record(began, config.log_seconds)
-        self.device: Any = None
-        self.directory: Any = None
-        self.loaded: Any = None
-        self.trainer: Any = None
-        self.ranks: list[dict] = []
+    rank: Rank
+    workload: Any
+    config: TrainConfig
+    run_dir: Path
+    stop: StopFlag
+    record: Record
+    reduction: type | None
+    device: Any = None
+    directory: Any = None
+    loaded: Any = None
+    trainer: Any = None
+    ranks: list[dict] = field(default_factory=list)
 
     def prepare(self) -> dict:
         """Read the data; on rank 0 also open the run directory. Returns what all ranks must have in common."""
@@ -236,7 +232,7 @@ class _Job:
         world |= dict(core=facts["core"]) if peers.rank == 0 else {}  # it alone writes the record
         begun = trainer.step
         notes = trainer.seen.notes + notes_on_cores(self.ranks) + notes_on_copies(self.ranks) + self._notes_on_place(peers)
-        notes += self._notes_on_another_file() if begun and peers.rank == 0 else []
+        notes += self._notes_on_another_file(facts) if begun and peers.rank == 0 else []
         record.start(begun, len(trainer.state.progress.history), self.config.facts(), self.ranks, notes, **world)
         code = trainer.train()
         record.end(code, trainer, *summarize(trainer, trainer.step - begun), trained=trainer.step > begun)
@@ -293,11 +289,10 @@ class _Job:
             if peers.rank == 0  # it alone knows the hosts
         ]
 
-    def _notes_on_another_file(self) -> list[str]:
+    def _notes_on_another_file(self, facts: dict) -> list[str]:
         """Whether the workload's file was another when this run was started before."""
-        with open(self.directory.log, "rb") as log:
-            before = [json.loads(line).get("workload_file") for line in log if line.startswith(b'{"kind":"start"')]
-        if not before or before[-1] == self.workload.digest():
+        before, digest = self.directory.lines("start"), facts["workload_file"]
+        if not before or f'"workload_file":"{digest}"'.encode() in before[-1]:
             return []
         return [
             f"{self.workload.file}, or what it imports from beside it, has changed since this run was last started: the steps "

@@ -79,7 +79,7 @@ class RunDirectory:
         """A job that its scheduler starts again and again, and that is killed before it has saved, ends."""
         if restart <= IN_VAIN:
             return
-        before = [(_number("restart", line), _number("step", line)) for line in self._lines(b'{"kind":"start"')[-IN_VAIN:]]
+        before = [(_number("restart", line), _number("step", line)) for line in self.lines("start")[-IN_VAIN:]]
         if before == [(number, step) for number in range(restart - IN_VAIN, restart)]:
             raise PreflightError(
                 f"restart {restart} of this job, and restarts {restart - 2} and {restart - 1} began at step {step}, too, and "
@@ -125,14 +125,15 @@ class RunDirectory:
 
     def _on_record(self) -> str:
         """The step of the last save that run.jsonl tells of; "unknown" where it is no number; empty where there is none."""
-        saved = self._lines(b'{"kind":"snapshot"')
+        saved = self.lines("snapshot")
         step = _number("step", saved[-1]) if saved else None
         return "" if not saved else "unknown" if step is None else str(step)
 
-    def _lines(self, words: bytes) -> list[bytes]:
-        """Of run.jsonl, those that begin with these words."""
+    def lines(self, kind: str) -> list[bytes]:
+        """Of run.jsonl, those of this kind."""
         if not self.log.exists():
             return []
+        words = f'{{"kind":"{kind}"'.encode()
         with open(self.log, "rb") as file:
             return [line for line in file if line.startswith(words) and line.endswith(b"\n")]  # a killed writer may leave half
 

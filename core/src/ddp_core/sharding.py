@@ -13,7 +13,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,13 +29,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ddp_core.build import in_precision, refuse_other_modules
 from ddp_core.errors import Failure, UsageError, WorkloadError
+from ddp_core.files import Stored
 from ddp_core.order import seed_everything
 from ddp_core.process_group import Peers
 from ddp_core.reduction import Reduction
 from ddp_core.rehearsal import rehearse
-from ddp_core.snapshot import Draft, Stored, drafts_of, in_order, put, refuse_unknown_dtypes
+from ddp_core.snapshot import Draft, drafts_of, in_order, load, put, refuse_unknown_dtypes
 from ddp_core.state import State, local, of_model
-from ddp_core.workload import Workload, blame
+from ddp_core.workload import Workload, blaming
 
 IN_TURN = (
     "the model cannot be built without its numbers (torch.device('meta')): every rank has built the whole of it, one at a time "
@@ -87,12 +88,12 @@ def build(workload: Workload, config, peers: Peers, device: torch.device, dtype:
     def in_its_turn(turn: int) -> None:
         nonlocal model
         if turn == peers.local_rank:
-            with _blaming(workload):
+            with blaming(workload, "the model"):
                 model = _whole(workload, config, dtype)
                 deque(_shard(workload, config, model, mesh, device), 0)
 
     def make_numbers() -> None:
-        with _blaming(workload):
+        with blaming(workload, "the model"):
             numbers.update(_numbers(_whole(workload, config, dtype)))
 
     if in_turn := model is None:
@@ -106,14 +107,6 @@ def build(workload: Workload, config, peers: Peers, device: torch.device, dtype:
                 deal(numbers.pop(name, None), tensor, peers, device)  # freed: rank 0's memory, too, is for its own rows
                 dealt.add(name)
     return model, [IN_TURN] if in_turn else []
-
-
-@contextmanager
-def _blaming(workload: Workload) -> Iterator[None]:
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        raise blame(error, workload.file, f"the model of --workload {workload.name}") from error
 
 
 def _whole(workload: Workload, config, dtype: torch.dtype) -> nn.Module:
@@ -192,9 +185,7 @@ def chosen(workload: Workload, model: nn.Module) -> list[nn.Module]:
     units = [*workload.shards(model)]
     ours = [*model.modules()]
     if wrong := [unit for unit in units if not any(unit is module for module in ours)]:
-        raise WorkloadError(
-            f"--workload {workload.name}: shards() returned {type(wrong[0]).__name__}, and should return modules of the model"
-        )
+        raise workload.unusable(f"shards() returned {type(wrong[0]).__name__}, and should return modules of the model")
     return [unit for unit in units if any(True for _ in unit.parameters())]
 
 
@@ -230,15 +221,7 @@ def checkpoint(modules: list[nn.Module]) -> None:
 
     for module in modules:
         # In place of the method, not around the module: names stay, and what others hook to the module happens once.
-        module.forward = _Again(module.forward, checkpoint)
-
-
-class _Again:
-    def __init__(self, forward: Callable, checkpoint: Callable):
-        self.forward, self.checkpoint = forward, checkpoint
-
-    def __call__(self, *args, **keywords):
-        return self.checkpoint(self.forward, *args, use_reentrant=False, **keywords)
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def refuse_to_compute_again(workload: Workload, model: nn.Module, seen) -> None:
@@ -247,9 +230,9 @@ def refuse_to_compute_again(workload: Workload, model: nn.Module, seen) -> None:
     changed = [name for name in seen.buffers if id(model.get_buffer(name)) in inside]
     if changed or seen.others:
         why = f"changes {', '.join(changed[:3])}" if changed else "draws from Python's or NumPy's generator"
-        raise WorkloadError(
-            f"--workload {workload.name}: a forward pass {why}, and --checkpoint-activations computes it twice: leave out "
-            f"the flag, or such modules in shards()"
+        raise workload.unusable(
+            f"a forward pass {why}, and --checkpoint-activations computes it twice: leave out the flag, or such modules in "
+            "shards()"
         )
 
 
@@ -375,7 +358,7 @@ class ShardedState(State):
     def send(self, tensors: dict[str, Any], resuming: bool, peers: Peers) -> None:
         for name, tensor in self.tensors().items() if resuming else ():  # a new model's numbers are where they belong
             numbers = tensors.get(name)
-            deal(numbers.load() if isinstance(numbers, Stored) else numbers, tensor, peers, self.device)
+            deal(load(numbers) if isinstance(numbers, Stored) else numbers, tensor, peers, self.device)
 
 
 def hang_up(store_port: int) -> None:

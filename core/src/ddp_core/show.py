@@ -6,18 +6,14 @@ python -m ddp_core.snapshot diff FILE FILE   which tensors differ, and by how mu
 """
 
 import itertools
-import mmap
 import sys
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_core.config import Parser
 from ddp_core.errors import ExitCode, Failure, SnapshotError, UsageError, printable
-from ddp_core.files import Entry, as_json, assemble, document_in, header_of, in_place, is_index
+from ddp_core.files import Stored, opened, refuse_damaged
 
 PART = 2**22  # numbers that diff compares at once
 
@@ -44,82 +40,28 @@ def main(argv: list[str]) -> int:
             if len(args.files) != 2:
                 raise UsageError(f"diff compares two files, and {len(args.files)} are named")
             return diff(*args.files)
-        acts = [_tried(show if args.act == "show" else verify, path) for path in args.files]
-        return max(acts)
     except Failure as error:
         print(f"error: {error}", file=sys.stderr)
         return int(error.code)
-
-
-def _tried(act: Callable[[Path], None], path: Path) -> int:
-    try:
-        act(path)
-    except SnapshotError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return int(error.code)
-    return int(ExitCode.DONE)
-
-
-def refuse_damaged(path: Path, sums: dict[str, int], document: dict) -> None:
-    """sums: the checksum of each tensor. Raises SnapshotError that names those which are not as they were written."""
-    read = sums | {"the document": zlib.crc32(as_json({n: value for n, value in document.items() if n != "document_crc32"}))}
-    written = document["crc32"] | {"the document": document["document_crc32"]}
-    if broken := sorted(name for name in read.keys() | written.keys() if read.get(name) != written.get(name)):
-        raise SnapshotError(f"{path} is damaged: the checksum of {printable(', '.join(broken))} differs")
-
-
-@dataclass(frozen=True)
-class Part:
-    """A tensor: what the header says of it, and its bytes."""
-
-    entry: Entry
-    bytes: memoryview
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.bytes)
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[tuple[dict[str, Part], dict]]:
-    """The tensors of a file or a set, and the document. Raises SnapshotError that names the file."""
-    path = in_place(path)
-    try:
-        with ExitStack() as files:
-            if is_index(path):
-                parts, document = assemble(path, lambda file: files.enter_context(_mapped(file))[0])
-            else:
-                parts, metadata = files.enter_context(_mapped(path))
-                document = document_in(metadata)
-            yield parts, document
-    except OSError as error:
-        raise SnapshotError(f"{error.filename or path}: {error.strerror}") from error
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise SnapshotError(f"{path} is not a whole snapshot ({type(error).__name__}: {printable(error)})") from error
-
-
-@contextmanager
-def _mapped(path: Path) -> Iterator[tuple[dict[str, Part], dict]]:
-    """The tensors of one file, and its metadata."""
-    entries, metadata = header_of(path)
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw, memoryview(raw) as view:
-        parts = {name: Part(entry, view[entry.start : entry.start + entry.nbytes]) for name, entry in entries.items()}
+    act, code = show if args.act == "show" else verify, ExitCode.DONE
+    for path in args.files:
         try:
-            yield parts, metadata
-        finally:
-            for part in parts.values():
-                part.bytes.release()
+            act(path)
+        except SnapshotError as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = error.code
+    return int(code)
 
 
 # ---- show -----------------------------------------------------------------------------------------------------------
 
 
 def show(path: Path) -> None:
-    with opened(path) as (parts, document):
-        print("\n".join(printable(line, 1000) for line in _lines(path, parts, document)))
+    with opened(path) as (tensors, document):
+        print("\n".join(printable(line, 1000) for line in _lines(path, tensors, document)))
 
 
-def _lines(path: Path, parts: dict[str, Part], document: dict) -> Iterator[str]:
+def _lines(path: Path, tensors: dict[str, Stored], document: dict) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     yield f"{path}: format {document['format']}, {versions}, {document['world_size']} ranks"
     yield f"  step {document['step']}, {document['epochs_run']} epochs of {document['steps_per_epoch']} steps"
@@ -131,11 +73,11 @@ def _lines(path: Path, parts: dict[str, Part], document: dict) -> Iterator[str]:
     for epoch, *values in document["history"]:
         pairs = itertools.zip_longest(names[: len(values)], values, fillvalue="metric")
         yield f"  epoch={epoch:<5}" + "".join(f"  {name}={float.fromhex(value):.6g}" for name, value in pairs)
-    size = sum(part.nbytes for part in parts.values())
-    yield f"  {len(parts)} tensors, {size / 1e6:.3f} MB"
-    width = max(map(len, parts), default=0)
-    for name in sorted(parts):
-        yield f"    {name:<{width}}  {parts[name].entry.dtype:<4}  {[*parts[name].entry.shape]}"
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    yield f"  {len(tensors)} tensors, {size / 1e6:.3f} MB"
+    width = max(map(len, tensors), default=0)
+    for name in sorted(tensors):
+        yield f"    {name:<{width}}  {tensors[name].dtype:<4}  {[*tensors[name].shape]}"
 
 
 # ---- verify ---------------------------------------------------------------------------------------------------------
@@ -143,12 +85,12 @@ def _lines(path: Path, parts: dict[str, Part], document: dict) -> Iterator[str]:
 
 def verify(path: Path) -> None:
     """Raises SnapshotError that names what is damaged."""
-    with opened(path) as (parts, document):
+    with opened(path) as (tensors, document):
         with ThreadPoolExecutor() as pool:  # zlib lets go of the interpreter
-            sums = pool.map(lambda part: zlib.crc32(part.bytes), parts.values())
-            refuse_damaged(path, dict(zip(parts, sums, strict=True)), document)
-        size = sum(part.nbytes for part in parts.values())
-    print(f"{path}: whole, {len(parts)} tensors, {size / 1e6:.3f} MB, step {document['step']}")
+            sums = pool.map(Stored.checksum, tensors.values())
+            refuse_damaged(path, dict(zip(tensors, sums, strict=True)), document)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+    print(f"{path}: whole, {len(tensors)} tensors, {size / 1e6:.3f} MB, step {document['step']}")
 
 
 # ---- diff -----------------------------------------------------------------------------------------------------------
@@ -163,11 +105,13 @@ def diff(one: Path, other: Path) -> int:
         for name in sorted((document.keys() | another.keys()) - {"crc32", "document_crc32"}):
             differences += _differing(name, document.get(name), another.get(name))
         for name in sorted(mine.keys() | theirs.keys()):
-            kinds = [str(side[name].entry) if name in side else "missing" for side in (mine, theirs)]
+            kinds = [str(side[name]) if name in side else "missing" for side in (mine, theirs)]
             if kinds[0] != kinds[1]:
                 differences.append(f"{name}: {kinds[0]} and {kinds[1]}")
-            elif mine[name].bytes != theirs[name].bytes:
-                differences.append(f"{name}: {_distance(mine[name].entry.dtype, mine[name].bytes, theirs[name].bytes)}")
+                continue
+            numbers = [side[name].read_into(bytearray(side[name].nbytes)) for side in (mine, theirs)]
+            if numbers[0] != numbers[1]:
+                differences.append(f"{name}: {_distance(mine[name].dtype, *numbers)}")
     print("\n".join(printable(line, 1000) for line in differences) or "they hold the same")
     return 1 if differences else 0
 
@@ -185,15 +129,14 @@ def _differing(name: str, one: object, other: object) -> list[str]:
     return [f"{name}: {one} and {other}"]
 
 
-def _distance(dtype: str, one: memoryview, other: memoryview) -> str:
+def _distance(dtype: str, *sides: bytearray) -> str:
     """How many numbers differ, and by how much."""
     import torch
 
-    from ddp_core.snapshot import DTYPES
+    from ddp_core.snapshot import KINDS
 
-    kind = {name: kind for kind, name in DTYPES.items()}[dtype]
     count, worst, largest = 0, 0.0, 0.0
-    numbers = [torch.frombuffer(bytearray(part), dtype=kind) for part in (one, other)]
+    numbers = [torch.frombuffer(side, dtype=KINDS[dtype]) for side in sides]
     for pair in zip(*(values.split(PART) for values in numbers), strict=True):
         bits = [values.view(torch.uint8).view(len(values), -1) for values in pair]
         count += int((bits[0] != bits[1]).any(1).sum())

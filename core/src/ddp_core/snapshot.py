@@ -25,9 +25,9 @@ import shutil
 import socket
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
@@ -36,24 +36,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from ddp_core.errors import NewerFormatError, SnapshotError, StorageError, WorkloadError, fix_of, is_full, printable
+from ddp_core.errors import NewerFormatError, StorageError, WorkloadError, fix_of, is_full, printable
 from ddp_core.files import (
     MOST_HEADER,
+    Stored,
     as_json,
-    assemble,
-    document_in,
-    header_of,
     in_place,
     index_of,
-    is_index,
     names_of_files,
+    opened,
     other_form,
-    refuse_unreadable,
+    refuse_damaged,
     sweep,
 )
-from ddp_core.show import refuse_damaged
 
 FORMAT = 2  # 1: before workloads were open (migrate)
 LONGEST = 2**32 - 1  # no checksum has more digits
@@ -61,6 +57,7 @@ IN_A_SET = dict(format="pt")  # metadata without which transformers refuses a fi
 PAGE, PART = 4096, 2**24  # bytes
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"}
 DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
+KINDS = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def write(
@@ -77,7 +74,7 @@ def write(
     Temporary files in the same folder, fsync, check(), rename, fsync of the folder. By hand, for safetensors' own writer needs
     NumPy, does not fsync, and makes a file that the group cannot read. check: what it raises leaves the old one. images: of
     the whole files in memory, with the tensors in their places (images_of). put_drafts: puts the drafts, where the numbers are
-    dealt over ranks, and returns the checksums (sharding.py). most: bytes of tensors in one file (split).
+    dealt over ranks, and returns the checksums (sharding.py). most: bytes of tensors in one file.
     """
     tensors = {name: tensors[name].detach() for name in in_order(tensors)}
     if put_drafts is None:
@@ -154,10 +151,9 @@ class Draft:
 
 def drafts_of(tensors: dict[str, torch.Tensor], document: dict, most: float, where: Callable[[int], Path]) -> list[Draft]:
     """One for each file. document: only a single file has it. where: the path of a draft, by its place among them."""
-    files = split(tensors, most)
+    files = files_of(tensors, document, most)
     metadata = (lambda sums: _alone(_signed(document, sums))) if len(files) == 1 else lambda sums: IN_A_SET
-    pairs = enumerate(zip(files, rooms_for(files, document), strict=True))
-    return [Draft(where(number), file, room, metadata) for number, (file, room) in pairs]
+    return [Draft(where(number), file, room, metadata) for number, (file, room) in enumerate(files)]
 
 
 def put(
@@ -169,8 +165,10 @@ def put(
     """
     tensors, room = draft.tensors, draft.room
     with open(draft.path, "wb", buffering=0) as file:
-        meanwhile = partial(_put_tensors, file, tensors, room) if image is None else partial(_put_image, file, image)
-        sums = _put_gathered(file, tensors, gathered, room) if gathered else _checksums(tensors, meanwhile)
+        if image is None:
+            sums = _put_tensors(file, tensors, gathered or tensors.__getitem__, room)
+        else:
+            sums = _checksums(tensors, partial(_put_image, file, image))
         head = _head(tensors, draft.metadata(sums), room)
         if image is None:
             file.seek(0)
@@ -188,8 +186,10 @@ def in_order(tensors: dict[str, torch.Tensor]) -> list[str]:
     return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
-def split(tensors: dict[str, torch.Tensor], most: float) -> list[dict[str, torch.Tensor]]:
-    """Files of so many bytes of tensors at most, in order; a larger tensor has one alone."""
+def files_of(tensors: dict[str, torch.Tensor], document: dict, most: float) -> list[tuple[dict[str, torch.Tensor], int]]:
+    """The tensors of each file, in order, of so many bytes at most; a larger tensor has one alone. And the bytes before the
+    first of them, whatever the checksums are.
+    """
     files: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name in in_order(tensors):
@@ -198,7 +198,10 @@ def split(tensors: dict[str, torch.Tensor], most: float) -> list[dict[str, torch
             size = 0
         files[-1][name] = tensors[name]
         size += tensors[name].nbytes
-    return files
+    metadata = IN_A_SET
+    if len(files) == 1:
+        metadata = _alone(document | dict(format=FORMAT, crc32=dict.fromkeys(tensors, LONGEST), document_crc32=LONGEST))
+    return [(file, len(_head(file, metadata, 0))) for file in files]
 
 
 def _signed(document: dict, sums: dict[str, int]) -> dict:
@@ -209,15 +212,6 @@ def _signed(document: dict, sums: dict[str, int]) -> dict:
 def _alone(document: dict) -> dict[str, str]:
     """Metadata of a file that is a whole snapshot."""
     return dict(ddp_core=as_json(document).decode())
-
-
-def rooms_for(files: list[dict[str, torch.Tensor]], document: dict) -> list[int]:
-    """Of each file the bytes before its first tensor, whatever the checksums are."""
-    if len(files) > 1:
-        return [len(_head(file, IN_A_SET, 0)) for file in files]
-    [tensors] = files
-    longest = dict(format=FORMAT, crc32=dict.fromkeys(tensors, LONGEST), document_crc32=LONGEST)
-    return [len(_head(tensors, _alone(document | longest), 0))]
 
 
 def _head(tensors: dict[str, torch.Tensor], metadata: dict[str, str], room: int) -> bytes:
@@ -232,13 +226,10 @@ def _head(tensors: dict[str, torch.Tensor], metadata: dict[str, str], room: int)
     return struct.pack("<Q", len(head)) + head
 
 
-def images_of(
-    tensors: dict[str, torch.Tensor], document: dict, buffer: torch.Tensor, most: float
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def images_of(files: list[tuple[dict, int]], buffer: torch.Tensor) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Whole pages of a buffer as files, and the places of the tensors in them, not yet filled. buffer: images_size() bytes."""
-    files, images, places = split(tensors, most), [], {}
-    first = -buffer.data_ptr() % PAGE
-    for file, room in zip(files, rooms_for(files, document), strict=True):
+    images, places, first = [], {}, -buffer.data_ptr() % PAGE
+    for file, room in files:
         end = first + room
         for name in file:
             start, end = end, end + file[name].nbytes
@@ -249,33 +240,25 @@ def images_of(
     return images, places
 
 
-def images_size(tensors: dict[str, torch.Tensor], document: dict, most: float) -> int:
-    rooms = rooms_for(split(tensors, most), document)
-    return sum(rooms) + sum(tensor.nbytes for tensor in tensors.values()) + (len(rooms) + 1) * PAGE
+def images_size(files: list[tuple[dict, int]]) -> int:
+    return PAGE + sum(room + sum(tensor.nbytes for tensor in file.values()) + PAGE for file, room in files)
 
 
-def _put_tensors(file: FileIO, tensors: dict[str, torch.Tensor], room: int) -> None:
+def _put_tensors(file: FileIO, names: Iterable[str], numbers: Callable[[str], torch.Tensor], room: int) -> dict[str, int]:
+    """Returns their checksums."""
+    sums = {}
     file.seek(room)
-    for tensor in tensors.values():
+    for name in names:
+        tensor = numbers(name)
         _put_all(file, memory(tensor))
+        sums[name] = zlib.crc32(memory(tensor))
+    return sums
 
 
 def _put_all(file: FileIO, content: bytes | ctypes.Array) -> None:
     left = memoryview(content)
     while left:
         left = left[file.write(left) :]  # Linux writes 2 GiB at most at once, and less on a disk that is almost full
-
-
-def _put_gathered(
-    file: FileIO, tensors: dict[str, torch.Tensor], gathered: Callable[[str], torch.Tensor], place: int
-) -> dict[str, int]:
-    """Returns their checksums."""
-    sums = {}
-    for name in tensors:
-        whole = gathered(name)
-        _put_tensors(file, {name: whole}, place)
-        sums[name], place = zlib.crc32(memory(whole)), place + whole.nbytes
-    return sums
 
 
 def _put_image(file: FileIO, image: torch.Tensor) -> None:
@@ -324,68 +307,34 @@ def memory(tensor: torch.Tensor) -> ctypes.Array:
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 1)
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor that is still in its file: only its layout is in memory."""
-
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int  # in the file
-    nbytes: int
-
-    def load(self) -> torch.Tensor:
-        tensor = torch.empty(self.shape, dtype=self.dtype)
-        with open(self.path, "rb") as file:
-            file.seek(self.start)
-            if file.readinto(memory(tensor)) != self.nbytes:
-                raise SnapshotError(f"{self.path} has become shorter while it was read")
-        return tensor
-
-
-def _stored(path: Path) -> tuple[dict[str, Stored], dict]:
-    """Tensors and metadata of one file."""
-    entries, metadata = header_of(path)
-    dtypes = {text: dtype for dtype, text in DTYPES.items()}
-    return {name: Stored(path, dtypes[e.dtype], e.shape, e.start, e.nbytes) for name, e in entries.items()}, metadata
+def load(stored: Stored) -> torch.Tensor:
+    tensor = torch.empty(stored.shape, dtype=KINDS[stored.dtype])
+    stored.read_into(memory(tensor))
+    return tensor
 
 
 def read(path: Path, lazily: bool = False) -> tuple[dict[str, Any], dict]:
     """Tensors and document of a snapshot, every checksum compared. Raises SnapshotError that names the file.
 
-    path: of a file, in whose place an index may be, or of an index. lazily: a Stored for each tensor, read one at a time also
-    for its checksum.
+    path: of a file, in whose place an index may be, or of an index. lazily: a Stored for each tensor.
     """
-    try:
-        path = in_place(path)
-        refuse_unreadable(path)
-        opened: Any = nullcontext() if lazily or is_index(path) else safe_open(path, "pt")
-        with opened as file:
-            if is_index(path):
-                tensors, document = assemble(path, lambda part: _stored(part)[0])
-            else:
-                tensors, metadata = _stored(path) if file is None else ({}, file.metadata())
-                document = document_in(metadata)
-            if type(document["format"]) is not int or document["format"] < 1:
-                raise ValueError(f"its format is {document['format']!r}")
-            if document["format"] > FORMAT:
-                raise NewerFormatError(
-                    f"{path} has format {document['format']}, of ddp_core {_writer(document)}; this ddp_core reads up to "
-                    f"format {FORMAT}: update it"
-                )
-            if file is not None:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a safe_open is no dict
-            elif not lazily:
-                tensors = {name: part.load() for name, part in tensors.items()}
-            if lazily:
-                sums = {name: zlib.crc32(memory(whole)) for name in tensors for whole in [tensors[name].load()]}
-            else:
-                sums = _checksums(tensors)
-            refuse_damaged(path, sums, document)
-            return migrate(tensors, document)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        why = f"{type(error).__name__}: {printable(error)}"
-        raise SnapshotError(f"{path} is not a whole snapshot ({why})") from error
+    path = in_place(path)
+    with opened(path) as (stored, document):
+        if type(document["format"]) is not int or document["format"] < 1:
+            raise ValueError(f"its format is {document['format']!r}")
+        if document["format"] > FORMAT:
+            raise NewerFormatError(
+                f"{path} has format {document['format']}, of ddp_core {_writer(document)}; this ddp_core reads up to "
+                f"format {FORMAT}: update it"
+            )
+        tensors: dict[str, Any] = stored
+        if lazily:
+            sums = {name: tensor.checksum() for name, tensor in stored.items()}
+        else:
+            tensors = {name: load(tensor) for name, tensor in stored.items()}
+            sums = _checksums(tensors)
+        refuse_damaged(path, sums, document)
+        return migrate(tensors, document)
 
 
 def _writer(document: dict) -> str:

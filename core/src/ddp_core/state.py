@@ -8,6 +8,7 @@ from torch import nn
 
 from ddp_core.document import refuse_senseless
 from ddp_core.errors import SnapshotError, WorkloadError, printable
+from ddp_core.snapshot import KINDS
 
 RATES = ("lr", "initial_lr")  # of an optimizer's group: the schedule sets them
 # torch.optim's names of a state, and ours in a snapshot; other optimizers' states keep torch's.
@@ -160,6 +161,27 @@ def averages(model: nn.Module) -> list[nn.Parameter]:
     return frozen if sum(p.nbytes for p in frozen) <= 2 * trained else []
 
 
+class Kept:
+    """A copy of what a forward pass in training changes: the buffers, and averages of the parameters."""
+
+    def __init__(self, model: nn.Module, averaged: bool = True):
+        self.model = model
+        # On the CPU: at a resume the optimizer's state has taken the device's memory already.
+        self.buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in model.named_buffers()}
+        self.averages = [(p, p.detach().to("cpu", copy=True)) for p in (averages(model) if averaged else ())]
+
+    @torch.no_grad()
+    def put_back(self) -> list[str]:
+        """The names of the buffers that were another."""
+        for parameter, numbers in self.averages:
+            parameter.copy_(numbers)
+        # By name: a forward pass may put another tensor in a buffer's place.
+        changed = {name: b for name, b in self.model.named_buffers() if not torch.equal(b.cpu(), self.buffers[name])}
+        for name, buffer in changed.items():
+            buffer.copy_(self.buffers[name])
+        return [*changed]
+
+
 def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """`optim.<state>.<parameter>`: the tensors of the optimizer's state. torch.optim keeps nothing else there."""
     tensors = {}
@@ -199,5 +221,6 @@ def differences(theirs: dict, ours: dict) -> list[str]:
     return [f"{printable(name)}: {printable(theirs.get(name))} there, {printable(ours.get(name))} here" for name in differ]
 
 
-def layout(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    return {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()}
+def layout(tensors: dict) -> dict[str, str]:
+    """Of tensors, and of those that are still in a file."""
+    return {name: f"{KINDS.get(tensor.dtype, tensor.dtype)} {tuple(tensor.shape)}" for name, tensor in tensors.items()}

@@ -30,7 +30,7 @@ from ddp_core.batches import Batches
 from ddp_core.build import build_model_and_optimizer
 from ddp_core.config import TrainConfig
 from ddp_core.device import versions
-from ddp_core.errors import ExitCode, NonFiniteError, PeerLostError, WorkloadError, named
+from ddp_core.errors import ExitCode, NonFiniteError, PeerLostError, named
 from ddp_core.evaluation import Evaluation
 from ddp_core.files import in_place
 from ddp_core.guard import Guard
@@ -94,7 +94,7 @@ class Trainer:
         self.steps_per_epoch = min(len(train) // config.global_batch_size, config.steps_per_epoch or len(train))
         self.total_steps = config.epochs * self.steps_per_epoch
 
-        parts: tuple = (workload, config, peers, device, dtype, self.train_rows, self.autocast, self.sharding)
+        parts: tuple = (self.train_rows, peers, self.autocast, self.sharding)
         self.model, self.optimizer, self.seen = peers.together(lambda: build_model_and_optimizer(*parts))
         facts = dict(problem=config.problem(), data=fingerprint, steps_per_epoch=self.steps_per_epoch)
         facts |= dict(world_size=peers.world_size, versions=versions())
@@ -233,9 +233,9 @@ class Trainer:
     def _set_learning_rate(self) -> None:
         factor = self.workload.schedule(self.step, self.total_steps, self.config)
         if not hasattr(factor, "__float__") or not 0 <= (factor := float(factor)) < math.inf:
-            raise WorkloadError(
-                f"--workload {self.workload.name}: schedule() returned {factor!r} at step {self.step}, and should return a "
-                f"number from 0 on, which the learning rate is multiplied with"
+            raise self.workload.unusable(
+                f"schedule() returned {factor!r} at step {self.step}, and should return a number from 0 on, which the learning "
+                "rate is multiplied with"
             )
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
@@ -354,7 +354,8 @@ class Trainer:
         began = time.perf_counter()
         self._refuse_diverged_replicas()
         with self.profile.part("snapshot"):
-            save = lambda tensors, put_drafts: self.saver.save(tensors, self._document(), best, snapshot, put_drafts)  # noqa: E731
+            self.state.progress.scale = self.guard.scale
+            save = lambda tensors, drafts: self.saver.save(tensors, self.state.document(), best, snapshot, drafts)  # noqa: E731
             self.state.save(save, self)
         self.saved = time.monotonic() if snapshot else self.saved
         self.watch.spent("snapshots", began)
@@ -365,10 +366,6 @@ class Trainer:
         began = time.perf_counter()
         self.peers.together(self.saver and self.saver.settle, self.record.failure)
         self.watch.spent("snapshots", began)
-
-    def _document(self) -> dict:
-        self.state.progress.scale = self.guard.scale
-        return self.state.document()
 
     def _refuse_diverged_replicas(self) -> None:
         # A snapshot is rank 0's. If another rank trains with other numbers, it is no snapshot of this training.

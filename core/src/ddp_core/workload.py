@@ -21,7 +21,7 @@ import sys
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -152,25 +152,27 @@ class Workload:
     def overrides(self, method: str) -> bool:
         return getattr(type(self), method) is not getattr(Workload, method)
 
+    def unusable(self, why: str) -> WorkloadError:
+        return WorkloadError(f"--workload {self.name}: {why}")
+
     def digest(self) -> str:
         """Of the file and what it imports from beside it: ranks compare it, so that a stale copy on one node is noticed."""
-        sources = sources_of(self.file) if self.file else []
-        return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12] if sources else ""
+        return hashlib.sha256(b"".join(sources_of(self.file))).hexdigest()[:12] if self.file else ""
 
 
-def sources_of(file: Path) -> list[Path]:
-    """A workload's file, and those in its folder that it imports, by themselves or by each other; not all, of a folder of
+def sources_of(file: Path) -> Iterator[bytes]:
+    """Of a workload's file, and of those in its folder that it imports, by themselves or by each other; not all, of a folder of
     installed packages.
     """
     sources = [file]
     for source in itertools.islice(sources, MOST_SOURCES):  # it grows meanwhile
+        yield (text := source.read_bytes())
         with suppress(SyntaxError, ValueError, RecursionError):  # of one that is not imported yet
-            for name in _imported(ast.parse(source.read_bytes())):
+            for name in _imported(ast.parse(text)):
                 paths = [folder / name.replace(".", "/") for folder in (file.parent, source.parent)]
                 beside = [path for one in paths for path in (one.with_name(f"{one.name}.py"), one / "__init__.py")]
                 readable = [path for path in beside if path.is_file() and os.access(path, os.R_OK)]
                 sources += dict.fromkeys(path for path in readable if path not in sources)
-    return sources[:MOST_SOURCES]
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
@@ -203,18 +205,14 @@ def parts_of(loss: Any, names: tuple[str, ...], workload: Workload) -> list[torc
     """The loss to train on, a scalar, and behind it its parts in the order of `names`; of one loss it alone."""
     if (isinstance(loss, Mapping) and {*loss} != {*names}) or (names and not isinstance(loss, Mapping)):
         now, before = [*loss] if isinstance(loss, Mapping) else "one", [*names] or "one"
-        raise WorkloadError(
-            f"--workload {workload.name}: loss() gave {now}, and {before} before: give a part that a batch has not as 0"
-        )
+        raise workload.unusable(f"loss() gave {now}, and {before} before: give a part that a batch has not as 0")
     if not names and isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return [loss.reshape(())]
     given = [loss[name] for name in names] if names else [loss]
     kind = next((value for value in given if isinstance(value, torch.Tensor)), None)
     if kind is None or not all(isinstance(value, int | float) or getattr(value, "numel", int)() == 1 for value in given):
         what = ", ".join(f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:40] for value in given)
-        raise WorkloadError(
-            f"--workload {workload.name}: loss() returned {what}, and a scalar before: the sum over a batch's rows, as a tensor"
-        )
+        raise workload.unusable(f"loss() returned {what}, and a scalar before: the sum over a batch's rows, as a tensor")
     parts = [(value if isinstance(value, torch.Tensor) else kind.new_full((), value)).reshape(()) for value in given]
     return [sum(parts[1:], parts[0]), *parts]
 
@@ -222,10 +220,7 @@ def parts_of(loss: Any, names: tuple[str, ...], workload: Workload) -> list[torc
 def refuse_other_names(workload: Workload, metrics: Mapping, before: Mapping) -> None:
     """Of metrics, which have the same names in every batch. Raises WorkloadError."""
     if metrics.keys() != before.keys():
-        raise WorkloadError(
-            f"--workload {workload.name}: metrics() gave {[*metrics]}, and {[*before]} before: give what a batch has not as "
-            f"(0, 0)"
-        )
+        raise workload.unusable(f"metrics() gave {[*metrics]}, and {[*before]} before: give what a batch has not as (0, 0)")
 
 
 # ---- from a name or a file to the workload ------------------------------------------------------------------------
@@ -304,6 +299,15 @@ def _only_class(module, what: str) -> type[Workload]:
         names = f"{len(leaves)} ({', '.join(kind.__name__ for kind in leaves)})" if leaves else "none"
         raise WorkloadError(f"--workload {what} should have one class that derives from ddp_core.Workload, and has {names}")
     return leaves[0]
+
+
+@contextmanager
+def blaming(workload: Workload, what: str) -> Iterator[None]:
+    """Around what a workload's file does, or what is done with it: see blame()."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise blame(error, workload.file, f"{what} of --workload {workload.name}") from error
 
 
 def blame(error: BaseException, file: Path | None, when: str) -> BaseException:

@@ -56,7 +56,7 @@ class Mnist(Workload):
         return initial_parameters(net, config.seed).to(memory_format=layout)  # type: ignore[call-overload]
 
     def forward(self, model, batch):
-        pixels = batch[0].unsqueeze(1).to(model_dtype(model)) / 255
+        pixels = batch[0].unsqueeze(1).to(next(model.parameters()).dtype) / 255
         return model((pixels - MEAN) / DEVIATION)
 
     def loss(self, outputs, batch):
@@ -64,10 +64,6 @@ class Mnist(Workload):
 
     def metrics(self, outputs, batch):
         return {"accuracy": (outputs.argmax(-1) == batch[1]).sum()}
-
-
-def model_dtype(model: nn.Module) -> torch.dtype:
-    return next(model.parameters()).dtype
 
 
 def idx(once_a_node: Callable, folder: str, name: str, dimensions: int, digest) -> torch.Tensor:
