@@ -33,14 +33,7 @@ REFUSED = (
     ("has no shape yet", "a layer's size is not known before the first batch: give it", ("Lazy",)),
     ("no gradient for", "nothing of the loss comes back through this", (".detach(", "no_grad", ".data", "argmax")),
 )
-OTHER_HASHES = (
-    3,
-    1,
-    2,
-    4,
-    5,
-    6,
-)  # of hashes; 0 elsewhere. Two names in a set lie alike under half of them
+OTHER_HASHES = (3, 1, 2, 4, 5, 6)  # of hashes; 0 elsewhere. Two names in a set lie alike under half of them
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -292,10 +285,7 @@ def trains(certificate: Certificate, pilot: Ended) -> bool:
     where = int(named[1]) if named else certificate.source.function(method)
     known = ((reason, certificate.source.word(*sought)) for message, reason, sought in REFUSED if message in words)
     why = certificate.blamed(
-        next(known, None),
-        certificate.finding("not-finite"),
-        certificate.witnessed("ranks"),
-        otherwise="its own line says it",
+        next(known, None), certificate.finding("not-finite"), certificate.witnessed("ranks"), otherwise="its own line says it"
     )
     certificate.judge("it trains", BROKEN, words, why["reason"], where or why.get("where"))
     return False

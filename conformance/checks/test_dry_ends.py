@@ -474,10 +474,9 @@ NETWORK = re.compile(r"^(NCCL|FI|CCL|PALS)_|_(NET|NET_PLUGIN|IFNAME|PROVIDER|HCA
 @clause("J13")
 def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
     """Where a module brings RCCL's or NCCL's network, and does so no more, the job ends, or the library does by NCCL_NET."""
-    provides = [word for words in site.toml.get("software", {}).get("provides", {}).values() for word in words]
+    provides = [word for words in site.software.get("provides", {}).values() for word in words]
     of_a_module = any(word.startswith("NCCL_NET=") for word in provides)
-    source_facts = [fact for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
-    named = of_a_module or any(re.match(r'export NCCL_NET=(?!"?Socket)', fact) for fact in source_facts)
+    named = of_a_module or any(re.match(r'export NCCL_NET=(?!"?Socket)', fact) for fact in site.facts)
     for script in trains(site):
         for environ in (
             ({}, dict(NCCL_NET="Socket")) if of_a_module else ()
@@ -504,7 +503,7 @@ def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
 def test_what_modules_set_is_there_where_ranks_start(check, site, dry):
     """A list that is written anew, of what a container sees say, has lost the network's libraries."""
     runs = {script.name: dry.job(script) for script in trains(site)} | {case.name: dry.case(case) for case in site.cases}
-    for (what, run), module in product(runs.items(), site.toml.get("software", {}).get("modules", [])):
+    for (what, run), module in product(runs.items(), site.modules):
         loaded = any(module in call.words for call in run.called("module-call"))
         for call, (name, value) in product(run.launches if loaded else (), set_by(site, module).items()):
             if value not in call.environ.get(name, ""):

@@ -507,7 +507,7 @@ def loose(site, dry: DryRuns, run: DryRun) -> Iterator[str]:
         ):
             yield "install.sh: pip install mpi4py, but should build it (--no-binary=mpi4py): PyPI's has another MPI"
         builds = {match[1] for word in words if (match := re.search(r"/rocm(\d+\.\d+)", word))}
-        for name in site.toml.get("software", {}).get("modules", []):
+        for name in site.modules:
             if (version := re.match(r"rocm/(\d+\.\d+)", name)) and builds - {version[1]}:
                 yield f"install.sh: torch for ROCm {', '.join(builds)}, but should be for that of the module {name}"
         if PASSED["PACKAGE"] in words and values_of(words, "--index-url", "-i"):

@@ -162,7 +162,7 @@ def test_a_command_that_fails_is_not_passed_over(check, site, dry):
                 for call in (rank, first)
             )
             same = rank and rank.words == first.words and actual == expected
-            loads = step.command == "module-call" and {*step.words} & {*site.toml.get("software", {}).get("modules", [])}
+            loads = step.command == "module-call" and {*step.words} & {*site.modules}
             acts = step.command in (whole.launcher, "sbcast")  # on nodes, which ranks do not show
             if (rank or not run.code) and not warned and (loads or acts or not same):
                 trained = "trains all the same" if rank else "ends with 0"
@@ -173,18 +173,15 @@ def test_a_command_that_fails_is_not_passed_over(check, site, dry):
 def test_ranks_run_in_the_site_s_folder_with_its_python(check, site, dry):
     """Of the environment that install.sh has made, or of the image."""
     prefixes = made_by(dry.install())
-    image = (
-        Path(site.toml.get("software", {}).get("image", "")).name if not site.toml.get("software", {}).get("modules") else ""
-    )
-    for script in trains(site):
-        for call in dry.job(script, all_ranks=True).trained[:1]:
-            path = Path(os.path.realpath(Path(call.folder, call.path).parent))
-            if prefixes and not any(path.is_relative_to(os.path.realpath(prefix)) for prefix in prefixes):
-                yield f"{script.name}: python={dry.shown(call.path)}, but should be in {dry.shown(str(prefixes[0]))}"
-            if image and image not in call.environ.get("DRY_RUN_IMAGE", ""):
-                yield f"{script.name}: ranks outside of the image {image}, but should be in it"
-            if Path(call.folder) != dry.folder:
-                yield f"{script.name}: ranks in {dry.shown(call.folder)}, but should be in the site's folder"
+    image = Path(site.software.get("image", "")).name if not site.modules else ""
+    for script, call in dry.first_ranks(all_ranks=True):
+        path = Path(os.path.realpath(Path(call.folder, call.path).parent))
+        if prefixes and not any(path.is_relative_to(os.path.realpath(prefix)) for prefix in prefixes):
+            yield f"{script.name}: python={dry.shown(call.path)}, but should be in {dry.shown(str(prefixes[0]))}"
+        if image and image not in call.environ.get("DRY_RUN_IMAGE", ""):
+            yield f"{script.name}: ranks outside of the image {image}, but should be in it"
+        if Path(call.folder) != dry.folder:
+            yield f"{script.name}: ranks in {dry.shown(call.folder)}, but should be in the site's folder"
 
 
 @clause("B2")
@@ -364,13 +361,12 @@ def test_only_interfaces_of_the_node_are_named(check, site, dry):
 @clause("J13")
 def test_a_plugin_of_the_user_s_own_is_taken(check, site, dry):
     """Built anew, say, after the machine's libfabric has changed: the module's would run in its place, in silence."""
-    for script in trains(site):
-        for call in dry.job(script, all_ranks=True, nodes=2).trained[:1]:
-            named = call.environ.get("NCCL_NET_PLUGIN", "")
-            own = f"{Path(named).parent}/./{Path(named).name}"  # the same file, which loads
-            run = dry.job(script, all_ranks=True, nodes=2, environ=dict(NCCL_NET_PLUGIN=own)) if "/" in named else None
-            if run and not (run.trained and run.trained[0].environ.get("NCCL_NET_PLUGIN") == own):
-                yield f"{script.name}: not the NCCL_NET_PLUGIN of the user, but should be ({ending(dry, run)})"
+    for script, call in dry.first_ranks(all_ranks=True, nodes=2):
+        named = call.environ.get("NCCL_NET_PLUGIN", "")
+        own = f"{Path(named).parent}/./{Path(named).name}"  # the same file, which loads
+        run = dry.job(script, all_ranks=True, nodes=2, environ=dict(NCCL_NET_PLUGIN=own)) if "/" in named else None
+        if run and not (run.trained and run.trained[0].environ.get("NCCL_NET_PLUGIN") == own):
+            yield f"{script.name}: not the NCCL_NET_PLUGIN of the user, but should be ({ending(dry, run)})"
 
 
 # ---- flags, and where a run is --------------------------------------------------------------------------------------
@@ -738,8 +734,7 @@ def cpus_per_task(call: Call, script: Path, site) -> int:
 @clause("J3")
 def test_ranks_have_the_paths_that_the_sources_put_together(check, site, dry):
     """`export A=$B:$A` takes what B is after the modules are loaded, and before what A was: else it is another's, or empty."""
-    source_facts = [plain(fact) for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
-    added = re.findall(r"(?m)^export (\w+)=\$(\w+):\$\1$", "\n".join(source_facts))
+    added = re.findall(r"(?m)^export (\w+)=\$(\w+):\$\1$", "\n".join(map(plain, site.facts)))
     for script, chosen, run in as_chosen(site, dry) if added else ():
         for call in run.trained[:1]:
             for name, part in added:
@@ -766,8 +761,6 @@ def test_a_library_path_that_torch_needs_is_the_ranks_own(check, site, dry):
 
 @clause("F8")
 def test_modules_are_loaded_once_and_kept(check, site, dry):
-    software = site.toml.get("software", {})
-    modules = software.get("modules", [])
     for script in trains(site):
         run, loaded = dry.job(script, all_ranks=True), []
         launched = min((call.start_time for call in run.launches), default=0)
@@ -778,14 +771,14 @@ def test_modules_are_loaded_once_and_kept(check, site, dry):
             if words[:1] in (["purge"], ["reset"], ["unload"]) and loaded:
                 yield f"{script.name}: module {' '.join(words)} after module load {loaded[-1]}, but should be before"
             loaded += words[1:] if words[:1] in (["load"], ["add"], ["swap"], ["switch"]) else []
-        if loaded != modules:
-            yield f"{script.name}: loads {' '.join(loaded)}, but should load {' '.join(modules)}, in this order"
+        if loaded != site.modules:
+            yield f"{script.name}: loads {' '.join(loaded)}, but should load {' '.join(site.modules)}, in this order"
 
 
 @clause("F8")
 def test_the_modules_of_a_login_shell_are_cleared_first(check, site, dry):
     """sbatch hands its environment on, with the libraries of whatever is loaded there."""
-    clears = site.toml.get("software", {}).get("cleared_by", "")
+    clears = site.software.get("cleared_by", "")
     runs = {script.name: dry.job(script) for script in trains(site)} | {"install.sh": dry.install()} if clears else {}
     for name, run in runs.items():
         acts = [next((word for word in call.words if not word.startswith("-")), "") for call in run.called("module-call")]
@@ -908,21 +901,19 @@ def test_what_a_job_removes_at_its_end_it_removes_however_it_ends(check, site, d
 @clause("B5")
 def test_proxies_are_spoken_to_by_http(check, site, dry):
     """Also for what is fetched by https: the proxy itself has no certificate."""
-    for script in trains(site):
-        for call in dry.job(script, all_ranks=True).trained[:1]:
-            for name, value in call.environ.items():
-                if name.lower() in ("http_proxy", "https_proxy") and value and not value.startswith("http://"):
-                    yield f"{script.name}: {name}={value}, but should be http://"
+    for script, call in dry.first_ranks(all_ranks=True):
+        for name, value in call.environ.items():
+            if name.lower() in ("http_proxy", "https_proxy") and value and not value.startswith("http://"):
+                yield f"{script.name}: {name}={value}, but should be http://"
 
 
 @clause("B6")
 def test_what_a_run_leaves_is_as_its_user_s_umask_says(check, site, dry):
     """Others of the project read it, or do not: that is the user's to say."""
     own = umask()
-    for script in trains(site):
-        for call in dry.job(script, all_ranks=True).trained[:1]:
-            if call.notes["umask"] != own:
-                yield f"{script.name}: umask={call.notes['umask']}, but should be the user's: {own}"
+    for script, call in dry.first_ranks(all_ranks=True):
+        if call.notes["umask"] != own:
+            yield f"{script.name}: umask={call.notes['umask']}, but should be the user's: {own}"
 
 
 @clause("J8")
@@ -936,15 +927,14 @@ def test_the_ranks_write_into_the_job_s_log_themselves(check, site, dry):
 @clause("B6")
 def test_caches_are_the_job_s_own(check, site, dry):
     """Those that the script sets: not in the home directory, which all jobs share; in /tmp under the job's number."""
-    for script in trains(site):
-        for call in dry.job(script, all_ranks=True).trained[:1]:
-            for name, value in as_in_job(site, call).items():
-                if not re.search(r"CACHE|_DB_PATH$|^TMPDIR$", name) or not value.startswith("/") or name.startswith("PIP_"):
-                    continue
-                if Path(value).is_relative_to(dry.top / "home"):
-                    yield f"{script.name}: {name}={dry.shown(value)}, but should not be in the home directory"
-                elif name != "TMPDIR" and re.match(r"/(tmp|var/tmp|dev/shm)\b", dry.shown(value)) and FIRST not in value:
-                    yield f"{script.name}: {name}={dry.shown(value)}, but should have the job's number in it"
+    for script, call in dry.first_ranks(all_ranks=True):
+        for name, value in as_in_job(site, call).items():
+            if not re.search(r"CACHE|_DB_PATH$|^TMPDIR$", name) or not value.startswith("/") or name.startswith("PIP_"):
+                continue
+            if Path(value).is_relative_to(dry.top / "home"):
+                yield f"{script.name}: {name}={dry.shown(value)}, but should not be in the home directory"
+            elif name != "TMPDIR" and re.match(r"/(tmp|var/tmp|dev/shm)\b", dry.shown(value)) and FIRST not in value:
+                yield f"{script.name}: {name}={dry.shown(value)}, but should have the job's number in it"
 
 
 # Where what a run downloads is kept for the next one. https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables
@@ -955,12 +945,11 @@ DOWNLOADS = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME")
 @clause("B6")
 def test_what_is_downloaded_outlives_the_job(check, site, dry):
     """In /tmp it fills the memory of each node, and each start fetches it again."""
-    for script in trains(site):
-        for call in dry.job(script, all_ranks=True).trained[:1]:
-            for name in [name for name in DOWNLOADS if name in call.environ]:
-                place = dry.shown(call.environ[name])
-                if FIRST in place or re.match(r"/(tmp|var/tmp|dev/shm)\b", place):
-                    yield f"{script.name}: {name}={place}, but should be where the next job finds it"
+    for script, call in dry.first_ranks(all_ranks=True):
+        for name in [name for name in DOWNLOADS if name in call.environ]:
+            place = dry.shown(call.environ[name])
+            if FIRST in place or re.match(r"/(tmp|var/tmp|dev/shm)\b", place):
+                yield f"{script.name}: {name}={place}, but should be where the next job finds it"
 
 
 # What is not used, in silence, unless it is there: Intel's driver compiles anew, Python's tempfile takes /tmp.
@@ -1010,13 +999,12 @@ def test_caches_of_kernels_are_on_the_node(check, site, dry):
 @clause("B6")
 def test_a_user_s_own_place_for_models_is_kept(check, site, dry):
     """What was downloaded there is there: gigabytes, and on nodes without a way out they are all that there is."""
-    for script in trains(site):
-        for call in dry.job(script, all_ranks=True).trained[:1]:
-            own = {name: f"/mine/{name.lower()}" for name in ("HF_HOME", "TORCH_HOME") if name in as_in_job(site, call)}
-            for again in dry.job(script, all_ranks=True, environ=own).trained[:1] if own else ():
-                lost = [name for name, value in own.items() if again.environ.get(name) != value]
-                for name in lost:
-                    yield f"{script.name}: {name}={dry.shown(again.environ[name])}, but should be the user's"
+    for script, call in dry.first_ranks(all_ranks=True):
+        own = {name: f"/mine/{name.lower()}" for name in ("HF_HOME", "TORCH_HOME") if name in as_in_job(site, call)}
+        for again in dry.job(script, all_ranks=True, environ=own).trained[:1] if own else ():
+            lost = [name for name, value in own.items() if again.environ.get(name) != value]
+            for name in lost:
+                yield f"{script.name}: {name}={dry.shown(again.environ[name])}, but should be the user's"
 
 
 @clause("X20")

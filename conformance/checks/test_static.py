@@ -175,8 +175,7 @@ def test_what_no_run_has_shown_is_listed(check, site):
     status = verified.get("status")
     check.equal(unverified_or_run_on_site=(bool(listed) or status == "run-on-site", True))
     if status == "simulated":  # by stand-ins of these names
-        software = site.toml.get("software", {})
-        names = [*software.get("modules", []), *([Path(software["image"]).name] if "image" in software else [])]
+        names = [*site.modules, *([Path(site.software["image"]).name] if "image" in site.software else [])]
         check.equal(software_not_in_unverified=([name for name in names if name not in " ".join(listed)], []))
 
 
@@ -218,9 +217,8 @@ MINUTES = dict(min=1, hr=60, hour=60, day=1440)
 @clause("F6")
 def test_a_queue_s_longest_job_is_that_of_the_source(check, site):
     """Where a fact is a row of a table, with the queue's name and a time."""
-    source_facts = [fact for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
     for queue, longest in site.toml.get("queue", {}).get("minutes", {}).items():
-        rows = [fact for fact in source_facts if re.match(rf"\|\s*{re.escape(queue)}\s*\|", fact)]
+        rows = [fact for fact in site.facts if re.match(rf"\|\s*{re.escape(queue)}\s*\|", fact)]
         limits = {int(count) * MINUTES[unit] for row in rows for count, unit in re.findall(r"(\d+) (min|hr|hour|day)", row)}
         if limits and longest not in limits:
             yield f"queue.minutes of {queue}={longest}, but should be {max(limits)}, as a fact of [[sources]] says"
@@ -336,11 +334,10 @@ def test_nothing_is_left_to_fill_in(check, site):
 
 @clause("F8")
 def test_scripts_and_site_toml_name_the_same_software(check, site):
-    software, scripts = site.toml.get("software", {}), {path.name: path.read_text() for path in site.scripts}
-    modules = software.get("modules", [])
-    missing = [name for name in modules if name not in scripts[site.toml["submit"]]]
+    scripts = {path.name: path.read_text() for path in site.scripts}
+    missing = [name for name in site.modules if name not in scripts[site.toml["submit"]]]
     check.equal(modules_not_in_the_job_script=(missing, []))
-    image = software.get("image", "")
+    image = site.software.get("image", "")
     check.equal(image_in_a_script=(any(image in text for text in scripts.values()), True))
     loaded = {
         f"{script}: {name}"
@@ -348,7 +345,7 @@ def test_scripts_and_site_toml_name_the_same_software(check, site):
         for line in text.splitlines()
         if not line.lstrip().startswith("#") and (match := re.search(r"^[^\"']*\bmodule load ([^;&|}\n]+)", line))
         for name in match[1].split()
-        if re.fullmatch(r"[\w./+-]+", name) and name not in modules
+        if re.fullmatch(r"[\w./+-]+", name) and name not in site.modules
     }
     check.equal(loads_what_site_toml_does_not_name=(sorted(loaded), []))
 
@@ -467,7 +464,7 @@ EXPORT = re.compile(r"export ([A-Z]\w+)=")
 def test_values_are_those_of_the_sources(check, site):
     """Of an option or variable for which facts have values, a script has one of these. What is to be edited is free."""
     known: dict[str, set[str]] = {}
-    facts_text = "\n".join(fact for source in site.toml.get("sources", []) for fact in source.get("facts", []))
+    facts_text = "\n".join(site.facts)
     for name, value in VALUE.findall(facts_text):
         known.setdefault(name, set()).add(value)
     for script in map(Script, site.scripts):
@@ -490,14 +487,14 @@ def test_values_are_those_of_the_sources(check, site):
 @clause("J3")
 def test_what_the_sources_ask_of_a_job_the_site_asks(check, site):
     """The directives among their facts, and the order in which these load modules."""
-    source_facts = [plain(fact) for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
+    source_facts = [plain(fact) for fact in site.facts]
     asked = {match[1] for fact in source_facts if (match := re.match(r"#SBATCH --([a-z-]+)", fact))}
     lost = asked - {option for script in map(Script, site.job_scripts) for option in script.options}
     for name in sorted(lost):
         fact = "as a fact of [[sources]] in site.toml has; or that fact goes, too"
         yield f"no job script has #SBATCH --{name}, but one should, {fact}"
     loaded = [match[1] for fact in source_facts if (match := re.match(r"module load (\S+)$", fact))]
-    here = [name for name in site.toml.get("software", {}).get("modules", []) if name in loaded]
+    here = [name for name in site.modules if name in loaded]
     if here != sorted(here, key=loaded.index):
         order = " ".join(sorted(here, key=loaded.index))
         yield f"modules {' '.join(here)}, but should be in the order of the facts of [[sources]]: {order}"
@@ -557,7 +554,7 @@ def test_what_is_to_be_edited_is_plain(check, site):
     Empty is for a directory to be copied: where account or modules are a machine's own, in site.toml too, it is filled in.
     """
     own = site.toml.get("queue", {}).get("account", "")
-    filled = (own and not PLACEHOLDER.search(own)) or site.toml.get("software", {}).get("modules")
+    filled = (own and not PLACEHOLDER.search(own)) or site.modules
     for script in map(Script, site.scripts):
         for line in [line for line in script.lines if any("# EDIT:" in above for above in line.paragraph)]:
             value = re.match(r"(?:export )?\w+=(.*)", line.text)

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -481,6 +481,11 @@ class DryRuns:
                 self.made[key] = self._run(script.name, words, self.folder if slurm else self.top / "home", environ, full_shape)
         return self.made[key]
 
+    def first_ranks(self, **shape) -> Iterator[tuple[Path, Call]]:
+        """Each job script that trains, and the first of its ranks, if it has any."""
+        for script in trains(self.site):
+            yield from ((script, call) for call in self.job(script, **shape).trained[:1])
+
     def _recorded(self, code: int) -> Path:
         """A run directory that an earlier start has left, with its exit code."""
         folder = self.folder / "runs/earlier"
@@ -571,11 +576,7 @@ class DryRuns:
         )
         own |= dict(JOB_NODELIST=hosts, NODELIST=hosts, SUBMIT_DIR=self.folder, JOB_NAME="train", EXPORT_ENV="NONE")
         own |= dict(JOB_PARTITION=options.get("partition", "batch"), JOB_QOS=options.get("qos", "normal"))
-        own |= dict(
-            JOB_ACCOUNT=options.get("account", "account"),
-            NPROCS=total,
-            CPUS_ON_NODE=self.site.toml["node"]["cores"],
-        )
+        own |= dict(JOB_ACCOUNT=options.get("account", "account"), NPROCS=total, CPUS_ON_NODE=self.site.toml["node"]["cores"])
         # Of newer releases; srun's own environment overrules what its masks say.
         own |= {"TRES_PER_TASK": f"cpu={options['cpus-per-task']}"} if "cpus-per-task" in options else {}
         for name, variable in {
@@ -605,7 +606,7 @@ class DryRuns:
 
     def _run(self, name: str, words: list[str], folder: Path, environ: dict[str, str], shape: dict) -> DryRun:
         site, node = self.site, self.site.toml["node"]
-        software, nodes = site.toml.get("software", {}), shape.get("nodes", 1)
+        nodes = shape.get("nodes", 1)
         settings = {
             name: shape[name] for name in ("restarts", "code", "all_ranks", "event", "progress", "shared", "fails", "started")
         }
@@ -619,7 +620,7 @@ class DryRuns:
         )
         settings |= dict(ranks_per_node=site.toml["job"]["ranks_per_node"], interfaces=node["interfaces"])
         settings |= dict(devices=shape.get("devices") or node["devices"])
-        image = software.get("image", "")
+        image = site.software.get("image", "")
         image_environment = dict(word.split("=", 1) for word in layer.provided(site, image) if "=" in word) if image else {}
         settings |= dict(image=image, image_sets=image_environment, device_environment=node.get("device_environment", ""))
         stop, other = site.toml.get("stop", ""), f"{shape['number']}0"
@@ -634,11 +635,11 @@ class DryRuns:
         settings |= dict(of_pbs=own_of_pbs | {"Resource_List.filesystems": OF_PBS["filesystems"]})
         settings |= dict(down=self.hosts(1)[0] if shape["spare"] else "", down_later=shape["spare"] == "later")
         # PyTorch comes with a module or an image, or else by install.sh.
-        settings |= dict(torch="torch" in layer.provided(site) or "image" in software)
+        settings |= dict(torch="torch" in layer.provided(site) or "image" in site.software)
         # What a module binds is not read: it names it.
-        binds = [name for module in software.get("modules", []) for name in set_by(site, module)]
+        binds = [name for module in site.modules for name in set_by(site, module)]
         settings |= dict(bound=any(name.endswith(("_BIND", "_BINDPATH")) for name in binds))
-        sets = {module: set_by(site, module) if shape["modules_set"] else {} for module in software.get("modules", [])}
+        sets = {module: set_by(site, module) if shape["modules_set"] else {} for module in site.modules}
         (self.top / "settings").write_bytes(marshal.dumps(settings | dict(modules=sets)))
         own = dict(
             DRY_RUN=str(self.top), PATH=f"{self.top}/bin:/usr/bin:/bin", HOME=str(self.top / "home"), USER=USER, LOGNAME=USER

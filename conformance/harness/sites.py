@@ -112,6 +112,19 @@ class Site:
         ]
 
     @property
+    def software(self) -> dict:
+        return self.toml.get("software", {})
+
+    @property
+    def modules(self) -> list[str]:
+        return self.software.get("modules", [])
+
+    @property
+    def facts(self) -> list[str]:
+        """What stands in the sources, and the site relies on."""
+        return [fact for source in self.toml.get("sources", []) for fact in source.get("facts", [])]
+
+    @property
     def shares_nodes(self) -> bool:
         """Whether nodes of its partition are given to several jobs at once."""
         partition = self.toml.get("node", {}).get("partition", "batch")
