@@ -549,31 +549,10 @@ def without_hash(call: Call, words: list[str]) -> list[str]:
     return named + [line for line in lines if line.strip() and "--hash=sha256:" not in line]
 
 
-VALUED = {
-    "--index-url",
-    "--extra-index-url",
-    "-i",
-    "--constraint",
-    "-c",
-    "--target",
-    "-t",
-    "--prefix",
-    "-p",
-    "--channel",
-    "--find-links",
-    "-f",
-}
-VALUED |= {
-    "-n",
-    "--name",
-    "--cache-dir",
-    "--upgrade-strategy",
-    "--requirement",
-    "-r",
-    "--progress-bar",
-    "--root-user-action",
-    "--no-binary",
-}
+# Flags that a value follows.
+VALUED = {"--index-url", "--extra-index-url", "-i", "--constraint", "-c", "--target", "-t", "--prefix", "-p", "--channel"}
+VALUED |= {"--find-links", "-f", "-n", "--name", "--cache-dir", "--upgrade-strategy", "--requirement", "-r", "--progress-bar"}
+VALUED |= {"--root-user-action", "--no-binary"}
 
 
 def requirements(words: list[str]) -> list[str]:

@@ -20,15 +20,8 @@ from conformance.harness.sites import ROOT
 
 CORE = ROOT / "core/src/ddp_core"
 # Of torch: what a training goes through.
-TORCH: tuple[str, ...] = (
-    "torch.nn.functional",
-    "torch.nn.modules",
-    "torch.nn.parallel",
-    "torch.optim",
-    "torch.autograd",
-    "torch.utils.data",
-)
-TORCH += ("torch.amp", "torch.distributed.distributed_c10d", "torch._tensor")
+TORCH: tuple[str, ...] = ("torch.nn.functional", "torch.nn.modules", "torch.nn.parallel", "torch.optim", "torch.autograd")
+TORCH += ("torch.utils.data", "torch.amp", "torch.distributed.distributed_c10d", "torch._tensor")
 _watching: list[list[str]] = []
 
 

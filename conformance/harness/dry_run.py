@@ -541,11 +541,8 @@ class DryRuns:
         options, environ = words_of(case.options), case.environment | handed_on(case.options)
         options.pop("v", None)
         nodes = int((re.search(r"select=(\d+)", case.options) or ["", options.get("nodes", case.nodes)])[1])
-        shape = (
-            dict(nodes=nodes, spare=nodes > case.nodes)
-            | shape
-            | dict(environ=environ | shape.get("environ", {}), options=options)
-        )
+        shape = dict(nodes=nodes, spare=nodes > case.nodes) | shape
+        shape |= dict(environ=environ | shape.get("environ", {}), options=options)
         return self.job(script, case=case, **shape)
 
     def hosts(self, nodes: int) -> list[str]:
@@ -566,25 +563,15 @@ class DryRuns:
         # As Slurm writes it: who takes what stands before a comma has no name of a node.
         hosts = f"{kind}[{first.removeprefix(kind)}-{others[-1].removeprefix(kind)}]" if others else first
         own = dict(JOB_ID=shape["number"], JOBID=shape["number"], JOB_NUM_NODES=nodes, NNODES=nodes)
-        own |= dict(
-            NTASKS=total,
-            NTASKS_PER_NODE=each,
-            TASKS_PER_NODE=f"{each}(x{nodes})" if nodes > 1 else each,
-            PROCID=0,
-            LOCALID=0,
-            NODEID=0,
-        )
+        own |= dict(NTASKS=total, NTASKS_PER_NODE=each, TASKS_PER_NODE=f"{each}(x{nodes})" if nodes > 1 else each)
+        own |= dict(PROCID=0, LOCALID=0, NODEID=0)
         own |= dict(JOB_NODELIST=hosts, NODELIST=hosts, SUBMIT_DIR=self.folder, JOB_NAME="train", EXPORT_ENV="NONE")
         own |= dict(JOB_PARTITION=options.get("partition", "batch"), JOB_QOS=options.get("qos", "normal"))
         own |= dict(JOB_ACCOUNT=options.get("account", "account"), NPROCS=total, CPUS_ON_NODE=self.site.toml["node"]["cores"])
         # Of newer releases; srun's own environment overrules what its masks say.
         own |= {"TRES_PER_TASK": f"cpu={options['cpus-per-task']}"} if "cpus-per-task" in options else {}
-        for name, variable in {
-            "cpus-per-task": "CPUS_PER_TASK",
-            "gpus-per-node": "GPUS_PER_NODE",
-            "gpus-per-task": "GPUS_PER_TASK",
-        }.items():
-            own |= {variable: options[name]} if name in options else {}
+        for name in {"cpus-per-task", "gpus-per-node", "gpus-per-task"} & options.keys():
+            own[name.replace("-", "_").upper()] = options[name]
         own |= dict(RESTART_COUNT=shape["restarts"]) if shape["restarts"] else {}
         return {f"SLURM_{name}": str(value) for name, value in own.items()} | dict(SLURMD_NODENAME=self.hosts(nodes)[0])
 
