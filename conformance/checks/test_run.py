@@ -127,12 +127,13 @@ def long(world, workload: str = "--workload digits", epochs: int = 2) -> tuple[s
     return f"{workload} --epochs {epochs} --lr 0.01 --global-batch-size {size}", 1438 // size
 
 
-def expect_exit(check, run, code) -> None:
-    """All ranks have ended with this code."""
+def expect_exit(check, run, code):
+    """The run, all of whose ranks have ended with this code."""
     __tracebackhide__ = True
     if run.exit_codes != [code] * len(run.exit_codes):
         output = " | ".join(" ".join(text.split())[-400:] for text in run.errors if text) or "nothing"
         check.holds(f"exit codes={run.exit_codes}, but should be all {code}; standard error: {output}")
+    return run
 
 
 def stopped_and_saved(check, run) -> None:
@@ -142,10 +143,12 @@ def stopped_and_saved(check, run) -> None:
     check.equal(saved=(run.values("snapshot", "step")[-1:], run.values("end", "step")))
 
 
-def done(check, *runs) -> None:
+def done(check, run, *others):
+    """The run, or several of them, all of whose ranks have ended with 0."""
     __tracebackhide__ = True
-    for run in runs:
-        expect_exit(check, run, 0)
+    for one in (run, *others):
+        expect_exit(check, one, 0)
+    return (run, *others) if others else run
 
 
 # ---- ranks --------------------------------------------------------------------------------------------------------
@@ -154,8 +157,7 @@ def done(check, *runs) -> None:
 @machine(FP64)
 @clause("R1", "R2", "X1")
 def test_every_rank_is_there_once(check, world, launch, runs):
-    run = runs.train(launch, FP64)
-    done(check["X1"], run)
+    run = done(check["X1"], runs.train(launch, FP64))
     *_, start = run.of("start")
     rows = start["ranks"] if world.size <= 64 else [*map(json.loads, (run.folder / "ranks.jsonl").read_text().splitlines())]
     check["R1"].equal(rank=([row["rank"] for row in rows], [*range(world.size)]), world_size=(start["world_size"], world.size))
@@ -188,8 +190,7 @@ def test_of_many_ranks_the_record_has_the_nodes(check, tmp_path, ranks):
 @pytest.mark.parametrize("num_nodes", [1, TWO])
 def test_place_on_its_node(check, world, launch, runs, num_nodes):
     """On one node, and on two half as large: what is right on one node only shows there."""
-    run = world.train(launch, runs.folder(launch, f"{num_nodes}-nodes"), SHORT, num_nodes)
-    done(check["R3"], run)
+    run = done(check["R3"], world.train(launch, runs.folder(launch, f"{num_nodes}-nodes"), SHORT, num_nodes))
     counted_on_each_node(check, run, num_nodes, world.size // num_nodes)
 
 
@@ -205,8 +206,7 @@ def counted_on_each_node(check, run, num_nodes: int, per_node: int) -> list[dict
 @clause("R3", "R4")
 def test_place_in_the_job(check, world, launch, runs):
     """On as many nodes as the job has; there the hosts' names show that they are as many."""
-    run = runs.train(launch, FP64)
-    done(check["R3"], run)
+    run = done(check["R3"], runs.train(launch, FP64))
     rows = counted_on_each_node(check, run, world.nodes, world.ranks_per_node)
     hosts = [sorted({row["host"] for row in rows if row["node_rank"] == node}) for node in range(world.nodes)]
     check["R4"].equal(hosts=(len({*map(tuple, hosts)}), world.nodes), hosts_of_a_node=([*map(len, hosts)], [1] * world.nodes))
@@ -215,8 +215,7 @@ def test_place_in_the_job(check, world, launch, runs):
 @clause("R5")
 @only(sizes=(1,))
 def test_without_a_launcher_a_world_of_one(check, world, own, runs):
-    run = world.alone(own, runs.folder(own, "alone"), SHORT)
-    done(check, run)
+    run = done(check, world.alone(own, runs.folder(own, "alone"), SHORT))
     check.equal(world_size=(run.values("start", "world_size"), [1]))
 
 
@@ -237,8 +236,7 @@ def test_a_launcher_that_does_not_tell_the_world_size(check, world, launch, runs
 @only(sizes=(2, 4), asks_mpi=True)
 def test_a_rank_is_who_mpi_says(check, world, launch, runs):
     """MPI's ranks in the other order: the last process is rank 0 now, and it alone writes."""
-    run = world.train(launch, runs.folder(launch, "reversed"), SHORT, reversed_mpi=True)
-    done(check, run)
+    run = done(check, world.train(launch, runs.folder(launch, "reversed"), SHORT, reversed_mpi=True))
     writers = [rank for rank, files in enumerate(run.written) if files]
     check.equal(the_process_that_is_rank_0=(writers, [world.size - 1]))
 
@@ -298,8 +296,7 @@ def test_with_a_user_s_flags_alone(check, world, launch, runs):
     """In a directory of its own. What is judged is in the snapshot, as after a run that nobody has watched."""
     seed, lr = world.on_rank_0(lambda: (random.SystemRandom().randrange(1, 10**6), random.SystemRandom().uniform(0.05, 0.1)))
     flags, folder = f"--seed {seed} --lr {lr:.4f} --epochs 2", runs.folder(launch, "mine")
-    run = world.train(launch, folder, flags, bare=True)
-    done(check, run)
+    done(check, world.train(launch, folder, flags, bare=True))
     documents = world.on_rank_0(lambda: [take_apart(path)["document"] for path in folder.rglob(SNAPSHOT)])
     check.equal(snapshots=(len(documents), 1), world_size=(documents[0]["world_size"], world.size))
     check.holds(*reference.not_the_history(documents[0]["history"], T2["cpu"], seed=seed, lr=float(f"{lr:.4f}"), epochs=2))
@@ -320,8 +317,7 @@ def test_the_job_script_passes_its_arguments_on(check, launch, runs):
 @machine(MISTYPED, only=True)
 @clause("J2", "X3")
 def test_the_job_script_hands_on_the_exit_code(check, launch, runs):
-    run = runs.train(launch, MISTYPED)
-    expect_exit(check["J2"], run, 2)
+    run = expect_exit(check["J2"], runs.train(launch, MISTYPED), 2)
     lines = [line for line in run.errors[0].splitlines() if "error" in line and "--epochs" in line]
     check["X3"].equal(lines_that_name_the_flag=(len(lines), 1))
 
@@ -333,16 +329,14 @@ def test_a_rank_of_another_start_is_not_joined(check, world, own, runs, job_id, 
     """It has this job's address and port, as a neighbour's rank would that was given the same port."""
     odd_start = (job_id or str(1001 + world.starts), restart)
     folder, flags = runs.folder(own, f"met-{job_id}"), f"{SHORT} --rendezvous-timeout 2"
-    run = world.train(own, folder, flags, odd_start=odd_start)
-    expect_exit(check, run, 4)
+    run = expect_exit(check, world.train(own, folder, flags, odd_start=odd_start), 4)
     check.equal(starts=(len(run.of("start")), 0), says=("belongs to" in "".join(run.errors), True))
 
 
 @machine(FP64)
 @clause("R9")
 def test_the_end_says_how_fast_it_was(check, world, own, runs):
-    run = runs.train(own, FP64)
-    done(check, run)
+    run = done(check, runs.train(own, FP64))
     *_, end = run.of("end")
     speeds = [end.get(name, 0) for name in ("rows_a_second", "median", "p10")]
     parts = ("computing", "communication", "reading", "evaluation", "snapshots")
@@ -364,8 +358,7 @@ def test_the_end_says_how_fast_it_was(check, world, own, runs):
 def test_the_end_says_how_fast_this_start_was(check, world, runs, first):
     path, ends = runs.folder(first, "faster"), []
     for epochs in (2, 3):
-        run = world.train(first, path, f"{FP64} --epochs {epochs}")
-        done(check, run)
+        run = done(check, world.train(first, path, f"{FP64} --epochs {epochs}"))
         ends.append(run.of("end")[-1])
     rows = [end["rows_a_second"] * end["seconds"]["training"] for end in ends]
     check.close(rows, [28 * G, 14 * G], 0.02, "rows a second times seconds")
@@ -387,8 +380,7 @@ def test_an_epoch_s_progress_is_told(check, world, runs, first):
 @clause("R9")
 @only(sizes=(2,))
 def test_the_slowest_rank_is_named(check, world, runs, first):
-    run = train_own(world, runs, first, "lags", "--steps-per-epoch 4")
-    done(check, run)
+    run = done(check, train_own(world, runs, first, "lags", "--steps-per-epoch 4"))
     check.equal(slowest_rank=(run.values("end", "slowest_rank"), [1]))
 
 
@@ -396,8 +388,7 @@ def test_the_slowest_rank_is_named(check, world, runs, first):
 @only(sizes=(2,), devices=("cpu",))
 def test_ranks_whose_clocks_differ_speak_at_the_same_step(check, world, runs, first):
     """When they next do follows from the slowest one's clock, for all."""
-    run = train_own(world, runs, first, "fast_clock", "--steps-per-epoch 34 --timeout 5", apart=True)
-    expect_exit(check, run, 0)
+    done(check, train_own(world, runs, first, "fast_clock", "--steps-per-epoch 34 --timeout 5", apart=True))
 
 
 @clause("R13")
@@ -483,8 +474,7 @@ def test_rows_in_a_file_are_converted_batch_by_batch(check, world, runs, first):
 @machine(FP64)
 @clause("L1")
 def test_every_step_is_recorded(check, own, runs):
-    run = runs.train(own, FP64)
-    done(check, run)
+    run = done(check, runs.train(own, FP64))
     check.equal(steps=(run.values("step", "step"), [*range(42)]), epochs=(run.values("epoch", "epoch"), [0, 1, 2]))
     check.equal(losses_and_their_hex_forms=(run.values("step", "loss"), run.losses))
     check.equal(steps_of_epochs=(run.values("epoch", "step"), [14, 28, 42]), last_step=(run.values("end", "step"), [42]))
@@ -500,8 +490,7 @@ def test_every_step_is_recorded(check, own, runs):
 @machine(FP64)
 @clause("L2")
 def test_losses_are_the_golden_ones_in_fp64(check, world, launch, runs):
-    run = runs.train(launch, FP64)
-    done(check, run)
+    run = done(check, runs.train(launch, FP64))
     check.equal(reduction=(run.values("start", "reduction"), ["ddp" if world.size > 1 else "none"]))
     check.curve("fp64", run.losses)
     check.close(run.losses, golden.load()["losses"], T1)
@@ -510,8 +499,7 @@ def test_losses_are_the_golden_ones_in_fp64(check, world, launch, runs):
 @machine(FP32)
 @clause("L3")
 def test_losses_are_the_golden_ones_in_fp32(check, world, own, runs):
-    run = runs.train(own, FP32)
-    done(check, run)
+    run = done(check, runs.train(own, FP32))
     check.curve("fp32", run.losses)
     check.close(run.losses, golden.load()["losses"], T2[world.device])
     in_fp64 = reference.worst_deviation(run.losses, golden.load()["losses"]) < T1
@@ -521,8 +509,7 @@ def test_losses_are_the_golden_ones_in_fp32(check, world, own, runs):
 @machine(FP64)
 @clause("L4")
 def test_evaluation_counts_every_row_once(check, own, runs):
-    run = runs.train(own, FP64)
-    done(check, run)
+    run = done(check, runs.train(own, FP64))
     check.close(run.values("epoch", "eval_loss"), golden.load()["eval_losses"], T1, "held-out losses")
     check.equal(accuracies=(run.values("epoch", "eval_accuracy"), golden.load()["eval_accuracies"]))
 
@@ -532,8 +519,7 @@ def test_evaluation_counts_every_row_once(check, own, runs):
     "flags", [pytest.param(flags, marks=machine(flags, twice=True), id=flags.split()[3]) for flags in (FP64, FP32)]
 )
 def test_again_is_bitwise_the_same(check, world, own, runs, flags):
-    run, again = runs.train(own, flags), runs.train(own, flags, again=True)
-    done(check["L5"], run, again)
+    run, again = done(check["L5"], runs.train(own, flags), runs.train(own, flags, again=True))
     check["L5"].equal(losses=(again.values("step", "loss_hex"), run.values("step", "loss_hex")))
     check["L5"].close(again.losses, run.losses, T0)
     check["S3"].equal(snapshot_sha256=world.on_rank_0(lambda: (sha256(again.folder / SNAPSHOT), sha256(run.folder / SNAPSHOT))))
@@ -542,11 +528,9 @@ def test_again_is_bitwise_the_same(check, world, own, runs, flags):
 @clause("L4")
 @only(sizes=(4,))
 def test_held_out_rows_may_be_fewer_than_ranks(check, world, runs, first):
-    run = train_own(world, runs, first, "one_held_out", "--precision fp64")
-    done(check, run)
+    run = done(check, train_own(world, runs, first, "one_held_out", "--precision fp64"))
     flags = f"{own_file(world, runs, 'one_held_out')} --precision fp64 --epochs 1"
-    single = world.alone(first, runs.folder(first, "one-held-out"), flags)
-    done(check, single)
+    single = done(check, world.alone(first, runs.folder(first, "one-held-out"), flags))
     for name in ("eval_loss", "eval_accuracy"):
         check.close(run.values("epoch", name), single.values("epoch", name), T1, name)
 
@@ -567,8 +551,7 @@ def test_held_out_rows_of_parts_may_be_fewer_than_ranks(check, world, runs, firs
 def test_evaluation_changes_nothing_of_the_training(check, world, runs, first):
     """Of a model that draws, and counts in its buffers, while it is trained, and only then."""
     flags = f"{DRAWS} --batch-norm --steps-per-epoch 6 --epochs 3"
-    often, once = runs.train(first, flags), runs.train(first, f"{flags} --eval-every 3")
-    done(check, often, once)
+    often, once = done(check, runs.train(first, flags), runs.train(first, f"{flags} --eval-every 3"))
     losses = [(run.of("epoch")[-1].get("eval_loss", 0), run.values("step", "loss_hex")) for run in (often, once)]
     check.equal(held_out_loss_in_the_end_and_losses=tuple(losses))
 
@@ -577,8 +560,7 @@ def test_evaluation_changes_nothing_of_the_training(check, world, runs, first):
 @only(sizes=(1, 2))
 def test_a_model_is_drawn_under_the_seed(check, world, runs, first):
     """By torch's generators, as most models are; the ranks of a test have drawn from them before."""
-    drawn = [train_own(world, runs, first, "drawn", f"--steps-per-epoch 2 --seed {seed}") for seed in (3, 3, 4)]
-    done(check, *drawn)
+    drawn = done(check, *[train_own(world, runs, first, "drawn", f"--steps-per-epoch 2 --seed {seed}") for seed in (3, 3, 4)])
     losses = [run.values("step", "loss_hex") for run in drawn]
     check.equal(losses=(losses[1], losses[0]), same_losses_under_another_seed=(losses[2] == losses[0], False))
 
@@ -586,8 +568,7 @@ def test_a_model_is_drawn_under_the_seed(check, world, runs, first):
 @machine(FP64)
 @clause("L6")
 def test_it_learns(check, own, runs):
-    run = runs.train(own, FP64)
-    done(check, run)
+    run = done(check, runs.train(own, FP64))
     check.equal(gradients_are_not_zero=(min(run.values("step", "grad_norm")) > 1e-6, True))
     means = np.reshape(run.losses, (3, -1)).mean(1)
     check.equal(losses_fall=(bool(means[2] < means[0] / 2), True))
@@ -596,8 +577,7 @@ def test_it_learns(check, own, runs):
 @machine(FP64, SEED)
 @clause("L7")
 def test_another_seed_gives_another_curve(check, world, own, runs):
-    run, other = runs.train(own, FP64), runs.train(own, SEED)
-    done(check, run, other)
+    run, other = done(check, runs.train(own, FP64), runs.train(own, SEED))
     check.equal(differs=(reference.worst_deviation(other.losses, run.losses[:14]) > 1e-3, True))
     check.close(other.losses, reference.train(seed=1, epochs=1)["losses"], T1, "losses under seed 1")
 
@@ -620,8 +600,7 @@ def test_fp32_is_not_tf32(check, world, own, runs):
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("variable", ["NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"])
 def test_an_environment_that_turns_tf32_on_is_refused(check, world, runs, first, variable):
-    run = world.train(first, runs.folder(first, variable), SHORT, environ={variable: "1"})
-    expect_exit(check, run, 3)
+    run = expect_exit(check, world.train(first, runs.folder(first, variable), SHORT, environ={variable: "1"}), 3)
     check.equal(names_the_variable=(variable in "".join(run.errors), True))
 
 
@@ -643,8 +622,7 @@ def test_canonical_computes_with_one_thread(check, world, runs, first):
     threads = []
     for flags in ("--reduction canonical", ""):
         path = runs.folder(first, f"threads-{len(threads)}")
-        run = world.alone(first, path, f"{SHORT} {flags}", dict(OMP_NUM_THREADS="2"))
-        done(check, run)
+        run = done(check, world.alone(first, path, f"{SHORT} {flags}", dict(OMP_NUM_THREADS="2")))
         threads.append(run.of("start")[-1]["ranks"][0]["threads"])
     check.equal(threads_of_canonical_and_ddp=(threads, [1, 2]))
 
@@ -665,8 +643,7 @@ def same_in_a_world_of_one(check, world, runs, launch, flags):
 @machine(FLAT)
 @clause("L13")
 def test_flat_sums_are_the_same_training(check, launch, runs):
-    run = runs.train(launch, FLAT)
-    done(check, run)
+    run = done(check, runs.train(launch, FLAT))
     check.equal(reduction=(run.values("start", "reduction"), ["flat"]))
     check.close(run.losses, golden.load()["losses"], T1)
 
@@ -674,8 +651,7 @@ def test_flat_sums_are_the_same_training(check, launch, runs):
 @clause("L13")
 @pytest.mark.parametrize("flags", [f"{FP64} --accumulate 2", f"{FLAT} --accumulate 2"], ids=["ddp", "flat"])
 def test_micro_batches_are_the_same_training(check, runs, first, flags):
-    run = runs.train(first, flags)
-    done(check, run)
+    run = done(check, runs.train(first, flags))
     check.close(run.losses, golden.load()["losses"], T1)
 
 
@@ -684,8 +660,7 @@ def test_micro_batches_are_the_same_training(check, runs, first, flags):
 def test_rows_and_rates_by_rank_are_the_same_training(check, world, runs, first):
     """--per-rank-batch-size and --scale-lr, which are multiplied with the world size."""
     flags = f"--per-rank-batch-size {G // world.size} --lr {0.1 / world.size} --scale-lr"
-    run = world.train(first, runs.folder(first, "by-rank"), f"{FP64} --epochs 1 {flags}")
-    done(check, run)
+    run = done(check, world.train(first, runs.folder(first, "by-rank"), f"{FP64} --epochs 1 {flags}"))
     check.close(run.losses, golden.load()["losses"][:14], T1)
 
 
@@ -710,8 +685,7 @@ def numpy_trace(**options) -> dict[str, list[float]]:
 @clause("L14")
 def test_a_workload_of_ones_own(check, launch, runs):
     """Its rows are read one by one, and what they draw is known to NumPy."""
-    run = runs.train(launch, NOISY)
-    done(check, run)
+    run = done(check, runs.train(launch, NOISY))
     trace = numpy_trace()
     check.close(run.losses, trace["losses"], T1)
     check.close(run.values("epoch", "eval_loss"), trace["eval_losses"], T1, "held-out losses")
@@ -724,8 +698,7 @@ def test_a_workload_of_ones_own(check, launch, runs):
 @only(sizes=(1, 2))
 def test_what_it_prints_is_in_each_rank_s_output(check, world, runs, first):
     """To the last line, also where that is a file; and what its class says of a flag of its own is taken."""
-    run = train_own(world, runs, first, "prints")
-    done(check, run)
+    run = done(check, train_own(world, runs, first, "prints"))
     lines = [text.splitlines().count("a step of width 5") for text in run.output]
     check.equal(ranks_that_print_in_each_step=([count >= 14 for count in lines], [True] * world.size))
 
@@ -734,8 +707,7 @@ def test_what_it_prints_is_in_each_rank_s_output(check, world, runs, first):
 @only(sizes=(1, 2))
 def test_batches_of_any_make_are_moved_and_converted(check, world, runs, first):
     """The digits in named tuples, dictionaries, lists and an object: in the run's precision, with the golden losses."""
-    run = train_own(world, runs, first, "records", "--precision fp64 --workers 1")
-    done(check, run)
+    run = done(check, train_own(world, runs, first, "records", "--precision fp64 --workers 1"))
     check.equal(batches_as_they_were=(["a batch as it was" in text for text in run.output], [False] * world.size))
     check.close(run.losses, golden.load()["losses"][:14], T1)
 
@@ -749,8 +721,7 @@ def test_a_file_that_rows_are_read_from_is_a_worker_s_own(check, world, runs, fi
 
 @clause("L15")
 def test_rows_are_the_same_whoever_reads_them(check, runs, first):
-    run, workers = runs.train(first, NOISY), runs.train(first, f"{NOISY} --workers 2")
-    done(check, run, workers)
+    run, workers = done(check, runs.train(first, NOISY), runs.train(first, f"{NOISY} --workers 2"))
     check.equal(losses=(workers.values("step", "loss_hex"), run.values("step", "loss_hex")))
     check.close(workers.losses, numpy_trace()["losses"], T1)
 
@@ -758,8 +729,7 @@ def test_rows_are_the_same_whoever_reads_them(check, runs, first):
 @clause("L16")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_a_model_draws_depends_on_step_and_micro_batch(check, world, runs, first, accumulate):
-    run = runs.train(first, f"{NOISY} --jitter 0.5 --accumulate {accumulate}")
-    done(check, run)
+    run = done(check, runs.train(first, f"{NOISY} --jitter 0.5 --accumulate {accumulate}"))
     trace = numpy_trace(jitter=0.5, shards=world.size * accumulate)
     check.close(run.losses, trace["losses"], T1)
     check.close(run.values("epoch", "eval_loss"), trace["eval_losses"], T1, "held-out losses")
@@ -776,8 +746,7 @@ def test_dropout_under_canonical_is_that_of_a_world_of_one(check, world, runs, f
 def test_a_loss_may_ask_for_the_step(check, world, runs, first):
     """Which goes on after another start; held-out rows hear how many are done."""
     flags, path = f"{own_file(world, runs, 'asks_for_the_step')} --precision fp64", runs.folder(first, "asks_for_the_step")
-    starts = [world.train(first, path, f"{flags} --epochs {epochs}") for epochs in (1, 2)]
-    done(check, *starts)
+    starts = done(check, *[world.train(first, path, f"{flags} --epochs {epochs}") for epochs in (1, 2)])
     check.equal(losses=(starts[1].losses, [*map(float, range(28))]))
     check.equal(held_out_losses=(starts[1].values("epoch", "eval_loss"), [14.0, 28.0]))
 
@@ -786,15 +755,13 @@ def test_a_loss_may_ask_for_the_step(check, world, runs, first):
 @only(sizes=(1,))
 def test_held_out_rows_are_drawn_as_before(check, world, runs, first):
     """In each evaluation: else the best model is chosen by luck. The parameters stay what they are."""
-    run = train_own(world, runs, first, "drawn_rows", "--epochs 3 --steps-per-epoch 2 --lr 1e-30")
-    done(check, run)
+    run = done(check, train_own(world, runs, first, "drawn_rows", "--epochs 3 --steps-per-epoch 2 --lr 1e-30"))
     check.equal(held_out_losses_of_three_epochs=(len({*run.values("epoch", "eval_loss")}), 1))
 
 
 @clause("L17")
 def test_what_depends_on_the_world_size_is_said(check, world, runs, first):
-    plain, noted = runs.train(first, FP64), runs.train(first, f"{NOISY} --batch-norm --dropout 0.2")
-    done(check, plain, noted)
+    plain, noted = done(check, runs.train(first, FP64), runs.train(first, f"{NOISY} --batch-norm --dropout 0.2"))
     (notes,), (none,) = noted.values("start", "notes"), plain.values("start", "notes")
     output = {word: any(word in note and "world size" in note for note in notes) for word in ("BatchNorm1d", "dropout")}
     check.equal(notes=(output, dict.fromkeys(output, True)), notes_of_digits=(none, []))
@@ -805,8 +772,7 @@ def test_what_depends_on_the_world_size_is_said(check, world, runs, first):
 @only(sizes=(1,))
 def test_what_no_snapshot_holds_is_said(check, world, runs, first):
     """What has changed is named, and what has not is not."""
-    run = train_own(world, runs, first, "counts_in_itself")
-    done(check, run)
+    run = done(check, train_own(world, runs, first, "counts_in_itself"))
     (notes,) = run.values("start", "notes")
     check.equal(named=([note.split(" of ")[0] for note in notes if "no snapshot holds it" in note], ["self.seen"]))
 
@@ -822,8 +788,7 @@ def test_all_ranks_begin_with_the_numbers_of_rank_0(check, world, runs, first):
 @pytest.mark.parametrize("reduction", ["ddp", "flat"])
 def test_all_ranks_go_on_with_the_buffers_of_rank_0(check, world, runs, first, reduction):
     """Whole numbers too, to the last bit: those that a rank's own rows have counted are another rank's no more."""
-    run = train_own(world, runs, first, "counts_rows", f"--reduction {reduction}")
-    done(check, run)
+    run = done(check, train_own(world, runs, first, "counts_rows", f"--reduction {reduction}"))
     check.equal(ranks_whose_buffers_differ=([rank for rank, text in enumerate(run.output) if "buffers differ" in text], []))
 
 
@@ -909,8 +874,7 @@ def test_gradients_are_clipped_whatever_the_precision(check, world, runs, first)
 @pytest.mark.parametrize("reduction", ["ddp", "flat"])
 def test_buffers_begin_as_the_model_has_made_them(check, world, runs, first, reduction):
     """Those that no snapshot has, and frozen parameters, too, though some rows were tried before. Complex ones stay complex."""
-    run = train_own(world, runs, first, "counts_calls", f"--steps-per-epoch 2 --reduction {reduction}")
-    done(check, run)
+    run = done(check, train_own(world, runs, first, "counts_calls", f"--steps-per-epoch 2 --reduction {reduction}"))
     calls = [re.findall(r"calls until the first step: (\w+)", text) for text in run.output]
     check.equal(calls_until_the_first_step=(calls, [["1"]] * world.size))
 
@@ -933,8 +897,7 @@ def test_the_rows_are_the_same_under_every_seed(check, name):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_rows_are_not_rounded(check, world, runs, first, precision):
     """Autocast rounds what enters a product; a target, and what a model computes otherwise, it does not."""
-    run = train_own(world, runs, first, "tells_of_its_rows", f"--precision {precision} --steps-per-epoch 2")
-    done(check, run)
+    run = done(check, train_own(world, runs, first, "tells_of_its_rows", f"--precision {precision} --steps-per-epoch 2"))
     check.equal(rounded=("rounded rows" in run.output[0], False))
 
 
@@ -942,8 +905,7 @@ def test_rows_are_not_rounded(check, world, runs, first, precision):
 @only(sizes=(1, 2))
 def test_held_out_rows_come_no_more_at_once_than_others(check, world, runs, first):
     """Whose micro-batches are small has no memory for more."""
-    run = train_own(world, runs, first, "tells_of_its_rows", "--accumulate 6 --steps-per-epoch 2")
-    done(check, run)
+    run = done(check, train_own(world, runs, first, "tells_of_its_rows", "--accumulate 6 --steps-per-epoch 2"))
     counts = {kind: [*map(int, re.findall(rf"rows {kind} (\d+)", run.output[-1]))] for kind in ("training", "held-out")}
     most = {kind: max(each, default=0) for kind, each in counts.items()}
     check.equal(rows_at_once=(most, dict.fromkeys(most, G // world.size // 6)))
@@ -1007,8 +969,7 @@ def test_texts_of_one_name_come_in_the_order_of_their_folders(check, world, runs
 @machine(FP64)
 @clause("S1", "S2", "S5", "S6")
 def test_what_a_snapshot_holds(check, world, own, runs):
-    run = runs.train(own, FP64)
-    done(check["S1"], run)
+    run = done(check["S1"], runs.train(own, FP64))
     files = world.on_rank_0(lambda: sorted(path.name for path in run.folder.iterdir()))
     check["S6"].equal(files=(files, sorted([SNAPSHOT, "snapshot.prev.safetensors", "best.safetensors", LOG])))
     snapshot = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT))
@@ -1029,8 +990,7 @@ def test_what_a_snapshot_holds(check, world, own, runs):
 
 @clause("S1")
 def test_a_snapshot_holds_buffers_and_any_optimizer_s_state(check, world, runs, first):
-    run = runs.train(first, f"{ALL} --epochs 1")
-    done(check, run)
+    run = done(check, runs.train(first, f"{ALL} --epochs 1"))
     trained = {"0.weight": [256, 64], "0.bias": [256], "4.weight": [10, 256], "4.bias": [10]}
     trained |= {"2.weight": [256], "2.bias": [256]}
     tensors = {f"model.{name}": ("F32", shape) for name, shape in trained.items()}
@@ -1080,8 +1040,7 @@ def test_saves_that_are_too_slow_for_a_stop_are_noted(check, world, runs, first)
     """Two may fall into the seconds that a stop leaves; here each takes more than half a second."""
     notes = []
     for grace in (0.5, 60):
-        run = train_own(world, runs, first, "slow_disk", f"--precision fp64 --grace {grace}", apart=True)
-        done(check, run)
+        run = done(check, train_own(world, runs, first, "slow_disk", f"--precision fp64 --grace {grace}", apart=True))
         notes.append("--grace" in run.output[0])
     check.equal(noted_with_half_a_second_and_with_a_minute=(notes, [True, False]))
 
@@ -1090,8 +1049,7 @@ def test_saves_that_are_too_slow_for_a_stop_are_noted(check, world, runs, first)
 @only(sizes=(1, 2), devices=("cpu",))
 def test_epochs_that_end_while_a_snapshot_is_written_are_not_in_it(check, world, runs, first):
     flags = "--precision fp64 --epochs 8 --steps-per-epoch 2 --save-every 4 --eval-every 99"
-    run = train_own(world, runs, first, "slow_sums", flags, apart=True)
-    done(check, run)
+    run = done(check, train_own(world, runs, first, "slow_sums", flags, apart=True))
 
     def steps_and_epochs(name: str) -> tuple | str:
         try:
@@ -1109,8 +1067,7 @@ def test_epochs_that_end_while_a_snapshot_is_written_are_not_in_it(check, world,
 def test_a_save_that_fails_beside_training_ends_all_ranks(check, world, runs, first):
     """That of step 20; the next one would be that of step 40, two seconds later, and the ranks speak once a second."""
     flags = "--precision fp64 --epochs 3 --save-steps 20 --save-every 9 --eval-every 9 --seconds 0.1"
-    run = train_own(world, runs, first, "full_disk", flags, apart=True)
-    expect_exit(check, run, 8)
+    run = expect_exit(check, train_own(world, runs, first, "full_disk", flags, apart=True), 8)
     lines = [line for text in run.errors for line in text.splitlines()]
     check.equal(lines=(len(lines), 1), names_the_file=(SNAPSHOT in "".join(lines), True))
     check.equal(ends_before_the_next_save=(20 <= len(run.losses) < 40, True), snapshots=(run.of("snapshot"), []))
@@ -1142,8 +1099,7 @@ def files_of(folder: Path) -> tuple[list[str], list[str]]:
 @clause("S13")
 @only(devices=("cpu",))
 def test_a_large_snapshot_is_a_set_of_files_that_holds_the_same(check, world, runs, first):
-    run, whole = (runs.train(first, flags) for flags in (f"{FP64} {SETS}", FP64))
-    done(check, run, whole)
+    run, whole = done(check, *(runs.train(first, flags) for flags in (f"{FP64} {SETS}", FP64)))
     for name in ("snapshot", "snapshot.prev", "best"):  # read as a set, the one before has not been written over
 
         def both(name: str = f"{name}.safetensors") -> list:
@@ -1160,8 +1116,7 @@ def test_a_large_snapshot_is_a_set_of_files_that_holds_the_same(check, world, ru
 @only(sizes=(1, 2), devices=("cpu",))
 def test_an_index_has_its_name_after_all_that_it_names(check, world, runs, first):
     """Else a machine that crashes then leaves an index of files that are not there."""
-    run = train_own(world, runs, first, "slow_disk", f"--precision fp64 --save-steps 7 {SETS}", apart=True)
-    done(check, run)
+    run = done(check, train_own(world, runs, first, "slow_disk", f"--precision fp64 --save-steps 7 {SETS}", apart=True))
     disk = [act for _, *act in disk_operations(run.output[0])]
     for name in ("snapshot", "best"):
         index = f"{name}.safetensors.index.json"
@@ -1178,8 +1133,7 @@ def test_an_index_has_its_name_after_all_that_it_names(check, world, runs, first
 @only(sizes=(2, 4), devices=("cpu",))
 def test_all_ranks_of_a_sharded_run_write_files_of_its_set(check, world, runs, first):
     """And rank 0 names the files when every rank has its own on the disk."""
-    run = train_own(world, runs, first, "slow_disk", f"--precision fp64 --sharding full {SETS}", apart=True)
-    done(check, run)
+    run = done(check, train_own(world, runs, first, "slow_disk", f"--precision fp64 --sharding full {SETS}", apart=True))
     named = world.on_rank_0(lambda: [path.stat().st_size for path in run.folder.glob("snapshot-*.safetensors")])
     acts = [[(float(when), *act) for when, *act in disk_operations(output)] for output in run.output]
     names = [(when, target) for when, act, target, *_ in acts[0] if act == "replace"]
@@ -1211,8 +1165,7 @@ def test_from_one_file_to_a_set_and_back(check, world, runs, first):
     """Nothing stale is left that could be taken for the run's state."""
     path, names = runs.folder(first, "sets"), []
     for epochs, flags in enumerate(("", f"--sharding full {SETS}", SETS, ""), 1):
-        run = world.train(first, path, f"--workload digits --precision fp64 --epochs {epochs} {flags}")
-        done(check, run)
+        run = done(check, world.train(first, path, f"--workload digits --precision fp64 --epochs {epochs} {flags}"))
         names.append(world.on_rank_0(lambda: sorted(file.name for file in path.glob("snapshot.safetensors*"))))
     check.equal(snapshots=(names, [[SNAPSHOT], [f"{SNAPSHOT}.index.json"], [f"{SNAPSHOT}.index.json"], [SNAPSHOT]]))
     check.equal(started_at_steps=(run.values("start", "step"), [0, 14, 28, 42]))
@@ -1233,8 +1186,7 @@ def test_a_set_is_moved_aside_whole(check, world, runs, first):
 @clause("S4")
 def test_every_launcher_of_every_site_writes_the_same_bytes(check, world, launch, runs, first):
     for precision in (FP64, FP32):
-        run, other = runs.train(launch, precision), runs.train(first, precision)
-        done(check, run, other)
+        run, other = done(check, runs.train(launch, precision), runs.train(first, precision))
         mine, others = world.on_rank_0(lambda run=run, other=other: [sha256(one.folder / SNAPSHOT) for one in (run, other)])
         check.equal(**{f"sha256_as_of_{first}": (mine, others)})
 
@@ -1242,8 +1194,7 @@ def test_every_launcher_of_every_site_writes_the_same_bytes(check, world, launch
 @clause("S8")
 @pytest.mark.parametrize("num_nodes", [1, TWO])
 def test_rank_0_alone_writes(check, world, launch, runs, num_nodes):
-    run = world.train(launch, runs.folder(launch, f"writers-{num_nodes}"), SHORT, num_nodes)
-    done(check, run)
+    run = done(check, world.train(launch, runs.folder(launch, f"writers-{num_nodes}"), SHORT, num_nodes))
     writers = {rank: files for rank, files in enumerate(run.written) if files}
     check.equal(rank_0_writes=(SNAPSHOT in str(writers.pop(0, "")), True), other_writers=(writers, {}))
 
@@ -1252,8 +1203,7 @@ def test_rank_0_alone_writes(check, world, launch, runs, num_nodes):
 @only(sizes=(1, 2))
 def test_epochs_that_are_not_evaluated_or_saved(check, world, runs, first):
     flags = f"{FP64} --eval-every 2 --save-every 2"
-    run, plain = runs.train(first, flags), runs.train(first, FP64)
-    done(check["S9"], run, plain)
+    run, plain = done(check["S9"], runs.train(first, flags), runs.train(first, FP64))
     check["C8"].equal(snapshots=(run.values("snapshot", "step"), [28, 42]))
     check["S9"].equal(steps_of_epochs=(run.values("epoch", "step"), [14, 28, 42]))
     names = ("loss", "eval_loss", "eval_accuracy")
@@ -1269,8 +1219,7 @@ def test_epochs_that_are_not_evaluated_or_saved(check, world, runs, first):
 @only(sizes=(1, 2))
 def test_the_last_epoch_is_saved_though_nothing_else_is_due(check, world, runs, first):
     """Without held-out rows, and when it is none that --save-every saves."""
-    run = train_own(world, runs, first, "nothing_held_out", "--precision fp64 --epochs 3 --save-every 2")
-    done(check, run)
+    run = done(check, train_own(world, runs, first, "nothing_held_out", "--precision fp64 --epochs 3 --save-every 2"))
     document = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT)["document"])
     check.equal(snapshots=(run.values("snapshot", "step"), [28, 42]), step=(document["step"], 42))
     check.equal(epochs=(run.values("epoch", "step"), [14, 28, 42]), of_the_snapshot=(len(document["history"]), 3))
@@ -1282,8 +1231,7 @@ def test_the_last_epoch_is_saved_though_nothing_else_is_due(check, world, runs, 
 def test_the_best_model_is_kept_though_no_snapshot_is_due(check, world, runs, first):
     """Its loss rises in the last epoch, after which alone a snapshot is saved."""
     path = runs.folder(first, "worsens")
-    run = world.train(first, path, f"{own_file(world, runs, 'worsens')} --epochs 3 --save-every 3")
-    done(check, run)
+    run = done(check, world.train(first, path, f"{own_file(world, runs, 'worsens')} --epochs 3 --save-every 3"))
     losses = run.values("epoch", "eval_loss")
     file = path / "best.safetensors"
     best = world.on_rank_0(lambda: take_apart(file)["document"]["epochs_run"] if file.exists() else 0)
@@ -1298,8 +1246,7 @@ def test_the_best_model_is_kept_though_no_snapshot_is_due(check, world, runs, fi
 def test_stopped_and_resumed_is_bitwise_as_never_stopped(check, world, own, runs):
     flags, an_epoch = long(world)
     never, path = runs.train(own, flags), runs.folder(own, "stopped")
-    stopped = world.train(own, path, flags, signal_rank=world.size - 1)
-    expect_exit(check["X2"], stopped, 75)
+    expect_exit(check["X2"], world.train(own, path, flags, signal_rank=world.size - 1), 75)
     step = world.on_rank_0(lambda: take_apart(path / SNAPSHOT)["document"]["step"])
     resumed = world.train(own, path, flags)
     done(check["C1"], never, resumed)
@@ -1363,8 +1310,7 @@ def test_continued_by_another_site_at_another_world_size(check, world, own, runs
     in_parts = whole and world.size == 4 and pytestconfig.getoption("--device") == "cpu"
     path = runs.folder(own, f"after-{handed_on.stem}")
     world.on_rank_0(lambda: [path.mkdir(parents=True), shutil.copy(handed_on, path / SNAPSHOT)])
-    rest = world.train(own, path, SHARDED if in_parts else FP64)
-    done(check["C2"], rest)
+    rest = done(check["C2"], world.train(own, path, SHARDED if in_parts else FP64))
     check["C2"].equal(started_at_step=(rest.values("start", "step"), [28]))
     should_be = "sharded" if in_parts else "ddp" if world.size > 1 else "none"
     check["C11"].equal(reduction=(rest.values("start", "reduction"), [should_be]))
@@ -1393,8 +1339,7 @@ def test_another_problem_is_refused(check, world, own, runs):
     done(check, run)
     world.on_rank_0(lambda: bool(shutil.copytree(run.folder, path)))
     before = world.on_rank_0(lambda: sha256(path / SNAPSHOT))
-    refused = world.train(own, path, FP64 + " --seed 1")
-    expect_exit(check, refused, 5)
+    expect_exit(check, world.train(own, path, FP64 + " --seed 1"), 5)
     check.equal(snapshot=(world.on_rank_0(lambda: sha256(path / SNAPSHOT)), before))
 
 
@@ -1414,8 +1359,7 @@ def test_what_is_another_problem_and_what_is_not(check, world, runs, first):
     world.on_rank_0(lambda: bool(shutil.copytree(run.folder, path)))
     codes = {flags: world.train(first, path, f"{FP64} {flags}").exit_codes for flags in OTHERS.split("|")}
     check["C3"].equal(exit_codes_under=(codes, dict.fromkeys(codes, [5] * world.size)))
-    again = world.train(first, path, f"{FP64} {SAME}")
-    done(check["C2"], again)
+    again = done(check["C2"], world.train(first, path, f"{FP64} {SAME}"))
     check["C2"].equal(started_at_steps=(again.values("start", "step"), [0, 42]))
 
 
@@ -1466,8 +1410,7 @@ def test_other_data_under_the_same_names_are_refused(check, world, runs, first, 
     world.on_rank_0(prepare)
     done(check, world.train(first, run_dir, flags))
     world.on_rank_0(change)
-    refused = world.train(first, run_dir, flags)
-    expect_exit(check, refused, 5)
+    refused = expect_exit(check, world.train(first, run_dir, flags), 5)
     check.equal(names_the_data=("data: " in "".join(refused.errors), True))
 
 
@@ -1484,8 +1427,7 @@ def test_a_damaged_snapshot_is_never_taken_for_none(check, world, own, runs):
             (path / name).write_bytes(raw)
 
     world.on_rank_0(lambda: [shutil.copytree(run.folder, path), damage(SNAPSHOT)])
-    fell_back = world.train(own, path, FP64)
-    done(check, fell_back)
+    fell_back = done(check, world.train(own, path, FP64))
     check.equal(started_at_steps=(fell_back.values("start", "step"), [0, 28]), warns=("warning" in fell_back.output[0], True))
     prev, before = world.on_rank_0(lambda: [sha256(one / "snapshot.prev.safetensors") for one in (path, run.folder)])
     check.equal(snapshot_prev=(prev, before))
@@ -1539,8 +1481,7 @@ def test_a_snapshot_that_is_missing_or_of_a_newer_format(check, world, runs, fir
     run, run_dir = runs.train(first, FP64), runs.folder(first, "missing-or-newer")
     done(check, run)
     world.on_rank_0(lambda: [shutil.copytree(run.folder, run_dir), (run_dir / SNAPSHOT).unlink()])
-    missing = world.train(first, run_dir, FP64)
-    done(check, missing)
+    missing = done(check, world.train(first, run_dir, FP64))
     check.equal(started_at_steps=(missing.values("start", "step"), [0, 28]), warns=("warning" in missing.output[0], True))
 
     def renumber() -> bool:
@@ -1549,8 +1490,7 @@ def test_a_snapshot_that_is_missing_or_of_a_newer_format(check, world, runs, fir
         return True
 
     world.on_rank_0(renumber)
-    newer = world.train(first, run_dir, FP64)
-    expect_exit(check, newer, 5)
+    newer = expect_exit(check, world.train(first, run_dir, FP64), 5)
     check.equal(says_which_format=("format 3" in "".join(newer.errors), True))
 
 
@@ -1583,8 +1523,7 @@ def test_a_damaged_file_is_not_passed_over_for_an_older_set(check, world, runs, 
         return bool((run_dir / SNAPSHOT).write_bytes(b"garbage"))
 
     world.on_rank_0(put_together)
-    again = world.train(first, run_dir, FP64)
-    done(check, again)
+    again = done(check, world.train(first, run_dir, FP64))
     check.equal(goes_on_at_step=(again.values("start", "step")[-1], 28))
 
 
@@ -1602,8 +1541,7 @@ def test_the_files_of_a_damaged_index_are_not_swept_away(check, world, runs, fir
         return {*json.loads(text)["weight_map"].values()}
 
     named = world.on_rank_0(damage)
-    run = world.train(first, path, f"{flags} 4")
-    done(check, run)
+    run = done(check, world.train(first, path, f"{flags} 4"))
     check.equal(started_at_steps=(run.values("start", "step"), [0, 1, 1]))
     check.equal(files_lost=(sorted(name for name in named if not (path / name).exists()), []))
 
@@ -1637,8 +1575,7 @@ def test_a_whole_snapshot_that_makes_no_sense(check, world, runs, first, what):
         return True
 
     world.on_rank_0(write)
-    refused = world.train(first, run_dir, FP64)
-    expect_exit(check, refused, 5)
+    refused = expect_exit(check, world.train(first, run_dir, FP64), 5)
     lines = [line for text in refused.errors for line in text.splitlines()]
     check.equal(lines=(len(lines), 1), names_the_file=(SNAPSHOT in "".join(lines), True))
     check.equal(printable_and_short=("".join(lines).isprintable() and len("".join(lines)) < 5000, True))
@@ -1680,8 +1617,7 @@ def test_from_cpu_to_accelerator_and_back(check, world, own, runs):
     on_cpu = World(world.comm)
     path = runs.folder(own, "crossing")
     for epochs, where in enumerate((on_cpu, world, on_cpu), 1):
-        run = where.train(own, path, f"{FP64[:-1]}{epochs}")
-        done(check, run)
+        run = done(check, where.train(own, path, f"{FP64[:-1]}{epochs}"))
     check.equal(started_at_steps=(run.values("start", "step"), [0, 14, 28]))
     check.close(run.losses, golden.load()["losses"], T1)
 
@@ -1692,8 +1628,7 @@ def test_all_that_is_drawn_and_kept_survives_a_stop(check, world, runs, first, p
     flags, an_epoch = long(world, ALL)
     flags += f" --precision {precision}"
     never, path = runs.train(first, flags), runs.folder(first, f"stopped-{precision}")
-    stopped = world.train(first, path, runs.filled(flags), signal_rank=0)
-    expect_exit(check, stopped, 75)
+    expect_exit(check, world.train(first, path, runs.filled(flags), signal_rank=0), 75)
     step = world.on_rank_0(lambda: take_apart(path / SNAPSHOT)["document"]["step"])
     resumed = world.train(first, path, runs.filled(flags))
     done(check, never, resumed)
@@ -1709,8 +1644,7 @@ def test_what_an_optimizer_keeps_is_kept(check, world, runs, first, name):
     file, path = own_file(world, runs, name), runs.folder(first, f"{name}-resumed")
     never = world.train(first, runs.folder(first, name), f"{file} --epochs 2")
     done(check, never, world.train(first, path, f"{file} --epochs 1"))
-    resumed = world.train(first, path, f"{file} --epochs 2")
-    done(check, resumed)
+    resumed = done(check, world.train(first, path, f"{file} --epochs 2"))
     check.equal(losses=(resumed.values("step", "loss_hex"), never.values("step", "loss_hex")))
 
 
@@ -1744,8 +1678,7 @@ def test_another_workload_file_than_before_is_noted(check, world, runs, first):
     world.on_rank_0(lambda: [changed.open("a").write("\nimport beside_it\n"), beside.write_text("ONE = 1\n")])
     noted = []
     for epochs, next_to_change in enumerate((None, beside, None, changed, None), 1):
-        run = world.train(first, path, f"{file} --epochs {epochs}")
-        done(check, run)
+        run = done(check, world.train(first, path, f"{file} --epochs {epochs}"))
         noted.append(any("has changed since" in note for note in run.of("start")[-1]["notes"]))
         if next_to_change:
             world.on_rank_0(lambda one=next_to_change: one.open("a").write("# another\n"))
@@ -1756,8 +1689,7 @@ def test_another_workload_file_than_before_is_noted(check, world, runs, first):
 @only(sizes=(1, 2))
 def test_parts_of_the_loss_have_their_names(check, world, runs, first):
     """In whichever order a batch has them."""
-    run = train_own(world, runs, first, "parts", "--precision fp64")
-    done(check, run)
+    run = done(check, train_own(world, runs, first, "parts", "--precision fp64"))
     parts = [step["losses"] for step in run.of("step")]
     check.equal(
         part_that_is_1_a_row=({losses["one"] for losses in parts}, {1.0}),
@@ -1769,8 +1701,7 @@ def test_parts_of_the_loss_have_their_names(check, world, runs, first):
 @clause("L21")
 @only(sizes=(1, 2))
 def test_each_group_of_parameters_has_its_own_rate(check, world, runs, first):
-    run = train_own(world, runs, first, "rates")
-    done(check, run)
+    run = done(check, train_own(world, runs, first, "rates"))
     sums = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT)["crc32"])
     zeros = [sums[f"model.{name}"] == zlib.crc32(bytes(4 * count)) for name, count in (("0.bias", 256), ("2.bias", 10))]
     check.equal(biases_that_are_zero=(zeros, [True, True]), loss_falls=(run.losses[-1] < run.losses[0], True))
@@ -1784,8 +1715,7 @@ def test_losses_below_zero_are_as_good_as_others(check, world, runs, first):
     flags, path = f"{flags} --save-steps {an_epoch // 5}", runs.folder(first, "below-zero")
     words = f'"kind":"snapshot","step":{2 * (an_epoch // 5)}'
     expect_exit(check, world.train(first, path, flags, kill_ranks=(0,), kill_at=words), 137)
-    resumed = world.train(first, path, flags)
-    done(check, resumed)
+    resumed = done(check, world.train(first, path, flags))
     check.equal(
         all_below_zero=(max(resumed.losses) < 0, True),
         went_on_in_mid_epoch=(0 < resumed.values("start", "step")[-1] < an_epoch, True),
@@ -1810,8 +1740,7 @@ def test_killed_between_epochs_it_goes_on_from_its_last_step_saved(check, world,
 @clause("C8")
 def test_it_saves_every_so_many_minutes(check, world, runs, first):
     flags, an_epoch = long(world, DRAWS)
-    run = runs.train(first, f"{flags} --save-minutes 0.0005")
-    done(check, run)
+    run = done(check, runs.train(first, f"{flags} --save-minutes 0.0005"))
     between_epochs = [step for step in run.values("snapshot", "step") if step % an_epoch]
     check.equal(saves_between_epochs=(bool(between_epochs), True))
     plain = runs.train(first, FP64)
@@ -1825,8 +1754,7 @@ def test_it_saves_every_so_many_minutes(check, world, runs, first):
 def test_the_best_model_is_no_snapshot_that_was_due(check, world, runs, first):
     """It is saved at the end of every epoch, which takes a tenth of the minutes."""
     flags = "--steps-per-epoch 2 --lr 0.005 --epochs 40 --save-every 999 --save-minutes 0.015"
-    run = train_own(world, runs, first, "always_better", flags)
-    done(check, run)
+    run = done(check, train_own(world, runs, first, "always_better", flags))
     check.equal(saves_before_the_end=(len(run.of("snapshot")) > 2, True))
 
 
@@ -1834,8 +1762,7 @@ def test_the_best_model_is_no_snapshot_that_was_due(check, world, runs, first):
 @only(sizes=(1,))
 def test_a_save_may_be_due_at_the_end_of_an_epoch(check, world, runs, first):
     """That is neither evaluated nor saved for itself."""
-    run = runs.train(first, f"{FP64} --save-steps 14 --save-every 99 --eval-every 99")
-    done(check, run)
+    run = done(check, runs.train(first, f"{FP64} --save-steps 14 --save-every 99 --eval-every 99"))
     check.equal(snapshots=(run.values("snapshot", "step"), [14, 28, 42]))
 
 
@@ -1846,18 +1773,15 @@ def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
     run_dir, of_job = runs.folder(launch, "of-a-job"), dict(run_dir="--new-run-dir")
     done(check, world.train(launch, run_dir, SHORT, **of_job))
     before = world.on_rank_0(lambda: sha256(run_dir / SNAPSHOT))
-    refused = world.train(launch, run_dir, SHORT, **of_job)
-    expect_exit(check, refused, 3)
+    refused = expect_exit(check, world.train(launch, run_dir, SHORT, **of_job), 3)
     lines = [line for text in refused.errors for line in text.splitlines()]
     check.equal(lines_that_name_run_dir=(sum("--run-dir" in line for line in lines), 1), lines=(len(lines), 1))
     check.equal(snapshot=(world.on_rank_0(lambda: sha256(run_dir / SNAPSHOT)), before))
-    again = world.train(launch, run_dir, f"{SHORT} --epochs 2 --fresh", restart=1, **of_job)
-    done(check, again)
+    again = done(check, world.train(launch, run_dir, f"{SHORT} --epochs 2 --fresh", restart=1, **of_job))
     check.equal(started_at_steps=(again.values("start", "step"), [0, 1]))
     check.equal(restarts=(again.values("start", "restart"), [0, 1]))
     older = world.on_rank_0(lambda: sha256(run_dir / SNAPSHOT))
-    fresh = world.train(launch, run_dir, f"{SHORT} --fresh", **of_job)
-    done(check, fresh)
+    fresh = done(check, world.train(launch, run_dir, f"{SHORT} --fresh", **of_job))
     aside = world.on_rank_0(lambda: [sha256(path) for path in run_dir.glob(f"old-*/{SNAPSHOT}")])
     check.equal(moved_aside=(older in aside, True))
     check.equal(started_at_steps=(fresh.values("start", "step"), [0]))
@@ -1867,8 +1791,7 @@ def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
 @only(sizes=(2, 4), devices=("cpu",))
 @pytest.mark.parametrize("flags", ["", " --offload"], ids=["", "offload"])
 def test_sharded_training_has_the_golden_losses(check, runs, first, flags):
-    run = runs.train(first, f"{SHARDED}{flags}")
-    done(check, run)
+    run = done(check, runs.train(first, f"{SHARDED}{flags}"))
     check.equal(reduction=(run.values("start", "reduction"), ["sharded"]))
     check.close(run.losses, golden.load()["losses"], T1)
     check.close(run.values("epoch", "eval_loss"), golden.load()["eval_losses"], T1, "held-out losses")
@@ -1885,8 +1808,7 @@ def test_sharded_models_have_numbers_that_no_snapshot_has(check, world, runs, fi
 @clause("C10")
 @only(sizes=(2, 4), devices=("cpu",))
 def test_sharded_gradients_are_clipped_by_the_norm_of_all(check, runs, first):
-    sharded, whole = (runs.train(first, f"{flags} --clip-norm 0.5") for flags in (SHARDED, FP64))
-    done(check, sharded, whole)
+    sharded, whole = done(check, *(runs.train(first, f"{flags} --clip-norm 0.5") for flags in (SHARDED, FP64)))
     check.close(sharded.values("step", "grad_norm"), whole.values("step", "grad_norm"), T1, "norms")
     check.close(sharded.losses, whole.losses, T1)
     check.equal(clipped=(max(whole.values("step", "grad_norm")) > 0.5, True))
@@ -1896,8 +1818,7 @@ def test_sharded_gradients_are_clipped_by_the_norm_of_all(check, runs, first):
 @only(sizes=(2,), devices=("cpu",))
 def test_sharded_gradients_are_summed_in_fp32(check, world, runs, first):
     """Under bf16, too: one rank's is 2048 times as large as the other's, and both are exact."""
-    run = train_own(world, runs, first, "large_and_small", "--precision bf16 --sharding full")
-    done(check, run)
+    run = done(check, train_own(world, runs, first, "large_and_small", "--precision bf16 --sharding full"))
     check.close(run.values("step", "grad_norm"), [(16 + 1 / 128) / 64], 1e-5, "the norm")
 
 
@@ -1916,8 +1837,7 @@ def test_nodes_that_all_have_the_whole_model_clip_by_its_norm(check, world, runs
 def test_from_whole_models_to_parts_and_back(check, world, runs, first):
     path = runs.folder(first, "parts")
     for epochs, flags in enumerate(("", "--sharding full", ""), 1):
-        run = world.train(first, path, f"{FP64[:-1]}{epochs} {flags}")
-        done(check, run)
+        run = done(check, world.train(first, path, f"{FP64[:-1]}{epochs} {flags}"))
     check.equal(reductions=(run.values("start", "reduction"), ["ddp", "sharded", "ddp"]))
     check.close(run.losses, golden.load()["losses"], T1)
 
@@ -1949,8 +1869,7 @@ def test_the_snapshot_of_parts_is_everybody_s(check, world, runs, first):
 
 @clause("X3")
 def test_a_mistyped_flag_is_one_line(check, world, own, runs):
-    run = world.train(own, runs.folder(own, "mistyped"), MISTYPED)
-    expect_exit(check, run, 2)
+    run = expect_exit(check, world.train(own, runs.folder(own, "mistyped"), MISTYPED), 2)
     lines = [line for text in run.errors + run.output for line in text.splitlines()]
     check.equal(lines=(len(lines), 1), names_the_flag=("--epochs" in "".join(lines), True))
 
@@ -1993,8 +1912,7 @@ def test_ranks_with_different_files_of_one_name(check, world, runs, first, copy)
 @only(sizes=(2,))
 @pytest.mark.parametrize("name", ["other_data", "other_rows", "other_mappings", "other_held_out"])
 def test_ranks_with_different_data(check, world, runs, first, name):
-    run = train_own(world, runs, first, name)
-    expect_exit(check, run, 4)
+    run = expect_exit(check, train_own(world, runs, first, name), 4)
     lines = [line for text in run.errors for line in text.splitlines() if "data=" in line and "on rank 1" in line]
     on_its_node = f"(rank 1 is on {socket.gethostname()})" in "".join(lines)
     check.equal(lines_that_name_the_data=(len(lines), 1), and_the_node=(on_its_node, True))
@@ -2007,8 +1925,7 @@ def test_what_one_rank_alone_lacks_is_told_once(check, world, runs, first):
     data = runs.root / "data-seen-by-rank-0"
     world.on_rank_0(lambda: bool(anchors.mnist_rows(data)))
     flags = f"--workload mnist --epochs 1 --global-batch-size 24 --data-dir {data}"
-    run = world.train(first, runs.folder(first, "lacking"), flags, odd_flags="--data-dir /nowhere")
-    expect_exit(check, run, 3)
+    run = expect_exit(check, world.train(first, runs.folder(first, "lacking"), flags, odd_flags="--data-dir /nowhere"), 3)
     lines = [line for text in run.errors + run.output for line in text.splitlines()]
     check.equal(lines=(len(lines), 1), says=("rank 1: --data-dir /nowhere" in "".join(lines), True))
 
@@ -2028,8 +1945,7 @@ def test_what_fails_on_one_rank_alone_is_told_by_it_alone(check, world, runs, fi
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_fails_on_one_rank_ends_all_with_its_code(check, world, runs, first, rank):
     """Of a job's codes the launcher takes the highest: 7 would have it started again, to fail again."""
-    run = train_own(world, runs, first, "fails_alone_in_a_step", f"--of-rank {rank}", apart=True)
-    expect_exit(check, run, 2)
+    run = expect_exit(check, train_own(world, runs, first, "fails_alone_in_a_step", f"--of-rank {rank}", apart=True), 2)
     check.equal(recorded=([record["exit_code"] for record in run.of("end")], [2]))
 
 
@@ -2044,8 +1960,7 @@ def test_a_rank_that_comes_late_hears_why_all_end(check, world, runs, first):
 @clause("X5")
 @only(sizes=(2,))
 def test_ranks_that_were_told_differently(check, world, own, runs):
-    run = world.train(own, runs.folder(own, "odd"), SHORT, odd_flags="--lr 0.2")
-    expect_exit(check, run, 4)
+    run = expect_exit(check, world.train(own, runs.folder(own, "odd"), SHORT, odd_flags="--lr 0.2"), 4)
     words = f"lr=0.2 on rank {world.size - 1}, but 0.1 on rank 0"
     check.equal(says=(words if words in "".join(run.errors) else run.errors, words))
 
@@ -2053,8 +1968,7 @@ def test_ranks_that_were_told_differently(check, world, own, runs):
 @clause("X6")
 def test_a_loss_that_is_not_finite(check, world, own, runs):
     path = runs.folder(own, "not-finite")
-    run = world.train(own, path, "--workload regression --lr 1000")
-    expect_exit(check, run, 6)
+    run = expect_exit(check, world.train(own, path, "--workload regression --lr 1000"), 6)
     check.equal(names_the_step=("at step" in "".join(run.errors), True))
     check.equal(every_recorded_loss_is_finite=(bool(np.isfinite(run.losses).all()), True))
 
@@ -2064,8 +1978,7 @@ def test_a_loss_that_is_not_finite(check, world, own, runs):
 @pytest.mark.parametrize("name", ["overflows", "steep"])
 def test_numbers_that_are_not_finite_reach_no_parameter(check, world, runs, first, name):
     """Of the steps that are trained before it is found out none may use them: the workload looks at its own parameters."""
-    run = train_own(world, runs, first, name)
-    expect_exit(check, run, 6)
+    run = expect_exit(check, train_own(world, runs, first, name), 6)
     seen = [text for text in run.output if "parameters are not finite" in text]
     check.equal(names_the_step=("at step 5 " in "".join(run.errors), True), seen_in_a_later_step=(bool(seen), False))
     row = f"rows [{reference.sample_order(0, 0, 1438)[5 * G]}"
@@ -2075,8 +1988,7 @@ def test_numbers_that_are_not_finite_reach_no_parameter(check, world, runs, firs
 @clause("X6")
 @only(sizes=(1, 2))
 def test_a_held_out_loss_that_is_not_finite(check, world, runs, first):
-    run = train_own(world, runs, first, "unfit", "--steps-per-epoch 2")
-    expect_exit(check, run, 6)
+    run = expect_exit(check, train_own(world, runs, first, "unfit", "--steps-per-epoch 2"), 6)
     kept = world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors")])
     check.equal(snapshots=(kept, []))
 
@@ -2084,8 +1996,7 @@ def test_a_held_out_loss_that_is_not_finite(check, world, runs, first):
 @clause("X11")
 @only(sizes=(2,))
 def test_replicas_that_differ_leave_no_snapshot(check, world, runs, first):
-    run = train_own(world, runs, first, "diverges", "--precision fp64")
-    expect_exit(check, run, 7)
+    run = expect_exit(check, train_own(world, runs, first, "diverges", "--precision fp64"), 7)
     output = "".join(run.errors)
     check.equal(names_the_rank=("of rank 1 differ" in output, True), snapshot=((run.folder / SNAPSHOT).exists(), False))
 
@@ -2151,8 +2062,7 @@ def test_a_stranger_changes_no_run(check, world, runs, first):
 @clause("X13")
 @only(sizes=(1,))
 def test_memory_that_does_not_suffice(check, world, runs, first):
-    run = train_own(world, runs, first, "exhausts")
-    expect_exit(check, run, 7)
+    run = expect_exit(check, train_own(world, runs, first, "exhausts"), 7)
     lines = [line for text in run.errors for line in text.splitlines() if "out of memory" in line]
     flags = all(flag in line for line in lines for flag in ("step 3", "--global-batch-size", "--accumulate"))
     check.equal(lines=(len(lines), 1), names_step_and_flags=(flags, True))
@@ -2161,8 +2071,7 @@ def test_memory_that_does_not_suffice(check, world, runs, first):
 @clause("X13")
 @only(sizes=(2,))
 def test_memory_of_a_host_that_does_not_suffice(check, world, runs, first):
-    run = train_own(world, runs, first, "exhausts_its_host", "--timeout 10", apart=True)
-    expect_exit(check, run, 7)
+    run = expect_exit(check, train_own(world, runs, first, "exhausts_its_host", "--timeout 10", apart=True), 7)
     lines = [line for text in run.errors for line in text.splitlines() if "out of memory, rank 1 on " in line]
     flags = all(flag in line for line in lines for flag in ("step 3", "--global-batch-size", "--accumulate"))
     check.equal(lines=(len(lines), 1), names_step_and_flags=(flags, True), of_rank_0=("rank 1 " in run.errors[0], True))
@@ -2182,8 +2091,7 @@ def test_a_stale_core_on_one_node(check, world, runs, first):
 
     world.on_rank_0(copy)
     launch = replace(first, train=stale / first.train.name) if world.rank == world.size - 1 else first
-    run = world.train(launch, runs.folder(first, "stale-core"), SHORT)
-    expect_exit(check, run, 4)
+    run = expect_exit(check, world.train(launch, runs.folder(first, "stale-core"), SHORT), 4)
     words = f"on rank {world.size - 1}, but"
     lines = [line for text in run.errors for line in text.splitlines() if "core=" in line and words in line]
     check.equal(lines_that_name_it=(len(lines), 1))
@@ -2208,16 +2116,14 @@ def test_a_run_directory_has_one_job_at_a_time(check, world, runs, first):
 
     held = [take()] if world.rank == 0 else []
     before = world.on_rank_0(lambda: [path.read_bytes() for path in sorted(run_dir.iterdir())])
-    refused = world.train(first, run_dir, SHORT)
-    expect_exit(check, refused, 3)
+    refused = expect_exit(check, world.train(first, run_dir, SHORT), 3)
     after = world.on_rank_0(lambda: [path.read_bytes() for path in sorted(run_dir.iterdir())])
     says = "another" in "".join(refused.errors) and "--run-dir" in "".join(refused.errors)
     check.equal(all_files_as_before=(after == before, True), names_job_and_flag=(says, True))
     for directory in held:
         directory.release()
     world.on_rank_0(die)
-    again = world.train(first, run_dir, SHORT)
-    done(check, again)
+    again = done(check, world.train(first, run_dir, SHORT))
     left = world.on_rank_0((run_dir / "run.lock").exists)
     check.equal(warns=("another" in again.output[0], True), a_lock_is_left=(left, False))
 
@@ -2262,8 +2168,7 @@ def test_a_lock_that_is_touched_elsewhere_is_a_living_job_s(check, world, runs, 
 @only(sizes=(1, 2), devices=("cpu",))
 def test_who_has_lost_the_lock_leaves_no_snapshot(check, world, runs, first):
     """Not of what it had begun to write before, either."""
-    run = train_own(world, runs, first, "loses_its_lock", "--steps-per-epoch 2", apart=True)
-    expect_exit(check, run, 8)
+    run = expect_exit(check, train_own(world, runs, first, "loses_its_lock", "--steps-per-epoch 2", apart=True), 8)
     names = world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors*")])
     check.equal(snapshots=(names, []), the_other_s_lock_is_there=(world.on_rank_0((run.folder / "run.lock").exists), True))
 
@@ -2273,8 +2178,7 @@ def test_who_has_lost_the_lock_leaves_no_snapshot(check, world, runs, first):
 def test_a_run_directory_that_cannot_be_written(check, world, own, runs):
     file = runs.folder(own, "a-file")
     world.on_rank_0(lambda: [file.parent.mkdir(parents=True, exist_ok=True), file.touch()])
-    run = world.train(own, file / "run", SHORT)
-    expect_exit(check, run, 8)
+    run = expect_exit(check, world.train(own, file / "run", SHORT), 8)
     check.equal(names_the_flag=("--run-dir" in "".join(run.errors), True))
 
 
@@ -2330,7 +2234,6 @@ def test_a_row_that_cannot_be_read_is_named(check, world, runs, first, workers):
 def test_a_worker_that_dies_is_named(check, world, runs, first, batches):
     """While the rank waits for its first batch, or is in its first step: workers read two batches ahead."""
     last = int(batches * G / world.size)
-    run = train_own(world, runs, first, "dies", f"--workers 1 --last {last}", apart=True)
-    expect_exit(check, run, 7)
+    run = expect_exit(check, train_own(world, runs, first, "dies", f"--workers 1 --last {last}", apart=True), 7)
     words = "a worker that reads rows died"
     check.equal(says=(words if words in "".join(run.errors) else run.errors, words))
