@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from conformance.harness.check import T0, T1, T2
 from conformance.harness.ports import free_port
 from conformance.harness.reference import LAYERS, sha256, take_apart
 from conformance.harness.stranger import stranger
+from conformance.harness.target import Run
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120, method="thread")]
 clause, only, machine = pytest.mark.clause, pytest.mark.only, pytest.mark.machine
@@ -121,6 +123,29 @@ def first():
     return next(launch for site in sites.find() for launch in site.launches if not launch.mpi)
 
 
+@pytest.fixture(scope="session")
+def own_file(world, runs) -> Callable[[str], str]:
+    """The flag that names one of broken/workloads.py, whose file is written."""
+
+    def write(name: str) -> str:
+        file = runs.root / "workloads" / f"{name}.py"
+        world.on_rank_0(lambda: [file.parent.mkdir(exist_ok=True), file.write_text(WORKLOADS[name])])
+        return f"--workload {file}"
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def train_own(world, runs, first, own_file) -> Callable[..., Run]:
+    """A run of one of broken/workloads.py."""
+
+    def train(name: str, flags: str = "", **options) -> Run:
+        path = runs.folder(first, f"{name}-{world.starts}")
+        return world.train(first, path, f"{own_file(name)} --epochs 1 {flags}", **options)
+
+    return train
+
+
 def long(world, workload: str = "--workload digits", epochs: int = 2) -> tuple[str, int]:
     """Flags, and steps an epoch: time for a signal at 0.2 ms a step, as in one rank, and not long at 20, as in four."""
     size = 8 if world.size < 4 else 32
@@ -149,6 +174,29 @@ def done(check, run, *others):
     for one in (run, *others):
         expect_exit(check, one, 0)
     return (run, *others) if others else run
+
+
+def one_line(check, run, code: int, words: str, lines: list[str] | None = None) -> None:
+    """All ranks have ended with this code, and have said one line in all, on standard error, which has these words.
+
+    lines: where other ones than those of standard error count.
+    """
+    __tracebackhide__ = True
+    expect_exit(check, run, code)
+    lines = run.error_lines if lines is None else lines
+    check.equal(lines=(len(lines), 1), says=(words if words in "".join(lines) else lines, words))
+
+
+def damaged_copy(source: Path, target: Path) -> None:
+    """In its middle a bit is another one."""
+    raw = bytearray(source.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    target.write_bytes(raw)
+
+
+def renumber(path: Path) -> None:
+    """A snapshot: as of a newer format."""
+    path.write_bytes(path.read_bytes().replace(b'\\"format\\":2', b'\\"format\\":3'))
 
 
 # ---- ranks --------------------------------------------------------------------------------------------------------
@@ -366,9 +414,8 @@ def test_the_end_says_how_fast_this_start_was(check, world, runs, first):
 
 @clause("R9")
 @only(sizes=(1, 2))
-def test_an_epoch_s_progress_is_told(check, world, runs, first):
-    run = train_own(world, runs, first, "slow_steps", "--precision fp64 --log-seconds 0.5 --steps-per-epoch 14 --epochs 2")
-    done(check, run)
+def test_an_epoch_s_progress_is_told(check, world, train_own):
+    run = done(check, train_own("slow_steps", "--precision fp64 --log-seconds 0.5 --steps-per-epoch 14 --epochs 2"))
     progress_lines = [line.split() for line in run.output[0].splitlines() if re.match(r"epoch=\S+ step=\d+/14 ", line)]
     records = [dict(word.partition("=")[::2] for word in words) for words in progress_lines]
     places = [(int(record["epoch"][0]) - 1) * 14 + int(record["step"].partition("/")[0]) for record in records]
@@ -379,28 +426,27 @@ def test_an_epoch_s_progress_is_told(check, world, runs, first):
 
 @clause("R9")
 @only(sizes=(2,))
-def test_the_slowest_rank_is_named(check, world, runs, first):
-    run = done(check, train_own(world, runs, first, "lags", "--steps-per-epoch 4"))
+def test_the_slowest_rank_is_named(check, train_own):
+    run = done(check, train_own("lags", "--steps-per-epoch 4"))
     check.equal(slowest_rank=(run.values("end", "slowest_rank"), [1]))
 
 
 @clause("R12")
 @only(sizes=(2,), devices=("cpu",))
-def test_ranks_whose_clocks_differ_speak_at_the_same_step(check, world, runs, first):
+def test_ranks_whose_clocks_differ_speak_at_the_same_step(check, train_own):
     """When they next do follows from the slowest one's clock, for all."""
-    done(check, train_own(world, runs, first, "fast_clock", "--steps-per-epoch 34 --timeout 5", apart=True))
+    done(check, train_own("fast_clock", "--steps-per-epoch 34 --timeout 5", apart=True))
 
 
 @clause("R13")
 @only(sizes=(2, 4))
 @pytest.mark.parametrize("num_nodes", [1, TWO])
-def test_a_file_of_data_is_read_once_a_node(check, world, runs, first, num_nodes):
+def test_a_file_of_data_is_read_once_a_node(check, world, runs, first, train_own, num_nodes):
     file = runs.root / "images"
     world.on_rank_0(lambda: bool(file.write_bytes(reference.load()[0].tobytes())))
     kind = world.on_rank_0(lambda: subprocess.check_output(["stat", "-f", "-c", "%T", file], text=True).strip())
     flags = f"--precision fp64 --file {file}"
-    once, each = (train_own(world, runs, first, "reads_a_file", f"{flags} {more}", num_nodes=num_nodes) for more in ("", OFF))
-    done(check, once, each)
+    once, each = done(check, *(train_own("reads_a_file", f"{flags} {more}", num_nodes=num_nodes) for more in ("", OFF)))
     places = [row["local_rank"] for row in once.of("start")[-1]["ranks"]]
     opened = [[int(text.partition("opened ")[2].split()[0]) for text in run.output] for run in (once, each)]
     should_be = [1 if place == 0 or kind in ("tmpfs", "ramfs") else 0 for place in places]
@@ -454,13 +500,13 @@ def test_order_of_more_rows_than_can_be_sorted(check, world, count, first_step, 
 
 @clause("D4")
 @only(sizes=(1,), devices=("cpu",))
-def test_rows_in_a_file_are_converted_batch_by_batch(check, world, runs, first):
+def test_rows_in_a_file_are_converted_batch_by_batch(check, world, runs, first, own_file):
     """Where they are more than 256 MB, and of another precision than the run's."""
     file = runs.root / "rows"
     with open(file, "wb") as rows:
         rows.truncate(300 * 2**20)
     path = runs.folder(first, "maps-rows")
-    flags = f"{own_file(world, runs, 'maps_rows')} --file {file} --epochs 1 --steps-per-epoch 2 --global-batch-size 8"
+    flags = f"{own_file('maps_rows')} --file {file} --epochs 1 --steps-per-epoch 2 --global-batch-size 8"
     run = world.alone(first, path, flags)
     file.unlink()
     done(check, run)
@@ -527,9 +573,9 @@ def test_again_is_bitwise_the_same(check, world, own, runs, flags):
 
 @clause("L4")
 @only(sizes=(4,))
-def test_held_out_rows_may_be_fewer_than_ranks(check, world, runs, first):
-    run = done(check, train_own(world, runs, first, "one_held_out", "--precision fp64"))
-    flags = f"{own_file(world, runs, 'one_held_out')} --precision fp64 --epochs 1"
+def test_held_out_rows_may_be_fewer_than_ranks(check, world, runs, first, own_file, train_own):
+    run = done(check, train_own("one_held_out", "--precision fp64"))
+    flags = f"{own_file('one_held_out')} --precision fp64 --epochs 1"
     single = done(check, world.alone(first, runs.folder(first, "one-held-out"), flags))
     for name in ("eval_loss", "eval_accuracy"):
         check.close(run.values("epoch", name), single.values("epoch", name), T1, name)
@@ -537,18 +583,15 @@ def test_held_out_rows_may_be_fewer_than_ranks(check, world, runs, first):
 
 @clause("L4")
 @only(sizes=(4,), devices=("cpu",))
-def test_held_out_rows_of_parts_may_be_fewer_than_ranks(check, world, runs, first):
+def test_held_out_rows_of_parts_may_be_fewer_than_ranks(check, train_own):
     """A forward pass is collective: who has no row goes through one with the others."""
-    whole, parts = (
-        train_own(world, runs, first, "one_held_out", f"--precision fp64 {flags}") for flags in ("", "--sharding full")
-    )
-    done(check, whole, parts)
+    whole, parts = done(check, *(train_own("one_held_out", f"--precision fp64 {flags}") for flags in ("", "--sharding full")))
     check.close(parts.values("epoch", "eval_loss"), whole.values("epoch", "eval_loss"), T1, "eval_loss")
 
 
 @clause("L4")
 @only(sizes=(1, 2))
-def test_evaluation_changes_nothing_of_the_training(check, world, runs, first):
+def test_evaluation_changes_nothing_of_the_training(check, runs, first):
     """Of a model that draws, and counts in its buffers, while it is trained, and only then."""
     flags = f"{DRAWS} --batch-norm --steps-per-epoch 6 --epochs 3"
     often, once = done(check, runs.train(first, flags), runs.train(first, f"{flags} --eval-every 3"))
@@ -558,9 +601,9 @@ def test_evaluation_changes_nothing_of_the_training(check, world, runs, first):
 
 @clause("L5")
 @only(sizes=(1, 2))
-def test_a_model_is_drawn_under_the_seed(check, world, runs, first):
+def test_a_model_is_drawn_under_the_seed(check, train_own):
     """By torch's generators, as most models are; the ranks of a test have drawn from them before."""
-    drawn = done(check, *[train_own(world, runs, first, "drawn", f"--steps-per-epoch 2 --seed {seed}") for seed in (3, 3, 4)])
+    drawn = done(check, *[train_own("drawn", f"--steps-per-epoch 2 --seed {seed}") for seed in (3, 3, 4)])
     losses = [run.values("step", "loss_hex") for run in drawn]
     check.equal(losses=(losses[1], losses[0]), same_losses_under_another_seed=(losses[2] == losses[0], False))
 
@@ -576,7 +619,7 @@ def test_it_learns(check, own, runs):
 
 @machine(FP64, SEED)
 @clause("L7")
-def test_another_seed_gives_another_curve(check, world, own, runs):
+def test_another_seed_gives_another_curve(check, own, runs):
     run, other = done(check, runs.train(own, FP64), runs.train(own, SEED))
     check.equal(differs=(reference.worst_deviation(other.losses, run.losses[:14]) > 1e-3, True))
     check.close(other.losses, reference.train(seed=1, epochs=1)["losses"], T1, "losses under seed 1")
@@ -666,12 +709,9 @@ def test_rows_and_rates_by_rank_are_the_same_training(check, world, runs, first)
 
 @clause("L13")
 @only(sizes=(1, 2))
-def test_what_is_computed_again_is_the_same_training(check, world, runs, first):
+def test_what_is_computed_again_is_the_same_training(check, train_own):
     """Dropout draws the same again."""
-    plain, again = (
-        train_own(world, runs, first, "drops", f"--precision fp64 {flag}") for flag in ("", "--checkpoint-activations")
-    )
-    done(check, plain, again)
+    plain, again = done(check, *(train_own("drops", f"--precision fp64 {flag}") for flag in ("", "--checkpoint-activations")))
     check.close(again.losses, plain.losses, T1)
 
 
@@ -696,27 +736,27 @@ def test_a_workload_of_ones_own(check, launch, runs):
 
 @clause("L14")
 @only(sizes=(1, 2))
-def test_what_it_prints_is_in_each_rank_s_output(check, world, runs, first):
+def test_what_it_prints_is_in_each_rank_s_output(check, world, train_own):
     """To the last line, also where that is a file; and what its class says of a flag of its own is taken."""
-    run = done(check, train_own(world, runs, first, "prints"))
+    run = done(check, train_own("prints"))
     lines = [text.splitlines().count("a step of width 5") for text in run.output]
     check.equal(ranks_that_print_in_each_step=([count >= 14 for count in lines], [True] * world.size))
 
 
 @clause("L14")
 @only(sizes=(1, 2))
-def test_batches_of_any_make_are_moved_and_converted(check, world, runs, first):
+def test_batches_of_any_make_are_moved_and_converted(check, world, train_own):
     """The digits in named tuples, dictionaries, lists and an object: in the run's precision, with the golden losses."""
-    run = done(check, train_own(world, runs, first, "records", "--precision fp64 --workers 1"))
+    run = done(check, train_own("records", "--precision fp64 --workers 1"))
     check.equal(batches_as_they_were=(["a batch as it was" in text for text in run.output], [False] * world.size))
     check.close(run.losses, golden.load()["losses"][:14], T1)
 
 
 @clause("L15")
 @only(sizes=(1, 2))
-def test_a_file_that_rows_are_read_from_is_a_worker_s_own(check, world, runs, first):
+def test_a_file_that_rows_are_read_from_is_a_worker_s_own(check, train_own):
     """It is opened at the first row, as PyTorch's users do it: one that was open before would be read at another's place."""
-    done(check, train_own(world, runs, first, "opens_late", "--workers 2"))
+    done(check, train_own("opens_late", "--workers 2"))
 
 
 @clause("L15")
@@ -743,9 +783,9 @@ def test_dropout_under_canonical_is_that_of_a_world_of_one(check, world, runs, f
 
 @clause("L16")
 @only(sizes=(1, 2))
-def test_a_loss_may_ask_for_the_step(check, world, runs, first):
+def test_a_loss_may_ask_for_the_step(check, world, runs, first, own_file):
     """Which goes on after another start; held-out rows hear how many are done."""
-    flags, path = f"{own_file(world, runs, 'asks_for_the_step')} --precision fp64", runs.folder(first, "asks_for_the_step")
+    flags, path = f"{own_file('asks_for_the_step')} --precision fp64", runs.folder(first, "asks_for_the_step")
     starts = done(check, *[world.train(first, path, f"{flags} --epochs {epochs}") for epochs in (1, 2)])
     check.equal(losses=(starts[1].losses, [*map(float, range(28))]))
     check.equal(held_out_losses=(starts[1].values("epoch", "eval_loss"), [14.0, 28.0]))
@@ -753,14 +793,14 @@ def test_a_loss_may_ask_for_the_step(check, world, runs, first):
 
 @clause("L15")
 @only(sizes=(1,))
-def test_held_out_rows_are_drawn_as_before(check, world, runs, first):
+def test_held_out_rows_are_drawn_as_before(check, train_own):
     """In each evaluation: else the best model is chosen by luck. The parameters stay what they are."""
-    run = done(check, train_own(world, runs, first, "drawn_rows", "--epochs 3 --steps-per-epoch 2 --lr 1e-30"))
+    run = done(check, train_own("drawn_rows", "--epochs 3 --steps-per-epoch 2 --lr 1e-30"))
     check.equal(held_out_losses_of_three_epochs=(len({*run.values("epoch", "eval_loss")}), 1))
 
 
 @clause("L17")
-def test_what_depends_on_the_world_size_is_said(check, world, runs, first):
+def test_what_depends_on_the_world_size_is_said(check, runs, first):
     plain, noted = done(check, runs.train(first, FP64), runs.train(first, f"{NOISY} --batch-norm --dropout 0.2"))
     (notes,), (none,) = noted.values("start", "notes"), plain.values("start", "notes")
     output = {word: any(word in note and "world size" in note for note in notes) for word in ("BatchNorm1d", "dropout")}
@@ -770,35 +810,35 @@ def test_what_depends_on_the_world_size_is_said(check, world, runs, first):
 
 @clause("L17")
 @only(sizes=(1,))
-def test_what_no_snapshot_holds_is_said(check, world, runs, first):
+def test_what_no_snapshot_holds_is_said(check, train_own):
     """What has changed is named, and what has not is not."""
-    run = done(check, train_own(world, runs, first, "counts_in_itself"))
+    run = done(check, train_own("counts_in_itself"))
     (notes,) = run.values("start", "notes")
     check.equal(named=([note.split(" of ")[0] for note in notes if "no snapshot holds it" in note], ["self.seen"]))
 
 
 @clause("L18")
 @only(sizes=(2, 4))
-def test_all_ranks_begin_with_the_numbers_of_rank_0(check, world, runs, first):
-    done(check, *(train_own(world, runs, first, name, apart=True) for name in ("unseeded", "transposed")))
+def test_all_ranks_begin_with_the_numbers_of_rank_0(check, train_own):
+    done(check, *(train_own(name, apart=True) for name in ("unseeded", "transposed")))
 
 
 @clause("L18")
 @only(sizes=(2, 4))
 @pytest.mark.parametrize("reduction", ["ddp", "flat"])
-def test_all_ranks_go_on_with_the_buffers_of_rank_0(check, world, runs, first, reduction):
+def test_all_ranks_go_on_with_the_buffers_of_rank_0(check, train_own, reduction):
     """Whole numbers too, to the last bit: those that a rank's own rows have counted are another rank's no more."""
-    run = done(check, train_own(world, runs, first, "counts_rows", f"--reduction {reduction}"))
+    run = done(check, train_own("counts_rows", f"--reduction {reduction}"))
     check.equal(ranks_whose_buffers_differ=([rank for rank, text in enumerate(run.output) if "buffers differ" in text], []))
 
 
 @clause("L21")
 @only(sizes=(2, 4))
-def test_parameters_that_no_row_asks_for_are_left_alone(check, world, runs, first):
+def test_parameters_that_no_row_asks_for_are_left_alone(check, world, runs, first, own_file, train_own):
     """Of six experts each row asks for one, and for the last none does: a world of one sees which have a gradient."""
-    flags = f"{own_file(world, runs, 'experts')} --epochs 1 --clip-norm 0.1"
+    flags = f"{own_file('experts')} --epochs 1 --clip-norm 0.1"
     single = world.alone(first, runs.folder(first, "experts-alone"), flags)
-    kinds = [train_own(world, runs, first, "experts", f"--clip-norm 0.1 --reduction {kind}") for kind in REDUCTIONS]
+    kinds = [train_own("experts", f"--clip-norm 0.1 --reduction {kind}") for kind in REDUCTIONS]
     done(check, single, *kinds)
     for run in kinds:
         check.close(run.losses, single.losses, T1)
@@ -806,19 +846,6 @@ def test_parameters_that_no_row_asks_for_are_left_alone(check, world, runs, firs
     names = world.on_rank_0(lambda: [*take_apart(kinds[0].folder / SNAPSHOT)["tensors"]])
     states = {name.rpartition("experts.")[2][0] for name in names if name.startswith("optim.mean.experts")}
     check.equal(experts_with_a_state=("".join(sorted(states)), "12345"))
-
-
-def train_own(world, runs, launch, name: str, flags: str = "", **options):
-    """A run of one of broken/workloads.py."""
-    workload = own_file(world, runs, name)
-    path = runs.folder(launch, f"{name}-{world.starts}")
-    return world.train(launch, path, f"{workload} --epochs 1 {flags}", **options)
-
-
-def own_file(world, runs, name: str) -> str:
-    file = runs.root / "workloads" / f"{name}.py"
-    world.on_rank_0(lambda: [file.parent.mkdir(exist_ok=True), file.write_text(WORKLOADS[name])])
-    return f"--workload {file}"
 
 
 def disk_operations(output: str) -> list[list[str]]:
@@ -829,13 +856,13 @@ def disk_operations(output: str) -> list[list[str]]:
 @clause("L20")
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_products_are_rounded_as_was_asked_for(check, world, first, runs, precision):
+def test_products_are_rounded_as_was_asked_for(check, world, first, runs, train_own, precision):
     """bf16 moves the first loss by 3e-5, fp16 by 4e-6, and fp32 by 4e-8. A kernel that rounds as its input is gets fp32."""
     import torch
 
     run = world.train(first, runs.folder(first, precision), f"{SHORT} --precision {precision}")
     names = ("rounds_as_its_input", "rounds_one_of_its_outputs")
-    own = [train_own(world, runs, first, name, f"--steps-per-epoch 1 --precision {precision}") for name in names]
+    own = [train_own(name, f"--steps-per-epoch 1 --precision {precision}") for name in names]
     done(check, run, *own)
     images, labels, _, _ = reference.load()
     rows = reference.sample_order(0, 0, len(labels))[:G]
@@ -872,9 +899,9 @@ def test_gradients_are_clipped_whatever_the_precision(check, world, runs, first)
 @clause("L18")
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("reduction", ["ddp", "flat"])
-def test_buffers_begin_as_the_model_has_made_them(check, world, runs, first, reduction):
+def test_buffers_begin_as_the_model_has_made_them(check, world, train_own, reduction):
     """Those that no snapshot has, and frozen parameters, too, though some rows were tried before. Complex ones stay complex."""
-    run = done(check, train_own(world, runs, first, "counts_calls", f"--steps-per-epoch 2 --reduction {reduction}"))
+    run = done(check, train_own("counts_calls", f"--steps-per-epoch 2 --reduction {reduction}"))
     calls = [re.findall(r"calls until the first step: (\w+)", text) for text in run.output]
     check.equal(calls_until_the_first_step=(calls, [["1"]] * world.size))
 
@@ -895,17 +922,17 @@ def test_the_rows_are_the_same_under_every_seed(check, name):
 @clause("L20")
 @only(sizes=(1,))
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_rows_are_not_rounded(check, world, runs, first, precision):
+def test_rows_are_not_rounded(check, train_own, precision):
     """Autocast rounds what enters a product; a target, and what a model computes otherwise, it does not."""
-    run = done(check, train_own(world, runs, first, "tells_of_its_rows", f"--precision {precision} --steps-per-epoch 2"))
+    run = done(check, train_own("tells_of_its_rows", f"--precision {precision} --steps-per-epoch 2"))
     check.equal(rounded=("rounded rows" in run.output[0], False))
 
 
 @clause("L4")
 @only(sizes=(1, 2))
-def test_held_out_rows_come_no_more_at_once_than_others(check, world, runs, first):
+def test_held_out_rows_come_no_more_at_once_than_others(check, world, train_own):
     """Whose micro-batches are small has no memory for more."""
-    run = done(check, train_own(world, runs, first, "tells_of_its_rows", "--accumulate 6 --steps-per-epoch 2"))
+    run = done(check, train_own("tells_of_its_rows", "--accumulate 6 --steps-per-epoch 2"))
     counts = {kind: [*map(int, re.findall(rf"rows {kind} (\d+)", run.output[-1]))] for kind in ("training", "held-out")}
     most = {kind: max(each, default=0) for kind, each in counts.items()}
     check.equal(rows_at_once=(most, dict.fromkeys(most, G // world.size // 6)))
@@ -1006,11 +1033,10 @@ def test_a_snapshot_holds_buffers_and_any_optimizer_s_state(check, world, runs, 
 
 @clause("S10", "S11")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_a_snapshot_is_written_beside_training(check, world, runs, first):
+def test_a_snapshot_is_written_beside_training(check, world, runs, first, train_own):
     """On a slow disk, where steps are trained while it is: the state is that of a run whose disk is fast."""
     flags = "--precision fp64 --epochs 1 --save-steps"
-    run, fast = train_own(world, runs, first, "slow_disk", f"{flags} 4", apart=True), runs.train(first, f"{flags} 12")
-    done(check["S11"], run, fast)
+    run, fast = done(check["S11"], train_own("slow_disk", f"{flags} 4", apart=True), runs.train(first, f"{flags} 12"))
 
     def steps_and_sums(one) -> list:
         files = [path for name in (SNAPSHOT, "snapshot.prev.safetensors") if (path := one.folder / name).exists()]
@@ -1036,20 +1062,20 @@ def test_a_snapshot_is_written_beside_training(check, world, runs, first):
 
 @clause("S10")
 @only(sizes=(1,), devices=("cpu",))
-def test_saves_that_are_too_slow_for_a_stop_are_noted(check, world, runs, first):
+def test_saves_that_are_too_slow_for_a_stop_are_noted(check, train_own):
     """Two may fall into the seconds that a stop leaves; here each takes more than half a second."""
     notes = []
     for grace in (0.5, 60):
-        run = done(check, train_own(world, runs, first, "slow_disk", f"--precision fp64 --grace {grace}", apart=True))
+        run = done(check, train_own("slow_disk", f"--precision fp64 --grace {grace}", apart=True))
         notes.append("--grace" in run.output[0])
     check.equal(noted_with_half_a_second_and_with_a_minute=(notes, [True, False]))
 
 
 @clause("S11")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_epochs_that_end_while_a_snapshot_is_written_are_not_in_it(check, world, runs, first):
+def test_epochs_that_end_while_a_snapshot_is_written_are_not_in_it(check, world, train_own):
     flags = "--precision fp64 --epochs 8 --steps-per-epoch 2 --save-every 4 --eval-every 99"
-    run = done(check, train_own(world, runs, first, "slow_sums", flags, apart=True))
+    run = done(check, train_own("slow_sums", flags, apart=True))
 
     def steps_and_epochs(name: str) -> tuple | str:
         try:
@@ -1064,12 +1090,11 @@ def test_epochs_that_end_while_a_snapshot_is_written_are_not_in_it(check, world,
 
 @clause("S12")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_a_save_that_fails_beside_training_ends_all_ranks(check, world, runs, first):
+def test_a_save_that_fails_beside_training_ends_all_ranks(check, train_own):
     """That of step 20; the next one would be that of step 40, two seconds later, and the ranks speak once a second."""
     flags = "--precision fp64 --epochs 3 --save-steps 20 --save-every 9 --eval-every 9 --seconds 0.1"
-    run = expect_exit(check, train_own(world, runs, first, "full_disk", flags, apart=True), 8)
-    lines = [line for text in run.errors for line in text.splitlines()]
-    check.equal(lines=(len(lines), 1), names_the_file=(SNAPSHOT in "".join(lines), True))
+    run = train_own("full_disk", flags, apart=True)
+    one_line(check, run, 8, SNAPSHOT)
     check.equal(ends_before_the_next_save=(20 <= len(run.losses) < 40, True), snapshots=(run.of("snapshot"), []))
 
 
@@ -1114,9 +1139,9 @@ def test_a_large_snapshot_is_a_set_of_files_that_holds_the_same(check, world, ru
 
 @clause("S13")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_an_index_has_its_name_after_all_that_it_names(check, world, runs, first):
+def test_an_index_has_its_name_after_all_that_it_names(check, world, train_own):
     """Else a machine that crashes then leaves an index of files that are not there."""
-    run = done(check, train_own(world, runs, first, "slow_disk", f"--precision fp64 --save-steps 7 {SETS}", apart=True))
+    run = done(check, train_own("slow_disk", f"--precision fp64 --save-steps 7 {SETS}", apart=True))
     disk = [act for _, *act in disk_operations(run.output[0])]
     for name in ("snapshot", "best"):
         index = f"{name}.safetensors.index.json"
@@ -1131,9 +1156,9 @@ def test_an_index_has_its_name_after_all_that_it_names(check, world, runs, first
 
 @clause("S13")
 @only(sizes=(2, 4), devices=("cpu",))
-def test_all_ranks_of_a_sharded_run_write_files_of_its_set(check, world, runs, first):
+def test_all_ranks_of_a_sharded_run_write_files_of_its_set(check, world, train_own):
     """And rank 0 names the files when every rank has its own on the disk."""
-    run = done(check, train_own(world, runs, first, "slow_disk", f"--precision fp64 --sharding full {SETS}", apart=True))
+    run = done(check, train_own("slow_disk", f"--precision fp64 --sharding full {SETS}", apart=True))
     named = world.on_rank_0(lambda: [path.stat().st_size for path in run.folder.glob("snapshot-*.safetensors")])
     acts = [[(float(when), *act) for when, *act in disk_operations(output)] for output in run.output]
     names = [(when, target) for when, act, target, *_ in acts[0] if act == "replace"]
@@ -1149,13 +1174,11 @@ def test_all_ranks_of_a_sharded_run_write_files_of_its_set(check, world, runs, f
 
 @clause("S13")
 @only(sizes=(2, 4), devices=("cpu",))
-def test_a_rank_that_cannot_write_its_file_of_a_set_ends_all(check, world, runs, first):
+def test_a_rank_that_cannot_write_its_file_of_a_set_ends_all(check, world, train_own):
     """The files of 100 kB and more are those of the last ranks."""
-    run = train_own(world, runs, first, "full_disk", f"--precision fp64 --sharding full {SETS}", apart=True)
-    expect_exit(check, run, 8)
-    lines = [line for text in run.errors for line in text.splitlines()]
-    says = f".safetensors: file 2 of 5, by rank 1 on {os.uname().nodename}: " in "".join(lines)
-    check.equal(lines=(len(lines), 1), names_file_rank_and_host=(says, True), snapshots=(run.of("snapshot"), []))
+    run = train_own("full_disk", f"--precision fp64 --sharding full {SETS}", apart=True)
+    one_line(check, run, 8, f".safetensors: file 2 of 5, by rank 1 on {os.uname().nodename}: ")
+    check.equal(snapshots=(run.of("snapshot"), []))
     check.equal(left_behind=(world.on_rank_0(lambda: sorted(path.name for path in run.folder.glob("*.safetensors*"))), []))
 
 
@@ -1217,9 +1240,9 @@ def test_epochs_that_are_not_evaluated_or_saved(check, world, runs, first):
 
 @clause("C8")
 @only(sizes=(1, 2))
-def test_the_last_epoch_is_saved_though_nothing_else_is_due(check, world, runs, first):
+def test_the_last_epoch_is_saved_though_nothing_else_is_due(check, world, train_own):
     """Without held-out rows, and when it is none that --save-every saves."""
-    run = done(check, train_own(world, runs, first, "nothing_held_out", "--precision fp64 --epochs 3 --save-every 2"))
+    run = done(check, train_own("nothing_held_out", "--precision fp64 --epochs 3 --save-every 2"))
     document = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT)["document"])
     check.equal(snapshots=(run.values("snapshot", "step"), [28, 42]), step=(document["step"], 42))
     check.equal(epochs=(run.values("epoch", "step"), [14, 28, 42]), of_the_snapshot=(len(document["history"]), 3))
@@ -1228,10 +1251,10 @@ def test_the_last_epoch_is_saved_though_nothing_else_is_due(check, world, runs, 
 
 @clause("S9")
 @only(sizes=(1, 2))
-def test_the_best_model_is_kept_though_no_snapshot_is_due(check, world, runs, first):
+def test_the_best_model_is_kept_though_no_snapshot_is_due(check, world, runs, first, own_file):
     """Its loss rises in the last epoch, after which alone a snapshot is saved."""
     path = runs.folder(first, "worsens")
-    run = done(check, world.train(first, path, f"{own_file(world, runs, 'worsens')} --epochs 3 --save-every 3"))
+    run = done(check, world.train(first, path, f"{own_file('worsens')} --epochs 3 --save-every 3"))
     losses = run.values("epoch", "eval_loss")
     file = path / "best.safetensors"
     best = world.on_rank_0(lambda: take_apart(file)["document"]["epochs_run"] if file.exists() else 0)
@@ -1268,17 +1291,17 @@ def test_other_signals_stop_it_too(check, world, runs, first, number):
 
 @clause("C1")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_stopped_at_the_end_of_an_epoch_it_has_saved(check, world, runs, first):
+def test_stopped_at_the_end_of_an_epoch_it_has_saved(check, train_own):
     """Though that epoch was none that --save-every saves."""
-    run = train_own(world, runs, first, "told_at_an_end", "--epochs 3 --save-every 99", apart=True)
+    run = train_own("told_at_an_end", "--epochs 3 --save-every 99", apart=True)
     stopped_and_saved(check, run)
 
 
 @clause("C1")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_stopped_at_the_end_of_an_epoch_it_saves_once(check, world, runs, first):
+def test_stopped_at_the_end_of_an_epoch_it_saves_once(check, train_own):
     """What --save-every saves there is the last snapshot, and the one before it stays."""
-    run = train_own(world, runs, first, "told_at_an_end", "--epochs 3", apart=True)
+    run = train_own("told_at_an_end", "--epochs 3", apart=True)
     stopped_and_saved(check, run)
     steps = run.values("snapshot", "step")
     check.equal(saved_twice=([step for step in steps if steps.count(step) > 1], []))
@@ -1286,9 +1309,9 @@ def test_stopped_at_the_end_of_an_epoch_it_saves_once(check, world, runs, first)
 
 @clause("X2")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_another_signal_while_it_stops_costs_nothing(check, world, runs, first):
+def test_another_signal_while_it_stops_costs_nothing(check, train_own):
     """One Ctrl-C under torchrun is two signals; a scheduler may send one before."""
-    run = train_own(world, runs, first, "told_thrice", apart=True)
+    run = train_own("told_thrice", apart=True)
     stopped_and_saved(check, run)
     reasons = [word for text in run.output for word in re.findall(r"stopped early \((\w+)\)", text)]
     check.equal(reasons=(reasons, ["SIGTERM"]))
@@ -1377,9 +1400,9 @@ def test_data_that_were_moved_are_the_same(check, world, runs, first, name):
 
 @clause("C3")
 @only(sizes=(1, 2))
-def test_a_schedule_of_one_s_own_is_laid_out_over_the_run(check, world, runs, first):
+def test_a_schedule_of_one_s_own_is_laid_out_over_the_run(check, world, runs, first, own_file):
     """As cosine is: under other --epochs it would go on at another learning rate."""
-    file, path = own_file(world, runs, "scheduled"), runs.folder(first, "scheduled")
+    file, path = own_file("scheduled"), runs.folder(first, "scheduled")
     done(check, world.train(first, path, f"{file} --epochs 1"))
     expect_exit(check, world.train(first, path, f"{file} --epochs 2"), 5)
 
@@ -1422,9 +1445,7 @@ def test_a_damaged_snapshot_is_never_taken_for_none(check, world, own, runs):
 
     def damage(*names: str) -> None:
         for name in names:
-            raw = bytearray((run.folder / name).read_bytes())
-            raw[len(raw) // 2] ^= 1
-            (path / name).write_bytes(raw)
+            damaged_copy(run.folder / name, path / name)
 
     world.on_rank_0(lambda: [shutil.copytree(run.folder, path), damage(SNAPSHOT)])
     fell_back = done(check, world.train(own, path, FP64))
@@ -1445,14 +1466,7 @@ def test_a_damaged_snapshot_is_not_dealt_out_in_parts(check, world, own, runs):
     """Each rank of a sharded run reads its rows alone, and all of them hear what is in them."""
     run, path = runs.train(own, FP64), runs.folder(own, "damaged-parts")
     done(check, run)
-
-    def damage() -> bool:
-        path.mkdir()
-        raw = bytearray((run.folder / SNAPSHOT).read_bytes())
-        raw[len(raw) // 2] ^= 1
-        return bool((path / SNAPSHOT).write_bytes(raw))
-
-    world.on_rank_0(damage)
+    world.on_rank_0(lambda: [path.mkdir(), damaged_copy(run.folder / SNAPSHOT, path / SNAPSHOT)])
     expect_exit(check, world.train(own, path, f"{FP64} --epochs 4 --sharding full"), 5)
 
 
@@ -1465,9 +1479,7 @@ def test_verify_tells_of_any_file_that_is_damaged(check, world, own, runs):
     def verify() -> list[int]:
         path.mkdir()
         whole, damaged = run.folder / SNAPSHOT, path / "damaged.safetensors"
-        raw = bytearray(whole.read_bytes())
-        raw[len(raw) // 2] ^= 1
-        damaged.write_bytes(raw)
+        damaged_copy(whole, damaged)
         command = [sys.executable, "-m", "ddp_core.snapshot", "verify"]
         files = ([damaged, whole], [whole, damaged], [whole, whole])
         return [subprocess.run([*command, *those], capture_output=True, check=False).returncode for those in files]
@@ -1483,13 +1495,7 @@ def test_a_snapshot_that_is_missing_or_of_a_newer_format(check, world, runs, fir
     world.on_rank_0(lambda: [shutil.copytree(run.folder, run_dir), (run_dir / SNAPSHOT).unlink()])
     missing = done(check, world.train(first, run_dir, FP64))
     check.equal(started_at_steps=(missing.values("start", "step"), [0, 28]), warns=("warning" in missing.output[0], True))
-
-    def renumber() -> bool:
-        for path in run_dir.glob("snapshot*"):
-            path.write_bytes(path.read_bytes().replace(b'\\"format\\":2', b'\\"format\\":3'))
-        return True
-
-    world.on_rank_0(renumber)
+    world.on_rank_0(lambda: [renumber(path) for path in run_dir.glob("snapshot*")])
     newer = expect_exit(check, world.train(first, run_dir, FP64), 5)
     check.equal(says_which_format=("format 3" in "".join(newer.errors), True))
 
@@ -1499,13 +1505,7 @@ def test_a_snapshot_that_is_missing_or_of_a_newer_format(check, world, runs, fir
 def test_a_newer_format_is_refused_though_an_older_one_is_there(check, world, runs, first):
     run, run_dir = runs.train(first, FP64), runs.folder(first, "newer")
     done(check, run)
-
-    def renumber() -> bool:
-        shutil.copytree(run.folder, run_dir)
-        raw = (run_dir / SNAPSHOT).read_bytes()
-        return bool((run_dir / SNAPSHOT).write_bytes(raw.replace(b'\\"format\\":2', b'\\"format\\":3')))
-
-    world.on_rank_0(renumber)
+    world.on_rank_0(lambda: [shutil.copytree(run.folder, run_dir), renumber(run_dir / SNAPSHOT)])
     expect_exit(check, world.train(first, run_dir, FP64), 5)
 
 
@@ -1575,10 +1575,10 @@ def test_a_whole_snapshot_that_makes_no_sense(check, world, runs, first, what):
         return True
 
     world.on_rank_0(write)
-    refused = expect_exit(check, world.train(first, run_dir, FP64), 5)
-    lines = [line for text in refused.errors for line in text.splitlines()]
-    check.equal(lines=(len(lines), 1), names_the_file=(SNAPSHOT in "".join(lines), True))
-    check.equal(printable_and_short=("".join(lines).isprintable() and len("".join(lines)) < 5000, True))
+    refused = world.train(first, run_dir, FP64)
+    one_line(check, refused, 5, SNAPSHOT)
+    text = "".join(refused.error_lines)
+    check.equal(printable_and_short=(text.isprintable() and len(text) < 5000, True))
 
 
 @clause("C5", "S7")
@@ -1639,9 +1639,9 @@ def test_all_that_is_drawn_and_kept_survives_a_stop(check, world, runs, first, p
 @clause("C7")
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name", ["counts", "by_sevens", "frozen", "experts"])
-def test_what_an_optimizer_keeps_is_kept(check, world, runs, first, name):
+def test_what_an_optimizer_keeps_is_kept(check, world, runs, first, own_file, name):
     """Plain numbers of a parameter or a group; nothing of a parameter that is frozen, or that no row has asked for."""
-    file, path = own_file(world, runs, name), runs.folder(first, f"{name}-resumed")
+    file, path = own_file(name), runs.folder(first, f"{name}-resumed")
     never = world.train(first, runs.folder(first, name), f"{file} --epochs 2")
     done(check, never, world.train(first, path, f"{file} --epochs 1"))
     resumed = done(check, world.train(first, path, f"{file} --epochs 2"))
@@ -1650,9 +1650,9 @@ def test_what_an_optimizer_keeps_is_kept(check, world, runs, first, name):
 
 @clause("C7")
 @only(sizes=(1, 2))
-def test_the_scale_of_the_loss_goes_on_where_it_was(check, world, runs, first):
+def test_the_scale_of_the_loss_goes_on_where_it_was(check, world, runs, first, own_file):
     """Stopped when all steps were skipped, which overflowed under fp16's first scales, and again when some were not."""
-    flags = f"{own_file(world, runs, 'loud')} --precision fp16 --steps-per-epoch 2"
+    flags = f"{own_file('loud')} --precision fp16 --steps-per-epoch 2"
     never, path = world.train(first, runs.folder(first, "loud"), f"{flags} --epochs 8"), runs.folder(first, "loud-resumed")
     resumed = [world.train(first, path, f"{flags} --epochs {epochs}") for epochs in (1, 6, 8)]
     done(check, never, *resumed)
@@ -1663,17 +1663,17 @@ def test_the_scale_of_the_loss_goes_on_where_it_was(check, world, runs, first):
 
 @clause("C2")
 @only(sizes=(1, 2))
-def test_flags_of_any_make_are_the_same_ones(check, world, runs, first):
+def test_flags_of_any_make_are_the_same_ones(check, world, runs, first, own_file):
     """A tuple, a path and a table, which a file gives back as a list, a text, and a table of texts."""
-    file, path = own_file(world, runs, "flags_of_any_make"), runs.folder(first, "flags-of-any-make")
+    file, path = own_file("flags_of_any_make"), runs.folder(first, "flags-of-any-make")
     done(check, *(world.train(first, path, f"{file} --steps-per-epoch 2 --epochs {epochs}") for epochs in (1, 2)))
 
 
 @clause("C3")
 @only(sizes=(1, 2))
-def test_another_workload_file_than_before_is_noted(check, world, runs, first):
+def test_another_workload_file_than_before_is_noted(check, world, runs, first, own_file):
     """Its data and flags are the same, and its loss need not be."""
-    file, path = own_file(world, runs, "changed"), runs.folder(first, "another-file")
+    file, path = own_file("changed"), runs.folder(first, "another-file")
     changed, beside = (runs.root / "workloads" / name for name in ("changed.py", "beside_it.py"))
     world.on_rank_0(lambda: [changed.open("a").write("\nimport beside_it\n"), beside.write_text("ONE = 1\n")])
     noted = []
@@ -1687,9 +1687,9 @@ def test_another_workload_file_than_before_is_noted(check, world, runs, first):
 
 @clause("L14")
 @only(sizes=(1, 2))
-def test_parts_of_the_loss_have_their_names(check, world, runs, first):
+def test_parts_of_the_loss_have_their_names(check, train_own):
     """In whichever order a batch has them."""
-    run = done(check, train_own(world, runs, first, "parts", "--precision fp64"))
+    run = done(check, train_own("parts", "--precision fp64"))
     parts = [step["losses"] for step in run.of("step")]
     check.equal(
         part_that_is_1_a_row=({losses["one"] for losses in parts}, {1.0}),
@@ -1700,8 +1700,8 @@ def test_parts_of_the_loss_have_their_names(check, world, runs, first):
 
 @clause("L21")
 @only(sizes=(1, 2))
-def test_each_group_of_parameters_has_its_own_rate(check, world, runs, first):
-    run = done(check, train_own(world, runs, first, "rates"))
+def test_each_group_of_parameters_has_its_own_rate(check, world, train_own):
+    run = done(check, train_own("rates"))
     sums = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT)["crc32"])
     zeros = [sums[f"model.{name}"] == zlib.crc32(bytes(4 * count)) for name, count in (("0.bias", 256), ("2.bias", 10))]
     check.equal(biases_that_are_zero=(zeros, [True, True]), loss_falls=(run.losses[-1] < run.losses[0], True))
@@ -1709,9 +1709,9 @@ def test_each_group_of_parameters_has_its_own_rate(check, world, runs, first):
 
 @clause("C8")
 @only(sizes=(1,))
-def test_losses_below_zero_are_as_good_as_others(check, world, runs, first):
+def test_losses_below_zero_are_as_good_as_others(check, world, runs, first, own_file):
     """Killed in mid-epoch: the snapshot has the sum of an epoch's losses so far."""
-    flags, an_epoch = long(world, own_file(world, runs, "below_zero"), epochs=1)
+    flags, an_epoch = long(world, own_file("below_zero"), epochs=1)
     flags, path = f"{flags} --save-steps {an_epoch // 5}", runs.folder(first, "below-zero")
     words = f'"kind":"snapshot","step":{2 * (an_epoch // 5)}'
     expect_exit(check, world.train(first, path, flags, kill_ranks=(0,), kill_at=words), 137)
@@ -1738,29 +1738,29 @@ def test_killed_between_epochs_it_goes_on_from_its_last_step_saved(check, world,
 
 
 @clause("C8")
-def test_it_saves_every_so_many_minutes(check, world, runs, first):
+def test_it_saves_every_so_many_minutes(check, world, runs, first, train_own):
     flags, an_epoch = long(world, DRAWS)
     run = done(check, runs.train(first, f"{flags} --save-minutes 0.0005"))
     between_epochs = [step for step in run.values("snapshot", "step") if step % an_epoch]
     check.equal(saves_between_epochs=(bool(between_epochs), True))
     plain = runs.train(first, FP64)
     check.equal(save_minutes_by_default=(plain.values("start", "config")[0]["save_minutes"], 10))
-    slow = train_own(world, runs, first, "slow_steps", "--save-minutes 0.5 --steps-per-epoch 14")  # of 1.4 s
+    slow = train_own("slow_steps", "--save-minutes 0.5 --steps-per-epoch 14")  # of 1.4 s
     check.equal(saves_in_a_second=(slow.values("snapshot", "step"), [14]))
 
 
 @clause("C8")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_the_best_model_is_no_snapshot_that_was_due(check, world, runs, first):
+def test_the_best_model_is_no_snapshot_that_was_due(check, train_own):
     """It is saved at the end of every epoch, which takes a tenth of the minutes."""
     flags = "--steps-per-epoch 2 --lr 0.005 --epochs 40 --save-every 999 --save-minutes 0.015"
-    run = done(check, train_own(world, runs, first, "always_better", flags))
+    run = done(check, train_own("always_better", flags))
     check.equal(saves_before_the_end=(len(run.of("snapshot")) > 2, True))
 
 
 @clause("C8")
 @only(sizes=(1,))
-def test_a_save_may_be_due_at_the_end_of_an_epoch(check, world, runs, first):
+def test_a_save_may_be_due_at_the_end_of_an_epoch(check, runs, first):
     """That is neither evaluated nor saved for itself."""
     run = done(check, runs.train(first, f"{FP64} --save-steps 14 --save-every 99 --eval-every 99"))
     check.equal(snapshots=(run.values("snapshot", "step"), [14, 28, 42]))
@@ -1773,9 +1773,7 @@ def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
     run_dir, of_job = runs.folder(launch, "of-a-job"), dict(run_dir="--new-run-dir")
     done(check, world.train(launch, run_dir, SHORT, **of_job))
     before = world.on_rank_0(lambda: sha256(run_dir / SNAPSHOT))
-    refused = expect_exit(check, world.train(launch, run_dir, SHORT, **of_job), 3)
-    lines = [line for text in refused.errors for line in text.splitlines()]
-    check.equal(lines_that_name_run_dir=(sum("--run-dir" in line for line in lines), 1), lines=(len(lines), 1))
+    one_line(check, world.train(launch, run_dir, SHORT, **of_job), 3, "--run-dir")
     check.equal(snapshot=(world.on_rank_0(lambda: sha256(run_dir / SNAPSHOT)), before))
     again = done(check, world.train(launch, run_dir, f"{SHORT} --epochs 2 --fresh", restart=1, **of_job))
     check.equal(started_at_steps=(again.values("start", "step"), [0, 1]))
@@ -1799,9 +1797,8 @@ def test_sharded_training_has_the_golden_losses(check, runs, first, flags):
 
 @clause("C10")
 @only(sizes=(2,), devices=("cpu",))
-def test_sharded_models_have_numbers_that_no_snapshot_has(check, world, runs, first):
-    sharded, whole = (train_own(world, runs, first, "masked", f"--precision fp64 {flags}") for flags in ("--sharding full", ""))
-    done(check, sharded, whole)
+def test_sharded_models_have_numbers_that_no_snapshot_has(check, train_own):
+    sharded, whole = done(check, *(train_own("masked", f"--precision fp64 {flags}") for flags in ("--sharding full", "")))
     check.close(sharded.losses, whole.losses, T1)
 
 
@@ -1816,9 +1813,9 @@ def test_sharded_gradients_are_clipped_by_the_norm_of_all(check, runs, first):
 
 @clause("C10")
 @only(sizes=(2,), devices=("cpu",))
-def test_sharded_gradients_are_summed_in_fp32(check, world, runs, first):
+def test_sharded_gradients_are_summed_in_fp32(check, train_own):
     """Under bf16, too: one rank's is 2048 times as large as the other's, and both are exact."""
-    run = done(check, train_own(world, runs, first, "large_and_small", "--precision bf16 --sharding full"))
+    run = done(check, train_own("large_and_small", "--precision bf16 --sharding full"))
     check.close(run.values("step", "grad_norm"), [(16 + 1 / 128) / 64], 1e-5, "the norm")
 
 
@@ -1869,9 +1866,8 @@ def test_the_snapshot_of_parts_is_everybody_s(check, world, runs, first):
 
 @clause("X3")
 def test_a_mistyped_flag_is_one_line(check, world, own, runs):
-    run = expect_exit(check, world.train(own, runs.folder(own, "mistyped"), MISTYPED), 2)
-    lines = [line for text in run.errors + run.output for line in text.splitlines()]
-    check.equal(lines=(len(lines), 1), names_the_flag=("--epochs" in "".join(lines), True))
+    run = world.train(own, runs.folder(own, "mistyped"), MISTYPED)
+    one_line(check, run, 2, "--epochs", run.lines)
 
 
 # Each with the words that name it.
@@ -1886,8 +1882,7 @@ def test_flags_that_make_no_sense_are_one_line(check, world, runs, first):
     outcomes = {}
     for flags, words in NONSENSE.items():
         run = world.train(first, runs.folder(first, "nonsense"), f"{SHORT} {flags}")
-        lines = [line for text in run.errors + run.output for line in text.splitlines()]
-        outcomes[flags] = (sorted({*run.exit_codes}), len(lines), words in "".join(lines))
+        outcomes[flags] = (sorted({*run.exit_codes}), len(run.lines), words in "".join(run.lines))
     check.equal(exit_codes_lines_and_words=(outcomes, dict.fromkeys(NONSENSE, ([2], 1, True))))
 
 
@@ -1904,16 +1899,16 @@ def test_ranks_with_different_files_of_one_name(check, world, runs, first, copy)
         first, runs.folder(first, copy), runs.filled(f"{NOISY} --steps-per-epoch 1"), odd_flags=f"--workload {file}"
     )
     expect_exit(check, run, 4)
-    lines = [line for text in run.errors for line in text.splitlines() if "workload_file=" in line and "on rank 1" in line]
+    lines = [line for line in run.error_lines if "workload_file=" in line and "on rank 1" in line]
     check.equal(lines_that_name_the_file=(len(lines), 1))
 
 
 @clause("X5")
 @only(sizes=(2,))
 @pytest.mark.parametrize("name", ["other_data", "other_rows", "other_mappings", "other_held_out"])
-def test_ranks_with_different_data(check, world, runs, first, name):
-    run = expect_exit(check, train_own(world, runs, first, name), 4)
-    lines = [line for text in run.errors for line in text.splitlines() if "data=" in line and "on rank 1" in line]
+def test_ranks_with_different_data(check, train_own, name):
+    run = expect_exit(check, train_own(name), 4)
+    lines = [line for line in run.error_lines if "data=" in line and "on rank 1" in line]
     on_its_node = f"(rank 1 is on {socket.gethostname()})" in "".join(lines)
     check.equal(lines_that_name_the_data=(len(lines), 1), and_the_node=(on_its_node, True))
 
@@ -1925,16 +1920,15 @@ def test_what_one_rank_alone_lacks_is_told_once(check, world, runs, first):
     data = runs.root / "data-seen-by-rank-0"
     world.on_rank_0(lambda: bool(anchors.mnist_rows(data)))
     flags = f"--workload mnist --epochs 1 --global-batch-size 24 --data-dir {data}"
-    run = expect_exit(check, world.train(first, runs.folder(first, "lacking"), flags, odd_flags="--data-dir /nowhere"), 3)
-    lines = [line for text in run.errors + run.output for line in text.splitlines()]
-    check.equal(lines=(len(lines), 1), says=("rank 1: --data-dir /nowhere" in "".join(lines), True))
+    run = world.train(first, runs.folder(first, "lacking"), flags, odd_flags="--data-dir /nowhere")
+    one_line(check, run, 3, "rank 1: --data-dir /nowhere", run.lines)
 
 
 @clause("X12")
 @only(sizes=(2,))
-def test_what_fails_on_one_rank_alone_is_told_by_it_alone(check, world, runs, first):
-    run = train_own(world, runs, first, "fails_alone")
-    lines = [line for text in run.errors + run.output for line in text.splitlines() if "the sky is falling" in line]
+def test_what_fails_on_one_rank_alone_is_told_by_it_alone(check, train_own):
+    run = train_own("fails_alone")
+    lines = [line for line in run.lines if "the sky is falling" in line]
     check.equal(
         exit_codes=(len(set(run.exit_codes) - {0}), 1), lines=(len(lines), 1), names_the_line=("line " in "".join(lines), True)
     )
@@ -1943,18 +1937,18 @@ def test_what_fails_on_one_rank_alone_is_told_by_it_alone(check, world, runs, fi
 @clause("X12")
 @only(sizes=(2,))
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_fails_on_one_rank_ends_all_with_its_code(check, world, runs, first, rank):
+def test_what_fails_on_one_rank_ends_all_with_its_code(check, train_own, rank):
     """Of a job's codes the launcher takes the highest: 7 would have it started again, to fail again."""
-    run = expect_exit(check, train_own(world, runs, first, "fails_alone_in_a_step", f"--of-rank {rank}", apart=True), 2)
+    run = expect_exit(check, train_own("fails_alone_in_a_step", f"--of-rank {rank}", apart=True), 2)
     check.equal(recorded=([record["exit_code"] for record in run.of("end")], [2]))
 
 
 @clause("X12")
 @only(sizes=(2,), devices=("cpu",))
-def test_a_rank_that_comes_late_hears_why_all_end(check, world, runs, first):
+def test_a_rank_that_comes_late_hears_why_all_end(check, world, train_own):
     """By its exit code, too: of those of a job's ranks the launcher takes the highest."""
     late = dict(LATE="3") if world.rank == world.size - 1 else {}
-    expect_exit(check, train_own(world, runs, first, "no_rows", environ=late, apart=True), 2)
+    expect_exit(check, train_own("no_rows", environ=late, apart=True), 2)
 
 
 @clause("X5")
@@ -1976,9 +1970,9 @@ def test_a_loss_that_is_not_finite(check, world, own, runs):
 @clause("X6")
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name", ["overflows", "steep"])
-def test_numbers_that_are_not_finite_reach_no_parameter(check, world, runs, first, name):
+def test_numbers_that_are_not_finite_reach_no_parameter(check, train_own, name):
     """Of the steps that are trained before it is found out none may use them: the workload looks at its own parameters."""
-    run = expect_exit(check, train_own(world, runs, first, name), 6)
+    run = expect_exit(check, train_own(name), 6)
     seen = [text for text in run.output if "parameters are not finite" in text]
     check.equal(names_the_step=("at step 5 " in "".join(run.errors), True), seen_in_a_later_step=(bool(seen), False))
     row = f"rows [{reference.sample_order(0, 0, 1438)[5 * G]}"
@@ -1987,16 +1981,16 @@ def test_numbers_that_are_not_finite_reach_no_parameter(check, world, runs, firs
 
 @clause("X6")
 @only(sizes=(1, 2))
-def test_a_held_out_loss_that_is_not_finite(check, world, runs, first):
-    run = expect_exit(check, train_own(world, runs, first, "unfit", "--steps-per-epoch 2"), 6)
+def test_a_held_out_loss_that_is_not_finite(check, world, train_own):
+    run = expect_exit(check, train_own("unfit", "--steps-per-epoch 2"), 6)
     kept = world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors")])
     check.equal(snapshots=(kept, []))
 
 
 @clause("X11")
 @only(sizes=(2,))
-def test_replicas_that_differ_leave_no_snapshot(check, world, runs, first):
-    run = expect_exit(check, train_own(world, runs, first, "diverges", "--precision fp64"), 7)
+def test_replicas_that_differ_leave_no_snapshot(check, train_own):
+    run = expect_exit(check, train_own("diverges", "--precision fp64"), 7)
     output = "".join(run.errors)
     check.equal(names_the_rank=("of rank 1 differ" in output, True), snapshot=((run.folder / SNAPSHOT).exists(), False))
 
@@ -2013,20 +2007,19 @@ def test_a_killed_rank_is_named_by_the_others(check, world, runs, first):
 @clause("X7")
 @only(sizes=(2,), devices=("cpu",))
 @pytest.mark.parametrize("where", ["step", "evaluation"])
-def test_a_rank_that_hangs_is_named_by_the_others(check, world, runs, first, where):
+def test_a_rank_that_hangs_is_named_by_the_others(check, train_own, where):
     """After --timeout, whichever group they wait in."""
-    run = train_own(world, runs, first, "hangs", f"--steps-per-epoch 5 --timeout 3 --where {where}", apart=True)
-    expect_exit(check, run, 7)
+    run = expect_exit(check, train_own("hangs", f"--steps-per-epoch 5 --timeout 3 --where {where}", apart=True), 7)
     words = "rank 1 died or hangs"
     check.equal(says=(words if words in run.errors[0] else run.errors, words))
 
 
 @clause("X7")
 @only(sizes=(4,), devices=("cpu",))
-def test_a_rank_that_hangs_in_the_groups_of_its_node_is_noticed(check, world, runs, first):
+def test_a_rank_that_hangs_in_the_groups_of_its_node_is_noticed(check, train_own):
     """The others of its node wait for its part of the gradients there, and not in the group of all."""
     flags = "--steps-per-epoch 5 --timeout 3 --where loss --sharding hybrid"
-    expect_exit(check, train_own(world, runs, first, "hangs", flags, num_nodes=2, apart=True), 7)
+    expect_exit(check, train_own("hangs", flags, num_nodes=2, apart=True), 7)
 
 
 @clause("X15")
@@ -2037,9 +2030,8 @@ def test_ranks_that_do_not_come_are_named(check, world, runs, first):
     run = world.train(first, runs.folder(first, "missing"), flags, odd_flags="--help")
     check.equal(exit_codes=(run.exit_codes, [4] * (world.size - 1) + [0]))
     words = f"1 of {world.size} ranks missing after 3 s"
-    lines = [line for text in run.errors for line in text.splitlines()]
-    says = words in "".join(lines) and f"rank {world.size - 1}" in "".join(lines)
-    check.equal(lines=(len(lines), 1), names_the_rank=(says, True))
+    says = all(text in "".join(run.error_lines) for text in (words, f"rank {world.size - 1}"))
+    check.equal(lines=(len(run.error_lines), 1), names_the_rank=(says, True))
 
 
 @clause("X16")
@@ -2061,18 +2053,18 @@ def test_a_stranger_changes_no_run(check, world, runs, first):
 
 @clause("X13")
 @only(sizes=(1,))
-def test_memory_that_does_not_suffice(check, world, runs, first):
-    run = expect_exit(check, train_own(world, runs, first, "exhausts"), 7)
-    lines = [line for text in run.errors for line in text.splitlines() if "out of memory" in line]
+def test_memory_that_does_not_suffice(check, train_own):
+    run = expect_exit(check, train_own("exhausts"), 7)
+    lines = [line for line in run.error_lines if "out of memory" in line]
     flags = all(flag in line for line in lines for flag in ("step 3", "--global-batch-size", "--accumulate"))
     check.equal(lines=(len(lines), 1), names_step_and_flags=(flags, True))
 
 
 @clause("X13")
 @only(sizes=(2,))
-def test_memory_of_a_host_that_does_not_suffice(check, world, runs, first):
-    run = expect_exit(check, train_own(world, runs, first, "exhausts_its_host", "--timeout 10", apart=True), 7)
-    lines = [line for text in run.errors for line in text.splitlines() if "out of memory, rank 1 on " in line]
+def test_memory_of_a_host_that_does_not_suffice(check, train_own):
+    run = expect_exit(check, train_own("exhausts_its_host", "--timeout 10", apart=True), 7)
+    lines = [line for line in run.error_lines if "out of memory, rank 1 on " in line]
     flags = all(flag in line for line in lines for flag in ("step 3", "--global-batch-size", "--accumulate"))
     check.equal(lines=(len(lines), 1), names_step_and_flags=(flags, True), of_rank_0=("rank 1 " in run.errors[0], True))
 
@@ -2093,7 +2085,7 @@ def test_a_stale_core_on_one_node(check, world, runs, first):
     launch = replace(first, train=stale / first.train.name) if world.rank == world.size - 1 else first
     run = expect_exit(check, world.train(launch, runs.folder(first, "stale-core"), SHORT), 4)
     words = f"on rank {world.size - 1}, but"
-    lines = [line for text in run.errors for line in text.splitlines() if "core=" in line and words in line]
+    lines = [line for line in run.error_lines if "core=" in line and words in line]
     check.equal(lines_that_name_it=(len(lines), 1))
 
 
@@ -2141,7 +2133,7 @@ def test_a_run_directory_has_one_job_at_a_time(check, world, runs, first):
 @clause("X14")
 @only(sizes=(1,), devices=("cpu",))
 @pytest.mark.parametrize("where, place", [("host", dict(host="elsewhere")), ("container", dict(pids="pid:[1]", pid=4194303))])
-def test_a_lock_that_is_touched_elsewhere_is_a_living_job_s(check, world, runs, first, where, place):
+def test_a_lock_that_is_touched_elsewhere_is_a_living_job_s(check, world, runs, first, own_file, where, place):
     """Whatever this host's clock says: it is an hour ahead, and the lock's time is the file server's."""
     from ddp_core.run_directory import RunDirectory
 
@@ -2158,7 +2150,7 @@ def test_a_lock_that_is_touched_elsewhere_is_a_living_job_s(check, world, runs, 
             os.utime(lock)
 
     threading.Thread(target=beat).start()
-    run = world.train(first, run_dir, f"{own_file(world, runs, 'ahead_of_time')} --epochs 1", apart=True)
+    run = world.train(first, run_dir, f"{own_file('ahead_of_time')} --epochs 1", apart=True)
     over.set()
     expect_exit(check, run, 3)
     check.equal(names_the_job=("job another" in "".join(run.errors), True), leaves_what_is_being_written=(half.exists(), True))
@@ -2166,9 +2158,9 @@ def test_a_lock_that_is_touched_elsewhere_is_a_living_job_s(check, world, runs, 
 
 @clause("X14")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_who_has_lost_the_lock_leaves_no_snapshot(check, world, runs, first):
+def test_who_has_lost_the_lock_leaves_no_snapshot(check, world, train_own):
     """Not of what it had begun to write before, either."""
-    run = expect_exit(check, train_own(world, runs, first, "loses_its_lock", "--steps-per-epoch 2", apart=True), 8)
+    run = expect_exit(check, train_own("loses_its_lock", "--steps-per-epoch 2", apart=True), 8)
     names = world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors*")])
     check.equal(snapshots=(names, []), the_other_s_lock_is_there=(world.on_rank_0((run.folder / "run.lock").exists), True))
 
@@ -2182,45 +2174,34 @@ def test_a_run_directory_that_cannot_be_written(check, world, own, runs):
     check.equal(names_the_flag=("--run-dir" in "".join(run.errors), True))
 
 
-def one_line(check, run, lines: list[str], words: str) -> None:
-    """All ranks have ended with 2, and of what they printed these lines are one, with these words."""
-    __tracebackhide__ = True
-    expect_exit(check, run, 2)
-    check.equal(lines=(len(lines), 1), says=(words if words in "".join(lines) else lines, words))
-
-
 @clause("X9")
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_workload_file_that_cannot_be_used_is_one_line(check, world, runs, first, name):
-    run = train_own(world, runs, first, name)
-    lines = [line for text in run.errors + run.output for line in text.splitlines() if not line.startswith("rank=")]
-    one_line(check, run, lines, MISTAKES[name])
+def test_a_workload_file_that_cannot_be_used_is_one_line(check, train_own, name):
+    run = train_own(name)
+    one_line(check, run, 2, MISTAKES[name], [line for line in run.lines if not line.startswith("rank=")])
 
 
 @clause("X9")
 @only(sizes=(2,))
-def test_a_model_that_cannot_be_built_in_shards_is_one_line(check, world, runs, first):
+def test_a_model_that_cannot_be_built_in_shards_is_one_line(check, train_own):
     """The ranks build it one after the other."""
-    run = train_own(world, runs, first, "unbuildable", "--sharding full")
-    one_line(check, run, [line for text in run.errors for line in text.splitlines()], "line 11 (model): NameError")
+    one_line(check, train_own("unbuildable", "--sharding full"), 2, "line 11 (model): NameError")
 
 
 @clause("X9")
 @only(sizes=(2,))
-def test_a_forward_past_ddp_is_one_line(check, world, runs, first):
+def test_a_forward_past_ddp_is_one_line(check, train_own):
     """It sums no gradient then, and the replicas drift apart."""
-    run = train_own(world, runs, first, "past_ddp")
-    lines = [line for text in run.errors for line in text.splitlines()]
-    one_line(check, run, lines, "forward() goes past DistributedDataParallel")
+    one_line(check, train_own("past_ddp"), 2, "forward() goes past DistributedDataParallel")
 
 
 @clause("X9")
 @only(sizes=(1, 2), devices=("cpu",))
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_row_that_cannot_be_read_is_named(check, world, runs, first, workers):
+def test_a_row_that_cannot_be_read_is_named(check, world, train_own, workers):
     """By rank 0, which reads it, and not one of the batches that workers have read on to."""
-    run = train_own(world, runs, first, "misses_a_row", f"--workers {workers} --precision fp64", apart=True)
+    run = train_own("misses_a_row", f"--workers {workers} --precision fp64", apart=True)
     rows = reference.sample_order(0, 0, 1438)[5 * G : 6 * G : world.size][:3]
     words = f"rows {', '.join(map(str, rows))}"
     check.equal(
@@ -2231,9 +2212,9 @@ def test_a_row_that_cannot_be_read_is_named(check, world, runs, first, workers):
 @clause("X10")
 @only(sizes=(1, 2), devices=("cpu",))
 @pytest.mark.parametrize("batches", [0.5, 2.5])
-def test_a_worker_that_dies_is_named(check, world, runs, first, batches):
+def test_a_worker_that_dies_is_named(check, world, train_own, batches):
     """While the rank waits for its first batch, or is in its first step: workers read two batches ahead."""
     last = int(batches * G / world.size)
-    run = expect_exit(check, train_own(world, runs, first, "dies", f"--workers 1 --last {last}", apart=True), 7)
+    run = expect_exit(check, train_own("dies", f"--workers 1 --last {last}", apart=True), 7)
     words = "a worker that reads rows died"
     check.equal(says=(words if words in "".join(run.errors) else run.errors, words))

@@ -40,6 +40,16 @@ class Run:
         return [record[name] for record in self.of(kind)]
 
     @property
+    def error_lines(self) -> list[str]:
+        """On standard error, of all ranks."""
+        return [line for text in self.errors for line in text.splitlines()]
+
+    @property
+    def lines(self) -> list[str]:
+        """All that was printed."""
+        return self.error_lines + [line for text in self.output for line in text.splitlines()]
+
+    @property
     def losses(self) -> list[float]:
         return [float.fromhex(text) for text in self.values("step", "loss_hex")]
 
