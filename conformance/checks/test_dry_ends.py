@@ -224,8 +224,7 @@ def test_a_successor_goes_on_where_its_job_was(check, site, dry):
                 yield f"{case.name}: {variable}={environ.get(variable)} for the next job, but should be {restarts}"
             run = dry.case(case, code=75, number=f"{int(FIRST) + restarts}", environ=environ)
             if where(run) != place:
-                observed = f"{where(run)} in successor {restarts}, but should be {place}"
-                yield f"{case.name}: run directory={observed}"
+                yield f"{case.name}: run directory={where(run)} in successor {restarts}, but should be {place}"
         idle = [call for call in new_starts(dry.case(case, code=75, progress=False)) if call.command != "scontrol"]
         for call in idle:
             yield f"{case.name}: {call.text} after no step, but should not: nor would the next job get further"
@@ -581,8 +580,7 @@ def test_what_users_are_shown_works(check, site, dry):
     """Each submission and installation in the head of a job script, and in README.md's blocks and sentences."""
     for where_it_stands, line in shown(site):
         if redirection := re.search(r"[<>]=?\S*", re.sub(r"'[^']*'|\"[^\"]*\"", "", line)):
-            problem = f"a shell takes {redirection[0]} for a redirection"
-            yield f"{where_it_stands}: {line!r}: {problem}, but should find it in quotes"
+            yield f"{where_it_stands}: {line!r}: a shell takes {redirection[0]} for a redirection, but should find it in quotes"
         elif isinstance(run := followed(dry, line), str):
             yield f"{where_it_stands}: {line!r}: {run}"
         elif run.code or "still running" in run.output:

@@ -26,6 +26,7 @@ from conformance.harness.dry_run import (
     DryRun,
     DryRuns,
     ending,
+    exit_of,
     flags_of,
     given,
     made_by,
@@ -56,11 +57,6 @@ def with_modules(site, *names: str) -> Case | None:
     return replace(site.cases[0], name="other modules", script=site.toml["submit"], edit={match[0]: other})
 
 
-def last_line(run: DryRun) -> str:
-    lines = run.output.strip().splitlines() or ["it prints nothing"]
-    return lines[-1][-160:]
-
-
 @clause("B10")
 def test_packages_of_the_user_s_own_are_not_counted(check, dry):
     """Those in ~/.local: pip leaves out what is there, and no job sees it."""
@@ -78,13 +74,12 @@ def test_each_flag_of_its_help_works(check, dry):
     yield from (f"install.sh --help: {each}, but should be one of {', '.join(PASSED)}" for each in sorted(unknown))
     for what, run in runs(dry).items():
         if run.code:
-            yield f"{what}: exit code {run.code} ({dry.shown(last_line(run))}), but should be 0"
+            yield f"{what}: {exit_of(dry, run)}, but should be 0"
     for flags in given(dry):
         job = dry.job(dry.site.job_scripts[0], install=flags)
         elsewhere = PASSED["IMAGE"] in flags and job.code == 3 and "install.sh" in job.output  # job.sl has to say so, too
         if not (job.trained and job.code == 0) and not elsewhere:
-            ends = f"exit code {job.code} ({dry.shown(last_line(job))})"
-            yield f"a job after install.sh {flags[0]}: {ends}, but should be 0"
+            yield f"a job after install.sh {flags[0]}: {exit_of(dry, job)}, but should be 0"
 
 
 @clause("B10")
@@ -101,7 +96,7 @@ def test_a_packed_environment_is_not_older_than_the_installed_one(check, dry):
 def test_another_image_takes_the_place_of_the_first(check, dry):
     """Its user has seen to a newer PyTorch, and would train with the old one."""
     image = PASSED["IMAGE"]
-    for flags in [flags for flags in given(dry) if image in flags]:
+    for flags in given(dry, "IMAGE"):
         newer = image[:-1] + "1"
         run = dry.install(*(newer if word == image else word for word in flags), after=flags)
         if not any(newer in call.words for call in run.called("apptainer", "singularity", "podman-hpc", "shifterimg")):
@@ -111,7 +106,7 @@ def test_another_image_takes_the_place_of_the_first(check, dry):
 @clause("B10")
 def test_another_torch_takes_the_place_of_the_first(check, dry):
     """Whoever names one has found that the first does not work here: an environment that counts as whole would keep it."""
-    for flag, value in [flags for flags in given(dry) if {PASSED["SPEC"], PASSED["URL"]} & {*flags}]:
+    for flag, value in given(dry, "SPEC", "URL"):
         other = value[:-1] + "9"
         run = dry.install(flag, other, after=(flag, value))
         if not any(other in word for _, words in pips(run) for word in words):
@@ -125,7 +120,7 @@ def test_another_torch_takes_the_place_of_the_first(check, dry):
 @clause("B10")
 def test_a_torch_that_is_asked_for_is_taken_though_python_brings_one(check, dry):
     """Whoever asks for another build has found that Python's own is none for this machine."""
-    for flag, value in [flags for flags in given(dry) if {PASSED["SPEC"], PASSED["URL"]} & {*flags}]:
+    for flag, value in given(dry, "SPEC", "URL"):
         asked = [words for _, words in pips(dry.install(flag, value, fails="another torch"))]
         if not any(value in word for words in asked for word in words):
             yield f"install.sh {flag} {value} with a Python that has torch: pip is not asked for it, but should be"
@@ -194,8 +189,7 @@ def test_other_modules_than_it_was_made_with_are_noticed(check, site, dry):
         yield from (f"install.sh loads {word!r}, but should load each by its name" for word in as_one)
         job = dry.job(site.folder / case.script, case=case)
         if job.trained or job.code != 3 or "install.sh" not in job.output:
-            observed = f"{ending(dry, job)} with {other}, but what install.sh made with {line}"
-            yield f"{observed}, but should be 3 and name install.sh"
+            yield f"{ending(dry, job)} with {other}, but what install.sh made with {line}, but should be 3 and name install.sh"
 
 
 @clause("B10")
@@ -203,7 +197,7 @@ def test_what_is_made_anew_has_nothing_of_the_first(check, site, dry):
     """Packages of another Python, MPI or torch are there already for pip, which builds them no more, and fail in the job."""
     ways: list[tuple] = [(case, case.flags(PASSED["IMAGE"])) for case in site.cases if case.install is not None]
     ways += [(case, []) for case in [with_modules(site, "another/1.0")] if case]
-    ways += [(None, flags) for flags in given(dry) if PASSED["SPEC"] in flags]
+    ways += [(None, flags) for flags in given(dry, "SPEC")]
     ways.append((None, []))
     kept = set()
     for linked, (case, flags) in product((False, True), ways):
@@ -230,7 +224,7 @@ def test_the_core_is_installed_though_one_of_its_version_is_there(check, dry):
 @clause("B10")
 def test_in_another_place_it_is_the_one_that_jobs_find(check, dry):
     """A link that leads to the environment, leads to the new one. `ln -sf` puts the new link into the folder of the first."""
-    for flags in [flags for flags in given(dry) if PASSED["PREFIX"] in flags]:
+    for flags in given(dry, "PREFIX"):
         other = tuple(word.replace(PASSED["PREFIX"], f"{PASSED['PREFIX']} 2") for word in flags)
         dry.install(*other)
         fresh = links(dry.installed["install", *other, "", "", None] / dry.folder.name)
@@ -260,7 +254,7 @@ def test_an_installation_that_was_killed_is_made_whole_by_the_next(check, dry):
             )
             what = f"{' '.join(['install.sh', *flags[:1]])}, killed in {dry.shown(step.text)[:80]!r}, and run again"
             if again.code or other:
-                observed = f"exit code {again.code} ({dry.shown(last_line(again))}), {' '.join(other[:3]) or 'the same files'}"
+                observed = f"{exit_of(dry, again)}, {' '.join(other[:3]) or 'the same files'}"
                 yield f"{what}: {observed}, but should be 0 and the files of one that was not killed"
             job = None if flags else dry.job(dry.site.job_scripts[0], install=flags, install_fails=fails)
             if job and (job.trained or job.code != 3 or "install.sh" not in job.output):
@@ -314,7 +308,7 @@ def test_what_is_too_old_is_refused_before_anything_is_installed(check, dry, wha
         return
     run = dry.install(fails=f"old {what}")
     if run.code != 3 or pips(run):
-        observed = f"exit code {run.code} ({dry.shown(last_line(run))}) and {len(pips(run))} installations"
+        observed = f"{exit_of(dry, run)} and {len(pips(run))} installations"
         yield f"install.sh with an old {what}: {observed}, but should be 3 before any"
 
 
@@ -331,7 +325,7 @@ def test_a_module_that_is_missing_ends_it_before_anything_is_installed(check, si
     named = run and re.search(rf"(?m)^error: .*\b(modules?|{'|'.join(map(re.escape, names))})\b", run.output)
     if run and (run.code != 3 or pips(run) or made_by(run) or not named):
         made = len(pips(run)) + len(made_by(run))
-        ends = f"exit code {run.code} ({dry.shown(last_line(run))}) and {made} installations"
+        ends = f"{exit_of(dry, run)} and {made} installations"
         yield f"install.sh without its modules: {ends}, but should be 3 before any and name them"
 
 
@@ -343,7 +337,7 @@ def test_a_wrong_flag_is_refused_before_anything_is_done(check, dry):
         run = dry.install(*words)
         lines = run.output.strip().splitlines()
         if run.code != 2 or len(lines) != 1 or words[0] not in run.output or pips(run):
-            observed = f"exit code {run.code} and {len(lines)} lines ({dry.shown(last_line(run))})"
+            observed = f"{exit_of(dry, run)} and {len(lines)} lines"
             yield f"install.sh {words[0]}: {observed}, but should be 2 and one line that names it"
 
 
@@ -354,7 +348,7 @@ def test_a_flag_is_not_lost_beside_an_image(check, dry):
     def done(*flags: str) -> set[str]:
         return {dry.shown(call.text) for call in dry.install(*flags).calls}
 
-    for image, flag in product([words for words in given(dry) if PASSED["IMAGE"] in words], given(dry)):
+    for image, flag in product(given(dry, "IMAGE"), given(dry)):
         if (
             flag != image
             and done(*flag) != done()
@@ -366,10 +360,7 @@ def test_a_flag_is_not_lost_beside_an_image(check, dry):
     # A wheel that somebody has built, in a folder that no image has.
     (wheel := dry.top / "root/wheels/mine-1.0-py3-none-any.whl").parent.mkdir(exist_ok=True)
     wheel.touch()
-    for image, (flag, _) in product(
-        [words for words in given(dry) if PASSED["IMAGE"] in words],
-        [words for words in given(dry) if PASSED["PACKAGE"] in words],
-    ):
+    for image, (flag, _) in product(given(dry, "IMAGE"), given(dry, "PACKAGE")):
         run = dry.install(*image, flag, f"/wheels/{wheel.name}")
         seen = [value for call in run.calls for value in values_of(call.words, "--bind", "-B") if str(wheel.parent) in value]
         if not seen:
@@ -387,8 +378,8 @@ def test_an_installation_that_fails_says_so(check, site, dry):
     for what, shape in dict(before=dict(install=None), after=dict(install_fails="pip")).items():
         job = dry.job(script, **shape)
         if job.code != 3 or job.trained or "install.sh" not in job.output:
-            observed = f"{script.name} {what} install.sh{' has failed' if what == 'after' else ''}: exit code {job.code}"
-            yield f"{observed} ({dry.shown(last_line(job))}), but should be 3 and name install.sh"
+            subject = f"{script.name} {what} install.sh{' has failed' if what == 'after' else ''}"
+            yield f"{subject}: {exit_of(dry, job)}, but should be 3 and name install.sh"
 
 
 @clause("B10")
@@ -407,8 +398,7 @@ def test_a_folder_of_somebody_else_is_no_prefix(check, dry):
         place = os.path.relpath(os.path.realpath(prefix), dry.top)
         run = dry.install(planted=place)
         if run.code != 3 or f"{place}/mine" in run.changed or pips(run):
-            observed = f"exit code {run.code} ({dry.shown(last_line(run))})"
-            yield f"install.sh where {Path(place).name} is somebody else's: {observed}, but should be 3 and leave it"
+            yield f"install.sh where {Path(place).name} is somebody else's: {exit_of(dry, run)}, but should be 3 and leave it"
 
 
 @clause("B6")
@@ -451,8 +441,7 @@ def test_nothing_replaces_the_torch_of_the_machine(check, dry):
     """The core comes without its dependencies, a user's package beside a torch that is held, whether pip takes it or not."""
     refused = {
         f"install.sh {flags[0]}, which pip refuses,": dry.install(*flags, fails=f"pip {PASSED['PACKAGE']}")
-        for flags in given(dry)
-        if PASSED["PACKAGE"] in flags
+        for flags in given(dry, "PACKAGE")
     }
     for what, run in (runs(dry) | refused).items():
         for call, words in pips(run):
@@ -489,8 +478,7 @@ def test_what_is_installed_is_named_with_its_version(check, site, dry):
             if re.search(r"^[^#]*\b(curl|wget)\b.*\|\s*(sudo )?(ba|z)?sh\b", line):
                 yield f"{script.name}:{number}: {line.strip()[:100]!r}, but should run nothing that it has not checked"
             if re.search(r"^[^#]*\bcurl\b(?!.*(--location\b|\s-[a-zA-Z]*L))", line):
-                subject = f"{script.name}:{number}: {line.strip()[:100]!r}"
-                yield f"{subject}, but should follow where the server leads: --location"
+                yield f"{script.name}:{number}: {line.strip()[:100]!r}, but should follow where the server leads: --location"
 
 
 def loose(site, dry: DryRuns, run: DryRun) -> Iterator[str]:

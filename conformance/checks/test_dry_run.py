@@ -35,6 +35,7 @@ from conformance.harness.dry_run import (
     words_of,
 )
 from conformance.harness.shell import Script, minutes, plain
+from conformance.harness.sites import place_of
 from conformance.harness.stub_core import who
 
 # What a job script may pass to train.py by itself: where and with what, and never what is trained.
@@ -47,7 +48,7 @@ MOST_SECONDS_OF_WAIT = 600
 OF_A_USER = "/opt/of-a-user/lib"
 
 
-def as_in_job(site, call: Call) -> dict[str, str]:
+def as_in_job(call: Call) -> dict[str, str]:
     """The environment of a rank without what this dry run has put there."""
     return {name: value for name, value in call.environ.items() if not name.startswith("DRY_RUN")}
 
@@ -89,7 +90,7 @@ def test_each_choice_of_a_script_s_head_changes_something(check, site, dry):
     """In the ranks' environment or words, or in what is called: else its user believes that it is in force."""
 
     def effects(run: DryRun, own: set[str]) -> tuple:
-        ranks = [{name: value for name, value in as_in_job(site, call).items() if name not in own} for call in run.trained[:1]]
+        ranks = [{name: value for name, value in as_in_job(call).items() if name not in own} for call in run.trained[:1]]
         return (
             ranks,
             sorted(dry.shown(call.text) for call in run.calls if call.command not in ("mktemp", "rm", "sleep")),
@@ -114,14 +115,12 @@ def test_a_choice_counts_whatever_was_set_before(check, site, dry):
         default, again = (dry.job(script, nodes=2, environ=environ) for environ in ({}, dict(DRY_RUN_AGAIN="1")))
         for chosen in alternatives(script) if default.trained and again.trained else ():
             without = dry.job(script, nodes=2, environ=chosen)
-            expected, other, same = (
-                as_in_job(site, run.trained[0]) if run.trained else {} for run in (without, default, again)
-            )
+            expected, other, same = (as_in_job(run.trained[0]) if run.trained else {} for run in (without, default, again))
             before = {name: value for name, value in other.items() if same.get(name) == value != expected.get(name, value)}
             before = {name: value for name, value in before.items() if not re.match(GIVEN, name)}
             run = dry.job(script, nodes=2, environ=before | chosen)
             for name in sorted(before if run.trained and without.trained else ()):
-                value = as_in_job(site, run.trained[0]).get(name)
+                value = as_in_job(run.trained[0]).get(name)
                 if value != expected[name]:
                     choice = " ".join(f"{name}={value}" for name, value in chosen.items())
                     yield f"{script.name}, {choice}, {name}={before[name]} was set: {value}, but should be {expected[name]}"
@@ -158,7 +157,7 @@ def test_a_command_that_fails_is_not_passed_over(check, site, dry):
                 word for call in run.called("module-call") for word in call.words
             ]
             actual, expected = (
-                {name: value for name, value in as_in_job(site, call).items() if name not in own} if call else {}
+                {name: value for name, value in as_in_job(call).items() if name not in own} if call else {}
                 for call in (rank, first)
             )
             same = rank and rank.words == first.words and actual == expected
@@ -210,9 +209,7 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
             full_shape = dict(number=FIRST, nodes=site.job(script)["nodes"]) | run.shape
             for call in run.trained:
                 rank, per_node, nodes = (int(call.environ[f"DRY_RUN_{name}"]) for name in ("RANK", "PER_NODE", "NODES"))
-                values = dict(rank=rank, world_size=per_node * nodes, local_rank=rank % per_node, local_world_size=per_node)
-                values |= dict(node_rank=rank // per_node, num_nodes=nodes, restart=full_shape["restarts"])
-                values |= dict(tasks_per_node=f"{per_node}(x{nodes})" if nodes > 1 else per_node)
+                values = place_of(rank, per_node, nodes) | dict(restart=full_shape["restarts"])
                 patterns = {name: re.escape(str(value)) for name, value in values.items()}
                 head = re.escape(dry.hosts(full_shape["nodes"])[0])
                 address = rf"{head}\.{re.escape(domain)}" if domain else rf"{head}(\.[\w.-]+)?|10\.0\.0\.1"
@@ -271,7 +268,7 @@ def test_train_py_takes_each_rank_for_who_it_is(check, site, dry, tmp_path):
                     int(call.environ[f"DRY_RUN_{name}"]) for name in ["RANK", "RANKS", "NODE", "LOCAL", "PER_NODE"]
                 )
                 # A step can have fewer tasks than its job.
-                environ = as_in_job(site, call) | dict(MPI_SIZE=str(ranks), SLURM_NTASKS="97")
+                environ = as_in_job(call) | dict(MPI_SIZE=str(ranks), SLURM_NTASKS="97")
                 identity = who(site, environ, tmp_path)
                 should = dict(rank=rank, world_size=ranks, restart=restarts)
                 if not case.launch.mpi:
@@ -334,7 +331,7 @@ def ports(site, run: DryRun) -> dict[str, set[str]]:
     by_name: dict[str, set[str]] = {}
     port_variables = site.launches[0].variables_with("master_port")
     for call in run.trained:
-        for name, value in as_in_job(site, call).items():
+        for name, value in as_in_job(call).items():
             if (name in port_variables or re.search(r"(^|_)PORT$", name)) and value.isdecimal() and value != "0":
                 by_name.setdefault(name, set()).add(value)
     for call in run.calls:
@@ -406,8 +403,7 @@ def test_a_job_finds_its_run_again_and_no_other_job_s(check, site, dry):
         if first == "none" or not Path(first).is_relative_to(dry.folder):
             yield f"{script.name}: run directory={dry.shown(first)}, but should be below the site's folder"
         if (again := places.get("again", "none")) != first:
-            observed = f"{dry.shown(again)} when the job comes back, but should be {dry.shown(first)}"
-            yield f"{script.name}: run directory={observed}"
+            yield f"{script.name}: run directory={dry.shown(again)} when the job comes back, but should be {dry.shown(first)}"
         if places.get("other") == first:
             yield f"{script.name}: run directory={dry.shown(first)} in two jobs, but should differ"
 
@@ -928,7 +924,7 @@ def test_the_ranks_write_into_the_job_s_log_themselves(check, site, dry):
 def test_caches_are_the_job_s_own(check, site, dry):
     """Those that the script sets: not in the home directory, which all jobs share; in /tmp under the job's number."""
     for script, call in dry.first_ranks(all_ranks=True):
-        for name, value in as_in_job(site, call).items():
+        for name, value in as_in_job(call).items():
             if not re.search(r"CACHE|_DB_PATH$|^TMPDIR$", name) or not value.startswith("/") or name.startswith("PIP_"):
                 continue
             if Path(value).is_relative_to(dry.top / "home"):
@@ -1000,7 +996,7 @@ def test_caches_of_kernels_are_on_the_node(check, site, dry):
 def test_a_user_s_own_place_for_models_is_kept(check, site, dry):
     """What was downloaded there is there: gigabytes, and on nodes without a way out they are all that there is."""
     for script, call in dry.first_ranks(all_ranks=True):
-        own = {name: f"/mine/{name.lower()}" for name in ("HF_HOME", "TORCH_HOME") if name in as_in_job(site, call)}
+        own = {name: f"/mine/{name.lower()}" for name in ("HF_HOME", "TORCH_HOME") if name in as_in_job(call)}
         for again in dry.job(script, all_ranks=True, environ=own).trained[:1] if own else ():
             lost = [name for name, value in own.items() if again.environ.get(name) != value]
             for name in lost:
@@ -1018,7 +1014,7 @@ def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
     for name, run_as in ways.items():
         run = run_as(all_ranks=True)
         values = [
-            value for call in run.trained for name, value in as_in_job(site, call).items() if re.search("CACHE|_DB_PATH$", name)
+            value for call in run.trained for name, value in as_in_job(call).items() if re.search("CACHE|_DB_PATH$", name)
         ]
         shown = {dry.shown(value) for value in values}
         tops = sorted({match[1] for value in shown if (match := re.match(r"/((?:var/)?tmp/[^/]+|dev/shm/[^/]+)", value))})

@@ -282,8 +282,7 @@ def test_a_folder_for_all_users_files_has_a_name_of_its_own(check, site):
         for line in [line for line in script.lines if not line.is_comment]:
             for place, name in re.findall(r"(\$\{TMPDIR:-/tmp\}|(?<![\w.}])/(?:var/)?tmp|/dev/shm)/([^\s\"';)|]+)", line.text):
                 if not re.search(r"\$|XXX", name):
-                    subject = f"{script.path.name}: {place}/{name}"
-                    yield f"{subject}, but should be `mktemp -d`, or have $USER in its name"
+                    yield f"{script.path.name}: {place}/{name}, but should be `mktemp -d`, or have $USER in its name"
 
 
 @clause("B5")

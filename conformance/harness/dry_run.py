@@ -222,9 +222,10 @@ def flags_of(dry: "DryRuns") -> list[tuple[str, str]]:
     return re.findall(r"\[(--[\w-]+)? ?([A-Z]+)?\]", usage)
 
 
-def given(dry: "DryRuns") -> list[tuple[str, ...]]:
-    """Each flag of install.sh, with a value where it takes one."""
-    return [tuple(filter(None, (flag, PASSED.get(value, value)))) for flag, value in flags_of(dry)]
+def given(dry: "DryRuns", *values: str) -> list[tuple[str, ...]]:
+    """Each flag of install.sh, with a value where it takes one; or those alone that take one of these values."""
+    flags = [each for each in flags_of(dry) if not values or each[1] in values]
+    return [tuple(filter(None, (flag, PASSED.get(value, value)))) for flag, value in flags]
 
 
 def umask() -> str:
@@ -270,10 +271,14 @@ def removed(dry: "DryRuns", run: DryRun, own: list[Path]) -> list[str]:
     return violations
 
 
+def exit_of(dry: "DryRuns", run: DryRun) -> str:
+    """Its exit code and its last line, in the words of a message."""
+    lines = [line for line in dry.shown(run.output).splitlines() if line.strip()]
+    return f"exit code {run.code} ({lines[-1][-160:] if lines else 'it prints nothing'})"
+
+
 def ending(dry: "DryRuns", run: DryRun) -> str:
-    """How it ended, in the words of a message."""
-    lines = [line for line in dry.shown(run.output).strip().splitlines() if line.strip()]
-    return f"{run.script}: exit code {run.code} ({lines[-1][-160:] if lines else 'it prints nothing'})"
+    return f"{run.script}: {exit_of(dry, run)}"
 
 
 def arguments(call: Call) -> list[str]:

@@ -29,6 +29,14 @@ OF_A_THREAD = re.compile(r"/(?:issues|pull)/\d+$")  # no checkout has its text
 NEEDED = {"commit": "repository", "file": "repository", "facts": "file"}
 
 
+def place_of(rank: int, per_node: int, num_nodes: int) -> dict[str, int | str]:
+    """What the templates of [launchers.environment] have to say of a rank's place, the ranks lying in blocks on equal nodes."""
+    values: dict[str, int | str] = dict(rank=rank, world_size=per_node * num_nodes, local_rank=rank % per_node)
+    values |= dict(local_world_size=per_node, node_rank=rank // per_node, num_nodes=num_nodes)
+    # Slurm's own spelling of the ranks on each node: 4 on one node, 4(x2) on two.
+    return values | dict(tasks_per_node=per_node if num_nodes == 1 else f"{per_node}(x{num_nodes})")
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launcher of one site."""
@@ -44,14 +52,8 @@ class Launch:
 
     def environ(self, rank: int, world_size: int, num_nodes: int, port: int, job_id: str, restart: int = 0) -> dict[str, str]:
         """What this launcher exports to one rank, the ranks lying in blocks on equal nodes."""
-        per_node = world_size // num_nodes
-        values: dict[str, int | str] = dict(
-            rank=rank, world_size=world_size, local_rank=rank % per_node, local_world_size=per_node
-        )
-        values |= dict(node_rank=rank // per_node, num_nodes=num_nodes, job_id=job_id, restart=restart)
-        values |= dict(master_addr=os.uname().nodename, master_port=port)
-        # Slurm's own spelling of the ranks on each node: 4 on one node, 4(x2) on two.
-        values |= dict(tasks_per_node=per_node if num_nodes == 1 else f"{per_node}(x{num_nodes})")
+        values = place_of(rank, world_size // num_nodes, num_nodes)
+        values |= dict(job_id=job_id, restart=restart, master_addr=os.uname().nodename, master_port=port)
         return {name: template.format(**values) for name, template in self.templates}
 
     def variables_with(self, placeholder: str) -> list[str]:

@@ -23,7 +23,7 @@ class Run:
     """
 
     folder: Path
-    exit_codes: list[int | str]
+    exit_codes: list[Any]  # numbers, or a text where a job has ended without one
     output: list[str]
     errors: list[str]
     written: list[list[str]]
