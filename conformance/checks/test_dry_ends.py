@@ -39,14 +39,8 @@ MANY_NODES, OF_ANOTHER = 20, "runs/of-another-job"
 # Of another machine.
 LEFT = dict(NCCL_NET="Socket", NCCL_SOCKET_IFNAME="eth9", GLOO_SOCKET_IFNAME="eth9", FI_PROVIDER="tcp", NCCL_IB_DISABLE="1")
 PACKAGES = "h5py >3,<4"  # a blank, and what a shell would take for files
-FINAL = {
-    0: "done",
-    2: "usage",
-    3: "preflight",
-    5: "a snapshot that cannot be used",
-    6: "a loss that is not finite",
-    8: "storage",
-}
+FINAL = {0: "done", 2: "usage", 3: "preflight", 5: "a snapshot that cannot be used", 6: "a loss that is not finite"}
+FINAL |= {8: "storage"}
 # After these another launch may do better, a few times; Slurm's own requeue is for nodes.
 LOST = {1: "a launcher that failed", 4: "ranks that did not meet", 7: "a rank that was lost", 137: "ranks that were killed"}
 BUS_ERROR = 135
@@ -165,10 +159,8 @@ def test_it_says_to_go_on_where_it_was(check, site, dry):
     """In the run directory that its user named, if one was: of a flag that is there twice, the last one counts."""
     for script in trains(site):
         run = dry.job(script, code=75, restarts=MANY_RESTARTS, arguments=["--run-dir", OF_ANOTHER])
-        run_dirs_by_line = [
-            re.findall(r"--run-dir(?:=|[ ,]+)([^\s,;\"']+)", line) for line in run.output.splitlines() if "resume" in line
-        ]
-        places = [run_dirs[-1] for run_dirs in run_dirs_by_line if run_dirs]
+        lines = [line for line in run.output.splitlines() if "resume" in line]
+        places = re.findall(r"(?m)^.*--run-dir(?:=|[ ,]+)([^\s,;\"']+)", "\n".join(lines))  # of each line the last
         if not places or {*places} != {OF_ANOTHER}:
             named = " ".join(places) or "no run directory"
             yield f"{script.name} --run-dir {OF_ANOTHER}: to resume it names {named}, but should name that"
@@ -181,11 +173,8 @@ def test_the_jobs_of_an_array_are_jobs_of_their_own(check, site, dry):
     for script in trains(site) if array else ():
         run = dry.job(script, environ=array, all_ranks=True)
         for call in run.trained[:1]:
-            words = [
-                *call.words,
-                *(value for name, value in call.environ.items() if not name.startswith(("SLURM_", "DRY_RUN"))),
-            ]
-            named = sorted({dry.shown(word) for word in words if re.search(rf"\b{OTHER}\b", word)})
+            values = [value for name, value in call.environ.items() if not name.startswith(("SLURM_", "DRY_RUN"))]
+            named = sorted({dry.shown(word) for word in [*call.words, *values] if re.search(rf"\b{OTHER}\b", word)})
             yield from (f"{script.name} in an array: {word}, but should be named for the job: {FIRST}" for word in named)
         # By the array's number all of its jobs would be stopped, and come back.
         commands = [call.text for call in new_starts(dry.job(script, environ=array, code=75)) if OTHER in call.words]

@@ -249,9 +249,8 @@ def test_an_installation_that_was_killed_is_made_whole_by_the_next(check, dry):
             done.add(dry.shown(step.text))
             fails = f"killed at {number}"
             again = dry.install(*flags, after=flags, after_fails=fails)
-            other = sorted(
-                path for path in again.tree.keys() | whole.tree.keys() if again.tree.get(path) != whole.tree.get(path)
-            )
+            paths = again.tree.keys() | whole.tree.keys()
+            other = sorted(path for path in paths if again.tree.get(path) != whole.tree.get(path))
             what = f"{' '.join(['install.sh', *flags[:1]])}, killed in {dry.shown(step.text)[:80]!r}, and run again"
             if again.code or other:
                 observed = f"{exit_of(dry, again)}, {' '.join(other[:3]) or 'the same files'}"
@@ -286,10 +285,8 @@ def test_what_an_interrupted_start_has_left_on_a_node_is_made_anew(check, dry):
             again = dry.job(script, install=flags, restarts=1, beside=(folder,), halves=halves)
             theirs, ours = ({dry.shown(call.path) for call in run.trained} for run in (again, first))
             if again.code or theirs != ours:
-                observed = (
-                    f"{ending(dry, again)}, trained by {' '.join(theirs) or 'none'}, but should be 0, by {' '.join(ours)}"
-                )
-                yield f"where a killed start has left {Path(folder).name}: {observed}"
+                observed = f"{ending(dry, again)}, trained by {' '.join(theirs) or 'none'}"
+                yield f"where a killed start has left {Path(folder).name}: {observed}, but should be 0, by {' '.join(ours)}"
 
 
 @clause("B10")
@@ -299,12 +296,8 @@ def test_what_is_too_old_is_refused_before_anything_is_installed(check, dry, wha
     first = dry.install()
     brought = [call for call in first.called("python", "python3") if "torch" in call.text and "version" in call.text]
     own = any(call.command in ("conda", "mamba") for call in first.calls)  # it makes its Python, and installs its torch
-    if (
-        own
-        or not brought
-        or not pips(first)
-        or (what == "torch" and any("torch==2" in word for _, words in pips(first) for word in words))
-    ):
+    own |= what == "torch" and any("torch==2" in word for _, words in pips(first) for word in words)
+    if own or not brought or not pips(first):
         return
     run = dry.install(fails=f"old {what}")
     if run.code != 3 or pips(run):
@@ -349,12 +342,8 @@ def test_a_flag_is_not_lost_beside_an_image(check, dry):
         return {dry.shown(call.text) for call in dry.install(*flags).calls}
 
     for image, flag in product(given(dry, "IMAGE"), given(dry)):
-        if (
-            flag != image
-            and done(*flag) != done()
-            and dry.install(*image, *flag).code == 0
-            and done(*image, *flag) == done(*image)
-        ):
+        works = flag != image and done(*flag) != done() and dry.install(*image, *flag).code == 0
+        if works and done(*image, *flag) == done(*image):
             observed = f"install.sh {' '.join(image)[:40]}... {' '.join(flag)} does what it does without {flag[0]}"
             yield f"{observed}, but should hand it on"
     # A wheel that somebody has built, in a folder that no image has.
@@ -430,10 +419,9 @@ def test_an_installation_touches_only_its_prefix(check, dry):
         yield from removed(dry, run, own)
         # What it and its commands need for a while only: the layers of an image are some GB.
         places = {value for call in run.calls for key, value in call.environ.items() if re.search(r"(CACHEDIR|TMPDIR)$", key)}
-        left = [
-            place for place in sorted(places) if place.startswith(f"{dry.folder}/") and (kept / place[len(beside) :]).exists()
-        ]
-        yield from (f"{name} leaves {dry.shown(place)}, but should remove it at its end" for place in left if not fails)
+        for place in sorted(places) if not fails else ():
+            if place.startswith(f"{dry.folder}/") and (kept / place[len(beside) :]).exists():
+                yield f"{name} leaves {dry.shown(place)}, but should remove it at its end"
 
 
 @clause("B7")
@@ -447,9 +435,7 @@ def test_nothing_replaces_the_torch_of_the_machine(check, dry):
         for call, words in pips(run):
             if "--no-deps" in words:
                 continue
-            held = (
-                re.search(rf"(?m)^torch=={re.escape(TORCH)}$", call.notes.get("constraints", "")) or f"torch=={TORCH}" in words
-            )
+            held = f"torch=={TORCH}" in [*words, *call.notes.get("constraints", "").splitlines()]
             core = [word for word in words if word.rstrip("/").endswith("core")]
             wrong = [word for word in words if word in ("--upgrade", "-U", "--force-reinstall", "--ignore-installed", "-I")]
             if core:
@@ -465,12 +451,10 @@ UNSAFE = re.compile(r"--trusted-host|--insecure|\s-k\s|--no-check-certificate|ht
 @clause("B7")
 def test_what_is_installed_is_named_with_its_version(check, site, dry):
     for run in runs(dry).values():
-        unhashed = [word for call, words in pips(run) for word in without_hash(call, words)]
-        # A flag may bring what is named by a range, or by the user.
-        unhashed = [
-            word for word in unhashed if word != PASSED["PACKAGE"] and (run is dry.install() or not re.search("[<>]", word))
-        ]
-        yield from (f"install.sh: pip install {word}, but should name its hash" for word in unhashed)
+        for word in [word for call, words in pips(run) for word in without_hash(call, words)]:
+            # A flag may bring what is named by a range, or by the user.
+            if word != PASSED["PACKAGE"] and (run is dry.install() or not re.search("[<>]", word)):
+                yield f"install.sh: pip install {word}, but should name its hash"
         yield from loose(site, dry, run)
         yield from loose_elsewhere(dry, run)
     for script in site.scripts:
@@ -488,11 +472,8 @@ def loose(site, dry: DryRuns, run: DryRun) -> Iterator[str]:
     for call, words in pips(run):
         asked = requirements(words)
         yield from (f"install.sh: pip install {word}, but should name a version" for word in asked if not pinned(word))
-        if (
-            mpi
-            and any(word.startswith("mpi4py") for word in asked)
-            and "mpi4py" not in "".join(values_of(words, "--no-binary"))
-        ):
+        mpi4py = mpi and any(word.startswith("mpi4py") for word in asked)
+        if mpi4py and "mpi4py" not in "".join(values_of(words, "--no-binary")):
             yield "install.sh: pip install mpi4py, but should build it (--no-binary=mpi4py): PyPI's has another MPI"
         builds = {match[1] for word in words if (match := re.search(r"/rocm(\d+\.\d+)", word))}
         for name in site.modules:

@@ -91,11 +91,8 @@ def test_each_choice_of_a_script_s_head_changes_something(check, site, dry):
 
     def effects(run: DryRun, own: set[str]) -> tuple:
         ranks = [{name: value for name, value in as_in_job(call).items() if name not in own} for call in run.trained[:1]]
-        return (
-            ranks,
-            sorted(dry.shown(call.text) for call in run.calls if call.command not in ("mktemp", "rm", "sleep")),
-            run.code,
-        )
+        calls = sorted(dry.shown(call.text) for call in run.calls if call.command not in ("mktemp", "rm", "sleep"))
+        return ranks, calls, run.code
 
     for script in trains(site):
         default, again = (dry.job(script, nodes=2, environ=environ) for environ in ({}, dict(DRY_RUN_AGAIN="1")))
@@ -153,9 +150,8 @@ def test_a_command_that_fails_is_not_passed_over(check, site, dry):
                 break
             run = dry.job(script, **shape, fails=fails)
             (rank, *_) = run.trained or [None]
-            warned = re.search(r"(?m)^(warning|note|error): ", run.output) or "use" in [
-                word for call in run.called("module-call") for word in call.words
-            ]
+            warned = re.search(r"(?m)^(warning|note|error): ", run.output)
+            warned = warned or any("use" in call.words for call in run.called("module-call"))
             actual, expected = (
                 {name: value for name, value in as_in_job(call).items() if name not in own} if call else {}
                 for call in (rank, first)
@@ -219,11 +215,8 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
                         continue
                     value = call.environ.get(name, "0" if template == "{restart}" else None)
                     # How a start is named is the site's affair: the job is in it, and another start has another name.
-                    pattern = (
-                        patterns["job_id"]
-                        if "{job_id}" in template
-                        else "".join(patterns.get(part[1:-1], re.escape(part)) for part in re.split(r"(\{\w+\})", template))
-                    )
+                    parts = ["{job_id}"] if "{job_id}" in template else re.split(r"(\{\w+\})", template)
+                    pattern = "".join(patterns.get(part[1:-1], re.escape(part)) for part in parts)
                     if value is None or not re.fullmatch(pattern, value):
                         address = dict(master_addr=dry.hosts(full_shape["nodes"])[0], master_port="a port", job_id=FIRST)
                         difference = f"{name}={value or 'unset'}, but should be {template.format(**values, **address)}"
@@ -264,22 +257,18 @@ def test_train_py_takes_each_rank_for_who_it_is(check, site, dry, tmp_path):
         for restarts in (0, 1):
             run = dry.case(case, all_ranks=True, **(dict(restarts=restarts, code=75) if restarts else {}))
             for call in run.trained[:1] + ([] if case.launch.mpi else run.trained[-1:]):  # MPI's stub has a rank 0 alone
-                rank, ranks, node, local, size = (
-                    int(call.environ[f"DRY_RUN_{name}"]) for name in ["RANK", "RANKS", "NODE", "LOCAL", "PER_NODE"]
-                )
+                place = ("RANK", "RANKS", "NODE", "LOCAL", "PER_NODE")
+                rank, ranks, node, local, size = (int(call.environ[f"DRY_RUN_{name}"]) for name in place)
                 # A step can have fewer tasks than its job.
                 environ = as_in_job(call) | dict(MPI_SIZE=str(ranks), SLURM_NTASKS="97")
                 identity = who(site, environ, tmp_path)
                 should = dict(rank=rank, world_size=ranks, restart=restarts)
                 if not case.launch.mpi:
                     should |= dict(local_rank=local, local_world_size=size, node_rank=node)
-                wrong = {
-                    name: identity.get(name, identity.get("refused"))
-                    for name, value in should.items()
-                    if identity.get(name) != value
-                }
-                for name, value in wrong.items():
-                    yield f"{case.name}: rank {rank} of {ranks}: {name}={value}, but should be {should[name]}"
+                for name, value in should.items():
+                    if identity.get(name) != value:
+                        observed = identity.get(name, identity.get("refused"))
+                        yield f"{case.name}: rank {rank} of {ranks}: {name}={observed}, but should be {value}"
             names.append(identity.get("job_id") if run.trained else None)
         if names[0] == names[1] or FIRST not in str(names[0]):
             yield f"{case.name}: starts are named {names}, but should be named by job {FIRST}, and differ"
@@ -291,11 +280,8 @@ def test_the_port_depends_on_the_job(check, site, dry):
     for script in trains(site):
         shapes = (dict(all_ranks=True), dict(number=OTHER), dict(number=LARGE))
         first, other, large = (ports(site, dry.job(script, **shape)) for shape in shapes)
-        yield from (
-            f"{script.name}: {name}={first[name]}, but should be the same in all ranks"
-            for name in first
-            if len(first[name]) > 1
-        )
+        for name in [name for name in first if len(first[name]) > 1]:
+            yield f"{script.name}: {name}={first[name]}, but should be the same in all ranks"
         same = [name for name in first if first[name] == other.get(name)]
         array = dict(SLURM_ARRAY_JOB_ID=LARGE) if site.toml["scheduler"] == "slurm" else {}
         tasks = [ports(site, dry.job(script, number=number, environ=array)) for number in (FIRST, OTHER) if array]
@@ -319,9 +305,8 @@ def test_ranks_meet_where_their_own_job_says(check, site, dry):
     for case in site.cases:
         launcher_variables = {name for name, _ in case.launch.templates} | (set() if case.launch.mpi else {"DDP_SECRET"})
         for call in dry.case(case, environ=OF_ANOTHER_JOB | case.environment).trained[:1]:
-            kept = [
-                name for name, value in OF_ANOTHER_JOB.items() if name in launcher_variables and call.environ.get(name) == value
-            ]
+            own = OF_ANOTHER_JOB.keys() & launcher_variables
+            kept = sorted(name for name in own if call.environ.get(name) == OF_ANOTHER_JOB[name])
             for name in kept:
                 yield f"{case.name}: {name}={OF_ANOTHER_JOB[name][:16]} of the shell that submits, but should be the job's own"
 
@@ -424,9 +409,8 @@ def test_torchrun_has_the_cores_of_all_its_ranks(check, site, dry):
     """It is one task of a node, and its ranks stay where it is bound."""
     for case in site.cases:
         run, script = dry.case(case), site.folder / case.script
-        size = max(
-            [int(value) for call in run.called("torchrun") for value in values_of(call.words, "--nproc-per-node")], default=0
-        )
+        sizes = [value for call in run.called("torchrun") for value in values_of(call.words, "--nproc-per-node")]
+        size = max(map(int, sizes), default=0)
         each = Script(script).options.get("cpus-per-task")
         for call in [call for call in run.launches if call.command == "srun"] if size and each else ():
             sets = bound(call, 1)
@@ -514,35 +498,29 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
                     yield f"{script.name}: OMP_NUM_THREADS={omp}, but should be the {most} cores of a rank"
 
 
-def devices(site, run: DryRun, call: Call) -> list[str]:
+def devices(site, run: DryRun, call: Call) -> Iterator[str]:
     """What is wrong with the devices that ranks see, by the launcher's flags."""
     node, variable = site.toml["node"], site.toml["node"].get("device_environment")
     if call.command != "srun" or not variable or not run.trained:
-        return []
+        return
     seen, should = len((run.trained[0].environ.get(variable) or "").split(",")), node["devices_visible_to_a_rank"]
-    wrong = (
-        [f"{seen} devices are visible to a rank, but should be {should} (--gpus-per-task, --gpu-bind)"]
-        if seen != should
-        else []
-    )
+    if seen != should:
+        yield f"{seen} devices are visible to a rank, but should be {should} (--gpus-per-task, --gpu-bind)"
     if "cores_near_device" in node and "none" in values_of(call.words, "--cpu-bind"):
-        wrong.append("--cpu-bind=none, but should keep each rank on its cores, near its device")
+        yield "--cpu-bind=none, but should keep each rank on its cores, near its device"
     bind = next(iter(values_of(call.words, "--gpu-bind")), "")
     if should < node["devices"] and "cores_near_device" in node and not re.match(r"(verbose,)?(closest|map|mask)", bind):
-        wrong.append(f"--gpu-bind={bind or 'none'}, but should give each rank the device near its cores: closest")
-    return wrong
+        yield f"--gpu-bind={bind or 'none'}, but should give each rank the device near its cores: closest"
 
 
-def masked(site, run: DryRun, each: int) -> list[str]:
+def masked(site, run: DryRun, each: int) -> Iterator[str]:
     """What is wrong with the devices that ranks see: every node has the same, and counts them from 0."""
     variable, nodes = site.toml["node"].get("device_environment", ""), dict[int, list[str]]()
     for call in sorted(run.trained, key=lambda call: call.rank or 0):
         nodes.setdefault((call.rank or 0) // each, []).append(call.environ.get(variable, "all"))
-    return [
-        f"{variable}={' '.join(masks)} on node {node}, but should be {' '.join(nodes[0])}, as on node 0"
-        for node, masks in nodes.items()
-        if variable and masks != nodes[0]
-    ]
+    for node, masks in nodes.items():
+        if variable and masks != nodes[0]:
+            yield f"{variable}={' '.join(masks)} on node {node}, but should be {' '.join(nodes[0])}, as on node 0"
 
 
 def bound(call: Call, each: int) -> list[list[int]]:
@@ -610,9 +588,8 @@ def test_runs_side_by_side_share_the_devices_out(check, site, dry):
         # Half a node, as `--gpus 2` gives it: the numbers need not begin at 0.
         for line, visible in [*cases, *((line, [*range(count // 2, count)]) for line in halved if count > 3)]:
             run = dry.command(script, line, devices=visible)
-            started = [
-                call for call in run.calls if call.rank is None and (program(call) or "torch.distributed.run" in call.words)
-            ]
+            outside = [call for call in run.calls if call.rank is None]
+            started = [call for call in outside if program(call) or "torch.distributed.run" in call.words]
             shares = [tuple(call.environ.get(variable, "").split(",")) for call in started]
             places = [values_of(call.words, "--run-dir")[-1:] for call in started]
             ranks = [int((values_of(call.words, "--nproc-per-node") or ["1"])[0]) for call in started]
@@ -669,19 +646,15 @@ def test_a_notebook_that_is_opened_again_goes_on(check, site):
         for place in places[:1]:
             program = "\n".join([*map(ast.unparse, [*imports, place]), "print(run_dir)"])
             start = partial(subprocess.run, [sys.executable, "-c", program], capture_output=True, text=True, check=False)
-            result = start()
-            check.equal(
-                **{f"run_dir_of_{name}_another_time": (start().stdout.strip(), (result.stdout + result.stderr).strip())}
-            )
+            result, again = start(), start()
+            pair = (again.stdout.strip(), (result.stdout + result.stderr).strip())
+            check.equal(**{f"run_dir_of_{name}_another_time": pair})
 
 
 def notebooks(site) -> dict[str, list[str]]:
     """The cells of code of each."""
-    cells_by_name = {path.name: json.loads(path.read_text())["cells"] for path in sorted(site.folder.glob("*.ipynb"))}
-    return {
-        name: ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-        for name, cells in cells_by_name.items()
-    }
+    all_cells = {path.name: json.loads(path.read_text())["cells"] for path in sorted(site.folder.glob("*.ipynb"))}
+    return {name: ["".join(cell["source"]) for cell in all_cells[name] if cell["cell_type"] == "code"] for name in all_cells}
 
 
 def as_chosen(site, dry) -> Iterator[tuple[Path, dict, DryRun]]:
@@ -720,9 +693,8 @@ def in_blocks(call: Call, script: Path, site, each: int) -> list[list[int]]:
 
 
 def cpus_per_task(call: Call, script: Path, site) -> int:
-    values = values_of(call.words, "--cpus-per-task", "-c", "--depth", "-d") or [
-        Script(script).options.get("cpus-per-task", "")
-    ]
+    flags = ("--cpus-per-task", "-c", "--depth", "-d")
+    values = values_of(call.words, *flags) or [Script(script).options.get("cpus-per-task", "")]
     node = site.toml["node"]
     return int(values[0]) if values[0].isdecimal() else node["cores"] // site.job(script)["ranks_per_node"]
 
@@ -799,10 +771,9 @@ def test_directives_ask_for_what_the_machine_has(check, site):
         systems = re.search(r"filesystems=(\S+)", pbs)
         if "filesystems" in queue and not (systems and {*systems[1].split(":")} <= {*queue["filesystems"]}):
             yield f"{script.path.name}: filesystems={systems and systems[1]}, but should be of {':'.join(queue['filesystems'])}"
-        ends = [
-            words for words in site.job(script.path).get("ends_when_stopped", []) if words_of(words).items() <= options.items()
-        ]
-        yield from (f"{script.path.name}: {words} as it stands, but should come back (ends_when_stopped)" for words in ends)
+        for words in site.job(script.path).get("ends_when_stopped", []):
+            if words_of(words).items() <= options.items():
+                yield f"{script.path.name}: {words} as it stands, but should come back (ends_when_stopped)"
         if (one := options.get("q")) in queue.get("one_job", []):
             yield f"{script.path.name}: q={one}, but should be a queue that takes the job that follows (one_job)"
         limits = queue.get("minutes", {})
@@ -847,9 +818,8 @@ def test_a_job_touches_only_what_is_its_own(check, site, dry):
             run = dry.job(script, **shape)
             node = [path for path in run.changed if re.match(r"root/(tmp|var/tmp|dev/shm)/", path)]
             shared = [path for path in node if FIRST not in path]
-            others = [
-                path for path in run.changed if path not in node and FIRST not in path and not path.startswith("root/scratch")
-            ]
+            elsewhere = [path for path in run.changed if path not in node and not path.startswith("root/scratch")]
+            others = [path for path in elsewhere if FIRST not in path]
             yield from (f"{script.name} changes {dry.shown(str(dry.top / path))}, but should leave it" for path in others)
             yield from (f"{script.name} writes /{path[5:]}, but should name it for job {FIRST}" for path in shared)
             lasting = [name for name in run.made if name != "runs" and FIRST not in name]
@@ -859,10 +829,8 @@ def test_a_job_touches_only_what_is_its_own(check, site, dry):
 
 @clause("B6")
 def test_another_job_s_folders_on_a_node_are_left_alone(check, site, dry):
-    for script in trains(site):
-        environment = "\n".join(
-            value for call in dry.job(script, all_ranks=True).trained[:1] for value in call.environ.values()
-        )
+    for script, call in dry.first_ranks(all_ranks=True):
+        environment = "\n".join(call.environ.values())
         own = set(re.findall(rf"{dry.top}/(root/[^\n:]*?{FIRST}[^/\n:]*)", environment))
         others = sorted(path.replace(FIRST, OTHER) for path in own)
         run = dry.job(script, beside=tuple(others), code=75) if others else None
@@ -1013,10 +981,8 @@ def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
             ways[line] = lambda all_ranks, command=(script, line), **planted: dry.command(*command, **planted)
     for name, run_as in ways.items():
         run = run_as(all_ranks=True)
-        values = [
-            value for call in run.trained for name, value in as_in_job(call).items() if re.search("CACHE|_DB_PATH$", name)
-        ]
-        shown = {dry.shown(value) for value in values}
+        variables = [pair for call in run.trained for pair in as_in_job(call).items()]
+        shown = {dry.shown(value) for name, value in variables if re.search("CACHE|_DB_PATH$", name)}
         tops = sorted({match[1] for value in shown if (match := re.match(r"/((?:var/)?tmp/[^/]+|dev/shm/[^/]+)", value))})
         made = [path for path in tops if (dry.top / "root" / path).exists()]  # some jobs remove it at their end
         wrong = [path for path in made if (dry.top / "root" / path).stat().st_mode & 0o077]

@@ -229,9 +229,8 @@ def test_of_many_ranks_the_record_has_the_nodes(check, tmp_path, ranks):
     start, beside = json.loads((tmp_path / LOG).read_text()), tmp_path / "ranks.jsonl"
     nodes = [rows[first] | dict(ranks_on_node=8) for first in range(0, ranks, 8)]
     written = [json.loads(line) for line in beside.read_text().splitlines()] if beside.exists() else []
-    check.equal(
-        rows_in_start=(start["ranks"], rows if ranks <= 64 else nodes), rows_beside=(written, rows if ranks > 64 else [])
-    )
+    check.equal(rows_in_start=(start["ranks"], rows if ranks <= 64 else nodes))
+    check.equal(rows_beside=(written, rows if ranks > 64 else []))
 
 
 @clause("R3", "R4")
@@ -525,10 +524,8 @@ def test_every_step_is_recorded(check, own, runs):
     check.equal(losses_and_their_hex_forms=(run.values("step", "loss"), run.losses))
     check.equal(steps_of_epochs=(run.values("epoch", "step"), [14, 28, 42]), last_step=(run.values("end", "step"), [42]))
     check.equal(exit_codes=(run.values("end", "exit_code"), [0]))
-    start, choices = (
-        run.of("start")[-1],
-        dict(workload="digits", precision="fp64", epochs=3, global_batch_size=G, lr=0.1, seed=0),
-    )
+    start = run.of("start")[-1]
+    choices = dict(workload="digits", precision="fp64", epochs=3, global_batch_size=G, lr=0.1, seed=0)
     check.equal(config=({name: start["config"][name] for name in choices}, choices))
     check.equal(rows=([start[f"{part}_rows"] for part in ("training", "held_out")], [1438, 359]))
 
@@ -1008,9 +1005,8 @@ def test_what_a_snapshot_holds(check, world, own, runs):
     check["S2"].equal(metadata_keys=(snapshot["keys"], ["ddp_core"]), missing_in_the_document=(known - {*document}, set()))
     expected = dict(format=2, step=42, epochs_run=3, steps_per_epoch=14, world_size=world.size)
     check["S2"].equal(**{name: (document[name], should_be) for name, should_be in expected.items()})
-    text = json.dumps(
-        {name: document[name] for name in {*document} - {"document_crc32"}}, sort_keys=True, separators=(",", ":")
-    )
+    rest = {name: document[name] for name in {*document} - {"document_crc32"}}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
     sums = dict(crc32=snapshot["crc32"], document_crc32=zlib.crc32(text.encode()))
     check["S5"].equal(**{name: (document[name], should_be) for name, should_be in sums.items()})
 
@@ -1273,9 +1269,8 @@ def test_stopped_and_resumed_is_bitwise_as_never_stopped(check, world, own, runs
     step = world.on_rank_0(lambda: take_apart(path / SNAPSHOT)["document"]["step"])
     resumed = world.train(own, path, flags)
     done(check["C1"], never, resumed)
-    check["C1"].equal(
-        stopped_in_mid_epoch=(step % an_epoch != 0, True), went_on_at_step=(resumed.values("start", "step")[-1], step)
-    )
+    check["C1"].equal(stopped_in_mid_epoch=(step % an_epoch != 0, True))
+    check["C1"].equal(went_on_at_step=(resumed.values("start", "step")[-1], step))
     same_as_never_stopped(check["C1"], world, resumed, never)
 
 
@@ -1369,9 +1364,8 @@ def test_another_problem_is_refused(check, world, own, runs):
 # Each is another problem than the reference run; what is not another one comes last.
 OTHERS = "--workload regression|--global-batch-size 48|--steps-per-epoch 7|--optimizer adamw|--lr 0.2|--momentum 0.8"
 OTHERS += "|--weight-decay 0.1|--lr-schedule cosine|--warmup-steps 3|--clip-norm 1|--precision fp32|--row-seeds off"
-SAME = (
-    "--accumulate 2 --reduction flat --save-every 2 --eval-every 2 --log-every 5 --save-minutes 3 --save-steps 9 --timeout 50"
-)
+SAME = "--accumulate 2 --reduction flat --save-every 2 --eval-every 2 --log-every 5 --save-minutes 3 --save-steps 9"
+SAME += " --timeout 50"
 
 
 @clause("C2", "C3")
@@ -1691,10 +1685,8 @@ def test_parts_of_the_loss_have_their_names(check, train_own):
     """In whichever order a batch has them."""
     run = done(check, train_own("parts", "--precision fp64"))
     parts = [step["losses"] for step in run.of("step")]
-    check.equal(
-        part_that_is_1_a_row=({losses["one"] for losses in parts}, {1.0}),
-        held_out=(run.values("epoch", "eval_loss_one"), [1.0]),
-    )
+    check.equal(part_that_is_1_a_row=({losses["one"] for losses in parts}, {1.0}))
+    check.equal(held_out=(run.values("epoch", "eval_loss_one"), [1.0]))
     check.equal(in_the_table_at_the_end=(re.findall(r"held-out loss, one\W+(\S+)", run.output[0]), ["1"]))
 
 
@@ -1716,10 +1708,8 @@ def test_losses_below_zero_are_as_good_as_others(check, world, runs, first, own_
     words = f'"kind":"snapshot","step":{2 * (an_epoch // 5)}'
     expect_exit(check, world.train(first, path, flags, kill_ranks=(0,), kill_at=words), 137)
     resumed = done(check, world.train(first, path, flags))
-    check.equal(
-        all_below_zero=(max(resumed.losses) < 0, True),
-        went_on_in_mid_epoch=(0 < resumed.values("start", "step")[-1] < an_epoch, True),
-    )
+    check.equal(all_below_zero=(max(resumed.losses) < 0, True))
+    check.equal(went_on_in_mid_epoch=(0 < resumed.values("start", "step")[-1] < an_epoch, True))
 
 
 @clause("C8")
@@ -1895,9 +1885,8 @@ def test_ranks_with_different_files_of_one_name(check, world, runs, first, copy)
     further = f'{flags}        add("--further", type=int, default=0, help="of this copy alone")\n'
     text = text.replace(flags, further) if copy == "has_other_flags" else f"{text}\n"
     world.on_rank_0(lambda: [file.parent.mkdir(), file.write_text(text)])
-    run = world.train(
-        first, runs.folder(first, copy), runs.filled(f"{NOISY} --steps-per-epoch 1"), odd_flags=f"--workload {file}"
-    )
+    flags = runs.filled(f"{NOISY} --steps-per-epoch 1")
+    run = world.train(first, runs.folder(first, copy), flags, odd_flags=f"--workload {file}")
     expect_exit(check, run, 4)
     lines = [line for line in run.error_lines if "workload_file=" in line and "on rank 1" in line]
     check.equal(lines_that_name_the_file=(len(lines), 1))
@@ -1929,9 +1918,8 @@ def test_what_one_rank_alone_lacks_is_told_once(check, world, runs, first):
 def test_what_fails_on_one_rank_alone_is_told_by_it_alone(check, train_own):
     run = train_own("fails_alone")
     lines = [line for line in run.lines if "the sky is falling" in line]
-    check.equal(
-        exit_codes=(len(set(run.exit_codes) - {0}), 1), lines=(len(lines), 1), names_the_line=("line " in "".join(lines), True)
-    )
+    check.equal(exit_codes=(len(set(run.exit_codes) - {0}), 1))
+    check.equal(lines=(len(lines), 1), names_the_line=("line " in "".join(lines), True))
 
 
 @clause("X12")
@@ -2101,9 +2089,8 @@ def test_a_run_directory_has_one_job_at_a_time(check, world, runs, first):
         return RunDirectory(str(run_dir), "another")
 
     def die() -> int:
-        program = (
-            "import os, sys; from ddp_core.run_directory import RunDirectory; RunDirectory(sys.argv[1], 'another'); os._exit(0)"
-        )
+        imports = "import os, sys; from ddp_core.run_directory import RunDirectory"
+        program = f"{imports}; RunDirectory(sys.argv[1], 'another'); os._exit(0)"
         return subprocess.run([sys.executable, "-c", program, run_dir], timeout=60, check=True).returncode
 
     held = [take()] if world.rank == 0 else []
@@ -2204,9 +2191,8 @@ def test_a_row_that_cannot_be_read_is_named(check, world, train_own, workers):
     run = train_own("misses_a_row", f"--workers {workers} --precision fp64", apart=True)
     rows = reference.sample_order(0, 0, 1438)[5 * G : 6 * G : world.size][:3]
     words = f"rows {', '.join(map(str, rows))}"
-    check.equal(
-        exit_code=(run.exit_codes[0], 2), names_its_rows=(words if words in run.errors[0] else run.errors[0].strip(), words)
-    )
+    observed = words if words in run.errors[0] else run.errors[0].strip()
+    check.equal(exit_code=(run.exit_codes[0], 2), names_its_rows=(observed, words))
 
 
 @clause("X10")

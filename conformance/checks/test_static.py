@@ -190,11 +190,7 @@ def test_the_table_of_sites_tells_what_is_unverified(check):
     verified = {site.name: site.toml.get("verified", {}) for site in find() if site.name in rows_by_site}
     numbers = {name: rows_by_site[name].get("unverified") for name in verified}
     check.equal(unverified_in_README_md=(numbers, {name: str(len(verified[name].get("unverified", []))) for name in verified}))
-    wrong = [
-        name
-        for name, row in rows_by_site.items()
-        if name in verified and not row["status"].startswith(verified[name]["status"])
-    ]
+    wrong = [name for name in verified if not rows_by_site[name]["status"].startswith(verified[name]["status"])]
     check.equal(another_status_in_README_md=(wrong, []))
 
 
@@ -470,17 +466,14 @@ def test_values_are_those_of_the_sources(check, site):
         settings = [*script.directives, *script.flags, *((line, line.text) for line, _ in script.exports)]
         for line, text in settings:
             if not any("# EDIT:" in above for above in line.paragraph):
-                yield from (
-                    at(script, line, f"have {name}={' or '.join(sorted(known[name]))}, as a fact of [[sources]] says")
-                    for name, value in VALUE.findall(text)
-                    if name in known and value not in known[name]
-                )
+                for name, value in VALUE.findall(text):
+                    if value not in known.get(name, {value}):
+                        should_be = f"have {name}={' or '.join(sorted(known[name]))}, as a fact of [[sources]] says"
+                        yield at(script, line, should_be)
     text = "\n".join(script.read_text() for script in site.scripts)
-    yield from (
-        f"{name} is in no script, but a fact of [[sources]] says export {name}: another spelling is ignored"
-        for name in sorted({*EXPORT.findall(facts_text)})
-        if not re.search(rf"\b{name}\b", text)
-    )
+    for name in sorted({*EXPORT.findall(facts_text)}):
+        if not re.search(rf"\b{name}\b", text):
+            yield f"{name} is in no script, but a fact of [[sources]] says export {name}: another spelling is ignored"
 
 
 @clause("J3")
@@ -606,12 +599,11 @@ def test_scripts_stop_at_the_first_error(check, site):
 def test_what_is_switched_off_has_a_reason(check, site):
     scripts = list(map(Script, site.scripts))
     suppressions = [(script, line, reason) for script in scripts for line, reason in script.suppressions]
-    yield from (
-        at(script, line, "have its reason beside it or above it")
-        for script, line, reason in suppressions
-        if len(re.findall(r"[A-Za-z]{2,}", reason)) < 3 and not re.search(r"set \+u\b", line.text)
-    )
-    yield from (at(script, line, "name what it disables") for script, line, _ in suppressions if "disable=all" in line.text)
+    for script, line, reason in suppressions:
+        if len(re.findall(r"[A-Za-z]{2,}", reason)) < 3 and not re.search(r"set \+u\b", line.text):
+            yield at(script, line, "have its reason beside it or above it")
+        if "disable=all" in line.text:
+            yield at(script, line, "name what it disables")
     for script in scripts:  # from `set +e` on, and without `set -e` again, an error is no error
         for line in (line for line, _ in script.suppressions if not line.is_comment):
             later = [turned(other.text, "-") for other in script.lines if other.number > line.number]

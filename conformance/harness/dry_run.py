@@ -259,11 +259,8 @@ def removed(dry: "DryRuns", run: DryRun, own: list[Path]) -> list[str]:
             temporary = path.parent == dry.top / "root/tmp" and path.name.startswith("tmp.")
             if temporary or any(path.is_relative_to(each) for each in own if each != dry.folder / "runs"):
                 continue
-            if (
-                path.is_relative_to(dry.folder)
-                and not (dry.pristine / path.relative_to(dry.folder.parent)).exists()
-                and path != dry.folder
-            ):
+            inside = path.is_relative_to(dry.folder) and path != dry.folder
+            if inside and not (dry.pristine / path.relative_to(dry.folder.parent)).exists():
                 continue  # a file beside the scripts that no copier brought
             if run.shape["number"] in path.name or re.search(rf"/[^/]*{run.shape['number']}[^/]*/", f"{path}/"):
                 continue
@@ -292,9 +289,8 @@ def trains(site: Site) -> list[Path]:
 
 def new_starts(run: DryRun) -> list[Call]:
     """What makes a job start again, or another one in its place."""
-    return [call for call in run.called("sbatch", "qsub", "qalter") if "--version" not in call.words] + [
-        call for call in run.called("scontrol") if call.words[:1] in (["requeue"], ["requeuehold"])
-    ]
+    asked = [call for call in run.called("sbatch", "qsub", "qalter") if "--version" not in call.words]
+    return asked + [call for call in run.called("scontrol") if call.words[:1] in (["requeue"], ["requeuehold"])]
 
 
 class DryRuns:
@@ -337,10 +333,8 @@ class DryRuns:
         if image := layer.image_file(self.site):
             (top / "root" / image.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
             (top / "root" / image.lstrip("/")).touch()
-        ignore = shutil.ignore_patterns(
-            ".venv*", "env", "runs", "__pycache__", "*.out", ".git", "packages", "*.tar.gz", "*.sif"
-        )
-        shutil.copytree(self.site.folder, self.folder, ignore=ignore)
+        left = (".venv*", "env", "runs", "__pycache__", "*.out", ".git", "packages", "*.tar.gz", "*.sif")
+        shutil.copytree(self.site.folder, self.folder, ignore=shutil.ignore_patterns(*left))
         for path in [self.folder / script.relative_to(self.site.folder) for script in self.site.scripts]:
             if path.is_file():
                 path.write_bytes(ABSOLUTE.sub(f"{top}/root/", path.read_bytes().decode()).encode())
@@ -478,9 +472,8 @@ class DryRuns:
             for old, new in full_shape["edit"].items():
                 text = text.replace(f"\n{old}\n", f"\n{new}\n")
             copy.write_text(text)
-            environ = (self._of_slurm(script, full_shape) if slurm else self._of_pbs(script, full_shape)) | full_shape[
-                "environ"
-            ]
+            environ = self._of_slurm(script, full_shape) if slurm else self._of_pbs(script, full_shape)
+            environ |= full_shape["environ"]
             words = [str(copy), *(full_shape["arguments"] if slurm else [])]
             with self._planted(*full_shape["planted"]):
                 self.made[key] = self._run(script.name, words, self.folder if slurm else self.top / "home", environ, full_shape)
@@ -590,26 +583,20 @@ class DryRuns:
         threads = node["cores"] * node.get("threads_per_core", 1)  # PBS sets both to the chunk's ncpus
         environ |= dict(NCPUS=str(threads), OMP_NUM_THREADS=str(threads))
         # No word of PBS's variable can have a space in it; a newline is as good as one.
-        environ |= dict(
-            PBS_O_QUEUE=OF_PBS["queue"], TRAIN_ARGS="\n".join(word for word in shape["arguments"] if " " not in word)
-        )
+        words = "\n".join(word for word in shape["arguments"] if " " not in word)
+        environ |= dict(PBS_O_QUEUE=OF_PBS["queue"], TRAIN_ARGS=words)
         restarts = self.site.toml["job"].get("restarts")
         return environ | ({restarts: str(shape["restarts"])} if restarts and shape["restarts"] else {})
 
     def _run(self, name: str, words: list[str], folder: Path, environ: dict[str, str], shape: dict) -> DryRun:
         site, node = self.site, self.site.toml["node"]
         nodes = shape.get("nodes", 1)
-        settings = {
-            name: shape[name] for name in ("restarts", "code", "all_ranks", "event", "progress", "shared", "fails", "started")
-        }
-        settings |= dict(
-            job=shape["number"], nodes=nodes, hosts=self.hosts(max(2, nodes)), python=self.python, suite=os.getpid()
-        )
-        settings |= dict(
-            scheduler=site.toml["scheduler"],
-            launcher=site.toml["launcher"],
-            launcher_environment=dict(site.launches[0].templates),
-        )
+        handed_on = ("restarts", "code", "all_ranks", "event", "progress", "shared", "fails", "started")
+        settings = {name: shape[name] for name in handed_on}
+        settings |= dict(job=shape["number"], nodes=nodes, hosts=self.hosts(max(2, nodes)))
+        settings |= dict(python=self.python, suite=os.getpid())
+        settings |= dict(scheduler=site.toml["scheduler"], launcher=site.toml["launcher"])
+        settings |= dict(launcher_environment=dict(site.launches[0].templates))
         settings |= dict(ranks_per_node=site.toml["job"]["ranks_per_node"], interfaces=node["interfaces"])
         settings |= dict(devices=shape.get("devices") or node["devices"])
         image = site.software.get("image", "")
@@ -654,10 +641,8 @@ class DryRuns:
         mine = f"sites/{self.folder.name}/"
         made = {path.removeprefix(mine).partition("/")[0] for path in after.keys() - before.keys() if path.startswith(mine)}
         changed = [path for path in changed if not (path.startswith(mine) and path not in before)]
-        calls = [
-            marshal.loads(path.read_bytes())  # noqa: S302
-            for path in sorted((self.top / "calls").glob("[0-9]*[0-9]"))
-        ]
+        paths = sorted((self.top / "calls").glob("[0-9]*[0-9]"))
+        called = [Call(**marshal.loads(path.read_bytes())) for path in paths]  # noqa: S302
         trace = self.top / "calls/trace"
         lines = trace.read_text(errors="replace").splitlines() if trace.exists() else []
         written = [path for path, state in after.items() if before.get(path) != state and (self.top / path).is_file()]
@@ -667,7 +652,6 @@ class DryRuns:
         mine_now = [path for path in self.folder.rglob("*") if path.is_file()] if name == "install.sh" else []
         tree = {str(path.relative_to(self.folder)): path.read_bytes() for path in mine_now}
         tree = {path: b"packed" if text[:2] == b"\x1f\x8b" else text for path, text in tree.items()}  # gzip has times in it
-        called = [Call(**call) for call in calls]
         return DryRun(name, settings["launcher"], shape, code, output, called, changed, sorted(made), read, tree, leaks)
 
     def _start(self, command: list[str], folder: Path, environ: dict[str, str]) -> tuple[int, str]:
@@ -690,19 +674,16 @@ class DryRuns:
             paths = [path for path in (self.top / below).rglob("*") if not path.name.startswith(".has-")]
             for path in [path for path in paths if not mounted & {path, *path.parents}]:
                 status = path.lstat()
-                files[str(path.relative_to(self.top))] = (
-                    None if stat.S_ISDIR(status.st_mode) else (status.st_size, status.st_mtime_ns)
-                )
+                state = None if stat.S_ISDIR(status.st_mode) else (status.st_size, status.st_mtime_ns)
+                files[str(path.relative_to(self.top))] = state
         return files
 
     def shown(self, text: str) -> str:
         """A text of a dry run with the site's own paths."""
-        return (
-            text.replace(f"{self.folder}/", "")
-            .replace(f"{self.top}/root/", "/")
-            .replace(f"{self.top}/home", "$HOME")
-            .replace(str(self.folder), ".")
-        )
+        names = {f"{self.folder}/": "", f"{self.top}/root/": "/", f"{self.top}/home": "$HOME", str(self.folder): "."}
+        for path, name in names.items():
+            text = text.replace(path, name)
+        return text
 
 
 def confine(folder: Path) -> None:

@@ -180,19 +180,15 @@ def torchrun(name: str, words: list[str]) -> int:
     nodes = int(first(flags, "--nnodes", default="1").rpartition(":")[2])
     node, sizes = int(os.environ.get("DRY_RUN_NODE", "0")), [size] * nodes
     host, _, port = first(flags, "--rdzv-endpoint", "--rdzv_endpoint", default="localhost:29400").rpartition(":")
-    own: dict[str, object] = dict(
-        WORLD_SIZE=size * nodes, LOCAL_WORLD_SIZE=size, GROUP_RANK=node, MASTER_ADDR=host, MASTER_PORT=port
-    )
+    own: dict[str, object] = dict(WORLD_SIZE=size * nodes, LOCAL_WORLD_SIZE=size, GROUP_RANK=node)
+    own |= dict(MASTER_ADDR=host, MASTER_PORT=port)
     own |= dict(TORCHELASTIC_RUN_ID=first(flags, "--rdzv-id", "--rdzv_id"), TORCHELASTIC_RESTART_COUNT=0)
     own |= dict(TORCHELASTIC_USE_AGENT_STORE=True)
     command = command if "--no-python" in flags else ["python", *command]
     codes = []
     for local in range(size if SETTINGS["all_ranks"] else 1):
-        exported = (
-            own
-            | dict(RANK=node * size + local, LOCAL_RANK=local)
-            | placed(node * size + local, size * nodes, (node, local), sizes)
-        )
+        rank = node * size + local
+        exported = own | dict(RANK=rank, LOCAL_RANK=local) | placed(rank, size * nodes, (node, local), sizes)
         codes.append(runs(*command, environment=os.environ | {key: str(value) for key, value in exported.items()}))
     return max(codes)
 
@@ -210,9 +206,9 @@ def python(name: str, words: list[str]) -> int:
     if own and of_image != ("DRY_RUN_IMAGE" in os.environ):  # a link to a Python that is on the other side
         print(f"{sys.argv[1]}: cannot execute: required file not found", file=sys.stderr)
         return 127
-    rest = words[
-        next((place for place, word in enumerate(words) if word not in ("-B", "-E", "-I", "-P", "-s", "-S", "-u")), 0) :
-    ]
+    rest = [*words]
+    while rest and rest[0] in ("-B", "-E", "-I", "-P", "-s", "-S", "-u"):
+        rest.pop(0)
     if not rest or rest[0] in ("-c", "-", "-V", "--version"):
         return real(words)
     if rest[0] == "-m":
