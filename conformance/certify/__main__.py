@@ -218,9 +218,8 @@ def in_ranks(
 ) -> tuple[dict, Ended] | None:
     """Worlds of several ranks beside one rank. Returns the change under which random numbers do not matter, and its run."""
     run, fp64, two, four, noise = program.run, certificate.flags64, min(ranks), max(ranks), False
-    statistics = next(
-        (note for note in notes if "statistics of a rank's own rows" in note or "changes its buffers" in note), ""
-    )
+    of_buffers = ("statistics of a rank's own rows", "changes its buffers")
+    statistics = next((note for note in notes if any(words in note for words in of_buffers)), "")
     random = any("random numbers are drawn" in note for note in notes)
     canonical = f"{fp64} --reduction canonical --shards {four}"
     how, flags, first = "", fp64, reference

@@ -171,17 +171,14 @@ class Program:
         folder = self.folder / "examined"
         folder.mkdir(exist_ok=True)
         result, change = folder / "examined.json", Change(rows=self.rows)
-        process = self.server.Process(
-            target=as_examiner, args=(["--device", "cpu", *self.argv(flags)], self.file, result, change)
-        )
+        arguments = (["--device", "cpu", *self.argv(flags)], self.file, result, change)
+        process = self.server.Process(target=as_examiner, args=arguments)
         forked.run_to_their_end([process], 300)
         calls = folder / "examined.calls"
         self.remember_files(witness.read(calls.read_text()) if calls.exists() else ())
-        return (
-            json.loads(result.read_text())
-            if result.exists()
-            else dict(failed=f"exit code {process.exitcode}", findings=[], notes={})
-        )
+        if result.exists():
+            return json.loads(result.read_text())
+        return dict(failed=f"exit code {process.exitcode}", findings=[], notes={})
 
 
 class Apart:

@@ -1286,17 +1286,10 @@ def test_other_signals_stop_it_too(check, world, runs, first, number):
 
 @clause("C1")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_stopped_at_the_end_of_an_epoch_it_has_saved(check, train_own):
-    """Though that epoch was none that --save-every saves."""
-    run = train_own("told_at_an_end", "--epochs 3 --save-every 99", apart=True)
-    stopped_and_saved(check, run)
-
-
-@clause("C1")
-@only(sizes=(1, 2), devices=("cpu",))
-def test_stopped_at_the_end_of_an_epoch_it_saves_once(check, train_own):
-    """What --save-every saves there is the last snapshot, and the one before it stays."""
-    run = train_own("told_at_an_end", "--epochs 3", apart=True)
+@pytest.mark.parametrize("save_every", [99, 1])
+def test_stopped_at_the_end_of_an_epoch_it_saves_once(check, train_own, save_every):
+    """Though that epoch is none that --save-every saves. What it saves there is the last one, and the one before it stays."""
+    run = train_own("told_at_an_end", f"--epochs 3 --save-every {save_every}", apart=True)
     stopped_and_saved(check, run)
     steps = run.values("snapshot", "step")
     check.equal(saved_twice=([step for step in steps if steps.count(step) > 1], []))

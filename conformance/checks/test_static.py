@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -647,24 +647,23 @@ SAVE_SECONDS = 60
 START_SECONDS = 300  # until the ranks of a large job hear a signal
 
 
-def late(site, script: Script, value: str) -> list[str]:
+def late(site, script: Script, value: str) -> Iterator[str]:
     """What is wrong with --signal: whom it reaches, what they make of it, and when it comes."""
     match, needed = re.fullmatch(r"(?:[RB]+:)?(\w+)(?:@(\d+))?", value), site.job(script.path).get("save_seconds", SAVE_SECONDS)
     whom = "reach the ranks, and not the batch shell alone"
-    wrong = [f"--signal={value}, but should {whom}"] if "B" in value.partition(":")[0] and ":" in value else []
+    if "B" in value.partition(":")[0] and ":" in value:
+        yield f"--signal={value}, but should {whom}"
     if not match or match[1].removeprefix("SIG") not in ("USR1", "TERM", "10", "15"):
-        return [*wrong, f"--signal={value}, but should be USR1 or TERM, on which train.py saves"]
+        yield f"--signal={value}, but should be USR1 or TERM, on which train.py saves"
+        return
     seconds, limit = int(match[2] or 60), script.options.get("time", "")
     if seconds < needed:
-        wrong.append(f"--signal={value}, but should come {needed} s before the time limit or earlier: a save takes as long")
+        yield f"--signal={value}, but should come {needed} s before the time limit or earlier: a save takes as long"
     least = script.options.get("time-min", "")
     if least and minutes(least) * 60 < 2 * seconds + START_SECONDS:
-        wrong.append(
-            f"--signal={value} of --time-min={least}, but should leave time to start and to train: Slurm may give no more"
-        )
+        yield f"--signal={value} of --time-min={least}, but should leave time to start and to train: Slurm may give no more"
     if limit and minutes(limit) * 60 < 2 * seconds:
-        wrong.append(f"--signal={value} of --time={limit}, but should leave half of the time to train")
-    return wrong
+        yield f"--signal={value} of --time={limit}, but should leave half of the time to train"
 
 
 @clause("J11")

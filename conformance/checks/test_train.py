@@ -121,11 +121,9 @@ def test_a_rank_that_takes_its_cores_back_from_mpi_has_all(check, site, tmp_path
 def test_cores_are_noted_before_mpi_is_started(check, site):
     """Also where this machine cannot start it. Without a call of MPI.Init the import does."""
     nodes = [*ast.walk(ast.parse((site.folder / "train.py").read_text()))]
-    calls = {
-        name: [node.lineno for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == name] for name in CALLS
-    }
+    calls = [(ast.unparse(node.func), node.lineno) for node in nodes if isinstance(node, ast.Call)]
     imports = [node.lineno for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "mpi4py"]
-    noted, taken_back, starts = (calls[name] for name in CALLS)
+    noted, taken_back, starts = ([line for name, line in calls if name == wanted] for wanted in CALLS)
     if taken_back and (starts or imports):
         check.equal(noted_before=(min(noted, default=10**6) < min(starts or imports), True))
 

@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +61,9 @@ class Launch:
         return [name for name, template in self.templates if template == f"{{{placeholder}}}"]
 
 
+OF_A_CHOICE = ("program", "edit", "environment", "options", "install")
+
+
 @dataclass(frozen=True)
 class Case:
     """One way in which a job of this site is submitted: a job script, or a choice that it marks ([[job.choices]])."""
@@ -68,11 +71,11 @@ class Case:
     name: str
     script: str
     launch: Launch
-    program: str
     nodes: int
     ranks_per_node: int
-    edit: dict[str, str]
-    environment: dict[str, str]
+    program: str = "train.py"
+    edit: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
     options: str = ""
     install: str | None = None  # the flags of install.sh, where it must run again; {image}: one that the user has
     as_it_stands: bool = True  # with the geometry of the script
@@ -159,22 +162,10 @@ class Site:
             launch = launches.get(choice.get("launcher", self.launches[0].launcher))
             if not launch or not script.is_file():
                 raise ValueError(f"{choice} in [[job.choices]], but there is no such launcher or script")
-            job = self.job(script)
-            case = Case(
-                name=choice["name"],
-                script=script.name,
-                launch=launch,
-                program=choice.get("program", launch.train.name),
-                nodes=choice.get("nodes", job["nodes"]),
-                ranks_per_node=choice.get("ranks_per_node", job["ranks_per_node"]),
-                edit=choice.get("edit", {}),
-                environment=choice.get("environment", {}),
-                options=choice.get("options", ""),
-                install=choice.get("install"),
-                as_it_stands="options" not in choice,
-            )
-            case.edited(script.read_text())
-            cases.append(case)
+            shape = {name: choice.get(name, self.job(script)[name]) for name in ("nodes", "ranks_per_node")}
+            rest = {name: choice[name] for name in OF_A_CHOICE if name in choice}
+            cases.append(Case(choice["name"], script.name, launch, **shape, **rest, as_it_stands="options" not in choice))
+            cases[-1].edited(script.read_text())
         return cases
 
     @property
