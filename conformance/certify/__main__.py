@@ -33,14 +33,7 @@ REFUSED = (
     ("has no shape yet", "a layer's size is not known before the first batch: give it", ("Lazy",)),
     ("no gradient for", "nothing of the loss comes back through this", (".detach(", "no_grad", ".data", "argmax")),
 )
-OTHER_HASHES = (
-    3,
-    1,
-    2,
-    4,
-    5,
-    6,
-)  # of hashes; 0 elsewhere. Two names in a set lie alike under half of them
+OTHER_HASHES = (3, 1, 2, 4, 5, 6)  # of hashes; 0 elsewhere. Two names in a set lie alike under half of them
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -225,9 +218,8 @@ def in_ranks(
 ) -> tuple[dict, Ended] | None:
     """Worlds of several ranks beside one rank. Returns the change under which random numbers do not matter, and its run."""
     run, fp64, two, four, noise = program.run, certificate.flags64, min(ranks), max(ranks), False
-    statistics = next(
-        (note for note in notes if "statistics of a rank's own rows" in note or "changes its buffers" in note), ""
-    )
+    of_buffers = ("statistics of a rank's own rows", "changes its buffers")
+    statistics = next((note for note in notes if any(words in note for words in of_buffers)), "")
     random = any("random numbers are drawn" in note for note in notes)
     canonical = f"{fp64} --reduction canonical --shards {four}"
     how, flags, first = "", fp64, reference
@@ -292,10 +284,7 @@ def trains(certificate: Certificate, pilot: Ended) -> bool:
     where = int(named[1]) if named else certificate.source.function(method)
     known = ((reason, certificate.source.word(*sought)) for message, reason, sought in REFUSED if message in words)
     why = certificate.blamed(
-        next(known, None),
-        certificate.finding("not-finite"),
-        certificate.witnessed("ranks"),
-        otherwise="its own line says it",
+        next(known, None), certificate.finding("not-finite"), certificate.witnessed("ranks"), otherwise="its own line says it"
     )
     certificate.judge("it trains", BROKEN, words, why["reason"], where or why.get("where"))
     return False

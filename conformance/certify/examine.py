@@ -162,11 +162,8 @@ class Examination:
             rows = ", ".join(str(row) for name, row in doubles[0] if name == "held-out")
             count = sum(len(places) - 1 for places in doubles)
             few = 100 * count <= self.notes["looked_through"]["held-out"][0]  # as in any text, or in small molecules
-            self.find(
-                "doubles" if few else "held-out-twice",
-                f"{count} held-out rows are there twice (rows {rows}): they count twice",
-                self.source.function("data"),
-            )
+            says = f"{count} held-out rows are there twice (rows {rows}): they count twice"
+            self.find("doubles" if few else "held-out-twice", says, self.source.function("data"))
         shared = [p for p in scanned.values() if {name for name, _ in p} == {"training", "held-out"}]
         if shared:
             count = sum(name == "held-out" for places in shared for name, _ in places)
@@ -266,11 +263,8 @@ class Examination:
         if forth != back:
             step = next(step for step in range(total) if forth[step] != back[step])
             says = f"schedule() gave {forth[step]:.6g} at step {step}, and {back[step]:.6g} when it was asked again"
-            self.find(
-                "schedule",
-                f"{says}: it counts its calls, so that a stopped run goes on with others",
-                self.source.function("schedule"),
-            )
+            says += ": it counts its calls, so that a stopped run goes on with others"
+            self.find("schedule", says, self.source.function("schedule"))
         elif (tail := next((s for s in range(total) if len({*forth[s:]}) == 1), 0)) and 0 < tail <= config.epochs < total / 4:
             says = f"schedule() does not change after step {tail}: does it count epochs? It is given steps"
             self.find("schedule-epochs", says, self.source.function("schedule"))

@@ -51,7 +51,8 @@ class Submitted:
         result = self.jobs.train(self.program.launch, folder, words)
         codes = [code if isinstance(code, int) else -1 for code in result.exit_codes]
         calls = [witness.read(path.read_text()) for path in sorted(folder.glob(".job-*.calls"))]
-        self.program.runs.append(run := Ended(name, folder, codes, result.errors, time.monotonic() - began, calls))
+        seconds = time.monotonic() - began
+        self.program.runs.append(run := Ended(folder, codes, [], result.errors, [], result.records, name, seconds, calls))
         return run
 
     def run(self, name: str, flags: str, after: Ended, **change) -> Ended:

@@ -184,6 +184,7 @@ class Certificate:
 
     def why_not_in_ranks(self, words: str) -> dict:
         shared = self.shared_file() if words else None  # one may have read it half written
+        tried = "none of what was tried: dropout, BatchNorm's statistics, canonical sums"
         return self.blamed(
             (": ".join(shared[:2]), shared[2]) if shared else None,
             self.witnessed("ranks"),
@@ -193,9 +194,7 @@ class Certificate:
             self.finding("rows", "state", "in-place", "parameter"),
             None if words else self.by_trying(),
             self.finding("kept"),
-            otherwise="its own line says it"
-            if words
-            else "none of what was tried: dropout, BatchNorm's statistics, canonical sums",
+            otherwise="its own line says it" if words else tried,
         )
 
     def by_trying(self) -> tuple[str, int | None] | None:
@@ -220,9 +219,8 @@ class Certificate:
         for precision in ("fp64", "fp32"):
             horizon = self.horizon(precision)
             limit = self.limit(horizon - 1, precision) if horizon else 0
-            compared.append(
-                f"{precision} is compared for the first {horizon}, to {limit:.0e}" if horizon else f"{precision} not at all"
-            )
+            words = f"is compared for the first {horizon}, to {limit:.0e}" if horizon else "not at all"
+            compared.append(f"{precision} {words}")
         text = f"rounding grows {largest:.3g}-fold in {steps} steps: {'; '.join(compared)}"
         self.judge("losses can be compared", KEPT if self.horizon("fp64") >= min(steps, 3) else NOT_SHOWN, text)
 
@@ -246,15 +244,8 @@ class Certificate:
         if finding := self.finding("setting"):
             self.judge(promise, BROKEN, finding["says"], where=finding["line"])
         elif call := call or self.witnessed("setting"):
-            self.judge(
-                promise,
-                BROKEN,
-                str(call),
-                SUSPICIONS[call.kind].format(
-                    "in training, so that masks and noise repeat" if call.kind != "setting" else call.what
-                ),
-                call.line,
-            )
+            what = call.what if call.kind == "setting" else "in training, so that masks and noise repeat"
+            self.judge(promise, BROKEN, str(call), SUSPICIONS[call.kind].format(what), call.line)
         else:
             self.judge(promise, KEPT, "nothing was set while it ran")
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from conformance.harness import forked
 from conformance.harness.ports import free_port
 from conformance.harness.sites import ROOT, Launch, without_launcher
 from conformance.harness.submit import Jobs
-from conformance.harness.target import read_records
+from conformance.harness.target import Run, read_records
 
 FLAGS = "--log-every 1 --log-seconds 0 --timeout 60 --rendezvous-timeout 30 --save-minutes 0"
 starts = count(1)
@@ -47,29 +47,13 @@ class Change:
     rows: int = 0
 
 
-@dataclass
-class Ended:
-    """A run that has ended: one entry a rank in exit_codes, errors and calls."""
+@dataclass(frozen=True)
+class Ended(Run):
+    """A run that has ended, by its name. calls: of each rank."""
 
     name: str
-    folder: Path
-    exit_codes: list[int]
-    errors: list[str]
     seconds: float
-    calls: list[list[witness.Call]] = field(default_factory=list)
-
-    @functools.cached_property
-    def records(self) -> list[dict]:
-        return read_records(self.folder)
-
-    def of(self, kind: str) -> list[dict]:
-        """The records of a kind; of the steps and epochs that a resumed run has repeated, the last."""
-        records = [record for record in self.records if record["kind"] == kind]
-        return list({record["step"]: record for record in records}.values()) if kind in ("step", "epoch") else records
-
-    @property
-    def losses(self) -> list[float]:
-        return [float.fromhex(record["loss_hex"]) for record in self.of("step")]
+    calls: list[list[witness.Call]]
 
     @property
     def first_line(self) -> dict:
@@ -92,9 +76,9 @@ class Ended:
     @property
     def error(self) -> str:
         """The line that train.py ended with, the last rank's if none is marked as the job's."""
-        lines = [line for text in self.errors for line in text.splitlines() if line.strip()]
-        error_lines = [line for line in lines if line.startswith("error")] or lines
-        return error_lines[0] if error_lines else f"exit codes {self.exit_codes}, and not a word"
+        lines = [line for line in self.error_lines if line.strip()]
+        lines = [line for line in lines if line.startswith("error")] or lines
+        return lines[0] if lines else f"exit codes {self.exit_codes}, and not a word"
 
     @property
     def well(self) -> bool:
@@ -163,7 +147,8 @@ class Program:
         _, errors, calls = ([file.read_text() if file.exists() else "" for file in those] for those in zip(*files, strict=True))
         codes = [process.exitcode or 0 if process.exitcode is not None else -9 for process in processes]
         codes = codes if len(codes) == ranks else codes * ranks  # mpiexec's, for all
-        run = Ended(name, folder, codes, errors, time.monotonic() - began, [*map(witness.read, calls)])
+        seconds, called = time.monotonic() - began, [*map(witness.read, calls)]
+        run = Ended(folder, codes, [], errors, [], read_records(folder), name, seconds, called)
         self.runs.append(run)
         self.remember_files(run.witnessed)
         return run
@@ -186,17 +171,14 @@ class Program:
         folder = self.folder / "examined"
         folder.mkdir(exist_ok=True)
         result, change = folder / "examined.json", Change(rows=self.rows)
-        process = self.server.Process(
-            target=as_examiner, args=(["--device", "cpu", *self.argv(flags)], self.file, result, change)
-        )
+        arguments = (["--device", "cpu", *self.argv(flags)], self.file, result, change)
+        process = self.server.Process(target=as_examiner, args=arguments)
         forked.run_to_their_end([process], 300)
         calls = folder / "examined.calls"
         self.remember_files(witness.read(calls.read_text()) if calls.exists() else ())
-        return (
-            json.loads(result.read_text())
-            if result.exists()
-            else dict(failed=f"exit code {process.exitcode}", findings=[], notes={})
-        )
+        if result.exists():
+            return json.loads(result.read_text())
+        return dict(failed=f"exit code {process.exitcode}", findings=[], notes={})
 
 
 class Apart:

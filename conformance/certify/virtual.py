@@ -40,19 +40,8 @@ def on_virtual_cluster(site: Site, workload: str, tree: Path, flags: list[str]) 
                 raise NoCluster(f"{line}: {(installed.stderr or installed.stdout).strip().splitlines()[-1]}")
         file = put(Path(workload), cluster.home / "program") if workload.endswith(".py") else workload
         places = f"PYTHONPATH=/home/{USER}/suite:{prefix.ROOT}/suite"
-        command = [
-            "env",
-            places,
-            python,
-            "-m",
-            "conformance",
-            "--output=certificate",
-            "--workload",
-            file,
-            "--site",
-            user.folder,
-        ]
-        command += [f"--submit={user.geometry(2, 2)}", "--geometry=2x2", "--device=cpu", *flags]
+        command = ["env", places, python, "-m", "conformance", "--output=certificate", "--workload", file]
+        command += ["--site", user.folder, f"--submit={user.geometry(2, 2)}", "--geometry=2x2", "--device=cpu", *flags]
         with hurrying(user):
             login = [*entered(cluster.pids[LOGIN]), *as_user(command, top)]
             code = subprocess.run(login, check=False, env=plain(), stdin=subprocess.DEVNULL).returncode

@@ -8,6 +8,7 @@ It runs without flags and once with each flag that its --help names.
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from conformance.cluster import layer
+from conformance.harness.check import clause
 from conformance.harness.dry_run import (
     LEFT,
     PASSED,
@@ -24,6 +26,7 @@ from conformance.harness.dry_run import (
     DryRun,
     DryRuns,
     ending,
+    exit_of,
     flags_of,
     given,
     made_by,
@@ -32,8 +35,6 @@ from conformance.harness.dry_run import (
     values_of,
 )
 from conformance.harness.sites import Case
-
-clause = pytest.mark.clause
 
 
 def runs(dry: DryRuns) -> dict[str, DryRun]:
@@ -56,93 +57,75 @@ def with_modules(site, *names: str) -> Case | None:
     return replace(site.cases[0], name="other modules", script=site.toml["submit"], edit={match[0]: other})
 
 
-def last_line(run: DryRun) -> str:
-    lines = run.output.strip().splitlines() or ["it prints nothing"]
-    return lines[-1][-160:]
-
-
 @clause("B10")
 def test_packages_of_the_user_s_own_are_not_counted(check, dry):
     """Those in ~/.local: pip leaves out what is there, and no job sees it."""
-    violations = []
     for what, run in runs(dry).items():
         for call, words in pips(run):
             if not call.environ.get("PYTHONNOUSERSITE"):
                 subject = f"{what}: pip install {' '.join(words)}"
-                violations.append(f"{dry.shown(subject)}: without PYTHONNOUSERSITE, but should have it as jobs do")
-    check.holds(*violations)
+                yield f"{dry.shown(subject)}: without PYTHONNOUSERSITE, but should have it as jobs do"
 
 
 @clause("B10")
 def test_each_flag_of_its_help_works(check, dry):
     """And what it has made with that flag trains: the packed environment, the one elsewhere."""
     unknown = {f"{flag} {value}" for flag, value in flags_of(dry) if value and value not in PASSED}
-    violations = [f"install.sh --help: {each}, but should be one of {', '.join(PASSED)}" for each in sorted(unknown)]
+    yield from (f"install.sh --help: {each}, but should be one of {', '.join(PASSED)}" for each in sorted(unknown))
     for what, run in runs(dry).items():
         if run.code:
-            violations.append(f"{what}: exit code {run.code} ({dry.shown(last_line(run))}), but should be 0")
+            yield f"{what}: {exit_of(dry, run)}, but should be 0"
     for flags in given(dry):
         job = dry.job(dry.site.job_scripts[0], install=flags)
         elsewhere = PASSED["IMAGE"] in flags and job.code == 3 and "install.sh" in job.output  # job.sl has to say so, too
         if not (job.trained and job.code == 0) and not elsewhere:
-            ends = f"exit code {job.code} ({dry.shown(last_line(job))})"
-            violations.append(f"a job after install.sh {flags[0]}: {ends}, but should be 0")
-    check.holds(*violations)
+            yield f"a job after install.sh {flags[0]}: {exit_of(dry, job)}, but should be 0"
 
 
 @clause("B10")
 def test_a_packed_environment_is_not_older_than_the_installed_one(check, dry):
     """Jobs unpack it: without a word they would train with what was there before."""
-    violations = []
     for flags in given(dry):
         for path in dry.packed(*flags):
             again = dry.install(after=flags)
             if str(path.relative_to(dry.top)) not in again.changed:
-                violations.append(
-                    f"{path.name} of install.sh {flags[0]} outlives a later install.sh, but should go, or be made anew"
-                )
-    check.holds(*dict.fromkeys(violations))
+                yield f"{path.name} of install.sh {flags[0]} outlives a later install.sh, but should go, or be made anew"
 
 
 @clause("B10")
 def test_another_image_takes_the_place_of_the_first(check, dry):
     """Its user has seen to a newer PyTorch, and would train with the old one."""
-    image, violations = PASSED["IMAGE"], []
-    for flags in [flags for flags in given(dry) if image in flags]:
+    image = PASSED["IMAGE"]
+    for flags in given(dry, "IMAGE"):
         newer = image[:-1] + "1"
         run = dry.install(*(newer if word == image else word for word in flags), after=flags)
         if not any(newer in call.words for call in run.called("apptainer", "singularity", "podman-hpc", "shifterimg")):
-            violations.append(f"install.sh {flags[0]} with another image than before: it is not fetched, but should be")
-    check.holds(*violations)
+            yield f"install.sh {flags[0]} with another image than before: it is not fetched, but should be"
 
 
 @clause("B10")
 def test_another_torch_takes_the_place_of_the_first(check, dry):
     """Whoever names one has found that the first does not work here: an environment that counts as whole would keep it."""
-    violations = []
-    for flag, value in [flags for flags in given(dry) if {PASSED["SPEC"], PASSED["URL"]} & {*flags}]:
+    for flag, value in given(dry, "SPEC", "URL"):
         other = value[:-1] + "9"
         run = dry.install(flag, other, after=(flag, value))
         if not any(other in word for _, words in pips(run) for word in words):
-            violations.append(f"install.sh {flag} {other} after one with {value}: pip is not asked for it, but should be")
+            yield f"install.sh {flag} {other} after one with {value}: pip is not asked for it, but should be"
         asked = {word for _, words in pips(run) for word in words}
         lost = {word for _, words in pips(dry.install(flag, other)) for word in words if re.match(r"[a-z][\w-]*==\d", word)}
         subject = f"install.sh {flag} {other} after one with {value}"
-        violations += [f"{subject}: it has no {word}, but should, as if it were the first" for word in sorted(lost - asked)]
-    check.holds(*violations)
+        yield from (f"{subject}: it has no {word}, but should, as if it were the first" for word in sorted(lost - asked))
 
 
 @clause("B10")
 def test_a_torch_that_is_asked_for_is_taken_though_python_brings_one(check, dry):
     """Whoever asks for another build has found that Python's own is none for this machine."""
-    violations = []
-    for flag, value in [flags for flags in given(dry) if {PASSED["SPEC"], PASSED["URL"]} & {*flags}]:
+    for flag, value in given(dry, "SPEC", "URL"):
         asked = [words for _, words in pips(dry.install(flag, value, fails="another torch"))]
         if not any(value in word for words in asked for word in words):
-            violations.append(f"install.sh {flag} {value} with a Python that has torch: pip is not asked for it, but should be")
+            yield f"install.sh {flag} {value} with a Python that has torch: pip is not asked for it, but should be"
         if value == PASSED["URL"] and not any(value in values_of(words, "--index-url", "-i") for words in asked):
-            violations.append(f"install.sh {flag} {value}: pip looks for torch elsewhere, too, but should look there alone")
-    check.holds(*violations)
+            yield f"install.sh {flag} {value}: pip looks for torch elsewhere, too, but should look there alone"
 
 
 @clause("B10")
@@ -153,7 +136,7 @@ def test_an_environment_that_does_not_work_is_not_kept(check, dry):
         first, again = dry.install(fails=fails), dry.install(after=(), after_fails=fails)
         if first.code != 1 or not made_by(again):
             observed = f"exit code {first.code}, and kept by the next install.sh"
-            check.holds(f"an environment that cannot be imported: {observed}, but should be 1, and made anew")
+            yield f"an environment that cannot be imported: {observed}, but should be 1, and made anew"
 
 
 @clause("B10")
@@ -163,7 +146,7 @@ def test_another_torch_of_the_machine_is_noticed(check, dry):
     if brings and not any("torch==2" in word for _, words in pips(dry.install()) for word in words):
         run = dry.install(after=(), fails="another torch")
         if run.code == 0 and not made_by(run):
-            check.holds("install.sh keeps what it made over torch 2.13.0, but should make it anew over 2.14.0")
+            yield "install.sh keeps what it made over torch 2.13.0, but should make it anew over 2.14.0"
 
 
 @clause("B10")
@@ -174,7 +157,7 @@ def test_another_python_of_the_machine_is_noticed(check, dry):
     if makes:
         run = dry.install(after=(), environ=dict(PATH=f"{dry.other_python}:{dry.top}/bin:/usr/bin:/bin"))
         if run.code == 0 and not made_by(run):
-            check.holds("install.sh keeps what it made with another python3 in PATH, but should make it anew with today's")
+            yield "install.sh keeps what it made with another python3 in PATH, but should make it anew with today's"
 
 
 @clause("B10")
@@ -191,7 +174,7 @@ def test_an_image_that_is_another_one_today_is_noticed(check, site, dry):
             path.unlink()
             newer.rename(path)
         if first.code == 0 and (job.trained or job.code != 3 or "install.sh" not in job.output):
-            check.holds(f"{ending(dry, job)} in another image than install.sh was run for, but should be 3 and name install.sh")
+            yield f"{ending(dry, job)} in another image than install.sh was run for, but should be 3 and name install.sh"
 
 
 @clause("B10")
@@ -201,13 +184,12 @@ def test_other_modules_than_it_was_made_with_are_noticed(check, site, dry):
         [(line, other)] = case.edit.items()
         run = dry.install(after=(), case=case)
         if run.code == 0 and not made_by(run):
-            check.holds(f"install.sh keeps what it made with {line}, but should make it anew with {other}")
+            yield f"install.sh keeps what it made with {line}, but should make it anew with {other}"
         as_one = {word for call in run.called("module-call") for word in call.words if " " in word}
-        check.holds(*(f"install.sh loads {word!r}, but should load each by its name" for word in as_one))
+        yield from (f"install.sh loads {word!r}, but should load each by its name" for word in as_one)
         job = dry.job(site.folder / case.script, case=case)
         if job.trained or job.code != 3 or "install.sh" not in job.output:
-            observed = f"{ending(dry, job)} with {other}, but what install.sh made with {line}"
-            check.holds(f"{observed}, but should be 3 and name install.sh")
+            yield f"{ending(dry, job)} with {other}, but what install.sh made with {line}, but should be 3 and name install.sh"
 
 
 @clause("B10")
@@ -215,9 +197,9 @@ def test_what_is_made_anew_has_nothing_of_the_first(check, site, dry):
     """Packages of another Python, MPI or torch are there already for pip, which builds them no more, and fail in the job."""
     ways: list[tuple] = [(case, case.flags(PASSED["IMAGE"])) for case in site.cases if case.install is not None]
     ways += [(case, []) for case in [with_modules(site, "another/1.0")] if case]
-    ways += [(None, flags) for flags in given(dry) if PASSED["SPEC"] in flags]
+    ways += [(None, flags) for flags in given(dry, "SPEC")]
     ways.append((None, []))
-    violations, kept = [], set()
+    kept = set()
     for linked, (case, flags) in product((False, True), ways):
         run = dry.install(*flags, after=(), case=case, left=True, linked=linked)
         own = {os.path.relpath(os.path.realpath(prefix), os.path.realpath(dry.folder)) for prefix in made_by(run)}
@@ -225,9 +207,8 @@ def test_what_is_made_anew_has_nothing_of_the_first(check, site, dry):
         if run.code == 0 and any(path.startswith(f"{prefix}/") and path.endswith(LEFT) for prefix in own for path in run.tree):
             if what != "again" or (linked and what not in kept):
                 place = ", into a link to its folder," if linked else ""
-                violations.append(f"install.sh {what}{place} keeps packages of what it has made before, but should remove them")
+                yield f"install.sh {what}{place} keeps packages of what it has made before, but should remove them"
             kept.add(what)
-    check.holds(*violations)
 
 
 @clause("B10")
@@ -243,15 +224,13 @@ def test_the_core_is_installed_though_one_of_its_version_is_there(check, dry):
 @clause("B10")
 def test_in_another_place_it_is_the_one_that_jobs_find(check, dry):
     """A link that leads to the environment, leads to the new one. `ln -sf` puts the new link into the folder of the first."""
-    violations = []
-    for flags in [flags for flags in given(dry) if PASSED["PREFIX"] in flags]:
+    for flags in given(dry, "PREFIX"):
         other = tuple(word.replace(PASSED["PREFIX"], f"{PASSED['PREFIX']} 2") for word in flags)
         dry.install(*other)
         fresh = links(dry.installed["install", *other, "", "", None] / dry.folder.name)
         if dry.install(*other, after=flags).code == 0 and (actual_links := links(dry.folder)) != fresh:
             observed = f"{dry.shown(str(actual_links))}, but should be {dry.shown(str(fresh))}"
-            violations.append(f"install.sh {other[-1]} after {flags[-1]}: links are {observed}")
-    check.holds(*violations)
+            yield f"install.sh {other[-1]} after {flags[-1]}: links are {observed}"
 
 
 def links(folder: Path) -> dict[str, str]:
@@ -261,7 +240,7 @@ def links(folder: Path) -> dict[str, str]:
 @clause("B10")
 def test_an_installation_that_was_killed_is_made_whole_by_the_next(check, dry):
     """By Ctrl-C, or by a login node's limits. The first job after it ends with 3, and what was half made is not kept."""
-    violations, done = [], set()
+    done = set()
     for flags in [(), *[flags for flags in given(dry) if PASSED["PREFIX"] not in flags]]:
         whole = dry.install(*flags)
         for number, step in enumerate([call for call in whole.calls if "makes" in call.notes], 1):
@@ -270,41 +249,33 @@ def test_an_installation_that_was_killed_is_made_whole_by_the_next(check, dry):
             done.add(dry.shown(step.text))
             fails = f"killed at {number}"
             again = dry.install(*flags, after=flags, after_fails=fails)
-            other = sorted(
-                path for path in again.tree.keys() | whole.tree.keys() if again.tree.get(path) != whole.tree.get(path)
-            )
+            paths = again.tree.keys() | whole.tree.keys()
+            other = sorted(path for path in paths if again.tree.get(path) != whole.tree.get(path))
             what = f"{' '.join(['install.sh', *flags[:1]])}, killed in {dry.shown(step.text)[:80]!r}, and run again"
             if again.code or other:
-                observed = f"exit code {again.code} ({dry.shown(last_line(again))}), {' '.join(other[:3]) or 'the same files'}"
-                violations.append(f"{what}: {observed}, but should be 0 and the files of one that was not killed")
+                observed = f"{exit_of(dry, again)}, {' '.join(other[:3]) or 'the same files'}"
+                yield f"{what}: {observed}, but should be 0 and the files of one that was not killed"
             job = None if flags else dry.job(dry.site.job_scripts[0], install=flags, install_fails=fails)
             if job and (job.trained or job.code != 3 or "install.sh" not in job.output):
-                violations.append(
-                    f"{ending(dry, job)} after an install.sh that was killed, but should be 3 and name install.sh"
-                )
-    check.holds(*violations)
+                yield f"{ending(dry, job)} after an install.sh that was killed, but should be 3 and name install.sh"
 
 
 @clause("B10")
 def test_what_is_made_on_a_node_s_own_disk_is_made_on_every_node(check, dry):
     """By a launcher: what a job script does itself is done on the first node alone, and ranks on the others find nothing."""
-    violations = []
     for flags in given(dry) if dry.disks else ():
         run = dry.job(dry.site.job_scripts[0], install=flags, nodes=2)
         for call in run.calls:
             reads = call.command in ("srun", "mpiexec", "sbcast") or "-c" in call.words  # or hands it to all nodes
             alone = "DRY_RUN_NODE" not in call.environ and not reads
             if alone and any(disk in call.text or disk in call.path for disk in dry.disks):
-                violations.append(
-                    f"{run.script}: {dry.shown(call.text)[:100]} on the first node alone, but should be on each: srun"
-                )
-    check.holds(*dict.fromkeys(violations))
+                yield f"{run.script}: {dry.shown(call.text)[:100]} on the first node alone, but should be on each: srun"
 
 
 @clause("B10")
 def test_what_an_interrupted_start_has_left_on_a_node_is_made_anew(check, dry):
     """A job that was killed while it unpacked comes back to the same node, where its folder is not empty, and not whole."""
-    script, violations = dry.site.job_scripts[0], []
+    script = dry.site.job_scripts[0]
     for flags in given(dry) if dry.disks else ():
         first = dry.job(script, install=flags)
         left = [re.match(rf".*/{USER}/[^/]+(?=/)", path) for path in first.changed]
@@ -314,11 +285,8 @@ def test_what_an_interrupted_start_has_left_on_a_node_is_made_anew(check, dry):
             again = dry.job(script, install=flags, restarts=1, beside=(folder,), halves=halves)
             theirs, ours = ({dry.shown(call.path) for call in run.trained} for run in (again, first))
             if again.code or theirs != ours:
-                observed = (
-                    f"{ending(dry, again)}, trained by {' '.join(theirs) or 'none'}, but should be 0, by {' '.join(ours)}"
-                )
-                violations.append(f"where a killed start has left {Path(folder).name}: {observed}")
-    check.holds(*violations)
+                observed = f"{ending(dry, again)}, trained by {' '.join(theirs) or 'none'}"
+                yield f"where a killed start has left {Path(folder).name}: {observed}, but should be 0, by {' '.join(ours)}"
 
 
 @clause("B10")
@@ -328,17 +296,13 @@ def test_what_is_too_old_is_refused_before_anything_is_installed(check, dry, wha
     first = dry.install()
     brought = [call for call in first.called("python", "python3") if "torch" in call.text and "version" in call.text]
     own = any(call.command in ("conda", "mamba") for call in first.calls)  # it makes its Python, and installs its torch
-    if (
-        own
-        or not brought
-        or not pips(first)
-        or (what == "torch" and any("torch==2" in word for _, words in pips(first) for word in words))
-    ):
+    own |= what == "torch" and any("torch==2" in word for _, words in pips(first) for word in words)
+    if own or not brought or not pips(first):
         return
     run = dry.install(fails=f"old {what}")
     if run.code != 3 or pips(run):
-        observed = f"exit code {run.code} ({dry.shown(last_line(run))}) and {len(pips(run))} installations"
-        check.holds(f"install.sh with an old {what}: {observed}, but should be 3 before any")
+        observed = f"{exit_of(dry, run)} and {len(pips(run))} installations"
+        yield f"install.sh with an old {what}: {observed}, but should be 3 before any"
 
 
 @clause("B10")
@@ -347,28 +311,27 @@ def test_a_module_that_is_missing_ends_it_before_anything_is_installed(check, si
     if case := with_modules(site, "another/1.0", "another/2.0"):  # of several each, and not the last one alone
         run = dry.install(fails="module another/1.0", case=case)
         if run.code != 3 or made_by(run):
-            check.holds(f"install.sh without another/1.0 of two modules: {ending(dry, run)}, but should be 3 before anything")
+            yield f"install.sh without another/1.0 of two modules: {ending(dry, run)}, but should be 3 before anything"
     loads = [call for call in dry.install().called("module-call") if "load" in call.words]
     run = dry.install(fails="module") if loads else None
     names = {word.partition("/")[0] for call in loads for word in call.words[1:]}
     named = run and re.search(rf"(?m)^error: .*\b(modules?|{'|'.join(map(re.escape, names))})\b", run.output)
     if run and (run.code != 3 or pips(run) or made_by(run) or not named):
         made = len(pips(run)) + len(made_by(run))
-        ends = f"exit code {run.code} ({dry.shown(last_line(run))}) and {made} installations"
-        check.holds(f"install.sh without its modules: {ends}, but should be 3 before any and name them")
+        ends = f"{exit_of(dry, run)} and {made} installations"
+        yield f"install.sh without its modules: {ends}, but should be 3 before any and name them"
 
 
 @clause("B10")
 def test_a_wrong_flag_is_refused_before_anything_is_done(check, dry):
-    flags, violations = flags_of(dry), []
+    flags = flags_of(dry)
     wrong = [("--no-such-flag",)] + [(flag,) for flag, value in flags if flag and value]
     for words in wrong if flags else []:
         run = dry.install(*words)
         lines = run.output.strip().splitlines()
         if run.code != 2 or len(lines) != 1 or words[0] not in run.output or pips(run):
-            observed = f"exit code {run.code} and {len(lines)} lines ({dry.shown(last_line(run))})"
-            violations.append(f"install.sh {words[0]}: {observed}, but should be 2 and one line that names it")
-    check.holds(*violations)
+            observed = f"{exit_of(dry, run)} and {len(lines)} lines"
+            yield f"install.sh {words[0]}: {observed}, but should be 2 and one line that names it"
 
 
 @clause("B10")
@@ -378,28 +341,19 @@ def test_a_flag_is_not_lost_beside_an_image(check, dry):
     def done(*flags: str) -> set[str]:
         return {dry.shown(call.text) for call in dry.install(*flags).calls}
 
-    violations = []
-    for image, flag in product([words for words in given(dry) if PASSED["IMAGE"] in words], given(dry)):
-        if (
-            flag != image
-            and done(*flag) != done()
-            and dry.install(*image, *flag).code == 0
-            and done(*image, *flag) == done(*image)
-        ):
+    for image, flag in product(given(dry, "IMAGE"), given(dry)):
+        works = flag != image and done(*flag) != done() and dry.install(*image, *flag).code == 0
+        if works and done(*image, *flag) == done(*image):
             observed = f"install.sh {' '.join(image)[:40]}... {' '.join(flag)} does what it does without {flag[0]}"
-            violations.append(f"{observed}, but should hand it on")
+            yield f"{observed}, but should hand it on"
     # A wheel that somebody has built, in a folder that no image has.
     (wheel := dry.top / "root/wheels/mine-1.0-py3-none-any.whl").parent.mkdir(exist_ok=True)
     wheel.touch()
-    for image, (flag, _) in product(
-        [words for words in given(dry) if PASSED["IMAGE"] in words],
-        [words for words in given(dry) if PASSED["PACKAGE"] in words],
-    ):
+    for image, (flag, _) in product(given(dry, "IMAGE"), given(dry, "PACKAGE")):
         run = dry.install(*image, flag, f"/wheels/{wheel.name}")
         seen = [value for call in run.calls for value in values_of(call.words, "--bind", "-B") if str(wheel.parent) in value]
         if not seen:
-            violations.append(f"install.sh {flag} WHEEL beside an image: WHEEL is not bound into it, but should be")
-    check.holds(*violations)
+            yield f"install.sh {flag} WHEEL beside an image: WHEEL is not bound into it, but should be"
 
 
 @clause("B10")
@@ -408,13 +362,13 @@ def test_an_installation_that_fails_says_so(check, site, dry):
     if not pips(dry.install()) or not made_by(dry.install()):
         return  # it installs nothing
     run, script = dry.install(fails="pip"), site.job_scripts[0]
-    violations = [f"install.sh where pip fails: exit code {run.code}, but should be 1"] if run.code != 1 else []
+    if run.code != 1:
+        yield f"install.sh where pip fails: exit code {run.code}, but should be 1"
     for what, shape in dict(before=dict(install=None), after=dict(install_fails="pip")).items():
         job = dry.job(script, **shape)
         if job.code != 3 or job.trained or "install.sh" not in job.output:
-            observed = f"{script.name} {what} install.sh{' has failed' if what == 'after' else ''}: exit code {job.code}"
-            violations.append(f"{observed} ({dry.shown(last_line(job))}), but should be 3 and name install.sh")
-    check.holds(*violations)
+            subject = f"{script.name} {what} install.sh{' has failed' if what == 'after' else ''}"
+            yield f"{subject}: {exit_of(dry, job)}, but should be 3 and name install.sh"
 
 
 @clause("B10")
@@ -423,37 +377,30 @@ def test_an_installation_starts_as_many_compilers_as_it_says(check, site):
     without = r"""(?:MAKEFLAGS=\S*|\bmake\b[^\n#]*\s)-j(?=["'}\s]|$)"""
     scripts = [path for path in sorted(site.folder.iterdir()) if path.suffix in (".sh", ".sl", ".pbs")]
     matches = {path.name: re.findall(without, path.read_text(), re.MULTILINE) for path in scripts}
-    check.holds(*(f"{name}: {words[0]!r}, but should have a number behind -j" for name, words in matches.items() if words))
+    yield from (f"{name}: {words[0]!r}, but should have a number behind -j" for name, words in matches.items() if words)
 
 
 @clause("B6")
 def test_a_folder_of_somebody_else_is_no_prefix(check, dry):
     """Whoever has made a .venv of the same name loses nothing."""
-    violations = []
     for prefix in made_by(dry.install())[:1]:
         place = os.path.relpath(os.path.realpath(prefix), dry.top)
         run = dry.install(planted=place)
         if run.code != 3 or f"{place}/mine" in run.changed or pips(run):
-            observed = f"exit code {run.code} ({dry.shown(last_line(run))})"
-            violations.append(
-                f"install.sh where {Path(place).name} is somebody else's: {observed}, but should be 3 and leave it"
-            )
-    check.holds(*violations)
+            yield f"install.sh where {Path(place).name} is somebody else's: {exit_of(dry, run)}, but should be 3 and leave it"
 
 
 @clause("B6")
 def test_what_an_installation_leaves_is_as_its_user_s_umask_says(check, dry):
     """Jobs run what lies there: who may write there runs what he likes as somebody else."""
-    own, violations = umask(), []
+    own = umask()
     for flags in [(), *given(dry)]:
         for other in sorted({call.notes["umask"] for call in dry.install(*flags).calls if "makes" in call.notes} - {own}):
-            violations.append(f"{' '.join(('install.sh', *flags))}: umask={other}, but should be the user's: {own}")
-    check.holds(*violations)
+            yield f"{' '.join(('install.sh', *flags))}: umask={other}, but should be the user's: {own}"
 
 
 @clause("B6")
 def test_an_installation_touches_only_its_prefix(check, dry):
-    violations = []
     for flags in dict.fromkeys([(), *(tuple(case.flags(PASSED["IMAGE"])) for case in dry.site.cases)]):
         dry.install(*flags)  # and what the checks before this one have installed
     pristine, beside = dry.pristine / dry.folder.name, f"{dry.folder.parent}/"
@@ -468,43 +415,34 @@ def test_an_installation_touches_only_its_prefix(check, dry):
         own += [dry.top / f"root{flag}" for flag in flags if flag.startswith("/")]
         changed = [dry.top / path for path in run.changed if not any((dry.top / path).is_relative_to(each) for each in own)]
         name = " ".join(["install.sh", *flags[:1]])
-        violations += [f"{name} changes {dry.shown(str(path))}, but should write into its prefix alone" for path in changed]
-        violations += removed(dry, run, own)
+        yield from (f"{name} changes {dry.shown(str(path))}, but should write into its prefix alone" for path in changed)
+        yield from removed(dry, run, own)
         # What it and its commands need for a while only: the layers of an image are some GB.
         places = {value for call in run.calls for key, value in call.environ.items() if re.search(r"(CACHEDIR|TMPDIR)$", key)}
-        left = [
-            place for place in sorted(places) if place.startswith(f"{dry.folder}/") and (kept / place[len(beside) :]).exists()
-        ]
-        violations += [f"{name} leaves {dry.shown(place)}, but should remove it at its end" for place in left if not fails]
-    check.holds(*dict.fromkeys(violations))
+        for place in sorted(places) if not fails else ():
+            if place.startswith(f"{dry.folder}/") and (kept / place[len(beside) :]).exists():
+                yield f"{name} leaves {dry.shown(place)}, but should remove it at its end"
 
 
 @clause("B7")
 def test_nothing_replaces_the_torch_of_the_machine(check, dry):
     """The core comes without its dependencies, a user's package beside a torch that is held, whether pip takes it or not."""
-    violations = []
     refused = {
         f"install.sh {flags[0]}, which pip refuses,": dry.install(*flags, fails=f"pip {PASSED['PACKAGE']}")
-        for flags in given(dry)
-        if PASSED["PACKAGE"] in flags
+        for flags in given(dry, "PACKAGE")
     }
     for what, run in (runs(dry) | refused).items():
         for call, words in pips(run):
             if "--no-deps" in words:
                 continue
-            held = (
-                re.search(rf"(?m)^torch=={re.escape(TORCH)}$", call.notes.get("constraints", "")) or f"torch=={TORCH}" in words
-            )
+            held = f"torch=={TORCH}" in [*words, *call.notes.get("constraints", "").splitlines()]
             core = [word for word in words if word.rstrip("/").endswith("core")]
             wrong = [word for word in words if word in ("--upgrade", "-U", "--force-reinstall", "--ignore-installed", "-I")]
             if core:
-                violations.append(f"{what}: pip install of ddp_core, but should have --no-deps")
+                yield f"{what}: pip install of ddp_core, but should have --no-deps"
             if wrong or (PASSED["PACKAGE"] in words and not held):
                 offending = " ".join([*wrong, *(word for word in words if word == PASSED["PACKAGE"])])
-                violations.append(
-                    f"{what}: pip install {offending}, but should hold the torch that is there, by --constraint or by name"
-                )
-    check.holds(*dict.fromkeys(violations))
+                yield f"{what}: pip install {offending}, but should hold the torch that is there, by --constraint or by name"
 
 
 UNSAFE = re.compile(r"--trusted-host|--insecure|\s-k\s|--no-check-certificate|http://(?!localhost)|--break-system-packages")
@@ -512,75 +450,62 @@ UNSAFE = re.compile(r"--trusted-host|--insecure|\s-k\s|--no-check-certificate|ht
 
 @clause("B7")
 def test_what_is_installed_is_named_with_its_version(check, site, dry):
-    violations = []
     for run in runs(dry).values():
-        unhashed = [word for call, words in pips(run) for word in without_hash(call, words)]
-        # A flag may bring what is named by a range, or by the user.
-        unhashed = [
-            word for word in unhashed if word != PASSED["PACKAGE"] and (run is dry.install() or not re.search("[<>]", word))
-        ]
-        violations += [f"install.sh: pip install {word}, but should name its hash" for word in unhashed]
-        violations += loose(site, dry, run)
+        for word in [word for call, words in pips(run) for word in without_hash(call, words)]:
+            # A flag may bring what is named by a range, or by the user.
+            if word != PASSED["PACKAGE"] and (run is dry.install() or not re.search("[<>]", word)):
+                yield f"install.sh: pip install {word}, but should name its hash"
+        yield from loose(site, dry, run)
+        yield from loose_elsewhere(dry, run)
     for script in site.scripts:
         for number, line in enumerate(script.read_text().splitlines(), 1):
             if re.search(r"^[^#]*\b(curl|wget)\b.*\|\s*(sudo )?(ba|z)?sh\b", line):
-                violations.append(
-                    f"{script.name}:{number}: {line.strip()[:100]!r}, but should run nothing that it has not checked"
-                )
+                yield f"{script.name}:{number}: {line.strip()[:100]!r}, but should run nothing that it has not checked"
             if re.search(r"^[^#]*\bcurl\b(?!.*(--location\b|\s-[a-zA-Z]*L))", line):
-                subject = f"{script.name}:{number}: {line.strip()[:100]!r}"
-                violations.append(f"{subject}, but should follow where the server leads: --location")
-    check.holds(*dict.fromkeys(violations))
+                yield f"{script.name}:{number}: {line.strip()[:100]!r}, but should follow where the server leads: --location"
 
 
-def loose(site, dry: DryRuns, run: DryRun) -> list[str]:
-    """What an installation leaves open: versions, from where, and into which place."""
-    violations = []
+def loose(site, dry: DryRuns, run: DryRun) -> Iterator[str]:
+    """What pip is left to choose: versions, from where, and into which place."""
     prefixes = [os.path.realpath(prefix) for prefix in made_by(run)]
     mpi = any(launch.mpi for launch in site.launches)
     for call, words in pips(run):
         asked = requirements(words)
-        violations += [f"install.sh: pip install {word}, but should name a version" for word in asked if not pinned(word)]
-        if (
-            mpi
-            and any(word.startswith("mpi4py") for word in asked)
-            and "mpi4py" not in "".join(values_of(words, "--no-binary"))
-        ):
-            violations.append(
-                "install.sh: pip install mpi4py, but should build it (--no-binary=mpi4py): PyPI's has another MPI"
-            )
+        yield from (f"install.sh: pip install {word}, but should name a version" for word in asked if not pinned(word))
+        mpi4py = mpi and any(word.startswith("mpi4py") for word in asked)
+        if mpi4py and "mpi4py" not in "".join(values_of(words, "--no-binary")):
+            yield "install.sh: pip install mpi4py, but should build it (--no-binary=mpi4py): PyPI's has another MPI"
         builds = {match[1] for word in words if (match := re.search(r"/rocm(\d+\.\d+)", word))}
-        for name in site.toml.get("software", {}).get("modules", []):
+        for name in site.modules:
             if (version := re.match(r"rocm/(\d+\.\d+)", name)) and builds - {version[1]}:
-                violations.append(
-                    f"install.sh: torch for ROCm {', '.join(builds)}, but should be for that of the module {name}"
-                )
+                yield f"install.sh: torch for ROCm {', '.join(builds)}, but should be for that of the module {name}"
         if PASSED["PACKAGE"] in words and values_of(words, "--index-url", "-i"):
-            violations.append(f"install.sh: {' '.join(words)[:120]}, but should look for a user's package on PyPI, too")
+            yield f"install.sh: {' '.join(words)[:120]}, but should look for a user's package on PyPI, too"
         index = values_of(words, "--index-url", "--extra-index-url", "-i")
-        violations += [
-            f"install.sh: {url}, but should be for {site.toml['node']['device']}"
-            for url in index
-            if url.rstrip("/").endswith("/cpu")
-        ]
+        for url in index:
+            if url.rstrip("/").endswith("/cpu"):
+                yield f"install.sh: {url}, but should be for {site.toml['node']['device']}"
         path = os.path.realpath(os.path.join(call.folder, os.path.dirname(call.path)))
         into = values_of(words, "--target", "-t", "--prefix")
         if "--user" in words or not (into or any(path.startswith(f"{prefix}/") for prefix in prefixes)):
-            violations.append(f"install.sh: {dry.shown(call.text)[:120]}, but should install into its own prefix")
+            yield f"install.sh: {dry.shown(call.text)[:120]}, but should install into its own prefix"
+
+
+def loose_elsewhere(dry: DryRuns, run: DryRun) -> Iterator[str]:
+    """What other commands are left to choose, and what no command checks."""
     for call in run.calls:
         words = call.words
         if UNSAFE.search(f" {call.text} ") and call.command not in ("rm", "module-call"):
-            violations.append(f"install.sh: {dry.shown(call.text)[:120]}, but should check what it fetches")
+            yield f"install.sh: {dry.shown(call.text)[:120]}, but should check what it fetches"
         if call.command in ("conda", "mamba", "micromamba") and words[:1] and words[0] in ("create", "install"):
             asked = requirements(words[1:])
-            violations += [
-                f"install.sh: conda {words[0]} {word}, but should name a version" for word in asked if not pinned(word)
-            ]
+            for word in asked:
+                if not pinned(word):
+                    yield f"install.sh: conda {words[0]} {word}, but should name a version"
             if not values_of(words, "-p", "--prefix"):
-                violations.append(f"install.sh: {call.text[:120]}, but should name a --prefix")
+                yield f"install.sh: {call.text[:120]}, but should name a --prefix"
         if call.command in ("git",) and words[:1] == ["clone"] and not values_of(words, "--branch", "-b"):
-            violations.append(f"install.sh: {call.text[:120]}, but should name a --branch or a commit")
-    return violations
+            yield f"install.sh: {call.text[:120]}, but should name a --branch or a commit"
 
 
 def without_hash(call: Call, words: list[str]) -> list[str]:
@@ -593,31 +518,10 @@ def without_hash(call: Call, words: list[str]) -> list[str]:
     return named + [line for line in lines if line.strip() and "--hash=sha256:" not in line]
 
 
-VALUED = {
-    "--index-url",
-    "--extra-index-url",
-    "-i",
-    "--constraint",
-    "-c",
-    "--target",
-    "-t",
-    "--prefix",
-    "-p",
-    "--channel",
-    "--find-links",
-    "-f",
-}
-VALUED |= {
-    "-n",
-    "--name",
-    "--cache-dir",
-    "--upgrade-strategy",
-    "--requirement",
-    "-r",
-    "--progress-bar",
-    "--root-user-action",
-    "--no-binary",
-}
+# Flags that a value follows.
+VALUED = {"--index-url", "--extra-index-url", "-i", "--constraint", "-c", "--target", "-t", "--prefix", "-p", "--channel"}
+VALUED |= {"--find-links", "-f", "-n", "--name", "--cache-dir", "--upgrade-strategy", "--requirement", "-r", "--progress-bar"}
+VALUED |= {"--root-user-action", "--no-binary"}
 
 
 def requirements(words: list[str]) -> list[str]:

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import pytest
-
 from conformance.cluster.shape import numbers
+from conformance.harness.check import clause
 from conformance.harness.dry_run import (
     ARGUMENTS,
     Call,
@@ -36,9 +35,9 @@ from conformance.harness.dry_run import (
     words_of,
 )
 from conformance.harness.shell import Script, minutes, plain
+from conformance.harness.sites import place_of
 from conformance.harness.stub_core import who
 
-clause = pytest.mark.clause
 # What a job script may pass to train.py by itself: where and with what, and never what is trained.
 OWN_FLAGS = {"--device", "--backend", "--run-dir", "--new-run-dir", "--grace", "--reduction", "--workers", "--debug"}
 # What hides devices from a rank, and puts them into another order.
@@ -49,7 +48,7 @@ MOST_SECONDS_OF_WAIT = 600
 OF_A_USER = "/opt/of-a-user/lib"
 
 
-def as_in_job(site, call: Call) -> dict[str, str]:
+def as_in_job(call: Call) -> dict[str, str]:
     """The environment of a rank without what this dry run has put there."""
     return {name: value for name, value in call.environ.items() if not name.startswith("DRY_RUN")}
 
@@ -60,8 +59,8 @@ def as_in_job(site, call: Call) -> dict[str, str]:
 @clause("B1")
 def test_scripts_run_to_their_end(check, site, dry):
     install = dry.install()
-    check.holds(*([f"{ending(dry, install)}, but should be 0"] if install.code else []))
-    violations = []
+    if install.code:
+        yield f"{ending(dry, install)}, but should be 0"
     for case in site.cases:
         as_it_stands = case.name == case.script
         for nodes in (case.nodes, 1) if as_it_stands else (case.nodes,):
@@ -71,16 +70,13 @@ def test_scripts_run_to_their_end(check, site, dry):
             world_sizes = {call.environ["DRY_RUN_RANKS"] for call in run.trained}
             if run.code or started != list(range(ranks if nodes > 1 else 1)) or world_sizes != {str(ranks)}:
                 shown_sizes = " ".join(world_sizes) or "no"
-                violations.append(
-                    f"{case.name}: {ending(dry, run)} and {shown_sizes} ranks on {nodes} nodes, but should be 0 and {ranks}"
-                )
+                yield f"{case.name}: {ending(dry, run)} and {shown_sizes} ranks on {nodes} nodes, but should be 0 and {ranks}"
             up = [host for number, host in enumerate(dry.hosts(nodes + 1)) if number or not run.shape["spare"]][:nodes]
             for call in [call for call in run.launches if call.notes.get("hosts", up) != up]:
-                violations.append(f"{case.name}: ranks on {' '.join(call.notes['hosts'])}, but should be on {' '.join(up)}")
+                yield f"{case.name}: ranks on {' '.join(call.notes['hosts'])}, but should be on {' '.join(up)}"
             for address in {call.environ.get("MASTER_ADDR", up[0]) for call in run.trained if run.shape["spare"]}:
                 if address.partition(".")[0] != up[0]:
-                    violations.append(f"{case.name}: MASTER_ADDR={address}, but should be {up[0]}: the first node is down")
-    check.holds(*violations)
+                    yield f"{case.name}: MASTER_ADDR={address}, but should be {up[0]}: the first node is down"
 
 
 # Commands whose failure is an answer, or changes nothing.
@@ -92,15 +88,11 @@ ASKS = ("rm", "sleep", "python", "python3", "qstat", "squeue", "sacct")
 @clause("B11")
 def test_each_choice_of_a_script_s_head_changes_something(check, site, dry):
     """In the ranks' environment or words, or in what is called: else its user believes that it is in force."""
-    violations = []
 
     def effects(run: DryRun, own: set[str]) -> tuple:
-        ranks = [{name: value for name, value in as_in_job(site, call).items() if name not in own} for call in run.trained[:1]]
-        return (
-            ranks,
-            sorted(dry.shown(call.text) for call in run.calls if call.command not in ("mktemp", "rm", "sleep")),
-            run.code,
-        )
+        ranks = [{name: value for name, value in as_in_job(call).items() if name not in own} for call in run.trained[:1]]
+        calls = sorted(dry.shown(call.text) for call in run.calls if call.command not in ("mktemp", "rm", "sleep"))
+        return ranks, calls, run.code
 
     for script in trains(site):
         default, again = (dry.job(script, nodes=2, environ=environ) for environ in ({}, dict(DRY_RUN_AGAIN="1")))
@@ -110,50 +102,40 @@ def test_each_choice_of_a_script_s_head_changes_something(check, site, dry):
             run = dry.job(script, nodes=2, environ=chosen)
             if effects(run, own) == effects(default, own):
                 choice = " ".join(f"{name}={value}" for name, value in chosen.items())
-                violations.append(f"{script.name}: {choice} changes nothing, but should")
-    check.holds(*violations)
+                yield f"{script.name}: {choice} changes nothing, but should"
 
 
 @clause("B11")
 def test_a_choice_counts_whatever_was_set_before(check, site, dry):
     """By a module, say: in its ranks is what the choice decides, and not what the default would have been."""
-    violations = []
     for script in trains(site):
         default, again = (dry.job(script, nodes=2, environ=environ) for environ in ({}, dict(DRY_RUN_AGAIN="1")))
         for chosen in alternatives(script) if default.trained and again.trained else ():
             without = dry.job(script, nodes=2, environ=chosen)
-            expected, other, same = (
-                as_in_job(site, run.trained[0]) if run.trained else {} for run in (without, default, again)
-            )
+            expected, other, same = (as_in_job(run.trained[0]) if run.trained else {} for run in (without, default, again))
             before = {name: value for name, value in other.items() if same.get(name) == value != expected.get(name, value)}
             before = {name: value for name, value in before.items() if not re.match(GIVEN, name)}
             run = dry.job(script, nodes=2, environ=before | chosen)
             for name in sorted(before if run.trained and without.trained else ()):
-                value = as_in_job(site, run.trained[0]).get(name)
+                value = as_in_job(run.trained[0]).get(name)
                 if value != expected[name]:
                     choice = " ".join(f"{name}={value}" for name, value in chosen.items())
-                    violations.append(
-                        f"{script.name}, {choice}, {name}={before[name]} was set: {value}, but should be {expected[name]}"
-                    )
-    check.holds(*violations)
+                    yield f"{script.name}, {choice}, {name}={before[name]} was set: {value}, but should be {expected[name]}"
 
 
 @clause("B11")
 def test_a_flag_that_a_choice_names_reaches_a_command(check, site, dry):
     """As "--nv" of software="apptainer --nv": its ranks would start without the GPUs, or without what was chosen."""
-    violations = []
     for case in site.cases:
         run = dry.case(case)
         flags = {flag for line in case.edit.values() for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", line)}
         for flag in sorted(flags - {word.partition("=")[0] for call in run.calls for word in call.words}):
-            violations.append(f"{case.name}: no command is called with {flag}, but should be")
-    check.holds(*violations)
+            yield f"{case.name}: no command is called with {flag}, but should be"
 
 
 @clause("B1")
 def test_a_command_that_fails_is_not_passed_over(check, site, dry):
     """Of those before the ranks, one after the other: the job ends, or trains as without the failure, or warns of it."""
-    violations = []
     for script, flags in itertools.product(trains(site), [(), *(flags for flags in given(dry) if dry.packed(*flags))]):
         shape = dict(nodes=2, install=flags)
         whole, again = dry.job(script, **shape), dry.job(script, **shape, environ=dict(DRY_RUN_AGAIN="1"))
@@ -168,49 +150,39 @@ def test_a_command_that_fails_is_not_passed_over(check, site, dry):
                 break
             run = dry.job(script, **shape, fails=fails)
             (rank, *_) = run.trained or [None]
-            warned = re.search(r"(?m)^(warning|note|error): ", run.output) or "use" in [
-                word for call in run.called("module-call") for word in call.words
-            ]
+            warned = re.search(r"(?m)^(warning|note|error): ", run.output)
+            warned = warned or any("use" in call.words for call in run.called("module-call"))
             actual, expected = (
-                {name: value for name, value in as_in_job(site, call).items() if name not in own} if call else {}
+                {name: value for name, value in as_in_job(call).items() if name not in own} if call else {}
                 for call in (rank, first)
             )
             same = rank and rank.words == first.words and actual == expected
-            loads = step.command == "module-call" and {*step.words} & {*site.toml.get("software", {}).get("modules", [])}
+            loads = step.command == "module-call" and {*step.words} & {*site.modules}
             acts = step.command in (whole.launcher, "sbcast")  # on nodes, which ranks do not show
             if (rank or not run.code) and not warned and (loads or acts or not same):
                 trained = "trains all the same" if rank else "ends with 0"
-                violations.append(f"{script.name}: where {dry.shown(step.text)[:80]!r} fails it {trained}, but should end")
-    check.holds(*dict.fromkeys(violations))
+                yield f"{script.name}: where {dry.shown(step.text)[:80]!r} fails it {trained}, but should end"
 
 
 @clause("B1")
 def test_ranks_run_in_the_site_s_folder_with_its_python(check, site, dry):
     """Of the environment that install.sh has made, or of the image."""
     prefixes = made_by(dry.install())
-    image = (
-        Path(site.toml.get("software", {}).get("image", "")).name if not site.toml.get("software", {}).get("modules") else ""
-    )
-    violations = []
-    for script in trains(site):
-        for call in dry.job(script, all_ranks=True).trained[:1]:
-            path = Path(os.path.realpath(Path(call.folder, call.path).parent))
-            if prefixes and not any(path.is_relative_to(os.path.realpath(prefix)) for prefix in prefixes):
-                violations.append(
-                    f"{script.name}: python={dry.shown(call.path)}, but should be in {dry.shown(str(prefixes[0]))}"
-                )
-            if image and image not in call.environ.get("DRY_RUN_IMAGE", ""):
-                violations.append(f"{script.name}: ranks outside of the image {image}, but should be in it")
-            if Path(call.folder) != dry.folder:
-                violations.append(f"{script.name}: ranks in {dry.shown(call.folder)}, but should be in the site's folder")
-    check.holds(*violations)
+    image = Path(site.software.get("image", "")).name if not site.modules else ""
+    for script, call in dry.first_ranks(all_ranks=True):
+        path = Path(os.path.realpath(Path(call.folder, call.path).parent))
+        if prefixes and not any(path.is_relative_to(os.path.realpath(prefix)) for prefix in prefixes):
+            yield f"{script.name}: python={dry.shown(call.path)}, but should be in {dry.shown(str(prefixes[0]))}"
+        if image and image not in call.environ.get("DRY_RUN_IMAGE", ""):
+            yield f"{script.name}: ranks outside of the image {image}, but should be in it"
+        if Path(call.folder) != dry.folder:
+            yield f"{script.name}: ranks in {dry.shown(call.folder)}, but should be in the site's folder"
 
 
 @clause("B2")
 def test_every_file_that_runs_is_the_site_s_and_listed(check, site, dry):
     listed, seen = {*site.toml.get("files", [])}, {str(path.relative_to(site.folder)) for path in site.scripts}
     of_jobs = {script: dry.job(script, code=75) for script in site.job_scripts}
-    violations = []
     for script, run in [("install.sh", dry.install()), *((path.name, run) for path, run in of_jobs.items())]:
         for name in run.read:
             path = Path(name) if Path(name).is_absolute() else dry.folder / name
@@ -218,15 +190,14 @@ def test_every_file_that_runs_is_the_site_s_and_listed(check, site, dry):
             if path.name == script or not (path.is_file() or Path(name).is_absolute()) or path.is_relative_to("/dev/fd"):
                 continue
             if relative not in listed or relative not in seen:
-                violations.append(f"{script} runs {relative}, but should run files of the list `files` alone")
-    violations += [f"{name} is named by a script, but should be in `files`, too" for name in sorted(seen - listed) if listed]
-    check.holds(*violations)
+                yield f"{script} runs {relative}, but should run files of the list `files` alone"
+    yield from (f"{name} is named by a script, but should be in `files`, too" for name in sorted(seen - listed) if listed)
 
 
 @clause("B3")
 def test_a_rank_is_told_what_site_toml_says(check, site, dry):
     """[launchers.environment] is what the process rung exports: here it is compared with what the job script leads to."""
-    launch, violations = site.launches[0], []
+    launch = site.launches[0]
     domain = site.toml["node"].get("domain", "")
     for script in trains(site):
         for shape in (dict(all_ranks=True), dict(restarts=1, code=75), dict(nodes=1), *of_fewer_ranks(site, script)):
@@ -234,9 +205,7 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
             full_shape = dict(number=FIRST, nodes=site.job(script)["nodes"]) | run.shape
             for call in run.trained:
                 rank, per_node, nodes = (int(call.environ[f"DRY_RUN_{name}"]) for name in ("RANK", "PER_NODE", "NODES"))
-                values = dict(rank=rank, world_size=per_node * nodes, local_rank=rank % per_node, local_world_size=per_node)
-                values |= dict(node_rank=rank // per_node, num_nodes=nodes, restart=full_shape["restarts"])
-                values |= dict(tasks_per_node=f"{per_node}(x{nodes})" if nodes > 1 else per_node)
+                values = place_of(rank, per_node, nodes) | dict(restart=full_shape["restarts"])
                 patterns = {name: re.escape(str(value)) for name, value in values.items()}
                 head = re.escape(dry.hosts(full_shape["nodes"])[0])
                 address = rf"{head}\.{re.escape(domain)}" if domain else rf"{head}(\.[\w.-]+)?|10\.0\.0\.1"
@@ -246,21 +215,17 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
                         continue
                     value = call.environ.get(name, "0" if template == "{restart}" else None)
                     # How a start is named is the site's affair: the job is in it, and another start has another name.
-                    pattern = (
-                        patterns["job_id"]
-                        if "{job_id}" in template
-                        else "".join(patterns.get(part[1:-1], re.escape(part)) for part in re.split(r"(\{\w+\})", template))
-                    )
+                    parts = ["{job_id}"] if "{job_id}" in template else re.split(r"(\{\w+\})", template)
+                    pattern = "".join(patterns.get(part[1:-1], re.escape(part)) for part in parts)
                     if value is None or not re.fullmatch(pattern, value):
                         address = dict(master_addr=dry.hosts(full_shape["nodes"])[0], master_port="a port", job_id=FIRST)
                         difference = f"{name}={value or 'unset'}, but should be {template.format(**values, **address)}"
-                        violations.append(f"{script.name}: rank {rank} of {per_node * nodes}: {difference}")
+                        yield f"{script.name}: rank {rank} of {per_node * nodes}: {difference}"
         names = [name for name, template in launch.templates if "{job_id}" in template or "{restart}" in template]
         starts = [dry.job(script, **shape).trained[:1] for shape in (dict(all_ranks=True), dict(restarts=1, code=75))]
         first, again = ([call.environ.get(name) for call in calls for name in names] for calls in starts)
         if names and first == again:
-            violations.append(f"{script.name}: {', '.join(names)} = {first} in both starts of a job, but should differ")
-    check.holds(*violations[:12])
+            yield f"{script.name}: {', '.join(names)} = {first} in both starts of a job, but should differ"
 
 
 CONTAINERS = ("singularity", "apptainer", "shifter", "podman-hpc", "enroot")
@@ -306,75 +271,59 @@ def of_fewer_ranks(site, script: Script) -> list[dict]:
 @clause("B3")
 def test_a_job_that_pbs_has_started_twice_is_a_restart(check, site, dry):
     """Slurm tells it in a variable, PBS in qstat's run_count alone; a successor counts the starts of other jobs, too."""
-    names, violations = [name for name, template in site.launches[0].templates if template == "{restart}"], []
+    names = [name for name, template in site.launches[0].templates if template == "{restart}"]
     for script in trains(site) if site.toml["scheduler"] == "pbs" else []:
         for restarts in (0, 3):
             for call in dry.job(script, started=2, restarts=restarts, code=75).trained[:1]:
                 wrong = [name for name in names if call.environ.get(name) != str(restarts + 1)]
                 subject = f"{script.name}, started twice after {restarts} jobs"
-                violations += [f"{subject}: {name}={call.environ.get(name)}, but should be {restarts + 1}" for name in wrong]
-    check.holds(*violations)
+                yield from (f"{subject}: {name}={call.environ.get(name)}, but should be {restarts + 1}" for name in wrong)
 
 
 @clause("B3")
 def test_train_py_takes_each_rank_for_who_it_is(check, site, dry, tmp_path):
     """What it makes of the environment that a dry run's rank has found, in a first start and in a later one."""
-    violations = []
     for case in site.cases:
         names = []
         for restarts in (0, 1):
             run = dry.case(case, all_ranks=True, **(dict(restarts=restarts, code=75) if restarts else {}))
             for call in run.trained[:1] + ([] if case.launch.mpi else run.trained[-1:]):  # MPI's stub has a rank 0 alone
-                rank, ranks, node, local, size = (
-                    int(call.environ[f"DRY_RUN_{name}"]) for name in ["RANK", "RANKS", "NODE", "LOCAL", "PER_NODE"]
-                )
+                place = ("RANK", "RANKS", "NODE", "LOCAL", "PER_NODE")
+                rank, ranks, node, local, size = (int(call.environ[f"DRY_RUN_{name}"]) for name in place)
                 # A step can have fewer tasks than its job.
-                environ = as_in_job(site, call) | dict(MPI_SIZE=str(ranks), SLURM_NTASKS="97")
+                environ = as_in_job(call) | dict(MPI_SIZE=str(ranks), SLURM_NTASKS="97")
                 identity = who(site, environ, tmp_path)
                 should = dict(rank=rank, world_size=ranks, restart=restarts)
                 if not case.launch.mpi:
                     should |= dict(local_rank=local, local_world_size=size, node_rank=node)
-                wrong = {
-                    name: identity.get(name, identity.get("refused"))
-                    for name, value in should.items()
-                    if identity.get(name) != value
-                }
-                violations += [
-                    f"{case.name}: rank {rank} of {ranks}: {name}={value}, but should be {should[name]}"
-                    for name, value in wrong.items()
-                ]
+                for name, value in should.items():
+                    if identity.get(name) != value:
+                        observed = identity.get(name, identity.get("refused"))
+                        yield f"{case.name}: rank {rank} of {ranks}: {name}={observed}, but should be {value}"
             names.append(identity.get("job_id") if run.trained else None)
         if names[0] == names[1] or FIRST not in str(names[0]):
-            violations.append(f"{case.name}: starts are named {names}, but should be named by job {FIRST}, and differ")
-    check.holds(*violations[:12])
+            yield f"{case.name}: starts are named {names}, but should be named by job {FIRST}, and differ"
 
 
 @clause("J6")
 def test_the_port_depends_on_the_job(check, site, dry):
     """The ranks of two jobs are told different ports, all ranks of a job the same one, and one that Linux gives to nobody."""
-    violations = []
     for script in trains(site):
         shapes = (dict(all_ranks=True), dict(number=OTHER), dict(number=LARGE))
         first, other, large = (ports(site, dry.job(script, **shape)) for shape in shapes)
-        violations += [
-            f"{script.name}: {name}={first[name]}, but should be the same in all ranks"
-            for name in first
-            if len(first[name]) > 1
-        ]
+        for name in [name for name in first if len(first[name]) > 1]:
+            yield f"{script.name}: {name}={first[name]}, but should be the same in all ranks"
         same = [name for name in first if first[name] == other.get(name)]
         array = dict(SLURM_ARRAY_JOB_ID=LARGE) if site.toml["scheduler"] == "slurm" else {}
         tasks = [ports(site, dry.job(script, number=number, environ=array)) for number in (FIRST, OTHER) if array]
         same += [f"{name} of an array" for name in tasks[0] if tasks[0][name] == tasks[1].get(name)] if array else []
-        violations += [f"{script.name}: {name} is one in job {FIRST} and in job {OTHER}, but should differ" for name in same]
+        yield from (f"{script.name}: {name} is one in job {FIRST} and in job {OTHER}, but should differ" for name in same)
         lost = [name for name in first if name not in large]
-        violations += [f"{script.name}: no {name} in job {LARGE}, but should be one" for name in lost]
+        yield from (f"{script.name}: no {name} in job {LARGE}, but should be one" for name in lost)
         for name, values in (*first.items(), *large.items()):
-            violations += [
-                f"{script.name}: {name}={value}, but should be 1024 to 32767"
-                for value in values
-                if not 1024 <= int(value) < 32768
-            ]
-    check.holds(*violations)
+            for value in values:
+                if not 1024 <= int(value) < 32768:
+                    yield f"{script.name}: {name}={value}, but should be 1024 to 32767"
 
 
 # By which the ranks of a job meet: those of another one, in the environment that sbatch takes along.
@@ -384,18 +333,13 @@ OF_ANOTHER_JOB = dict(MASTER_ADDR="elsewhere", MASTER_PORT="29500", DDP_SECRET="
 @clause("J6")
 def test_ranks_meet_where_their_own_job_says(check, site, dry):
     """Whatever it was submitted from: a shell with a tutorial's MASTER_PORT, or a job. All these would share one."""
-    violations = []
     for case in site.cases:
         launcher_variables = {name for name, _ in case.launch.templates} | (set() if case.launch.mpi else {"DDP_SECRET"})
         for call in dry.case(case, environ=OF_ANOTHER_JOB | case.environment).trained[:1]:
-            kept = [
-                name for name, value in OF_ANOTHER_JOB.items() if name in launcher_variables and call.environ.get(name) == value
-            ]
-            violations += [
-                f"{case.name}: {name}={OF_ANOTHER_JOB[name][:16]} of the shell that submits, but should be the job's own"
-                for name in kept
-            ]
-    check.holds(*violations)
+            own = OF_ANOTHER_JOB.keys() & launcher_variables
+            kept = sorted(name for name in own if call.environ.get(name) == OF_ANOTHER_JOB[name])
+            for name in kept:
+                yield f"{case.name}: {name}={OF_ANOTHER_JOB[name][:16]} of the shell that submits, but should be the job's own"
 
 
 def ports(site, run: DryRun) -> dict[str, set[str]]:
@@ -403,7 +347,7 @@ def ports(site, run: DryRun) -> dict[str, set[str]]:
     by_name: dict[str, set[str]] = {}
     port_variables = site.launches[0].variables_with("master_port")
     for call in run.trained:
-        for name, value in as_in_job(site, call).items():
+        for name, value in as_in_job(call).items():
             if (name in port_variables or re.search(r"(^|_)PORT$", name)) and value.isdecimal() and value != "0":
                 by_name.setdefault(name, set()).add(value)
     for call in run.calls:
@@ -414,7 +358,7 @@ def ports(site, run: DryRun) -> dict[str, set[str]]:
 
 @clause("J13")
 def test_only_interfaces_of_the_node_are_named(check, site, dry):
-    interfaces, violations = site.toml["node"]["interfaces"], []
+    interfaces = site.toml["node"]["interfaces"]
     for script in trains(site) if interfaces else []:
         for call in dry.job(script, all_ranks=True).trained[:1]:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CCL_KVS_IFACE", "FI_CXI_DEVICE_NAME", "TP_SOCKET_IFNAME"):
@@ -424,22 +368,18 @@ def test_only_interfaces_of_the_node_are_named(check, site, dry):
                 ]
                 if wrong or (value and name == "GLOO_SOCKET_IFNAME" and value != interfaces[0]):
                     should = interfaces[0] if name.startswith("GLOO") else f"of {', '.join(interfaces)}"
-                    violations.append(f"{script.name}: {name}={value}, but should be {should}")
-    check.holds(*violations)
+                    yield f"{script.name}: {name}={value}, but should be {should}"
 
 
 @clause("J13")
 def test_a_plugin_of_the_user_s_own_is_taken(check, site, dry):
     """Built anew, say, after the machine's libfabric has changed: the module's would run in its place, in silence."""
-    violations = []
-    for script in trains(site):
-        for call in dry.job(script, all_ranks=True, nodes=2).trained[:1]:
-            named = call.environ.get("NCCL_NET_PLUGIN", "")
-            own = f"{Path(named).parent}/./{Path(named).name}"  # the same file, which loads
-            run = dry.job(script, all_ranks=True, nodes=2, environ=dict(NCCL_NET_PLUGIN=own)) if "/" in named else None
-            if run and not (run.trained and run.trained[0].environ.get("NCCL_NET_PLUGIN") == own):
-                violations.append(f"{script.name}: not the NCCL_NET_PLUGIN of the user, but should be ({ending(dry, run)})")
-    check.holds(*violations)
+    for script, call in dry.first_ranks(all_ranks=True, nodes=2):
+        named = call.environ.get("NCCL_NET_PLUGIN", "")
+        own = f"{Path(named).parent}/./{Path(named).name}"  # the same file, which loads
+        run = dry.job(script, all_ranks=True, nodes=2, environ=dict(NCCL_NET_PLUGIN=own)) if "/" in named else None
+        if run and not (run.trained and run.trained[0].environ.get("NCCL_NET_PLUGIN") == own):
+            yield f"{script.name}: not the NCCL_NET_PLUGIN of the user, but should be ({ending(dry, run)})"
 
 
 # ---- flags, and where a run is --------------------------------------------------------------------------------------
@@ -455,7 +395,6 @@ def test_arguments_arrive_word_for_word(check, site, dry):
 
 @clause("B4")
 def test_the_script_says_where_and_not_what(check, site, dry):
-    violations = []
     for case in site.cases:
         for call in [
             call for shape in (dict(all_ranks=True), dict(restarts=1, code=75)) for call in dry.case(case, **shape).trained[:1]
@@ -463,15 +402,13 @@ def test_the_script_says_where_and_not_what(check, site, dry):
             own = arguments(call)[: -len(ARGUMENTS) if site.toml["scheduler"] == "slurm" else -5]
             flags = [word.partition("=")[0] for word in own if word.startswith("--")]
             wrong = [flag for flag in flags if flag not in OWN_FLAGS and not flag.endswith("timeout")]
-            violations += [f"{case.name}: {flag} is passed to train.py, but should be its user's" for flag in wrong]
+            yield from (f"{case.name}: {flag} is passed to train.py, but should be its user's" for flag in wrong)
             if values_of(own, "--device") in (["cpu"], ["auto"]) and site.toml["node"]["devices"]:
-                violations.append(f"{case.name}: --device={values_of(own, '--device')[0]}, but should name the accelerator")
-    check.holds(*dict.fromkeys(violations))
+                yield f"{case.name}: --device={values_of(own, '--device')[0]}, but should name the accelerator"
 
 
 @clause("B4")
 def test_a_job_finds_its_run_again_and_no_other_job_s(check, site, dry):
-    violations = []
     for script in trains(site):
         places = {}
         for what, shape in dict(first=dict(all_ranks=True), again=dict(restarts=1, code=75), other=dict(number=OTHER)).items():
@@ -480,13 +417,11 @@ def test_a_job_finds_its_run_again_and_no_other_job_s(check, site, dry):
                 places[what] = os.path.join(call.folder, given[0]) if given else "none"
         first = places.get("first", "none")
         if first == "none" or not Path(first).is_relative_to(dry.folder):
-            violations.append(f"{script.name}: run directory={dry.shown(first)}, but should be below the site's folder")
+            yield f"{script.name}: run directory={dry.shown(first)}, but should be below the site's folder"
         if (again := places.get("again", "none")) != first:
-            observed = f"{dry.shown(again)} when the job comes back, but should be {dry.shown(first)}"
-            violations.append(f"{script.name}: run directory={observed}")
+            yield f"{script.name}: run directory={dry.shown(again)} when the job comes back, but should be {dry.shown(first)}"
         if places.get("other") == first:
-            violations.append(f"{script.name}: run directory={dry.shown(first)} in two jobs, but should differ")
-    check.holds(*violations)
+            yield f"{script.name}: run directory={dry.shown(first)} in two jobs, but should differ"
 
 
 @clause("J11")
@@ -503,51 +438,42 @@ def test_torchrun_starts_no_rank_again(check, site, dry):
 @clause("J9")
 def test_torchrun_has_the_cores_of_all_its_ranks(check, site, dry):
     """It is one task of a node, and its ranks stay where it is bound."""
-    violations = []
     for case in site.cases:
         run, script = dry.case(case), site.folder / case.script
-        size = max(
-            [int(value) for call in run.called("torchrun") for value in values_of(call.words, "--nproc-per-node")], default=0
-        )
+        sizes = [value for call in run.called("torchrun") for value in values_of(call.words, "--nproc-per-node")]
+        size = max(map(int, sizes), default=0)
         each = Script(script).options.get("cpus-per-task")
         for call in [call for call in run.launches if call.command == "srun"] if size and each else ():
             sets = bound(call, 1)
             count = len(sets[0]) if sets else cpus_per_task(call, script, site)
             if count < size * int(each):
-                violations.append(
-                    f"{case.name}: {count} cores for torchrun, but should be {size} ranks x {each}: {call.text[:120]}"
-                )
-    check.holds(*violations)
+                yield f"{case.name}: {count} cores for torchrun, but should be {size} ranks x {each}: {call.text[:120]}"
 
 
 @clause("J9")
 def test_torchrun_divides_the_cores_that_two_devices_share(check, site, dry):
     """Of its ways to bind ranks `node` and `socket` give two ranks of a NUMA node the same cores."""
-    violations = []
     for path in (*site.scripts, *sorted(site.folder.glob("*.py"))):
         for way in re.findall(r'--numa-binding(?:=|", *")([\w-]+)', path.read_text()):
             if way not in ("exclusive", "core-complex"):
-                violations.append(f"{path.name}: --numa-binding={way}, but should be exclusive: its ranks would share cores")
+                yield f"{path.name}: --numa-binding={way}, but should be exclusive: its ranks would share cores"
             torchruns = [call for case in site.cases for call in dry.case(case).called("torchrun")]
             if torchruns and not any(word.startswith("--numa-binding") for call in torchruns for word in call.words):
-                violations.append(f"{path.name}: --numa-binding={way}, but no torchrun is called with it")
-    check.holds(*violations)
+                yield f"{path.name}: --numa-binding={way}, but no torchrun is called with it"
 
 
 @clause("J11")
 def test_every_srun_of_ranks_ends_when_one_dies(check, site, dry):
-    violations = []
     for script in trains(site):
         for call in dry.job(script, all_ranks=True).launches:
             if call.command == "srun" and not kills(call):
-                violations.append(f"{script.name}: {call.text[:120]}, but should have --kill-on-bad-exit=1 among its flags")
+                yield f"{script.name}: {call.text[:120]}, but should have --kill-on-bad-exit=1 among its flags"
             waits = values_of(call.words, "--wait", "-W") or [call.environ.get("SLURM_WAIT", "0")]
             if call.command == "srun" and not 0 < int(waits[0]) <= MOST_SECONDS_OF_WAIT:
                 observed = f"--wait={waits[0]}, but should be 1 to {MOST_SECONDS_OF_WAIT} s"
-                violations.append(f"{script.name}: {observed}: ranks that are left when one has ended well hang")
+                yield f"{script.name}: {observed}: ranks that are left when one has ended well hang"
             if {"--no-abort-on-failure", "--no-kill"} & {*call.words}:
-                violations.append(f"{script.name}: {call.text[:120]}, but should end when a rank dies")
-    check.holds(*violations)
+                yield f"{script.name}: {call.text[:120]}, but should end when a rank dies"
 
 
 def kills(call: Call) -> bool:
@@ -562,26 +488,24 @@ def kills(call: Call) -> bool:
 @clause("J9")
 def test_ranks_share_the_cores_of_a_node(check, site, dry):
     """Bound by the launcher's flags, ranks have cores of their own, none that is reserved, near their device; threads fit."""
-    node, violations = site.toml["node"], []
+    node = site.toml["node"]
     threads = node.get("threads_per_core", 1)
     reserved = {core + thread * node["cores"] for thread in range(threads) for core in numbers(node.get("reserved", ""))}
     for script, chosen, run in as_chosen(site, dry):
         each = int(run.trained[0].environ["DRY_RUN_PER_NODE"]) if run.trained else site.job(script)["ranks_per_node"]
         if run.code:
-            violations.append(f"{script.name} {chosen}: {ending(dry, run)}, but should be 0")
-        violations += [f"{script.name} {chosen}: {text}" for text in masked(site, run, each)]
+            yield f"{script.name} {chosen}: {ending(dry, run)}, but should be 0"
+        yield from (f"{script.name} {chosen}: {text}" for text in masked(site, run, each))
         for call in run.launches:
             if {"--overcommit", "-O", "--oversubscribe", "-s"} & {*call.words}:
-                violations.append(f"{script.name}: {call.text[:100]}, but should give each rank cores of its own")
+                yield f"{script.name}: {call.text[:100]}, but should give each rank cores of its own"
             sets = bound(call, each)
             words = " ".join(word for word in call.words if "bind" in word or "cpus" in word)
             taken: list[int] = []
             for local, cores in enumerate(sets or in_blocks(call, script, site, each)):
                 wrong = [core for core in cores if core in reserved or core in taken or core >= node["cores"] * threads]
                 if wrong and sets:
-                    violations.append(
-                        f"{script.name}: local rank {local} on cores {wrong} ({words[:80]}), but should have its own"
-                    )
+                    yield f"{script.name}: local rank {local} on cores {wrong} ({words[:80]}), but should have its own"
                 taken += cores
                 device = device_of(site, run, local, each)
                 near = node.get("cores_near_device", [])
@@ -591,52 +515,43 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
                     and not {core % node["cores"] for core in cores} <= {*numbers(near[device])}
                 ):
                     path = f"be near device {device}: {near[device]}"
-                    violations.append(f"{script.name}: rank {local} of a node on cores {cores}, but should {path}")
-            violations += [f"{script.name}: {text}" for text in devices(site, run, call)]
+                    yield f"{script.name}: rank {local} of a node on cores {cores}, but should {path}"
+            yield from (f"{script.name}: {text}" for text in devices(site, run, call))
             count = len(sets[0]) if sets else cpus_per_task(call, script, site)
             used = len({core % node["cores"] for core in taken}) if sets else count * each / threads
             usable = node["cores"] - node.get("reserved_cores", 0) - site.job(script).get("spare_cores", 0)
             if used <= usable - each:
-                violations.append(
-                    f"{script.name}: {used:g} cores of a node are used, but should be {usable} (spare_cores in site.toml)"
-                )
+                yield f"{script.name}: {used:g} cores of a node are used, but should be {usable} (spare_cores in site.toml)"
             for rank in run.trained[:1]:
                 omp = rank.environ.get("OMP_NUM_THREADS", "unset")  # two threads on a core are slower than one
                 most = len({core % node["cores"] for core in sets[0]}) if sets else -(-count // threads)
                 if not omp.isdecimal() or not 1 <= int(omp) <= most or (most >= 4 and int(omp) * 2 < most):
-                    violations.append(f"{script.name}: OMP_NUM_THREADS={omp}, but should be the {most} cores of a rank")
-    check.holds(*violations[:12])
+                    yield f"{script.name}: OMP_NUM_THREADS={omp}, but should be the {most} cores of a rank"
 
 
-def devices(site, run: DryRun, call: Call) -> list[str]:
+def devices(site, run: DryRun, call: Call) -> Iterator[str]:
     """What is wrong with the devices that ranks see, by the launcher's flags."""
     node, variable = site.toml["node"], site.toml["node"].get("device_environment")
     if call.command != "srun" or not variable or not run.trained:
-        return []
+        return
     seen, should = len((run.trained[0].environ.get(variable) or "").split(",")), node["devices_visible_to_a_rank"]
-    wrong = (
-        [f"{seen} devices are visible to a rank, but should be {should} (--gpus-per-task, --gpu-bind)"]
-        if seen != should
-        else []
-    )
+    if seen != should:
+        yield f"{seen} devices are visible to a rank, but should be {should} (--gpus-per-task, --gpu-bind)"
     if "cores_near_device" in node and "none" in values_of(call.words, "--cpu-bind"):
-        wrong.append("--cpu-bind=none, but should keep each rank on its cores, near its device")
+        yield "--cpu-bind=none, but should keep each rank on its cores, near its device"
     bind = next(iter(values_of(call.words, "--gpu-bind")), "")
     if should < node["devices"] and "cores_near_device" in node and not re.match(r"(verbose,)?(closest|map|mask)", bind):
-        wrong.append(f"--gpu-bind={bind or 'none'}, but should give each rank the device near its cores: closest")
-    return wrong
+        yield f"--gpu-bind={bind or 'none'}, but should give each rank the device near its cores: closest"
 
 
-def masked(site, run: DryRun, each: int) -> list[str]:
+def masked(site, run: DryRun, each: int) -> Iterator[str]:
     """What is wrong with the devices that ranks see: every node has the same, and counts them from 0."""
     variable, nodes = site.toml["node"].get("device_environment", ""), dict[int, list[str]]()
     for call in sorted(run.trained, key=lambda call: call.rank or 0):
         nodes.setdefault((call.rank or 0) // each, []).append(call.environ.get(variable, "all"))
-    return [
-        f"{variable}={' '.join(masks)} on node {node}, but should be {' '.join(nodes[0])}, as on node 0"
-        for node, masks in nodes.items()
-        if variable and masks != nodes[0]
-    ]
+    for node, masks in nodes.items():
+        if variable and masks != nodes[0]:
+            yield f"{variable}={' '.join(masks)} on node {node}, but should be {' '.join(nodes[0])}, as on node 0"
 
 
 def bound(call: Call, each: int) -> list[list[int]]:
@@ -655,92 +570,85 @@ def bound(call: Call, each: int) -> list[list[int]]:
 @clause("J9")
 def test_what_is_said_of_each_device_is_said_of_all(check, site, dry):
     """In a list NUMBER:VALUE,NUMBER:VALUE: a device that is not in it works otherwise, and all wait for its ranks."""
-    devices, violations = site.toml["node"]["devices"], []
+    devices = site.toml["node"]["devices"]
     for script, chosen, run in as_chosen(site, dry):
         for call in run.trained[:1]:
             for name, value in call.environ.items():
                 named = re.findall(r"(?:^|,)(\d+):\d+(?=,|$)", value) if re.fullmatch(r"[\d:,]*,[\d:,]*", value) else []
                 if named and sorted(map(int, named)) != [*range(devices)]:
-                    violations.append(f"{script.name} {chosen}: {name}={value}, but should name devices 0 to {devices - 1}")
-    check.holds(*violations)
+                    yield f"{script.name} {chosen}: {name}={value}, but should name devices 0 to {devices - 1}"
 
 
 @clause("J9")
 def test_devices_are_chosen_once(check, site, dry):
     """By the one variable of site.toml. Another one chooses among these: a rank's device is not the one near its cores then."""
-    own, violations = site.toml["node"].get("device_environment", ""), []
+    own = site.toml["node"].get("device_environment", "")
     for case in site.cases:
         for call in dry.case(case, all_ranks=True).trained if own else ():
             for name in sorted({*MASKS} & call.environ.keys() - {own}):
                 seen = call.environ[name].split(",")
                 if seen != [str(number) for number in range(len(seen))]:
-                    violations.append(f"{case.name}: {name}={call.environ[name]}, but should be chosen by {own} alone")
-    check.holds(*dict.fromkeys(violations))
+                    yield f"{case.name}: {name}={call.environ[name]}, but should be chosen by {own} alone"
 
 
 @clause("J9")
 def test_ranks_of_a_part_of_a_node_see_devices_that_it_has(check, site, dry):
     """Slurm counts those of a job from 0: of two, a list that begins with the node's last names none, and CUDA sees none."""
-    variable, violations = site.toml["node"].get("device_environment", ""), []
+    variable = site.toml["node"].get("device_environment", "")
     for script in trains(site) if variable and site.toml["scheduler"] == "slurm" else ():
         part = max(1, site.toml["node"]["devices"] // 2)
         options = {name: str(part) for name in ("gpus-per-node", "ntasks-per-node")}
         for call in dry.job(script, nodes=1, options=options, ntasks=part, shared=True, all_ranks=True).trained:
             seen = call.environ.get(variable, "")
             if not {*seen.split(",")} <= {*map(str, range(part))}:
-                violations.append(f"{script.name} with {part} devices: {variable}={seen}, but should be of 0 to {part - 1}")
-    check.holds(*dict.fromkeys(violations))
+                yield f"{script.name} with {part} devices: {variable}={seen}, but should be of 0 to {part - 1}"
 
 
 @clause("J9")
 def test_runs_side_by_side_share_the_devices_out(check, site, dry):
     """Where a program's head shows how to start several: each sees as many devices as it has ranks, and all are used."""
     variable, count = site.toml["node"].get("device_environment", ""), site.toml["node"]["devices"]
-    violations = []
     for script in sorted(site.folder.glob("*.py")) if variable else ():
         lines = re.findall(rf"(?m)^    (\S*python {re.escape(script.name)} .*? -- .*?)(?: {{4,}}.*)?$", script.read_text())
         halved = [re.sub(r"--ranks (\d+)", lambda match: f"--ranks {max(1, int(match[1]) // 2)}", line) for line in lines]
         close = [re.sub(r"(?<=--lr )[\d. ]+\d", "0.00001 0.000012", line) for line in lines]
         for line in lines[:1]:
             if not (run := dry.command(script, line, fails="one run")).code:
-                violations.append(f"{line!r}, one of whose runs is killed: {ending(dry, run)}, but should be that run's")
+                yield f"{line!r}, one of whose runs is killed: {ending(dry, run)}, but should be that run's"
         cases = [(line, [*range(count)]) for line in dict.fromkeys([*lines, *halved, *close])]
         # Half a node, as `--gpus 2` gives it: the numbers need not begin at 0.
         for line, visible in [*cases, *((line, [*range(count // 2, count)]) for line in halved if count > 3)]:
             run = dry.command(script, line, devices=visible)
-            started = [
-                call for call in run.calls if call.rank is None and (program(call) or "torch.distributed.run" in call.words)
-            ]
+            outside = [call for call in run.calls if call.rank is None]
+            started = [call for call in outside if program(call) or "torch.distributed.run" in call.words]
             shares = [tuple(call.environ.get(variable, "").split(",")) for call in started]
             places = [values_of(call.words, "--run-dir")[-1:] for call in started]
             ranks = [int((values_of(call.words, "--nproc-per-node") or ["1"])[0]) for call in started]
             observed = f"{line!r}: runs with {variable}={' '.join(map(','.join, shares)) or 'none'}"
             if len(shares) < 2 or any(len(share) != each for share, each in zip(shares, ranks, strict=True)):
-                violations.append(f"{observed}, but should be several, each with a device for each of its ranks")
+                yield f"{observed}, but should be several, each with a device for each of its ranks"
             elif len(taken := [device for share in {*shares} for device in share]) != len({*taken}):
-                violations.append(f"{observed}, but should share no device with another")
+                yield f"{observed}, but should share no device with another"
             elif len({*map(tuple, places)}) < len(places):
-                violations.append(f"{line!r}: run directories {places}, but should be one each")
+                yield f"{line!r}: run directories {places}, but should be one each"
             elif len({*taken}) < min(len(visible), sum(ranks)):
-                violations.append(f"{observed}, but should use all {len(visible)} devices")
+                yield f"{observed}, but should use all {len(visible)} devices"
             elif strange := {*taken} - {*map(str, visible)}:
-                violations.append(f"{observed}, but the job has no device {', '.join(sorted(strange))}: {variable} says so")
+                yield f"{observed}, but the job has no device {', '.join(sorted(strange))}: {variable} says so"
             apart = ("--standalone", "--rdzv", "--master")
             meet = [call for call in started if "torch.distributed.run" in call.words and not any(map(call.text.count, apart))]
-            violations += [f"{line!r}: a torchrun without --standalone, but should meet no other"] if meet else []
-    check.holds(*violations)
+            if meet:
+                yield f"{line!r}: a torchrun without --standalone, but should meet no other"
 
 
 @clause("J9")
 def test_srun_is_told_of_cores_once(check, site, dry):
     """By masks, or by a number: with both, the environment's too, it binds to half of a mask's cores, or refuses it."""
-    violations = []
     for case in site.cases:
         for call in dry.case(case).launches if site.toml["launcher"] == "srun" else ():
             number = [name for name in ("SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK") if name in call.environ]
             if re.search(r"--cpu-bind=\S*(mask|map)_cpu", call.text) and number:
-                violations.append(f"{case.name}: srun finds {' and '.join(number)} beside its masks, but should not")
-    check.holds(*violations)
+                yield f"{case.name}: srun finds {' and '.join(number)} beside its masks, but should not"
 
 
 @clause("J9")
@@ -769,19 +677,15 @@ def test_a_notebook_that_is_opened_again_goes_on(check, site):
         for place in places[:1]:
             program = "\n".join([*map(ast.unparse, [*imports, place]), "print(run_dir)"])
             start = partial(subprocess.run, [sys.executable, "-c", program], capture_output=True, text=True, check=False)
-            result = start()
-            check.equal(
-                **{f"run_dir_of_{name}_another_time": (start().stdout.strip(), (result.stdout + result.stderr).strip())}
-            )
+            result, again = start(), start()
+            pair = (again.stdout.strip(), (result.stdout + result.stderr).strip())
+            check.equal(**{f"run_dir_of_{name}_another_time": pair})
 
 
 def notebooks(site) -> dict[str, list[str]]:
     """The cells of code of each."""
-    cells_by_name = {path.name: json.loads(path.read_text())["cells"] for path in sorted(site.folder.glob("*.ipynb"))}
-    return {
-        name: ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-        for name, cells in cells_by_name.items()
-    }
+    all_cells = {path.name: json.loads(path.read_text())["cells"] for path in sorted(site.folder.glob("*.ipynb"))}
+    return {name: ["".join(cell["source"]) for cell in all_cells[name] if cell["cell_type"] == "code"] for name in all_cells}
 
 
 def as_chosen(site, dry) -> Iterator[tuple[Path, dict, DryRun]]:
@@ -820,9 +724,8 @@ def in_blocks(call: Call, script: Path, site, each: int) -> list[list[int]]:
 
 
 def cpus_per_task(call: Call, script: Path, site) -> int:
-    values = values_of(call.words, "--cpus-per-task", "-c", "--depth", "-d") or [
-        Script(script).options.get("cpus-per-task", "")
-    ]
+    flags = ("--cpus-per-task", "-c", "--depth", "-d")
+    values = values_of(call.words, *flags) or [Script(script).options.get("cpus-per-task", "")]
     node = site.toml["node"]
     return int(values[0]) if values[0].isdecimal() else node["cores"] // site.job(script)["ranks_per_node"]
 
@@ -830,109 +733,87 @@ def cpus_per_task(call: Call, script: Path, site) -> int:
 @clause("J3")
 def test_ranks_have_the_paths_that_the_sources_put_together(check, site, dry):
     """`export A=$B:$A` takes what B is after the modules are loaded, and before what A was: else it is another's, or empty."""
-    source_facts = [plain(fact) for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
-    added = re.findall(r"(?m)^export (\w+)=\$(\w+):\$\1$", "\n".join(source_facts))
-    violations = []
+    added = re.findall(r"(?m)^export (\w+)=\$(\w+):\$\1$", "\n".join(map(plain, site.facts)))
     for script, chosen, run in as_chosen(site, dry) if added else ():
         for call in run.trained[:1]:
             for name, part in added:
                 if (value := call.environ.get(part, "")) and value not in call.environ.get(name, "").split(":"):
-                    violations.append(
-                        f"{script.name} {chosen}: {part}={dry.shown(value)}, but should have it in the ranks' {name}"
-                    )
+                    yield f"{script.name} {chosen}: {part}={dry.shown(value)}, but should have it in the ranks' {name}"
     for script, (name, _) in itertools.product(trains(site), added):
         for call in dry.job(script, environ={name: OF_A_USER}).trained[:1]:
             if len(parts := call.environ[name].strip(":").split(":")) > 1 and parts[-1] != OF_A_USER:
                 observed = f"{script.name}: {name}={dry.shown(':'.join(parts))}"
-                violations.append(f"{observed}, but should put the new before it, as a fact of [[sources]] does")
-    check.holds(*violations)
+                yield f"{observed}, but should put the new before it, as a fact of [[sources]] does"
 
 
 @clause("F8")
 def test_a_library_path_that_torch_needs_is_the_ranks_own(check, site, dry):
     """Where torch is found by it alone: the scheduler's commands would load its libraries in the place of the system's."""
-    violations = []
     for script in trains(site):
         for fails, look in [(fails, call) for fails, call in dry.job(script, code=75).steps if "import torch" in call.text]:
             run, before = dry.job(script, code=75, fails=fails), look.environ.get("LD_LIBRARY_PATH")
             others = [call for _, call in run.steps if not call.command.startswith("python")] if run.trained else []
             commands = {call.command for call in others if call.environ.get("LD_LIBRARY_PATH") not in (before, None)}
-            violations += [
-                f"{script.name}: {name} gets the library path of the ranks, but should not" for name in sorted(commands)
-            ]
-    check.holds(*violations)
+            for name in sorted(commands):
+                yield f"{script.name}: {name} gets the library path of the ranks, but should not"
 
 
 @clause("F8")
 def test_modules_are_loaded_once_and_kept(check, site, dry):
-    software, violations = site.toml.get("software", {}), []
-    modules = software.get("modules", [])
     for script in trains(site):
         run, loaded = dry.job(script, all_ranks=True), []
         launched = min((call.start_time for call in run.launches), default=0)
         for call in run.called("module-call"):
             words = [word for word in call.words if not word.startswith("-")]
             if call.start_time > launched and words[:1] != ["list"]:
-                violations.append(f"{script.name}: module {' '.join(words)} after the launch, but should be before")
+                yield f"{script.name}: module {' '.join(words)} after the launch, but should be before"
             if words[:1] in (["purge"], ["reset"], ["unload"]) and loaded:
-                violations.append(
-                    f"{script.name}: module {' '.join(words)} after module load {loaded[-1]}, but should be before"
-                )
+                yield f"{script.name}: module {' '.join(words)} after module load {loaded[-1]}, but should be before"
             loaded += words[1:] if words[:1] in (["load"], ["add"], ["swap"], ["switch"]) else []
-        if loaded != modules:
-            violations.append(f"{script.name}: loads {' '.join(loaded)}, but should load {' '.join(modules)}, in this order")
-    check.holds(*violations)
+        if loaded != site.modules:
+            yield f"{script.name}: loads {' '.join(loaded)}, but should load {' '.join(site.modules)}, in this order"
 
 
 @clause("F8")
 def test_the_modules_of_a_login_shell_are_cleared_first(check, site, dry):
     """sbatch hands its environment on, with the libraries of whatever is loaded there."""
-    clears, violations = site.toml.get("software", {}).get("cleared_by", ""), []
+    clears = site.software.get("cleared_by", "")
     runs = {script.name: dry.job(script) for script in trains(site)} | {"install.sh": dry.install()} if clears else {}
     for name, run in runs.items():
         acts = [next((word for word in call.words if not word.startswith("-")), "") for call in run.called("module-call")]
         if "load" in acts and clears not in acts[: acts.index("load")]:
-            violations.append(f"{name}: module load without module {clears} before, but should have it (software.cleared_by)")
-    check.holds(*violations)
+            yield f"{name}: module load without module {clears} before, but should have it (software.cleared_by)"
 
 
 @clause("B8")
 def test_directives_ask_for_what_the_machine_has(check, site):
-    queue, violations = site.toml.get("queue", {}), []
+    queue = site.toml.get("queue", {})
     known = dict(partition="partitions", q="partitions", qos="qos", constraint="constraints")
     for script in map(Script, site.job_scripts):
         options = script.options
         for option, key in known.items():
             wanted = re.split(r"[&|,]", options[option]) if option in options else []
             wrong = [name for name in wanted if queue.get(key) and name not in queue[key]]
-            violations += [
-                f"{script.path.name}: {option}={name}, but should be one of {', '.join(queue[key])}" for name in wrong
-            ]
+            yield from (f"{script.path.name}: {option}={name}, but should be one of {', '.join(queue[key])}" for name in wrong)
         for option in ("account", "A"):
             if option in options and "account" in queue and options[option] != queue["account"]:
-                violations.append(
-                    f"{script.path.name}: {option}={options[option]}, but should be {queue['account']}, as in site.toml"
-                )
+                yield f"{script.path.name}: {option}={options[option]}, but should be {queue['account']}, as in site.toml"
         pbs = " ".join(text for _, text in script.directives)
         systems = re.search(r"filesystems=(\S+)", pbs)
         if "filesystems" in queue and not (systems and {*systems[1].split(":")} <= {*queue["filesystems"]}):
-            violations.append(
-                f"{script.path.name}: filesystems={systems and systems[1]}, but should be of {':'.join(queue['filesystems'])}"
-            )
-        ends = [
-            words for words in site.job(script.path).get("ends_when_stopped", []) if words_of(words).items() <= options.items()
-        ]
-        violations += [f"{script.path.name}: {words} as it stands, but should come back (ends_when_stopped)" for words in ends]
+            yield f"{script.path.name}: filesystems={systems and systems[1]}, but should be of {':'.join(queue['filesystems'])}"
+        for words in site.job(script.path).get("ends_when_stopped", []):
+            if words_of(words).items() <= options.items():
+                yield f"{script.path.name}: {words} as it stands, but should come back (ends_when_stopped)"
         if (one := options.get("q")) in queue.get("one_job", []):
-            violations.append(f"{script.path.name}: q={one}, but should be a queue that takes the job that follows (one_job)")
+            yield f"{script.path.name}: q={one}, but should be a queue that takes the job that follows (one_job)"
         limits = queue.get("minutes", {})
         asked = options.get("time") or (re.search(r"walltime=(\S+)", pbs) or ["", ""])[1]
         for name in {options.get("partition"), options.get("qos"), options.get("q")} & limits.keys():
             if asked and minutes(asked) > limits[name]:
-                violations.append(f"{script.path.name}: time={asked}, but should be at most {limits[name]} minutes in {name}")
+                yield f"{script.path.name}: time={asked}, but should be at most {limits[name]} minutes in {name}"
         if site.toml["scheduler"] == "slurm" and asked and minutes(asked) < 1:
-            violations.append(f"{script.path.name}: time={asked}, but should be a minute or more")
-    check.holds(*violations)
+            yield f"{script.path.name}: time={asked}, but should be a minute or more"
 
 
 # ---- what it prints, writes, removes and installs -------------------------------------------------------------------
@@ -941,143 +822,114 @@ def test_directives_ask_for_what_the_machine_has(check, site):
 @clause("B9")
 def test_each_start_has_a_secret_of_its_own(check, site, dry):
     """Ranks that ask MPI who they are can agree on one there."""
-    violations = []
     for script in trains(site) if not site.launches[0].mpi else []:
         runs = [dry.job(script, all_ranks=True), dry.job(script, restarts=1, code=75)]
         secrets = [{call.environ.get("DDP_SECRET", "") for call in run.trained} for run in runs]
         for run, values in zip(runs, secrets, strict=True):
             lengths = sorted(map(len, values))
             if len(lengths) != 1 or lengths[0] < 32:
-                violations.append(
-                    f"{script.name}: DDP_SECRET has lengths {lengths}, but should be one of 32 characters or more"
-                )
+                yield f"{script.name}: DDP_SECRET has lengths {lengths}, but should be one of 32 characters or more"
             if any(
                 value and value in text
                 for value in values
                 for text in (run.output, *itertools.chain(*(c.words for c in run.calls)))
             ):
-                violations.append(f"{script.name} prints DDP_SECRET or passes it as a word, but should hand it on unseen")
+                yield f"{script.name} prints DDP_SECRET or passes it as a word, but should hand it on unseen"
         if secrets[0] & secrets[1]:
-            violations.append(f"{script.name}: DDP_SECRET is the same in both starts of a job, but should differ")
+            yield f"{script.name}: DDP_SECRET is the same in both starts of a job, but should differ"
         again = dry.job(script, environ=dict(TZ="UTC"))  # the same job number, as whoever reads the queue knows it
         if secrets[0] & {call.environ.get("DDP_SECRET", "") for call in again.trained}:
-            violations.append(f"{script.name}: DDP_SECRET follows from what others know, but should be random")
-    check.holds(*violations)
+            yield f"{script.name}: DDP_SECRET follows from what others know, but should be random"
 
 
 @clause("B6")
 def test_a_job_touches_only_what_is_its_own(check, site, dry):
-    violations = []
     for script in site.job_scripts:
         for shape in (dict(all_ranks=True), dict(code=75), *(dict(install=flags) for flags in given(dry))):
             run = dry.job(script, **shape)
             node = [path for path in run.changed if re.match(r"root/(tmp|var/tmp|dev/shm)/", path)]
             shared = [path for path in node if FIRST not in path]
-            others = [
-                path for path in run.changed if path not in node and FIRST not in path and not path.startswith("root/scratch")
-            ]
-            violations += [f"{script.name} changes {dry.shown(str(dry.top / path))}, but should leave it" for path in others]
-            violations += [f"{script.name} writes /{path[5:]}, but should name it for job {FIRST}" for path in shared]
+            elsewhere = [path for path in run.changed if path not in node and not path.startswith("root/scratch")]
+            others = [path for path in elsewhere if FIRST not in path]
+            yield from (f"{script.name} changes {dry.shown(str(dry.top / path))}, but should leave it" for path in others)
+            yield from (f"{script.name} writes /{path[5:]}, but should name it for job {FIRST}" for path in shared)
             lasting = [name for name in run.made if name != "runs" and FIRST not in name]
-            violations += [
-                f"{script.name} leaves {name}, but should leave its run, and what has its number" for name in lasting
-            ]
-            violations += removed(dry, run, [dry.folder / "runs", *(dry.top / "root").rglob(f"*{FIRST}*")])
-    check.holds(*dict.fromkeys(violations))
+            yield from (f"{script.name} leaves {name}, but should leave its run, and what has its number" for name in lasting)
+            yield from removed(dry, run, [dry.folder / "runs", *(dry.top / "root").rglob(f"*{FIRST}*")])
 
 
 @clause("B6")
 def test_another_job_s_folders_on_a_node_are_left_alone(check, site, dry):
-    violations = []
-    for script in trains(site):
-        environment = "\n".join(
-            value for call in dry.job(script, all_ranks=True).trained[:1] for value in call.environ.values()
-        )
+    for script, call in dry.first_ranks(all_ranks=True):
+        environment = "\n".join(call.environ.values())
         own = set(re.findall(rf"{dry.top}/(root/[^\n:]*?{FIRST}[^/\n:]*)", environment))
         others = sorted(path.replace(FIRST, OTHER) for path in own)
         run = dry.job(script, beside=tuple(others), code=75) if others else None
         lost = [path for path in others if run and not (dry.top / path / "file").exists()]
-        violations += [f"{script.name} removes /{path[5:]}, but should leave what is job {OTHER}'s" for path in lost]
-    check.holds(*violations)
+        yield from (f"{script.name} removes /{path[5:]}, but should leave what is job {OTHER}'s" for path in lost)
 
 
 @clause("B6")
 def test_what_is_removed_in_a_node_s_memory_is_removed_on_every_node(check, site, dry):
     """`rm` in a job script empties the first node's /tmp; that of the others fills up."""
-    violations = []
     for script in trains(site):
         nodes: dict[str, set[str]] = {}  # on which, by what is removed
         for call in dry.job(script, nodes=2, all_ranks=True).called("rm"):
             places = [word for word in call.words if re.match(r"/(tmp|dev/shm)/(?!tmp\.)", dry.shown(word))]
             if places and any(re.match(r"-\w*[rR]|--recursive", word) for word in call.words):
                 nodes.setdefault(dry.shown(call.text), set()).add(call.environ.get("DRY_RUN_NODE", "0"))
-        violations += [
-            f"{script.name}: {text} on the first node alone, but should be on each: srun"
-            for text, node_ranks in nodes.items()
-            if len(node_ranks) < 2
-        ]
-    check.holds(*violations)
+        for text, node_ranks in nodes.items():
+            if len(node_ranks) < 2:
+                yield f"{script.name}: {text} on the first node alone, but should be on each: srun"
 
 
 @clause("B6")
 def test_what_a_job_removes_at_its_end_it_removes_however_it_ends(check, site, dry):
     """Most jobs are never stopped: caches that only those remove fill the memory of the nodes."""
-    violations = []
     for script in trains(site):
         removed = {code: {dry.shown(call.text) for call in dry.job(script, code=code).called("rm")} for code in (75, 0, 1)}
         for code, other in itertools.permutations(removed, 2):
             lost = {text for text in removed[other] - removed[code] if re.search(r" /(tmp|dev/shm)/(?!tmp\.)", text)}
-            violations += [f"{script.name}: no {text} after {code}, but should be, as after {other}" for text in sorted(lost)]
-    check.holds(*violations)
+            yield from (f"{script.name}: no {text} after {code}, but should be, as after {other}" for text in sorted(lost))
 
 
 @clause("B5")
 def test_proxies_are_spoken_to_by_http(check, site, dry):
     """Also for what is fetched by https: the proxy itself has no certificate."""
-    violations = []
-    for script in trains(site):
-        for call in dry.job(script, all_ranks=True).trained[:1]:
-            for name, value in call.environ.items():
-                if name.lower() in ("http_proxy", "https_proxy") and value and not value.startswith("http://"):
-                    violations.append(f"{script.name}: {name}={value}, but should be http://")
-    check.holds(*violations)
+    for script, call in dry.first_ranks(all_ranks=True):
+        for name, value in call.environ.items():
+            if name.lower() in ("http_proxy", "https_proxy") and value and not value.startswith("http://"):
+                yield f"{script.name}: {name}={value}, but should be http://"
 
 
 @clause("B6")
 def test_what_a_run_leaves_is_as_its_user_s_umask_says(check, site, dry):
     """Others of the project read it, or do not: that is the user's to say."""
-    own, violations = umask(), []
-    for script in trains(site):
-        for call in dry.job(script, all_ranks=True).trained[:1]:
-            if call.notes["umask"] != own:
-                violations.append(f"{script.name}: umask={call.notes['umask']}, but should be the user's: {own}")
-    check.holds(*violations)
+    own = umask()
+    for script, call in dry.first_ranks(all_ranks=True):
+        if call.notes["umask"] != own:
+            yield f"{script.name}: umask={call.notes['umask']}, but should be the user's: {own}"
 
 
 @clause("J8")
 def test_the_ranks_write_into_the_job_s_log_themselves(check, site, dry):
     """Behind a pipe lines come late, by kilobytes, and the last ones of a job that is killed are lost."""
-    violations = []
     for case in site.cases:
         if any(call.notes["apart"] for call in dry.case(case).trained):
-            violations.append(f"{case.name}: ranks write into something else than the job's log, but should not")
-    check.holds(*violations)
+            yield f"{case.name}: ranks write into something else than the job's log, but should not"
 
 
 @clause("B6")
 def test_caches_are_the_job_s_own(check, site, dry):
     """Those that the script sets: not in the home directory, which all jobs share; in /tmp under the job's number."""
-    violations = []
-    for script in trains(site):
-        for call in dry.job(script, all_ranks=True).trained[:1]:
-            for name, value in as_in_job(site, call).items():
-                if not re.search(r"CACHE|_DB_PATH$|^TMPDIR$", name) or not value.startswith("/") or name.startswith("PIP_"):
-                    continue
-                if Path(value).is_relative_to(dry.top / "home"):
-                    violations.append(f"{script.name}: {name}={dry.shown(value)}, but should not be in the home directory")
-                elif name != "TMPDIR" and re.match(r"/(tmp|var/tmp|dev/shm)\b", dry.shown(value)) and FIRST not in value:
-                    violations.append(f"{script.name}: {name}={dry.shown(value)}, but should have the job's number in it")
-    check.holds(*violations)
+    for script, call in dry.first_ranks(all_ranks=True):
+        for name, value in as_in_job(call).items():
+            if not re.search(r"CACHE|_DB_PATH$|^TMPDIR$", name) or not value.startswith("/") or name.startswith("PIP_"):
+                continue
+            if Path(value).is_relative_to(dry.top / "home"):
+                yield f"{script.name}: {name}={dry.shown(value)}, but should not be in the home directory"
+            elif name != "TMPDIR" and re.match(r"/(tmp|var/tmp|dev/shm)\b", dry.shown(value)) and FIRST not in value:
+                yield f"{script.name}: {name}={dry.shown(value)}, but should have the job's number in it"
 
 
 # Where what a run downloads is kept for the next one. https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables
@@ -1088,14 +940,11 @@ DOWNLOADS = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME")
 @clause("B6")
 def test_what_is_downloaded_outlives_the_job(check, site, dry):
     """In /tmp it fills the memory of each node, and each start fetches it again."""
-    violations = []
-    for script in trains(site):
-        for call in dry.job(script, all_ranks=True).trained[:1]:
-            for name in [name for name in DOWNLOADS if name in call.environ]:
-                place = dry.shown(call.environ[name])
-                if FIRST in place or re.match(r"/(tmp|var/tmp|dev/shm)\b", place):
-                    violations.append(f"{script.name}: {name}={place}, but should be where the next job finds it")
-    check.holds(*violations)
+    for script, call in dry.first_ranks(all_ranks=True):
+        for name in [name for name in DOWNLOADS if name in call.environ]:
+            place = dry.shown(call.environ[name])
+            if FIRST in place or re.match(r"/(tmp|var/tmp|dev/shm)\b", place):
+                yield f"{script.name}: {name}={place}, but should be where the next job finds it"
 
 
 # What is not used, in silence, unless it is there: Intel's driver compiles anew, Python's tempfile takes /tmp.
@@ -1106,15 +955,11 @@ MUST_EXIST = ("NEO_CACHE_DIR", "TMPDIR")
 
 @clause("B6")
 def test_folders_that_nobody_else_makes_are_there_when_ranks_start(check, site, dry):
-    violations = []
     for script, _, run in as_chosen(site, dry):
         for call in run.trained:
-            violations += [
-                f"{script.name}: {name}={dry.shown(call.environ[name])} is not there, but should be made"
-                for name in call.notes["missing"]
-                if name in MUST_EXIST
-            ]
-    check.holds(*dict.fromkeys(violations))
+            for name in call.notes["missing"]:
+                if name in MUST_EXIST:
+                    yield f"{script.name}: {name}={dry.shown(call.environ[name])} is not there, but should be made"
 
 
 # Of a variable that moves a cache, the one that moves its other half: of MIOpen, kernels apart from how they were tuned.
@@ -1125,14 +970,11 @@ HALVES = {"MIOPEN_USER_DB_PATH": "MIOPEN_CUSTOM_CACHE_DIR"}
 @clause("B6")
 def test_both_halves_of_a_cache_are_moved(check, site, dry):
     """The other one stays in the home directory, where SQLite fails as soon as many ranks write."""
-    violations = []
     for script, chosen, run in as_chosen(site, dry):
         for call in run.trained[:1]:
             alone = [half for half, other in HALVES.items() if half in call.environ and other not in call.environ]
-            violations += [
-                f"{script.name} {chosen or ''}: {half} without {HALVES[half]}, but should have both" for half in alone
-            ]
-    check.holds(*dict.fromkeys(violations))
+            for half in alone:
+                yield f"{script.name} {chosen or ''}: {half} without {HALVES[half]}, but should have both"
 
 
 # Of compiled kernels, which every rank reads and writes.
@@ -1142,34 +984,27 @@ KERNELS = ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "TORCHINDUCTOR_CACH
 @clause("B6")
 def test_caches_of_kernels_are_on_the_node(check, site, dry):
     """In the site's folder, or the user's, all nodes share them: SQLite's locks fail, and ranks read what others write."""
-    violations = []
     for script, _, run in as_chosen(site, dry):
         for call in run.trained[:1]:
             for name, place in [(name, dry.shown(call.environ[name])) for name in KERNELS if name in call.environ]:
                 if not place.startswith("/"):
-                    violations.append(f"{script.name}: {name}={place}, which all nodes share, but should be on each node")
-    check.holds(*dict.fromkeys(violations))
+                    yield f"{script.name}: {name}={place}, which all nodes share, but should be on each node"
 
 
 @clause("B6")
 def test_a_user_s_own_place_for_models_is_kept(check, site, dry):
     """What was downloaded there is there: gigabytes, and on nodes without a way out they are all that there is."""
-    violations = []
-    for script in trains(site):
-        for call in dry.job(script, all_ranks=True).trained[:1]:
-            own = {name: f"/mine/{name.lower()}" for name in ("HF_HOME", "TORCH_HOME") if name in as_in_job(site, call)}
-            for again in dry.job(script, all_ranks=True, environ=own).trained[:1] if own else ():
-                lost = [name for name, value in own.items() if again.environ.get(name) != value]
-                violations += [
-                    f"{script.name}: {name}={dry.shown(again.environ[name])}, but should be the user's" for name in lost
-                ]
-    check.holds(*violations)
+    for script, call in dry.first_ranks(all_ranks=True):
+        own = {name: f"/mine/{name.lower()}" for name in ("HF_HOME", "TORCH_HOME") if name in as_in_job(call)}
+        for again in dry.job(script, all_ranks=True, environ=own).trained[:1] if own else ():
+            lost = [name for name, value in own.items() if again.environ.get(name) != value]
+            for name in lost:
+                yield f"{script.name}: {name}={dry.shown(again.environ[name])}, but should be the user's"
 
 
 @clause("X20")
 def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
     """Where somebody else was first: compilers and torch load code from there. Each choice that a script marks looks, too."""
-    violations = []
     ways: dict[str, Callable] = {path.name: partial(dry.job, path) for path in trains(site)}
     ways |= {case.name: partial(dry.case, case) for case in site.cases if case.script in ways and case.name not in ways}
     for script in [path for path in site.scripts if path not in site.job_scripts]:
@@ -1177,35 +1012,31 @@ def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
             ways[line] = lambda all_ranks, command=(script, line), **planted: dry.command(*command, **planted)
     for name, run_as in ways.items():
         run = run_as(all_ranks=True)
-        values = [
-            value for call in run.trained for name, value in as_in_job(site, call).items() if re.search("CACHE|_DB_PATH$", name)
-        ]
-        shown = {dry.shown(value) for value in values}
+        variables = [pair for call in run.trained for pair in as_in_job(call).items()]
+        shown = {dry.shown(value) for name, value in variables if re.search("CACHE|_DB_PATH$", name)}
         tops = sorted({match[1] for value in shown if (match := re.match(r"/((?:var/)?tmp/[^/]+|dev/shm/[^/]+)", value))})
         made = [path for path in tops if (dry.top / "root" / path).exists()]  # some jobs remove it at their end
         wrong = [path for path in made if (dry.top / "root" / path).stat().st_mode & 0o077]
-        violations += [f"{name} makes /{path} for others, too, but should make it with mode 700" for path in wrong]
+        yield from (f"{name} makes /{path} for others, too, but should make it with mode 700" for path in wrong)
         for kind, path in itertools.product(("open", "link"), tops):
             what = dict(open="which others may write to", link="a link")[kind]
             run = run_as(all_ranks=True, planted=(kind, path))
             if run.trained or run.code != 3:
-                violations.append(f"{name}: trains with /{path}, {what}, but should end with 3 ({ending(dry, run)})")
+                yield f"{name}: trains with /{path}, {what}, but should end with 3 ({ending(dry, run)})"
             elif f"/{path}" not in run.output:
-                violations.append(f"{ending(dry, run)}, but should name /{path}")
-    check.holds(*violations)
+                yield f"{ending(dry, run)}, but should name /{path}"
 
 
 @clause("X21")
 def test_no_word_of_a_variable_is_run(check, site, dry):
     """Bash evaluates what stands in a variable that it computes with: UID[$(command)0] is a command."""
-    violations, mark = [], dry.top / "root/tmp/has-run"
+    mark = dry.top / "root/tmp/has-run"
     name = site.toml["job"].get("restarts", "SLURM_RESTART_COUNT")
     for script in trains(site):
         for value in (f"UID[$(echo >{mark})0]", "two"):
             run = dry.job(script, restarts=value)
             if mark.exists():
                 mark.unlink()
-                violations.append(f"{script.name} runs the command in {name}=UID[$(command)0], but should refuse it")
+                yield f"{script.name} runs the command in {name}=UID[$(command)0], but should refuse it"
             elif run.trained or run.code != 3 or name not in run.output:
-                violations.append(f"{name}=two: {ending(dry, run)}, but should be 3 and name {name}")
-    check.holds(*violations)
+                yield f"{name}=two: {ending(dry, run)}, but should be 3 and name {name}"

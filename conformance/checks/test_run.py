@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from conformance.harness.check import T0, T1, T2
 from conformance.harness.ports import free_port
 from conformance.harness.reference import LAYERS, sha256, take_apart
 from conformance.harness.stranger import stranger
+from conformance.harness.target import Run
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120, method="thread")]
 clause, only, machine = pytest.mark.clause, pytest.mark.only, pytest.mark.machine
@@ -121,18 +123,42 @@ def first():
     return next(launch for site in sites.find() for launch in site.launches if not launch.mpi)
 
 
+@pytest.fixture(scope="session")
+def own_file(world, runs) -> Callable[..., str]:
+    """The flag that names one of broken/workloads.py, whose file is written, under another name where one is given."""
+
+    def write(name: str, stem: str = "") -> str:
+        file = runs.root / "workloads" / f"{stem or name}.py"
+        world.on_rank_0(lambda: [file.parent.mkdir(exist_ok=True), file.write_text(WORKLOADS[name])])
+        return f"--workload {file}"
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def train_own(world, runs, first, own_file) -> Callable[..., Run]:
+    """A run of one of broken/workloads.py."""
+
+    def train(name: str, flags: str = "", **options) -> Run:
+        path = runs.folder(first, f"{name}-{world.starts}")
+        return world.train(first, path, f"{own_file(name)} --epochs 1 {flags}", **options)
+
+    return train
+
+
 def long(world, workload: str = "--workload digits", epochs: int = 2) -> tuple[str, int]:
     """Flags, and steps an epoch: time for a signal at 0.2 ms a step, as in one rank, and not long at 20, as in four."""
     size = 8 if world.size < 4 else 32
     return f"{workload} --epochs {epochs} --lr 0.01 --global-batch-size {size}", 1438 // size
 
 
-def expect_exit(check, run, code) -> None:
-    """All ranks have ended with this code."""
+def expect_exit(check, run, code):
+    """The run, all of whose ranks have ended with this code."""
     __tracebackhide__ = True
     if run.exit_codes != [code] * len(run.exit_codes):
         output = " | ".join(" ".join(text.split())[-400:] for text in run.errors if text) or "nothing"
         check.holds(f"exit codes={run.exit_codes}, but should be all {code}; standard error: {output}")
+    return run
 
 
 def stopped_and_saved(check, run) -> None:
@@ -142,10 +168,35 @@ def stopped_and_saved(check, run) -> None:
     check.equal(saved=(run.values("snapshot", "step")[-1:], run.values("end", "step")))
 
 
-def done(check, *runs) -> None:
+def done(check, run, *others):
+    """The run, or several of them, all of whose ranks have ended with 0."""
     __tracebackhide__ = True
-    for run in runs:
-        expect_exit(check, run, 0)
+    for one in (run, *others):
+        expect_exit(check, one, 0)
+    return (run, *others) if others else run
+
+
+def one_line(check, run, code: int, words: str, lines: list[str] | None = None) -> None:
+    """All ranks have ended with this code, and have said one line in all, on standard error, which has these words.
+
+    lines: where other ones than those of standard error count.
+    """
+    __tracebackhide__ = True
+    expect_exit(check, run, code)
+    lines = run.error_lines if lines is None else lines
+    check.equal(lines=(len(lines), 1), says=(words if words in "".join(lines) else lines, words))
+
+
+def damaged_copy(source: Path, target: Path) -> None:
+    """In its middle a bit is another one."""
+    raw = bytearray(source.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    target.write_bytes(raw)
+
+
+def renumber(path: Path) -> None:
+    """A snapshot: as of a newer format."""
+    path.write_bytes(path.read_bytes().replace(b'\\"format\\":2', b'\\"format\\":3'))
 
 
 # ---- ranks --------------------------------------------------------------------------------------------------------
@@ -154,8 +205,7 @@ def done(check, *runs) -> None:
 @machine(FP64)
 @clause("R1", "R2", "X1")
 def test_every_rank_is_there_once(check, world, launch, runs):
-    run = runs.train(launch, FP64)
-    done(check["X1"], run)
+    run = done(check["X1"], runs.train(launch, FP64))
     *_, start = run.of("start")
     rows = start["ranks"] if world.size <= 64 else [*map(json.loads, (run.folder / "ranks.jsonl").read_text().splitlines())]
     check["R1"].equal(rank=([row["rank"] for row in rows], [*range(world.size)]), world_size=(start["world_size"], world.size))
@@ -179,17 +229,15 @@ def test_of_many_ranks_the_record_has_the_nodes(check, tmp_path, ranks):
     start, beside = json.loads((tmp_path / LOG).read_text()), tmp_path / "ranks.jsonl"
     nodes = [rows[first] | dict(ranks_on_node=8) for first in range(0, ranks, 8)]
     written = [json.loads(line) for line in beside.read_text().splitlines()] if beside.exists() else []
-    check.equal(
-        rows_in_start=(start["ranks"], rows if ranks <= 64 else nodes), rows_beside=(written, rows if ranks > 64 else [])
-    )
+    check.equal(rows_in_start=(start["ranks"], rows if ranks <= 64 else nodes))
+    check.equal(rows_beside=(written, rows if ranks > 64 else []))
 
 
 @clause("R3", "R4")
 @pytest.mark.parametrize("num_nodes", [1, TWO])
 def test_place_on_its_node(check, world, launch, runs, num_nodes):
     """On one node, and on two half as large: what is right on one node only shows there."""
-    run = world.train(launch, runs.folder(launch, f"{num_nodes}-nodes"), SHORT, num_nodes)
-    done(check["R3"], run)
+    run = done(check["R3"], world.train(launch, runs.folder(launch, f"{num_nodes}-nodes"), SHORT, num_nodes))
     counted_on_each_node(check, run, num_nodes, world.size // num_nodes)
 
 
@@ -205,8 +253,7 @@ def counted_on_each_node(check, run, num_nodes: int, per_node: int) -> list[dict
 @clause("R3", "R4")
 def test_place_in_the_job(check, world, launch, runs):
     """On as many nodes as the job has; there the hosts' names show that they are as many."""
-    run = runs.train(launch, FP64)
-    done(check["R3"], run)
+    run = done(check["R3"], runs.train(launch, FP64))
     rows = counted_on_each_node(check, run, world.nodes, world.ranks_per_node)
     hosts = [sorted({row["host"] for row in rows if row["node_rank"] == node}) for node in range(world.nodes)]
     check["R4"].equal(hosts=(len({*map(tuple, hosts)}), world.nodes), hosts_of_a_node=([*map(len, hosts)], [1] * world.nodes))
@@ -215,8 +262,7 @@ def test_place_in_the_job(check, world, launch, runs):
 @clause("R5")
 @only(sizes=(1,))
 def test_without_a_launcher_a_world_of_one(check, world, own, runs):
-    run = world.alone(own, runs.folder(own, "alone"), SHORT)
-    done(check, run)
+    run = done(check, world.alone(own, runs.folder(own, "alone"), SHORT))
     check.equal(world_size=(run.values("start", "world_size"), [1]))
 
 
@@ -237,8 +283,7 @@ def test_a_launcher_that_does_not_tell_the_world_size(check, world, launch, runs
 @only(sizes=(2, 4), asks_mpi=True)
 def test_a_rank_is_who_mpi_says(check, world, launch, runs):
     """MPI's ranks in the other order: the last process is rank 0 now, and it alone writes."""
-    run = world.train(launch, runs.folder(launch, "reversed"), SHORT, reversed_mpi=True)
-    done(check, run)
+    run = done(check, world.train(launch, runs.folder(launch, "reversed"), SHORT, reversed_mpi=True))
     writers = [rank for rank, files in enumerate(run.written) if files]
     check.equal(the_process_that_is_rank_0=(writers, [world.size - 1]))
 
@@ -298,8 +343,7 @@ def test_with_a_user_s_flags_alone(check, world, launch, runs):
     """In a directory of its own. What is judged is in the snapshot, as after a run that nobody has watched."""
     seed, lr = world.on_rank_0(lambda: (random.SystemRandom().randrange(1, 10**6), random.SystemRandom().uniform(0.05, 0.1)))
     flags, folder = f"--seed {seed} --lr {lr:.4f} --epochs 2", runs.folder(launch, "mine")
-    run = world.train(launch, folder, flags, bare=True)
-    done(check, run)
+    done(check, world.train(launch, folder, flags, bare=True))
     documents = world.on_rank_0(lambda: [take_apart(path)["document"] for path in folder.rglob(SNAPSHOT)])
     check.equal(snapshots=(len(documents), 1), world_size=(documents[0]["world_size"], world.size))
     check.holds(*reference.not_the_history(documents[0]["history"], T2["cpu"], seed=seed, lr=float(f"{lr:.4f}"), epochs=2))
@@ -320,8 +364,7 @@ def test_the_job_script_passes_its_arguments_on(check, launch, runs):
 @machine(MISTYPED, only=True)
 @clause("J2", "X3")
 def test_the_job_script_hands_on_the_exit_code(check, launch, runs):
-    run = runs.train(launch, MISTYPED)
-    expect_exit(check["J2"], run, 2)
+    run = expect_exit(check["J2"], runs.train(launch, MISTYPED), 2)
     lines = [line for line in run.errors[0].splitlines() if "error" in line and "--epochs" in line]
     check["X3"].equal(lines_that_name_the_flag=(len(lines), 1))
 
@@ -333,16 +376,14 @@ def test_a_rank_of_another_start_is_not_joined(check, world, own, runs, job_id, 
     """It has this job's address and port, as a neighbour's rank would that was given the same port."""
     odd_start = (job_id or str(1001 + world.starts), restart)
     folder, flags = runs.folder(own, f"met-{job_id}"), f"{SHORT} --rendezvous-timeout 2"
-    run = world.train(own, folder, flags, odd_start=odd_start)
-    expect_exit(check, run, 4)
+    run = expect_exit(check, world.train(own, folder, flags, odd_start=odd_start), 4)
     check.equal(starts=(len(run.of("start")), 0), says=("belongs to" in "".join(run.errors), True))
 
 
 @machine(FP64)
 @clause("R9")
 def test_the_end_says_how_fast_it_was(check, world, own, runs):
-    run = runs.train(own, FP64)
-    done(check, run)
+    run = done(check, runs.train(own, FP64))
     *_, end = run.of("end")
     speeds = [end.get(name, 0) for name in ("rows_a_second", "median", "p10")]
     parts = ("computing", "communication", "reading", "evaluation", "snapshots")
@@ -364,8 +405,7 @@ def test_the_end_says_how_fast_it_was(check, world, own, runs):
 def test_the_end_says_how_fast_this_start_was(check, world, runs, first):
     path, ends = runs.folder(first, "faster"), []
     for epochs in (2, 3):
-        run = world.train(first, path, f"{FP64} --epochs {epochs}")
-        done(check, run)
+        run = done(check, world.train(first, path, f"{FP64} --epochs {epochs}"))
         ends.append(run.of("end")[-1])
     rows = [end["rows_a_second"] * end["seconds"]["training"] for end in ends]
     check.close(rows, [28 * G, 14 * G], 0.02, "rows a second times seconds")
@@ -373,9 +413,8 @@ def test_the_end_says_how_fast_this_start_was(check, world, runs, first):
 
 @clause("R9")
 @only(sizes=(1, 2))
-def test_an_epoch_s_progress_is_told(check, world, runs, first):
-    run = train_own(world, runs, first, "slow_steps", "--precision fp64 --log-seconds 0.5 --steps-per-epoch 14 --epochs 2")
-    done(check, run)
+def test_an_epoch_s_progress_is_told(check, world, train_own):
+    run = done(check, train_own("slow_steps", "--precision fp64 --log-seconds 0.5 --steps-per-epoch 14 --epochs 2"))
     progress_lines = [line.split() for line in run.output[0].splitlines() if re.match(r"epoch=\S+ step=\d+/14 ", line)]
     records = [dict(word.partition("=")[::2] for word in words) for words in progress_lines]
     places = [(int(record["epoch"][0]) - 1) * 14 + int(record["step"].partition("/")[0]) for record in records]
@@ -386,30 +425,27 @@ def test_an_epoch_s_progress_is_told(check, world, runs, first):
 
 @clause("R9")
 @only(sizes=(2,))
-def test_the_slowest_rank_is_named(check, world, runs, first):
-    run = train_own(world, runs, first, "lags", "--steps-per-epoch 4")
-    done(check, run)
+def test_the_slowest_rank_is_named(check, train_own):
+    run = done(check, train_own("lags", "--steps-per-epoch 4"))
     check.equal(slowest_rank=(run.values("end", "slowest_rank"), [1]))
 
 
 @clause("R12")
 @only(sizes=(2,), devices=("cpu",))
-def test_ranks_whose_clocks_differ_speak_at_the_same_step(check, world, runs, first):
+def test_ranks_whose_clocks_differ_speak_at_the_same_step(check, train_own):
     """When they next do follows from the slowest one's clock, for all."""
-    run = train_own(world, runs, first, "fast_clock", "--steps-per-epoch 34 --timeout 5", apart=True)
-    expect_exit(check, run, 0)
+    done(check, train_own("fast_clock", "--steps-per-epoch 34 --timeout 5", apart=True))
 
 
 @clause("R13")
 @only(sizes=(2, 4))
 @pytest.mark.parametrize("num_nodes", [1, TWO])
-def test_a_file_of_data_is_read_once_a_node(check, world, runs, first, num_nodes):
+def test_a_file_of_data_is_read_once_a_node(check, world, runs, first, train_own, num_nodes):
     file = runs.root / "images"
     world.on_rank_0(lambda: bool(file.write_bytes(reference.load()[0].tobytes())))
     kind = world.on_rank_0(lambda: subprocess.check_output(["stat", "-f", "-c", "%T", file], text=True).strip())
     flags = f"--precision fp64 --file {file}"
-    once, each = (train_own(world, runs, first, "reads_a_file", f"{flags} {more}", num_nodes=num_nodes) for more in ("", OFF))
-    done(check, once, each)
+    once, each = done(check, *(train_own("reads_a_file", f"{flags} {more}", num_nodes=num_nodes) for more in ("", OFF)))
     places = [row["local_rank"] for row in once.of("start")[-1]["ranks"]]
     opened = [[int(text.partition("opened ")[2].split()[0]) for text in run.output] for run in (once, each)]
     should_be = [1 if place == 0 or kind in ("tmpfs", "ramfs") else 0 for place in places]
@@ -463,13 +499,13 @@ def test_order_of_more_rows_than_can_be_sorted(check, world, count, first_step, 
 
 @clause("D4")
 @only(sizes=(1,), devices=("cpu",))
-def test_rows_in_a_file_are_converted_batch_by_batch(check, world, runs, first):
+def test_rows_in_a_file_are_converted_batch_by_batch(check, world, runs, first, own_file):
     """Where they are more than 256 MB, and of another precision than the run's."""
     file = runs.root / "rows"
     with open(file, "wb") as rows:
         rows.truncate(300 * 2**20)
     path = runs.folder(first, "maps-rows")
-    flags = f"{own_file(world, runs, 'maps_rows')} --file {file} --epochs 1 --steps-per-epoch 2 --global-batch-size 8"
+    flags = f"{own_file('maps_rows')} --file {file} --epochs 1 --steps-per-epoch 2 --global-batch-size 8"
     run = world.alone(first, path, flags)
     file.unlink()
     done(check, run)
@@ -483,16 +519,13 @@ def test_rows_in_a_file_are_converted_batch_by_batch(check, world, runs, first):
 @machine(FP64)
 @clause("L1")
 def test_every_step_is_recorded(check, own, runs):
-    run = runs.train(own, FP64)
-    done(check, run)
+    run = done(check, runs.train(own, FP64))
     check.equal(steps=(run.values("step", "step"), [*range(42)]), epochs=(run.values("epoch", "epoch"), [0, 1, 2]))
     check.equal(losses_and_their_hex_forms=(run.values("step", "loss"), run.losses))
     check.equal(steps_of_epochs=(run.values("epoch", "step"), [14, 28, 42]), last_step=(run.values("end", "step"), [42]))
     check.equal(exit_codes=(run.values("end", "exit_code"), [0]))
-    start, choices = (
-        run.of("start")[-1],
-        dict(workload="digits", precision="fp64", epochs=3, global_batch_size=G, lr=0.1, seed=0),
-    )
+    start = run.of("start")[-1]
+    choices = dict(workload="digits", precision="fp64", epochs=3, global_batch_size=G, lr=0.1, seed=0)
     check.equal(config=({name: start["config"][name] for name in choices}, choices))
     check.equal(rows=([start[f"{part}_rows"] for part in ("training", "held_out")], [1438, 359]))
 
@@ -500,8 +533,7 @@ def test_every_step_is_recorded(check, own, runs):
 @machine(FP64)
 @clause("L2")
 def test_losses_are_the_golden_ones_in_fp64(check, world, launch, runs):
-    run = runs.train(launch, FP64)
-    done(check, run)
+    run = done(check, runs.train(launch, FP64))
     check.equal(reduction=(run.values("start", "reduction"), ["ddp" if world.size > 1 else "none"]))
     check.curve("fp64", run.losses)
     check.close(run.losses, golden.load()["losses"], T1)
@@ -510,8 +542,7 @@ def test_losses_are_the_golden_ones_in_fp64(check, world, launch, runs):
 @machine(FP32)
 @clause("L3")
 def test_losses_are_the_golden_ones_in_fp32(check, world, own, runs):
-    run = runs.train(own, FP32)
-    done(check, run)
+    run = done(check, runs.train(own, FP32))
     check.curve("fp32", run.losses)
     check.close(run.losses, golden.load()["losses"], T2[world.device])
     in_fp64 = reference.worst_deviation(run.losses, golden.load()["losses"]) < T1
@@ -521,8 +552,7 @@ def test_losses_are_the_golden_ones_in_fp32(check, world, own, runs):
 @machine(FP64)
 @clause("L4")
 def test_evaluation_counts_every_row_once(check, own, runs):
-    run = runs.train(own, FP64)
-    done(check, run)
+    run = done(check, runs.train(own, FP64))
     check.close(run.values("epoch", "eval_loss"), golden.load()["eval_losses"], T1, "held-out losses")
     check.equal(accuracies=(run.values("epoch", "eval_accuracy"), golden.load()["eval_accuracies"]))
 
@@ -532,8 +562,7 @@ def test_evaluation_counts_every_row_once(check, own, runs):
     "flags", [pytest.param(flags, marks=machine(flags, twice=True), id=flags.split()[3]) for flags in (FP64, FP32)]
 )
 def test_again_is_bitwise_the_same(check, world, own, runs, flags):
-    run, again = runs.train(own, flags), runs.train(own, flags, again=True)
-    done(check["L5"], run, again)
+    run, again = done(check["L5"], runs.train(own, flags), runs.train(own, flags, again=True))
     check["L5"].equal(losses=(again.values("step", "loss_hex"), run.values("step", "loss_hex")))
     check["L5"].close(again.losses, run.losses, T0)
     check["S3"].equal(snapshot_sha256=world.on_rank_0(lambda: (sha256(again.folder / SNAPSHOT), sha256(run.folder / SNAPSHOT))))
@@ -541,44 +570,37 @@ def test_again_is_bitwise_the_same(check, world, own, runs, flags):
 
 @clause("L4")
 @only(sizes=(4,))
-def test_held_out_rows_may_be_fewer_than_ranks(check, world, runs, first):
-    run = train_own(world, runs, first, "one_held_out", "--precision fp64")
-    done(check, run)
-    flags = f"{own_file(world, runs, 'one_held_out')} --precision fp64 --epochs 1"
-    single = world.alone(first, runs.folder(first, "one-held-out"), flags)
-    done(check, single)
+def test_held_out_rows_may_be_fewer_than_ranks(check, world, runs, first, own_file, train_own):
+    run = done(check, train_own("one_held_out", "--precision fp64"))
+    flags = f"{own_file('one_held_out')} --precision fp64 --epochs 1"
+    single = done(check, world.alone(first, runs.folder(first, "one-held-out"), flags))
     for name in ("eval_loss", "eval_accuracy"):
         check.close(run.values("epoch", name), single.values("epoch", name), T1, name)
 
 
 @clause("L4")
 @only(sizes=(4,), devices=("cpu",))
-def test_held_out_rows_of_parts_may_be_fewer_than_ranks(check, world, runs, first):
+def test_held_out_rows_of_parts_may_be_fewer_than_ranks(check, train_own):
     """A forward pass is collective: who has no row goes through one with the others."""
-    whole, parts = (
-        train_own(world, runs, first, "one_held_out", f"--precision fp64 {flags}") for flags in ("", "--sharding full")
-    )
-    done(check, whole, parts)
+    whole, parts = done(check, *(train_own("one_held_out", f"--precision fp64 {flags}") for flags in ("", "--sharding full")))
     check.close(parts.values("epoch", "eval_loss"), whole.values("epoch", "eval_loss"), T1, "eval_loss")
 
 
 @clause("L4")
 @only(sizes=(1, 2))
-def test_evaluation_changes_nothing_of_the_training(check, world, runs, first):
+def test_evaluation_changes_nothing_of_the_training(check, runs, first):
     """Of a model that draws, and counts in its buffers, while it is trained, and only then."""
     flags = f"{DRAWS} --batch-norm --steps-per-epoch 6 --epochs 3"
-    often, once = runs.train(first, flags), runs.train(first, f"{flags} --eval-every 3")
-    done(check, often, once)
+    often, once = done(check, runs.train(first, flags), runs.train(first, f"{flags} --eval-every 3"))
     losses = [(run.of("epoch")[-1].get("eval_loss", 0), run.values("step", "loss_hex")) for run in (often, once)]
     check.equal(held_out_loss_in_the_end_and_losses=tuple(losses))
 
 
 @clause("L5")
 @only(sizes=(1, 2))
-def test_a_model_is_drawn_under_the_seed(check, world, runs, first):
+def test_a_model_is_drawn_under_the_seed(check, train_own):
     """By torch's generators, as most models are; the ranks of a test have drawn from them before."""
-    drawn = [train_own(world, runs, first, "drawn", f"--steps-per-epoch 2 --seed {seed}") for seed in (3, 3, 4)]
-    done(check, *drawn)
+    drawn = done(check, *[train_own("drawn", f"--steps-per-epoch 2 --seed {seed}") for seed in (3, 3, 4)])
     losses = [run.values("step", "loss_hex") for run in drawn]
     check.equal(losses=(losses[1], losses[0]), same_losses_under_another_seed=(losses[2] == losses[0], False))
 
@@ -586,8 +608,7 @@ def test_a_model_is_drawn_under_the_seed(check, world, runs, first):
 @machine(FP64)
 @clause("L6")
 def test_it_learns(check, own, runs):
-    run = runs.train(own, FP64)
-    done(check, run)
+    run = done(check, runs.train(own, FP64))
     check.equal(gradients_are_not_zero=(min(run.values("step", "grad_norm")) > 1e-6, True))
     means = np.reshape(run.losses, (3, -1)).mean(1)
     check.equal(losses_fall=(bool(means[2] < means[0] / 2), True))
@@ -595,9 +616,8 @@ def test_it_learns(check, own, runs):
 
 @machine(FP64, SEED)
 @clause("L7")
-def test_another_seed_gives_another_curve(check, world, own, runs):
-    run, other = runs.train(own, FP64), runs.train(own, SEED)
-    done(check, run, other)
+def test_another_seed_gives_another_curve(check, own, runs):
+    run, other = done(check, runs.train(own, FP64), runs.train(own, SEED))
     check.equal(differs=(reference.worst_deviation(other.losses, run.losses[:14]) > 1e-3, True))
     check.close(other.losses, reference.train(seed=1, epochs=1)["losses"], T1, "losses under seed 1")
 
@@ -620,8 +640,7 @@ def test_fp32_is_not_tf32(check, world, own, runs):
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("variable", ["NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"])
 def test_an_environment_that_turns_tf32_on_is_refused(check, world, runs, first, variable):
-    run = world.train(first, runs.folder(first, variable), SHORT, environ={variable: "1"})
-    expect_exit(check, run, 3)
+    run = expect_exit(check, world.train(first, runs.folder(first, variable), SHORT, environ={variable: "1"}), 3)
     check.equal(names_the_variable=(variable in "".join(run.errors), True))
 
 
@@ -643,8 +662,7 @@ def test_canonical_computes_with_one_thread(check, world, runs, first):
     threads = []
     for flags in ("--reduction canonical", ""):
         path = runs.folder(first, f"threads-{len(threads)}")
-        run = world.alone(first, path, f"{SHORT} {flags}", dict(OMP_NUM_THREADS="2"))
-        done(check, run)
+        run = done(check, world.alone(first, path, f"{SHORT} {flags}", dict(OMP_NUM_THREADS="2")))
         threads.append(run.of("start")[-1]["ranks"][0]["threads"])
     check.equal(threads_of_canonical_and_ddp=(threads, [1, 2]))
 
@@ -665,8 +683,7 @@ def same_in_a_world_of_one(check, world, runs, launch, flags):
 @machine(FLAT)
 @clause("L13")
 def test_flat_sums_are_the_same_training(check, launch, runs):
-    run = runs.train(launch, FLAT)
-    done(check, run)
+    run = done(check, runs.train(launch, FLAT))
     check.equal(reduction=(run.values("start", "reduction"), ["flat"]))
     check.close(run.losses, golden.load()["losses"], T1)
 
@@ -674,8 +691,7 @@ def test_flat_sums_are_the_same_training(check, launch, runs):
 @clause("L13")
 @pytest.mark.parametrize("flags", [f"{FP64} --accumulate 2", f"{FLAT} --accumulate 2"], ids=["ddp", "flat"])
 def test_micro_batches_are_the_same_training(check, runs, first, flags):
-    run = runs.train(first, flags)
-    done(check, run)
+    run = done(check, runs.train(first, flags))
     check.close(run.losses, golden.load()["losses"], T1)
 
 
@@ -684,19 +700,15 @@ def test_micro_batches_are_the_same_training(check, runs, first, flags):
 def test_rows_and_rates_by_rank_are_the_same_training(check, world, runs, first):
     """--per-rank-batch-size and --scale-lr, which are multiplied with the world size."""
     flags = f"--per-rank-batch-size {G // world.size} --lr {0.1 / world.size} --scale-lr"
-    run = world.train(first, runs.folder(first, "by-rank"), f"{FP64} --epochs 1 {flags}")
-    done(check, run)
+    run = done(check, world.train(first, runs.folder(first, "by-rank"), f"{FP64} --epochs 1 {flags}"))
     check.close(run.losses, golden.load()["losses"][:14], T1)
 
 
 @clause("L13")
 @only(sizes=(1, 2))
-def test_what_is_computed_again_is_the_same_training(check, world, runs, first):
+def test_what_is_computed_again_is_the_same_training(check, train_own):
     """Dropout draws the same again."""
-    plain, again = (
-        train_own(world, runs, first, "drops", f"--precision fp64 {flag}") for flag in ("", "--checkpoint-activations")
-    )
-    done(check, plain, again)
+    plain, again = done(check, *(train_own("drops", f"--precision fp64 {flag}") for flag in ("", "--checkpoint-activations")))
     check.close(again.losses, plain.losses, T1)
 
 
@@ -710,8 +722,7 @@ def numpy_trace(**options) -> dict[str, list[float]]:
 @clause("L14")
 def test_a_workload_of_ones_own(check, launch, runs):
     """Its rows are read one by one, and what they draw is known to NumPy."""
-    run = runs.train(launch, NOISY)
-    done(check, run)
+    run = done(check, runs.train(launch, NOISY))
     trace = numpy_trace()
     check.close(run.losses, trace["losses"], T1)
     check.close(run.values("epoch", "eval_loss"), trace["eval_losses"], T1, "held-out losses")
@@ -722,35 +733,32 @@ def test_a_workload_of_ones_own(check, launch, runs):
 
 @clause("L14")
 @only(sizes=(1, 2))
-def test_what_it_prints_is_in_each_rank_s_output(check, world, runs, first):
+def test_what_it_prints_is_in_each_rank_s_output(check, world, train_own):
     """To the last line, also where that is a file; and what its class says of a flag of its own is taken."""
-    run = train_own(world, runs, first, "prints")
-    done(check, run)
+    run = done(check, train_own("prints"))
     lines = [text.splitlines().count("a step of width 5") for text in run.output]
     check.equal(ranks_that_print_in_each_step=([count >= 14 for count in lines], [True] * world.size))
 
 
 @clause("L14")
 @only(sizes=(1, 2))
-def test_batches_of_any_make_are_moved_and_converted(check, world, runs, first):
+def test_batches_of_any_make_are_moved_and_converted(check, world, train_own):
     """The digits in named tuples, dictionaries, lists and an object: in the run's precision, with the golden losses."""
-    run = train_own(world, runs, first, "records", "--precision fp64 --workers 1")
-    done(check, run)
+    run = done(check, train_own("records", "--precision fp64 --workers 1"))
     check.equal(batches_as_they_were=(["a batch as it was" in text for text in run.output], [False] * world.size))
     check.close(run.losses, golden.load()["losses"][:14], T1)
 
 
 @clause("L15")
 @only(sizes=(1, 2))
-def test_a_file_that_rows_are_read_from_is_a_worker_s_own(check, world, runs, first):
+def test_a_file_that_rows_are_read_from_is_a_worker_s_own(check, train_own):
     """It is opened at the first row, as PyTorch's users do it: one that was open before would be read at another's place."""
-    done(check, train_own(world, runs, first, "opens_late", "--workers 2"))
+    done(check, train_own("opens_late", "--workers 2"))
 
 
 @clause("L15")
 def test_rows_are_the_same_whoever_reads_them(check, runs, first):
-    run, workers = runs.train(first, NOISY), runs.train(first, f"{NOISY} --workers 2")
-    done(check, run, workers)
+    run, workers = done(check, runs.train(first, NOISY), runs.train(first, f"{NOISY} --workers 2"))
     check.equal(losses=(workers.values("step", "loss_hex"), run.values("step", "loss_hex")))
     check.close(workers.losses, numpy_trace()["losses"], T1)
 
@@ -758,8 +766,7 @@ def test_rows_are_the_same_whoever_reads_them(check, runs, first):
 @clause("L16")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_a_model_draws_depends_on_step_and_micro_batch(check, world, runs, first, accumulate):
-    run = runs.train(first, f"{NOISY} --jitter 0.5 --accumulate {accumulate}")
-    done(check, run)
+    run = done(check, runs.train(first, f"{NOISY} --jitter 0.5 --accumulate {accumulate}"))
     trace = numpy_trace(jitter=0.5, shards=world.size * accumulate)
     check.close(run.losses, trace["losses"], T1)
     check.close(run.values("epoch", "eval_loss"), trace["eval_losses"], T1, "held-out losses")
@@ -773,28 +780,25 @@ def test_dropout_under_canonical_is_that_of_a_world_of_one(check, world, runs, f
 
 @clause("L16")
 @only(sizes=(1, 2))
-def test_a_loss_may_ask_for_the_step(check, world, runs, first):
+def test_a_loss_may_ask_for_the_step(check, world, runs, first, own_file):
     """Which goes on after another start; held-out rows hear how many are done."""
-    flags, path = f"{own_file(world, runs, 'asks_for_the_step')} --precision fp64", runs.folder(first, "asks_for_the_step")
-    starts = [world.train(first, path, f"{flags} --epochs {epochs}") for epochs in (1, 2)]
-    done(check, *starts)
+    flags, path = f"{own_file('asks_for_the_step')} --precision fp64", runs.folder(first, "asks_for_the_step")
+    starts = done(check, *[world.train(first, path, f"{flags} --epochs {epochs}") for epochs in (1, 2)])
     check.equal(losses=(starts[1].losses, [*map(float, range(28))]))
     check.equal(held_out_losses=(starts[1].values("epoch", "eval_loss"), [14.0, 28.0]))
 
 
 @clause("L15")
 @only(sizes=(1,))
-def test_held_out_rows_are_drawn_as_before(check, world, runs, first):
+def test_held_out_rows_are_drawn_as_before(check, train_own):
     """In each evaluation: else the best model is chosen by luck. The parameters stay what they are."""
-    run = train_own(world, runs, first, "drawn_rows", "--epochs 3 --steps-per-epoch 2 --lr 1e-30")
-    done(check, run)
+    run = done(check, train_own("drawn_rows", "--epochs 3 --steps-per-epoch 2 --lr 1e-30"))
     check.equal(held_out_losses_of_three_epochs=(len({*run.values("epoch", "eval_loss")}), 1))
 
 
 @clause("L17")
-def test_what_depends_on_the_world_size_is_said(check, world, runs, first):
-    plain, noted = runs.train(first, FP64), runs.train(first, f"{NOISY} --batch-norm --dropout 0.2")
-    done(check, plain, noted)
+def test_what_depends_on_the_world_size_is_said(check, runs, first):
+    plain, noted = done(check, runs.train(first, FP64), runs.train(first, f"{NOISY} --batch-norm --dropout 0.2"))
     (notes,), (none,) = noted.values("start", "notes"), plain.values("start", "notes")
     output = {word: any(word in note and "world size" in note for note in notes) for word in ("BatchNorm1d", "dropout")}
     check.equal(notes=(output, dict.fromkeys(output, True)), notes_of_digits=(none, []))
@@ -803,37 +807,35 @@ def test_what_depends_on_the_world_size_is_said(check, world, runs, first):
 
 @clause("L17")
 @only(sizes=(1,))
-def test_what_no_snapshot_holds_is_said(check, world, runs, first):
+def test_what_no_snapshot_holds_is_said(check, train_own):
     """What has changed is named, and what has not is not."""
-    run = train_own(world, runs, first, "counts_in_itself")
-    done(check, run)
+    run = done(check, train_own("counts_in_itself"))
     (notes,) = run.values("start", "notes")
     check.equal(named=([note.split(" of ")[0] for note in notes if "no snapshot holds it" in note], ["self.seen"]))
 
 
 @clause("L18")
 @only(sizes=(2, 4))
-def test_all_ranks_begin_with_the_numbers_of_rank_0(check, world, runs, first):
-    done(check, *(train_own(world, runs, first, name, apart=True) for name in ("unseeded", "transposed")))
+def test_all_ranks_begin_with_the_numbers_of_rank_0(check, train_own):
+    done(check, *(train_own(name, apart=True) for name in ("unseeded", "transposed")))
 
 
 @clause("L18")
 @only(sizes=(2, 4))
 @pytest.mark.parametrize("reduction", ["ddp", "flat"])
-def test_all_ranks_go_on_with_the_buffers_of_rank_0(check, world, runs, first, reduction):
+def test_all_ranks_go_on_with_the_buffers_of_rank_0(check, train_own, reduction):
     """Whole numbers too, to the last bit: those that a rank's own rows have counted are another rank's no more."""
-    run = train_own(world, runs, first, "counts_rows", f"--reduction {reduction}")
-    done(check, run)
+    run = done(check, train_own("counts_rows", f"--reduction {reduction}"))
     check.equal(ranks_whose_buffers_differ=([rank for rank, text in enumerate(run.output) if "buffers differ" in text], []))
 
 
 @clause("L21")
 @only(sizes=(2, 4))
-def test_parameters_that_no_row_asks_for_are_left_alone(check, world, runs, first):
+def test_parameters_that_no_row_asks_for_are_left_alone(check, world, runs, first, own_file, train_own):
     """Of six experts each row asks for one, and for the last none does: a world of one sees which have a gradient."""
-    flags = f"{own_file(world, runs, 'experts')} --epochs 1 --clip-norm 0.1"
+    flags = f"{own_file('experts')} --epochs 1 --clip-norm 0.1"
     single = world.alone(first, runs.folder(first, "experts-alone"), flags)
-    kinds = [train_own(world, runs, first, "experts", f"--clip-norm 0.1 --reduction {kind}") for kind in REDUCTIONS]
+    kinds = [train_own("experts", f"--clip-norm 0.1 --reduction {kind}") for kind in REDUCTIONS]
     done(check, single, *kinds)
     for run in kinds:
         check.close(run.losses, single.losses, T1)
@@ -841,19 +843,6 @@ def test_parameters_that_no_row_asks_for_are_left_alone(check, world, runs, firs
     names = world.on_rank_0(lambda: [*take_apart(kinds[0].folder / SNAPSHOT)["tensors"]])
     states = {name.rpartition("experts.")[2][0] for name in names if name.startswith("optim.mean.experts")}
     check.equal(experts_with_a_state=("".join(sorted(states)), "12345"))
-
-
-def train_own(world, runs, launch, name: str, flags: str = "", **options):
-    """A run of one of broken/workloads.py."""
-    workload = own_file(world, runs, name)
-    path = runs.folder(launch, f"{name}-{world.starts}")
-    return world.train(launch, path, f"{workload} --epochs 1 {flags}", **options)
-
-
-def own_file(world, runs, name: str, stem: str = "") -> str:
-    file = runs.root / "workloads" / f"{stem or name}.py"
-    world.on_rank_0(lambda: [file.parent.mkdir(exist_ok=True), file.write_text(WORKLOADS[name])])
-    return f"--workload {file}"
 
 
 def disk_operations(output: str) -> list[list[str]]:
@@ -864,13 +853,13 @@ def disk_operations(output: str) -> list[list[str]]:
 @clause("L20")
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_products_are_rounded_as_was_asked_for(check, world, first, runs, precision):
+def test_products_are_rounded_as_was_asked_for(check, world, first, runs, train_own, precision):
     """bf16 moves the first loss by 3e-5, fp16 by 4e-6, and fp32 by 4e-8. A kernel that rounds as its input is gets fp32."""
     import torch
 
     run = world.train(first, runs.folder(first, precision), f"{SHORT} --precision {precision}")
     names = ("rounds_as_its_input", "rounds_one_of_its_outputs")
-    own = [train_own(world, runs, first, name, f"--steps-per-epoch 1 --precision {precision}") for name in names]
+    own = [train_own(name, f"--steps-per-epoch 1 --precision {precision}") for name in names]
     done(check, run, *own)
     images, labels, _, _ = reference.load()
     rows = reference.sample_order(0, 0, len(labels))[:G]
@@ -907,10 +896,9 @@ def test_gradients_are_clipped_whatever_the_precision(check, world, runs, first)
 @clause("L18")
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("reduction", ["ddp", "flat"])
-def test_buffers_begin_as_the_model_has_made_them(check, world, runs, first, reduction):
+def test_buffers_begin_as_the_model_has_made_them(check, world, train_own, reduction):
     """Those that no snapshot has, and frozen parameters, too, though some rows were tried before. Complex ones stay complex."""
-    run = train_own(world, runs, first, "counts_calls", f"--steps-per-epoch 2 --reduction {reduction}")
-    done(check, run)
+    run = done(check, train_own("counts_calls", f"--steps-per-epoch 2 --reduction {reduction}"))
     calls = [re.findall(r"calls until the first step: (\w+)", text) for text in run.output]
     check.equal(calls_until_the_first_step=(calls, [["1"]] * world.size))
 
@@ -931,19 +919,17 @@ def test_the_rows_are_the_same_under_every_seed(check, name):
 @clause("L20")
 @only(sizes=(1,))
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_rows_are_not_rounded(check, world, runs, first, precision):
+def test_rows_are_not_rounded(check, train_own, precision):
     """Autocast rounds what enters a product; a target, and what a model computes otherwise, it does not."""
-    run = train_own(world, runs, first, "tells_of_its_rows", f"--precision {precision} --steps-per-epoch 2")
-    done(check, run)
+    run = done(check, train_own("tells_of_its_rows", f"--precision {precision} --steps-per-epoch 2"))
     check.equal(rounded=("rounded rows" in run.output[0], False))
 
 
 @clause("L4")
 @only(sizes=(1, 2))
-def test_held_out_rows_come_no_more_at_once_than_others(check, world, runs, first):
+def test_held_out_rows_come_no_more_at_once_than_others(check, world, train_own):
     """Whose micro-batches are small has no memory for more."""
-    run = train_own(world, runs, first, "tells_of_its_rows", "--accumulate 6 --steps-per-epoch 2")
-    done(check, run)
+    run = done(check, train_own("tells_of_its_rows", "--accumulate 6 --steps-per-epoch 2"))
     counts = {kind: [*map(int, re.findall(rf"rows {kind} (\d+)", run.output[-1]))] for kind in ("training", "held-out")}
     most = {kind: max(each, default=0) for kind, each in counts.items()}
     check.equal(rows_at_once=(most, dict.fromkeys(most, G // world.size // 6)))
@@ -1007,8 +993,7 @@ def test_texts_of_one_name_come_in_the_order_of_their_folders(check, world, runs
 @machine(FP64)
 @clause("S1", "S2", "S5", "S6")
 def test_what_a_snapshot_holds(check, world, own, runs):
-    run = runs.train(own, FP64)
-    done(check["S1"], run)
+    run = done(check["S1"], runs.train(own, FP64))
     files = world.on_rank_0(lambda: sorted(path.name for path in run.folder.iterdir()))
     check["S6"].equal(files=(files, sorted([SNAPSHOT, "snapshot.prev.safetensors", "best.safetensors", LOG])))
     snapshot = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT))
@@ -1020,17 +1005,15 @@ def test_what_a_snapshot_holds(check, world, own, runs):
     check["S2"].equal(metadata_keys=(snapshot["keys"], ["ddp_core"]), missing_in_the_document=(known - {*document}, set()))
     expected = dict(format=2, step=42, epochs_run=3, steps_per_epoch=14, world_size=world.size)
     check["S2"].equal(**{name: (document[name], should_be) for name, should_be in expected.items()})
-    text = json.dumps(
-        {name: document[name] for name in {*document} - {"document_crc32"}}, sort_keys=True, separators=(",", ":")
-    )
+    rest = {name: document[name] for name in {*document} - {"document_crc32"}}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
     sums = dict(crc32=snapshot["crc32"], document_crc32=zlib.crc32(text.encode()))
     check["S5"].equal(**{name: (document[name], should_be) for name, should_be in sums.items()})
 
 
 @clause("S1")
 def test_a_snapshot_holds_buffers_and_any_optimizer_s_state(check, world, runs, first):
-    run = runs.train(first, f"{ALL} --epochs 1")
-    done(check, run)
+    run = done(check, runs.train(first, f"{ALL} --epochs 1"))
     trained = {"0.weight": [256, 64], "0.bias": [256], "4.weight": [10, 256], "4.bias": [10]}
     trained |= {"2.weight": [256], "2.bias": [256]}
     tensors = {f"model.{name}": ("F32", shape) for name, shape in trained.items()}
@@ -1046,11 +1029,10 @@ def test_a_snapshot_holds_buffers_and_any_optimizer_s_state(check, world, runs, 
 
 @clause("S10", "S11")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_a_snapshot_is_written_beside_training(check, world, runs, first):
+def test_a_snapshot_is_written_beside_training(check, world, runs, first, train_own):
     """On a slow disk, where steps are trained while it is: the state is that of a run whose disk is fast."""
     flags = "--precision fp64 --epochs 1 --save-steps"
-    run, fast = train_own(world, runs, first, "slow_disk", f"{flags} 4", apart=True), runs.train(first, f"{flags} 12")
-    done(check["S11"], run, fast)
+    run, fast = done(check["S11"], train_own("slow_disk", f"{flags} 4", apart=True), runs.train(first, f"{flags} 12"))
 
     def steps_and_sums(one) -> list:
         files = [path for name in (SNAPSHOT, "snapshot.prev.safetensors") if (path := one.folder / name).exists()]
@@ -1076,22 +1058,20 @@ def test_a_snapshot_is_written_beside_training(check, world, runs, first):
 
 @clause("S10")
 @only(sizes=(1,), devices=("cpu",))
-def test_saves_that_are_too_slow_for_a_stop_are_noted(check, world, runs, first):
+def test_saves_that_are_too_slow_for_a_stop_are_noted(check, train_own):
     """Two may fall into the seconds that a stop leaves; here each takes more than half a second."""
     notes = []
     for grace in (0.5, 60):
-        run = train_own(world, runs, first, "slow_disk", f"--precision fp64 --grace {grace}", apart=True)
-        done(check, run)
+        run = done(check, train_own("slow_disk", f"--precision fp64 --grace {grace}", apart=True))
         notes.append("--grace" in run.output[0])
     check.equal(noted_with_half_a_second_and_with_a_minute=(notes, [True, False]))
 
 
 @clause("S11")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_epochs_that_end_while_a_snapshot_is_written_are_not_in_it(check, world, runs, first):
+def test_epochs_that_end_while_a_snapshot_is_written_are_not_in_it(check, world, train_own):
     flags = "--precision fp64 --epochs 8 --steps-per-epoch 2 --save-every 4 --eval-every 99"
-    run = train_own(world, runs, first, "slow_sums", flags, apart=True)
-    done(check, run)
+    run = done(check, train_own("slow_sums", flags, apart=True))
 
     def steps_and_epochs(name: str) -> tuple | str:
         try:
@@ -1106,13 +1086,11 @@ def test_epochs_that_end_while_a_snapshot_is_written_are_not_in_it(check, world,
 
 @clause("S12")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_a_save_that_fails_beside_training_ends_all_ranks(check, world, runs, first):
+def test_a_save_that_fails_beside_training_ends_all_ranks(check, train_own):
     """That of step 20; the next one would be that of step 40, two seconds later, and the ranks speak once a second."""
     flags = "--precision fp64 --epochs 3 --save-steps 20 --save-every 9 --eval-every 9 --seconds 0.1"
-    run = train_own(world, runs, first, "full_disk", flags, apart=True)
-    expect_exit(check, run, 8)
-    lines = [line for text in run.errors for line in text.splitlines()]
-    check.equal(lines=(len(lines), 1), names_the_file=(SNAPSHOT in "".join(lines), True))
+    run = train_own("full_disk", flags, apart=True)
+    one_line(check, run, 8, SNAPSHOT)
     check.equal(ends_before_the_next_save=(20 <= len(run.losses) < 40, True), snapshots=(run.of("snapshot"), []))
 
 
@@ -1142,8 +1120,7 @@ def files_of(folder: Path) -> tuple[list[str], list[str]]:
 @clause("S13")
 @only(devices=("cpu",))
 def test_a_large_snapshot_is_a_set_of_files_that_holds_the_same(check, world, runs, first):
-    run, whole = (runs.train(first, flags) for flags in (f"{FP64} {SETS}", FP64))
-    done(check, run, whole)
+    run, whole = done(check, *(runs.train(first, flags) for flags in (f"{FP64} {SETS}", FP64)))
     for name in ("snapshot", "snapshot.prev", "best"):  # read as a set, the one before has not been written over
 
         def both(name: str = f"{name}.safetensors") -> list:
@@ -1158,10 +1135,9 @@ def test_a_large_snapshot_is_a_set_of_files_that_holds_the_same(check, world, ru
 
 @clause("S13")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_an_index_has_its_name_after_all_that_it_names(check, world, runs, first):
+def test_an_index_has_its_name_after_all_that_it_names(check, world, train_own):
     """Else a machine that crashes then leaves an index of files that are not there."""
-    run = train_own(world, runs, first, "slow_disk", f"--precision fp64 --save-steps 7 {SETS}", apart=True)
-    done(check, run)
+    run = done(check, train_own("slow_disk", f"--precision fp64 --save-steps 7 {SETS}", apart=True))
     disk = [act for _, *act in disk_operations(run.output[0])]
     for name in ("snapshot", "best"):
         index = f"{name}.safetensors.index.json"
@@ -1176,10 +1152,9 @@ def test_an_index_has_its_name_after_all_that_it_names(check, world, runs, first
 
 @clause("S13")
 @only(sizes=(2, 4), devices=("cpu",))
-def test_all_ranks_of_a_sharded_run_write_files_of_its_set(check, world, runs, first):
+def test_all_ranks_of_a_sharded_run_write_files_of_its_set(check, world, train_own):
     """And rank 0 names the files when every rank has its own on the disk."""
-    run = train_own(world, runs, first, "slow_disk", f"--precision fp64 --sharding full {SETS}", apart=True)
-    done(check, run)
+    run = done(check, train_own("slow_disk", f"--precision fp64 --sharding full {SETS}", apart=True))
     named = world.on_rank_0(lambda: [path.stat().st_size for path in run.folder.glob("snapshot-*.safetensors")])
     acts = [[(float(when), *act) for when, *act in disk_operations(output)] for output in run.output]
     names = [(when, target) for when, act, target, *_ in acts[0] if act == "replace"]
@@ -1195,13 +1170,11 @@ def test_all_ranks_of_a_sharded_run_write_files_of_its_set(check, world, runs, f
 
 @clause("S13")
 @only(sizes=(2, 4), devices=("cpu",))
-def test_a_rank_that_cannot_write_its_file_of_a_set_ends_all(check, world, runs, first):
+def test_a_rank_that_cannot_write_its_file_of_a_set_ends_all(check, world, train_own):
     """The files of 100 kB and more are those of the last ranks."""
-    run = train_own(world, runs, first, "full_disk", f"--precision fp64 --sharding full {SETS}", apart=True)
-    expect_exit(check, run, 8)
-    lines = [line for text in run.errors for line in text.splitlines()]
-    says = f".safetensors: file 2 of 5, by rank 1 on {os.uname().nodename}: " in "".join(lines)
-    check.equal(lines=(len(lines), 1), names_file_rank_and_host=(says, True), snapshots=(run.of("snapshot"), []))
+    run = train_own("full_disk", f"--precision fp64 --sharding full {SETS}", apart=True)
+    one_line(check, run, 8, f".safetensors: file 2 of 5, by rank 1 on {os.uname().nodename}: ")
+    check.equal(snapshots=(run.of("snapshot"), []))
     check.equal(left_behind=(world.on_rank_0(lambda: sorted(path.name for path in run.folder.glob("*.safetensors*"))), []))
 
 
@@ -1211,8 +1184,7 @@ def test_from_one_file_to_a_set_and_back(check, world, runs, first):
     """Nothing stale is left that could be taken for the run's state."""
     path, names = runs.folder(first, "sets"), []
     for epochs, flags in enumerate(("", f"--sharding full {SETS}", SETS, ""), 1):
-        run = world.train(first, path, f"--workload digits --precision fp64 --epochs {epochs} {flags}")
-        done(check, run)
+        run = done(check, world.train(first, path, f"--workload digits --precision fp64 --epochs {epochs} {flags}"))
         names.append(world.on_rank_0(lambda: sorted(file.name for file in path.glob("snapshot.safetensors*"))))
     check.equal(snapshots=(names, [[SNAPSHOT], [f"{SNAPSHOT}.index.json"], [f"{SNAPSHOT}.index.json"], [SNAPSHOT]]))
     check.equal(started_at_steps=(run.values("start", "step"), [0, 14, 28, 42]))
@@ -1233,8 +1205,7 @@ def test_a_set_is_moved_aside_whole(check, world, runs, first):
 @clause("S4")
 def test_every_launcher_of_every_site_writes_the_same_bytes(check, world, launch, runs, first):
     for precision in (FP64, FP32):
-        run, other = runs.train(launch, precision), runs.train(first, precision)
-        done(check, run, other)
+        run, other = done(check, runs.train(launch, precision), runs.train(first, precision))
         mine, others = world.on_rank_0(lambda run=run, other=other: [sha256(one.folder / SNAPSHOT) for one in (run, other)])
         check.equal(**{f"sha256_as_of_{first}": (mine, others)})
 
@@ -1242,8 +1213,7 @@ def test_every_launcher_of_every_site_writes_the_same_bytes(check, world, launch
 @clause("S8")
 @pytest.mark.parametrize("num_nodes", [1, TWO])
 def test_rank_0_alone_writes(check, world, launch, runs, num_nodes):
-    run = world.train(launch, runs.folder(launch, f"writers-{num_nodes}"), SHORT, num_nodes)
-    done(check, run)
+    run = done(check, world.train(launch, runs.folder(launch, f"writers-{num_nodes}"), SHORT, num_nodes))
     writers = {rank: files for rank, files in enumerate(run.written) if files}
     check.equal(rank_0_writes=(SNAPSHOT in str(writers.pop(0, "")), True), other_writers=(writers, {}))
 
@@ -1252,8 +1222,7 @@ def test_rank_0_alone_writes(check, world, launch, runs, num_nodes):
 @only(sizes=(1, 2))
 def test_epochs_that_are_not_evaluated_or_saved(check, world, runs, first):
     flags = f"{FP64} --eval-every 2 --save-every 2"
-    run, plain = runs.train(first, flags), runs.train(first, FP64)
-    done(check["S9"], run, plain)
+    run, plain = done(check["S9"], runs.train(first, flags), runs.train(first, FP64))
     check["C8"].equal(snapshots=(run.values("snapshot", "step"), [28, 42]))
     check["S9"].equal(steps_of_epochs=(run.values("epoch", "step"), [14, 28, 42]))
     names = ("loss", "eval_loss", "eval_accuracy")
@@ -1267,10 +1236,9 @@ def test_epochs_that_are_not_evaluated_or_saved(check, world, runs, first):
 
 @clause("C8")
 @only(sizes=(1, 2))
-def test_the_last_epoch_is_saved_though_nothing_else_is_due(check, world, runs, first):
+def test_the_last_epoch_is_saved_though_nothing_else_is_due(check, world, train_own):
     """Without held-out rows, and when it is none that --save-every saves."""
-    run = train_own(world, runs, first, "nothing_held_out", "--precision fp64 --epochs 3 --save-every 2")
-    done(check, run)
+    run = done(check, train_own("nothing_held_out", "--precision fp64 --epochs 3 --save-every 2"))
     document = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT)["document"])
     check.equal(snapshots=(run.values("snapshot", "step"), [28, 42]), step=(document["step"], 42))
     check.equal(epochs=(run.values("epoch", "step"), [14, 28, 42]), of_the_snapshot=(len(document["history"]), 3))
@@ -1279,11 +1247,10 @@ def test_the_last_epoch_is_saved_though_nothing_else_is_due(check, world, runs, 
 
 @clause("S9")
 @only(sizes=(1, 2))
-def test_the_best_model_is_kept_though_no_snapshot_is_due(check, world, runs, first):
+def test_the_best_model_is_kept_though_no_snapshot_is_due(check, world, runs, first, own_file):
     """Its loss rises in the last epoch, after which alone a snapshot is saved."""
     path = runs.folder(first, "worsens")
-    run = world.train(first, path, f"{own_file(world, runs, 'worsens')} --epochs 3 --save-every 3")
-    done(check, run)
+    run = done(check, world.train(first, path, f"{own_file('worsens')} --epochs 3 --save-every 3"))
     losses = run.values("epoch", "eval_loss")
     file = path / "best.safetensors"
     best = world.on_rank_0(lambda: take_apart(file)["document"]["epochs_run"] if file.exists() else 0)
@@ -1298,14 +1265,12 @@ def test_the_best_model_is_kept_though_no_snapshot_is_due(check, world, runs, fi
 def test_stopped_and_resumed_is_bitwise_as_never_stopped(check, world, own, runs):
     flags, an_epoch = long(world)
     never, path = runs.train(own, flags), runs.folder(own, "stopped")
-    stopped = world.train(own, path, flags, signal_rank=world.size - 1)
-    expect_exit(check["X2"], stopped, 75)
+    expect_exit(check["X2"], world.train(own, path, flags, signal_rank=world.size - 1), 75)
     step = world.on_rank_0(lambda: take_apart(path / SNAPSHOT)["document"]["step"])
     resumed = world.train(own, path, flags)
     done(check["C1"], never, resumed)
-    check["C1"].equal(
-        stopped_in_mid_epoch=(step % an_epoch != 0, True), went_on_at_step=(resumed.values("start", "step")[-1], step)
-    )
+    check["C1"].equal(stopped_in_mid_epoch=(step % an_epoch != 0, True))
+    check["C1"].equal(went_on_at_step=(resumed.values("start", "step")[-1], step))
     same_as_never_stopped(check["C1"], world, resumed, never)
 
 
@@ -1321,17 +1286,10 @@ def test_other_signals_stop_it_too(check, world, runs, first, number):
 
 @clause("C1")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_stopped_at_the_end_of_an_epoch_it_has_saved(check, world, runs, first):
-    """Though that epoch was none that --save-every saves."""
-    run = train_own(world, runs, first, "told_at_an_end", "--epochs 3 --save-every 99", apart=True)
-    stopped_and_saved(check, run)
-
-
-@clause("C1")
-@only(sizes=(1, 2), devices=("cpu",))
-def test_stopped_at_the_end_of_an_epoch_it_saves_once(check, world, runs, first):
-    """What --save-every saves there is the last snapshot, and the one before it stays."""
-    run = train_own(world, runs, first, "told_at_an_end", "--epochs 3", apart=True)
+@pytest.mark.parametrize("save_every", [99, 1])
+def test_stopped_at_the_end_of_an_epoch_it_saves_once(check, train_own, save_every):
+    """Though that epoch is none that --save-every saves. What it saves there is the last one, and the one before it stays."""
+    run = train_own("told_at_an_end", f"--epochs 3 --save-every {save_every}", apart=True)
     stopped_and_saved(check, run)
     steps = run.values("snapshot", "step")
     check.equal(saved_twice=([step for step in steps if steps.count(step) > 1], []))
@@ -1340,10 +1298,10 @@ def test_stopped_at_the_end_of_an_epoch_it_saves_once(check, world, runs, first)
 @clause("C1")
 @only(sizes=(1, 2), devices=("cpu",))
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_stopped_while_it_evaluates_it_does_so_at_the_next_start(check, world, runs, first, epochs):
+def test_stopped_while_it_evaluates_it_does_so_at_the_next_start(check, world, runs, first, own_file, epochs):
     """Held-out rows may take longer than a scheduler waits; behind those of the last epoch there is no step left."""
     name = f"told-{epochs}"
-    file, path = own_file(world, runs, "told_while_evaluated", name), runs.folder(first, name)
+    file, path = own_file("told_while_evaluated", name), runs.folder(first, name)
     stopped, resumed = (world.train(first, path, f"{file} --epochs {epochs}") for _ in range(2))
     stopped_and_saved(check, stopped)
     check.equal(
@@ -1357,9 +1315,9 @@ def test_stopped_while_it_evaluates_it_does_so_at_the_next_start(check, world, r
 
 @clause("X2")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_another_signal_while_it_stops_costs_nothing(check, world, runs, first):
+def test_another_signal_while_it_stops_costs_nothing(check, train_own):
     """One Ctrl-C under torchrun is two signals; a scheduler may send one before."""
-    run = train_own(world, runs, first, "told_thrice", apart=True)
+    run = train_own("told_thrice", apart=True)
     stopped_and_saved(check, run)
     reasons = [word for text in run.output for word in re.findall(r"stopped early \((\w+)\)", text)]
     check.equal(reasons=(reasons, ["SIGTERM"]))
@@ -1381,8 +1339,7 @@ def test_continued_by_another_site_at_another_world_size(check, world, own, runs
     in_parts = whole and world.size == 4 and pytestconfig.getoption("--device") == "cpu"
     path = runs.folder(own, f"after-{handed_on.stem}")
     world.on_rank_0(lambda: [path.mkdir(parents=True), shutil.copy(handed_on, path / SNAPSHOT)])
-    rest = world.train(own, path, SHARDED if in_parts else FP64)
-    done(check["C2"], rest)
+    rest = done(check["C2"], world.train(own, path, SHARDED if in_parts else FP64))
     check["C2"].equal(started_at_step=(rest.values("start", "step"), [28]))
     should_be = "sharded" if in_parts else "ddp" if world.size > 1 else "none"
     check["C11"].equal(reduction=(rest.values("start", "reduction"), [should_be]))
@@ -1411,17 +1368,15 @@ def test_another_problem_is_refused(check, world, own, runs):
     done(check, run)
     world.on_rank_0(lambda: bool(shutil.copytree(run.folder, path)))
     before = world.on_rank_0(lambda: sha256(path / SNAPSHOT))
-    refused = world.train(own, path, FP64 + " --seed 1")
-    expect_exit(check, refused, 5)
+    expect_exit(check, world.train(own, path, FP64 + " --seed 1"), 5)
     check.equal(snapshot=(world.on_rank_0(lambda: sha256(path / SNAPSHOT)), before))
 
 
 # Each is another problem than the reference run; what is not another one comes last.
 OTHERS = "--workload regression|--global-batch-size 48|--steps-per-epoch 7|--optimizer adamw|--lr 0.2|--momentum 0.8"
 OTHERS += "|--weight-decay 0.1|--lr-schedule cosine|--warmup-steps 3|--clip-norm 1|--precision fp32|--row-seeds off"
-SAME = (
-    "--accumulate 2 --reduction flat --save-every 2 --eval-every 2 --log-every 5 --save-minutes 3 --save-steps 9 --timeout 50"
-)
+SAME = "--accumulate 2 --reduction flat --save-every 2 --eval-every 2 --log-every 5 --save-minutes 3 --save-steps 9"
+SAME += " --timeout 50"
 
 
 @clause("C2", "C3")
@@ -1432,8 +1387,7 @@ def test_what_is_another_problem_and_what_is_not(check, world, runs, first):
     world.on_rank_0(lambda: bool(shutil.copytree(run.folder, path)))
     codes = {flags: world.train(first, path, f"{FP64} {flags}").exit_codes for flags in OTHERS.split("|")}
     check["C3"].equal(exit_codes_under=(codes, dict.fromkeys(codes, [5] * world.size)))
-    again = world.train(first, path, f"{FP64} {SAME}")
-    done(check["C2"], again)
+    again = done(check["C2"], world.train(first, path, f"{FP64} {SAME}"))
     check["C2"].equal(started_at_steps=(again.values("start", "step"), [0, 42]))
 
 
@@ -1451,9 +1405,9 @@ def test_data_that_were_moved_are_the_same(check, world, runs, first, name):
 
 @clause("C3")
 @only(sizes=(1, 2))
-def test_a_schedule_of_one_s_own_is_laid_out_over_the_run(check, world, runs, first):
+def test_a_schedule_of_one_s_own_is_laid_out_over_the_run(check, world, runs, first, own_file):
     """As cosine is: under other --epochs it would go on at another learning rate."""
-    file, path = own_file(world, runs, "scheduled"), runs.folder(first, "scheduled")
+    file, path = own_file("scheduled"), runs.folder(first, "scheduled")
     done(check, world.train(first, path, f"{file} --epochs 1"))
     expect_exit(check, world.train(first, path, f"{file} --epochs 2"), 5)
 
@@ -1484,8 +1438,7 @@ def test_other_data_under_the_same_names_are_refused(check, world, runs, first, 
     world.on_rank_0(prepare)
     done(check, world.train(first, run_dir, flags))
     world.on_rank_0(change)
-    refused = world.train(first, run_dir, flags)
-    expect_exit(check, refused, 5)
+    refused = expect_exit(check, world.train(first, run_dir, flags), 5)
     check.equal(names_the_data=("data: " in "".join(refused.errors), True))
 
 
@@ -1497,13 +1450,10 @@ def test_a_damaged_snapshot_is_never_taken_for_none(check, world, own, runs):
 
     def damage(*names: str) -> None:
         for name in names:
-            raw = bytearray((run.folder / name).read_bytes())
-            raw[len(raw) // 2] ^= 1
-            (path / name).write_bytes(raw)
+            damaged_copy(run.folder / name, path / name)
 
     world.on_rank_0(lambda: [shutil.copytree(run.folder, path), damage(SNAPSHOT)])
-    fell_back = world.train(own, path, FP64)
-    done(check, fell_back)
+    fell_back = done(check, world.train(own, path, FP64))
     check.equal(started_at_steps=(fell_back.values("start", "step"), [0, 28]), warns=("warning" in fell_back.output[0], True))
     prev, before = world.on_rank_0(lambda: [sha256(one / "snapshot.prev.safetensors") for one in (path, run.folder)])
     check.equal(snapshot_prev=(prev, before))
@@ -1521,14 +1471,7 @@ def test_a_damaged_snapshot_is_not_dealt_out_in_parts(check, world, own, runs):
     """Each rank of a sharded run reads its rows alone, and all of them hear what is in them."""
     run, path = runs.train(own, FP64), runs.folder(own, "damaged-parts")
     done(check, run)
-
-    def damage() -> bool:
-        path.mkdir()
-        raw = bytearray((run.folder / SNAPSHOT).read_bytes())
-        raw[len(raw) // 2] ^= 1
-        return bool((path / SNAPSHOT).write_bytes(raw))
-
-    world.on_rank_0(damage)
+    world.on_rank_0(lambda: [path.mkdir(), damaged_copy(run.folder / SNAPSHOT, path / SNAPSHOT)])
     expect_exit(check, world.train(own, path, f"{FP64} --epochs 4 --sharding full"), 5)
 
 
@@ -1541,9 +1484,7 @@ def test_verify_tells_of_any_file_that_is_damaged(check, world, own, runs):
     def verify() -> list[int]:
         path.mkdir()
         whole, damaged = run.folder / SNAPSHOT, path / "damaged.safetensors"
-        raw = bytearray(whole.read_bytes())
-        raw[len(raw) // 2] ^= 1
-        damaged.write_bytes(raw)
+        damaged_copy(whole, damaged)
         command = [sys.executable, "-m", "ddp_core.snapshot", "verify"]
         files = ([damaged, whole], [whole, damaged], [whole, whole])
         return [subprocess.run([*command, *those], capture_output=True, check=False).returncode for those in files]
@@ -1557,18 +1498,10 @@ def test_a_snapshot_that_is_missing_or_of_a_newer_format(check, world, runs, fir
     run, run_dir = runs.train(first, FP64), runs.folder(first, "missing-or-newer")
     done(check, run)
     world.on_rank_0(lambda: [shutil.copytree(run.folder, run_dir), (run_dir / SNAPSHOT).unlink()])
-    missing = world.train(first, run_dir, FP64)
-    done(check, missing)
+    missing = done(check, world.train(first, run_dir, FP64))
     check.equal(started_at_steps=(missing.values("start", "step"), [0, 28]), warns=("warning" in missing.output[0], True))
-
-    def renumber() -> bool:
-        for path in run_dir.glob("snapshot*"):
-            path.write_bytes(path.read_bytes().replace(b'\\"format\\":2', b'\\"format\\":3'))
-        return True
-
-    world.on_rank_0(renumber)
-    newer = world.train(first, run_dir, FP64)
-    expect_exit(check, newer, 5)
+    world.on_rank_0(lambda: [renumber(path) for path in run_dir.glob("snapshot*")])
+    newer = expect_exit(check, world.train(first, run_dir, FP64), 5)
     check.equal(says_which_format=("format 3" in "".join(newer.errors), True))
 
 
@@ -1577,13 +1510,7 @@ def test_a_snapshot_that_is_missing_or_of_a_newer_format(check, world, runs, fir
 def test_a_newer_format_is_refused_though_an_older_one_is_there(check, world, runs, first):
     run, run_dir = runs.train(first, FP64), runs.folder(first, "newer")
     done(check, run)
-
-    def renumber() -> bool:
-        shutil.copytree(run.folder, run_dir)
-        raw = (run_dir / SNAPSHOT).read_bytes()
-        return bool((run_dir / SNAPSHOT).write_bytes(raw.replace(b'\\"format\\":2', b'\\"format\\":3')))
-
-    world.on_rank_0(renumber)
+    world.on_rank_0(lambda: [shutil.copytree(run.folder, run_dir), renumber(run_dir / SNAPSHOT)])
     expect_exit(check, world.train(first, run_dir, FP64), 5)
 
 
@@ -1601,8 +1528,7 @@ def test_a_damaged_file_is_not_passed_over_for_an_older_set(check, world, runs, 
         return bool((run_dir / SNAPSHOT).write_bytes(b"garbage"))
 
     world.on_rank_0(put_together)
-    again = world.train(first, run_dir, FP64)
-    done(check, again)
+    again = done(check, world.train(first, run_dir, FP64))
     check.equal(goes_on_at_step=(again.values("start", "step")[-1], 28))
 
 
@@ -1620,8 +1546,7 @@ def test_the_files_of_a_damaged_index_are_not_swept_away(check, world, runs, fir
         return {*json.loads(text)["weight_map"].values()}
 
     named = world.on_rank_0(damage)
-    run = world.train(first, path, f"{flags} 4")
-    done(check, run)
+    run = done(check, world.train(first, path, f"{flags} 4"))
     check.equal(started_at_steps=(run.values("start", "step"), [0, 1, 1]))
     check.equal(files_lost=(sorted(name for name in named if not (path / name).exists()), []))
 
@@ -1656,10 +1581,9 @@ def test_a_whole_snapshot_that_makes_no_sense(check, world, runs, first, what):
 
     world.on_rank_0(write)
     refused = world.train(first, run_dir, FP64)
-    expect_exit(check, refused, 5)
-    lines = [line for text in refused.errors for line in text.splitlines()]
-    check.equal(lines=(len(lines), 1), names_the_file=(SNAPSHOT in "".join(lines), True))
-    check.equal(printable_and_short=("".join(lines).isprintable() and len("".join(lines)) < 5000, True))
+    one_line(check, refused, 5, SNAPSHOT)
+    text = "".join(refused.error_lines)
+    check.equal(printable_and_short=(text.isprintable() and len(text) < 5000, True))
 
 
 @clause("C5", "S7")
@@ -1680,10 +1604,10 @@ def test_killed_and_resumed_is_bitwise_as_never_killed(check, world, own, runs):
 
 @clause("L1")
 @only(sizes=(1, 2), mpi=False, devices=("cpu",))
-def test_a_run_that_was_killed_has_its_steps_on_record(check, world, runs, first):
+def test_a_run_that_was_killed_has_its_steps_on_record(check, world, train_own):
     """Killed once a step is in the file: it is there long before the epoch ends."""
     all_ranks = tuple(range(world.size))
-    killed = train_own(world, runs, first, "slow_steps", "--steps-per-epoch 14", kill_ranks=all_ranks, kill_at='"kind":"step"')
+    killed = train_own("slow_steps", "--steps-per-epoch 14", kill_ranks=all_ranks, kill_at='"kind":"step"')
     expect_exit(check, killed, 137)
     text = world.on_rank_0((killed.folder / "run.jsonl").read_text)
     check.equal(ends_with_a_whole_line=(text.endswith("\n"), True), epochs=(text.count('"kind":"epoch"'), 0))
@@ -1709,8 +1633,7 @@ def test_from_cpu_to_accelerator_and_back(check, world, own, runs):
     on_cpu = World(world.comm)
     path = runs.folder(own, "crossing")
     for epochs, where in enumerate((on_cpu, world, on_cpu), 1):
-        run = where.train(own, path, f"{FP64[:-1]}{epochs}")
-        done(check, run)
+        run = done(check, where.train(own, path, f"{FP64[:-1]}{epochs}"))
     check.equal(started_at_steps=(run.values("start", "step"), [0, 14, 28]))
     check.close(run.losses, golden.load()["losses"], T1)
 
@@ -1721,8 +1644,7 @@ def test_all_that_is_drawn_and_kept_survives_a_stop(check, world, runs, first, p
     flags, an_epoch = long(world, ALL)
     flags += f" --precision {precision}"
     never, path = runs.train(first, flags), runs.folder(first, f"stopped-{precision}")
-    stopped = world.train(first, path, runs.filled(flags), signal_rank=0)
-    expect_exit(check, stopped, 75)
+    expect_exit(check, world.train(first, path, runs.filled(flags), signal_rank=0), 75)
     step = world.on_rank_0(lambda: take_apart(path / SNAPSHOT)["document"]["step"])
     resumed = world.train(first, path, runs.filled(flags))
     done(check, never, resumed)
@@ -1733,21 +1655,20 @@ def test_all_that_is_drawn_and_kept_survives_a_stop(check, world, runs, first, p
 @clause("C7")
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name", ["counts", "by_sevens", "frozen", "experts"])
-def test_what_an_optimizer_keeps_is_kept(check, world, runs, first, name):
+def test_what_an_optimizer_keeps_is_kept(check, world, runs, first, own_file, name):
     """Plain numbers of a parameter or a group; nothing of a parameter that is frozen, or that no row has asked for."""
-    file, path = own_file(world, runs, name), runs.folder(first, f"{name}-resumed")
+    file, path = own_file(name), runs.folder(first, f"{name}-resumed")
     never = world.train(first, runs.folder(first, name), f"{file} --epochs 2")
     done(check, never, world.train(first, path, f"{file} --epochs 1"))
-    resumed = world.train(first, path, f"{file} --epochs 2")
-    done(check, resumed)
+    resumed = done(check, world.train(first, path, f"{file} --epochs 2"))
     check.equal(losses=(resumed.values("step", "loss_hex"), never.values("step", "loss_hex")))
 
 
 @clause("C7")
 @only(sizes=(1, 2))
-def test_the_scale_of_the_loss_goes_on_where_it_was(check, world, runs, first):
+def test_the_scale_of_the_loss_goes_on_where_it_was(check, world, runs, first, own_file):
     """Stopped when all steps were skipped, which overflowed under fp16's first scales, and again when some were not."""
-    flags = f"{own_file(world, runs, 'loud')} --precision fp16 --steps-per-epoch 2"
+    flags = f"{own_file('loud')} --precision fp16 --steps-per-epoch 2"
     never, path = world.train(first, runs.folder(first, "loud"), f"{flags} --epochs 8"), runs.folder(first, "loud-resumed")
     resumed = [world.train(first, path, f"{flags} --epochs {epochs}") for epochs in (1, 6, 8)]
     done(check, never, *resumed)
@@ -1758,23 +1679,22 @@ def test_the_scale_of_the_loss_goes_on_where_it_was(check, world, runs, first):
 
 @clause("C2")
 @only(sizes=(1, 2))
-def test_flags_of_any_make_are_the_same_ones(check, world, runs, first):
+def test_flags_of_any_make_are_the_same_ones(check, world, runs, first, own_file):
     """A tuple, a path and a table, which a file gives back as a list, a text, and a table of texts."""
-    file, path = own_file(world, runs, "flags_of_any_make"), runs.folder(first, "flags-of-any-make")
+    file, path = own_file("flags_of_any_make"), runs.folder(first, "flags-of-any-make")
     done(check, *(world.train(first, path, f"{file} --steps-per-epoch 2 --epochs {epochs}") for epochs in (1, 2)))
 
 
 @clause("C3")
 @only(sizes=(1, 2))
-def test_another_workload_file_than_before_is_noted(check, world, runs, first):
+def test_another_workload_file_than_before_is_noted(check, world, runs, first, own_file):
     """Its data and flags are the same, and its loss need not be."""
-    file, path = own_file(world, runs, "changed"), runs.folder(first, "another-file")
+    file, path = own_file("changed"), runs.folder(first, "another-file")
     changed, beside = (runs.root / "workloads" / name for name in ("changed.py", "beside_it.py"))
     world.on_rank_0(lambda: [changed.open("a").write("\nimport beside_it\n"), beside.write_text("ONE = 1\n")])
     noted = []
     for epochs, next_to_change in enumerate((None, beside, None, changed, None), 1):
-        run = world.train(first, path, f"{file} --epochs {epochs}")
-        done(check, run)
+        run = done(check, world.train(first, path, f"{file} --epochs {epochs}"))
         noted.append(any("has changed since" in note for note in run.of("start")[-1]["notes"]))
         if next_to_change:
             world.on_rank_0(lambda one=next_to_change: one.open("a").write("# another\n"))
@@ -1783,23 +1703,19 @@ def test_another_workload_file_than_before_is_noted(check, world, runs, first):
 
 @clause("L14")
 @only(sizes=(1, 2))
-def test_parts_of_the_loss_have_their_names(check, world, runs, first):
+def test_parts_of_the_loss_have_their_names(check, train_own):
     """In whichever order a batch has them."""
-    run = train_own(world, runs, first, "parts", "--precision fp64")
-    done(check, run)
+    run = done(check, train_own("parts", "--precision fp64"))
     parts = [step["losses"] for step in run.of("step")]
-    check.equal(
-        part_that_is_1_a_row=({losses["one"] for losses in parts}, {1.0}),
-        held_out=(run.values("epoch", "eval_loss_one"), [1.0]),
-    )
+    check.equal(part_that_is_1_a_row=({losses["one"] for losses in parts}, {1.0}))
+    check.equal(held_out=(run.values("epoch", "eval_loss_one"), [1.0]))
     check.equal(in_the_table_at_the_end=(re.findall(r"held-out loss, one\W+(\S+)", run.output[0]), ["1"]))
 
 
 @clause("L21")
 @only(sizes=(1, 2))
-def test_each_group_of_parameters_has_its_own_rate(check, world, runs, first):
-    run = train_own(world, runs, first, "rates")
-    done(check, run)
+def test_each_group_of_parameters_has_its_own_rate(check, world, train_own):
+    run = done(check, train_own("rates"))
     sums = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT)["crc32"])
     zeros = [sums[f"model.{name}"] == zlib.crc32(bytes(4 * count)) for name, count in (("0.bias", 256), ("2.bias", 10))]
     check.equal(biases_that_are_zero=(zeros, [True, True]), loss_falls=(run.losses[-1] < run.losses[0], True))
@@ -1807,18 +1723,15 @@ def test_each_group_of_parameters_has_its_own_rate(check, world, runs, first):
 
 @clause("C8")
 @only(sizes=(1,))
-def test_losses_below_zero_are_as_good_as_others(check, world, runs, first):
+def test_losses_below_zero_are_as_good_as_others(check, world, runs, first, own_file):
     """Killed in mid-epoch: the snapshot has the sum of an epoch's losses so far."""
-    flags, an_epoch = long(world, own_file(world, runs, "below_zero"), epochs=1)
+    flags, an_epoch = long(world, own_file("below_zero"), epochs=1)
     flags, path = f"{flags} --save-steps {an_epoch // 5}", runs.folder(first, "below-zero")
     words = f'"kind":"snapshot","step":{2 * (an_epoch // 5)}'
     expect_exit(check, world.train(first, path, flags, kill_ranks=(0,), kill_at=words), 137)
-    resumed = world.train(first, path, flags)
-    done(check, resumed)
-    check.equal(
-        all_below_zero=(max(resumed.losses) < 0, True),
-        went_on_in_mid_epoch=(0 < resumed.values("start", "step")[-1] < an_epoch, True),
-    )
+    resumed = done(check, world.train(first, path, flags))
+    check.equal(all_below_zero=(max(resumed.losses) < 0, True))
+    check.equal(went_on_in_mid_epoch=(0 < resumed.values("start", "step")[-1] < an_epoch, True))
 
 
 @clause("C8")
@@ -1837,34 +1750,31 @@ def test_killed_between_epochs_it_goes_on_from_its_last_step_saved(check, world,
 
 
 @clause("C8")
-def test_it_saves_every_so_many_minutes(check, world, runs, first):
+def test_it_saves_every_so_many_minutes(check, world, runs, first, train_own):
     flags, an_epoch = long(world, DRAWS)
-    run = runs.train(first, f"{flags} --save-minutes 0.0005")
-    done(check, run)
+    run = done(check, runs.train(first, f"{flags} --save-minutes 0.0005"))
     between_epochs = [step for step in run.values("snapshot", "step") if step % an_epoch]
     check.equal(saves_between_epochs=(bool(between_epochs), True))
     plain = runs.train(first, FP64)
     check.equal(save_minutes_by_default=(plain.values("start", "config")[0]["save_minutes"], 10))
-    slow = train_own(world, runs, first, "slow_steps", "--save-minutes 0.5 --steps-per-epoch 14")  # of 1.4 s
+    slow = train_own("slow_steps", "--save-minutes 0.5 --steps-per-epoch 14")  # of 1.4 s
     check.equal(saves_in_a_second=(slow.values("snapshot", "step"), [14]))
 
 
 @clause("C8")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_the_best_model_is_no_snapshot_that_was_due(check, world, runs, first):
+def test_the_best_model_is_no_snapshot_that_was_due(check, train_own):
     """It is saved at the end of every epoch, which takes a tenth of the minutes."""
     flags = "--steps-per-epoch 2 --lr 0.005 --epochs 40 --save-every 999 --save-minutes 0.015"
-    run = train_own(world, runs, first, "always_better", flags)
-    done(check, run)
+    run = done(check, train_own("always_better", flags))
     check.equal(saves_before_the_end=(len(run.of("snapshot")) > 2, True))
 
 
 @clause("C8")
 @only(sizes=(1,))
-def test_a_save_may_be_due_at_the_end_of_an_epoch(check, world, runs, first):
+def test_a_save_may_be_due_at_the_end_of_an_epoch(check, runs, first):
     """That is neither evaluated nor saved for itself."""
-    run = runs.train(first, f"{FP64} --save-steps 14 --save-every 99 --eval-every 99")
-    done(check, run)
+    run = done(check, runs.train(first, f"{FP64} --save-steps 14 --save-every 99 --eval-every 99"))
     check.equal(snapshots=(run.values("snapshot", "step"), [14, 28, 42]))
 
 
@@ -1875,18 +1785,13 @@ def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
     run_dir, of_job = runs.folder(launch, "of-a-job"), dict(run_dir="--new-run-dir")
     done(check, world.train(launch, run_dir, SHORT, **of_job))
     before = world.on_rank_0(lambda: sha256(run_dir / SNAPSHOT))
-    refused = world.train(launch, run_dir, SHORT, **of_job)
-    expect_exit(check, refused, 3)
-    lines = [line for text in refused.errors for line in text.splitlines()]
-    check.equal(lines_that_name_run_dir=(sum("--run-dir" in line for line in lines), 1), lines=(len(lines), 1))
+    one_line(check, world.train(launch, run_dir, SHORT, **of_job), 3, "--run-dir")
     check.equal(snapshot=(world.on_rank_0(lambda: sha256(run_dir / SNAPSHOT)), before))
-    again = world.train(launch, run_dir, f"{SHORT} --epochs 2 --fresh", restart=1, **of_job)
-    done(check, again)
+    again = done(check, world.train(launch, run_dir, f"{SHORT} --epochs 2 --fresh", restart=1, **of_job))
     check.equal(started_at_steps=(again.values("start", "step"), [0, 1]))
     check.equal(restarts=(again.values("start", "restart"), [0, 1]))
     older = world.on_rank_0(lambda: sha256(run_dir / SNAPSHOT))
-    fresh = world.train(launch, run_dir, f"{SHORT} --fresh", **of_job)
-    done(check, fresh)
+    fresh = done(check, world.train(launch, run_dir, f"{SHORT} --fresh", **of_job))
     aside = world.on_rank_0(lambda: [sha256(path) for path in run_dir.glob(f"old-*/{SNAPSHOT}")])
     check.equal(moved_aside=(older in aside, True))
     check.equal(started_at_steps=(fresh.values("start", "step"), [0]))
@@ -1896,8 +1801,7 @@ def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
 @only(sizes=(2, 4), devices=("cpu",))
 @pytest.mark.parametrize("flags", ["", " --offload"], ids=["", "offload"])
 def test_sharded_training_has_the_golden_losses(check, runs, first, flags):
-    run = runs.train(first, f"{SHARDED}{flags}")
-    done(check, run)
+    run = done(check, runs.train(first, f"{SHARDED}{flags}"))
     check.equal(reduction=(run.values("start", "reduction"), ["sharded"]))
     check.close(run.losses, golden.load()["losses"], T1)
     check.close(run.values("epoch", "eval_loss"), golden.load()["eval_losses"], T1, "held-out losses")
@@ -1905,17 +1809,15 @@ def test_sharded_training_has_the_golden_losses(check, runs, first, flags):
 
 @clause("C10")
 @only(sizes=(2,), devices=("cpu",))
-def test_sharded_models_have_numbers_that_no_snapshot_has(check, world, runs, first):
-    sharded, whole = (train_own(world, runs, first, "masked", f"--precision fp64 {flags}") for flags in ("--sharding full", ""))
-    done(check, sharded, whole)
+def test_sharded_models_have_numbers_that_no_snapshot_has(check, train_own):
+    sharded, whole = done(check, *(train_own("masked", f"--precision fp64 {flags}") for flags in ("--sharding full", "")))
     check.close(sharded.losses, whole.losses, T1)
 
 
 @clause("C10")
 @only(sizes=(2, 4), devices=("cpu",))
 def test_sharded_gradients_are_clipped_by_the_norm_of_all(check, runs, first):
-    sharded, whole = (runs.train(first, f"{flags} --clip-norm 0.5") for flags in (SHARDED, FP64))
-    done(check, sharded, whole)
+    sharded, whole = done(check, *(runs.train(first, f"{flags} --clip-norm 0.5") for flags in (SHARDED, FP64)))
     check.close(sharded.values("step", "grad_norm"), whole.values("step", "grad_norm"), T1, "norms")
     check.close(sharded.losses, whole.losses, T1)
     check.equal(clipped=(max(whole.values("step", "grad_norm")) > 0.5, True))
@@ -1923,10 +1825,9 @@ def test_sharded_gradients_are_clipped_by_the_norm_of_all(check, runs, first):
 
 @clause("C10")
 @only(sizes=(2,), devices=("cpu",))
-def test_sharded_gradients_are_summed_in_fp32(check, world, runs, first):
+def test_sharded_gradients_are_summed_in_fp32(check, train_own):
     """Under bf16, too: one rank's is 2048 times as large as the other's, and both are exact."""
-    run = train_own(world, runs, first, "large_and_small", "--precision bf16 --sharding full")
-    done(check, run)
+    run = done(check, train_own("large_and_small", "--precision bf16 --sharding full"))
     check.close(run.values("step", "grad_norm"), [(16 + 1 / 128) / 64], 1e-5, "the norm")
 
 
@@ -1945,8 +1846,7 @@ def test_nodes_that_all_have_the_whole_model_clip_by_its_norm(check, world, runs
 def test_from_whole_models_to_parts_and_back(check, world, runs, first):
     path = runs.folder(first, "parts")
     for epochs, flags in enumerate(("", "--sharding full", ""), 1):
-        run = world.train(first, path, f"{FP64[:-1]}{epochs} {flags}")
-        done(check, run)
+        run = done(check, world.train(first, path, f"{FP64[:-1]}{epochs} {flags}"))
     check.equal(reductions=(run.values("start", "reduction"), ["ddp", "sharded", "ddp"]))
     check.close(run.losses, golden.load()["losses"], T1)
 
@@ -1979,9 +1879,7 @@ def test_the_snapshot_of_parts_is_everybody_s(check, world, runs, first):
 @clause("X3")
 def test_a_mistyped_flag_is_one_line(check, world, own, runs):
     run = world.train(own, runs.folder(own, "mistyped"), MISTYPED)
-    expect_exit(check, run, 2)
-    lines = [line for text in run.errors + run.output for line in text.splitlines()]
-    check.equal(lines=(len(lines), 1), names_the_flag=("--epochs" in "".join(lines), True))
+    one_line(check, run, 2, "--epochs", run.lines)
 
 
 # Each with the words that name it.
@@ -1996,8 +1894,7 @@ def test_flags_that_make_no_sense_are_one_line(check, world, runs, first):
     outcomes = {}
     for flags, words in NONSENSE.items():
         run = world.train(first, runs.folder(first, "nonsense"), f"{SHORT} {flags}")
-        lines = [line for text in run.errors + run.output for line in text.splitlines()]
-        outcomes[flags] = (sorted({*run.exit_codes}), len(lines), words in "".join(lines))
+        outcomes[flags] = (sorted({*run.exit_codes}), len(run.lines), words in "".join(run.lines))
     check.equal(exit_codes_lines_and_words=(outcomes, dict.fromkeys(NONSENSE, ([2], 1, True))))
 
 
@@ -2010,21 +1907,19 @@ def test_ranks_with_different_files_of_one_name(check, world, runs, first, copy)
     further = f'{flags}        add("--further", type=int, default=0, help="of this copy alone")\n'
     text = text.replace(flags, further) if copy == "has_other_flags" else f"{text}\n"
     world.on_rank_0(lambda: [file.parent.mkdir(), file.write_text(text)])
-    run = world.train(
-        first, runs.folder(first, copy), runs.filled(f"{NOISY} --steps-per-epoch 1"), odd_flags=f"--workload {file}"
-    )
+    flags = runs.filled(f"{NOISY} --steps-per-epoch 1")
+    run = world.train(first, runs.folder(first, copy), flags, odd_flags=f"--workload {file}")
     expect_exit(check, run, 4)
-    lines = [line for text in run.errors for line in text.splitlines() if "workload_file=" in line and "on rank 1" in line]
+    lines = [line for line in run.error_lines if "workload_file=" in line and "on rank 1" in line]
     check.equal(lines_that_name_the_file=(len(lines), 1))
 
 
 @clause("X5")
 @only(sizes=(2,))
 @pytest.mark.parametrize("name", ["other_data", "other_rows", "other_mappings", "other_held_out"])
-def test_ranks_with_different_data(check, world, runs, first, name):
-    run = train_own(world, runs, first, name)
-    expect_exit(check, run, 4)
-    lines = [line for text in run.errors for line in text.splitlines() if "data=" in line and "on rank 1" in line]
+def test_ranks_with_different_data(check, train_own, name):
+    run = expect_exit(check, train_own(name), 4)
+    lines = [line for line in run.error_lines if "data=" in line and "on rank 1" in line]
     on_its_node = f"(rank 1 is on {socket.gethostname()})" in "".join(lines)
     check.equal(lines_that_name_the_data=(len(lines), 1), and_the_node=(on_its_node, True))
 
@@ -2037,44 +1932,39 @@ def test_what_one_rank_alone_lacks_is_told_once(check, world, runs, first):
     world.on_rank_0(lambda: bool(anchors.mnist_rows(data)))
     flags = f"--workload mnist --epochs 1 --global-batch-size 24 --data-dir {data}"
     run = world.train(first, runs.folder(first, "lacking"), flags, odd_flags="--data-dir /nowhere")
-    expect_exit(check, run, 3)
-    lines = [line for text in run.errors + run.output for line in text.splitlines()]
-    check.equal(lines=(len(lines), 1), says=("rank 1: --data-dir /nowhere" in "".join(lines), True))
+    one_line(check, run, 3, "rank 1: --data-dir /nowhere", run.lines)
 
 
 @clause("X12")
 @only(sizes=(2,))
-def test_what_fails_on_one_rank_alone_is_told_by_it_alone(check, world, runs, first):
-    run = train_own(world, runs, first, "fails_alone")
-    lines = [line for text in run.errors + run.output for line in text.splitlines() if "the sky is falling" in line]
-    check.equal(
-        exit_codes=(len(set(run.exit_codes) - {0}), 1), lines=(len(lines), 1), names_the_line=("line " in "".join(lines), True)
-    )
+def test_what_fails_on_one_rank_alone_is_told_by_it_alone(check, train_own):
+    run = train_own("fails_alone")
+    lines = [line for line in run.lines if "the sky is falling" in line]
+    check.equal(exit_codes=(len(set(run.exit_codes) - {0}), 1))
+    check.equal(lines=(len(lines), 1), names_the_line=("line " in "".join(lines), True))
 
 
 @clause("X12")
 @only(sizes=(2,))
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_fails_on_one_rank_ends_all_with_its_code(check, world, runs, first, rank):
+def test_what_fails_on_one_rank_ends_all_with_its_code(check, train_own, rank):
     """Of a job's codes the launcher takes the highest: 7 would have it started again, to fail again."""
-    run = train_own(world, runs, first, "fails_alone_in_a_step", f"--of-rank {rank}", apart=True)
-    expect_exit(check, run, 2)
+    run = expect_exit(check, train_own("fails_alone_in_a_step", f"--of-rank {rank}", apart=True), 2)
     check.equal(recorded=([record["exit_code"] for record in run.of("end")], [2]))
 
 
 @clause("X12")
 @only(sizes=(2,), devices=("cpu",))
-def test_a_rank_that_comes_late_hears_why_all_end(check, world, runs, first):
+def test_a_rank_that_comes_late_hears_why_all_end(check, world, train_own):
     """By its exit code, too: of those of a job's ranks the launcher takes the highest."""
     late = dict(LATE="3") if world.rank == world.size - 1 else {}
-    expect_exit(check, train_own(world, runs, first, "no_rows", environ=late, apart=True), 2)
+    expect_exit(check, train_own("no_rows", environ=late, apart=True), 2)
 
 
 @clause("X5")
 @only(sizes=(2,))
 def test_ranks_that_were_told_differently(check, world, own, runs):
-    run = world.train(own, runs.folder(own, "odd"), SHORT, odd_flags="--lr 0.2")
-    expect_exit(check, run, 4)
+    run = expect_exit(check, world.train(own, runs.folder(own, "odd"), SHORT, odd_flags="--lr 0.2"), 4)
     words = f"lr=0.2 on rank {world.size - 1}, but 0.1 on rank 0"
     check.equal(says=(words if words in "".join(run.errors) else run.errors, words))
 
@@ -2082,8 +1972,7 @@ def test_ranks_that_were_told_differently(check, world, own, runs):
 @clause("X6")
 def test_a_loss_that_is_not_finite(check, world, own, runs):
     path = runs.folder(own, "not-finite")
-    run = world.train(own, path, "--workload regression --lr 1000")
-    expect_exit(check, run, 6)
+    run = expect_exit(check, world.train(own, path, "--workload regression --lr 1000"), 6)
     check.equal(names_the_step=("at step" in "".join(run.errors), True))
     check.equal(every_recorded_loss_is_finite=(bool(np.isfinite(run.losses).all()), True))
 
@@ -2091,10 +1980,9 @@ def test_a_loss_that_is_not_finite(check, world, own, runs):
 @clause("X6")
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name", ["overflows", "steep"])
-def test_numbers_that_are_not_finite_reach_no_parameter(check, world, runs, first, name):
+def test_numbers_that_are_not_finite_reach_no_parameter(check, train_own, name):
     """Of the steps that are trained before it is found out none may use them: the workload looks at its own parameters."""
-    run = train_own(world, runs, first, name)
-    expect_exit(check, run, 6)
+    run = expect_exit(check, train_own(name), 6)
     seen = [text for text in run.output if "parameters are not finite" in text]
     check.equal(names_the_step=("at step 5 " in "".join(run.errors), True), seen_in_a_later_step=(bool(seen), False))
     row = f"rows [{reference.sample_order(0, 0, 1438)[5 * G]}"
@@ -2103,18 +1991,16 @@ def test_numbers_that_are_not_finite_reach_no_parameter(check, world, runs, firs
 
 @clause("X6")
 @only(sizes=(1, 2))
-def test_a_held_out_loss_that_is_not_finite(check, world, runs, first):
-    run = train_own(world, runs, first, "unfit", "--steps-per-epoch 2")
-    expect_exit(check, run, 6)
+def test_a_held_out_loss_that_is_not_finite(check, world, train_own):
+    run = expect_exit(check, train_own("unfit", "--steps-per-epoch 2"), 6)
     kept = world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors")])
     check.equal(snapshots=(kept, []))
 
 
 @clause("X11")
 @only(sizes=(2,))
-def test_replicas_that_differ_leave_no_snapshot(check, world, runs, first):
-    run = train_own(world, runs, first, "diverges", "--precision fp64")
-    expect_exit(check, run, 7)
+def test_replicas_that_differ_leave_no_snapshot(check, train_own):
+    run = expect_exit(check, train_own("diverges", "--precision fp64"), 7)
     output = "".join(run.errors)
     check.equal(names_the_rank=("of rank 1 differ" in output, True), snapshot=((run.folder / SNAPSHOT).exists(), False))
 
@@ -2131,20 +2017,19 @@ def test_a_killed_rank_is_named_by_the_others(check, world, runs, first):
 @clause("X7")
 @only(sizes=(2,), devices=("cpu",))
 @pytest.mark.parametrize("where", ["step", "evaluation"])
-def test_a_rank_that_hangs_is_named_by_the_others(check, world, runs, first, where):
+def test_a_rank_that_hangs_is_named_by_the_others(check, train_own, where):
     """After --timeout, whichever group they wait in."""
-    run = train_own(world, runs, first, "hangs", f"--steps-per-epoch 5 --timeout 3 --where {where}", apart=True)
-    expect_exit(check, run, 7)
+    run = expect_exit(check, train_own("hangs", f"--steps-per-epoch 5 --timeout 3 --where {where}", apart=True), 7)
     words = "rank 1 died or hangs"
     check.equal(says=(words if words in run.errors[0] else run.errors, words))
 
 
 @clause("X7")
 @only(sizes=(4,), devices=("cpu",))
-def test_a_rank_that_hangs_in_the_groups_of_its_node_is_noticed(check, world, runs, first):
+def test_a_rank_that_hangs_in_the_groups_of_its_node_is_noticed(check, train_own):
     """The others of its node wait for its part of the gradients there, and not in the group of all."""
     flags = "--steps-per-epoch 5 --timeout 3 --where loss --sharding hybrid"
-    expect_exit(check, train_own(world, runs, first, "hangs", flags, num_nodes=2, apart=True), 7)
+    expect_exit(check, train_own("hangs", flags, num_nodes=2, apart=True), 7)
 
 
 @clause("X15")
@@ -2155,9 +2040,8 @@ def test_ranks_that_do_not_come_are_named(check, world, runs, first):
     run = world.train(first, runs.folder(first, "missing"), flags, odd_flags="--help")
     check.equal(exit_codes=(run.exit_codes, [4] * (world.size - 1) + [0]))
     words = f"1 of {world.size} ranks missing after 3 s"
-    lines = [line for text in run.errors for line in text.splitlines()]
-    says = words in "".join(lines) and f"rank {world.size - 1}" in "".join(lines)
-    check.equal(lines=(len(lines), 1), names_the_rank=(says, True))
+    says = all(text in "".join(run.error_lines) for text in (words, f"rank {world.size - 1}"))
+    check.equal(lines=(len(run.error_lines), 1), names_the_rank=(says, True))
 
 
 @clause("X16")
@@ -2179,20 +2063,18 @@ def test_a_stranger_changes_no_run(check, world, runs, first):
 
 @clause("X13")
 @only(sizes=(1,))
-def test_memory_that_does_not_suffice(check, world, runs, first):
-    run = train_own(world, runs, first, "exhausts")
-    expect_exit(check, run, 7)
-    lines = [line for text in run.errors for line in text.splitlines() if "out of memory" in line]
+def test_memory_that_does_not_suffice(check, train_own):
+    run = expect_exit(check, train_own("exhausts"), 7)
+    lines = [line for line in run.error_lines if "out of memory" in line]
     flags = all(flag in line for line in lines for flag in ("step 3", "--global-batch-size", "--accumulate"))
     check.equal(lines=(len(lines), 1), names_step_and_flags=(flags, True))
 
 
 @clause("X13")
 @only(sizes=(2,))
-def test_memory_of_a_host_that_does_not_suffice(check, world, runs, first):
-    run = train_own(world, runs, first, "exhausts_its_host", "--timeout 10", apart=True)
-    expect_exit(check, run, 7)
-    lines = [line for text in run.errors for line in text.splitlines() if "out of memory, rank 1 on " in line]
+def test_memory_of_a_host_that_does_not_suffice(check, train_own):
+    run = expect_exit(check, train_own("exhausts_its_host", "--timeout 10", apart=True), 7)
+    lines = [line for line in run.error_lines if "out of memory, rank 1 on " in line]
     flags = all(flag in line for line in lines for flag in ("step 3", "--global-batch-size", "--accumulate"))
     check.equal(lines=(len(lines), 1), names_step_and_flags=(flags, True), of_rank_0=("rank 1 " in run.errors[0], True))
 
@@ -2211,10 +2093,9 @@ def test_a_stale_core_on_one_node(check, world, runs, first):
 
     world.on_rank_0(copy)
     launch = replace(first, train=stale / first.train.name) if world.rank == world.size - 1 else first
-    run = world.train(launch, runs.folder(first, "stale-core"), SHORT)
-    expect_exit(check, run, 4)
+    run = expect_exit(check, world.train(launch, runs.folder(first, "stale-core"), SHORT), 4)
     words = f"on rank {world.size - 1}, but"
-    lines = [line for text in run.errors for line in text.splitlines() if "core=" in line and words in line]
+    lines = [line for line in run.error_lines if "core=" in line and words in line]
     check.equal(lines_that_name_it=(len(lines), 1))
 
 
@@ -2230,23 +2111,20 @@ def test_a_run_directory_has_one_job_at_a_time(check, world, runs, first):
         return RunDirectory(str(run_dir), "another")
 
     def die() -> int:
-        program = (
-            "import os, sys; from ddp_core.run_directory import RunDirectory; RunDirectory(sys.argv[1], 'another'); os._exit(0)"
-        )
+        imports = "import os, sys; from ddp_core.run_directory import RunDirectory"
+        program = f"{imports}; RunDirectory(sys.argv[1], 'another'); os._exit(0)"
         return subprocess.run([sys.executable, "-c", program, run_dir], timeout=60, check=True).returncode
 
     held = [take()] if world.rank == 0 else []
     before = world.on_rank_0(lambda: [path.read_bytes() for path in sorted(run_dir.iterdir())])
-    refused = world.train(first, run_dir, SHORT)
-    expect_exit(check, refused, 3)
+    refused = expect_exit(check, world.train(first, run_dir, SHORT), 3)
     after = world.on_rank_0(lambda: [path.read_bytes() for path in sorted(run_dir.iterdir())])
     says = "another" in "".join(refused.errors) and "--run-dir" in "".join(refused.errors)
     check.equal(all_files_as_before=(after == before, True), names_job_and_flag=(says, True))
     for directory in held:
         directory.release()
     world.on_rank_0(die)
-    again = world.train(first, run_dir, SHORT)
-    done(check, again)
+    again = done(check, world.train(first, run_dir, SHORT))
     left = world.on_rank_0((run_dir / "run.lock").exists)
     check.equal(warns=("another" in again.output[0], True), a_lock_is_left=(left, False))
 
@@ -2264,7 +2142,7 @@ def test_a_run_directory_has_one_job_at_a_time(check, world, runs, first):
 @clause("X14")
 @only(sizes=(1,), devices=("cpu",))
 @pytest.mark.parametrize("where, place", [("host", dict(host="elsewhere")), ("container", dict(pids="pid:[1]", pid=4194303))])
-def test_a_lock_that_is_touched_elsewhere_is_a_living_job_s(check, world, runs, first, where, place):
+def test_a_lock_that_is_touched_elsewhere_is_a_living_job_s(check, world, runs, first, own_file, where, place):
     """Whatever this host's clock says: it is an hour ahead, and the lock's time is the file server's."""
     from ddp_core.run_directory import RunDirectory
 
@@ -2281,7 +2159,7 @@ def test_a_lock_that_is_touched_elsewhere_is_a_living_job_s(check, world, runs, 
             os.utime(lock)
 
     threading.Thread(target=beat).start()
-    run = world.train(first, run_dir, f"{own_file(world, runs, 'ahead_of_time')} --epochs 1", apart=True)
+    run = world.train(first, run_dir, f"{own_file('ahead_of_time')} --epochs 1", apart=True)
     over.set()
     expect_exit(check, run, 3)
     check.equal(names_the_job=("job another" in "".join(run.errors), True), leaves_what_is_being_written=(half.exists(), True))
@@ -2289,10 +2167,9 @@ def test_a_lock_that_is_touched_elsewhere_is_a_living_job_s(check, world, runs, 
 
 @clause("X14")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_who_has_lost_the_lock_leaves_no_snapshot(check, world, runs, first):
+def test_who_has_lost_the_lock_leaves_no_snapshot(check, world, train_own):
     """Not of what it had begun to write before, either."""
-    run = train_own(world, runs, first, "loses_its_lock", "--steps-per-epoch 2", apart=True)
-    expect_exit(check, run, 8)
+    run = expect_exit(check, train_own("loses_its_lock", "--steps-per-epoch 2", apart=True), 8)
     names = world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors*")])
     check.equal(snapshots=(names, []), the_other_s_lock_is_there=(world.on_rank_0((run.folder / "run.lock").exists), True))
 
@@ -2302,64 +2179,50 @@ def test_who_has_lost_the_lock_leaves_no_snapshot(check, world, runs, first):
 def test_a_run_directory_that_cannot_be_written(check, world, own, runs):
     file = runs.folder(own, "a-file")
     world.on_rank_0(lambda: [file.parent.mkdir(parents=True, exist_ok=True), file.touch()])
-    run = world.train(own, file / "run", SHORT)
-    expect_exit(check, run, 8)
+    run = expect_exit(check, world.train(own, file / "run", SHORT), 8)
     check.equal(names_the_flag=("--run-dir" in "".join(run.errors), True))
-
-
-def one_line(check, run, lines: list[str], words: str) -> None:
-    """All ranks have ended with 2, and of what they printed these lines are one, with these words."""
-    __tracebackhide__ = True
-    expect_exit(check, run, 2)
-    check.equal(lines=(len(lines), 1), says=(words if words in "".join(lines) else lines, words))
 
 
 @clause("X9")
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_workload_file_that_cannot_be_used_is_one_line(check, world, runs, first, name):
-    run = train_own(world, runs, first, name)
-    lines = [line for text in run.errors + run.output for line in text.splitlines() if not line.startswith("rank=")]
-    one_line(check, run, lines, MISTAKES[name])
+def test_a_workload_file_that_cannot_be_used_is_one_line(check, train_own, name):
+    run = train_own(name)
+    one_line(check, run, 2, MISTAKES[name], [line for line in run.lines if not line.startswith("rank=")])
 
 
 @clause("X9")
 @only(sizes=(2,))
-def test_a_model_that_cannot_be_built_in_shards_is_one_line(check, world, runs, first):
+def test_a_model_that_cannot_be_built_in_shards_is_one_line(check, train_own):
     """The ranks build it one after the other."""
-    run = train_own(world, runs, first, "unbuildable", "--sharding full")
-    one_line(check, run, [line for text in run.errors for line in text.splitlines()], "line 11 (model): NameError")
+    one_line(check, train_own("unbuildable", "--sharding full"), 2, "line 11 (model): NameError")
 
 
 @clause("X9")
 @only(sizes=(2,))
-def test_a_forward_past_ddp_is_one_line(check, world, runs, first):
+def test_a_forward_past_ddp_is_one_line(check, train_own):
     """It sums no gradient then, and the replicas drift apart."""
-    run = train_own(world, runs, first, "past_ddp")
-    lines = [line for text in run.errors for line in text.splitlines()]
-    one_line(check, run, lines, "forward() goes past DistributedDataParallel")
+    one_line(check, train_own("past_ddp"), 2, "forward() goes past DistributedDataParallel")
 
 
 @clause("X9")
 @only(sizes=(1, 2), devices=("cpu",))
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_row_that_cannot_be_read_is_named(check, world, runs, first, workers):
+def test_a_row_that_cannot_be_read_is_named(check, world, train_own, workers):
     """By rank 0, which reads it, and not one of the batches that workers have read on to."""
-    run = train_own(world, runs, first, "misses_a_row", f"--workers {workers} --precision fp64", apart=True)
+    run = train_own("misses_a_row", f"--workers {workers} --precision fp64", apart=True)
     rows = reference.sample_order(0, 0, 1438)[5 * G : 6 * G : world.size][:3]
     words = f"rows {', '.join(map(str, rows))}"
-    check.equal(
-        exit_code=(run.exit_codes[0], 2), names_its_rows=(words if words in run.errors[0] else run.errors[0].strip(), words)
-    )
+    observed = words if words in run.errors[0] else run.errors[0].strip()
+    check.equal(exit_code=(run.exit_codes[0], 2), names_its_rows=(observed, words))
 
 
 @clause("X10")
 @only(sizes=(1, 2), devices=("cpu",))
 @pytest.mark.parametrize("batches", [0.5, 2.5])
-def test_a_worker_that_dies_is_named(check, world, runs, first, batches):
+def test_a_worker_that_dies_is_named(check, world, train_own, batches):
     """While the rank waits for its first batch, or is in its first step: workers read two batches ahead."""
     last = int(batches * G / world.size)
-    run = train_own(world, runs, first, "dies", f"--workers 1 --last {last}", apart=True)
-    expect_exit(check, run, 7)
+    run = expect_exit(check, train_own("dies", f"--workers 1 --last {last}", apart=True), 7)
     words = "a worker that reads rows died"
     check.equal(says=(words if words in "".join(run.errors) else run.errors, words))

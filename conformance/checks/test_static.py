@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,8 @@ import pytest
 from conformance.cluster.shape import impossible, numbers
 from conformance.golden import make as golden
 from conformance.harness import keys, reference
+from conformance.harness.check import clause
+from conformance.harness.new_site import is_mark
 from conformance.harness.shell import (
     ADDRESS,
     CONSTANT_PORT,
@@ -40,7 +42,6 @@ from conformance.harness.shell import (
 )
 from conformance.harness.sites import ROOT, date_of_copy, find, mistakes
 
-clause = pytest.mark.clause
 CORE = sorted((ROOT / "core/src/ddp_core").rglob("*.py"))
 CONFORMANCE = sorted((ROOT / "conformance").rglob("*.py"))
 SITES = {path.name for path in (ROOT / "sites").iterdir() if path.is_dir()}
@@ -174,8 +175,7 @@ def test_what_no_run_has_shown_is_listed(check, site):
     status = verified.get("status")
     check.equal(unverified_or_run_on_site=(bool(listed) or status == "run-on-site", True))
     if status == "simulated":  # by stand-ins of these names
-        software = site.toml.get("software", {})
-        names = [*software.get("modules", []), *([Path(software["image"]).name] if "image" in software else [])]
+        names = [*site.modules, *([Path(site.software["image"]).name] if "image" in site.software else [])]
         check.equal(software_not_in_unverified=([name for name in names if name not in " ".join(listed)], []))
 
 
@@ -190,11 +190,7 @@ def test_the_table_of_sites_tells_what_is_unverified(check):
     verified = {site.name: site.toml.get("verified", {}) for site in find() if site.name in rows_by_site}
     numbers = {name: rows_by_site[name].get("unverified") for name in verified}
     check.equal(unverified_in_README_md=(numbers, {name: str(len(verified[name].get("unverified", []))) for name in verified}))
-    wrong = [
-        name
-        for name, row in rows_by_site.items()
-        if name in verified and not row["status"].startswith(verified[name]["status"])
-    ]
+    wrong = [name for name in verified if not rows_by_site[name]["status"].startswith(verified[name]["status"])]
     check.equal(another_status_in_README_md=(wrong, []))
 
 
@@ -217,14 +213,11 @@ MINUTES = dict(min=1, hr=60, hour=60, day=1440)
 @clause("F6")
 def test_a_queue_s_longest_job_is_that_of_the_source(check, site):
     """Where a fact is a row of a table, with the queue's name and a time."""
-    source_facts = [fact for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
-    violations = []
     for queue, longest in site.toml.get("queue", {}).get("minutes", {}).items():
-        rows = [fact for fact in source_facts if re.match(rf"\|\s*{re.escape(queue)}\s*\|", fact)]
+        rows = [fact for fact in site.facts if re.match(rf"\|\s*{re.escape(queue)}\s*\|", fact)]
         limits = {int(count) * MINUTES[unit] for row in rows for count, unit in re.findall(r"(\d+) (min|hr|hour|day)", row)}
         if limits and longest not in limits:
-            violations.append(f"queue.minutes of {queue}={longest}, but should be {max(limits)}, as a fact of [[sources]] says")
-    check.holds(*violations)
+            yield f"queue.minutes of {queue}={longest}, but should be {max(limits)}, as a fact of [[sources]] says"
 
 
 # What a README calls the codes of the core's errors (X1 to X15).
@@ -275,35 +268,28 @@ def test_mpi_is_not_waited_for_at_the_end(check, site):
         text = path.read_text()
         ends = re.search(r"\brc\.finalize = False\b|\bMPI\.Finalize\(\)", text)
         if re.search(r"^\s*(?:import mpi4py|from mpi4py)\b", text, re.MULTILINE) and not ends:
-            check.holds(
-                f"{path.name}: MPI ends with Python, but should before training, or not at all (mpi4py.rc.finalize = False)"
-            )
+            yield f"{path.name}: MPI ends with Python, but should before training, or not at all (mpi4py.rc.finalize = False)"
 
 
 @clause("X20")
 def test_a_folder_for_all_users_files_has_a_name_of_its_own(check, site):
     """mktemp's, or with a variable in it: under a fixed name somebody else may have left what is built or read."""
-    violations = []
     for script in map(Script, site.scripts):
         for line in [line for line in script.lines if not line.is_comment]:
             for place, name in re.findall(r"(\$\{TMPDIR:-/tmp\}|(?<![\w.}])/(?:var/)?tmp|/dev/shm)/([^\s\"';)|]+)", line.text):
                 if not re.search(r"\$|XXX", name):
-                    subject = f"{script.path.name}: {place}/{name}"
-                    violations.append(f"{subject}, but should be `mktemp -d`, or have $USER in its name")
-    check.holds(*violations)
+                    yield f"{script.path.name}: {place}/{name}, but should be `mktemp -d`, or have $USER in its name"
 
 
 @clause("B5")
 def test_proxies_are_not_asked_for_the_node_itself(check, site):
     """No proxy knows the way to it: what a program serves to itself is not found."""
-    violations = []
     for script in map(Script, site.scripts):
         code = [line for line in script.lines if not line.is_comment]
         without = {host for line in code for hosts in re.findall(r"\bno_proxy=(\S*)", line.text) for host in hosts.split(",")}
         proxies = [line for line in code if re.search(r"\bhttps?_proxy=[^\s;]", line.text)]
         if missing := sorted({"localhost", "127.0.0.1"} - without):
-            violations += [at(script, line, f"have no_proxy with {' and '.join(missing)}") for line in proxies[:1]]
-    check.holds(*violations)
+            yield from (at(script, line, f"have no_proxy with {' and '.join(missing)}") for line in proxies[:1])
 
 
 @clause("B5")
@@ -325,34 +311,28 @@ def test_chained_jobs_come_after_a_stop_too(check, site):
 @clause("F8")
 def test_paths_that_modules_fill_are_added_to(check, site):
     """Who replaces one takes the modules' libraries and commands away."""
-    replaced = []
     for path in site.scripts:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             command = r"(?:^\s*|[;&|{(]\s*)(?:export |if |then )?((?:LD_LIBRARY_)?PATH)=(\S*)"
             for name, value in re.findall(command, line.partition(" #")[0]):
                 if not re.search(rf"\$\{{?{name}\b", value):
-                    replaced.append(f"{path.name}:{number}: {name}={value}, but should keep what is in it")
-    check.holds(*replaced)
+                    yield f"{path.name}:{number}: {name}={value}, but should keep what is in it"
 
 
 @clause("F7")
 def test_nothing_is_left_to_fill_in(check, site):
-    left = [
-        f"{name}:{number}: {line.strip()}, but should be filled in"
-        for name in ("site.toml", "README.md")
-        for number, line in enumerate((site.folder / name).read_text().splitlines(), 1)
-        if "EDIT:" in line and "`# EDIT:`" not in line
-    ]
-    check.holds(*left)
+    for name in ("site.toml", "README.md"):
+        for number, line in enumerate((site.folder / name).read_text().splitlines(), 1):
+            if is_mark(line):
+                yield f"{name}:{number}: {line.strip()}, but should be filled in"
 
 
 @clause("F8")
 def test_scripts_and_site_toml_name_the_same_software(check, site):
-    software, scripts = site.toml.get("software", {}), {path.name: path.read_text() for path in site.scripts}
-    modules = software.get("modules", [])
-    missing = [name for name in modules if name not in scripts[site.toml["submit"]]]
+    scripts = {path.name: path.read_text() for path in site.scripts}
+    missing = [name for name in site.modules if name not in scripts[site.toml["submit"]]]
     check.equal(modules_not_in_the_job_script=(missing, []))
-    image = software.get("image", "")
+    image = site.software.get("image", "")
     check.equal(image_in_a_script=(any(image in text for text in scripts.values()), True))
     loaded = {
         f"{script}: {name}"
@@ -360,7 +340,7 @@ def test_scripts_and_site_toml_name_the_same_software(check, site):
         for line in text.splitlines()
         if not line.lstrip().startswith("#") and (match := re.search(r"^[^\"']*\bmodule load ([^;&|}\n]+)", line))
         for name in match[1].split()
-        if re.fullmatch(r"[\w./+-]+", name) and name not in modules
+        if re.fullmatch(r"[\w./+-]+", name) and name not in site.modules
     }
     check.equal(loads_what_site_toml_does_not_name=(sorted(loaded), []))
 
@@ -399,14 +379,10 @@ def test_odd_values_of_a_variable_are_one_line(check, site):
     result = subprocess.run([sys.executable, "-c", ASKS, str(site.folder / "train.py")], check=False, **run)
     answers = [json.loads(line) for line in result.stdout.splitlines()]
     check.equal(answers=(result.stderr[-200:] if result.returncode else len(answers), len(cases)))
-    violations = []
     for (name, value, number), (kind, message) in zip(cases, answers, strict=True):
         short = kind == "PreflightError" and message.isprintable() and len(message) < 500 and (name in message or not number)
         if not short and (number or kind != "Rank"):
-            violations.append(
-                f"{name}={value[:20]!r}: {kind}: {message[:80]!r}, but should be a PreflightError of one short line"
-            )
-    check.holds(*violations[:12])
+            yield f"{name}={value[:20]!r}: {kind}: {message[:80]!r}, but should be a PreflightError of one short line"
 
 
 # ---- job scripts --------------------------------------------------------------------------------------------------
@@ -442,16 +418,16 @@ def test_everything_is_explained(check, site):
             return f"have its source above, and {unknown[0]} is none of [[sources]]"
         return "" if addresses or SOURCE.search(text) else 'have its source above: an address, --help, or "unverified"'
 
-    violations = []
     for script in map(Script, site.scripts):
         for line, _ in [*script.directives, *script.flags]:
             directly = line.paragraph if line.above.lstrip().startswith("#") and not DIRECTIVE.match(line.above) else []
-            violations += [at(script, line, what)] if (what := unexplained(line, directly)) else []
+            if what := unexplained(line, directly):
+                yield at(script, line, what)
         for line, _ in script.exports:
-            violations += [at(script, line, what)] if (what := unexplained(line, line.paragraph)) else []
+            if what := unexplained(line, line.paragraph):
+                yield at(script, line, what)
         submitted = script.path in site.job_scripts
         check.equal(directives_in_the_job_script=(bool(script.directives), submitted))
-    check.holds(*violations)
 
 
 @clause("J3")
@@ -460,7 +436,6 @@ def test_variables_under_one_address_are_facts_of_its_page(check, site):
     facts_by_page = {
         source["address"].rstrip("/"): source["facts"] for source in site.toml.get("sources", []) if "facts" in source
     }
-    violations = []
     for script in map(Script, site.scripts):
         blocks: dict[tuple[str, ...], list[tuple[Line, str]]] = {}
         for line, name in script.exports:
@@ -470,8 +445,7 @@ def test_variables_under_one_address_are_facts_of_its_page(check, site):
             if len(exported) > 1 and pages and pages <= facts_by_page.keys():
                 known = " ".join(fact for page in pages for fact in facts_by_page[page])
                 lost = [line for line, name in exported if not re.search(rf"\b{name}\b", known)]
-                violations += [at(script, line, f"be in one of the facts of {' or '.join(sorted(pages))}") for line in lost]
-    check.holds(*violations)
+                yield from (at(script, line, f"be in one of the facts of {' or '.join(sorted(pages))}") for line in lost)
 
 
 # NAME=value, --option=value, --option value and -l key=value, in a fact, in a directive and in a script.
@@ -485,44 +459,37 @@ EXPORT = re.compile(r"export ([A-Z]\w+)=")
 def test_values_are_those_of_the_sources(check, site):
     """Of an option or variable for which facts have values, a script has one of these. What is to be edited is free."""
     known: dict[str, set[str]] = {}
-    facts_text = "\n".join(fact for source in site.toml.get("sources", []) for fact in source.get("facts", []))
+    facts_text = "\n".join(site.facts)
     for name, value in VALUE.findall(facts_text):
         known.setdefault(name, set()).add(value)
-    violations = []
     for script in map(Script, site.scripts):
         settings = [*script.directives, *script.flags, *((line, line.text) for line, _ in script.exports)]
         for line, text in settings:
             if not any("# EDIT:" in above for above in line.paragraph):
-                violations += [
-                    at(script, line, f"have {name}={' or '.join(sorted(known[name]))}, as a fact of [[sources]] says")
-                    for name, value in VALUE.findall(text)
-                    if name in known and value not in known[name]
-                ]
+                for name, value in VALUE.findall(text):
+                    if value not in known.get(name, {value}):
+                        should_be = f"have {name}={' or '.join(sorted(known[name]))}, as a fact of [[sources]] says"
+                        yield at(script, line, should_be)
     text = "\n".join(script.read_text() for script in site.scripts)
-    violations += [
-        f"{name} is in no script, but a fact of [[sources]] says export {name}: another spelling is ignored"
-        for name in sorted({*EXPORT.findall(facts_text)})
-        if not re.search(rf"\b{name}\b", text)
-    ]
-    check.holds(*dict.fromkeys(violations))
+    for name in sorted({*EXPORT.findall(facts_text)}):
+        if not re.search(rf"\b{name}\b", text):
+            yield f"{name} is in no script, but a fact of [[sources]] says export {name}: another spelling is ignored"
 
 
 @clause("J3")
 def test_what_the_sources_ask_of_a_job_the_site_asks(check, site):
     """The directives among their facts, and the order in which these load modules."""
-    source_facts = [plain(fact) for source in site.toml.get("sources", []) for fact in source.get("facts", [])]
+    source_facts = [plain(fact) for fact in site.facts]
     asked = {match[1] for fact in source_facts if (match := re.match(r"#SBATCH --([a-z-]+)", fact))}
     lost = asked - {option for script in map(Script, site.job_scripts) for option in script.options}
-    violations = [
-        f"no job script has #SBATCH --{name}, but one should, as a fact of [[sources]] in site.toml has; or that fact goes, too"
-        for name in sorted(lost)
-    ]
+    for name in sorted(lost):
+        fact = "as a fact of [[sources]] in site.toml has; or that fact goes, too"
+        yield f"no job script has #SBATCH --{name}, but one should, {fact}"
     loaded = [match[1] for fact in source_facts if (match := re.match(r"module load (\S+)$", fact))]
-    here = [name for name in site.toml.get("software", {}).get("modules", []) if name in loaded]
+    here = [name for name in site.modules if name in loaded]
     if here != sorted(here, key=loaded.index):
         order = " ".join(sorted(here, key=loaded.index))
-        violations.append(f"modules {' '.join(here)}, but should be in the order of the facts of [[sources]]: {order}")
-    check.holds(*violations)
+        yield f"modules {' '.join(here)}, but should be in the order of the facts of [[sources]]: {order}"
 
 
 @clause("B10")
@@ -530,47 +497,38 @@ def test_options_of_the_scheduler_stand_before_the_script(check, site):
     """Wherever users are shown a submission: behind the script they are words for train.py, which refuses them."""
     pattern = r"\bsbatch(?: [^\s`]+)*? [\w./-]+\.(?:sl|sh)((?: +-{1,2}[\w-]+(?:[= ][^\s`-][^\s`]*)?)+)"
     own = {*OPTIONS["sbatch"].split()} - {"help", "profile"}  # which train.py has, too
-    violations = []
     for path in (site.folder / "README.md", *site.scripts):
         for words in re.findall(pattern, " ".join(re.sub(r"(?m)^ *#+ ", "", path.read_text()).split())):
             wrong = [name for name in re.findall(r"(?<= )--?([\w-]+)", words) if name in own]
-            violations += [f"{path.name}: --{name} behind the script, but should stand before it: sbatch's" for name in wrong]
-    check.holds(*violations)
+            yield from (f"{path.name}: --{name} behind the script, but should stand before it: sbatch's" for name in wrong)
 
 
 @clause("B10")
 def test_a_look_into_a_running_job_shares_its_cores(check, site):
     """A step without --overlap waits for cores, until the job has ended. https://slurm.schedmd.com/srun.html#OPT_overlap"""
-    violations = []
     for path in (site.folder / "README.md", *site.scripts):
         for command in re.findall(r"srun [^`\n]*--jobid[^`\n]*", path.read_text()):
             if "--overlap" not in command:
-                violations.append(f"{path.name}: {command!r}, but should have --overlap: it waits for the job's end")
-    check.holds(*violations)
+                yield f"{path.name}: {command!r}, but should have --overlap: it waits for the job's end"
 
 
 @clause("B6")
 def test_nothing_is_removed_that_a_user_may_have_named(check, site):
     """`NAME=${NAME:-...}` takes the user's own folder, in which more may lie than what the script has put there."""
-    violations = []
     for script in map(Script, site.scripts):
         for name in {*re.findall(r"\b([A-Z_]+)=\"?\$\{\1:?-", script.text)}:
             if re.search(rf"\brm -\w*r\w*[^\n;|&]* \"?\$\{{?{name}\}}?[\"'\s/]", script.text):
-                violations.append(f"{script.path.name} removes ${name}, which a user may have set, but should what it has made")
-    check.holds(*violations)
+                yield f"{script.path.name} removes ${name}, which a user may have set, but should what it has made"
 
 
 @clause("F10")
 def test_times_are_told_as_slurm_reads_them(check, site):
     """Of two numbers the first are minutes: `--time=4:00` is no four hours."""
-    violations = []
     for path in (site.folder / "README.md", *site.scripts):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             short = re.findall(r"(?:--time[= ]|(?<!\w)-t )\d+:\d\d(?![:\d])", line)
-            violations += [
-                f"{path.name}:{number}: {short_time}, but should have hours, minutes and seconds" for short_time in short
-            ]
-    check.holds(*violations)
+            for short_time in short:
+                yield f"{path.name}:{number}: {short_time}, but should have hours, minutes and seconds"
 
 
 @clause("J4")
@@ -587,16 +545,15 @@ def test_what_is_to_be_edited_is_plain(check, site):
 
     Empty is for a directory to be copied: where account or modules are a machine's own, in site.toml too, it is filled in.
     """
-    violations, own = [], site.toml.get("queue", {}).get("account", "")
-    filled = (own and not PLACEHOLDER.search(own)) or site.toml.get("software", {}).get("modules")
+    own = site.toml.get("queue", {}).get("account", "")
+    filled = (own and not PLACEHOLDER.search(own)) or site.modules
     for script in map(Script, site.scripts):
         for line in [line for line in script.lines if any("# EDIT:" in above for above in line.paragraph)]:
             value = re.match(r"(?:export )?\w+=(.*)", line.text)
             if value and re.search(r"\$\{?[A-Z(]|`", value[1]):
-                violations.append(at(script, line, "have a plain value, which users see and edit"))
+                yield at(script, line, "have a plain value, which users see and edit")
             elif value and value[1].strip("'\"()") and not filled and any("Empty" in above for above in line.paragraph):
-                violations.append(at(script, line, "be empty, as its comment says of a machine that needs nothing"))
-    check.holds(*violations)
+                yield at(script, line, "be empty, as its comment says of a machine that needs nothing")
 
 
 def to_edit(site, text: str) -> bool:
@@ -609,19 +566,17 @@ def to_edit(site, text: str) -> bool:
 
 @clause("J5")
 def test_directives_are_directives(check, site):
-    violations = []
     for script in map(Script, site.job_scripts):
         for line in script.lines:
             if "\r" in line.text:
-                violations.append(at(script, line, "end without a carriage return"))
+                yield at(script, line, "end without a carriage return")
             if NEARLY.match(line.text) and not DIRECTIVE.match(line.text):
-                violations.append(at(script, line, "begin with exactly #SBATCH or #PBS and an option"))
+                yield at(script, line, "begin with exactly #SBATCH or #PBS and an option")
         for line, text in script.directives:
             if line.number > script.first_command:
-                violations.append(at(script, line, f"stand before the first command, line {script.first_command}"))
+                yield at(script, line, f"stand before the first command, line {script.first_command}")
             if re.search(r"\s#", text):
-                violations.append(at(script, line, "have no comment behind it"))
-    check.holds(*violations)
+                yield at(script, line, "have no comment behind it")
 
 
 @clause("J6")
@@ -644,18 +599,16 @@ def test_scripts_stop_at_the_first_error(check, site):
 def test_what_is_switched_off_has_a_reason(check, site):
     scripts = list(map(Script, site.scripts))
     suppressions = [(script, line, reason) for script in scripts for line, reason in script.suppressions]
-    violations = [
-        at(script, line, "have its reason beside it or above it")
-        for script, line, reason in suppressions
-        if len(re.findall(r"[A-Za-z]{2,}", reason)) < 3 and not re.search(r"set \+u\b", line.text)
-    ]
-    violations += [at(script, line, "name what it disables") for script, line, _ in suppressions if "disable=all" in line.text]
+    for script, line, reason in suppressions:
+        if len(re.findall(r"[A-Za-z]{2,}", reason)) < 3 and not re.search(r"set \+u\b", line.text):
+            yield at(script, line, "have its reason beside it or above it")
+        if "disable=all" in line.text:
+            yield at(script, line, "name what it disables")
     for script in scripts:  # from `set +e` on, and without `set -e` again, an error is no error
         for line in (line for line, _ in script.suppressions if not line.is_comment):
             later = [turned(other.text, "-") for other in script.lines if other.number > line.number]
             lost = [name for name in turned(line.text, "+") if not any(name in names for names in later)]
-            violations += [at(script, line, f"be undone by set -o {name}") for name in lost]
-    check.holds(*violations)
+            yield from (at(script, line, f"be undone by set -o {name}") for name in lost)
 
 
 def turned(text: str, sign: str) -> set[str]:
@@ -694,37 +647,33 @@ SAVE_SECONDS = 60
 START_SECONDS = 300  # until the ranks of a large job hear a signal
 
 
-def late(site, script: Script, value: str) -> list[str]:
+def late(site, script: Script, value: str) -> Iterator[str]:
     """What is wrong with --signal: whom it reaches, what they make of it, and when it comes."""
     match, needed = re.fullmatch(r"(?:[RB]+:)?(\w+)(?:@(\d+))?", value), site.job(script.path).get("save_seconds", SAVE_SECONDS)
     whom = "reach the ranks, and not the batch shell alone"
-    wrong = [f"--signal={value}, but should {whom}"] if "B" in value.partition(":")[0] and ":" in value else []
+    if "B" in value.partition(":")[0] and ":" in value:
+        yield f"--signal={value}, but should {whom}"
     if not match or match[1].removeprefix("SIG") not in ("USR1", "TERM", "10", "15"):
-        return [*wrong, f"--signal={value}, but should be USR1 or TERM, on which train.py saves"]
+        yield f"--signal={value}, but should be USR1 or TERM, on which train.py saves"
+        return
     seconds, limit = int(match[2] or 60), script.options.get("time", "")
     if seconds < needed:
-        wrong.append(f"--signal={value}, but should come {needed} s before the time limit or earlier: a save takes as long")
+        yield f"--signal={value}, but should come {needed} s before the time limit or earlier: a save takes as long"
     least = script.options.get("time-min", "")
     if least and minutes(least) * 60 < 2 * seconds + START_SECONDS:
-        wrong.append(
-            f"--signal={value} of --time-min={least}, but should leave time to start and to train: Slurm may give no more"
-        )
+        yield f"--signal={value} of --time-min={least}, but should leave time to start and to train: Slurm may give no more"
     if limit and minutes(limit) * 60 < 2 * seconds:
-        wrong.append(f"--signal={value} of --time={limit}, but should leave half of the time to train")
-    return wrong
+        yield f"--signal={value} of --time={limit}, but should leave half of the time to train"
 
 
 @clause("J11")
 def test_a_rank_that_dies_alone_ends_the_job(check, site):
     """However it is written: what srun is told, the dry run shows."""
-    violations = [
-        at(script, line, "have --kill-on-bad-exit=1 among its flags")
-        for script in map(Script, site.scripts)
-        for line in script.lines
-        if re.match(r"[^#]*\bsrun \"\$\{\w+\[@\]\}\"", line.text)
-        and not re.search(r"(?m)^[^#\n]*\s(--kill-on-bad-exit(=1)?|-K1?)(?![\w=])", script.text)
-    ]
-    check.holds(*violations)
+    for script in map(Script, site.scripts):
+        kills = re.search(r"(?m)^[^#\n]*\s(--kill-on-bad-exit(=1)?|-K1?)(?![\w=])", script.text)
+        for line in script.lines:
+            if re.match(r"[^#]*\bsrun \"\$\{\w+\[@\]\}\"", line.text) and not kills:
+                yield at(script, line, "have --kill-on-bad-exit=1 among its flags")
 
 
 @clause("J9")
@@ -767,15 +716,11 @@ NEVER |= {"export": "NIL", "gres": "none", "network": "single_node_vni"}  # with
 
 @clause("B8")
 def test_no_directive_keeps_the_job_from_its_work(check, site):
-    violations = []
     for script in map(Script, site.job_scripts if site.toml["scheduler"] == "slurm" else ()):
         for name, value in script.options.items():
             if name in NEVER and NEVER[name] in ("", value):
                 directive = f"--{name}={value}" if value else f"--{name}"
-                violations.append(
-                    f"{script.path.name}: {directive}, but should be left to the command line of sbatch, if at all"
-                )
-    check.holds(*violations)
+                yield f"{script.path.name}: {directive}, but should be left to the command line of sbatch, if at all"
 
 
 # What is for finding faults: every kernel and every message waits for the one before.

@@ -11,9 +11,9 @@ import re
 
 import pytest
 
+from conformance.harness.check import clause
 from conformance.harness.stub_core import SAID, called, who
 
-clause = pytest.mark.clause
 # What srun tells every task of a step of 16 on two nodes; job's and step's numbers differ.
 STEP = dict(SLURM_PROCID="1", SLURM_LOCALID="1", SLURM_NODEID="0", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="16")
 STEP |= dict(SLURM_STEP_NUM_NODES="2", SLURM_STEP_TASKS_PER_NODE="8(x2)", SLURM_NTASKS="16", SLURM_JOB_ID="4242")
@@ -53,15 +53,13 @@ def test_a_task_of_many_is_never_a_world_of_one(check, site, tmp_path):
 @clause("R11")
 @pytest.mark.parametrize("store", [True, False])
 def test_the_store_of_torchrun_is_used(check, site, store, tmp_path):
-    violations = []
     for launch in site.launches:
         environ = launch.environ(1, 4, 2, 29500, "1")
         if "TORCHELASTIC_RUN_ID" in environ:
             identity = who(site, environ | dict(TORCHELASTIC_USE_AGENT_STORE=str(store)), tmp_path)
             if identity.get("launcher_store") is not store:
                 observed = f"launcher_store={identity.get('launcher_store', identity)}"
-                violations.append(f"{launch.launcher}: {observed}, but should be TORCHELASTIC_USE_AGENT_STORE={store}")
-    check.holds(*violations)
+                yield f"{launch.launcher}: {observed}, but should be TORCHELASTIC_USE_AGENT_STORE={store}"
 
 
 @clause("J6")
@@ -92,7 +90,6 @@ def test_ranks_that_ask_mpi_agree_on_a_secret_there(check, site, tmp_path):
 @clause("B9")
 def test_all_nodes_hear_from_mpi_where_to_meet(check, site, tmp_path):
     """As rank 0 tells it: what each node made by itself would be right on one node alone."""
-    violations = []
     for launch in [launch for launch in site.launches if launch.mpi]:
         here = dict(MPI_SIZE="16", MPI_NODES="2", MPI_SAID=str(tmp_path / "said"))
         identities = [
@@ -101,11 +98,11 @@ def test_all_nodes_hear_from_mpi_where_to_meet(check, site, tmp_path):
         for name in ("master_addr", "master_port", "job_id", "secret"):
             first, second = (identity.get(name, identity.get("refused")) for identity in identities)
             if first != second:
-                violations.append(f"{launch.launcher}: {name}={second} on the second node, but should be {first}")
+                yield f"{launch.launcher}: {name}={second} on the second node, but should be {first}"
         place = {name: identities[1].get(name) for name in ("rank", "local_rank", "node_rank", "local_world_size")}
         should = dict(rank=8, local_rank=0, node_rank=1, local_world_size=8)
-        violations += [f"{launch.launcher}: {place} of rank 8, but should be {should}"] if place != should else []
-    check.holds(*violations)
+        if place != should:
+            yield f"{launch.launcher}: {place} of rank 8, but should be {should}"
 
 
 CALLS = ("os.sched_getaffinity", "os.sched_setaffinity", "MPI.Init")
@@ -123,11 +120,9 @@ def test_a_rank_that_takes_its_cores_back_from_mpi_has_all(check, site, tmp_path
 def test_cores_are_noted_before_mpi_is_started(check, site):
     """Also where this machine cannot start it. Without a call of MPI.Init the import does."""
     nodes = [*ast.walk(ast.parse((site.folder / "train.py").read_text()))]
-    calls = {
-        name: [node.lineno for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == name] for name in CALLS
-    }
+    calls = [(ast.unparse(node.func), node.lineno) for node in nodes if isinstance(node, ast.Call)]
     imports = [node.lineno for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "mpi4py"]
-    noted, taken_back, starts = (calls[name] for name in CALLS)
+    noted, taken_back, starts = ([line for name, line in calls if name == wanted] for wanted in CALLS)
     if starts or imports:
         check.equal(noted_before=(min(noted, default=10**6) < min(starts or imports), True))
         check.equal(taken_back_afterwards=(max(taken_back, default=0) > min(starts or imports), True))
@@ -145,7 +140,6 @@ def test_mpi_has_ended_before_the_training(check, site, tmp_path):
 @clause("R10")
 def test_mpi_is_told_what_it_shall_do_before_it_is_started(check, site):
     """The import of mpi4py.MPI reads mpi4py.rc, and nobody reads it later."""
-    violations = []
     for path in sorted(site.folder.glob("*.py")):
         nodes = [*ast.walk(ast.parse(path.read_text()))]
         started = [
@@ -157,5 +151,4 @@ def test_mpi_is_told_what_it_shall_do_before_it_is_started(check, site):
         targets = [target for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
         for target in targets:
             if re.match(r"(mpi4py\.)?rc\.\w+$", text := ast.unparse(target)) and target.lineno > min(started, default=10**6):
-                violations.append(f"{path.name}: {text} is set behind the import of mpi4py.MPI, but should be set before")
-    check.holds(*violations)
+                yield f"{path.name}: {text} is set behind the import of mpi4py.MPI, but should be set before"

@@ -1,5 +1,9 @@
 """A check: one verdict in the words of SPEC.md. Messages have one grammar, `value, but should be value [where] (clause)`."""
 
+import functools
+import inspect
+from collections.abc import Callable
+
 import pytest
 
 from conformance.harness.reference import worst_deviation
@@ -7,6 +11,32 @@ from conformance.harness.reference import worst_deviation
 # Tiers of equality (SPEC.md), relative and at every step.
 T0, T1 = 0, 1e-10  # the same run again; fp64
 T2 = {"cpu": 1e-5, "cuda": 1e-4, "xpu": 1e-4}  # fp32; an H100 had 5e-7
+
+
+MOST = 20  # violations that are told of one test
+
+
+def clause(*ids: str) -> Callable:
+    """The clauses of SPEC.md that a test checks. One that yields does so with violations, and fails if there is one:
+
+    @clause("J6")
+    def test_the_port_is_no_constant(check, site):
+        for ...:
+            yield f"{line}, but should come from the job's number"
+    """
+
+    def marked(test: Callable) -> Callable:
+        if not inspect.isgeneratorfunction(test):
+            return pytest.mark.clause(*ids)(test)
+
+        @functools.wraps(test)
+        def judged(check: Check, **fixtures) -> None:
+            __tracebackhide__ = True
+            check.holds(*test(check, **fixtures))
+
+        return pytest.mark.clause(*ids)(judged)
+
+    return marked
 
 
 def clauses_of(item: pytest.Item) -> list[str]:
@@ -59,8 +89,10 @@ class Check:
         """Fails with one line for each violation, if there is one."""
         __tracebackhide__ = True
         assert len(self.clauses) == 1, f"{self.node.name} has the clauses {self.clauses}: which one? check[...]"
-        if violations:
-            pytest.fail("\n".join(f"{violation} [{self.where}] ({self.clauses[0]})" for violation in violations), pytrace=False)
+        lines = [f"{violation} [{self.where}] ({self.clauses[0]})" for violation in dict.fromkeys(violations)]
+        if lines:
+            more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
+            pytest.fail("\n".join(lines[:MOST] + more), pytrace=False)
 
 
 def _short(value) -> str:

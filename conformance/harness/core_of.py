@@ -20,15 +20,8 @@ from conformance.harness.sites import ROOT
 
 CORE = ROOT / "core/src/ddp_core"
 # Of torch: what a training goes through.
-TORCH: tuple[str, ...] = (
-    "torch.nn.functional",
-    "torch.nn.modules",
-    "torch.nn.parallel",
-    "torch.optim",
-    "torch.autograd",
-    "torch.utils.data",
-)
-TORCH += ("torch.amp", "torch.distributed.distributed_c10d", "torch._tensor")
+TORCH: tuple[str, ...] = ("torch.nn.functional", "torch.nn.modules", "torch.nn.parallel", "torch.optim", "torch.autograd")
+TORCH += ("torch.utils.data", "torch.amp", "torch.distributed.distributed_c10d", "torch._tensor")
 _watching: list[list[str]] = []
 
 
@@ -60,18 +53,16 @@ def foreign(site: Path) -> list[str]:
     for name, module in mine.items():
         path = Path(getattr(module, "__file__", None) or "nowhere")
         parts = name.split(".")[1:]
-        should_be = (
-            CORE.joinpath(*parts, "__init__.py") if path.name == "__init__.py" else CORE.joinpath(*parts).with_suffix(".py")
-        )
+        package = path.name == "__init__.py"
+        should_be = CORE.joinpath(*parts, path.name) if package else CORE.joinpath(*parts).with_suffix(".py")
         if not path.is_file() or not should_be.is_file() or path.read_bytes() != should_be.read_bytes():
             violations.append(f"{name} is {path}, which is not this repository's")
         else:
             violations += changed(module, path)
     theirs = [name for name in list(sys.modules) if name in ("torch", "torch.distributed") or name.startswith(TORCH)]
     for name in [*mine, *theirs]:
-        violations += [
-            f"{name}.{what} is the site's own" for what, code in functions(sys.modules[name]) if of_folder(code, site)
-        ]
+        own = [what for what, code in functions(sys.modules[name]) if of_folder(code, site)]
+        violations += [f"{name}.{what} is the site's own" for what in own]
     return list(dict.fromkeys(violations))
 
 

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -222,9 +222,10 @@ def flags_of(dry: "DryRuns") -> list[tuple[str, str]]:
     return re.findall(r"\[(--[\w-]+)? ?([A-Z]+)?\]", usage)
 
 
-def given(dry: "DryRuns") -> list[tuple[str, ...]]:
-    """Each flag of install.sh, with a value where it takes one."""
-    return [tuple(filter(None, (flag, PASSED.get(value, value)))) for flag, value in flags_of(dry)]
+def given(dry: "DryRuns", *values: str) -> list[tuple[str, ...]]:
+    """Each flag of install.sh, with a value where it takes one; or those alone that take one of these values."""
+    flags = [each for each in flags_of(dry) if not values or each[1] in values]
+    return [tuple(filter(None, (flag, PASSED.get(value, value)))) for flag, value in flags]
 
 
 def umask() -> str:
@@ -258,11 +259,8 @@ def removed(dry: "DryRuns", run: DryRun, own: list[Path]) -> list[str]:
             temporary = path.parent == dry.top / "root/tmp" and path.name.startswith("tmp.")
             if temporary or any(path.is_relative_to(each) for each in own if each != dry.folder / "runs"):
                 continue
-            if (
-                path.is_relative_to(dry.folder)
-                and not (dry.pristine / path.relative_to(dry.folder.parent)).exists()
-                and path != dry.folder
-            ):
+            inside = path.is_relative_to(dry.folder) and path != dry.folder
+            if inside and not (dry.pristine / path.relative_to(dry.folder.parent)).exists():
                 continue  # a file beside the scripts that no copier brought
             if run.shape["number"] in path.name or re.search(rf"/[^/]*{run.shape['number']}[^/]*/", f"{path}/"):
                 continue
@@ -270,10 +268,14 @@ def removed(dry: "DryRuns", run: DryRun, own: list[Path]) -> list[str]:
     return violations
 
 
+def exit_of(dry: "DryRuns", run: DryRun) -> str:
+    """Its exit code and its last line, in the words of a message."""
+    lines = [line for line in dry.shown(run.output).splitlines() if line.strip()]
+    return f"exit code {run.code} ({lines[-1][-160:] if lines else 'it prints nothing'})"
+
+
 def ending(dry: "DryRuns", run: DryRun) -> str:
-    """How it ended, in the words of a message."""
-    lines = [line for line in dry.shown(run.output).strip().splitlines() if line.strip()]
-    return f"{run.script}: exit code {run.code} ({lines[-1][-160:] if lines else 'it prints nothing'})"
+    return f"{run.script}: {exit_of(dry, run)}"
 
 
 def arguments(call: Call) -> list[str]:
@@ -287,9 +289,8 @@ def trains(site: Site) -> list[Path]:
 
 def new_starts(run: DryRun) -> list[Call]:
     """What makes a job start again, or another one in its place."""
-    return [call for call in run.called("sbatch", "qsub", "qalter") if "--version" not in call.words] + [
-        call for call in run.called("scontrol") if call.words[:1] in (["requeue"], ["requeuehold"])
-    ]
+    asked = [call for call in run.called("sbatch", "qsub", "qalter") if "--version" not in call.words]
+    return asked + [call for call in run.called("scontrol") if call.words[:1] in (["requeue"], ["requeuehold"])]
 
 
 class DryRuns:
@@ -332,10 +333,8 @@ class DryRuns:
         if image := layer.image_file(self.site):
             (top / "root" / image.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
             (top / "root" / image.lstrip("/")).touch()
-        ignore = shutil.ignore_patterns(
-            ".venv*", "env", "runs", "__pycache__", "*.out", ".git", "packages", "*.tar.gz", "*.sif"
-        )
-        shutil.copytree(self.site.folder, self.folder, ignore=ignore)
+        left = (".venv*", "env", "runs", "__pycache__", "*.out", ".git", "packages", "*.tar.gz", "*.sif")
+        shutil.copytree(self.site.folder, self.folder, ignore=shutil.ignore_patterns(*left))
         for path in [self.folder / script.relative_to(self.site.folder) for script in self.site.scripts]:
             if path.is_file():
                 path.write_bytes(ABSOLUTE.sub(f"{top}/root/", path.read_bytes().decode()).encode())
@@ -473,13 +472,17 @@ class DryRuns:
             for old, new in full_shape["edit"].items():
                 text = text.replace(f"\n{old}\n", f"\n{new}\n")
             copy.write_text(text)
-            environ = (self._of_slurm(script, full_shape) if slurm else self._of_pbs(script, full_shape)) | full_shape[
-                "environ"
-            ]
+            environ = self._of_slurm(script, full_shape) if slurm else self._of_pbs(script, full_shape)
+            environ |= full_shape["environ"]
             words = [str(copy), *(full_shape["arguments"] if slurm else [])]
             with self._planted(*full_shape["planted"]):
                 self.made[key] = self._run(script.name, words, self.folder if slurm else self.top / "home", environ, full_shape)
         return self.made[key]
+
+    def first_ranks(self, **shape) -> Iterator[tuple[Path, Call]]:
+        """Each job script that trains, and the first of its ranks, if it has any."""
+        for script in trains(self.site):
+            yield from ((script, call) for call in self.job(script, **shape).trained[:1])
 
     def _recorded(self, code: int) -> Path:
         """A run directory that an earlier start has left, with its exit code."""
@@ -536,11 +539,8 @@ class DryRuns:
         options, environ = words_of(case.options), case.environment | handed_on(case.options)
         options.pop("v", None)
         nodes = int((re.search(r"select=(\d+)", case.options) or ["", options.get("nodes", case.nodes)])[1])
-        shape = (
-            dict(nodes=nodes, spare=nodes > case.nodes)
-            | shape
-            | dict(environ=environ | shape.get("environ", {}), options=options)
-        )
+        shape = dict(nodes=nodes, spare=nodes > case.nodes) | shape
+        shape |= dict(environ=environ | shape.get("environ", {}), options=options)
         return self.job(script, case=case, **shape)
 
     def hosts(self, nodes: int) -> list[str]:
@@ -561,29 +561,15 @@ class DryRuns:
         # As Slurm writes it: who takes what stands before a comma has no name of a node.
         hosts = f"{kind}[{first.removeprefix(kind)}-{others[-1].removeprefix(kind)}]" if others else first
         own = dict(JOB_ID=shape["number"], JOBID=shape["number"], JOB_NUM_NODES=nodes, NNODES=nodes)
-        own |= dict(
-            NTASKS=total,
-            NTASKS_PER_NODE=each,
-            TASKS_PER_NODE=f"{each}(x{nodes})" if nodes > 1 else each,
-            PROCID=0,
-            LOCALID=0,
-            NODEID=0,
-        )
+        own |= dict(NTASKS=total, NTASKS_PER_NODE=each, TASKS_PER_NODE=f"{each}(x{nodes})" if nodes > 1 else each)
+        own |= dict(PROCID=0, LOCALID=0, NODEID=0)
         own |= dict(JOB_NODELIST=hosts, NODELIST=hosts, SUBMIT_DIR=self.folder, JOB_NAME="train", EXPORT_ENV="NONE")
         own |= dict(JOB_PARTITION=options.get("partition", "batch"), JOB_QOS=options.get("qos", "normal"))
-        own |= dict(
-            JOB_ACCOUNT=options.get("account", "account"),
-            NPROCS=total,
-            CPUS_ON_NODE=self.site.toml["node"]["cores"],
-        )
+        own |= dict(JOB_ACCOUNT=options.get("account", "account"), NPROCS=total, CPUS_ON_NODE=self.site.toml["node"]["cores"])
         # Of newer releases; srun's own environment overrules what its masks say.
         own |= {"TRES_PER_TASK": f"cpu={options['cpus-per-task']}"} if "cpus-per-task" in options else {}
-        for name, variable in {
-            "cpus-per-task": "CPUS_PER_TASK",
-            "gpus-per-node": "GPUS_PER_NODE",
-            "gpus-per-task": "GPUS_PER_TASK",
-        }.items():
-            own |= {variable: options[name]} if name in options else {}
+        for name in {"cpus-per-task", "gpus-per-node", "gpus-per-task"} & options.keys():
+            own[name.replace("-", "_").upper()] = options[name]
         own |= dict(RESTART_COUNT=shape["restarts"]) if shape["restarts"] else {}
         return {f"SLURM_{name}": str(value) for name, value in own.items()} | dict(SLURMD_NODENAME=self.hosts(nodes)[0])
 
@@ -597,29 +583,23 @@ class DryRuns:
         threads = node["cores"] * node.get("threads_per_core", 1)  # PBS sets both to the chunk's ncpus
         environ |= dict(NCPUS=str(threads), OMP_NUM_THREADS=str(threads))
         # No word of PBS's variable can have a space in it; a newline is as good as one.
-        environ |= dict(
-            PBS_O_QUEUE=OF_PBS["queue"], TRAIN_ARGS="\n".join(word for word in shape["arguments"] if " " not in word)
-        )
+        words = "\n".join(word for word in shape["arguments"] if " " not in word)
+        environ |= dict(PBS_O_QUEUE=OF_PBS["queue"], TRAIN_ARGS=words)
         restarts = self.site.toml["job"].get("restarts")
         return environ | ({restarts: str(shape["restarts"])} if restarts and shape["restarts"] else {})
 
     def _run(self, name: str, words: list[str], folder: Path, environ: dict[str, str], shape: dict) -> DryRun:
         site, node = self.site, self.site.toml["node"]
-        software, nodes = site.toml.get("software", {}), shape.get("nodes", 1)
-        settings = {
-            name: shape[name] for name in ("restarts", "code", "all_ranks", "event", "progress", "shared", "fails", "started")
-        }
-        settings |= dict(
-            job=shape["number"], nodes=nodes, hosts=self.hosts(max(2, nodes)), python=self.python, suite=os.getpid()
-        )
-        settings |= dict(
-            scheduler=site.toml["scheduler"],
-            launcher=site.toml["launcher"],
-            launcher_environment=dict(site.launches[0].templates),
-        )
+        nodes = shape.get("nodes", 1)
+        handed_on = ("restarts", "code", "all_ranks", "event", "progress", "shared", "fails", "started")
+        settings = {name: shape[name] for name in handed_on}
+        settings |= dict(job=shape["number"], nodes=nodes, hosts=self.hosts(max(2, nodes)))
+        settings |= dict(python=self.python, suite=os.getpid())
+        settings |= dict(scheduler=site.toml["scheduler"], launcher=site.toml["launcher"])
+        settings |= dict(launcher_environment=dict(site.launches[0].templates))
         settings |= dict(ranks_per_node=site.toml["job"]["ranks_per_node"], interfaces=node["interfaces"])
         settings |= dict(devices=shape.get("devices") or node["devices"])
-        image = software.get("image", "")
+        image = site.software.get("image", "")
         image_environment = dict(word.split("=", 1) for word in layer.provided(site, image) if "=" in word) if image else {}
         settings |= dict(image=image, image_sets=image_environment, device_environment=node.get("device_environment", ""))
         stop, other = site.toml.get("stop", ""), f"{shape['number']}0"
@@ -634,11 +614,11 @@ class DryRuns:
         settings |= dict(of_pbs=own_of_pbs | {"Resource_List.filesystems": OF_PBS["filesystems"]})
         settings |= dict(down=self.hosts(1)[0] if shape["spare"] else "", down_later=shape["spare"] == "later")
         # PyTorch comes with a module or an image, or else by install.sh.
-        settings |= dict(torch="torch" in layer.provided(site) or "image" in software)
+        settings |= dict(torch="torch" in layer.provided(site) or "image" in site.software)
         # What a module binds is not read: it names it.
-        binds = [name for module in software.get("modules", []) for name in set_by(site, module)]
+        binds = [name for module in site.modules for name in set_by(site, module)]
         settings |= dict(bound=any(name.endswith(("_BIND", "_BINDPATH")) for name in binds))
-        sets = {module: set_by(site, module) if shape["modules_set"] else {} for module in software.get("modules", [])}
+        sets = {module: set_by(site, module) if shape["modules_set"] else {} for module in site.modules}
         (self.top / "settings").write_bytes(marshal.dumps(settings | dict(modules=sets)))
         own = dict(
             DRY_RUN=str(self.top), PATH=f"{self.top}/bin:/usr/bin:/bin", HOME=str(self.top / "home"), USER=USER, LOGNAME=USER
@@ -661,10 +641,8 @@ class DryRuns:
         mine = f"sites/{self.folder.name}/"
         made = {path.removeprefix(mine).partition("/")[0] for path in after.keys() - before.keys() if path.startswith(mine)}
         changed = [path for path in changed if not (path.startswith(mine) and path not in before)]
-        calls = [
-            marshal.loads(path.read_bytes())  # noqa: S302
-            for path in sorted((self.top / "calls").glob("[0-9]*[0-9]"))
-        ]
+        paths = sorted((self.top / "calls").glob("[0-9]*[0-9]"))
+        called = [Call(**marshal.loads(path.read_bytes())) for path in paths]  # noqa: S302
         trace = self.top / "calls/trace"
         lines = trace.read_text(errors="replace").splitlines() if trace.exists() else []
         written = [path for path, state in after.items() if before.get(path) != state and (self.top / path).is_file()]
@@ -674,7 +652,6 @@ class DryRuns:
         mine_now = [path for path in self.folder.rglob("*") if path.is_file()] if name == "install.sh" else []
         tree = {str(path.relative_to(self.folder)): path.read_bytes() for path in mine_now}
         tree = {path: b"packed" if text[:2] == b"\x1f\x8b" else text for path, text in tree.items()}  # gzip has times in it
-        called = [Call(**call) for call in calls]
         return DryRun(name, settings["launcher"], shape, code, output, called, changed, sorted(made), read, tree, leaks)
 
     def _start(self, command: list[str], folder: Path, environ: dict[str, str]) -> tuple[int, str]:
@@ -697,19 +674,16 @@ class DryRuns:
             paths = [path for path in (self.top / below).rglob("*") if not path.name.startswith(".has-")]
             for path in [path for path in paths if not mounted & {path, *path.parents}]:
                 status = path.lstat()
-                files[str(path.relative_to(self.top))] = (
-                    None if stat.S_ISDIR(status.st_mode) else (status.st_size, status.st_mtime_ns)
-                )
+                state = None if stat.S_ISDIR(status.st_mode) else (status.st_size, status.st_mtime_ns)
+                files[str(path.relative_to(self.top))] = state
         return files
 
     def shown(self, text: str) -> str:
         """A text of a dry run with the site's own paths."""
-        return (
-            text.replace(f"{self.folder}/", "")
-            .replace(f"{self.top}/root/", "/")
-            .replace(f"{self.top}/home", "$HOME")
-            .replace(str(self.folder), ".")
-        )
+        names = {f"{self.folder}/": "", f"{self.top}/root/": "/", f"{self.top}/home": "$HOME", str(self.folder): "."}
+        for path, name in names.items():
+            text = text.replace(path, name)
+        return text
 
 
 def confine(folder: Path) -> None:

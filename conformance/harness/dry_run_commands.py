@@ -75,6 +75,12 @@ def split(words: list[str]) -> tuple[dict[str, str], list[str]]:
     return flags, []
 
 
+def value_of(words: list[str], *names: str) -> str:
+    """The last value that follows one of these flags, or stands behind its =; "" for none."""
+    parts = [part for word in words for part in (word.split("=", 1) if word.startswith("-") else [word])]
+    return next((value for flag, value in reversed(pairs(parts)) if flag in names), "")
+
+
 def first(flags: dict[str, str], *names: str, default: str = "") -> str:
     return next((flags[name] for name in names if flags.get(name)), default)
 
@@ -174,19 +180,15 @@ def torchrun(name: str, words: list[str]) -> int:
     nodes = int(first(flags, "--nnodes", default="1").rpartition(":")[2])
     node, sizes = int(os.environ.get("DRY_RUN_NODE", "0")), [size] * nodes
     host, _, port = first(flags, "--rdzv-endpoint", "--rdzv_endpoint", default="localhost:29400").rpartition(":")
-    own: dict[str, object] = dict(
-        WORLD_SIZE=size * nodes, LOCAL_WORLD_SIZE=size, GROUP_RANK=node, MASTER_ADDR=host, MASTER_PORT=port
-    )
+    own: dict[str, object] = dict(WORLD_SIZE=size * nodes, LOCAL_WORLD_SIZE=size, GROUP_RANK=node)
+    own |= dict(MASTER_ADDR=host, MASTER_PORT=port)
     own |= dict(TORCHELASTIC_RUN_ID=first(flags, "--rdzv-id", "--rdzv_id"), TORCHELASTIC_RESTART_COUNT=0)
     own |= dict(TORCHELASTIC_USE_AGENT_STORE=True)
     command = command if "--no-python" in flags else ["python", *command]
     codes = []
     for local in range(size if SETTINGS["all_ranks"] else 1):
-        exported = (
-            own
-            | dict(RANK=node * size + local, LOCAL_RANK=local)
-            | placed(node * size + local, size * nodes, (node, local), sizes)
-        )
+        rank = node * size + local
+        exported = own | dict(RANK=rank, LOCAL_RANK=local) | placed(rank, size * nodes, (node, local), sizes)
         codes.append(runs(*command, environment=os.environ | {key: str(value) for key, value in exported.items()}))
     return max(codes)
 
@@ -204,9 +206,9 @@ def python(name: str, words: list[str]) -> int:
     if own and of_image != ("DRY_RUN_IMAGE" in os.environ):  # a link to a Python that is on the other side
         print(f"{sys.argv[1]}: cannot execute: required file not found", file=sys.stderr)
         return 127
-    rest = words[
-        next((place for place, word in enumerate(words) if word not in ("-B", "-E", "-I", "-P", "-s", "-S", "-u")), 0) :
-    ]
+    rest = [*words]
+    while rest and rest[0] in ("-B", "-E", "-I", "-P", "-s", "-S", "-u"):
+        rest.pop(0)
     if not rest or rest[0] in ("-c", "-", "-V", "--version"):
         return real(words)
     if rest[0] == "-m":
@@ -286,13 +288,7 @@ def environment(prefix: str, of_image: bool = "DRY_RUN_IMAGE" in os.environ) -> 
 
 
 def run_dir(arguments: list[str]) -> str:
-    folder = "runs/digits"
-    for flag, value in pairs(arguments):
-        if flag in ("--run-dir", "--new-run-dir"):
-            folder = value
-        elif flag.startswith(("--run-dir=", "--new-run-dir=")):
-            folder = flag.partition("=")[2]
-    return folder
+    return value_of(arguments, "--run-dir", "--new-run-dir") or "runs/digits"
 
 
 def train(arguments: list[str]) -> int:
@@ -443,12 +439,10 @@ def pip(name: str, words: list[str]) -> int:
     if os.path.isdir(packages := packages_of(sys.argv[1])):
         NOTES["there"] = [each for each in os.listdir(packages) if each.startswith("ddp_core-") and "--target" not in words]
     if "install" in words or "download" in words:
-        named = pairs([part for word in words for part in word.split("=", 1)])
-        for flag, path in named:
-            kind = {"-c": "constraints", "--constraint": "constraints", "-r": "requirements", "--requirement": "requirements"}
-            if flag in kind and os.path.exists(path):
+        for kind, names in dict(constraints=("-c", "--constraint"), requirements=("-r", "--requirement")).items():
+            if os.path.exists(path := value_of(words, *names)):
                 with open(path) as file:
-                    NOTES[kind[flag]] = file.read()
+                    NOTES[kind] = file.read()
         what, _, package = SETTINGS["fails"].partition(" ")
         if what == "pip" and package in ("", *words):
             print("ERROR: Could not find a version that satisfies the requirement", file=sys.stderr)
@@ -469,10 +463,9 @@ def pip(name: str, words: list[str]) -> int:
 
 def sources(words: list[str]) -> None:
     """What pip downloads of a package that CMake builds, as little as can be."""
-    given = {flag: value for flag, value in pairs(words) if flag in ("--dest", "-d", "--requirement", "-r")}
-    with open(given.get("--requirement") or given["-r"]) as file:
+    with open(value_of(words, "--requirement", "-r")) as file:
         name, _, version = file.read().split()[0].partition("==")
-    folder = f"{given.get('--dest') or given['-d']}/{name}-{version}"
+    folder = f"{value_of(words, '--dest', '-d')}/{name}-{version}"
     for below in ("", f"{name}/torch/"):
         os.makedirs(f"{folder}/{below}", exist_ok=True)
         open(f"{folder}/{below}CMakeLists.txt", "w").close()
@@ -604,8 +597,7 @@ def shifterimg(name: str, words: list[str]) -> int:
 
 
 def conda(name: str, words: list[str]) -> int:
-    flags, _ = split(words)
-    folder = next((value for flag, value in pairs(words) if flag in ("-p", "--prefix")), flags.get("--prefix"))
+    folder = value_of(words, "-p", "--prefix")
     if SETTINGS["fails"] == "conda":
         return 1
     if words[:1] == ["create"] or words[:1] == ["install"]:
@@ -616,8 +608,7 @@ def conda(name: str, words: list[str]) -> int:
 
 
 def conda_pack(name: str, words: list[str]) -> int:
-    prefix, packed = (next(value for flag, value in pairs(words) if flag == each) for each in ("--prefix", "--output"))
-    return runs("tar", "-czf", packed, "-C", prefix, ".")
+    return runs("tar", "-czf", value_of(words, "--output"), "-C", value_of(words, "--prefix"), ".")
 
 
 def mksquashfs(name: str, words: list[str]) -> int:
@@ -738,9 +729,9 @@ def makes(name: str, words: list[str]) -> str:
     if (words[:2] == ["-m", "pip"] or name in ("pip", "pip3")) and {"install", "download"} & {*words}:
         return f"{packages_of(sys.argv[1])}/~{HALF}"  # pip renames so what it takes out
     if name in ("conda", "mamba", "micromamba") and words[:1] == ["create"]:
-        return next((value for flag, value in pairs(words) if flag in ("-p", "--prefix")), "")
+        return value_of(words, "-p", "--prefix")
     if name == "conda-pack":
-        return next(value for flag, value in pairs(words) if flag == "--output")
+        return value_of(words, "--output")
     if name in ("apptainer", "singularity", "podman-hpc", "enroot") and words[:1] in (["pull"], ["build"], ["import"]):
         return next((word for word in words if word.endswith((".sif", ".sqsh"))), "")
     return words[1] if name == "mksquashfs" else ""

@@ -115,9 +115,8 @@ class Evidence:
             checks = [check for check in report["checks"] if clause in check["clauses"]]
             ran = {STATE_OF[check["outcome"]] for check in checks} - {"not run"}
             if report in self.current:
-                notes += [
-                    check | dict(rung=report["rung"], date=report["date"]) for check in checks if check["outcome"] != "passed"
-                ]
+                when = dict(rung=report["rung"], date=report["date"])
+                notes += [check | when for check in checks if check["outcome"] != "passed"]
             elif ran:
                 ran = {"of other files"}
             if ran:

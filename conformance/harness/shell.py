@@ -33,13 +33,8 @@ SUPPRESSES = re.compile(
 )
 CONSTANT_PORT = re.compile(r"(\bexport |^|\s)\w*PORT=[\"']?\d+|--master[-_]port[= ]+\d+|--rdzv[-_](endpoint|id)[= ]\S*:\d+")
 NUMBER = re.compile(r"(\d+)(?:-\1)?")  # also Slurm's from-to
-SHORT = {
-    "-N": "nodes",
-    "-n": "ntasks",
-    "-c": "cpus-per-task",
-    "--ppn": "ntasks-per-node",
-    "--tasks-per-node": "ntasks-per-node",
-}
+SHORT = {"-N": "nodes", "-n": "ntasks", "-c": "cpus-per-task"}
+SHORT |= dict.fromkeys(("--ppn", "--tasks-per-node"), "ntasks-per-node")
 
 # Those of `man sbatch` of Slurm 22.05, tres-per-task of later ones, and OpenPBS's of qsub (unverified: no PBS was at hand).
 OPTIONS = dict(
@@ -132,13 +127,10 @@ class Script:
             match = SUPPRESSES.search(line.text)
             if match and (line.is_comment or "#" not in line.text[: match.start()]):
                 suppressions.append((line, f"{line.text[match.end() :].partition('#')[2]} {above}"))
-            above = (
-                f"{above} {line.text}"
-                if line.is_comment and "# shellcheck " not in line.text
-                else ""
-                if not line.is_comment
-                else above
-            )
+            if not line.is_comment:
+                above = ""
+            elif "# shellcheck " not in line.text:
+                above += f" {line.text}"
         return suppressions
 
     @property

@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +29,14 @@ OF_A_THREAD = re.compile(r"/(?:issues|pull)/\d+$")  # no checkout has its text
 NEEDED = {"commit": "repository", "file": "repository", "facts": "file"}
 
 
+def place_of(rank: int, per_node: int, num_nodes: int) -> dict[str, int | str]:
+    """What the templates of [launchers.environment] have to say of a rank's place, the ranks lying in blocks on equal nodes."""
+    values: dict[str, int | str] = dict(rank=rank, world_size=per_node * num_nodes, local_rank=rank % per_node)
+    values |= dict(local_world_size=per_node, node_rank=rank // per_node, num_nodes=num_nodes)
+    # Slurm's own spelling of the ranks on each node: 4 on one node, 4(x2) on two.
+    return values | dict(tasks_per_node=per_node if num_nodes == 1 else f"{per_node}(x{num_nodes})")
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launcher of one site."""
@@ -44,19 +52,16 @@ class Launch:
 
     def environ(self, rank: int, world_size: int, num_nodes: int, port: int, job_id: str, restart: int = 0) -> dict[str, str]:
         """What this launcher exports to one rank, the ranks lying in blocks on equal nodes."""
-        per_node = world_size // num_nodes
-        values: dict[str, int | str] = dict(
-            rank=rank, world_size=world_size, local_rank=rank % per_node, local_world_size=per_node
-        )
-        values |= dict(node_rank=rank // per_node, num_nodes=num_nodes, job_id=job_id, restart=restart)
-        values |= dict(master_addr=os.uname().nodename, master_port=port)
-        # Slurm's own spelling of the ranks on each node: 4 on one node, 4(x2) on two.
-        values |= dict(tasks_per_node=per_node if num_nodes == 1 else f"{per_node}(x{num_nodes})")
+        values = place_of(rank, world_size // num_nodes, num_nodes)
+        values |= dict(job_id=job_id, restart=restart, master_addr=os.uname().nodename, master_port=port)
         return {name: template.format(**values) for name, template in self.templates}
 
     def variables_with(self, placeholder: str) -> list[str]:
         """The variables by which this launcher tells something: world_size, for example."""
         return [name for name, template in self.templates if template == f"{{{placeholder}}}"]
+
+
+OF_A_CHOICE = ("program", "edit", "environment", "options", "install")
 
 
 @dataclass(frozen=True)
@@ -66,11 +71,11 @@ class Case:
     name: str
     script: str
     launch: Launch
-    program: str
     nodes: int
     ranks_per_node: int
-    edit: dict[str, str]
-    environment: dict[str, str]
+    program: str = "train.py"
+    edit: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
     options: str = ""
     install: str | None = None  # the flags of install.sh, where it must run again; {image}: one that the user has
     as_it_stands: bool = True  # with the geometry of the script
@@ -112,6 +117,19 @@ class Site:
         ]
 
     @property
+    def software(self) -> dict:
+        return self.toml.get("software", {})
+
+    @property
+    def modules(self) -> list[str]:
+        return self.software.get("modules", [])
+
+    @property
+    def facts(self) -> list[str]:
+        """What stands in the sources, and the site relies on."""
+        return [fact for source in self.toml.get("sources", []) for fact in source.get("facts", [])]
+
+    @property
     def shares_nodes(self) -> bool:
         """Whether nodes of its partition are given to several jobs at once."""
         partition = self.toml.get("node", {}).get("partition", "batch")
@@ -144,22 +162,10 @@ class Site:
             launch = launches.get(choice.get("launcher", self.launches[0].launcher))
             if not launch or not script.is_file():
                 raise ValueError(f"{choice} in [[job.choices]], but there is no such launcher or script")
-            job = self.job(script)
-            case = Case(
-                name=choice["name"],
-                script=script.name,
-                launch=launch,
-                program=choice.get("program", launch.train.name),
-                nodes=choice.get("nodes", job["nodes"]),
-                ranks_per_node=choice.get("ranks_per_node", job["ranks_per_node"]),
-                edit=choice.get("edit", {}),
-                environment=choice.get("environment", {}),
-                options=choice.get("options", ""),
-                install=choice.get("install"),
-                as_it_stands="options" not in choice,
-            )
-            case.edited(script.read_text())
-            cases.append(case)
+            shape = {name: choice.get(name, self.job(script)[name]) for name in ("nodes", "ranks_per_node")}
+            rest = {name: choice[name] for name in OF_A_CHOICE if name in choice}
+            cases.append(Case(choice["name"], script.name, launch, **shape, **rest, as_it_stands="options" not in choice))
+            cases[-1].edited(script.read_text())
         return cases
 
     @property

@@ -89,9 +89,8 @@ class Checkout:
 
     def renamed(self, before: str, file: str) -> str:
         """The file's name now, where git sees that it was moved; else the same."""
-        names = git(self.folder, "diff", "--name-status", "--find-renames", "--diff-filter=R", "-z", before, self.at).split(
-            "\0"
-        )
+        flags = ("--name-status", "--find-renames", "--diff-filter=R", "-z")
+        names = git(self.folder, "diff", *flags, before, self.at).split("\0")
         return dict(zip(names[1::3], names[2::3], strict=False)).get(file, file)
 
     def grep(self, commit: str, text: str) -> list[Place]:

@@ -23,7 +23,7 @@ class Run:
     """
 
     folder: Path
-    exit_codes: list[int | str]
+    exit_codes: list[Any]  # numbers, or a text where a job has ended without one
     output: list[str]
     errors: list[str]
     written: list[list[str]]
@@ -38,6 +38,16 @@ class Run:
 
     def values(self, kind: str, name: str) -> list:
         return [record[name] for record in self.of(kind)]
+
+    @property
+    def error_lines(self) -> list[str]:
+        """On standard error, of all ranks."""
+        return [line for text in self.errors for line in text.splitlines()]
+
+    @property
+    def lines(self) -> list[str]:
+        """All that was printed."""
+        return self.error_lines + [line for text in self.output for line in text.splitlines()]
 
     @property
     def losses(self) -> list[float]:

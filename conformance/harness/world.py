@@ -301,11 +301,7 @@ def _drop_process_group() -> None:
 
 
 def _start_apart(
-    program: Path,
-    argv: list[str],
-    environ: dict[str, str],
-    kill: Kill | None = None,
-    largest_file: int | None = None,
+    program: Path, argv: list[str], environ: dict[str, str], kill: Kill | None = None, largest_file: int | None = None
 ) -> tuple[int, str, str]:
     """As _start, in a child of this process. largest_file: in bytes, from which on it gets the kernel's SIGXFSZ."""
     sys.stdout.flush()

@@ -52,10 +52,8 @@ WORDS = dict(marks=MARKS, rungs=RUNGS, counted=counted, margin=margin)
 
 def environment(**filters) -> Environment:
     loader, escaped = FileSystemLoader(Path(__file__).parent / "templates"), select_autoescape(["html"])
-    options: dict[str, Any] = dict(
-        loader=loader, autoescape=escaped, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    made = Environment(**options, keep_trailing_newline=True)
+    options: dict[str, Any] = dict(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    made = Environment(loader=loader, autoescape=escaped, undefined=StrictUndefined, **options)
     made.filters |= dict(span=span, plural=plural) | filters
     return made
 

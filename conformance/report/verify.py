@@ -52,7 +52,7 @@ def contradictions(evidence: Evidence) -> list[str]:
         lines += [f"{text} [{where}] (V14)" for text in texts]
     for report in evidence.current:
         lines += [f"{text} [{', '.join(place(report))}] (V14)" for text in _of_curves(report, evidence)]
-    return lines + _between(evidence.reports) + _of_one_run(evidence.current)
+    return [*lines, *_between(evidence.reports), *_of_one_run(evidence.current)]
 
 
 def _of_rung(report: dict, site: dict) -> Iterable[str]:
@@ -135,7 +135,7 @@ def _of_curves(report: dict, evidence: Evidence) -> Iterable[str]:
             yield f"curve of {where}: {text}, but should be the golden one"
 
 
-def _between(reports: list[dict]) -> list[str]:
+def _between(reports: list[dict]) -> Iterable[str]:
     """Of one commit the files are the same, and of one core the version."""
     values: dict[tuple, dict[str, list[str]]] = {}
     for report in reports:
@@ -146,28 +146,23 @@ def _between(reports: list[dict]) -> list[str]:
             same |= {(f"files of {report['site']}", report["commit"], rung == "static"): files["site"]}
         for key, value in same.items():
             values.setdefault(key, {}).setdefault(str(value)[:12], []).append("-".join(place(report)))
-    several = {key: values_of for key, values_of in values.items() if len(values_of) > 1}
-    return [
-        f"{key[0]}, {str(key[1])[:12]}={by_value}, but should be the same in all reports (V14)"
-        for key, by_value in several.items()
-    ]
+    for key, by_value in values.items():
+        if len(by_value) > 1:
+            yield f"{key[0]}, {str(key[1])[:12]}={by_value}, but should be the same in all reports (V14)"
 
 
-def _of_one_run(reports: list[dict]) -> list[str]:
+def _of_one_run(reports: list[dict]) -> Iterable[str]:
     """In one run all sites have the same losses at a world size, to the bit (T0)."""
     traces: dict[str, dict[tuple, set[str]]] = {}
     for report in reports:
         versions = {name: value for name, value in report["versions"].items() if name != "stand-ins for"}
         run = [report[name] for name in ("rung", "backend", "device", "date", "commit", "machine")] + [versions]
         for curve in (curve for curve in report["curves"] if _passed(report, curve)):
-            key = json.dumps(
-                [f"{curve['precision']}, world size {curve['world_size']}, {report['rung']} rung", run], sort_keys=True
-            )
+            what = f"{curve['precision']}, world size {curve['world_size']}, {report['rung']} rung"
+            key = json.dumps([what, run], sort_keys=True)
             traces.setdefault(key, {}).setdefault(tuple(curve["losses"]), set()).add(report["site"])
-    return [
-        f"traces in {json.loads(key)[0]}={len(by_losses)} "
-        f"({'; '.join(', '.join(sorted(names)) for names in by_losses.values())}), "
-        "but should be 1: nothing has failed, and one run gives one trace (V14)"
-        for key, by_losses in traces.items()
-        if len(by_losses) > 1
-    ]
+    for key, by_losses in traces.items():
+        if len(by_losses) > 1:
+            observed = f"{len(by_losses)} ({'; '.join(', '.join(sorted(names)) for names in by_losses.values())})"
+            should_be = "1: nothing has failed, and one run gives one trace"
+            yield f"traces in {json.loads(key)[0]}={observed}, but should be {should_be} (V14)"
