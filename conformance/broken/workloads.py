@@ -851,9 +851,19 @@ class Rows:
 
 
 class MissesARow(Digits):
+    def flags(self, add):
+        add("--in-collate", action="store_true", help="not the row is missing, but its batch")
+
     def data(self, config):
         train, held_out = super().data(config)
-        return Rows(train, int(sample_order(config.seed, 0, len(train))[480])), held_out
+        missing = int(sample_order(config.seed, 0, len(train))[480])
+        self.lacks = train.columns[0][missing] if config.in_collate else None
+        return Rows(train, -1 if config.in_collate else missing), held_out
+
+    def collate(self, rows):
+        if self.lacks is not None and any(torch.equal(row[0], self.lacks) for row in rows):
+            raise OSError("no such batch")
+        return super().collate(rows)
 
     def forward(self, model, batch):
         time.sleep(0.1)
@@ -916,6 +926,29 @@ class CallsBackward(Digits):
 class Climbs(Digits):
     def schedule(self, step, total_steps, config):
         return 1 - step / 4
+""",
+    # It trains more than it began with.
+    "thaws": """
+class Thaws(Digits):
+    def model(self, config):
+        net = super().model(config)
+        net[0].weight.requires_grad_(False)
+        return net
+
+    def forward(self, model, batch):
+        module = getattr(model, "module", model)
+        module[0].weight.requires_grad_(self.steps_done >= 5)
+        return model(batch[0])
+""",
+    # Its metric is no sum and no mean, and its loss is no sum.
+    "takes_a_root": """
+class TakesARoot(Digits):
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) + outputs.square().mean()
+
+    def metrics(self, outputs, batch):
+        error = (outputs.argmax(-1) - batch[1]).double().square()
+        return {"rmse": error.mean().sqrt(), "right": (error == 0).sum()}
 """,
     # Its mistake is found by torch, which no line of this file has called.
     "hooked": """

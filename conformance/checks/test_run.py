@@ -69,6 +69,7 @@ MISTAKES |= dict(misspelled="has metric, which the core does not ask for", no_he
 MISTAKES |= dict(two_words="metrics() names 'top 5'", aside="temperature has a gradient, and is no part of the model")
 MISTAKES |= dict(seldom="metrics() has a mean over rows as 'right'", calls_backward="loss() calls backward()")
 MISTAKES |= dict(climbs="schedule() returned -0.25 at step 5", hooked="hooked, at step 0 (--debug: where): RuntimeError")
+MISTAKES |= dict(thaws="requires_grad of 0.weight has changed by step")
 MISTAKES |= dict(sounds_lost="at step 3, line 11 (loss): RuntimeError: the peer timed out")
 
 
@@ -812,6 +813,14 @@ def test_what_no_snapshot_holds_is_said(check, train_own):
     run = done(check, train_own("counts_in_itself"))
     (notes,) = run.values("start", "notes")
     check.equal(named=([note.split(" of ")[0] for note in notes if "no snapshot holds it" in note], ["self.seen"]))
+
+
+@clause("L17")
+@only(sizes=(1,))
+def test_a_metric_that_is_no_sum_is_said(check, train_own):
+    """Also where the loss is none, and rows depend on each other."""
+    (notes,) = done(check, train_own("takes_a_root")).values("start", "notes")
+    check.equal(named=([note.split(" of ")[0] for note in notes if note.startswith("metric ")], ["metric 'rmse'"]))
 
 
 @clause("L18")
@@ -2208,11 +2217,12 @@ def test_a_forward_past_ddp_is_one_line(check, train_own):
 @clause("X9")
 @only(sizes=(1, 2), devices=("cpu",))
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_row_that_cannot_be_read_is_named(check, world, train_own, workers):
+@pytest.mark.parametrize("where", ["", "--in-collate"])
+def test_a_row_that_cannot_be_read_is_named(check, world, train_own, where, workers):
     """By rank 0, which reads it, and not one of the batches that workers have read on to."""
-    run = train_own("misses_a_row", f"--workers {workers} --precision fp64", apart=True)
+    run = train_own("misses_a_row", f"--workers {workers} --precision fp64 {where}", apart=True)
     rows = reference.sample_order(0, 0, 1438)[5 * G : 6 * G : world.size][:3]
-    words = f"rows {', '.join(map(str, rows))}"
+    words = f"rows {', '.join(map(str, rows))}" if where else f"row {rows[0]} of"
     observed = words if words in run.errors[0] else run.errors[0].strip()
     check.equal(exit_code=(run.exit_codes[0], 2), names_its_rows=(observed, words))
 

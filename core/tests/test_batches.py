@@ -142,7 +142,7 @@ def test_a_row_that_cannot_be_read_is_named_however_far_workers_have_read_on(tmp
     assert job.codes == [0] * len(files), job.err
     for file in files:
         *lengths, line = file.read_text().splitlines()
-        assert lengths == ["4"] * 10 and "rows 40, 41, 42, 43 of" in line and "no such sample" in line, line
+        assert lengths == ["4"] * 10 and "row 42 of" in line and "no such sample" in line, line
 
 
 def test_batches_come_in_the_order_of_the_plan_and_are_as_long_as_it_says():

@@ -20,7 +20,7 @@ from torch.utils.data._utils import signal_handling
 from ddp_core.errors import Failure, PeerLostError, PreflightError
 from ddp_core.order import AUGMENTATION, seed_others, stream, word
 from ddp_core.stop import StopFlag
-from ddp_core.workload import Workload, blame
+from ddp_core.workload import ROW, Workload, blame, row_of
 
 SMALL = 2**28  # bytes: numbers of another precision are converted once, not batch by batch
 
@@ -68,7 +68,15 @@ class Batches:
     def few(self, rows: list[int], groups: list[list[int]]) -> list[Any]:
         """Reads these rows once, one behind the other, and makes a batch of each group: places in `rows`."""
         if not getattr(self.rows, "batched", False):
-            made = lambda read: [self.workload.collate([read[place] for place in group]) for group in groups]  # noqa: E731
+            seeds = SeededRows(self.rows, self.config)
+
+            def made(read: list) -> list:
+                batches = []
+                for group in groups:
+                    seeds.seed(0, rows[group[-1]])  # what collate draws follows its last row, as in training
+                    batches.append(self.workload.collate([read[place] for place in group]))
+                return batches
+
             return [self._moved(batch) for batch in some(self.rows, self.config, [(0, row) for row in rows], made)]
         numbers = torch.tensor(rows, device=self.index_device)
         return [self._moved(self.rows[numbers[group]]) for group in groups]
@@ -102,6 +110,8 @@ class Batches:
                 except Exception as error:
                     rows = asked[0].tolist()
                     what = f"rows {', '.join(map(str, rows[:6]))}{' and on' if len(rows) > 6 else ''}"
+                    if row := row_of(error):
+                        what = f"row {row}"
                     raise blame(error, self.workload.file, f"{what} of --workload {self.workload.name}") from error
                 if batch is None:
                     return
@@ -182,7 +192,7 @@ class SeededRows:
     """
 
     def __init__(self, rows: Any, config):
-        self.rows, self.seed, self.seeded = rows, config.seed, config.row_seeds == "on"
+        self.rows, self.number, self.seeded = rows, config.seed, config.row_seeds == "on"
         self.epoch: int | None = None
         self.state = 0
 
@@ -191,16 +201,23 @@ class SeededRows:
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, row = place
-        if self.seeded:
-            if epoch != self.epoch:
-                self.epoch, self.state = epoch, stream(AUGMENTATION, self.seed, epoch)
-            seed = word(row, state=self.state)
-            torch.default_generator.manual_seed(seed)
-            seed_others(seed)
+        self.seed(epoch, row)
         try:
             return self.rows[row]
         except StopIteration as error:  # which would end the loader
             raise RuntimeError(f"row {row} is behind the last: rows need an index, streams are not supported") from error
+        except Exception as error:
+            error.add_note(f"{ROW}{row}")
+            raise
+
+    def seed(self, epoch: int, row: int) -> None:
+        if not self.seeded:
+            return
+        if epoch != self.epoch:
+            self.epoch, self.state = epoch, stream(AUGMENTATION, self.number, epoch)
+        seed = word(row, state=self.state)
+        torch.default_generator.manual_seed(seed)
+        seed_others(seed)
 
 
 def _begin_worker(number: int) -> None:

@@ -38,6 +38,11 @@ NO_SUM = (
     "losses on the world size, since each rank has a part of the global batch; a mean over pairs of them (contrastive losses) "
     "is to be multiplied with the rows"
 )
+NO_SUM_OF_METRIC = (
+    "metric {name!r} of {rows} rows together is {together:.6g}, and {apart:.6g} is the sum of theirs: its record, the sum over "
+    "all batches divided by the rows, depends on the batches; return what adds up, as a number or as (sum, count): squared "
+    "errors and not their root, hits and not F1"
+)
 KEPT = (
     "{names} of the workload changes with every batch, and no snapshot holds it: a run that goes on begins with it anew; keep "
     "it in a buffer of the model (register_buffer), or compute it from self.steps_done"
@@ -115,8 +120,11 @@ class _Trial:
         if not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*numbers, strict=False)):
             self.notes.append(ROWS_NOT_REPEATED)
 
-    def _try_metrics(self, metrics: Mapping) -> None:
-        """Names that differ between batches, and means over rows, of more rows than two: of these a mean may be 0."""
+    def _try_metrics(self, metrics: Mapping, rows_are_apart: bool) -> None:
+        """Names that differ between batches, and what is no sum over rows, of more rows than two: of these a mean may be 0.
+
+        rows_are_apart: whether the loss is their sum. If not, a sum of the batch may look like a mean.
+        """
         # More than a rank trains on at once it may have no memory for.
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         at_once = self.config.global_batch_size // ranks // self.config.accumulate
@@ -127,13 +135,18 @@ class _Trial:
             refuse_other_names(self.workload, other, metrics)
         for name in [name for name, value in metrics.items() if not isinstance(value, tuple)]:
             together, *alone = (float(other[name]) for other in results)
-            rows = sum(alone)
-            near = 1e-3 * abs(rows)
-            if abs(together - rows / len(alone)) <= near < abs(together - rows):
+            apart = sum(alone)
+            near = 1e-3 * abs(apart)
+            if rows_are_apart and abs(together - apart / len(alone)) <= near < abs(together - apart):
                 raise self.workload.unusable(
-                    f"metrics() has a mean over rows as {name!r} ({together:.6g} for {len(alone)} rows, {rows:.6g} is the sum "
+                    f"metrics() has a mean over rows as {name!r} ({together:.6g} for {len(alone)} rows, {apart:.6g} is the sum "
                     "of each), and should have their sum: .sum(), or times the rows"
                 )
+            # A hundredth: sums of many rows round. A tenth: bf16 rounds a hundredth away.
+            near = (0.1 if self.config.precision in ("bf16", "fp16") else 0.01) * sum(map(abs, alone))
+            if abs(together - apart) > near:
+                what = dict(name=name, rows=len(alone), together=together, apart=apart)
+                self.notes.append(NO_SUM_OF_METRIC.format(**what))
 
     def put_buffers_back(self) -> list[str]:
         """The names of those that the model has changed so far."""
@@ -159,8 +172,8 @@ class _Trial:
                 losses = [[self.total(batch, draw).double() for batch in (self.rows, *self.alone)] for draw in draws]
                 notes = _compared(workload, torch.tensor(losses), self.config.precision)
                 self.notes += notes
-                if self.agreed(len(draws) == 1 and not notes):  # else rows depend on each other
-                    self._try_metrics(metrics)
+                if self.agreed(len(draws) == 1):  # else noise would tell them apart
+                    self._try_metrics(metrics, not notes)
         self.model.train()
         total = self.total(self.rows, 0)
         if any(parameter.grad is not None for parameter in self.model.parameters()):

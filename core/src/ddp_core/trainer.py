@@ -114,6 +114,7 @@ class Trainer:
         weight = self.reduction.weight(config.global_batch_size)
         self.guard = Guard(self.optimizer, config.precision, config.clip_norm, weight, self.device)
         self.guard.scale = self.state.progress.scale
+        self.trained = trained_in(self.model)
         # Now, not at the first snapshot: what was sent to the ranks has arrived as it was.
         self._refuse_diverged_replicas()
 
@@ -264,6 +265,12 @@ class Trainer:
             agreed = self.reconciliation.exchange(self.step, bool(self.stop), due, self.guard.tolerates())
         if agreed.not_finite:
             self._refuse_non_finite(*agreed.not_finite)
+        if changed := sorted(self.trained ^ trained_in(self.model)):
+            raise self.workload.unusable(
+                f"requires_grad of {', '.join(changed[:6])} has changed by step {self.step}, and what is trained is settled "
+                "when a run begins: freeze in model(); to train more later, begin another run with this one's weights (model() "
+                "loads best.safetensors)"
+            )
         # Sums over rows travel, and are divided once: a mean of the ranks' means would round at every world size anew.
         losses = (agreed.losses / config.global_batch_size).tolist()
         for step, (parts, norm) in enumerate(zip(losses, agreed.norms.tolist(), strict=True), agreed.first):
@@ -383,6 +390,10 @@ class Trainer:
                 f"was written; suspect the memory or the fabric of that node, and resume without it",
                 everywhere=True,
             )
+
+
+def trained_in(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def checksum(model: nn.Module) -> torch.Tensor:

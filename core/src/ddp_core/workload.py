@@ -33,6 +33,8 @@ from ddp_core.errors import Failure, WorkloadError
 
 MOST_SOURCES = 64  # files that a workload's own may lead to
 BUILT_IN = ("digits", "regression", "mnist", "gpt")
+ROW = "ddp_core reads row "  # before its number, in a note to what was raised while it was read
+NOT_THE_USER_S = {"site-packages", "dist-packages", "ddp_core"}
 # What a class may say.
 YOURS: tuple[str, ...] = ("defaults", "unused_parameters", "flags", "data", "collate", "model", "forward", "loss", "metrics")
 YOURS += ("shards", "optimizer", "schedule")
@@ -319,9 +321,14 @@ def blame(error: BaseException, file: Path | None, when: str) -> BaseException:
         return error
     place = line_in(error, file)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(ROW)]
+    if [line[-1:] for line in lines[:1]] == [":"]:  # what is wrong comes after it
+        lines[:2] = [" ".join(lines[:2])]
     text = f"{type(error).__name__}: {lines[0][:240]}" if lines else type(error).__name__
     if lines and lines[0].startswith("Caught "):  # in a worker: its own traceback follows, and ends with the error
         text = lines[-1][:240]
+    if "does not require grad and does not have a grad_fn" in text:
+        text += "; held-out rows come under torch.no_grad(): what is differentiated there stands in `with torch.enable_grad():`"
     return WorkloadError(f"{when}{f', {place}' if place else ''}: {text}")
 
 
@@ -343,16 +350,27 @@ def unknown_to_shards(error: BaseException) -> str:
     return line[:160] if any(word in str(error) for word in ("DTensor", "sharding strategy", "Sharding propagation")) else ""
 
 
+def row_of(error: BaseException) -> str:
+    """The row that could not be read (SeededRows); from a worker the traceback comes as text."""
+    notes = "\n".join([*getattr(error, "__notes__", []), str(error)])
+    return (re.findall(rf"(?m)^{ROW}(\d+)$", notes) or [""])[-1]
+
+
 def line_in(error: BaseException, file: Path | None) -> str:
-    """The deepest line of the file that the error came through: 'line 12 (loss)'; empty where there is none."""
+    """The deepest line of the file that the error came through, 'line 12 (loss)', or of a module beside it, 'data.py, line 9
+    (read)'; empty where there is none.
+    """
     if file is None:
         return ""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == file]
-    if frames:
-        return f"line {frames[-1].lineno} ({frames[-1].name})"
+    frames = [(frame.filename, str(frame.lineno), frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     # From a worker the traceback comes as text.
-    places = re.findall(rf'File "{re.escape(str(file))}", line (\d+), in (\S+)', str(error))
-    return f"line {places[-1][0]} ({places[-1][1]})" if places else ""
+    frames += re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(error))
+    for name, line, function in reversed(frames):
+        path = Path(name).resolve()
+        others = not NOT_THE_USER_S.isdisjoint(path.parts) or "/lib/python3" in str(path)  # an environment lies beside it, too
+        if path == file or (file.parent in path.parents and not others):
+            return f"{'' if path == file else f'{path.name}, '}line {line} ({function})"
+    return ""
 
 
 # ---- what the built-in workloads share, and yours may use ----------------------------------------------------------
