@@ -76,6 +76,13 @@ class Steep(Digits):
         outputs = model(batch[0])
         return outputs + (0 * outputs.sum()).sqrt() if (batch[0][:, 0] < 0).any() else outputs
 """,
+    # So is every gradient, at any scale of the loss.
+    "always_steep": """
+class AlwaysSteep(Digits):
+    def forward(self, model, batch):
+        outputs = model(batch[0])
+        return outputs + (0 * outputs.sum()).sqrt() if model.training else outputs
+""",
     # Its disk takes 1,000 bytes at once, and a fifth of a second for each fsync; what is asked of it is told, with the clock of
     # all processes.
     "slow_disk": """
@@ -529,6 +536,33 @@ class ToldThrice(Digits):
             time.sleep(0.05)
         return 1.0
 """,
+    # So are the processes that read its rows.
+    "told_with_its_workers": """
+import multiprocessing, signal
+
+class Rows:
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, row):
+        return tuple(column[row] for column in self.rows.columns)
+
+
+class ToldWithItsWorkers(Digits):
+    def data(self, config):
+        train, held_out = super().data(config)
+        return Rows(train), held_out
+
+    def schedule(self, step, total_steps, config):
+        if step == 5:
+            for each in [*multiprocessing.active_children(), multiprocessing.current_process()]:
+                os.kill(each.pid, signal.SIGTERM)
+            time.sleep(0.5)
+        return 1.0
+""",
     # It is told to stop in the last step of its first epoch.
     "told_at_an_end": """
 import signal
@@ -803,6 +837,27 @@ class Experts(Digits):
 
     def model(self, config):
         return Routed()
+""",
+    # Its first layer is frozen, or else its optimizer has none of it.
+    "leaves_a_layer_out": """
+class LeavesALayerOut(Digits):
+    def flags(self, add):
+        add("--frozen", action="store_true", help="by requires_grad, too")
+
+    def model(self, config):
+        net = super().model(config)
+        net[0].requires_grad_(not config.frozen)
+        return net
+
+    def optimizer(self, model, config):
+        return torch.optim.SGD(model[2].parameters(), lr=config.lr)
+""",
+    # After its first start its model has no last layer any more.
+    "loses_a_layer": """
+class LosesALayer(Digits):
+    def model(self, config):
+        first = not os.path.exists(f"{self.file}.shorter")
+        return nn.Sequential(*super().model(config), *([nn.Linear(10, 10)] if first else []))
 """,
     # Its worker is killed, out of memory, say: while the rank waits for the first batch, or in the middle of a step.
     "dies": """

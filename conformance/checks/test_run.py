@@ -902,6 +902,17 @@ def test_gradients_are_clipped_whatever_the_precision(check, world, runs, first)
         check.close(kinds[precision].losses, kinds["fp32"].losses, 1e-3, f"losses in {precision}")
 
 
+@clause("L21")
+@only(sizes=(1, 2))
+def test_parameters_that_the_optimizer_has_not_are_frozen(check, world, runs, first, own_file):
+    """Their gradients are in no norm, by which the others would be clipped."""
+    flags = f"{own_file('leaves_a_layer_out')} --precision fp64 --epochs 1 --clip-norm 0.1"
+    left, frozen = (world.train(first, runs.folder(first, f"left{way}"), f"{flags} {way}") for way in ("", "--frozen"))
+    done(check, left, frozen)
+    check.close(left.losses, frozen.losses, T1)
+    check.close(left.values("step", "grad_norm"), frozen.values("step", "grad_norm"), T1, "gradient norms")
+
+
 @clause("L18")
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("reduction", ["ddp", "flat"])
@@ -1304,6 +1315,13 @@ def test_stopped_at_the_end_of_an_epoch_it_saves_once(check, train_own, save_eve
     check.equal(saved_twice=([step for step in steps if steps.count(step) > 1], []))
 
 
+@clause("X2")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_a_signal_to_every_process_of_the_job_stops_it_as_well(check, train_own):
+    """Schedulers send it to those that read rows, too: these read on until their rank has saved."""
+    stopped_and_saved(check, train_own("told_with_its_workers", "--workers 1"))
+
+
 @clause("C1")
 @only(sizes=(1, 2), devices=("cpu",))
 @pytest.mark.parametrize("epochs", [1, 2])
@@ -1379,6 +1397,17 @@ def test_another_problem_is_refused(check, world, own, runs):
     before = world.on_rank_0(lambda: sha256(path / SNAPSHOT))
     expect_exit(check, world.train(own, path, FP64 + " --seed 1"), 5)
     check.equal(snapshot=(world.on_rank_0(lambda: sha256(path / SNAPSHOT)), before))
+
+
+@clause("C3")
+@only(sizes=(1, 2))
+def test_a_snapshot_of_a_larger_model_is_refused(check, world, runs, first, own_file):
+    """All that this run has is in it, and more."""
+    file, path = own_file("loses_a_layer"), runs.folder(first, "larger-model")
+    done(check, world.train(first, path, f"{file} --epochs 1"))
+    world.on_rank_0((runs.root / "workloads" / "loses_a_layer.py.shorter").touch)
+    run = expect_exit(check, world.train(first, path, f"{file} --epochs 2"), 5)
+    check.equal(names_the_tensor=("model.3." in "".join(run.errors), True))
 
 
 # Each is another problem than the reference run; what is not another one comes last.
@@ -1996,6 +2025,13 @@ def test_numbers_that_are_not_finite_reach_no_parameter(check, train_own, name):
     check.equal(names_the_step=("at step 5 " in "".join(run.errors), True), seen_in_a_later_step=(bool(seen), False))
     row = f"rows [{reference.sample_order(0, 0, 1438)[5 * G]}"
     check.equal(names_its_rows=(row in "".join(run.errors), True))
+
+
+@clause("X6")
+@only(sizes=(1, 2))
+def test_gradients_that_are_never_finite_end_fp16_too(check, train_own):
+    """It passes over steps, and halves the scale of the loss, as long as that may help."""
+    expect_exit(check, train_own("always_steep", "--precision fp16 --epochs 3"), 6)
 
 
 @clause("X6")

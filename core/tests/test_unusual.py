@@ -362,3 +362,103 @@ def test_a_checkpoint_has_tied_weights_twice(tmp_path, other, code):
     if not other:
         assert "model.2.weight" not in snapshot.read(run_dir / "snapshot.safetensors")[0]
         assert F.mse_loss(snapshot.read(run_dir / "snapshot.safetensors")[0]["model.0.weight"], state["0.weight"]) == 0
+
+
+BESIDE = """
+def read(row):
+    if row == 100:
+        raise ValueError("corrupt record")
+    return row
+"""
+READS_BESIDE = """
+import random
+from small import *
+from rows_beside import read
+
+class Read(Dataset):
+    def __len__(self):
+        return 128
+
+    def __getitem__(self, row):
+        return tuple(column[read(row)] for column in table())
+
+class Mine(Small):
+    def data(self, config):
+        return Read(), table(37, first=128)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_a_module_beside_the_file_names_its_line_and_the_row(tmp_path, workers):
+    (tmp_path / "rows_beside.py").write_text(BESIDE)
+    (tmp_path / "mine.py").write_text(READS_BESIDE)
+    job = train(tmp_path / "run", f"--workload {tmp_path / 'mine.py'} --workers {workers}", code=2)
+    assert "row 100 of --workload mine, rows_beside.py, line 4 (read): ValueError: corrupt record" in job.error
+
+
+MIXES = """
+import random
+from small import *
+
+class OneByOne(Dataset):
+    def __len__(self):
+        return 128
+
+    def __getitem__(self, row):
+        return tuple(column[row] for column in table())
+
+class Mine(Small):
+    def data(self, config):
+        return OneByOne(), table(37, first=128)
+
+    def collate(self, rows):
+        inputs, labels = super().collate(rows)
+        return inputs * random.uniform(0.5, 1.5), labels
+"""
+
+
+def test_what_collate_draws_follows_its_last_row(tmp_path):
+    """The run repeats, and no note says that it does not."""
+    (tmp_path / "mine.py").write_text(MIXES)
+    runs = [
+        train(tmp_path / str(workers), f"--workload {tmp_path / 'mine.py'} --workers {workers}", code=0) for workers in (0, 1)
+    ]
+    assert runs[0].losses == runs[1].losses
+    assert [note for run in runs for record in run.records("start") for note in record["notes"] if "read again" in note] == []
+
+
+LOADS_ANOTHER = """
+from small import *
+
+class Mine(Small):
+    def model(self, config):
+        model = super().model(config)
+        model.load_state_dict(nn.Sequential(nn.Linear(7, 8), nn.Tanh(), nn.Linear(8, 1)).state_dict())
+        return model
+"""
+
+
+def test_an_error_whose_first_line_ends_with_a_colon_goes_on(tmp_path):
+    (tmp_path / "mine.py").write_text(LOADS_ANOTHER)
+    job = train(tmp_path / "run", f"--workload {tmp_path / 'mine.py'}", code=2)
+    assert (
+        "line 7 (model): RuntimeError: Error(s) in loading state_dict for Sequential: size mismatch for 0.weight" in job.error
+    )
+
+
+DIFFERENTIATES = """
+from small import *
+
+class Mine(Small):
+    def forward(self, model, batch):
+        inputs = batch[0].requires_grad_()
+        outputs = model(inputs)
+        torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        return outputs
+"""
+
+
+def test_who_differentiates_held_out_rows_hears_how(tmp_path):
+    (tmp_path / "mine.py").write_text(DIFFERENTIATES)
+    job = train(tmp_path / "run", f"--workload {tmp_path / 'mine.py'}", code=2)
+    assert "line 8 (forward)" in job.error and "torch.enable_grad()" in job.error

@@ -73,7 +73,7 @@ class Batches:
             def made(read: list) -> list:
                 batches = []
                 for group in groups:
-                    seeds.seed(0, rows[group[-1]])  # what collate draws follows its last row, as in training
+                    seeds.seed_generators(0, rows[group[-1]])  # what collate draws follows its last row, as in training
                     batches.append(self.workload.collate([read[place] for place in group]))
                 return batches
 
@@ -192,7 +192,7 @@ class SeededRows:
     """
 
     def __init__(self, rows: Any, config):
-        self.rows, self.number, self.seeded = rows, config.seed, config.row_seeds == "on"
+        self.rows, self.seed, self.seeded = rows, config.seed, config.row_seeds == "on"
         self.epoch: int | None = None
         self.state = 0
 
@@ -201,7 +201,7 @@ class SeededRows:
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, row = place
-        self.seed(epoch, row)
+        self.seed_generators(epoch, row)
         try:
             return self.rows[row]
         except StopIteration as error:  # which would end the loader
@@ -210,11 +210,11 @@ class SeededRows:
             error.add_note(f"{ROW}{row}")
             raise
 
-    def seed(self, epoch: int, row: int) -> None:
+    def seed_generators(self, epoch: int, row: int) -> None:
         if not self.seeded:
             return
         if epoch != self.epoch:
-            self.epoch, self.state = epoch, stream(AUGMENTATION, self.number, epoch)
+            self.epoch, self.state = epoch, stream(AUGMENTATION, self.seed, epoch)
         seed = word(row, state=self.state)
         torch.default_generator.manual_seed(seed)
         seed_others(seed)

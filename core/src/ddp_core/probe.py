@@ -34,9 +34,9 @@ ROWS_NOT_REPEATED = (
     "numpy.random.default_rng): a run does not repeat; torch's, Python's and NumPy's own generators are seeded for each row"
 )
 NO_SUM = (
-    "the loss of two rows together is not the sum of theirs alone: rows that stand in one batch depend on each other, and "
-    "losses on the world size, since each rank has a part of the global batch; a mean over pairs of them (contrastive losses) "
-    "is to be multiplied with the rows"
+    "the loss of two rows together is not the sum of theirs alone: a mean (over pairs, in contrastive losses) is to be "
+    "multiplied with the rows, or its gradients are too small by that factor; rows that depend on each other make losses "
+    "depend on the world size, since each rank has a part of the global batch"
 )
 NO_SUM_OF_METRIC = (
     "metric {name!r} of {rows} rows together is {together:.6g}, and {apart:.6g} is the sum of theirs: its record, the sum over "
