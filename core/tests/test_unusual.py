@@ -462,3 +462,31 @@ def test_who_differentiates_held_out_rows_hears_how(tmp_path):
     (tmp_path / "mine.py").write_text(DIFFERENTIATES)
     job = train(tmp_path / "run", f"--workload {tmp_path / 'mine.py'}", code=2)
     assert "line 8 (forward)" in job.error and "torch.enable_grad()" in job.error
+
+
+CACHES = """
+from small import *
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Linear(6, 1)
+        self.register_buffer("angles", torch.zeros(1), persistent=False)
+
+    def forward(self, inputs):
+        if len(self.angles) < len(inputs):
+            self.register_buffer("angles", torch.arange(len(inputs)) / 7.0, persistent=False)
+            self.register_buffer("cosines", self.angles.cos(), persistent=False)
+        return self.own(inputs) + 0 * self.cosines[0]
+
+class Mine(Small):
+    def model(self, config):
+        return Net()
+"""
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_may_make_its_buffers_while_it_is_called(tmp_path, world_size):
+    """And longer ones: many keep angles for as many places as they have seen."""
+    (tmp_path / "mine.py").write_text(CACHES)
+    train(tmp_path / "run", f"--workload {tmp_path / 'mine.py'}", world_size, code=0)

@@ -175,11 +175,13 @@ class Kept:
         """The names of the buffers that were another."""
         for parameter, numbers in self.averages:
             parameter.copy_(numbers)
-        # By name: a forward pass may put another tensor in a buffer's place.
-        changed = {name: b for name, b in self.model.named_buffers() if not torch.equal(b.cpu(), self.buffers[name])}
-        for name, buffer in changed.items():
-            buffer.copy_(self.buffers[name])
-        return [*changed]
+        # By name: a forward pass may put another tensor in a buffer's place; a new or a longer one is a cache (of angles, say).
+        now = {name: b for name, b in self.model.named_buffers() if name in self.buffers}
+        pairs = {name: (b, self.buffers[name]) for name, b in now.items() if b.shape == self.buffers[name].shape}
+        changed = [name for name, (buffer, numbers) in pairs.items() if not torch.equal(buffer.cpu(), numbers)]
+        for name in changed:
+            pairs[name][0].copy_(pairs[name][1])
+        return changed
 
 
 def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
