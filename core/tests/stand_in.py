@@ -48,7 +48,8 @@ class Marked(TorchFunctionMode):
         leaves = tree_leaves((arguments, keywords))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         marks = [mark for tensor in tensors if (mark := mark_of(tensor))]
-        wanted = CPU if name == "cpu" else next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
+        to_cpu = name == "cpu" or (name == "to" and any(isinstance(leaf, str) and leaf == "cpu" for leaf in arguments[1:2]))
+        wanted = CPU if to_cpu else next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
         copied = wanted == CPU and not keywords.get("non_blocking")
         copied = copied and "/torch/optim/" not in sys._getframe(1).f_code.co_filename  # it asks C++, which knows of no marks
         if self.in_step and marks and (copied or name in WAITS):

@@ -347,7 +347,9 @@ def test_a_row_that_cannot_be_read_for_the_fingerprint_is_blamed_on_the_data():
         def __getitem__(self, row):
             raise OSError("tape 7")
 
-    with pytest.raises(WorkloadError, match="the data of --workload small: OSError: tape 7"):
+    with pytest.raises(
+        WorkloadError, match=r"the data of --workload small, test_data.py, line \d+ \(__getitem__\): OSError: tape 7"
+    ):
         of(Broken([0] * 16))
 
 

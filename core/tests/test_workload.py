@@ -329,7 +329,7 @@ def test_a_file_that_differs_between_ranks_is_named(tmp_path):
 @pytest.mark.parametrize(
     "act, said",
     [
-        ("if row == 37: raise OSError('tape 37')", r"rows .*\(__getitem__\): OSError: .*tape 37"),
+        ("if row == 37: raise OSError('tape 37')", r"row 37 of .*\(__getitem__\): OSError: .*tape 37"),
         (
             "if row == 37: return torch.zeros(5), torch.zeros(1)",
             r"rows .*37.*TypeError: .*(stack expects each tensor to be equal size|resize)",
