@@ -228,13 +228,9 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
             yield f"{script.name}: {', '.join(names)} = {first} in both starts of a job, but should differ"
 
 
-CONTAINERS = ("singularity", "apptainer", "shifter", "podman-hpc", "enroot")
-
-
 @clause("B3")
 def test_what_the_scripts_export_is_there_in_a_container(check, site, dry):
     """What a container leaves out, train.py has not heard: threads, caches, that packages of the user's own do not count."""
-    violations = []
     by_hand = [(script, line) for script in site.scripts if script not in site.job_scripts for line in shown_to_train(script)]
     runs = [dry.job(script) for script in trains(site)] + [dry.command(*each) for each in by_hand]
     exported = {
@@ -244,19 +240,12 @@ def test_what_the_scripts_export_is_there_in_a_container(check, site, dry):
         for name in re.findall(r"\b([A-Z]\w+)\b=?", line)
     }
     for run in runs:
+        containers = [call for call in run.calls if "image" in call.notes]
         for call in [call for call in run.calls if program(call) and "DRY_RUN_IMAGE" in call.environ]:
-            outside = [
-                each
-                for each in run.called(*CONTAINERS)
-                if each.start_time <= call.start_time and each.environ.get("DRY_RUN_RANK") == call.environ.get("DRY_RUN_RANK")
-            ]
-            lost = sorted(name for name in exported & {*outside[-1].environ} if name not in call.environ)
-            violations += (
-                [f"{run.script}: {outside[-1].command} without {', '.join(lost[:4])}, but should hand on what is exported"]
-                if lost
-                else []
-            )
-    check.holds(*dict.fromkeys(violations))
+            *_, outside = [each for each in containers if each.start_time <= call.start_time and each.rank == call.rank]
+            lost = sorted(name for name in exported & {*outside.environ} if name not in call.environ)
+            if lost:
+                yield f"{run.script}: {outside.command} without {', '.join(lost[:4])}, but should hand on what is exported"
 
 
 def of_fewer_ranks(site, script: Script) -> list[dict]:

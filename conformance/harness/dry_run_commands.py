@@ -560,9 +560,8 @@ def container(name: str, words: list[str]) -> int:
             if key.startswith(prefix):
                 environ[key.removeprefix(prefix)] = value
     environ |= SETTINGS["image_sets"]
-    environ["APPTAINER_CONTAINER"] = environ["SINGULARITY_CONTAINER"] = environ["DRY_RUN_IMAGE"] = (
-        rest[images[0]] if images else first(split(words)[0], "--image", "-i")
-    )
+    NOTES["image"] = rest[images[0]] if images else first(split(words)[0], "--image", "-i")
+    environ["APPTAINER_CONTAINER"] = environ["SINGULARITY_CONTAINER"] = environ["DRY_RUN_IMAGE"] = NOTES["image"]
     if not command:
         return 0
     return runs(*command, environment=environ)

@@ -93,6 +93,32 @@ def test_an_evaluation_that_a_stop_breaks_off_is_done_by_the_next_start(tmp_path
     assert best[0] == best[1]
 
 
+STOPPED_WHILE_ROWS_ARE_SLOW = """
+import os, signal, time
+from small import *
+
+class Mine(Small):
+    defaults = Small.defaults | dict(epochs=1, global_batch_size=1)
+    held_out = 0
+
+    def metrics(self, outputs, batch):
+        if not torch.is_grad_enabled() and self.steps_done == 128:
+            self.held_out += 1
+            if self.held_out == 10:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.05)
+            open("COUNT", "w").write(str(self.held_out))
+        return super().metrics(outputs, batch)
+"""
+
+
+def test_a_stop_waits_a_second_and_not_as_many_held_out_batches_as_steps_take_one(tmp_path):
+    """Steps of a millisecond are asked about every 64th time here; held-out batches take longer."""
+    (tmp_path / "mine.py").write_text(STOPPED_WHILE_ROWS_ARE_SLOW.replace("COUNT", str(tmp_path / "count")))
+    train(tmp_path / "run", f"--workload {tmp_path / 'mine.py'}", code=75)
+    assert 10 <= int((tmp_path / "count").read_text()) < 31
+
+
 @pytest.mark.fault(50)
 def test_however_early_it_is_stopped_each_start_trains_a_step(finished, tmp_path):
     """Told while the model is built: a job that comes back gets further each time."""

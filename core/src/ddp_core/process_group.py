@@ -81,10 +81,6 @@ class Peers:
 
         return self.control.reduce(torch.cat((sums, most)), merge).split([len(sums), len(most)])
 
-    def any(self, condition: bool) -> bool:
-        """Collective. Whether it is true on any rank."""
-        return bool(self.reduce(most=torch.tensor([condition], dtype=torch.float64))[1])
-
     def which(self, condition: bool) -> list[int]:
         """Collective. The ranks of which it is true: the first of them, one more than are named."""
         mine = torch.full((NAMED + 1,), float("inf"), dtype=torch.float64)

@@ -17,6 +17,11 @@ MOST_STEPS = 256  # between two reconciliations, however fast the steps are
 SECONDS = 1.0  # wanted between two
 
 
+def next_interval(steps: int, seconds: float) -> int:
+    """Steps until the ranks next ask each other, after so many that took the slowest one so long."""
+    return max(1, min(MOST_STEPS, 2 * steps, int(steps * SECONDS / max(seconds, 1e-6))))
+
+
 @dataclass(frozen=True)
 class Agreed:
     """The same on all ranks. first: the step of the first of `losses` [steps, parts] (sums over rows) and `norms` [steps]."""
@@ -54,7 +59,7 @@ class Reconciliation:
         sums, most = self.peers.reduce(mine.flatten(), torch.cat((flags, norms)))
         losses, norms, seconds = sums.view(mine.shape), most[4:], most[3].item()
         # All ranks compute the same interval from the slowest one's clock.
-        self.interval = max(1, min(MOST_STEPS, 2 * count, int(count * SECONDS / max(seconds, 1e-6))))
+        self.interval = next_interval(count, seconds)
         self.losses, self.norms, self.last = [], [], now
         return Agreed(
             first=step - count,

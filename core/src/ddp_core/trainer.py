@@ -139,7 +139,8 @@ class Trainer:
 
     def train(self) -> ExitCode:
         """Train to the end, or until the ranks agree to stop. Raises a Failure on all ranks alike."""
-        self.profile = Profile(self.config.profile, self.step, self.directory and self.directory.trace, self.record)
+        self.first = self.step  # of this start
+        self.profile = Profile(self.config.profile, self.first, self.directory and self.directory.trace, self.record)
         # One stream for all epochs: its workers read ahead over the end of an epoch, too.
         self.batches = self.train_rows.stream(self._plan())
         if self.step < self.total_steps:
