@@ -329,11 +329,29 @@ def _read_with_a_worker_that_dies_at_once() -> None:
 
     def plan():
         yield 0, torch.arange(4)
-        time.sleep(30)  # the signal of its death ends this: DataLoader is still being made
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # for its death: DataLoader is still being made
         yield 0, torch.arange(4)
 
     config = parse(["--workers", "2", "--device", "cpu"], 1, workload=find(Augmented))
     next(Batches(Deadly(*table(), noise=0.0), find(Augmented), config, torch.device("cpu"), torch.float64).stream(plan()))
+
+
+def test_that_a_rank_hangs_up_on_a_worker_is_no_news(tmp_path):
+    """It does where another worker has died while it takes rows of this one."""
+    job = ranks.fork(tmp_path, ranks.call("test_batches", "_hung_up_on"))
+    assert (job.codes, job.err) == ([0], [""])
+
+
+def _hung_up_on() -> None:
+    """As a worker: what hands rows on is a thread of its own, behind a socket."""
+    import socket
+    from multiprocessing import resource_sharer
+
+    batches._begin_worker(0)
+    address, _ = resource_sharer.DupFd(0)._id
+    with socket.socket(socket.AF_UNIX) as rank:
+        rank.connect(address)
+    resource_sharer.stop()
 
 
 @pytest.mark.parametrize("row_seeds", ["on", "off"])

@@ -228,11 +228,18 @@ def _begin_worker(number: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the rank's process ends
     # A batch that cannot be handed on, since /dev/shm is full say, is gone, and the rank would wait for it.
     Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
+    sys.excepthook = _pass_over_hang_ups
 
 
 def _end_worker(error: BaseException, batch: Any) -> None:
     print(f"a worker cannot hand on its rows: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     os._exit(1)
+
+
+def _pass_over_hang_ups(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """A rank that stops while it takes rows hangs up on the thread that hands them on. That is no news."""
+    if not issubclass(kind, ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, trace)
 
 
 class Workers:
