@@ -1,6 +1,6 @@
 """Stand-ins for the commands that a site's scripts call in a dry run. Each call is recorded; no job is submitted.
 
-dry_run.py compiles this file and makes a command of each name in COMMANDS. They answer as the real ones would when all goes well.
+dry_run.py compiles this and makes a command of each name in COMMANDS. They answer as the real ones would when all goes well.
 Each call leaves one file in $DRY_RUN/calls: its words, directory, environment, beginning and end.
 """
 

@@ -4,10 +4,8 @@
     python -m pytest conformance/selftest/test_broken.py -k momentum -rP    one, and the words of its rejection
 
 Those that need an accelerator are there under `--device cuda`, those that need a scheduler, and no others, under `--cluster`.
-BROKEN_EIGHTH=0 to 7 in the environment takes every eighth one of the others: CI has not the time for all.
 """
 
-import os
 import shutil
 
 import pytest
@@ -21,9 +19,8 @@ NEEDS = {"": [], "accelerator": only(devices=("cuda", "xpu"))}
 def pytest_generate_tests(metafunc):
     on_cluster = metafunc.config.getoption("--cluster")
     those = [one for one in make.load() if one.kind != "jobs" and (one.kind == "cluster") == on_cluster]
-    if not on_cluster and (eighth := os.environ.get("BROKEN_EIGHTH")):
-        those = those[int(eighth) :: 8]
-    metafunc.parametrize("broken", [pytest.param(broken, id=broken.what, marks=NEEDS[broken.needs]) for broken in those])
+    params = [pytest.param(broken, id=broken.what, marks=NEEDS[broken.needs]) for broken in make.chosen(those)]
+    metafunc.parametrize("broken", params)
 
 
 @clause("V6")
