@@ -331,6 +331,7 @@ def test_rows_of_all_ranks_go_to_rank_0_alone(check):
 
 
 @clause("A5")
+@only(sizes=(1, 2))
 def test_the_core_that_trains_is_this_repository_s(check, world, launch, runs):
     with core_of.watched() as violations:
         run = world.train(launch, runs.folder(launch, "core"), SHORT)
@@ -617,6 +618,7 @@ def test_it_learns(check, own, runs):
 
 @machine(FP64, SEED)
 @clause("L7")
+@only(sizes=(1, 2))
 def test_another_seed_gives_another_curve(check, own, runs):
     run, other = done(check, runs.train(own, FP64), runs.train(own, SEED))
     check.equal(differs=(reference.worst_deviation(other.losses, run.losses[:14]) > 1e-3, True))
@@ -721,6 +723,7 @@ def numpy_trace(**options) -> dict[str, list[float]]:
 
 @machine(NOISY)
 @clause("L14")
+@only(sizes=(1, 2))
 def test_a_workload_of_ones_own(check, launch, runs):
     """Its rows are read one by one, and what they draw is known to NumPy."""
     run = done(check, runs.train(launch, NOISY))
