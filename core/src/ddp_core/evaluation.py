@@ -10,7 +10,7 @@ from ddp_core.control import tree_sum
 from ddp_core.errors import NonFiniteError
 from ddp_core.order import EVALUATION, micro_batches, seed_generators
 from ddp_core.probe import refuse_unlike_sums
-from ddp_core.reconcile import next_interval
+from ddp_core.reconcile import SECONDS, next_interval
 from ddp_core.workload import outputs_of, parts_of, refuse_other_names
 
 
@@ -56,13 +56,14 @@ class Evaluation:
         places = [(number, place) for number, most in enumerate(self.most) for place in range(most)]
         # A start that has trained no step yet was told too early: it gets no further than the one before, if it stops here.
         early = bool(trainer.stop) and trainer.step == trainer.first
-        asked, interval, last = 0, 1, time.monotonic()
+        asked, interval, began = 0, 1, time.monotonic()
+        last = began
         for done, (number, place) in enumerate(places):
             # As in training, about once a second: it can take longer than a scheduler waits between its signal and the kill.
             if done - asked == interval:
                 now = time.monotonic()
-                flags = torch.tensor([bool(trainer.stop) and not early, now - last], dtype=torch.float64)
-                stop, seconds = peers.reduce(most=flags)[1].tolist()
+                stop = bool(trainer.stop) and not early and now - began > SECONDS  # a short one is done sooner than again
+                stop, seconds = peers.reduce(most=torch.tensor([stop, now - last], dtype=torch.float64))[1].tolist()
                 if stop:
                     return {}
                 asked, interval, last = done, next_interval(interval, seconds), now
