@@ -176,9 +176,11 @@ def test_the_jobs_of_an_array_are_jobs_of_their_own(check, site, dry):
             values = [value for name, value in call.environ.items() if not name.startswith(("SLURM_", "DRY_RUN"))]
             named = sorted({dry.shown(word) for word in [*call.words, *values] if re.search(rf"\b{OTHER}\b", word)})
             yield from (f"{script.name} in an array: {word}, but should be named for the job: {FIRST}" for word in named)
-        # By the array's number all of its jobs would be stopped, and come back.
-        commands = [call.text for call in new_starts(dry.job(script, environ=array, code=75)) if OTHER in call.words]
-        yield from (f"{script.name} in an array: {command}, but should name the job: {FIRST}" for command in commands)
+        # By the array's number all of its jobs would be stopped, and come back; it is also the last job's own.
+        for number, name in ((FIRST, FIRST), (OTHER, f"{OTHER}_3")):
+            run = dry.job(script, environ=array, number=number, code=75)
+            commands = [call.text for call in new_starts(run) if OTHER in call.words]
+            yield from (f"{script.name} in an array: {command}, but should name the job: {name}" for command in commands)
 
 
 @clause("J10")
@@ -532,12 +534,14 @@ def test_the_network_is_one_of_the_nodes_and_not_of_the_ranks(check, site, dry):
 def test_what_another_machine_has_left_does_not_choose_the_network(check, site, dry):
     """What the job says of it, it says whatever the user's shell has exported: a NCCL_NET=Socket of a test on one node."""
     for script in trains(site):
-        usual = dry.job(script, nodes=2)
-        own = [name for call in usual.trained[:1] for name in call.environ if name in LEFT]
-        run = dry.job(script, nodes=2, environ={name: LEFT[name] for name in own})
-        for call in run.trained[:1]:
-            kept = [f"{name}={value}" for name, value in LEFT.items() if name in own and call.environ.get(name) == value]
-            yield from (f"{script.name}: {each} of the user's shell, but should be as the job says" for each in kept)
+        own = [name for call in dry.job(script, nodes=2).trained[:1] for name in call.environ if name in LEFT]
+        for nodes in (1, 2):
+            usual, run = (dry.job(script, nodes=nodes, environ=environ) for environ in ({}, {name: LEFT[name] for name in own}))
+            for call, other in zip(run.trained[:1], usual.trained[:1], strict=False):
+                kept = [name for name in own if call.environ.get(name) == LEFT[name] != other.environ.get(name)]
+                yield from (
+                    f"{script.name}: {name}={LEFT[name]} of the user's shell, but should be as the job says" for name in kept
+                )
 
 
 def refused(dry, run: DryRun, what: str, name: str) -> list[str]:

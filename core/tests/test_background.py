@@ -110,6 +110,18 @@ def test_a_disk_that_takes_a_part_of_what_it_is_given_is_given_the_rest(saver, t
     assert saver.directory.snapshot.read_bytes() == (tmp_path / "plain").read_bytes()
 
 
+def test_a_document_longer_than_a_part_is_written_whole(saver, monkeypatch):
+    """Of 200,000 epochs and more."""
+    monkeypatch.setattr(snapshot, "PART", snapshot.PAGE)
+    tensors, document = whole(1)
+    document |= dict(history=[[epoch, (0.1 * epoch).hex()] for epoch in range(400)])
+    for _ in range(2):
+        saver.save(tensors, document, best=False, snapshot=True)
+        saver.settle()
+    for path in (saver.directory.snapshot, saver.directory.previous):
+        assert snapshot.read(path)[1]["history"] == document["history"]
+
+
 @pytest.mark.parametrize("kept", [0, 3])
 def test_a_copy_is_written_in_parts_and_one_that_fails_is_the_whole_save_s(saver, tmp_path, monkeypatch, kept):
     """kept: how many parts find room; 0, and no more, for all."""

@@ -175,6 +175,16 @@ def test_the_checkpoint_of_a_file_of_one_s_own_is_converted_with_its_buffers(fin
     train_job(tmp_path / "run", f"{flags} --epochs 2", code=0)
 
 
+def test_rows_that_are_drawn_are_those_of_a_run(tmp_path, capsys):
+    text = "    def data(self, config):\n        return tuple(column[torch.randperm(128)] for column in table()), None\n"
+    (tmp_path / "mine.py").write_text(f"from small import *\n\nclass Mine(Small):\n{text}")
+    flags = f"--workload {tmp_path / 'mine.py'}"
+    tensors, _ = snapshot.read(train_job(tmp_path / "first", f"{flags} --epochs 1", code=0).snapshot)
+    state = {name.removeprefix("model."): values for name, values in tensors.items() if name.startswith("model.")}
+    converted(tmp_path, {"MODEL_STATE": state, "EPOCHS_RUN": 0}, flags, capsys=capsys)
+    train_job(tmp_path / "run", f"{flags} --epochs 2", code=0)
+
+
 def test_an_optimizer_of_the_file_s_own_is_not_converted(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("from small import *\n\nclass Mine(Groups):\n    pass\n")
     line = converted(tmp_path, linear(), f"--workload {tmp_path / 'mine.py'}", code=2, capsys=capsys)

@@ -3,15 +3,19 @@
 python -m pytest core/tests/test_resume.py
 """
 
+import json
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import ranks
 from ddp_core import snapshot
+from ddp_core.errors import PreflightError
+from ddp_core.run_directory import RunDirectory
 from faults import at_step, before_training, once_saved, signalled
 from ranks import assert_same_run, step_of, train, world
 from test_trainer import deviation
@@ -374,6 +378,18 @@ def test_a_job_whose_restarts_go_on_is_started_again(finished, tmp_path):
     killed_at(6, tmp_path, 3)
     killed_at(6, tmp_path, 0)
     assert_same_run(train(tmp_path / "run", RUN, ranks=world(2, restart=4), code=0), finished(RUN, 2))
+
+
+@pytest.mark.parametrize("code", [None, 75])
+def test_restarts_that_were_stopped_in_order_have_saved(tmp_path, code):
+    """In an evaluation that takes longer than each of them had: the step is the same."""
+    directory = RunDirectory(str(tmp_path), "job")
+    starts = [json.dumps(dict(kind="start", restart=restart, step=28), separators=(",", ":")) for restart in (1, 2)]
+    ends = [json.dumps(dict(kind="end", exit_code=code), separators=(",", ":"))] if code else []
+    directory.log.write_text("".join(f"{line}\n" for start in starts for line in [start, *ends]))
+    with nullcontext() if code else pytest.raises(PreflightError, match="saved nothing"):
+        directory._check_progress(3, 28)
+    directory.release()
 
 
 def killed_at(step: int, folder, restart: int) -> None:

@@ -70,6 +70,15 @@ class Averaging(Small):
         return Net()
 
 
+class AveragingBesideABackbone(Averaging):
+    """A copy of all that is frozen would cost too much memory."""
+
+    def model(self, config):
+        net = super().model(config)
+        net.backbone = nn.Linear(100, 100).requires_grad_(False)
+        return net
+
+
 class HeadAlone(Small):
     """Its optimizer has no group with the rest of the model, which is not frozen."""
 
@@ -221,11 +230,11 @@ def test_complex_buffers_stay_complex(tmp_path, flags):
     assert job.losses[-1] < job.losses[0]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_average_of_the_weights_moves_once_a_step_whoever_starts_the_run(tmp_path, ranks):
-    never = train(tmp_path / "never", RUN, ranks, workload="test_unusual:Averaging", code=0)
+@pytest.mark.parametrize("kind, ranks", [("Averaging", 1), ("Averaging", 2), ("AveragingBesideABackbone", 2)])
+def test_an_average_of_the_weights_moves_once_a_step_whoever_starts_the_run(tmp_path, kind, ranks):
+    never = train(tmp_path / "never", RUN, ranks, workload=f"test_unusual:{kind}", code=0)
     for epochs in (1, 2):
-        job = train(tmp_path / "again", f"--epochs {epochs}", ranks, workload="test_unusual:Averaging", code=0)
+        job = train(tmp_path / "again", f"--epochs {epochs}", ranks, workload=f"test_unusual:{kind}", code=0)
     assert_same_run(job, never)
     assert snapshot.read(job.snapshot)[0]["model.calls"] == 16
 
@@ -474,9 +483,11 @@ class Net(nn.Module):
         self.register_buffer("angles", torch.zeros(1), persistent=False)
 
     def forward(self, inputs):
-        if len(self.angles) < len(inputs):
-            self.register_buffer("angles", torch.arange(len(inputs)) / 7.0, persistent=False)
+        places = 1 + int(inputs.detach().abs().sum() * 1000) % 40
+        if len(self.angles) < places:
+            self.register_buffer("angles", torch.arange(places) / 7.0, persistent=False)
             self.register_buffer("cosines", self.angles.cos(), persistent=False)
+        assert torch.equal(self.cosines, self.angles.cos())
         return self.own(inputs) + 0 * self.cosines[0]
 
 class Mine(Small):
@@ -487,6 +498,6 @@ class Mine(Small):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_model_may_make_its_buffers_while_it_is_called(tmp_path, world_size):
-    """And longer ones: many keep angles for as many places as they have seen."""
+    """And longer ones: many keep angles for as many places as they have seen, each rank in its own rows."""
     (tmp_path / "mine.py").write_text(CACHES)
     train(tmp_path / "run", f"--workload {tmp_path / 'mine.py'}", world_size, code=0)

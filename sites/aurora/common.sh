@@ -61,7 +61,8 @@ ask_pbs() {
     [[ -n ${PBS_NODEFILE:-} ]] || fail "no PBS_NODEFILE: submit with qsub, or start this script in an interactive job (qsub -I)"
     facts=$(qstat -f "$PBS_JOBID" 2>/dev/null || true)
     facts=${facts//$'\n\t'/} # qstat folds long lines
-    number=${PBS_JOBID%%[.[]*}
+    [[ $PBS_JOBID != *\[* ]] || fail "PBS_JOBID=$PBS_JOBID is of an array, whose jobs would share a run: submit each by itself"
+    number=${PBS_JOBID%%.*}
     runs=$(fact run_count) # how often PBS has started this job
     runs=${runs:-1}
     # Bash evaluates what stands in a variable that it computes with, commands too: whole numbers alone.

@@ -58,12 +58,17 @@ prepare_job() {
     # Compute nodes reach the internet through this proxy only. all_proxy=socks:// is left out: httpx, which Hugging Face uses,
     # refuses it; with httpx[socks] it takes socks5://. no_proxy is without OLCF's "*." and "/8": Python does not read them.
     # https://docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html#proxy-settings
+    unset all_proxy ALL_PROXY
     export http_proxy=http://proxy.ccs.ornl.gov:3128/ https_proxy=http://proxy.ccs.ornl.gov:3128/
     export ftp_proxy=ftp://proxy.ccs.ornl.gov:3128/ no_proxy=localhost,127.0.0.1,.ccs.ornl.gov,.frontier.olcf.ornl.gov
 
     # Under sbatch --export=NONE srun would start the ranks without PATH and the variables above.
     # https://slurm.schedmd.com/sbatch.html#OPT_export
     export SLURM_EXPORT_ENV=ALL
+
+    # What sbatch has taken along from a shell in another job: srun would bind ranks by that job's mask.
+    # https://slurm.schedmd.com/srun.html#SECTION_INPUT-ENVIRONMENT-VARIABLES
+    unset "${!SLURM_CPU_BIND@}"
 
     # Users of MPI on GPUs export 1. With 1 MPI would end every rank at its start: install.sh builds mpi4py without the library
     # that 1 needs (GTL). The core hands no tensor to MPI.
@@ -114,9 +119,12 @@ print(f"python={python_version()}", *(f"{name}={version(name)}" for name in ("to
 
 # CODE [ARGUMENT of job.sl]...: the ranks' exit code ends the job. After 75 (stopped and saved) the job comes back.
 finish() {
-    local code=$1 resume
+    local code=$1 resume job
     shift
     ((code == 75)) || exit "$code"
+    # The last job of an array has the array's own number, by which all would be requeued: 36_3 names one of them.
+    # https://slurm.schedmd.com/job_array.html
+    job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
     # The command that resumes by hand, without --fresh, which would put aside what this job has done.
     resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
     resume=${resume/ --fresh / }
@@ -128,7 +136,7 @@ finish() {
     else
         # Printed first: the requeue ends this shell. "Incomplete" leaves a cancelled job cancelled.
         echo "stopped and saved: job $SLURM_JOB_ID goes back into the queue, and resumes when it starts"
-        scontrol requeue Incomplete "$SLURM_JOB_ID" ||
+        scontrol requeue Incomplete "$job" ||
             echo "error: Slurm did not requeue the job (above); to resume: $resume" >&2
     fi
     exit 75

@@ -77,8 +77,10 @@ use_torchrun() {
         # What it starts is a command, not a Python file. torchrun --help
         --no-python
     )
-    # TERM: torchrun sends it when another rank has failed, and would end one that has not yet said what is wrong.
-    command=("${run_python[@]}" agent.py "${flags[@]}" env --ignore-signal=TERM "$venv/bin/python" "$program")
+    # TERM: torchrun sends it when another rank has failed, and would end one that has not yet said what is wrong. Not by
+    # `env --ignore-signal`, which RHEL 8's coreutils do not know. https://www.gnu.org/software/coreutils/
+    # shellcheck disable=SC2016 # "$@" is for the shell of the rank
+    command=("${run_python[@]}" agent.py "${flags[@]}" bash -c 'trap "" TERM && exec "$@"' rank "$venv/bin/python" "$program")
 }
 
 # How often Slurm has started this job again, and how often it may: a job that can never end must not come back for ever.
@@ -103,7 +105,7 @@ print(f"python={python_version()}", *(f"{name}={version(name)}" for name in ("to
 
 # The end of job.sl: the ranks' exit code, and job.sl's arguments.
 finish() {
-    local code=$1 record resume
+    local code=$1 record resume job
     shift
     # Apptainer without setuid mounts the image by a process, squashfuse, that Slurm's USR1 ends with all others of the step but
     # the ranks. They save, but leave with a bus error, 135, when their libraries are gone; what rank 0 wrote last is the truth,
@@ -114,6 +116,9 @@ finish() {
     fi
     ((code == 75)) || exit "$code"
 
+    # The last job of an array has the array's own number, by which all would be requeued: 36_3 names one of them.
+    # https://slurm.schedmd.com/job_array.html
+    job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
     # 75: stopped early and saved, on all ranks. This shell has not seen the USR1; a SIGTERM, as from scancel, has ended it
     # before it comes here, and "Incomplete" keeps even then a cancelled job from coming back.
     # The command that resumes by hand. Without --fresh, which would put aside what this job has done.
@@ -124,7 +129,7 @@ finish() {
     else
         # Said before: the requeue ends this shell.
         echo "stopped and saved: job $SLURM_JOB_ID goes back into the queue, and resumes when it starts"
-        scontrol requeue Incomplete "$SLURM_JOB_ID" || echo "error: Slurm did not requeue it (above); to resume: $resume" >&2
+        scontrol requeue Incomplete "$job" || echo "error: Slurm did not requeue it (above); to resume: $resume" >&2
     fi
     exit 75
 }

@@ -134,6 +134,10 @@ tasks_per_node=$SLURM_NTASKS_PER_NODE cores=$SLURM_CPUS_PER_TASK
 command=("${run_python[@]}" "$program")
 [[ $launcher == srun ]] || use_torchrun
 
+# What sbatch has taken along from a shell in another job: srun would bind by that job's mask, and refuse its words of memory
+# beside this job's. The step has the memory of its job. https://slurm.schedmd.com/srun.html#SECTION_INPUT-ENVIRONMENT-VARIABLES
+unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER_@}"
+
 srun_flags=(
     # The ranks of a node, or its torchrun. srun --help
     --ntasks-per-node="$tasks_per_node"
@@ -144,6 +148,9 @@ srun_flags=(
     # srun of Slurm 22.05 and 23.02 does not take it from the job, and each rank would get one core.
     # https://github.com/SchedMD/slurm/blob/slurm-22-05-0-1/RELEASE_NOTES
     --cpus-per-task="$cores"
+
+    # Neighbouring ranks on one socket, as GPUs are numbered: by itself srun deals them out over the sockets in turn. srun --help
+    --distribution=block:block
 
     # A rank that died alone ends the job, instead of the time limit.
     # https://slurm.schedmd.com/srun.html#OPT_kill-on-bad-exit

@@ -122,11 +122,15 @@ print(f"python={python_version()}", *(f"{name}={version(name)}" for name in ("to
 
 # The end of a job, with the ranks' exit code and the script's arguments.
 finish() {
-    local code=$1 resume
+    local code=$1 resume job
     shift
-    # No rank is left that could be using the caches.
-    timeout 60 srun --ntasks="$SLURM_JOB_NUM_NODES" rm -rf "$cache" || echo "warning: $cache may be left on a node" >&2
+    # No rank is left that could be using the caches. Before a requeue it must not use up what is left of the time limit.
+    timeout $((code == 75 ? 15 : 60)) srun --ntasks="$SLURM_JOB_NUM_NODES" rm -rf "$cache" ||
+        echo "warning: $cache may be left on a node" >&2
     ((code == 75)) || exit "$code"
+    # The last job of an array has the array's own number, by which all would be requeued: 36_3 names one of them.
+    # https://slurm.schedmd.com/job_array.html
+    job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
     # 75: all ranks have stopped and saved. --fresh would put aside what they saved.
     resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
     resume=${resume/ --fresh / }
@@ -138,7 +142,7 @@ finish() {
     else
         # Said before: the requeue ends this shell. "Incomplete": a cancelled job does not come back.
         echo "stopped and saved: job $SLURM_JOB_ID goes back into the queue, and resumes when it starts"
-        scontrol requeue Incomplete "$SLURM_JOB_ID" || echo "error: it was not requeued (above); to resume: $resume" >&2
+        scontrol requeue Incomplete "$job" || echo "error: it was not requeued (above); to resume: $resume" >&2
     fi
     exit 75
 }

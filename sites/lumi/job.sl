@@ -81,6 +81,8 @@ if ((SLURM_JOB_NUM_NODES > 1)); then
     # https://github.com/HewlettPackard/shs-ccl-docs/blob/438fcce/ccl_env.sh
     # https://github.com/aws/aws-ofi-nccl/blob/2daf7d3/src/nccl_ofi_interface_nvidia.cpp
     export NCCL_NET=OFI
+else
+    unset NCCL_NET # of your shell
 fi
 
 # A rank's cores: GCD 0 hangs at chiplet (CCD) 6, GCD 1 at 7, and so on. CCD c has cores 8c to 8c+7, and 0xfe stands for the
@@ -101,6 +103,8 @@ fi
 # core, the step gets half of the cores, and the masks are refused. (LUMI's guide keeps both.)
 # https://slurm.schedmd.com/srun.html#SECTION_INPUT-ENVIRONMENT-VARIABLES
 unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
+# What sbatch has taken along from a shell in another job: srun would refuse its words of memory beside this job's.
+unset "${!SLURM_MEM_PER_@}"
 
 srun_flags=(
     # As above. srun --help

@@ -83,7 +83,7 @@ start_metrics() {
 
 # The end of job.sl: the ranks' exit code, the arguments of job.sl.
 finish() {
-    local code=$1 state resume
+    local code=$1 state resume job
     shift
     # The writer of metrics has 20 s for what is left. Whether it could is of no consequence here.
     if [[ -n $metrics ]]; then
@@ -95,7 +95,11 @@ finish() {
 
     # 75: stopped early and saved, on all ranks. A job that is still RUNNING for Slurm, as in the grace time of a preemption,
     # goes back into the queue; one that was cancelled is COMPLETING, and stays cancelled.
-    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state=unknown
+    # The last job of an array has the array's own number, by which all would be requeued: 36_3 names one of them.
+    # https://slurm.schedmd.com/job_array.html
+    job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+    # Where squeue does not answer, requeue is tried: its "Incomplete" leaves a cancelled job alone, too.
+    state=$(squeue --noheader --jobs="$job" --format=%T) || state=RUNNING
     # The command that resumes by hand. Without --fresh, which would put aside what this job has done.
     resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
     resume=${resume/ --fresh / }
@@ -106,7 +110,7 @@ finish() {
     else
         # Said before: the requeue ends this shell.
         echo "stopped and saved: job $SLURM_JOB_ID goes back into the queue, and resumes when it starts"
-        scontrol requeue Incomplete "$SLURM_JOB_ID" || echo "error: not requeued (above); to resume: $resume" >&2
+        scontrol requeue Incomplete "$job" || echo "error: not requeued (above); to resume: $resume" >&2
     fi
     exit 75
 }

@@ -94,8 +94,9 @@ train_flags=(
 code=0
 srun "${srun_flags[@]}" python3 train.py "${train_flags[@]}" "$@" || code=$?
 ((code == 75)) || exit "$code"
+job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 if ((restarts < max_restarts)); then
-    scontrol requeue Incomplete "$SLURM_JOB_ID"
+    scontrol requeue Incomplete "$job"
 else
     resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
     echo "stopped and saved; to resume: ${resume/ --fresh / }"

@@ -52,7 +52,10 @@ class Reconciliation:
         count, now = len(self.norms), time.monotonic()
         losses = torch.stack(self.losses).double().view(count, len(self.losses) // count, -1)
         mine = tree_sum(losses.unbind(1))  # [steps, parts], of this rank
-        numbers = torch.cat((mine.flatten(), torch.stack(self.norms).double())).cpu()  # waits for the device
+        numbers = torch.cat((mine.flatten(), torch.stack(self.norms).double()))
+        if numbers.device.type != "cpu":
+            self.peers.wait()  # gloo notices a lost rank; the device would wait for it
+        numbers = numbers.cpu()  # waits for the device
         mine, norms = numbers[: mine.numel()].view(mine.shape), numbers[mine.numel() :]
         flags = torch.tensor([stop, save and self.peers.rank == 0, not tolerates, now - self.last], dtype=torch.float64)
         # Norms are equal on all ranks. By the maximum all learn of one that is not finite.

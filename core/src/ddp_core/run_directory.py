@@ -79,8 +79,12 @@ class RunDirectory:
         """A job that its scheduler starts again and again, and that is killed before it has saved, ends."""
         if restart <= IN_VAIN:
             return
-        before = [(_number("restart", line), _number("step", line)) for line in self.lines("start")[-IN_VAIN:]]
-        if before == [(number, step) for number in range(restart - IN_VAIN, restart)]:
+        lines = self.lines("start", "end")
+        places = [place for place, line in enumerate(lines) if line.startswith(b'{"kind":"start"')][-IN_VAIN:]
+        before = [(_number("restart", lines[place]), _number("step", lines[place])) for place in places]
+        # A stop in a long evaluation saves, too, at the step at which it began.
+        stopped = any(b'"exit_code":75' in line for line in lines[min(places, default=0) :])
+        if before == [(number, step) for number in range(restart - IN_VAIN, restart)] and not stopped:
             raise PreflightError(
                 f"restart {restart} of this job, and restarts {restart - 2} and {restart - 1} began at step {step}, too, and "
                 f"saved nothing: see in its log what ended them, lower --save-minutes perhaps, and submit again to resume"
@@ -129,11 +133,11 @@ class RunDirectory:
         step = _number("step", saved[-1]) if saved else None
         return "" if not saved else "unknown" if step is None else str(step)
 
-    def lines(self, kind: str) -> list[bytes]:
-        """Of run.jsonl, those of this kind."""
+    def lines(self, *kinds: str) -> list[bytes]:
+        """Of run.jsonl, those of these kinds."""
         if not self.log.exists():
             return []
-        words = f'{{"kind":"{kind}"'.encode()
+        words = tuple(f'{{"kind":"{kind}"'.encode() for kind in kinds)
         with open(self.log, "rb") as file:
             return [line for line in file if line.startswith(words) and line.endswith(b"\n")]  # a killed writer may leave half
 

@@ -175,7 +175,8 @@ def put(
             _put_all(file, head)
         else:
             ctypes.memmove(image.data_ptr(), head, room)
-            _put(file, image, 0)
+            for start in range(0, room, PART):  # the header may be longer than a part
+                _put(file, image, start)
             file.truncate(room + sum(tensor.nbytes for tensor in tensors.values()))
         os.fsync(file.fileno())
     return sums

@@ -154,11 +154,15 @@ def of_model(model: nn.Module) -> dict[str, torch.Tensor]:
 def averages(model: nn.Module) -> list[nn.Parameter]:
     """Frozen parameters that a forward pass in training may change, such as a moving average of the trained ones.
 
-    None where they are more than twice these: then they are a backbone, and a copy of it would cost too much memory.
+    Where they are more than twice these there is a backbone, of which a copy would cost too much memory: then those alone
+    that have the shape of a trained one, and counters, if these are no more.
     """
+    trained = [p for p in model.parameters() if p.requires_grad]
     frozen = [p for p in model.parameters() if not p.requires_grad]
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    return frozen if sum(p.nbytes for p in frozen) <= 2 * trained else []
+    shapes = {p.shape for p in trained}
+    alike = [p for p in frozen if p.shape in shapes or p.numel() == 1]
+    most = 2 * sum(p.nbytes for p in trained)
+    return next((some for some in (frozen, alike) if sum(p.nbytes for p in some) <= most), [])
 
 
 class Kept:
