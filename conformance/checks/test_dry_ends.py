@@ -363,7 +363,7 @@ def test_a_warning_while_python_starts_ends_no_rank(check, site, dry):
             yield f"{case.name}: {shell} starts Python, which USR1 then ends, but should have `trap '' USR1`"
         if run.called("torchrun") and not all(ignores(call, signal.SIGTERM) for call in run.trained):
             problem = "torchrun's TERM ends a rank while Python starts, and 143 hides why another one has failed"
-            yield f"{case.name}: {problem}, but should be ignored: env --ignore-signal=TERM"
+            yield f"{case.name}: {problem}, but should be ignored: trap '' TERM"
         signalled = "signal" in Script(site.folder / case.script).options
         if run.called("torchrun") and signalled and not all(ignores(call, signal.SIGUSR1) for call in run.trained):
             yield f"{case.name}: USR1 ends a rank that torchrun has just started, but should be ignored there"
@@ -542,6 +542,20 @@ def test_what_another_machine_has_left_does_not_choose_the_network(check, site, 
                 yield from (
                     f"{script.name}: {name}={LEFT[name]} of the user's shell, but should be as the job says" for name in kept
                 )
+
+
+# Of a shell within another job, which sbatch takes along and srun reads.
+OF_A_JOB_S_SHELL = dict(SLURM_CPU_BIND="quiet,mask_cpu:0x1", SLURM_CPU_BIND_TYPE="mask_cpu:", SLURM_CPU_BIND_LIST="0x1")
+OF_A_JOB_S_SHELL |= dict(SLURM_MEM_PER_CPU="100", SLURM_MEM_PER_NODE="100")
+
+
+@clause("J9")
+def test_ranks_are_bound_by_their_own_job(check, site, dry):
+    """Not by another one's mask; and what that said of memory srun refuses beside this job's own words."""
+    for case in site.cases if site.toml["launcher"] == "srun" else ():
+        for call in dry.case(case, environ=OF_A_JOB_S_SHELL).launches:
+            kept = [name for name, value in OF_A_JOB_S_SHELL.items() if call.environ.get(name) == value]
+            yield from (f"{case.name}: {call.command} with another job's {name}, but should be without" for name in kept)
 
 
 def refused(dry, run: DryRun, what: str, name: str) -> list[str]:

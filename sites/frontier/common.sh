@@ -66,9 +66,9 @@ prepare_job() {
     # https://slurm.schedmd.com/sbatch.html#OPT_export
     export SLURM_EXPORT_ENV=ALL
 
-    # What sbatch has taken along from a shell in another job: srun would bind ranks by that job's mask.
+    # What sbatch has taken along from a shell in another job: srun would bind by that job's mask, and refuse its words of memory.
     # https://slurm.schedmd.com/srun.html#SECTION_INPUT-ENVIRONMENT-VARIABLES
-    unset "${!SLURM_CPU_BIND@}"
+    unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER_@}"
 
     # Users of MPI on GPUs export 1. With 1 MPI would end every rank at its start: install.sh builds mpi4py without the library
     # that 1 needs (GTL). The core hands no tensor to MPI.
@@ -124,7 +124,8 @@ finish() {
     ((code == 75)) || exit "$code"
     # The last job of an array has the array's own number, by which all would be requeued: 36_3 names one of them.
     # https://slurm.schedmd.com/job_array.html
-    job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+    job=$SLURM_JOB_ID
+    [[ ${SLURM_ARRAY_JOB_ID:-} != "$job" ]] || job+=_$SLURM_ARRAY_TASK_ID
     # The command that resumes by hand, without --fresh, which would put aside what this job has done.
     resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
     resume=${resume/ --fresh / }

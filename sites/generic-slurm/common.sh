@@ -80,7 +80,7 @@ use_torchrun() {
     # TERM: torchrun sends it when another rank has failed, and would end one that has not yet said what is wrong. Not by
     # `env --ignore-signal`, which RHEL 8's coreutils do not know. https://www.gnu.org/software/coreutils/
     # shellcheck disable=SC2016 # "$@" is for the shell of the rank
-    command=("${run_python[@]}" agent.py "${flags[@]}" bash -c 'trap "" TERM && exec "$@"' rank "$venv/bin/python" "$program")
+    command=("${run_python[@]}" agent.py "${flags[@]}" sh -c 'trap "" TERM && exec "$@"' rank "$venv/bin/python" "$program")
 }
 
 # How often Slurm has started this job again, and how often it may: a job that can never end must not come back for ever.
@@ -118,7 +118,8 @@ finish() {
 
     # The last job of an array has the array's own number, by which all would be requeued: 36_3 names one of them.
     # https://slurm.schedmd.com/job_array.html
-    job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+    job=$SLURM_JOB_ID
+    [[ ${SLURM_ARRAY_JOB_ID:-} != "$job" ]] || job+=_$SLURM_ARRAY_TASK_ID
     # 75: stopped early and saved, on all ranks. This shell has not seen the USR1; a SIGTERM, as from scancel, has ended it
     # before it comes here, and "Incomplete" keeps even then a cancelled job from coming back.
     # The command that resumes by hand. Without --fresh, which would put aside what this job has done.

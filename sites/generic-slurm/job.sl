@@ -149,9 +149,6 @@ srun_flags=(
     # https://github.com/SchedMD/slurm/blob/slurm-22-05-0-1/RELEASE_NOTES
     --cpus-per-task="$cores"
 
-    # Neighbouring ranks on one socket, as GPUs are numbered: by itself srun deals them out over the sockets in turn. srun --help
-    --distribution=block:block
-
     # A rank that died alone ends the job, instead of the time limit.
     # https://slurm.schedmd.com/srun.html#OPT_kill-on-bad-exit
     --kill-on-bad-exit=1

@@ -130,7 +130,8 @@ finish() {
     ((code == 75)) || exit "$code"
     # The last job of an array has the array's own number, by which all would be requeued: 36_3 names one of them.
     # https://slurm.schedmd.com/job_array.html
-    job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+    job=$SLURM_JOB_ID
+    [[ ${SLURM_ARRAY_JOB_ID:-} != "$job" ]] || job+=_$SLURM_ARRAY_TASK_ID
     # 75: all ranks have stopped and saved. --fresh would put aside what they saved.
     resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
     resume=${resume/ --fresh / }

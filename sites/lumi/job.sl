@@ -103,8 +103,9 @@ fi
 # core, the step gets half of the cores, and the masks are refused. (LUMI's guide keeps both.)
 # https://slurm.schedmd.com/srun.html#SECTION_INPUT-ENVIRONMENT-VARIABLES
 unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
-# What sbatch has taken along from a shell in another job: srun would refuse its words of memory beside this job's.
-unset "${!SLURM_MEM_PER_@}"
+# What sbatch has taken along from a shell in another job: srun would bind by that job's mask, and refuse its words of memory
+# beside this job's.
+unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER_@}"
 
 srun_flags=(
     # As above. srun --help

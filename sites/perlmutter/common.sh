@@ -97,7 +97,8 @@ finish() {
     # goes back into the queue; one that was cancelled is COMPLETING, and stays cancelled.
     # The last job of an array has the array's own number, by which all would be requeued: 36_3 names one of them.
     # https://slurm.schedmd.com/job_array.html
-    job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+    job=$SLURM_JOB_ID
+    [[ ${SLURM_ARRAY_JOB_ID:-} != "$job" ]] || job+=_$SLURM_ARRAY_TASK_ID
     # Where squeue does not answer, requeue is tried: its "Incomplete" leaves a cancelled job alone, too.
     state=$(squeue --noheader --jobs="$job" --format=%T) || state=RUNNING
     # The command that resumes by hand. Without --fresh, which would put aside what this job has done.

@@ -147,6 +147,10 @@ train_flags=(
     --new-run-dir "runs/$SLURM_JOB_ID"
 )
 
+# What sbatch has taken along from a shell in another job: srun would bind by that job's mask, and refuse its words of memory.
+# https://slurm.schedmd.com/srun.html#SECTION_INPUT-ENVIRONMENT-VARIABLES
+unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER_@}"
+
 srun_flags=(
     # srun of Slurm 22.05 and 23.02 does not take it from the job, and a rank would not be held to its quarter of the node.
     # https://github.com/SchedMD/slurm/blob/slurm-22-05-0-1/RELEASE_NOTES

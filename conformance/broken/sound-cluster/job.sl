@@ -71,6 +71,9 @@ export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 # unverified
 export JOB_START=$SLURM_JOB_ID.$restarts
 
+# Of a shell within another job. https://slurm.schedmd.com/srun.html#SECTION_INPUT-ENVIRONMENT-VARIABLES
+unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER_@}"
+
 srun_flags=(
     # srun does not take it from the job. https://slurm.schedmd.com/srun.html#OPT_cpus-per-task
     --cpus-per-task="$SLURM_CPUS_PER_TASK"
@@ -94,7 +97,8 @@ train_flags=(
 code=0
 srun "${srun_flags[@]}" python3 train.py "${train_flags[@]}" "$@" || code=$?
 ((code == 75)) || exit "$code"
-job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+job=$SLURM_JOB_ID
+[[ ${SLURM_ARRAY_JOB_ID:-} != "$job" ]] || job+=_$SLURM_ARRAY_TASK_ID
 if ((restarts < max_restarts)); then
     scontrol requeue Incomplete "$job"
 else

@@ -64,7 +64,8 @@ code=0
 march "${march_flags[@]}" python3 train.py "${train_flags[@]}" "$@" || code=$?
 ((code == 75)) || exit "$code"
 # The last job of an array has the array's own number, by which all would come back.
-job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+job=$SLURM_JOB_ID
+[[ ${SLURM_ARRAY_JOB_ID:-} != "$job" ]] || job+=_$SLURM_ARRAY_TASK_ID
 # 75: stopped and saved. A job that can never end must not come back for ever.
 if ((${SLURM_RESTART_COUNT:-0} < 20)); then
     scontrol requeue Incomplete "$job"

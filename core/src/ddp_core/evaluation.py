@@ -62,9 +62,10 @@ class Evaluation:
             # As in training, about once a second: it can take longer than a scheduler waits between its signal and the kill.
             if done - asked == interval:
                 now = time.monotonic()
-                stop = bool(trainer.stop) and not early and now - began > SECONDS  # a short one is done sooner than again
-                stop, seconds = peers.reduce(most=torch.tensor([stop, now - last], dtype=torch.float64))[1].tolist()
-                if stop:
+                stop = bool(trainer.stop) and now - began > SECONDS  # a short one is done sooner than again
+                told = torch.tensor([stop, early, now - last], dtype=torch.float64)
+                stop, too_early, seconds = peers.reduce(most=told)[1].tolist()
+                if stop and not too_early:
                     return {}
                 asked, interval, last = done, next_interval(interval, seconds), now
             if place >= len(self.shards[number]):
