@@ -816,6 +816,9 @@ def test_what_no_snapshot_holds_is_said(check, train_own):
     run = done(check, train_own("counts_in_itself"))
     (notes,) = run.values("start", "notes")
     check.equal(named=([note.split(" of ")[0] for note in notes if "no snapshot holds it" in note], ["self.seen"]))
+    (notes,) = done(check, train_own("counts_calls", "--steps-per-epoch 2")).values("start", "notes")
+    buffers = [note.split(" (")[0] for note in notes if "persistent=False" in note]
+    check.equal(buffers=(buffers, ["no snapshot holds calls, whole"]))
 
 
 @clause("L17")
@@ -1341,6 +1344,17 @@ def test_stopped_while_it_evaluates_it_does_so_at_the_next_start(check, world, r
     done(check, resumed, never)
     check.equal(eval_losses=(resumed.values("epoch", "eval_loss"), never.values("epoch", "eval_loss")))
     same_as_never_stopped(check, world, resumed, never)
+
+
+@clause("C1")
+@only(sizes=(1,), devices=("cpu",))
+def test_told_before_it_begins_with_an_evaluation_it_does_so_all_the_same(check, world, runs, first, own_file):
+    """A run whose starts are all told early comes to its end."""
+    file, path = own_file("told_while_evaluated", "told-early"), runs.folder(first, "told-early")
+    stopped = world.train(first, path, f"{file} --epochs 1")
+    resumed = world.train(first, path, f"{file} --epochs 1 --early")
+    stopped_and_saved(check, stopped)
+    check.equal(evaluated=(done(check, resumed).values("epoch", "epoch"), [0]))
 
 
 @clause("X2")

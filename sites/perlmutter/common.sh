@@ -93,12 +93,12 @@ finish() {
     fi
     ((code == 75)) || exit "$code"
 
-    # 75: stopped early and saved, on all ranks. A job that is still RUNNING for Slurm, as in the grace time of a preemption,
-    # goes back into the queue; one that was cancelled is COMPLETING, and stays cancelled.
     # The last job of an array has the array's own number, by which all would be requeued: 36_3 names one of them.
     # https://slurm.schedmd.com/job_array.html
     job=$SLURM_JOB_ID
     [[ ${SLURM_ARRAY_JOB_ID:-} != "$job" ]] || job+=_$SLURM_ARRAY_TASK_ID
+    # 75: stopped early and saved, on all ranks. A job that is still RUNNING for Slurm, as in the grace time of a preemption,
+    # goes back into the queue; one that was cancelled is COMPLETING, and stays cancelled.
     # Where squeue does not answer, requeue is tried: its "Incomplete" leaves a cancelled job alone, too.
     state=$(squeue --noheader --jobs="$job" --format=%T) || state=RUNNING
     # The command that resumes by hand. Without --fresh, which would put aside what this job has done.

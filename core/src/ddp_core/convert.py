@@ -22,7 +22,6 @@ from ddp_core.config import Parser, TrainConfig, choose, number, parse
 from ddp_core.device import versions
 from ddp_core.errors import Failure, PreflightError, SnapshotError, UsageError, printable
 from ddp_core.files import in_place
-from ddp_core.order import seed_everything
 from ddp_core.run_directory import RunDirectory
 from ddp_core.workload import Workload
 
@@ -72,9 +71,7 @@ def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int 
         raise UsageError(
             f"--workload {workload.name} has an optimizer of its own: only SGD and AdamW of the flags are converted"
         )
-    content = _load(old)
-    seed_everything(config.seed)  # as a run does: which rows are held out may be drawn
-    rows = data.of_workload(workload, config)
+    content, rows = _load(old), data.of_workload(workload, config)
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
     net = in_precision(workload.model(config), dtype)
     mine = {name.removeprefix("model."): tensor for name, tensor in state.of_model(net).items()}

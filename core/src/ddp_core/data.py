@@ -33,6 +33,7 @@ import torch
 
 from ddp_core.batches import some
 from ddp_core.errors import PreflightError, UsageError
+from ddp_core.order import seed_everything
 from ddp_core.snapshot import memory
 from ddp_core.workload import Workload, blaming
 
@@ -223,6 +224,7 @@ def digest(parts) -> str:
 def of_workload(workload: Workload, config) -> tuple[Any, Any]:
     """Training and held-out rows of a workload, in one of the two forms. Raises a Failure that names its file."""
     workload.config = config
+    seed_everything(config.seed)  # which rows are held out may be drawn
     with blaming(workload, "the data"):
         returned = workload.data(config)
         if not isinstance(returned, tuple | list) or len(returned) != 2:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddp_core.batches import Batches, converted
 from ddp_core.order import DROPOUT, seed_generators
-from ddp_core.state import Kept, of_model
+from ddp_core.state import Kept, saved_buffers
 from ddp_core.workload import Workload, blame, outputs_of, refuse_other_names
 
 MANY = 16  # rows, of which a metric is seldom 0
@@ -308,8 +308,8 @@ def notes_on_buffers(model: nn.Module, changed: list[str]) -> list[str]:
     }
     kinds = sorted({*normal.values()})
     own = [name for name in changed if name.rpartition(".")[0] not in normal]
-    notes, saved = [], of_model(model)
-    if lost := [name for name in changed if f"model.{name}" not in saved]:
+    notes, saved = [], saved_buffers(model)
+    if lost := [name for name in changed if name not in saved]:
         notes.append(
             f"no snapshot holds {', '.join(lost[:6])} (persistent=False), which the model changes in training: a run that goes "
             "on begins with it anew"

@@ -192,11 +192,9 @@ class _Job:
         from torch.distributed import is_initialized
 
         from ddp_core import data
-        from ddp_core.order import seed_everything
         from ddp_core.run_directory import RunDirectory
 
         config, first = self.config, self.rank.restart == 0
-        seed_everything(config.seed)
         self.rows = data.of_workload(self.workload, config)
         if is_initialized():
             raise WorkloadError(

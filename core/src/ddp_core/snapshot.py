@@ -168,7 +168,7 @@ def put(
         if image is None:
             sums = _put_tensors(file, tensors, gathered or tensors.__getitem__, room)
         else:
-            sums = _checksums(tensors, partial(_put_image, file, image))
+            sums = _checksums(tensors, partial(_put_image, file, image, room))
         head = _head(tensors, draft.metadata(sums), room)
         if image is None:
             file.seek(0)
@@ -262,12 +262,12 @@ def _put_all(file: FileIO, content: bytes | ctypes.Array) -> None:
         left = left[file.write(left) :]  # Linux writes 2 GiB at most at once, and less on a disk that is almost full
 
 
-def _put_image(file: FileIO, image: torch.Tensor) -> None:
-    """All but its first part, which has the header, and not through the page cache: for large files at a third of the time."""
+def _put_image(file: FileIO, image: torch.Tensor, room: int) -> None:
+    """All but the parts that have the header, and not through the page cache: for large files at a third of the time."""
     with suppress(OSError):  # a file system that cannot
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
     with ThreadPoolExecutor(4) as pool:  # parallel file systems want several parts at once
-        for done in [pool.submit(_put, file, image, start) for start in range(PART, len(image), PART)]:
+        for done in [pool.submit(_put, file, image, start) for start in range(-(-room // PART) * PART, len(image), PART)]:
             done.result()
 
 

@@ -144,11 +144,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def of_model(model: nn.Module) -> dict[str, torch.Tensor]:
-    """`model.<name>`: every parameter once (of tied ones, the first name), and the buffers that a state_dict has."""
+def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Those that a state_dict has. Others may be caches, of another length on each rank."""
     saved = model.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    return {f"model.{name}": tensor.detach() for name, tensor in (dict(model.named_parameters()) | buffers).items()}
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def of_model(model: nn.Module) -> dict[str, torch.Tensor]:
+    """`model.<name>`: every parameter once (of tied ones, the first name), and the buffers that are saved."""
+    named = dict(model.named_parameters()) | saved_buffers(model)
+    return {f"model.{name}": tensor.detach() for name, tensor in named.items()}
 
 
 def averages(model: nn.Module) -> list[nn.Parameter]:

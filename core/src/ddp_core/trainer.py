@@ -42,7 +42,7 @@ from ddp_core.record import Record
 from ddp_core.reduction import KINDS, Reduction
 from ddp_core.rehearsal import rehearse
 from ddp_core.run_directory import RunDirectory
-from ddp_core.state import State, local, of_model
+from ddp_core.state import State, local, saved_buffers
 from ddp_core.stop import StopFlag
 from ddp_core.summary import Stopwatch
 from ddp_core.workload import Workload, outputs_of, parts_of
@@ -328,9 +328,7 @@ class Trainer:
         if self._evaluates(epoch):
             began = time.perf_counter()
             # BatchNorm's statistics are each rank's own: all evaluate with those that the snapshot has.
-            # Others may be caches, of another length on each rank.
-            saved = of_model(self.model)
-            self.peers.broadcast_tensors([b for name, b in self.model.named_buffers() if f"model.{name}" in saved])
+            self.peers.broadcast_tensors([*saved_buffers(self.model).values()])
             rehearse("evaluation", self.step)
             results = self.evaluation.evaluate()
             self.watch.spent("evaluation", began)
