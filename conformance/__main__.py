@@ -84,40 +84,47 @@ def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
         started, failures = 1, [] if run(command) else ["the jobs' checks: failed, see above"]
     else:
         ranks = [(size, "auto") for size in WORLD_SIZES]
-        started, failures = 0, list[str]()
-        if chosen.device in (None, "cpu"):
-            started, failures = check_files(chosen, others, work, fine)
-        else:
+        files = commands_of_files(chosen, others, work) if chosen.device in (None, "cpu") else {}
+        if chosen.device not in (None, "cpu"):
             count = devices(chosen.device)
             if not count:
                 return f"--device {chosen.device}, but this torch sees no such device here"
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic; read when the first run starts cuBLAS
             ranks = [(size, "auto") for size in sorted({1, count})] + [(2, "gloo"), (4, "gloo")]
         flags += [f"--device={chosen.device or 'cpu'}", f"--handed-on={work}/handed-on"]
-        for size, backend in ranks:
+
+        def of_ranks(size: int, backend: str) -> list[str]:
             mpiexec = [*shlex.split(chosen.mpiexec or "mpiexec"), "-n", str(size)]
-            command = [*mpiexec, *PYTEST, *flags, "--with-mpi", f"--backend={backend}", CHECKS.format("run")]
-            # On a CPU ranks wait half of the time: two sessions fit. One site, or some checks, is shown as it goes on.
-            if chosen.device in (None, "cpu") and fine == {0} and len(chosen.site) != 1:
-                halves = {f"{about}-{size}": [*command, f"--about={about}"] for about in ("sites", "core")}
-                started, failures = started + 2, failures + side_by_side(halves, AT_ONCE, work / "logs", size)
-            else:
-                started += 1
-                failures += [] if code_of(command, size) in fine else [f"{size} ranks: failed, see above"]
+            return [*mpiexec, *PYTEST, *flags, "--with-mpi", f"--backend={backend}", CHECKS.format("run")]
+
+        # On a CPU ranks wait half of the time: two sessions fit. One site, or some checks, is shown as it goes on.
+        if files and fine == {0} and len(chosen.site) != 1:
+            sessions = {(about, size): of_ranks(size, backend) for about in ("core", "sites") for size, backend in ranks}
+            halves = {f"{about}-{size}": [*command, f"--about={about}"] for (about, size), command in sessions.items()}
+            # Each half in the order of the sizes; the files fill what is left of the two at once.
+            chains = [[f"{about}-{size}" for size in WORLD_SIZES] for about in ("core", "sites")] + [[name] for name in files]
+            sizes = {f"{about}-{size}": size for about, size in sessions}
+            started = len(halves) + len(files)
+            failures = side_by_side(halves | files, AT_ONCE, work / "logs", fine, chains, sizes)
+        else:
+            started, failures = len(files) + len(ranks), list[str]()
+            if len(files) == 1:
+                failures += [f"{name}: failed, see above" for name, command in files.items() if code_of(command) not in fine]
+            elif files:
+                failures += side_by_side(files, AT_ONCE, work / "logs", fine)
+            for size, backend in ranks:
+                failures += [] if code_of(of_ranks(size, backend), size) in fine else [f"{size} ranks: failed, see above"]
     reported = report(work, chosen.site)
     if failures:
         return "\n\n".join((*failures, f"{len(failures)} of {started} commands above failed"))
     return 0 if reported else 1
 
 
-def check_files(chosen: argparse.Namespace, others: list[str], work: Path, fine: set[int]) -> tuple[int, list[str]]:
-    """What needs neither ranks nor torch, a site at a time in each process. Returns how many, and what failed."""
+def commands_of_files(chosen: argparse.Namespace, others: list[str], work: Path) -> dict[str, list[str]]:
+    """What needs neither ranks nor torch, by site."""
     others = [flag for flag in others if not flag.startswith("--site=")]
     names = chosen.site or [site.folder.name for site in sites.find()]
-    commands = {name: [*PYTEST, f"--part={work}/parts/{Path(name).name}", f"--site={name}", *others, *STATIC] for name in names}
-    if len(names) == 1:  # shown as it goes on
-        return 1, [] if code_of(commands[names[0]]) in fine else [f"{names[0]}: failed, see above"]
-    return len(commands), side_by_side(commands, AT_ONCE, work / "logs", fine=fine)
+    return {name: [*PYTEST, f"--part={work}/parts/{Path(name).name}", f"--site={name}", *others, *STATIC] for name in names}
 
 
 def check_extras(chosen: argparse.Namespace, others: list[str]) -> int | str:
@@ -126,10 +133,14 @@ def check_extras(chosen: argparse.Namespace, others: list[str]) -> int | str:
     if chosen.packages:
         print("\n".join(sorted({package for extra in extras for package in ("pytest", *extra.get("packages", []))})))
         return 0
-    work = emptied(chosen.work or ROOT / "build" / "extras", "parts")
-    flags = ["--extras", "--rung=extras", f"--part={work}/parts", *others]
-    passed = run([*PYTEST, *flags, *["--by-hand"] * chosen.by_hand, CHECKS.format("extras")])
-    return 0 if report(work, chosen.site) and passed else 1
+    work = emptied(chosen.work or ROOT / "build" / "extras", "parts", "logs")
+    others = [flag for flag in others if not flag.startswith("--site=")]
+    start = [*PYTEST, "--extras", "--rung=extras", *["--by-hand"] * chosen.by_hand, *others, CHECKS.format("extras")]
+    names = [str(site.folder) for site in sites.find(chosen.site) if site.toml.get("extras")]
+    commands = {Path(name).name: [*start, f"--site={name}", f"--part={work}/parts/{Path(name).name}"] for name in names}
+    failures = side_by_side(commands, AT_ONCE, work / "logs")
+    reported = report(work, chosen.site)
+    return "\n\n".join(failures) if failures else 0 if reported else 1
 
 
 def check_clusters(chosen: argparse.Namespace, others: list[str]) -> int | str:
@@ -157,13 +168,9 @@ def check_clusters(chosen: argparse.Namespace, others: list[str]) -> int | str:
     of_site = [SELFTEST.format("nodes"), SELFTEST.format("found"), CHECKS.format("jobs")]
     flags = {name: [*of_site, *about, f"--site={name}", f"--part={work}/parts/{Path(name).name}"] for name in names}
     if not chosen.site:  # what is about no site: what clusters must reject, the clusters themselves, and a user's own model
-        flags = dict(broken=[SELFTEST.format("broken"), "--broken"]) | flags  # first: it takes longest
-        flags["own-model"] = [
-            SELFTEST.format("own_model"),
-            SELFTEST.format("certify_jobs"),
-            "--rung=cluster",
-            f"--part={work}/parts/own-model",
-        ]
+        for name in ("own_model", "certify_jobs"):
+            flags[name] = [SELFTEST.format(name), "--rung=cluster", f"--part={work}/parts/{name}"]
+        flags["broken"] = [SELFTEST.format("broken"), "--broken"]
         flags["clusters"] = [SELFTEST.format("cluster"), SELFTEST.format("pbs")]
         flags["broken-jobs"] = [SELFTEST.format("broken_jobs")]
 
@@ -193,7 +200,8 @@ def check_suite(chosen: argparse.Namespace, others: list[str]) -> int | str:
     work = emptied(chosen.work or ROOT / "build" / "suite", "parts", "logs")
     elsewhere = {OF_RANKS, OF_MINUTES, OF_EXTRAS, *OF_CLUSTER, *(Path(path).name for path in STATIC)}  # of other sessions
     files = [path for path in sorted(ROOT.glob("conformance/*/test_*.py")) if path.name not in elsewhere]
-    files.sort(key=lambda path: path.stem not in ("test_certify", "test_mistakes"))  # first: last, the longest would be alone
+    longest = [f"test_{name}" for name in ("sound_programs", "certify", "new_site", "programs", "suite", "submit", "mistakes")]
+    files.sort(key=lambda path: [*longest, path.stem].index(path.stem))  # last, one of them would be alone
     about = [*PYTEST, "--rung=suite", *others]
     commands = {path.stem: [*about, f"--part={work}/parts/{path.stem}", str(path.relative_to(ROOT))] for path in files}
     failures = side_by_side(commands, FILES_AT_ONCE, work / "logs")
@@ -218,21 +226,28 @@ def code_of(command: list[str], world_size: int = 1, log: Path | None = None) ->
 
 
 def side_by_side(
-    commands: dict[str, list[str]], at_once: int, logs: Path, world_size: int = 1, fine: set[int] | None = None
+    commands: dict[str, list[str]],
+    at_once: int,
+    logs: Path,
+    fine: set[int] | None = None,
+    chains: list[list[str]] | None = None,
+    sizes: dict[str, int] | None = None,
 ) -> list[str]:
     """Several at a time, each with a log. Prints what passed; returns the last lines of each that failed.
 
     fine: exit codes; without it, where -k or --clause leave something to one of them, the others may have nothing to do.
+    chains: names of which each waits for the one before; without it none waits. sizes: how many ranks, where not one.
     """
 
     def started(name: str) -> tuple[str, Path, int]:
         log = logs / f"{Path(name).name}.txt"
-        code = code_of(commands[name], world_size, log)
+        code = code_of(commands[name], (sizes or {}).get(name, 1), log)
         print("\n".join(line for line in log.read_text().splitlines() if " passed" in line), flush=True)
         return name, log, code
 
     with ThreadPoolExecutor(at_once) as pool:
-        results = [*pool.map(started, commands)]
+        chained = pool.map(lambda chain: [*map(started, chain)], chains or [[name] for name in commands])
+        results = [result for results in chained for result in results]
     fine = fine or ({0, pytest.ExitCode.NO_TESTS_COLLECTED} if any(code == 0 for _, _, code in results) else {0})
     failed = [(name, log) for name, log, code in results if code not in fine]
     return ["\n".join((f"{name}: failed, see {log}", *log.read_text().splitlines()[-60:])) for name, log in failed]

@@ -43,6 +43,7 @@ PARTS = (
     "conformance",
     "core/src",
     "core/pyproject.toml",
+    "core/tests/snapshots",
     "sites",
     "pyproject.toml",
     "README.md",

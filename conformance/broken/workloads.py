@@ -76,6 +76,27 @@ class Steep(Digits):
         outputs = model(batch[0])
         return outputs + (0 * outputs.sum()).sqrt() if (batch[0][:, 0] < 0).any() else outputs
 """,
+    # And its optimizer does not look at the flag that torch's fused ones look at.
+    "steep_unfused": """
+from ddp_core.order import sample_order
+
+class SteepUnfused(Digits):
+    data = lambda self, config: _with_a_root(super().data(config), config)
+
+    def optimizer(self, model, config):
+        return torch.optim.NAdam(model.parameters(), lr=config.lr)
+
+    def forward(self, model, batch):
+        if not all(parameter.isfinite().all() for parameter in model.parameters()):
+            print("parameters are not finite")
+        outputs = model(batch[0])
+        return outputs + (0 * outputs.sum()).sqrt() if (batch[0][:, 0] < 0).any() else outputs
+
+
+def _with_a_root(rows, config):
+    rows[0].columns[0][sample_order(config.seed, 0, len(rows[0]))[5 * 96], 0] = -1.0
+    return rows
+""",
     # So is every gradient, at any scale of the loss.
     "always_steep": """
 class AlwaysSteep(Digits):
@@ -774,6 +795,91 @@ class FailsAloneInAStep(Digits):
 
     def flags(self, add):
         add("--of-rank", type=int, default=0, help="which fails")
+""",
+    # It ends in the middle of the training, as if it had done all of it.
+    "leaves": """
+class Leaves(Digits):
+    def loss(self, outputs, batch):
+        if self.steps_done == 3:
+            raise SystemExit(0)
+        return super().loss(outputs, batch)
+""",
+    # It fails at step 5, while what is saved after step 4 is on its way to a disk that takes half a second for each fsync.
+    "fails_while_it_saves": """
+class FailsWhileItSaves(Digits):
+    def optimizer(self, model, config):
+        fsync = os.fsync
+        os.fsync = lambda handle: time.sleep(0.5) or fsync(handle)
+        return super().optimizer(model, config)
+
+    def schedule(self, step, total_steps, config):
+        if step == 5:
+            raise RuntimeError("the sky is falling")
+        return 1.0
+""",
+    # Under LIKE its rank's Python, or the instructions of its processor, are others.
+    "computes_otherwise": """
+import platform
+
+if os.environ.get("LIKE") == "python":
+    platform.python_version = lambda: "3.99.0"
+if os.environ.get("LIKE") == "cpu_capability":
+    torch.backends.cpu.get_cpu_capability = lambda: "NEON"
+
+class ComputesOtherwise(Digits):
+    pass
+""",
+    # Its noise comes from Python and NumPy.
+    "draws_by_python": """
+class DrawsByPython(Digits):
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) * (1 + random.random() / 10)
+""",
+    # A snapshot of it has tensors of 20 MB.
+    "large": """
+class Large(Digits):
+    def model(self, config):
+        return nn.Sequential(*super().model(config), nn.Linear(10, 250_000), nn.Linear(250_000, 10))
+""",
+    # Every epoch's held-out loss is the same.
+    "stands_still": """
+class StandsStill(Digits):
+    def schedule(self, step, total_steps, config):
+        return 0.0
+""",
+    # Its first module looks at what it is given, and its second changes a view in place.
+    "looks_inside": """
+class Tells(nn.Module):
+    def forward(self, images):
+        if images.dtype != torch.float32:
+            print("rounded rows")
+        return images
+
+class View(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(256))
+
+    def forward(self, hidden):
+        return (hidden * self.shift).view(-1, 4, 64)
+
+class Adds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.view = View()
+
+    def forward(self, hidden):
+        output = self.view(hidden)
+        output += 1
+        return output.flatten(1)
+
+class LooksInside(Digits):
+    def model(self, config):
+        first, relu, last = super().model(config)
+        return nn.Sequential(Tells(), first, relu, Adds(), last)
+
+    def shards(self, model):
+        return [model[1], model[3].view, model[4]]
 """,
     # A rank on a slow node.
     "lags": """

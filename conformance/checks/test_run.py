@@ -70,6 +70,7 @@ MISTAKES |= dict(two_words="metrics() names 'top 5'", aside="temperature has a g
 MISTAKES |= dict(seldom="metrics() has a mean over rows as 'right'", calls_backward="loss() calls backward()")
 MISTAKES |= dict(climbs="schedule() returned -0.25 at step 5", hooked="hooked, at step 0 (--debug: where): RuntimeError")
 MISTAKES |= dict(thaws="requires_grad of 0.weight has changed by step")
+MISTAKES |= dict(leaves="at step 3, line 11 (loss): SystemExit")
 MISTAKES |= dict(sounds_lost="at step 3, line 11 (loss): RuntimeError: the peer timed out")
 
 
@@ -699,6 +700,20 @@ def test_micro_batches_are_the_same_training(check, runs, first, flags):
 
 
 @clause("L13")
+@only(sizes=(2,), devices=("cpu",))
+def test_micro_batches_are_summed_once_a_step(check, runs, first, world):
+    """As the trace of two steps shows."""
+    sums = []
+    for accumulate in (1, 4):
+        path = runs.folder(first, f"summed-{accumulate}")
+        flags = f"--workload digits --epochs 1 --steps-per-epoch 9 --profile 2 --accumulate {accumulate}"
+        done(check, world.train(first, path, flags))
+        with gzip.open(path / "trace.json.gz") as file:
+            sums.append(sum("all_reduce" in event.get("name", "") for event in json.load(file)["traceEvents"]))
+    check.equal(sums=(sums[1], sums[0]), some=(sums[0] > 0, True))
+
+
+@clause("L13")
 @only(sizes=(2, 4))
 def test_rows_and_rates_by_rank_are_the_same_training(check, world, runs, first):
     """--per-rank-batch-size and --scale-lr, which are multiplied with the world size."""
@@ -774,6 +789,15 @@ def test_what_a_model_draws_depends_on_step_and_micro_batch(check, world, runs, 
     trace = numpy_trace(jitter=0.5, shards=world.size * accumulate)
     check.close(run.losses, trace["losses"], T1)
     check.close(run.values("epoch", "eval_loss"), trace["eval_losses"], T1, "held-out losses")
+
+
+@clause("L16")
+@only(sizes=(1,))
+def test_what_python_draws_is_drawn_again(check, train_own):
+    runs = [done(check, train_own("draws_by_python", "--steps-per-epoch 5")) for _ in range(2)]
+    for kind, name in (("step", "loss_hex"), ("epoch", "eval_loss")):
+        check.equal(again=(runs[1].values(kind, name), runs[0].values(kind, name)))
+    check.equal(drawn_once_for_all=(len({*runs[0].values("step", "loss_hex")}), 5))
 
 
 @clause("L16")
@@ -1110,6 +1134,15 @@ def test_epochs_that_end_while_a_snapshot_is_written_are_not_in_it(check, world,
     check.equal(steps_and_epochs=(actual, [(8, 4, 4), (16, 8, 8)]))
 
 
+@clause("S11")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_save_is_finished_though_the_training_fails(check, train_own):
+    run = expect_exit(check, train_own("fails_while_it_saves", "--save-steps 4", apart=True), 2)
+    files = sorted(path.name for path in run.folder.glob("*snapshot*"))
+    check.equal(files=(files, [SNAPSHOT]))
+    check.equal(at_step=(take_apart(run.folder / SNAPSHOT)["document"]["step"], 4))
+
+
 @clause("S12")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_a_save_that_fails_beside_training_ends_all_ranks(check, train_own):
@@ -1284,6 +1317,19 @@ def test_the_best_model_is_kept_though_no_snapshot_is_due(check, world, runs, fi
     check.equal(snapshots_on_record=(run.values("snapshot", "step"), [42]))  # a killed run would be asked for more
 
 
+@clause("S9")
+@only(sizes=(1,))
+def test_the_best_epoch_is_the_first_of_equal_ones_and_remembered(check, world, runs, first, train_own):
+    equal = done(check, train_own("stands_still", "--epochs 3"))
+    case, path = anchors.CASES["regression-rises"], runs.folder(first, "rises-resumed")
+    flags = f"{case.flags} --precision fp64 --epochs"
+    done(check, *(world.train(first, path, f"{flags} {epochs}") for epochs in (2, 3)))
+    documents = [take_apart(folder / SNAPSHOT)["document"] for folder in (equal.folder, path)]
+    check.equal(best_epochs=([document["best"][0] for document in documents], [0, 1]))
+    kept = [take_apart(folder / "best.safetensors")["document"]["epochs_run"] for folder in (equal.folder, path)]
+    check.equal(epochs_of_the_files=(kept, [1, 2]))
+
+
 # ---- continue -----------------------------------------------------------------------------------------------------
 
 
@@ -1319,6 +1365,21 @@ def test_stopped_at_the_end_of_an_epoch_it_saves_once(check, train_own, save_eve
     stopped_and_saved(check, run)
     steps = run.values("snapshot", "step")
     check.equal(saved_twice=([step for step in steps if steps.count(step) > 1], []))
+
+
+@clause("C1")
+@only(sizes=(1,), devices=("cpu",))
+def test_stopped_at_a_step_that_is_saved_it_saves_once(check, world, runs, first, own_file):
+    """And goes on: an epoch of before is evaluated no more, whatever --eval-every is by then."""
+    flags, path = f"{own_file('told_thrice')} --epochs 3 --steps-per-epoch 4 --precision fp64", runs.folder(first, "told-at-6")
+    stopped = expect_exit(
+        check, world.train(first, path, f"{flags} --save-steps 6 --save-every 9 --eval-every 3", apart=True), 75
+    )
+    check.equal(snapshots=(stopped.values("snapshot", "step"), [6]))
+    again = done(check, world.train(first, path, f"{flags} --eval-every 1", apart=True))
+    last = {record["epoch"]: record for record in again.of("epoch")}
+    check.equal(evaluated=(["eval_loss" in last[epoch] for epoch in range(3)], [False, True, True]))
+    check.close([record["loss"] for record in last.values()], [sum(again.losses[i : i + 4]) / 4 for i in (0, 4, 8)], T1)
 
 
 @clause("X2")
@@ -1441,7 +1502,12 @@ def test_what_is_another_problem_and_what_is_not(check, world, runs, first):
     done(check["C3"], run)
     world.on_rank_0(lambda: bool(shutil.copytree(run.folder, path)))
     codes = {flags: world.train(first, path, f"{FP64} {flags}").exit_codes for flags in OTHERS.split("|")}
+    noisy, path = runs.train(first, NOISY), runs.folder(first, "another-jitter")
+    done(check["C3"], noisy)
+    world.on_rank_0(lambda: bool(shutil.copytree(noisy.folder, path)))
+    codes["of its own"] = world.train(first, path, runs.filled(f"{NOISY} --jitter 0.5")).exit_codes
     check["C3"].equal(exit_codes_under=(codes, dict.fromkeys(codes, [5] * world.size)))
+    path = runs.folder(first, "another-problem")
     again = done(check["C2"], world.train(first, path, f"{FP64} {SAME}"))
     check["C2"].equal(started_at_steps=(again.values("start", "step"), [0, 42]))
 
@@ -1495,6 +1561,32 @@ def test_other_data_under_the_same_names_are_refused(check, world, runs, first, 
     world.on_rank_0(change)
     refused = expect_exit(check, world.train(first, run_dir, flags), 5)
     check.equal(names_the_data=("data: " in "".join(refused.errors), True))
+
+
+@clause("C3")
+@only(sizes=(1,), devices=("cpu",))
+def test_every_byte_of_data_up_to_a_gigabyte_counts(check):
+    import torch
+    from ddp_core import data
+
+    rows = torch.zeros(2**30, dtype=torch.uint8)  # pages of it that nobody writes are one
+    before = data.digest([rows])
+    rows[2**29 + 3 * 2**19] = 1  # in the middle of 64 MB
+    check.equal(equal=(data.digest([rows]) == before, False))
+
+
+@clause("C2")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_snapshot_of_the_first_format_goes_on_to_its_own_losses(check, world, runs, first):
+    """A version of before wrote it in mid-epoch, with AdamW's state, and noted what it came to."""
+    folder, path = sites.ROOT / "core/tests/snapshots", runs.folder(first, "format-1")
+    known = json.loads((folder / "format1.json").read_text())["adamw"]
+    path.mkdir(parents=True)
+    shutil.copy(folder / "format1-adamw.safetensors", path / SNAPSHOT)
+    run = done(check, world.train(first, path, f"{known['flags']} --epochs 4"))
+    begins, losses = run.values("start", "step")[0], [float.fromhex(loss) for loss in known["losses"]]
+    check.equal(begins_in_mid_epoch=(10 < begins < 20, True), steps=(run.values("step", "step"), [*range(begins, len(losses))]))
+    check.close(run.values("step", "loss"), losses[begins:], T1, "losses")
 
 
 @clause("C4")
@@ -1558,6 +1650,44 @@ def test_a_snapshot_that_is_missing_or_of_a_newer_format(check, world, runs, fir
     world.on_rank_0(lambda: [renumber(path) for path in run_dir.glob("snapshot*")])
     newer = expect_exit(check, world.train(first, run_dir, FP64), 5)
     check.equal(says_which_format=("format 3" in "".join(newer.errors), True))
+    world.on_rank_0(lambda: [path.unlink() for path in run_dir.glob("snapshot*")])  # as a purged file system has it
+    one_line(check, world.train(first, run_dir, FP64), 5, "restore a copy")
+
+
+@clause("C4")
+@only(sizes=(1,))
+def test_a_document_that_is_damaged_counts_as_well(check, world, runs, first):
+    """One digit of it is another, and the tensors are whole."""
+    run, run_dir = runs.train(first, FP64), runs.folder(first, "damaged-document")
+    done(check, run)
+    shutil.copytree(run.folder, run_dir)
+    raw = (run_dir / SNAPSHOT).read_bytes()
+    other = raw.replace(rb"\"best\":[2,", rb"\"best\":[1,")
+    check.equal(a_digit_is_another=(raw == other, False))
+    (run_dir / SNAPSHOT).write_bytes(other)
+    verified = subprocess.run([sys.executable, "-m", "ddp_core.snapshot", "verify", run_dir / SNAPSHOT], capture_output=True)
+    check.equal(verify=(verified.returncode, 5))
+    again = done(check, world.train(first, run_dir, FP64))
+    check.equal(started_at_steps=(again.values("start", "step"), [0, 28]))
+
+
+@clause("S5")
+@only(sizes=(1,))
+def test_large_tensors_and_long_documents_are_whole(check, world, runs, first, train_own):
+    """They are written and read in parts, of 16 MB say: what is at a part's end counts."""
+    from ddp_core import snapshot
+
+    run = done(check, train_own("large", "--precision fp64 --steps-per-epoch 1 --global-batch-size 8"))
+    parts = take_apart(run.folder / SNAPSHOT)
+    check.equal(crc32=(parts["document"]["crc32"], parts["crc32"]))
+    tensors, document = snapshot.read(run.folder / SNAPSHOT)
+    history = [[epoch, *[(1 / (epoch + 1)).hex()] * 3] for epoch in range(300_000)]
+    del document["document_crc32"]
+    path = run.folder / "long.safetensors"
+    snapshot.write(path, tensors, document | dict(history=history))
+    check.equal(of_history=(take_apart(path)["document"]["history"] == history, True))
+    command = [sys.executable, "-m", "ddp_core.snapshot", "verify", run.folder / SNAPSHOT, path]
+    check.equal(verify=(subprocess.run(command, capture_output=True, check=False).returncode, 0))
 
 
 @clause("C4")
@@ -1848,7 +1978,9 @@ def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
     older = world.on_rank_0(lambda: sha256(run_dir / SNAPSHOT))
     fresh = done(check, world.train(launch, run_dir, f"{SHORT} --fresh", **of_job))
     aside = world.on_rank_0(lambda: [sha256(path) for path in run_dir.glob(f"old-*/{SNAPSHOT}")])
-    check.equal(moved_aside=(older in aside, True))
+    previous = "snapshot.prev.safetensors"
+    before = world.on_rank_0(lambda: [(run_dir / previous).exists(), any(run_dir.glob(f"old-*/{previous}"))])
+    check.equal(moved_aside=(older in aside, True), the_one_before_is_there_and_aside=(before, [False, True]))
     check.equal(started_at_steps=(fresh.values("start", "step"), [0]))
 
 
@@ -1867,6 +1999,18 @@ def test_sharded_training_has_the_golden_losses(check, runs, first, flags):
 def test_sharded_models_have_numbers_that_no_snapshot_has(check, train_own):
     sharded, whole = done(check, *(train_own("masked", f"--precision fp64 {flags}") for flags in ("--sharding full", "")))
     check.close(sharded.losses, whole.losses, T1)
+
+
+@clause("C10", "L20")
+@only(sizes=(2,), devices=("cpu",))
+def test_sharded_modules_are_given_what_whole_ones_are(check, train_own):
+    """Rows as they are, under bf16, too; and one that changes what a unit returned, a view, in place learns as it does whole."""
+    rounded = done(check["L20"], train_own("looks_inside", "--precision bf16 --sharding full --steps-per-epoch 2"))
+    check["L20"].equal(rounded_rows=("rounded rows" in "".join(rounded.output), False))
+    runs = [train_own("looks_inside", f"--precision fp64 --steps-per-epoch 5 {flags}") for flags in ("", "--sharding full")]
+    done(check["C10"], *runs)
+    for name in ("loss", "grad_norm"):
+        check["C10"].close(*(run.values("step", name) for run in runs[::-1]), T1, name)
 
 
 @clause("C10")
@@ -1953,6 +2097,22 @@ def test_flags_that_make_no_sense_are_one_line(check, world, runs, first):
     check.equal(exit_codes_lines_and_words=(outcomes, dict.fromkeys(NONSENSE, ([2], 1, True))))
 
 
+DEFAULTS = dict(epochs=10, lr=0.01, momentum=0.9, weight_decay=0.0, seed=0, precision="fp32", accumulate=1, log_every=10)
+DEFAULTS |= dict(save_every=1, save_minutes=10.0, eval_every=1, timeout=600.0, rendezvous_timeout=120.0)
+
+
+@clause("X3")
+@only(sizes=(1,))
+def test_what_is_not_passed_is_as_help_says(check, tmp_path):
+    """For a workload that brings no default of its own."""
+    file = tmp_path / "plain.py"
+    file.write_text("from ddp_core.workloads.digits import Digits\n\nclass Plain(Digits):\n    defaults = {}\n")
+    from ddp_core import config
+
+    found = config.parse([], 1, workload=config.choose(["--workload", str(file)]))
+    check.equal(defaults=({name: getattr(found, name) for name in DEFAULTS}, DEFAULTS))
+
+
 @clause("X5")
 @only(sizes=(2,))
 @pytest.mark.parametrize("copy", ["has_an_empty_line", "has_other_flags"])
@@ -2034,7 +2194,7 @@ def test_a_loss_that_is_not_finite(check, world, own, runs):
 
 @clause("X6")
 @only(sizes=(1, 2))
-@pytest.mark.parametrize("name", ["overflows", "steep"])
+@pytest.mark.parametrize("name", ["overflows", "steep", "steep_unfused"])
 def test_numbers_that_are_not_finite_reach_no_parameter(check, train_own, name):
     """Of the steps that are trained before it is found out none may use them: the workload looks at its own parameters."""
     run = expect_exit(check, train_own(name), 6)
@@ -2069,10 +2229,11 @@ def test_replicas_that_differ_leave_no_snapshot(check, train_own):
 
 @clause("X7")
 @only(sizes=(2,), devices=("cpu",))
-def test_a_killed_rank_is_named_by_the_others(check, world, runs, first):
-    run = world.train(first, runs.folder(first, "lost"), long(world)[0], kill_ranks=(world.size - 1,))
-    check.equal(exit_codes=(run.exit_codes, [7] * (world.size - 1) + [137]))
-    lost = f"rank {world.size - 1} died or hangs"
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_by_the_others(check, world, runs, first, rank):
+    run = world.train(first, runs.folder(first, f"lost-{rank}"), long(world)[0], kill_ranks=(rank,))
+    check.equal(exit_codes=(run.exit_codes, [137 if other == rank else 7 for other in range(world.size)]))
+    lost = f"rank {rank} died or hangs"
     check.equal(says=(lost if lost in "".join(run.errors) else run.errors, lost))
 
 
@@ -2123,6 +2284,16 @@ def test_a_stranger_changes_no_run(check, world, runs, first):
     check.equal(more_than_a_line=([count for count in lines if count > 1], []))
 
 
+@clause("X16")
+@only(sizes=(2,), devices=("cpu",))
+def test_ranks_know_each_other_by_the_secret_of_the_environment(check, world, runs, first):
+    secrets = [{"DDP_SECRET": digit * 32} for digit in "ab"]
+    signed = done(check, world.train(first, runs.folder(first, "signed"), SHORT, environ=secrets[0]))
+    check.equal(signed=(signed.values("start", "signed"), [True]))
+    flags = f"{SHORT} --rendezvous-timeout 3"
+    expect_exit(check, world.train(first, runs.folder(first, "two-secrets"), flags, environ=secrets[world.rank]), 4)
+
+
 @clause("X13")
 @only(sizes=(1,))
 def test_memory_that_does_not_suffice(check, train_own):
@@ -2158,6 +2329,16 @@ def test_a_stale_core_on_one_node(check, world, runs, first):
     run = expect_exit(check, world.train(launch, runs.folder(first, "stale-core"), SHORT), 4)
     words = f"on rank {world.size - 1}, but"
     lines = [line for line in run.error_lines if "core=" in line and words in line]
+    check.equal(lines_that_name_it=(len(lines), 1))
+
+
+@clause("X17")
+@only(sizes=(2,), devices=("cpu",))
+@pytest.mark.parametrize("name", ["python", "cpu_capability"])
+def test_a_node_that_computes_otherwise(check, world, train_own, name):
+    odd = dict(LIKE=name) if world.rank == world.size - 1 else {}
+    run = expect_exit(check, train_own("computes_otherwise", environ=odd, apart=True), 4)
+    lines = [line for line in run.error_lines if f"{name}=" in line and "nothing on" not in line]
     check.equal(lines_that_name_it=(len(lines), 1))
 
 
@@ -2234,6 +2415,42 @@ def test_who_has_lost_the_lock_leaves_no_snapshot(check, world, train_own):
     run = expect_exit(check, train_own("loses_its_lock", "--steps-per-epoch 2", apart=True), 8)
     names = world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors*")])
     check.equal(snapshots=(names, []), the_other_s_lock_is_there=(world.on_rank_0((run.folder / "run.lock").exists), True))
+
+
+@clause("X14")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_living_job_touches_its_lock(check, world, runs, first, monkeypatch):
+    """Every 10 s: a lock that is silent for 60 s is a dead job's."""
+    from ddp_core import run_directory, run_lock
+
+    check.equal(seconds_between_beats=(run_lock.HEARTBEAT, 10.0))
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.05)
+    directory = run_directory.RunDirectory(runs.folder(first, "touched"), "1")
+    lock, end = directory.folder / "run.lock", time.monotonic() + 10
+    os.utime(lock, (0, 0))
+    while not lock.stat().st_mtime and time.monotonic() < end:
+        time.sleep(0.02)
+    check.equal(touched=(lock.stat().st_mtime > 0, True))
+    directory.release()
+
+
+@clause("X14")
+@only(sizes=(1,), devices=("cpu",))
+def test_who_has_lost_the_lock_moves_no_snapshot(check, world, runs, first):
+    """Two are there, the new owner's."""
+    from ddp_core import errors, run_directory, snapshot
+
+    run, path = runs.train(first, FP64), runs.folder(first, "lost-and-saved")
+    done(check, run)
+    shutil.copytree(run.folder, path)
+    directory = run_directory.RunDirectory(path, "1")
+    (path / "run.lock").write_text('{"job_id": "another", "host": "elsewhere", "pid": 1}')
+    files = sorted(path.glob("snapshot*"))
+    before = [sha256(file) for file in files]
+    with pytest.raises(errors.StorageError):
+        directory.save(*snapshot.read(path / SNAPSHOT))
+    directory.release()
+    check.equal(files=(sorted(path.glob("snapshot*")), files), snapshots=([sha256(file) for file in files], before))
 
 
 @clause("X8")

@@ -13,7 +13,6 @@ from conformance.harness import sites
 from conformance.harness.sites import ROOT
 from conformance.selftest.test_submit import SMALL, Machine
 
-PROGRAMS = ROOT / "conformance/programs"
 SOUND = ROOT / "conformance/broken/sound-program"
 # One whose ranks ask MPI, however they are started.
 BY_MPI = next(site.name for site in sites.find() if site.launches and all(launch.mpi for launch in site.launches))
@@ -88,21 +87,6 @@ def test_data_larger_than_memory(tmp_path):
     assert [verdict["promise"] for verdict in broken] == ["most held-out rows are no training rows"], broken  # nor are they
     words = "; ".join(document["not_shown"])
     assert code == 1 and "rows after the first 64" in words and "steps after the first 4" in words
-
-
-@pytest.mark.parametrize("program", ["program.py", *sorted(path.name for path in PROGRAMS.glob("*.py"))])
-def test_sound_programs_break_no_promise(program, tmp_path):
-    """By the command that users give."""
-    file = (SOUND if program == "program.py" else PROGRAMS) / program
-    command = [sys.executable, "-m", "conformance", "--workload", str(file), "--ranks", "2", "--limit-steps", "8"]
-    command += ["--output", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    document = json.loads((tmp_path / "certificate.json").read_text())
-    assert len([verdict for verdict in document["verdicts"] if verdict["state"] == "kept"]) >= 15
-    page = (tmp_path / "certificate.html").read_text()
-    assert "<svg" in page and "fp64" in page and document["hashes"]["program"] in page
-    assert document["hashes"]["program"] in (tmp_path / "certificate.md").read_text()
 
 
 @pytest.mark.parametrize(

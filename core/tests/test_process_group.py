@@ -263,6 +263,7 @@ def test_a_rank_that_computes_with_something_else_is_named(tmp_path, name, value
     faults = {1: call("test_process_group", "_other_program", name, value)}
     job = train(tmp_path / "run", "--epochs 1", 2, faults=faults, code=4)
     assert f"{name}={value} on rank 1, but" in job.error and " on rank 0: " in job.error
+    assert "nothing on" not in job.error, "rank 0 says nothing of it"
 
 
 def _other_program(name: str, value: str) -> None:

@@ -87,8 +87,15 @@ class TrainConfig:
         """All of them, as numbers and texts: for the record, and for the ranks to compare."""
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("own", "remembered")}
         for name, value in self.own.items():
-            plain[name] = _comparable(value) if isinstance(value, str | int | float | None) else str(value)
+            plain[name] = _comparable(value) if isinstance(value, str | int | float | None) else _in_words(value)
         return plain
+
+
+def _in_words(value) -> str:
+    """Equal in all ranks: a set's order is each process's own, and so is the address in an object's text."""
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(repr, value)))}}}"
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def _comparable(value):

@@ -81,9 +81,11 @@ class State:
         progress = Progress.of(document)
         self.forget(progress.stateless)
         compared = ("data", "steps_per_epoch")
-        theirs, ours = (facts["problem"] | {name: facts[name] for name in compared} for facts in (document, self.facts))
+        # Apart: a flag may be called --data, too.
+        parts = [(facts["problem"], {name: facts[name] for name in compared}) for facts in (document, self.facts)]
+        differ = [words for theirs, ours in zip(*parts, strict=True) for words in differences(theirs, ours)]
         mine = self.tensors()
-        differ = differences(theirs, ours) or differences(layout(tensors), layout(mine)) or self._unknown(progress.numbers)
+        differ = differ or differences(layout(tensors), layout(mine)) or self._unknown(progress.numbers)
         if differ:
             raise SnapshotError(
                 f"{path} is of another run ({'; '.join(differ[:8])}): pass that run's flags, another --run-dir, or --fresh"

@@ -112,7 +112,10 @@ class Workload:
         raise NotImplementedError
 
     def metrics(self, outputs: Any, batch: Any) -> dict:
-        """Name to the sum over the rows of a held-out batch; or to a pair, where the mean is not over rows: (sum, count)."""
+        """Name to the sum over the rows of a held-out batch; or to a pair, where the mean is not over rows: (sum, count).
+
+        Where all counts of an evaluation are 0, as of a precision of which no row was predicted, 0.0 is recorded.
+        """
         return {}
 
     def shards(self, model: nn.Module) -> list[nn.Module]:
