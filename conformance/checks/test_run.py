@@ -793,11 +793,13 @@ def test_what_a_model_draws_depends_on_step_and_micro_batch(check, world, runs, 
 
 @clause("L16")
 @only(sizes=(1,))
-def test_what_python_draws_is_drawn_again(check, train_own):
-    runs = [done(check, train_own("draws_by_python", "--steps-per-epoch 5")) for _ in range(2)]
+def test_what_python_draws_is_drawn_again(check, world, runs, first, own_file):
+    """After a stop, too."""
+    flags, path = f"{own_file('draws_by_python')} --steps-per-epoch 5 --epochs", runs.folder(first, "draws-by-python")
+    never = done(check, world.train(first, runs.folder(first, "draws-never-stopped"), f"{flags} 2"))
+    resumed = done(check, *(world.train(first, path, f"{flags} {epochs}") for epochs in (1, 2)))[-1]
     for kind, name in (("step", "loss_hex"), ("epoch", "eval_loss")):
-        check.equal(again=(runs[1].values(kind, name), runs[0].values(kind, name)))
-    check.equal(drawn_once_for_all=(len({*runs[0].values("step", "loss_hex")}), 5))
+        check.equal(again=(resumed.values(kind, name), never.values(kind, name)))
 
 
 @clause("L16")
@@ -1505,7 +1507,8 @@ def test_what_is_another_problem_and_what_is_not(check, world, runs, first):
     noisy, path = runs.train(first, NOISY), runs.folder(first, "another-jitter")
     done(check["C3"], noisy)
     world.on_rank_0(lambda: bool(shutil.copytree(noisy.folder, path)))
-    codes["of its own"] = world.train(first, path, runs.filled(f"{NOISY} --jitter 0.5")).exit_codes
+    own = world.train(first, path, runs.filled(f"{NOISY} --jitter 0.5"))
+    check["C3"].equal(exit_codes_under_another_flag_of_its_own=(own.exit_codes, [5] * world.size))
     check["C3"].equal(exit_codes_under=(codes, dict.fromkeys(codes, [5] * world.size)))
     path = runs.folder(first, "another-problem")
     again = done(check["C2"], world.train(first, path, f"{FP64} {SAME}"))
@@ -1665,8 +1668,8 @@ def test_a_document_that_is_damaged_counts_as_well(check, world, runs, first):
     other = raw.replace(rb"\"best\":[2,", rb"\"best\":[1,")
     check.equal(a_digit_is_another=(raw == other, False))
     (run_dir / SNAPSHOT).write_bytes(other)
-    verified = subprocess.run([sys.executable, "-m", "ddp_core.snapshot", "verify", run_dir / SNAPSHOT], capture_output=True)
-    check.equal(verify=(verified.returncode, 5))
+    command = [sys.executable, "-m", "ddp_core.snapshot", "verify", run_dir / SNAPSHOT]
+    check.equal(verify=(subprocess.run(command, capture_output=True, check=False).returncode, 5))
     again = done(check, world.train(first, run_dir, FP64))
     check.equal(started_at_steps=(again.values("start", "step"), [0, 28]))
 
@@ -1675,7 +1678,7 @@ def test_a_document_that_is_damaged_counts_as_well(check, world, runs, first):
 @only(sizes=(1,))
 def test_large_tensors_and_long_documents_are_whole(check, world, runs, first, train_own):
     """They are written and read in parts, of 16 MB say: what is at a part's end counts."""
-    from ddp_core import snapshot
+    from ddp_core import background, record, run_directory, snapshot
 
     run = done(check, train_own("large", "--precision fp64 --steps-per-epoch 1 --global-batch-size 8"))
     parts = take_apart(run.folder / SNAPSHOT)
@@ -1683,10 +1686,12 @@ def test_large_tensors_and_long_documents_are_whole(check, world, runs, first, t
     tensors, document = snapshot.read(run.folder / SNAPSHOT)
     history = [[epoch, *[(1 / (epoch + 1)).hex()] * 3] for epoch in range(300_000)]
     del document["document_crc32"]
-    path = run.folder / "long.safetensors"
-    snapshot.write(path, tensors, document | dict(history=history))
-    check.equal(of_history=(take_apart(path)["document"]["history"] == history, True))
-    command = [sys.executable, "-m", "ddp_core.snapshot", "verify", run.folder / SNAPSHOT, path]
+    directory = run_directory.RunDirectory(runs.folder(first, "long-document"), "1")
+    saver = background.Saver(directory, record.Record(time.monotonic()))
+    saver.save(tensors, document | dict(history=history), best=False, snapshot=True)
+    saver.settle()
+    directory.release()
+    command = [sys.executable, "-m", "ddp_core.snapshot", "verify", run.folder / SNAPSHOT, directory.snapshot]
     check.equal(verify=(subprocess.run(command, capture_output=True, check=False).returncode, 0))
 
 
@@ -2004,7 +2009,7 @@ def test_sharded_models_have_numbers_that_no_snapshot_has(check, train_own):
 @clause("C10", "L20")
 @only(sizes=(2,), devices=("cpu",))
 def test_sharded_modules_are_given_what_whole_ones_are(check, train_own):
-    """Rows as they are, under bf16, too; and one that changes what a unit returned, a view, in place learns as it does whole."""
+    """Rows as they are, under bf16, too. One that changes a view, which a unit returned, in place learns as it does whole."""
     rounded = done(check["L20"], train_own("looks_inside", "--precision bf16 --sharding full --steps-per-epoch 2"))
     check["L20"].equal(rounded_rows=("rounded rows" in "".join(rounded.output), False))
     runs = [train_own("looks_inside", f"--precision fp64 --steps-per-epoch 5 {flags}") for flags in ("", "--sharding full")]

@@ -284,7 +284,7 @@ CASES = {
         **dict(global_batch_size=64, optimizer="adamw", lr_times_ranks=True, momentum=0.8, weight_decay=0.1),
         **dict(warmup_steps=10, cosine=True, clip_norm=0.5),
     ),
-    # Its held-out loss is lowest after the second epoch, and rises.
+    # Its held-out loss is lowest after the first epoch, and rises.
     "regression-rises": Case(
         "--workload regression --epochs 3 --global-batch-size 64 --optimizer adamw --lr 0.1",
         *(LINEAR, regression_rows, of_regression, "eval_absolute_error"),

@@ -897,6 +897,24 @@ def test_a_snapshot_remembers_own_flags_unless_they_say_no(tmp_path):
     assert_same_run(job, train(tmp_path / "whole", f"--workload {tmp_path / 'mine.py'} --epochs 2", 2, code=0))
 
 
+def test_a_flag_may_have_the_name_of_what_the_core_remembers(tmp_path):
+    flags = small("def flags(self, add):\n    add('--data', default='here')")
+    failed(tmp_path, flags, "--epochs 1", code=0)
+    assert "data: here there, there here" in failed(tmp_path, flags, "--epochs 2 --data there", code=5).error
+
+
+def test_values_of_any_kind_are_told_in_words_that_are_equal_in_all_ranks(tmp_path):
+    """A set of texts has another order in each process, and an object another address."""
+    flags = """
+        def flags(self, add):
+            add("--kinds", type=lambda text: set(text.split("+")), default={"b", "a"}, remembered=False)
+            add("--thing", type=str, default=object(), remembered=False)
+        """
+    path = written(tmp_path, small(flags))
+    facts = parse(["--workload", str(path)], 1).facts()
+    assert facts["kinds"] == "{'a', 'b'}" and facts["thing"] == "<object object>"
+
+
 # ---- from a program -----------------------------------------------------------------------------------------------
 
 
