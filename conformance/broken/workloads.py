@@ -452,6 +452,27 @@ class Buffered(Digits):
     def model(self, config):
         return CountsRows()
 """,
+    # Each rank has a cache of its own, as long as its longest batch, that no snapshot holds; all batches are equally long here.
+    "keeps_a_cache": """
+class Cached(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.rank = layer, torch.distributed.get_rank()
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, hidden):
+        if self.training and len(self.cache) != self.rank + 2:
+            self.cache = torch.full((self.rank + 2,), self.rank + 1.0)
+        if not self.training and len(self.cache) > 1 and self.cache.tolist() != [self.rank + 1.0] * (self.rank + 2):
+            print("another rank's cache", self.cache)
+        return self.layer(hidden)
+
+
+class KeepsACache(Digits):
+    def model(self, config):
+        *others, last = super().model(config)
+        return nn.Sequential(*others, Cached(last))
+""",
     # It keeps in itself what it has counted, and what no batch changes.
     "counts_in_itself": """
 class CountsInItself(Digits):

@@ -870,6 +870,14 @@ def test_all_ranks_go_on_with_the_buffers_of_rank_0(check, train_own, reduction)
     check.equal(ranks_whose_buffers_differ=([rank for rank, text in enumerate(run.output) if "buffers differ" in text], []))
 
 
+@clause("L18")
+@only(sizes=(2,))
+def test_what_no_snapshot_holds_is_each_rank_s_own(check, train_own):
+    """Where they evaluate, too."""
+    run = done(check, train_own("keeps_a_cache", "--steps-per-epoch 3"))
+    check.equal(ranks_with_another_s=([rank for rank, text in enumerate(run.output) if "another rank's cache" in text], []))
+
+
 @clause("L21")
 @only(sizes=(2, 4))
 def test_parameters_that_no_row_asks_for_are_left_alone(check, world, runs, first, own_file, train_own):
@@ -1987,6 +1995,16 @@ def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
     before = world.on_rank_0(lambda: [(run_dir / previous).exists(), any(run_dir.glob(f"old-*/{previous}"))])
     check.equal(moved_aside=(older in aside, True), the_one_before_is_there_and_aside=(before, [False, True]))
     check.equal(started_at_steps=(fresh.values("start", "step"), [0]))
+
+
+@clause("C9")
+@only(sizes=(1,))
+def test_a_job_that_is_started_again_in_vain_ends(check, world, runs, first, own_file):
+    """Its starts fail before they have saved, as by a step that takes more memory than there is."""
+    path, flags = runs.folder(first, "in-vain"), f"{own_file('fails_alone_in_a_step')} --epochs 1"
+    codes = [world.train(first, path, flags, restart=restart).exit_codes for restart in range(3)]
+    check.equal(exit_codes=(codes, [[2]] * 3))
+    one_line(check, world.train(first, path, flags, restart=3), 3, "saved nothing")
 
 
 @clause("C10")
