@@ -375,6 +375,18 @@ def test_no_rank_has_a_variable_for_finding_faults(check, site, dry):
 
 
 @clause("J13")
+def test_mpi_looks_for_no_devices(check, site, dry):
+    """Users of Cray MPICH on GPUs export 1, with which it ends each rank whose mpi4py was built without its library for them."""
+    name = "MPICH_GPU_SUPPORT_ENABLED"
+    texts = [path.read_text() for path in (site.folder / "README.md", *site.scripts)]
+    cray = any(launch.mpi for launch in site.launches) and any("MPICH" in text for text in texts)
+    for script in trains(site) if cray else ():
+        for call in dry.job(script, environ={name: "1"}).trained[:1]:
+            if call.environ.get(name, "0") != "0":
+                yield f"{script.name}: {name}={call.environ[name]} in a rank, but should be 0, whatever a shell exports"
+
+
+@clause("J13")
 def test_a_plugin_of_the_user_s_own_is_taken(check, site, dry):
     """Built anew, say, after the machine's libfabric has changed: the module's would run in its place, in silence."""
     for script, call in dry.first_ranks(all_ranks=True, nodes=2):
@@ -1005,6 +1017,10 @@ def test_what_a_run_leaves_is_as_its_user_s_umask_says(check, site, dry):
     for script, call in dry.first_ranks(all_ranks=True):
         if call.notes["umask"] != own:
             yield f"{script.name}: umask={call.notes['umask']}, but should be the user's: {own}"
+    for script, mask in itertools.product(site.job_scripts, ("0022", "0077")):
+        for path, mode in dry.job(script, all_ranks=True, umask="" if mask == own else mask).wide.items():
+            place = dry.shown(str(dry.top / path))
+            yield f"{script.name} leaves {place} with mode {mode}, but should as its user's umask says: {mask}"
 
 
 @clause("J8")

@@ -279,7 +279,7 @@ def environment(prefix: str, of_image: bool = "DRY_RUN_IMAGE" in os.environ) -> 
     for name in ("python", "python3", "pip", "conda-pack", "conda-unpack"):
         with open(f"{TOP}/bin/{name}") as file, open(f"{prefix}/bin/{name}", "w") as copy:
             copy.write(file.read())
-        os.chmod(f"{prefix}/bin/{name}", 0o755)
+        os.chmod(f"{prefix}/bin/{name}", 0o777 & ~int(umask(), 8))
     with open(f"{prefix}/bin/activate", "w") as file:
         file.write(f"export VIRTUAL_ENV='{prefix}' PATH='{prefix}/bin':$PATH\n")
     if of_image:
