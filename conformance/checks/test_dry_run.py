@@ -376,7 +376,7 @@ def test_no_rank_has_a_variable_for_finding_faults(check, site, dry):
 
 @clause("J13")
 def test_mpi_looks_for_no_devices(check, site, dry):
-    """Users of Cray MPICH on GPUs export 1, with which it ends each rank whose mpi4py was built without its library for them."""
+    """Users of Cray MPICH on GPUs export 1, which ends each rank whose mpi4py was built without its library for them."""
     name = "MPICH_GPU_SUPPORT_ENABLED"
     texts = [path.read_text() for path in (site.folder / "README.md", *site.scripts)]
     cray = any(launch.mpi for launch in site.launches) and any("MPICH" in text for text in texts)
@@ -628,6 +628,15 @@ def test_devices_are_chosen_once(check, site, dry):
                 seen = call.environ[name].split(",")
                 if seen != [str(number) for number in range(len(seen))]:
                     yield f"{case.name}: {name}={call.environ[name]}, but should be chosen by {own} alone"
+
+
+@clause("J9")
+def test_ranks_in_an_image_have_the_node_s_devices(check, site, dry):
+    """A container that is to be apart from the node has a /dev without them, unless it is told of GPUs, too."""
+    for what, run in in_all_ways(site, dry):
+        for call in [call for call in run.trained[:1] if "DRY_RUN_NO_DEVICES" in call.environ]:
+            image = Path(call.environ["DRY_RUN_IMAGE"]).name
+            yield f"{what}: no device in {image}, but should be (--contain without --nv or --rocm hides /dev)"
 
 
 @clause("J9")

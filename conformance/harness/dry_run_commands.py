@@ -559,6 +559,9 @@ def container(name: str, words: list[str]) -> int:
         for prefix in ("SINGULARITYENV_", "APPTAINERENV_"):
             if key.startswith(prefix):
                 environ[key.removeprefix(prefix)] = value
+    flags = rest[: images[0]] if images else []
+    if {"--contain", "-c", "--containall", "-C"} & {*flags} and not {"--nv", "--rocm"} & {*flags} and not shown("/dev", flags):
+        environ["DRY_RUN_NO_DEVICES"] = "1"  # it has a /dev of its own, with the least in it
     environ |= SETTINGS["image_sets"]
     NOTES["image"] = rest[images[0]] if images else first(split(words)[0], "--image", "-i")
     environ["APPTAINER_CONTAINER"] = environ["SINGULARITY_CONTAINER"] = environ["DRY_RUN_IMAGE"] = NOTES["image"]
