@@ -397,6 +397,11 @@ def test_what_an_installation_leaves_is_as_its_user_s_umask_says(check, dry):
     for flags in [(), *given(dry)]:
         for other in sorted({call.notes["umask"] for call in dry.install(*flags).calls if "makes" in call.notes} - {own}):
             yield f"{' '.join(('install.sh', *flags))}: umask={other}, but should be the user's: {own}"
+    for mask, flags in [("0022", ()), ("0077", ()), *((own, flags) for flags in given(dry))]:
+        run = dry.install(*flags, umask="" if mask == own else mask)
+        for path, mode in run.wide.items():
+            observed = f"{' '.join(('install.sh', *flags))} leaves {dry.shown(str(dry.top / path))} with mode {mode}"
+            yield f"{observed}, but should as its user's umask says: {mask}"
 
 
 @clause("B6")

@@ -23,6 +23,7 @@ from conformance.harness.dry_run import (
     Call,
     DryRun,
     arguments,
+    command_names,
     ending,
     given,
     made_by,
@@ -34,9 +35,10 @@ from conformance.harness.dry_run import (
     values_of,
     words_of,
 )
-from conformance.harness.shell import Script, minutes, plain
+from conformance.harness.shell import DEBUGGING, Script, minutes, plain
 from conformance.harness.sites import place_of
 from conformance.harness.stub_core import who
+from conformance.harness.target import BACKENDS
 
 # What a job script may pass to train.py by itself: where and with what, and never what is trained.
 OWN_FLAGS = {"--device", "--backend", "--run-dir", "--new-run-dir", "--grace", "--reduction", "--workers", "--debug"}
@@ -363,6 +365,28 @@ def test_only_interfaces_of_the_node_are_named(check, site, dry):
 
 
 @clause("J13")
+def test_no_rank_has_a_variable_for_finding_faults(check, site, dry):
+    """Whichever line has set it, and by whichever choice."""
+    for what, run in in_all_ways(site, dry):
+        for call in run.trained[:1]:
+            for name, value in as_in_job(call).items():
+                if DEBUGGING.match(f"{name}={value}"):
+                    yield f"{what}: {name}={value} in a rank, but should be left to who looks for a fault"
+
+
+@clause("J13")
+def test_mpi_looks_for_no_devices(check, site, dry):
+    """Users of Cray MPICH on GPUs export 1, which ends each rank whose mpi4py was built without its library for them."""
+    name = "MPICH_GPU_SUPPORT_ENABLED"
+    texts = [path.read_text() for path in (site.folder / "README.md", *site.scripts)]
+    cray = any(launch.mpi for launch in site.launches) and any("MPICH" in text for text in texts)
+    for script in trains(site) if cray else ():
+        for call in dry.job(script, environ={name: "1"}).trained[:1]:
+            if call.environ.get(name, "0") != "0":
+                yield f"{script.name}: {name}={call.environ[name]} in a rank, but should be 0, whatever a shell exports"
+
+
+@clause("J13")
 def test_a_plugin_of_the_user_s_own_is_taken(check, site, dry):
     """Built anew, say, after the machine's libfabric has changed: the module's would run in its place, in silence."""
     for script, call in dry.first_ranks(all_ranks=True, nodes=2):
@@ -396,6 +420,30 @@ def test_the_script_says_where_and_not_what(check, site, dry):
             yield from (f"{case.name}: {flag} is passed to train.py, but should be its user's" for flag in wrong)
             if values_of(own, "--device") in (["cpu"], ["auto"]) and site.toml["node"]["devices"]:
                 yield f"{case.name}: --device={values_of(own, '--device')[0]}, but should name the accelerator"
+            yield from (f"{case.name}: {text}" for text in chosen_wrongly(site, call, own))
+
+
+# By the beginning of a variable that hands devices to a rank, what PyTorch calls them.
+KINDS = dict(ZE_="xpu", CUDA_="cuda", ROCR_="cuda", HIP_="cuda")
+LEAST_SECONDS = 60  # that ranks are given to meet, and for a collective
+
+
+def chosen_wrongly(site, call: Call, own: list[str]) -> Iterator[str]:
+    """What is wrong with the device, the backend and the times that a script passes. own: its flags."""
+    names = [site.toml["node"]["device_environment"]] if "device_environment" in site.toml["node"] else [*call.environ]
+    kinds = {kind for name in names for begin, kind in KINDS.items() if name.startswith(begin)}
+    for device in values_of(own, "--device")[-1:]:
+        if device in KINDS.values() and kinds and device not in kinds:
+            yield f"--device={device}, but should be {' or '.join(sorted(kinds))}, by the variables that ranks have"
+        kinds = {device} if device in BACKENDS else kinds
+    backends = ["auto", *sorted(BACKENDS[kind] for kind in kinds or BACKENDS)]
+    for backend in values_of(own, "--backend"):
+        if backend not in backends:
+            yield f"--backend={backend}, but should be {' or '.join(backends)}: another one is slower, and nothing says so"
+    for flag in [word.partition("=")[0] for word in own if re.match(r"--[\w-]*timeout\b", word)]:
+        for value in values_of(own, flag):
+            if float(value) < LEAST_SECONDS:
+                yield f"{flag}={value}, but should be {LEAST_SECONDS} s or more: a slow rank would end the job"
 
 
 @clause("B4")
@@ -583,6 +631,15 @@ def test_devices_are_chosen_once(check, site, dry):
 
 
 @clause("J9")
+def test_ranks_in_an_image_have_the_node_s_devices(check, site, dry):
+    """A container that is to be apart from the node has a /dev without them, unless it is told of GPUs, too."""
+    for what, run in in_all_ways(site, dry):
+        for call in [call for call in run.trained[:1] if "DRY_RUN_NO_DEVICES" in call.environ]:
+            image = Path(call.environ["DRY_RUN_IMAGE"]).name
+            yield f"{what}: no device in {image}, but should be (--contain without --nv or --rocm hides /dev)"
+
+
+@clause("J9")
 def test_ranks_of_a_part_of_a_node_see_devices_that_it_has(check, site, dry):
     """Slurm counts those of a job from 0: of two, a list that begins with the node's last names none, and CUDA sees none."""
     variable = site.toml["node"].get("device_environment", "")
@@ -687,6 +744,13 @@ def as_chosen(site, dry) -> Iterator[tuple[Path, dict, DryRun]]:
             yield script, chosen, dry.job(script, all_ranks=True, environ=chosen, nodes=2)
 
 
+def in_all_ways(site, dry) -> Iterator[tuple[str, DryRun]]:
+    """The runs of as_chosen, and those of the choices that scripts mark, each with what was chosen, in words."""
+    for script, chosen, run in as_chosen(site, dry):
+        yield " ".join([script.name, *(f"{name}={value}" for name, value in chosen.items())]), run
+    yield from ((case.name, dry.case(case, all_ranks=True)) for case in site.cases)
+
+
 def alternatives(script: Path) -> list[dict[str, str]]:
     """The values of variables that the table in a script's head has beside the default."""
     return [{name: value} for name, _, values in Script(script).variables for value in values]
@@ -735,6 +799,51 @@ def test_ranks_have_the_paths_that_the_sources_put_together(check, site, dry):
             if len(parts := call.environ[name].strip(":").split(":")) > 1 and parts[-1] != OF_A_USER:
                 observed = f"{script.name}: {name}={dry.shown(':'.join(parts))}"
                 yield f"{observed}, but should put the new before it, as a fact of [[sources]] does"
+
+
+# A variable that a fact sets, and its value, which has none of the shell's words in it.
+SETTING = re.compile(r"[`'\"]?(?:export )?([A-Z]\w+)=[`'\"]?([^`'\"$]+)[`'\"]*$")
+
+
+@clause("J3")
+def test_ranks_have_the_values_of_the_sources(check, site, dry):
+    """However a script arrives at them: the default of `${NAME:-value}` is none that can be read off. Paths are its own."""
+    known: dict[str, set[str]] = {}
+    for match in filter(None, map(SETTING.match, site.facts)):
+        known.setdefault(match[1], set()).add(match[2])
+    to_edit = {
+        name
+        for script in map(Script, site.scripts)
+        for line, name in script.exports
+        if any("# EDIT:" in above for above in line.paragraph)
+    }
+    names = [name for name in sorted(known.keys() - to_edit) if not name.endswith(("PATH", "_PLUGIN"))]
+    for what, run in in_all_ways(site, dry) if names else ():
+        for call in run.trained:
+            for name in names:
+                if (value := call.environ.get(name)) is not None and value not in known[name]:
+                    should = f"{' or '.join(sorted(known[name]))}, as a fact of [[sources]] says"
+                    yield f"{what}: {name}={dry.shown(value)} in a rank, but should be {should}"
+
+
+@clause("J3")
+def test_commands_have_the_options_that_the_sources_give_them(check, site, dry):
+    """A fact that is a command which the scripts call: one call has all its long options, and its name=version."""
+    facts = [words for fact in site.facts if (words := fact.strip("`'\" ").split())[:1]]
+    facts = [words for words in facts if words[0] in command_names() | {site.toml["launcher"]}]
+    runs = [run for _, run in in_all_ways(site, dry)] + [dry.install(*flags) for flags in [(), *given(dry)]] if facts else []
+    for command, *words in facts:
+        asked = {word for word in words if re.fullmatch(r"--[a-z][\w-]*(=[^$<{]+)?|[a-z][\w-]*==?\d[\w.]*", word)}
+        lost = [asked - {*with_values(call.words)} for run in runs for call in run.called(command)]
+        if least := min(lost, key=len, default=set()):
+            fact = " ".join([command, *words])
+            yield f"no {command} with {' '.join(sorted(least))}, but one should have it: a fact of [[sources]] is {fact}"
+
+
+def with_values(words: list[str]) -> list[str]:
+    """The words of a call, and its options as a fact may write them: without their value, and with it behind a `=`."""
+    pairs = [f"{flag}={value}" for flag, value in itertools.pairwise(words) if flag.startswith("--")]
+    return [*words, *pairs, *(word.partition("=")[0] for word in words if word.startswith("--"))]
 
 
 @clause("F8")
@@ -805,6 +914,23 @@ def test_directives_ask_for_what_the_machine_has(check, site):
                 yield f"{script.path.name}: time={asked}, but should be at most {limits[name]} minutes in {name}"
         if site.toml["scheduler"] == "slurm" and asked and minutes(asked) < 1:
             yield f"{script.path.name}: time={asked}, but should be a minute or more"
+
+
+@clause("F10")
+def test_the_readme_has_the_values_of_the_ranks(check, site, dry):
+    """Of a variable that ranks have; a table may tell what it was elsewhere. Of what it says "no `NAME`", they have none."""
+    lines = [line for line in (site.folder / "README.md").read_text().splitlines() if not line.lstrip().startswith("|")]
+    text = " ".join(" ".join(lines).split())
+    told = re.findall(r"`([A-Z]\w+)=[\"']?([^`\"' ]+)[\"']?`", text)
+    runs = [run for _, run in in_all_ways(site, dry)] + [dry.job(script, nodes=1) for script in trains(site)] if told else []
+    for name, value in told:
+        values = {dry.shown(call.environ[name]) for run in runs for call in run.trained if name in call.environ}
+        if values and value not in values:
+            yield f"README.md: {name}={value}, but ranks have {' or '.join(sorted(values))}"
+    for name, script in itertools.product(re.findall(r"\bno `([A-Z]\w+)`", text), trains(site)):
+        for call in dry.job(script, environ={name: "1"}).trained[:1]:
+            if name in call.environ:
+                yield f"{script.name}: {name}={call.environ[name]} in a rank, but README.md says no {name}"
 
 
 # ---- what it prints, writes, removes and installs -------------------------------------------------------------------
@@ -900,6 +1026,10 @@ def test_what_a_run_leaves_is_as_its_user_s_umask_says(check, site, dry):
     for script, call in dry.first_ranks(all_ranks=True):
         if call.notes["umask"] != own:
             yield f"{script.name}: umask={call.notes['umask']}, but should be the user's: {own}"
+    for script, mask in itertools.product(site.job_scripts, ("0022", "0077")):
+        for path, mode in dry.job(script, all_ranks=True, umask="" if mask == own else mask).wide.items():
+            place = dry.shown(str(dry.top / path))
+            yield f"{script.name} leaves {place} with mode {mode}, but should as its user's umask says: {mask}"
 
 
 @clause("J8")

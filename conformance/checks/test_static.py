@@ -28,6 +28,7 @@ from conformance.harness.new_site import is_mark
 from conformance.harness.shell import (
     ADDRESS,
     CONSTANT_PORT,
+    DEBUGGING,
     DIRECTIVE,
     GENERAL,
     NEARLY,
@@ -452,7 +453,8 @@ def test_variables_under_one_address_are_facts_of_its_page(check, site):
 VALUE = re.compile(
     r"(?<![\w./$-])(--[a-z][a-z-]+(?=[= ]\"?\w)|[A-Z][A-Z0-9_]{3,}(?==)|(?<=-l )\w+(?==)|place(?==))[= ][\"']?([\w.:/,+-]+)"
 )
-EXPORT = re.compile(r"export ([A-Z]\w+)=")
+# NAME=value, as a fact that is a variable begins.
+SETS = re.compile(r"[`'\"]?(?:export )?([A-Z]\w+)=")
 
 
 @clause("J3")
@@ -470,10 +472,11 @@ def test_values_are_those_of_the_sources(check, site):
                     if value not in known.get(name, {value}):
                         should_be = f"have {name}={' or '.join(sorted(known[name]))}, as a fact of [[sources]] says"
                         yield at(script, line, should_be)
-    text = "\n".join(script.read_text() for script in site.scripts)
-    for name in sorted({*EXPORT.findall(facts_text)}):
-        if not re.search(rf"\b{name}\b", text):
-            yield f"{name} is in no script, but a fact of [[sources]] says export {name}: another spelling is ignored"
+    code = "\n".join(line.text for script in map(Script, site.scripts) for line in script.lines if not line.is_comment)
+    by_modules = {word.partition("=")[0] for words in site.software.get("provides", {}).values() for word in words}
+    for name in sorted({match[1] for fact in site.facts if (match := SETS.match(fact))} - by_modules):
+        if not re.search(rf"\b{name}=", code):
+            yield f"{name} is set in no script, but a fact of [[sources]] sets it: another spelling is ignored"
 
 
 @clause("J3")
@@ -721,13 +724,6 @@ def test_no_directive_keeps_the_job_from_its_work(check, site):
             if name in NEVER and NEVER[name] in ("", value):
                 directive = f"--{name}={value}" if value else f"--{name}"
                 yield f"{script.path.name}: {directive}, but should be left to the command line of sbatch, if at all"
-
-
-# What is for finding faults: every kernel and every message waits for the one before.
-DEBUGGING = re.compile(
-    r"(CUDA_LAUNCH_BLOCKING|HIP_LAUNCH_BLOCKING|AMD_SERIALIZE_(KERNEL|COPY)|(NCCL|RCCL)_(P2P|SHM|IB)_DISABLE)=[\"']?[1-9]"
-    r"|NCCL_DEBUG=[\"']?TRACE|TORCH_DISTRIBUTED_DEBUG=[\"']?(DETAIL|INFO)"
-)
 
 
 @clause("J13")

@@ -46,10 +46,12 @@ ARGUMENTS = ("--epochs", "3", "--data-dir", "two words", "--note", "*")
 # they have saved, `one run` of several; install: the flags of install.sh, None where it has not run; beside: folders of
 # another job; halves: files that a killed start has left; planted: `open` or `link`, and a path below root/; shared: whether
 # nodes are; modules_set: whether modules set what site.toml says; spare: whether there are nodes to spare, and the first is
-# down, or "later" when ranks have been there; started: how often PBS has started this job.
+# down, or "later" when ranks have been there; started: how often PBS has started this job; umask: its user's, if not this
+# process's.
 STANDARD: dict = dict(number="4242", restarts=0, code=0, all_ranks=False, event="", progress=True, shared=False, fails="")
 STANDARD |= dict(environ={}, options={}, edit={}, ntasks=0, arguments=ARGUMENTS, install=(), install_fails="", case=None)
 STANDARD |= dict(walltime="01:42:00", beside=(), halves=(), planted=(), modules_set=True, spare=False, recorded=None, started=1)
+STANDARD |= dict(umask="")
 # What PBS says of the job: not what its directives say.
 OF_PBS = dict(
     queue="queue42", account="account42", walltime=STANDARD["walltime"], place="scatter:excl", filesystems="home:of42"
@@ -179,6 +181,7 @@ class DryRun:
     read: list[str] = field(default_factory=list)  # the files whose lines bash ran, when it was traced
     tree: dict[str, bytes] = field(default_factory=dict)  # of install.sh: what it has left in the site's folder, and its text
     leaks: list[str] = field(default_factory=list)  # files that it has written a user's token into
+    wide: dict[str, str] = field(default_factory=dict)  # new files with more rights than the umask leaves, and their modes
 
     @property
     def trained(self) -> list[Call]:
@@ -396,13 +399,16 @@ class DryRuns:
         left: bool = False,
         linked: bool = False,
         environ: dict[str, str] | None = None,
+        umask: str = "",
     ) -> DryRun:
         """install.sh. fails: the command that does not succeed, "pip PACKAGE" where it is to install that one, or "killed at 2"
         for what makes the second part; planted: a folder with somebody's file, where it installs; after: the flags that it was
         run with before, and after_fails, what failed then; environ: the user's of today; left: whether files LEFT are among
-        what that has made; linked: whether its folder was moved since, and a link stands there.
+        what that has made; linked: whether its folder was moved since, and a link stands there; umask: the user's.
         """
         key: tuple = ("install", *flags, fails, planted, case and case.name)
+        if umask:
+            key = ("umask", umask, *key)
         if after is not None:
             first = self.install(*after, fails=after_fails)
             key = ("again", *after, after_fails, left, linked, repr(environ), "then", *key)
@@ -422,8 +428,9 @@ class DryRuns:
                 (self.top / planted / "mine").write_text("somebody's own\n")
             moved = [f"{self.top}/root{flag}" if flag.startswith("/") else flag for flag in flags]
             words = [str(self.folder / "install.sh"), *moved]
-            self.made[key] = self._run("install.sh", words, self.folder, environ or {}, STANDARD | dict(fails=fails))
-            if after is None:
+            full_shape = STANDARD | dict(fails=fails, umask=umask)
+            self.made[key] = self._run("install.sh", words, self.folder, environ or {}, full_shape)
+            if after is None and not umask:
                 self.installed[key] = self._keep(f"installed-{len(self.installed)}")
         return self.made[key]
 
@@ -636,8 +643,11 @@ class DryRuns:
             )
             own |= dict(BASH_ENV=str(self.top / "trace.sh"))
         before = self._files()
-        code, output = self._start(["bash", *words], folder, own)
+        mask = int(shape["umask"] or umask(), 8)
+        code, output = self._start(["bash", *words], folder, own, mask)
         after = self._files()
+        modes = {path: (self.top / path).lstat().st_mode for path in sorted(after.keys() - before.keys())}
+        wide = {path: f"{mode & 0o777:o}" for path, mode in modes.items() if mode & mask and not stat.S_ISLNK(mode)}
         changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
         mine = f"sites/{self.folder.name}/"
         made = {path.removeprefix(mine).partition("/")[0] for path in after.keys() - before.keys() if path.startswith(mine)}
@@ -653,11 +663,11 @@ class DryRuns:
         mine_now = [path for path in self.folder.rglob("*") if path.is_file()] if name == "install.sh" else []
         tree = {str(path.relative_to(self.folder)): path.read_bytes() for path in mine_now}
         tree = {path: b"packed" if text[:2] == b"\x1f\x8b" else text for path, text in tree.items()}  # gzip has times in it
-        return DryRun(name, settings["launcher"], shape, code, output, called, changed, sorted(made), read, tree, leaks)
+        return DryRun(name, settings["launcher"], shape, code, output, called, changed, sorted(made), read, tree, leaks, wide)
 
-    def _start(self, command: list[str], folder: Path, environ: dict[str, str]) -> tuple[int, str]:
+    def _start(self, command: list[str], folder: Path, environ: dict[str, str], mask: int) -> tuple[int, str]:
         pipe: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        confined: dict[str, Any] = dict(start_new_session=True, preexec_fn=lambda: confine(self.top))
+        confined: dict[str, Any] = dict(start_new_session=True, preexec_fn=lambda: confine(self.top), umask=mask)
         with subprocess.Popen(command, cwd=folder, env=environ, **pipe, **confined) as script:
             try:
                 output, _ = script.communicate(timeout=60)

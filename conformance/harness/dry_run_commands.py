@@ -279,7 +279,7 @@ def environment(prefix: str, of_image: bool = "DRY_RUN_IMAGE" in os.environ) -> 
     for name in ("python", "python3", "pip", "conda-pack", "conda-unpack"):
         with open(f"{TOP}/bin/{name}") as file, open(f"{prefix}/bin/{name}", "w") as copy:
             copy.write(file.read())
-        os.chmod(f"{prefix}/bin/{name}", 0o755)
+        os.chmod(f"{prefix}/bin/{name}", 0o777 & ~int(umask(), 8))
     with open(f"{prefix}/bin/activate", "w") as file:
         file.write(f"export VIRTUAL_ENV='{prefix}' PATH='{prefix}/bin':$PATH\n")
     if of_image:
@@ -559,6 +559,9 @@ def container(name: str, words: list[str]) -> int:
         for prefix in ("SINGULARITYENV_", "APPTAINERENV_"):
             if key.startswith(prefix):
                 environ[key.removeprefix(prefix)] = value
+    flags = rest[: images[0]] if images else []
+    if {"--contain", "-c", "--containall", "-C"} & {*flags} and not {"--nv", "--rocm"} & {*flags} and not shown("/dev", flags):
+        environ["DRY_RUN_NO_DEVICES"] = "1"  # it has a /dev of its own, with the least in it
     environ |= SETTINGS["image_sets"]
     NOTES["image"] = rest[images[0]] if images else first(split(words)[0], "--image", "-i")
     environ["APPTAINER_CONTAINER"] = environ["SINGULARITY_CONTAINER"] = environ["DRY_RUN_IMAGE"] = NOTES["image"]

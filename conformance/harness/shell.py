@@ -32,6 +32,11 @@ SUPPRESSES = re.compile(
     r"#\s*shellcheck (disable=\S+|source=/dev/null)|\bset \+(e|o (errexit|pipefail|nounset))|\bset \+[a-z]*[eu]"
 )
 CONSTANT_PORT = re.compile(r"(\bexport |^|\s)\w*PORT=[\"']?\d+|--master[-_]port[= ]+\d+|--rdzv[-_](endpoint|id)[= ]\S*:\d+")
+# What is for finding faults: every kernel and every message waits for the one before.
+DEBUGGING = re.compile(
+    r"(CUDA_LAUNCH_BLOCKING|HIP_LAUNCH_BLOCKING|AMD_SERIALIZE_(KERNEL|COPY)|(NCCL|RCCL)_(P2P|SHM|IB)_DISABLE)=[\"']?[1-9]"
+    r"|NCCL_DEBUG=[\"']?TRACE|TORCH_DISTRIBUTED_DEBUG=[\"']?(DETAIL|INFO)"
+)
 NUMBER = re.compile(r"(\d+)(?:-\1)?")  # also Slurm's from-to
 SHORT = {"-N": "nodes", "-n": "ntasks", "-c": "cpus-per-task"}
 SHORT |= dict.fromkeys(("--ppn", "--tasks-per-node"), "ntasks-per-node")
