@@ -49,12 +49,18 @@ def pips(run: DryRun) -> list[tuple[Call, list[str]]]:
 
 
 def with_modules(site, *names: str) -> Case | None:
-    """The job script as it stands, but for more modules in its line `modules=(...)`; None where it has no such line."""
-    match = re.search(r"^modules=\(.*\)$", (site.folder / site.toml["submit"]).read_text(), re.MULTILINE)
-    if not match:
-        return None
-    other = f"{match[0][:-1]} {' '.join(names)})".replace("( ", "(")
-    return replace(site.cases[0], name="other modules", script=site.toml["submit"], edit={match[0]: other})
+    """The site as it stands, but for more modules in its line `modules=(...)` or in the one that loads torch's by name.
+
+    None where no script has such a line: the Python of an image does not change with modules.
+    """
+    torch = [name for name in site.modules if "torch" in site.software.get("provides", {}).get(name, [])]
+    named = "|".join(map(re.escape, torch)) or "(?!)"
+    line = re.compile(rf"^( *modules=\([^)\n]*|[^#\n]*\bmodule load (?:\S+ )*?(?:{named}))(?![^\s)])(.*)$", re.MULTILINE)
+    for name in dict.fromkeys([site.toml["submit"], *(script.name for script in site.scripts)]):
+        if match := line.search((site.folder / name).read_text()):
+            other = f"{match[1]} {' '.join(names)}{match[2]}".replace("( ", "(")
+            return replace(site.cases[0], name="other modules", script=name, edit={match[0]: other})
+    return None
 
 
 @clause("B10")
@@ -65,6 +71,17 @@ def test_packages_of_the_user_s_own_are_not_counted(check, dry):
             if not call.environ.get("PYTHONNOUSERSITE"):
                 subject = f"{what}: pip install {' '.join(words)}"
                 yield f"{dry.shown(subject)}: without PYTHONNOUSERSITE, but should have it as jobs do"
+
+
+@clause("B10")
+def test_a_pythonpath_of_the_user_s_own_is_not_counted(check, site, dry):
+    """Of the shell that submits: its packages would come before the environment's. Modules may set one."""
+    own = dict(PYTHONPATH="/somewhere/site-packages")
+    runs = {case.name: dry.case(case, environ=own) for case in site.cases} | {"install.sh": dry.install(after=(), environ=own)}
+    for what, run in runs.items():
+        for call in [*run.trained[:1], *(call for call, _ in pips(run))]:
+            if own["PYTHONPATH"] in (value := call.environ.get("PYTHONPATH", "")):
+                yield f"{what}: {call.command} with PYTHONPATH={value} of the user's shell, but should be without"
 
 
 @clause("B10")
@@ -187,7 +204,7 @@ def test_other_modules_than_it_was_made_with_are_noticed(check, site, dry):
             yield f"install.sh keeps what it made with {line}, but should make it anew with {other}"
         as_one = {word for call in run.called("module-call") for word in call.words if " " in word}
         yield from (f"install.sh loads {word!r}, but should load each by its name" for word in as_one)
-        job = dry.job(site.folder / case.script, case=case)
+        job = dry.job(site.job_scripts[0], case=case)
         if job.trained or job.code != 3 or "install.sh" not in job.output:
             yield f"{ending(dry, job)} with {other}, but what install.sh made with {line}, but should be 3 and name install.sh"
 
