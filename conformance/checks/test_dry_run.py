@@ -34,7 +34,7 @@ from conformance.harness.dry_run import (
     values_of,
     words_of,
 )
-from conformance.harness.shell import Script, minutes, plain
+from conformance.harness.shell import PLACEHOLDER, Script, minutes, plain
 from conformance.harness.sites import place_of
 from conformance.harness.stub_core import who
 
@@ -805,6 +805,25 @@ def test_directives_ask_for_what_the_machine_has(check, site):
                 yield f"{script.path.name}: time={asked}, but should be at most {limits[name]} minutes in {name}"
         if site.toml["scheduler"] == "slurm" and asked and minutes(asked) < 1:
             yield f"{script.path.name}: time={asked}, but should be a minute or more"
+
+
+@clause("B8")
+def test_directives_ask_for_all_that_the_machine_wants(check, site):
+    """What is left out, a scheduler refuses, or puts what it likes in its place: an hour, nodes without the disk."""
+    queue, slurm = site.toml.get("queue", {}), site.toml["scheduler"] == "slurm"
+    wanted = dict(account="account", constraint="constraints") if slurm else dict(A="account")
+    wanted = {option: key for option, key in wanted.items() if key in queue}
+    if len(queue.get("partitions", [])) > 1:
+        wanted["partition" if slurm else "q"] = "partitions"
+    for script in map(Script, site.job_scripts):
+        options = script.options
+        lost = [name for name in wanted if name not in options]
+        yield from (f"{script.path.name}: no directive {name}, but should be one ({wanted[name]} of [queue])" for name in lost)
+        if not ("time" in options if slurm else re.search(r"(?m)^#PBS .*walltime=", script.text)):
+            yield f"{script.path.name}: no directive with a time limit, but should be one"
+        named = [options[name] for name in ("partition", "qos", "q") if name in options]
+        if named and not PLACEHOLDER.search(queue.get("account", "")) and not {*named} & queue.get("minutes", {}).keys():
+            yield f"queue.minutes has nothing of {' and '.join(named)}, which {script.path.name} asks for, but should"
 
 
 # ---- what it prints, writes, removes and installs -------------------------------------------------------------------

@@ -31,9 +31,11 @@ from conformance.harness.shell import (
     DIRECTIVE,
     GENERAL,
     NEARLY,
+    OF_SBATCH,
     OPTIONS,
     PERSONAL,
     PLACEHOLDER,
+    SHORT,
     SOURCE,
     Line,
     Script,
@@ -506,7 +508,8 @@ def test_addresses_and_places_are_those_of_the_sources(check, site):
 def test_what_the_sources_ask_of_a_job_the_site_asks(check, site):
     """The directives among their facts, and the order in which these load modules."""
     source_facts = [plain(fact) for fact in site.facts]
-    asked = {match[1] for fact in source_facts if (match := re.match(r"#SBATCH --([a-z-]+)", fact))}
+    words = [match[1] for fact in source_facts if (match := re.match(r"#SBATCH (--[a-z-]+|-\w)", fact))]
+    asked = {(SHORT | OF_SBATCH).get(word, word.lstrip("-")) for word in words}
     lost = asked - {option for script in map(Script, site.job_scripts) for option in script.options}
     for name in sorted(lost):
         fact = "as a fact of [[sources]] in site.toml has; or that fact goes, too"
