@@ -283,6 +283,29 @@ def arguments(call: Call) -> list[str]:
     return call.words[program(call) :]
 
 
+def as_in_job(call: Call) -> dict[str, str]:
+    """The environment of a rank without what this dry run has put there."""
+    return {name: value for name, value in call.environ.items() if not name.startswith("DRY_RUN")}
+
+
+def idle(dry: "DryRuns", script: Path, choices: list[dict[str, str]]) -> Iterator[str]:
+    """Those of these choices that change nothing, in words."""
+
+    def effects(run: DryRun, own: set[str]) -> tuple:
+        ranks = [{name: value for name, value in as_in_job(call).items() if name not in own} for call in run.trained[:1]]
+        calls = sorted(dry.shown(call.text) for call in run.calls if call.command not in ("mktemp", "rm", "sleep"))
+        return ranks, calls, run.code
+
+    default, again = (dry.job(script, nodes=2, environ=environ) for environ in ({}, dict(DRY_RUN_AGAIN="1")))
+    for chosen in choices if default.trained and again.trained else ():
+        first, second = default.trained[0].environ, again.trained[0].environ
+        own = {name for name in first | second if first.get(name) != second.get(name)} | {*chosen}
+        run = dry.job(script, nodes=2, environ=chosen)
+        as_by_default = chosen.items() <= first.items()  # a module sets it so
+        if effects(run, own) == effects(default, own) and not as_by_default:
+            yield " ".join(f"{name}={value}" for name, value in chosen.items())
+
+
 def trains(site: Site) -> list[Path]:
     """The job scripts that train."""
     return [script for script in site.job_scripts if site.job(script).get("trains", True)]
