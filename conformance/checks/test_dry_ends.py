@@ -26,12 +26,12 @@ from conformance.harness.dry_run import (
     ending,
     given,
     handed_on,
-    idle,
     new_starts,
     set_by,
     shown_to_train,
     trains,
     values_of,
+    without_effect,
     words_of,
 )
 from conformance.harness.shell import OPTIONS, Script
@@ -217,6 +217,14 @@ def test_a_successor_goes_on_where_its_job_was(check, site, dry):
             run = dry.case(case, code=75, number=f"{int(FIRST) + restarts}", environ=environ)
             if where(run) != place:
                 yield f"{case.name}: run directory={where(run)} in successor {restarts}, but should be {place}"
+        # What the directive says, and another number, as it may be given at submission.
+        submits = any(call.command != "scontrol" for call in new_starts(dry.case(case, code=75)))
+        for nodes in (case.nodes, case.nodes + 2) if submits else ():
+            for call in new_starts(dry.case(case, code=75, nodes=nodes)):
+                asked = re.findall(r"(?:\bselect=|--nodes[= ]|-N ?)(\d+)", call.text)
+                count = int(asked[-1]) if asked else Script(site.folder / case.script).geometry["nodes"]
+                if count != nodes:
+                    yield f"{case.name} on {nodes} nodes: {call.text}, but should ask for as many, and not for {count}"
         idle = [call for call in new_starts(dry.case(case, code=75, progress=False)) if call.command != "scontrol"]
         for call in idle:
             yield f"{case.name}: {call.text} after no step, but should not: nor would the next job get further"
@@ -421,7 +429,9 @@ def test_each_variable_that_users_are_shown_changes_something(check, site, dry):
         environments = [environ for where, environ in [*chosen(site), *of_choices] if where == script]
         pairs = dict.fromkeys(pair for environ in environments for pair in environ.items())
         shown_variables = [{name: value} for name, value in pairs]
-        yield from (f"{script.name}: {choice} changes nothing, but should" for choice in idle(dry, script, shown_variables))
+        yield from (
+            f"{script.name}: {choice} changes nothing, but should" for choice in without_effect(dry, script, shown_variables)
+        )
     texts = {path.name: path.read_text() for path in (site.folder / "README.md", *site.scripts)}
     code = "\n".join(line.text for path in site.scripts for line in Script(path).lines if not line.is_comment)
     for name, text in texts.items():

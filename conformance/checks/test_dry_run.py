@@ -26,7 +26,6 @@ from conformance.harness.dry_run import (
     as_in_job,
     ending,
     given,
-    idle,
     made_by,
     program,
     removed,
@@ -34,6 +33,7 @@ from conformance.harness.dry_run import (
     trains,
     umask,
     values_of,
+    without_effect,
     words_of,
 )
 from conformance.harness.shell import PLACEHOLDER, Script, minutes, plain
@@ -87,7 +87,8 @@ def test_each_choice_of_a_script_s_head_changes_something(check, site, dry):
     """In the ranks' environment or words, or in what is called: else its user believes that it is in force."""
     for script in trains(site):
         yield from (
-            f"{script.name}: {choice} changes nothing, but should" for choice in idle(dry, script, alternatives(script))
+            f"{script.name}: {choice} changes nothing, but should"
+            for choice in without_effect(dry, script, alternatives(script))
         )
 
 

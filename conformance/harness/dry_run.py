@@ -288,7 +288,7 @@ def as_in_job(call: Call) -> dict[str, str]:
     return {name: value for name, value in call.environ.items() if not name.startswith("DRY_RUN")}
 
 
-def idle(dry: "DryRuns", script: Path, choices: list[dict[str, str]]) -> Iterator[str]:
+def without_effect(dry: "DryRuns", script: Path, choices: list[dict[str, str]]) -> Iterator[str]:
     """Those of these choices that change nothing, in words."""
 
     def effects(run: DryRun, own: set[str]) -> tuple:
