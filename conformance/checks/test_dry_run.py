@@ -257,6 +257,19 @@ def test_a_job_that_pbs_has_started_twice_is_a_restart(check, site, dry):
 
 
 @clause("B3")
+def test_each_launch_of_a_job_is_a_start_of_its_own(check, site, dry):
+    """Where it launches ranks again: those of the launch before may still be there, and `--fresh` is for the first alone."""
+    for case in site.cases:
+        ranks = sorted(dry.case(case, code=7).trained, key=lambda call: call.start_time)
+        for name, template in case.launch.templates if len(ranks) > 1 else ():
+            values = [call.environ.get(name, "0") for call in ranks]
+            if template == "{restart}" and values != [str(number) for number in range(len(ranks))]:
+                yield f"{case.name}, launched {len(ranks)} times: {name}={' '.join(values)}, but should rise by 1 each time"
+            if "{job_id}" in template and len({*values}) < len(values):
+                yield f"{case.name}, launched {len(ranks)} times: {name}={' '.join(values)}, but should differ"
+
+
+@clause("B3")
 def test_train_py_takes_each_rank_for_who_it_is(check, site, dry, tmp_path):
     """What it makes of the environment that a dry run's rank has found, in a first start and in a later one."""
     for case in site.cases:

@@ -98,7 +98,8 @@ def launch(name: str, words: list[str]) -> int:
     if not command:
         print(f"{name}: no command among {words}", file=sys.stderr)
         return 1
-    if file := first(flags, "--hostfile", "-hostfile", "-f"):
+    named = first(flags, "--hostfile", "-hostfile", "-f")
+    if file := named or (own("PBS_NODEFILE") if name != "srun" else None):
         with open(file) as hosts:
             NOTES["hosts"] = [host.partition(".")[0] for host in hosts.read().split()]
     if launches() > MOST_LAUNCHES:
@@ -115,6 +116,8 @@ def launch(name: str, words: list[str]) -> int:
     # In blocks: of three ranks on two nodes, the first has two.
     sizes = [min(int(each), count - node * int(each)) if each else (count + nodes - 1 - node) // nodes for node in range(nodes)]
     places = [(node, local) for node, size in enumerate(sizes) for local in range(size)]
+    if "hosts" in NOTES and not named:  # of the nodes that PBS lists the first ones, up or down
+        NOTES["hosts"] = NOTES["hosts"][: len(sizes)]
     os.environ["DRY_RUN_LAUNCHER"] = str(os.getpid())
     codes = []
     for rank in range(count if SETTINGS["all_ranks"] else 1):
