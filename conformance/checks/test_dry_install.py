@@ -8,6 +8,7 @@ It runs without flags and once with each flag that its --help names.
 import os
 import re
 import shutil
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -34,7 +35,7 @@ from conformance.harness.dry_run import (
     umask,
     values_of,
 )
-from conformance.harness.sites import Case
+from conformance.harness.sites import ROOT, Case
 
 
 def runs(dry: DryRuns) -> dict[str, DryRun]:
@@ -97,6 +98,37 @@ def test_each_flag_of_its_help_works(check, dry):
         elsewhere = PASSED["IMAGE"] in flags and job.code == 3 and "install.sh" in job.output  # job.sl has to say so, too
         if not (job.trained and job.code == 0) and not elsewhere:
             yield f"a job after install.sh {flags[0]}: {exit_of(dry, job)}, but should be 0"
+
+
+def version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))
+
+
+@clause("B10")
+def test_what_it_installs_is_what_the_core_takes(check, dry):
+    """The bounds of core/pyproject.toml: a version that is too old is found out by the ranks, at the end of the queue."""
+    project = tomllib.loads((ROOT / "core/pyproject.toml").read_text())["project"]
+    bounds = [f"python{project['requires-python']}", *project["dependencies"]]
+    least = {name: version(number) for name, number in (bound.split(">=") for bound in bounds)}
+    for what, run in runs(dry).items():
+        asked = [word for _, words in pips(run) for word in words]
+        asked += [word for call in run.called("conda", "mamba", "micromamba") for word in call.words]
+        asked += [line.split()[0] for call, _ in pips(run) for line in call.notes.get("requirements", "").splitlines() if line]
+        for word in dict.fromkeys(asked):
+            name, _, number = re.sub("==?", "=", word).partition("=")
+            if name in least and number[:1].isdigit() and version(number) < least[name]:
+                yield f"{what}: {word}, but should be {'.'.join(map(str, least[name]))} or newer, as core/pyproject.toml says"
+
+
+@clause("B10")
+def test_its_help_tells_what_it_installs_by_default(check, dry):
+    """Who reads `(default: torch==...)` compares that with the driver of the nodes."""
+    asked = {word for _, words in pips(dry.install()) for word in words}
+    for default in re.findall(r"\(default: ([^)]*)\)", " ".join(dry.install("--help").output.split())):
+        for word in re.findall(r"[a-z][\w-]*==[\d.]*\d|https?://[^\s;,]+", default):
+            if word not in asked:
+                own = sorted(each for each in asked if each.startswith(re.split("(?<=//)|(?<===)", word)[0]))
+                yield f"install.sh --help: default: {word}, but should be {' '.join(own) or 'none'}, which pip is asked for"
 
 
 @clause("B10")
