@@ -701,7 +701,7 @@ def test_no_secret_is_printed(check, site, dry):
     for run in [run for run in runs if isinstance(run, DryRun)]:
         for line in [line for line in run.output.splitlines() if SECRET in line]:
             yield f"{run.script} shows {line[:60]!r}, but should show no value of the user's environment"
-        for path in run.leaks:
+        for path in [path for path, kind in run.leaks if kind == "a user's"]:
             yield f"{run.script} writes a value of the user's environment into {path}, but should not"
         for call in [call for call in run.calls if any(SECRET in word for word in call.words)]:
             yield f"{run.script}: {call.command} gets a user's token as a word, but should find it in its environment"

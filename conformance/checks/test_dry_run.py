@@ -845,6 +845,8 @@ def test_each_start_has_a_secret_of_its_own(check, site, dry):
                 for text in (run.output, *itertools.chain(*(c.words for c in run.calls)))
             ):
                 yield f"{script.name} prints DDP_SECRET or passes it as a word, but should hand it on unseen"
+            for path in [path for path, kind in run.leaks if kind == "DDP_SECRET"]:
+                yield f"{script.name} writes DDP_SECRET into {path}, but should hand it on unseen"
         if secrets[0] & secrets[1]:
             yield f"{script.name}: DDP_SECRET is the same in both starts of a job, but should differ"
         again = dry.job(script, environ=dict(TZ="UTC"))  # the same job number, as whoever reads the queue knows it

@@ -178,7 +178,7 @@ class DryRun:
     made: list[str] = field(default_factory=list)  # what is new in the site's folder
     read: list[str] = field(default_factory=list)  # the files whose lines bash ran, when it was traced
     tree: dict[str, bytes] = field(default_factory=dict)  # of install.sh: what it has left in the site's folder, and its text
-    leaks: list[str] = field(default_factory=list)  # files that it has written a user's token into
+    leaks: list[tuple[str, str]] = field(default_factory=list)  # files that have a user's token, or its secret; and which
 
     @property
     def trained(self) -> list[Call]:
@@ -670,7 +670,10 @@ class DryRuns:
         trace = self.top / "calls/trace"
         lines = trace.read_text(errors="replace").splitlines() if trace.exists() else []
         written = [path for path, state in after.items() if before.get(path) != state and (self.top / path).is_file()]
-        leaks = [path for path in written if SECRET.encode() in (self.top / path).read_bytes()]
+        secrets = {call.environ.get("DDP_SECRET", "") for call in called if "DRY_RUN_RANK" in call.environ} - {""}
+        kinds = {SECRET: "a user's"} | dict.fromkeys(secrets, "DDP_SECRET")
+        texts = {path: (self.top / path).read_bytes() for path in written}
+        leaks = [(path, kind) for path, text in texts.items() for value, kind in kinds.items() if value.encode() in text]
         read = sorted({match[1] for line in lines if (match := re.match(r"\++ (\S+) \S", line))})
         output = output.replace(f"{self.top}/root/", "/").replace(str(self.top), "")
         mine_now = [path for path in self.folder.rglob("*") if path.is_file()] if name == "install.sh" else []
