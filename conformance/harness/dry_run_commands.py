@@ -629,7 +629,10 @@ def sbcast(name: str, words: list[str]) -> int:
 
 def hostname(name: str, words: list[str]) -> int:
     node = int(os.environ.get("DRY_RUN_NODE", "0"))
-    print(f"10.0.0.{node + 1}" if {"-i", "-I", "--ip-address"} & {*words} else SETTINGS["hosts"][node])
+    if {"-I", "--all-ip-addresses"} & {*words}:  # in no order: here the network of the management is first
+        print(f"172.16.0.{node + 1} 10.0.0.{node + 1} ")
+    else:
+        print(f"10.0.0.{node + 1}" if {"-i", "--ip-address"} & {*words} else SETTINGS["hosts"][node])
     return 0
 
 
@@ -642,8 +645,9 @@ def getent(name: str, words: list[str]) -> int:
 
 def ip(name: str, words: list[str]) -> int:
     node = int(os.environ.get("DRY_RUN_NODE", "0"))
-    for number, interface in enumerate(SETTINGS["interfaces"] or ["eth0"], 2):
-        print(f"{number}: {interface}    inet 10.0.0.{node + 1}/16 scope global {interface}")
+    for number, interface in enumerate(["mgmt0", *(SETTINGS["interfaces"] or ["eth0"])], 2):
+        network = "172.16" if interface == "mgmt0" else "10.0"
+        print(f"{number}: {interface}    inet {network}.0.{node + 1}/16 scope global {interface}")
     return 0
 
 
