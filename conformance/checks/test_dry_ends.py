@@ -31,6 +31,7 @@ from conformance.harness.dry_run import (
     shown_to_train,
     trains,
     values_of,
+    without_effect,
     words_of,
 )
 from conformance.harness.shell import OPTIONS, Script
@@ -216,6 +217,14 @@ def test_a_successor_goes_on_where_its_job_was(check, site, dry):
             run = dry.case(case, code=75, number=f"{int(FIRST) + restarts}", environ=environ)
             if where(run) != place:
                 yield f"{case.name}: run directory={where(run)} in successor {restarts}, but should be {place}"
+        # What the directive says, and another number, as it may be given at submission.
+        submits = any(call.command != "scontrol" for call in new_starts(dry.case(case, code=75)))
+        for nodes in (case.nodes, case.nodes + 2) if submits else ():
+            for call in new_starts(dry.case(case, code=75, nodes=nodes)):
+                asked = re.findall(r"(?:\bselect=|--nodes[= ]|-N ?)(\d+)", call.text)
+                count = int(asked[-1]) if asked else Script(site.folder / case.script).geometry["nodes"]
+                if count != nodes:
+                    yield f"{case.name} on {nodes} nodes: {call.text}, but should ask for as many, and not for {count}"
         idle = [call for call in new_starts(dry.case(case, code=75, progress=False)) if call.command != "scontrol"]
         for call in idle:
             yield f"{case.name}: {call.text} after no step, but should not: nor would the next job get further"
@@ -410,6 +419,26 @@ def test_a_choice_that_is_none_is_refused(check, site, dry):
             if script and re.search(rf"\$\{{?{name}\b", text):
                 run = dry.job(script, environ={name: NONSENSE})
                 yield from refused(dry, run, f"{script.name} with {name}={NONSENSE} for {value}", NONSENSE)
+
+
+@clause("B11")
+def test_each_variable_that_users_are_shown_changes_something(check, site, dry):
+    """Before a submission, and in [[job.choices]]; and what README.md has behind qsub -v, a script reads."""
+    of_choices = [(site.folder / case.script, case.environment | handed_on(case.options)) for case in site.cases]
+    for script in trains(site):
+        environments = [environ for where, environ in [*chosen(site), *of_choices] if where == script]
+        pairs = dict.fromkeys(pair for environ in environments for pair in environ.items())
+        shown_variables = [{name: value} for name, value in pairs]
+        yield from (
+            f"{script.name}: {choice} changes nothing, but should" for choice in without_effect(dry, script, shown_variables)
+        )
+    texts = {path.name: path.read_text() for path in (site.folder / "README.md", *site.scripts)}
+    code = "\n".join(line.text for path in site.scripts for line in Script(path).lines if not line.is_comment)
+    for name, text in texts.items():
+        lists = re.findall(r"(?<=[ `])-v ([A-Z]\w*=[^`\n]*)|`((?:[A-Z_]+=\S+ )+)\./", text)
+        variables = {each for words in lists for each in re.findall(r"(?<![\w$\"-])([A-Z][A-Z_]+)=", " ".join(words))}
+        lost = sorted(each for each in variables if not re.search(rf"\$\{{?{each}\b", code))
+        yield from (f"{name}: {each}=, which no script reads, but should" for each in lost)
 
 
 @clause("B11")
@@ -672,7 +701,7 @@ def test_no_secret_is_printed(check, site, dry):
     for run in [run for run in runs if isinstance(run, DryRun)]:
         for line in [line for line in run.output.splitlines() if SECRET in line]:
             yield f"{run.script} shows {line[:60]!r}, but should show no value of the user's environment"
-        for path in run.leaks:
+        for path in [path for path, kind in run.leaks if kind == "a user's"]:
             yield f"{run.script} writes a value of the user's environment into {path}, but should not"
         for call in [call for call in run.calls if any(SECRET in word for word in call.words)]:
             yield f"{run.script}: {call.command} gets a user's token as a word, but should find it in its environment"

@@ -8,6 +8,7 @@ It runs without flags and once with each flag that its --help names.
 import os
 import re
 import shutil
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -34,7 +35,7 @@ from conformance.harness.dry_run import (
     umask,
     values_of,
 )
-from conformance.harness.sites import Case
+from conformance.harness.sites import ROOT, Case
 
 
 def runs(dry: DryRuns) -> dict[str, DryRun]:
@@ -49,12 +50,18 @@ def pips(run: DryRun) -> list[tuple[Call, list[str]]]:
 
 
 def with_modules(site, *names: str) -> Case | None:
-    """The job script as it stands, but for more modules in its line `modules=(...)`; None where it has no such line."""
-    match = re.search(r"^modules=\(.*\)$", (site.folder / site.toml["submit"]).read_text(), re.MULTILINE)
-    if not match:
-        return None
-    other = f"{match[0][:-1]} {' '.join(names)})".replace("( ", "(")
-    return replace(site.cases[0], name="other modules", script=site.toml["submit"], edit={match[0]: other})
+    """The site as it stands, but for more modules in its line `modules=(...)` or in the one that loads torch's by name.
+
+    None where no script has such a line: the Python of an image does not change with modules.
+    """
+    torch = [name for name in site.modules if "torch" in site.software.get("provides", {}).get(name, [])]
+    named = "|".join(map(re.escape, torch)) or "(?!)"
+    line = re.compile(rf"^( *modules=\([^)\n]*|[^#\n]*\bmodule load (?:\S+ )*?(?:{named}))(?![^\s)])(.*)$", re.MULTILINE)
+    for name in dict.fromkeys([site.toml["submit"], *(script.name for script in site.scripts)]):
+        if match := line.search((site.folder / name).read_text()):
+            other = f"{match[1]} {' '.join(names)}{match[2]}".replace("( ", "(")
+            return replace(site.cases[0], name="other modules", script=name, edit={match[0]: other})
+    return None
 
 
 @clause("B10")
@@ -65,6 +72,17 @@ def test_packages_of_the_user_s_own_are_not_counted(check, dry):
             if not call.environ.get("PYTHONNOUSERSITE"):
                 subject = f"{what}: pip install {' '.join(words)}"
                 yield f"{dry.shown(subject)}: without PYTHONNOUSERSITE, but should have it as jobs do"
+
+
+@clause("B10")
+def test_a_pythonpath_of_the_user_s_own_is_not_counted(check, site, dry):
+    """Of the shell that submits: its packages would come before the environment's. Modules may set one."""
+    own = dict(PYTHONPATH="/somewhere/site-packages")
+    runs = {case.name: dry.case(case, environ=own) for case in site.cases} | {"install.sh": dry.install(after=(), environ=own)}
+    for what, run in runs.items():
+        for call in [*run.trained[:1], *(call for call, _ in pips(run))]:
+            if own["PYTHONPATH"] in (value := call.environ.get("PYTHONPATH", "")):
+                yield f"{what}: {call.command} with PYTHONPATH={value} of the user's shell, but should be without"
 
 
 @clause("B10")
@@ -80,6 +98,37 @@ def test_each_flag_of_its_help_works(check, dry):
         elsewhere = PASSED["IMAGE"] in flags and job.code == 3 and "install.sh" in job.output  # job.sl has to say so, too
         if not (job.trained and job.code == 0) and not elsewhere:
             yield f"a job after install.sh {flags[0]}: {exit_of(dry, job)}, but should be 0"
+
+
+def version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))
+
+
+@clause("B10")
+def test_what_it_installs_is_what_the_core_takes(check, dry):
+    """The bounds of core/pyproject.toml: a version that is too old is found out by the ranks, at the end of the queue."""
+    project = tomllib.loads((ROOT / "core/pyproject.toml").read_text())["project"]
+    bounds = [f"python{project['requires-python']}", *project["dependencies"]]
+    least = {name: version(number) for name, number in (bound.split(">=") for bound in bounds)}
+    for what, run in runs(dry).items():
+        asked = [word for _, words in pips(run) for word in words]
+        asked += [word for call in run.called("conda", "mamba", "micromamba") for word in call.words]
+        asked += [line.split()[0] for call, _ in pips(run) for line in call.notes.get("requirements", "").splitlines() if line]
+        for word in dict.fromkeys(asked):
+            name, _, number = re.sub("==?", "=", word).partition("=")
+            if name in least and number[:1].isdigit() and version(number) < least[name]:
+                yield f"{what}: {word}, but should be {'.'.join(map(str, least[name]))} or newer, as core/pyproject.toml says"
+
+
+@clause("B10")
+def test_its_help_tells_what_it_installs_by_default(check, dry):
+    """Who reads `(default: torch==...)` compares that with the driver of the nodes."""
+    asked = {word for _, words in pips(dry.install()) for word in words}
+    for default in re.findall(r"\(default: ([^)]*)\)", " ".join(dry.install("--help").output.split())):
+        for word in re.findall(r"[a-z][\w-]*==[\d.]*\d|https?://[^\s;,]+", default):
+            if word not in asked:
+                own = sorted(each for each in asked if each.startswith(re.split("(?<=//)|(?<===)", word)[0]))
+                yield f"install.sh --help: default: {word}, but should be {' '.join(own) or 'none'}, which pip is asked for"
 
 
 @clause("B10")
@@ -187,7 +236,7 @@ def test_other_modules_than_it_was_made_with_are_noticed(check, site, dry):
             yield f"install.sh keeps what it made with {line}, but should make it anew with {other}"
         as_one = {word for call in run.called("module-call") for word in call.words if " " in word}
         yield from (f"install.sh loads {word!r}, but should load each by its name" for word in as_one)
-        job = dry.job(site.folder / case.script, case=case)
+        job = dry.job(site.job_scripts[0], case=case)
         if job.trained or job.code != 3 or "install.sh" not in job.output:
             yield f"{ending(dry, job)} with {other}, but what install.sh made with {line}, but should be 3 and name install.sh"
 

@@ -23,6 +23,7 @@ from conformance.harness.dry_run import (
     Call,
     DryRun,
     arguments,
+    as_in_job,
     command_names,
     ending,
     given,
@@ -33,9 +34,10 @@ from conformance.harness.dry_run import (
     trains,
     umask,
     values_of,
+    without_effect,
     words_of,
 )
-from conformance.harness.shell import DEBUGGING, Script, minutes, plain
+from conformance.harness.shell import DEBUGGING, PLACEHOLDER, Script, minutes, plain
 from conformance.harness.sites import place_of
 from conformance.harness.stub_core import who
 from conformance.harness.target import BACKENDS
@@ -48,11 +50,6 @@ MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", 
 FIRST, OTHER, LARGE = "4242", "7001", "61230899"
 MOST_SECONDS_OF_WAIT = 600
 OF_A_USER = "/opt/of-a-user/lib"
-
-
-def as_in_job(call: Call) -> dict[str, str]:
-    """The environment of a rank without what this dry run has put there."""
-    return {name: value for name, value in call.environ.items() if not name.startswith("DRY_RUN")}
 
 
 # ---- it runs, and each rank is who site.toml says -------------------------------------------------------------------
@@ -90,21 +87,11 @@ ASKS = ("rm", "sleep", "python", "python3", "qstat", "squeue", "sacct")
 @clause("B11")
 def test_each_choice_of_a_script_s_head_changes_something(check, site, dry):
     """In the ranks' environment or words, or in what is called: else its user believes that it is in force."""
-
-    def effects(run: DryRun, own: set[str]) -> tuple:
-        ranks = [{name: value for name, value in as_in_job(call).items() if name not in own} for call in run.trained[:1]]
-        calls = sorted(dry.shown(call.text) for call in run.calls if call.command not in ("mktemp", "rm", "sleep"))
-        return ranks, calls, run.code
-
     for script in trains(site):
-        default, again = (dry.job(script, nodes=2, environ=environ) for environ in ({}, dict(DRY_RUN_AGAIN="1")))
-        for chosen in alternatives(script) if default.trained and again.trained else ():
-            first, second = default.trained[0].environ, again.trained[0].environ
-            own = {name for name in first | second if first.get(name) != second.get(name)} | {*chosen}
-            run = dry.job(script, nodes=2, environ=chosen)
-            if effects(run, own) == effects(default, own):
-                choice = " ".join(f"{name}={value}" for name, value in chosen.items())
-                yield f"{script.name}: {choice} changes nothing, but should"
+        yield from (
+            f"{script.name}: {choice} changes nothing, but should"
+            for choice in without_effect(dry, script, alternatives(script))
+        )
 
 
 @clause("B11")
@@ -269,6 +256,19 @@ def test_a_job_that_pbs_has_started_twice_is_a_restart(check, site, dry):
                 wrong = [name for name in names if call.environ.get(name) != str(restarts + 1)]
                 subject = f"{script.name}, started twice after {restarts} jobs"
                 yield from (f"{subject}: {name}={call.environ.get(name)}, but should be {restarts + 1}" for name in wrong)
+
+
+@clause("B3")
+def test_each_launch_of_a_job_is_a_start_of_its_own(check, site, dry):
+    """Where it launches ranks again: those of the launch before may still be there, and `--fresh` is for the first alone."""
+    for case in site.cases:
+        ranks = sorted(dry.case(case, code=7).trained, key=lambda call: call.start_time)
+        for name, template in case.launch.templates if len(ranks) > 1 else ():
+            values = [call.environ.get(name, "0") for call in ranks]
+            if template == "{restart}" and values != [str(number) for number in range(len(ranks))]:
+                yield f"{case.name}, launched {len(ranks)} times: {name}={' '.join(values)}, but should rise by 1 each time"
+            if "{job_id}" in template and len({*values}) < len(values):
+                yield f"{case.name}, launched {len(ranks)} times: {name}={' '.join(values)}, but should differ"
 
 
 @clause("B3")
@@ -933,6 +933,25 @@ def test_the_readme_has_the_values_of_the_ranks(check, site, dry):
                 yield f"{script.name}: {name}={call.environ[name]} in a rank, but README.md says no {name}"
 
 
+@clause("B8")
+def test_directives_ask_for_all_that_the_machine_wants(check, site):
+    """What is left out, a scheduler refuses, or puts what it likes in its place: an hour, nodes without the disk."""
+    queue, slurm = site.toml.get("queue", {}), site.toml["scheduler"] == "slurm"
+    wanted = dict(account="account", constraint="constraints") if slurm else dict(A="account")
+    wanted = {option: key for option, key in wanted.items() if key in queue}
+    if len(queue.get("partitions", [])) > 1:
+        wanted["partition" if slurm else "q"] = "partitions"
+    for script in map(Script, site.job_scripts):
+        options = script.options
+        lost = [name for name in wanted if name not in options]
+        yield from (f"{script.path.name}: no directive {name}, but should be one ({wanted[name]} of [queue])" for name in lost)
+        if not ("time" in options if slurm else re.search(r"(?m)^#PBS .*walltime=", script.text)):
+            yield f"{script.path.name}: no directive with a time limit, but should be one"
+        named = [options[name] for name in ("partition", "qos", "q") if name in options]
+        if named and not PLACEHOLDER.search(queue.get("account", "")) and not {*named} & queue.get("minutes", {}).keys():
+            yield f"queue.minutes has nothing of {' and '.join(named)}, which {script.path.name} asks for, but should"
+
+
 # ---- what it prints, writes, removes and installs -------------------------------------------------------------------
 
 
@@ -952,6 +971,8 @@ def test_each_start_has_a_secret_of_its_own(check, site, dry):
                 for text in (run.output, *itertools.chain(*(c.words for c in run.calls)))
             ):
                 yield f"{script.name} prints DDP_SECRET or passes it as a word, but should hand it on unseen"
+            for path in [path for path, kind in run.leaks if kind == "DDP_SECRET"]:
+                yield f"{script.name} writes DDP_SECRET into {path}, but should hand it on unseen"
         if secrets[0] & secrets[1]:
             yield f"{script.name}: DDP_SECRET is the same in both starts of a job, but should differ"
         again = dry.job(script, environ=dict(TZ="UTC"))  # the same job number, as whoever reads the queue knows it

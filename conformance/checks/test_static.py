@@ -32,9 +32,11 @@ from conformance.harness.shell import (
     DIRECTIVE,
     GENERAL,
     NEARLY,
+    OF_SBATCH,
     OPTIONS,
     PERSONAL,
     PLACEHOLDER,
+    SHORT,
     SOURCE,
     Line,
     Script,
@@ -479,11 +481,38 @@ def test_values_are_those_of_the_sources(check, site):
             yield f"{name} is set in no script, but a fact of [[sources]] sets it: another spelling is ignored"
 
 
+# In a line of code: an address, and an absolute path. Of the paths of all Linux machines no source tells.
+REACHED = re.compile(r"(?:https?|ftp)://[^\s)>\"'`,;$]+(?![^\s)>\"'`,;])")
+ABSOLUTE = re.compile(r"(?:(?<=:-)|(?<![\w./:~})\]*%$\\+-]))(/[A-Za-z][\w-]*)(/[\w./-]*)")
+OF_LINUX = ("/bin", "/dev", "/etc", "/home", "/lib", "/path", "/proc", "/sys", "/tmp", "/usr", "/var")
+
+
+@clause("J3")
+def test_addresses_and_places_are_those_of_the_sources(check, site):
+    """A proxy, a package index, the folder of the images: one digit or folder off, and the job ends after it has waited."""
+    facts, general = "\n".join(site.facts), {*GENERAL.split(), "localhost", "127.0.0.1"}
+    told = "\n".join([facts, *(source["address"] for source in site.toml.get("sources", []))])
+    places = [f"{first}{rest}".rstrip("/") for first, rest in ABSOLUTE.findall(facts) if first not in OF_LINUX]
+    for script in map(Script, site.scripts):
+        for line in [line for line in script.lines if not line.is_comment]:
+            code = line.text.partition(" # ")[0]
+            for address in REACHED.findall(code):
+                known = re.search(rf"{re.escape(address.rstrip('/'))}(?![\w-]|[.:]\w)", told)
+                if not known and place(address) not in general:
+                    yield at(script, line, f"have addresses of [[sources]] alone, and no fact has {address}")
+            for first, rest in ABSOLUTE.findall(code):
+                path = f"{first}{rest}".rstrip("/")
+                alike = [each for each in places if each.startswith(f"{first}/")]
+                if alike and not any(f"{path}/".startswith(f"{each}/") or each.startswith(f"{path}/") for each in alike):
+                    yield at(script, line, f"have {' or '.join(sorted({*alike}))}, as a fact of [[sources]] says, for {path}")
+
+
 @clause("J3")
 def test_what_the_sources_ask_of_a_job_the_site_asks(check, site):
     """The directives among their facts, and the order in which these load modules."""
     source_facts = [plain(fact) for fact in site.facts]
-    asked = {match[1] for fact in source_facts if (match := re.match(r"#SBATCH --([a-z-]+)", fact))}
+    words = [match[1] for fact in source_facts if (match := re.match(r"#SBATCH (--[a-z-]+|-\w)", fact))]
+    asked = {(SHORT | OF_SBATCH).get(word, word.lstrip("-")) for word in words}
     lost = asked - {option for script in map(Script, site.job_scripts) for option in script.options}
     for name in sorted(lost):
         fact = "as a fact of [[sources]] in site.toml has; or that fact goes, too"

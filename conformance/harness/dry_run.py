@@ -180,7 +180,7 @@ class DryRun:
     made: list[str] = field(default_factory=list)  # what is new in the site's folder
     read: list[str] = field(default_factory=list)  # the files whose lines bash ran, when it was traced
     tree: dict[str, bytes] = field(default_factory=dict)  # of install.sh: what it has left in the site's folder, and its text
-    leaks: list[str] = field(default_factory=list)  # files that it has written a user's token into
+    leaks: list[tuple[str, str]] = field(default_factory=list)  # files that have a user's token, or its secret; and which
     wide: dict[str, str] = field(default_factory=dict)  # new files with more rights than the umask leaves, and their modes
 
     @property
@@ -284,6 +284,29 @@ def ending(dry: "DryRuns", run: DryRun) -> str:
 
 def arguments(call: Call) -> list[str]:
     return call.words[program(call) :]
+
+
+def as_in_job(call: Call) -> dict[str, str]:
+    """The environment of a rank without what this dry run has put there."""
+    return {name: value for name, value in call.environ.items() if not name.startswith("DRY_RUN")}
+
+
+def without_effect(dry: "DryRuns", script: Path, choices: list[dict[str, str]]) -> Iterator[str]:
+    """Those of these choices that change nothing, in words."""
+
+    def effects(run: DryRun, own: set[str]) -> tuple:
+        ranks = [{name: value for name, value in as_in_job(call).items() if name not in own} for call in run.trained[:1]]
+        calls = sorted(dry.shown(call.text) for call in run.calls if call.command not in ("mktemp", "rm", "sleep"))
+        return ranks, calls, run.code
+
+    default, again = (dry.job(script, nodes=2, environ=environ) for environ in ({}, dict(DRY_RUN_AGAIN="1")))
+    for chosen in choices if default.trained and again.trained else ():
+        first, second = default.trained[0].environ, again.trained[0].environ
+        own = {name for name in first | second if first.get(name) != second.get(name)} | {*chosen}
+        run = dry.job(script, nodes=2, environ=chosen)
+        as_by_default = chosen.items() <= first.items()  # a module sets it so
+        if effects(run, own) == effects(default, own) and not as_by_default:
+            yield " ".join(f"{name}={value}" for name, value in chosen.items())
 
 
 def trains(site: Site) -> list[Path]:
@@ -657,7 +680,10 @@ class DryRuns:
         trace = self.top / "calls/trace"
         lines = trace.read_text(errors="replace").splitlines() if trace.exists() else []
         written = [path for path, state in after.items() if before.get(path) != state and (self.top / path).is_file()]
-        leaks = [path for path in written if SECRET.encode() in (self.top / path).read_bytes()]
+        secrets = {call.environ.get("DDP_SECRET", "") for call in called if "DRY_RUN_RANK" in call.environ} - {""}
+        kinds = {SECRET: "a user's"} | dict.fromkeys(secrets, "DDP_SECRET")
+        texts = {path: (self.top / path).read_bytes() for path in written}
+        leaks = [(path, kind) for path, text in texts.items() for value, kind in kinds.items() if value.encode() in text]
         read = sorted({match[1] for line in lines if (match := re.match(r"\++ (\S+) \S", line))})
         output = output.replace(f"{self.top}/root/", "/").replace(str(self.top), "")
         mine_now = [path for path in self.folder.rglob("*") if path.is_file()] if name == "install.sh" else []

@@ -98,7 +98,8 @@ def launch(name: str, words: list[str]) -> int:
     if not command:
         print(f"{name}: no command among {words}", file=sys.stderr)
         return 1
-    if file := first(flags, "--hostfile", "-hostfile", "-f"):
+    named = first(flags, "--hostfile", "-hostfile", "-f")
+    if file := named or (own("PBS_NODEFILE") if name != "srun" else None):
         with open(file) as hosts:
             NOTES["hosts"] = [host.partition(".")[0] for host in hosts.read().split()]
     if launches() > MOST_LAUNCHES:
@@ -115,6 +116,8 @@ def launch(name: str, words: list[str]) -> int:
     # In blocks: of three ranks on two nodes, the first has two.
     sizes = [min(int(each), count - node * int(each)) if each else (count + nodes - 1 - node) // nodes for node in range(nodes)]
     places = [(node, local) for node, size in enumerate(sizes) for local in range(size)]
+    if "hosts" in NOTES and not named:  # of the nodes that PBS lists the first ones, up or down
+        NOTES["hosts"] = NOTES["hosts"][: len(sizes)]
     os.environ["DRY_RUN_LAUNCHER"] = str(os.getpid())
     codes = []
     for rank in range(count if SETTINGS["all_ranks"] else 1):
@@ -629,7 +632,10 @@ def sbcast(name: str, words: list[str]) -> int:
 
 def hostname(name: str, words: list[str]) -> int:
     node = int(os.environ.get("DRY_RUN_NODE", "0"))
-    print(f"10.0.0.{node + 1}" if {"-i", "-I", "--ip-address"} & {*words} else SETTINGS["hosts"][node])
+    if {"-I", "--all-ip-addresses"} & {*words}:  # in no order: here the network of the management is first
+        print(f"172.16.0.{node + 1} 10.0.0.{node + 1} ")
+    else:
+        print(f"10.0.0.{node + 1}" if {"-i", "--ip-address"} & {*words} else SETTINGS["hosts"][node])
     return 0
 
 
@@ -642,8 +648,9 @@ def getent(name: str, words: list[str]) -> int:
 
 def ip(name: str, words: list[str]) -> int:
     node = int(os.environ.get("DRY_RUN_NODE", "0"))
-    for number, interface in enumerate(SETTINGS["interfaces"] or ["eth0"], 2):
-        print(f"{number}: {interface}    inet 10.0.0.{node + 1}/16 scope global {interface}")
+    for number, interface in enumerate(["mgmt0", *(SETTINGS["interfaces"] or ["eth0"])], 2):
+        network = "172.16" if interface == "mgmt0" else "10.0"
+        print(f"{number}: {interface}    inet {network}.0.{node + 1}/16 scope global {interface}")
     return 0
 
 

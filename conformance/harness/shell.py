@@ -40,6 +40,8 @@ DEBUGGING = re.compile(
 NUMBER = re.compile(r"(\d+)(?:-\1)?")  # also Slurm's from-to
 SHORT = {"-N": "nodes", "-n": "ntasks", "-c": "cpus-per-task"}
 SHORT |= dict.fromkeys(("--ppn", "--tasks-per-node"), "ntasks-per-node")
+# Which mean something else to PBS.
+OF_SBATCH = {"-A": "account", "-C": "constraint", "-p": "partition", "-q": "qos", "-t": "time"}
 
 # Those of `man sbatch` of Slurm 22.05, tres-per-task of later ones, and OpenPBS's of qsub (unverified: no PBS was at hand).
 OPTIONS = dict(
@@ -142,15 +144,15 @@ class Script:
     def options(self) -> dict[str, str]:
         """What directives say, by the long names of options: --nodes=2, --nodes 2, -N2, -N 2, several of them in a line."""
         options: dict[str, str] = {}
-        for _, text in self.directives:
-            name = ""
+        for line, text in self.directives:
+            name, short = "", SHORT | (OF_SBATCH if line.text.startswith("#SBATCH") else {})
             for word in shlex.split(text, comments=True):
                 match = re.fullmatch(r"(--[\w-]+)=?(.*)|(-\w)(.*)", word, re.DOTALL)
                 if match and not (name and re.fullmatch(r"-\d+", word)):
                     name = match[1] or match[3]
-                    options[SHORT.get(name, name.lstrip("-"))] = match[2] or match[4] or ""
+                    options[short.get(name, name.lstrip("-"))] = match[2] or match[4] or ""
                 elif name:
-                    options[SHORT.get(name, name.lstrip("-"))] = word
+                    options[short.get(name, name.lstrip("-"))] = word
         return options
 
     @property

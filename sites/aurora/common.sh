@@ -1,6 +1,6 @@
 #!/bin/bash
 # The module and its PyTorch, for job.pbs and install.sh; for job.pbs how the ranks are watched, and when they are started again.
-# Only sourced. For other modules edit load_modules, then run install.sh again.
+# Only sourced. For other modules edit modules=, then run install.sh again.
 
 set -euo pipefail
 
@@ -11,16 +11,18 @@ fail() {
 
 # ---- the module and its PyTorch -------------------------------------------------------------------------------------
 
-# Packages in ~/.local would come before the virtual environment's.
+# Packages in ~/.local, or in a PYTHONPATH of yours, would come before the virtual environment's. The module may set it anew.
 # https://docs.python.org/3/using/cmdline.html#envvar-PYTHONNOUSERSITE
+unset PYTHONPATH
 export PYTHONNOUSERSITE=1
 
 # PyTorch 2.13 for Intel GPUs and mpi4py. Pinned: ALCF replaces it with each update of the machine.
 # https://docs.alcf.anl.gov/aurora/data-science/frameworks/frameworks/
+modules=(frameworks/2026.1.0)
 load_modules() {
     [[ $(type -t module) == function ]] || fail "no module command: start this from a login shell (bash -l) on Aurora"
     set +u # module functions read unset variables
-    module load frameworks/2026.1.0 || {
+    module load "${modules[@]}" || {
         module --terse avail frameworks >&2 || true
         fail "the module does not load (above): write one of this list into common.sh, and run ./install.sh again"
     }

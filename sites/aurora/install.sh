@@ -53,7 +53,7 @@ mark=$prefix/.install # of a directory that is ours, and may be emptied
 # ---- the virtual environment ------------------------------------------------------------------------------------
 
 echo "making $prefix with $python"
-touch "$mark"
+echo unfinished >"$mark"
 find "$prefix" -mindepth 1 -maxdepth 1 ! -name .install -exec rm -rf {} +
 
 # pip and venv leave nothing in /tmp or ~/.cache.
@@ -87,5 +87,7 @@ print("python", platform.python_version())
 print("torch", torch.__version__, f"for xpu {xpu}" if xpu else "NOT for xpu: train.py will refuse it")
 print("ddp_core", ddp_core.__version__)
 ' || die 1 "the environment does not work (above): run this again"
+# A job compares it: no virtual environment survives another Python.
+echo "modules=${modules[*]}" >"$mark"
 
 echo "installed in $prefix; submit: cd $(printf %q "$here") && qsub -v TRAIN_ARGS=\"--epochs 3\" job.pbs"

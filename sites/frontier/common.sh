@@ -8,8 +8,9 @@ fail() { # MESSAGE [EXIT CODE]. 3, the default, means as for train.py: nothing w
     exit "${2:-3}"
 }
 
-# Packages in ~/.local would come before the environment's.
+# Packages in ~/.local, or in a PYTHONPATH of yours, would come before the environment's. Modules may set it anew.
 # https://docs.python.org/3/using/cmdline.html#envvar-PYTHONNOUSERSITE
+unset PYTHONPATH
 export PYTHONNOUSERSITE=1
 
 # MODULE...: loads them one after the other, since what exists can depend on what is loaded. Sets loaded, their names.

@@ -16,7 +16,9 @@ for name in SLURM_{RESTART_COUNT,JOB_ID,JOB_NUM_NODES,NTASKS,NTASKS_PER_NODE,CPU
 done
 
 # Those of job.sl's line modules=(...), and no others: with other modules the same Python may find other libraries.
+# Nor what your shell has in PYTHONPATH, which would come before the virtual environment's packages.
 load_modules() {
+    unset PYTHONPATH
     ((${#modules[@]})) || return 0
     [[ $(type -t module) == function ]] || fail 3 "no module command on $HOSTNAME: use bash -l, or empty modules=() in job.sl"
     set +u # module functions read unset variables

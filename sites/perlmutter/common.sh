@@ -9,6 +9,9 @@ fail() {
     exit 3 # as train.py: nothing was started
 }
 
+# What your shell has in PYTHONPATH would come before the packages of .venv. Unset before the modules, which may set it.
+unset PYTHONPATH
+
 # SIGTERM, of a preemption or of scancel, is for the ranks. Should it come to this shell too, it waits for them all the same.
 trap 'echo "SIGTERM: waiting for the ranks to save"' TERM
 
@@ -43,7 +46,7 @@ describe_job() {
     export DDP_SECRET
     DDP_SECRET=$(od -An -N32 -tx8 /dev/urandom | tr -d ' \n')
 
-    [[ -e .venv/.install && $(<.venv/.install) == *" | $1 | "* ]] || fail "no .venv of the $1 here: run ./install.sh"
+    [[ -e .venv/.install && $(<.venv/.install) == *" | $1 | "* ]] || fail "no .venv of the $1 here: run ./install.sh again"
     software=$("${container[@]}" "$python" -c '
 from importlib.metadata import version
 from os import environ
@@ -51,7 +54,7 @@ from platform import python_version
 versions = [f"{name}={version(name)}" for name in ("torch", "ddp-core")]
 print(f"python={python_version()}", *versions, "nccl_net=" + environ.get("NCCL_NET", "unset").replace(" ", "_"))
 ' 2>&1) || fail "$python does not start (${software##*$'\n'}): run ./install.sh again"
-    echo "job=$SLURM_JOB_ID restarts=$restarts slurm=$(srun --version) pytorch=$1 $software"
+    echo "job=$SLURM_JOB_ID restarts=$restarts slurm=$(srun --version) pytorch=${1% modules=*} $software"
     echo "nodes=$SLURM_JOB_NUM_NODES ranks=$SLURM_NTASKS ranks_per_node=$SLURM_NTASKS_PER_NODE" \
         "cpus_per_rank=$SLURM_CPUS_PER_TASK gpus_per_node=${SLURM_GPUS_PER_NODE:-0}"
     echo "hosts=${hosts//$'\n'/,} master=$MASTER_ADDR:$MASTER_PORT"

@@ -6,7 +6,7 @@
 #   --core WHAT      ddp_core: a directory, a wheel or a URL (default: ../../core, as in the repository)
 #   --with PACKAGE   a package more, any number of times: tensorboard, wandb, ipykernel; torch stays as it is
 #
-# For a conda environment of your own: take pytorch/... out of the `module load` line of job.sl, activate it, and run this.
+# For a conda environment of your own: take pytorch/... out of the line `modules=(...)` of job.sl, activate it, and run this.
 # Run it on a login node, which has the network; again, with the same flags, after a change in job.sl or whatever happened:
 # what is whole is kept, the rest is made anew. It writes into .venv only.
 # Exit codes: 0 done, 1 an installation failed (run it again), 2 a wrong flag, 3 something is missing: nothing was changed.
@@ -35,14 +35,16 @@ done
 
 [[ -f $core || -f $core/pyproject.toml || $core == *://* ]] || fail 3 "no ddp_core at $core: pass --core (--help)"
 
-# What `pip install --user` left is no part of the environment. Importing leaves no files in the module's own folders.
+# What `pip install --user` left, or PYTHONPATH names, is no part of the environment. Importing leaves no files in the module's
+# own folders.
 # https://docs.python.org/3/using/cmdline.html#environment-variables
+unset PYTHONPATH
 export PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
 
 # The choice, the modules and the image stand in job.sl alone.
 pytorch=$(sed -n 's/^pytorch=//p' "$here/job.sl")
 image=$(sed -n 's/^ *image=//p' "$here/job.sl")
-read -r -a modules < <(sed -n 's/^ *module load \([^|]*\).*/\1/p' "$here/job.sl" && echo)
+read -r -a modules < <(sed -n 's/^ *modules=(\(.*\))$/\1/p' "$here/job.sl" && echo)
 container=()
 if [[ $pytorch == container ]]; then
     origin="container image=$image"
@@ -53,12 +55,12 @@ if [[ $pytorch == container ]]; then
     fi
     container=(shifter --image="$image" --module=none) # no driver and no NCCL of the node: nothing computes here
 else
-    origin=module
+    origin=module${modules[*]:+ modules=${modules[*]}}
     type module >/dev/null 2>&1 || fail 3 "no module command: run this in a login shell of Perlmutter"
     set +u # module functions read unset variables
     if ((${#modules[@]})) && ! module load "${modules[@]}"; then
         module -t avail pytorch nccl >&2 || true
-        fail 3 "no modules ${modules[*]}; there are the above: edit the line in job.sl that loads them"
+        fail 3 "no modules ${modules[*]}; there are the above: edit modules= in job.sl"
     fi
     set -u
 fi
@@ -76,7 +78,7 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
 if sys.prefix != sys.base_prefix:
     sys.exit(f"{sys.prefix} is a virtual environment, which another cannot inherit")
 print(os.path.realpath(sys.executable), torch.__version__, platform.python_version(), sep="\n")
-') || fail 3 "the $origin ${modules[*]} cannot be used (above): name another in job.sl"
+') || fail 3 "the $origin cannot be used (above): name another in job.sl"
 { read -r python && read -r torch && read -r version; } <<<"$found"
 
 # ---- the virtual environment: whole, or made again -----------------------------------------------------------------------

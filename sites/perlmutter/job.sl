@@ -81,8 +81,9 @@ module)
     # The two were measured together. nccl/2.29.2-cu13 is there, too: for CUDA 13, untried with this PyTorch (lorrax).
     # https://github.com/saforem2/ezpz/blob/1dd97b7/docs/guides/perlmutter.md
     # No purge before them: NERSC's defaults, loaded at login, are part of what they expect (unverified).
+    modules=(pytorch/2.13.0 nccl/2.24.3)
     set +u # module functions read unset variables
-    module load pytorch/2.13.0 nccl/2.24.3 || fail "no such module (above): module avail pytorch nccl, then edit job.sl"
+    module load "${modules[@]}" || fail "no such module (above): module avail pytorch nccl, then edit job.sl"
     set -u
     ;;
 container)
@@ -166,7 +167,7 @@ srun_flags=(
     --wait=60
 )
 
-describe_job "$pytorch${image:+ image=$image}"
+describe_job "$pytorch${image:+ image=$image}${modules[*]:+ modules=${modules[*]}}"
 start_metrics "${train_flags[@]}" "$@"
 
 code=0

@@ -5,6 +5,10 @@
 # https://slurm.schedmd.com/sbatch.html#OPT_account
 #SBATCH --account=my_account
 
+# Of one start: a longer run comes back.
+# https://slurm.schedmd.com/sbatch.html#OPT_time
+#SBATCH --time=00:30:00
+
 # Two nodes show what one does not.
 # https://slurm.schedmd.com/sbatch.html#OPT_nodes
 #SBATCH --nodes=2
