@@ -203,7 +203,7 @@ def run(session: nox.Session, *what: str) -> None:
 def install(session: nox.Session, *packages: str) -> None:
     """torch, the core and `packages`, unless they are there. A torch that the Python of nox has is used and never replaced."""
     pythons = [sys.executable, getattr(sys, "_base_executable", sys.executable), shutil.which("python3") or sys.executable]
-    if "DDP_TORCH_OF" in os.environ and session.name != "lint":  # .ci/run's; lint looks whether all that torch brings is pinned
+    if "DDP_TORCH_OF" in os.environ and session.name not in ("train", "lint"):  # .ci/run's: train's; lint looks at its own
         pythons.insert(0, os.environ["DDP_TORCH_OF"])
     flags = [f"--torch-of={python}" for python in pythons]
     session.run_install("python", "conformance/harness/environment.py", *flags, *packages, log=False)

@@ -421,23 +421,26 @@ def test_a_choice_that_is_none_is_refused(check, site, dry):
                 yield from refused(dry, run, f"{script.name} with {name}={NONSENSE} for {value}", NONSENSE)
 
 
+# Variables that the scheduler, libraries and Python read, and no script needs to.
+OF_OTHERS = re.compile(r"(SBATCH|NCCL|CCL|FI|HF|WANDB|OMP|TORCH|PYTORCH|CUDA|HIP|MIOPEN|TRANSFORMERS|TOKENIZERS|PYTHON)_?")
+
+
 @clause("B11")
 def test_each_variable_that_users_are_shown_changes_something(check, site, dry):
     """Before a submission, and in [[job.choices]]; and what README.md has behind qsub -v, a script reads."""
     of_choices = [(site.folder / case.script, case.environment | handed_on(case.options)) for case in site.cases]
     for script in trains(site):
         environments = [environ for where, environ in [*chosen(site), *of_choices] if where == script]
-        pairs = dict.fromkeys(pair for environ in environments for pair in environ.items())
-        shown_variables = [{name: value} for name, value in pairs]
-        yield from (
-            f"{script.name}: {choice} changes nothing, but should" for choice in without_effect(dry, script, shown_variables)
-        )
+        ours = [environ for environ in environments if any(not OF_OTHERS.match(name) for name in environ)]
+        variables = [dict(pairs) for pairs in dict.fromkeys(tuple(environ.items()) for environ in ours)]
+        yield from (f"{script.name}: {choice} changes nothing, but should" for choice in without_effect(dry, script, variables))
     texts = {path.name: path.read_text() for path in (site.folder / "README.md", *site.scripts)}
     code = "\n".join(line.text for path in site.scripts for line in Script(path).lines if not line.is_comment)
     for name, text in texts.items():
         lists = re.findall(r"(?<=[ `])-v ([A-Z]\w*=[^`\n]*)|`((?:[A-Z_]+=\S+ )+)\./", text)
         variables = {each for words in lists for each in re.findall(r"(?<![\w$\"-])([A-Z][A-Z_]+)=", " ".join(words))}
-        lost = sorted(each for each in variables if not re.search(rf"\$\{{?{each}\b", code))
+        ours = sorted(each for each in variables if not OF_OTHERS.match(each))
+        lost = [each for each in ours if not re.search(rf"\$\{{?!?{each}\b|[\"']{each}[\"']", code)]
         yield from (f"{name}: {each}=, which no script reads, but should" for each in lost)
 
 

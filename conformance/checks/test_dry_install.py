@@ -125,7 +125,7 @@ def test_its_help_tells_what_it_installs_by_default(check, dry):
     """Who reads `(default: torch==...)` compares that with the driver of the nodes."""
     asked = {word for _, words in pips(dry.install()) for word in words}
     for default in re.findall(r"\(default: ([^)]*)\)", " ".join(dry.install("--help").output.split())):
-        for word in re.findall(r"[a-z][\w-]*==[\d.]*\d|https?://[^\s;,]+", default):
+        for word in re.findall(r"[a-z][\w-]*==[\d.]*\d(?:\+[\w.]+)?|https?://[^\s;,]+", default):
             if word not in asked:
                 own = sorted(each for each in asked if each.startswith(re.split("(?<=//)|(?<===)", word)[0]))
                 yield f"install.sh --help: default: {word}, but should be {' '.join(own) or 'none'}, which pip is asked for"

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -367,10 +368,11 @@ def test_only_interfaces_of_the_node_are_named(check, site, dry):
 @clause("J13")
 def test_no_rank_has_a_variable_for_finding_faults(check, site, dry):
     """Whichever line has set it, and by whichever choice."""
-    for what, run in in_all_ways(site, dry):
+    by_modules = {word.partition("=")[0] for words in site.software.get("provides", {}).values() for word in words}
+    for what, run in [(what, run) for what, run in in_all_ways(site, dry) if "DEBUG" not in what]:  # which asks for that
         for call in run.trained[:1]:
             for name, value in as_in_job(call).items():
-                if DEBUGGING.match(f"{name}={value}"):
+                if name not in by_modules and DEBUGGING.match(f"{name}={value}"):
                     yield f"{what}: {name}={value} in a rank, but should be left to who looks for a fault"
 
 
@@ -379,7 +381,9 @@ def test_mpi_looks_for_no_devices(check, site, dry):
     """Users of Cray MPICH on GPUs export 1, which ends each rank whose mpi4py was built without its library for them."""
     name = "MPICH_GPU_SUPPORT_ENABLED"
     texts = [path.read_text() for path in (site.folder / "README.md", *site.scripts)]
-    cray = any(launch.mpi for launch in site.launches) and any("MPICH" in text for text in texts)
+    cray = any(launch.mpi for launch in site.launches) and any(
+        re.search(f"Cray.?MPICH|cray-mpich|{name}", text) for text in texts
+    )
     for script in trains(site) if cray else ():
         for call in dry.job(script, environ={name: "1"}).trained[:1]:
             if call.environ.get(name, "0") != "0":
@@ -442,7 +446,7 @@ def chosen_wrongly(site, call: Call, own: list[str]) -> Iterator[str]:
             yield f"--backend={backend}, but should be {' or '.join(backends)}: another one is slower, and nothing says so"
     for flag in [word.partition("=")[0] for word in own if re.match(r"--[\w-]*timeout\b", word)]:
         for value in values_of(own, flag):
-            if float(value) < LEAST_SECONDS:
+            if re.fullmatch(r"[\d.]+", value) and float(value) < LEAST_SECONDS:
                 yield f"{flag}={value}, but should be {LEAST_SECONDS} s or more: a slow rank would end the job"
 
 
@@ -633,7 +637,7 @@ def test_devices_are_chosen_once(check, site, dry):
 @clause("J9")
 def test_ranks_in_an_image_have_the_node_s_devices(check, site, dry):
     """A container that is to be apart from the node has a /dev without them, unless it is told of GPUs, too."""
-    for what, run in in_all_ways(site, dry):
+    for what, run in in_all_ways(site, dry) if site.toml["node"]["devices"] else ():
         for call in [call for call in run.trained[:1] if "DRY_RUN_NO_DEVICES" in call.environ]:
             image = Path(call.environ["DRY_RUN_IMAGE"]).name
             yield f"{what}: no device in {image}, but should be (--contain without --nv or --rocm hides /dev)"
@@ -802,7 +806,7 @@ def test_ranks_have_the_paths_that_the_sources_put_together(check, site, dry):
 
 
 # A variable that a fact sets, and its value, which has none of the shell's words in it.
-SETTING = re.compile(r"[`'\"]?(?:export )?([A-Z]\w+)=[`'\"]?([^`'\"$]+)[`'\"]*$")
+SETTING = re.compile(r"[`'\"]?(?:export )?([A-Z][A-Z0-9_]+)=[`'\"]?([^`'\"$\s;#/][^`'\"$\s;#]*)[`'\"]*\s*(?:$|[;#])")
 
 
 @clause("J3")
@@ -829,7 +833,7 @@ def test_ranks_have_the_values_of_the_sources(check, site, dry):
 @clause("J3")
 def test_commands_have_the_options_that_the_sources_give_them(check, site, dry):
     """A fact that is a command which the scripts call: one call has all its long options, and its name=version."""
-    facts = [words for fact in site.facts if (words := fact.strip("`'\" ").split())[:1]]
+    facts = [words for fact in site.facts if (words := of_command(fact))]
     facts = [words for words in facts if words[0] in command_names() | {site.toml["launcher"]}]
     runs = [run for _, run in in_all_ways(site, dry)] + [dry.install(*flags) for flags in [(), *given(dry)]] if facts else []
     for command, *words in facts:
@@ -838,6 +842,15 @@ def test_commands_have_the_options_that_the_sources_give_them(check, site, dry):
         if least := min(lost, key=len, default=set()):
             fact = " ".join([command, *words])
             yield f"no {command} with {' '.join(sorted(least))}, but one should have it: a fact of [[sources]] is {fact}"
+
+
+def of_command(fact: str) -> list[str]:
+    """Its own words, without those of the program that it starts."""
+    try:
+        words = shlex.split(fact.strip("`'\" "))
+    except ValueError:  # a quote alone: it is prose
+        return []
+    return [*itertools.takewhile(lambda word: not re.search(r"^python[\d.]*$|^\./|\.(py|sh|sl|pbs)$", word), words)]
 
 
 def with_values(words: list[str]) -> list[str]:
@@ -921,13 +934,18 @@ def test_the_readme_has_the_values_of_the_ranks(check, site, dry):
     """Of a variable that ranks have; a table may tell what it was elsewhere. Of what it says "no `NAME`", they have none."""
     lines = [line for line in (site.folder / "README.md").read_text().splitlines() if not line.lstrip().startswith("|")]
     text = " ".join(" ".join(lines).split())
-    told = re.findall(r"`([A-Z]\w+)=[\"']?([^`\"' ]+)[\"']?`", text)
+    # Not what would be, or what users may do: "with `NAME=1` it ends", "set `NAME=1`".
+    condition = re.compile(r"\b(with|if|set|export|pass|instead)\b[^.;:]*$")
+    spans = re.finditer(r"`([A-Z]\w+)=[\"']?([^`\"' ]+)[\"']?`", text)
+    told = [match.groups() for match in spans if not condition.search(text[max(0, match.start() - 60) : match.start()])]
     runs = [run for _, run in in_all_ways(site, dry)] + [dry.job(script, nodes=1) for script in trains(site)] if told else []
     for name, value in told:
         values = {dry.shown(call.environ[name]) for run in runs for call in run.trained if name in call.environ}
         if values and value not in values:
             yield f"README.md: {name}={value}, but ranks have {' or '.join(sorted(values))}"
-    for name, script in itertools.product(re.findall(r"\bno `([A-Z]\w+)`", text), trains(site)):
+    ours = "\n".join([*site.facts, *(path.read_text() for path in site.scripts)])
+    without = [name for name in re.findall(r"\bno `([A-Z]\w+)`", text) if name in ours]  # another one is the user's own
+    for name, script in itertools.product(without, trains(site)):
         for call in dry.job(script, environ={name: "1"}).trained[:1]:
             if name in call.environ:
                 yield f"{script.name}: {name}={call.environ[name]} in a rank, but README.md says no {name}"
@@ -938,7 +956,7 @@ def test_directives_ask_for_all_that_the_machine_wants(check, site):
     """What is left out, a scheduler refuses, or puts what it likes in its place: an hour, nodes without the disk."""
     queue, slurm = site.toml.get("queue", {}), site.toml["scheduler"] == "slurm"
     wanted = dict(account="account", constraint="constraints") if slurm else dict(A="account")
-    wanted = {option: key for option, key in wanted.items() if key in queue}
+    wanted = {option: key for option, key in wanted.items() if queue.get(key)}
     if len(queue.get("partitions", [])) > 1:
         wanted["partition" if slurm else "q"] = "partitions"
     for script in map(Script, site.job_scripts):
@@ -948,7 +966,8 @@ def test_directives_ask_for_all_that_the_machine_wants(check, site):
         if not ("time" in options if slurm else re.search(r"(?m)^#PBS .*walltime=", script.text)):
             yield f"{script.path.name}: no directive with a time limit, but should be one"
         named = [options[name] for name in ("partition", "qos", "q") if name in options]
-        if named and not PLACEHOLDER.search(queue.get("account", "")) and not {*named} & queue.get("minutes", {}).keys():
+        placeholder = PLACEHOLDER.search(queue.get("account", ""))
+        if named and "minutes" in queue and not placeholder and not {*named} & queue["minutes"].keys():
             yield f"queue.minutes has nothing of {' and '.join(named)}, which {script.path.name} asks for, but should"
 
 

@@ -456,7 +456,7 @@ VALUE = re.compile(
     r"(?<![\w./$-])(--[a-z][a-z-]+(?=[= ]\"?\w)|[A-Z][A-Z0-9_]{3,}(?==)|(?<=-l )\w+(?==)|place(?==))[= ][\"']?([\w.:/,+-]+)"
 )
 # NAME=value, as a fact that is a variable begins.
-SETS = re.compile(r"[`'\"]?(?:export )?([A-Z]\w+)=")
+SETS = re.compile(r"[`'\"]?(?:export )?([A-Z][A-Z0-9_]+)=")
 
 
 @clause("J3")
@@ -477,7 +477,7 @@ def test_values_are_those_of_the_sources(check, site):
     code = "\n".join(line.text for script in map(Script, site.scripts) for line in script.lines if not line.is_comment)
     by_modules = {word.partition("=")[0] for words in site.software.get("provides", {}).values() for word in words}
     for name in sorted({match[1] for fact in site.facts if (match := SETS.match(fact))} - by_modules):
-        if not re.search(rf"\b{name}=", code):
+        if not re.search(rf"(?:\b|ENV_){name}=", code):
             yield f"{name} is set in no script, but a fact of [[sources]] sets it: another spelling is ignored"
 
 
@@ -494,7 +494,8 @@ def test_addresses_and_places_are_those_of_the_sources(check, site):
     told = "\n".join([facts, *(source["address"] for source in site.toml.get("sources", []))])
     places = [f"{first}{rest}".rstrip("/") for first, rest in ABSOLUTE.findall(facts) if first not in OF_LINUX]
     for script in map(Script, site.scripts):
-        for line in [line for line in script.lines if not line.is_comment]:
+        lines = [line for line in script.lines if not line.is_comment]
+        for line in [line for line in lines if not any("# EDIT:" in above for above in line.paragraph)]:
             code = line.text.partition(" # ")[0]
             for address in REACHED.findall(code):
                 known = re.search(rf"{re.escape(address.rstrip('/'))}(?![\w-]|[.:]\w)", told)
@@ -502,7 +503,8 @@ def test_addresses_and_places_are_those_of_the_sources(check, site):
                     yield at(script, line, f"have addresses of [[sources]] alone, and no fact has {address}")
             for first, rest in ABSOLUTE.findall(code):
                 path = f"{first}{rest}".rstrip("/")
-                alike = [each for each in places if each.startswith(f"{first}/")]
+                begins = "/".join(path.split("/")[:3])  # /appl/local: one component is a whole machine's
+                alike = [each for each in places if f"{each}/".startswith(f"{begins}/")]
                 if alike and not any(f"{path}/".startswith(f"{each}/") or each.startswith(f"{path}/") for each in alike):
                     yield at(script, line, f"have {' or '.join(sorted({*alike}))}, as a fact of [[sources]] says, for {path}")
 

@@ -139,7 +139,7 @@ class Plain:
                     self.set_disk(0)
                 if time.monotonic() > end:
                     raise Odd(f"job {self.job.number} has not ended after {seconds:g} s; {self.words()}")
-                time.sleep(0.3 if self.rows else 1)  # the ranks import torch meanwhile
+                time.sleep(0.3)
         finally:
             self.set_disk(0)
         self.code = self.job.code()

@@ -648,7 +648,9 @@ def getent(name: str, words: list[str]) -> int:
 
 def ip(name: str, words: list[str]) -> int:
     node = int(os.environ.get("DRY_RUN_NODE", "0"))
-    for number, interface in enumerate(["mgmt0", *(SETTINGS["interfaces"] or ["eth0"])], 2):
+    there = ["mgmt0", *(SETTINGS["interfaces"] or ["eth0"])]
+    asked = [interface for interface in there if interface in words]
+    for number, interface in enumerate(asked or there, 2):
         network = "172.16" if interface == "mgmt0" else "10.0"
         print(f"{number}: {interface}    inet {network}.0.{node + 1}/16 scope global {interface}")
     return 0

@@ -469,3 +469,14 @@ def test_a_save_that_a_stop_may_cut_off_is_told_once(tmp_path):
     for flags, times in (("--grace 1.9", 1), ("--grace 1000", 0), ("", 0)):
         job = train(tmp_path / f"run{times}{flags[-3:]}", f"{RUN} {flags}", 2, faults={0: slow_disk(0.5)}, code=0)
         assert job.out[0].count("a stop leaves 1.9 s (--grace)") == job.out[0].count("a stop leaves") == times, job.out
+
+
+def test_a_cgroup_of_version_1_is_that_of_memory(tmp_path, monkeypatch):
+    folder = tmp_path / "memory/slurm/job"
+    folder.mkdir(parents=True)
+    for name, text in dict(limit_in_bytes="1000", usage_in_bytes="900", stat="cache 7\ntotal_inactive_file 50\n").items():
+        (folder / f"memory.{name}").write_text(text)
+    (tmp_path / "cgroup").write_text("5:cpu,cpuacct:/elsewhere\n9:memory:/slurm/job\n")
+    monkeypatch.setattr(memory, "MEMBER", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "GROUPS", tmp_path)
+    assert memory._of_groups() == [150]

@@ -15,7 +15,7 @@ import torch
 from ddp_core import batches
 from ddp_core.batches import Batches, SeededRows
 from ddp_core.config import parse
-from ddp_core.errors import WorkloadError
+from ddp_core.errors import PreflightError, WorkloadError
 from ddp_core.workload import find
 from faults import at_step, signalled
 from ranks import assert_same_run, step_of, train
@@ -361,3 +361,33 @@ def test_a_run_repeats_with_seeds_for_each_row_and_without(finished, tmp_path, r
     again = train(tmp_path / "run", flags, 1, workload=AUGMENTED, code=0)
     assert again.losses == finished(flags, 1, AUGMENTED).losses
     assert deviation(finished("--row-seeds off", 1, AUGMENTED).losses, finished("", 1, AUGMENTED).losses) > 1e-6
+
+
+def test_workers_are_those_of_the_beginning(tmp_path):
+    """Of held-out rows, too: a process that has trained is not forked."""
+    file = tmp_path / "mine.py"
+    file.write_text(COUNTS_WORKERS)
+    job = train(tmp_path / "run", f"--workload {file} --workers 1 --epochs 2", 1, code=0)
+    assert [line for line in job.out[0].splitlines() if line.startswith("workers")] == ["workers 2"]
+
+
+COUNTS_WORKERS = """
+import multiprocessing
+from small import *
+
+class Mine(EvaluatedOneByOne):
+    def schedule(self, step, total_steps, config):
+        if step == 0:
+            print("workers", len(multiprocessing.active_children()), flush=True)
+        return 1.0
+"""
+
+
+def test_too_many_open_files_are_named(monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("Too many open files. Communication with the workers is no longer possible.")
+        yield
+
+    monkeypatch.setattr(batches, "DataLoader", full)
+    with pytest.raises(PreflightError, match="ulimit -n, or lower --workers"):
+        next(batches.loaded([], SimpleNamespace(timeout=9, row_seeds="off", seed=0), iter([]), None, 0))

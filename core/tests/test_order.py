@@ -3,6 +3,9 @@
 python -m pytest core/tests/test_order.py
 """
 
+import random
+
+import numpy
 import pytest
 import torch
 from ddp_core import order as module
@@ -219,3 +222,12 @@ def test_a_run_in_keyed_order_repeats_at_every_world_size_and_is_another_one(fin
     one = train(tmp_path / "one", flags, 1, faults=fault, code=0)
     assert deviation(two.losses, one.losses) < 1e-12
     assert deviation(two.losses, finished(flags, 2).losses) > 1e-3
+
+
+def test_all_three_generators_are_seeded():
+    def drawn(seed: int) -> tuple:
+        module.seed_everything(seed)
+        return random.random(), numpy.random.rand(), torch.rand(()).item()
+
+    first, again, other = drawn(3), drawn(3), drawn(4)
+    assert first == again and not any(one == two for one, two in zip(first, other, strict=True))

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from ddp_core import device
+from ddp_core import device, process_group, rendezvous, run_directory
 from ddp_core.errors import PreflightError
 from ddp_core.process_group import Peers
 from faults import at_step, failing_data, in_turn, signalled_after, sleeping
@@ -415,3 +415,8 @@ def test_a_rank_s_own_cost_of_meeting_does_not_grow_with_their_number(tmp_path):
 def test_every_way_in_which_gloo_says_that_a_peer_is_gone_is_known(text):
     """One that was not was a traceback and 1 beside a killed rank: four ranks, killed while they met."""
     assert Peers.is_lost(RuntimeError(text)) and not Peers.is_lost(RuntimeError("shapes cannot be multiplied"))
+
+
+def test_how_long_ranks_wait_for_each_other():
+    """Those of these tests are on one machine, and wait less (ranks.py)."""
+    assert (process_group.ROLL_CALL, rendezvous.TELLING, rendezvous.GRACE, run_directory.LAG) == (5.0, 10.0, 2.0, 10.0)

@@ -4,12 +4,15 @@ python -m pytest core/tests/test_reconcile.py
 """
 
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from ddp_core import reconcile
 from ddp_core.reconcile import Reconciliation
+from ranks import call, train
+from small import Small
 
 NAN, INF, NOW = math.nan, math.inf, 1000.0
 FLAGS = ("stop", "save", "tolerates", "seconds")
@@ -122,3 +125,25 @@ def test_what_was_told_is_forgotten_and_the_clock_begins_anew():
     reconciliation, _ = exchange(Peers(), seconds=5)
     assert reconciliation.losses == reconciliation.norms == []
     assert reconciliation.last == NOW
+
+
+class Lagging(Small):
+    """Its metrics take 0.2 s on all ranks."""
+
+    defaults = Small.defaults | dict(epochs=1, global_batch_size=8)
+
+    def metrics(self, outputs, batch):
+        time.sleep(0.2)
+        return super().metrics(outputs, batch)
+
+
+def _a_fast_clock() -> None:
+    """Of rank 1: three seconds a second."""
+    from ddp_core import evaluation
+
+    evaluation.time = SimpleNamespace(monotonic=lambda: 3 * time.monotonic())
+
+
+def test_ranks_whose_clocks_differ_ask_each_other_after_the_same_held_out_batch(tmp_path):
+    faults = {1: call("test_reconcile", "_a_fast_clock")}
+    train(tmp_path / "run", "--timeout 5", 2, workload="test_reconcile:Lagging", faults=faults, code=0)

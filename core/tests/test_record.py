@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import ranks
+import small
 import torch
 from ddp_core import snapshot
 from ddp_core.config import parse
@@ -23,6 +24,7 @@ from ddp_core.record import Record
 from ddp_core.summary import Stopwatch, summarize
 from ddp_core.workload import find
 from faults import after_save, at_step, files_limited_to, signalled
+from ranks import call
 from small import SeveralLosses, Small, table
 
 KEYS = {  # at least
@@ -490,3 +492,108 @@ def test_a_run_with_nothing_left_to_do_has_no_speed(finished, tmp_path):
     job = ranks.train(tmp_path / "run", "--epochs 1", 2, code=0)
     end = job.records("end")[-1]
     assert (end["rows_a_second"], end["median"], end["p10"]) == (0, 0, 0) and "seconds" not in table_of(job)
+
+
+# ---- what the numbers mean ------------------------------------------------------------------------------------------
+
+
+def test_the_time_left_is_of_the_steps_that_are_left(tmp_path):
+    job = train_small(tmp_path, "--epochs 3 --log-seconds 1e-9", faults={0: call("test_record", "_told_at_100_rows_a_second")})
+    told = [line.split()[1:] for line in job.out[0].splitlines() if line.startswith("told ")]
+    assert len(told) >= 9
+    for epoch, index, steps, left in told:
+        step = 8 * (int(epoch[0]) - 1) + int(index)
+        assert (epoch[1:], steps) == ("/3", "8") and float(left) == pytest.approx((24 - step) * 16 / 100)
+
+
+def _told_at_100_rows_a_second() -> None:
+    def told(self, epoch, index, steps, loss, rows_a_second, left):
+        print("told", epoch, index, steps, left, flush=True)
+
+    Record.progress, Stopwatch.speed = told, property(lambda self: 100.0)
+
+
+def train_small(tmp_path: Path, flags: str, world_size: int = 1, workload: str = "small:Small", **others) -> ranks.Job:
+    return ranks.train(tmp_path / "run", flags, world_size, workload=workload, code=0, **others)
+
+
+def test_the_speed_that_counts_is_the_latest():
+    watch = Stopwatch()
+    watch.speeds = [1.0] * 40 + [100.0] * 30
+    assert watch.speed == 100.0
+
+
+class SlowRows(small.OneByOne):
+    """Its rows take 10 ms each."""
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+class ReadSlowly(Small):
+    def data(self, config):
+        return SlowRows(*table(), 0.0), None
+
+
+def test_reading_and_waiting_for_others_are_where_they_belong(tmp_path):
+    for name in ("reads", "waits"):
+        (tmp_path / name).mkdir()
+    reads = train_small(tmp_path / "reads", "--epochs 1 --steps-per-epoch 2", workload="test_record:ReadSlowly")
+    assert reads.records("end")[0]["seconds"]["reading"] >= 0.3  # 2 x 16 rows
+    waits = train_small(tmp_path / "waits", "--epochs 1 --steps-per-epoch 4 --reduction flat", 2, "test_record:Lags")
+    end = waits.records("end")[0]
+    assert end["seconds"]["communication"] >= 0.6 and end["slowest_rank"] == 1
+    assert 1 <= float(re.match(r"1 on \S+: (\S+) times the mean", table_of(waits)["slowest rank"])[1]) <= 2
+
+
+class Lags(Small):
+    """Rank 1 takes 0.2 s a step."""
+
+    def loss(self, outputs, batch):
+        time.sleep(0.2 if torch.distributed.get_rank() == 1 else 0)
+        return super().loss(outputs, batch)
+
+
+class LongEvaluation(Small):
+    """By the clock each held-out batch takes 1,000 s."""
+
+    past = 0.0
+
+    def metrics(self, outputs, batch):
+        type(self).past += 1000.0
+        return super().metrics(outputs, batch)
+
+
+def _a_clock_that_evaluation_moves() -> None:
+    monotonic = time.monotonic
+    from test_record import LongEvaluation as Moves
+
+    time.monotonic = lambda: monotonic() + Moves.past
+
+
+def test_the_speed_is_that_of_steps_alone(tmp_path):
+    faults = {0: call("test_record", "_a_clock_that_evaluation_moves")}
+    job = train_small(tmp_path, "--epochs 3 --save-minutes 0", workload="test_record:LongEvaluation", faults=faults)
+    assert job.records("end")[0]["p10"] > 1
+
+
+def test_that_no_accelerator_is_visible_is_said_where_one_was_hoped_for(tmp_path, capsys):
+    for device in ("auto", "cpu"):
+        rows = [dict(rank=n, node_rank=0, host="node0", device="cpu") for n in range(12)]
+        opened(tmp_path / "run.jsonl").start(0, 0, dict(device=device), rows, [])
+        out = capsys.readouterr().out
+        assert ("no accelerator is visible" in out) is (device == "auto")
+        assert len([line for line in out.splitlines() if line.startswith("rank=")]) == 8, "a line a rank would be thousands"
+
+
+def test_the_first_of_a_phase_counts_and_epochs_from_1(tmp_path, capsys, monkeypatch):
+    record = opened(tmp_path / "run.jsonl")
+    record.lap("first_step")
+    first = record.seconds["first_step"]
+    monkeypatch.setattr(time, "monotonic", lambda: record.began + 500.0)
+    record.lap("first_step")
+    assert record.seconds["first_step"] == first
+    record.training = record.began
+    record.epoch(0, 3, 14, dict(loss=0.5))
+    assert capsys.readouterr().out.startswith("epoch=1/3 step=14 loss=0.5")

@@ -6,10 +6,11 @@ python -m pytest core/tests/test_reduction.py
 import signal
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from ddp_core import snapshot
+from ddp_core import reduction, snapshot
 from ddp_core.reduction import Reduction, tree_sum
 from faults import at_step, signalled
 from ranks import Job, train
@@ -201,3 +202,14 @@ def test_a_program_may_bring_its_own_and_trains_the_same(finished, tmp_path, wor
 def test_then_a_flag_that_names_another_is_refused(tmp_path):
     job = train(tmp_path / "run", "--reduction flat", 2, reduction="test_reduction:OneByOne", code=2)
     assert "--reduction flat" in job.error and "OneByOne" in job.error
+
+
+def test_a_sum_is_timed_in_little_memory(monkeypatch):
+    """By a part of the numbers, and told for all of them."""
+    sizes, clock = [], iter(range(0, 100, 3))
+    monkeypatch.setattr(reduction, "MOST_TIMED", 8)
+    monkeypatch.setattr(reduction.dist, "all_reduce", lambda numbers, group: sizes.append(len(numbers)))
+    monkeypatch.setattr(reduction, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    peers = SimpleNamespace(wait=lambda: None, data=None)
+    mine = SimpleNamespace(parameters=[torch.zeros(15)], device=torch.device("cpu"), peers=peers)
+    assert Reduction.seconds_of_a_sum(mine) == 3 * 16 / 8 and sizes == [8, 8]

@@ -9,20 +9,23 @@ import resource
 import signal
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ranks
 import small
 import torch
-from ddp_core import Rank, snapshot
-from ddp_core.errors import SnapshotError
+from ddp_core import Rank, sharding, snapshot
+from ddp_core.errors import SnapshotError, UsageError
 from ddp_core.workload import initial_parameters
 from ddp_core.workloads.gpt import GPT, Gpt
 from faults import at_step, files_limited_to, signalled
 from ranks import Job, assert_same_run, step_of, train
 from small import OPTIMIZERS
 from test_trainer import deviation
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from conformance.harness.ports import free_port
 
@@ -459,3 +462,25 @@ def test_a_model_four_times_as_large_trains_under_the_same_cap(monkeypatch, tmp_
     resumed = job("parts", 8, 4, f"{FULL} --epochs 2")
     assert resumed.codes == [0] * 4, resumed.err
     assert resumed.records("start")[-1]["step"] == 1 and step_of(resumed) == 2
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_layers_are_put_away_after_their_forward_and_where_they_were_asked_to(monkeypatch, offload):
+    asked = []
+    net = Gpt().model(SimpleNamespace(model_size="tiny", seed=0))
+    monkeypatch.setattr(sharding, "fully_shard", lambda unit, **words: asked.append(words))
+    config = SimpleNamespace(precision="fp32", offload=offload, checkpoint_activations=False)
+    with suppress(AttributeError):  # nothing is in shards
+        list(sharding._shard(Gpt(), config, net, None, torch.device("cpu")))
+    assert asked[0]["reshard_after_forward"] is True
+    assert isinstance(asked[0]["offload_policy"], CPUOffloadPolicy) is offload
+
+
+def test_hybrid_needs_as_many_ranks_on_every_node():
+    numbers = torch.tensor([4.0, -2.0, 0.0])
+    peers = SimpleNamespace(rank=0, local_rank=0, local_world_size=4, world_size=6, reduce=lambda most: (None, numbers))
+    with pytest.raises(UsageError, match="not 2 to 4 ranks a node"):
+        sharding._mesh(peers, torch.device("cpu"), SimpleNamespace(sharding="hybrid", timeout=9))

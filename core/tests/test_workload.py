@@ -734,6 +734,11 @@ def test_metrics_that_are_sums_or_have_their_count_are_no_means(tmp_path, metric
     failed(tmp_path, small(MEAN.format(metric)), "--epochs 1", code=0)
 
 
+def test_metrics_that_have_other_names_in_the_training_are_named(tmp_path):
+    methods = "def metrics(self, outputs, batch):\n    return {'late' if self.steps_done else 'early': len(outputs)}"
+    assert "metrics() gave" in failed(tmp_path, small(methods), "--epochs 1").error
+
+
 def test_metrics_are_no_means_where_rows_depend_on_each_other(tmp_path):
     """Of two rows together one may be right by the other, as in contrastive losses."""
     failed(tmp_path, small(MEAN.format("1") + CONTRAST), "--epochs 1", code=0)

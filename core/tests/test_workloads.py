@@ -221,3 +221,9 @@ def test_a_batch_per_rank_makes_the_steps_fewer(flags_of, finished):
     flags = "--workload regression --epochs 1 --per-rank-batch-size 256"
     assert len(finished(flags, 1).losses) == 8
     assert len(finished(flags, 2).losses) == 4
+
+
+def test_channels_last_is_how_the_numbers_lie_in_memory():
+    config = parse(["--workload", "mnist", "--channels-last"], 1)
+    weights = [p for p in find("mnist").model(config).parameters() if p.dim() == 4 and p.shape[1] > 1]
+    assert weights and all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)

@@ -44,7 +44,10 @@ export PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
 # The choice, the modules and the image stand in job.sl alone.
 pytorch=$(sed -n 's/^pytorch=//p' "$here/job.sl")
 image=$(sed -n 's/^ *image=//p' "$here/job.sl")
-read -r -a modules < <(sed -n 's/^ *modules=(\(.*\))$/\1/p' "$here/job.sl" && echo)
+[[ $pytorch != module ]] || grep -q '^ *modules=(.*)' "$here/job.sl" ||
+    fail 3 "job.sl has lost its line modules=(...), which may be empty"
+read -r -a modules < <(sed -n 's/^ *modules=(\([^)]*\)).*/\1/p' "$here/job.sl" && echo)
+modules=("${modules[@]//[\"\']/}")
 container=()
 if [[ $pytorch == container ]]; then
     origin="container image=$image"

@@ -93,9 +93,8 @@ class TrainConfig:
 
 def _in_words(value) -> str:
     """Equal in all ranks: a set's order is each process's own, and so is the address in an object's text."""
-    if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(map(repr, value)))}}}"
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+    text = f"{{{', '.join(sorted(map(repr, value)))}}}" if isinstance(value, set | frozenset) else str(value)
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def _comparable(value):
