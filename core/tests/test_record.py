@@ -539,8 +539,8 @@ class ReadSlowly(Small):
 def test_reading_and_waiting_for_others_are_where_they_belong(tmp_path):
     for name in ("reads", "waits"):
         (tmp_path / name).mkdir()
-    reads = train_small(tmp_path / "reads", "--epochs 1 --steps-per-epoch 2", workload="test_record:ReadSlowly")
-    assert reads.records("end")[0]["seconds"]["reading"] >= 0.3  # 2 x 16 rows
+    reads = train_small(tmp_path / "reads", "--epochs 1 --steps-per-epoch 3", workload="test_record:ReadSlowly")
+    assert reads.records("end")[0]["seconds"]["reading"] >= 0.3  # 2 x 16 rows, behind those that were read before the training
     waits = train_small(tmp_path / "waits", "--epochs 1 --steps-per-epoch 4 --reduction flat", 2, "test_record:Lags")
     end = waits.records("end")[0]
     assert end["seconds"]["communication"] >= 0.6 and end["slowest_rank"] == 1
