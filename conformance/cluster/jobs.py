@@ -100,7 +100,7 @@ class Job:
             looks += 1
             # Slurm's commands are processes, and so not asked at each look.
             looked_up = self.number if looks % 4 == 0 and not self.alive() else None
-            if looked_up and true():
+            if true():
                 return
             if looked_up == self.number or time.monotonic() > end:  # true() may have come to follow its successor
                 state = f"{self.status().state}; nodes: {self.submitter.nodes()}"
