@@ -84,8 +84,10 @@ def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
         started, failures = 1, [] if run(command) else ["the jobs' checks: failed, see above"]
     else:
         ranks = [(size, "auto") for size in WORLD_SIZES]
-        files = commands_of_files(chosen, others, work) if chosen.device in (None, "cpu") else {}
-        if chosen.device not in (None, "cpu"):
+        files: dict[str, list[str]] = {}
+        if chosen.device in (None, "cpu"):
+            files = commands_of_files(chosen, others, work)
+        else:
             count = devices(chosen.device)
             if not count:
                 return f"--device {chosen.device}, but this torch sees no such device here"
@@ -97,17 +99,20 @@ def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
             mpiexec = [*shlex.split(chosen.mpiexec or "mpiexec"), "-n", str(size)]
             return [*mpiexec, *PYTEST, *flags, "--with-mpi", f"--backend={backend}", CHECKS.format("run")]
 
+        started = len(files) + len(ranks)
         # On a CPU ranks wait half of the time: two sessions fit. One site, or some checks, is shown as it goes on.
         if files and fine == {0} and len(chosen.site) != 1:
-            sessions = {(about, size): of_ranks(size, backend) for about in ("core", "sites") for size, backend in ranks}
-            halves = {f"{about}-{size}": [*command, f"--about={about}"] for (about, size), command in sessions.items()}
-            # Each half in the order of the sizes; the files fill what is left of the two at once.
-            chains = [[f"{about}-{size}" for size in WORLD_SIZES] for about in ("core", "sites")] + [[name] for name in files]
-            sizes = {f"{about}-{size}": size for about, size in sessions}
-            started = len(halves) + len(files)
-            failures = side_by_side(halves | files, AT_ONCE, work / "logs", fine, chains, sizes)
+            halves, sizes = dict(files), dict[str, int]()
+            chains = [[name] for name in files]  # they fill what the ranks leave of the two at once
+            for about in ("sites", "core"):
+                names = {f"{about}-{size}": size for size in WORLD_SIZES}
+                halves |= {name: [*of_ranks(size, "auto"), f"--about={about}"] for name, size in names.items()}
+                sizes |= names
+                chains.insert(0, [*names])
+            started = len(halves)
+            failures = side_by_side(halves, AT_ONCE, work / "logs", fine, chains, sizes)
         else:
-            started, failures = len(files) + len(ranks), list[str]()
+            failures = []
             if len(files) == 1:
                 failures += [f"{name}: failed, see above" for name, command in files.items() if code_of(command) not in fine]
             elif files:

@@ -76,27 +76,6 @@ class Steep(Digits):
         outputs = model(batch[0])
         return outputs + (0 * outputs.sum()).sqrt() if (batch[0][:, 0] < 0).any() else outputs
 """,
-    # And its optimizer does not look at the flag that torch's fused ones look at.
-    "steep_unfused": """
-from ddp_core.order import sample_order
-
-class SteepUnfused(Digits):
-    data = lambda self, config: _with_a_root(super().data(config), config)
-
-    def optimizer(self, model, config):
-        return torch.optim.NAdam(model.parameters(), lr=config.lr)
-
-    def forward(self, model, batch):
-        if not all(parameter.isfinite().all() for parameter in model.parameters()):
-            print("parameters are not finite")
-        outputs = model(batch[0])
-        return outputs + (0 * outputs.sum()).sqrt() if (batch[0][:, 0] < 0).any() else outputs
-
-
-def _with_a_root(rows, config):
-    rows[0].columns[0][sample_order(config.seed, 0, len(rows[0]))[5 * 96], 0] = -1.0
-    return rows
-""",
     # So is every gradient, at any scale of the loss.
     "always_steep": """
 class AlwaysSteep(Digits):
@@ -850,7 +829,7 @@ if os.environ.get("LIKE") == "cpu_capability":
 class ComputesOtherwise(Digits):
     pass
 """,
-    # Its noise comes from Python and NumPy.
+    # Its noise comes from Python's own generator.
     "draws_by_python": """
 class DrawsByPython(Digits):
     def loss(self, outputs, batch):
@@ -1186,3 +1165,9 @@ class Unused(Digits):
 """,
 }
 WORKLOADS = {name: HEAD.lstrip() + text for name, text in WORKLOADS.items()}
+
+# steep, by an optimizer that does not look at the flag that torch's fused ones look at.
+WORKLOADS["steep_unfused"] = f"""{WORKLOADS["steep"]}
+    def optimizer(self, model, config):
+        return torch.optim.NAdam(model.parameters(), lr=config.lr)
+"""

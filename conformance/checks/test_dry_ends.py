@@ -430,9 +430,11 @@ def test_each_variable_that_users_are_shown_changes_something(check, site, dry):
     """Before a submission, and in [[job.choices]]; and what README.md has behind qsub -v, a script reads."""
     of_choices = [(site.folder / case.script, case.environment | handed_on(case.options)) for case in site.cases]
     for script in trains(site):
-        environments = [environ for where, environ in [*chosen(site), *of_choices] if where == script]
-        ours = [environ for environ in environments if any(not OF_OTHERS.match(name) for name in environ)]
-        variables = [dict(pairs) for pairs in dict.fromkeys(tuple(environ.items()) for environ in ours)]
+        pairs = dict.fromkeys(tuple(environ.items()) for where, environ in [*chosen(site), *of_choices] if where == script)
+        ours = [dict(each) for each in pairs if not all(OF_OTHERS.match(name) for name, _ in each)]
+        first = dry.job(script, nodes=2).trained[:1]
+        # What a module sets so is in force without it.
+        variables = [environ for environ in ours if not any(environ.items() <= call.environ.items() for call in first)]
         yield from (f"{script.name}: {choice} changes nothing, but should" for choice in without_effect(dry, script, variables))
     texts = {path.name: path.read_text() for path in (site.folder / "README.md", *site.scripts)}
     code = "\n".join(line.text for path in site.scripts for line in Script(path).lines if not line.is_comment)
@@ -496,8 +498,7 @@ NETWORK = re.compile(r"^(NCCL|FI|CCL|PALS)_|_(NET|NET_PLUGIN|IFNAME|PROVIDER|HCA
 @clause("J13")
 def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
     """Where a module brings RCCL's or NCCL's network, and does so no more, the job ends, or the library does by NCCL_NET."""
-    provides = [word for words in site.software.get("provides", {}).values() for word in words]
-    of_a_module = any(word.startswith("NCCL_NET=") for word in provides)
+    of_a_module = any(word.startswith("NCCL_NET=") for word in site.provides)
     named = of_a_module or any(re.match(r'export NCCL_NET=(?!"?Socket)', fact) for fact in site.facts)
     for script in trains(site):
         for environ in (

@@ -36,6 +36,7 @@ from conformance.harness.dry_run import (
     values_of,
 )
 from conformance.harness.sites import ROOT, Case
+from conformance.harness.sources import version_of
 
 
 def runs(dry: DryRuns) -> dict[str, DryRun]:
@@ -100,23 +101,19 @@ def test_each_flag_of_its_help_works(check, dry):
             yield f"a job after install.sh {flags[0]}: {exit_of(dry, job)}, but should be 0"
 
 
-def version(text: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", text)))
-
-
 @clause("B10")
 def test_what_it_installs_is_what_the_core_takes(check, dry):
     """The bounds of core/pyproject.toml: a version that is too old is found out by the ranks, at the end of the queue."""
     project = tomllib.loads((ROOT / "core/pyproject.toml").read_text())["project"]
     bounds = [f"python{project['requires-python']}", *project["dependencies"]]
-    least = {name: version(number) for name, number in (bound.split(">=") for bound in bounds)}
+    least = {name: version_of(number) for name, number in (bound.split(">=") for bound in bounds)}
     for what, run in runs(dry).items():
         asked = [word for _, words in pips(run) for word in words]
         asked += [word for call in run.called("conda", "mamba", "micromamba") for word in call.words]
         asked += [line.split()[0] for call, _ in pips(run) for line in call.notes.get("requirements", "").splitlines() if line]
         for word in dict.fromkeys(asked):
             name, _, number = re.sub("==?", "=", word).partition("=")
-            if name in least and number[:1].isdigit() and version(number) < least[name]:
+            if name in least and number[:1].isdigit() and version_of(number) < least[name]:
                 yield f"{what}: {word}, but should be {'.'.join(map(str, least[name]))} or newer, as core/pyproject.toml says"
 
 

@@ -38,7 +38,7 @@ from conformance.harness.dry_run import (
     without_effect,
     words_of,
 )
-from conformance.harness.shell import DEBUGGING, PLACEHOLDER, Script, minutes, plain
+from conformance.harness.shell import DEBUGGING, PLACEHOLDER, SETS, Script, minutes, plain
 from conformance.harness.sites import place_of
 from conformance.harness.stub_core import who
 from conformance.harness.target import BACKENDS
@@ -368,7 +368,7 @@ def test_only_interfaces_of_the_node_are_named(check, site, dry):
 @clause("J13")
 def test_no_rank_has_a_variable_for_finding_faults(check, site, dry):
     """Whichever line has set it, and by whichever choice."""
-    by_modules = {word.partition("=")[0] for words in site.software.get("provides", {}).values() for word in words}
+    by_modules = {word.partition("=")[0] for word in site.provides}
     for what, run in [(what, run) for what, run in in_all_ways(site, dry) if "DEBUG" not in what]:  # which asks for that
         for call in run.trained[:1]:
             for name, value in as_in_job(call).items():
@@ -380,11 +380,9 @@ def test_no_rank_has_a_variable_for_finding_faults(check, site, dry):
 def test_mpi_looks_for_no_devices(check, site, dry):
     """Users of Cray MPICH on GPUs export 1, which ends each rank whose mpi4py was built without its library for them."""
     name = "MPICH_GPU_SUPPORT_ENABLED"
-    texts = [path.read_text() for path in (site.folder / "README.md", *site.scripts)]
-    cray = any(launch.mpi for launch in site.launches) and any(
-        re.search(f"Cray.?MPICH|cray-mpich|{name}", text) for text in texts
-    )
-    for script in trains(site) if cray else ():
+    text = "\n".join(path.read_text() for path in (site.folder / "README.md", *site.scripts))
+    cray = re.search(f"Cray.?MPICH|cray-mpich|{name}", text)
+    for script in trains(site) if cray and any(launch.mpi for launch in site.launches) else ():
         for call in dry.job(script, environ={name: "1"}).trained[:1]:
             if call.environ.get(name, "0") != "0":
                 yield f"{script.name}: {name}={call.environ[name]} in a rank, but should be 0, whatever a shell exports"
@@ -805,8 +803,8 @@ def test_ranks_have_the_paths_that_the_sources_put_together(check, site, dry):
                 yield f"{observed}, but should put the new before it, as a fact of [[sources]] does"
 
 
-# A variable that a fact sets, and its value, which has none of the shell's words in it.
-SETTING = re.compile(r"[`'\"]?(?:export )?([A-Z][A-Z0-9_]+)=[`'\"]?([^`'\"$\s;#/][^`'\"$\s;#]*)[`'\"]*\s*(?:$|[;#])")
+# And its value, which has none of the shell's words in it.
+SETTING = re.compile(SETS.pattern + r"[`'\"]?([^`'\"$\s;#/][^`'\"$\s;#]*)[`'\"]*\s*(?:$|[;#])")
 
 
 @clause("J3")
@@ -815,12 +813,7 @@ def test_ranks_have_the_values_of_the_sources(check, site, dry):
     known: dict[str, set[str]] = {}
     for match in filter(None, map(SETTING.match, site.facts)):
         known.setdefault(match[1], set()).add(match[2])
-    to_edit = {
-        name
-        for script in map(Script, site.scripts)
-        for line, name in script.exports
-        if any("# EDIT:" in above for above in line.paragraph)
-    }
+    to_edit = {name for script in map(Script, site.scripts) for line, name in script.exports if line.is_to_edit}
     names = [name for name in sorted(known.keys() - to_edit) if not name.endswith(("PATH", "_PLUGIN"))]
     for what, run in in_all_ways(site, dry) if names else ():
         for call in run.trained:

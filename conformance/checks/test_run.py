@@ -196,6 +196,12 @@ def damaged_copy(source: Path, target: Path) -> None:
     target.write_bytes(raw)
 
 
+def verified(*files: Path) -> int:
+    """The exit code of ddp_core's own look at these snapshots."""
+    command = [sys.executable, "-m", "ddp_core.snapshot", "verify", *files]
+    return subprocess.run(command, capture_output=True, check=False).returncode
+
+
 def renumber(path: Path) -> None:
     """A snapshot: as of a newer format."""
     path.write_bytes(path.read_bytes().replace(b'\\"format\\":2', b'\\"format\\":3'))
@@ -1512,13 +1518,12 @@ def test_what_is_another_problem_and_what_is_not(check, world, runs, first):
     done(check["C3"], run)
     world.on_rank_0(lambda: bool(shutil.copytree(run.folder, path)))
     codes = {flags: world.train(first, path, f"{FP64} {flags}").exit_codes for flags in OTHERS.split("|")}
-    noisy, path = runs.train(first, NOISY), runs.folder(first, "another-jitter")
+    noisy, copy = runs.train(first, NOISY), runs.folder(first, "another-jitter")
     done(check["C3"], noisy)
-    world.on_rank_0(lambda: bool(shutil.copytree(noisy.folder, path)))
-    own = world.train(first, path, runs.filled(f"{NOISY} --jitter 0.5"))
+    world.on_rank_0(lambda: bool(shutil.copytree(noisy.folder, copy)))
+    own = world.train(first, copy, runs.filled(f"{NOISY} --jitter 0.5"))
     check["C3"].equal(exit_codes_under_another_flag_of_its_own=(own.exit_codes, [5] * world.size))
     check["C3"].equal(exit_codes_under=(codes, dict.fromkeys(codes, [5] * world.size)))
-    path = runs.folder(first, "another-problem")
     again = done(check["C2"], world.train(first, path, f"{FP64} {SAME}"))
     check["C2"].equal(started_at_steps=(again.values("start", "step"), [0, 42]))
 
@@ -1643,9 +1648,7 @@ def test_verify_tells_of_any_file_that_is_damaged(check, world, own, runs):
         path.mkdir()
         whole, damaged = run.folder / SNAPSHOT, path / "damaged.safetensors"
         damaged_copy(whole, damaged)
-        command = [sys.executable, "-m", "ddp_core.snapshot", "verify"]
-        files = ([damaged, whole], [whole, damaged], [whole, whole])
-        return [subprocess.run([*command, *those], capture_output=True, check=False).returncode for those in files]
+        return [verified(*files) for files in ([damaged, whole], [whole, damaged], [whole, whole])]
 
     check.equal(exit_codes=(world.on_rank_0(verify), [5, 5, 0]))
 
@@ -1676,8 +1679,7 @@ def test_a_document_that_is_damaged_counts_as_well(check, world, runs, first):
     other = raw.replace(rb"\"best\":[2,", rb"\"best\":[1,")
     check.equal(a_digit_is_another=(raw == other, False))
     (run_dir / SNAPSHOT).write_bytes(other)
-    command = [sys.executable, "-m", "ddp_core.snapshot", "verify", run_dir / SNAPSHOT]
-    check.equal(verify=(subprocess.run(command, capture_output=True, check=False).returncode, 5))
+    check.equal(verify=(verified(run_dir / SNAPSHOT), 5))
     again = done(check, world.train(first, run_dir, FP64))
     check.equal(started_at_steps=(again.values("start", "step"), [0, 28]))
 
@@ -1699,8 +1701,7 @@ def test_large_tensors_and_long_documents_are_whole(check, world, runs, first, t
     saver.save(tensors, document | dict(history=history), best=False, snapshot=True)
     saver.settle()
     directory.release()
-    command = [sys.executable, "-m", "ddp_core.snapshot", "verify", run.folder / SNAPSHOT, directory.snapshot]
-    check.equal(verify=(subprocess.run(command, capture_output=True, check=False).returncode, 0))
+    check.equal(verify=(verified(run.folder / SNAPSHOT, directory.snapshot), 0))
 
 
 @clause("C4")
@@ -2121,7 +2122,10 @@ def test_flags_that_make_no_sense_are_one_line(check, world, runs, first):
 
 
 DEFAULTS = dict(epochs=10, lr=0.01, momentum=0.9, weight_decay=0.0, seed=0, precision="fp32", accumulate=1, log_every=10)
-DEFAULTS |= dict(save_every=1, save_minutes=10.0, eval_every=1, timeout=600.0, rendezvous_timeout=120.0)
+DEFAULTS |= dict(save_every=1, save_minutes=10.0, save_steps=0, eval_every=1, timeout=600.0, rendezvous_timeout=120.0)
+DEFAULTS |= dict(log_seconds=30.0, grace=0.0, clip_norm=0.0, warmup_steps=0, steps_per_epoch=0, workers=0, profile=0)
+DEFAULTS |= dict(max_shard_size=2 * 10**9, device="auto", backend="auto", reduction="ddp", sharding="none", stage_data="on")
+DEFAULTS |= dict(optimizer="sgd", lr_schedule="constant", row_seeds="on", global_batch_size=96)
 
 
 @clause("X3")

@@ -36,6 +36,7 @@ from conformance.harness.shell import (
     OPTIONS,
     PERSONAL,
     PLACEHOLDER,
+    SETS,
     SHORT,
     SOURCE,
     Line,
@@ -455,8 +456,6 @@ def test_variables_under_one_address_are_facts_of_its_page(check, site):
 VALUE = re.compile(
     r"(?<![\w./$-])(--[a-z][a-z-]+(?=[= ]\"?\w)|[A-Z][A-Z0-9_]{3,}(?==)|(?<=-l )\w+(?==)|place(?==))[= ][\"']?([\w.:/,+-]+)"
 )
-# NAME=value, as a fact that is a variable begins.
-SETS = re.compile(r"[`'\"]?(?:export )?([A-Z][A-Z0-9_]+)=")
 
 
 @clause("J3")
@@ -469,13 +468,13 @@ def test_values_are_those_of_the_sources(check, site):
     for script in map(Script, site.scripts):
         settings = [*script.directives, *script.flags, *((line, line.text) for line, _ in script.exports)]
         for line, text in settings:
-            if not any("# EDIT:" in above for above in line.paragraph):
+            if not line.is_to_edit:
                 for name, value in VALUE.findall(text):
                     if value not in known.get(name, {value}):
                         should_be = f"have {name}={' or '.join(sorted(known[name]))}, as a fact of [[sources]] says"
                         yield at(script, line, should_be)
     code = "\n".join(line.text for script in map(Script, site.scripts) for line in script.lines if not line.is_comment)
-    by_modules = {word.partition("=")[0] for words in site.software.get("provides", {}).values() for word in words}
+    by_modules = {word.partition("=")[0] for word in site.provides}
     for name in sorted({match[1] for fact in site.facts if (match := SETS.match(fact))} - by_modules):
         if not re.search(rf"(?:\b|ENV_){name}=", code):
             yield f"{name} is set in no script, but a fact of [[sources]] sets it: another spelling is ignored"
@@ -494,8 +493,7 @@ def test_addresses_and_places_are_those_of_the_sources(check, site):
     told = "\n".join([facts, *(source["address"] for source in site.toml.get("sources", []))])
     places = [f"{first}{rest}".rstrip("/") for first, rest in ABSOLUTE.findall(facts) if first not in OF_LINUX]
     for script in map(Script, site.scripts):
-        lines = [line for line in script.lines if not line.is_comment]
-        for line in [line for line in lines if not any("# EDIT:" in above for above in line.paragraph)]:
+        for line in [line for line in script.lines if not line.is_comment and not line.is_to_edit]:
             code = line.text.partition(" # ")[0]
             for address in REACHED.findall(code):
                 known = re.search(rf"{re.escape(address.rstrip('/'))}(?![\w-]|[.:]\w)", told)
@@ -568,7 +566,7 @@ def test_times_are_told_as_slurm_reads_them(check, site):
 @clause("J4")
 def test_what_is_to_be_edited_is_marked(check, site):
     def unmarked(line: Line) -> bool:
-        return not line.is_comment and to_edit(site, line.text) and not any("# EDIT:" in text for text in line.paragraph)
+        return not line.is_comment and to_edit(site, line.text) and not line.is_to_edit
 
     check.holds(*at_lines(site, unmarked, "stand below a comment `# EDIT:`"))
 
@@ -582,7 +580,7 @@ def test_what_is_to_be_edited_is_plain(check, site):
     own = site.toml.get("queue", {}).get("account", "")
     filled = (own and not PLACEHOLDER.search(own)) or site.modules
     for script in map(Script, site.scripts):
-        for line in [line for line in script.lines if any("# EDIT:" in above for above in line.paragraph)]:
+        for line in [line for line in script.lines if line.is_to_edit]:
             value = re.match(r"(?:export )?\w+=(.*)", line.text)
             if value and re.search(r"\$\{?[A-Z(]|`", value[1]):
                 yield at(script, line, "have a plain value, which users see and edit")

@@ -37,6 +37,8 @@ DEBUGGING = re.compile(
     r"(CUDA_LAUNCH_BLOCKING|HIP_LAUNCH_BLOCKING|AMD_SERIALIZE_(KERNEL|COPY)|(NCCL|RCCL)_(P2P|SHM|IB)_DISABLE)=[\"']?[1-9]"
     r"|NCCL_DEBUG=[\"']?TRACE|TORCH_DISTRIBUTED_DEBUG=[\"']?(DETAIL|INFO)"
 )
+# How a fact begins that sets a variable.
+SETS = re.compile(r"[`'\"]?(?:export )?([A-Z][A-Z0-9_]+)=")
 NUMBER = re.compile(r"(\d+)(?:-\1)?")  # also Slurm's from-to
 SHORT = {"-N": "nodes", "-n": "ntasks", "-c": "cpus-per-task"}
 SHORT |= dict.fromkeys(("--ppn", "--tasks-per-node"), "ntasks-per-node")
@@ -71,6 +73,10 @@ class Line:
     @property
     def is_comment(self) -> bool:
         return self.text.lstrip().startswith("#") and not DIRECTIVE.match(self.text)
+
+    @property
+    def is_to_edit(self) -> bool:
+        return any("# EDIT:" in above for above in self.paragraph)
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,11 @@ class Site:
         return self.software.get("modules", [])
 
     @property
+    def provides(self) -> list[str]:
+        """What the scripts count on modules or the image for: `torch`, `NAME=value` and the like."""
+        return [word for words in self.software.get("provides", {}).values() for word in words]
+
+    @property
     def facts(self) -> list[str]:
         """What stands in the sources, and the site relies on."""
         return [fact for source in self.toml.get("sources", []) for fact in source.get("facts", [])]

@@ -282,15 +282,3 @@ sys.exit(code)
     assert ended.returncode == 2, ended.stderr
     assert "--epochs" in ended.stderr and "'none'" in ended.stderr
     assert "exit codes: 0 done" in " ".join(ended.stdout.split())
-
-
-def test_what_is_not_passed_is_as_help_says():
-    """For a workload that brings no default of its own."""
-    plain = type("Plain", (Small,), dict(defaults={}))()
-    chosen = parse([], 1, workload=plain)
-    expected = dict(epochs=10, lr=0.01, momentum=0.9, weight_decay=0.0, seed=0, precision="fp32", accumulate=1, log_every=10)
-    expected |= dict(save_every=1, save_minutes=10.0, save_steps=0, eval_every=1, timeout=600.0, rendezvous_timeout=120.0)
-    expected |= dict(log_seconds=30.0, grace=0.0, clip_norm=0.0, warmup_steps=0, steps_per_epoch=0, workers=0, profile=0)
-    expected |= dict(max_shard_size=2 * 10**9, device="auto", backend="auto", reduction="ddp", sharding="none", stage_data="on")
-    expected |= dict(optimizer="sgd", lr_schedule="constant", row_seeds="on", global_batch_size=96)
-    assert {name: getattr(chosen, name) for name in expected} == expected

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import ranks
-import small
 import torch
 from ddp_core import snapshot
 from ddp_core.config import parse
@@ -24,8 +23,7 @@ from ddp_core.record import Record
 from ddp_core.summary import Stopwatch, summarize
 from ddp_core.workload import find
 from faults import after_save, at_step, files_limited_to, signalled
-from ranks import call
-from small import SeveralLosses, Small, table
+from small import OneByOne, SeveralLosses, Small, table
 
 KEYS = {  # at least
     "start": {"step", "config", "data", "versions", "world_size", "reduction", "ranks", "seconds", "restart", "notes"}
@@ -498,7 +496,9 @@ def test_a_run_with_nothing_left_to_do_has_no_speed(finished, tmp_path):
 
 
 def test_the_time_left_is_of_the_steps_that_are_left(tmp_path):
-    job = train_small(tmp_path, "--epochs 3 --log-seconds 1e-9", faults={0: call("test_record", "_told_at_100_rows_a_second")})
+    job = train_small(
+        tmp_path / "run", "--epochs 3 --log-seconds 1e-9", faults={0: ranks.call("test_record", "_told_at_100_rows_a_second")}
+    )
     told = [line.split()[1:] for line in job.out[0].splitlines() if line.startswith("told ")]
     assert len(told) >= 9
     for epoch, index, steps, left in told:
@@ -513,8 +513,8 @@ def _told_at_100_rows_a_second() -> None:
     Record.progress, Stopwatch.speed = told, property(lambda self: 100.0)
 
 
-def train_small(tmp_path: Path, flags: str, world_size: int = 1, workload: str = "small:Small", **others) -> ranks.Job:
-    return ranks.train(tmp_path / "run", flags, world_size, workload=workload, code=0, **others)
+def train_small(run_dir: Path, flags: str, world_size: int = 1, workload: str = "small:Small", **others) -> ranks.Job:
+    return ranks.train(run_dir, flags, world_size, workload=workload, code=0, **others)
 
 
 def test_the_speed_that_counts_is_the_latest():
@@ -523,7 +523,7 @@ def test_the_speed_that_counts_is_the_latest():
     assert watch.speed == 100.0
 
 
-class SlowRows(small.OneByOne):
+class SlowRows(OneByOne):
     """Its rows take 10 ms each."""
 
     def __getitem__(self, index):
@@ -537,8 +537,6 @@ class ReadSlowly(Small):
 
 
 def test_reading_and_waiting_for_others_are_where_they_belong(tmp_path):
-    for name in ("reads", "waits"):
-        (tmp_path / name).mkdir()
     reads = train_small(tmp_path / "reads", "--epochs 1 --steps-per-epoch 3", workload="test_record:ReadSlowly")
     assert reads.records("end")[0]["seconds"]["reading"] >= 0.3  # 2 x 16 rows, behind those that were read before the training
     waits = train_small(tmp_path / "waits", "--epochs 1 --steps-per-epoch 4 --reduction flat", 2, "test_record:Lags")
@@ -567,14 +565,12 @@ class LongEvaluation(Small):
 
 def _a_clock_that_evaluation_moves() -> None:
     monotonic = time.monotonic
-    from test_record import LongEvaluation as Moves
-
-    time.monotonic = lambda: monotonic() + Moves.past
+    time.monotonic = lambda: monotonic() + LongEvaluation.past
 
 
 def test_the_speed_is_that_of_steps_alone(tmp_path):
-    faults = {0: call("test_record", "_a_clock_that_evaluation_moves")}
-    job = train_small(tmp_path, "--epochs 3 --save-minutes 0", workload="test_record:LongEvaluation", faults=faults)
+    faults = {0: ranks.call("test_record", "_a_clock_that_evaluation_moves")}
+    job = train_small(tmp_path / "run", "--epochs 3 --save-minutes 0", workload="test_record:LongEvaluation", faults=faults)
     assert job.records("end")[0]["p10"] > 1
 
 
