@@ -36,7 +36,7 @@ from conformance.harness.dry_run import (
 )
 from conformance.harness.shell import OPTIONS, Script
 
-MANY_NODES, OF_ANOTHER = 20, "runs/of-another-job"
+MANY_NODES, OF_ANOTHER = 100, "runs/of-another-job"
 # Of another machine.
 LEFT = dict(NCCL_NET="Socket", NCCL_SOCKET_IFNAME="eth9", GLOO_SOCKET_IFNAME="eth9", FI_PROVIDER="tcp", NCCL_IB_DISABLE="1")
 PACKAGES = "h5py >3,<4"  # a blank, and what a shell would take for files
@@ -361,15 +361,29 @@ def test_train_py_knows_the_seconds_that_a_stop_leaves(check, site, dry):
             yield f"{case.name}: --grace {' '.join(grace) or 'is not there'}, but should be {wanted}"
 
 
+@clause("F10")
+def test_the_readme_has_the_seconds_that_a_stop_leaves(check, site, dry):
+    """Those of --grace: "120 to 180 s before" the limit under Slurm, which may be 60 s early."""
+    text = " ".join((site.folder / "README.md").read_text().split())
+    told = re.findall(r"USR1 [^.]*?\b(\d+)(?: to \d+)? s(?:econds)? before", text)
+    for script in trains(site) if told else ():
+        for grace in [value for call in dry.job(script).trained[:1] for value in values_of(arguments(call), "--grace")]:
+            if grace not in told:
+                yield f"README.md: {' and '.join(told)} s before the limit, but {script.name} has --grace {grace}"
+
+
 @clause("J10")
 def test_a_warning_while_python_starts_ends_no_rank(check, site, dry):
-    """Where a shell starts the rank's Python, that ignores USR1 until train.py listens: it is inherited."""
+    """Where a shell starts the rank's Python, that ignores both until train.py listens: it is inherited."""
     for case in site.cases:
         run = dry.case(case)
         words = [word for call in run.launches for word in call.words]
         shell = next((word for word in words if word == "bash" or word.endswith(".sh")), "")
         if shell and not all(ignores(call, signal.SIGUSR1) for call in run.trained):
             yield f"{case.name}: {shell} starts Python, which USR1 then ends, but should have `trap '' USR1`"
+        if shell and not all(ignores(call, signal.SIGTERM) for call in run.trained):
+            problem = "TERM, which comes when another rank has failed, then ends, and 143 hides why"
+            yield f"{case.name}: {shell} starts Python, which {problem}, but should have `trap '' TERM`"
         if run.called("torchrun") and not all(ignores(call, signal.SIGTERM) for call in run.trained):
             problem = "torchrun's TERM ends a rank while Python starts, and 143 hides why another one has failed"
             yield f"{case.name}: {problem}, but should be ignored: trap '' TERM"
@@ -487,6 +501,10 @@ def test_cores_are_bound_by_number_on_whole_nodes_alone(check, site, dry):
         if any(re.match(r"(mask|map)", binding) for call in run.launches for binding in values_of(call.words, "--cpu-bind")):
             shared = dry.job(script, shared=True)
             yield from refused(dry, shared, f"{script.name} on shared nodes", "")
+            some_share = {*site.toml["queue"].get("partitions", [])} - {*site.toml["queue"].get("exclusive", ())}
+            if "exclusive" in site.toml["queue"] and some_share and "exclusive" not in Script(script).options:
+                shared_ones = " and ".join(sorted(some_share))
+                yield f"{script.name}: no directive exclusive, but should be one: {shared_ones} give parts of nodes, too"
             if "oversubscribe" in Script(script).options:
                 yield f"{script.name}: --oversubscribe, but should have whole nodes: ranks are bound by numbers"
 
@@ -617,7 +635,7 @@ def test_the_readme_tells_how_to_stop(check, site):
 
 @clause("B10")
 def test_what_users_are_shown_works(check, site, dry):
-    """Each submission and installation in the head of a job script, and in README.md's blocks and sentences."""
+    """Each submission and installation in the head of a script, and in README.md's blocks and sentences."""
     for where_it_stands, line in shown(site):
         if redirection := re.search(r"[<>]=?\S*", re.sub(r"'[^']*'|\"[^\"]*\"", "", line)):
             yield f"{where_it_stands}: {line!r}: a shell takes {redirection[0]} for a redirection, but should find it in quotes"
@@ -632,6 +650,25 @@ def test_what_users_are_shown_works(check, site, dry):
     readme = " ".join((site.folder / "README.md").read_text().split())
     for command in re.findall(r"`((?:python3?|torchrun|accelerate) [^`]*\btrain\w*\.py[^`]*)`", readme):
         yield f"README.md: {command!r}: that Python has no ddp_core, but should be the one that install.sh makes"
+
+
+@clause("B8")
+def test_jobs_have_as_many_nodes_as_their_queue_takes(check, site):
+    """As it stands, and as users are shown to submit it. The numbers are those of a fact `| queue | least | most |`."""
+    row, submitted = re.compile(r"\|\s*([\w-]+)\s*\|\s*([\d,]+)\s*(?:\|\s*([\d,]+)|\||$)"), []
+    for script in site.job_scripts:
+        submitted.append((script.name, script, ""))
+        submitted += [(place, script, line) for place, line in shown(site) if f" {script.name}" in line]
+    bounds = {match[1]: match.groups()[1:] for fact in site.facts if (match := row.match(fact))}
+    for place, path, line in submitted:
+        script, given = Script(path), words_of(line.partition(f" {path.name}")[0])
+        queues = [(given.get(name) or script.options.get(name, "")) for name in ("partition", "p", "q")]
+        asked = re.search(r"select=(\d+)|--nodes[= ](\d+)|-N ?(\d+)", line)
+        nodes = int(next(filter(None, asked.groups()))) if asked else script.geometry.get("nodes", 1)
+        for queue in [queue for queue in queues if queue in bounds]:
+            least, most = (int(text.replace(",", "")) if text else None for text in bounds[queue])
+            if nodes < (least or 0) or (most and nodes > most):
+                yield f"{place}: {line or 'as it stands'}: {nodes} nodes, but {queue} takes {least} to {most or 'more'}"
 
 
 @clause("B10")
@@ -718,6 +755,10 @@ def test_a_script_for_users_hands_their_arguments_on(check, site, dry):
         for line, flags in product(shown_to_train(script), [(), *given(dry)]):
             run = dry.command(script, line, *flags)
             words = [arguments(call)[-len(ARGUMENTS) :] for call in run.trained]
+            for call in run.trained[:1] if (cores := re.search(r"--cpus-per-task=(\d+)", line)) else ():
+                threads = call.environ.get("OMP_NUM_THREADS", "unset")
+                if not threads.isdecimal() or int(threads) > int(cores[1]):
+                    yield f"{script.name}: {line!r}: OMP_NUM_THREADS={threads}, but should be at most {cores[1]}"
             if run.code or words != [list(ARGUMENTS)]:
                 observed = f"{ending(dry, run)}, train.py with {words or 'nothing'}"
                 after = " ".join(["install.sh", *flags])
@@ -758,7 +799,8 @@ def followed(dry, line: str) -> DryRun | str:
         return "qsub hands no words to a script, but should be given them by -v"
     exported = handed_on(shlex.join(words[1:place]))
     options.pop("v", None)
-    nodes = int(options.get("nodes", site.job(site.folder / words[place])["nodes"]))
+    select = re.search(r"\bselect=(\d+)", line)
+    nodes = int(select[1] if select else options.get("nodes", site.job(site.folder / words[place])["nodes"]))
     shape = dict(environ=environ | exported, options=options, nodes=nodes, arguments=words[place + 1 :])
     run = dry.job(site.folder / words[place], **shape)
     if environ and slurm and not run.code:
@@ -776,8 +818,8 @@ def followed(dry, line: str) -> DryRun | str:
 
 
 def shown(site) -> list[tuple[str, str]]:
-    """What submits or installs: lines of a job script's head, and of README.md's blocks; commands in its sentences."""
-    lines = [(path.name, match[1]) for path in site.job_scripts for match in re.finditer(r"(?m)^#   (\S.*)$", path.read_text())]
+    """What submits or installs: lines of a script's head, and of README.md's blocks; commands in its sentences."""
+    lines = [(path.name, match[1]) for path in site.scripts for match in re.finditer(r"(?m)^#   (\S.*)$", path.read_text())]
     block, text = r"(?ms)^```$(.*?)^```$", (site.folder / "README.md").read_text()
     for contents in re.findall(block, text):
         lines += [("README.md", line) for line in contents.splitlines()]
@@ -788,6 +830,6 @@ def shown(site) -> list[tuple[str, str]]:
     for place, text in lines:
         line = re.sub(r"\[[^]]*\]", "", re.split(r"\s{2,}|\s#", text)[0]).replace("JOB", FIRST).replace("$USER", USER)
         line = re.sub(r"(?<= )[A-Z]+(?= |$)", lambda word: PASSED.get(word[0], word[0]), line)
-        if re.match(r"([A-Z_]+=(\"[^\"]*\"|\S+) )*(sbatch|qsub|\./install\.sh)( |$)", line):
+        if re.match(r"([A-Z_]+=(\"[^\"]*\"|\S+) )*(sbatch|qsub|\./install\.sh)( |$)", line) and "..." not in line:
             shown_commands.append((place, line.strip()))
     return shown_commands

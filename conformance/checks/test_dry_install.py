@@ -10,7 +10,6 @@ import re
 import shutil
 import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -34,8 +33,9 @@ from conformance.harness.dry_run import (
     removed,
     umask,
     values_of,
+    with_modules,
 )
-from conformance.harness.sites import ROOT, Case
+from conformance.harness.sites import ROOT
 from conformance.harness.sources import version_of
 
 
@@ -48,21 +48,6 @@ def pips(run: DryRun) -> list[tuple[Call, list[str]]]:
     """The calls of pip that install, and their words behind `install`."""
     calls = [call for call in run.calls if call.words[:2] == ["-m", "pip"] or call.command in ("pip", "pip3")]
     return [(call, call.words[call.words.index("install") + 1 :]) for call in calls if "install" in call.words]
-
-
-def with_modules(site, *names: str) -> Case | None:
-    """The site as it stands, but for more modules in its line `modules=(...)` or in the one that loads torch's by name.
-
-    None where no script has such a line: the Python of an image does not change with modules.
-    """
-    torch = [name for name in site.modules if "torch" in site.software.get("provides", {}).get(name, [])]
-    named = "|".join(map(re.escape, torch)) or "(?!)"
-    line = re.compile(rf"^( *modules=\([^)\n]*|[^#\n]*\bmodule load (?:\S+ )*?(?:{named}))(?![^\s)])(.*)$", re.MULTILINE)
-    for name in dict.fromkeys([site.toml["submit"], *(script.name for script in site.scripts)]):
-        if match := line.search((site.folder / name).read_text()):
-            other = f"{match[1]} {' '.join(names)}{match[2]}".replace("( ", "(")
-            return replace(site.cases[0], name="other modules", script=name, edit={match[0]: other})
-    return None
 
 
 @clause("B10")
@@ -147,6 +132,13 @@ def test_another_image_takes_the_place_of_the_first(check, dry):
         run = dry.install(*(newer if word == image else word for word in flags), after=flags)
         if not any(newer in call.words for call in run.called("apptainer", "singularity", "podman-hpc", "shifterimg")):
             yield f"install.sh {flags[0]} with another image than before: it is not fetched, but should be"
+        (file := dry.top / "root/here.sif").write_text("the first")
+        ours = tuple(f"/{file.name}" if word == image else word for word in flags)
+        first = dry.install(*ours)
+        file.write_text("another one of the same name")
+        again = dry.install(*ours, after=ours)
+        if b"the first" in first.tree.values() and b"another one of the same name" not in again.tree.values():
+            yield f"install.sh {flags[0]} with a file that has changed: the first is kept, but should be taken anew"
 
 
 @clause("B10")
@@ -316,6 +308,17 @@ def test_what_is_made_on_a_node_s_own_disk_is_made_on_every_node(check, dry):
             alone = "DRY_RUN_NODE" not in call.environ and not reads
             if alone and any(disk in call.text or disk in call.path for disk in dry.disks):
                 yield f"{run.script}: {dry.shown(call.text)[:100]} on the first node alone, but should be on each: srun"
+
+
+@clause("B10")
+def test_a_packed_environment_is_unpacked_by_its_own_command(check, dry):
+    """conda-unpack writes the new place into its programs: without it they run those of the old one. On every node."""
+    for flags in given(dry):
+        packs = [call for call in dry.install(*flags).calls if "conda_pack" in call.text or "conda-pack" in call.text]
+        run = dry.job(dry.site.job_scripts[0], install=flags, nodes=2, all_ranks=True) if packs and dry.packed(*flags) else None
+        nodes = {call.environ.get("DRY_RUN_NODE") for call in run.calls if "conda-unpack" in call.text} if run else set()
+        if run and nodes != {"0", "1"}:
+            yield f"{run.script} after install.sh {flags[0]}: conda-unpack on {len(nodes)} nodes, but should be on both"
 
 
 @clause("B10")

@@ -35,6 +35,7 @@ from conformance.harness.dry_run import (
     trains,
     umask,
     values_of,
+    with_modules,
     without_effect,
     words_of,
 )
@@ -268,8 +269,18 @@ def test_each_launch_of_a_job_is_a_start_of_its_own(check, site, dry):
             values = [call.environ.get(name, "0") for call in ranks]
             if template == "{restart}" and values != [str(number) for number in range(len(ranks))]:
                 yield f"{case.name}, launched {len(ranks)} times: {name}={' '.join(values)}, but should rise by 1 each time"
-            if "{job_id}" in template and len({*values}) < len(values):
+            if re.search(r"\{(job_id|master_port)\}", template) and not case.launch.mpi and len({*values}) < len(values):
                 yield f"{case.name}, launched {len(ranks)} times: {name}={' '.join(values)}, but should differ"
+
+
+@clause("J11")
+def test_who_launches_again_does_so_for_all_that_another_launch_may_mend(check, site, dry):
+    """A rank that was lost (7), ranks that did not meet (4), and a kill from outside (137) have the same causes: nodes."""
+    for case in site.cases:
+        again = len(dry.case(case, code=7).launches)
+        for code in (4, 137) if again > 1 else ():
+            if (launches := len(dry.case(case, code=code).launches)) != again:
+                yield f"{case.name}: launched {launches} times after {code}, but should be {again}, as after 7"
 
 
 @clause("B3")
@@ -366,6 +377,15 @@ def test_only_interfaces_of_the_node_are_named(check, site, dry):
 
 
 @clause("J13")
+def test_ranks_of_one_node_are_sent_to_no_network(check, site, dry):
+    """They speak by the node's own links. https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-net"""
+    for case in [case for case in site.cases if "nodes" not in case.options and "select" not in case.options]:
+        for call in dry.case(case, nodes=1).trained[:1]:
+            if (net := call.environ.get("NCCL_NET", "Socket")) != "Socket":
+                yield f"{case.name} on one node: NCCL_NET={net}, but should be unset, or Socket"
+
+
+@clause("J13")
 def test_no_rank_has_a_variable_for_finding_faults(check, site, dry):
     """Whichever line has set it, and by whichever choice."""
     by_modules = {word.partition("=")[0] for word in site.provides}
@@ -381,8 +401,7 @@ def test_mpi_looks_for_no_devices(check, site, dry):
     """Users of Cray MPICH on GPUs export 1, which ends each rank whose mpi4py was built without its library for them."""
     name = "MPICH_GPU_SUPPORT_ENABLED"
     text = "\n".join(path.read_text() for path in (site.folder / "README.md", *site.scripts))
-    cray = re.search(f"Cray.?MPICH|cray-mpich|{name}", text)
-    for script in trains(site) if cray and any(launch.mpi for launch in site.launches) else ():
+    for script in trains(site) if re.search(f"Cray.?MPICH|cray-mpich|{name}", text) else ():
         for call in dry.job(script, environ={name: "1"}).trained[:1]:
             if call.environ.get(name, "0") != "0":
                 yield f"{script.name}: {name}={call.environ[name]} in a rank, but should be 0, whatever a shell exports"
@@ -493,7 +512,11 @@ def test_torchrun_has_the_cores_of_all_its_ranks(check, site, dry):
 
 @clause("J9")
 def test_torchrun_divides_the_cores_that_two_devices_share(check, site, dry):
-    """Of its ways to bind ranks `node` and `socket` give two ranks of a NUMA node the same cores."""
+    """Of its ways to bind ranks `node` and `socket` give two ranks of a NUMA node the same cores; unbound, all have all."""
+    for case in site.cases if site.toml["node"].get("cores_near_device") else ():
+        for call in dry.case(case).called("torchrun"):
+            if not any(word.startswith("--numa-binding") for word in call.words):
+                yield f"{case.name}: torchrun without --numa-binding, but should put each rank near its device"
     for path in (*site.scripts, *sorted(site.folder.glob("*.py"))):
         for way in re.findall(r'--numa-binding(?:=|", *")([\w-]+)', path.read_text()):
             if way not in ("exclusive", "core-complex"):
@@ -723,7 +746,11 @@ def test_a_notebook_that_is_opened_again_goes_on(check, site):
         check.equal(**{f"{name}_begins_anew": (any("--fresh" in cell for cell in cells), False)})
         lines = [line for cell in cells for line in ast.parse(re.sub(r"(?m)^\s*[%!].*", "", cell)).body]
         imports = [line for line in lines if isinstance(line, ast.Import) and line.names[0].name in sys.stdlib_module_names]
-        places = [line for line in lines if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "run_dir"]
+        assigned = {ast.unparse(line.targets[0]): line for line in lines if isinstance(line, ast.Assign)}
+        for line in [assigned["device"]] if "device" in assigned and site.toml["node"]["devices"] else ():
+            device = re.findall(r"[\"'](\w+)[\"']", ast.unparse(line))[-1:]
+            check.equal(**{f"{name}_trains_on_a_device_unless_told_otherwise": (device in (["cpu"], ["auto"]), False)})
+        places = [assigned["run_dir"]] if "run_dir" in assigned else []
         for place in places[:1]:
             program = "\n".join([*map(ast.unparse, [*imports, place]), "print(run_dir)"])
             start = partial(subprocess.run, [sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -829,12 +856,26 @@ def test_commands_have_the_options_that_the_sources_give_them(check, site, dry):
     facts = [words for fact in site.facts if (words := of_command(fact))]
     facts = [words for words in facts if words[0] in command_names() | {site.toml["launcher"]}]
     runs = [run for _, run in in_all_ways(site, dry)] + [dry.install(*flags) for flags in [(), *given(dry)]] if facts else []
+    unloads = [match[1] for fact in site.facts if (match := re.match(r"module unload (\S+)$", plain(fact)))]
+    with_them = [*map(dry.job, trains(site)), *(dry.install(*flags) for flags in [(), *given(dry)])] if unloads else []
+    calls = [call.words for run in with_them for call in run.called("module-call")]
+    for name in [name for name in unloads if not any({"unload", name} <= {*words} for words in calls)]:
+        yield f"no module unload {name}, but should be one, as a fact of [[sources]] says"
     for command, *words in facts:
         asked = {word for word in words if re.fullmatch(r"--[a-z][\w-]*(=[^$<{]+)?|[a-z][\w-]*==?\d[\w.]*", word)}
         lost = [asked - {*with_values(call.words)} for run in runs for call in run.called(command)]
         if least := min(lost, key=len, default=set()):
             fact = " ".join([command, *words])
             yield f"no {command} with {' '.join(sorted(least))}, but one should have it: a fact of [[sources]] is {fact}"
+
+
+@clause("J3")
+def test_ranks_are_bound_as_the_sources_say(check, site, dry):
+    """A list of cores among the facts is that of some launch, to the last number."""
+    lists = [fact for fact in site.facts if re.fullmatch(r"list:[\d,:-]+", fact)]
+    launches = [call for _, run in in_all_ways(site, dry) for call in run.launches] if lists else []
+    for fact in [fact for fact in lists if not any(fact in values_of(call.words, "--cpu-bind") for call in launches)]:
+        yield f"no launch has --cpu-bind {fact[:60]}..., but one should, as a fact of [[sources]] says"
 
 
 def of_command(fact: str) -> list[str]:
@@ -858,6 +899,11 @@ def test_a_library_path_that_torch_needs_is_the_ranks_own(check, site, dry):
     for script in trains(site):
         for fails, look in [(fails, call) for fails, call in dry.job(script, code=75).steps if "import torch" in call.text]:
             run, before = dry.job(script, code=75, fails=fails), look.environ.get("LD_LIBRARY_PATH")
+            found = [call.environ["LD_LIBRARY_PATH"] for call in run.calls if "import torch" in call.text and not call.code]
+            for rank in run.trained[:1] if found and found[0] != before else ():
+                if rank.environ.get("LD_LIBRARY_PATH", "").split(":")[0] != found[0].split(":")[0]:
+                    observed = f"LD_LIBRARY_PATH={dry.shown(rank.environ.get('LD_LIBRARY_PATH', 'unset'))} in a rank"
+                    yield f"{script.name}: {observed}, but should begin with {found[0].split(':')[0]}, where torch was found"
             others = [call for _, call in run.steps if not call.command.startswith("python")] if run.trained else []
             commands = {call.command for call in others if call.environ.get("LD_LIBRARY_PATH") not in (before, None)}
             for name in sorted(commands):
@@ -883,8 +929,11 @@ def test_modules_are_loaded_once_and_kept(check, site, dry):
 @clause("F8")
 def test_the_modules_of_a_login_shell_are_cleared_first(check, site, dry):
     """sbatch hands its environment on, with the libraries of whatever is loaded there."""
-    clears = site.software.get("cleared_by", "")
-    runs = {script.name: dry.job(script) for script in trains(site)} | {"install.sh": dry.install()} if clears else {}
+    clears, runs = site.software.get("cleared_by", ""), {}
+    if clears and site.modules:
+        runs = {script.name: dry.job(script) for script in trains(site)} | {"install.sh": dry.install()}
+    elif clears and (case := with_modules(site, "another/1.0")):  # a site that names none, and whose user will
+        runs = {case.script: dry.job(site.folder / case.script, case=case), "install.sh": dry.install(case=case)}
     for name, run in runs.items():
         acts = [next((word for word in call.words if not word.startswith("-")), "") for call in run.called("module-call")]
         if "load" in acts and clears not in acts[: acts.index("load")]:
@@ -1045,8 +1094,13 @@ def test_what_a_job_removes_at_its_end_it_removes_however_it_ends(check, site, d
 
 @clause("B5")
 def test_proxies_are_spoken_to_by_http(check, site, dry):
-    """Also for what is fetched by https: the proxy itself has no certificate."""
-    for script, call in dry.first_ranks(all_ranks=True):
+    """Also for what is fetched by https: the proxy itself has no certificate. Python's httpx refuses a socks:// beside it."""
+    for script, call in dry.first_ranks(all_ranks=True, environ=dict(all_proxy="socks://proxy:1080")):
+        if call.environ.get("http_proxy"):
+            if not call.environ.get("https_proxy"):
+                yield f"{script.name}: http_proxy without https_proxy, but should have both: models are fetched by https"
+            if (all_proxy := call.environ.get("all_proxy", "")).startswith("socks"):
+                yield f"{script.name}: all_proxy={all_proxy} beside http_proxy, but should be unset"
         for name, value in call.environ.items():
             if name.lower() in ("http_proxy", "https_proxy") and value and not value.startswith("http://"):
                 yield f"{script.name}: {name}={value}, but should be http://"
@@ -1086,6 +1140,21 @@ def test_caches_are_the_job_s_own(check, site, dry):
                 yield f"{script.name}: {name}={dry.shown(value)}, but should have the job's number in it"
 
 
+@clause("B6")
+def test_sockets_find_room_in_the_ranks_temporary_folder(check, site, dry):
+    """Linux takes 107 characters. PBS gives each job a folder of a long name, and a DataLoader's workers a name of 27 in it.
+
+    https://man7.org/linux/man-pages/man7/unix.7.html
+    """
+    long = f"{dry.top}/root/var/tmp/pbs.{FIRST}.{'server-' * 12}"
+    for script in trains(site) if site.toml["scheduler"] == "pbs" else ():
+        Path(long).mkdir(parents=True, exist_ok=True)
+        for call in dry.job(script, environ=dict(TMPDIR=long)).trained[:1]:
+            place = dry.shown(call.environ.get("TMPDIR", "/tmp"))
+            if len(place) > 107 - 27:
+                yield f"{script.name}: TMPDIR={place} in a rank, but should have 80 characters or less"
+
+
 # Where what a run downloads is kept for the next one. https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables
 # https://docs.pytorch.org/docs/stable/hub.html#where-are-my-downloaded-models-saved
 DOWNLOADS = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME")
@@ -1093,12 +1162,15 @@ DOWNLOADS = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME")
 
 @clause("B6")
 def test_what_is_downloaded_outlives_the_job(check, site, dry):
-    """In /tmp it fills the memory of each node, and each start fetches it again."""
+    """In /tmp it fills the memory of each node, and each start fetches it again; at home it fills a small quota."""
     for script, call in dry.first_ranks(all_ranks=True):
+        homes = {"HF_HOME", "TORCH_HOME"} & call.environ.keys()
+        for name in {"HF_HOME", "TORCH_HOME"} - homes if homes else ():
+            yield f"{script.name}: no {name}, but should be one: models of one library are fetched into the home directory"
         for name in [name for name in DOWNLOADS if name in call.environ]:
             place = dry.shown(call.environ[name])
-            if FIRST in place or re.match(r"/(tmp|var/tmp|dev/shm)\b", place):
-                yield f"{script.name}: {name}={place}, but should be where the next job finds it"
+            if FIRST in place or re.match(r"/(tmp|var/tmp|dev/shm)\b|\$HOME", place):
+                yield f"{script.name}: {name}={place}, but should be where the next job finds it, and not in the home directory"
 
 
 # What is not used, in silence, unless it is there: Intel's driver compiles anew, Python's tempfile takes /tmp.

@@ -478,6 +478,14 @@ def test_values_are_those_of_the_sources(check, site):
     for name in sorted({match[1] for fact in site.facts if (match := SETS.match(fact))} - by_modules):
         if not re.search(rf"(?:\b|ENV_){name}=", code):
             yield f"{name} is set in no script, but a fact of [[sources]] sets it: another spelling is ignored"
+    code += "\n".join(path.read_text() for path in sorted(site.folder.glob("*.py")))
+    for name in [
+        word
+        for text in site.toml["verified"].get("unverified", [])
+        for word in re.findall(r"`([A-Z0-9]+(?:_[A-Z0-9]+)+)`", text)
+    ]:
+        if name in facts_text and not re.search(rf"\b{name}\b", code):
+            yield f"{name} is in no script, but a fact of [[sources]] and `unverified` name it: another spelling is ignored"
 
 
 # In a line of code: an address, and an absolute path. Of the paths of all Linux machines no source tells.

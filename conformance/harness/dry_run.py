@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,12 @@ STANDARD |= dict(walltime="01:42:00", beside=(), halves=(), planted=(), modules_
 STANDARD |= dict(umask="")
 # What PBS says of the job: not what its directives say.
 OF_PBS = dict(
-    queue="queue42", account="account42", walltime=STANDARD["walltime"], place="scatter:excl", filesystems="home:of42"
+    name="name42",
+    queue="queue42",
+    account="account42",
+    walltime=STANDARD["walltime"],
+    place="scatter:excl",
+    filesystems="home:of42",
 )
 # Of absolute paths these stay as they are; all others are moved.
 KEPT = "usr|bin|sbin|lib|lib64|etc|proc|sys|dev/(?!shm)"
@@ -311,6 +316,21 @@ def without_effect(dry: "DryRuns", script: Path, choices: list[dict[str, str]]) 
 def trains(site: Site) -> list[Path]:
     """The job scripts that train."""
     return [script for script in site.job_scripts if site.job(script).get("trains", True)]
+
+
+def with_modules(site: Site, *names: str) -> Case | None:
+    """The site as it stands, but for more modules in its line `modules=(...)` or in the one that loads torch's by name.
+
+    None where no script has such a line: the Python of an image does not change with modules.
+    """
+    torch = [name for name in site.modules if "torch" in site.software.get("provides", {}).get(name, [])]
+    named = "|".join(map(re.escape, torch)) or "(?!)"
+    line = re.compile(rf"^( *modules=\([^)\n]*|[^#\n]*\bmodule load (?:\S+ )*?(?:{named}))(?![^\s)])(.*)$", re.MULTILINE)
+    for name in dict.fromkeys([site.toml["submit"], *(script.name for script in site.scripts)]):
+        if match := line.search((site.folder / name).read_text()):
+            other = f"{match[1]} {' '.join(names)}{match[2]}".replace("( ", "(")
+            return replace(site.cases[0], name="other modules", script=name, edit={match[0]: other})
+    return None
 
 
 def new_starts(run: DryRun) -> list[Call]:
@@ -637,7 +657,7 @@ class DryRuns:
         settings |= dict(another_s_stop=stop.format(job=other, number=other))
         # In an interactive job most of it may be used already.
         limit, used = ("01:01:09", "01:00:09") if shape["event"] == "limit" else (shape["walltime"], "00:00:09")
-        own_of_pbs = {"Job_Name": "train", "Account_Name": OF_PBS["account"], "Resource_List.walltime": limit}
+        own_of_pbs = {"Job_Name": OF_PBS["name"], "Account_Name": OF_PBS["account"], "Resource_List.walltime": limit}
         own_of_pbs |= {"resources_used.walltime": used}
         own_of_pbs |= dict(pair.split("=", 1) for name, pair in shape["options"].items() if name == "W")
         own_of_pbs |= {"Resource_List.select": nodes, "Resource_List.place": OF_PBS["place"]}
@@ -653,8 +673,8 @@ class DryRuns:
         own = dict(
             DRY_RUN=str(self.top), PATH=f"{self.top}/bin:/usr/bin:/bin", HOME=str(self.top / "home"), USER=USER, LOGNAME=USER
         )
-        own |= dict(LANG="C.UTF-8", TERM="dumb", HOSTNAME=settings["hosts"][0], TMPDIR=f"{self.top}/root/tmp") | environ
         own |= dict(HTTPS_PROXY=f"http://{USER}:{SECRET}@proxy:3128/", all_proxy=f"http://{USER}:{SECRET}@proxy:3128/")
+        own |= dict(LANG="C.UTF-8", TERM="dumb", HOSTNAME=settings["hosts"][0], TMPDIR=f"{self.top}/root/tmp") | environ
         own |= dict.fromkeys(SECRETS, SECRET)
         # A job has no module command, unless its script is a login shell's; who installs has one.
         if name == "install.sh" or re.match(r"#!.*\s(-l|--login)\b", (self.folder / name).read_text()):

@@ -1,8 +1,8 @@
 """generic-slurm: who this process is, from what srun or torchrun exports. All else is ddp_core's.
 
-    sbatch job.sl --epochs 5                                                a Slurm cluster: srun starts every rank
-    .venv/bin/torchrun --standalone --nproc-per-node 2 train.py --epochs 5  one machine, no scheduler
-    .venv/bin/python train.py --epochs 5                                    one process
+    sbatch job.sl --epochs 5                                                                          Slurm: srun starts ranks
+    .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 train.py --epochs 5     one machine
+    .venv/bin/python train.py --epochs 5                                                              one process
 
 The same flags everywhere: python train.py --help.
 """

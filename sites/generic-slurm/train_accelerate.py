@@ -1,7 +1,7 @@
 """generic-slurm: train.py, but Hugging Face's Accelerate wraps the model, and so sums the gradients.
 
     sbatch job.sl --epochs 5        with program=train_accelerate.py in job.sl
-    .venv/bin/torchrun --standalone --nproc-per-node 2 train_accelerate.py --epochs 5     one machine, no scheduler
+    .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 train_accelerate.py --epochs 5     one machine
 
 It needs `./install.sh --add accelerate==1.15.0`. All flags and files are train.py's.
 """

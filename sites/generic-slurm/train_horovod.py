@@ -1,7 +1,7 @@
 """generic-slurm: train.py, but Horovod sums the gradients, over gloo or NCCL of its own.
 
     sbatch job.sl --epochs 5        with program=train_horovod.py in job.sl
-    .venv/bin/torchrun --standalone --nproc-per-node 2 train_horovod.py --epochs 5     one machine, no scheduler
+    .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 train_horovod.py --epochs 5     one machine
 
 It needs `./install.sh --horovod`. All flags and files are train.py's.
 """

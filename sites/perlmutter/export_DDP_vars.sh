@@ -9,8 +9,9 @@ if [[ -z ${SLURM_STEP_NUM_TASKS:-} ]]; then
 fi
 set -euo pipefail
 
-# Ignored until train.py takes it: the warning before the time limit, which would end a rank while Python starts.
-trap '' USR1
+# Ignored until train.py takes them: a signal that comes while Python starts would end it. When another rank has failed, TERM
+# comes, and its 143 would hide the code and the line that say what was wrong.
+trap '' TERM USR1
 
 # "4(x2)": 4 ranks on each of two nodes. "4,3" would need another reading, and nobody wants it.
 if [[ ! $SLURM_STEP_TASKS_PER_NODE =~ ^[0-9]+(\(x[0-9]+\))?$ ]]; then
