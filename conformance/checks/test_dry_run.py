@@ -115,6 +115,17 @@ def test_a_choice_counts_whatever_was_set_before(check, site, dry):
 
 
 @clause("B11")
+def test_lists_of_a_script_are_its_own(check, site, dry):
+    """One that only some choice fills is otherwise what the user's shell has exported under its name: `modules`, say."""
+    text = "\n".join(path.read_text() for path in site.scripts if path.suffix != ".py")
+    names = {name for name in re.findall(r"\$\{(\w+)\[[@*]\]", text) if name.islower()}
+    for case in site.cases if names else ():
+        run = dry.case(case, environ=dict.fromkeys(names, "of-the-shell"))
+        if run.code != dry.case(case).code or any("of-the-shell" in call.words for call in run.calls):
+            yield f"{case.name} where a shell exports {' '.join(sorted(names))}: {ending(dry, run)}, but should be as without"
+
+
+@clause("B11")
 def test_a_flag_that_a_choice_names_reaches_a_command(check, site, dry):
     """As "--nv" of software="apptainer --nv": its ranks would start without the GPUs, or without what was chosen."""
     for case in site.cases:

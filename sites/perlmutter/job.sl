@@ -75,6 +75,8 @@ source ./common.sh
 # EDIT: module or container. After a change here or in the names below run ./install.sh again, which reads them.
 pytorch=module
 
+# These are of one way or the other, and not of the shell that submits.
+unset modules image
 case $pytorch in
 module)
     # PyTorch 2.13 for CUDA 13; and NCCL's plugin for Slingshot, which the first does not bring (describe_job in common.sh).
