@@ -16,7 +16,7 @@ import faults
 import pytest
 from ddp_core import run_lock
 from ddp_core.config import parse
-from ddp_core.errors import UsageError
+from ddp_core.errors import UsageError, WorkloadError
 from ddp_core.workload import find
 from faults import at_step, environment, signalled
 from ranks import Job, assert_same_run, train
@@ -161,6 +161,13 @@ def test_defaults_are_of_any_flag_and_the_command_line_comes_first(tmp_path):
     assert parse(["--seed", "0", "--reduction", "ddp"], 1, workload=workload).facts() | dict(deterministic=False) == (
         config.facts() | dict(seed=0, reduction="ddp", shards=0, accumulate=1, deterministic=False)
     )
+
+
+@pytest.mark.parametrize("name", ["run_dir", "new_run_dir", "fresh", "workload", "help"])
+def test_what_a_job_alone_can_say_is_no_default_of_a_class(tmp_path, name):
+    file, flag = written(tmp_path, WHOLE.replace("lr=0.1", f"{name}=True")), f"--{name.replace('_', '-')}"
+    with pytest.raises(WorkloadError, match=f"its defaults have {name}=True, but {flag} is for the command line alone"):
+        parse([], 1, workload=find(str(file)))
 
 
 def test_its_digest_is_also_that_of_the_files_beside_it_that_it_imports(tmp_path):
