@@ -165,7 +165,7 @@ def test_a_newer_format_is_no_reason_to_go_back(folder, monkeypatch):
         load(folder)
 
 
-@pytest.mark.parametrize("line", [b"", b',"step":"x"', b',"step":' + b"9" * 5000])
+@pytest.mark.parametrize("line", [b"", b',"step":"x"', b',"step":' + b"9" * 5000, b',"step":' + b"[" * 10**5, b"\xff"])
 def test_a_log_of_a_purged_run_may_hold_anything(tmp_path, line):
     (tmp_path / "run.jsonl").write_bytes(b'{"kind":"snapshot"' + line + b"}\n")
     with pytest.raises(SnapshotError, match="tells of a snapshot at step "):
