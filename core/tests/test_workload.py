@@ -807,6 +807,22 @@ def test_a_parameter_that_later_has_no_gradient_is_told_where_ddp_cannot_go_on(t
         assert "had no gradient" in job.error and "unused_parameters = True" in job.error
 
 
+@pytest.mark.parametrize("trained", ["self.steps_done < 5", "self.steps_done >= 5"], ids=["frozen", "thawed"])
+def test_a_parameter_that_is_frozen_or_thawed_in_the_training_is_named(tmp_path, trained):
+    methods = f"""
+    def forward(self, model, batch):
+        model[0].bias.requires_grad_({trained})
+        return model(batch[0])
+
+    def model(self, config):
+        net = super().model(config)
+        net[0].bias.requires_grad_({trained})
+        return net
+    """
+    job = failed(tmp_path, small(methods), world_size=1)
+    assert "requires_grad of 0.bias has changed by step" in job.error
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_fails_on_one_rank_in_the_middle_of_the_training_is_told_with_its_line(tmp_path, rank):
     methods = """
