@@ -66,6 +66,8 @@ def checkpoint(kind: str, flags: str, epochs: int, wrapped: bool = False, world_
             "optimizer_state_dict": optimizer.state_dict(),
             "scheduler_state_dict": scheduler.state_dict(),
         }
+    if kind == "recipe":  # as in many programs
+        return {"epoch": epochs - 1, "model_state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
     return model.state_dict()
 
 
@@ -98,6 +100,7 @@ def group():
         ("nersc", SGD, True),
         ("nersc", ADAMW, True),
         ("nersc", COSINE, False),
+        ("recipe", SGD, False),
     ],
 )
 def test_training_goes_on_as_if_it_had_been_ours(finished, tmp_path, group, capsys, kind, flags, wrapped):
@@ -273,6 +276,8 @@ def test_a_directory_that_has_a_run_is_refused(tmp_path, capsys):
     line = converted(tmp_path, linear(), REGRESSION, code=3, capsys=capsys)
     assert "has a run already" in line and f"--run-dir {tmp_path / 'run'}" in line
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    converted(tmp_path, linear(), f"{REGRESSION} --fresh", capsys=capsys)
+    assert {path.name for path in (tmp_path / "run" / "old-1").iterdir()} == {path.name for path in before}
 
 
 # ---- hostile files ------------------------------------------------------------------------------------------------

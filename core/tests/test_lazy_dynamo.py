@@ -30,6 +30,18 @@ def test_a_run_under_ddp_does_not_import_it(tmp_path):
     assert all("the compiler is not there" in text for text in job.out)
 
 
+def _tell_what_is_compiled() -> None:
+    import torch
+
+    torch.compile = lambda model: print("compiled", type(model).__name__) or model
+
+
+def test_a_run_compiles_its_model_if_asked_to(tmp_path):
+    flags, tells = "--compile --epochs 1", {0: call("test_lazy_dynamo", "_tell_what_is_compiled")}
+    job = train(tmp_path / "run", flags, workload="small:Small", faults=tells, code=0)
+    assert job.out[0].count("compiled Sequential\n") == 1
+
+
 def _compile() -> None:
     from ddp_core import lazy_dynamo
 

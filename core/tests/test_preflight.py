@@ -109,7 +109,8 @@ def test_an_interface_that_is_there_is_used(tmp_path):
 def test_an_environment_that_overrules_the_precision_is_refused(tmp_path, name):
     job = train(tmp_path / "run", "--epochs 1", 2, faults={1: environment(**{name: "1"})}, code=3)
     assert f"{name}=1" in job.error and "rank 1: " in job.error
-    train(tmp_path / "run", "--epochs 1 --steps-per-epoch 1", faults={0: environment(**{name: "0"})}, code=0)
+    for flags, value in (("", "0"), ("--precision bf16 --fresh", "1")):  # bf16 has fewer bits than TF32
+        train(tmp_path / "run", f"--epochs 1 --steps-per-epoch 1 {flags}", faults={0: environment(**{name: value})}, code=0)
 
 
 @pytest.mark.parametrize("flag", ["--precision tf32", "--backend nccl"])

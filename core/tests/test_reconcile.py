@@ -117,8 +117,9 @@ def test_a_gradient_that_is_not_finite_is_tolerated_where_all_ranks_tolerate_it(
     assert agreed.not_finite == (8, [], "gradient")
     _, agreed = exchange(Peers(), norms=(bad, 1.0), tolerates=True)
     assert agreed.not_finite is None
-    _, agreed = exchange(Peers(), losses=(1.0, bad), norms=(bad, bad), tolerates=True)
-    assert agreed.not_finite == (9, [0, 1], "loss on rank 0, 1")
+    for losses in ((1.0, bad), ([3.0, 1.0, 2.0], [bad, 1.0, bad])):  # a sum with one part that is not
+        _, agreed = exchange(Peers(), losses=losses, norms=(bad, bad), tolerates=True)
+        assert agreed.not_finite == (9, [0, 1], "loss on rank 0, 1")
 
 
 def test_what_was_told_is_forgotten_and_the_clock_begins_anew():

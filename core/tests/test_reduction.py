@@ -12,6 +12,7 @@ import pytest
 import torch
 from ddp_core import reduction, snapshot
 from ddp_core.reduction import Reduction, tree_sum
+from ddp_core.sharding import Sharded
 from faults import at_step, signalled
 from ranks import Job, train
 from test_trainer import deviation
@@ -199,9 +200,10 @@ def test_a_program_may_bring_its_own_and_trains_the_same(finished, tmp_path, wor
     assert deviation(job.losses, finished("", 2, workload).losses) < 1e-12
 
 
-def test_then_a_flag_that_names_another_is_refused(tmp_path):
-    job = train(tmp_path / "run", "--reduction flat", 2, reduction="test_reduction:OneByOne", code=2)
-    assert "--reduction flat" in job.error and "OneByOne" in job.error
+@pytest.mark.parametrize("flag", ["--reduction flat", "--sharding full"])
+def test_then_a_flag_that_names_another_is_refused(tmp_path, flag):
+    job = train(tmp_path / "run", flag, 2, reduction="test_reduction:OneByOne", code=2)
+    assert f"{flag}: " in job.error and "OneByOne" in job.error
 
 
 def test_a_sum_is_timed_in_little_memory(monkeypatch):
@@ -213,3 +215,11 @@ def test_a_sum_is_timed_in_little_memory(monkeypatch):
     peers = SimpleNamespace(wait=lambda: None, data=None)
     mine = SimpleNamespace(parameters=[torch.zeros(15)], device=torch.device("cpu"), peers=peers)
     assert Reduction.seconds_of_a_sum(mine) == 3 * 16 / 8 and sizes == [8, 8]
+
+
+def test_a_sharded_sum_is_timed_by_a_rank_s_share(monkeypatch):
+    """And counts for all shares, half as much again."""
+    sharded = object.__new__(Sharded)
+    sharded.split_over = 4
+    monkeypatch.setattr(Reduction, "seconds_of_a_sum", lambda sharded, share: {0.125: 2.0}[share])
+    assert sharded.seconds_of_a_sum(0.5) == 1.5 * 4 * 2.0

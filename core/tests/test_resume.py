@@ -386,7 +386,9 @@ def test_a_job_whose_restarts_go_on_is_started_again(finished, tmp_path):
 def test_restarts_that_were_stopped_in_order_have_saved(tmp_path, code):
     """In an evaluation that takes longer than each of them had: the step is the same."""
     directory = RunDirectory(str(tmp_path), "job")
-    starts = [json.dumps(dict(kind="start", restart=restart, step=28), separators=(",", ":")) for restart in (1, 2)]
+    own = dict(restart=7, exit_code=75)  # the workload's flags may be called so
+    rows = [dict(kind="start", step=28, config=own, restart=restart) for restart in (1, 2)]
+    starts = [json.dumps(row, separators=(",", ":")) for row in rows]
     ends = [json.dumps(dict(kind="end", exit_code=code), separators=(",", ":"))] if code else []
     directory.log.write_text("".join(f"{line}\n" for start in starts for line in [start, *ends]))
     with nullcontext() if code else pytest.raises(PreflightError, match="saved nothing"):

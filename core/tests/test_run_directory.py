@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import ranks
 from ddp_core import run_directory, snapshot
-from ddp_core.errors import SnapshotError, StorageError
+from ddp_core.errors import SnapshotError, StorageError, fix_of
 from ddp_core.run_directory import RunDirectory
 from faults import files_limited_to
 from states import BYTES, load, state, step_of, steps
@@ -165,7 +165,7 @@ def test_a_newer_format_is_no_reason_to_go_back(folder, monkeypatch):
         load(folder)
 
 
-@pytest.mark.parametrize("line", [b"", b',"step":"x"', b',"step":' + b"9" * 5000])
+@pytest.mark.parametrize("line", [b"", b',"step":"x"', b',"step":' + b"9" * 5000, b',"step":' + b"[" * 10**5, b"\xff"])
 def test_a_log_of_a_purged_run_may_hold_anything(tmp_path, line):
     (tmp_path / "run.jsonl").write_bytes(b'{"kind":"snapshot"' + line + b"}\n")
     with pytest.raises(SnapshotError, match="tells of a snapshot at step "):
@@ -285,6 +285,12 @@ def test_storage_that_fails_in_a_save_is_a_storage_error(folder, monkeypatch, na
     monkeypatch.undo()
     directory.release()
     assert step_of(load(folder)) == (3 if name == "link" else 2)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_space_is_to_be_freed_where_a_disk_quota_or_limit_is_full(number):
+    assert fix_of(OSError(number, "")) == "free space and submit again"
+    assert fix_of(OSError(errno.EIO, "")) == "see to that file system and submit again"
 
 
 def test_a_file_system_that_turned_read_only_is_a_storage_error(folder, monkeypatch):

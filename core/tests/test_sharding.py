@@ -320,6 +320,15 @@ class Stranger(small.Small):
         return [torch.nn.Linear(1, 1)]
 
 
+def test_shards_are_what_is_in_the_largest_list_else_in_the_largest_sequence():
+    net, sequence = torch.nn.Module(), torch.nn.Sequential(torch.nn.Linear(9, 9))
+    net.few, net.more = torch.nn.Sequential(torch.nn.Linear(1, 1)), sequence
+    assert small.Small().shards(net) == [*sequence]
+    net.heads = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+    net.body = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2))
+    assert small.Small().shards(net) == [*net.body]
+
+
 # ---- the model is built in parts ----------------------------------------------------------------------------------
 
 
@@ -351,7 +360,20 @@ class KeepsABuffer(KeepsATensor):
         return net
 
 
-@pytest.mark.parametrize("workload, in_turn", [("Looks", True), ("KeepsATensor", True), ("KeepsABuffer", False)])
+class KeepsATensorBesideIt(small.Small):
+    """The workload has it, and its loss needs it."""
+
+    def model(self, config):
+        self.scale = torch.tensor([2.0], dtype=torch.float64)
+        return super().model(config)
+
+    def loss(self, outputs, batch):
+        return super().loss(outputs * self.scale, batch)
+
+
+@pytest.mark.parametrize(
+    "workload, in_turn", [("Looks", True), ("KeepsATensor", True), ("KeepsABuffer", False), ("KeepsATensorBesideIt", True)]
+)
 def test_models_that_cannot_be_built_without_numbers_are_built_in_turn(finished, workload, in_turn):
     workload = f"test_sharding:{workload}"
     ours, theirs = (finished(f"--log-every 1 {flags}", 4, workload) for flags in (FULL, ""))
@@ -388,6 +410,16 @@ def test_activations_computed_again_are_the_same(finished, model, more):
 def test_gpt_computes_its_blocks_again(flags_of, finished):
     flags = f"{flags_of['gpt']} --precision fp64"
     assert_same_training(finished(f"{flags} {FULL} --checkpoint-activations --offload", 2), finished(flags, 1))
+
+
+class NormOutside(small.BatchNorm):
+    def shards(self, model):
+        return [model[0], model[3]]
+
+
+def test_what_is_not_computed_again_may_change_a_buffer():
+    workload, seen = NormOutside(), SimpleNamespace(buffers=["1.running_mean"], others=False)
+    sharding.refuse_to_compute_again(workload, workload.model(None), seen)
 
 
 class Calls(small.Small):

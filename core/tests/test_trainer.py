@@ -257,6 +257,26 @@ def test_evaluation_and_snapshots_come_every_so_many_epochs_and_at_the_end(finis
     job = finished("--epochs 5 --eval-every 2 --save-every 3 --steps-per-epoch 3", 1)
     assert ["eval_loss" in record for record in job.records("epoch")] == [False, True, False, True, True]
     assert [record["epochs_run"] for record in job.records("snapshot")] == [3, 5]
+    _, document = snapshot.read(job.run_dir / "snapshot.prev.safetensors")
+    assert document["measured"] == ["loss", "eval_loss", "eval_accuracy"], "the third epoch has no evaluation, the second has"
+
+
+def test_replicas_that_differ_from_the_start_are_named_before_the_first_step(tmp_path):
+    odd = {1: ranks.call("test_trainer", "_receive_other_numbers")}
+    job = ranks.train(tmp_path / "run", "", 2, workload="small:Small", faults=odd, code=7)
+    assert "the parameters of rank 1 differ from rank 0's at step 0: " in job.error
+
+
+def _receive_other_numbers() -> None:
+    from ddp_core.state import State
+
+    restore = State.restore
+
+    def restored(state, *others):
+        restore(state, *others)
+        next(state.model.parameters()).detach().add_(1)
+
+    State.restore = restored
 
 
 def test_the_best_model_is_that_of_the_lowest_held_out_loss(finished):

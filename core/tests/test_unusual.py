@@ -405,6 +405,15 @@ def test_an_error_in_a_module_beside_the_file_names_its_line_and_the_row(tmp_pat
     assert "row 100 of --workload mine, rows_beside.py, line 4 (read): ValueError: corrupt record" in job.error
 
 
+def test_an_error_in_an_environment_beside_the_file_names_the_line_that_led_there(tmp_path):
+    library = tmp_path / "venv" / "lib" / "python3.11" / "site-packages" / "rows_beside.py"
+    library.parent.mkdir(parents=True)
+    library.write_text(BESIDE)
+    (tmp_path / "mine.py").write_text(f"import sys; sys.path.insert(0, {str(library.parent)!r}){READS_BESIDE}")
+    job = train(tmp_path / "run", f"--workload {tmp_path / 'mine.py'}", code=2)
+    assert "row 100 of --workload mine, line 11 (<genexpr>): ValueError: corrupt record" in job.error
+
+
 MIXES = """
 import random
 from small import *

@@ -16,7 +16,7 @@ import faults
 import pytest
 from ddp_core import run_lock
 from ddp_core.config import parse
-from ddp_core.errors import UsageError
+from ddp_core.errors import UsageError, WorkloadError
 from ddp_core.workload import find
 from faults import at_step, environment, signalled
 from ranks import Job, assert_same_run, train
@@ -161,6 +161,13 @@ def test_defaults_are_of_any_flag_and_the_command_line_comes_first(tmp_path):
     assert parse(["--seed", "0", "--reduction", "ddp"], 1, workload=workload).facts() | dict(deterministic=False) == (
         config.facts() | dict(seed=0, reduction="ddp", shards=0, accumulate=1, deterministic=False)
     )
+
+
+@pytest.mark.parametrize("name", ["run_dir", "new_run_dir", "fresh", "workload", "help"])
+def test_what_a_job_alone_can_say_is_no_default_of_a_class(tmp_path, name):
+    file, flag = written(tmp_path, WHOLE.replace("lr=0.1", f"{name}=True")), f"--{name.replace('_', '-')}"
+    with pytest.raises(WorkloadError, match=f"its defaults have {name}=True, but {flag} is for the command line alone"):
+        parse([], 1, workload=find(str(file)))
 
 
 def test_its_digest_is_also_that_of_the_files_beside_it_that_it_imports(tmp_path):
@@ -798,6 +805,22 @@ def test_a_parameter_that_later_has_no_gradient_is_told_where_ddp_cannot_go_on(t
     )
     if code:
         assert "had no gradient" in job.error and "unused_parameters = True" in job.error
+
+
+@pytest.mark.parametrize("trained", ["self.steps_done < 5", "self.steps_done >= 5"], ids=["frozen", "thawed"])
+def test_a_parameter_that_is_frozen_or_thawed_in_the_training_is_named(tmp_path, trained):
+    methods = f"""
+    def forward(self, model, batch):
+        model[0].bias.requires_grad_({trained})
+        return model(batch[0])
+
+    def model(self, config):
+        net = super().model(config)
+        net[0].bias.requires_grad_({trained})
+        return net
+    """
+    job = failed(tmp_path, small(methods), world_size=1)
+    assert "requires_grad of 0.bias has changed by step" in job.error
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -123,6 +123,9 @@ def _refuse_unknown_kinds(own: dict, workload) -> None:
 REMEMBERED: tuple[str, ...] = ("workload", "steps_per_epoch", "global_batch_size", "optimizer", "lr", "momentum")
 REMEMBERED += ("weight_decay", "lr_schedule", "warmup_steps", "clip_norm", "row_seeds", "precision", "seed")
 
+# Flags that a class has no defaults for: find_run.py looks for the run where the command line says.
+OF_THE_JOB = ("help", "workload", "run_dir", "new_run_dir", "fresh")
+
 
 def choose(argv: list[str], default: str | type = "digits"):
     """The workload that --workload names; else `default`, a name, a file or a class. Raises WorkloadError."""
@@ -369,7 +372,9 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
 def _fitting(workload, action: argparse.Action):
     """The workload's default for this flag. Raises WorkloadError where the flag would not take it."""
     value, why = workload.defaults[action.dest], ""
-    if action.choices and value not in action.choices:
+    if action.dest in OF_THE_JOB:
+        why = f"--{action.dest.replace('_', '-')} is for the command line alone"
+    elif action.choices and value not in action.choices:
         why = f"should be {' or '.join(action.choices)}"
     elif action.nargs == 0 and not isinstance(value, bool):
         why = "should be True or False"

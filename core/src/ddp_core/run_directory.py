@@ -1,8 +1,8 @@
 """The files of a run, and the lock that keeps a second job out of them."""
 
+import json
 import math
 import os
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ class RunDirectory:
         places = [place for place, line in enumerate(lines) if line.startswith(b'{"kind":"start"')][-IN_VAIN:]
         before = [(_number("restart", lines[place]), _number("step", lines[place])) for place in places]
         # A stop in a long evaluation saves, too, at the step at which it began.
-        stopped = any(b'"exit_code":75' in line for line in lines[min(places, default=0) :])
+        stopped = any(_number("exit_code", line) == 75 for line in lines[min(places, default=0) :])
         if before == [(number, step) for number in range(restart - IN_VAIN, restart)] and not stopped:
             raise PreflightError(
                 f"restart {restart} of this job, and restarts {restart - 2} and {restart - 1} began at step {step}, too, and "
@@ -200,8 +200,11 @@ class RunDirectory:
 
 def _number(name: str, line: bytes) -> int | None:
     """Of a line of run.jsonl, which may be anybody's text."""
-    match = re.search(rf'"{name}":(\d{{1,18}})'.encode(), line)
-    return int(match[1]) if match else None
+    try:
+        value = json.loads(line)[name]
+    except (KeyError, ValueError, RecursionError):
+        return None
+    return value if type(value) is int and 0 <= value < 10**18 else None
 
 
 def _is_before(state: tuple[dict[str, torch.Tensor], dict], recorded: str) -> bool:
