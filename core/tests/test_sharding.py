@@ -361,14 +361,14 @@ class KeepsABuffer(KeepsATensor):
 
 
 class KeepsATensorBesideIt(small.Small):
-    """The workload has it, and its loss needs it."""
+    """The workload has it, in a dictionary, and its loss needs it."""
 
     def model(self, config):
-        self.scale = torch.tensor([2.0], dtype=torch.float64)
+        self.scales = dict(outputs=torch.tensor([2.0], dtype=torch.float64))
         return super().model(config)
 
     def loss(self, outputs, batch):
-        return super().loss(outputs * self.scale, batch)
+        return super().loss(outputs * self.scales["outputs"], batch)
 
 
 @pytest.mark.parametrize(

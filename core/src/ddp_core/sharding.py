@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_leaves
 
 from ddp_core.build import in_precision, refuse_other_modules
 from ddp_core.errors import Failure, UsageError, WorkloadError
@@ -148,8 +149,9 @@ def _skeleton(workload: Workload, config) -> nn.Module | None:
         owners = [workload, *model.modules()]
     except Exception:  # what is wrong shows when it is built with numbers
         return None
-    lost = [value for owner in owners for value in vars(owner).values() if isinstance(value, torch.Tensor) and value.is_meta]
-    return None if lost else model
+    kept = [value for owner in owners for name, value in vars(owner).items() if name not in ("_parameters", "_buffers")]
+    # Also those in a list or a dictionary.
+    return None if any(isinstance(value, torch.Tensor) and value.is_meta for value in tree_leaves(kept)) else model
 
 
 def _shard(workload: Workload, config, model: nn.Module, mesh: DeviceMesh, device: torch.device) -> Iterator[nn.Module]:
