@@ -86,6 +86,17 @@ def test_what_is_saved_is_the_state_as_it_was_whatever_is_trained_meanwhile(save
         assert step_in(read) == 1 and read[1]["history"] == [[0]]
 
 
+def test_a_copy_from_a_device_has_arrived_before_it_is_written(saver, monkeypatch):
+    """To page-locked memory it is under way when copy_() returns."""
+    order = []
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: order.append("arrived"))
+    monkeypatch.setattr(run_directory, "write", lambda *arguments, **source: order.append("written"))
+    saver.save(*whole(1), best=False, snapshot=True)
+    saver.settle()
+    assert order == ["arrived", "written"]
+
+
 def test_it_is_the_file_that_is_written_without_a_copy(saver, tmp_path):
     tensors = {"model.a": torch.ones(3, 5).t(), "optim.step.a": torch.tensor(2.0), "model.b": torch.arange(7) % 2 == 0}
     tensors |= {

@@ -100,7 +100,7 @@ def test_columns_of_unequal_length_are_named(given):
 # ---- mapped files -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["u1", "i1", "?", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8"])
+@pytest.mark.parametrize("dtype", ["u1", "i1", "?", "<u2", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8"])
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4)])
 def test_npy_files_of_every_kind_are_mapped(tmp_path, dtype, shape):
     array = (numpy.arange(numpy.prod(shape)) % 3).reshape(shape).astype(dtype)
@@ -109,8 +109,29 @@ def test_npy_files_of_every_kind_are_mapped(tmp_path, dtype, shape):
     assert found.dtype == torch.from_numpy(array).dtype and torch.equal(found, torch.from_numpy(array))
 
 
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_npy_files_of_every_version_are_mapped(tmp_path, version):
+    """From 2.0 on the length of the header has four bytes."""
+    with open(tmp_path / "a.npy", "wb") as file:
+        numpy.lib.format.write_array(file, INPUTS.numpy(), version)
+    assert torch.equal(mapped(tmp_path / "a.npy"), INPUTS)
+
+
 @pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32]
+    "dtype",
+    [
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.uint16,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    ],
 )
 def test_safetensors_of_every_kind_are_mapped(tmp_path, dtype):
     tensors = {

@@ -193,7 +193,8 @@ def test_above_the_threshold_the_keyed_order_is_shared_out_among_the_ranks(monke
         rows = Order(count, 3, batch, rank, world_size).epoch(2, first, count // batch, torch.device("cpu"))
         return [step.tolist() for step in rows]
 
-    below = [steps_of(rank) for rank in range(world_size)]
+    below, last = [steps_of(rank) for rank in range(world_size)], count // batch - 1
+    assert steps_of(0, first=last) == below[0][-1:], "an epoch is entered in its middle"
     monkeypatch.setattr(module, "SORTED_ORDER", count)
     assert [steps_of(rank) for rank in range(world_size)] == below, "at the threshold it is sorted still"
     monkeypatch.setattr(module, "SORTED_ORDER", count - 1)
@@ -202,7 +203,7 @@ def test_above_the_threshold_the_keyed_order_is_shared_out_among_the_ranks(monke
         for step in range(count // batch):
             mine = order[step * batch : (step + 1) * batch].tolist()
             assert [shares[rank][step] for rank in range(world_size)] == [mine[rank::world_size] for rank in range(world_size)]
-    assert steps_of(0, first=count // batch - 1) == above[0][-1:], "an epoch is entered in its middle"
+    assert steps_of(0, first=last) == above[0][-1:], "above the threshold, too"
 
 
 def test_the_threshold_is_what_16_bytes_a_row_allow():

@@ -300,3 +300,11 @@ def test_threads_share_the_cores_that_a_job_has_and_not_those_of_the_node(monkey
     monkeypatch.setattr(torch, "set_num_threads", told.append)
     device.prepare_device(parse(["--device", "cpu"], 4), Rank(1, 4, 1, 4, 0, "localhost", 20000, "job"))
     assert told == [2]
+
+
+@pytest.mark.parametrize("sharding, kept", [("none", True), ("full", False), ("hybrid", False)])
+def test_a_step_s_memory_is_kept_for_the_next_step_unless_modules_are_sharded(monkeypatch, sharding, kept):
+    asked = []
+    monkeypatch.setattr(device, "_tune_memory", lambda keep: asked.append(keep))  # noqa: PLW0108
+    device.prepare_device(parse(["--device", "cpu", "--sharding", sharding], 1), Rank.single())
+    assert asked == [kept]

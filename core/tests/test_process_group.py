@@ -19,6 +19,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ranks
@@ -415,6 +416,24 @@ def test_a_rank_s_own_cost_of_meeting_does_not_grow_with_their_number(tmp_path):
 def test_every_way_in_which_gloo_says_that_a_peer_is_gone_is_known(text):
     """One that was not was a traceback and 1 beside a killed rank: four ranks, killed while they met."""
     assert Peers.is_lost(RuntimeError(text)) and not Peers.is_lost(RuntimeError("shapes cannot be multiplied"))
+
+
+@pytest.mark.parametrize("backend, closed", [("gloo", [None]), ("nccl", ["of a node", "of nodes"])])
+def test_a_rank_that_hangs_up_closes_no_group_of_nccl_which_would_wait_for_its_peers(monkeypatch, backend, closed):
+    """None: all groups."""
+    found = []
+    monkeypatch.setattr(process_group.dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(process_group.dist, "destroy_process_group", found.append)
+    control = SimpleNamespace(groups=[(range(2), "of a node"), (range(0, 4, 2), "of nodes")])
+    Peers.hang_up(SimpleNamespace(data="data", control=control))
+    assert found == closed
+
+
+def test_as_many_ranks_as_the_kernel_allows_may_call_rank_0_at_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(socket, "create_server", lambda place, **words: asked.append(words["backlog"]))
+    rendezvous.Rendezvous._listen(SimpleNamespace(rank=world(2)[0]))
+    assert asked == [4096]  # the limit of Linux, net.core.somaxconn
 
 
 def test_how_long_ranks_wait_for_each_other():

@@ -13,6 +13,7 @@ from ddp_core import reconcile
 from ddp_core.reconcile import Reconciliation
 from ranks import call, train
 from small import Small
+from stand_in import Marked
 
 NAN, INF, NOW = math.nan, math.inf, 1000.0
 FLAGS = ("stop", "save", "tolerates", "seconds")
@@ -120,6 +121,18 @@ def test_a_gradient_that_is_not_finite_is_tolerated_where_all_ranks_tolerate_it(
     for losses in ((1.0, bad), ([3.0, 1.0, 2.0], [bad, 1.0, bad])):  # a sum with one part that is not
         _, agreed = exchange(Peers(), losses=losses, norms=(bad, bad), tolerates=True)
         assert agreed.not_finite == (9, [0, 1], "loss on rank 0, 1")
+
+
+def test_the_ranks_wait_for_each_other_before_they_wait_for_their_devices():
+    """gloo notices a lost rank; the device would wait for it."""
+    order, peers = [], Peers()
+    peers.wait = lambda: order.append("peers")
+    with Marked(lambda what, name: order.append(name)) as marked:
+        marked.in_step = True
+        reconciliation = Reconciliation(peers)
+        reconciliation.losses = reconciliation.norms = [torch.ones((), device=torch.device("cuda"))]
+        reconciliation.exchange(1, stop=False, save=False, tolerates=False)
+    assert order == ["peers", "cpu"]
 
 
 def test_what_was_told_is_forgotten_and_the_clock_begins_anew():

@@ -19,6 +19,7 @@ from ddp_core import snapshot
 from ddp_core.config import parse
 from ddp_core.errors import StorageError
 from ddp_core.order import sample_order, seed_everything
+from ddp_core.probe import notes_on_buffers
 from ddp_core.record import Record
 from ddp_core.summary import Stopwatch, summarize
 from ddp_core.workload import find
@@ -288,6 +289,13 @@ def test_what_a_workload_does_not_allow_is_said_at_the_start_and_recorded(finish
     assert len(start["notes"]) == (note is not None) and job.out[0].count("note=") == len(start["notes"])
     if note:
         assert note in start["notes"][0] and f"note={start['notes'][0]}" in job.out[0].splitlines()
+
+
+@pytest.mark.parametrize("tracks, changed, noted", [(True, ["1.running_mean"], True), (True, [], False), (False, [], True)])
+def test_a_batch_s_own_statistics_are_noted_and_frozen_ones_are_not(tracks, changed, noted):
+    """Without running means no buffer changes, and the statistics are the batch's all the same."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8, track_running_stats=tracks))
+    assert [note.split(" uses ")[0] for note in notes_on_buffers(model, changed)] == ["BatchNorm1d"] * noted
 
 
 def test_under_canonical_dropout_needs_no_note(finished):

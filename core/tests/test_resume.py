@@ -3,11 +3,14 @@
 python -m pytest core/tests/test_resume.py
 """
 
+import gc
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -343,6 +346,26 @@ def test_fresh_starts_again_and_moves_the_old_run_aside(finished, tmp_path):
     assert_same_run(job, finished(RUN, 2))
     aside = ranks.Job([], [], [], tmp_path / "run" / "old-1")
     assert aside.snapshot_hash() == old and len(aside.losses) == 14
+
+
+def _say_what_is_still_held() -> None:
+    """At the first step: how many of the model's tensors that were read are still in memory."""
+    load, found = RunDirectory.load, []
+
+    def watched(*arguments):
+        tensors, document = load(*arguments)
+        found.extend(weakref.ref(tensor) for name, tensor in tensors.items() if name.startswith("model."))
+        return tensors, document
+
+    RunDirectory.load = watched
+    at_step(0, lambda: [gc.collect(), print("held", sum(tensor() is not None for tensor in found), "of", len(found))])()
+
+
+def test_rank_0_does_not_keep_what_it_has_read_beside_the_state(tmp_path):
+    train(tmp_path / "run", "--epochs 1 --steps-per-epoch 1", code=0)
+    held = {0: ranks.call("test_resume", "_say_what_is_still_held")}
+    job = train(tmp_path / "run", "--epochs 2 --steps-per-epoch 1", faults=held, code=0)
+    assert re.search(r"^held 0 of [1-9]", job.out[0], re.MULTILINE), job.out[0]
 
 
 # ---- started again by the same job --------------------------------------------------------------------------------

@@ -516,3 +516,27 @@ def test_hybrid_needs_as_many_ranks_on_every_node():
     peers = SimpleNamespace(rank=0, local_rank=0, local_world_size=4, world_size=6, reduce=lambda most: (None, numbers))
     with pytest.raises(UsageError, match="not 2 to 4 ranks a node"):
         sharding._mesh(peers, torch.device("cpu"), SimpleNamespace(sharding="hybrid", timeout=9))
+
+
+class Rows:
+    """Rows of an offloaded tensor, which gathered say on which device they are."""
+
+    def __init__(self, device: str = "cpu"):
+        self.device, self.full_tensor = device, lambda: device
+
+    def to(self, device: str) -> "Rows":
+        return Rows(device)
+
+
+def test_what_is_offloaded_is_gathered_on_the_device_where_its_backend_reaches(monkeypatch):
+    monkeypatch.setattr(sharding, "DTensor", Rows)
+    writers = SimpleNamespace(tensors={"model.weight": Rows()}, trainer=SimpleNamespace(device="cuda"))
+    assert sharding.Writers._whole(writers, "model.weight") == "cuda"
+
+
+def test_the_norm_of_offloaded_gradients_is_summed_on_the_device(monkeypatch):
+    places = []
+    monkeypatch.setattr(sharding.dist, "all_reduce", lambda square, group: places.append((square.device.type, square.dtype)))
+    reduction = SimpleNamespace(device=torch.device("meta"), peers=SimpleNamespace(data=None), world_size=2, split_over=2)
+    sharding.Sharded.norm(reduction, torch.ones(()))
+    assert places == [("meta", torch.float64)]

@@ -18,9 +18,12 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+import torch
 from ddp_core import staging
+from ddp_core.data import mapped
 from faults import at_step, environment
 from ranks import Job, on_nodes, train
+from safetensors.torch import save_file
 from small import table
 
 MINE = """
@@ -278,6 +281,18 @@ def test_another_user_s_process_is_neither_believed_nor_answered(files, rank, wh
     """Rank 0 does not answer the other's call; rank 1 does not take its answer."""
     job = trained(files, **{f"rank_{rank}": another_user})
     assert opened(job) == [BOTH, BOTH] and why in note(job)
+
+
+def test_a_copy_of_safetensors_is_read_as_what_it_was(tmp_path, monkeypatch):
+    """Its own path ends in no .safetensors: .../fd/7."""
+    monkeypatch.setattr(staging, "IN_MEMORY", ())
+    save_file({"x": table()[0]}, tmp_path / "x.safetensors")
+    store = SimpleNamespace(set=lambda *pair: None)
+    rendezvous = SimpleNamespace(store=store, deadline=time.monotonic() + 100, stop=False)
+    node = staging.Staging(on_nodes(1, 2)[0], rendezvous, wanted=True)
+    copy = node.once(tmp_path / "x.safetensors")
+    node.close()
+    assert copy.suffix == "" and torch.equal(mapped(copy, name="x"), table()[0])
 
 
 def test_files_in_memory_are_not_copied():
