@@ -544,6 +544,24 @@ def test_options_of_the_scheduler_stand_before_the_script(check, site):
 
 
 @clause("B10")
+def test_programs_that_users_are_shown_have_the_flags(check, site):
+    """Of a line `python sweep.py ... -- ...` those before the dashes are the program's, all others train.py's, the core's."""
+    shown = [("README.md", (site.folder / "README.md").read_text())]
+    shown += [(path.name, path.read_text()) for path in sorted(site.folder.glob("*.py"))]
+    of_core = "\n".join(path.read_text() for path in CORE)
+    for name, text in shown:
+        for line in re.findall(r"(?m)/bin/python\s+([^`]+?\.py\b[^`\n]*)", text):
+            [(program, words)] = re.findall(r"(\w+\.py)(?!.*\.py)(.*)", re.split(r" {3,}|  # ", line)[0])
+            path = site.folder / program
+            own, _, others = words.partition(" -- ")
+            texts = {own: path.read_text() if path.is_file() else "", others: of_core}
+            for part, known in texts.items():
+                for flag in re.findall(r"(?<!\S)(--[a-z][\w-]*)", part):
+                    if f'"{flag}"' not in known and not (program.startswith("train") and f'"{flag}"' in of_core):
+                        yield f"{name}: {line!r} has {flag}, but should have flags that there are"
+
+
+@clause("B10")
 def test_a_look_into_a_running_job_shares_its_cores(check, site):
     """A step without --overlap waits for cores, until the job has ended. https://slurm.schedmd.com/srun.html#OPT_overlap"""
     for path in (site.folder / "README.md", *site.scripts):
