@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance.__main__ import STATIC
 from conformance.broken import make
 from conformance.harness import sites
 from conformance.harness.sites import ROOT
@@ -35,9 +36,11 @@ def test_sites_that_are_not_in_the_repository_pass():
 
 
 @clause("V10")
-@pytest.mark.parametrize("folder", [make.SOUND, f"{make.SOUND}-mpi"])
-def test_their_files_pass(folder):
-    result = make.start(ROOT, 0, "conformance/checks/test_static.py", "--site", folder)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("folder, files", [(make.SOUND, STATIC), (f"{make.SOUND}-mpi", STATIC[:1])])
+def test_their_files_pass(folder, files):
+    """The second's job asks PBS for less than its successor would need: what dry runs show of that is not looked at."""
+    result = make.start(ROOT, 0, *files, "--site", folder, seconds=280)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

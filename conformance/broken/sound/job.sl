@@ -42,6 +42,9 @@ set -euo pipefail
 # Bash would run what stands in it.
 [[ ${SLURM_RESTART_COUNT:-0} =~ ^[0-9]+$ ]] || { echo "error: SLURM_RESTART_COUNT is no whole number" >&2 && exit 3; }
 
+# Of a user's shell: its packages would come before those of the job's Python.
+unset PYTHONPATH
+
 # CPU threads of a rank: its own cores.
 # https://docs.pytorch.org/docs/stable/threading_environment_variables.html
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
@@ -71,10 +74,10 @@ march "${march_flags[@]}" python3 train.py "${train_flags[@]}" "$@" || code=$?
 job=$SLURM_JOB_ID
 [[ ${SLURM_ARRAY_JOB_ID:-} != "$job" ]] || job+=_$SLURM_ARRAY_TASK_ID
 # 75: stopped and saved. A job that can never end must not come back for ever.
+resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
 if ((${SLURM_RESTART_COUNT:-0} < 20)); then
-    scontrol requeue Incomplete "$job"
+    scontrol requeue Incomplete "$job" || echo "error: Slurm did not requeue it; to resume: ${resume/ --fresh / }" >&2
 else
-    resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
     echo "stopped and saved; to resume: ${resume/ --fresh / }"
 fi
 exit 75
