@@ -501,8 +501,9 @@ def test_cores_are_bound_by_number_on_whole_nodes_alone(check, site, dry):
         if any(re.match(r"(mask|map)", binding) for call in run.launches for binding in values_of(call.words, "--cpu-bind")):
             shared = dry.job(script, shared=True)
             yield from refused(dry, shared, f"{script.name} on shared nodes", "")
-            some_share = {*site.toml["queue"].get("partitions", [])} - {*site.toml["queue"].get("exclusive", ())}
-            if "exclusive" in site.toml["queue"] and some_share and "exclusive" not in Script(script).options:
+            queue = site.toml.get("queue", {})
+            some_share = {*queue.get("partitions", [])} - {*queue.get("exclusive", ())}
+            if "exclusive" in queue and some_share and "exclusive" not in Script(script).options:
                 shared_ones = " and ".join(sorted(some_share))
                 yield f"{script.name}: no directive exclusive, but should be one: {shared_ones} give parts of nodes, too"
             if "oversubscribe" in Script(script).options:

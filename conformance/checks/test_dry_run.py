@@ -389,10 +389,13 @@ def test_only_interfaces_of_the_node_are_named(check, site, dry):
 
 @clause("J13")
 def test_ranks_of_one_node_are_sent_to_no_network(check, site, dry):
-    """They speak by the node's own links. https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-net"""
+    """By a plugin that the scheduler sets up for several nodes alone. NCCL's own, Socket and IB, do no harm there.
+
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-net
+    """
     for case in [case for case in site.cases if "nodes" not in case.options and "select" not in case.options]:
         for call in dry.case(case, nodes=1).trained[:1]:
-            if (net := call.environ.get("NCCL_NET", "Socket")) != "Socket":
+            if (net := call.environ.get("NCCL_NET", "Socket")) not in ("Socket", "IB"):
                 yield f"{case.name} on one node: NCCL_NET={net}, but should be unset, or Socket"
 
 
@@ -526,7 +529,7 @@ def test_torchrun_divides_the_cores_that_two_devices_share(check, site, dry):
     """Of its ways to bind ranks `node` and `socket` give two ranks of a NUMA node the same cores; unbound, all have all."""
     for case in site.cases if site.toml["node"].get("cores_near_device") else ():
         for call in dry.case(case).called("torchrun"):
-            if not any(word.startswith("--numa-binding") for word in call.words):
+            if not any(re.match(r"--numa-binding|(.*/)?(numactl|taskset)$", word) for word in call.words):
                 yield f"{case.name}: torchrun without --numa-binding, but should put each rank near its device"
     for path in (*site.scripts, *sorted(site.folder.glob("*.py"))):
         for way in re.findall(r'--numa-binding(?:=|", *")([\w-]+)', path.read_text()):
@@ -1153,12 +1156,12 @@ def test_caches_are_the_job_s_own(check, site, dry):
 
 @clause("B6")
 def test_sockets_find_room_in_the_ranks_temporary_folder(check, site, dry):
-    """Linux takes 107 characters. PBS gives each job a folder of a long name, and a DataLoader's workers a name of 27 in it.
+    """Where a source tells of the error. Linux takes 107 characters, and a DataLoader's workers make a name of 27 in it.
 
     https://man7.org/linux/man-pages/man7/unix.7.html
     """
     long = f"{dry.top}/root/var/tmp/pbs.{FIRST}.{'server-' * 12}"
-    for script in trains(site) if site.toml["scheduler"] == "pbs" else ():
+    for script in trains(site) if any("AF_UNIX" in fact for fact in site.facts) else ():
         Path(long).mkdir(parents=True, exist_ok=True)
         for call in dry.job(script, environ=dict(TMPDIR=long)).trained[:1]:
             place = dry.shown(call.environ.get("TMPDIR", "/tmp"))
@@ -1175,9 +1178,6 @@ DOWNLOADS = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME")
 def test_what_is_downloaded_outlives_the_job(check, site, dry):
     """In /tmp it fills the memory of each node, and each start fetches it again; at home it fills a small quota."""
     for script, call in dry.first_ranks(all_ranks=True):
-        homes = {"HF_HOME", "TORCH_HOME"} & call.environ.keys()
-        for name in {"HF_HOME", "TORCH_HOME"} - homes if homes else ():
-            yield f"{script.name}: no {name}, but should be one: models of one library are fetched into the home directory"
         for name in [name for name in DOWNLOADS if name in call.environ]:
             place = dry.shown(call.environ[name])
             if FIRST in place or re.match(r"/(tmp|var/tmp|dev/shm)\b|\$HOME", place):

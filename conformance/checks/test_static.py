@@ -481,7 +481,7 @@ def test_values_are_those_of_the_sources(check, site):
     code += "\n".join(path.read_text() for path in sorted(site.folder.glob("*.py")))
     for name in [
         word
-        for text in site.toml["verified"].get("unverified", [])
+        for text in site.toml.get("verified", {}).get("unverified", [])
         for word in re.findall(r"`([A-Z0-9]+(?:_[A-Z0-9]+)+)`", text)
     ]:
         if name in facts_text and not re.search(rf"\b{name}\b", code):
@@ -550,14 +550,15 @@ def test_programs_that_users_are_shown_have_the_flags(check, site):
     shown += [(path.name, path.read_text()) for path in sorted(site.folder.glob("*.py"))]
     of_core = "\n".join(path.read_text() for path in CORE)
     for name, text in shown:
-        for line in re.findall(r"(?m)/bin/python\s+([^`]+?\.py\b[^`\n]*)", text):
-            [(program, words)] = re.findall(r"(\w+\.py)(?!.*\.py)(.*)", re.split(r" {3,}|  # ", line)[0])
+        for line in re.findall(r"/bin/python +([^`\n]*?\.py\b[^`\n]*)", text):
+            program, words = re.findall(r"(\w+\.py)(?!.*\.py)(.*)", re.split(r" {3,}|  # ", line)[0])[0]
             path = site.folder / program
             own, _, others = words.partition(" -- ")
             texts = {own: path.read_text() if path.is_file() else "", others: of_core}
             for part, known in texts.items():
                 for flag in re.findall(r"(?<!\S)(--[a-z][\w-]*)", part):
-                    if f'"{flag}"' not in known and not (program.startswith("train") and f'"{flag}"' in of_core):
+                    texts_of_it = (known, of_core) if program.startswith("train") else (known,)
+                    if not any(f"{quote}{flag}{quote}" in text for quote in "\"'" for text in texts_of_it):
                         yield f"{name}: {line!r} has {flag}, but should have flags that there are"
 
 
