@@ -60,6 +60,24 @@ class Overflows(Digits):
             print("parameters are not finite")
         return model(batch[0])
 """,
+    # At step 4, two steps before it is known. What its parameters are in each step is told.
+    "overflows_early": """
+from ddp_core.order import sample_order
+
+class OverflowsEarly(Digits):
+    def data(self, config):
+        train, held_out = super().data(config)
+        train.columns[0][sample_order(config.seed, 0, len(train))[4 * 96]] = float("nan")
+        return train, held_out
+
+    def optimizer(self, model, config):
+        self.own = model
+        return super().optimizer(model, config)
+
+    def schedule(self, step, total_steps, config):
+        print(f"parameters at step {step}: {sum(p.double().sum().item() for p in self.own.parameters()).hex()}")
+        return 1.0
+""",
     # The same, but the loss is finite: at step 5 the root of 0 has an infinite derivative.
     "steep": """
 from ddp_core.order import sample_order
@@ -129,6 +147,22 @@ class FullDisk(Digits):
     def schedule(self, step, total_steps, config):
         time.sleep(config.seconds)
         return 1.0
+""",
+    # A disk that is full once the last snapshot has its name.
+    "fills_up_at_last": """
+import resource
+
+class FillsUpAtLast(Digits):
+    def model(self, config):
+        replace = os.replace
+
+        def fills(source, target):
+            replace(source, target)
+            if os.path.basename(target) == "snapshot.safetensors":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
+
+        os.replace = fills
+        return super().model(config)
 """,
     # A rank that computes with other numbers, as one with broken memory does: from step 5 on, by one part in 10^9.
     "diverges": """
@@ -282,6 +316,13 @@ class Prints(Digits):
     def loss(self, outputs, batch):
         print("a step of width", self.config.width)
         return super().loss(outputs, batch)
+""",
+    # A letter that ASCII has not.
+    "prints_an_umlaut": """
+class PrintsAnUmlaut(Digits):
+    def model(self, config):
+        print("L\\xe4ufe")
+        return super().model(config)
 """,
     # Its gradients are so large that fp16 has none of them at the first scales of the loss.
     "loud": """
@@ -502,6 +543,13 @@ class HasAMask(Digits):
     def model(self, config):
         return Masked()
 """,
+    # A stand-in for the compiler, which takes half a minute.
+    "tells_when_compiled": """
+class TellsWhenCompiled(Digits):
+    def model(self, config):
+        torch.compile = lambda model: print("torch.compile was called") or model
+        return super().model(config)
+""",
     # Layers that drop numbers out, and may be computed again.
     "drops": """
 class Drops(Digits):
@@ -545,6 +593,15 @@ class FastClock(Digits):
     def schedule(self, step, total_steps, config):
         time.sleep(0.1)
         return 1.0
+""",
+    # It is told to stop before the ranks have met.
+    "told_before_they_meet": """
+import signal
+
+class ToldBeforeTheyMeet(Digits):
+    def data(self, config):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().data(config)
 """,
     # It is told to stop three times in one step: by its scheduler, and by Ctrl-C, which reaches it from its launcher, too.
     "told_thrice": """
@@ -723,6 +780,13 @@ class MapsRows(Digits):
         if step == 1:
             print("megabytes", own_memory() - self.before)
         return 1.0
+""",
+    # Each held-out batch takes a while.
+    "evaluates_slowly": """
+class EvaluatesSlowly(Digits):
+    def metrics(self, outputs, batch):
+        time.sleep(0 if torch.is_grad_enabled() else 0.05)
+        return super().metrics(outputs, batch)
 """,
     # Each step takes a while.
     "slow_steps": """
@@ -1142,6 +1206,11 @@ class PastDdp(Digits):
 class Misspelled(Digits):
     def metric(self, outputs, batch):
         return {"right": (outputs.argmax(-1) == batch[1]).sum()}
+""",
+    # Its run would be where no job script looks.
+    "names_its_run": """
+class NamesItsRun(Digits):
+    defaults = Digits.defaults | dict(run_dir="runs/mine")
 """,
     "no_held_out": """
 class NoHeldOut(Digits):

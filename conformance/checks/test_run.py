@@ -287,6 +287,17 @@ def test_a_launcher_that_does_not_tell_the_world_size(check, world, launch, runs
     check["X4"].equal(ranks_that_do_not_name_the_variable=(unnamed, []))
 
 
+@clause("X4")
+@only(sizes=(2,), devices=("cpu",))
+def test_on_two_nodes_rank_0_is_not_met_at_localhost(check, world, runs, first):
+    """Each node would wait for itself there."""
+    names = first.variables_with("master_addr")
+    here = dict.fromkeys(names, "localhost")
+    run = expect_exit(check, world.train(first, runs.folder(first, "at-localhost"), SHORT, 2, environ=here), 3)
+    words = [f"{name}='localhost'" for name in names]
+    check.equal(ranks_that_name_it=([any(word in text for word in words) for text in run.errors], [True, True]))
+
+
 @clause("R10")
 @only(sizes=(2, 4), asks_mpi=True)
 def test_a_rank_is_who_mpi_says(check, world, launch, runs):
@@ -418,6 +429,14 @@ def test_the_end_says_how_fast_this_start_was(check, world, runs, first):
         ends.append(run.of("end")[-1])
     rows = [end["rows_a_second"] * end["seconds"]["training"] for end in ends]
     check.close(rows, [28 * G, 14 * G], 0.02, "rows a second times seconds")
+
+
+@clause("R9")
+@only(sizes=(1,))
+def test_the_seconds_of_a_part_are_those_of_all_times(check, train_own):
+    """Three evaluations of four batches, each of which takes 0.05 s."""
+    run = done(check, train_own("evaluates_slowly", "--steps-per-epoch 1 --epochs 3"))
+    check.equal(seconds_of_evaluation=(min(run.values("end", "seconds")[-1]["evaluation"], 0.6), 0.6))
 
 
 @clause("R9")
@@ -652,6 +671,9 @@ def test_fp32_is_not_tf32(check, world, own, runs):
 def test_an_environment_that_turns_tf32_on_is_refused(check, world, runs, first, variable):
     run = expect_exit(check, world.train(first, runs.folder(first, variable), SHORT, environ={variable: "1"}), 3)
     check.equal(names_the_variable=(variable in "".join(run.errors), True))
+    if world.device == "cpu":  # an accelerator's library would obey it from then on
+        lower = f"{SHORT} --precision bf16"  # which has no TF32
+        done(check, world.train(first, runs.folder(first, f"{variable}-bf16"), lower, environ={variable: "1"}))
 
 
 @clause("L12")
@@ -736,6 +758,14 @@ def test_what_is_computed_again_is_the_same_training(check, train_own):
     check.close(again.losses, plain.losses, T1)
 
 
+@clause("L13")
+@only(sizes=(2,), devices=("cpu",))
+def test_a_model_is_compiled_where_that_is_asked_for(check, train_own):
+    """A stand-in for torch.compile tells of it on each rank, and gives the model back."""
+    run = done(check, train_own("tells_when_compiled", "--steps-per-epoch 1 --compile", apart=True))
+    check.equal(compiled_on_each_rank=([text.count("torch.compile was called") for text in run.output], [1, 1]))
+
+
 @functools.cache
 def numpy_trace(**options) -> dict[str, list[float]]:
     """Of the noisy run."""
@@ -763,6 +793,14 @@ def test_what_it_prints_is_in_each_rank_s_output(check, world, train_own):
     run = done(check, train_own("prints"))
     lines = [text.splitlines().count("a step of width 5") for text in run.output]
     check.equal(ranks_that_print_in_each_step=([count >= 14 for count in lines], [True] * world.size))
+
+
+@clause("L14")
+@only(sizes=(1,), devices=("cpu",))
+def test_what_it_prints_may_have_letters_that_the_terminal_has_not(check, world, runs, first, own_file):
+    flags, ascii_only = f"{own_file('prints_an_umlaut')} --epochs 1", dict(PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    run = done(check, world.alone(first, runs.folder(first, "ascii"), flags, ascii_only))
+    check.equal(spelt=("L\\xe4ufe" in run.output[0], True))
 
 
 @clause("L14")
@@ -1120,6 +1158,8 @@ def test_a_snapshot_is_written_beside_training(check, world, runs, first, train_
         if act == "replace" and name in (SNAPSHOT, "best.safetensors"):
             check["S10"].equal(before_it_has_its_name=(disk[place - 1], ["fsync", *size]))
             check["S10"].equal(after_it_has_its_name=(disk[place + 1 : place + 2], [["fsync", "folder"]]))
+    names = [name for act, name, *_ in disk if act == "replace" and name in (SNAPSHOT, "best.safetensors")]
+    check["S10"].equal(last_saved=(names[-2:], ["best.safetensors", SNAPSHOT]))
 
 
 @clause("S10")
@@ -1889,15 +1929,23 @@ def test_flags_of_any_make_are_the_same_ones(check, world, runs, first, own_file
 def test_another_workload_file_than_before_is_noted(check, world, runs, first, own_file):
     """Its data and flags are the same, and its loss need not be."""
     file, path = own_file("changed"), runs.folder(first, "another-file")
-    changed, beside = (runs.root / "workloads" / name for name in ("changed.py", "beside_it.py"))
-    world.on_rank_0(lambda: [changed.open("a").write("\nimport beside_it\n"), beside.write_text("ONE = 1\n")])
+    names = ("changed.py", "beside_it.py", "package/part.py")
+    changed, beside, part = (runs.root / "workloads" / name for name in names)
+
+    def write() -> None:
+        changed.open("a").write("\nimport beside_it, package\n")
+        part.parent.mkdir()
+        for path, text in {beside: "ONE = 1\n", part.with_name("__init__.py"): "from . import part\n", part: ""}.items():
+            path.write_text(text)
+
+    world.on_rank_0(write)
     noted = []
-    for epochs, next_to_change in enumerate((None, beside, None, changed, None), 1):
+    for epochs, next_to_change in enumerate((None, beside, None, part, changed, None), 1):
         run = done(check, world.train(first, path, f"{file} --epochs {epochs}"))
         noted.append(any("has changed since" in note for note in run.of("start")[-1]["notes"]))
         if next_to_change:
             world.on_rank_0(lambda one=next_to_change: one.open("a").write("# another\n"))
-    check.equal(noted=(noted, [False, False, True, False, True]))
+    check.equal(noted=(noted, [False, False, True, False, True, True]))
 
 
 @clause("L14")
@@ -1999,6 +2047,21 @@ def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
 
 
 @clause("C9")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_job_script_finds_the_run_where_it_is(check, world, runs, first):
+    """Of its own flag and the user's, the user's counts."""
+    path, found, should_be = runs.folder(first, "find-run"), [], []
+    for run_dir in ("", "--new-run-dir of-job", "--new-run-dir of-that-job --run-dir of-user"):
+        flags = f"{SHORT} {run_dir}"
+        done(check, world.train(first, path, f"--device cpu {flags}", bare=True))
+        (log,) = {*path.rglob(LOG)} - {path / run / LOG for run in should_be}
+        should_be.append(str(log.parent.relative_to(path)))
+        command = [sys.executable, "-m", "ddp_core.find_run", *flags.split()]
+        found.append(subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip())
+    check.equal(found=(found, should_be), of_user=(should_be[-1], "of-user"))
+
+
+@clause("C9")
 @only(sizes=(1,))
 def test_a_job_that_is_started_again_in_vain_ends(check, world, runs, first, own_file):
     """Its starts fail before they have saved, as by a step that takes more memory than there is."""
@@ -2006,6 +2069,9 @@ def test_a_job_that_is_started_again_in_vain_ends(check, world, runs, first, own
     codes = [world.train(first, path, flags, restart=restart).exit_codes for restart in range(3)]
     check.equal(exit_codes=(codes, [[2]] * 3))
     one_line(check, world.train(first, path, flags, restart=3), 3, "saved nothing")
+    log = path / LOG  # as if they had been stopped, each in an evaluation that takes longer than it had
+    world.on_rank_0(lambda: log.write_text(log.read_text().replace('"exit_code":2', '"exit_code":75')))
+    check.equal(exit_code_after_stops=(world.train(first, path, flags, restart=3).exit_codes, [2]))
 
 
 @clause("C10")
@@ -2178,6 +2244,18 @@ def test_what_one_rank_alone_lacks_is_told_once(check, world, runs, first):
 
 
 @clause("X12")
+@only(sizes=(1,))
+def test_files_of_data_that_do_not_fit_each_other(check, world, runs, first):
+    """Of mnist a label is missing, as the head of its file says."""
+    data = runs.root / "a-label-too-few"
+    anchors.mnist_rows(data)
+    labels = data / "train-labels-idx1-ubyte"
+    labels.write_bytes(labels.read_bytes()[:4] + (95).to_bytes(4, "big") + labels.read_bytes()[8:-1])
+    flags = f"--workload mnist --epochs 1 --global-batch-size 24 --data-dir {data}"
+    one_line(check, world.train(first, runs.folder(first, "misfit"), flags), 3, "train is (96, 28, 28), 95 labels")
+
+
+@clause("X12")
 @only(sizes=(2,))
 def test_what_fails_on_one_rank_alone_is_told_by_it_alone(check, train_own):
     run = train_own("fails_alone")
@@ -2229,6 +2307,16 @@ def test_numbers_that_are_not_finite_reach_no_parameter(check, train_own, name):
     check.equal(names_the_step=("at step 5 " in "".join(run.errors), True), seen_in_a_later_step=(bool(seen), False))
     row = f"rows [{reference.sample_order(0, 0, 1438)[5 * G]}"
     check.equal(names_its_rows=(row in "".join(run.errors), True))
+
+
+@clause("X6")
+@only(sizes=(1, 2))
+def test_after_numbers_that_are_not_finite_no_parameter_changes(check, train_own):
+    """In the steps that are trained before it is found out, whose own numbers are fine."""
+    run = expect_exit(check, train_own("overflows_early"), 6)
+    sums = dict(re.findall(r"parameters at step (\d): (\S+)", run.output[0]))
+    check.equal(of_step_4_and_later=({total for step, total in sums.items() if step >= "4"}, {sums.get("4")}))
+    check.equal(changes_before=(sums.get("4") == sums.get("3"), False))
 
 
 @clause("X6")
@@ -2292,6 +2380,14 @@ def test_ranks_that_do_not_come_are_named(check, world, runs, first):
     words = f"1 of {world.size} ranks missing after 3 s"
     says = all(text in "".join(run.error_lines) for text in (words, f"rank {world.size - 1}"))
     check.equal(lines=(len(run.error_lines), 1), names_the_rank=(says, True))
+
+
+@clause("X15")
+@only(sizes=(2,), devices=("cpu",))
+def test_a_rank_that_waits_in_vain_and_is_told_to_stop_is_not_started_again(check, train_own):
+    """Its launcher ends it because another has failed: with 75 the job would come back, to fail again."""
+    run = train_own("told_before_they_meet", odd_flags="--help", apart=True)
+    check.equal(exit_codes=(run.exit_codes, [4, 0]), names_the_signal=("SIGTERM before all ranks" in run.errors[0], True))
 
 
 @clause("X16")
@@ -2489,12 +2585,26 @@ def test_a_run_directory_that_cannot_be_written(check, world, own, runs):
     check.equal(names_the_flag=("--run-dir" in "".join(run.errors), True))
 
 
+@clause("X8")
+@only(sizes=(2,), devices=("cpu",))
+def test_a_log_that_cannot_be_written_to_its_end(check, train_own):
+    """The disk is full after the last snapshot."""
+    one_line(check, train_own("fills_up_at_last", apart=True), 8, f"{LOG}: ")
+
+
 @clause("X9")
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_workload_file_that_cannot_be_used_is_one_line(check, train_own, name):
     run = train_own(name)
     one_line(check, run, 2, MISTAKES[name], [line for line in run.lines if not line.startswith("rank=")])
+
+
+@clause("X9")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_workload_s_own_default_for_its_run_directory_is_refused(check, train_own):
+    """Where the run is, job scripts learn from the flags alone."""
+    one_line(check, train_own("names_its_run"), 2, "--run-dir is for the command line alone")
 
 
 @clause("X9")
