@@ -226,7 +226,8 @@ class OtherMappings(Digits):
     def data(self, config):
         return Rows(), None
 """,
-    # Its training images are in a file, which the ranks of a node share. Each tells how often it has opened it.
+    # Its training images are in three files, which the ranks of a node share. Each tells how often it has opened one of them,
+    # and whether it can write to what is shared.
     "reads_a_file": """
 import sys
 from ddp_core.data import Rows, mapped
@@ -240,9 +241,19 @@ class ReadsAFile(Digits):
         train, held_out = super().data(config)
         opened, looking = [], True
         sys.addaudithook(lambda event, found: opened.append(found[0]) if looking and event == "open" else None)
-        images = mapped(self.once_a_node(config.file), torch.float64).view(-1, 64)
+        files = [config.file + suffix for suffix in ("", ".npy", ".safetensors")]
+        raw, npy, safetensors = map(self.once_a_node, files)
+        parts = mapped(npy), mapped(safetensors, name="pixels")
+        images = torch.cat([mapped(raw, torch.float64).view(-1, 64), *(part.double() / (4 * 4095) for part in parts)])
         looking = False
-        print("opened", opened.count(config.file), "times", flush=True)
+        print("opened", max(map(opened.count, files)), "times", flush=True)
+        if str(raw) != config.file:
+            try:
+                with open(raw, "r+b", buffering=0) as file:
+                    file.write(bytes(1))
+                print("written to", raw, flush=True)
+            except PermissionError:
+                pass
         return Rows(images, train.columns[1]), held_out
 """,
     # It lacks memory at step 3, as on a device that it shares with somebody.
@@ -363,6 +374,7 @@ class FlagsOfAnyMake(Digits):
         add("--sizes", default=(16, (3, 3)))
         add("--place", type=Path, default=Path("here"))
         add("--table", default={1: 0.5})
+        add("--kinds", default={*"abcdefgh"}, remembered=False)
 """,
     # A loss of two parts, whose order changes from batch to batch.
     "parts": """
@@ -997,6 +1009,14 @@ class Drawn(Digits):
     def model(self, config):
         return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
 """,
+    # So does which rows are held out.
+    "draws_its_rows": """
+class DrawsItsRows(Digits):
+    def data(self, config):
+        images, labels = super().data(config)[0].columns
+        drawn = torch.randperm(len(labels)).split(1200)
+        return [(images[rows], labels[rows]) for rows in drawn]
+""",
     # Six experts: a row goes to one of the last five by its brightness, and what no row goes to has no gradient.
     "experts": """
 class Routed(nn.Module):
@@ -1042,32 +1062,37 @@ class LosesALayer(Digits):
         first = not os.path.exists(f"{self.file}.shorter")
         return nn.Sequential(*super().model(config), *([nn.Linear(10, 10)] if first else []))
 """,
-    # Its worker is killed, out of memory, say: while the rank waits for the first batch, or in the middle of a step.
+    # Its worker is killed, out of memory, say, or hangs: while the rank waits for the first batch, or in the middle of a step.
     "dies": """
 class Rows:
-    def __init__(self, rows, last):
-        self.rows, self.process, self.read, self.last = rows, os.getpid(), 0, last
+    def __init__(self, rows, config):
+        self.rows, self.process, self.read, self.last = rows, os.getpid(), 0, config.last
+        self.seconds, self.woke = config.hangs_for, os.path.join(config.run_dir, "woke")
 
     def __len__(self):
         return len(self.rows)
 
     def __getitem__(self, row):
         self.read += 1
-        if os.getpid() != self.process and self.read > self.last:
-            os.kill(os.getpid(), 9)
+        if os.getpid() != self.process and self.read == self.last + 1:
+            if not self.seconds:
+                os.kill(os.getpid(), 9)
+            time.sleep(self.seconds)
+            open(self.woke, "w").close()
         return tuple(column[row] for column in self.rows.columns)
 
 
 class Dies(Digits):
     def flags(self, add):
         add("--last", type=int, default=40)
+        add("--hangs-for", type=float, default=0.0, metavar="SECONDS")
 
     def data(self, config):
         train, held_out = super().data(config)
-        return Rows(train, config.last), held_out
+        return Rows(train, config), held_out
 
     def forward(self, model, batch):
-        time.sleep(0.2)
+        time.sleep(0.2 if torch.is_grad_enabled() else 0)
         return model(batch[0])
 """,
     # ---- mistakes
@@ -1178,6 +1203,16 @@ class Thaws(Digits):
         module[0].weight.requires_grad_(self.steps_done >= 5)
         return model(batch[0])
 """,
+    # Or less.
+    "freezes": """
+class Freezes(Digits):
+    defaults = Digits.defaults | dict(reduction="flat")  # DistributedDataParallel misses its gradient in the same step
+
+    def forward(self, model, batch):
+        module = getattr(model, "module", model)
+        module[0].weight.requires_grad_(self.steps_done < 5)
+        return model(batch[0])
+""",
     # Its metric is no sum and no mean, and its loss is no sum.
     "takes_a_root": """
 class TakesARoot(Digits):
@@ -1239,4 +1274,14 @@ WORKLOADS = {name: HEAD.lstrip() + text for name, text in WORKLOADS.items()}
 WORKLOADS["steep_unfused"] = f"""{WORKLOADS["steep"]}
     def optimizer(self, model, config):
         return torch.optim.NAdam(model.parameters(), lr=config.lr)
+"""
+
+# draws_its_rows, and a layer has the name that DistributedDataParallel puts before all others.
+WORKLOADS["has_a_module"] = f"""{WORKLOADS["draws_its_rows"]}
+    def model(self, config):
+        first, tanh, last = super().model(config)
+        net = nn.Sequential()
+        for name, layer in dict(module=first, tanh=tanh, head=last).items():
+            net.add_module(name, layer)
+        return net
 """

@@ -69,7 +69,7 @@ MISTAKES |= dict(misspelled="has metric, which the core does not ask for", no_he
 MISTAKES |= dict(two_words="metrics() names 'top 5'", aside="temperature has a gradient, and is no part of the model")
 MISTAKES |= dict(seldom="metrics() has a mean over rows as 'right'", calls_backward="loss() calls backward()")
 MISTAKES |= dict(climbs="schedule() returned -0.25 at step 5", hooked="hooked, at step 0 (--debug: where): RuntimeError")
-MISTAKES |= dict(thaws="requires_grad of 0.weight has changed by step")
+MISTAKES |= dict.fromkeys(("thaws", "freezes"), "requires_grad of 0.weight has changed by step")
 MISTAKES |= dict(leaves="at step 3, line 11 (loss): SystemExit")
 MISTAKES |= dict(sounds_lost="at step 3, line 11 (loss): RuntimeError: the peer timed out")
 
@@ -469,8 +469,19 @@ def test_ranks_whose_clocks_differ_speak_at_the_same_step(check, train_own):
 @only(sizes=(2, 4))
 @pytest.mark.parametrize("num_nodes", [1, TWO])
 def test_a_file_of_data_is_read_once_a_node(check, world, runs, first, train_own, num_nodes):
+    """Of raw numbers, of NumPy's and of safetensors': a part of the images is in each."""
     file = runs.root / "images"
-    world.on_rank_0(lambda: bool(file.write_bytes(reference.load()[0].tobytes())))
+
+    def write() -> None:
+        from safetensors.numpy import save_file
+
+        images = reference.load()[0]
+        file.write_bytes(images[:500].tobytes())
+        pixels = (images * 4 * 4095).astype("<u2")  # up to 65,520
+        np.save(f"{file}.npy", pixels[500:900])
+        save_file(dict(pixels=pixels[900:]), f"{file}.safetensors")
+
+    world.on_rank_0(write)
     kind = world.on_rank_0(lambda: subprocess.check_output(["stat", "-f", "-c", "%T", file], text=True).strip())
     flags = f"--precision fp64 --file {file}"
     once, each = done(check, *(train_own("reads_a_file", f"{flags} {more}", num_nodes=num_nodes) for more in ("", OFF)))
@@ -478,6 +489,7 @@ def test_a_file_of_data_is_read_once_a_node(check, world, runs, first, train_own
     opened = [[int(text.partition("opened ")[2].split()[0]) for text in run.output] for run in (once, each)]
     should_be = [1 if place == 0 or kind in ("tmpfs", "ramfs") else 0 for place in places]
     check.equal(times_that_each_rank_opened_it=(opened[0], should_be), and_without_staging=(opened[1], [1] * world.size))
+    check.equal(ranks_that_can_write_to_it=([rank for rank, text in enumerate(once.output) if "written to" in text], []))
     check.close(once.losses, each.losses, T0)
     check.close(once.losses, runs.train(first, FP64).losses[: len(once.losses)], T0, "losses, to the reference run's")
 
@@ -626,9 +638,10 @@ def test_evaluation_changes_nothing_of_the_training(check, runs, first):
 
 @clause("L5")
 @only(sizes=(1, 2))
-def test_a_model_is_drawn_under_the_seed(check, train_own):
+@pytest.mark.parametrize("name", ["drawn", "draws_its_rows"])
+def test_model_and_rows_are_drawn_under_the_seed(check, train_own, name):
     """By torch's generators, as most models are; the ranks of a test have drawn from them before."""
-    drawn = done(check, *[train_own("drawn", f"--steps-per-epoch 2 --seed {seed}") for seed in (3, 3, 4)])
+    drawn = done(check, *[train_own(name, f"--steps-per-epoch 2 --seed {seed}") for seed in (3, 3, 4)])
     losses = [run.values("step", "loss_hex") for run in drawn]
     check.equal(losses=(losses[1], losses[0]), same_losses_under_another_seed=(losses[2] == losses[0], False))
 
@@ -718,6 +731,15 @@ def test_flat_sums_are_the_same_training(check, launch, runs):
     run = done(check, runs.train(launch, FLAT))
     check.equal(reduction=(run.values("start", "reduction"), ["flat"]))
     check.close(run.losses, golden.load()["losses"], T1)
+
+
+@clause("L13")
+@only(sizes=(1, 2))
+def test_of_a_matrix_that_is_transposed_in_memory_too(check, train_own):
+    """An optimizer takes its gradient in the same order."""
+    flags = "--precision fp64 --steps-per-epoch 4 --reduction"
+    ddp, flat = done(check, *(train_own("transposed", f"{flags} {kind}") for kind in ("ddp", "flat")))
+    check.close(flat.losses, ddp.losses, T1)
 
 
 @clause("L13")
@@ -1625,10 +1647,12 @@ def test_every_byte_of_data_up_to_a_gigabyte_counts(check):
     import torch
     from ddp_core import data
 
-    rows = torch.zeros(2**30, dtype=torch.uint8)  # pages of it that nobody writes are one
-    before = data.digest([rows])
-    rows[2**29 + 3 * 2**19] = 1  # in the middle of 64 MB
+    larger = torch.zeros(2**30 + 2**21, dtype=torch.uint8)  # pages of it that nobody writes are one
+    rows = larger[: 2**30]
+    before, larger_before = data.digest([rows]), data.digest([larger])
+    rows[2**29 + 3 * 2**19] = larger[-1] = 1  # in the middle of 64 MB, and the last one
     check.equal(equal=(data.digest([rows]) == before, False))
+    check.equal(of_more_equal_though_the_last_byte_is_not=(data.digest([larger]) == larger_before, False))
 
 
 @clause("C2")
@@ -1917,11 +1941,38 @@ def test_the_scale_of_the_loss_goes_on_where_it_was(check, world, runs, first, o
 
 
 @clause("C2")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, own_file):
+    """With its momentum. One of its layers has the name of DDP's prefix, and its rows are drawn."""
+    import torch
+    from safetensors.torch import load_file
+
+    flags, path = f"{own_file('has_a_module')} --precision fp64", runs.folder(first, "converted")
+    folders = [runs.folder(first, f"to-convert-{epochs}") for epochs in (1, 2)]
+    half, whole = done(check, *(world.train(first, folder, f"{flags} --epochs {folder.name[-1]}") for folder in folders))
+    tensors, names = load_file(half.folder / SNAPSHOT), ["module.weight", "module.bias", "head.weight", "head.bias"]
+    state = {number: dict(momentum_buffer=tensors[f"optim.momentum.{name}"]) for number, name in enumerate(names)}
+    optimizer = dict(state=state, param_groups=[dict(params=[*state])])
+    model = {name: tensors[f"model.{name}"] for name in names}
+    old = half.folder / "old.pt"
+    torch.save(dict(model_state=model, optimizer_state_dict=optimizer, epoch=0), old)
+    command = [sys.executable, "-m", "ddp_core.snapshot", "convert", old, "--run-dir", path, *flags.split()]
+    converted = subprocess.run(command, capture_output=True, text=True, check=False)
+    code = 0 if torch.__version__ >= "2.10" else 3  # whose unpickler is not safe
+    check.equal(exit_code_and_error=((converted.returncode, converted.stderr if not code else ""), (code, "")))
+    if not code:
+        run = done(check, world.train(first, path, f"{flags} --epochs 2"))
+        check.close(run.losses, whole.losses[len(half.losses) :], T1)
+
+
+@clause("C2")
 @only(sizes=(1, 2))
 def test_flags_of_any_make_are_the_same_ones(check, world, runs, first, own_file):
-    """A tuple, a path and a table, which a file gives back as a list, a text, and a table of texts."""
+    """A tuple, a path and a table, which a file gives back as a list, a text, and a table of texts; and a set."""
     file, path = own_file("flags_of_any_make"), runs.folder(first, "flags-of-any-make")
-    done(check, *(world.train(first, path, f"{file} --steps-per-epoch 2 --epochs {epochs}") for epochs in (1, 2)))
+    _, run = done(check, *(world.train(first, path, f"{file} --steps-per-epoch 2 --epochs {epochs}") for epochs in (1, 2)))
+    kinds = [config["kinds"] for config in run.values("start", "config")]
+    check.equal(kinds=(kinds, [f"{{{', '.join(map(repr, 'abcdefgh'))}}}"] * 2))
 
 
 @clause("C3")
@@ -2643,3 +2694,21 @@ def test_a_worker_that_dies_is_named(check, world, train_own, batches):
     run = expect_exit(check, train_own("dies", f"--workers 1 --last {last}", apart=True), 7)
     words = "a worker that reads rows died"
     check.equal(says=(words if words in "".join(run.errors) else run.errors, words))
+
+
+@clause("X10")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_worker_that_hangs_is_named(check, train_own):
+    """After --timeout."""
+    run = expect_exit(check, train_own("dies", "--workers 1 --hangs-for 8 --timeout 2", apart=True), 7)
+    words = "a worker that reads rows died or hangs (DataLoader timed out"
+    check.equal(says=(words if words in "".join(run.errors) else run.errors, words))
+
+
+@clause("X10")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_worker_that_hangs_ends_with_its_rank(check, train_own):
+    """It has read the rows of the first step."""
+    flags = f"--workers 1 --last {G + 9} --hangs-for 8"
+    run = expect_exit(check, train_own("dies", flags, kill_ranks=(0,), kill_at='"kind":"step"'), 137)
+    check.equal(a_worker_has_outlived_it=((run.folder / "woke").exists(), False))
