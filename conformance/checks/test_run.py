@@ -1958,7 +1958,7 @@ def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, 
     torch.save(dict(model_state=model, optimizer_state_dict=optimizer, epoch=0), old)
     command = [sys.executable, "-m", "ddp_core.snapshot", "convert", old, "--run-dir", path, *flags.split()]
     converted = subprocess.run(command, capture_output=True, text=True, check=False)
-    code = 0 if torch.__version__ >= "2.10" else 3  # whose unpickler is not safe
+    code = 0 if torch.__version__ >= (2, 10) else 3  # whose unpickler is not safe
     check.equal(exit_code_and_error=((converted.returncode, converted.stderr if not code else ""), (code, "")))
     if not code:
         run = done(check, world.train(first, path, f"{flags} --epochs 2"))
