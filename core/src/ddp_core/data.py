@@ -228,11 +228,16 @@ def of_workload(workload: Workload, config) -> tuple[Any, Any]:
     with blaming(workload, "the data"):
         returned = workload.data(config)
         if not isinstance(returned, tuple | list) or len(returned) != 2:
-            raise TypeError(f"data() should return (training rows, held-out rows), and returned {type(returned).__name__}")
+            entries = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
+            raise TypeError(
+                f"data() should return (training rows, held-out rows), and returned {type(returned).__name__}{entries}"
+            )
         train, held_out = (_known(rows) for rows in returned)
-        if train is None or config.global_batch_size > len(train):
+        if train is None or not len(train):
+            raise UsageError(f"data() of {workload.name} gave no training row: is the folder or file the right one?")
+        if config.global_batch_size > len(train):
             raise UsageError(
-                f"--global-batch-size {config.global_batch_size} is more than the {len(train or ())} training rows of "
+                f"--global-batch-size {config.global_batch_size} is more than the {len(train)} training rows of "
                 f"{workload.name}: no step would fill it"
             )
         if held_out is not None and not len(held_out):
