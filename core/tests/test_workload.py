@@ -109,6 +109,18 @@ FILES = {
         WHOLE.replace("lr=0.1", "deterministic=1"),
         r"its defaults have deterministic=1, but should be True or False",
     ),
+    "another default device": (
+        'import torch\ntorch.set_default_device("meta")\n' + WHOLE,
+        "torch's default device is meta: take set_default_device out, pass --device",
+    ),
+    "a default device that is not there": (
+        "import torch\ntorch.set_default_device('xpu')\n" + WHOLE,
+        "torch's default device is (xpu|one that this machine lacks): take set_default_device out",
+    ),
+    "a flag that is always True": (
+        small('def flags(self, add):\n    add("--big", type=bool, default=False)'),
+        r'flags\(\) failed: ValueError: --big has type=bool, which makes True of "False": action="store_true"',
+    ),
     "a program that leaves": ("import sys\nsys.exit(0)\n" + WHOLE, r"line 2 \(<module>\): SystemExit: 0"),
     "a flag of the core's": (small('def flags(self, add):\n    add("--lr")'), r"flags\(\) failed: .*--lr"),
     "a flag that argparse does not understand": (
@@ -650,6 +662,10 @@ PARTS = {
         "def model(self, config):\n    return nn.Sequential(Rounded(), nn.EmbeddingBag(9, 1, sparse=True))",
         r"the gradient of 1\.weight is sparse, .* sparse=False",
     ),
+    "model: another default device": (
+        "def model(self, config):\n    made = super().model(config)\n    torch.set_default_device('meta')\n    return made",
+        r"default device is meta: take set_default_device out, pass --device",
+    ),
     "model: another default dtype": (
         "def model(self, config):\n    torch.set_default_dtype(torch.float64)\n    return super().model(config)",
         r"default dtype is torch\.float64: take set_default_dtype out, pass --precision fp64",
@@ -914,6 +930,19 @@ def test_own_flags_are_in_the_help_and_other_workloads_do_not_have_them(tmp_path
 )
 def test_own_flags_are_checked(tmp_path, flags, said):
     assert said in failed(tmp_path, WIDE, flags).error
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        ("lambda path: open(path).read()", r"--table: 'nowhere': FileNotFoundError: .*No such file or directory: 'nowhere'"),
+        ("dict(a=1).__getitem__", "--table: 'nowhere': KeyError: 'nowhere'"),
+        ("int", "--table: invalid int value: 'nowhere'"),
+    ],
+)
+def test_what_a_type_of_an_own_flag_raises_is_one_line(tmp_path, kind, said):
+    job = failed(tmp_path, small(f"def flags(self, add):\n    add('--table', type={kind})"), "--table nowhere")
+    assert re.search(said, job.error), job.error
 
 
 def test_own_flags_have_their_values_in_the_config_the_record_and_the_defaults_of_the_class(tmp_path):
