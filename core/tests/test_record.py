@@ -277,7 +277,11 @@ NOTES = {
     "small:Mixup": "random numbers are drawn in the model or loss (dropout, noise)",
     "small:OwnNoise": "the same rows and seeds gave another loss the second time",
     "small:AugmentedByItself": "row 0 was another when it was read again",
+    "small:SomeRowsByThemselves": "row 64 was another when it was read again",
     "small:Averaged": "self.average of the workload changes with every batch, and no snapshot holds it",
+    "small:CountsInMetrics": "self.best of the workload changes with every batch, and no snapshot holds it",
+    "small:CountsInSchedule": "self.asked, self.calls of the workload changes with every batch, and no snapshot holds it",
+    "small:CountsInModel": "calls, seen, mean, 2.calls, 2.seen, 2.mean of the model changes with every batch, and no snapshot",
     "small:SpectralNorm": "the model changes its buffers 0.weight_u, 0.weight_v in training, and all ranks take rank 0's",
 }
 

@@ -463,7 +463,7 @@ def no_more_processes() -> None:
 def test_workers_die_with_their_rank(tmp_path):
     """Also those that hang while they read a row, each in its second batch: DataLoader's own watch is between batches."""
     note = f"open({str(tmp_path / 'pids')!r}, 'a').write(f'{{os.getpid()}}\\n')"
-    act = f"import os, time; self.read = getattr(self, 'read', 0) + 1; {note}; self.read > 16 and time.sleep(3600)"
+    act = f"import os, time; self.read = getattr(self, 'read', 0) + 1; {note}; self.read > 32 and time.sleep(3600)"
     source = written(tmp_path, small(ROWS.format(f"if torch.utils.data.get_worker_info(): {act}")))
     flags = f"--workload {source} --workers 2 --timeout 5"
     job = train(tmp_path / "run", flags, 1, faults={0: at_step(1, signalled(signal.SIGKILL))})
@@ -501,6 +501,10 @@ PARTS = {
     "model: it fails": (
         "def model(self, config):\n    return nn.Linear(6, self.width)",
         r"line 6 \(model\): AttributeError: .*width",
+    ),
+    "schedule: other arguments": (
+        "def schedule(self, step):\n    return 1.0",
+        r"schedule\(\) of --workload mine: TypeError: Mine\.schedule\(\) takes 2 positional arguments but 4 were given",
     ),
     "model: none": (
         "def model(self, config):\n    nn.Linear(6, 1)",
