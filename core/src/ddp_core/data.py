@@ -228,9 +228,9 @@ def of_workload(workload: Workload, config) -> tuple[Any, Any]:
     with blaming(workload, "the data"):
         returned = workload.data(config)
         if not isinstance(returned, tuple | list) or len(returned) != 2:
-            entries = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
             raise TypeError(
-                f"data() should return (training rows, held-out rows), and returned {type(returned).__name__}{entries}"
+                f"data() should return (training rows, held-out rows), and returned {type(returned).__name__}"
+                + (f" of {len(returned)}" if isinstance(returned, tuple | list) else "")
             )
         train, held_out = (_known(rows) for rows in returned)
         if train is None or not len(train):
