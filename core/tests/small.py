@@ -86,6 +86,46 @@ class Averaged(Small):
         return super().loss(outputs, batch)
 
 
+class CountsInMetrics(Small):
+    """Keeps the best result in itself, and once what no batch changes."""
+
+    def metrics(self, outputs, batch):
+        self.fixed = getattr(self, "fixed", 0) or 3
+        self.best = getattr(self, "best", 0) + 1
+        return {"count": len(outputs)}
+
+
+class CountsInSchedule(Small):
+    calls = 0
+
+    def model(self, config):
+        self.asked: list = []
+        return super().model(config)
+
+    def schedule(self, step, total_steps, config):
+        assert step == 0 or self.calls == len(self.asked) == step, "the trial has changed it"
+        self.calls += 1
+        self.asked.append(step)
+        return 1.0 if step < total_steps else 0.0
+
+
+class CountsCalls(nn.Sequential):
+    """Counts in plain attributes; makes one at its first call alone, and another always anew."""
+
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + self.training
+        self.seen = [*getattr(self, "seen", ()), "batch"]
+        self.mean = 0.9 * getattr(self, "mean", 0) + x.mean()
+        self.table = getattr(self, "table", None) or {"rows": 4}
+        self.mask = torch.ones(3, 3).triu()
+        return super().forward(x)
+
+
+class CountsInModel(Small):
+    def model(self, config):
+        return CountsCalls(nn.Linear(6, 8), nn.Tanh(), CountsCalls(nn.Linear(8, 1)))
+
+
 class SpectralNorm(Small):
     def model(self, config):
         return nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 1))
@@ -327,6 +367,18 @@ class AugmentedByItself(Small):
     def data(self, config):
         train, held_out = super().data(config)
         return OwnRows(*train, 0.1), held_out
+
+
+class SomeRowsByThemselves(Small):
+    """Half of the rows are drawn from a generator of their own, and row 0 is not."""
+
+    def data(self, config):
+        class Half(OwnRows):
+            def __getitem__(self, row):
+                return super().__getitem__(row) if row >= 64 else (self.inputs[row], self.targets[row])
+
+        train, held_out = super().data(config)
+        return Half(*train, 0.1), held_out
 
 
 class EvaluatedOneByOne(Augmented):

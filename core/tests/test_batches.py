@@ -368,7 +368,8 @@ def test_workers_are_those_of_the_beginning(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(COUNTS_WORKERS)
     job = train(tmp_path / "run", f"--workload {file} --workers 1 --epochs 2", 1, code=0)
-    assert [line for line in job.out[0].splitlines() if line.startswith("workers")] == ["workers 2"]
+    *_, trained = [line for line in job.out[0].splitlines() if line.startswith("workers")]  # schedule() is tried before
+    assert trained == "workers 2"
 
 
 COUNTS_WORKERS = """

@@ -277,7 +277,11 @@ NOTES = {
     "small:Mixup": "random numbers are drawn in the model or loss (dropout, noise)",
     "small:OwnNoise": "the same rows and seeds gave another loss the second time",
     "small:AugmentedByItself": "row 0 was another when it was read again",
+    "small:SomeRowsByThemselves": "row 64 was another when it was read again",
     "small:Averaged": "self.average of the workload changes with every batch, and no snapshot holds it",
+    "small:CountsInMetrics": "self.best of the workload changes with every batch, and no snapshot holds it",
+    "small:CountsInSchedule": "self.asked, self.calls of the workload changes with every batch, and no snapshot holds it",
+    "small:CountsInModel": "calls, seen, mean, 2.calls, 2.seen, 2.mean of the model changes with every batch, and no snapshot",
     "small:SpectralNorm": "the model changes its buffers 0.weight_u, 0.weight_v in training, and all ranks take rank 0's",
 }
 
@@ -320,6 +324,59 @@ def test_a_learning_rate_that_no_group_has_is_a_note(tmp_path):
         job = ranks.train(tmp_path / flags, f"--workload {tmp_path / 'mine.py'} --epochs 1 {flags}", code=0)
         found = job.records("start")[0]["notes"]
         assert [note.split(":")[0] for note in found] == ["--lr 0.5 is the rate of no group of optimizer() (0.25)"] * notes
+
+
+@pytest.mark.parametrize("rule", ["Adam(model.parameters(), lr=0.05)", "SGD(model.parameters(), lr=0.05, momentum=0.5)"])
+def test_flags_of_another_optimizer_are_notes_where_they_are_passed(tmp_path, rule):
+    source = f"    def optimizer(self, model, config):\n        return torch.optim.{rule}\n"
+    (tmp_path / "mine.py").write_text(f"from small import *\n\nclass Mine(Small):\n{source}")
+    found = []
+    for flags in ("", "--optimizer adamw --momentum=0.1 --weight-decay 0.7", "--optimizer sgd --momentum 0.5 --weight-decay 0"):
+        job = ranks.train(tmp_path / f"run{len(found)}", f"--workload {tmp_path / 'mine.py'} --epochs 1 {flags}", code=0)
+        found.append([note.split(":")[0] for note in job.records("start")[0]["notes"]])
+    said, adam = "is not what optimizer() took", rule.startswith("Adam")
+    assert found[0] == []
+    name, beta = ("Adam", "0.9") if adam else ("SGD", "0.5")
+    all_three = [f"--optimizer adamw {said} ({name})", f"--momentum 0.1 {said} ({beta})", f"--weight-decay 0.7 {said} (0)"]
+    assert found[1] == all_three
+    assert found[2] == ([f"--optimizer sgd {said} (Adam)", f"--momentum 0.5 {said} (0.9)"] if adam else [])
+
+
+def test_the_core_s_own_optimizers_follow_their_flags(tmp_path):
+    for name in ("sgd", "adamw"):
+        flags = f"--epochs 1 --optimizer {name} --momentum 0.8 --weight-decay 0.1"
+        job = ranks.train(tmp_path / name, flags, workload="small:Small", code=0)
+        assert job.records("start")[0]["notes"] == []
+
+
+FROZEN = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Dropout(0.5), nn.Tanh()))
+        self.head = nn.Linear(8, 1)
+        self.backbone.requires_grad_(False).eval()
+
+    def forward(self, inputs):
+        return self.head(self.backbone(inputs))
+"""
+KEPT_IN_EVAL = """
+    def train(self, mode=True):
+        super().train(mode)
+        self.backbone.eval()
+        return self
+"""
+
+
+@pytest.mark.parametrize("flags", ["", "--sharding full"])
+@pytest.mark.parametrize("keeps", ["", KEPT_IN_EVAL], ids=["none", "train"])
+def test_a_submodule_in_eval_mode_is_a_note_unless_train_leaves_it_so(tmp_path, keeps, flags):
+    model = "\nclass Mine(Small):\n    def model(self, config):\n        return Net()\n"
+    (tmp_path / "mine.py").write_text(f"from small import *\n{FROZEN}{keeps}\n{model}")
+    job = ranks.train(tmp_path / "run", f"--workload {tmp_path / 'mine.py'} --epochs 1 {flags}", 2, code=0)
+    notes = [note for note in job.records("start")[0]["notes"] if "eval mode" in note]
+    said = "model() left backbone in eval mode, and the run trains it in training mode"
+    assert [note.split(":")[0] for note in notes] == ([] if keeps else [said])
 
 
 def test_the_start_says_how_often_the_job_was_started_and_how_many_rows_there_are(tmp_path):

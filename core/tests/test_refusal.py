@@ -64,6 +64,17 @@ def test_the_snapshot_of_another_run_is_refused_with_what_differs(finished, tmp_
     assert job.snapshot_hash() == other.snapshot_hash(), "a refused snapshot stays as it is"
 
 
+def test_rows_of_a_generator_of_one_s_own_are_told_from_other_flags(tmp_path):
+    """Where the data alone differ, no flag may."""
+    rows = "torch.rand(96, 6, generator=torch.Generator().manual_seed(int(time.time_ns() % 2**31)))"
+    source = f"import time\nfrom small import *\n\nclass Mine(Small):\n    def data(self, config):\n        x = {rows}\n"
+    (tmp_path / "mine.py").write_text(source + "        return (x, x.sum(1, keepdim=True)), None\n")
+    flags = f"--workload {tmp_path / 'mine.py'}"
+    train(tmp_path / "run", f"{flags} --epochs 1", 1, code=0)
+    error = train(tmp_path / "run", f"{flags} --epochs 2", 1, code=5).error
+    assert "(data: " in error and "data() gave other rows than then" in error and "`fingerprint`" in error, error
+
+
 def test_a_broken_snapshot_is_refused_on_all_ranks(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "snapshot.safetensors").write_bytes(b"garbage")

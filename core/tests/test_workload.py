@@ -109,6 +109,18 @@ FILES = {
         WHOLE.replace("lr=0.1", "deterministic=1"),
         r"its defaults have deterministic=1, but should be True or False",
     ),
+    "another default device": (
+        'import torch\ntorch.set_default_device("meta")\n' + WHOLE,
+        "torch's default device is meta: take set_default_device out, pass --device",
+    ),
+    "a default device that is not there": (
+        "import torch\ntorch.set_default_device('xpu')\n" + WHOLE,
+        "torch's default device is (xpu|one that this machine lacks): take set_default_device out",
+    ),
+    "a flag that is always True": (
+        small('def flags(self, add):\n    add("--big", type=bool, default=False)'),
+        r'flags\(\) failed: ValueError: --big has type=bool, which makes True of "False": action="store_true"',
+    ),
     "a program that leaves": ("import sys\nsys.exit(0)\n" + WHOLE, r"line 2 \(<module>\): SystemExit: 0"),
     "a flag of the core's": (small('def flags(self, add):\n    add("--lr")'), r"flags\(\) failed: .*--lr"),
     "a flag that argparse does not understand": (
@@ -267,7 +279,12 @@ DATA = {
         "def data(self, config):\n    return table(), table(0)",
         "gave no held-out row: give None where nothing is to be evaluated",
     ),
-    "no training rows": ("def data(self, config):\n    return None, table()", "is more than the 0 training rows of mine"),
+    "no training rows": ("def data(self, config):\n    return None, table()", r"data\(\) of mine gave no training row"),
+    "an empty folder": (
+        "def data(self, config):\n    return (torch.empty(0, 4),), None",
+        r"data\(\) of mine gave no training row",
+    ),
+    "four entries": ("def data(self, config):\n    return 1, 2, 3, 4", r"held-out rows\), and returned tuple of 4"),
     "too few rows": (
         "def data(self, config):\n    return table(15), None",
         "--global-batch-size 16 is more than the 15 training rows",
@@ -446,7 +463,7 @@ def no_more_processes() -> None:
 def test_workers_die_with_their_rank(tmp_path):
     """Also those that hang while they read a row, each in its second batch: DataLoader's own watch is between batches."""
     note = f"open({str(tmp_path / 'pids')!r}, 'a').write(f'{{os.getpid()}}\\n')"
-    act = f"import os, time; self.read = getattr(self, 'read', 0) + 1; {note}; self.read > 16 and time.sleep(3600)"
+    act = f"import os, time; self.read = getattr(self, 'read', 0) + 1; {note}; self.read > 32 and time.sleep(3600)"
     source = written(tmp_path, small(ROWS.format(f"if torch.utils.data.get_worker_info(): {act}")))
     flags = f"--workload {source} --workers 2 --timeout 5"
     job = train(tmp_path / "run", flags, 1, faults={0: at_step(1, signalled(signal.SIGKILL))})
@@ -484,6 +501,10 @@ PARTS = {
     "model: it fails": (
         "def model(self, config):\n    return nn.Linear(6, self.width)",
         r"line 6 \(model\): AttributeError: .*width",
+    ),
+    "schedule: other arguments": (
+        "def schedule(self, step):\n    return 1.0",
+        r"schedule\(\) of --workload mine: TypeError: Mine\.schedule\(\) takes 2 positional arguments but 4 were given",
     ),
     "model: none": (
         "def model(self, config):\n    nn.Linear(6, 1)",
@@ -644,6 +665,10 @@ PARTS = {
     "model: a sparse gradient": (
         "def model(self, config):\n    return nn.Sequential(Rounded(), nn.EmbeddingBag(9, 1, sparse=True))",
         r"the gradient of 1\.weight is sparse, .* sparse=False",
+    ),
+    "model: another default device": (
+        "def model(self, config):\n    made = super().model(config)\n    torch.set_default_device('meta')\n    return made",
+        r"default device is meta: take set_default_device out, pass --device",
     ),
     "model: another default dtype": (
         "def model(self, config):\n    torch.set_default_dtype(torch.float64)\n    return super().model(config)",
@@ -909,6 +934,19 @@ def test_own_flags_are_in_the_help_and_other_workloads_do_not_have_them(tmp_path
 )
 def test_own_flags_are_checked(tmp_path, flags, said):
     assert said in failed(tmp_path, WIDE, flags).error
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        ("lambda path: open(path).read()", r"--table: 'nowhere': FileNotFoundError: .*No such file or directory: 'nowhere'"),
+        ("dict(a=1).__getitem__", "--table: 'nowhere': KeyError: 'nowhere'"),
+        ("int", "--table: invalid int value: 'nowhere'"),
+    ],
+)
+def test_what_a_type_of_an_own_flag_raises_is_one_line(tmp_path, kind, said):
+    job = failed(tmp_path, small(f"def flags(self, add):\n    add('--table', type={kind})"), "--table nowhere")
+    assert re.search(said, job.error), job.error
 
 
 def test_own_flags_have_their_values_in_the_config_the_record_and_the_defaults_of_the_class(tmp_path):

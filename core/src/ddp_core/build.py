@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ddp_core.batches import Batches
+from ddp_core.config import refuse_other_default_device
 from ddp_core.order import seed_everything
 from ddp_core.probe import Seen, probe
 from ddp_core.process_group import Peers
@@ -37,6 +38,8 @@ def build_model_and_optimizer(
             model = in_precision(model, dtype, device)
             if config.checkpoint_activations:
                 sharding.checkpoint(sharding.chosen(workload, model))
+        refuse_other_default_device(workload)
+        notes = notes + notes_on_modes(model)
         seen = probe(model, rows, autocast, agreed)
         if config.checkpoint_activations:
             sharding.refuse_to_compute_again(workload, model, seen)
@@ -90,7 +93,24 @@ def check_optimizer(optimizer: object, model: nn.Module, workload: Workload, con
             f"--lr {config.lr:g} is the rate of no group of optimizer() ({theirs}): it has no effect, unless optimizer() reads "
             f"config.lr"
         )
-    return notes
+    return notes + [
+        f"--{name.replace('_', '-')} {getattr(config, name)} is not what optimizer() took ({theirs}): it has no effect, unless "
+        f"optimizer() reads config.{name}"
+        for name, theirs in _made_otherwise(optimizer, config).items()
+        if name in config.passed
+    ]
+
+
+def _made_otherwise(optimizer: torch.optim.Optimizer, config) -> dict[str, str]:
+    """Flags that the optimizer does not follow: what it has instead. AdamW's --momentum is its beta1."""
+    others = {}
+    if not isinstance(optimizer, torch.optim.SGD if config.optimizer == "sgd" else torch.optim.AdamW):
+        others["optimizer"] = type(optimizer).__name__
+    for name, other in (("momentum", "betas"), ("weight_decay", "")):
+        values = [group.get(name, (group.get(other) or (0.0,))[0]) for group in optimizer.param_groups]
+        if not any(value == getattr(config, name) for value in values):
+            others[name] = ", ".join([*dict.fromkeys(map(str, values))][:6])
+    return others
 
 
 def refuse_other_modules(model: object, workload: Workload) -> None:
@@ -126,3 +146,20 @@ def notes_on_precision(model: nn.Module, precision: str) -> list[str]:
     kinds -= {"float32", "float64" if precision == "fp64" else "float32"}
     fix = ": pass --precision fp64" if "float64" in kinds else ""
     return [f"the model has numbers in {kind}, which --precision {precision} converts{fix}" for kind in sorted(kinds)]
+
+
+def notes_on_modes(model: nn.Module) -> list[str]:
+    """Submodules that model() left in eval mode, of a model in training mode, where train() does not leave them in it."""
+    parts = {module for module in model.modules() if not module.training}
+    if not parts or model in parts:
+        return []
+    model.train()
+    changed = [name for name, module in model.named_modules() if module in parts and module.training]
+    for module in parts:
+        module.training = False
+    first = [name for name in changed if not any(name.startswith(f"{other}.") for other in changed)]
+    note = (
+        f"model() left {', '.join(first[:6])}{' and on' if len(first) > 6 else ''} in eval mode, and the run trains it in "
+        "training mode: BatchNorm's statistics move, and dropout is on; the model's own train() may leave it in eval mode"
+    )
+    return [note] if first else []

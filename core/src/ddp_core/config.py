@@ -72,6 +72,7 @@ class TrainConfig:
 
     own: dict  # the workload's own flags
     remembered: tuple[str, ...]  # the choices that determine the losses
+    passed: tuple[str, ...] = ()  # of OF_THE_OPTIMIZER: those on the command line
 
     def __getattr__(self, name: str):
         own = self.__dict__.get("own", {})
@@ -85,7 +86,7 @@ class TrainConfig:
 
     def facts(self) -> dict:
         """All of them, as numbers and texts: for the record, and for the ranks to compare."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("own", "remembered")}
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in NO_CHOICES}
         for name, value in self.own.items():
             plain[name] = _comparable(value) if isinstance(value, str | int | float | None) else _in_words(value)
         return plain
@@ -123,6 +124,9 @@ def _refuse_unknown_kinds(own: dict, workload) -> None:
 REMEMBERED: tuple[str, ...] = ("workload", "steps_per_epoch", "global_batch_size", "optimizer", "lr", "momentum")
 REMEMBERED += ("weight_decay", "lr_schedule", "warmup_steps", "clip_norm", "row_seeds", "precision", "seed")
 
+NO_CHOICES = ("own", "remembered", "passed")  # fields of TrainConfig beside the flags
+OF_THE_OPTIMIZER = ("optimizer", "momentum", "weight_decay")  # without effect where an optimizer() does not read them
+
 # Flags that a class has no defaults for: find_run.py looks for the run where the command line says.
 OF_THE_JOB = ("help", "workload", "run_dir", "new_run_dir", "fresh")
 
@@ -134,7 +138,29 @@ def choose(argv: list[str], default: str | type = "digits"):
     first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--workload")
     named = first.parse_known_args(argv)[0].workload
-    return find(default if named is None else named)
+    workload = find(default if named is None else named)
+    refuse_other_default_device(workload)
+    return workload
+
+
+def refuse_other_default_device(workload) -> None:
+    """Of torch, set by the workload's file: the core's own small tensors would be made there. Raises WorkloadError."""
+    import torch
+
+    try:
+        kind = torch.get_default_device().type
+    except (AssertionError, RuntimeError):  # it makes a tensor there
+        kind = "one that this machine lacks"
+    if kind != "cpu":
+        torch.set_default_device(None)  # what is left of the run sends this refusal to the other ranks
+        raise workload.unusable(f"torch's default device is {kind}: take set_default_device out, pass --device")
+
+
+def _passed(argv: list[str]) -> tuple[str, ...]:
+    flags = Parser(add_help=False, allow_abbrev=False)
+    for name in OF_THE_OPTIMIZER:
+        flags.add_argument(f"--{name.replace('_', '-')}")
+    return tuple(name for name, value in vars(flags.parse_known_args(argv)[0]).items() if value is not None)
 
 
 def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) -> TrainConfig:
@@ -158,7 +184,7 @@ def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) 
         values["accumulate"], values["deterministic"] = values["shards"] // world_size, True
     _refuse_sharding(values)
     values["lr"] *= world_size if values.pop("scale_lr") else 1
-    values["workload"] = workload.name
+    values["workload"], values["passed"] = workload.name, _passed(argv)
     new = values.pop("new_run_dir")
     values["new_run_dir"] = bool(new and not values["run_dir"])
     values["run_dir"] = values["run_dir"] or new or f"runs/{workload.name}"
@@ -245,6 +271,21 @@ def number(kind, low, high, above=False):
             raise argparse.ArgumentTypeError(f"{text!r} is not a {noun} {'above' if above else 'from'} {low} to {high:g}")
         return value
 
+    return convert
+
+
+def _in_one_line(kind):
+    """A type of a workload's own flag, whose errors of any kind are one line: argparse knows few of them."""
+
+    def convert(text: str):
+        try:
+            return kind(text)
+        except (ValueError, TypeError, argparse.ArgumentTypeError):
+            raise
+        except (Exception, SystemExit) as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {type(error).__name__}: {error}") from error
+
+    convert.__name__ = getattr(kind, "__name__", repr(kind))
     return convert
 
 
@@ -354,7 +395,11 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     group = parser.add_argument_group(f"of --workload {workload.name}")
 
     def add_own(*names: str, remembered: bool = True, **keywords) -> None:
+        if keywords.get("type") is bool:
+            raise ValueError(f'{names[0]} has type=bool, which makes True of "False": action="store_true" is for switches')
         action = group.add_argument(*names, **keywords)
+        if callable(action.type):
+            action.type = _in_one_line(action.type)
         action.default = workload.defaults.get(action.dest, action.default)
         if not remembered:
             forgotten.add(action.dest)
@@ -364,7 +409,7 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     except Exception as error:
         raise workload.unusable(f"its flags() failed: {type(error).__name__}: {error}") from error
     own = [*dict.fromkeys(action.dest for action in parser._actions if action.dest not in before)]
-    if taken := [name for name in own if hasattr(TrainConfig, name) or name in ("own", "remembered")]:
+    if taken := [name for name in own if hasattr(TrainConfig, name) or name in NO_CHOICES]:
         raise workload.unusable(f"its flag --{taken[0]} has a name that config has: give it another")
     return parser, own, forgotten
 

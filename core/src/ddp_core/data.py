@@ -228,11 +228,16 @@ def of_workload(workload: Workload, config) -> tuple[Any, Any]:
     with blaming(workload, "the data"):
         returned = workload.data(config)
         if not isinstance(returned, tuple | list) or len(returned) != 2:
-            raise TypeError(f"data() should return (training rows, held-out rows), and returned {type(returned).__name__}")
+            raise TypeError(
+                f"data() should return (training rows, held-out rows), and returned {type(returned).__name__}"
+                + (f" of {len(returned)}" if isinstance(returned, tuple | list) else "")
+            )
         train, held_out = (_known(rows) for rows in returned)
-        if train is None or config.global_batch_size > len(train):
+        if train is None or not len(train):
+            raise UsageError(f"data() of {workload.name} gave no training row: is the folder or file the right one?")
+        if config.global_batch_size > len(train):
             raise UsageError(
-                f"--global-batch-size {config.global_batch_size} is more than the {len(train or ())} training rows of "
+                f"--global-batch-size {config.global_batch_size} is more than the {len(train)} training rows of "
                 f"{workload.name}: no step would fill it"
             )
         if held_out is not None and not len(held_out):
@@ -256,26 +261,51 @@ def _known(rows: Any) -> Any:
     return rows
 
 
-def fingerprint(train: Any, held_out: Any, workload: Workload, config) -> str:
-    """Of both: what they say of themselves, else of their bytes, else of some of their rows."""
+def fingerprint(train: Any, held_out: Any, workload: Workload, config, others: list[str] | None = None) -> str:
+    """Of both: what they say of themselves, else of their bytes, else of some of their rows.
+
+    others: gets the rows that were others when they were read again, as "row 7" or "held-out row 7".
+    """
     with blaming(workload, "the data"):
-        parts = [_fingerprint(rows, config) for rows in (train, held_out) if rows is not None]
+        read = [
+            (what, *_fingerprint(rows, config)) for what, rows in (("", train), ("held-out ", held_out)) if rows is not None
+        ]
+    if others is not None:
+        others += [f"{what}row {row}" for what, _, changed in read for row in changed]
+    parts = [part for _, part, _ in read]
     return "+".join(dict.fromkeys(parts))
 
 
-def _fingerprint(rows: Any, config) -> str:
+def _fingerprint(rows: Any, config) -> tuple[str, list[int]]:
+    """And the rows that were others when they were read again, with the same seeds, by the same process."""
     if named := getattr(rows, "fingerprint", ""):
-        return str(named)
+        return str(named), []
     count = len(rows)
     sampled = sorted({count * number // SAMPLED_ROWS for number in range(SAMPLED_ROWS)})
+    again = sampled if config.row_seeds == "on" else []
 
-    def made(read: list) -> str:
-        total = hashlib.sha256(str(count).encode())
-        for row in read:
-            _update(total, row)
-        return total.hexdigest()[:12]
+    def made(read: list[tuple[str, str]]) -> tuple[str, list[int]]:
+        first, second = read[: len(sampled)], read[len(sampled) :]
+        pairs = zip(again, first, second, strict=False)
+        return first[-1][0][:12], [row for row, (_, once), (_, twice) in pairs if once != twice]
 
-    return some(rows, config, [(0, row) for row in sampled], made)
+    return some(_Hashed(rows), config, [(0, row) for row in [*sampled, *again]], made)
+
+
+class _Hashed:
+    """Rows, each as two digests: of all that were read so far, and of itself. A row may be large, and is not kept."""
+
+    def __init__(self, rows: Any):
+        self.rows, self.total = rows, hashlib.sha256(str(len(rows)).encode())
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> tuple[str, str]:
+        value, alone = self.rows[row], hashlib.sha256()
+        for total in (self.total, alone):
+            _update(total, value)
+        return self.total.hexdigest(), alone.hexdigest()
 
 
 def _update(total, value: Any) -> None:

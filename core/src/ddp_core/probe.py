@@ -3,7 +3,9 @@
 Nothing of this changes what is trained: buffers, gradients and random numbers are as before.
 """
 
+import copy
 import re
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp_core.batches import Batches, converted
 from ddp_core.order import DROPOUT, seed_generators
+from ddp_core.snapshot import memory
 from ddp_core.state import Kept, saved_buffers
-from ddp_core.workload import Workload, blame, outputs_of, refuse_other_names
+from ddp_core.workload import Workload, blame, blaming, outputs_of, refuse_other_names
 
 MANY = 16  # rows, of which a metric is seldom 0
 DRAWS = 32  # of a loss in which noise is drawn, to tell a mean from a sum
+LARGE = 2**20  # numbers of a tensor: a larger one is not copied, nor looked into
 RANDOM = (
     "random numbers are drawn in the model or loss (dropout, noise): by torch's generators, which are seeded at each step, but "
     "losses depend on the world size; not so with --reduction canonical"
@@ -30,9 +34,10 @@ NOT_REPEATED = (
     "(--deterministic): a run does not repeat, nor resume, bit for bit"
 )
 ROWS_NOT_REPEATED = (
-    "row 0 was another when it was read again: it is drawn from a generator of its own (torch.Generator, "
+    "{row} was another when it was read again: it is drawn from a generator of its own (torch.Generator, "
     "numpy.random.default_rng): a run does not repeat; torch's, Python's and NumPy's own generators are seeded for each row"
 )
+NOT_RESUMED = "; such a run cannot be resumed where that generator is not seeded: its fingerprint would be another"
 NO_SUM = (
     "the loss of two rows together is not the sum of theirs alone: a mean (over pairs, in contrastive losses) is to be "
     "multiplied with the rows, or its gradients are too small by that factor; rows that depend on each other make losses "
@@ -44,7 +49,7 @@ NO_SUM_OF_METRIC = (
     "errors and not their root, hits and not F1"
 )
 KEPT = (
-    "{names} of the workload changes with every batch, and no snapshot holds it: a run that goes on begins with it anew; keep "
+    "{names} of the {owner} changes with every batch, and no snapshot holds it: a run that goes on begins with it anew; keep "
     "it in a buffer of the model (register_buffer), or compute it from self.steps_done"
 )
 BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -95,6 +100,7 @@ class _Trial:
         self.rows: Any = None
         self.alone: list[Any] = []
         self.notes: list[str] = []
+        self.moved: list[str] = []  # what metrics() changes in the workload
 
     def outcome(self, batch: Any, seed: int, others: bool = False) -> tuple[Any, Any]:
         """Outputs and loss."""
@@ -118,7 +124,7 @@ class _Trial:
         for values, batch in zip(numbers, (self.alone[0], again), strict=True):
             converted(batch, lambda tensor, values=values: values.append(_comparable(tensor)), self.batches.device)
         if not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*numbers, strict=False)):
-            self.notes.append(ROWS_NOT_REPEATED)
+            self.notes.append(ROWS_NOT_REPEATED.format(row="row 0"))
 
     def _try_metrics(self, metrics: Mapping, rows_are_apart: bool) -> None:
         """Names that differ between batches, and what is no sum over rows, of more rows than two: of these a mean may be 0.
@@ -163,6 +169,9 @@ class _Trial:
             metrics = workload.metrics(outputs, self.rows)
             if not isinstance(metrics, Mapping):
                 raise workload.unusable(f"metrics() should return a dictionary, and returned {type(metrics).__name__}")
+            kept = kept_by(workload, self.model)
+            workload.metrics(outputs, self.rows)
+            self.moved = _changed(kept, kept_by(workload, self.model))
             refuse_unlike_sums(workload, metrics)
             _refuse_odd_names(workload, loss=names, metrics=metrics)
             if taken := metrics.keys() & {"loss", *(f"loss_{part}" for part in names)}:
@@ -191,16 +200,23 @@ class _Trial:
             self.put_buffers_back()
             return self.total(self.rows, seed, others).nan_to_num().item()
 
-        first, kept = loss(0), kept_by(self.workload, self.model)
+        first, kept, plain = loss(0), kept_by(self.workload, self.model), kept_in(self.model)
         second = loss(0)
-        now = kept_by(self.workload, self.model)
-        if changed := [name for name in now if kept.get(name) != now[name]]:
-            self.notes.append(KEPT.format(names=", ".join(f"self.{name}" for name in changed[:6])))
+        moved = [*_changed(kept, kept_by(self.workload, self.model)), *self.moved]
+        self.notes += _notes_on_kept([f"self.{name}" for name in dict.fromkeys(moved)], "workload")
+        self.notes += _notes_on_kept(_changed(plain, kept_in(self.model)), "model")
         if self.agreed(first == second):
             return False, [RANDOM] if first != loss(1) and not self.config.shards else []
         if self.agreed(loss(0, others=True) == loss(0, others=True)):
             return True, [] if self.config.shards else [RANDOM]
         return False, [NOT_REPEATED]
+
+
+def notes_on_rows(others: list[str], notes: list[str]) -> list[str]:
+    """The probe's notes; others: the rows that were others when they were read again for a fingerprint."""
+    known = [ROWS_NOT_REPEATED.format(row="row 0")] if others else []
+    of_rows = [ROWS_NOT_REPEATED.format(row=row) + NOT_RESUMED for row in others[:1]]
+    return of_rows + [note for note in notes if note not in known]
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
@@ -221,6 +237,47 @@ def kept_by(workload: Workload, model: nn.Module) -> dict[str, list]:
         numbers = [part for part in parts if isinstance(part, bool | int | float)]
         kept[name] = [*numbers, *((tensor.data_ptr(), tensor._version) for tensor in tensors)]
     return kept
+
+
+def kept_in(model: nn.Module) -> dict[str, list]:
+    """Plain attributes of the model's modules, by name: numbers, strings, and the bytes of tensors that are no buffers."""
+    of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    own, kept = vars(nn.Module()), {}
+    for place, module in model.named_modules():
+        of_torch = type(module).__module__.partition(".")[0] == "torch"
+        for name, value in vars(module).items():
+            if name not in own and not (of_torch and name.startswith("_")):
+                parts = [part for part in tree_leaves(value) if id(part) not in of_model]
+                kept[f"{place}.{name}".lstrip(".")] = [_plain(part) for part in parts]
+    return kept
+
+
+def _plain(part: Any) -> Any:
+    if type(part) is torch.Tensor and part.layout == torch.strided and not part.is_nested and part.numel() <= LARGE:
+        content = part.detach().cpu().contiguous()  # by name, for memory() does not keep it
+        return part.shape, zlib.crc32(memory(content))
+    return part if isinstance(part, bool | int | str) else repr(part) if isinstance(part, float) else None  # NaN is no change
+
+
+def _changed(kept: dict[str, list], now: dict[str, list]) -> list[str]:
+    return [name for name in now if kept.get(name) != now[name]]
+
+
+def _notes_on_kept(names: list[str], owner: str) -> list[str]:
+    return [KEPT.format(names=", ".join(names[:6]), owner=owner)] if names else []
+
+
+def notes_on_schedule(workload: Workload, model: nn.Module, total_steps: int) -> list[str]:
+    """Its first step, tried on a copy of the workload: what it counts stays as it is. Raises WorkloadError."""
+    kept: list[dict] = []
+    with blaming(workload, "schedule()"), torch.no_grad():
+        tried = copy.copy(workload)
+        for name, value in vars(workload).items():
+            vars(tried)[name] = tree_map_only(torch.Tensor, lambda part: part.clone() if part.numel() <= LARGE else part, value)
+        for _ in range(2):  # what is made at the first call alone is no change
+            tried.schedule(0, total_steps, workload.config)
+            kept.append(kept_by(tried, model))
+    return _notes_on_kept([f"self.{name}" for name in _changed(*kept)], "workload")
 
 
 def _total(workload: Workload, loss: Any) -> tuple[tuple[str, ...], torch.Tensor]:

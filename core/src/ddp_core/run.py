@@ -195,14 +195,14 @@ class _Job:
         from ddp_core.run_directory import RunDirectory
 
         config, first = self.config, self.rank.restart == 0
-        self.rows = data.of_workload(self.workload, config)
+        self.rows, self.other_rows = data.of_workload(self.workload, config), list[str]()
         if is_initialized():
             raise WorkloadError(
                 "the workload's file has called init_process_group: take it out, for train.py does; its ranks can speak from "
                 "model() on"
             )
         lengths = [0 if rows is None else len(rows) for rows in self.rows]
-        self.fingerprint = data.fingerprint(*self.rows, self.workload, config)
+        self.fingerprint = data.fingerprint(*self.rows, self.workload, config, self.other_rows)
         if self.rank.rank == 0:
             fresh, new = config.fresh and first, config.new_run_dir and first
             self.directory = RunDirectory(self.run_dir, self.rank.job_id, fresh, new, self.stop, config.max_shard_size)
@@ -213,6 +213,7 @@ class _Job:
     def train(self, peers, facts: dict) -> ExitCode:
         """All of the training, and what is said of it."""
         from ddp_core.device import notes_on_cores
+        from ddp_core.probe import notes_on_rows
         from ddp_core.staging import notes_on_copies
         from ddp_core.summary import summarize
         from ddp_core.trainer import Trainer
@@ -229,7 +230,8 @@ class _Job:
         world |= {name: facts[name] for name in names} | dict(versions=trainer.state.facts["versions"])
         world |= dict(core=facts["core"]) if peers.rank == 0 else {}  # it alone writes the record
         begun = trainer.step
-        notes = trainer.seen.notes + notes_on_cores(self.ranks) + notes_on_copies(self.ranks) + self._notes_on_place(peers)
+        notes = notes_on_rows(self.other_rows, trainer.seen.notes)
+        notes += notes_on_cores(self.ranks) + notes_on_copies(self.ranks) + self._notes_on_place(peers)
         notes += self._notes_on_another_file(facts) if begun and peers.rank == 0 else []
         record.start(begun, len(trainer.state.progress.history), self.config.facts(), self.ranks, notes, **world)
         code = trainer.train()

@@ -10,6 +10,7 @@ https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 import errno
 import os
 import socket
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -144,7 +145,8 @@ def _skeleton(workload: Workload, config) -> nn.Module | None:
     nor buffers.
     """
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a checkpoint is loaded in vain here: it is loaded again with the numbers
             model = workload.model(config)
         owners = [workload, *model.modules()]
     except Exception:  # what is wrong shows when it is built with numbers

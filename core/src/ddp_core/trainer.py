@@ -35,6 +35,7 @@ from ddp_core.evaluation import Evaluation
 from ddp_core.files import in_place
 from ddp_core.guard import Guard
 from ddp_core.order import DROPOUT, Order, micro_batches, seed_generators
+from ddp_core.probe import notes_on_schedule
 from ddp_core.process_group import Peers
 from ddp_core.profile import Profile
 from ddp_core.reconcile import Agreed, Reconciliation
@@ -96,6 +97,7 @@ class Trainer:
 
         parts: tuple = (self.train_rows, peers, self.autocast, self.sharding)
         self.model, self.optimizer, self.seen = peers.together(lambda: build_model_and_optimizer(*parts))
+        self.seen.notes.extend(peers.together(lambda: notes_on_schedule(workload, self.model, self.total_steps)))
         facts = dict(problem=config.problem(), data=fingerprint, steps_per_epoch=self.steps_per_epoch)
         facts |= dict(world_size=peers.world_size, versions=versions())
         parts = (self.model, self.optimizer, facts)
