@@ -34,7 +34,7 @@ STATIC = [
     CHECKS.format(name) for name in ("static", "train", "dry_run", "dry_ends", "dry_install")
 ]  # need neither ranks nor torch
 WORLD_SIZES = (2, 4, 1)  # in this order a snapshot is resumed by more ranks and by fewer
-AT_ONCE, CLUSTERS_AT_ONCE = 3, 4  # they wait about as long as they work
+AT_ONCE, FILES_AT_ONCE, CLUSTERS_AT_ONCE = 2, 3, 4  # the latter two wait more than they work
 
 
 def main(argv: list[str]) -> int | str:
@@ -100,10 +100,10 @@ def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
             return [*mpiexec, *PYTEST, *flags, "--with-mpi", f"--backend={backend}", CHECKS.format("run")]
 
         started = len(files) + len(ranks)
-        # On a CPU ranks wait half of the time: several sessions fit. One site, or some checks, is shown as it goes on.
+        # On a CPU ranks wait half of the time: two sessions fit. One site, or some checks, is shown as it goes on.
         if files and fine == {0} and len(chosen.site) != 1:
             halves, sizes = dict(files), dict[str, int]()
-            chains = [[name] for name in files]  # they fill what the ranks leave
+            chains = [[name] for name in files]  # they fill what the ranks leave of the two at once
             for about in ("sites", "core"):
                 names = {f"{about}-{size}": size for size in WORLD_SIZES}
                 halves |= {name: [*of_ranks(size, "auto"), f"--about={about}"] for name, size in names.items()}
@@ -209,7 +209,7 @@ def check_suite(chosen: argparse.Namespace, others: list[str]) -> int | str:
     files.sort(key=lambda path: [*longest, path.stem].index(path.stem))  # last, one of them would be alone
     about = [*PYTEST, "--rung=suite", *others]
     commands = {path.stem: [*about, f"--part={work}/parts/{path.stem}", str(path.relative_to(ROOT))] for path in files}
-    failures = side_by_side(commands, AT_ONCE, work / "logs")
+    failures = side_by_side(commands, FILES_AT_ONCE, work / "logs")
     reported = report(work, chosen.site)
     return "\n\n".join(failures) if failures else 0 if reported else 1
 

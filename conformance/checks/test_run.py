@@ -1025,7 +1025,7 @@ def test_parameters_that_the_optimizer_has_not_are_frozen(check, world, runs, fi
 def test_buffers_begin_as_the_model_has_made_them(check, world, train_own, reduction):
     """Those that no snapshot has, and frozen parameters, too, though some rows were tried before. Complex ones stay complex."""
     run = done(check, train_own("counts_calls", f"--steps-per-epoch 2 --reduction {reduction}"))
-    calls = [re.findall(r"calls until the first step: (\w+)", text) for text in run.output]
+    calls = [re.findall(r"calls until the first step: (\w+)", text)[-1:] for text in run.output]  # schedule() is tried, too
     check.equal(calls_until_the_first_step=(calls, [["1"]] * world.size))
 
 
