@@ -50,33 +50,17 @@ class RoundsOneOfItsOutputs(Digits):
 from ddp_core.order import sample_order
 
 class Overflows(Digits):
+    at_step = 5
+
     def data(self, config):
         train, held_out = super().data(config)
-        train.columns[0][sample_order(config.seed, 0, len(train))[5 * 96]] = float("nan")
+        train.columns[0][sample_order(config.seed, 0, len(train))[self.at_step * 96]] = float("nan")
         return train, held_out
 
     def forward(self, model, batch):
         if not all(parameter.isfinite().all() for parameter in model.parameters()):
             print("parameters are not finite")
         return model(batch[0])
-""",
-    # At step 4, two steps before it is known. What its parameters are in each step is told.
-    "overflows_early": """
-from ddp_core.order import sample_order
-
-class OverflowsEarly(Digits):
-    def data(self, config):
-        train, held_out = super().data(config)
-        train.columns[0][sample_order(config.seed, 0, len(train))[4 * 96]] = float("nan")
-        return train, held_out
-
-    def optimizer(self, model, config):
-        self.own = model
-        return super().optimizer(model, config)
-
-    def schedule(self, step, total_steps, config):
-        print(f"parameters at step {step}: {sum(p.double().sum().item() for p in self.own.parameters()).hex()}")
-        return 1.0
 """,
     # The same, but the loss is finite: at step 5 the root of 0 has an infinite derivative.
     "steep": """
@@ -1284,4 +1268,17 @@ WORKLOADS["has_a_module"] = f"""{WORKLOADS["draws_its_rows"]}
         for name, layer in dict(module=first, tanh=tanh, head=last).items():
             net.add_module(name, layer)
         return net
+"""
+
+# At step 4, two steps before it is known. What its parameters are in each step is told.
+WORKLOADS["overflows_early"] = f"""{WORKLOADS["overflows"]}
+    at_step = 4
+
+    def optimizer(self, model, config):
+        self.own = model
+        return super().optimizer(model, config)
+
+    def schedule(self, step, total_steps, config):
+        print(f"parameters at step {{step}}: {{sum(p.double().sum().item() for p in self.own.parameters()).hex()}}")
+        return 1.0
 """

@@ -869,10 +869,10 @@ def test_commands_have_the_options_that_the_sources_give_them(check, site, dry):
     """A fact that is a command which the scripts call: one call has all its long options, and its name=version."""
     facts = [words for fact in site.facts if (words := of_command(fact))]
     facts = [words for words in facts if words[0] in command_names() | {site.toml["launcher"]}]
-    runs = [run for _, run in in_all_ways(site, dry)] + [dry.install(*flags) for flags in [(), *given(dry)]] if facts else []
     unloads = [match[1] for fact in site.facts if (match := re.match(r"module unload (\S+)$", plain(fact)))]
-    with_them = [*map(dry.job, trains(site)), *(dry.install(*flags) for flags in [(), *given(dry)])] if unloads else []
-    calls = [call.words for run in with_them for call in run.called("module-call")]
+    runs = [run for _, run in in_all_ways(site, dry)] if facts or unloads else []
+    runs += [dry.install(*flags) for flags in [(), *given(dry)]] if runs else []
+    calls = [call.words for run in runs for call in run.called("module-call")]
     for name in [name for name in unloads if not any({"unload", name} <= {*words} for words in calls)]:
         yield f"no module unload {name}, but should be one, as a fact of [[sources]] says"
     for command, *words in facts:

@@ -552,13 +552,11 @@ def test_programs_that_users_are_shown_have_the_flags(check, site):
     for name, text in shown:
         for line in re.findall(r"/bin/python +([^`\n]*?\.py\b[^`\n]*)", text):
             program, words = re.findall(r"(\w+\.py)(?!.*\.py)(.*)", re.split(r" {3,}|  # ", line)[0])[0]
-            path = site.folder / program
-            own, _, others = words.partition(" -- ")
-            texts = {own: path.read_text() if path.is_file() else "", others: of_core}
-            for part, known in texts.items():
+            path, (own, _, others) = site.folder / program, words.partition(" -- ")
+            code = path.read_text() if path.is_file() else ""
+            for part, known in ((own, code + of_core if program.startswith("train") else code), (others, of_core)):
                 for flag in re.findall(r"(?<!\S)(--[a-z][\w-]*)", part):
-                    texts_of_it = (known, of_core) if program.startswith("train") else (known,)
-                    if not any(f"{quote}{flag}{quote}" in text for quote in "\"'" for text in texts_of_it):
+                    if not re.search(rf"[\"']{flag}[\"']", known):
                         yield f"{name}: {line!r} has {flag}, but should have flags that there are"
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from ddp_core.batches import Batches
-from ddp_core.config import refuse_other_default_device
 from ddp_core.order import seed_everything
 from ddp_core.probe import Seen, probe
 from ddp_core.process_group import Peers
@@ -38,7 +37,6 @@ def build_model_and_optimizer(
             model = in_precision(model, dtype, device)
             if config.checkpoint_activations:
                 sharding.checkpoint(sharding.chosen(workload, model))
-        refuse_other_default_device(workload)
         notes = notes + notes_on_modes(model)
         seen = probe(model, rows, autocast, agreed)
         if config.checkpoint_activations:

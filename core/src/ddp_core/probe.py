@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp_core.batches import Batches, converted
+from ddp_core.config import refuse_other_default_device
 from ddp_core.order import DROPOUT, seed_generators
 from ddp_core.snapshot import memory
 from ddp_core.state import Kept, saved_buffers
@@ -73,6 +74,7 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> See
     agreed: makes of a truth that may differ between ranks rank 0's, where a forward pass is collective.
     """
     workload = batches.workload
+    refuse_other_default_device(workload)
     if (dtype := torch.get_default_dtype()) != torch.float32:  # optimizers count their steps in it, and fused ones then fail
         raise workload.unusable(f"torch's default dtype is {dtype}: take set_default_dtype out, pass --precision fp64")
     trial = _Trial(model, batches, autocast, agreed)

@@ -86,15 +86,17 @@ class State:
         differ = [words for theirs, ours in zip(*parts, strict=True) for words in differences(theirs, ours)]
         mine = self.tensors()
         differ = differ or differences(layout(tensors), layout(mine)) or self._unknown(progress.numbers)
-        if document["data"] != self.facts["data"] and len(differ) == 1:
-            raise SnapshotError(
-                f"{path} is of another run ({differ[0]}): data() gave other rows than then: files have changed, or a flag that "
-                "names them, or it draws from a generator of its own; pass that run's flags, another --run-dir, or --fresh; "
-                "rows with an attribute `fingerprint` (sites/README.md) are the same while that is"
-            )
         if differ:
+            why, way_out = "", ""
+            if document["data"] != self.facts["data"] and len(differ) == 1:
+                why = (
+                    "data() gave other rows than then: files have changed, or a flag that names them, or it draws from a "
+                    "generator of its own; "
+                )
+                way_out = "; rows with an attribute `fingerprint` (sites/README.md) are the same while that is"
             raise SnapshotError(
-                f"{path} is of another run ({'; '.join(differ[:8])}): pass that run's flags, another --run-dir, or --fresh"
+                f"{path} is of another run ({'; '.join(differ[:8])}): {why}pass that run's flags, another --run-dir, or "
+                f"--fresh{way_out}"
             )
         return progress
 
