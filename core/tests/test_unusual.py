@@ -7,6 +7,8 @@ import copy
 import errno
 import os
 import resource
+from collections import UserDict
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -304,6 +306,48 @@ def test_packed_sequences_keep_their_lengths_on_the_cpu():
         pack_sequence([torch.ones(3), torch.ones(1)]), lambda tensor: tensor.double().to("meta"), torch.device("meta")
     )
     assert packed.data.is_meta and packed.batch_sizes.tolist() == [2, 1, 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    name: str = "pair"
+
+
+class BatchOfADataclass(Small):
+    """And outputs of one, within a dictionary."""
+
+    def data(self, config):
+        rows = lambda first, count: [*zip(*table(count, first=first), strict=True)]  # noqa: E731
+        return rows(0, 128), rows(128, 37)
+
+    def collate(self, rows):
+        return Pair(*map(torch.stack, zip(*rows, strict=True)))
+
+    def forward(self, model, batch):
+        return {"of": Pair(model(batch.inputs), batch.targets)}
+
+    def loss(self, outputs, batch):
+        assert outputs["of"].inputs.dtype in (torch.float32, torch.float64), outputs["of"].inputs.dtype
+        return F.mse_loss(outputs["of"].inputs, batch.targets, reduction="sum")
+
+    def metrics(self, outputs, batch):
+        return {"absolute_error": F.l1_loss(outputs["of"].inputs, batch.targets, reduction="sum")}
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_batches_and_outputs_may_be_dataclasses(tmp_path, precision):
+    """In the run's precision, and outputs in fp32 where autocast left bf16."""
+    flags = f"{RUN} --precision {precision}"
+    plain = train(tmp_path / "plain", flags, workload="small:Small", code=0)
+    assert train(tmp_path / "run", flags, workload="test_unusual:BatchOfADataclass", code=0).losses == plain.losses
+
+
+def test_a_tokenizer_s_batch_stays_one():
+    batch = UserDict(ids=torch.ones(2, dtype=torch.int32))
+    made = converted(batch, lambda tensor: tensor.long(), torch.device("cpu"))
+    assert type(made) is UserDict and made["ids"].dtype == torch.int64 and batch["ids"].dtype == torch.int32
 
 
 # ---- file systems ------------------------------------------------------------------------------------------------

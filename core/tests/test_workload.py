@@ -97,6 +97,18 @@ FILES = {
         WHOLE.replace("defaults =", "default ="),
         r"has default, which the core does not ask for: call it defaults",
     ),
+    "a method of the core's": (
+        small("@property\ndef steps_done(self):\n    return 0"),
+        r"class Mine has steps_done, a name of the core's: call yours otherwise",
+    ),
+    "an attribute of the core's": (
+        small("def data(self, config):\n    self.file = 'rows.csv'\n    return super().data(config)"),
+        r"line \d+ \(data\): AttributeError: self.file is a name of the core's: call yours otherwise, self.my_file",
+    ),
+    "an attribute in the place of a method": (
+        small("def data(self, config):\n    self.loss = torch.nn.MSELoss()\n    return super().data(config)"),
+        r"line \d+ \(data\): AttributeError: self.loss is a name of the core's",
+    ),
     "a default out of its range": (
         WHOLE.replace("lr=0.1", "save_steps=-1"),
         r"its defaults have save_steps=-1, but '-1' is not a whole number from 0",
@@ -764,6 +776,48 @@ MEAN = "def metrics(self, outputs, batch):\n    return dict(error={})\n\n"
 @pytest.mark.parametrize("metric", ["F.l1_loss(outputs, batch[1], reduction='sum')", "(F.l1_loss(outputs, batch[1]), 1)", "0"])
 def test_metrics_that_are_sums_or_have_their_count_are_no_means(tmp_path, metric):
     failed(tmp_path, small(MEAN.format(metric)), "--epochs 1", code=0)
+
+
+@pytest.mark.parametrize(
+    "metric, said",
+    [
+        ("(F.l1_loss(outputs, batch[1]), 1)", ["metric 'error (count)' of 8 rows together is 1, and 8 is the sum of theirs"]),
+        ("(F.l1_loss(outputs, batch[1], reduction='sum'), outputs.numel())", []),
+    ],
+)
+def test_a_count_of_batches_is_noted(tmp_path, metric, said):
+    """The mean of a batch with 1 beside it: the record would be a mean of means."""
+    job = failed(tmp_path, small(MEAN.format(metric)), "--epochs 1", code=0)
+    assert [note.split(":")[0] for note in job.records("start")[0]["notes"]] == said
+
+
+def test_methods_that_nobody_calls_are_noted(tmp_path):
+    methods = """
+        def training_step(self, batch, index):
+            return 0
+
+        def helper(self):
+            return 1.0
+
+        def by_name(self):
+            return 1.0
+
+        def schedule(self, step, total_steps, config):
+            return self.helper() * getattr(self, "by_name")()
+    """
+    notes = failed(tmp_path, small(methods), "--epochs 1", code=0).records("start")[0]["notes"]
+    assert len(notes) == 1 and notes[0].startswith("the class has training_step, which neither the core nor the file calls")
+
+
+def test_the_config_may_be_kept_where_it_is(tmp_path):
+    methods = "def model(self, config):\n    self.config = config\n    return super().model(config)"
+    failed(tmp_path, small(methods), "--epochs 1", code=0)
+
+
+def test_the_record_names_the_optimizer_that_trains(tmp_path):
+    methods = "def optimizer(self, model, config):\n    return torch.optim.Adam(model.parameters(), lr=config.lr)"
+    start = failed(tmp_path, small(methods), "--epochs 1", code=0).records("start")[0]
+    assert (start["optimizer"], start["config"]["optimizer"]) == ("Adam", "sgd")
 
 
 def test_metrics_that_have_other_names_in_the_training_are_named(tmp_path):

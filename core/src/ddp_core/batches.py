@@ -1,13 +1,15 @@
 """From rows to batches on the device, in our order; rows that are read one by one come through PyTorch's DataLoader."""
 
+import copy
 import ctypes
 import gc
 import itertools
 import os
 import signal
 import sys
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import is_dataclass
 from multiprocessing import active_children, util
 from multiprocessing.queues import Queue
 from typing import Any
@@ -20,7 +22,7 @@ from torch.utils.data._utils import signal_handling
 from ddp_core.errors import Failure, PeerLostError, PreflightError
 from ddp_core.order import AUGMENTATION, seed_others, stream, word
 from ddp_core.stop import StopFlag
-from ddp_core.workload import ROW, Workload, blame, row_of
+from ddp_core.workload import ROW, Workload, blame, row_of, with_fields
 
 SMALL = 2**28  # bytes: numbers of another precision are converted once, not batch by batch
 
@@ -292,18 +294,23 @@ def _kill_children() -> None:
 
 
 def converted(batch: Any, convert: Callable, device: torch.device) -> Any:
-    """The batch with every tensor converted: in tuples, lists, dictionaries, and objects with a method `to` of their own."""
+    """The batch with every tensor converted: in tuples, lists, dictionaries and dataclasses; an object of another class with a
+    method `to` of its own is only moved.
+    """
     if isinstance(batch, torch.Tensor):
         return convert(batch)
     if isinstance(batch, Mapping):
-        return {name: converted(value, convert, device) for name, value in batch.items()}
+        made: Any = copy.copy(batch) if isinstance(batch, UserDict) else {}  # a tokenizer's entries are attributes, too
+        made.update({name: converted(value, convert, device) for name, value in batch.items()})
+        return made
     if isinstance(batch, PackedSequence):  # its batch_sizes stay on the CPU
         indices = (batch.sorted_indices, batch.unsorted_indices)
         return PackedSequence(convert(batch.data), batch.batch_sizes, *(i if i is None else convert(i) for i in indices))
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(converted(value, convert, device) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(converted(value, convert, device) for value in batch)
+        values = [converted(value, convert, device) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    if is_dataclass(batch) and not hasattr(batch, "to"):
+        return with_fields(batch, lambda value: converted(value, convert, device))
     return batch.to(device) if hasattr(batch, "to") else batch
 
 

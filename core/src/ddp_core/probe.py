@@ -6,7 +6,7 @@ Nothing of this changes what is trained: buffers, gradients and random numbers a
 import copy
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from ddp_core.config import refuse_other_default_device
 from ddp_core.order import DROPOUT, seed_generators
 from ddp_core.snapshot import memory
 from ddp_core.state import Kept, saved_buffers
-from ddp_core.workload import Workload, blame, blaming, outputs_of, refuse_other_names
+from ddp_core.workload import YOURS, Workload, blame, blaming, outputs_of, refuse_other_names, sources_of
 
 MANY = 16  # rows, of which a metric is seldom 0
 DRAWS = 32  # of a loss in which noise is drawn, to tell a mean from a sum
@@ -48,6 +48,9 @@ NO_SUM_OF_METRIC = (
     "metric {name!r} of {rows} rows together is {together:.6g}, and {apart:.6g} is the sum of theirs: its record, the sum over "
     "all batches divided by the rows, depends on the batches; return what adds up, as a number or as (sum, count): squared "
     "errors and not their root, hits and not F1"
+)
+UNCALLED = (
+    "the class has {names}, which neither the core nor the file calls: what the core calls is named in sites/README.md, step 6"
 )
 KEPT = (
     "{names} of the {owner} changes with every batch, and no snapshot holds it: a run that goes on begins with it anew; keep "
@@ -88,7 +91,7 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> See
         for parameter in model.parameters():
             parameter.grad = None
         changed = trial.put_buffers_back()
-    notes = notes_on_buffers(model, changed) + trial.notes + random
+    notes = notes_on_buffers(model, changed) + trial.notes + random + notes_on_uncalled(workload)
     return Seen(losses, metrics, changed, trial.rows, others, notes)
 
 
@@ -141,8 +144,14 @@ class _Trial:
         results = [self.workload.metrics(self.outcome(batch, 0)[0], batch) for batch in batches]
         for other in results:
             refuse_other_names(self.workload, other, metrics)
-        for name in [name for name, value in metrics.items() if not isinstance(value, tuple)]:
-            together, *alone = (float(other[name]) for other in results)
+        for name, value in metrics.items():
+            if isinstance(value, tuple):
+                pairs = [[float(part) for part in other[name]] for other in results]
+                sums, counts = zip(*pairs, strict=True)
+                if not self._noted(f"{name} (count)", counts):
+                    self._noted(f"{name} (sum)", sums)
+                continue
+            together, *alone = values = [float(other[name]) for other in results]
             apart = sum(alone)
             near = 1e-3 * abs(apart)
             if rows_are_apart and abs(together - apart / len(alone)) <= near < abs(together - apart):
@@ -150,11 +159,17 @@ class _Trial:
                     f"metrics() has a mean over rows as {name!r} ({together:.6g} for {len(alone)} rows, {apart:.6g} is the sum "
                     "of each), and should have their sum: .sum(), or times the rows"
                 )
-            # A hundredth: sums of many rows round. A tenth: bf16 rounds a hundredth away.
-            near = (0.1 if self.config.precision in ("bf16", "fp16") else 0.01) * sum(map(abs, alone))
-            if abs(together - apart) > near:
-                what = dict(name=name, rows=len(alone), together=together, apart=apart)
-                self.notes.append(NO_SUM_OF_METRIC.format(**what))
+            self._noted(name, values)
+
+    def _noted(self, name: str, values: Sequence[float]) -> bool:
+        """Whether it is no sum over rows. values: of the rows together, and of each."""
+        together, *alone = values
+        # A hundredth: sums of many rows round. A tenth: bf16 rounds a hundredth away.
+        near = (0.1 if self.config.precision in ("bf16", "fp16") else 0.01) * sum(map(abs, alone))
+        if no_sum := abs(together - sum(alone)) > near:
+            what = dict(name=name, rows=len(alone), together=together, apart=sum(alone))
+            self.notes.append(NO_SUM_OF_METRIC.format(**what))
+        return no_sum
 
     def put_buffers_back(self) -> list[str]:
         """The names of those that the model has changed so far."""
@@ -212,6 +227,16 @@ class _Trial:
         if self.agreed(loss(0, others=True) == loss(0, others=True)):
             return True, [] if self.config.shards else [RANDOM]
         return False, [NOT_REPEATED]
+
+
+def notes_on_uncalled(workload: Workload) -> list[str]:
+    """Methods by names of other libraries, as training_step and configure_optimizers: a training without them is another."""
+    if not workload.file:
+        return []
+    text = b"".join(sources_of(workload.file)).decode(errors="replace")
+    own = [name for name, value in vars(type(workload)).items() if callable(value) and not name.startswith("_")]
+    names = [name for name in own if name not in YOURS and not re.search(rf"(\.|[\"']){name}\b", text)]
+    return [UNCALLED.format(names=", ".join(names[:6]))] if names else []
 
 
 def notes_on_rows(others: list[str], notes: list[str]) -> list[str]:

@@ -116,7 +116,8 @@ def _train(rank: Rank, job: "_Job") -> int:
     job.record.lap("imports")
     raise_limits(rank)
     rendezvous = Rendezvous(rank, job.config.rendezvous_timeout, job.stop)
-    staging = job.workload.staging = Staging(rank, rendezvous, job.config.stage_data == "on")
+    staging = Staging(rank, rendezvous, job.config.stage_data == "on")
+    vars(job.workload).update(staging=staging)
     job.record.lap("rendezvous")
     failure = peers = None
     # A stale copy on one node comes first: that its flags are others, too, follows from it.
@@ -140,7 +141,7 @@ def _train(rank: Rank, job: "_Job") -> int:
         except Failure as verdict:
             raise verdict from failure  # for --debug: where it comes from
         staging.close()
-        job.workload.staging = None
+        vars(job.workload).update(staging=None)
         peers = Peers(rank, job.config, job.device, rendezvous)
         job.record.lap("groups")
         over_gloo = rank.world_size > 1 and backend_of(job.config, job.device.type) == "gloo"
@@ -226,6 +227,7 @@ class _Job:
         record.lap("model")
         names = ("data", "training_rows", "held_out_rows", "workload_file")
         world = dict(world_size=peers.world_size, reduction=trainer.reduction.name, restart=self.rank.restart)
+        world |= dict(optimizer=type(trainer.optimizer).__name__)
         world |= dict(signed=bool(self.rank.secret)) if peers.world_size > 1 else {}
         world |= {name: facts[name] for name in names} | dict(versions=trainer.state.facts["versions"])
         world |= dict(core=facts["core"]) if peers.rank == 0 else {}  # it alone writes the record

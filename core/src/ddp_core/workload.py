@@ -8,6 +8,7 @@ what a snapshot holds, so that a workload cannot get these wrong.
 """
 
 import ast
+import copy
 import difflib
 import errno
 import hashlib
@@ -22,12 +23,13 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from ddp_core.errors import Failure, WorkloadError
 
@@ -38,6 +40,7 @@ NOT_THE_USER_S = {"site-packages", "dist-packages", "ddp_core"}
 # What a class may say.
 YOURS: tuple[str, ...] = ("defaults", "unused_parameters", "flags", "data", "collate", "model", "forward", "loss", "metrics")
 YOURS += ("shards", "optimizer", "schedule")
+CALLED_AGAIN = {"collate", "forward", "loss", "metrics", "schedule"}  # an attribute of that name would be called in its place
 
 
 class Workload:
@@ -104,7 +107,7 @@ class Workload:
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor | dict[str, torch.Tensor]:
         """The sum over the rows of the batch, a scalar; of several losses a dictionary, and their sum is trained.
 
-        The outputs are fp32, also under --precision bf16 and fp16.
+        The outputs are fp32, also under --precision bf16 and fp16: tensors in tuples, lists, dictionaries and dataclasses.
 
         Where a row has many positions (pixels, tokens), its loss is their mean: reduction="sum" divided by their number.
         Held-out rows come under torch.no_grad(): what a loss differentiates is computed under torch.enable_grad().
@@ -154,6 +157,11 @@ class Workload:
         done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
         return 0.5 * (1 + math.cos(math.pi * done))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (name in OURS and value is not getattr(self, name)) or name in CALLED_AGAIN:
+            raise AttributeError(f"self.{name} is a name of the core's: call yours otherwise, self.my_{name}")
+        super().__setattr__(name, value)
+
     def overrides(self, method: str) -> bool:
         return getattr(type(self), method) is not getattr(Workload, method)
 
@@ -163,6 +171,9 @@ class Workload:
     def digest(self) -> str:
         """Of the file and what it imports from beside it: ranks compare it, so that a stale copy on one node is noticed."""
         return hashlib.sha256(b"".join(sources_of(self.file))).hexdigest()[:12] if self.file else ""
+
+
+OURS = {name for name in vars(Workload) if not name.startswith("_")} - {*YOURS}
 
 
 def sources_of(file: Path) -> Iterator[bytes]:
@@ -198,12 +209,22 @@ def outputs_of(workload: Workload, model: nn.Module, batch: Any) -> Any:
     Under CUDA's autocast cross_entropy has its input's precision (on the CPU fp32), so bf16 would round the loss of each row to
     8 bits: on an H100 the first loss of digits was off by 3e-4, ten times what bf16 products did (torch 2.11).
     """
-    outputs = workload.forward(model, batch)
-    return _in_fp32(outputs) if isinstance(outputs, torch.Tensor) else tree_map_only(torch.Tensor, _in_fp32, outputs)
+    return tree_map(_in_fp32, workload.forward(model, batch))
 
 
-def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+def _in_fp32(leaf: Any) -> Any:
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        return with_fields(leaf, lambda value: tree_map(_in_fp32, value))
+    half = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bfloat16, torch.float16)
+    return leaf.float() if half else leaf
+
+
+def with_fields(instance: Any, convert: Callable) -> Any:
+    """A copy of a dataclass's instance, a frozen one's too, with every field converted."""
+    made = copy.copy(instance)
+    for field in fields(instance):
+        object.__setattr__(made, field.name, convert(getattr(instance, field.name)))
+    return made
 
 
 def parts_of(loss: Any, names: tuple[str, ...], workload: Workload) -> list[torch.Tensor]:
@@ -258,13 +279,17 @@ def _made(kind: type[Workload], name: str, file: Path | None) -> Workload:
         workload = kind()
     except (Exception, SystemExit) as error:
         raise blame(error, file, f"--workload {name}: {kind.__name__}(), which is called without arguments") from error
-    workload.name, workload.file = name, file
+    vars(workload).update(name=name, file=file)
     return workload
 
 
 def _refuse_misspelled(kind: type[Workload], name: str) -> None:
-    """What is called almost as one of Workload's, and would be asked for by nobody: no metrics, another schedule."""
+    """What is called almost as one of Workload's, and would be asked for by nobody: no metrics, another schedule. And what has
+    the name of something of the core's.
+    """
     own = vars(kind)
+    for taken in OURS & own.keys():
+        raise WorkloadError(f"--workload {name}: class {kind.__name__} has {taken}, a name of the core's: call yours otherwise")
     for method in [method for method in own if method not in YOURS and not method.startswith("_")]:
         for close in difflib.get_close_matches(method, YOURS, 1, 0.8):
             if close not in own and callable(getattr(kind, method)) == callable(getattr(Workload, close)):
