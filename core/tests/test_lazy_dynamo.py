@@ -5,6 +5,7 @@ python -m pytest core/tests/test_lazy_dynamo.py
 
 import sys
 
+import pytest
 import ranks
 from ranks import call, train
 
@@ -77,3 +78,28 @@ def _ask() -> None:
 def test_who_asks_it_for_anything_gets_the_real_one(tmp_path):
     job = ranks.fork(tmp_path, call("test_lazy_dynamo", "_ask"))
     assert job.codes == [0], job.err
+
+
+def _stop_the_compiler(told: bool) -> None:
+    import os
+    import signal
+
+    import torch
+
+    class CppCompileError(RuntimeError):
+        __module__ = "torch._inductor.exc"
+
+    def stopped(*_):
+        if told:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        raise CppCompileError("C++ compile error")
+
+    torch.compile = lambda model: model.register_forward_pre_hook(stopped) and model
+
+
+@pytest.mark.parametrize("told, code", [(True, 75), (False, 2)])
+def test_a_stop_that_ends_the_compiler_is_one(tmp_path, told, code):
+    """Ctrl-C, or a signal to a job's step, reaches the C++ compiler, too."""
+    faults = {0: call("test_lazy_dynamo", "_stop_the_compiler", told)}
+    job = train(tmp_path / "run", "--compile --epochs 1", workload="small:Small", faults=faults, code=code)
+    assert ("SIGUSR1 while the model was compiled at step 0: what was saved is whole" in job.error) == told

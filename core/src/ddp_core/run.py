@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_core.config import TrainConfig, choose, parse
-from ddp_core.errors import ExitCode, Failure, PeerLostError, UsageError, WorkloadError
+from ddp_core.errors import ExitCode, Failure, PeerLostError, StoppedError, UsageError, WorkloadError
 from ddp_core.output import lasting_output
 from ddp_core.rank import Rank
 from ddp_core.record import Record
@@ -309,6 +309,9 @@ class _Job:
         failure: Any
         if isinstance(error, Failure):
             failure = error
+        elif self.stop and type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.")):
+            # --compile: the signal ended the C++ compiler, too.
+            failure = StoppedError(f"{self.stop.reason} while the model was compiled {self.when}: what was saved is whole")
         elif out_of_memory(error):
             failure = self.lacks_memory(error, self.when)
         elif "Expected to have finished reduction" in str(error):  # DDP's own words, in ten lines
