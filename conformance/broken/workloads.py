@@ -28,10 +28,18 @@ class RoundsAsItsInput(Digits):
 """,
     # And its model has two outputs, as most of Hugging Face have.
     "rounds_one_of_its_outputs": """
+from dataclasses import dataclass
+
+
+@dataclass
+class Head:
+    logits: torch.Tensor
+
+
 class Outputs(nn.Sequential):
     def forward(self, images):
         hidden = self[1](self[0](images))
-        return {"hidden": hidden, "heads": (self[2](hidden),)}
+        return {"hidden": hidden, "heads": (Head(self[2](hidden)),)}
 
 
 class RoundsOneOfItsOutputs(Digits):
@@ -39,11 +47,11 @@ class RoundsOneOfItsOutputs(Digits):
         return Outputs(*super().model(config))
 
     def loss(self, outputs, batch):
-        [logits] = outputs["heads"]
+        logits = outputs["heads"][0].logits
         return F.nll_loss(logits.log_softmax(-1).to(logits.dtype).float(), batch[1].long(), reduction="sum")
 
     def metrics(self, outputs, batch):
-        return super().metrics(outputs["heads"][0], batch)
+        return super().metrics(outputs["heads"][0].logits, batch)
 """,
     # A loss at step 5 that is not finite. The ranks speak after 1, 3 and 7 steps, so a step more is trained before it is known.
     "overflows": """
@@ -209,6 +217,28 @@ class Rows:
 class OtherMappings(Digits):
     def data(self, config):
         return Rows(), None
+""",
+    # And where each is an object of a class of its own, as those of a graph are.
+    "other_objects": """
+class Graph:
+    def __init__(self, images, which):
+        self.images, self.which = images, which
+
+
+class Rows:
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, row):
+        return Graph(torch.full((64,), float(row)), torch.tensor(os.getpid() if row >= 150 else 0))
+
+
+class OtherObjects(Digits):
+    def data(self, config):
+        return Rows(), None
+
+    def collate(self, rows):
+        return torch.stack([row.images for row in rows]), torch.zeros(len(rows), dtype=torch.long)
 """,
     # Its training images are in three files, which the ranks of a node share. Each tells how often it has opened one of them,
     # and whether it can write to what is shared.
@@ -791,11 +821,17 @@ class SlowSteps(Digits):
         time.sleep(0.1)
         return 1.0
 """,
-    # Batches are named tuples, of a dictionary and of an object that moves by itself, and say of what they are.
+    # Batches are named tuples, of a dictionary, a dataclass and an object that moves by itself, and say of what they are.
     "records": """
 from collections import namedtuple
+from dataclasses import dataclass
 
 Record = namedtuple("Record", "images labels")
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    values: torch.Tensor
 
 
 class Labels:
@@ -823,10 +859,10 @@ class Records(Digits):
 
     def collate(self, rows):
         images, labels = zip(*rows)
-        return Record(dict(pixels=[torch.stack(images)]), Labels(torch.stack(labels)))
+        return Record(dict(pixels=[Pixels(torch.stack(images))]), Labels(torch.stack(labels)))
 
     def forward(self, model, batch):
-        [pixels] = batch.images["pixels"]
+        pixels = batch.images["pixels"][0].values
         if not (batch.labels.moved and pixels.dtype == torch.float64 and batch.labels.labels.dtype == torch.long):
             print("a batch as it was")
         return model(pixels)
@@ -1205,7 +1241,7 @@ class TakesARoot(Digits):
 
     def metrics(self, outputs, batch):
         error = (outputs.argmax(-1) - batch[1]).double().square()
-        return {"rmse": error.mean().sqrt(), "right": (error == 0).sum()}
+        return {"rmse": error.mean().sqrt(), "right": (error == 0).sum(), "error": (error.mean(), 1)}
 """,
     # Its mistake is found by torch, which no line of this file has called.
     "hooked": """

@@ -918,7 +918,12 @@ def test_what_no_snapshot_holds_is_said(check, train_own):
 def test_a_metric_that_is_no_sum_is_said(check, train_own):
     """Also where the loss is none, and rows depend on each other."""
     (notes,) = done(check, train_own("takes_a_root")).values("start", "notes")
-    check.equal(named=([note.split(" of ")[0] for note in notes if note.startswith("metric ")], ["metric 'rmse'"]))
+    check.equal(
+        named=(
+            [note.split(" of ")[0] for note in notes if note.startswith("metric ")],
+            ["metric 'rmse'", "metric 'error (count)'"],
+        )
+    )
 
 
 @clause("L18")
@@ -2275,7 +2280,7 @@ def test_ranks_with_different_files_of_one_name(check, world, runs, first, copy)
 
 @clause("X5")
 @only(sizes=(2,))
-@pytest.mark.parametrize("name", ["other_data", "other_rows", "other_mappings", "other_held_out"])
+@pytest.mark.parametrize("name", ["other_data", "other_rows", "other_mappings", "other_objects", "other_held_out"])
 def test_ranks_with_different_data(check, train_own, name):
     run = expect_exit(check, train_own(name), 4)
     lines = [line for line in run.error_lines if "data=" in line and "on rank 1" in line]

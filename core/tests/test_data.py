@@ -3,8 +3,10 @@
 python -m pytest core/tests/test_data.py
 """
 
+import datetime
 import os
 import re
+from dataclasses import dataclass
 
 import numpy
 import pytest
@@ -325,6 +327,18 @@ class Listed:
         return self.values[row]
 
 
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    values: torch.Tensor
+
+
+class Graph:
+    """Refers to itself, and to what has an address alone."""
+
+    def __init__(self, nodes):
+        self.nodes, self.graph, self.lock = nodes, self, object()
+
+
 @pytest.mark.parametrize(
     "first, other",
     [
@@ -338,6 +352,11 @@ class Listed:
         (torch.ones(2, 3).t(), torch.arange(6.0).view(3, 2)),
         (numpy.ones(2), numpy.zeros(2)),
         (b"x", b"y"),
+        ({"b", "a"}, {"b", "c"}),
+        (Slotted(torch.ones(2)), Slotted(torch.zeros(2))),
+        (Graph(torch.ones(2)), Graph(torch.zeros(2))),
+        ([Graph({"a": 1})], [Graph({"a": 2})]),
+        (datetime.date(2026, 1, 2), datetime.date(2026, 1, 3)),
     ],
 )
 def test_rows_of_any_kind_have_a_fingerprint(first, other):

@@ -266,7 +266,7 @@ def number(kind, low, high, above=False):
             value = kind(text)
         except ValueError:
             value = None
-        if value is None or not low <= value <= high or (above and value == low):
+        if value is None or "_" in text or not text.isascii() or not low <= value <= high or (above and value == low):
             noun = "whole number" if kind is int else "number"
             raise argparse.ArgumentTypeError(f"{text!r} is not a {noun} {'above' if above else 'from'} {low} to {high:g}")
         return value

@@ -25,6 +25,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -308,16 +309,37 @@ class _Hashed:
         return self.total.hexdigest(), alone.hexdigest()
 
 
-def _update(total, value: Any) -> None:
-    if isinstance(value, Mapping):
-        value = [entry for pair in sorted(value.items(), key=lambda pair: str(pair[0])) for entry in pair]
-    if isinstance(value, list | tuple):
-        for entry in value:
-            _update(total, entry)
-    elif isinstance(value, torch.Tensor):
+def _update(total, value: Any, within: tuple[int, ...] = ()) -> None:
+    """within: the objects that the value is in, which may refer to each other."""
+    if isinstance(value, torch.Tensor):
         value = value.detach().cpu().contiguous()  # by name, for memory() does not keep it
         total.update(memory(value))
     elif hasattr(value, "tobytes"):  # NumPy's arrays, Pillow's images
         total.update(value.tobytes())
     elif isinstance(value, str | bytes | int | float | bool | None):
         total.update(repr(value).encode())
+    elif (entries := _entries(value)) is not None:
+        for entry in entries if id(value) not in within else ():
+            _update(total, entry, (*within, id(value)))
+    elif " at 0x" not in (text := repr(value)):  # dates, paths; an address is each process's own
+        total.update(text.encode())
+
+
+def _entries(value: Any) -> Sequence | None:
+    """Of what holds others: in an order that does not depend on the process."""
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    if not isinstance(value, Mapping):
+        value = _attributes(value)
+    return value and [entry for pair in sorted(value.items(), key=lambda pair: str(pair[0])) for entry in pair]
+
+
+def _attributes(value: Any) -> dict | None:
+    """Of an object of a class of its own, as those that hold a graph."""
+    if isinstance(value, type):
+        return None
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return getattr(value, "__dict__", None) or None

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,12 @@ class RunDirectory:
     def _wait_for_another(self) -> None:
         """Another node may have saved it, and a shared file system may show this one the old file for a while."""
         before, end = in_place(self.snapshot).stat(), time.monotonic() + LAG
-        while (now := in_place(self.snapshot).stat()) and time.monotonic() < end:
-            if (now.st_ino, now.st_mtime_ns, now.st_size) != (before.st_ino, before.st_mtime_ns, before.st_size):
-                break
+        while time.monotonic() < end:
             time.sleep(LAG / 20)
+            with suppress(FileNotFoundError):  # while it is replaced
+                now = in_place(self.snapshot).stat()
+                if (now.st_ino, now.st_mtime_ns, now.st_size) != (before.st_ino, before.st_mtime_ns, before.st_size):
+                    break
 
     def _found(self, lazily: bool) -> tuple[dict[str, torch.Tensor], dict] | None:
         broken = []
