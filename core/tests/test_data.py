@@ -32,7 +32,7 @@ def of(train_rows, held_out=None, batch: int = 16):
     workload.data = lambda config: (train_rows, held_out)
     config = parse(["--global-batch-size", str(batch)], 1, workload=find(Small))
     rows = data.of_workload(workload, config)
-    return *rows, data.fingerprint(*rows, workload, config)
+    return *rows, data.fingerprint(*rows, workload, config)[0]
 
 
 # ---- forms --------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def load(*argv: str, world_size: int = 1) -> Loaded:
     config = parse(argv, world_size, workload=workload)
     train, held_out = data.of_workload(workload, config)
     batches = (rows[torch.arange(len(rows))] for rows in (train, held_out))
-    return Loaded(*batches, data.fingerprint(train, held_out, workload, config))
+    return Loaded(*batches, data.fingerprint(train, held_out, workload, config)[0])
 
 
 def test_a_batch_larger_than_the_data_is_an_error():

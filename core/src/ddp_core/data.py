@@ -262,19 +262,17 @@ def _known(rows: Any) -> Any:
     return rows
 
 
-def fingerprint(train: Any, held_out: Any, workload: Workload, config, others: list[str] | None = None) -> str:
+def fingerprint(train: Any, held_out: Any, workload: Workload, config) -> tuple[str, list[str]]:
     """Of both: what they say of themselves, else of their bytes, else of some of their rows.
 
-    others: gets the rows that were others when they were read again, as "row 7" or "held-out row 7".
+    And those of these rows that were others when they were read again, as "row 7" or "held-out row 7".
     """
     with blaming(workload, "the data"):
         read = [
             (what, *_fingerprint(rows, config)) for what, rows in (("", train), ("held-out ", held_out)) if rows is not None
         ]
-    if others is not None:
-        others += [f"{what}row {row}" for what, _, changed in read for row in changed]
-    parts = [part for _, part, _ in read]
-    return "+".join(dict.fromkeys(parts))
+    others = [f"{what}row {row}" for what, _, changed in read for row in changed]
+    return "+".join(dict.fromkeys(part for _, part, _ in read)), others
 
 
 def _fingerprint(rows: Any, config) -> tuple[str, list[int]]:

@@ -196,14 +196,14 @@ class _Job:
         from ddp_core.run_directory import RunDirectory
 
         config, first = self.config, self.rank.restart == 0
-        self.rows, self.other_rows = data.of_workload(self.workload, config), list[str]()
+        self.rows = data.of_workload(self.workload, config)
         if is_initialized():
             raise WorkloadError(
                 "the workload's file has called init_process_group: take it out, for train.py does; its ranks can speak from "
                 "model() on"
             )
         lengths = [0 if rows is None else len(rows) for rows in self.rows]
-        self.fingerprint = data.fingerprint(*self.rows, self.workload, config, self.other_rows)
+        self.fingerprint, self.other_rows = data.fingerprint(*self.rows, self.workload, config)
         if self.rank.rank == 0:
             fresh, new = config.fresh and first, config.new_run_dir and first
             self.directory = RunDirectory(self.run_dir, self.rank.job_id, fresh, new, self.stop, config.max_shard_size)
