@@ -38,8 +38,8 @@ class Saver:
 
         put_drafts: of write(); then training waits.
         """
-        began = time.perf_counter()
         self.settle()
+        began = time.perf_counter()
         document = copy.deepcopy(document)  # the history in it grows with the next epoch
         copied = None if put_drafts else self._copied(tensors, document)
         self.fields = dict(step=document["step"], epochs_run=document["epochs_run"]) if snapshot else {}
