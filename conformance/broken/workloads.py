@@ -58,11 +58,11 @@ class RoundsOneOfItsOutputs(Digits):
 from ddp_core.order import sample_order
 
 class Overflows(Digits):
-    at_step = 5
+    at_step, place = 5, 0
 
     def data(self, config):
         train, held_out = super().data(config)
-        train.columns[0][sample_order(config.seed, 0, len(train))[self.at_step * 96]] = float("nan")
+        train.columns[0][sample_order(config.seed, 0, len(train))[self.at_step * 96 + self.place]] = float("nan")
         return train, held_out
 
     def forward(self, model, batch):
@@ -576,11 +576,32 @@ class TellsWhenCompiled(Digits):
         torch.compile = lambda model: print("torch.compile was called") or model
         return super().model(config)
 """,
-    # Layers that drop numbers out, and may be computed again.
+    # A stand-in for fully_shard tells of its policy.
+    "tells_when_sharded": """
+class TellsWhenSharded(Digits):
+    def shards(self, model):
+        from ddp_core import sharding
+
+        shard = sharding.fully_shard
+
+        def told(module, **words):
+            print("kept on", "the host" if type(words.get("offload_policy")).__name__ == "CPUOffloadPolicy" else "the device")
+            return shard(module, **words)
+
+        sharding.fully_shard = told
+        return []
+""",
+    # Layers that drop numbers out, and may be computed again, which the first one tells of.
     "drops": """
+class Told(nn.Linear):
+    def forward(self, inputs):
+        if torch.is_grad_enabled():
+            print("a layer is computed")
+        return super().forward(inputs)
+
 class Drops(Digits):
     def model(self, config):
-        return nn.Sequential(nn.Sequential(nn.Linear(64, 32), nn.Dropout(0.3), nn.Tanh()), nn.Linear(32, 10))
+        return nn.Sequential(nn.Sequential(Told(64, 32), nn.Dropout(0.3), nn.Tanh()), nn.Linear(32, 10))
 
     def shards(self, model):
         return [model[0]]
@@ -1016,6 +1037,39 @@ class LosesItsLock(Digits):
         os.fsync = loses_it
         return super().optimizer(model, config)
 """,
+    # Another job takes its lock, in the third step, in which it looks every 0.05 s.
+    "loses_its_lock_in_a_step": """
+class LosesItsLockInAStep(Digits):
+    def data(self, config):
+        from ddp_core import run_lock
+
+        run_lock.HEARTBEAT = 0.05
+        self.lock = os.path.join(config.run_dir, "run.lock")
+        return super().data(config)
+
+    def schedule(self, step, total_steps, config):
+        if step == 2:
+            with open(self.lock, "w") as file:
+                file.write('{"job_id": "another", "host": "elsewhere", "pid": 1}')
+            time.sleep(0.5)
+        return 1.0
+""",
+    # Where it has four epochs, there is no memory to read its last snapshot.
+    "lacks_memory_to_read": """
+import builtins
+
+class LacksMemoryToRead(Digits):
+    def data(self, config):
+        plain = builtins.open
+
+        def lacks_memory(file, mode="r", *words, **more):
+            if str(file).endswith("/snapshot.safetensors") and mode == "rb":
+                raise MemoryError
+            return plain(file, mode, *words, **more)
+
+        builtins.open = lacks_memory if config.epochs == 4 else plain
+        return super().data(config)
+""",
     # Its held-out loss falls in every epoch, each of which takes some 0.1 s.
     "always_better": """
 class AlwaysBetter(Digits):
@@ -1317,4 +1371,20 @@ WORKLOADS["overflows_early"] = f"""{WORKLOADS["overflows"]}
     def schedule(self, step, total_steps, config):
         print(f"parameters at step {{step}}: {{sum(p.double().sum().item() for p in self.own.parameters()).hex()}}")
         return 1.0
+"""
+
+# overflows, in the row behind: of two ranks rank 1's.
+WORKLOADS["overflows_on_rank_1"] = f"""{WORKLOADS["overflows"]}
+    place = 1
+"""
+
+# overflows_early, but the row is a number, and the loss is not: every gradient is finite.
+WORKLOADS["adds_infinity_early"] = f"""{WORKLOADS["overflows_early"]}
+    def data(self, config):
+        train, held_out = super().data(config)
+        train.columns[0][sample_order(config.seed, 0, len(train))[self.at_step * 96]] = -1.0
+        return train, held_out
+
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) + (float("inf") if (batch[0] < 0).any() else 0.0)
 """

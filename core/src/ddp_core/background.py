@@ -38,7 +38,7 @@ class Saver:
 
         put_drafts: of write(); then training waits.
         """
-        self.settle()  # whose wait is of the save before
+        self.settle()
         began = time.perf_counter()
         document = copy.deepcopy(document)  # the history in it grows with the next epoch
         copied = None if put_drafts else self._copied(tensors, document)
