@@ -210,6 +210,35 @@ class OtherMappings(Digits):
     def data(self, config):
         return Rows(), None
 """,
+    # And where they differ in a text, or in a number of NumPy's.
+    "other_texts": """
+class Rows:
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, row):
+        return torch.full((64,), float(row)), 0, f"text {os.getpid() if row >= 150 else row}"
+
+
+class OtherTexts(Digits):
+    def data(self, config):
+        return Rows(), None
+""",
+    "other_arrays": """
+import numpy
+
+class Rows:
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, row):
+        return numpy.full(64, row, dtype="f4"), 0, numpy.array([row, os.getpid() if row >= 150 else 0])
+
+
+class OtherArrays(Digits):
+    def data(self, config):
+        return Rows(), None
+""",
     # Its training images are in three files, which the ranks of a node share. Each tells how often it has opened one of them,
     # and whether it can write to what is shared.
     "reads_a_file": """

@@ -2438,7 +2438,9 @@ def test_ranks_with_different_files_of_one_name(check, world, runs, first, copy)
 
 @clause("X5")
 @only(sizes=(2,))
-@pytest.mark.parametrize("name", ["other_data", "other_rows", "other_mappings", "other_held_out"])
+@pytest.mark.parametrize(
+    "name", ["other_data", "other_rows", "other_mappings", "other_texts", "other_arrays", "other_held_out"]
+)
 def test_ranks_with_different_data(check, train_own, name):
     run = expect_exit(check, train_own(name), 4)
     lines = [line for line in run.error_lines if "data=" in line and "on rank 1" in line]
@@ -2558,7 +2560,7 @@ def test_replicas_that_differ_leave_no_snapshot(check, train_own):
 
 @clause("X7")
 @only(sizes=(2, 4), devices=("cpu",))
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=only(sizes=(2,))), 1])
 def test_a_killed_rank_is_named_by_the_others(check, world, runs, first, rank):
     """It, and none of those that wait for each other because of it."""
     run = world.train(first, runs.folder(first, f"lost-{rank}"), long(world)[0], kill_ranks=(rank,))
