@@ -240,6 +240,35 @@ class OtherObjects(Digits):
     def collate(self, rows):
         return torch.stack([row.images for row in rows]), torch.zeros(len(rows), dtype=torch.long)
 """,
+    # And where they differ in a text, or in a number of NumPy's.
+    "other_texts": """
+class Rows:
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, row):
+        return torch.full((64,), float(row)), 0, f"text {os.getpid() if row >= 150 else row}"
+
+
+class OtherTexts(Digits):
+    def data(self, config):
+        return Rows(), None
+""",
+    "other_arrays": """
+import numpy
+
+class Rows:
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, row):
+        return numpy.full(64, row, dtype="f4"), 0, numpy.array([row, os.getpid() if row >= 150 else 0])
+
+
+class OtherArrays(Digits):
+    def data(self, config):
+        return Rows(), None
+""",
     # Its training images are in three files, which the ranks of a node share. Each tells how often it has opened one of them,
     # and whether it can write to what is shared.
     "reads_a_file": """
@@ -250,9 +279,18 @@ from ddp_core.data import Rows, mapped
 class ReadsAFile(Digits):
     def flags(self, add):
         add("--file")
+        add("--cgroup")  # a folder that says how much memory a job may have
 
     def data(self, config):
         train, held_out = super().data(config)
+        if config.cgroup:
+            from pathlib import Path
+            from ddp_core import memory, staging
+
+            memory.MEMBER, memory.GROUPS = Path(config.cgroup, "member"), Path(config.cgroup)
+            staging.IN_MEMORY = ()  # where the file is in memory already, this is the same
+        if os.environ.get("ANOTHER_USER"):
+            os.geteuid = lambda: 12345  # and what the kernel tells of the other end is not this number
         opened, looking = [], True
         sys.addaudithook(lambda event, found: opened.append(found[0]) if looking and event == "open" else None)
         files = [config.file + suffix for suffix in ("", ".npy", ".safetensors")]
@@ -377,6 +415,51 @@ class Rows:
 class OpensLate(Digits):
     def data(self, config):
         return Rows(), Rows()
+""",
+    # Tells how many processes read its rows when DistributedDataParallel is called.
+    "counts_its_workers": """
+import multiprocessing
+from torch.nn.parallel import DistributedDataParallel
+
+class CountsItsWorkers(Digits):
+    def data(self, config):
+        return [*zip(*super().data(config)[0].columns)], None  # read one by one
+
+    def forward(self, model, batch):
+        if isinstance(model, DistributedDataParallel):
+            print("workers", len(multiprocessing.active_children()))
+        return model(batch[0])
+""",
+    # At step 3 rank 1 sends more than rank 0 waits for.
+    "sends_more": """
+class SendsMore(Digits):
+    def schedule(self, step, total_steps, config):
+        if step == 3 and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(torch.zeros(100 if torch.distributed.get_rank() else 4))
+        return 1.0
+""",
+    # A process of its own, which it ends as a multiprocessing.Pool ends its processes.
+    "has_a_helper": """
+import multiprocessing, signal
+
+class HasAHelper(Digits):
+    def data(self, config):
+        helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(2,), daemon=True)
+        helper.start()
+        time.sleep(0.1)
+        helper.terminate()
+        helper.join()
+        print("helper ended by", -helper.exitcode)
+        return super().data(config)
+""",
+    # It waits for a file system for two tenths of a second, and not for ten.
+    "is_impatient": """
+from ddp_core import run_directory
+
+class IsImpatient(Digits):
+    def data(self, config):
+        run_directory.LAG = 0.2
+        return super().data(config)
 """,
     # Flags whose values are other ones when JSON gives them back.
     "flags_of_any_make": """
@@ -647,7 +730,7 @@ import signal
 
 class ToldBeforeTheyMeet(Digits):
     def data(self, config):
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.Signals[os.environ["TOLD"]])
         return super().data(config)
 """,
     # It is told to stop three times in one step: by its scheduler, and by Ctrl-C, which reaches it from its launcher, too.
@@ -793,7 +876,11 @@ class TellsOfItsRows(Digits):
             print("rounded rows")
         if len(batch[0]) != 2:  # the first ones are tried
             print("rows", "training" if torch.is_grad_enabled() else "held-out", len(batch[0]))
-        return model(batch[0])
+        outputs = model(batch[0])
+        if len(batch[0]) != 2:
+            kind = str(outputs.dtype).removeprefix("torch.")
+            print("products", "training" if torch.is_grad_enabled() else "held-out", kind)
+        return outputs
 
     def data(self, config):
         rows = super().data(config)
@@ -1309,6 +1396,44 @@ class Hooked(Digits):
 class PastDdp(Digits):
     def forward(self, model, batch):
         return getattr(model, "module", model)(batch[0])
+""",
+    # Models and optimizers that no loop can train, or no snapshot can hold.
+    "needs_a_closure": """
+class NeedsAClosure(Digits):
+    def optimizer(self, model, config):
+        return torch.optim.LBFGS(model.parameters(), lr=config.lr)
+""",
+    "schedules_by_torch": """
+class SchedulesByTorch(Digits):
+    def optimizer(self, model, config):
+        made = super().optimizer(model, config)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(made, 5)
+        return made
+""",
+    "keeps_an_extra_state": """
+class Net(nn.Sequential):
+    def get_extra_state(self):
+        return dict(seen=1)
+
+    def set_extra_state(self, state):
+        pass
+
+
+class KeepsAnExtraState(Digits):
+    def model(self, config):
+        return Net(*super().model(config))
+""",
+    "lazy": """
+class Lazy(Digits):
+    def model(self, config):
+        return nn.Sequential(*super().model(config), nn.LazyLinear(10))
+""",
+    "expanded": """
+class Expanded(Digits):
+    def model(self, config):
+        net = super().model(config)
+        net.register_buffer("ones", torch.ones(1, 64).expand(10, 64))
+        return net
 """,
     # What it would have is not there, and nobody says so.
     "misspelled": """

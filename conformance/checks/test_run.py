@@ -72,6 +72,10 @@ MISTAKES |= dict(climbs="schedule() returned -0.25 at step 5", hooked="hooked, a
 MISTAKES |= dict.fromkeys(("thaws", "freezes"), "requires_grad of 0.weight has changed by step")
 MISTAKES |= dict(leaves="at step 3, line 11 (loss): SystemExit")
 MISTAKES |= dict(sounds_lost="at step 3, line 11 (loss): RuntimeError: the peer timed out")
+# And what no loop can train, or no snapshot can hold: in ranks as in a world of one.
+REFUSED = dict(needs_a_closure="should return an optimizer of torch.optim that needs no closure")
+REFUSED |= dict(schedules_by_torch="optimizer() made one of torch's lr_scheduler", lazy="3.weight, 3.bias has no shape yet")
+REFUSED |= dict(keeps_an_extra_state="Net has get_extra_state()", expanded="ones is an expanded view")
 
 
 class Runs:
@@ -197,8 +201,12 @@ def damaged_copy(source: Path, target: Path) -> None:
 
 
 def verified(*files: Path) -> int:
+    return looked_at("verify", *files)
+
+
+def looked_at(act: str, *files: Path) -> int:
     """The exit code of ddp_core's own look at these snapshots."""
-    command = [sys.executable, "-m", "ddp_core.snapshot", "verify", *files]
+    command = [sys.executable, "-m", "ddp_core.snapshot", act, *files]
     return subprocess.run(command, capture_output=True, check=False).returncode
 
 
@@ -423,6 +431,17 @@ def test_a_rank_of_another_start_is_not_joined(check, world, own, runs, job_id, 
     check.equal(starts=(len(run.of("start")), 0), says=("belongs to" in "".join(run.errors), True))
 
 
+@clause("R8")
+@only(sizes=(4,), devices=("cpu",))
+def test_two_processes_that_are_one_rank_are_named(check, world, runs, first):
+    """Of a launch line that gives two processes one number."""
+    twin = {name: "2" for place in ("rank", "local_rank") for name in first.variables_with(place)}
+    flags, environ = f"{SHORT} --rendezvous-timeout 3", twin if world.rank == world.size - 1 else {}
+    run = expect_exit(check, world.train(first, runs.folder(first, "twins"), flags, environ=environ), 4)
+    words = "rank 2 is there twice"
+    check.equal(says=(words if words in "".join(run.errors) else run.errors, words))
+
+
 @machine(FP64)
 @clause("R9")
 def test_the_end_says_how_fast_it_was(check, world, own, runs):
@@ -494,22 +513,12 @@ def test_ranks_whose_clocks_differ_speak_at_the_same_step(check, train_own):
 def test_a_file_of_data_is_read_once_a_node(check, world, runs, first, train_own, num_nodes):
     """Of raw numbers, of NumPy's and of safetensors': a part of the images is in each."""
     file = runs.root / "images"
-
-    def write() -> None:
-        from safetensors.numpy import save_file
-
-        images = reference.load()[0]
-        file.write_bytes(images[:500].tobytes())
-        pixels = (images * 4 * 4095).astype("<u2")  # up to 65,520
-        np.save(f"{file}.npy", pixels[500:900])
-        save_file(dict(pixels=pixels[900:]), f"{file}.safetensors")
-
-    world.on_rank_0(write)
+    world.on_rank_0(lambda: write_images(file))
     kind = world.on_rank_0(lambda: subprocess.check_output(["stat", "-f", "-c", "%T", file], text=True).strip())
     flags = f"--precision fp64 --file {file}"
     once, each = done(check, *(train_own("reads_a_file", f"{flags} {more}", num_nodes=num_nodes) for more in ("", OFF)))
     places = [row["local_rank"] for row in once.of("start")[-1]["ranks"]]
-    opened = [[int(text.partition("opened ")[2].split()[0]) for text in run.output] for run in (once, each)]
+    opened = [times_opened(run) for run in (once, each)]
     should_be = [1 if place == 0 or kind in ("tmpfs", "ramfs") else 0 for place in places]
     check.equal(times_that_each_rank_opened_it=(opened[0], should_be), and_without_staging=(opened[1], [1] * world.size))
     check.equal(ranks_that_can_write_to_it=([rank for rank, text in enumerate(once.output) if "written to" in text], []))
@@ -537,6 +546,58 @@ def test_memory_of_a_step_is_there_for_the_next_one(check, monkeypatch, flags):
     kept = 2**24 <= threshold <= 2**25 and 2**30 <= top < 2**31
     given_back = 0 <= threshold <= 2**17 and 0 <= top <= 2**17
     check.equal(kept_and_given_back=((kept, given_back), (not flags, bool(flags))))
+
+
+@clause("R13")
+@only(sizes=(2,), devices=("cpu",))
+def test_a_file_without_room_in_memory_is_read_where_it_is(check, world, runs, first, train_own):
+    """Of which the job's cgroup has left 20 kB."""
+    file, cgroup = runs.root / "roomless", runs.root / "cgroup"
+
+    def write() -> None:
+        write_images(file)
+        cgroup.mkdir()
+        most, stat = 2**40, "anon 0"
+        files = {"member": "0::/", "memory.max": most, "memory.current": most - 20_000, "memory.stat": stat}
+        for name, text in files.items():
+            (cgroup / name).write_text(f"{text}\n")
+
+    world.on_rank_0(write)
+    run = done(check, train_own("reads_a_file", f"--steps-per-epoch 2 --file {file} --cgroup {cgroup}"))
+    check.equal(times_that_each_rank_opened_it=(times_opened(run), [1, 1]))
+    noted = [note for note in run.of("start")[-1]["notes"] if "half of the memory" in note]
+    check.equal(notes=(len(noted), 1))
+
+
+@clause("R13")
+@only(sizes=(2,), devices=("cpu",))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_another_user_s_process_has_no_part_in_it(check, world, runs, first, train_own, rank):
+    """Everybody on a node can ask the first rank for its copy, and can answer in its place."""
+    file, cgroup = runs.root / f"not-for-all-{rank}", runs.root / f"no-limit-{rank}"
+    world.on_rank_0(lambda: [write_images(file), cgroup.mkdir(), (cgroup / "member").write_text("0::/\n")])
+    environ = dict(ANOTHER_USER="1") if world.rank == rank else {}
+    flags = f"--steps-per-epoch 2 --file {file} --cgroup {cgroup}"
+    run = done(check, train_own("reads_a_file", flags, environ=environ, apart=True))
+    check.equal(times_that_each_rank_opened_it=(times_opened(run), [1, 1]))
+    noted = [note for note in run.of("start")[-1]["notes"] if "not once: " in note]
+    check.equal(notes=(len(noted), 1))
+
+
+def write_images(file: Path) -> None:
+    """A part of them as raw numbers, in NumPy's format, and in safetensors'."""
+    from safetensors.numpy import save_file
+
+    images = reference.load()[0]
+    file.write_bytes(images[:500].tobytes())
+    pixels = (images * 4 * 4095).astype("<u2")  # up to 65,520
+    np.save(f"{file}.npy", pixels[500:900])
+    save_file(dict(pixels=pixels[900:]), f"{file}.safetensors")
+
+
+def times_opened(run) -> list[int]:
+    """By rank."""
+    return [int(text.partition("opened ")[2].split()[0]) for text in run.output]
 
 
 # ---- order of samples ---------------------------------------------------------------------------------------------
@@ -613,6 +674,15 @@ def test_every_step_is_recorded(check, own, runs):
     choices = dict(workload="digits", precision="fp64", epochs=3, global_batch_size=G, lr=0.1, seed=0)
     check.equal(config=({name: start["config"][name] for name in choices}, choices))
     check.equal(rows=([start[f"{part}_rows"] for part in ("training", "held_out")], [1438, 359]))
+
+
+@clause("L1")
+@only(sizes=(1,), devices=("cpu",))
+def test_under_log_every_each_step_of_so_many_is_recorded(check, world, runs, first):
+    """The third, the sixth and the ninth, as they are counted: whoever has trained three steps sees one."""
+    flags = f"{SHORT} --steps-per-epoch 10 --log-every 3"
+    run = done(check, world.train(first, runs.folder(first, "every-third"), flags))
+    check.equal(steps=(run.values("step", "step"), [2, 5, 8]))
 
 
 @machine(FP64)
@@ -757,6 +827,17 @@ def test_canonical_computes_with_one_thread(check, world, runs, first):
     check.equal(threads_of_canonical_and_ddp=(threads, [1, 2]))
 
 
+@clause("L12")
+@only(sizes=(2, 4), devices=("cpu",))
+def test_the_ranks_of_a_node_share_its_cores(check, world, runs, first, monkeypatch):
+    """Where no variable says how many threads a rank has."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    run = done(check, world.train(first, runs.folder(first, "shared-cores"), SHORT, apart=True))
+    rows = run.of("start")[-1]["ranks"]
+    cores = [len(each) for each in world.gather(os.sched_getaffinity(0))]
+    check.equal(threads=([row["threads"] for row in rows], [max(1, count // world.size) for count in cores]))
+
+
 def same_in_a_world_of_one(check, world, runs, launch, flags):
     __tracebackhide__ = True
     flags = f"{flags} --reduction canonical"
@@ -798,14 +879,16 @@ def test_micro_batches_are_the_same_training(check, runs, first, flags):
 @only(sizes=(2,), devices=("cpu",))
 def test_micro_batches_are_summed_once_a_step(check, runs, first, world):
     """As the trace of two steps shows."""
-    sums = []
+    sums, steps = [], []
     for accumulate in (1, 4):
         path = runs.folder(first, f"summed-{accumulate}")
         flags = f"--workload digits --epochs 1 --steps-per-epoch 9 --profile 2 --accumulate {accumulate}"
         done(check, world.train(first, path, flags))
         with gzip.open(path / "trace.json.gz") as file:
-            sums.append(sum("all_reduce" in event.get("name", "") for event in json.load(file)["traceEvents"]))
-    check.equal(sums=(sums[1], sums[0]), some=(sums[0] > 0, True))
+            events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+        sums.append(sum("all_reduce" in event["name"] for event in events))
+        steps.append(sum(event["name"] == "optimizer" for event in events))
+    check.equal(sums=(sums[1], sums[0]), some=(sums[0] > 0, True), steps_traced=(steps, [2, 2]))
 
 
 @clause("L13")
@@ -876,6 +959,22 @@ def test_what_it_prints_may_have_letters_that_the_terminal_has_not(check, world,
 
 
 @clause("L14")
+@only(sizes=(1,), devices=("cpu",))
+def test_what_it_prints_need_not_be_read_to_its_end(check, world, runs, first, own_file):
+    """`train.py | head -1`: the run trains on, and says once that nobody hears it."""
+    folder = runs.folder(first, "unheard")
+    command = [sys.executable, first.train, *world.flags(folder, f"{own_file('prints')} --epochs 1")]
+    read, write = os.pipe()
+    os.close(read)
+    environ = sites.without_launcher()
+    process = subprocess.run(command, env=environ, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    lines = process.stderr.splitlines()
+    check.equal(exit_code=(process.returncode, 0), snapshot=((folder / SNAPSHOT).exists(), True))
+    check.equal(lines=([line for line in lines if "standard output" not in line], []), warnings=(len(lines), 1))
+
+
+@clause("L14")
 @only(sizes=(1, 2))
 def test_batches_of_any_make_are_moved_and_converted(check, world, train_own):
     """The digits in named tuples, dictionaries, lists and an object: in the run's precision, with the golden losses."""
@@ -889,6 +988,15 @@ def test_batches_of_any_make_are_moved_and_converted(check, world, train_own):
 def test_a_file_that_rows_are_read_from_is_a_worker_s_own(check, train_own):
     """It is opened at the first row, as PyTorch's users do it: one that was open before would be read at another's place."""
     done(check, train_own("opens_late", "--workers 2"))
+
+
+@clause("L15")
+@only(sizes=(2,), devices=("cpu",))
+def test_workers_are_there_before_the_first_gradients(check, train_own):
+    """A process that is forked behind their sum has gloo's locks, and none of its threads: it may hang, or crash."""
+    run = done(check, train_own("counts_its_workers", "--workers 2 --steps-per-epoch 2"))
+    counts = [re.findall(r"workers (\d+)", text)[:1] for text in run.output]
+    check.equal(workers_when_ddp_is_first_called=(counts, [["2"], ["2"]]))
 
 
 @clause("L15")
@@ -1118,7 +1226,9 @@ def test_the_rows_are_the_same_under_every_seed(check, name):
 def test_rows_are_not_rounded(check, train_own, precision):
     """Autocast rounds what enters a product; a target, and what a model computes otherwise, it does not."""
     run = done(check, train_own("tells_of_its_rows", f"--precision {precision} --steps-per-epoch 2"))
-    check.equal(rounded=("rounded rows" in run.output[0], False))
+    products = [sorted({*re.findall(rf"products {kind} (\w+)", run.output[0])}) for kind in ("training", "held-out")]
+    should_be = [[dict(bf16="bfloat16", fp16="float16")[precision]]] * 2
+    check.equal(rounded=("rounded rows" in run.output[0], False), products_trained_and_held_out=(products, should_be))
 
 
 @clause("L4")
@@ -1398,6 +1508,20 @@ def test_a_rank_that_cannot_write_its_file_of_a_set_ends_all(check, world, train
 
 
 @clause("S13")
+@only(sizes=(2,), devices=("cpu",))
+def test_rank_0_writes_the_whole_set_where_others_do_not_see_its_folder(check, world, runs, first, own_file, monkeypatch):
+    """Which is on its node's own disk, as is here a path that begins in each rank's own working directory."""
+    folder = runs.folder(first, "disks")
+    (folder / f"of-{world.rank}").mkdir(parents=True)
+    monkeypatch.chdir(folder / f"of-{world.rank}")
+    flags = f"{own_file('is_impatient')} --epochs 1 --sharding full {SETS} --run-dir mine"
+    run = done(check, world.train(first, folder, flags))
+    files = world.on_rank_0(lambda: take_set_apart(folder / f"of-0/mine/{SNAPSHOT}.index.json")["sizes"])
+    noted = ["not seen by rank 1" in text for text in run.output]
+    check.equal(files=(len(files), 5), written_by_rank_1=(run.written[1], []), noted=(noted, [True, False]))
+
+
+@clause("S13")
 @only(sizes=(2, 4), devices=("cpu",))
 def test_from_one_file_to_a_set_and_back(check, world, runs, first):
     """Nothing stale is left that could be taken for the run's state."""
@@ -1432,7 +1556,12 @@ def test_every_launcher_of_every_site_writes_the_same_bytes(check, world, launch
 @clause("S8")
 @pytest.mark.parametrize("num_nodes", [1, TWO])
 def test_rank_0_alone_writes(check, world, launch, runs, num_nodes):
-    run = done(check, world.train(launch, runs.folder(launch, f"writers-{num_nodes}"), SHORT, num_nodes))
+    umask = os.umask(0)  # as of a user who shares everything, and perhaps does not know
+    run = world.train(launch, runs.folder(launch, f"writers-{num_nodes}"), SHORT, num_nodes)
+    os.umask(umask)
+    done(check, run)
+    paths = world.on_rank_0(lambda: [path.name for path in [run.folder, *run.folder.iterdir()] if path.stat().st_mode & 0o002])
+    check.equal(others_may_write_to=(paths, []))
     writers = {rank: files for rank, files in enumerate(run.written) if files}
     check.equal(rank_0_writes=(SNAPSHOT in str(writers.pop(0, "")), True), other_writers=(writers, {}))
 
@@ -1547,6 +1676,14 @@ def test_stopped_at_a_step_that_is_saved_it_saves_once(check, world, runs, first
 def test_a_signal_to_every_process_of_the_job_stops_it_as_well(check, train_own):
     """Schedulers send it to those that read rows, too: these read on until their rank has saved."""
     stopped_and_saved(check, train_own("told_with_its_workers", "--workers 1"))
+
+
+@clause("X2")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_process_of_the_workload_s_own_ends_when_it_is_told_to(check, train_own):
+    """It has not the run's way to stop: a multiprocessing.Pool ends its processes by SIGTERM, and waits for them."""
+    run = done(check, train_own("has_a_helper", "--steps-per-epoch 1", apart=True))
+    check.equal(ended_by=(re.findall(r"helper ended by (\S+)", run.output[0]), [str(int(signal.SIGTERM))]))
 
 
 @clause("C1")
@@ -1790,13 +1927,18 @@ def test_verify_tells_of_any_file_that_is_damaged(check, world, own, runs):
     run, path = runs.train(own, FP64), runs.folder(own, "verified")
     done(check, run)
 
+    whole, damaged = run.folder / SNAPSHOT, path / "damaged.safetensors"
+
     def verify() -> list[int]:
         path.mkdir()
-        whole, damaged = run.folder / SNAPSHOT, path / "damaged.safetensors"
         damaged_copy(whole, damaged)
         return [verified(*files) for files in ([damaged, whole], [whole, damaged], [whole, whole])]
 
     check.equal(exit_codes=(world.on_rank_0(verify), [5, 5, 0]))
+    before = run.folder / "snapshot.prev.safetensors"
+    acts = [("diff", whole, before), ("diff", whole, whole), ("diff", whole, damaged), ("show", whole, before)]
+    codes = [looked_at(*act) for act in acts]
+    check.equal(exit_codes_of_diff_and_show=(codes, [1, 0, 5, 0]))
 
 
 @clause("C4")
@@ -1979,6 +2121,26 @@ def test_killed_and_resumed_is_bitwise_as_never_killed(check, world, own, runs):
     done(check["C5"], never, resumed)
     check["C5"].equal(went_on_from_an_epoch=(resumed.values("start", "step")[-1] >= an_epoch, True))
     same_as_never_stopped(check["C5"], world, resumed, never)
+
+
+@clause("C5")
+@only(sizes=(1,), devices=("cpu",))
+def test_the_last_snapshot_is_waited_for_where_a_file_system_lags(check, runs, first, monkeypatch):
+    """Another node has saved it, and this one is shown the file of before for a while. The log knows of both."""
+    from ddp_core import run_directory
+
+    run, path = runs.train(first, FP64), runs.folder(first, "lags")
+    done(check, run)
+    shutil.copytree(run.folder, path)
+    late, newest, before = path / "late", path / SNAPSHOT, path / "snapshot.prev.safetensors"
+    newest.rename(late)
+    shutil.copy(before, newest)
+    monkeypatch.setattr(run_directory, "LAG", 5.0)
+    directory = run_directory.RunDirectory(path, "1")
+    threading.Timer(0.3, late.replace, [newest]).start()
+    _, document = directory.load()
+    directory.release()
+    check.equal(goes_on_at_step=(document["step"], 42))
 
 
 @clause("L1")
@@ -2266,10 +2428,10 @@ def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
 
 @clause("C9")
 @only(sizes=(1,), devices=("cpu",))
-def test_a_job_script_finds_the_run_where_it_is(check, world, runs, first):
-    """Of its own flag and the user's, the user's counts."""
+def test_a_job_script_finds_the_run_where_it_is(check, world, runs, first, own_file):
+    """Of its own flag and the user's, the user's counts. A run of a user's own file has its name."""
     path, found, should_be = runs.folder(first, "find-run"), [], []
-    for run_dir in ("", "--new-run-dir of-job", "--new-run-dir of-that-job --run-dir of-user"):
+    for run_dir in ("", own_file("prints"), "--new-run-dir of-job", "--new-run-dir of-that-job --run-dir of-user"):
         flags = f"{SHORT} {run_dir}"
         done(check, world.train(first, path, f"--device cpu {flags}", bare=True))
         (log,) = {*path.rglob(LOG)} - {path / run / LOG for run in should_be}
@@ -2401,6 +2563,7 @@ def test_a_mistyped_flag_is_one_line(check, world, own, runs):
 # Each with the words that name it.
 NONSENSE = {"--lr 0": "--lr", "--lr nan": "--lr", "--precision fp8": "--precision", "--timeout 0": "--timeout"}
 NONSENSE |= {"--epoch 3": "--epoch", "--width 3": "--width", "--shards 8": "--shards", "--accumulate 7": "--accumulate 7"}
+NONSENSE |= {"--sharding full --offload --precision fp16": "--offload", "--offload": "--offload"}
 NONSENSE |= {"--log-every 0": "--log-every", "--global-batch-size 5000": "--global-batch-size 5000"}
 
 
@@ -2449,9 +2612,20 @@ def test_ranks_with_different_files_of_one_name(check, world, runs, first, copy)
     check.equal(lines_that_name_the_file=(len(lines), 1))
 
 
+OTHERS_OF_A_RANK = [
+    "other_data",
+    "other_rows",
+    "other_mappings",
+    "other_objects",
+    "other_texts",
+    "other_arrays",
+    "other_held_out",
+]
+
+
 @clause("X5")
 @only(sizes=(2,))
-@pytest.mark.parametrize("name", ["other_data", "other_rows", "other_mappings", "other_objects", "other_held_out"])
+@pytest.mark.parametrize("name", OTHERS_OF_A_RANK)
 def test_ranks_with_different_data(check, train_own, name):
     run = expect_exit(check, train_own(name), 4)
     lines = [line for line in run.error_lines if "data=" in line and "on rank 1" in line]
@@ -2572,9 +2746,10 @@ def test_replicas_that_differ_leave_no_snapshot(check, train_own):
 
 
 @clause("X7")
-@only(sizes=(2,), devices=("cpu",))
-@pytest.mark.parametrize("rank", [0, 1])
+@only(sizes=(2, 4), devices=("cpu",))
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=only(sizes=(2,))), 1])
 def test_a_killed_rank_is_named_by_the_others(check, world, runs, first, rank):
+    """It, and none of those that wait for each other because of it."""
     run = world.train(first, runs.folder(first, f"lost-{rank}"), long(world)[0], kill_ranks=(rank,))
     check.equal(exit_codes=(run.exit_codes, [137 if other == rank else 7 for other in range(world.size)]))
     lost = f"rank {rank} died or hangs"
@@ -2589,6 +2764,13 @@ def test_a_rank_that_hangs_is_named_by_the_others(check, train_own, where):
     run = expect_exit(check, train_own("hangs", f"--steps-per-epoch 5 --timeout 3 --where {where}", apart=True), 7)
     words = "rank 1 died or hangs"
     check.equal(says=(words if words in run.errors[0] else run.errors, words))
+
+
+@clause("X7")
+@only(sizes=(2,), devices=("cpu",))
+def test_ranks_that_send_each_other_unlike_messages_end_with_7(check, train_own):
+    """gloo then ends a process where no exception reaches Python."""
+    expect_exit(check, train_own("sends_more", "--steps-per-epoch 5 --timeout 5", apart=True), 7)
 
 
 @clause("X7")
@@ -2611,12 +2793,16 @@ def test_ranks_that_do_not_come_are_named(check, world, runs, first):
     check.equal(lines=(len(run.error_lines), 1), names_the_rank=(says, True))
 
 
-@clause("X15")
+@clause("X2", "X15")
 @only(sizes=(2,), devices=("cpu",))
-def test_a_rank_that_waits_in_vain_and_is_told_to_stop_is_not_started_again(check, train_own):
-    """Its launcher ends it because another has failed: with 75 the job would come back, to fail again."""
-    run = train_own("told_before_they_meet", odd_flags="--help", apart=True)
-    check.equal(exit_codes=(run.exit_codes, [4, 0]), names_the_signal=("SIGTERM before all ranks" in run.errors[0], True))
+@pytest.mark.parametrize("name, code, words", [("SIGTERM", 4, "all ranks"), ("SIGUSR1", 75, "the first step")])
+def test_a_rank_that_waits_in_vain_and_is_told_to_stop_is_not_started_again(check, train_own, name, code, words):
+    """Its launcher ends it because another has failed: with 75 the job would come back, to fail again. SIGUSR1 is of a
+    scheduler whose time is up, and one that comes back then is right.
+    """
+    run = train_own("told_before_they_meet", odd_flags="--help", environ=dict(TOLD=name), apart=True)
+    of = check["X15" if code == 4 else "X2"]
+    of.equal(exit_codes=(run.exit_codes, [code, 0]), names_the_signal=(f"{name} before {words}" in "".join(run.errors), True))
 
 
 @clause("X16")
@@ -2648,6 +2834,28 @@ def test_ranks_know_each_other_by_the_secret_of_the_environment(check, world, ru
     check.equal(signed=(signed.values("start", "signed"), [True]))
     flags = f"{SHORT} --rendezvous-timeout 3"
     expect_exit(check, world.train(first, runs.folder(first, "two-secrets"), flags, environ=secrets[world.rank]), 4)
+    guessed = expect_exit(check, world.train(first, runs.folder(first, "guessed"), flags, environ={"DDP_SECRET": "q"}), 3)
+    check.equal(says_which=(["DDP_SECRET" in text for text in guessed.errors], [True, True]))
+
+
+@clause("X16")
+@only(sizes=(1,), devices=("cpu",))
+def test_what_a_rank_has_signed_is_good_under_its_name_alone(check):
+    """A stranger can copy it. The core's own store, without a network."""
+    from ddp_core.errors import RendezvousError
+    from ddp_core.rendezvous import SignedStore
+    from torch.distributed import HashStore
+
+    stored, taken = HashStore(), []
+    signed = SignedStore(stored, "0123456789abcdef" * 2, "here")
+    signed.set("rank/1", "all is well")
+    stored.set("verdict", stored.get("rank/1"))
+    for name in ("rank/1", "verdict"):
+        try:
+            taken.append(signed.get(name))
+        except RendezvousError as error:
+            taken.append(int(error.code))
+    check.equal(taken=(taken, [b"all is well", 4]))
 
 
 @clause("X13")
@@ -2670,19 +2878,20 @@ def test_memory_of_a_host_that_does_not_suffice(check, train_own):
 
 @clause("X17")
 @only(sizes=(2,))
-def test_a_stale_core_on_one_node(check, world, runs, first):
+@pytest.mark.parametrize("changed", ["trainer.py", "workloads/gpt.py"])
+def test_a_stale_core_on_one_node(check, world, runs, first, changed):
     """It has the same version, and one file that differs by an empty line."""
-    stale = runs.root / "stale-core"
+    stale = runs.root / f"stale-core-{Path(changed).stem}"
 
     def copy() -> None:
         shutil.copytree(core_of.CORE, stale / "ddp_core")
         shutil.copy(first.train, stale)
-        with open(stale / "ddp_core/trainer.py", "a") as file:
+        with open(stale / "ddp_core" / changed, "a") as file:
             file.write("\n")
 
     world.on_rank_0(copy)
     launch = replace(first, train=stale / first.train.name) if world.rank == world.size - 1 else first
-    run = expect_exit(check, world.train(launch, runs.folder(first, "stale-core"), SHORT), 4)
+    run = expect_exit(check, world.train(launch, runs.folder(first, stale.name), SHORT), 4)
     words = f"on rank {world.size - 1}, but"
     lines = [line for line in run.error_lines if "core=" in line and words in line]
     check.equal(lines_that_name_it=(len(lines), 1))
@@ -2802,6 +3011,24 @@ def test_a_living_job_touches_its_lock(check, world, runs, first, monkeypatch):
     directory.release()
 
 
+@clause("X2")
+@only(sizes=(1,), devices=("cpu",))
+def test_who_looks_whether_a_lock_is_touched_hears_that_it_is_to_stop(check, runs, first, monkeypatch):
+    """A minute is more than a scheduler waits. Here it is three seconds; the run is told before it begins to look."""
+    from ddp_core import errors, run_directory, run_lock
+
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.5)
+    folder, code, began = runs.folder(first, "told-at-a-lock"), 0, time.monotonic()
+    folder.mkdir(parents=True)
+    (folder / "run.lock").write_text('{"job_id": "another", "host": "elsewhere", "pid": 1}')
+    try:
+        run_directory.RunDirectory(folder, "1", stop=SimpleNamespace(reason="SIGTERM")).release()
+    except errors.Failure as failure:
+        code = int(failure.code)
+    check.equal(exit_code=(code, 75), looks_to_the_end=(time.monotonic() - began > 2, False))
+    check.equal(the_other_s_lock_is_there=((folder / "run.lock").exists(), True))
+
+
 @clause("X14")
 @only(sizes=(1,), devices=("cpu",))
 def test_who_has_lost_the_lock_moves_no_snapshot(check, world, runs, first):
@@ -2871,6 +3098,14 @@ def test_a_log_that_cannot_be_written_to_its_end(check, train_own):
 def test_a_workload_file_that_cannot_be_used_is_one_line(check, train_own, name):
     run = train_own(name)
     one_line(check, run, 2, MISTAKES[name], [line for line in run.lines if not line.startswith("rank=")])
+
+
+@clause("X9")
+@only(sizes=(1,))
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_or_an_optimizer_that_cannot_be_used_is_one_line(check, train_own, name):
+    run = train_own(name)
+    one_line(check, run, 2, REFUSED[name], [line for line in run.lines if not line.startswith("rank=")])
 
 
 @clause("X9")

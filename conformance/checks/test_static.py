@@ -121,6 +121,15 @@ def test_core_imports_little(check):
     check.equal(other_imports_of_core=(others, {}))
 
 
+@clause("A3")
+def test_the_core_is_imported_without_torch(check):
+    """An MPI library may have to be started before it, and a login node has none."""
+    program = "import sys, ddp_core, ddp_core.find_run, ddp_core.show; print(*{'torch', 'safetensors'} & {*sys.modules})"
+    environ = os.environ | dict(PYTHONPATH=str(ROOT / "core/src"))
+    run = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60, check=False)
+    check.equal(imported_with_it=(run.stdout.split() if not run.returncode else run.stderr[-300:], []))
+
+
 @clause("A4")
 def test_site_imports_of_ours_only_the_core(check, site):
     files = sorted(site.folder.rglob("*.py"))

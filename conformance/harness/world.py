@@ -327,7 +327,8 @@ def _start_apart(
     with open(receive, "rb") as pipe:
         answer = pipe.read()
     _, status = os.waitpid(child, 0)
-    return tuple(json.loads(answer)) if answer else (128 + os.WTERMSIG(status), "", "")
+    # C++ may have ended it by a handler of the program's, which exits.
+    return tuple(json.loads(answer)) if answer else (os.WEXITSTATUS(status) or 128 + os.WTERMSIG(status), "", "")
 
 
 def _start_anew(program: Path, argv: list[str], environ: dict[str, str], kill: Kill | None) -> tuple[int, str, str]:

@@ -365,6 +365,11 @@ def test_rows_of_any_kind_have_a_fingerprint(first, other):
     assert of(Listed([first] * 21))[2] != one, "another length"
 
 
+def test_arrays_of_objects_are_what_these_are():
+    rows = lambda last: Listed([numpy.array([f"row {row}", [row, last]], dtype=object) for row in range(20)])  # noqa: E731
+    assert of(rows(1.5))[2] == of(rows(1.5))[2] != of(rows(2.5))[2]
+
+
 def test_a_dictionary_s_order_does_not_matter():
     assert of(Listed([{"a": 1, "b": 2}] * 16))[2] == of(Listed([{"b": 2, "a": 1}] * 16))[2]
 

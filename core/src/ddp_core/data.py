@@ -312,7 +312,9 @@ def _update(total, value: Any, within: tuple[int, ...] = ()) -> None:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().contiguous()  # by name, for memory() does not keep it
         total.update(memory(value))
-    elif hasattr(value, "tobytes"):  # NumPy's arrays, Pillow's images
+    elif getattr(getattr(value, "dtype", None), "hasobject", False):  # NumPy's arrays, whose bytes are addresses here
+        _update(total, value.tolist(), within)
+    elif hasattr(value, "tobytes"):  # NumPy's other arrays, Pillow's images
         total.update(value.tobytes())
     elif isinstance(value, str | bytes | int | float | bool | None):
         total.update(repr(value).encode())
