@@ -294,6 +294,27 @@ def test_who_launches_again_does_so_for_all_that_another_launch_may_mend(check, 
                 yield f"{case.name}: launched {launches} times after {code}, but should be {again}, as after 7"
 
 
+@clause("J11")
+def test_nodes_do_not_wait_long_between_launches(check, site, dry):
+    """While a script sleeps, with no ranks, they are paid for: after a rank was lost, or all have ended."""
+    for case in site.cases:
+        for code in (0, 7, 75):
+            run = dry.case(case, code=code)
+            training = [(call.start_time, call.end_time or 0) for call in run.launches]
+            ends = min((end for _, end in training), default=0)
+            own = [call for call in run.called("sleep") if ends and call.start_time > ends and call.rank is None]
+            for call in [call for call in own if not any(start < call.start_time < end for start, end in training)]:
+                if seconds_of(call.words) > MOST_SECONDS_OF_WAIT:
+                    yield f"{case.name}: {call.text} after {code}, but should be {MOST_SECONDS_OF_WAIT} s at most"
+
+
+def seconds_of(words: list[str]) -> float:
+    """What `sleep` is told."""
+    units = dict(s=1, m=60, h=3600, d=86400)
+    parts = [re.fullmatch(r"([\d.]+|inf(?:inity)?)([smhd]?)", word) for word in words]
+    return sum(float(part[1]) * units.get(part[2], 1) for part in parts if part)
+
+
 @clause("B3")
 def test_train_py_takes_each_rank_for_who_it_is(check, site, dry, tmp_path):
     """What it makes of the environment that a dry run's rank has found, in a first start and in a later one."""
@@ -773,6 +794,15 @@ def test_a_notebook_that_is_opened_again_goes_on(check, site):
             check.equal(**{f"run_dir_of_{name}_another_time": pair})
 
 
+@clause("B10")
+def test_a_notebook_has_not_been_run(check, site):
+    """Another machine's output looks like one's own, and each run by somebody is a change of the file."""
+    for path in sorted(site.folder.glob("*.ipynb")):
+        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        run = [number for number, cell in enumerate(cells, 1) if cell.get("outputs") or cell.get("execution_count") is not None]
+        check.equal(**{f"cells_of_{path.name}_that_were_run": (run, [])})
+
+
 def notebooks(site) -> dict[str, list[str]]:
     """The cells of code of each."""
     all_cells = {path.name: json.loads(path.read_text())["cells"] for path in sorted(site.folder.glob("*.ipynb"))}
@@ -870,11 +900,17 @@ def test_commands_have_the_options_that_the_sources_give_them(check, site, dry):
     facts = [words for fact in site.facts if (words := of_command(fact))]
     facts = [words for words in facts if words[0] in command_names() | {site.toml["launcher"]}]
     unloads = [match[1] for fact in site.facts if (match := re.match(r"module unload (\S+)$", plain(fact)))]
-    runs = [run for _, run in in_all_ways(site, dry)] if facts or unloads else []
+    given_variables = [each for each in map(with_variables, site.facts) if each[0] and each[1][0] in command_names()]
+    runs = [run for _, run in in_all_ways(site, dry)] if facts or unloads or given_variables else []
     runs += [dry.install(*flags) for flags in [(), *given(dry)]] if runs else []
     calls = [call.words for run in runs for call in run.called("module-call")]
     for name in [name for name in unloads if not any({"unload", name} <= {*words} for words in calls)]:
         yield f"no module unload {name}, but should be one, as a fact of [[sources]] says"
+    for variables, (command, *_) in given_variables:
+        own = [call for run in runs for call in run.calls if command in (call.command, *call.words[:2])]
+        if not any(variables.items() <= call.environ.items() for call in own):
+            told = " ".join(f"{name}={value!r}" for name, value in variables.items())
+            yield f"no {command} has {told}, but one should, as a fact of [[sources]] says"
     for command, *words in facts:
         asked = {word for word in words if re.fullmatch(r"--[a-z][\w-]*(=[^$<{]+)?|[a-z][\w-]*==?\d[\w.]*", word)}
         lost = [asked - {*with_values(call.words)} for run in runs for call in run.called(command)]
@@ -899,6 +935,13 @@ def of_command(fact: str) -> list[str]:
     except ValueError:  # a quote alone: it is prose
         return []
     return [*itertools.takewhile(lambda word: not re.search(r"^python[\d.]*$|^\./|\.(py|sh|sl|pbs)$", word), words)]
+
+
+def with_variables(fact: str) -> tuple[dict[str, str], list[str]]:
+    """Those that a command in a fact is given before its name, and its words: `NAME="two words" command ...`."""
+    words = of_command(fact) or [""]
+    variables = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: re.match(r"[A-Z]\w*=", word), words))
+    return variables, words[len(variables) :] or [""]
 
 
 def with_values(words: list[str]) -> list[str]:
