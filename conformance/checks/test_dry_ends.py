@@ -633,6 +633,7 @@ def test_ranks_are_bound_by_their_own_job(check, site, dry):
         left = {name: value for name, value in OF_A_JOB_S_SHELL.items() if option_of(name) not in asked}
         for call in dry.case(case, environ=left).launches:
             said = {word.partition("=")[0].removeprefix("--") for word in call.words}  # which counts more than a variable
+            said |= {"gpus"} if any(word.startswith("-G") for word in call.words) else set()
             kept = [name for name, value in left.items() if call.environ.get(name) == value and option_of(name) not in said]
             yield from (f"{case.name}: {call.command} with another job's {name}, but should be without" for name in kept)
 
