@@ -84,16 +84,13 @@ def test_a_node_that_hangs_does_not_keep_a_stopped_job_from_coming_back(check, s
     srun takes SIGTERM for the ranks, and waits on.
     """
     for script in trains(site):
-        run = dry.job(script, code=75)
-        end_time = max((call.end_time or 0 for call in run.launches), default=0)
-        steps = [each for each in run.steps if each[1].start_time > end_time and each[1].command == run.launcher]
-        for fails, call in [each for each in steps if not {"--version", "-V"} & {*each[1].words}] if new_starts(run) else ():
-            again = dry.job(script, code=75, fails=fails.replace("fails", "hangs"))
-            hung = [each for each in again.calls if each.words == call.words and each.start_time > end_time]
-            until = max((each.end_time or 0 for each in hung), default=0)  # 0: it was ended
-            starts = [each.start_time for each in new_starts(again)]
+        run = dry.job(script, code=75, fails="hangs") if new_starts(dry.job(script, code=75)) else None
+        starts = min((call.start_time for call in new_starts(run)), default=0) if run else 0
+        end_time = max((call.end_time or 0 for call in run.launches), default=0) if run else 0
+        for call in [call for call in run.called(run.launcher) if call.start_time > end_time > 0] if run else ():
             own = values_of(call.words, "--time", "-t")  # a step's limit, which Slurm keeps
-            if not own and (not starts or (until and min(starts) > until)):
+            late = not starts or starts > (call.end_time or starts)  # without an end it was ended
+            if late and not own and not {"--version", "-V"} & {*call.words}:
                 yield f"{script.name}, where {dry.shown(call.text)} hangs: no new start before it ends, but should be one"
 
 

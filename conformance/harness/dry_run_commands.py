@@ -501,8 +501,7 @@ def squeue(name: str, words: list[str]) -> int:
 
 
 def pbsnodes(name: str, words: list[str]) -> int:
-    launched = any("run.jsonl" in files for _, _, files in os.walk(f"{TOP}/sites"))
-    is_down = SETTINGS["down"] and (launched or not SETTINGS["down_later"])
+    is_down = SETTINGS["down"] and (trained_here() or not SETTINGS["down_later"])
     print(f"{SETTINGS['down']}  down" if is_down else "", end="\n" if is_down else "")
     return 0
 
@@ -723,12 +722,23 @@ ANSWERS |= dict(numactl=wrapper, sleep=sleep, rm=rm, mktemp=mktemp, curl=downloa
 
 
 def fails() -> bool:
-    """Whether it is the command, of those of the job script, that this dry run lets fail, or hang."""
+    """Whether it is the command, of those of the job script, that this dry run lets fail."""
     if "DRY_RUN_LAUNCHER" in os.environ or "DRY_RUN_IMAGE" in os.environ:
         return False
     with open(f"{TOP}/calls/commands", "a") as file:
         file.write(".")
-        return SETTINGS["fails"].partition(" at ")[2] == str(file.tell())
+        return SETTINGS["fails"] == f"fails at {file.tell()}"
+
+
+def hangs(name: str, words: list[str]) -> bool:
+    """Whether it is something on the nodes after the ranks, which this dry run lets hang."""
+    if name != SETTINGS["launcher"] or "DRY_RUN_LAUNCHER" in os.environ or {"--version", "-V"} & {*words}:
+        return False
+    return trained_here()
+
+
+def trained_here() -> bool:
+    return any("run.jsonl" in files for _, _, files in os.walk(f"{TOP}/sites"))
 
 
 def hang() -> int:
@@ -813,7 +823,7 @@ def main(name: str, words: list[str]) -> int:
         killed(made)
     if SETTINGS["fails"].startswith("fails at ") and fails():
         NOTES["failed"], code = True, 1
-    elif SETTINGS["fails"].startswith("hangs at ") and fails():
+    elif SETTINGS["fails"] == "hangs" and hangs(name, words):
         code = hang()
     else:
         code = ANSWERS.get(name, launch if name == SETTINGS["launcher"] else nothing)(name, words)
