@@ -77,6 +77,23 @@ def test_the_exit_code_of_the_ranks_is_the_job_s_whatever_fails_after_them(check
                 yield f"{script.name}, where {call.text} fails: {ending(dry, again)}, but should be 75"
 
 
+@clause("J10")
+def test_a_node_that_hangs_does_not_keep_a_stopped_job_from_coming_back(check, site, dry):
+    """What is left of the time limit is short: what a script still does on the nodes then has a limit of its own (timeout).
+
+    srun takes SIGTERM for the ranks, and waits on.
+    """
+    for script in trains(site):
+        run = dry.job(script, code=75, fails="hangs") if new_starts(dry.job(script, code=75)) else None
+        starts = min((call.start_time for call in new_starts(run)), default=0) if run else 0
+        end_time = max((call.end_time or 0 for call in run.launches), default=0) if run else 0
+        for call in [call for call in run.called(run.launcher) if call.start_time > end_time > 0] if run else ():
+            own = values_of(call.words, "--time", "-t")  # a step's limit, which Slurm keeps
+            late = not starts or starts > (call.end_time or starts)  # without an end it was ended
+            if late and not own and not {"--version", "-V"} & {*call.words}:
+                yield f"{script.name}, where {dry.shown(call.text)} hangs: no new start before it ends, but should be one"
+
+
 @clause("J2")
 def test_the_exit_code_of_an_earlier_start_is_none_of_this_one(check, site, dry):
     """Ranks that are killed record none: what run.jsonl ends with is older."""
@@ -599,15 +616,28 @@ def test_what_another_machine_has_left_does_not_choose_the_network(check, site, 
 # Of a shell within another job, which sbatch takes along and srun reads.
 OF_A_JOB_S_SHELL = dict(SLURM_CPU_BIND="quiet,mask_cpu:0x1", SLURM_CPU_BIND_TYPE="mask_cpu:", SLURM_CPU_BIND_LIST="0x1")
 OF_A_JOB_S_SHELL |= dict(SLURM_MEM_PER_CPU="100", SLURM_MEM_PER_NODE="100")
+# Those of `salloc --gpus=1` and its like: of a job of several nodes it would be one GPU in all.
+OF_A_JOB_S_SHELL |= dict(SLURM_GPUS="1", SLURM_GPUS_PER_NODE="1", SLURM_GPUS_PER_TASK="1", SLURM_GPUS_PER_SOCKET="1")
+OF_A_JOB_S_SHELL |= dict(SLURM_GPU_BIND="single:9", SLURM_NTASKS_PER_GPU="9", SLURM_CPUS_PER_GPU="1")
 
 
 @clause("J9")
 def test_ranks_are_bound_by_their_own_job(check, site, dry):
     """Not by another one's mask; and what that said of memory srun refuses beside this job's own words."""
     for case in site.cases if site.toml["launcher"] == "srun" else ():
-        for call in dry.case(case, environ=OF_A_JOB_S_SHELL).launches:
-            kept = [name for name, value in OF_A_JOB_S_SHELL.items() if call.environ.get(name) == value]
+        asked = {*Script(site.folder / case.script).options, *words_of(case.options)}  # of which sbatch says what the job has
+        asked |= {"gpus"} if "G" in asked else set()
+        left = {name: value for name, value in OF_A_JOB_S_SHELL.items() if option_of(name) not in asked}
+        for call in dry.case(case, environ=left).launches:
+            said = {word.partition("=")[0].removeprefix("--") for word in call.words}  # which counts more than a variable
+            said |= {"gpus"} if any(word.startswith("-G") for word in call.words) else set()
+            kept = [name for name, value in left.items() if call.environ.get(name) == value and option_of(name) not in said]
             yield from (f"{case.name}: {call.command} with another job's {name}, but should be without" for name in kept)
+
+
+def option_of(variable: str) -> str:
+    """That a variable of srun's stands for: gpus-per-task."""
+    return variable.removeprefix("SLURM_").lower().replace("_", "-")
 
 
 def refused(dry, run: DryRun, what: str, name: str) -> list[str]:
@@ -701,7 +731,8 @@ def test_a_run_is_one_run_of_wandb(check, site, dry):
     for script, environ in [each for each in chosen(site) if "wandb" in " ".join(each[1].values())]:
         shapes: dict = dict(first=("a", {}), again=("a", dict(restarts=1, code=75)), other=("b", {}))
         for name, (sweep, shape) in shapes.items():
-            run = dry.job(script, environ=environ, arguments=["--run-dir", f"runs/{sweep}/lr-1"], **shape)
+            online = environ | dict(WANDB_MODE="online")
+            run = dry.job(script, environ=online, arguments=["--run-dir", f"runs/{sweep}/lr-1"], **shape)
             shapes[name] = sorted({*re.findall(r"(?m)^wandb run (.*)$", run.output)})
         if len(shapes["first"]) != 1 or shapes["first"] != shapes["again"] or shapes["first"] == shapes["other"]:
             template = f"{script.name}: W&B's run is {{first}}, {{again}} when it comes back, and {{other}} in another folder"

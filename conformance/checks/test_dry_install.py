@@ -71,6 +71,21 @@ def test_a_pythonpath_of_the_user_s_own_is_not_counted(check, site, dry):
                 yield f"{what}: {call.command} with PYTHONPATH={value} of the user's shell, but should be without"
 
 
+# Which send what pip installs elsewhere, or make it refuse. By PIP_USER a pip.conf is overruled, too.
+OF_PIP = dict(PIP_USER=("1", "--no-user"), PIP_TARGET=("/elsewhere", "--target"), PIP_PREFIX=("/elsewhere", "--prefix"))
+
+
+@clause("B10")
+def test_pip_installs_where_the_script_says(check, dry):
+    """Whatever the user's shell says: with its PIP_USER=1 a virtual environment's pip refuses, or installs into ~/.local."""
+    for call, words in pips(dry.install(after=(), environ={name: value for name, (value, _) in OF_PIP.items()})):
+        flags = {word.partition("=")[0] for word in call.words}
+        kept = [name for name, (value, flag) in OF_PIP.items() if call.environ.get(name) == value and flag not in flags]
+        for name in kept if "--isolated" not in flags else ():
+            subject = dry.shown(f"install.sh: pip install {' '.join(words)}")[:120]
+            yield f"{subject} with {name} of the user's shell, but should be without"
+
+
 @clause("B10")
 def test_each_flag_of_its_help_works(check, dry):
     """And what it has made with that flag trains: the packed environment, the one elsewhere."""
@@ -496,6 +511,17 @@ def test_nothing_replaces_the_torch_of_the_machine(check, dry):
             if wrong or (PASSED["PACKAGE"] in words and not held):
                 offending = " ".join([*wrong, *(word for word in words if word == PASSED["PACKAGE"])])
                 yield f"{what}: pip install {offending}, but should hold the torch that is there, by --constraint or by name"
+
+
+@clause("B7")
+def test_an_image_is_named_by_what_is_in_it(check, dry):
+    """A tag, as :latest, is another image tomorrow: it is refused, or what it is today is fetched by its digest."""
+    named, runtimes = "docker://registry/pytorch:latest", ("apptainer", "singularity", "podman-hpc", "enroot", "shifterimg")
+    for flag, *_ in given(dry, "IMAGE"):
+        run = dry.install(flag, named)
+        by_tag = [call for call in run.called(*runtimes) if named in call.words]
+        if by_tag or (run.code not in (2, 3) and not any("@sha256:" in call.text for call in run.calls)):
+            yield f"install.sh {flag} {named}: {exit_of(dry, run)}, but should be 2: a digest names an image, a tag does not"
 
 
 UNSAFE = re.compile(r"--trusted-host|--insecure|\s-k\s|--no-check-certificate|http://(?!localhost)|--break-system-packages")

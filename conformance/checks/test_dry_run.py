@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from conformance.checks.test_dry_install import pinned, requirements
 from conformance.cluster.shape import numbers
 from conformance.harness.check import clause
 from conformance.harness.dry_run import (
@@ -39,8 +40,8 @@ from conformance.harness.dry_run import (
     without_effect,
     words_of,
 )
-from conformance.harness.shell import DEBUGGING, PLACEHOLDER, SETS, Script, minutes, plain
-from conformance.harness.sites import place_of
+from conformance.harness.shell import DEBUGGING, OF_SBATCH, PLACEHOLDER, SETS, Script, minutes, plain
+from conformance.harness.sites import ROOT, place_of
 from conformance.harness.stub_core import who
 from conformance.harness.target import BACKENDS
 
@@ -196,6 +197,32 @@ def test_every_file_that_runs_is_the_site_s_and_listed(check, site, dry):
     yield from (f"{name} is named by a script, but should be in `files`, too" for name in sorted(seen - listed) if listed)
 
 
+@clause("B2")
+def test_a_job_trains_what_its_user_has_submitted(check, site, dry):
+    """Also when it starts again: no branch that is newer by then, nor packages."""
+    for case in site.cases:
+        for call in dry.case(case).calls:
+            if newer(call):
+                yield f"{case.name}: {dry.shown(call.text)[:120]}, but should train with the files that were there"
+
+
+def newer(call: Call) -> bool:
+    """Whether a command takes what is the newest today: git pull, pip install without a version."""
+    words = [call.command, *call.words]
+    if call.command == "git":
+        rest = [*call.words]
+        while rest and rest[0].startswith("-"):  # git's own flags
+            del rest[: 2 if rest[0] in ("-C", "-c") else 1]
+        moves = rest[:1] and rest[0] in ("checkout", "switch", "reset", "merge", "rebase")
+        return rest[:1] == ["pull"] or bool(moves and re.search(r"\borigin/|\bupstream\b|FETCH_HEAD|@\{u", " ".join(rest)))
+    pip = call.words[:2] == ["-m", "pip"] or call.command in ("pip", "pip3", "uv", "conda", "mamba", "micromamba")
+    if pip and {"install", "update", "upgrade"} & {*words}:
+        place = max(words.index(word) for word in ("install", "update", "upgrade") if word in words)
+        asked = requirements(words[place + 1 :])
+        return bool({"--upgrade", "-U"} & {*words}) or "update" in words or any(not pinned(word) for word in asked)
+    return False
+
+
 @clause("B3")
 def test_a_rank_is_told_what_site_toml_says(check, site, dry):
     """[launchers.environment] is what the process rung exports: here it is compared with what the job script leads to."""
@@ -292,6 +319,27 @@ def test_who_launches_again_does_so_for_all_that_another_launch_may_mend(check, 
         for code in (4, 137) if again > 1 else ():
             if (launches := len(dry.case(case, code=code).launches)) != again:
                 yield f"{case.name}: launched {launches} times after {code}, but should be {again}, as after 7"
+
+
+@clause("J11")
+def test_nodes_do_not_wait_long_between_launches(check, site, dry):
+    """While a script sleeps, with no ranks, they are paid for: after a rank was lost, or all have ended."""
+    for case in site.cases:
+        for code in (0, 7, 75):
+            run = dry.case(case, code=code)
+            training = [(call.start_time, call.end_time or 0) for call in run.launches]
+            ends = min((end for _, end in training), default=0)
+            own = [call for call in run.called("sleep") if ends and call.start_time > ends and call.rank is None]
+            for call in [call for call in own if not any(start < call.start_time < end for start, end in training)]:
+                if seconds_of(call.words) > MOST_SECONDS_OF_WAIT:
+                    yield f"{case.name}: {call.text} after {code}, but should be {MOST_SECONDS_OF_WAIT} s at most"
+
+
+def seconds_of(words: list[str]) -> float:
+    """What `sleep` is told."""
+    units = dict(s=1, m=60, h=3600, d=86400)
+    parts = [re.fullmatch(r"([\d.]+|inf(?:inity)?)([smhd]?)", word) for word in words]
+    return sum(float(part[1]) * units.get(part[2], 1) for part in parts if part)
 
 
 @clause("B3")
@@ -456,6 +504,11 @@ def test_the_script_says_where_and_not_what(check, site, dry):
             if values_of(own, "--device") in (["cpu"], ["auto"]) and site.toml["node"]["devices"]:
                 yield f"{case.name}: --device={values_of(own, '--device')[0]}, but should name the accelerator"
             yield from (f"{case.name}: {text}" for text in chosen_wrongly(site, call, own))
+            node, script = site.toml["node"], site.folder / case.script
+            threads = node["cores"] * node.get("threads_per_core", 1) // site.job(script)["ranks_per_node"]
+            threads = max(threads, Script(script).geometry.get("cpus-per-task", 1))
+            for workers in [value for value in values_of(own, "--workers") if value.isdecimal() and int(value) > threads]:
+                yield f"{case.name}: --workers={workers}, but should be at most {threads}, the cores of a rank"
 
 
 # By the beginning of a variable that hands devices to a rank, what PyTorch calls them.
@@ -773,6 +826,15 @@ def test_a_notebook_that_is_opened_again_goes_on(check, site):
             check.equal(**{f"run_dir_of_{name}_another_time": pair})
 
 
+@clause("B10")
+def test_a_notebook_has_not_been_run(check, site):
+    """Another machine's output looks like one's own, and each run by somebody is a change of the file."""
+    for path in sorted(site.folder.glob("*.ipynb")):
+        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        run = [number for number, cell in enumerate(cells, 1) if cell.get("outputs") or cell.get("execution_count") is not None]
+        check.equal(**{f"cells_of_{path.name}_that_were_run": (run, [])})
+
+
 def notebooks(site) -> dict[str, list[str]]:
     """The cells of code of each."""
     all_cells = {path.name: json.loads(path.read_text())["cells"] for path in sorted(site.folder.glob("*.ipynb"))}
@@ -870,11 +932,17 @@ def test_commands_have_the_options_that_the_sources_give_them(check, site, dry):
     facts = [words for fact in site.facts if (words := of_command(fact))]
     facts = [words for words in facts if words[0] in command_names() | {site.toml["launcher"]}]
     unloads = [match[1] for fact in site.facts if (match := re.match(r"module unload (\S+)$", plain(fact)))]
-    runs = [run for _, run in in_all_ways(site, dry)] if facts or unloads else []
+    given_variables = [each for each in map(with_variables, site.facts) if each[0] and each[1][0] in command_names()]
+    runs = [run for _, run in in_all_ways(site, dry)] if facts or unloads or given_variables else []
     runs += [dry.install(*flags) for flags in [(), *given(dry)]] if runs else []
     calls = [call.words for run in runs for call in run.called("module-call")]
     for name in [name for name in unloads if not any({"unload", name} <= {*words} for words in calls)]:
         yield f"no module unload {name}, but should be one, as a fact of [[sources]] says"
+    for variables, (command, *_) in given_variables:
+        own = [call for run in runs for call in run.calls if command in (call.command, *call.words[:2])]
+        if not any(variables.items() <= call.environ.items() for call in own):
+            told = " ".join(f"{name}={value!r}" for name, value in variables.items())
+            yield f"no {command} has {told}, but one should, as a fact of [[sources]] says"
     for command, *words in facts:
         asked = {word for word in words if re.fullmatch(r"--[a-z][\w-]*(=[^$<{]+)?|[a-z][\w-]*==?\d[\w.]*", word)}
         lost = [asked - {*with_values(call.words)} for run in runs for call in run.called(command)]
@@ -899,6 +967,13 @@ def of_command(fact: str) -> list[str]:
     except ValueError:  # a quote alone: it is prose
         return []
     return [*itertools.takewhile(lambda word: not re.search(r"^python[\d.]*$|^\./|\.(py|sh|sl|pbs)$", word), words)]
+
+
+def with_variables(fact: str) -> tuple[dict[str, str], list[str]]:
+    """Those that a command in a fact is given before its name, and its words: `NAME="two words" command ...`."""
+    words = of_command(fact) or [""]
+    variables = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: re.match(r"[A-Z]\w*=", word), words))
+    return variables, words[len(variables) :] or [""]
 
 
 def with_values(words: list[str]) -> list[str]:
@@ -948,10 +1023,15 @@ def test_the_modules_of_a_login_shell_are_cleared_first(check, site, dry):
         runs = {script.name: dry.job(script) for script in trains(site)} | {"install.sh": dry.install()}
     elif clears and (case := with_modules(site, "another/1.0")):  # a site that names none, and whose user will
         runs = {case.script: dry.job(site.folder / case.script, case=case), "install.sh": dry.install(case=case)}
+    elif not clears and site.modules:
+        runs = {script.name: dry.job(script) for script in trains(site)} | {"install.sh": dry.install()}
     for name, run in runs.items():
         acts = [next((word for word in call.words if not word.startswith("-")), "") for call in run.called("module-call")]
-        if "load" in acts and clears not in acts[: acts.index("load")]:
+        before = acts[: acts.index("load")] if "load" in acts else []
+        if "load" in acts and clears and clears not in before:
             yield f"{name}: module load without module {clears} before, but should have it (software.cleared_by)"
+        for act in [act for act in before if act in ("purge", "reset") and not clears]:
+            yield f"{name}: module {act} before module load, but should be without, or software.cleared_by should name it"
 
 
 @clause("B8")
@@ -985,6 +1065,74 @@ def test_directives_ask_for_what_the_machine_has(check, site):
             yield f"{script.path.name}: time={asked}, but should be a minute or more"
 
 
+@clause("B8")
+def test_sessions_that_users_are_shown_ask_for_what_the_machine_has(check, site):
+    """`salloc ...` and its like, in README.md and the heads of scripts: queues as site.toml has them, GPUs as the job's."""
+    queue, slurm = site.toml.get("queue", {}), site.toml["scheduler"] == "slurm"
+    known = dict(partition="partitions", q="partitions", qos="qos", constraint="constraints")
+    known = known if not slurm else {option: key for option, key in known.items() if option != "q"}
+    of_jobs = [Script(path).options.keys() & OF_GPUS for path in trains(site)]
+    for name, command, paragraph in sessions(site):
+        options = options_of(command, slurm)
+        for option, key in known.items():
+            wanted = [each for each in re.split(r"[&|,]", options.get(option, "")) if re.search(r"[a-z]", each)]  # not NAME
+            wrong = [each for each in wanted if re.fullmatch(r"[\w.-]+", each) and queue.get(key) and each not in queue[key]]
+            yield from (f"{name}: {command!r}: {option}={each}, but should be one of {', '.join(queue[key])}" for each in wrong)
+        asked, limits = options.get("time", ""), queue.get("minutes", {})
+        for each in {options.get("partition"), options.get("qos")} & limits.keys():
+            if re.fullmatch(r"[\d:-]*\d", asked) and minutes(asked) > limits[each]:
+                yield f"{name}: {command!r}: time={asked}, but should be at most {limits[each]} minutes in {each}"
+        trains_there = command.startswith("salloc") and re.search(r"\btrain|torchrun|\.py\b", paragraph)
+        if slurm and trains_there and all(of_jobs) and not options.keys() & {*OF_GPUS, "exclusive"}:
+            yield f"{name}: {command!r}: no GPU, but should ask for some, as the job does"
+
+
+# Options of Slurm's that give a job GPUs. Of --exclusive it gets all of its nodes.
+OF_GPUS = {"gpus", "G", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres", "tres-per-task"}
+
+
+def sessions(site) -> Iterator[tuple[str, str, str]]:
+    """The commands for an interactive job that users are shown: where, the command, and the paragraph around it."""
+    pattern = r"(?:salloc|srun|qsub -I) [^`\n]*"
+    for name, paragraph in paragraphs(site):
+        yield from ((name, command, paragraph) for command in re.findall(rf"`({pattern})`", " ".join(paragraph.split())))
+        yield from ((name, command.strip(), paragraph) for command in re.findall(rf"(?m)^({pattern})", paragraph))
+    for path in site.scripts:
+        head = path.read_text().partition("\nset -")[0]
+        yield from ((path.name, command, head) for command in re.findall(rf"(?m)^#   ({pattern}?)(?:  +.*)?$", head))
+
+
+def paragraphs(site) -> list[tuple[str, str]]:
+    """Those of README.md, an item of a list being one; not of what is told of failures, nor of another's documents."""
+    sections = re.split(r"(?m)^## ", (site.folder / "README.md").read_text())
+    kept = [text for text in sections if not re.match(r"(Known failures|Coming from|Where this differs)", text)]
+    return [("README.md", each) for text in kept for each in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) )", text)]
+
+
+def options_of(command: str, slurm: bool) -> dict[str, str]:
+    """By their long names: -p x, -px, --partition x and --partition=x."""
+    try:
+        words = shlex.split(command, comments=True)
+    except ValueError:
+        return {}
+    glued = [(match[1], match[2]) for word in words if (match := re.fullmatch(r"(-\w)=?(\w.*)", word))]
+    options = words_of(shlex.join(words)) | {flag.lstrip("-"): value for flag, value in glued}
+    long = {short.lstrip("-"): name for short, name in OF_SBATCH.items()} if slurm else {}
+    return {long.get(name, name): value for name, value in options.items()}
+
+
+@clause("F8")
+def test_the_readme_loads_the_modules_of_site_toml(check, site):
+    """Where users are shown how to train by hand: .venv is made with one version, and works with no other."""
+    versions = {name.partition("/")[0]: name for name in site.modules if "/" in name}
+    for name, paragraph in paragraphs(site):
+        text = " ".join(paragraph.split())
+        for words in re.findall(r"`module (?:load|add) ([^`]+)`", text) if re.search(r"\btrain|\.venv\b|\.py\b", text) else ():
+            for word in [word for word in words.split() if "/" in word and word.partition("/")[0] in versions]:
+                if word != (own := versions[word.partition("/")[0]]):
+                    yield f"{name}: module load {word}, but should be {own}, as the job loads"
+
+
 @clause("F10")
 def test_the_readme_has_the_values_of_the_ranks(check, site, dry):
     """Of a variable that ranks have; a table may tell what it was elsewhere. Of what it says "no `NAME`", they have none."""
@@ -999,12 +1147,35 @@ def test_the_readme_has_the_values_of_the_ranks(check, site, dry):
         values = {dry.shown(call.environ[name]) for run in runs for call in run.trained if name in call.environ}
         if values and value not in values:
             yield f"README.md: {name}={value}, but ranks have {' or '.join(sorted(values))}"
+    tabled = [("README.md", *row) for row in values_in_tables(site.folder / "README.md", "value")]
+    if site.folder.parent == ROOT / "sites":
+        tabled += [("sites/README.md", *row) for row in values_in_tables(ROOT / "sites/README.md", site.name)]
+    runs = [run for _, run in in_all_ways(site, dry)] if tabled else []
+    code = "\n".join(line.text for script in map(Script, site.scripts) for line in script.lines if not line.is_comment)
+    for place, name, value in tabled:
+        values = {dry.shown(call.environ[name]) for run in runs for call in run.trained if name in call.environ}
+        values = values or {*re.findall(rf"\b{name}=[\"']?([\w.,/-]+)", code)}  # of what no dry run comes to
+        if values and value not in values:
+            yield f"{place}: {name}={value} in a table, but ranks have {' or '.join(sorted(values))}"
     ours = "\n".join([*site.facts, *(path.read_text() for path in site.scripts)])
     without = [name for name in re.findall(r"\bno `([A-Z]\w+)`", text) if name in ours]  # another one is the user's own
     for name, script in itertools.product(without, trains(site)):
         for call in dry.job(script, environ={name: "1"}).trained[:1]:
             if name in call.environ:
                 yield f"{script.name}: {name}={call.environ[name]} in a rank, but README.md says no {name}"
+
+
+def values_in_tables(path: Path, column: str) -> list[tuple[str, str]]:
+    """Variables, each with its value in this column, of the tables that have a row for each; not "not set" and its like."""
+    rows, heads = [], []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        cells = [cell.strip() for cell in line.strip().split("|")[1:-1]]
+        heads = heads if cells and heads else cells
+        name = re.fullmatch(r"`([A-Z][A-Z0-9_]+)`", cells[0]) if cells else None
+        if name and column in heads[1 : len(cells)]:
+            value = re.fullmatch(r"(`?)([\w.,/-]+)\1", cells[heads.index(column)])
+            rows += [(name[1], value[2])] if value and value[2] != "-" else []
+    return rows
 
 
 @clause("B8")

@@ -5,6 +5,8 @@
 This needs the packages that the sites' [[extras]] name; `nox -s extras` installs them.
 """
 
+import ast
+import itertools
 import os
 import shlex
 import shutil
@@ -79,6 +81,43 @@ def test_a_stand_in_s_ranks_are_on_two_nodes(check, site, imitated, tmp_path):
     with ThreadPoolExecutor(2) as pool:
         for number, result in enumerate(pool.map(node, range(2))):
             check.equal(**{f"exit_code_of_{imitated['name']}_on_node_{number}": exit_code(result, 0)})
+
+
+# A rank of two nodes of four, whose device has this index, or none: what the program's function exports.
+EXPORTS = """
+import importlib.util, os, sys
+sys.path.insert(0, ".")
+spec = importlib.util.spec_from_file_location("of_a_site", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+getattr(module, sys.argv[2])(int(sys.argv[3]) if len(sys.argv) > 3 else None)
+print(os.environ.get("RANK"), os.environ.get("LOCAL_RANK"))
+"""
+
+
+@pytest.mark.clause("E3")
+def test_a_library_is_told_the_device_of_a_rank(check, site):
+    """By a function of device_index, where a program has one: on a CPU nothing shows which device a library takes."""
+    words = {word for extra in extras_of(site) for word in extra["command"] if (site.folder / word).is_file()}
+    launches = [launch for launch in site.launches if not launch.mpi]
+    for word in sorted(word for word in words if word.startswith("train") and word.endswith(".py")):
+        functions = [node for node in ast.parse((site.folder / word).read_text()).body if isinstance(node, ast.FunctionDef)]
+        names = [node.name for node in functions if [arg.arg for arg in node.args.args] == ["device_index"]]
+        for name, launch, index in itertools.product(names, launches, ("1", "0", None)):
+            path = os.pathsep.join([str(ROOT / "core/src"), str(STAND_INS)])
+            environ = without_launcher() | launch.environ(5, 8, 2, 29500, "1")
+            environ |= dict(PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1")
+            command = [sys.executable, "-c", EXPORTS, word, name, *([index] if index else [])]
+            run: dict = dict(cwd=site.folder, env=environ, capture_output=True, text=True, timeout=60)
+            result = subprocess.run(command, check=False, **run)
+            told = result.stdout.strip() or result.stderr[-200:]
+            if told.split()[-1:] != ["None"]:  # it tells a library of devices by a variable
+                what = f"{word}_tells_rank_5_of_2x4_under_{launch.launcher}_with_device_{index}"
+                check.equal(**{what: (told, f"5 {index or 1}")})
+
+
+def extras_of(site) -> list[dict]:
+    return site.toml.get("extras", [])
 
 
 def copied(site, folder: Path) -> Path:

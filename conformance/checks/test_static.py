@@ -534,6 +534,12 @@ def test_what_the_sources_ask_of_a_job_the_site_asks(check, site):
     for name in sorted(lost):
         fact = "as a fact of [[sources]] in site.toml has; or that fact goes, too"
         yield f"no job script has #SBATCH --{name}, but one should, {fact}"
+    of_pbs = [match.groups() for fact in source_facts if (match := re.fullmatch(r"`*(?:#PBS )?-([ejkr]) (\w+)`*", fact))]
+    for name, value in of_pbs if site.toml["scheduler"] == "pbs" else ():
+        for script in map(Script, site.job_scripts):
+            if {*script.options.get(name, "")} != {*value}:  # in any order
+                own = f"-{name} {script.options[name]}" if name in script.options else f"no -{name}"
+                yield f"{script.path.name}: {own}, but should be -{name} {value}, as a fact of [[sources]] says"
     loaded = [match[1] for fact in source_facts if (match := re.match(r"module load (\S+)$", fact))]
     here = [name for name in site.modules if name in loaded]
     if here != sorted(here, key=loaded.index):

@@ -42,12 +42,12 @@ SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD", "GITHUB_PAT", "SESSION_JW
 # What users pass to a job script: words with a space and a star must arrive as they are.
 ARGUMENTS = ("--epochs", "3", "--data-dir", "two words", "--note", "*")
 # A dry run. event: warning, stop, limit or cancelled, while it trains; pause: it is deleted between two launches. progress:
-# whether it trains a step; fails: a command that does, `start` its ranks before they record anything, `image` theirs after
-# they have saved, `one run` of several; install: the flags of install.sh, None where it has not run; beside: folders of
-# another job; halves: files that a killed start has left; planted: `open` or `link`, and a path below root/; shared: whether
-# nodes are; modules_set: whether modules set what site.toml says; spare: whether there are nodes to spare, and the first is
-# down, or "later" when ranks have been there; started: how often PBS has started this job; umask: its user's, if not this
-# process's.
+# whether it trains a step; fails: a command that does (`fails at 3`), `hangs` what is started on the nodes after the ranks,
+# `start` its ranks before they record anything, `image` theirs after they have saved, `one run` of several; install: the flags
+# of install.sh, None where it has not run; beside: folders of another job; halves: files that a killed start has left; planted:
+# `open` or `link`, and a path below root/; shared: whether nodes are; modules_set: whether modules set what site.toml says;
+# spare: whether there are nodes to spare, and the first is down, or "later" when ranks have been there; started: how often PBS
+# has started this job; umask: its user's, if not this process's.
 STANDARD: dict = dict(number="4242", restarts=0, code=0, all_ranks=False, event="", progress=True, shared=False, fails="")
 STANDARD |= dict(environ={}, options={}, edit={}, ntasks=0, arguments=ARGUMENTS, install=(), install_fails="", case=None)
 STANDARD |= dict(walltime="01:42:00", beside=(), halves=(), planted=(), modules_set=True, spare=False, recorded=None, started=1)
@@ -94,6 +94,7 @@ def main(words=None):
 # It says which run it is of, for two of one name would be one to W&B, and what it gets to know of it. What it is told of an
 # earlier step than its own it drops: https://docs.wandb.ai/models/track/log
 WANDB = """
+import os
 class Run:
     step = 0
     def log(self, values, step):
@@ -101,7 +102,12 @@ class Run:
             print("wandb has", step, value, flush=True)
         self.step = max(step, self.step)
     def finish(self): pass
-def init(id, **told):
+def init(id, resume=None, **told):
+    # Online a run of this id is there once the job has started before: https://docs.wandb.ai/models/runs/resuming
+    online = told.get("mode", os.environ.get("WANDB_MODE", "online")) == "online"
+    again = os.environ["DRY_RUN_RESTARTS"] != "0"
+    if online and resume == ("never" if again else "must"):
+        raise RuntimeError(f"resume={resume!r}, but the run {id} " + ("exists" if again else "does not"))
     print("wandb run", id, flush=True)
     print("wandb is told", told, flush=True)
     return Run()
@@ -336,7 +342,7 @@ def with_modules(site: Site, *names: str) -> Case | None:
 def new_starts(run: DryRun) -> list[Call]:
     """What makes a job start again, or another one in its place."""
     asked = [call for call in run.called("sbatch", "qsub", "qalter") if "--version" not in call.words]
-    return asked + [call for call in run.called("scontrol") if call.words[:1] in (["requeue"], ["requeuehold"])]
+    return asked + [call for call in run.called("scontrol") if call.words[:1] == ["requeue"]]  # not requeuehold
 
 
 class DryRuns:
@@ -669,6 +675,9 @@ class DryRuns:
         binds = [name for module in site.modules for name in set_by(site, module)]
         settings |= dict(bound=any(name.endswith(("_BIND", "_BINDPATH")) for name in binds))
         sets = {module: set_by(site, module) if shape["modules_set"] else {} for module in site.modules}
+        (self.top / "bin/timeout").unlink(missing_ok=True)
+        if shape["fails"] == "hangs":
+            shutil.copy(self.top / "bin/rm", self.top / "bin/timeout")
         (self.top / "settings").write_bytes(marshal.dumps(settings | dict(modules=sets)))
         own = dict(
             DRY_RUN=str(self.top), PATH=f"{self.top}/bin:/usr/bin:/bin", HOME=str(self.top / "home"), USER=USER, LOGNAME=USER

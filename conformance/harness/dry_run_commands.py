@@ -26,6 +26,8 @@ NOTES: dict = {}  # what this call has seen, for its record
 PATIENCE = 5.0  # seconds for which a rank waits for a signal
 DEAF = 0.5  # and for which it does not listen after a user's stop
 MOST_LAUNCHES = 12  # a job that launches more often has no bound
+HANG = 10.0  # seconds for which a command hangs that this dry run lets hang, whatever it is sent
+FASTER = 20  # how much shorter `timeout` is then
 MINIMAL = ("SLURM", "DRY_RUN", "HOME", "USER")  # of the environment what `srun --export=NONE` leaves
 
 
@@ -263,6 +265,7 @@ def real(words: list[str], alone: bool = False) -> int:
         PYTHONDONTWRITEBYTECODE="1",
         DRY_RUN_PYTHON=sys.argv[1],
         DRY_RUN_FAILS=SETTINGS["fails"],
+        DRY_RUN_RESTARTS=str(SETTINGS["restarts"]),
         DRY_RUN_DEVICES=str(SETTINGS["devices"]),
     )
     if alone:
@@ -498,8 +501,7 @@ def squeue(name: str, words: list[str]) -> int:
 
 
 def pbsnodes(name: str, words: list[str]) -> int:
-    launched = any("run.jsonl" in files for _, _, files in os.walk(f"{TOP}/sites"))
-    is_down = SETTINGS["down"] and (launched or not SETTINGS["down_later"])
+    is_down = SETTINGS["down"] and (trained_here() or not SETTINGS["down_later"])
     print(f"{SETTINGS['down']}  down" if is_down else "", end="\n" if is_down else "")
     return 0
 
@@ -728,6 +730,51 @@ def fails() -> bool:
         return SETTINGS["fails"] == f"fails at {file.tell()}"
 
 
+def hangs(name: str, words: list[str]) -> bool:
+    """Whether it is something on the nodes after the ranks, which this dry run lets hang."""
+    if name != SETTINGS["launcher"] or "DRY_RUN_LAUNCHER" in os.environ or {"--version", "-V"} & {*words}:
+        return False
+    return trained_here()
+
+
+def trained_here() -> bool:
+    return any("run.jsonl" in files for _, _, files in os.walk(f"{TOP}/sites"))
+
+
+def hang() -> int:
+    """As srun does whose node does not answer: it hands signals on, and waits."""
+    for number in (USR1, TERM):
+        _signal.signal(number, _signal.SIG_IGN)
+    time.sleep(HANG)
+    return 1
+
+
+def timeout(words: list[str]) -> int:
+    """The real one, but sooner: a dry run has not the time."""
+    durations, place = {"-k", "--kill-after"}, 0
+    while place < len(words) and words[place].startswith("-"):
+        flag, equals, value = words[place].partition("=")
+        if equals and flag in durations:
+            words[place] = f"{flag}={sooner(value)}"
+        elif flag in durations:
+            place += 1
+            words[place] = sooner(words[place])
+        elif flag in ("-s", "--signal") and not equals:
+            place += 1
+        place += 1
+    words[place] = sooner(words[place])
+    return runs("/usr/bin/timeout", *words)
+
+
+def sooner(duration: str) -> str:
+    return str(seconds(duration) / FASTER)
+
+
+def seconds(duration: str) -> float:
+    units = dict(s=1, m=60, h=3600, d=86400)
+    return float(duration.rstrip("smhd")) * units.get(duration[-1:], 1)
+
+
 # ---- an installation that is killed ---------------------------------------------------------------------------------
 
 HALF = "left-by-a-killed-command"
@@ -764,6 +811,8 @@ def killed(made: str) -> None:
 
 
 def main(name: str, words: list[str]) -> int:
+    if name == "timeout":
+        return timeout(words)
     file = f"{TOP}/calls/{time.time_ns()}-{os.getpid()}"
     call = dict(
         command=name, path=sys.argv[1], words=words, folder=os.getcwd(), environ=dict(os.environ), start_time=time.time_ns()
@@ -774,6 +823,8 @@ def main(name: str, words: list[str]) -> int:
         killed(made)
     if SETTINGS["fails"].startswith("fails at ") and fails():
         NOTES["failed"], code = True, 1
+    elif SETTINGS["fails"] == "hangs" and hangs(name, words):
+        code = hang()
     else:
         code = ANSWERS.get(name, launch if name == SETTINGS["launcher"] else nothing)(name, words)
     write(file, call | dict(end_time=time.time_ns(), code=code, notes=NOTES))

@@ -70,6 +70,9 @@ prepare_job() {
     # What sbatch has taken along from a shell in another job: srun would bind by that job's mask, and refuse its words of memory.
     # https://slurm.schedmd.com/srun.html#SECTION_INPUT-ENVIRONMENT-VARIABLES
     unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER_@}"
+    # And share out the GPUs of that one (salloc --gpus=8): what the ranks get is said below, to srun.
+    unset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_GPUS_PER_SOCKET
+    unset SLURM_GPU_BIND SLURM_NTASKS_PER_GPU SLURM_CPUS_PER_GPU
 
     # Users of MPI on GPUs export 1. With 1 MPI would end every rank at its start: install.sh builds mpi4py without the library
     # that 1 needs (GTL). The core hands no tensor to MPI.

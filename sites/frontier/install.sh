@@ -71,6 +71,10 @@ rm -f "$here/env.tar.gz" # it is older than what is made now
 # pip and conda leave nothing in /tmp, ~/.cache or ~/.conda, and importing leaves no files in Python's own folders.
 # https://pip.pypa.io/en/stable/topics/caching/
 export TMPDIR=$prefix/tmp PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PYTHONDONTWRITEBYTECODE=1
+# Nor does it install where your shell or your pip.conf says.
+# https://pip.pypa.io/en/stable/topics/configuration/#environment-variables
+export PIP_USER=0
+unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_REQUIRE_VIRTUALENV
 # https://docs.conda.io/projects/conda/en/stable/user-guide/configuration/settings.html
 export CONDA_PKGS_DIRS=$TMPDIR/pkgs CONDA_REGISTER_ENVS=false
 rm -rf "$TMPDIR"

@@ -137,6 +137,8 @@ command=("${run_python[@]}" "$program")
 # What sbatch has taken along from a shell in another job: srun would bind by that job's mask, and refuse its words of memory
 # beside this job's. The step has the memory of its job. https://slurm.schedmd.com/srun.html#SECTION_INPUT-ENVIRONMENT-VARIABLES
 unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER_@}"
+# And share out the GPUs of that one (salloc --gpus=8): of this job sbatch says --gpus-per-node alone.
+unset SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_GPUS_PER_SOCKET SLURM_GPU_BIND SLURM_NTASKS_PER_GPU SLURM_CPUS_PER_GPU
 
 srun_flags=(
     # The ranks of a node, or its torchrun. srun --help

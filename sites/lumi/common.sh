@@ -125,7 +125,7 @@ finish() {
     local code=$1 resume job
     shift
     # No rank is left that could be using the caches. Before a requeue it must not use up what is left of the time limit.
-    timeout $((code == 75 ? 15 : 60)) srun --ntasks="$SLURM_JOB_NUM_NODES" rm -rf "$cache" ||
+    timeout --kill-after=5 $((code == 75 ? 15 : 60)) srun --ntasks="$SLURM_JOB_NUM_NODES" rm -rf "$cache" ||
         echo "warning: $cache may be left on a node" >&2
     ((code == 75)) || exit "$code"
     # The last job of an array has the array's own number, by which all would be requeued: 36_3 names one of them.

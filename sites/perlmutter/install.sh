@@ -105,6 +105,10 @@ fi
 # pip leaves nothing in /tmp or ~/.cache.
 # https://pip.pypa.io/en/stable/topics/caching/
 export TMPDIR=$venv/tmp PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+# Nor does it install where your shell or your pip.conf says.
+# https://pip.pypa.io/en/stable/topics/configuration/#environment-variables
+export PIP_USER=0
+unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_REQUIRE_VIRTUALENV
 rm -rf "$TMPDIR"
 mkdir "$TMPDIR"
 trap 'rm -rf "$TMPDIR"' EXIT

@@ -77,6 +77,7 @@ export JOB_START=$SLURM_JOB_ID.$restarts
 
 # Of a shell within another job. https://slurm.schedmd.com/srun.html#SECTION_INPUT-ENVIRONMENT-VARIABLES
 unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_PER_@}"
+unset SLURM_GPUS SLURM_GPUS_PER_SOCKET SLURM_NTASKS_PER_GPU SLURM_CPUS_PER_GPU
 
 srun_flags=(
     # srun does not take it from the job. https://slurm.schedmd.com/srun.html#OPT_cpus-per-task
