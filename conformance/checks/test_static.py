@@ -730,8 +730,9 @@ def late(site, script: Script, value: str) -> Iterator[str]:
 @clause("J11")
 def test_a_rank_that_dies_alone_ends_the_job(check, site):
     """However it is written: what srun is told, the dry run shows."""
+    exported = any(re.search(r"(?m)^[^#\n]*\bSLURM_KILL_BAD_EXIT=1\b", path.read_text()) for path in site.scripts)
     for script in map(Script, site.scripts):
-        kills = re.search(r"(?m)^[^#\n]*(?:[\s(]--kill-on-bad-exit(=1)?|[\s(]-K1?|SLURM_KILL_BAD_EXIT=1)(?![\w=])", script.text)
+        kills = exported or re.search(r"(?m)^[^#\n]*[\s(](--kill-on-bad-exit(=1)?|-K1?)(?![\w=])", script.text)
         for line in script.lines:
             if re.match(r"[^#]*\bsrun \"\$\{\w+\[@\]\}\"", line.text) and not kills:
                 yield at(script, line, "have --kill-on-bad-exit=1 among its flags")
