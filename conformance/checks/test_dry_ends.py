@@ -177,8 +177,8 @@ def test_it_says_to_go_on_where_it_was(check, site, dry):
     """In the run directory that its user named, if one was: of a flag that is there twice, the last one counts."""
     for script in trains(site):
         run = dry.job(script, code=75, restarts=MANY_RESTARTS, arguments=["--run-dir", OF_ANOTHER])
-        lines = [line for line in run.output.splitlines() if "resume" in line]
-        places = re.findall(r"(?m)^.*--run-dir(?:=|[ ,]+)([^\s,;\"']+)", "\n".join(lines))  # of each line the last
+        lines = [line for line in re.sub("[\"']", "", run.output).splitlines() if re.search(r"\b(resume|sbatch|qsub)\b", line)]
+        places = re.findall(r"(?m)^.*--run-dir(?:=|[ ,]+)([^\s,;]+)", "\n".join(lines))  # of each line the last
         if not places or {*places} != {OF_ANOTHER}:
             named = " ".join(places) or "no run directory"
             yield f"{script.name} --run-dir {OF_ANOTHER}: to resume it names {named}, but should name that"
@@ -540,7 +540,7 @@ def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
         for environ in (
             ({}, dict(NCCL_NET="Socket")) if of_a_module else ()
         ):  # left in the user's environment by another machine
-            run = dry.job(script, modules_set=False, environ=environ)
+            run = dry.job(script, modules_set=False, environ=environ, nodes=max(2, site.job(script)["nodes"]))
             if run.trained and run.trained[0].environ.get("NCCL_NET", "Socket") == "Socket":
                 subject = f"{script.name} without NCCL_NET of its module{' and with a Socket of the user' if environ else ''}"
                 yield f"{subject}: {ending(dry, run)}, but should be 3"
@@ -561,7 +561,9 @@ def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
 @clause("J13")
 def test_what_modules_set_is_there_where_ranks_start(check, site, dry):
     """A list that is written anew, of what a container sees say, has lost the network's libraries."""
-    runs = {script.name: dry.job(script) for script in trains(site)} | {case.name: dry.case(case) for case in site.cases}
+    # One node needs no network, and may be told so.
+    runs = {script.name: dry.job(script, nodes=max(2, site.job(script)["nodes"])) for script in trains(site)}
+    runs |= {case.name: dry.case(case, nodes=max(2, case.nodes)) for case in site.cases}
     for (what, run), module in product(runs.items(), site.modules):
         loaded = any(module in call.words for call in run.called("module-call"))
         for call, (name, value) in product(run.launches if loaded else (), set_by(site, module).items()):

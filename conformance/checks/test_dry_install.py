@@ -378,7 +378,7 @@ def test_a_module_that_is_missing_ends_it_before_anything_is_installed(check, si
     loads = [call for call in dry.install().called("module-call") if "load" in call.words]
     run = dry.install(fails="module") if loads else None
     names = {word.partition("/")[0] for call in loads for word in call.words[1:]}
-    named = run and re.search(rf"(?m)^error: .*\b(modules?|{'|'.join(map(re.escape, names))})\b", run.output)
+    named = run and re.search(rf"(?m)\berror: .*\b(modules?|{'|'.join(map(re.escape, names))})\b", run.output)
     if run and (run.code != 3 or pips(run) or made_by(run) or not named):
         made = len(pips(run)) + len(made_by(run))
         ends = f"{exit_of(dry, run)} and {made} installations"
@@ -594,7 +594,7 @@ def without_hash(call: Call, words: list[str]) -> list[str]:
         return []
     lines = call.notes.get("requirements", "").replace("\\\n", "").splitlines()
     named = [word for word in requirements(words) if "/" not in word]
-    return named + [line for line in lines if line.strip() and "--hash=sha256:" not in line]
+    return named + [line for line in lines if line.partition("#")[0].strip() and "--hash=sha256:" not in line]
 
 
 # Flags that a value follows.

@@ -192,6 +192,8 @@ def test_every_file_that_runs_is_the_site_s_and_listed(check, site, dry):
             relative = os.path.relpath(os.path.realpath(path), os.path.realpath(dry.folder))
             if path.name == script or not (path.is_file() or Path(name).is_absolute()) or path.is_relative_to("/dev/fd"):
                 continue
+            if relative[:2] != ".." and not (dry.pristine / dry.folder.name / relative).exists():
+                continue  # what was installed: an environment's activate
             if relative not in listed or relative not in seen:
                 yield f"{script} runs {relative}, but should run files of the list `files` alone"
     yield from (f"{name} is named by a script, but should be in `files`, too" for name in sorted(seen - listed) if listed)
@@ -499,7 +501,9 @@ def test_the_script_says_where_and_not_what(check, site, dry):
         ]:
             own = arguments(call)[: -len(ARGUMENTS) if site.toml["scheduler"] == "slurm" else -5]
             flags = [word.partition("=")[0] for word in own if word.startswith("--")]
-            wrong = [flag for flag in flags if flag not in OWN_FLAGS and not flag.endswith("timeout")]
+            # The jobs of an array differ in a choice of the training: that is what its script is for.
+            chosen = "array" in Script(site.folder / case.script).options
+            wrong = [flag for flag in flags if flag not in OWN_FLAGS and not flag.endswith("timeout") and not chosen]
             yield from (f"{case.name}: {flag} is passed to train.py, but should be its user's" for flag in wrong)
             if values_of(own, "--device") in (["cpu"], ["auto"]) and site.toml["node"]["devices"]:
                 yield f"{case.name}: --device={values_of(own, '--device')[0]}, but should name the accelerator"
@@ -884,10 +888,11 @@ def in_blocks(call: Call, script: Path, site, each: int) -> list[list[int]]:
 
 
 def cpus_per_task(call: Call, script: Path, site) -> int:
-    flags = ("--cpus-per-task", "-c", "--depth", "-d")
-    values = values_of(call.words, *flags) or [Script(script).options.get("cpus-per-task", "")]
-    node = site.toml["node"]
-    return int(values[0]) if values[0].isdecimal() else node["cores"] // site.job(script)["ranks_per_node"]
+    node, each = site.toml["node"], site.job(script)["ranks_per_node"]
+    for depth in values_of(call.words, "--depth", "-d"):  # in the order of the CPUs: their first ones are of different cores
+        return min(int(depth), node["cores"] // each) * node.get("threads_per_core", 1)
+    values = values_of(call.words, "--cpus-per-task", "-c") or [Script(script).options.get("cpus-per-task", "")]
+    return int(values[0]) if values[0].isdecimal() else node["cores"] // each
 
 
 @clause("J3")

@@ -343,8 +343,8 @@ def test_nothing_is_left_to_fill_in(check, site):
 @clause("F8")
 def test_scripts_and_site_toml_name_the_same_software(check, site):
     scripts = {path.name: path.read_text() for path in site.scripts}
-    missing = [name for name in site.modules if name not in scripts[site.toml["submit"]]]
-    check.equal(modules_not_in_the_job_script=(missing, []))
+    code = "\n".join(line for text in scripts.values() for line in text.splitlines() if not line.lstrip().startswith("#"))
+    check.equal(modules_in_no_script=([name for name in site.modules if name not in code], []))
     image = site.software.get("image", "")
     check.equal(image_in_a_script=(any(image in text for text in scripts.values()), True))
     loaded = {
@@ -392,6 +392,9 @@ def test_odd_values_of_a_variable_are_one_line(check, site):
     result = subprocess.run([sys.executable, "-c", ASKS, str(site.folder / "train.py")], check=False, **run)
     answers = [json.loads(line) for line in result.stdout.splitlines()]
     check.equal(answers=(result.stderr[-200:] if result.returncode else len(answers), len(cases)))
+    if any("has no attribute 'rank'" in message for _, message in answers):
+        yield "train.py has no function `rank`, but should have what it hands to run() by that name"
+        return
     for (name, value, number), (kind, message) in zip(cases, answers, strict=True):
         short = kind == "PreflightError" and message.isprintable() and len(message) < 500 and (name in message or not number)
         if not short and (number or kind != "Rank"):
@@ -633,6 +636,7 @@ def to_edit(site, text: str) -> bool:
     if text.startswith(("#SBATCH", "#PBS")) and PERSONAL.match(text):
         return True
     account = site.toml.get("queue", {}).get("account")
+    text = re.sub(r"\bmktemp\b[^;|&)]*", "", text)  # whose template is no place to fill in
     return bool(PLACEHOLDER.search(text) or (account and re.search(rf"(?<![\w-]){re.escape(account)}(?![\w-])", text)))
 
 
@@ -662,7 +666,7 @@ def test_scripts_stop_at_the_first_error(check, site):
     check.equal(without_set_euo_pipefail=([path.name for path in site.scripts if not stops(path.read_text())], []))
     shellcheck = shutil.which("shellcheck", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     check.equal(shellcheck=(bool(shellcheck), True))
-    command = [shellcheck, "--format=gcc", *(path.name for path in site.scripts)]
+    command = [shellcheck, "--format=gcc", *(str(path.relative_to(site.folder)) for path in site.scripts)]
     result = subprocess.run(command, cwd=site.folder, capture_output=True, text=True, timeout=60, check=False)
     check.holds(*(f"{line}, but should pass shellcheck" for line in (result.stdout + result.stderr).splitlines()))
 
@@ -741,8 +745,9 @@ def late(site, script: Script, value: str) -> Iterator[str]:
 @clause("J11")
 def test_a_rank_that_dies_alone_ends_the_job(check, site):
     """However it is written: what srun is told, the dry run shows."""
+    exported = any(re.search(r"(?m)^[^#\n]*\bSLURM_KILL_BAD_EXIT=1\b", path.read_text()) for path in site.scripts)
     for script in map(Script, site.scripts):
-        kills = re.search(r"(?m)^[^#\n]*\s(--kill-on-bad-exit(=1)?|-K1?)(?![\w=])", script.text)
+        kills = exported or re.search(r"(?m)^[^#\n]*[\s(](--kill-on-bad-exit(=1)?|-K1?)(?![\w=])", script.text)
         for line in script.lines:
             if re.match(r"[^#]*\bsrun \"\$\{\w+\[@\]\}\"", line.text) and not kills:
                 yield at(script, line, "have --kill-on-bad-exit=1 among its flags")

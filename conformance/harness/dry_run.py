@@ -331,8 +331,8 @@ def with_modules(site: Site, *names: str) -> Case | None:
     """
     torch = [name for name in site.modules if "torch" in site.software.get("provides", {}).get(name, [])]
     named = "|".join(map(re.escape, torch)) or "(?!)"
-    line = re.compile(rf"^( *modules=\([^)\n]*|[^#\n]*\bmodule load (?:\S+ )*?(?:{named}))(?![^\s)])(.*)$", re.MULTILINE)
-    for name in dict.fromkeys([site.toml["submit"], *(script.name for script in site.scripts)]):
+    line = re.compile(rf"^( *modules=\([^)\n]*|[^#\n]*\b(?:module load|ml) (?:\S+ )*?(?:{named}))(?![^\s)])(.*)$", re.MULTILINE)
+    for name in dict.fromkeys([site.toml["submit"], *(str(script.relative_to(site.folder)) for script in site.scripts)]):
         if match := line.search((site.folder / name).read_text()):
             other = f"{match[1]} {' '.join(names)}{match[2]}".replace("( ", "(")
             return replace(site.cases[0], name="other modules", script=name, edit={match[0]: other})
@@ -687,7 +687,8 @@ class DryRuns:
         own |= dict.fromkeys(SECRETS, SECRET)
         # A job has no module command, unless its script is a login shell's; who installs has one.
         if name == "install.sh" or re.match(r"#!.*\s(-l|--login)\b", (self.folder / name).read_text()):
-            own["BASH_FUNC_module%%"] = f"() {{ {MODULE.partition('{')[2].rpartition('; ml()')[0]}"
+            for function in re.split(r"; (?=ml\(\))", MODULE):
+                own[f"BASH_FUNC_{function.partition('(')[0]}%%"] = function[function.index("()") :]
         if shape["code"] == 75 or name == "install.sh":
             (self.top / "trace.sh").write_text(
                 f"PS4='+ ${{BASH_SOURCE:-$0}} '\nexec {{BASH_XTRACEFD}}>>{self.top}/calls/trace\nset -x\n"

@@ -57,7 +57,7 @@ def which(word: str) -> str | None:
 
 
 def pairs(words: list[str]) -> list[tuple[str, str]]:
-    return list(zip(words, [*words[1:], ""], strict=True))
+    return list(zip(words, [*words[1:], ""], strict=False))  # of none, none
 
 
 def split(words: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -166,6 +166,7 @@ def rank_environment(name: str, rank: int, place: tuple[int, int], sizes: list[i
         own = dict(RANKID=rank, LOCAL_RANKID=local, LOCAL_SIZE=per_node, NODEID=node)
         environ |= {f"PALS_{key}": str(value) for key, value in own.items()}
         environ |= dict(PMI_RANK=str(rank), PMI_SIZE=str(total), MPI_LOCALRANKID=str(local), MPI_LOCALNRANKS=str(per_node))
+        environ |= dict(PMI_LOCAL_RANK=str(local), PMI_LOCAL_SIZE=str(per_node))
     else:  # a launcher that nobody else knows: what site.toml says, but for what the job script has set
         values: dict[str, int | str] = dict(rank=rank, world_size=total, local_rank=local, local_world_size=per_node)
         values |= dict(node_rank=node)
@@ -482,7 +483,7 @@ def sources(words: list[str]) -> None:
 
 
 def scontrol(name: str, words: list[str]) -> int:
-    if words[:2] == ["show", "hostnames"]:
+    if words[:1] == ["show"] and "hostnames".startswith(words[1]) and len(words[1]) > 4:  # Slurm takes shortened words
         print("\n".join(SETTINGS["hosts"]))
     elif words[:1] == ["requeue"] and SETTINGS["event"] == "cancelled":
         print("scontrol: error: Requested operation not supported on a job that is completing", file=sys.stderr)
@@ -554,7 +555,7 @@ def container(name: str, words: list[str]) -> int:
     if images and not SETTINGS["bound"] and not shown(folder, rest[: images[0]]):
         print(f"WARNING: {folder} is not there in the container: starting in the home directory", file=sys.stderr)
         os.chdir(os.environ["HOME"])
-        if command and os.path.abspath(os.path.join(folder, command[0])).startswith(f"{TOP}/sites/"):
+        if command and "/" in command[0] and os.path.abspath(os.path.join(folder, command[0])).startswith(f"{TOP}/sites/"):
             print(f"FATAL:   stat {command[0]}: no such file or directory", file=sys.stderr)
             return 255
     environ = dict(os.environ)
@@ -680,7 +681,12 @@ def inside(path: str) -> bool:
 
 
 def mktemp(name: str, words: list[str]) -> int:
-    return runs("/bin/mktemp", *words, environment=os.environ | dict(TMPDIR=f"{TOP}/root/tmp"))
+    """Below a folder of this dry run, whatever the template."""
+    if {"-u", "--dry-run"} & {*words}:  # makes none: a name by chance
+        return runs("/bin/mktemp", *words)
+    folder = any(word == "--directory" or ("d" in word and word[:1] == "-" != word[1:2]) for word in words)
+    template = next((os.path.basename(word) for word in words if "XXX" in word), "XXXXXXXXXX")
+    return runs("/bin/mktemp", *["-d"] * folder, f"{TOP}/root/tmp/tmp.{template}")
 
 
 def download(name: str, words: list[str]) -> int:
