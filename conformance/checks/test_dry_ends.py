@@ -527,6 +527,9 @@ def test_cores_are_bound_by_number_on_whole_nodes_alone(check, site, dry):
                 yield f"{script.name}: --oversubscribe, but should have whole nodes: ranks are bound by numbers"
 
 
+# Of libfabric's providers those that are no fast network's, and what is put upon one.
+# https://ofiwg.github.io/libfabric/main/man/fabric.7.html
+SLOW, UPON = {"tcp", "sockets", "udp", "shm", "net"}, {"ofi_rxm", "ofi_rxd"}
 # What says which network a library takes, and how.
 NETWORK = re.compile(r"^(NCCL|FI|CCL|PALS)_|_(NET|NET_PLUGIN|IFNAME|PROVIDER|HCA)$")
 
@@ -556,6 +559,11 @@ def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
             if (call.environ.get("NCCL_NET") or ("Socket" if named else "")) == "Socket":
                 net = call.environ.get("NCCL_NET") or "unset"
                 yield f"{case.name}: NCCL_NET={net} on {nodes} nodes, but should be the fast network's"
+            provider = call.environ.get("FI_PROVIDER", "")
+            asked = any(re.search(rf"\bFI_PROVIDER=[\"']?{re.escape(provider)}(?!\w)", fact) for fact in site.facts)
+            named_ones = {*re.split("[,;]", provider.lower())} - UPON
+            if named_ones and named_ones <= SLOW and not asked:
+                yield f"{case.name}: FI_PROVIDER={provider} on {nodes} nodes, but should be unset, or the fast network's"
 
 
 @clause("J13")

@@ -40,7 +40,7 @@ from conformance.harness.dry_run import (
     without_effect,
     words_of,
 )
-from conformance.harness.shell import DEBUGGING, OF_SBATCH, PLACEHOLDER, SETS, Script, minutes, plain
+from conformance.harness.shell import DEBUGGING, OF_SBATCH, PLACEHOLDER, SETS, Script, gib, minutes, plain
 from conformance.harness.sites import ROOT, place_of
 from conformance.harness.stub_core import who
 from conformance.harness.target import BACKENDS
@@ -51,7 +51,9 @@ OWN_FLAGS = {"--device", "--backend", "--run-dir", "--new-run-dir", "--grace", "
 MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
 # The numbers of the job, of another one, and one as large as where there have been many, which ends in what is no octal one.
 FIRST, OTHER, LARGE = "4242", "7001", "61230899"
-MOST_SECONDS_OF_WAIT = 600
+# One of which most round numbers, 10000 to 60000, leave as much as they can.
+HIGHEST = "58799999"
+LEAST_SECONDS_OF_WAIT, MOST_SECONDS_OF_WAIT = 30, 600
 OF_A_USER = "/opt/of-a-user/lib"
 
 
@@ -79,6 +81,14 @@ def test_scripts_run_to_their_end(check, site, dry):
             for address in {call.environ.get("MASTER_ADDR", up[0]) for call in run.trained if run.shape["spare"]}:
                 if address.partition(".")[0] != up[0]:
                     yield f"{case.name}: MASTER_ADDR={address}, but should be {up[0]}: the first node is down"
+
+
+@clause("B1")
+def test_a_script_that_trains_is_not_said_to_prepare_only(check, site, dry):
+    """By `trains = false`, with which no check of a job looks at it."""
+    for script in [path for path in site.job_scripts if path not in trains(site)]:
+        if count := len(dry.job(script, all_ranks=True).trained):
+            yield f"{script.name}: trains=false in site.toml, but should be true: it starts {count} ranks of train.py"
 
 
 # Commands whose failure is an answer, or changes nothing.
@@ -261,7 +271,10 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
 
 @clause("B3")
 def test_what_the_scripts_export_is_there_in_a_container(check, site, dry):
-    """What a container leaves out, train.py has not heard: threads, caches, that packages of the user's own do not count."""
+    """What a container leaves out, train.py has not heard: threads, caches, that packages of the user's own do not count.
+
+    Nor what srun leaves out: --export with a list, and without ALL. What a script drops by its name, it means to.
+    """
     by_hand = [(script, line) for script in site.scripts if script not in site.job_scripts for line in shown_to_train(script)]
     runs = [dry.job(script) for script in trains(site)] + [dry.command(*each) for each in by_hand]
     exported = {
@@ -270,7 +283,18 @@ def test_what_the_scripts_export_is_there_in_a_container(check, site, dry):
         for line in re.findall(r"\bexport ([^\n#]*)", script.read_text())
         for name in re.findall(r"\b([A-Z]\w+)\b=?", line)
     }
+    text = "\n".join(path.read_text() for path in site.scripts)
+    jobs = {path.name for path in site.job_scripts}
+    # What an installation exports is its own.
+    text_of_jobs = "\n".join(path.read_text() for path in site.scripts if not path.name.startswith("install"))
+    of_jobs = {name for line in re.findall(r"\bexport ([^\n#]*)", text_of_jobs) for name in re.findall(r"\b[A-Z]\w+\b", line)}
+    dropped = {name for line in re.findall(r"(?:\bunset|\benv -u)\b(.*)", text) for name in re.findall(r"\b[A-Z]\w+", line)}
     for run in runs:
+        for launch in run.launches if run.script in jobs else ():  # by hand its user says what is handed on
+            started = [call for call in run.calls if call.rank is not None and call.start_time > launch.start_time]
+            lost = sorted((of_jobs - dropped) & {*launch.environ} - {*started[0].environ})
+            if lost:
+                yield f"{run.script}: {launch.command} without {', '.join(lost[:4])}, but should hand on what is exported"
         containers = [call for call in run.calls if "image" in call.notes]
         for call in [call for call in run.calls if program(call) and "DRY_RUN_IMAGE" in call.environ]:
             *_, outside = [each for each in containers if each.start_time <= call.start_time and each.rank == call.rank]
@@ -384,7 +408,8 @@ def test_the_port_depends_on_the_job(check, site, dry):
         yield from (f"{script.name}: {name} is one in job {FIRST} and in job {OTHER}, but should differ" for name in same)
         lost = [name for name in first if name not in large]
         yield from (f"{script.name}: no {name} in job {LARGE}, but should be one" for name in lost)
-        for name, values in (*first.items(), *large.items()):
+        highest = ports(site, dry.job(script, number=HIGHEST))
+        for name, values in (*first.items(), *large.items(), *highest.items()):
             for value in values:
                 if not 1024 <= int(value) < 32768:
                     yield f"{script.name}: {name}={value}, but should be 1024 to 32767"
@@ -451,12 +476,13 @@ def test_ranks_of_one_node_are_sent_to_no_network(check, site, dry):
 
 @clause("J13")
 def test_no_rank_has_a_variable_for_finding_faults(check, site, dry):
-    """Whichever line has set it, and by whichever choice."""
+    """Whichever line has set it, and by whichever choice; but one that a source sets for the machine."""
     by_modules = {word.partition("=")[0] for word in site.provides}
+    of_facts = {match[1] for fact in site.facts if (match := SETS.match(fact))}
     for what, run in [(what, run) for what, run in in_all_ways(site, dry) if "DEBUG" not in what]:  # which asks for that
         for call in run.trained[:1]:
             for name, value in as_in_job(call).items():
-                if name not in by_modules and DEBUGGING.match(f"{name}={value}"):
+                if name not in by_modules | of_facts and DEBUGGING.match(f"{name}={value}"):
                     yield f"{what}: {name}={value} in a rank, but should be left to who looks for a fault"
 
 
@@ -604,11 +630,35 @@ def test_every_srun_of_ranks_ends_when_one_dies(check, site, dry):
             if call.command == "srun" and not kills(call):
                 yield f"{script.name}: {call.text[:120]}, but should have --kill-on-bad-exit=1 among its flags"
             waits = values_of(call.words, "--wait", "-W") or [call.environ.get("SLURM_WAIT", "0")]
-            if call.command == "srun" and not 0 < int(waits[0]) <= MOST_SECONDS_OF_WAIT:
-                observed = f"--wait={waits[0]}, but should be 1 to {MOST_SECONDS_OF_WAIT} s"
-                yield f"{script.name}: {observed}: ranks that are left when one has ended well hang"
+            if call.command == "srun" and not LEAST_SECONDS_OF_WAIT <= int(waits[0]) <= MOST_SECONDS_OF_WAIT:
+                observed = f"--wait={waits[0]}, but should be {LEAST_SECONDS_OF_WAIT} to {MOST_SECONDS_OF_WAIT} s"
+                yield f"{script.name}: {observed}: ranks that are left later hang, and sooner they may be ending well"
+            yield from (f"{script.name}: {text}" for text in limits_of_its_own(call))
             if {"--no-abort-on-failure", "--no-kill"} & {*call.words}:
                 yield f"{script.name}: {call.text[:120]}, but should end when a rank dies"
+
+
+def limits_of_its_own(call: Call) -> Iterator[str]:
+    """Those of a step: they come without the warning of the job's, unless it has one, too, and nobody raises them with that."""
+    words = own_words(call)
+    limit = (values_of(words, "--time", "-t") or [call.environ.get("SLURM_TIMELIMIT", "")])[0]
+    warned = values_of(words, "--signal") or "SLURM_SIGNAL" in call.environ
+    if call.command == "srun" and re.search("[1-9]", limit) and not warned:
+        yield f"--time={limit} of srun, but should be the job's: no rank is warned of another limit"
+    timed = call.notes.get("timeout", [])
+    if timed and not any(re.match("--signal|--preserve-status|-s|-p$", word) for word in timed):
+        yield f"ranks under timeout {' '.join(timed)}, but should have the job's limit: after another one 124 hides their code"
+
+
+# What srun may start that is no stand-in.
+SHELLS = ("bash", "sh", "env", "nice", "taskset", "stdbuf", "chrt")
+
+
+def own_words(call: Call) -> list[str]:
+    """A launcher's, without those of the program that it starts."""
+    programs = {*command_names(), *SHELLS}
+    own = itertools.takewhile(lambda word: word.startswith("-") or not ("/" in word or word in programs), call.words)
+    return [*own]
 
 
 def kills(call: Call) -> bool:
@@ -631,9 +681,11 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
         if run.code:
             yield f"{script.name} {chosen}: {ending(dry, run)}, but should be 0"
         yield from (f"{script.name} {chosen}: {text}" for text in masked(site, run, each))
+        yield from (f"{script.name} {chosen}: {text}" for text in pinned(run))
         for call in run.launches:
             if {"--overcommit", "-O", "--oversubscribe", "-s"} & {*call.words}:
                 yield f"{script.name}: {call.text[:100]}, but should give each rank cores of its own"
+            yield from (f"{script.name}: {text}" for text in memory_of(call, script, site, each))
             sets = bound(call, each)
             words = " ".join(word for word in call.words if "bind" in word or "cpus" in word)
             taken: list[int] = []
@@ -664,6 +716,20 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
                     yield f"{script.name}: OMP_NUM_THREADS={omp}, but should be the {most} cores of a rank"
 
 
+def memory_of(call: Call, script: Path, site, each: int) -> Iterator[str]:
+    """What is wrong with the memory of a step, which is its job's unless it asks for less."""
+    words, cpus, names = (
+        own_words(call),
+        cpus_per_task(call, script, site),
+        {"mem": "NODE", "mem-per-cpu": "CPU", "mem-per-gpu": "GPU"},
+    )
+    told = {name: call.environ.get(f"SLURM_MEM_PER_{what}", "") for name, what in names.items()}
+    step = {name: value for name in names for value in values_of(words, f"--{name}")[-1:]} or told
+    of_step, of_job = (gib(options, each * cpus, site.toml["node"]["devices"]) for options in (step, Script(script).options))
+    if call.command == "srun" and 0 < of_step < of_job / 2:
+        yield f"{of_step:g} GiB of a node for the ranks, but should have the job's {of_job:g}: one that needs more is killed"
+
+
 def devices(site, run: DryRun, call: Call) -> Iterator[str]:
     """What is wrong with the devices that ranks see, by the launcher's flags."""
     node, variable = site.toml["node"], site.toml["node"].get("device_environment")
@@ -677,6 +743,22 @@ def devices(site, run: DryRun, call: Call) -> Iterator[str]:
     bind = next(iter(values_of(call.words, "--gpu-bind")), "")
     if should < node["devices"] and "cores_near_device" in node and not re.match(r"(verbose,)?(closest|map|mask)", bind):
         yield f"--gpu-bind={bind or 'none'}, but should give each rank the device near its cores: closest"
+
+
+# By which OpenMP is given cores by their numbers, and not the places of a kind: cores, threads.
+# https://gcc.gnu.org/onlinedocs/libgomp/Environment-Variables.html
+PINS = dict(GOMP_CPU_AFFINITY=r"\d", KMP_AFFINITY=r"proclist|explicit", OMP_PLACES=r"\{\d")
+
+
+def pinned(run: DryRun) -> Iterator[str]:
+    """What is wrong with the cores of a rank's threads: a list that all ranks of a node have puts them on the same ones."""
+    nodes = dict[tuple[str, str, str], int]()
+    for call in run.trained:
+        for name in [name for name, kind in PINS.items() if re.search(kind, call.environ.get(name, ""))]:
+            key = (name, call.environ[name], call.environ["DRY_RUN_NODE"])
+            nodes[key] = nodes.get(key, 0) + 1
+    for name, value in sorted({key[:2] for key, ranks in nodes.items() if ranks > 1}):
+        yield f"{name}={value} in several ranks of a node, but should leave each on cores of its own"
 
 
 def masked(site, run: DryRun, each: int) -> Iterator[str]:
@@ -963,6 +1045,24 @@ def test_ranks_are_bound_as_the_sources_say(check, site, dry):
     launches = [call for _, run in in_all_ways(site, dry) for call in run.launches] if lists else []
     for fact in [fact for fact in lists if not any(fact in values_of(call.words, "--cpu-bind") for call in launches)]:
         yield f"no launch has --cpu-bind {fact[:60]}..., but one should, as a fact of [[sources]] says"
+    # Of masks a fact may have a part, the first one behind `mask_cpu:`; fewer cores of a mask are its own, too.
+    mask = r"(?:0x[0-9a-f]+|[0-9]*[a-f][0-9a-f]*)"
+    facts = [match.groups() for fact in site.facts if (match := re.fullmatch(rf"(\S*mask_cpu:)?({mask}(?:,{mask})+)", fact))]
+    launches = [call for _, run in in_all_ways(site, dry) for call in run.launches] if facts else []
+    masks = [[int(each, 16) for each in text.split(",")] for call in launches for text in masks_of(call)]
+    masks = [each for each in masks if len(each) > 1]  # not the one of a torchrun
+    for first, fact in facts if masks else ():
+        wanted = [int(each, 16) for each in fact.split(",")]
+        starts = [(each, start) for each in masks for start in range(len(each) - len(wanted) + 1) if not (first and start)]
+        runs = [each[start : start + len(wanted)] for each, start in starts]
+        alike = [pair for pair in runs if all(one & two in (one, two) and one for one, two in zip(pair, wanted, strict=True))]
+        if not alike:
+            order = "first" if first else "one after the other"
+            yield f"no launch has the masks {fact} {order}, but one should, as a fact of [[sources]] says"
+
+
+def masks_of(call: Call) -> list[str]:
+    return [value.partition("mask_cpu:")[2] for value in values_of(call.words, "--cpu-bind") if "mask_cpu:" in value]
 
 
 def of_command(fact: str) -> list[str]:
@@ -1229,6 +1329,22 @@ def test_each_start_has_a_secret_of_its_own(check, site, dry):
         again = dry.job(script, environ=dict(TZ="UTC"))  # the same job number, as whoever reads the queue knows it
         if secrets[0] & {call.environ.get("DDP_SECRET", "") for call in again.trained}:
             yield f"{script.name}: DDP_SECRET follows from what others know, but should be random"
+        stopped = [dry.job(script, environ=dict(at_one_time(dry), DRY_RUN_AGAIN=number)) for number in ("1", "2")]
+        first, second = ({call.environ.get("DDP_SECRET", "") for call in run.trained} for run in stopped)
+        if first & second - {""}:
+            yield f"{script.name}: DDP_SECRET follows from the time, which `squeue` tells everybody, but should be random"
+
+
+def at_one_time(dry) -> dict[str, str]:
+    """Variables with which clocks stand still: bash's own, and that of `date`."""
+    folder = dry.top / "clocks"
+    if not folder.exists():
+        folder.mkdir()
+        (folder / "date").write_text('#!/bin/sh\nexec /bin/date --date=@1764000000 "$@"\n')
+        (folder / "date").chmod(0o755)
+        clocks = "EPOCHSECONDS=1764000000 EPOCHREALTIME=1764000000.000001"
+        (folder / "stand-still").write_text(f"unset EPOCHSECONDS EPOCHREALTIME\n{clocks}\n")
+    return dict(PATH=f"{folder}:{dry.top}/bin:/usr/bin:/bin", BASH_ENV=str(folder / "stand-still"))
 
 
 @clause("B6")
@@ -1322,7 +1438,11 @@ def test_caches_are_the_job_s_own(check, site, dry):
     """Those that the script sets: not in the home directory, which all jobs share; in /tmp under the job's number."""
     for script, call in dry.first_ranks(all_ranks=True):
         for name, value in as_in_job(call).items():
-            if not re.search(r"CACHE|_DB_PATH$|^TMPDIR$", name) or not value.startswith("/") or name.startswith("PIP_"):
+            if (
+                not re.search(r"CACHE|_DB_PATH$|^TMPDIR$|^TORCH_EXTENSIONS_DIR$", name)
+                or not value.startswith("/")
+                or name.startswith("PIP_")
+            ):
                 continue
             if Path(value).is_relative_to(dry.top / "home"):
                 yield f"{script.name}: {name}={dry.shown(value)}, but should not be in the home directory"
@@ -1392,6 +1512,7 @@ def test_both_halves_of_a_cache_are_moved(check, site, dry):
 
 # Of compiled kernels, which every rank reads and writes.
 KERNELS = ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
+KERNELS += ("NEO_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
 
 
 @clause("B6")

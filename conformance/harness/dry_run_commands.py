@@ -28,7 +28,7 @@ DEAF = 0.5  # and for which it does not listen after a user's stop
 MOST_LAUNCHES = 12  # a job that launches more often has no bound
 HANG = 10.0  # seconds for which a command hangs that this dry run lets hang, whatever it is sent
 FASTER = 20  # how much shorter `timeout` is then
-MINIMAL = ("SLURM", "DRY_RUN", "HOME", "USER")  # of the environment what `srun --export=NONE` leaves
+MINIMAL = ("SLURM", "DRY_RUN", "HOME", "USER")  # of the environment what `srun --export=NONE`, or a list without ALL, leaves
 
 
 def write(path: str, record: dict) -> None:
@@ -104,6 +104,8 @@ def launch(name: str, words: list[str]) -> int:
     if file := named or (own("PBS_NODEFILE") if name != "srun" else None):
         with open(file) as hosts:
             NOTES["hosts"] = [host.partition(".")[0] for host in hosts.read().split()]
+    if os.path.basename((above := command_line(os.getppid()))[0]) == "timeout":
+        NOTES["timeout"] = above[1 : above.index(name)] if name in above else above[1:]
     if launches() > MOST_LAUNCHES:
         os.kill(job_script(), KILL)
     each = first(flags, "--ntasks-per-node", "--ppn", "-ppn", "--npernode", "-N" if name != "srun" else "")
@@ -147,8 +149,11 @@ def rank_environment(name: str, rank: int, place: tuple[int, int], sizes: list[i
     (node, local), nodes, total = place, len(sizes), sum(sizes)
     per_node = sizes[node]
     if name == "srun":
-        if first(flags, "--export", default=environ.get("SLURM_EXPORT_ENV", "ALL")).startswith("NONE"):
-            environ = {key: value for key, value in environ.items() if key.startswith(MINIMAL)} | dict(PATH="/usr/bin:/bin")
+        handed = listed(first(flags, "--export", default=environ.get("SLURM_EXPORT_ENV", "ALL")))
+        if "ALL" not in map(str.upper, handed):
+            kept = {key: value for key, value in environ.items() if key.startswith(MINIMAL) or key in handed}
+            environ = dict(PATH="/usr/bin:/bin") | kept
+        environ |= {key: value for key, value in handed.items() if value is not None}
         even = {*sizes} == {per_node}
         shape = ",".join(map(str, sizes)) if not even else f"{per_node}(x{nodes})" if nodes > 1 else f"{per_node}"
         own: dict[str, int | str] = dict(PROCID=rank, LOCALID=local, NODEID=node, STEP_ID=0)
@@ -177,6 +182,13 @@ def rank_environment(name: str, rank: int, place: tuple[int, int], sizes: list[i
             key: value for key, value in environ.items() if key not in exported or "{master_" in template_of(key)
         }
     return environ
+
+
+def listed(text: str) -> dict[str, str | None]:
+    """The words of srun's --export, each with its value if it has one, which may stand in quotes with commas in it."""
+    parts = [part.replace(",", "\0") if number % 2 else part for number, part in enumerate(text.split("'"))]
+    words = [word.replace("\0", ",").partition("=") for word in "".join(parts).split(",")]
+    return {name: value if equals else None for name, equals, value in words}
 
 
 def torchrun(name: str, words: list[str]) -> int:
@@ -420,7 +432,7 @@ def command_line(process: int) -> list[str]:
         with open(f"/proc/{process}/cmdline") as file:
             return file.read().split("\0")
     except OSError:  # it has ended
-        return []
+        return [""]
 
 
 def is_program(words: list[str]) -> bool:

@@ -32,10 +32,13 @@ SUPPRESSES = re.compile(
     r"#\s*shellcheck (disable=\S+|source=/dev/null)|\bset \+(e|o (errexit|pipefail|nounset))|\bset \+[a-z]*[eu]"
 )
 CONSTANT_PORT = re.compile(r"(\bexport |^|\s)\w*PORT=[\"']?\d+|--master[-_]port[= ]+\d+|--rdzv[-_](endpoint|id)[= ]\S*:\d+")
-# What is for finding faults: every kernel and every message waits for the one before.
+# What is for finding faults: every kernel and every message waits for the one before, memory is asked for anew, nothing is
+# compiled or kept; or what fails ends nothing; or a device is taken for another one.
 DEBUGGING = re.compile(
     r"(CUDA_LAUNCH_BLOCKING|HIP_LAUNCH_BLOCKING|AMD_SERIALIZE_(KERNEL|COPY)|(NCCL|RCCL)_(P2P|SHM|IB)_DISABLE)=[\"']?[1-9]"
     r"|NCCL_DEBUG=[\"']?TRACE|TORCH_DISTRIBUTED_DEBUG=[\"']?(DETAIL|INFO)"
+    r"|(PYTORCH_NO_(CUDA|HIP)_MEMORY_CACHING|TORCH(DYNAMO|_COMPILE)_DISABLE|MIOPEN_DISABLE_CACHE)=[\"']?[1-9]"
+    r"|(TORCH_)?NCCL_ASYNC_ERROR_HANDLING=[\"']?0|FI_LOG_LEVEL=[\"']?(?i:debug|trace|info)|HSA_OVERRIDE_GFX_VERSION=[\"']?\d"
 )
 # How a fact begins that sets a variable.
 SETS = re.compile(r"[`'\"]?(?:export )?([A-Z][A-Z0-9_]+)=")
@@ -182,6 +185,14 @@ def minutes(text: str) -> float:
     parts = [int(part) for part in clock.split(":")]
     parts = [*parts, 0, 0][:3] if days else [0] * (3 - len(parts)) + parts if len(parts) > 1 else [0, parts[0], 0]
     return int(days or 0) * 1440 + parts[0] * 60 + parts[1] + parts[2] / 60
+
+
+def gib(options: dict[str, str], cpus: int, devices: int) -> float:
+    """Of a node, as Slurm's options ask for it, with so many cores (its --cpus-per-task) and devices there."""
+    counts = {"mem": 1, "mem-per-gpu": devices, "mem-per-cpu": cpus}
+    units = dict(K=2**-20, M=2**-10, G=1, T=2**10)
+    asked = [(re.fullmatch(r"(\d+)([KMGT]?)B?", options.get(name, "")), count) for name, count in counts.items()]
+    return max((int(match[1]) * units[match[2] or "M"] * count for match, count in asked if match), default=0)
 
 
 def plain(text: str) -> str:
