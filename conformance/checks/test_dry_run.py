@@ -681,7 +681,7 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
         if run.code:
             yield f"{script.name} {chosen}: {ending(dry, run)}, but should be 0"
         yield from (f"{script.name} {chosen}: {text}" for text in masked(site, run, each))
-        yield from (f"{script.name} {chosen}: {text}" for text in pinned(run))
+        yield from (f"{script.name} {chosen}: {text}" for text in threads_bound_alike(run))
         for call in run.launches:
             if {"--overcommit", "-O", "--oversubscribe", "-s"} & {*call.words}:
                 yield f"{script.name}: {call.text[:100]}, but should give each rank cores of its own"
@@ -750,7 +750,7 @@ def devices(site, run: DryRun, call: Call) -> Iterator[str]:
 PINS = dict(GOMP_CPU_AFFINITY=r"\d", KMP_AFFINITY=r"proclist|explicit", OMP_PLACES=r"\{\d")
 
 
-def pinned(run: DryRun) -> Iterator[str]:
+def threads_bound_alike(run: DryRun) -> Iterator[str]:
     """What is wrong with the cores of a rank's threads: a list that all ranks of a node have puts them on the same ones."""
     nodes = dict[tuple[str, str, str], int]()
     for call in run.trained:
