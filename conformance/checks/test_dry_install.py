@@ -81,9 +81,9 @@ def test_pip_installs_where_the_script_says(check, dry):
     for call, words in pips(dry.install(after=(), environ={name: value for name, (value, _) in OF_PIP.items()})):
         flags = {word.partition("=")[0] for word in call.words}
         kept = [name for name, (value, flag) in OF_PIP.items() if call.environ.get(name) == value and flag not in flags]
-        for name in kept if "--isolated" not in flags else ():
+        if kept and "--isolated" not in flags:
             subject = dry.shown(f"install.sh: pip install {' '.join(words)}")[:120]
-            yield f"{subject} with {name} of the user's shell, but should be without"
+            yield f"{subject} with {', '.join(kept)} of the user's shell, but should be without"
 
 
 @clause("B10")

@@ -430,7 +430,7 @@ def test_everything_is_explained(check, site):
         addresses = ADDRESS.findall(text)
         words = re.findall(r"[A-Za-z]{2,}", re.sub(r"\bunverified\b|--\w+|EDIT:", " ", ADDRESS.sub(" ", text)))
         if not comments or len(words) < 2:
-            return "have its reason directly above"
+            return "have its reason directly above, of two words or more"
         if unknown := [address for address in addresses if place(address) not in known]:
             return f"have its source above, and {unknown[0]} is none of [[sources]]"
         return "" if addresses or SOURCE.search(text) else 'have its source above: an address, --help, or "unverified"'
