@@ -810,8 +810,10 @@ def test_methods_that_nobody_calls_are_noted(tmp_path):
 
 
 def test_the_config_may_be_kept_where_it_is(tmp_path):
+    """Also where the model alone is made, to use what it has learned."""
     methods = "def model(self, config):\n    self.config = config\n    return super().model(config)"
     failed(tmp_path, small(methods), "--epochs 1", code=0)
+    assert find(str(tmp_path / "mine.py")).model(object())
 
 
 def test_the_record_names_the_optimizer_that_trains(tmp_path):

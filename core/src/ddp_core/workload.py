@@ -158,7 +158,7 @@ class Workload:
         return 0.5 * (1 + math.cos(math.pi * done))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if (name in OURS and value is not getattr(self, name)) or name in CALLED_AGAIN:
+        if name in OURS | CALLED_AGAIN:
             raise AttributeError(f"self.{name} is a name of the core's: call yours otherwise, self.my_{name}")
         super().__setattr__(name, value)
 
@@ -173,7 +173,8 @@ class Workload:
         return hashlib.sha256(b"".join(sources_of(self.file))).hexdigest()[:12] if self.file else ""
 
 
-OURS = {name for name in vars(Workload) if not name.startswith("_")} - {*YOURS}
+# Its config a class may keep by itself, also where no run has set it.
+OURS = {name for name in vars(Workload) if not name.startswith("_")} - {*YOURS, "config"}
 
 
 def sources_of(file: Path) -> Iterator[bytes]:
