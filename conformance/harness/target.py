@@ -6,6 +6,7 @@ The checks of test_run.py see no more of either than a Target, and what a start 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,11 @@ class Run:
 
 def read_records(folder: Path) -> list[dict]:
     path = folder / "run.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    whole, _, half = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
+    records = [json.loads(line) for line in whole.splitlines()]
+    with suppress(ValueError):  # one that was killed while it wrote may have left half a line
+        records.append(json.loads(half))
+    return records
 
 
 class Target(ABC):

@@ -9,6 +9,7 @@ import pytest
 
 from conformance import __main__ as program
 from conformance.harness import environment, lock, sites
+from conformance.harness.target import read_records
 
 SITES = [site.folder.name for site in sites.find()]
 FIRST = SITES[0]
@@ -254,3 +255,9 @@ def test_a_package_whose_version_stands_nowhere_is_named(installed, tmp_path, ca
     assert capsys.readouterr().err == "error: own-thing==3: in constraints.txt or .lock, not in both: nox -s lock\n"
     (tmp_path / "constraints.lock").write_text("# by lock\npytest==1 --hash=sha256:0\nown-thing==3 --hash=sha256:0\n")
     assert environment.main(["--all-pinned"]) == 0 and not installed
+
+
+@pytest.mark.parametrize("end, steps", [("", [0, 1]), ('{"kind":"st', [0, 1]), ('{"kind":"step","step":2}', [0, 1, 2])])
+def test_half_a_line_of_a_killed_run_is_no_record(tmp_path, end, steps):
+    (tmp_path / "run.jsonl").write_text('{"kind":"step","step":0}\n{"kind":"step","step":1}\n' + end)
+    assert [record["step"] for record in read_records(tmp_path)] == steps
