@@ -316,7 +316,7 @@ def _change(workload, change: Change, mine: Callable[[], bool]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return schedule(step, total_steps, config)
 
-    workload.data, workload.model, workload.schedule = fewer if change.rows else data, changed, at
+    vars(workload).update(data=fewer if change.rows else data, model=changed, schedule=at)
     if not change.dropout:
         for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"):
             setattr(torch.nn.functional, name, lambda values, *_, **__: values)
