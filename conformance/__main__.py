@@ -30,6 +30,7 @@ from conformance.harness import sites
 ROOT = sites.ROOT
 PYTEST = (sys.executable, "-m", "pytest")
 CHECKS, SELFTEST = "conformance/checks/test_{}.py", "conformance/selftest/test_{}.py"
+RANKS = "conformance/checks/run"  # what needs them
 STATIC = [
     CHECKS.format(name) for name in ("static", "train", "dry_run", "dry_ends", "dry_install")
 ]  # need neither ranks nor torch
@@ -80,7 +81,7 @@ def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
     fine = {0} if all(flag.startswith("--site=") for flag in others) else {0, int(pytest.ExitCode.NO_TESTS_COLLECTED)}
     if chosen.submit is not None:
         device = [f"--device={chosen.device}"] if chosen.device else []
-        command = [*PYTEST, *flags, f"--submit={chosen.submit}", *device, CHECKS.format("run")]
+        command = [*PYTEST, *flags, f"--submit={chosen.submit}", *device, RANKS]
         started, failures = 1, [] if run(command) else ["the jobs' checks: failed, see above"]
     else:
         ranks = [(size, "auto") for size in WORLD_SIZES]
@@ -97,7 +98,7 @@ def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
 
         def of_ranks(size: int, backend: str) -> list[str]:
             mpiexec = [*shlex.split(chosen.mpiexec or "mpiexec"), "-n", str(size)]
-            return [*mpiexec, *PYTEST, *flags, "--with-mpi", f"--backend={backend}", CHECKS.format("run")]
+            return [*mpiexec, *PYTEST, *flags, "--with-mpi", f"--backend={backend}", RANKS]
 
         started = len(files) + len(ranks)
         # On a CPU ranks wait half of the time: two sessions fit. One site, or some checks, is shown as it goes on.
@@ -166,7 +167,7 @@ def check_clusters(chosen: argparse.Namespace, others: list[str]) -> int | str:
     # What snapshots are compared to: 4 ranks without a scheduler, of any site.
     names = chosen.site or [site.folder.name for site in sites.find()]
     ranks = ["--with-mpi", "--device=cpu", f"--handed-on={work}/handed-on", "--clause=C2", "-k=handed_on", f"--site={names[0]}"]
-    if not run(["mpiexec", "-n", "4", *PYTEST, *ranks, CHECKS.format("run")], world_size=4):
+    if not run(["mpiexec", "-n", "4", *PYTEST, *ranks, RANKS], world_size=4):
         return "there is no snapshot to compare with: the command above failed"
 
     about = ["--rung=cluster", f"--handed-on={work}/handed-on"]
@@ -200,10 +201,10 @@ def certify_on_cluster(chosen: argparse.Namespace, others: list[str]) -> int | s
 
 def check_suite(chosen: argparse.Namespace, others: list[str]) -> int | str:
     """What needs no site: that the suite itself rejects, reports, submits, and takes in a new site."""
-    from conformance.conftest import OF_CLUSTER, OF_EXTRAS, OF_MINUTES, OF_RANKS
+    from conformance.conftest import OF_CLUSTER, OF_EXTRAS, OF_MINUTES
 
     work = emptied(chosen.work or ROOT / "build" / "suite", "parts", "logs")
-    elsewhere = {OF_RANKS, OF_MINUTES, OF_EXTRAS, *OF_CLUSTER, *(Path(path).name for path in STATIC)}  # of other sessions
+    elsewhere = {OF_MINUTES, OF_EXTRAS, *OF_CLUSTER, *(Path(path).name for path in STATIC)}  # of other sessions
     files = [path for path in sorted(ROOT.glob("conformance/*/test_*.py")) if path.name not in elsewhere]
     longest = [f"test_{name}" for name in ("sound_programs", "certify", "new_site", "programs", "suite", "submit", "mistakes")]
     files.sort(key=lambda path: [*longest, path.stem].index(path.stem))  # last, one of them would be alone

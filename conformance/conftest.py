@@ -1,8 +1,8 @@
 """Options, fixtures, and what is collected when.
 
     python -m pytest conformance                                              what needs one process
-    EXPECT_WORLD=2 mpiexec -n 2 python -m pytest --with-mpi conformance/checks/test_run.py          what needs ranks
-    python -m pytest --submit --site NAME conformance/checks/test_run.py             the same by jobs, on a login node
+    EXPECT_WORLD=2 mpiexec -n 2 python -m pytest --with-mpi conformance/checks/run      what needs ranks
+    python -m pytest --submit --site NAME conformance/checks/run                     the same by jobs, on a login node
 
 --site NAME_OR_FOLDER restricts both to one site, --clause ID to one clause; each may be given again.
 """
@@ -26,7 +26,7 @@ if pytest_mpi and not hasattr(pytest_mpi, "MPIPlugin"):
         f"need ranks would run without them: pip uninstall mpi-pytest && pip install --force-reinstall pytest-mpi (V4)"
     )
 
-OF_RANKS = "test_run.py"
+OF_RANKS = "run"  # a folder
 OF_MINUTES = "test_broken.py"
 OF_EXTRAS = "test_extras.py"
 OF_CLUSTER = [
@@ -95,7 +95,7 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(config, items):
     ranks = config.pluginmanager.get_plugin("ranks")
     if not ranks and any(item.get_closest_marker("mpi") for item in items):
-        raise pytest.UsageError(f"{OF_RANKS} needs ranks: start it by mpiexec, and pass --with-mpi (V2)")
+        raise pytest.UsageError(f"checks/{OF_RANKS} needs ranks: start it by mpiexec, and pass --with-mpi (V2)")
     wanted, submitted = config.getoption("--clause"), config.getoption("--submit") is not None
 
     def says_something(item) -> bool:

@@ -148,7 +148,7 @@ def start(
     command = [*(warm.pytest() if quickly else [sys.executable, "-m", "pytest"]), "-p", "no:cacheprovider", *options]
     if ranks:
         mpiexec = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-        command = [mpiexec or "mpiexec", "-n", str(ranks), *command, "--with-mpi", "conformance/checks/test_run.py"]
+        command = [mpiexec or "mpiexec", "-n", str(ranks), *command, "--with-mpi", "conformance/checks/run"]
     elif not any(option.startswith(("conformance/checks/", "conformance/selftest/")) for option in options):
         command.append("conformance")
     path = [str(root / "core/src"), environ.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]

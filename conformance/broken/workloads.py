@@ -1,4 +1,4 @@
-"""Workload files with one peculiarity each, by name, as test_run.py writes them for the ranks. noisy.py is a sound one."""
+"""Workload files with one peculiarity each, by name, as the ranks of checks/run have them. noisy.py is a sound one."""
 
 HEAD = """
 import os, random, time

@@ -743,8 +743,8 @@ def test_a_run_is_one_run_of_wandb(check, site, dry):
     """Online, a requeued job goes on with it, and a run of the same name in another folder is another one."""
     for script, environ in [each for each in chosen(site) if "wandb" in " ".join(each[1].values())]:
         shapes: dict = dict(first=("a", {}), again=("a", dict(restarts=1, code=75)), other=("b", {}))
+        online = environ | dict(WANDB_MODE="online")
         for name, (sweep, shape) in shapes.items():
-            online = environ | dict(WANDB_MODE="online")
             run = dry.job(script, environ=online, arguments=["--run-dir", f"runs/{sweep}/lr-1"], **shape)
             shapes[name] = sorted({*re.findall(r"(?m)^wandb run (.*)$", run.output)})
         if len(shapes["first"]) != 1 or shapes["first"] != shapes["again"] or shapes["first"] == shapes["other"]:

@@ -718,11 +718,8 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
 
 def memory_of(call: Call, script: Path, site, each: int) -> Iterator[str]:
     """What is wrong with the memory of a step, which is its job's unless it asks for less."""
-    words, cpus, names = (
-        own_words(call),
-        cpus_per_task(call, script, site),
-        {"mem": "NODE", "mem-per-cpu": "CPU", "mem-per-gpu": "GPU"},
-    )
+    words, cpus = own_words(call), cpus_per_task(call, script, site)
+    names = {"mem": "NODE", "mem-per-cpu": "CPU", "mem-per-gpu": "GPU"}
     told = {name: call.environ.get(f"SLURM_MEM_PER_{what}", "") for name, what in names.items()}
     step = {name: value for name in names for value in values_of(words, f"--{name}")[-1:]} or told
     of_step, of_job = (gib(options, each * cpus, site.toml["node"]["devices"]) for options in (step, Script(script).options))
@@ -971,8 +968,8 @@ def in_blocks(call: Call, script: Path, site, each: int) -> list[list[int]]:
 
 def cpus_per_task(call: Call, script: Path, site) -> int:
     node, each = site.toml["node"], site.job(script)["ranks_per_node"]
-    for depth in values_of(call.words, "--depth", "-d"):  # in the order of the CPUs: their first ones are of different cores
-        return min(int(depth), node["cores"] // each) * node.get("threads_per_core", 1)
+    if depth := values_of(call.words, "--depth", "-d"):  # in the order of the CPUs: their first ones are of different cores
+        return min(int(depth[0]), node["cores"] // each) * node.get("threads_per_core", 1)
     values = values_of(call.words, "--cpus-per-task", "-c") or [Script(script).options.get("cpus-per-task", "")]
     return int(values[0]) if values[0].isdecimal() else node["cores"] // each
 

@@ -81,7 +81,7 @@ def suite(user, pytestconfig) -> Path:
     """The runs of the suite itself, started by the user on the login node as on the machine's own; it needs no torch there."""
     path = f"{prefix.ROOT}/python/bin/python"
     command = ["env", f"PYTHONPATH={prefix.ROOT}/suite", path, "-m", "pytest", "-p", "no:cacheprovider"]
-    command += ["conformance/checks/test_run.py", f"--site={user.folder}", f"--submit={user.geometry(2, 2)}", "--virtual"]
+    command += ["conformance/checks/run", f"--site={user.folder}", f"--submit={user.geometry(2, 2)}", "--virtual"]
     command += ["--geometry=2x2", "--device=cpu", "--part=parts", *(f"--clause={name}" for name in OF_LOGIN)]
     result = user.cluster.on("login", command, folder=user.folder.partition("/sites/")[0], timeout=280)
     if result.returncode:

@@ -352,7 +352,7 @@ def test_scripts_and_site_toml_name_the_same_software(check, site):
         f"{script}: {name}"
         for script, text in scripts.items()
         for line in text.splitlines()
-        if not line.lstrip().startswith("#") and (match := re.search(r"^[^\"']*\bmodule load ([^;&|}\n]+)", line))
+        if not line.lstrip().startswith("#") and (match := re.search(r"^[^\"']*\b(?:module load|ml) ([^;&|}\n]+)", line))
         for name in match[1].split()
         if re.fullmatch(r"[\w./+-]+", name) and name not in site.modules
     }

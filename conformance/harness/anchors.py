@@ -22,7 +22,7 @@ from conformance.harness import reference
 
 try:
     import torch
-except ImportError:  # on a login node, where test_run.py is read as well: the site's jobs have torch, and this is not run
+except ImportError:  # on a login node, where checks/run is read as well: the site's jobs have torch, and this is not run
     torch = None
 
 Tensors = "dict[str, torch.Tensor]"

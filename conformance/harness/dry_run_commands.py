@@ -495,7 +495,8 @@ def sources(words: list[str]) -> None:
 
 
 def scontrol(name: str, words: list[str]) -> int:
-    if words[:1] == ["show"] and "hostnames".startswith(words[1]) and len(words[1]) > 4:  # Slurm takes shortened words
+    shown = "".join(words[1:2]) if words[:1] == ["show"] else ""
+    if len(shown) > 4 and "hostnames".startswith(shown):  # Slurm takes shortened words
         print("\n".join(SETTINGS["hosts"]))
     elif words[:1] == ["requeue"] and SETTINGS["event"] == "cancelled":
         print("scontrol: error: Requested operation not supported on a job that is completing", file=sys.stderr)

@@ -1,6 +1,6 @@
 """The machine rung: a site's own job script, submitted from the login node, waited for, and judged by what its runs leave.
 
-    python -m pytest conformance/checks/test_run.py --site NAME_OR_FOLDER --submit["=OPTIONS OF sbatch OR qsub"]
+    python -m pytest conformance/checks/run --site NAME_OR_FOLDER --submit["=OPTIONS OF sbatch OR qsub"]
 
 Jobs stands where the process rung has the ranks of a World: its train() submits. The Python that runs this needs numpy
 and pytest, neither MPI nor torch.

@@ -1,6 +1,6 @@
 """Where a site's train.py runs for a check: in ranks under mpiexec (world.World), or in jobs of its script (submit.Jobs).
 
-The checks of test_run.py see no more of either than a Target, and what a start has left, a Run.
+The checks of checks/run see no more of either than a Target, and what a start has left, a Run.
 """
 
 import json

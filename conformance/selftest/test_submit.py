@@ -65,7 +65,7 @@ class Machine:
             f"--geometry={geometry}",
             *([f"--device={device}"] * bool(device)),
         ]
-        pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "hurry", "conformance/checks/test_run.py"]
+        pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "hurry", "conformance/checks/run"]
         popen_arguments = dict(
             cwd=ROOT, env=self.environ | environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )

@@ -93,7 +93,7 @@ def test_nothing_checked_is_rejected():
 @rejects("V2")
 def test_ranks_without_their_plugin_are_rejected():
     """pytest-mpi alone would skip every check and end with 0."""
-    make.rejected(make.start(ROOT, 0, *ORDER, "conformance/checks/test_run.py"), "V2", "--with-mpi")
+    make.rejected(make.start(ROOT, 0, *ORDER, "conformance/checks/run"), "V2", "--with-mpi")
 
 
 @clause("V3")
@@ -162,7 +162,7 @@ def test_what_a_run_computes_is_not_excused(tmp_path, name):
 
 def clauses_by(mark: str) -> set[str]:
     """The clauses that tests are marked with, by the words of their files: of all tests, whatever is run."""
-    texts = [path.read_text() for path in (ROOT / "conformance").glob("*/test_*.py")]
+    texts = [path.read_text() for path in (ROOT / "conformance").rglob("test_*.py")]
     marks = [arguments for text in texts for arguments in re.findall(rf"@(?:pytest\.mark\.)?{mark}\((.*?)\)", text)]
     return {name for arguments in marks for name in re.findall(r'"([A-Z]\d+)"', arguments)}
 
@@ -181,7 +181,7 @@ def without_a_clause(path: Path) -> list[str]:
 @clause("V5")
 def test_every_check_names_a_clause(check):
     """Tests of the harness are in selftest/: they show no promise of a site."""
-    files = sorted((ROOT / "conformance/checks").glob("*.py"))
+    files = sorted((ROOT / "conformance/checks").rglob("*.py"))
     check.equal(tests_that_name_no_clause=([test for path in files for test in without_a_clause(path)], []))
 
 

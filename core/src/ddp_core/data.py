@@ -224,7 +224,7 @@ def digest(parts) -> str:
 
 def of_workload(workload: Workload, config) -> tuple[Any, Any]:
     """Training and held-out rows of a workload, in one of the two forms. Raises a Failure that names its file."""
-    vars(workload).update(config=config)
+    workload.core_sets(config=config)
     seed_everything(config.seed)  # which rows are held out may be drawn
     with blaming(workload, "the data"):
         returned = workload.data(config)

@@ -117,7 +117,7 @@ def _train(rank: Rank, job: "_Job") -> int:
     raise_limits(rank)
     rendezvous = Rendezvous(rank, job.config.rendezvous_timeout, job.stop)
     staging = Staging(rank, rendezvous, job.config.stage_data == "on")
-    vars(job.workload).update(staging=staging)
+    job.workload.core_sets(staging=staging)
     job.record.lap("rendezvous")
     failure = peers = None
     # A stale copy on one node comes first: that its flags are others, too, follows from it.
@@ -141,7 +141,7 @@ def _train(rank: Rank, job: "_Job") -> int:
         except Failure as verdict:
             raise verdict from failure  # for --debug: where it comes from
         staging.close()
-        vars(job.workload).update(staging=None)
+        job.workload.core_sets(staging=None)
         peers = Peers(rank, job.config, job.device, rendezvous)
         job.record.lap("groups")
         over_gloo = rank.world_size > 1 and backend_of(job.config, job.device.type) == "gloo"

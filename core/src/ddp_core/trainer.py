@@ -102,7 +102,7 @@ class Trainer:
         facts |= dict(world_size=peers.world_size, versions=versions())
         parts = (self.model, self.optimizer, facts)
         self.state: State = self.sharding.ShardedState(*parts, device) if self.sharded else State(*parts)
-        vars(workload).update(count_steps=lambda: self.step)
+        workload.core_sets(count_steps=lambda: self.step)
         self.reconciliation, self.watch, self.saved = Reconciliation(peers), Stopwatch(), time.monotonic()
 
     def restore(self, loaded: tuple[dict[str, torch.Tensor], dict] | None) -> None:

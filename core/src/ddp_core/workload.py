@@ -162,6 +162,10 @@ class Workload:
             raise AttributeError(f"self.{name} is a name of the core's: call yours otherwise, self.my_{name}")
         super().__setattr__(name, value)
 
+    def core_sets(self, **values: Any) -> None:
+        """The core's own attributes, which __setattr__ keeps from a class."""
+        vars(self).update(values)
+
     def overrides(self, method: str) -> bool:
         return getattr(type(self), method) is not getattr(Workload, method)
 
@@ -280,7 +284,7 @@ def _made(kind: type[Workload], name: str, file: Path | None) -> Workload:
         workload = kind()
     except (Exception, SystemExit) as error:
         raise blame(error, file, f"--workload {name}: {kind.__name__}(), which is called without arguments") from error
-    vars(workload).update(name=name, file=file)
+    workload.core_sets(name=name, file=file)
     return workload
 
 

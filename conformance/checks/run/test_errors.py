@@ -1,0 +1,757 @@
+"""SPEC.md X: exit codes, one line an error, and nothing lost."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from conformance.checks.run.common import (
+    FP64,
+    IN_RANKS,
+    LOG,
+    MISTYPED,
+    NOISY,
+    NOISY_FILE,
+    SHORT,
+    SNAPSHOT,
+    G,
+    clause,
+    done,
+    expect_exit,
+    long,
+    one_line,
+    only,
+    stopped_and_saved,
+)
+from conformance.harness import anchors, core_of, reference
+from conformance.harness.ports import free_port
+from conformance.harness.reference import sha256, take_apart
+from conformance.harness.stranger import stranger
+
+pytestmark = IN_RANKS
+# Of broken/workloads.py, and what is to be said of them.
+MISTAKES = dict(syntax="syntax.py, line 8: ", no_class="one class that derives from ddp_core.Workload")
+MISTAKES |= dict(raises="line 10 (loss): AttributeError", mean="loss() returns a mean over rows")
+MISTAKES |= dict(unused="no gradient for 3.weight", mean_metric="metrics() has a mean over rows as 'error'")
+MISTAKES |= dict(misspelled="has metric, which the core does not ask for", no_held_out="gave no held-out row")
+MISTAKES |= dict(two_words="metrics() names 'top 5'", aside="temperature has a gradient, and is no part of the model")
+MISTAKES |= dict(seldom="metrics() has a mean over rows as 'right'", calls_backward="loss() calls backward()")
+MISTAKES |= dict(climbs="schedule() returned -0.25 at step 5", hooked="hooked, at step 0 (--debug: where): RuntimeError")
+MISTAKES |= dict.fromkeys(("thaws", "freezes"), "requires_grad of 0.weight has changed by step")
+MISTAKES |= dict(leaves="at step 3, line 11 (loss): SystemExit")
+MISTAKES |= dict(sounds_lost="at step 3, line 11 (loss): RuntimeError: the peer timed out")
+# And what no loop can train, or no snapshot can hold: in ranks as in a world of one.
+REFUSED = dict(needs_a_closure="should return an optimizer of torch.optim that needs no closure")
+REFUSED |= dict(schedules_by_torch="optimizer() made one of torch's lr_scheduler", lazy="3.weight, 3.bias has no shape yet")
+REFUSED |= dict(keeps_an_extra_state="Net has get_extra_state()", expanded="ones is an expanded view")
+
+
+@clause("X4")
+@only(sizes=(2,), devices=("cpu",))
+def test_on_two_nodes_rank_0_is_not_met_at_localhost(check, world, runs, first):
+    """Each node would wait for itself there."""
+    names = first.variables_with("master_addr")
+    here = dict.fromkeys(names, "localhost")
+    run = expect_exit(check, world.train(first, runs.folder(first, "at-localhost"), SHORT, 2, environ=here), 3)
+    words = [f"{name}='localhost'" for name in names]
+    check.equal(ranks_that_name_it=([any(word in text for word in words) for text in run.errors], [True, True]))
+
+
+@clause("X2")
+@only(sizes=(2,))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_other_signals_stop_it_too(check, world, runs, first, number):
+    """A cancelled job, and Ctrl-C."""
+    path, at = runs.folder(first, number.name), '"kind":"step"'
+    run = world.train(first, path, long(world)[0], kill_ranks=(1,), kill_at=at, kill_by=number)
+    stopped_and_saved(check, run)
+
+
+@clause("X2")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_a_signal_to_every_process_of_the_job_stops_it_as_well(check, train_own):
+    """Schedulers send it to those that read rows, too: these read on until their rank has saved."""
+    stopped_and_saved(check, train_own("told_with_its_workers", "--workers 1"))
+
+
+@clause("X2")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_process_of_the_workload_s_own_ends_when_it_is_told_to(check, train_own):
+    """It has not the run's way to stop: a multiprocessing.Pool ends its processes by SIGTERM, and waits for them."""
+    run = done(check, train_own("has_a_helper", "--steps-per-epoch 1", apart=True))
+    check.equal(ended_by=(re.findall(r"helper ended by (\S+)", run.output[0]), [str(int(signal.SIGTERM))]))
+
+
+@clause("X2")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_another_signal_while_it_stops_costs_nothing(check, train_own):
+    """One Ctrl-C under torchrun is two signals; a scheduler may send one before."""
+    run = train_own("told_thrice", apart=True)
+    stopped_and_saved(check, run)
+    reasons = [word for text in run.output for word in re.findall(r"stopped early \((\w+)\)", text)]
+    check.equal(reasons=(reasons, ["SIGTERM"]))
+
+
+SENSELESS = {
+    "an empty history": dict(history=[]),
+    "a step of another epoch": dict(step=41),
+    "a sum that is no number": dict(epoch_loss_sum="nan"),
+    "a problem that a terminal would obey": dict(problem={"clip_norm": "\x1b[2J\n" * 2000}),
+    "numbers that no optimizer keeps": dict(numbers=[{"params": 1}, {}]),
+}
+
+
+@clause("X22")
+@only(sizes=(1, 2))
+@pytest.mark.parametrize("what", [*SENSELESS, "a pipe"])
+def test_a_whole_snapshot_that_makes_no_sense(check, world, runs, first, what):
+    run, run_dir = runs.train(first, FP64), runs.folder(first, f"senseless-{what.replace(' ', '-')}")
+    done(check, run)
+
+    def write() -> bool:
+        from ddp_core import snapshot
+
+        run_dir.mkdir(parents=True)
+        if what == "a pipe":
+            os.mkfifo(run_dir / SNAPSHOT)
+            return True
+        tensors, document = snapshot.read(run.folder / SNAPSHOT)
+        del document["document_crc32"]
+        snapshot.write(run_dir / SNAPSHOT, tensors, document | SENSELESS[what])
+        return True
+
+    world.on_rank_0(write)
+    refused = world.train(first, run_dir, FP64)
+    one_line(check, refused, 5, SNAPSHOT)
+    text = "".join(refused.error_lines)
+    check.equal(printable_and_short=(text.isprintable() and len(text) < 5000, True))
+
+
+@clause("X3")
+def test_a_mistyped_flag_is_one_line(check, world, own, runs):
+    run = world.train(own, runs.folder(own, "mistyped"), MISTYPED)
+    one_line(check, run, 2, "--epochs", run.lines)
+
+
+# Each with the words that name it.
+NONSENSE = {"--lr 0": "--lr", "--lr nan": "--lr", "--precision fp8": "--precision", "--timeout 0": "--timeout"}
+NONSENSE |= {"--epoch 3": "--epoch", "--width 3": "--width", "--shards 8": "--shards", "--accumulate 7": "--accumulate 7"}
+NONSENSE |= {"--sharding full --offload --precision fp16": "--offload", "--offload": "--offload"}
+NONSENSE |= {"--log-every 0": "--log-every", "--global-batch-size 5000": "--global-batch-size 5000"}
+
+
+@clause("X3")
+@only(sizes=(1, 2))
+def test_flags_that_make_no_sense_are_one_line(check, world, runs, first):
+    outcomes = {}
+    for flags, words in NONSENSE.items():
+        run = world.train(first, runs.folder(first, "nonsense"), f"{SHORT} {flags}")
+        outcomes[flags] = (sorted({*run.exit_codes}), len(run.lines), words in "".join(run.lines))
+    check.equal(exit_codes_lines_and_words=(outcomes, dict.fromkeys(NONSENSE, ([2], 1, True))))
+
+
+DEFAULTS = dict(epochs=10, lr=0.01, momentum=0.9, weight_decay=0.0, seed=0, precision="fp32", accumulate=1, log_every=10)
+DEFAULTS |= dict(save_every=1, save_minutes=10.0, save_steps=0, eval_every=1, timeout=600.0, rendezvous_timeout=120.0)
+DEFAULTS |= dict(log_seconds=30.0, grace=0.0, clip_norm=0.0, warmup_steps=0, steps_per_epoch=0, workers=0, profile=0)
+DEFAULTS |= dict(max_shard_size=2 * 10**9, device="auto", backend="auto", reduction="ddp", sharding="none", stage_data="on")
+DEFAULTS |= dict(optimizer="sgd", lr_schedule="constant", row_seeds="on", global_batch_size=96)
+
+
+@clause("X3")
+@only(sizes=(1,))
+def test_what_is_not_passed_is_as_help_says(check, tmp_path):
+    """For a workload that brings no default of its own."""
+    file = tmp_path / "plain.py"
+    file.write_text("from ddp_core.workloads.digits import Digits\n\nclass Plain(Digits):\n    defaults = {}\n")
+    from ddp_core import config
+
+    found = config.parse([], 1, workload=config.choose(["--workload", str(file)]))
+    check.equal(defaults=({name: getattr(found, name) for name in DEFAULTS}, DEFAULTS))
+
+
+@clause("X5")
+@only(sizes=(2,))
+@pytest.mark.parametrize("copy", ["has_an_empty_line", "has_other_flags"])
+def test_ranks_with_different_files_of_one_name(check, world, runs, first, copy):
+    """A stale copy on one node."""
+    file, text, flags = runs.root / copy / "noisy.py", NOISY_FILE.read_text(), "    def flags(self, add):\n"
+    further = f'{flags}        add("--further", type=int, default=0, help="of this copy alone")\n'
+    text = text.replace(flags, further) if copy == "has_other_flags" else f"{text}\n"
+    world.on_rank_0(lambda: [file.parent.mkdir(), file.write_text(text)])
+    flags = runs.filled(f"{NOISY} --steps-per-epoch 1")
+    run = world.train(first, runs.folder(first, copy), flags, odd_flags=f"--workload {file}")
+    expect_exit(check, run, 4)
+    lines = [line for line in run.error_lines if "workload_file=" in line and "on rank 1" in line]
+    check.equal(lines_that_name_the_file=(len(lines), 1))
+
+
+OTHERS_OF_A_RANK = [
+    "other_data",
+    "other_rows",
+    "other_mappings",
+    "other_objects",
+    "other_texts",
+    "other_arrays",
+    "other_held_out",
+]
+
+
+@clause("X5")
+@only(sizes=(2,))
+@pytest.mark.parametrize("name", OTHERS_OF_A_RANK)
+def test_ranks_with_different_data(check, train_own, name):
+    run = expect_exit(check, train_own(name), 4)
+    lines = [line for line in run.error_lines if "data=" in line and "on rank 1" in line]
+    on_its_node = f"(rank 1 is on {socket.gethostname()})" in "".join(lines)
+    check.equal(lines_that_name_the_data=(len(lines), 1), and_the_node=(on_its_node, True))
+
+
+@clause("X12")
+@only(sizes=(2,))
+def test_what_one_rank_alone_lacks_is_told_once(check, world, runs, first):
+    """Its node does not see the data, which rank 0's does."""
+    data = runs.root / "data-seen-by-rank-0"
+    world.on_rank_0(lambda: bool(anchors.mnist_rows(data)))
+    flags = f"--workload mnist --epochs 1 --global-batch-size 24 --data-dir {data}"
+    run = world.train(first, runs.folder(first, "lacking"), flags, odd_flags="--data-dir /nowhere")
+    one_line(check, run, 3, "rank 1: --data-dir /nowhere", run.lines)
+
+
+@clause("X12")
+@only(sizes=(1,))
+def test_files_of_data_that_do_not_fit_each_other(check, world, runs, first):
+    """Of mnist a label is missing, as the head of its file says."""
+    data = runs.root / "a-label-too-few"
+    anchors.mnist_rows(data)
+    labels = data / "train-labels-idx1-ubyte"
+    labels.write_bytes(labels.read_bytes()[:4] + (95).to_bytes(4, "big") + labels.read_bytes()[8:-1])
+    flags = f"--workload mnist --epochs 1 --global-batch-size 24 --data-dir {data}"
+    one_line(check, world.train(first, runs.folder(first, "misfit"), flags), 3, "train is (96, 28, 28), 95 labels")
+
+
+@clause("X12")
+@only(sizes=(2,))
+def test_what_fails_on_one_rank_alone_is_told_by_it_alone(check, train_own):
+    run = train_own("fails_alone")
+    lines = [line for line in run.lines if "the sky is falling" in line]
+    check.equal(exit_codes=(len(set(run.exit_codes) - {0}), 1))
+    check.equal(lines=(len(lines), 1), names_the_line=("line " in "".join(lines), True))
+
+
+@clause("X12")
+@only(sizes=(2,))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_fails_on_one_rank_ends_all_with_its_code(check, train_own, rank):
+    """Of a job's codes the launcher takes the highest: 7 would have it started again, to fail again."""
+    run = expect_exit(check, train_own("fails_alone_in_a_step", f"--of-rank {rank}", apart=True), 2)
+    check.equal(recorded=([record["exit_code"] for record in run.of("end")], [2]))
+
+
+@clause("X12")
+@only(sizes=(2,), devices=("cpu",))
+def test_a_rank_that_comes_late_hears_why_all_end(check, world, train_own):
+    """By its exit code, too: of those of a job's ranks the launcher takes the highest."""
+    late = dict(LATE="3") if world.rank == world.size - 1 else {}
+    expect_exit(check, train_own("no_rows", environ=late, apart=True), 2)
+
+
+@clause("X5")
+@only(sizes=(2,))
+def test_ranks_that_were_told_differently(check, world, own, runs):
+    run = expect_exit(check, world.train(own, runs.folder(own, "odd"), SHORT, odd_flags="--lr 0.2"), 4)
+    words = f"lr=0.2 on rank {world.size - 1}, but 0.1 on rank 0"
+    check.equal(says=(words if words in "".join(run.errors) else run.errors, words))
+
+
+@clause("X6")
+def test_a_loss_that_is_not_finite(check, world, own, runs):
+    path = runs.folder(own, "not-finite")
+    run = expect_exit(check, world.train(own, path, "--workload regression --lr 1000"), 6)
+    check.equal(names_the_step=("at step" in "".join(run.errors), True))
+    check.equal(every_recorded_loss_is_finite=(bool(np.isfinite(run.losses).all()), True))
+
+
+@clause("X6")
+@only(sizes=(1, 2))
+@pytest.mark.parametrize("name", ["overflows", "overflows_on_rank_1", "steep", "steep_unfused"])
+def test_numbers_that_are_not_finite_reach_no_parameter(check, world, train_own, name):
+    """Of the steps that are trained before it is found out none may use them: the workload looks at its own parameters."""
+    run = expect_exit(check, train_own(name), 6)
+    seen = [text for text in run.output if "parameters are not finite" in text]
+    check.equal(names_the_step=("at step 5 " in "".join(run.errors), True), seen_in_a_later_step=(bool(seen), False))
+    rank = 1 % world.size if name == "overflows_on_rank_1" else 0
+    row = f"rows [{reference.sample_order(0, 0, 1438)[5 * G + rank]}"
+    check.equal(names_its_rows=(row in "".join(run.errors), True))
+
+
+@clause("X6")
+@only(sizes=(1, 2))
+@pytest.mark.parametrize("name", ["overflows_early", "adds_infinity_early"])
+def test_after_numbers_that_are_not_finite_no_parameter_changes(check, train_own, name):
+    """In the steps that are trained before it is found out, whose own numbers are fine, or their gradients."""
+    run = expect_exit(check, train_own(name), 6)
+    sums = dict(re.findall(r"parameters at step (\d): (\S+)", run.output[0]))
+    check.equal(of_step_4_and_later=({total for step, total in sums.items() if step >= "4"}, {sums.get("4")}))
+    check.equal(changes_before=(sums.get("4") == sums.get("3"), False))
+
+
+@clause("X6")
+@only(sizes=(1, 2))
+def test_gradients_that_are_never_finite_end_fp16_too(check, train_own):
+    """It passes over steps, and halves the scale of the loss, as long as that may help."""
+    expect_exit(check, train_own("always_steep", "--precision fp16 --epochs 3"), 6)
+
+
+@clause("X6")
+@only(sizes=(1, 2))
+def test_a_held_out_loss_that_is_not_finite(check, world, train_own):
+    run = expect_exit(check, train_own("unfit", "--steps-per-epoch 2"), 6)
+    kept = world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors")])
+    check.equal(snapshots=(kept, []))
+
+
+@clause("X11")
+@only(sizes=(2,))
+def test_replicas_that_differ_leave_no_snapshot(check, train_own):
+    run = expect_exit(check, train_own("diverges", "--precision fp64"), 7)
+    output = "".join(run.errors)
+    check.equal(names_the_rank=("of rank 1 differ" in output, True), snapshot=((run.folder / SNAPSHOT).exists(), False))
+
+
+@clause("X7")
+@only(sizes=(2, 4), devices=("cpu",))
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=only(sizes=(2,))), 1])
+def test_a_killed_rank_is_named_by_the_others(check, world, runs, first, rank):
+    """It, and none of those that wait for each other because of it."""
+    run = world.train(first, runs.folder(first, f"lost-{rank}"), long(world)[0], kill_ranks=(rank,))
+    check.equal(exit_codes=(run.exit_codes, [137 if other == rank else 7 for other in range(world.size)]))
+    lost = f"rank {rank} died or hangs"
+    check.equal(says=(lost if lost in "".join(run.errors) else run.errors, lost))
+
+
+@clause("X7")
+@only(sizes=(2,), devices=("cpu",))
+@pytest.mark.parametrize("where", ["step", "evaluation"])
+def test_a_rank_that_hangs_is_named_by_the_others(check, train_own, where):
+    """After --timeout, whichever group they wait in."""
+    run = expect_exit(check, train_own("hangs", f"--steps-per-epoch 5 --timeout 3 --where {where}", apart=True), 7)
+    words = "rank 1 died or hangs"
+    check.equal(says=(words if words in run.errors[0] else run.errors, words))
+
+
+@clause("X7")
+@only(sizes=(2,), devices=("cpu",))
+def test_ranks_that_send_each_other_unlike_messages_end_with_7(check, train_own):
+    """gloo then ends a process where no exception reaches Python."""
+    expect_exit(check, train_own("sends_more", "--steps-per-epoch 5 --timeout 5", apart=True), 7)
+
+
+@clause("X7")
+@only(sizes=(4,), devices=("cpu",))
+def test_a_rank_that_hangs_in_the_groups_of_its_node_is_noticed(check, train_own):
+    """The others of its node wait for its part of the gradients there, and not in the group of all."""
+    flags = "--steps-per-epoch 5 --timeout 3 --where loss --sharding hybrid"
+    expect_exit(check, train_own("hangs", flags, num_nodes=2, apart=True), 7)
+
+
+@clause("X15")
+@only(sizes=(2,))
+def test_ranks_that_do_not_come_are_named(check, world, runs, first):
+    """The last one has been asked for help, and ends at once."""
+    flags = f"{SHORT} --rendezvous-timeout 3"
+    run = world.train(first, runs.folder(first, "missing"), flags, odd_flags="--help")
+    check.equal(exit_codes=(run.exit_codes, [4] * (world.size - 1) + [0]))
+    words = f"1 of {world.size} ranks missing after 3 s"
+    says = all(text in "".join(run.error_lines) for text in (words, f"rank {world.size - 1}"))
+    check.equal(lines=(len(run.error_lines), 1), names_the_rank=(says, True))
+
+
+@clause("X2", "X15")
+@only(sizes=(2,), devices=("cpu",))
+@pytest.mark.parametrize("name, code, words", [("SIGTERM", 4, "all ranks"), ("SIGUSR1", 75, "the first step")])
+def test_a_rank_that_waits_in_vain_and_is_told_to_stop_is_not_started_again(check, train_own, name, code, words):
+    """Its launcher ends it because another has failed: with 75 the job would come back, to fail again. SIGUSR1 is of a
+    scheduler whose time is up, and one that comes back then is right.
+    """
+    run = train_own("told_before_they_meet", odd_flags="--help", environ=dict(TOLD=name), apart=True)
+    of = check["X15" if code == 4 else "X2"]
+    of.equal(exit_codes=(run.exit_codes, [code, 0]), names_the_signal=(f"{name} before {words}" in "".join(run.errors), True))
+
+
+@clause("X16")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_a_stranger_changes_no_run(check, world, runs, first):
+    """It writes into the store all the time, and looks where it can be reached."""
+    port = world.on_rank_0(free_port)
+    places = {name: str(port) for name, template in first.templates if template == "{master_port}"}
+    flags = f"{SHORT} --rendezvous-timeout 5 --timeout 5"
+    with stranger(port) if world.rank == 0 else nullcontext() as reachable:
+        run = world.train(first, runs.folder(first, "stranger"), flags, environ=places | {"DDP_SECRET": "0123456789abcdef" * 2})
+    addresses = world.on_rank_0(lambda: sorted(reachable))
+    place = [socket.gethostbyname(socket.gethostname())] if world.size > 1 else []
+    expected = [4, 4] if run.exit_codes == [4, 4] else [0] * world.size
+    check.equal(exit_codes=(run.exit_codes, expected), listens=(addresses, place))
+    lines = [len(text.splitlines()) for text in run.errors]
+    check.equal(more_than_a_line=([count for count in lines if count > 1], []))
+
+
+@clause("X16")
+@only(sizes=(2,), devices=("cpu",))
+def test_ranks_know_each_other_by_the_secret_of_the_environment(check, world, runs, first):
+    from ddp_core import Rank
+
+    secrets = [{"DDP_SECRET": digit * 32} for digit in "ab"]
+    shown = repr(replace(Rank.single(), secret="a" * 32))  # as a traceback or a site's own print() shows it
+    check.equal(shows_the_secret=("a" * 32 in shown, False))
+    signed = done(check, world.train(first, runs.folder(first, "signed"), SHORT, environ=secrets[0]))
+    check.equal(signed=(signed.values("start", "signed"), [True]))
+    flags = f"{SHORT} --rendezvous-timeout 3"
+    expect_exit(check, world.train(first, runs.folder(first, "two-secrets"), flags, environ=secrets[world.rank]), 4)
+    guessed = expect_exit(check, world.train(first, runs.folder(first, "guessed"), flags, environ={"DDP_SECRET": "q"}), 3)
+    check.equal(says_which=(["DDP_SECRET" in text for text in guessed.errors], [True, True]))
+
+
+@clause("X16")
+@only(sizes=(1,), devices=("cpu",))
+def test_what_a_rank_has_signed_is_good_under_its_name_alone(check):
+    """A stranger can copy it. The core's own store, without a network."""
+    from ddp_core.errors import RendezvousError
+    from ddp_core.rendezvous import SignedStore
+    from torch.distributed import HashStore
+
+    stored, taken = HashStore(), []
+    signed = SignedStore(stored, "0123456789abcdef" * 2, "here")
+    signed.set("rank/1", "all is well")
+    stored.set("verdict", stored.get("rank/1"))
+    for name in ("rank/1", "verdict"):
+        try:
+            taken.append(signed.get(name))
+        except RendezvousError as error:
+            taken.append(int(error.code))
+    check.equal(taken=(taken, [b"all is well", 4]))
+
+
+@clause("X13")
+@only(sizes=(1,))
+def test_memory_that_does_not_suffice(check, train_own):
+    run = expect_exit(check, train_own("exhausts"), 7)
+    lines = [line for line in run.error_lines if "out of memory" in line]
+    flags = all(flag in line for line in lines for flag in ("step 3", "--global-batch-size", "--accumulate"))
+    check.equal(lines=(len(lines), 1), names_step_and_flags=(flags, True))
+
+
+@clause("X13")
+@only(sizes=(2,))
+def test_memory_of_a_host_that_does_not_suffice(check, train_own):
+    run = expect_exit(check, train_own("exhausts_its_host", "--timeout 10", apart=True), 7)
+    lines = [line for line in run.error_lines if "out of memory, rank 1 on " in line]
+    flags = all(flag in line for line in lines for flag in ("step 3", "--global-batch-size", "--accumulate"))
+    check.equal(lines=(len(lines), 1), names_step_and_flags=(flags, True), of_rank_0=("rank 1 " in run.errors[0], True))
+
+
+@clause("X17")
+@only(sizes=(2,))
+@pytest.mark.parametrize("changed", ["trainer.py", "workloads/gpt.py"])
+def test_a_stale_core_on_one_node(check, world, runs, first, changed):
+    """It has the same version, and one file that differs by an empty line."""
+    stale = runs.root / f"stale-core-{Path(changed).stem}"
+
+    def copy() -> None:
+        shutil.copytree(core_of.CORE, stale / "ddp_core")
+        shutil.copy(first.train, stale)
+        with open(stale / "ddp_core" / changed, "a") as file:
+            file.write("\n")
+
+    world.on_rank_0(copy)
+    launch = replace(first, train=stale / first.train.name) if world.rank == world.size - 1 else first
+    run = expect_exit(check, world.train(launch, runs.folder(first, stale.name), SHORT), 4)
+    words = f"on rank {world.size - 1}, but"
+    lines = [line for line in run.error_lines if "core=" in line and words in line]
+    check.equal(lines_that_name_it=(len(lines), 1))
+
+
+@clause("X17")
+@only(sizes=(2,), devices=("cpu",))
+@pytest.mark.parametrize("name", ["python", "cpu_capability"])
+def test_a_node_that_computes_otherwise(check, world, train_own, name):
+    odd = dict(LIKE=name) if world.rank == world.size - 1 else {}
+    run = expect_exit(check, train_own("computes_otherwise", environ=odd, apart=True), 4)
+    lines = [line for line in run.error_lines if f"{name}=" in line and "nothing on" not in line]
+    check.equal(lines_that_name_it=(len(lines), 1))
+
+
+@clause("X14")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_a_run_directory_has_one_job_at_a_time(check, world, runs, first):
+    run_dir = runs.folder(first, "one-at-a-time")
+    done(check, world.train(first, run_dir, SHORT))
+
+    def take():
+        from ddp_core.run_directory import RunDirectory
+
+        return RunDirectory(str(run_dir), "another")
+
+    def die() -> int:
+        imports = "import os, sys; from ddp_core.run_directory import RunDirectory"
+        program = f"{imports}; RunDirectory(sys.argv[1], 'another'); os._exit(0)"
+        return subprocess.run([sys.executable, "-c", program, run_dir], timeout=60, check=True).returncode
+
+    held = [take()] if world.rank == 0 else []
+    before = world.on_rank_0(lambda: [path.read_bytes() for path in sorted(run_dir.iterdir())])
+    refused = expect_exit(check, world.train(first, run_dir, SHORT), 3)
+    after = world.on_rank_0(lambda: [path.read_bytes() for path in sorted(run_dir.iterdir())])
+    says = "another" in "".join(refused.errors) and "--run-dir" in "".join(refused.errors)
+    check.equal(all_files_as_before=(after == before, True), names_job_and_flag=(says, True))
+    for directory in held:
+        directory.release()
+    world.on_rank_0(die)
+    again = done(check, world.train(first, run_dir, SHORT))
+    left = world.on_rank_0((run_dir / "run.lock").exists)
+    check.equal(warns=("another" in again.output[0], True), a_lock_is_left=(left, False))
+
+    def leave_a_lock(**other) -> None:
+        directory, lock = take(), run_dir / "run.lock"
+        owner = json.loads(lock.read_text())
+        directory.release()
+        lock.write_text(json.dumps(owner | other))
+        os.utime(lock, (0, 0))
+
+    # Of a process whose number this one was given later, after the node was booted, say; and of a host that nobody can ask.
+    for other in (dict(began="long ago"), dict(host="elsewhere")):
+        world.on_rank_0(lambda other=other: leave_a_lock(**other))
+        again = done(check, world.train(first, run_dir, SHORT))
+        check.equal(**{f"warns_of_{next(iter(other))}": ("another" in again.output[0], True)})
+
+
+@clause("X14")
+@only(sizes=(1,), devices=("cpu",))
+@pytest.mark.parametrize("where, place", [("host", dict(host="elsewhere")), ("container", dict(pids="pid:[1]", pid=4194303))])
+def test_a_lock_that_is_touched_elsewhere_is_a_living_job_s(check, world, runs, first, own_file, where, place):
+    """Whatever this host's clock says: it is an hour ahead, and the lock's time is the file server's."""
+    from ddp_core.run_directory import RunDirectory
+
+    run_dir, over = runs.folder(first, f"locked-in-another-{where}"), threading.Event()
+    directory, lock = RunDirectory(str(run_dir), "another"), run_dir / "run.lock"
+    owner = json.loads(lock.read_text())
+    directory.release()
+    lock.write_text(json.dumps(owner | place))
+    half = run_dir / ".snapshot.safetensors.tmp"  # which that job is writing
+    half.touch()
+
+    def beat() -> None:
+        while lock.exists() and not over.wait(0.5):
+            os.utime(lock)
+
+    threading.Thread(target=beat).start()
+    run = world.train(first, run_dir, f"{own_file('ahead_of_time')} --epochs 1", apart=True)
+    over.set()
+    expect_exit(check, run, 3)
+    check.equal(names_the_job=("job another" in "".join(run.errors), True), leaves_what_is_being_written=(half.exists(), True))
+
+
+@clause("X14")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_who_has_lost_the_lock_leaves_no_snapshot(check, world, train_own):
+    """Not of what it had begun to write before, either."""
+    run = expect_exit(check, train_own("loses_its_lock", "--steps-per-epoch 2", apart=True), 8)
+    names = world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors*")])
+    check.equal(snapshots=(names, []), the_other_s_lock_is_there=(world.on_rank_0((run.folder / "run.lock").exists), True))
+
+
+@clause("X14")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_who_has_lost_the_lock_writes_no_line(check, train_own):
+    """The log is the new owner's from the next beat on, long before a save is due."""
+    run = expect_exit(check, train_own("loses_its_lock_in_a_step", apart=True), 8)
+    late = [record["kind"] for record in run.records if record["kind"] != "start" and record.get("step", 2) > 1]
+    check.equal(written_since=(late, []))
+
+
+@clause("X14")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_living_job_touches_its_lock(check, world, runs, first, monkeypatch):
+    """Every 10 s: a lock that is silent for 60 s is a dead job's."""
+    from ddp_core import run_directory, run_lock
+
+    check.equal(seconds_between_beats=(run_lock.HEARTBEAT, 10.0))
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.05)
+    directory = run_directory.RunDirectory(runs.folder(first, "touched"), "1")
+    lock, end = directory.folder / "run.lock", time.monotonic() + 10
+    os.utime(lock, (0, 0))
+    while not lock.stat().st_mtime and time.monotonic() < end:
+        time.sleep(0.02)
+    check.equal(touched=(lock.stat().st_mtime > 0, True))
+    directory.release()
+
+
+@clause("X2")
+@only(sizes=(1,), devices=("cpu",))
+def test_who_looks_whether_a_lock_is_touched_hears_that_it_is_to_stop(check, runs, first, monkeypatch):
+    """A minute is more than a scheduler waits. Here it is three seconds; the run is told before it begins to look."""
+    from ddp_core import errors, run_directory, run_lock
+
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.5)
+    folder, code, began = runs.folder(first, "told-at-a-lock"), 0, time.monotonic()
+    folder.mkdir(parents=True)
+    (folder / "run.lock").write_text('{"job_id": "another", "host": "elsewhere", "pid": 1}')
+    try:
+        run_directory.RunDirectory(folder, "1", stop=SimpleNamespace(reason="SIGTERM")).release()
+    except errors.Failure as failure:
+        code = int(failure.code)
+    check.equal(exit_code=(code, 75), looks_to_the_end=(time.monotonic() - began > 2, False))
+    check.equal(the_other_s_lock_is_there=((folder / "run.lock").exists(), True))
+
+
+@clause("X14")
+@only(sizes=(1,), devices=("cpu",))
+def test_who_has_lost_the_lock_moves_no_snapshot(check, world, runs, first):
+    """Two are there, the new owner's."""
+    from ddp_core import errors, run_directory, snapshot
+
+    run, path = runs.train(first, FP64), runs.folder(first, "lost-and-saved")
+    done(check, run)
+    shutil.copytree(run.folder, path)
+    directory = run_directory.RunDirectory(path, "1")
+    (path / "run.lock").write_text('{"job_id": "another", "host": "elsewhere", "pid": 1}')
+    files = sorted(path.glob("snapshot*"))
+    before = [sha256(file) for file in files]
+    with pytest.raises(errors.StorageError):
+        directory.save(*snapshot.read(path / SNAPSHOT))
+    directory.release()
+    check.equal(files=(sorted(path.glob("snapshot*")), files), snapshots=([sha256(file) for file in files], before))
+
+
+@clause("X14")
+@only(sizes=(1,), devices=("cpu",))
+def test_who_has_lost_the_lock_leaves_alone_what_another_is_writing(check, world, runs, first):
+    """A process that stood still in a save of its own goes on with it, and hears then that it has lost the lock."""
+    from ddp_core import errors, snapshot
+
+    run, path = runs.train(first, FP64), runs.folder(first, "two-writers")
+    done(check, run)
+    path.mkdir()
+    tensors, document = snapshot.read(run.folder / SNAPSHOT)
+    del document["document_crc32"]
+    program = "import sys; from pathlib import Path; from ddp_core import snapshot; old, new = map(Path, sys.argv[1:])"
+    program += "; snapshot.write(new, *snapshot.read(old), check=lambda: 1 / 0)"
+    old, ends = run.folder / "snapshot.prev.safetensors", []
+
+    def another_job() -> None:
+        ends.append(subprocess.run([sys.executable, "-c", program, old, path / SNAPSHOT], capture_output=True, check=False))
+
+    failed = ""
+    try:
+        snapshot.write(path / SNAPSHOT, tensors, document, check=another_job)
+    except errors.StorageError as error:
+        failed = str(error)
+    check.equal(the_other_lost_it=(["ZeroDivisionError" in end.stderr.decode() for end in ends], [True]))
+    whole = take_apart(path / SNAPSHOT)["crc32"] if (path / SNAPSHOT).exists() else failed
+    check.equal(snapshot=(whole, take_apart(run.folder / SNAPSHOT)["crc32"]))
+
+
+@clause("X8")
+@only(sizes=(1, 2))
+def test_a_run_directory_that_cannot_be_written(check, world, own, runs):
+    file = runs.folder(own, "a-file")
+    world.on_rank_0(lambda: [file.parent.mkdir(parents=True, exist_ok=True), file.touch()])
+    run = expect_exit(check, world.train(own, file / "run", SHORT), 8)
+    check.equal(names_the_flag=("--run-dir" in "".join(run.errors), True))
+
+
+@clause("X8")
+@only(sizes=(2,), devices=("cpu",))
+def test_a_log_that_cannot_be_written_to_its_end(check, train_own):
+    """The disk is full after the last snapshot."""
+    one_line(check, train_own("fills_up_at_last", apart=True), 8, f"{LOG}: ")
+
+
+@clause("X9")
+@only(sizes=(1, 2))
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_workload_file_that_cannot_be_used_is_one_line(check, train_own, name):
+    run = train_own(name)
+    one_line(check, run, 2, MISTAKES[name], [line for line in run.lines if not line.startswith("rank=")])
+
+
+@clause("X9")
+@only(sizes=(1,))
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_or_an_optimizer_that_cannot_be_used_is_one_line(check, train_own, name):
+    run = train_own(name)
+    one_line(check, run, 2, REFUSED[name], [line for line in run.lines if not line.startswith("rank=")])
+
+
+@clause("X9")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_workload_s_own_default_for_its_run_directory_is_refused(check, train_own):
+    """Where the run is, job scripts learn from the flags alone."""
+    one_line(check, train_own("names_its_run"), 2, "--run-dir is for the command line alone")
+
+
+@clause("X9")
+@only(sizes=(2,))
+def test_a_model_that_cannot_be_built_in_shards_is_one_line(check, train_own):
+    """The ranks build it one after the other."""
+    one_line(check, train_own("unbuildable", "--sharding full"), 2, "line 11 (model): NameError")
+
+
+@clause("X9")
+@only(sizes=(2,))
+def test_a_forward_past_ddp_is_one_line(check, train_own):
+    """It sums no gradient then, and the replicas drift apart."""
+    one_line(check, train_own("past_ddp"), 2, "forward() goes past DistributedDataParallel")
+
+
+@clause("X9")
+@only(sizes=(1, 2), devices=("cpu",))
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("where", ["", "--in-collate"])
+def test_a_row_that_cannot_be_read_is_named(check, world, train_own, where, workers):
+    """By rank 0, which reads it, and not one of the batches that workers have read on to."""
+    run = train_own("misses_a_row", f"--workers {workers} --precision fp64 {where}", apart=True)
+    rows = reference.sample_order(0, 0, 1438)[5 * G : 6 * G : world.size][:3]
+    words = f"rows {', '.join(map(str, rows))}" if where else f"row {rows[0]} of"
+    observed = words if words in run.errors[0] else run.errors[0].strip()
+    check.equal(exit_code=(run.exit_codes[0], 2), names_its_rows=(observed, words))
+
+
+@clause("X10")
+@only(sizes=(1, 2), devices=("cpu",))
+@pytest.mark.parametrize("batches", [0.5, 2.5])
+def test_a_worker_that_dies_is_named(check, world, train_own, batches):
+    """While the rank waits for its first batch, or is in its first step: workers read two batches ahead."""
+    last = int(batches * G / world.size)
+    run = expect_exit(check, train_own("dies", f"--workers 1 --last {last}", apart=True), 7)
+    words = "a worker that reads rows died"
+    check.equal(says=(words if words in "".join(run.errors) else run.errors, words))
+
+
+@clause("X10")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_worker_that_hangs_is_named(check, train_own):
+    """After --timeout."""
+    run = expect_exit(check, train_own("dies", "--workers 1 --hangs-for 8 --timeout 2", apart=True), 7)
+    words = "a worker that reads rows died or hangs (DataLoader timed out"
+    check.equal(says=(words if words in "".join(run.errors) else run.errors, words))
+
+
+@clause("X10")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_worker_that_hangs_ends_with_its_rank(check, train_own):
+    """It has read the rows of the first step."""
+    flags = f"--workers 1 --last {G + 9} --hangs-for 8"
+    run = expect_exit(check, train_own("dies", flags, kill_ranks=(0,), kill_at='"kind":"step"'), 137)
+    check.equal(a_worker_has_outlived_it=((run.folder / "woke").exists(), False))

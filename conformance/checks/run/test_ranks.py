@@ -1,0 +1,391 @@
+"""SPEC.md R, A and J: ranks find each other, are who they say, and tell how fast they were."""
+
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from conformance.checks.run.common import (
+    FP64,
+    IN_RANKS,
+    LOG,
+    MISTYPED,
+    SHORT,
+    SNAPSHOT,
+    TWO,
+    G,
+    bytes_of,
+    clause,
+    done,
+    expect_exit,
+    machine,
+    only,
+)
+from conformance.harness import core_of, reference
+from conformance.harness.check import T0, T2
+from conformance.harness.reference import take_apart
+
+pytestmark = IN_RANKS
+OFF = "--stage-data off"
+
+
+@machine(FP64)
+@clause("R1", "R2", "X1")
+def test_every_rank_is_there_once(check, world, launch, runs):
+    run = done(check["X1"], runs.train(launch, FP64))
+    *_, start = run.of("start")
+    rows = start["ranks"] if world.size <= 64 else [*map(json.loads, (run.folder / "ranks.jsonl").read_text().splitlines())]
+    check["R1"].equal(rank=([row["rank"] for row in rows], [*range(world.size)]), world_size=(start["world_size"], world.size))
+    per_node, devices = world.ranks_per_node, world.devices_visible_to_a_rank
+    index = [rank % per_node % devices if devices else None for rank in range(world.size)]
+    should_be = [[world.device if i is None else f"{world.device}:{i}", i, world.backend_in_use] for i in index]
+    check["R2"].equal(device=([[row["device"], row["device_index"], row["backend"]] for row in rows], should_be))
+
+
+@clause("R1")
+@only(sizes=(1,), devices=("cpu",))
+@pytest.mark.parametrize("ranks", [64, 72])
+def test_of_many_ranks_the_record_has_the_nodes(check, tmp_path, ranks):
+    """The core's own Record, as rank 0 of so many has it."""
+    from ddp_core.record import Record
+
+    rows = [dict(rank=n, local_rank=n % 8, node_rank=n // 8, host=f"node{n // 8}", device="cpu") for n in range(ranks)]
+    record = Record(time.monotonic())
+    record.open(tmp_path / LOG)
+    record.start(0, 0, dict(device="cpu"), rows, [])
+    start, beside = json.loads((tmp_path / LOG).read_text()), tmp_path / "ranks.jsonl"
+    nodes = [rows[first] | dict(ranks_on_node=8) for first in range(0, ranks, 8)]
+    written = [json.loads(line) for line in beside.read_text().splitlines()] if beside.exists() else []
+    check.equal(rows_in_start=(start["ranks"], rows if ranks <= 64 else nodes))
+    check.equal(rows_beside=(written, rows if ranks > 64 else []))
+
+
+@clause("R3", "R4")
+@pytest.mark.parametrize("num_nodes", [1, TWO])
+def test_place_on_its_node(check, world, launch, runs, num_nodes):
+    """On one node, and on two half as large: what is right on one node only shows there."""
+    run = done(check["R3"], world.train(launch, runs.folder(launch, f"{num_nodes}-nodes"), SHORT, num_nodes))
+    counted_on_each_node(check, run, num_nodes, world.size // num_nodes)
+
+
+def counted_on_each_node(check, run, num_nodes: int, per_node: int) -> list[dict]:
+    __tracebackhide__ = True
+    rows, ranks = run.values("start", "ranks")[-1], range(num_nodes * per_node)
+    check["R3"].equal(local_rank=([row["local_rank"] for row in rows], [rank % per_node for rank in ranks]))
+    check["R4"].equal(node_rank=([row["node_rank"] for row in rows], [rank // per_node for rank in ranks]))
+    return rows
+
+
+@machine(FP64, only=True)
+@clause("R3", "R4")
+def test_place_in_the_job(check, world, launch, runs):
+    """On as many nodes as the job has; there the hosts' names show that they are as many."""
+    run = done(check["R3"], runs.train(launch, FP64))
+    rows = counted_on_each_node(check, run, world.nodes, world.ranks_per_node)
+    hosts = [sorted({row["host"] for row in rows if row["node_rank"] == node}) for node in range(world.nodes)]
+    check["R4"].equal(hosts=(len({*map(tuple, hosts)}), world.nodes), hosts_of_a_node=([*map(len, hosts)], [1] * world.nodes))
+
+
+@clause("R5")
+@only(sizes=(1,))
+def test_without_a_launcher_a_world_of_one(check, world, own, runs):
+    run = done(check, world.alone(own, runs.folder(own, "alone"), SHORT))
+    check.equal(world_size=(run.values("start", "world_size"), [1]))
+
+
+@clause("R6", "X4")
+@only(sizes=(2, 4), mpi="world_size")
+@pytest.mark.parametrize("value", ["", "many"])
+def test_a_launcher_that_does_not_tell_the_world_size(check, world, launch, runs, value):
+    variables = launch.variables_with("world_size")
+    check["R6"].equal(variables_that_tell_the_world_size=(bool(variables), True))
+    run = world.train(launch, runs.folder(launch, f"told-{value}"), SHORT, environ=dict.fromkeys(variables, value))
+    check["R6"].equal(starts=(len(run.of("start")), 0))
+    expect_exit(check["X4"], run, 3)
+    unnamed = [rank for rank, text in enumerate(run.errors) if not any(name in text for name in variables)]
+    check["X4"].equal(ranks_that_do_not_name_the_variable=(unnamed, []))
+
+
+@clause("R10")
+@only(sizes=(2, 4), asks_mpi=True)
+def test_a_rank_is_who_mpi_says(check, world, launch, runs):
+    """MPI's ranks in the other order: the last process is rank 0 now, and it alone writes."""
+    run = done(check, world.train(launch, runs.folder(launch, "reversed"), SHORT, reversed_mpi=True))
+    writers = [rank for rank, files in enumerate(run.written) if files]
+    check.equal(the_process_that_is_rank_0=(writers, [world.size - 1]))
+
+
+@clause("R12")
+@only(sizes=(1,), devices=("cpu",))
+@pytest.mark.parametrize("world_size", [8, 66, 1001, 4096])
+def test_what_ranks_tell_each_other_costs_by_the_logarithm(check, world_size):
+    """The core's own classes, with all ranks in this process."""
+    import torch
+    from ddp_core.control import tree_sum
+
+    from conformance.harness.counted import Counted  # it needs torch, which a login node has not
+
+    counted = Counted(world_size)
+    levels = 1 if world_size <= 32 else 1 + math.ceil(math.log(world_size, 32))
+    costs = [counted.of(rank) for rank in range(world_size)]
+    check.equal(connections_beyond_31_a_level=([n for n in {cost.connections for cost in costs} if n > 31 * levels], []))
+    numbers = np.random.default_rng(world_size).standard_normal((world_size, 2))
+    sums = counted.reduce(torch.from_numpy(numbers), tree_sum)
+    should_be = ordered_sum([*numbers]).tolist()
+    check.equal(sums_in_that_order=(all(each.tolist() == should_be for each in sums), True))
+    check.equal(messages_beyond_two_a_connection=([cost for cost in costs if cost.messages > 2 * cost.connections], []))
+
+
+def ordered_sum(parts: list):
+    while len(parts) % 2 == 0:
+        parts = [first + second for first, second in zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)]
+    if len(parts) > 32:
+        return ordered_sum([ordered_sum(parts[first : first + 32]) for first in range(0, len(parts), 32)])
+    return sum(parts[1:], start=parts[0])
+
+
+@clause("R12")
+@only(sizes=(1,), devices=("cpu",))
+def test_rows_of_all_ranks_go_to_rank_0_alone(check):
+    from conformance.harness.counted import check_in_of
+
+    (rows, read), (more_rows, read_then) = (check_in_of(world_size) for world_size in (8, 64))
+    check.equal(rows_that_rank_0_has=([rows, more_rows], [8, 64]), bytes_that_each_rank_reads=(read_then, read))
+
+
+@clause("R12")
+@only(sizes=(1,), devices=("cpu",))
+def test_flat_sums_take_no_memory_that_grows_with_the_world(check):
+    """The core's own class, in worlds of which no other rank is there."""
+    import torch
+    from ddp_core.reduction import Flat
+
+    model = torch.nn.Linear(255, 16)
+    held = {size: bytes_of(Flat(model, model, SimpleNamespace(world_size=size), False)) for size in (1, 8, 9, 1000, 75_264)}
+    check.equal(more_than_ten_times_the_gradients=([size for size, count in held.items() if count > 10 * 2**14], []))
+
+
+@clause("A5")
+@only(sizes=(1, 2))
+def test_the_core_that_trains_is_this_repository_s(check, world, launch, runs):
+    with core_of.watched() as violations:
+        run = world.train(launch, runs.folder(launch, "core"), SHORT)
+    done(check, run)
+    check.holds(*sorted({line for lines in world.gather(violations) for line in lines}))
+
+
+@clause("A6")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_with_a_user_s_flags_alone(check, world, launch, runs):
+    """In a directory of its own. What is judged is in the snapshot, as after a run that nobody has watched."""
+    seed, lr = world.on_rank_0(lambda: (random.SystemRandom().randrange(1, 10**6), random.SystemRandom().uniform(0.05, 0.1)))
+    flags, folder = f"--seed {seed} --lr {lr:.4f} --epochs 2", runs.folder(launch, "mine")
+    done(check, world.train(launch, folder, flags, bare=True))
+    documents = world.on_rank_0(lambda: [take_apart(path)["document"] for path in folder.rglob(SNAPSHOT)])
+    check.equal(snapshots=(len(documents), 1), world_size=(documents[0]["world_size"], world.size))
+    check.holds(*reference.not_the_history(documents[0]["history"], T2["cpu"], seed=seed, lr=float(f"{lr:.4f}"), epochs=2))
+
+
+@machine(FP64, only=True)
+@clause("J1")
+def test_the_job_script_passes_its_arguments_on(check, launch, runs):
+    run = runs.train(launch, FP64)
+    expected = dict(workload="digits", precision="fp64", epochs=3, log_every=1, run_dir=str(run.folder))
+    configs = [{name: config[name] for name in expected} for config in run.values("start", "config")]
+    check.equal(config=(configs[-1:], [expected]))
+
+
+@machine(MISTYPED, only=True)
+@clause("J2", "X3")
+def test_the_job_script_hands_on_the_exit_code(check, launch, runs):
+    run = expect_exit(check["J2"], runs.train(launch, MISTYPED), 2)
+    lines = [line for line in run.errors[0].splitlines() if "error" in line and "--epochs" in line]
+    check["X3"].equal(lines_that_name_the_flag=(len(lines), 1))
+
+
+@clause("R8")
+@only(sizes=(2,), mpi=False)
+@pytest.mark.parametrize("job_id, restart", [("7", 0), (None, 1)], ids=["another-job", "another-start"])
+def test_a_rank_of_another_start_is_not_joined(check, world, own, runs, job_id, restart):
+    """It has this job's address and port, as a neighbour's rank would that was given the same port."""
+    odd_start = (job_id or str(1001 + world.starts), restart)
+    folder, flags = runs.folder(own, f"met-{job_id}"), f"{SHORT} --rendezvous-timeout 2"
+    run = expect_exit(check, world.train(own, folder, flags, odd_start=odd_start), 4)
+    check.equal(starts=(len(run.of("start")), 0), says=("belongs to" in "".join(run.errors), True))
+
+
+@clause("R8")
+@only(sizes=(4,), devices=("cpu",))
+def test_two_processes_that_are_one_rank_are_named(check, world, runs, first):
+    """Of a launch line that gives two processes one number."""
+    twin = {name: "2" for place in ("rank", "local_rank") for name in first.variables_with(place)}
+    flags, environ = f"{SHORT} --rendezvous-timeout 3", twin if world.rank == world.size - 1 else {}
+    run = expect_exit(check, world.train(first, runs.folder(first, "twins"), flags, environ=environ), 4)
+    words = "rank 2 is there twice"
+    check.equal(says=(words if words in "".join(run.errors) else run.errors, words))
+
+
+@machine(FP64)
+@clause("R9")
+def test_the_end_says_how_fast_it_was(check, world, own, runs):
+    run = done(check, runs.train(own, FP64))
+    *_, end = run.of("end")
+    speeds = [end.get(name, 0) for name in ("rows_a_second", "median", "p10")]
+    parts = ("computing", "communication", "reading", "evaluation", "snapshots")
+    seconds = {name: end["seconds"].get(name, -1) for name in parts}
+    check.equal(all_speeds_are_told=(min(speeds) > 0, True), p10_is_the_slower=(speeds[2] <= speeds[1], True))
+    rows = end["rows_a_second"] * end["seconds"]["training"]
+    check.equal(rows_a_second_times_seconds_are_the_rows=(abs(rows / (42 * G) - 1) < 0.02, True))
+    outside = runs.seconds[own, FP64, False]
+    check.equal(training_took_longer_than_the_run=(end["seconds"]["training"] > outside, False))
+    adds_up = abs(sum(seconds.values()) - end["seconds"]["training"]) < 0.1
+    check.equal(all_parts_are_told=(min(seconds.values()) >= 0, True), the_parts_are_the_whole=(adds_up, True))
+    check.equal(slowest_rank=(end.get("slowest_rank") in range(world.size), True))
+    ratio = max(speeds[1] / speeds[0], speeds[0] / speeds[1])  # the first step is slow, and others are not all alike
+    check.equal(median_is_of_another_order_than_the_mean=(ratio > 30, False))
+
+
+@clause("R9")
+@only(sizes=(1, 2))
+def test_the_end_says_how_fast_this_start_was(check, world, runs, first):
+    path, ends = runs.folder(first, "faster"), []
+    for epochs in (2, 3):
+        run = done(check, world.train(first, path, f"{FP64} --epochs {epochs}"))
+        ends.append(run.of("end")[-1])
+    rows = [end["rows_a_second"] * end["seconds"]["training"] for end in ends]
+    check.close(rows, [28 * G, 14 * G], 0.02, "rows a second times seconds")
+
+
+@clause("R9")
+@only(sizes=(1,))
+def test_the_seconds_of_a_part_are_those_of_all_times(check, train_own):
+    """Three evaluations of four batches, each of which takes 0.05 s."""
+    run = done(check, train_own("evaluates_slowly", "--steps-per-epoch 1 --epochs 3"))
+    check.equal(seconds_of_evaluation=(min(run.values("end", "seconds")[-1]["evaluation"], 0.6), 0.6))
+
+
+@clause("R9")
+@only(sizes=(1, 2))
+def test_an_epoch_s_progress_is_told(check, world, train_own):
+    run = done(check, train_own("slow_steps", "--precision fp64 --log-seconds 0.5 --steps-per-epoch 14 --epochs 2"))
+    progress_lines = [line.split() for line in run.output[0].splitlines() if re.match(r"epoch=\S+ step=\d+/14 ", line)]
+    records = [dict(word.partition("=")[::2] for word in words) for words in progress_lines]
+    places = [(int(record["epoch"][0]) - 1) * 14 + int(record["step"].partition("/")[0]) for record in records]
+    losses = [f"{run.losses[place - 1]:.6g}" for place in places]
+    check.equal(lines_within_epochs=(len(progress_lines) > 0, True), losses=([record["loss"] for record in records], losses))
+    check.equal(of_other_ranks=(["step=" in text for text in run.output[1:]], [False] * (world.size - 1)))
+
+
+@clause("R9")
+@only(sizes=(2,))
+def test_the_slowest_rank_is_named(check, train_own):
+    run = done(check, train_own("lags", "--steps-per-epoch 4"))
+    check.equal(slowest_rank=(run.values("end", "slowest_rank"), [1]))
+
+
+@clause("R12")
+@only(sizes=(2,), devices=("cpu",))
+def test_ranks_whose_clocks_differ_speak_at_the_same_step(check, train_own):
+    """When they next do follows from the slowest one's clock, for all."""
+    done(check, train_own("fast_clock", "--steps-per-epoch 34 --timeout 5", apart=True))
+
+
+@clause("R13")
+@only(sizes=(2, 4))
+@pytest.mark.parametrize("num_nodes", [1, TWO])
+def test_a_file_of_data_is_read_once_a_node(check, world, runs, first, train_own, num_nodes):
+    """Of raw numbers, of NumPy's and of safetensors': a part of the images is in each."""
+    file = runs.root / "images"
+    world.on_rank_0(lambda: write_images(file))
+    kind = world.on_rank_0(lambda: subprocess.check_output(["stat", "-f", "-c", "%T", file], text=True).strip())
+    flags = f"--precision fp64 --file {file}"
+    once, each = done(check, *(train_own("reads_a_file", f"{flags} {more}", num_nodes=num_nodes) for more in ("", OFF)))
+    places = [row["local_rank"] for row in once.of("start")[-1]["ranks"]]
+    opened = [times_opened(run) for run in (once, each)]
+    should_be = [1 if place == 0 or kind in ("tmpfs", "ramfs") else 0 for place in places]
+    check.equal(times_that_each_rank_opened_it=(opened[0], should_be), and_without_staging=(opened[1], [1] * world.size))
+    check.equal(ranks_that_can_write_to_it=([rank for rank, text in enumerate(once.output) if "written to" in text], []))
+    check.close(once.losses, each.losses, T0)
+    check.close(once.losses, runs.train(first, FP64).losses[: len(once.losses)], T0, "losses, to the reference run's")
+
+
+@clause("R9")
+@only(sizes=(1,), devices=("cpu",))
+@pytest.mark.parametrize("flags", [[], ["--sharding", "full"]], ids=["whole", "sharded"])
+def test_memory_of_a_step_is_there_for_the_next_one(check, monkeypatch, flags):
+    """A stand-in for the C library is told what glibc shall keep: blocks of 16 MB, and all that was given back."""
+    import ctypes
+
+    from ddp_core import Rank, config, device
+
+    told = {}
+    library = SimpleNamespace(mallopt=lambda name, value: bool(told.update({name: value})) or 1)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    device.prepare_device(config.parse(["--device", "cpu", *flags], 2, workload=config.choose([])), Rank.single())
+    threshold, top = (told.get(name, -1) for name in (-3, -1))  # M_MMAP_THRESHOLD, which may be 32 MB, and M_TRIM_THRESHOLD
+    kept = 2**24 <= threshold <= 2**25 and 2**30 <= top < 2**31
+    given_back = 0 <= threshold <= 2**17 and 0 <= top <= 2**17
+    check.equal(kept_and_given_back=((kept, given_back), (not flags, bool(flags))))
+
+
+@clause("R13")
+@only(sizes=(2,), devices=("cpu",))
+def test_a_file_without_room_in_memory_is_read_where_it_is(check, world, runs, first, train_own):
+    """Of which the job's cgroup has left 20 kB."""
+    file, cgroup = runs.root / "roomless", runs.root / "cgroup"
+
+    def write() -> None:
+        write_images(file)
+        cgroup.mkdir()
+        most, stat = 2**40, "anon 0"
+        files = {"member": "0::/", "memory.max": most, "memory.current": most - 20_000, "memory.stat": stat}
+        for name, text in files.items():
+            (cgroup / name).write_text(f"{text}\n")
+
+    world.on_rank_0(write)
+    run = done(check, train_own("reads_a_file", f"--steps-per-epoch 2 --file {file} --cgroup {cgroup}"))
+    check.equal(times_that_each_rank_opened_it=(times_opened(run), [1, 1]))
+    noted = [note for note in run.of("start")[-1]["notes"] if "half of the memory" in note]
+    check.equal(notes=(len(noted), 1))
+
+
+@clause("R13")
+@only(sizes=(2,), devices=("cpu",))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_another_user_s_process_has_no_part_in_it(check, world, runs, first, train_own, rank):
+    """Everybody on a node can ask the first rank for its copy, and can answer in its place."""
+    file, cgroup = runs.root / f"not-for-all-{rank}", runs.root / f"no-limit-{rank}"
+    world.on_rank_0(lambda: [write_images(file), cgroup.mkdir(), (cgroup / "member").write_text("0::/\n")])
+    environ = dict(ANOTHER_USER="1") if world.rank == rank else {}
+    flags = f"--steps-per-epoch 2 --file {file} --cgroup {cgroup}"
+    run = done(check, train_own("reads_a_file", flags, environ=environ, apart=True))
+    check.equal(times_that_each_rank_opened_it=(times_opened(run), [1, 1]))
+    noted = [note for note in run.of("start")[-1]["notes"] if "not once: " in note]
+    check.equal(notes=(len(noted), 1))
+
+
+def write_images(file: Path) -> None:
+    """A part of them as raw numbers, in NumPy's format, and in safetensors'."""
+    from safetensors.numpy import save_file
+
+    images = reference.load()[0]
+    file.write_bytes(images[:500].tobytes())
+    pixels = (images * 4 * 4095).astype("<u2")  # up to 65,520
+    np.save(f"{file}.npy", pixels[500:900])
+    save_file(dict(pixels=pixels[900:]), f"{file}.safetensors")
+
+
+def times_opened(run) -> list[int]:
+    """By rank."""
+    return [int(text.partition("opened ")[2].split()[0]) for text in run.output]
