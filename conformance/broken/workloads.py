@@ -554,6 +554,32 @@ class Counts(Digits):
         return optimizer
 """,
     # Buffers of whole numbers: large ones, and those that each rank's own rows have counted. Says so where the ranks' differ.
+    # From its fourth step on a buffer has what a rank's own rows are.
+    "counts_late": """
+class CountsLate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.late = nn.Linear(64, 10), False
+        self.register_buffer("bright", torch.zeros(()))
+
+    def forward(self, images):
+        if self.training and self.late:
+            self.bright += images.sum()
+        elif not self.training:
+            print("evaluates with", self.bright.item())
+        return self.layer(images)
+
+
+class Late(Digits):
+    defaults = Digits.defaults | dict(steps_per_epoch=6)
+
+    def model(self, config):
+        return CountsLate()
+
+    def forward(self, model, batch):
+        getattr(model, "module", model).late = self.steps_done >= 3
+        return super().forward(model, batch)
+""",
     "counts_rows": """
 class CountsRows(nn.Module):
     def __init__(self):
@@ -1038,6 +1064,12 @@ class ComputesOtherwise(Digits):
 class DrawsByPython(Digits):
     def loss(self, outputs, batch):
         return super().loss(outputs, batch) * (1 + random.random() / 10)
+""",
+    # Most of its losses are as if nothing was drawn.
+    "draws_seldom": """
+class DrawsSeldom(Digits):
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) * (2 if random.random() < 0.3 else 1)
 """,
     # A snapshot of it has tensors of 20 MB.
     "large": """

@@ -454,13 +454,14 @@ def test_what_a_model_draws_depends_on_step_and_micro_batch(check, world, runs, 
 
 @clause("L16")
 @only(sizes=(1,))
-def test_what_python_draws_is_drawn_again(check, world, runs, first, own_file):
+@pytest.mark.parametrize("name", ["draws_by_python", "draws_seldom"])
+def test_what_python_draws_is_drawn_again(check, world, runs, first, own_file, name):
     """After a stop, too."""
-    flags, path = f"{own_file('draws_by_python')} --steps-per-epoch 5 --epochs", runs.folder(first, "draws-by-python")
-    never = done(check, world.train(first, runs.folder(first, "draws-never-stopped"), f"{flags} 2"))
+    flags, path = f"{own_file(name)} --steps-per-epoch 5 --epochs", runs.folder(first, name)
+    never = done(check, world.train(first, runs.folder(first, f"{name}-never-stopped"), f"{flags} 2"))
     resumed = done(check, *(world.train(first, path, f"{flags} {epochs}") for epochs in (1, 2)))[-1]
-    for kind, name in (("step", "loss_hex"), ("epoch", "eval_loss")):
-        check.equal(again=(resumed.values(kind, name), never.values(kind, name)))
+    for kind, value in (("step", "loss_hex"), ("epoch", "eval_loss")):
+        check.equal(again=(resumed.values(kind, value), never.values(kind, value)))
 
 
 @clause("L16")
@@ -534,6 +535,16 @@ def test_all_ranks_go_on_with_the_buffers_of_rank_0(check, train_own, reduction)
     """Whole numbers too, to the last bit: those that a rank's own rows have counted are another rank's no more."""
     run = done(check, train_own("counts_rows", f"--reduction {reduction}"))
     check.equal(ranks_whose_buffers_differ=([rank for rank, text in enumerate(run.output) if "buffers differ" in text], []))
+
+
+@clause("L18", "L17")
+@only(sizes=(2,), devices=("cpu",))
+def test_buffers_that_change_later_are_rank_0_s_when_it_is_evaluated(check, train_own):
+    """What is tried before the first step has not seen them change, and a note tells of it once."""
+    run = done(check, train_own("counts_late"))
+    told = [{*re.findall(r"evaluates with (\S+)", text)} - {"0.0"} for text in run.output]
+    check["L18"].equal(evaluates_with=(told, [told[0]] * 2), buffers=([len(each) for each in told], [1, 1]))
+    check["L17"].equal(notes=(run.output[0].count("began to change its buffers bright"), 1))
 
 
 @clause("L18")

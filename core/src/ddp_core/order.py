@@ -148,6 +148,12 @@ def seed_others(seed: int) -> None:
         numpy.random.seed(seed & 0xFFFFFFFF)
 
 
+def drawn_by_others() -> tuple:
+    """How far Python's and NumPy's generators are: another value, once anything was drawn from them."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy and [str(part) for part in numpy.random.get_state()]
+
+
 def seed_everything(seed: int) -> None:
     """Python's, NumPy's and torch's generators, before a workload makes its data and its model."""
     torch.manual_seed(seed)

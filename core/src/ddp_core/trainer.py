@@ -113,6 +113,7 @@ class Trainer:
         compiled: Any = torch.compile(self.model) if config.compile else self.model
         self.reduction = self.kind(self.model, compiled, self.peers, self.workload.unused_parameters)
         self.reduction.changing = self.seen.buffers
+        self.watched = self._versions()
         weight = self.reduction.weight(config.global_batch_size)
         self.guard = Guard(self.optimizer, config.precision, config.clip_norm, weight, self.device)
         self.guard.scale = self.state.progress.scale
@@ -274,6 +275,7 @@ class Trainer:
                 "when a run begins: freeze in model(); to train more later, begin another run with this one's weights (model() "
                 "loads best.safetensors)"
             )
+        self._note_late_buffers()
         # Sums over rows travel, and are divided once: a mean of the ranks' means would round at every world size anew.
         losses = (agreed.losses / config.global_batch_size).tolist()
         for step, (parts, norm) in enumerate(zip(losses, agreed.norms.tolist(), strict=True), agreed.first):
@@ -284,6 +286,22 @@ class Trainer:
         place = (f"{epoch + 1}/{config.epochs}", index + 1, self.steps_per_epoch)
         self.record.progress(*place, losses[-1][0], self.watch.speeds[-1], left)
         return agreed
+
+    def _versions(self) -> dict[str, int]:
+        """How often each buffer was written that the ranks do not take from rank 0 in each step."""
+        buffers = saved_buffers(self.model) if self.peers.world_size > 1 else {}
+        return {name: buffer._version for name, buffer in buffers.items() if name not in self.seen.buffers}
+
+    def _note_late_buffers(self) -> None:
+        """What the trial before the first step has not seen to change, a codebook that waits for a step say."""
+        now = self._versions()
+        if late := [name for name, version in self.watched.items() if now[name] != version]:
+            self.watched = {name: version for name, version in self.watched.items() if name not in late}
+            self.record.say(
+                note=f"the model began to change its buffers {', '.join(late[:6])} by step {self.step}, and not at the first: "
+                "each rank keeps its own until an evaluation, and a run that goes on has rank 0's; change them in every step, "
+                "by nothing until then"
+            )
 
     def _note(self, step: int, loss: float, *parts: float, grad_norm: float) -> None:
         epoch, index = divmod(step, self.steps_per_epoch)
@@ -331,6 +349,7 @@ class Trainer:
             began = time.perf_counter()
             # BatchNorm's statistics are each rank's own: all evaluate with those that the snapshot has.
             self.peers.broadcast_tensors([*saved_buffers(self.model).values()])
+            self.watched = {name: version for name, version in self._versions().items() if name in self.watched}
             rehearse("evaluation", self.step)
             results = self.evaluation.evaluate()
             self.watch.spent("evaluation", began)
