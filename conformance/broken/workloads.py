@@ -164,9 +164,10 @@ class Diverges(Digits):
         return super().optimizer(model, config)
 
     def schedule(self, step, total_steps, config):
-        if step == 5 and torch.distributed.get_rank() == 1:
-            with torch.no_grad():
-                self.own[0].bias += 1e-9
+        if step == 5 and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            bias = self.own[0].bias.detach()
+            bias = bias.to_local() if self.config.sharding != "none" else bias
+            bias += 1e-9
         return 1.0
 """,
     # Every rank has other data of one shape: they differ in the last number, 3 MB behind the first.
@@ -537,6 +538,17 @@ class Frozen(Digits):
     def optimizer(self, model, config):
         return torch.optim.AdamW(model.parameters(), lr=0.01)
 """,
+    # Optimizers with tensors that neither SGD nor AdamW has by default.
+    "adagrad": """
+class Adagrad(Digits):
+    def optimizer(self, model, config):
+        return torch.optim.Adagrad(model.parameters(), lr=0.01)
+""",
+    "amsgrad": """
+class AmsGrad(Digits):
+    def optimizer(self, model, config):
+        return torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True)
+""",
     # An optimizer that counts steps by sevens, in its group: after an epoch of 14 steps it is where it began.
     "by_sevens": """
 class BySevens(torch.optim.SGD):
@@ -637,6 +649,30 @@ class CountsInItself(Digits):
         self.seen = getattr(self, "seen", torch.zeros(10)) + torch.bincount(batch[1], minlength=10)
         return super().loss(outputs, batch)
 """,
+    # Noise from generators that it does not seed: in the loss, and in all rows but the first ones.
+    "own_noise": """
+import numpy
+
+class Rows:
+    def __init__(self, rows):
+        self.images, self.labels = rows.columns
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        noise = numpy.random.default_rng().random() / 10 if row > 9 else 0.0
+        return self.images[row] + noise, self.labels[row]
+
+
+class OwnNoise(Digits):
+    def data(self, config):
+        train, held_out = super().data(config)
+        return Rows(train), held_out
+
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) * (1 + numpy.random.default_rng().random() / 10)
+""",
     # Of the first step's rows two are not 0, one on each of two ranks; in bf16 16 + 1/128 is 16.
     "large_and_small": """
 from ddp_core.data import Rows
@@ -685,7 +721,7 @@ class TellsWhenCompiled(Digits):
         torch.compile = lambda model: print("torch.compile was called") or model
         return super().model(config)
 """,
-    # A stand-in for fully_shard tells of its policy.
+    # A stand-in for fully_shard tells of each module and its policy.
     "tells_when_sharded": """
 class TellsWhenSharded(Digits):
     def shards(self, model):
@@ -698,7 +734,7 @@ class TellsWhenSharded(Digits):
             return shard(module, **words)
 
         sharding.fully_shard = told
-        return []
+        return super().shards(model)
 """,
     # Layers that drop numbers out, and may be computed again, which the first one tells of.
     "drops": """
@@ -1466,6 +1502,14 @@ class Expanded(Digits):
         net = super().model(config)
         net.register_buffer("ones", torch.ones(1, 64).expand(10, 64))
         return net
+""",
+    # Its statistics would move twice a step.
+    "moves_twice": """
+class MovesTwice(Digits):
+    defaults = Digits.defaults | dict(checkpoint_activations=True)
+
+    def model(self, config):
+        return nn.Sequential(*super().model(config), nn.BatchNorm1d(10))
 """,
     # What it would have is not there, and nobody says so.
     "misspelled": """

@@ -1,5 +1,6 @@
 """SPEC.md X: exit codes, one line an error, and nothing lost."""
 
+import errno
 import json
 import os
 import re
@@ -57,6 +58,7 @@ MISTAKES |= dict(sounds_lost="at step 3, line 11 (loss): RuntimeError: the peer 
 REFUSED = dict(needs_a_closure="should return an optimizer of torch.optim that needs no closure")
 REFUSED |= dict(schedules_by_torch="optimizer() made one of torch's lr_scheduler", lazy="3.weight, 3.bias has no shape yet")
 REFUSED |= dict(keeps_an_extra_state="Net has get_extra_state()", expanded="ones is an expanded view")
+REFUSED |= dict(moves_twice="3.running_mean, 3.running_var, 3.num_batches_tracked, and --checkpoint-activations computes it")
 
 
 @clause("X4")
@@ -68,6 +70,16 @@ def test_on_two_nodes_rank_0_is_not_met_at_localhost(check, world, runs, first):
     run = expect_exit(check, world.train(first, runs.folder(first, "at-localhost"), SHORT, 2, environ=here), 3)
     words = [f"{name}='localhost'" for name in names]
     check.equal(ranks_that_name_it=([any(word in text for word in words) for text in run.errors], [True, True]))
+
+
+@clause("R2")
+@only(sizes=(1, 2))
+def test_a_device_that_is_not_there_is_refused(check, world, runs, first):
+    """A run on its CPU would be a hundred times as slow, and say so in one word of its record."""
+    absent = "xpu" if world.device != "xpu" else "cuda"
+    run = world.train(first, runs.folder(first, "absent-device"), f"{SHORT} --backend auto --device {absent}")
+    one_line(check, run, 3, f"--device {absent}", run.lines)
+    check.equal(starts=(len(run.of("start")), 0))
 
 
 @clause("X2")
@@ -324,11 +336,20 @@ def test_a_held_out_loss_that_is_not_finite(check, world, train_own):
 
 
 @clause("X11")
-@only(sizes=(2,))
-def test_replicas_that_differ_leave_no_snapshot(check, train_own):
-    run = expect_exit(check, train_own("diverges", "--precision fp64"), 7)
+@pytest.mark.parametrize(
+    "flags, nodes",
+    [
+        pytest.param("", 1, marks=only(sizes=(2,))),
+        pytest.param("--sharding hybrid", 2, marks=only(sizes=(4,), devices=("cpu",))),
+    ],
+    ids=["whole", "hybrid"],
+)
+def test_replicas_that_differ_leave_no_snapshot(check, world, train_own, flags, nodes):
+    run = expect_exit(check, train_own("diverges", f"--precision fp64 {flags}", num_nodes=nodes), 7)
     output = "".join(run.errors)
-    check.equal(names_the_rank=("of rank 1 differ" in output, True), snapshot=((run.folder / SNAPSHOT).exists(), False))
+    check.equal(
+        names_the_rank=(f"of rank {world.size - 1} differ" in output, True), snapshot=((run.folder / SNAPSHOT).exists(), False)
+    )
 
 
 @clause("X7")
@@ -583,7 +604,7 @@ def test_who_has_lost_the_lock_writes_no_line(check, train_own):
 @clause("X14")
 @only(sizes=(1,), devices=("cpu",))
 def test_a_living_job_touches_its_lock(check, world, runs, first, monkeypatch):
-    """Every 10 s: a lock that is silent for 60 s is a dead job's."""
+    """Every 10 s: a lock that is silent for 60 s is a dead job's. Once its file system is away for a moment."""
     from ddp_core import run_directory, run_lock
 
     check.equal(seconds_between_beats=(run_lock.HEARTBEAT, 10.0))
@@ -591,6 +612,14 @@ def test_a_living_job_touches_its_lock(check, world, runs, first, monkeypatch):
     directory = run_directory.RunDirectory(runs.folder(first, "touched"), "1")
     lock, end = directory.folder / "run.lock", time.monotonic() + 10
     os.utime(lock, (0, 0))
+    utime, away = os.utime, [OSError(errno.ESTALE, "stale file handle")]
+
+    def touch(*words) -> None:
+        if away:
+            raise away.pop()
+        utime(*words)
+
+    monkeypatch.setattr(os, "utime", touch)
     while not lock.stat().st_mtime and time.monotonic() < end:
         time.sleep(0.02)
     check.equal(touched=(lock.stat().st_mtime > 0, True))

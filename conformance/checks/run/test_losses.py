@@ -511,6 +511,15 @@ def test_what_no_snapshot_holds_is_said(check, train_own):
 
 @clause("L17")
 @only(sizes=(1,))
+def test_what_does_not_repeat_is_said(check, train_own):
+    """A loss and rows that are drawn from generators that nobody has seeded. The first rows, which are tried, are not."""
+    (notes,) = done(check, train_own("own_noise", "--steps-per-epoch 2")).values("start", "notes")
+    found = {what: any(what in note for note in notes) for what in ("another loss", "was another when it was read again")}
+    check.equal(notes=(found, dict.fromkeys(found, True)))
+
+
+@clause("L17")
+@only(sizes=(1,))
 def test_a_metric_that_is_no_sum_is_said(check, train_own):
     """Also where the loss is none, and rows depend on each other."""
     (notes,) = done(check, train_own("takes_a_root")).values("start", "notes")
@@ -518,7 +527,8 @@ def test_a_metric_that_is_no_sum_is_said(check, train_own):
         named=(
             [note.split(" of ")[0] for note in notes if note.startswith("metric ")],
             ["metric 'rmse'", "metric 'error (count)'"],
-        )
+        ),
+        notes_on_the_loss=(sum("not the sum of theirs alone" in note for note in notes), 1),
     )
 
 

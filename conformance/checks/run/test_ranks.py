@@ -339,10 +339,10 @@ def test_memory_of_a_step_is_there_for_the_next_one(check, monkeypatch, flags):
     check.equal(kept_and_given_back=((kept, given_back), (not flags, bool(flags))))
 
 
-@clause("R13")
+@clause("R13", "S10")
 @only(sizes=(2,), devices=("cpu",))
 def test_a_file_without_room_in_memory_is_read_where_it_is(check, world, runs, first, train_own):
-    """Of which the job's cgroup has left 20 kB."""
+    """Of which the job's cgroup has left 20 kB: nor is there room for the copy of a snapshot, for which training waits then."""
     file, cgroup = runs.root / "roomless", runs.root / "cgroup"
 
     def write() -> None:
@@ -355,9 +355,11 @@ def test_a_file_without_room_in_memory_is_read_where_it_is(check, world, runs, f
 
     world.on_rank_0(write)
     run = done(check, train_own("reads_a_file", f"--steps-per-epoch 2 --file {file} --cgroup {cgroup}"))
-    check.equal(times_that_each_rank_opened_it=(times_opened(run), [1, 1]))
+    check["R13"].equal(times_that_each_rank_opened_it=(times_opened(run), [1, 1]))
     noted = [note for note in run.of("start")[-1]["notes"] if "half of the memory" in note]
-    check.equal(notes=(len(noted), 1))
+    check["R13"].equal(notes=(len(noted), 1))
+    said = run.output[0].count("training waits while snapshots are written")
+    check["S10"].equal(bytes_of_a_copy=(run.values("snapshot", "copy"), [0]), says_that_training_waits=(said, 1))
 
 
 @clause("R13")

@@ -82,6 +82,14 @@ def test_stopped_at_the_end_of_an_epoch_it_saves_once(check, train_own, save_eve
 
 
 @clause("C1")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_told_in_its_last_step_it_is_done(check, train_own):
+    """With 75 its job would come back, to train nothing."""
+    run = done(check, train_own("told_at_an_end", apart=True))
+    check.equal(snapshots=(run.values("snapshot", "step"), [14]))
+
+
+@clause("C1")
 @only(sizes=(1,), devices=("cpu",))
 def test_stopped_at_a_step_that_is_saved_it_saves_once(check, world, runs, first, own_file):
     """And goes on: an epoch of before is evaluated no more, whatever --eval-every is by then."""
@@ -223,11 +231,13 @@ def test_data_that_were_moved_are_the_same(check, world, runs, first, name):
 
 @clause("C3")
 @only(sizes=(1, 2))
-def test_a_schedule_of_one_s_own_is_laid_out_over_the_run(check, world, runs, first, own_file):
-    """As cosine is: under other --epochs it would go on at another learning rate."""
-    file, path = own_file("scheduled"), runs.folder(first, "scheduled")
-    done(check, world.train(first, path, f"{file} --epochs 1"))
-    expect_exit(check, world.train(first, path, f"{file} --epochs 2"), 5)
+@pytest.mark.parametrize("schedule", ["cosine", "its_own"])
+def test_a_schedule_is_laid_out_over_the_run(check, world, runs, first, own_file, schedule):
+    """Under other --epochs it would go on at another learning rate."""
+    flags = own_file("scheduled") if schedule == "its_own" else "--workload digits --lr-schedule cosine"
+    path = runs.folder(first, f"scheduled-{schedule}")
+    done(check, world.train(first, path, f"{flags} --epochs 1"))
+    expect_exit(check, world.train(first, path, f"{flags} --epochs 2"), 5)
 
 
 @clause("C3")
@@ -475,9 +485,9 @@ def test_all_that_is_drawn_and_kept_survives_a_stop(check, world, runs, first, p
 
 @clause("C7")
 @only(sizes=(1, 2))
-@pytest.mark.parametrize("name", ["counts", "by_sevens", "frozen", "experts"])
+@pytest.mark.parametrize("name", ["counts", "by_sevens", "frozen", "experts", "adagrad", "amsgrad"])
 def test_what_an_optimizer_keeps_is_kept(check, world, runs, first, own_file, name):
-    """Plain numbers of a parameter or a group; nothing of a parameter that is frozen, or that no row has asked for."""
+    """Tensors of any name, plain numbers; nothing of a parameter that is frozen, or that no row has asked for."""
     file, path = own_file(name), runs.folder(first, f"{name}-resumed")
     never = world.train(first, runs.folder(first, name), f"{file} --epochs 2")
     done(check, never, world.train(first, path, f"{file} --epochs 1"))
@@ -530,7 +540,9 @@ def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, 
     states = [{theirs: tensors[f"optim.{ours}.{name}"] for theirs, ours in moments} for name in names]
     state = dict(state=dict(enumerate(states)), param_groups=[dict(params=[*range(len(names))])])
     model = {name: tensors[f"model.{name}"] for name in names}
-    old, harmful, made = (half.folder / name for name in ("old.pt", "harmful.pt", "made"))
+    old, ddp, harmful, made = (half.folder / name for name in ("old.pt", "ddp.pt", "harmful.pt", "made"))
+    wrapped = {f"module.{name}": tensor for name, tensor in model.items()}
+    torch.save(dict(MODEL_STATE=wrapped, optimizer_state_dict=state, EPOCHS_RUN=0), ddp)
     torch.save(dict(model_state=model, optimizer_state_dict=state, epoch=0), old)
     torch.save(dict(model_state=model, further=Makes(made), epoch=0), harmful)
     command = [sys.executable, "-m", "ddp_core.snapshot", "convert", old, "--run-dir", path, *flags.split()]
@@ -542,12 +554,14 @@ def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, 
         outcomes = {}
         for name, file, folder, *more in (
             ("again", old, path),
+            ("of DDP", ddp, of_ddp := path.with_name(f"ddp-{optimizer}")),
             ("harmful", harmful, path.with_name(f"harmful-{optimizer}")),
             ("of another step", old, other := path.with_name(f"other-{optimizer}"), "--epochs-run", "2"),
         ):
             outcomes[name] = convert.main(["convert", str(file), "--run-dir", str(folder), *more, *flags.split()])
-        check.equal(exit_codes=(outcomes, {"again": 3, "harmful": 5, "of another step": 0}), made=(made.exists(), False))
-        check.equal(snapshot_that_was_there=(sha256(path / SNAPSHOT), before))
+        codes = {"again": 3, "of DDP": 0, "harmful": 5, "of another step": 0}
+        check.equal(exit_codes=(outcomes, codes), made=(made.exists(), False))
+        check.equal(snapshot_that_was_there=(sha256(path / SNAPSHOT), before), and_of_ddp=(sha256(of_ddp / SNAPSHOT), before))
         kept = {name: bool(tensor.any()) for name, tensor in load_file(other / SNAPSHOT).items() if "step." not in name}
         wrong = [name for name, some in kept.items() if name.startswith("optim.") and some is (optimizer == "adamw")]
         check.equal(moments_of_another_step=(wrong, []))
@@ -670,6 +684,18 @@ def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
 
 
 @clause("C9")
+@only(sizes=(1,))
+def test_each_run_that_is_moved_aside_is_kept(check, world, runs, first):
+    """A second --fresh writes over nothing of what the first one has moved."""
+    path, older = runs.folder(first, "each-aside"), {}
+    for seed in range(3):
+        done(check, world.train(first, path, f"{SHORT} --fresh --seed {seed}"))
+        older |= {f"{name} of run {seed}": (name, sha256(path / name)) for name in (SNAPSHOT, "best.safetensors") if seed < 2}
+    aside = {(file.name, sha256(file)) for file in path.glob("old-*/*.safetensors")}
+    check.equal(lost=([what for what, content in older.items() if content not in aside], []))
+
+
+@clause("C9")
 @only(sizes=(1,), devices=("cpu",))
 def test_a_job_script_finds_the_run_where_it_is(check, world, runs, first, own_file):
     """Of its own flag and the user's, the user's counts. A run of a user's own file has its name."""
@@ -714,6 +740,8 @@ def test_parts_are_kept_on_the_host_where_that_is_asked_for(check, train_own):
     for flags, place in (("", "the device"), (" --offload", "the host")):
         run = done(check, train_own("tells_when_sharded", f"--steps-per-epoch 1 --sharding full{flags}", apart=True))
         check.equal(places=({*re.findall(r"kept on (.*)", "\n".join(run.output))}, {place}))
+        counts = [text.count("kept on") for text in run.output]
+        check.equal(modules_that_are_shared_out=(counts, [3, 3]))  # two layers, and the rest of the model
 
 
 @clause("C10")

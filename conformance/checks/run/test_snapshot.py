@@ -273,10 +273,13 @@ def test_rank_0_writes_the_whole_set_where_others_do_not_see_its_folder(check, w
 def test_from_one_file_to_a_set_and_back(check, world, runs, first):
     """Nothing stale is left that could be taken for the run's state."""
     path, names = runs.folder(first, "sets"), []
+    mine = path / "model-00001-of-00002.safetensors"  # a user's own: as Hugging Face names it
+    world.on_rank_0(lambda: [path.mkdir(parents=True), mine.touch()])
     for epochs, flags in enumerate(("", f"--sharding full {SETS}", SETS, ""), 1):
         run = done(check, world.train(first, path, f"--workload digits --precision fp64 --epochs {epochs} {flags}"))
         names.append(world.on_rank_0(lambda: sorted(file.name for file in path.glob("snapshot.safetensors*"))))
     check.equal(snapshots=(names, [[SNAPSHOT], [f"{SNAPSHOT}.index.json"], [f"{SNAPSHOT}.index.json"], [SNAPSHOT]]))
+    check.equal(a_user_s_own_set_is_there=(world.on_rank_0(mine.exists), True))
     check.equal(started_at_steps=(run.values("start", "step"), [0, 14, 28, 42]))
     check.close(run.losses[:42], golden.load()["losses"], T1)
 
