@@ -58,11 +58,12 @@ class RoundsOneOfItsOutputs(Digits):
 from ddp_core.order import sample_order
 
 class Overflows(Digits):
-    at_step, place = 5, 0
+    at_step, places = 5, [0]
 
     def data(self, config):
         train, held_out = super().data(config)
-        train.columns[0][sample_order(config.seed, 0, len(train))[self.at_step * 96 + self.place]] = float("nan")
+        order = sample_order(config.seed, 0, len(train))
+        train.columns[0][order[[self.at_step * 96 + place for place in self.places]]] = float("nan")
         return train, held_out
 
     def forward(self, model, batch):
@@ -721,7 +722,7 @@ class TellsWhenCompiled(Digits):
         torch.compile = lambda model: print("torch.compile was called") or model
         return super().model(config)
 """,
-    # A stand-in for fully_shard tells of each module and its policy.
+    # A stand-in for fully_shard tells of each module, its policy and its mesh.
     "tells_when_sharded": """
 class TellsWhenSharded(Digits):
     def shards(self, model):
@@ -730,6 +731,7 @@ class TellsWhenSharded(Digits):
         shard = sharding.fully_shard
 
         def told(module, **words):
+            print(f"in {words['mesh'].size(-1)} parts, by a mesh of {words['mesh'].ndim} dimensions")
             print("kept on", "the host" if type(words.get("offload_policy")).__name__ == "CPUOffloadPolicy" else "the device")
             return shard(module, **words)
 
@@ -795,11 +797,22 @@ class ToldBeforeTheyMeet(Digits):
         os.kill(os.getpid(), signal.Signals[os.environ["TOLD"]])
         return super().data(config)
 """,
-    # It is told to stop three times in one step: by its scheduler, and by Ctrl-C, which reaches it from its launcher, too.
+    # It is told to stop three times in one step: by its scheduler, and by Ctrl-C, which its launcher hands on, too. It tells
+    # whether it ignores SIGTERM when it leaves.
     "told_thrice": """
 import signal
 
 class ToldThrice(Digits):
+    def data(self, config):
+        leave = os._exit
+
+        def told(code):
+            print("ignores SIGTERM:", signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, flush=True)
+            leave(code)
+
+        os._exit = told
+        return super().data(config)
+
     def schedule(self, step, total_steps, config):
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT) if step == 5 else ():
             os.kill(os.getpid(), number)
@@ -990,6 +1003,35 @@ class SlowSteps(Digits):
     def schedule(self, step, total_steps, config):
         time.sleep(0.1)
         return 1.0
+""",
+    # So it does, and it is told to stop when seven are done.
+    "told_in_slow_steps": """
+import signal
+
+class ToldInSlowSteps(Digits):
+    def schedule(self, step, total_steps, config):
+        time.sleep(0.3)
+        if step == 7:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return 1.0
+""",
+    # A sum of all gradients by itself is slower than in a step, as on a network that another job has begun to use.
+    "sums_slowly_by_itself": """
+class SumsSlowlyByItself(Digits):
+    def schedule(self, step, total_steps, config):
+        from ddp_core.reduction import Reduction
+
+        Reduction.seconds_of_a_sum = lambda self, share=1.0: 10.0
+        time.sleep(0.1)
+        return 1.0
+""",
+    # Its model looks at its own numbers, so it cannot be built without them.
+    "looks_at_its_numbers": """
+class LooksAtItsNumbers(Digits):
+    def model(self, config):
+        net = super().model(config)
+        net[0].weight.sum().item()
+        return net
 """,
     # Batches are named tuples, of a dictionary, a dataclass and an object that moves by itself, and say of what they are.
     "records": """
@@ -1576,7 +1618,12 @@ WORKLOADS["overflows_early"] = f"""{WORKLOADS["overflows"]}
 
 # overflows, in the row behind: of two ranks rank 1's.
 WORKLOADS["overflows_on_rank_1"] = f"""{WORKLOADS["overflows"]}
-    place = 1
+    places = [1]
+"""
+
+# overflows, and so does the step behind, before it is known.
+WORKLOADS["overflows_twice"] = f"""{WORKLOADS["overflows"]}
+    places = [0, 96]
 """
 
 # overflows_early, but the row is a number, and the loss is not: every gradient is finite.

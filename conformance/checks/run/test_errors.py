@@ -94,6 +94,16 @@ def test_other_signals_stop_it_too(check, world, runs, first, number):
 
 @clause("X2")
 @only(sizes=(1, 2), devices=("cpu",))
+def test_slow_steps_stop_within_seconds(check, train_own):
+    """Of 0.3 s each: the ranks speak once a second, and not twice as seldom each time."""
+    run = train_own("told_in_slow_steps", apart=True)
+    stopped_and_saved(check, run)
+    steps = run.values("end", "step")[-1] - 7
+    check.equal(stops_after=("1 to 5 steps" if steps <= 5 else f"{steps} steps", "1 to 5 steps"))
+
+
+@clause("X2")
+@only(sizes=(1, 2), devices=("cpu",))
 def test_a_signal_to_every_process_of_the_job_stops_it_as_well(check, train_own):
     """Schedulers send it to those that read rows, too: these read on until their rank has saved."""
     stopped_and_saved(check, train_own("told_with_its_workers", "--workers 1"))
@@ -109,12 +119,14 @@ def test_a_process_of_the_workload_s_own_ends_when_it_is_told_to(check, train_ow
 
 @clause("X2")
 @only(sizes=(1, 2), devices=("cpu",))
-def test_another_signal_while_it_stops_costs_nothing(check, train_own):
-    """One Ctrl-C under torchrun is two signals; a scheduler may send one before."""
+def test_another_signal_while_it_stops_costs_nothing(check, world, train_own):
+    """One Ctrl-C under torchrun is two signals; a scheduler may send one before, and a launcher one as the ranks end."""
     run = train_own("told_thrice", apart=True)
     stopped_and_saved(check, run)
     reasons = [word for text in run.output for word in re.findall(r"stopped early \((\w+)\)", text)]
     check.equal(reasons=(reasons, ["SIGTERM"]))
+    ignored = [text.count("ignores SIGTERM: True") for text in run.output]
+    check.equal(ignores_SIGTERM_as_it_leaves=(ignored, [1] * world.size if world.size > 1 else [0]))  # alone Python ends it
 
 
 SENSELESS = {
@@ -156,6 +168,13 @@ def test_a_whole_snapshot_that_makes_no_sense(check, world, runs, first, what):
 def test_a_mistyped_flag_is_one_line(check, world, own, runs):
     run = world.train(own, runs.folder(own, "mistyped"), MISTYPED)
     one_line(check, run, 2, "--epochs", run.lines)
+
+
+@clause("X3")
+@only(sizes=(1, 2))
+def test_help_is_printed_once(check, world, runs, first):
+    run = done(check, world.train(first, runs.folder(first, "help"), "--help"))
+    check.equal(ranks_that_print_it=([rank for rank, text in enumerate(run.output) if "--workload" in text], [0]))
 
 
 # Each with the words that name it.
@@ -298,7 +317,7 @@ def test_a_loss_that_is_not_finite(check, world, own, runs):
 
 @clause("X6")
 @only(sizes=(1, 2))
-@pytest.mark.parametrize("name", ["overflows", "overflows_on_rank_1", "steep", "steep_unfused"])
+@pytest.mark.parametrize("name", ["overflows", "overflows_twice", "overflows_on_rank_1", "steep", "steep_unfused"])
 def test_numbers_that_are_not_finite_reach_no_parameter(check, world, train_own, name):
     """Of the steps that are trained before it is found out none may use them: the workload looks at its own parameters."""
     run = expect_exit(check, train_own(name), 6)
@@ -642,6 +661,25 @@ def test_who_looks_whether_a_lock_is_touched_hears_that_it_is_to_stop(check, run
         code = int(failure.code)
     check.equal(exit_code=(code, 75), looks_to_the_end=(time.monotonic() - began > 2, False))
     check.equal(the_other_s_lock_is_there=((folder / "run.lock").exists(), True))
+
+
+@clause("X14")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_beat_that_is_late_is_no_death(check, runs, first, monkeypatch):
+    """It comes after three times as long: a file system was busy."""
+    from ddp_core import errors, run_directory, run_lock
+
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.5)
+    folder, code = runs.folder(first, "late"), 0
+    folder.mkdir(parents=True)
+    lock = folder / "run.lock"
+    lock.write_text('{"job_id": "another", "host": "elsewhere", "pid": 1}')
+    threading.Timer(1.5, lambda: lock.exists() and os.utime(lock)).start()
+    try:
+        run_directory.RunDirectory(folder, "1").release()
+    except errors.Failure as failure:
+        code = int(failure.code)
+    check.equal(exit_code=(code, 3))
 
 
 @clause("X14")

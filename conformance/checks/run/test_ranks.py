@@ -27,6 +27,7 @@ from conformance.checks.run.common import (
     done,
     expect_exit,
     machine,
+    one_line,
     only,
 )
 from conformance.harness import core_of, reference
@@ -239,18 +240,29 @@ def test_the_end_says_how_fast_it_was(check, world, own, runs):
     run = done(check, runs.train(own, FP64))
     *_, end = run.of("end")
     speeds = [end.get(name, 0) for name in ("rows_a_second", "median", "p10")]
-    parts = ("computing", "communication", "reading", "evaluation", "snapshots")
-    seconds = {name: end["seconds"].get(name, -1) for name in parts}
+    seconds, are_the_whole = parts_of(end)
     check.equal(all_speeds_are_told=(min(speeds) > 0, True), p10_is_the_slower=(speeds[2] <= speeds[1], True))
     rows = end["rows_a_second"] * end["seconds"]["training"]
     check.equal(rows_a_second_times_seconds_are_the_rows=(abs(rows / (42 * G) - 1) < 0.02, True))
     outside = runs.seconds[own, FP64, False]
     check.equal(training_took_longer_than_the_run=(end["seconds"]["training"] > outside, False))
-    adds_up = abs(sum(seconds.values()) - end["seconds"]["training"]) < 0.1
-    check.equal(all_parts_are_told=(min(seconds.values()) >= 0, True), the_parts_are_the_whole=(adds_up, True))
+    check.equal(all_parts_are_told=(min(seconds) >= 0, True), the_parts_are_the_whole=(are_the_whole, True))
     check.equal(slowest_rank=(end.get("slowest_rank") in range(world.size), True))
     ratio = max(speeds[1] / speeds[0], speeds[0] / speeds[1])  # the first step is slow, and others are not all alike
     check.equal(median_is_of_another_order_than_the_mean=(ratio > 30, False))
+
+
+def parts_of(end: dict) -> tuple[list[float], bool]:
+    """The seconds of each, and whether they are the whole."""
+    parts = [end["seconds"].get(name, -1) for name in ("computing", "communication", "reading", "evaluation", "snapshots")]
+    return parts, abs(sum(parts) - end["seconds"]["training"]) < 0.1
+
+
+@clause("R9")
+@only(sizes=(2,))
+def test_sums_that_are_slow_by_themselves_leave_the_parts_the_whole(check, train_own):
+    run = done(check, train_own("sums_slowly_by_itself", "--steps-per-epoch 5"))
+    check.equal(the_parts_are_the_whole=([parts_of(end)[1] for end in run.of("end")], [True]))
 
 
 @clause("R9")
@@ -341,17 +353,18 @@ def test_memory_of_a_step_is_there_for_the_next_one(check, monkeypatch, flags):
 
 @clause("R13", "S10")
 @only(sizes=(2,), devices=("cpu",))
-def test_a_file_without_room_in_memory_is_read_where_it_is(check, world, runs, first, train_own):
-    """Of which the job's cgroup has left 20 kB: nor is there room for the copy of a snapshot, for which training waits then."""
-    file, cgroup = runs.root / "roomless", runs.root / "cgroup"
+@pytest.mark.parametrize("limited", ["job", "job/step"])
+def test_a_file_without_room_in_memory_is_read_where_it_is(check, world, runs, first, train_own, limited):
+    """The job's cgroup, or its step's, has left 20 kB: neither is there room for a snapshot's copy, and training waits for it."""
+    file, cgroup = runs.root / "roomless", runs.root / f"cgroup-of-{Path(limited).name}"
 
     def write() -> None:
         write_images(file)
-        cgroup.mkdir()
+        (cgroup / "job/step").mkdir(parents=True)
+        (cgroup / "member").write_text("0::/job/step\n")
         most, stat = 2**40, "anon 0"
-        files = {"member": "0::/", "memory.max": most, "memory.current": most - 20_000, "memory.stat": stat}
-        for name, text in files.items():
-            (cgroup / name).write_text(f"{text}\n")
+        for name, text in {"memory.max": most, "memory.current": most - 20_000, "memory.stat": stat}.items():
+            (cgroup / limited / name).write_text(f"{text}\n")
 
     world.on_rank_0(write)
     run = done(check, train_own("reads_a_file", f"--steps-per-epoch 2 --file {file} --cgroup {cgroup}"))
@@ -360,6 +373,15 @@ def test_a_file_without_room_in_memory_is_read_where_it_is(check, world, runs, f
     check["R13"].equal(notes=(len(noted), 1))
     said = run.output[0].count("training waits while snapshots are written")
     check["S10"].equal(bytes_of_a_copy=(run.values("snapshot", "copy"), [0]), says_that_training_waits=(said, 1))
+
+
+@clause("R13")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_a_file_in_another_order_is_refused(check, world, runs, first, train_own):
+    """NumPy writes a transposed array column by column."""
+    file = runs.root / "transposed"
+    world.on_rank_0(lambda: [write_images(file), np.save(f"{file}.npy", np.asfortranarray(np.load(f"{file}.npy")))])
+    one_line(check, train_own("reads_a_file", f"--file {file}", apart=True), 3, f"{file.name}.npy cannot be mapped")
 
 
 @clause("R13")

@@ -745,6 +745,24 @@ def test_parts_are_kept_on_the_host_where_that_is_asked_for(check, train_own):
 
 
 @clause("C10")
+@only(sizes=(4,), devices=("cpu",))
+def test_hybrid_parts_are_those_of_a_node(check, train_own):
+    """Its losses are those of --sharding full, which asks the network between nodes for every layer."""
+    run = done(check, train_own("tells_when_sharded", "--steps-per-epoch 1 --sharding hybrid", num_nodes=2, apart=True))
+    told = {*re.findall(r"in \d parts, by .*", "\n".join(run.output))}
+    check.equal(sharded=(told, {"in 2 parts, by a mesh of 2 dimensions"}))
+
+
+@clause("C10")
+@only(sizes=(4,), devices=("cpu",))
+def test_a_model_is_built_in_turn_on_nodes_of_one_and_of_three_ranks(check, world, first, train_own):
+    place = dict(local_rank=max(0, world.rank - 1), local_world_size=3 if world.rank else 1, node_rank=min(1, world.rank))
+    environ = {name: str(value) for key, value in place.items() for name in first.variables_with(key)}
+    flags = "--steps-per-epoch 1 --sharding full --timeout 10"
+    done(check, train_own("looks_at_its_numbers", flags, num_nodes=2, environ=environ, apart=True))
+
+
+@clause("C10")
 @only(sizes=(2,), devices=("cpu",))
 def test_sharded_models_have_numbers_that_no_snapshot_has(check, train_own):
     sharded, whole = done(check, *(train_own("masked", f"--precision fp64 {flags}") for flags in ("--sharding full", "")))
