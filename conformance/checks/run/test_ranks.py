@@ -355,7 +355,7 @@ def test_memory_of_a_step_is_there_for_the_next_one(check, monkeypatch, flags):
 @only(sizes=(2,), devices=("cpu",))
 @pytest.mark.parametrize("limited", ["job", "job/step"])
 def test_a_file_without_room_in_memory_is_read_where_it_is(check, world, runs, first, train_own, limited):
-    """The job's cgroup, or its step's, has left 20 kB: neither is there room for a snapshot's copy, and training waits for it."""
+    """The cgroup of the job, or of its step, has left 20 kB: a snapshot's copy has no room either, and training waits."""
     file, cgroup = runs.root / "roomless", runs.root / f"cgroup-of-{Path(limited).name}"
 
     def write() -> None:
