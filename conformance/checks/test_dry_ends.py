@@ -34,7 +34,7 @@ from conformance.harness.dry_run import (
     without_effect,
     words_of,
 )
-from conformance.harness.shell import OPTIONS, Script
+from conformance.harness.shell import OPTIONS, START_SECONDS, Script, minutes
 
 MANY_NODES, OF_ANOTHER = 100, "runs/of-another-job"
 # Of another machine.
@@ -376,6 +376,16 @@ def test_train_py_knows_the_seconds_that_a_stop_leaves(check, site, dry):
         if grace != should and (should or len(grace) != 1):
             wanted = " ".join(should) or "one number"
             yield f"{case.name}: --grace {' '.join(grace) or 'is not there'}, but should be {wanted}"
+
+
+@clause("J8")
+def test_a_stop_leaves_time_to_train(check, site, dry):
+    """Under PBS the script itself counts the seconds before its limit: with all of it no start would train."""
+    for script in trains(site) if site.toml["scheduler"] == "pbs" else ():
+        walltime = re.search(r"(?m)^#PBS .*\bwalltime=([\d:]+)", script.read_text())
+        for grace in [value for call in dry.job(script).trained[:1] for value in values_of(arguments(call), "--grace")]:
+            if walltime and minutes(walltime[1]) * 60 < 2 * float(grace) + START_SECONDS:
+                yield f"{script.name}: --grace {grace} of walltime={walltime[1]}, but should leave half of the time to train"
 
 
 @clause("F10")

@@ -435,12 +435,16 @@ def test_an_installation_that_fails_says_so(check, site, dry):
 
 
 @clause("B10")
-def test_an_installation_starts_as_many_compilers_as_it_says(check, site):
-    """make -j without a number starts one for each file, on a login node, of a gigabyte each."""
-    without = r"""(?:MAKEFLAGS=\S*|\bmake\b[^\n#]*\s)-j(?=["'}\s]|$)"""
+def test_an_installation_starts_as_many_compilers_as_it_says(check, site, dry):
+    """make -j without a number starts one for each file, on a login node, of a gigabyte each; nproc is everybody's cores."""
+    without = r"""(?:(?:MAKEFLAGS=\S*|\bmake\b[^\n#]*\s)-j(?=["'}\s]|$)|^[^\n#]*(?:-j|--parallel|JOBS=)[= ]*"?\$\(nproc)"""
     scripts = [path for path in sorted(site.folder.iterdir()) if path.suffix in (".sh", ".sl", ".pbs")]
     matches = {path.name: re.findall(without, path.read_text(), re.MULTILINE) for path in scripts}
-    yield from (f"{name}: {words[0]!r}, but should have a number behind -j" for name, words in matches.items() if words)
+    yield from (f"{name}: {words[0].strip()!r}, but should have a number behind -j" for name, words in matches.items() if words)
+    for call in [call for flags in [(), *given(dry)] for call in dry.install(*flags).called("mksquashfs", "conda-pack")]:
+        counts = values_of(call.words, "-processors", "--n-threads", "-j")  # by itself conda-pack takes one
+        if (call.command == "mksquashfs" and not counts) or {*counts} & {"-1", "0"}:
+            yield f"install.sh: {dry.shown(call.text)[:80]}, but should say on how many cores: a login node is everybody's"
 
 
 @clause("B6")

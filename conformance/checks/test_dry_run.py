@@ -9,6 +9,7 @@ import ast
 import itertools
 import json
 import os
+import pwd
 import re
 import shlex
 import subprocess
@@ -22,6 +23,7 @@ from conformance.cluster.shape import numbers
 from conformance.harness.check import clause
 from conformance.harness.dry_run import (
     ARGUMENTS,
+    USER,
     Call,
     DryRun,
     arguments,
@@ -81,6 +83,19 @@ def test_scripts_run_to_their_end(check, site, dry):
             for address in {call.environ.get("MASTER_ADDR", up[0]) for call in run.trained if run.shape["spare"]}:
                 if address.partition(".")[0] != up[0]:
                     yield f"{case.name}: MASTER_ADDR={address}, but should be {up[0]}: the first node is down"
+
+
+@clause("B1")
+def test_a_job_runs_in_a_folder_with_a_space_in_its_path(check, site, dry):
+    """A path in a command line of its own, as bash -c "source $PWD/...", is two words there, which shellcheck does not see."""
+    link = dry.top / "a b"
+    if not link.is_symlink():
+        link.symlink_to(dry.folder)
+    there = dict.fromkeys(("PWD", "SLURM_SUBMIT_DIR", "PBS_O_WORKDIR"), str(link))
+    for case, code in itertools.product(site.cases, (0, 75)):
+        usual, run = (dry.case(case, code=code, environ=environ) for environ in ({}, there))
+        if run.code != code == usual.code or len(run.trained) != len(usual.trained):
+            yield f'{case.name} in a folder "a b": {ending(dry, run)}, but should be {code}, as in another'
 
 
 @clause("B1")
@@ -463,6 +478,18 @@ def test_only_interfaces_of_the_node_are_named(check, site, dry):
 
 
 @clause("J13")
+def test_a_network_that_is_not_known_is_not_named(check, site, dry):
+    """Where `interfaces` is empty: on the next cluster there is none of that name, or it is one adapter of four."""
+    known = {match[1] for text in (*site.facts, *site.provides) if (match := SETS.match(text))}
+    to_edit = "\n".join(line.text for path in site.scripts for line in Script(path).lines if line.is_to_edit)
+    for script, call in [] if site.toml["node"]["interfaces"] else dry.first_ranks(all_ranks=True, nodes=2):
+        named = {name: value for name, value in as_in_job(call).items() if re.search(r"_(IFNAME|IFACE|HCA|DEVICE_NAME)$", name)}
+        for name, value in named.items():
+            if name not in known and value not in to_edit and not value.startswith("^"):  # which leaves some out
+                yield f"{script.name}: {name}={value}, but should be unset: site.toml has no `interfaces`"
+
+
+@clause("J13")
 def test_ranks_of_one_node_are_sent_to_no_network(check, site, dry):
     """By a plugin that the scheduler sets up for several nodes alone. NCCL's own, Socket and IB, do no harm there.
 
@@ -583,13 +610,16 @@ def test_a_job_finds_its_run_again_and_no_other_job_s(check, site, dry):
 
 @clause("J11")
 def test_torchrun_starts_no_rank_again(check, site, dry):
-    """It would do so for every cause. Nor does it begin with fewer nodes than the job has, when some are late."""
+    """It would do so for every cause. Nor does it begin with fewer nodes than the job has, or end, when some are late."""
     for case in site.cases:
         calls = dry.case(case).called("torchrun")
         max_restarts = [value for call in calls for value in values_of(call.words, "--max-restarts")]
         nodes = [value for call in calls for value in values_of(call.words, "--nnodes") if ":" in value]
         check.equal(**{f"max_restarts_of_{case.name}": ([value for value in max_restarts if value != "0"], [])})
         check.equal(**{f"nnodes_of_{case.name}_that_may_be_fewer": (nodes, [])})
+        said = " ".join(value for call in calls for value in values_of(call.words, "--rdzv-conf", "--rdzv_conf"))
+        short = [each for each in re.findall(r"\bjoin_timeout=\d+", said) if int(each.partition("=")[2]) < LEAST_SECONDS]
+        check.equal(**{f"rdzv_conf_of_{case.name}_with_less_than_{LEAST_SECONDS}_s": (short, [])})
 
 
 @clause("J9")
@@ -1428,6 +1458,10 @@ def test_the_ranks_write_into_the_job_s_log_themselves(check, site, dry):
     for case in site.cases:
         if any(call.notes["apart"] for call in dry.case(case).trained):
             yield f"{case.name}: ranks write into something else than the job's log, but should not"
+        for call in dry.case(case).called("torchrun"):
+            value = (values_of(call.words, "--redirects", "-r") or [call.environ.get("PET_REDIRECTS", "0")])[-1]
+            if value != "0" and not values_of(call.words, "--tee", "-t"):
+                yield f"{case.name}: torchrun with --redirects={value}, but should leave the ranks' output in the job's log"
 
 
 @clause("B6")
@@ -1469,12 +1503,18 @@ DOWNLOADS = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME")
 
 @clause("B6")
 def test_what_is_downloaded_outlives_the_job(check, site, dry):
-    """In /tmp it fills the memory of each node, and each start fetches it again; at home it fills a small quota."""
+    """In /tmp it fills the memory of each node, and each start fetches it again; at home it fills a small quota.
+
+    In one place for all, the second user fails at locks that the first one has made.
+    """
+    own = "|".join(map(re.escape, (USER, str(os.getuid()), pwd.getpwuid(os.getuid()).pw_name)))
     for script, call in dry.first_ranks(all_ranks=True):
         for name in [name for name in DOWNLOADS if name in call.environ]:
             place = dry.shown(call.environ[name])
             if FIRST in place or re.match(r"/(tmp|var/tmp|dev/shm)\b|\$HOME", place):
                 yield f"{script.name}: {name}={place}, but should be where the next job finds it, and not in the home directory"
+            if place.startswith("/") and not re.search(rf"\b({own})\b", place):
+                yield f"{script.name}: {name}={place}, but should be the user's own: another one's files are locked there"
 
 
 # What is not used, in silence, unless it is there: Intel's driver compiles anew, Python's tempfile takes /tmp.

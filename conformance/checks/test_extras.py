@@ -66,13 +66,14 @@ def test_it_does_with_a_stand_in_for_its_library(check, site, imitated, tmp_path
 @pytest.mark.timeout(300)
 @pytest.mark.clause("E3")
 def test_a_stand_in_s_ranks_are_on_two_nodes(check, site, imitated, tmp_path):
-    """Whatever the shell of the submission has left: a job hands it on to all nodes."""
+    """Whatever the shell of the submission has left: a job hands it on to all nodes. One is later than the library waits."""
     run_dir, words, port = copied(site, tmp_path), list(imitated["command"]), free_port()
     if "--standalone" not in words:
         return
-    words[words.index("--nproc-per-node") + 1] = "1"
+    words[words.index("--nproc-per-node") + 1] = "2"
     place = words.index("--standalone")
     left = dict(HOSTNAME="login1", PYTHONPATH=str(STAND_INS))
+    left |= dict(HOROVOD_GLOO_TIMEOUT_SECONDS="10", STAND_IN_LATE_RANK="3")  # whom rank 0 does not speak to by itself
 
     def node(number: int) -> subprocess.CompletedProcess:
         meet = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", socket.gethostname(), "--master-port", str(port)]

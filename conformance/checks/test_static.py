@@ -39,6 +39,7 @@ from conformance.harness.shell import (
     SETS,
     SHORT,
     SOURCE,
+    START_SECONDS,
     Line,
     Script,
     gib,
@@ -723,7 +724,6 @@ def test_a_stopped_job_comes_back(check, site):
 
 # Seconds that a save may take where site.toml has no save_seconds: 10 GB at 200 MB/s, and what is done before and after it.
 SAVE_SECONDS = 60
-START_SECONDS = 300  # until the ranks of a large job hear a signal
 
 
 def late(site, script: Script, value: str) -> Iterator[str]:
@@ -743,8 +743,8 @@ def late(site, script: Script, value: str) -> Iterator[str]:
     least = script.options.get("time-min", "")
     if least and minutes(least) * 60 < 2 * seconds + START_SECONDS:
         yield f"--signal={value} of --time-min={least}, but should leave time to start and to train: Slurm may give no more"
-    if limit and minutes(limit) * 60 < 2 * seconds:
-        yield f"--signal={value} of --time={limit}, but should leave half of the time to train"
+    if limit and minutes(limit) * 60 < 2 * seconds + START_SECONDS:
+        yield f"--signal={value} of --time={limit}, but should leave time to start, and half of the rest to train"
 
 
 @clause("J11")

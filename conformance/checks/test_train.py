@@ -8,15 +8,20 @@ This needs neither ranks nor torch.
 import ast
 import os
 import re
+from itertools import product
 
 import pytest
 
 from conformance.harness.check import clause
-from conformance.harness.stub_core import SAID, called, who
+from conformance.harness.stub_core import SAID, around, called, who
 
 # What srun tells every task of a step of 16 on two nodes; job's and step's numbers differ.
 STEP = dict(SLURM_PROCID="1", SLURM_LOCALID="1", SLURM_NODEID="0", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="16")
 STEP |= dict(SLURM_STEP_NUM_NODES="2", SLURM_STEP_TASKS_PER_NODE="8(x2)", SLURM_NTASKS="16", SLURM_JOB_ID="4242")
+# What a session has besides, in which its user starts srun by hand.
+OF_SALLOC = dict(SLURM_JOB_NAME="interactive", SLURM_PTY_PORT="40123", SLURM_PTY_WIN_COL="80", TERM="xterm")
+OF_SALLOC |= dict(PBS_ENVIRONMENT="PBS_INTERACTIVE", PBS_JOBNAME="STDIN")
+SESSIONS = {"": {}, "_in_a_session": OF_SALLOC, "_in_a_session_of_srun_--pty": OF_SALLOC | dict(SLURM_JOB_NAME="bash")}
 # Which devices a rank sees is the job script's to say.
 MASKS = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"), "1,0")
 MASKS |= dict(GPU_DEVICE_ORDINAL="0", ONEAPI_DEVICE_SELECTOR="level_zero:gpu")
@@ -38,16 +43,19 @@ def test_train_py_hands_everything_to_the_core(check, site, code, tmp_path):
     check.equal(imported_before_the_core=(row["imported"], []))
     check.equal(printed=(result.stdout, ""), what_the_core_says_is_seen=(SAID in result.stderr, True))
     check.equal(threads_and_alarms_of_its_own=(row["beside"], 0))
+    usual = around()
+    check.equal(changed_of_the_process=({name: value for name, value in row["around"].items() if value != usual[name]}, {}))
 
 
 @clause("R6")
 def test_a_task_of_many_is_never_a_world_of_one(check, site, tmp_path):
     """Started by srun without what the job script puts around it, or over an MPI that knows of no others."""
-    if site.toml["launcher"] != "srun":
-        return  # what another launcher tells, [launchers.environment] says (F3)
-    identity = who(site, STEP, tmp_path)
-    alone = identity.get("single") or identity.get("world_size") == 1
-    check.equal(world_size_of_16_tasks=(1 if alone else identity.get("world_size", 16), 16))
+    ways = {launch.launcher: launch.environ(1, 16, 2, 29500, "1") | dict(MPI_SIZE="16") for launch in site.launches}
+    ways |= dict(srun_alone=STEP) if site.toml["launcher"] == "srun" else {}
+    for way, session in product(ways, SESSIONS):
+        identity = who(site, ways[way] | SESSIONS[session], tmp_path)
+        alone = identity.get("single") or identity.get("world_size") == 1
+        check.equal(**{f"world_size_of_16_tasks_{way}{session}": (1 if alone else identity.get("world_size", 16), 16)})
 
 
 @clause("R11")

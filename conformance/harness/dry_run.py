@@ -52,6 +52,8 @@ STANDARD: dict = dict(number="4242", restarts=0, code=0, all_ranks=False, event=
 STANDARD |= dict(environ={}, options={}, edit={}, ntasks=0, arguments=ARGUMENTS, install=(), install_fails="", case=None)
 STANDARD |= dict(walltime="01:42:00", beside=(), halves=(), planted=(), modules_set=True, spare=False, recorded=None, started=1)
 STANDARD |= dict(umask="")
+# How variables begin that are there whatever --export says.
+OF_NO_USER = ("SLURM_", "DRY_RUN")
 # What PBS says of the job: not what its directives say.
 OF_PBS = dict(
     name="name42",
@@ -529,7 +531,8 @@ class DryRuns:
                 text = text.replace(f"\n{old}\n", f"\n{new}\n")
             copy.write_text(text)
             environ = self._of_slurm(script, full_shape) if slurm else self._of_pbs(script, full_shape)
-            environ |= full_shape["environ"]
+            options = Script(self.folder / script.name).options | full_shape["options"]
+            environ |= taken_along(options.get("export", "ALL") if slurm else "ALL", full_shape["environ"])
             words = [str(copy), *(full_shape["arguments"] if slurm else [])]
             with self._planted(*full_shape["planted"]):
                 self.made[key] = self._run(script.name, words, self.folder if slurm else self.top / "home", environ, full_shape)
@@ -780,6 +783,12 @@ def words_of(options: str) -> dict[str, str]:
 def handed_on(options: str) -> dict[str, str]:
     """The variables that qsub gives a job by -v, with their values."""
     return dict(pair.split("=", 1) for pair in words_of(options).get("v", "").split(",") if "=" in pair)
+
+
+def taken_along(export: str, environ: dict[str, str]) -> dict[str, str]:
+    """Of the user's variables those that sbatch gives a job with this --export. https://slurm.schedmd.com/sbatch.html#OPT_export"""
+    named = export.split(",")
+    return {name: value for name, value in environ.items() if "ALL" in named or name in named or name.startswith(OF_NO_USER)}
 
 
 def set_by(site: Site, module: str) -> dict[str, str]:

@@ -609,7 +609,7 @@ def shown(folder: str, words: list[str]) -> bool:
         os.environ.get(f"{prefix}_{name}", "") for prefix in ("APPTAINER", "SINGULARITY") for name in ("BIND", "BINDPATH")
     ]
     sources = [bind.partition(":")[0] for bind in ",".join(binds).split(",") if bind]
-    return any(f"{folder}/".startswith(f"{os.path.abspath(source)}/") for source in [os.environ["HOME"], *sources])
+    return any(f"{folder}/".startswith(f"{os.path.realpath(source)}/") for source in [os.environ["HOME"], *sources])
 
 
 def shifterimg(name: str, words: list[str]) -> int:

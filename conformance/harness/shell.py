@@ -48,6 +48,8 @@ SHORT |= dict.fromkeys(("--ppn", "--tasks-per-node"), "ntasks-per-node")
 # Which mean something else to PBS.
 OF_SBATCH = {"-A": "account", "-C": "constraint", "-p": "partition", "-q": "qos", "-t": "time"}
 
+START_SECONDS = 300  # until the ranks of a large job hear a signal
+
 # Those of `man sbatch` of Slurm 22.05, tres-per-task of later ones, and OpenPBS's of qsub (unverified: no PBS was at hand).
 OPTIONS = dict(
     sbatch="""

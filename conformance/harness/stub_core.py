@@ -6,6 +6,7 @@
 Needs neither torch nor ranks. To its MPI this process is rank 0 of MPI_SIZE, or alone.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -15,8 +16,21 @@ from pathlib import Path
 
 from conformance.harness.sites import Site
 
+# What a program can change of its process that the training feels, besides its environment.
+AROUND = """
+import gc, os, resource, signal, socket, sys, warnings
+
+def around():
+    os.umask(mask := os.umask(0o77))
+    limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}
+    facts = {f"signal {number}": str(signal.getsignal(number)) for number in signal.valid_signals()} | limits
+    facts.update(garbage=[gc.isenabled(), *gc.get_threshold()], warnings=str(warnings.filters), nice=os.nice(0), umask=mask)
+    facts.update(timeout_of_sockets=socket.getdefaulttimeout(), recursion=sys.getrecursionlimit())
+    return facts
+"""
 CORE = """
 import json, os, signal, sys
+from .around import around
 from .errors import PreflightError
 
 class Rank(dict):
@@ -52,7 +66,7 @@ def run(rank, *arguments, **named):
     print("this is the core", file=sys.stderr)
     beside = len(os.listdir("/proc/self/task")) - 1 + bool(signal.alarm(0))
     facts = dict(who=who, beside=beside, argv=sys.argv[1:], changed=changed)
-    facts.update(arguments=repr([*arguments, named] if named else arguments))
+    facts.update(around=around(), arguments=repr([*arguments, named] if named else arguments))
     with open(calls, "a") as file:
         file.write(json.dumps(facts | dict(folder=os.getcwd(), imported=imported)) + "\\n")
     return code
@@ -97,7 +111,7 @@ class Comm:
 
 COMM_WORLD = Comm(int(os.environ.get("MPI_RANK", "0")), int(os.environ.get("MPI_SIZE", "1")), os.environ.get("MPI_SAID"))
 """
-FILES = {"ddp_core/__init__.py": CORE, "ddp_core/errors.py": ERRORS, "mpi4py/MPI.py": MPI}
+FILES = {"ddp_core/__init__.py": CORE, "ddp_core/around.py": AROUND, "ddp_core/errors.py": ERRORS, "mpi4py/MPI.py": MPI}
 FILES |= {"mpi4py/__init__.py": "class rc: initialize = finalize = True\n"}
 
 
@@ -122,6 +136,13 @@ def called(site: Site, environ: dict[str, str], folder: Path, *flags: str, code:
     result = subprocess.run(command, env=own | more, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
     rows = [json.loads(line) for line in calls.read_text().splitlines()]
     return Called(result.returncode, result.stdout, result.stderr, rows)
+
+
+@functools.cache
+def around() -> dict:
+    """A process of Python as it is without train.py."""
+    command = [sys.executable, "-c", f"{AROUND}\nimport json\nprint(json.dumps(around()))"]
+    return json.loads(subprocess.run(command, env={}, capture_output=True, check=True).stdout)
 
 
 def who(site: Site, environ: dict[str, str], folder: Path) -> dict:

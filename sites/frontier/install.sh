@@ -150,7 +150,7 @@ if [[ -n $pack ]]; then
     pip install --require-hashes --no-deps --requirement "$TMPDIR/pack.txt" ||
         fail "pip could not install conda-pack (above): check the network, then run this again" 1
     # Under another name until it is whole. conda-pack --help
-    "$prefix/bin/conda-pack" --quiet --prefix "$prefix" --exclude "tmp/*" --n-threads -1 --force \
+    "$prefix/bin/conda-pack" --quiet --prefix "$prefix" --exclude "tmp/*" --n-threads 8 --force \
         --output "$here/env-unfinished.tar.gz" || fail "conda-pack failed (above): job.sl works without env.tar.gz, too" 1
     mv "$here/env-unfinished.tar.gz" "$here/env.tar.gz"
     echo "packed $(du -h "$here/env.tar.gz" | cut -f1) in $here/env.tar.gz, which job.sl sends to the nodes"

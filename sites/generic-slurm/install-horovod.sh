@@ -34,9 +34,6 @@ export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET
 export CMAKE_POLICY_VERSION_MINIMUM=3.5
 # CMake of the environment, where the machine has none. https://horovod.readthedocs.io/en/stable/install_include.html
 export PATH=$prefix/bin:$PATH
-# A compiler for each core; the build's own default is 8.
-# https://www.gnu.org/software/make/manual/html_node/Options-Summary.html
-export MAKEFLAGS=${MAKEFLAGS:--j$(nproc)}
 # pip and the build leave nothing in /tmp or ~/.cache.
 # https://pip.pypa.io/en/stable/topics/caching/
 export TMPDIR=$prefix/horovod PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1

@@ -7,7 +7,9 @@ from http.client import HTTPConnection, HTTPException
 import torch
 
 Average, Sum = object(), object()
-SECONDS = 30  # HOROVOD_GLOO_TIMEOUT_SECONDS
+SECONDS = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "30"))
+if os.environ.get("STAND_IN_LATE_RANK", "none") == os.environ.get("RANK"):
+    time.sleep(1.5 * SECONDS)  # as where a file system is slow
 EXPORTED = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "HOSTNAME", "CONTROLLER", "CPU_OPERATIONS")
 EXPORTED += ("GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT")
 _place: dict[str, str] = {}
