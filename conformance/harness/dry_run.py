@@ -657,6 +657,9 @@ class DryRuns:
         settings |= dict(devices=shape.get("devices") or node["devices"])
         image = site.software.get("image", "")
         image_environment = dict(word.split("=", 1) for word in layer.provided(site, image) if "=" in word) if image else {}
+        options = Script(self.folder / name).options | shape["options"]  # devices may be asked for as --gres=gpu:a100:4, too
+        asked = re.search(r"(?<![^:])\d+$", options.get("gpus-per-node") or options.get("gres", ""))
+        settings |= dict(asked=asked[0] if asked else "")
         settings |= dict(image=image, image_sets=image_environment, device_environment=node.get("device_environment", ""))
         stop, other = site.toml.get("stop", ""), f"{shape['number']}0"
         settings |= dict(stop=stop.format(job=shape["number"], number=shape["number"]))

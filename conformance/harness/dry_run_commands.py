@@ -19,7 +19,7 @@ srun mpiexec mpirun aprun torchrun scontrol squeue sacct sinfo sbatch scancel sb
 python python3 python3.11 python3.12 pip pip3 uv conda mamba micromamba conda-pack conda-unpack
 singularity apptainer shifter shifterimg podman-hpc enroot
 hostname getent ip sleep rm mktemp curl wget git mksquashfs cc CC g++ cmake make nvidia-smi rocm-smi xpu-smi nvcc crayenv
-module-call numactl
+module-call numactl uuidgen
 """
 USR1, TERM, KILL = 10, 15, 9
 NOTES: dict = {}  # what this call has seen, for its record
@@ -164,7 +164,7 @@ def rank_environment(name: str, rank: int, place: tuple[int, int], sizes: list[i
         if variable := SETTINGS["device_environment"]:
             # Bound to some, or to one that is the rank's own; otherwise a rank sees all. srun --help
             bind = flags.get("--gpu-bind", "per_task" if "--gpus-per-task" in flags else "none")
-            given = os.environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
+            given = os.environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2] or SETTINGS["asked"]
             seen = int(given or SETTINGS["devices"]) if bind == "none" else int(first(flags, "--gpus-per-task") or 1)
             environ[variable] = ",".join(map(str, range(seen)))
     elif name in ("mpiexec", "mpirun", "aprun"):
@@ -497,7 +497,7 @@ def sources(words: list[str]) -> None:
 def scontrol(name: str, words: list[str]) -> int:
     shown = "".join(words[1:2]) if words[:1] == ["show"] else ""
     if len(shown) > 4 and "hostnames".startswith(shown):  # Slurm takes shortened words
-        print("\n".join(SETTINGS["hosts"]))
+        print("\n".join(SETTINGS["hosts"][: int(SETTINGS["nodes"])]))
     elif words[:1] == ["requeue"] and SETTINGS["event"] == "cancelled":
         print("scontrol: error: Requested operation not supported on a job that is completing", file=sys.stderr)
         return 1
@@ -508,8 +508,10 @@ def scontrol(name: str, words: list[str]) -> int:
 
 
 def squeue(name: str, words: list[str]) -> int:
+    import re
+
     state = "COMPLETING" if SETTINGS["event"] == "cancelled" else "RUNNING"
-    whole = any(("%" in word and word.endswith("T")) or word.lower().endswith("state") for word in words)
+    whole = any(re.search(r"%[.\d]*T|\b(?i:state)\b", word) for word in words)
     print(state if whole else {"RUNNING": "R", "COMPLETING": "CG"}[state])  # of %t, and without a format
     return 0
 
@@ -726,6 +728,13 @@ def module_call(name: str, words: list[str]) -> int:
     return 0
 
 
+def uuidgen(name: str, words: list[str]) -> int:
+    """Which not every machine has on which this suite runs."""
+    with open("/proc/sys/kernel/random/uuid") as file:
+        print(file.read().strip())
+    return 0
+
+
 def nothing(name: str, words: list[str]) -> int:
     return 0
 
@@ -738,6 +747,7 @@ ANSWERS |= dict.fromkeys(("singularity", "apptainer", "shifter", "podman-hpc", "
 ANSWERS |= dict(pip=pip, pip3=pip, conda=conda, mamba=conda, micromamba=conda, scontrol=scontrol, squeue=squeue)
 ANSWERS |= dict(sbatch=sbatch, qsub=qsub, qstat=qstat, shifterimg=shifterimg, hostname=hostname, getent=getent, ip=ip)
 ANSWERS |= dict(numactl=wrapper, sleep=sleep, rm=rm, mktemp=mktemp, curl=download, wget=download)
+ANSWERS |= dict(uuidgen=uuidgen)
 
 
 def fails() -> bool:
