@@ -670,7 +670,9 @@ class DryRuns:
         own_of_pbs |= {"resources_used.walltime": used}
         own_of_pbs |= dict(pair.split("=", 1) for name, pair in shape["options"].items() if name == "W")
         own_of_pbs |= {"Resource_List.select": nodes, "Resource_List.place": OF_PBS["place"]}
-        settings |= dict(of_pbs=own_of_pbs | {"Resource_List.filesystems": OF_PBS["filesystems"]})
+        if "filesystems" in site.toml.get("queue", {}):  # not every PBS knows this resource
+            own_of_pbs |= {"Resource_List.filesystems": OF_PBS["filesystems"]}
+        settings |= dict(of_pbs=own_of_pbs)
         settings |= dict(down=self.hosts(1)[0] if shape["spare"] else "", down_later=shape["spare"] == "later")
         # PyTorch comes with a module or an image, or else by install.sh.
         settings |= dict(torch="torch" in layer.provided(site) or "image" in site.software)

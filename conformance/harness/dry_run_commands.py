@@ -37,8 +37,10 @@ def write(path: str, record: dict) -> None:
     os.rename(f"{path}.new", path)
 
 
-def runs(*words: str, environment: dict[str, str] | None = None) -> int:
-    """The exit code of a command, as a shell has it. Signals are the command's to take, unless they are ignored here."""
+def runs(*words: str, environment: dict[str, str] | None = None, handed_on: bool = False) -> int:
+    """The exit code of a command, as a shell has it. Signals are the command's to take, unless they are ignored here.
+
+    handed_on: whether it gets a USR1 that this process gets."""
     for number in (USR1, TERM):
         if _signal.getsignal(number) == _signal.SIG_DFL:
             _signal.signal(number, lambda *_: None)
@@ -47,6 +49,11 @@ def runs(*words: str, environment: dict[str, str] | None = None) -> int:
     except OSError as error:
         print(f"{words[0]}: {error.strerror}", file=sys.stderr)
         return 127
+    if handed_on:
+        _signal.signal(USR1, lambda *_: os.kill(process, USR1))
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    if handed_on:
+        _signal.signal(USR1, _signal.SIG_IGN)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     return code if code >= 0 else 128 - code
 
@@ -126,8 +133,14 @@ def launch(name: str, words: list[str]) -> int:
     codes = []
     for rank in range(count if SETTINGS["all_ranks"] else 1):
         environ = rank_environment(name, rank, places[rank], sizes, flags)
-        codes.append(runs(*command, environment=environ | placed(rank, count, places[rank], sizes)))
+        environ |= placed(rank, count, places[rank], sizes)
+        codes.append(runs(*command, environment=environ, handed_on=of_open_mpi()))
     return max(codes)
+
+
+def of_open_mpi() -> bool:
+    """Whether the launcher is Open MPI's, which hands USR1 on to its ranks: https://docs.open-mpi.org/ (mpirun, signals)."""
+    return any(variable.startswith("OMPI_") for variable in SETTINGS["launcher_environment"])
 
 
 def placed(rank: int, count: int, place: tuple[int, int], sizes: list[int]) -> dict[str, str]:
@@ -167,6 +180,10 @@ def rank_environment(name: str, rank: int, place: tuple[int, int], sizes: list[i
             given = os.environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2] or SETTINGS["asked"]
             seen = int(given or SETTINGS["devices"]) if bind == "none" else int(first(flags, "--gpus-per-task") or 1)
             environ[variable] = ",".join(map(str, range(seen)))
+    elif of_open_mpi():
+        # Its NODE_RANK is no node's number: that of a rank on its node, among all jobs' there.
+        own = dict(RANK=rank, SIZE=total, LOCAL_RANK=local, LOCAL_SIZE=per_node, NODE_RANK=local)
+        environ |= {f"OMPI_COMM_WORLD_{key}": str(value) for key, value in own.items()}
     elif name in ("mpiexec", "mpirun", "aprun"):
         own = dict(RANKID=rank, LOCAL_RANKID=local, LOCAL_SIZE=per_node, NODEID=node)
         environ |= {f"PALS_{key}": str(value) for key, value in own.items()}
@@ -330,9 +347,10 @@ def train(arguments: list[str]) -> int:
             os.replace(f"{folder}/run.jsonl", f"{folder}/run.jsonl.old")
         with open(f"{folder}/run.jsonl", "a") as file:
             file.write(f'{{"kind":"start","step":{began},"epoch":{began and 1},"config":{{}}}}\n')
-            for step in (began, began + 1):
+            for step in (began, began + 1) if SETTINGS["progress"] else ():
                 file.write(f'{{"kind":"step","step":{step},"epoch":{began and 1},"loss":{step}.5,"grad_norm":{step}.25}}\n')
-            file.write(f'{{"kind":"epoch","step":{began + 2},"epoch":{began and 1},"eval_loss":{began + 1}.75}}\n')
+            if SETTINGS["progress"]:
+                file.write(f'{{"kind":"epoch","step":{began + 2},"epoch":{began and 1},"eval_loss":{began + 1}.75}}\n')
             exit_code = 75 if SETTINGS["fails"] == "image" else code  # it has saved, and the image is gone before it has left
             if exit_code <= 128:  # else it was killed
                 file.write(f'{{"kind":"end","exit_code":{exit_code},"step":5,"epoch":1}}\n')
