@@ -552,6 +552,15 @@ def qsub(name: str, words: list[str]) -> int:
 
 def qstat(name: str, words: list[str]) -> int:
     attributes = SETTINGS["of_pbs"] | {"job_state": "R", "run_count": SETTINGS["started"]}
+    if value_of(words, "-F") == "json" or "-Fjson" in words:
+        import json
+
+        tables: dict = {key: {} for key in ("Resource_List", "resources_used")}  # a resource is an entry of its table there
+        for key, value in attributes.items():
+            table, _, resource = key.partition(".")
+            (tables[table] if resource else tables)[resource or key] = value
+        print(json.dumps(dict(Jobs={f"{SETTINGS['job']}.server": tables})))
+        return 0
     print(f"Job Id: {SETTINGS['job']}.server")
     print("\n".join(f"    {key} = {value}" for key, value in attributes.items()))
     return 0
