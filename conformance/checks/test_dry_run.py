@@ -8,6 +8,7 @@ This needs bash, and neither ranks, torch nor a scheduler.
 import ast
 import itertools
 import json
+import math
 import os
 import pwd
 import re
@@ -850,7 +851,9 @@ def test_ranks_of_a_part_of_a_node_see_devices_that_it_has(check, site, dry):
     variable = site.toml["node"].get("device_environment", "")
     for script in trains(site) if variable and site.toml["scheduler"] == "slurm" else ():
         part = max(1, site.toml["node"]["devices"] // 2)
-        options = {name: str(part) for name in ("gpus-per-node", "ntasks-per-node")}
+        gres = Script(script).options.get("gres", "")  # gpu:a100:4
+        options = {"gres": re.sub(r"\d+$", str(part), gres)} if gres else {"gpus-per-node": str(part)}
+        options |= {"ntasks-per-node": str(part)}
         for call in dry.job(script, nodes=1, options=options, ntasks=part, shared=True, all_ranks=True).trained:
             seen = call.environ.get(variable, "")
             if not {*seen.split(",")} <= {*map(str, range(part))}:
@@ -1135,7 +1138,7 @@ def test_a_library_path_that_torch_needs_is_the_ranks_own(check, site, dry):
 def test_modules_are_loaded_once_and_kept(check, site, dry):
     for script in trains(site):
         run, loaded = dry.job(script, all_ranks=True), []
-        launched = min((call.start_time for call in run.launches), default=0)
+        launched = min((call.start_time for call in run.launches), default=math.inf)
         for call in run.called("module-call"):
             words = [word for word in call.words if not word.startswith("-")]
             if call.start_time > launched and words[:1] != ["list"]:
@@ -1385,7 +1388,10 @@ def test_a_job_touches_only_what_is_its_own(check, site, dry):
             others = [path for path in elsewhere if FIRST not in path]
             yield from (f"{script.name} changes {dry.shown(str(dry.top / path))}, but should leave it" for path in others)
             yield from (f"{script.name} writes /{path[5:]}, but should name it for job {FIRST}" for path in shared)
-            lasting = [name for name in run.made if name != "runs" and FIRST not in name]
+            places = [value for call in run.trained for value in values_of(arguments(call), "--run-dir", "--new-run-dir")]
+            folders = {os.path.relpath(dry.folder / place, dry.folder).partition("/") for place in places}
+            runs = {"runs"} | {above for above, _, below in folders if FIRST in below}  # where all runs are
+            lasting = [name for name in run.made if name not in runs and FIRST not in name]
             yield from (f"{script.name} leaves {name}, but should leave its run, and what has its number" for name in lasting)
             yield from removed(dry, run, [dry.folder / "runs", *(dry.top / "root").rglob(f"*{FIRST}*")])
 

@@ -660,6 +660,9 @@ class DryRuns:
         settings |= dict(devices=shape.get("devices") or node["devices"])
         image = site.software.get("image", "")
         image_environment = dict(word.split("=", 1) for word in layer.provided(site, image) if "=" in word) if image else {}
+        options = Script(self.folder / name).options | shape["options"]  # devices may be asked for as --gres=gpu:a100:4, too
+        asked = re.search(r"(?<![^:])\d+$", options.get("gpus-per-node") or options.get("gres", ""))
+        settings |= dict(asked=asked[0] if asked else "")
         settings |= dict(image=image, image_sets=image_environment, device_environment=node.get("device_environment", ""))
         stop, other = site.toml.get("stop", ""), f"{shape['number']}0"
         settings |= dict(stop=stop.format(job=shape["number"], number=shape["number"]))
@@ -670,7 +673,9 @@ class DryRuns:
         own_of_pbs |= {"resources_used.walltime": used}
         own_of_pbs |= dict(pair.split("=", 1) for name, pair in shape["options"].items() if name == "W")
         own_of_pbs |= {"Resource_List.select": nodes, "Resource_List.place": OF_PBS["place"]}
-        settings |= dict(of_pbs=own_of_pbs | {"Resource_List.filesystems": OF_PBS["filesystems"]})
+        if "filesystems" in site.toml.get("queue", {}):  # not every PBS knows this resource
+            own_of_pbs |= {"Resource_List.filesystems": OF_PBS["filesystems"]}
+        settings |= dict(of_pbs=own_of_pbs)
         settings |= dict(down=self.hosts(1)[0] if shape["spare"] else "", down_later=shape["spare"] == "later")
         # PyTorch comes with a module or an image, or else by install.sh.
         settings |= dict(torch="torch" in layer.provided(site) or "image" in site.software)

@@ -19,7 +19,7 @@ srun mpiexec mpirun aprun torchrun scontrol squeue sacct sinfo sbatch scancel sb
 python python3 python3.11 python3.12 pip pip3 uv conda mamba micromamba conda-pack conda-unpack
 singularity apptainer shifter shifterimg podman-hpc enroot
 hostname getent ip sleep rm mktemp curl wget git mksquashfs cc CC g++ cmake make nvidia-smi rocm-smi xpu-smi nvcc crayenv
-module-call numactl
+module-call numactl uuidgen
 """
 USR1, TERM, KILL = 10, 15, 9
 NOTES: dict = {}  # what this call has seen, for its record
@@ -37,8 +37,10 @@ def write(path: str, record: dict) -> None:
     os.rename(f"{path}.new", path)
 
 
-def runs(*words: str, environment: dict[str, str] | None = None) -> int:
-    """The exit code of a command, as a shell has it. Signals are the command's to take, unless they are ignored here."""
+def runs(*words: str, environment: dict[str, str] | None = None, handed_on: bool = False) -> int:
+    """The exit code of a command, as a shell has it. Signals are the command's to take, unless they are ignored here.
+
+    handed_on: whether it gets a USR1 that this process gets."""
     for number in (USR1, TERM):
         if _signal.getsignal(number) == _signal.SIG_DFL:
             _signal.signal(number, lambda *_: None)
@@ -47,6 +49,11 @@ def runs(*words: str, environment: dict[str, str] | None = None) -> int:
     except OSError as error:
         print(f"{words[0]}: {error.strerror}", file=sys.stderr)
         return 127
+    if handed_on:
+        _signal.signal(USR1, lambda *_: os.kill(process, USR1))
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    if handed_on:
+        _signal.signal(USR1, _signal.SIG_IGN)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     return code if code >= 0 else 128 - code
 
@@ -126,8 +133,14 @@ def launch(name: str, words: list[str]) -> int:
     codes = []
     for rank in range(count if SETTINGS["all_ranks"] else 1):
         environ = rank_environment(name, rank, places[rank], sizes, flags)
-        codes.append(runs(*command, environment=environ | placed(rank, count, places[rank], sizes)))
+        environ |= placed(rank, count, places[rank], sizes)
+        codes.append(runs(*command, environment=environ, handed_on=of_open_mpi()))
     return max(codes)
+
+
+def of_open_mpi() -> bool:
+    """Whether the launcher is Open MPI's, which hands USR1 on to its ranks: https://docs.open-mpi.org/ (mpirun, signals)."""
+    return any(variable.startswith("OMPI_") for variable in SETTINGS["launcher_environment"])
 
 
 def placed(rank: int, count: int, place: tuple[int, int], sizes: list[int]) -> dict[str, str]:
@@ -164,9 +177,13 @@ def rank_environment(name: str, rank: int, place: tuple[int, int], sizes: list[i
         if variable := SETTINGS["device_environment"]:
             # Bound to some, or to one that is the rank's own; otherwise a rank sees all. srun --help
             bind = flags.get("--gpu-bind", "per_task" if "--gpus-per-task" in flags else "none")
-            given = os.environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
+            given = os.environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2] or SETTINGS["asked"]
             seen = int(given or SETTINGS["devices"]) if bind == "none" else int(first(flags, "--gpus-per-task") or 1)
             environ[variable] = ",".join(map(str, range(seen)))
+    elif of_open_mpi():
+        # Its NODE_RANK is no node's number: that of a rank on its node, among all jobs' there.
+        own = dict(RANK=rank, SIZE=total, LOCAL_RANK=local, LOCAL_SIZE=per_node, NODE_RANK=local)
+        environ |= {f"OMPI_COMM_WORLD_{key}": str(value) for key, value in own.items()}
     elif name in ("mpiexec", "mpirun", "aprun"):
         own = dict(RANKID=rank, LOCAL_RANKID=local, LOCAL_SIZE=per_node, NODEID=node)
         environ |= {f"PALS_{key}": str(value) for key, value in own.items()}
@@ -330,9 +347,10 @@ def train(arguments: list[str]) -> int:
             os.replace(f"{folder}/run.jsonl", f"{folder}/run.jsonl.old")
         with open(f"{folder}/run.jsonl", "a") as file:
             file.write(f'{{"kind":"start","step":{began},"epoch":{began and 1},"config":{{}}}}\n')
-            for step in (began, began + 1):
+            for step in (began, began + 1) if SETTINGS["progress"] else ():
                 file.write(f'{{"kind":"step","step":{step},"epoch":{began and 1},"loss":{step}.5,"grad_norm":{step}.25}}\n')
-            file.write(f'{{"kind":"epoch","step":{began + 2},"epoch":{began and 1},"eval_loss":{began + 1}.75}}\n')
+            if SETTINGS["progress"]:
+                file.write(f'{{"kind":"epoch","step":{began + 2},"epoch":{began and 1},"eval_loss":{began + 1}.75}}\n')
             exit_code = 75 if SETTINGS["fails"] == "image" else code  # it has saved, and the image is gone before it has left
             if exit_code <= 128:  # else it was killed
                 file.write(f'{{"kind":"end","exit_code":{exit_code},"step":5,"epoch":1}}\n')
@@ -497,7 +515,7 @@ def sources(words: list[str]) -> None:
 def scontrol(name: str, words: list[str]) -> int:
     shown = "".join(words[1:2]) if words[:1] == ["show"] else ""
     if len(shown) > 4 and "hostnames".startswith(shown):  # Slurm takes shortened words
-        print("\n".join(SETTINGS["hosts"]))
+        print("\n".join(SETTINGS["hosts"][: int(SETTINGS["nodes"])]))
     elif words[:1] == ["requeue"] and SETTINGS["event"] == "cancelled":
         print("scontrol: error: Requested operation not supported on a job that is completing", file=sys.stderr)
         return 1
@@ -508,8 +526,10 @@ def scontrol(name: str, words: list[str]) -> int:
 
 
 def squeue(name: str, words: list[str]) -> int:
+    import re
+
     state = "COMPLETING" if SETTINGS["event"] == "cancelled" else "RUNNING"
-    whole = any(("%" in word and word.endswith("T")) or word.lower().endswith("state") for word in words)
+    whole = any(re.search(r"%[.\d]*T|\b(?i:state)\b", word) for word in words)
     print(state if whole else {"RUNNING": "R", "COMPLETING": "CG"}[state])  # of %t, and without a format
     return 0
 
@@ -532,6 +552,15 @@ def qsub(name: str, words: list[str]) -> int:
 
 def qstat(name: str, words: list[str]) -> int:
     attributes = SETTINGS["of_pbs"] | {"job_state": "R", "run_count": SETTINGS["started"]}
+    if value_of(words, "-F") == "json" or "-Fjson" in words:
+        import json
+
+        tables: dict = {key: {} for key in ("Resource_List", "resources_used")}  # a resource is an entry of its table there
+        for key, value in attributes.items():
+            table, _, resource = key.partition(".")
+            (tables[table] if resource else tables)[resource or key] = value
+        print(json.dumps(dict(Jobs={f"{SETTINGS['job']}.server": tables})))
+        return 0
     print(f"Job Id: {SETTINGS['job']}.server")
     print("\n".join(f"    {key} = {value}" for key, value in attributes.items()))
     return 0
@@ -726,6 +755,13 @@ def module_call(name: str, words: list[str]) -> int:
     return 0
 
 
+def uuidgen(name: str, words: list[str]) -> int:
+    """Which not every machine has on which this suite runs."""
+    with open("/proc/sys/kernel/random/uuid") as file:
+        print(file.read().strip())
+    return 0
+
+
 def nothing(name: str, words: list[str]) -> int:
     return 0
 
@@ -738,6 +774,7 @@ ANSWERS |= dict.fromkeys(("singularity", "apptainer", "shifter", "podman-hpc", "
 ANSWERS |= dict(pip=pip, pip3=pip, conda=conda, mamba=conda, micromamba=conda, scontrol=scontrol, squeue=squeue)
 ANSWERS |= dict(sbatch=sbatch, qsub=qsub, qstat=qstat, shifterimg=shifterimg, hostname=hostname, getent=getent, ip=ip)
 ANSWERS |= dict(numactl=wrapper, sleep=sleep, rm=rm, mktemp=mktemp, curl=download, wget=download)
+ANSWERS |= dict(uuidgen=uuidgen)
 
 
 def fails() -> bool:
