@@ -550,6 +550,15 @@ def qsub(name: str, words: list[str]) -> int:
     return 0
 
 
+def qsig(name: str, words: list[str]) -> int:
+    """PBS signals a job's session: its script, and what that has started on this node."""
+    number = USR1 if value_of(words, "-s").removeprefix("SIG") in ("USR1", str(USR1)) else TERM
+    if words[-1].partition(".")[0] == SETTINGS["job"]:
+        for process in {job_script(), *below(job_script())} - {os.getpid(), os.getppid()}:
+            os.kill(process, number)
+    return 0
+
+
 def qstat(name: str, words: list[str]) -> int:
     attributes = SETTINGS["of_pbs"] | {"job_state": "R", "run_count": SETTINGS["started"]}
     if value_of(words, "-F") == "json" or "-Fjson" in words:
@@ -774,7 +783,7 @@ ANSWERS |= dict.fromkeys(("singularity", "apptainer", "shifter", "podman-hpc", "
 ANSWERS |= dict(pip=pip, pip3=pip, conda=conda, mamba=conda, micromamba=conda, scontrol=scontrol, squeue=squeue)
 ANSWERS |= dict(sbatch=sbatch, qsub=qsub, qstat=qstat, shifterimg=shifterimg, hostname=hostname, getent=getent, ip=ip)
 ANSWERS |= dict(numactl=wrapper, sleep=sleep, rm=rm, mktemp=mktemp, curl=download, wget=download)
-ANSWERS |= dict(uuidgen=uuidgen)
+ANSWERS |= dict(uuidgen=uuidgen, qsig=qsig)
 
 
 def fails() -> bool:
