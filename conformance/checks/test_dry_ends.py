@@ -27,6 +27,7 @@ from conformance.harness.dry_run import (
     given,
     handed_on,
     new_starts,
+    options_of,
     set_by,
     shown_to_train,
     trains,
@@ -35,6 +36,7 @@ from conformance.harness.dry_run import (
     words_of,
 )
 from conformance.harness.shell import OPTIONS, START_SECONDS, Script, minutes
+from conformance.harness.stub_core import who
 
 MANY_NODES, OF_ANOTHER = 100, "runs/of-another-job"
 # Of another machine.
@@ -204,13 +206,51 @@ def test_the_jobs_of_an_array_are_jobs_of_their_own(check, site, dry):
 @clause("J10")
 def test_the_readme_tells_how_often_it_comes_back(check, site, dry):
     text = " ".join((site.folder / "README.md").read_text().split())
-    match = re.search(r"\bat most (\d+) (times|in a row)\b", text)
+    told = re.findall(r"[^.;]*\b(?:at most|up to) \d+ (?:times|in a row)\b(?! faster| slower| as )[^.;]*", text)
+    told.sort(key=lambda part: "launch" in part)  # which comes back within the job
+    match = re.search(r"\b(?:at most|up to) (\d+) (times|in a row)\b", told[0]) if told else None
     most = int(match[1]) if match else 0
     for script in trains(site) if match else ():
         for restarts, should in ((3, 1), (most - 1, 1), (most, 0)):  # as texts 3 comes after 20
             if len(starts := new_starts(dry.job(script, code=75, restarts=restarts))) != should:
                 path = f"{script.name}: {len(starts)} new starts after {restarts} restarts"
                 yield f"{path}, but should be {should}: README.md says {match[0]}"
+
+
+@clause("J10")
+def test_the_readme_tells_how_often_it_launches_again(check, site, dry):
+    """And after how long, where it does so in one job: nodes that nothing runs on are paid for."""
+    text = " ".join((site.folder / "README.md").read_text().split())
+    for part, script in product(re.findall(r"[^.;]*\b(?:re|)launch(?:es)?(?: them)? again\b[^.;]*", text), trains(site)):
+        run = dry.job(script, code=7)
+        again, slept = len(run.launches) - 1, {word.removesuffix("s") for call in run.called("sleep") for word in call.words}
+        for often, number in re.findall(r"\bat most (once|twice|(\d+) times)", part):
+            if again != (should := int(number or dict(once=1, twice=2)[often])):
+                yield f"{script.name}: {again} more launches after 7, but should be {should}: README.md says at most {often}"
+        for seconds in re.findall(r"\bafter (\d+) s\b", part) if again else ():
+            if seconds not in slept:
+                yield f"{script.name}: sleep {' '.join(sorted(slept))}, but README.md says after {seconds} s"
+
+
+@clause("F10")
+def test_the_readme_tells_where_log_and_run_are(check, site, dry):
+    """`train-JOB.out`, `train-%j.out` and `train-15.out` are the same there."""
+    text, scripts = " ".join((site.folder / "README.md").read_text().split()), trains(site)
+    known = dict(log={log_of(site, script) for script in scripts}, run={where(dry.job(script)) for script in scripts})
+    for what, span in re.findall(r"\b(log|run) is (?:in )?`([^`]+)`", text):
+        pattern = ".*".join(map(re.escape, re.split(r"%\w|<[^>]*>|\$\{?\w+\}?|[A-Z][A-Z_]+|\d+", span.strip("./"))))
+        if not any(own in ("", "none") or re.search(rf"(?:^|/){pattern}$", own) for own in known[what]):
+            yield f"README.md: the {what} is in {span}, but should be in {' or '.join(sorted(known[what]))} (of job {FIRST})"
+
+
+def log_of(site, script: Path) -> str:
+    """The name of job 4242's; empty where a directive of PBS may give a folder."""
+    options = Script(script).options
+    name = options.get("job-name") or options.get("J") or options.get("N") or script.name
+    if site.toml["scheduler"] != "slurm":
+        return "" if "o" in options else f"{name}.o{FIRST}"
+    template = options.get("output") or options.get("o") or "slurm-%j.out"
+    return re.sub(r"%\d*\w", "0", re.sub(r"%\d*[jA]", FIRST, template.replace("%x", name)))
 
 
 @clause("J10")
@@ -480,6 +520,11 @@ def test_each_variable_that_users_are_shown_changes_something(check, site, dry):
         yield from (f"{script.name}: {choice} changes nothing, but should" for choice in without_effect(dry, script, variables))
     texts = {path.name: path.read_text() for path in (site.folder / "README.md", *site.scripts)}
     code = "\n".join(line.text for path in site.scripts for line in Script(path).lines if not line.is_comment)
+    unless = re.findall(r"unless you (?:export|set) `([A-Z]\w+)=([^`\"']+)`(?! in `)", " ".join(texts["README.md"].split()))
+    for (name, value), script in product(unless, trains(site)):
+        for call in dry.job(script, environ={name: value}).trained[:1]:
+            if (own := call.environ.get(name, value)) != value:
+                yield f"{script.name} with {name}={value}: a rank has {own}, but should have what README.md says users export"
     for name, text in texts.items():
         lists = re.findall(r"(?<=[ `])-v ([A-Z]\w*=[^`\n]*)|`((?:[A-Z_]+=\S+ )+)\./", text)
         variables = {each for words in lists for each in re.findall(r"(?<![\w$\"-])([A-Z][A-Z_]+)=", " ".join(words))}
@@ -707,6 +752,31 @@ def test_what_users_are_shown_works(check, site, dry):
         yield f"README.md: {command!r}: that Python has no ddp_core, but should be the one that install.sh makes"
 
 
+@clause("B10")
+def test_by_hand_in_a_step_it_trains_alone(check, site, tmp_path):
+    """In the shell of `srun --pty`, whose Slurm has told it of one task, and of no address of rank 0."""
+    text = " ".join((site.folder / "README.md").read_text().split())
+    told = [launch.environ(0, 1, 1, 29500, FIRST) for launch in site.launches if launch.launcher == "srun"]
+    for variables, line in product(told, re.findall(r"`srun [^`]*--pty\b[^`]*`[^.]*?`([^`]*/python3? train\.py[^`]*)`", text)):
+        unset = re.findall(r"(?:-u |--unset=)(\w+)", line)
+        environ = {name: value for name, value in variables.items() if name.startswith("SLURM_") and name not in unset}
+        environ |= dict(re.findall(r"(?<!\S)([A-Z]\w*)=(\S+)", line))
+        if refused := who(site, environ, tmp_path).get("refused"):
+            yield f"README.md: {line!r} in a step of one task: {refused}, but should train"
+
+
+@clause("B10")
+def test_packages_that_users_are_shown_go_with_torch(check, site):
+    """One fact has both versions, and install.sh the one of them: pip refuses another one of the other."""
+    pin, code = re.compile(r"([\w.-]+)==([\w.+]+)"), "\n".join(path.read_text() for path in site.scripts)
+    for pins in [dict(pin.findall(fact)) for fact in site.facts]:
+        together = len(pins) > 1 and any(re.search(rf"{re.escape(f'{name}=={pins[name]}')}(?![\w.])", code) for name in pins)
+        for place, line in [each for each in shown(site) if "--torch" not in each[1]] if together else ():
+            for name, version in pin.findall(line):
+                if version != pins.get(name, version):
+                    yield f"{place}: {name}=={version}, but should be {pins[name]}, as a fact of [[sources]] says"
+
+
 @clause("B8")
 def test_jobs_have_as_many_nodes_as_their_queue_takes(check, site):
     """As it stands, and as users are shown to submit it. The numbers are those of a fact `| queue | least | most |`."""
@@ -724,6 +794,15 @@ def test_jobs_have_as_many_nodes_as_their_queue_takes(check, site):
             least, most = (int(text.replace(",", "")) if text else None for text in bounds[queue])
             if nodes < (least or 0) or (most and nodes > most):
                 yield f"{place}: {line or 'as it stands'}: {nodes} nodes, but {queue} takes {least} to {most or 'more'}"
+    for path in (site.folder / "README.md", *site.scripts):  # "capacity (1-16 nodes", and "6 h to 183" nodes
+        text = " ".join(re.sub(r"(?m)^ *#+ ", "", path.read_text()).split())
+        for queue, least, most in re.findall(r"(?<![\w-])([\w-]+)`? \(([\d,]+)-([\d,]+) nodes\b", text):
+            if None not in bounds.get(queue, (None,)) and (least, most) != bounds[queue]:
+                yield f"{path.name}: {queue} ({least}-{most} nodes), but should be {'-'.join(bounds[queue])}, as a fact says"
+        for hours, most in re.findall(r"\b(\d+) h (?:for 1 )?to ([\d,]+)\b(?! h)", text):
+            rows = [fact.split("|") for fact in site.facts if re.search(rf"\|\s*{most}\s*\|", fact)]
+            if rows and not any(re.fullmatch(rf"{hours}(\.0*)?( h.*)?", cell.strip()) for row in rows for cell in row):
+                yield f"{path.name}: {hours} h to {most} nodes, but the fact with {most} nodes has another time"
 
 
 @clause("B10")
@@ -848,15 +927,16 @@ def followed(dry, line: str) -> DryRun | str:
     place = next((place for place, word in enumerate(words) if word in scripts), None)
     if place is None:
         return f"no script is submitted, but should be one of {', '.join(sorted(scripts))}"
-    options = words_of(shlex.join(words[1:place]))
+    options = options_of(shlex.join(words[1:place]), slurm)
     if unknown := [name for name in options if name not in OPTIONS[words[0]].split()]:
         return f"{words[0]} has no option {', '.join(unknown)}"
     if words[place + 1 :] and not slurm:
         return "qsub hands no words to a script, but should be given them by -v"
     exported = handed_on(shlex.join(words[1:place]))
-    options.pop("v", None)
-    select = re.search(r"\bselect=(\d+)", line)
-    nodes = int(select[1] if select else options.get("nodes", site.job(site.folder / words[place])["nodes"]))
+    # What is left open (--nodes=N) is as the script has it.
+    options = {name: value for name, value in options.items() if name != "v" and not re.fullmatch("[A-Z]+", value)}
+    select = re.search(r"\bselect=(\d+)", line) or re.match(r"(\d+)", options.get("nodes", ""))
+    nodes = int(select[1] if select else site.job(site.folder / words[place])["nodes"])
     shape = dict(environ=environ | exported, options=options, nodes=nodes, arguments=words[place + 1 :])
     run = dry.job(site.folder / words[place], **shape)
     if environ and slurm and not run.code:

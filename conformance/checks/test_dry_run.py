@@ -33,6 +33,7 @@ from conformance.harness.dry_run import (
     ending,
     given,
     made_by,
+    options_of,
     program,
     removed,
     shown_to_train,
@@ -43,7 +44,7 @@ from conformance.harness.dry_run import (
     without_effect,
     words_of,
 )
-from conformance.harness.shell import DEBUGGING, OF_SBATCH, PLACEHOLDER, SETS, Script, gib, minutes, plain
+from conformance.harness.shell import DEBUGGING, PLACEHOLDER, SETS, Script, gib, minutes, plain
 from conformance.harness.sites import ROOT, place_of
 from conformance.harness.stub_core import who
 from conformance.harness.target import BACKENDS
@@ -1244,28 +1245,20 @@ def paragraphs(site) -> list[tuple[str, str]]:
     return [("README.md", each) for text in kept for each in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) )", text)]
 
 
-def options_of(command: str, slurm: bool) -> dict[str, str]:
-    """By their long names: -p x, -px, --partition x and --partition=x."""
-    try:
-        words = shlex.split(command, comments=True)
-    except ValueError:
-        return {}
-    glued = [(match[1], match[2]) for word in words if (match := re.fullmatch(r"(-\w)=?(\w.*)", word))]
-    options = words_of(shlex.join(words)) | {flag.lstrip("-"): value for flag, value in glued}
-    long = {short.lstrip("-"): name for short, name in OF_SBATCH.items()} if slurm else {}
-    return {long.get(name, name): value for name, value in options.items()}
-
-
 @clause("F8")
 def test_the_readme_loads_the_modules_of_site_toml(check, site):
     """Where users are shown how to train by hand: .venv is made with one version, and works with no other."""
     versions = {name.partition("/")[0]: name for name in site.modules if "/" in name}
+    isolated = any(re.search(r"(?m)^\s*export .*\bPYTHONNOUSERSITE=", path.read_text()) for path in trains(site))
     for name, paragraph in paragraphs(site):
         text = " ".join(paragraph.split())
         for words in re.findall(r"`module (?:load|add) ([^`]+)`", text) if re.search(r"\btrain|\.venv\b|\.py\b", text) else ():
             for word in [word for word in words.split() if "/" in word and word.partition("/")[0] in versions]:
                 if word != (own := versions[word.partition("/")[0]]):
                     yield f"{name}: module load {word}, but should be {own}, as the job loads"
+            torch = [word for word in words.split() if "torch" in site.software.get("provides", {}).get(word, [])]
+            if torch and isolated and re.search(r"/python3? train\w*\.py", text) and "PYTHONNOUSERSITE" not in text:
+                yield f"{name}: no PYTHONNOUSERSITE by hand, but should be, as in the job: ~/.local comes before {torch[0]}"
 
 
 @clause("F10")

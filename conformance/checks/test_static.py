@@ -484,14 +484,17 @@ def test_values_are_those_of_the_sources(check, site):
         for line, text in settings:
             if not line.is_to_edit:
                 for name, value in VALUE.findall(text):
+                    if name.startswith("--") and not site.job(script.path).get("trains", True):
+                        continue  # of a script that prepares only, facts about training say nothing
                     if value not in known.get(name, {value}):
                         should_be = f"have {name}={' or '.join(sorted(known[name]))}, as a fact of [[sources]] says"
                         yield at(script, line, should_be)
     code = "\n".join(line.text for script in map(Script, site.scripts) for line in script.lines if not line.is_comment)
     by_modules = {word.partition("=")[0] for word in site.provides}
     for name in sorted({match[1] for fact in site.facts if (match := SETS.match(fact))} - by_modules):
-        if not re.search(rf"(?:\b|ENV_){name}=", code):
-            yield f"{name} is set in no script, but a fact of [[sources]] sets it: another spelling is ignored"
+        if not re.search(rf"(?:\b|ENV_){name}=", code) and not advised(site, name):
+            problem = "is set in no script, nor to be tried by README.md with a value of it"
+            yield f"{name} {problem}, but a fact of [[sources]] sets it: another spelling is ignored"
     code += "\n".join(path.read_text() for path in sorted(site.folder.glob("*.py")))
     for name in [
         word
@@ -500,6 +503,18 @@ def test_values_are_those_of_the_sources(check, site):
     ]:
         if name in facts_text and not re.search(rf"\b{name}\b", code):
             yield f"{name} is in no script, but a fact of [[sources]] and `unverified` name it: another spelling is ignored"
+
+
+def advised(site, name: str) -> bool:
+    """Whether README.md tells users to try, set or export this variable, always with a value that a fact has."""
+    text = " ".join((site.folder / "README.md").read_text().split())
+    advice = rf"(?:[.:;,|(] |\b(?:also|or) |`)(?:try|set|export) [^.;:|]*?\b{name}=[\"']?([^`\"']+)"
+    facts = [match[1] for fact in site.facts if (match := re.search(rf"\b{name}=(.*)", fact))]
+    known = [
+        any(re.search(rf"(?<![\w.,]){re.escape(value)}(?![\w.,])", fact) for fact in facts)
+        for value in re.findall(advice, text)
+    ]
+    return bool(known) and all(known)
 
 
 # In a line of code: an address, and an absolute path. Of the paths of all Linux machines no source tells.
@@ -527,6 +542,11 @@ def test_addresses_and_places_are_those_of_the_sources(check, site):
                 alike = [each for each in places if f"{each}/".startswith(f"{begins}/")]
                 if alike and not any(f"{path}/".startswith(f"{each}/") or each.startswith(f"{path}/") for each in alike):
                     yield at(script, line, f"have {' or '.join(sorted({*alike}))}, as a fact of [[sources]] says, for {path}")
+    port = re.compile(r"://([\w.-]+):(\d+)")
+    for host, own in port.findall((site.folder / "README.md").read_text()):
+        known = {number for name, number in port.findall(facts) if name == host}
+        if known and own not in known:
+            yield f"README.md: {host}:{own}, but should be {host}:{' or '.join(sorted(known))}, as a fact of [[sources]] says"
 
 
 @clause("J3")
@@ -578,6 +598,19 @@ def test_programs_that_users_are_shown_have_the_flags(check, site):
                 for flag in re.findall(r"(?<!\S)(--[a-z][\w-]*)", part):
                     if not re.search(rf"[\"']{flag}[\"']", known):
                         yield f"{name}: {line!r} has {flag}, but should have flags that there are"
+    readme = " ".join(shown[0][1].split())
+    for program, flag in re.findall(r"/bin/python [^`]*?(\w+\.py)\b[^`]*`[^`.]*; `(--[a-z][\w-]*)", readme):
+        code = next((text for name, text in shown if name == program), "")
+        if code and not re.search(rf"[\"']{flag}[\"']", code + of_core if program.startswith("train") else code):
+            yield f"README.md: {flag} behind a command of {program}, but should be a flag of it"
+    # Another program's flag is free; a part of one of train.py's is none.
+    flags = sorted({*re.findall(r"[\"'](--[a-z][\w-]+)[\"']", of_core)})
+    known = "\n".join([*site.facts, *(path.read_text() for path in site.scripts), *(text for _, text in shown[1:])])
+    known += " --".join(["", *OPTIONS["sbatch"].split()])
+    for flag in re.findall(r"(?<!\S)(--[a-z][\w-]+)", " ".join(re.findall(r"`(--[^`]*)`", readme))):
+        whole = [each for each in flags if each.startswith(flag)]
+        if whole and flag not in flags and not re.search(rf"{flag}(?![\w-])", known):
+            yield f"README.md: {flag}, but should be {' or '.join(whole)}: train.py takes no part of a word"
 
 
 @clause("B10")
@@ -603,9 +636,21 @@ def test_times_are_told_as_slurm_reads_them(check, site):
     """Of two numbers the first are minutes: `--time=4:00` is no four hours."""
     for path in (site.folder / "README.md", *site.scripts):
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            short = re.findall(r"(?:--time[= ]|(?<!\w)-t )\d+:\d\d(?![:\d])", line)
+            # 30:00 is half an hour, and meant so.
+            short = re.findall(r"(?:--time[= ]|(?<!\w)-t )(?:[01]?\d|2[0-4]):\d\d(?![:\d])", line)
             for short_time in short:
                 yield f"{path.name}:{number}: {short_time}, but should have hours, minutes and seconds"
+
+
+@clause("F10")
+def test_the_readme_has_the_days_after_which_files_are_purged(check, site):
+    known = {days for fact in site.facts if "purge" in fact for days in re.findall(r"(\d+) days", fact)}
+    text = " ".join((site.folder / "README.md").read_text().split())
+    unused = r"[^.;]*(?:purge|older than|not used|nobody has (?:read|used))[^.;]*"
+    told = {days for part in re.findall(unused, text) for days in re.findall(r"\b(\d+) days", part)}
+    if known and told - known:
+        wrong, right = " and ".join(sorted(told - known)), " or ".join(sorted(known))
+        yield f"README.md: files are purged after {wrong} days, but should be {right}, as a fact of [[sources]] says"
 
 
 @clause("J4")

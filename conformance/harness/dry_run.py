@@ -32,7 +32,7 @@ from typing import Any
 
 from conformance.cluster import layer
 from conformance.cluster.shape import names_of
-from conformance.harness.shell import Script
+from conformance.harness.shell import OF_SBATCH, SHORT, Script
 from conformance.harness.sites import Case, Site
 
 COMMANDS = Path(__file__).with_name("dry_run_commands.py")
@@ -783,6 +783,16 @@ def words_of(options: str) -> dict[str, str]:
             name, equals, own = word.lstrip("-").partition("=")
             values[name] = own if equals else value
     return values
+
+
+def options_of(command: str, slurm: bool) -> dict[str, str]:
+    """By their long names: -p x, -px, --partition x and --partition=x."""
+    long = {short.lstrip("-"): name for short, name in (SHORT | OF_SBATCH).items()} if slurm else {}
+    try:
+        options = words_of(re.sub(r"(?<!\S)(-[A-Za-z])=?(\w\S*)", r"\1 \2", command.partition(" #")[0]))
+    except ValueError:
+        return {}
+    return {long.get(name, name): value for name, value in options.items()}
 
 
 def handed_on(options: str) -> dict[str, str]:

@@ -156,7 +156,7 @@ class Script:
         """What directives say, by the long names of options: --nodes=2, --nodes 2, -N2, -N 2, several of them in a line."""
         options: dict[str, str] = {}
         for line, text in self.directives:
-            name, short = "", SHORT | (OF_SBATCH if line.text.startswith("#SBATCH") else {})
+            name, short = "", SHORT | OF_SBATCH if line.text.startswith("#SBATCH") else {}
             for word in shlex.split(text, comments=True):
                 match = re.fullmatch(r"(--[\w-]+)=?(.*)|(-\w)(.*)", word, re.DOTALL)
                 if match and not (name and re.fullmatch(r"-\d+", word)):
