@@ -319,6 +319,8 @@ def train(arguments: list[str]) -> int:
     with open("/proc/self/status") as file:
         NOTES["ignored"] = int(file.read().partition("SigIgn:")[2].split()[0], 16)
     NOTES["umask"] = umask()
+    with open("/proc/self/limits") as file:
+        NOTES["limits"] = file.read()
     if os.environ["DRY_RUN_RANK"] == "0" and SETTINGS["fails"] != "start":
         for process in programs_beside():
             hears(process)
@@ -757,7 +759,9 @@ def hangs(name: str, words: list[str]) -> bool:
 
 
 def trained_here() -> bool:
-    return any("run.jsonl" in files for _, _, files in os.walk(f"{TOP}/sites"))
+    """Whether ranks were: other jobs' runs, which are years old, are no sign of them."""
+    records = [f"{folder}/run.jsonl" for folder, _, files in os.walk(f"{TOP}/sites") if "run.jsonl" in files]
+    return any(time.time() - os.path.getmtime(record) < 10**7 for record in records)
 
 
 def hang() -> int:
