@@ -28,6 +28,7 @@ from conformance.harness.dry_run import (
     handed_on,
     new_starts,
     options_of,
+    seconds_of,
     set_by,
     shown_to_train,
     trains,
@@ -94,6 +95,13 @@ def test_a_node_that_hangs_does_not_keep_a_stopped_job_from_coming_back(check, s
             late = not starts or starts > (call.end_time or starts)  # without an end it was ended
             if late and not own and not {"--version", "-V"} & {*call.words}:
                 yield f"{script.name}, where {dry.shown(call.text)} hangs: no new start before it ends, but should be one"
+        run = dry.job(script, code=75)
+        end_time = max((call.end_time or 0 for call in run.launches), default=0)
+        left = [float(grace) / 2 for call in run.trained[:1] for grace in values_of(arguments(call), "--grace")[-1:]]
+        timed = [call.notes.get("timeout", []) for call in run.called(run.launcher) if call.start_time > end_time]
+        if left and new_starts(run) and (seconds := sum(map(seconds_of, timed))) > left[0]:
+            limit = f"at most {left[0]:g}, half of --grace"
+            yield f"{script.name}: {seconds:g} s of timeout before it starts again, but should be {limit}"
 
 
 @clause("J2")
@@ -607,11 +615,12 @@ def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
         if run.trained and run.trained[0].environ.get("NCCL_NET") == "Socket":
             yield f"{script.name}, whose network plugin does not load: {ending(dry, run)}, but should be 3"
     for case in site.cases:
-        nodes = 2 if case.install is not None else case.nodes
-        run = dry.case(case, nodes=nodes)
-        if nodes > case.nodes and run.code:
-            yield f"{case.name} on {nodes} nodes: {ending(dry, run)}, but should be 0"
-        for call in run.trained[:1] if nodes > 1 else ():
+        own = 2 if case.install is not None else case.nodes
+        if own > case.nodes and (run := dry.case(case, nodes=own)).code:
+            yield f"{case.name} on {own} nodes: {ending(dry, run)}, but should be 0"
+        many = (MANY_NODES, site.most_nodes) if case.name == case.script else ()
+        launched = [(nodes, call) for nodes in (own, *many) for call in dry.case(case, nodes=nodes).trained[:1]]
+        for nodes, call in [(nodes, call) for nodes, call in launched if nodes > 1]:
             if (call.environ.get("NCCL_NET") or ("Socket" if named else "")) == "Socket":
                 net = call.environ.get("NCCL_NET") or "unset"
                 yield f"{case.name}: NCCL_NET={net} on {nodes} nodes, but should be the fast network's"
@@ -780,25 +789,25 @@ def test_packages_that_users_are_shown_go_with_torch(check, site):
 @clause("B8")
 def test_jobs_have_as_many_nodes_as_their_queue_takes(check, site):
     """As it stands, and as users are shown to submit it. The numbers are those of a fact `| queue | least | most |`."""
-    row, submitted = re.compile(r"\|\s*([\w-]+)\s*\|\s*([\d,]+)\s*(?:\|\s*([\d,]+)|\||$)"), []
+    bounds, submitted = site.nodes_of_queues, []
     for script in site.job_scripts:
         submitted.append((script.name, script, ""))
         submitted += [(place, script, line) for place, line in shown(site) if f" {script.name}" in line]
-    bounds = {match[1]: match.groups()[1:] for fact in site.facts if (match := row.match(fact))}
     for place, path, line in submitted:
         script, given = Script(path), words_of(line.partition(f" {path.name}")[0])
         queues = [(given.get(name) or script.options.get(name, "")) for name in ("partition", "p", "q")]
         asked = re.search(r"select=(\d+)|--nodes[= ](\d+)|-N ?(\d+)", line)
         nodes = int(next(filter(None, asked.groups()))) if asked else script.geometry.get("nodes", 1)
         for queue in [queue for queue in queues if queue in bounds]:
-            least, most = (int(text.replace(",", "")) if text else None for text in bounds[queue])
-            if nodes < (least or 0) or (most and nodes > most):
+            least, most = bounds[queue]
+            if nodes < least or (most and nodes > most):
                 yield f"{place}: {line or 'as it stands'}: {nodes} nodes, but {queue} takes {least} to {most or 'more'}"
     for path in (site.folder / "README.md", *site.scripts):  # "capacity (1-16 nodes", and "6 h to 183" nodes
         text = " ".join(re.sub(r"(?m)^ *#+ ", "", path.read_text()).split())
         for queue, least, most in re.findall(r"(?<![\w-])([\w-]+)`? \(([\d,]+)-([\d,]+) nodes\b", text):
-            if None not in bounds.get(queue, (None,)) and (least, most) != bounds[queue]:
-                yield f"{path.name}: {queue} ({least}-{most} nodes), but should be {'-'.join(bounds[queue])}, as a fact says"
+            told = tuple(int(number.replace(",", "")) for number in (least, most))
+            if None not in (should := bounds.get(queue, (None,))) and told != should:
+                yield f"{path.name}: {queue} ({least}-{most} nodes), but should be {'-'.join(map(str, should))}, as a fact says"
         for hours, most in re.findall(r"\b(\d+) h (?:for 1 )?to ([\d,]+)\b(?! h)", text):
             rows = [fact.split("|") for fact in site.facts if re.search(rf"\|\s*{most}\s*\|", fact)]
             if rows and not any(re.fullmatch(rf"{hours}(\.0*)?( h.*)?", cell.strip()) for row in rows for cell in row):

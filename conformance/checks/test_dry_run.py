@@ -31,11 +31,14 @@ from conformance.harness.dry_run import (
     as_in_job,
     command_names,
     ending,
+    exit_of,
     given,
+    limits,
     made_by,
     options_of,
     program,
     removed,
+    seconds_of,
     shown_to_train,
     trains,
     umask,
@@ -101,6 +104,17 @@ def test_a_job_runs_in_a_folder_with_a_space_in_its_path(check, site, dry):
 
 
 @clause("B1")
+def test_scripts_run_on_as_many_nodes_as_the_machine_has(check, site, dry):
+    """Linux starts nothing with a variable or word of 128 KiB: a list of all nodes. A script that says why not may end with 3.
+
+    https://man7.org/linux/man-pages/man2/execve.2.html
+    """
+    for script in trains(site):
+        if (run := dry.job(script, nodes=site.most_nodes)).code not in (0, 3):
+            yield f"{script.name} on {site.most_nodes} nodes: {exit_of(dry, run)}, but should be 0"
+
+
+@clause("B1")
 def test_a_script_that_trains_is_not_said_to_prepare_only(check, site, dry):
     """By `trains = false`, with which no check of a job looks at it."""
     for script in [path for path in site.job_scripts if path not in trains(site)]:
@@ -122,6 +136,17 @@ def test_each_choice_of_a_script_s_head_changes_something(check, site, dry):
             f"{script.name}: {choice} changes nothing, but should"
             for choice in without_effect(dry, script, alternatives(script))
         )
+
+
+@clause("B11")
+def test_a_default_changes_at_the_nodes_that_the_head_says(check, site, dry):
+    """As in "beyond 16 nodes yes is the default": large jobs would go without it, and their users believe otherwise."""
+    row = re.compile(r"(?m)^#   ([A-Z_]+)=(\w+) {2,}.*\b(?:beyond|above|more than) ([\d,]+) nodes (\w+) is the default")
+    for script, (name, few, text, many) in [(path, each) for path in trains(site) for each in row.findall(path.read_text())]:
+        for nodes, default in ((most := int(text.replace(",", "")), few), (most + 1, many)):
+            alike = [*without_effect(dry, script, [{name: default}], nodes=nodes)]
+            if dry.job(script, nodes=nodes).trained and not alike:
+                yield f"{script.name} on {nodes} nodes: {name}={default} changes something, but should be the default there"
 
 
 @clause("B11")
@@ -378,13 +403,6 @@ def test_nodes_do_not_wait_long_between_launches(check, site, dry):
                     yield f"{case.name}: {call.text} after {code}, but should be {MOST_SECONDS_OF_WAIT} s at most"
 
 
-def seconds_of(words: list[str]) -> float:
-    """What `sleep` is told."""
-    units = dict(s=1, m=60, h=3600, d=86400)
-    parts = [re.fullmatch(r"([\d.]+|inf(?:inity)?)([smhd]?)", word) for word in words]
-    return sum(float(part[1]) * units.get(part[2], 1) for part in parts if part)
-
-
 @clause("B3")
 def test_train_py_takes_each_rank_for_who_it_is(check, site, dry, tmp_path):
     """What it makes of the environment that a dry run's rank has found, in a first start and in a later one."""
@@ -535,6 +553,21 @@ def test_a_plugin_of_the_user_s_own_is_taken(check, site, dry):
         run = dry.job(script, all_ranks=True, nodes=2, environ=dict(NCCL_NET_PLUGIN=own)) if "/" in named else None
         if run and not (run.trained and run.trained[0].environ.get("NCCL_NET_PLUGIN") == own):
             yield f"{script.name}: not the NCCL_NET_PLUGIN of the user, but should be ({ending(dry, run)})"
+
+
+@clause("J13")
+def test_a_plugin_that_a_script_builds_is_taken(check, site, dry):
+    """Where it says that it does, in the environment: `$prefix/lib/librccl-net.so`, and the job looks for lib64, say."""
+    for builder in [path for path in site.scripts if path not in site.job_scripts]:
+        text = builder.read_text()
+        built = set(re.findall(r"\$(\w+)/([\w./-]*lib\w*-net[\w-]*\.so)\b", text))
+        folders = {(top[1], below) for name, below in built if (top := re.search(rf"(?m)^ *{name}=.*/([\w-]+)$", text))}
+        for script, prefix, (top, below) in itertools.product(trains(site), made_by(dry.install()), sorted(folders)):
+            plugin = Path(prefix, top, below)
+            run = dry.job(script, nodes=2, halves=(str(plugin.relative_to(dry.top)),))
+            if {call.environ.get("NCCL_NET_PLUGIN") for call in run.trained} != {str(plugin)}:
+                named = [dry.shown(call.environ.get("NCCL_NET_PLUGIN", "none")) for call in run.trained] or [exit_of(dry, run)]
+                yield f"{script.name}: plugin={named[0]}, but should be {dry.shown(str(plugin))}, which {builder.name} builds"
 
 
 # ---- flags, and where a run is --------------------------------------------------------------------------------------
@@ -1045,6 +1078,19 @@ def test_ranks_have_the_values_of_the_sources(check, site, dry):
 
 
 @clause("J3")
+def test_ranks_of_many_nodes_have_what_is_said_to_be_for_them(check, site, dry):
+    """By the comment above an exported variable, "beyond 1024 nodes": nobody tries it before it is needed."""
+    asked = re.compile(r"\b(?:beyond|above|more than) ([\d,]*\d) nodes\b")
+    scripts = [Script(path) for path in site.scripts if path.suffix != ".py" and not path.name.startswith("install")]
+    exports = [(name, asked.search(" ".join(line.paragraph))) for script in scripts for line, name in script.exports]
+    for name, said in [(name, said) for name, said in exports if said]:
+        runs = [run for _, run in in_all_ways(site, dry)]
+        runs += [dry.job(script, nodes=int(said[1].replace(",", "")) + more) for script in trains(site) for more in (0, 1)]
+        if not any(name in call.environ for run in runs for call in run.trained):
+            yield f"no {name} in ranks {said[0]}, but should be there, as the comment above it says"
+
+
+@clause("J3")
 def test_commands_have_the_options_that_the_sources_give_them(check, site, dry):
     """A fact that is a command which the scripts call: one call has all its long options, and its name=version."""
     facts = [words for fact in site.facts if (words := of_command(fact))]
@@ -1449,6 +1495,19 @@ def test_what_a_run_leaves_is_as_its_user_s_umask_says(check, site, dry):
         for path, mode in dry.job(script, all_ranks=True, umask="" if mask == own else mask).wide.items():
             place = dry.shown(str(dry.top / path))
             yield f"{script.name} leaves {place} with mode {mode}, but should as its user's umask says: {mask}"
+
+
+@clause("B6")
+def test_ranks_have_the_limits_of_their_user(check, site, dry):
+    """But for higher ones, a small stack, and no core files: a crash of all ranks would write the memory of each."""
+    own = limits(Path("/proc/self/limits").read_text()) | {CORE: 0}
+    for script, call in dry.first_ranks(all_ranks=True):
+        for name, value in limits(call.notes["limits"]).items():
+            if (value > 0) if name == CORE else (value < own[name] and name != "Max stack size"):
+                yield f"{script.name}: {name}={value:g} in a rank, but should be {own[name]:g}"
+
+
+CORE = "Max core file size"
 
 
 @clause("J8")

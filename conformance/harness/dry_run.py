@@ -15,6 +15,7 @@ import marshal
 import os
 import py_compile
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -38,6 +39,7 @@ from conformance.harness.sites import Case, Site
 COMMANDS = Path(__file__).with_name("dry_run_commands.py")
 LEFT = "left-by-the-first"
 USER, SECRET = "tester", "s3cr3t-of-the-user"
+YEARS_AGO = 1_600_000_000  # 2020
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD", "GITHUB_PAT", "SESSION_JWT", "AWS_CREDENTIALS", "NETRC", "NGC_AUTH")
 # What users pass to a job script: words with a space and a star must arrive as they are.
 ARGUMENTS = ("--epochs", "3", "--data-dir", "two words", "--note", "*")
@@ -250,6 +252,12 @@ def umask() -> str:
     return Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0]
 
 
+def limits(text: str) -> dict[str, float]:
+    """Of /proc/self/limits what holds, by its name: `Max open files`."""
+    rows = [(line[:26].strip(), line[26:].split()[0]) for line in text.splitlines()[1:]]
+    return {name: float(value.replace("unlimited", "inf")) for name, value in rows}
+
+
 def made_by(install: DryRun) -> list[str]:
     """The environments that install.sh has made."""
     environments = []
@@ -265,6 +273,13 @@ def values_of(words: list[str], *flags: str) -> list[str]:
     values = [word.partition("=")[2] for word in words if word.partition("=")[0] in flags and "=" in word]
     glued = [word[2:] for word in words for flag in flags if len(flag) == 2 and re.fullmatch(rf"{flag}\w+", word)]
     return values + glued + [value for flag, value in itertools.pairwise(words) if flag in flags]
+
+
+def seconds_of(words: list[str]) -> float:
+    """What `sleep` is told, or `timeout` in all: by itself, and after which it kills."""
+    units = dict(s=1, m=60, h=3600, d=86400)
+    parts = [re.fullmatch(r"([\d.]+|inf(?:inity)?)([smhd]?)", word.rpartition("=")[2]) for word in words]
+    return sum(float(part[1]) * units.get(part[2], 1) for part in parts if part)
 
 
 def removed(dry: "DryRuns", run: DryRun, own: list[Path]) -> list[str]:
@@ -304,7 +319,7 @@ def as_in_job(call: Call) -> dict[str, str]:
     return {name: value for name, value in call.environ.items() if not name.startswith("DRY_RUN")}
 
 
-def without_effect(dry: "DryRuns", script: Path, choices: list[dict[str, str]]) -> Iterator[str]:
+def without_effect(dry: "DryRuns", script: Path, choices: list[dict[str, str]], nodes: int = 2) -> Iterator[str]:
     """Those of these choices that change nothing, in words."""
 
     def effects(run: DryRun, own: set[str]) -> tuple:
@@ -312,11 +327,11 @@ def without_effect(dry: "DryRuns", script: Path, choices: list[dict[str, str]]) 
         calls = sorted(dry.shown(call.text) for call in run.calls if call.command not in ("mktemp", "rm", "sleep"))
         return ranks, calls, run.code
 
-    default, again = (dry.job(script, nodes=2, environ=environ) for environ in ({}, dict(DRY_RUN_AGAIN="1")))
+    default, again = (dry.job(script, nodes=nodes, environ=environ) for environ in ({}, dict(DRY_RUN_AGAIN="1")))
     for chosen in choices if default.trained and again.trained else ():
         first, second = default.trained[0].environ, again.trained[0].environ
         own = {name for name in first | second if first.get(name) != second.get(name)} | {*chosen}
-        run = dry.job(script, nodes=2, environ=chosen)
+        run = dry.job(script, nodes=nodes, environ=chosen)
         if effects(run, own) == effects(default, own):
             yield " ".join(f"{name}={value}" for name, value in chosen.items())
 
@@ -398,9 +413,7 @@ class DryRuns:
         for name in ("home/.bashrc", "root/tmp/of-somebody-else/file", f"sites/{self.folder.name}/mine.py", "sites/other/file"):
             (top / name).parent.mkdir(parents=True, exist_ok=True)
             (top / name).write_text("somebody's own\n")
-        snapshot = self.folder / "runs/of-another-job/snapshot.safetensors"
-        snapshot.parent.mkdir(parents=True)
-        snapshot.write_text("somebody's own\n")
+        self._lay_runs()
         # A node's own disk, where the machine gives each user a folder.
         self.disks: list[str] = []
         for script in self.site.scripts:
@@ -410,6 +423,15 @@ class DryRuns:
                 (top / f"root{place}" / USER / "of-another-job/file").write_text("somebody's own\n")
         self.pristine = self._keep("pristine")
         self.installed: dict = {}
+
+    def _lay_runs(self) -> None:
+        """Of other jobs, as many and as old as one might take for not needed any more."""
+        other = [f"of-another-job/{name}" for name in ("snapshot.safetensors", "snapshot.prev.safetensors", "best/file")]
+        for path in [self.folder / "runs" / name for name in (*other, *(f"{job}/run.jsonl" for job in range(1000, 1030)))]:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("somebody's own\n")
+        for path in (self.folder / "runs").rglob("*"):
+            os.utime(path, (YEARS_AGO, YEARS_AGO))
 
     @property
     def other_python(self) -> Path:
@@ -761,7 +783,11 @@ class DryRuns:
 
 
 def confine(folder: Path) -> None:
-    """From now on this process can write below this folder and /dev alone. https://docs.kernel.org/userspace-api/landlock.html"""
+    """From now on this process can write below this folder and /dev alone, and leaves no core file unless it asks for one.
+
+    https://docs.kernel.org/userspace-api/landlock.html
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     system = ctypes.CDLL(None, use_errno=True)
     create, add, restrict, version = 444, 445, 446, system.syscall(444, None, ctypes.c_size_t(0), 1)
     if version < 3:  # a kernel without it, or one that cannot refuse to truncate

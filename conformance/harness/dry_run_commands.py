@@ -336,6 +336,8 @@ def train(arguments: list[str]) -> int:
     with open("/proc/self/status") as file:
         NOTES["ignored"] = int(file.read().partition("SigIgn:")[2].split()[0], 16)
     NOTES["umask"] = umask()
+    with open("/proc/self/limits") as file:
+        NOTES["limits"] = file.read()
     if os.environ["DRY_RUN_RANK"] == "0" and SETTINGS["fails"] != "start":
         for process in programs_beside():
             hears(process)
@@ -515,7 +517,8 @@ def sources(words: list[str]) -> None:
 def scontrol(name: str, words: list[str]) -> int:
     shown = "".join(words[1:2]) if words[:1] == ["show"] else ""
     if len(shown) > 4 and "hostnames".startswith(shown):  # Slurm takes shortened words
-        print("\n".join(SETTINGS["hosts"][: int(SETTINGS["nodes"])]))
+        # At once: up to 64 KiB a pipe takes all, also where `head -n 1` leaves then.
+        os.write(1, "".join(f"{host}\n" for host in SETTINGS["hosts"][: int(SETTINGS["nodes"])]).encode())
     elif words[:1] == ["requeue"] and SETTINGS["event"] == "cancelled":
         print("scontrol: error: Requested operation not supported on a job that is completing", file=sys.stderr)
         return 1
@@ -803,7 +806,9 @@ def hangs(name: str, words: list[str]) -> bool:
 
 
 def trained_here() -> bool:
-    return any("run.jsonl" in files for _, _, files in os.walk(f"{TOP}/sites"))
+    """Whether ranks were: other jobs' runs, which are years old, are no sign of them."""
+    records = [f"{folder}/run.jsonl" for folder, _, files in os.walk(f"{TOP}/sites") if "run.jsonl" in files]
+    return any(time.time() - os.path.getmtime(record) < 10**7 for record in records)
 
 
 def hang() -> int:

@@ -135,6 +135,18 @@ class Site:
         return [fact for source in self.toml.get("sources", []) for fact in source.get("facts", [])]
 
     @property
+    def nodes_of_queues(self) -> dict[str, tuple[int, int | None]]:
+        """The least and the most nodes, by the facts `| queue | least | most |`."""
+        row = re.compile(r"\|\s*([\w-]+)\s*\|\s*(\d[\d,]*)\s*(?:\|\s*(\d[\d,]*)|\||$)")
+        rows = [match.groups() for match in filter(None, map(row.match, self.facts))]
+        return {name: (int(least.replace(",", "")), int(most.replace(",", "")) if most else None) for name, least, most in rows}
+
+    @property
+    def most_nodes(self) -> int:
+        """Of these; 1000 where no fact says more, and never more than any machine has."""
+        return min(20_000, max([1000, *(most for _, most in self.nodes_of_queues.values() if most)]))
+
+    @property
     def shares_nodes(self) -> bool:
         """Whether nodes of its partition are given to several jobs at once."""
         partition = self.toml.get("node", {}).get("partition", "batch")
