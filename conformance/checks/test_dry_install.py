@@ -44,10 +44,10 @@ def runs(dry: DryRuns) -> dict[str, DryRun]:
     return {" ".join(["install.sh", *flags[:1]]): dry.install(*flags) for flags in [(), *given(dry)]}
 
 
-def pips(run: DryRun) -> list[tuple[Call, list[str]]]:
-    """The calls of pip that install, and their words behind `install`."""
+def pips(run: DryRun, what: str = "install") -> list[tuple[Call, list[str]]]:
+    """The calls of pip that install, or download, and their words behind that word."""
     calls = [call for call in run.calls if call.words[:2] == ["-m", "pip"] or call.command in ("pip", "pip3")]
-    return [(call, call.words[call.words.index("install") + 1 :]) for call in calls if "install" in call.words]
+    return [(call, call.words[call.words.index(what) + 1 :]) for call in calls if what in call.words]
 
 
 @clause("B10")
@@ -529,23 +529,34 @@ def test_an_image_is_named_by_what_is_in_it(check, dry):
 
 
 UNSAFE = re.compile(r"--trusted-host|--insecure|\s-k\s|--no-check-certificate|http://(?!localhost)|--break-system-packages")
+# Variables that do the same. https://pip.pypa.io/en/stable/topics/configuration/#environment-variables
+UNCHECKED = re.compile(
+    r"PIP_TRUSTED_HOST=.|PIP_(EXTRA_)?INDEX_URL=.*http:|CONDA_SSL_VERIFY=(?i:0|false|no)$"
+    r"|GIT_SSL_NO_VERIFY=|(CURL|REQUESTS)_CA_BUNDLE=$"
+)
+# What a line must not have, and what it should; also one that no installation runs.
+FETCHES = {
+    r"\b(curl|wget)\b.*\|\s*(sudo )?(ba|z)?sh\b": "run nothing that it has not checked",
+    rf"\b(curl|wget)\b.*({UNSAFE.pattern})": "check what it fetches",
+    r"\bcurl\b(?!.*(--location\b|\s-[a-zA-Z]*L))": "follow where the server leads: --location",
+    r"\bcurl\b(?!.*(--fail\b|--fail-with-body\b|\s-[a-zA-Z]*f))": "take no page of an error for the file: --fail",
+}
 
 
 @clause("B7")
 def test_what_is_installed_is_named_with_its_version(check, site, dry):
     for run in runs(dry).values():
-        for word in [word for call, words in pips(run) for word in without_hash(call, words)]:
+        asked = [(what, call, words) for what in ("install", "download") for call, words in pips(run, what)]
+        for what, word in [(what, word) for what, call, words in asked for word in without_hash(call, words)]:
             # A flag may bring what is named by a range, or by the user.
             if word != PASSED["PACKAGE"] and (run is dry.install() or not re.search("[<>]", word)):
-                yield f"install.sh: pip install {word}, but should name its hash"
+                yield f"install.sh: pip {what} {word}, but should name its hash"
         yield from loose(site, dry, run)
         yield from loose_elsewhere(dry, run)
     for script in site.scripts:
         for number, line in enumerate(script.read_text().splitlines(), 1):
-            if re.search(r"^[^#]*\b(curl|wget)\b.*\|\s*(sudo )?(ba|z)?sh\b", line):
-                yield f"{script.name}:{number}: {line.strip()[:100]!r}, but should run nothing that it has not checked"
-            if re.search(r"^[^#]*\bcurl\b(?!.*(--location\b|\s-[a-zA-Z]*L))", line):
-                yield f"{script.name}:{number}: {line.strip()[:100]!r}, but should follow where the server leads: --location"
+            for should in [should for wrong, should in FETCHES.items() if re.search(rf"^[^#]*{wrong}", line)]:
+                yield f"{script.name}:{number}: {line.strip()[:100]!r}, but should {should}"
 
 
 def loose(site, dry: DryRuns, run: DryRun) -> Iterator[str]:
@@ -576,6 +587,9 @@ def loose(site, dry: DryRuns, run: DryRun) -> Iterator[str]:
 
 def loose_elsewhere(dry: DryRuns, run: DryRun) -> Iterator[str]:
     """What other commands are left to choose, and what no command checks."""
+    settings = {f"{name}={value}" for call in run.calls for name, value in call.environ.items()}
+    for setting in sorted(filter(UNCHECKED.match, settings)):
+        yield f"install.sh: {setting}, but should check what it fetches"
     for call in run.calls:
         words = call.words
         if UNSAFE.search(f" {call.text} ") and call.command not in ("rm", "module-call"):
@@ -594,7 +608,8 @@ def loose_elsewhere(dry: DryRuns, run: DryRun) -> Iterator[str]:
 def without_hash(call: Call, words: list[str]) -> list[str]:
     """Packages of which pip takes any file: not those that come with torch, of another index, or are built for a site's MPI."""
     flags = {word.partition("=")[0] for word in words}
-    if flags & {"--index-url", "-i", "--no-binary"} or any(word.startswith("torch") for word in words):
+    built = "--no-binary" in flags and "install" in call.words
+    if built or flags & {"--index-url", "-i"} or any(word.startswith("torch") for word in words):
         return []
     lines = call.notes.get("requirements", "").replace("\\\n", "").splitlines()
     named = [word for word in requirements(words) if "/" not in word]
@@ -604,7 +619,7 @@ def without_hash(call: Call, words: list[str]) -> list[str]:
 # Flags that a value follows.
 VALUED = {"--index-url", "--extra-index-url", "-i", "--constraint", "-c", "--target", "-t", "--prefix", "-p", "--channel"}
 VALUED |= {"--find-links", "-f", "-n", "--name", "--cache-dir", "--upgrade-strategy", "--requirement", "-r", "--progress-bar"}
-VALUED |= {"--root-user-action", "--no-binary"}
+VALUED |= {"--root-user-action", "--no-binary", "--dest", "-d"}
 
 
 def requirements(words: list[str]) -> list[str]:

@@ -47,7 +47,7 @@ from conformance.harness.dry_run import (
     without_effect,
     words_of,
 )
-from conformance.harness.shell import DEBUGGING, PLACEHOLDER, SETS, Script, gib, minutes, plain
+from conformance.harness.shell import DEBUGGING, PLACEHOLDER, SETS, THROTTLING, Script, gib, minutes, plain
 from conformance.harness.sites import ROOT, place_of
 from conformance.harness.stub_core import who
 from conformance.harness.target import BACKENDS
@@ -526,10 +526,12 @@ def test_no_rank_has_a_variable_for_finding_faults(check, site, dry):
     """Whichever line has set it, and by whichever choice; but one that a source sets for the machine."""
     by_modules = {word.partition("=")[0] for word in site.provides}
     of_facts = {match[1] for fact in site.facts if (match := SETS.match(fact))}
-    for what, run in [(what, run) for what, run in in_all_ways(site, dry) if "DEBUG" not in what]:  # which asks for that
+    left_on = re.compile(f"{DEBUGGING.pattern}|{THROTTLING.pattern}")
+    ways = [way for way in in_all_ways(site, dry) if not re.search("DEBUG|VERBOSE|TRACE", way[0])]  # which ask for that
+    for what, run in ways:
         for call in run.trained[:1]:
             for name, value in as_in_job(call).items():
-                if name not in by_modules | of_facts and DEBUGGING.match(f"{name}={value}"):
+                if name not in by_modules | of_facts and left_on.match(f"{name}={value}"):
                     yield f"{what}: {name}={value} in a rank, but should be left to who looks for a fault"
 
 
@@ -1109,7 +1111,8 @@ def test_commands_have_the_options_that_the_sources_give_them(check, site, dry):
             yield f"no {command} has {told}, but one should, as a fact of [[sources]] says"
     for command, *words in facts:
         asked = {word for word in words if re.fullmatch(r"--[a-z][\w-]*(=[^$<{]+)?|[a-z][\w-]*==?\d[\w.]*", word)}
-        lost = [asked - {*with_values(call.words)} for run in runs for call in run.called(command)]
+        asked |= {f"--channel={name}" for flag, name in itertools.pairwise(spelt_out(command, words)) if flag == "--channel"}
+        lost = [asked - {*with_values(spelt_out(command, call.words))} for run in runs for call in run.called(command)]
         if least := min(lost, key=len, default=set()):
             fact = " ".join([command, *words])
             yield f"no {command} with {' '.join(sorted(least))}, but one should have it: a fact of [[sources]] is {fact}"
@@ -1156,6 +1159,11 @@ def with_variables(fact: str) -> tuple[dict[str, str], list[str]]:
     words = of_command(fact) or [""]
     variables = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: re.match(r"[A-Z]\w*=", word), words))
     return variables, words[len(variables) :] or [""]
+
+
+def spelt_out(command: str, words: list[str]) -> list[str]:
+    """Of conda's channels the long option: -c is another one to other commands."""
+    return ["--channel" if word == "-c" and command in ("conda", "mamba", "micromamba") else word for word in words]
 
 
 def with_values(words: list[str]) -> list[str]:
@@ -1328,7 +1336,8 @@ def test_the_readme_has_the_values_of_the_ranks(check, site, dry):
     code = "\n".join(line.text for script in map(Script, site.scripts) for line in script.lines if not line.is_comment)
     for place, name, value in tabled:
         values = {dry.shown(call.environ[name]) for run in runs for call in run.trained if name in call.environ}
-        values = values or {*re.findall(rf"\b{name}=[\"']?([\w.,/-]+)", code)}  # of what no dry run comes to
+        if value != UNSET:  # of what no dry run comes to
+            values = values or {*re.findall(rf"\b{name}=[\"']?([\w.,/-]+)", code)}
         if values and value not in values:
             yield f"{place}: {name}={value} in a table, but ranks have {' or '.join(sorted(values))}"
     ours = "\n".join([*site.facts, *(path.read_text() for path in site.scripts)])
@@ -1339,17 +1348,39 @@ def test_the_readme_has_the_values_of_the_ranks(check, site, dry):
                 yield f"{script.name}: {name}={call.environ[name]} in a rank, but README.md says no {name}"
 
 
+UNSET = "not set"
+
+
 def values_in_tables(path: Path, column: str) -> list[tuple[str, str]]:
-    """Variables, each with its value in this column, of the tables that have a row for each; not "not set" and its like."""
+    """Variables, each with its value in this column, or UNSET, of the tables that have a row for each."""
+    rows = []
+    for head, cell in cells_of(path, column):
+        name = re.fullmatch(r"`([A-Z][A-Z0-9_]+)`", head)
+        value = re.fullmatch(rf"(`?)([\w.,/-]+|{UNSET})\1", re.sub(r"^(not set|unset)\b.*", UNSET, cell))
+        rows += [(name[1], value[2])] if name and value and value[2] != "-" else []
+    return rows
+
+
+def cells_of(path: Path, column: str) -> list[tuple[str, str]]:
+    """Those of this column, each behind the first one of its row."""
     rows, heads = [], []
     for line in path.read_text().splitlines() if path.is_file() else ():
         cells = [cell.strip() for cell in line.strip().split("|")[1:-1]]
         heads = heads if cells and heads else cells
-        name = re.fullmatch(r"`([A-Z][A-Z0-9_]+)`", cells[0]) if cells else None
-        if name and column in heads[1 : len(cells)]:
-            value = re.fullmatch(r"(`?)([\w.,/-]+)\1", cells[heads.index(column)])
-            rows += [(name[1], value[2])] if value and value[2] != "-" else []
+        rows += [(cells[0], cells[heads.index(column)])] if column in heads[1 : len(cells)] else []
     return rows
+
+
+@clause("F10")
+def test_the_table_of_all_sites_has_their_numbers(check, site):
+    """It is where users compare machines."""
+    own = {"ranks a node": site.toml["job"]["ranks_per_node"]}
+    own |= {"devices a rank sees": site.toml["node"]["devices_visible_to_a_rank"]}
+    table = ROOT / "sites/README.md"
+    for head, cell in cells_of(table, site.name) if site.folder.parent == table.parent else ():
+        number = re.match(r"\d+", cell)
+        if head in own and number and int(number[0]) != own[head]:
+            yield f"sites/README.md: {head}: {cell}, but should be {own[head]}, as site.toml says"
 
 
 @clause("B8")

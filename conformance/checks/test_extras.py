@@ -44,10 +44,12 @@ def test_an_extra_runs_as_the_site_says(check, site, extra, tmp_path):
     check["E1"].equal(exit_codes_of_its_runs=(ends, [0] * extra.get("runs", 1)))
     for folder, records in runs.items() if "line" in extra else ():
         count = sum(record["kind"] in ("step", "epoch") for record in records)
-        line = extra["line"].format(records=count, run=folder)
-        check["E1"].equal(**{f"printed_{line!r}": (line in result.stdout.splitlines(), True)})
+        best = min((record["eval_loss"] for record in records if "eval_loss" in record), default=float("nan"))
+        for line in extra["line"].format(records=count, run=folder, best=best).splitlines():
+            check["E1"].equal(**{f"printed_{line!r}": (line in result.stdout.splitlines(), True)})
     if extra.get("golden"):
-        trains_the_reference_run(check["E2"], run_dir, T1)
+        for folder in runs or [run_dir]:
+            trains_the_reference_run(check["E2"], folder, T1)
         trains_it_in_fp32(check["E2"], extra, tmp_path)
         trains_what_no_row_asks_for(check["E2"], extra, tmp_path)
 

@@ -40,6 +40,7 @@ from conformance.harness.shell import (
     SHORT,
     SOURCE,
     START_SECONDS,
+    TRACES,
     Line,
     Script,
     gib,
@@ -526,7 +527,9 @@ OF_LINUX = ("/bin", "/dev", "/etc", "/home", "/lib", "/path", "/proc", "/sys", "
 @clause("J3")
 def test_addresses_and_places_are_those_of_the_sources(check, site):
     """A proxy, a package index, the folder of the images: one digit or folder off, and the job ends after it has waited."""
-    facts, general = "\n".join(site.facts), {*GENERAL.split(), "localhost", "127.0.0.1"}
+    facts = "\n".join(site.facts)
+    # Where facts have addresses of a host, one of these: another index has other builds.
+    general = {*GENERAL.split(), "localhost", "127.0.0.1"} - {place(address) for address in REACHED.findall(facts)}
     told = "\n".join([facts, *(source["address"] for source in site.toml.get("sources", []))])
     places = [f"{first}{rest}".rstrip("/") for first, rest in ABSOLUTE.findall(facts) if first not in OF_LINUX]
     for script in map(Script, site.scripts):
@@ -651,6 +654,15 @@ def test_the_readme_has_the_days_after_which_files_are_purged(check, site):
     if known and told - known:
         wrong, right = " and ".join(sorted(told - known)), " or ".join(sorted(known))
         yield f"README.md: files are purged after {wrong} days, but should be {right}, as a fact of [[sources]] says"
+
+
+@clause("B5")
+def test_what_has_no_password_listens_on_its_node_alone(check, site):
+    """Whoever reaches the node would read the runs."""
+    pattern = r"(?:tensorboard|mlflow|aim)\b[^\n`]*(--bind_all|--host[= ][\"']?(?:0\.0\.0\.0|::|\*))"
+    for path in (site.folder / "README.md", *site.scripts, *sorted(site.folder.glob("*.py"))):
+        for flag in re.findall(pattern, path.read_text()):
+            yield f"{path.name}: {flag}, but should listen on the node itself alone"
 
 
 @clause("J4")
@@ -836,7 +848,7 @@ def devices_of(script: Script, tasks: int, nodes: int) -> int:
 
 
 # Directives that keep a job from starting, or undo what another one says. https://slurm.schedmd.com/sbatch.html
-NEVER = dict.fromkeys(("hold", "begin", "deadline", "nodelist", "w", "no-requeue", "oversubscribe", "s"), "")
+NEVER = dict.fromkeys(("hold", "begin", "deadline", "nodelist", "w", "no-requeue", "oversubscribe", "s", "contiguous"), "")
 NEVER |= dict.fromkeys(("core-spec", "S", "cpus-per-gpu"), "")
 NEVER |= {"export": "NIL", "gres": "none", "network": "single_node_vni"}  # with these values alone
 NEVER |= {"gpu-freq": r"(.*\b)?low\b.*", "cpu-freq": "(?i:low|powersave)", "nice": "(?!0$).*"}
@@ -861,6 +873,10 @@ def test_no_variable_for_finding_faults_is_left_on(check, site):
 
     of_facts = {match[1] for fact in site.facts if (match := SETS.match(fact))}  # a source sets it for the machine
     check.holds(*at_lines(site, for_debugging, "be left to who looks for a fault: it makes every step slower, or hides one"))
+    for script in map(Script, site.scripts):
+        for line in script.lines if "set +x" not in script.text else ():
+            if TRACES.match(line.text):
+                yield at(script, line, "trace nothing unless it is asked to: of each rank the log would have each line")
 
 
 def memory(script: Script, tasks: int, devices: int) -> float:

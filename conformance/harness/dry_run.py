@@ -120,8 +120,9 @@ class Settings:
 """
 BOARD = """
 class SummaryWriter:
-    add_text = close = lambda *values: None
     def __init__(self, folder): pass
+    def __getattr__(self, name):
+        return lambda *told: print("tensorboard is told", *told, flush=True)
     def add_scalar(self, name, value, step):
         print("tensorboard has", step, value, flush=True)
 """

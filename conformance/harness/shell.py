@@ -40,6 +40,13 @@ DEBUGGING = re.compile(
     r"|(PYTORCH_NO_(CUDA|HIP)_MEMORY_CACHING|TORCH(DYNAMO|_COMPILE)_DISABLE|MIOPEN_DISABLE_CACHE)=[\"']?[1-9]"
     r"|(TORCH_)?NCCL_ASYNC_ERROR_HANDLING=[\"']?0|FI_LOG_LEVEL=[\"']?(?i:debug|trace|info)|HSA_OVERRIDE_GFX_VERSION=[\"']?\d"
 )
+# What floods a log, blocks a thread, or leaves NCCL a part of the network: of ranks alone, for a choice may turn it on.
+THROTTLING = re.compile(
+    r"NCCL_DEBUG=INFO|(CCL|AMD)_LOG_LEVEL=(?i:debug|trace|info|[3-9])|(TORCH_)?NCCL_BLOCKING_WAIT=1|PYTHONMALLOC=\w*debug"
+    r"|PYTORCH_NO_XPU_MEMORY_CACHING=1|[NR]CCL_(MAX_NCHANNELS|NCHANNELS_PER_\w+|ALGO|PROTO)=."
+)
+# Which traces each line of a script, whatever was chosen: of a branch that is indented, somebody has chosen it.
+TRACES = re.compile(r"set -([a-z]*x[a-z]*|.* -[a-z]*x[a-z]*|.*\bxtrace)\b|#!.*\bbash -[a-z]*x|[^#\[]*\bbash -[a-z]*x\b")
 # How a fact begins that sets a variable.
 SETS = re.compile(r"[`'\"]?(?:export )?([A-Z][A-Z0-9_]+)=")
 NUMBER = re.compile(r"(\d+)(?:-\1)?")  # also Slurm's from-to
