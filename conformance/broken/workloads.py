@@ -1143,6 +1143,37 @@ class DrawsByPython(Digits):
     def loss(self, outputs, batch):
         return super().loss(outputs, batch) * (1 + random.random() / 10)
 """,
+    # Langevin dynamics: noise by torch's and by Python's generator.
+    "adds_noise": """
+class Noisy(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(torch.randn_like(parameter), alpha=1e-3 * random.random())
+
+
+class AddsNoise(Digits):
+    def optimizer(self, model, config):
+        return Noisy(model.parameters(), lr=config.lr)
+""",
+    # A codebook that is a parameter moves by each rank's own rows.
+    "moves_a_parameter": """
+class Moves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.code = nn.Linear(64, 10), nn.Parameter(torch.zeros(64), requires_grad=False)
+
+    def forward(self, images):
+        if self.training:
+            self.code.lerp_(images.mean(0), 0.1)
+        return self.layer(images - self.code)
+
+
+class MovesAParameter(Digits):
+    def model(self, config):
+        return Moves()
+""",
     # Most of its losses are as if nothing was drawn.
     "draws_seldom": """
 class DrawsSeldom(Digits):
@@ -1454,6 +1485,31 @@ class CallsBackward(Digits):
         if loss.requires_grad:
             loss.backward(retain_graph=True)
         return loss
+""",
+    "calls_backward_at_once": """
+class CallsBackwardAtOnce(Digits):
+    def loss(self, outputs, batch):
+        loss = super().loss(outputs, batch)
+        loss.backward()
+        return loss
+""",
+    # What is in a list is no part of a module.
+    "hides_layers": """
+class Hides(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden = [nn.Linear(64, 32), nn.ReLU()]
+        self.last = nn.Linear(32, 10)
+
+    def forward(self, images):
+        for layer in self.hidden:
+            images = layer(images)
+        return self.last(images)
+
+
+class HidesLayers(Digits):
+    def model(self, config):
+        return Hides()
 """,
     # Its rate falls below zero.
     "climbs": """

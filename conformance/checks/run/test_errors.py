@@ -50,6 +50,7 @@ MISTAKES |= dict(unused="no gradient for 3.weight", mean_metric="metrics() has a
 MISTAKES |= dict(misspelled="has metric, which the core does not ask for", no_held_out="gave no held-out row")
 MISTAKES |= dict(two_words="metrics() names 'top 5'", aside="temperature has a gradient, and is no part of the model")
 MISTAKES |= dict(seldom="metrics() has a mean over rows as 'right'", calls_backward="loss() calls backward()")
+MISTAKES |= dict(calls_backward_at_once="backward() is the core's to call", hides_layers="hidden of the model has a gradient")
 MISTAKES |= dict(climbs="schedule() returned -0.25 at step 5", hooked="hooked, at step 0 (--debug: where): RuntimeError")
 MISTAKES |= dict.fromkeys(("thaws", "freezes"), "requires_grad of 0.weight has changed by step")
 MISTAKES |= dict(leaves="at step 3, line 11 (loss): SystemExit")
@@ -369,6 +370,12 @@ def test_replicas_that_differ_leave_no_snapshot(check, world, train_own, flags, 
     check.equal(
         names_the_rank=(f"of rank {world.size - 1} differ" in output, True), snapshot=((run.folder / SNAPSHOT).exists(), False)
     )
+
+
+@clause("X11")
+@only(sizes=(2,))
+def test_what_the_model_moves_by_itself_is_not_laid_on_a_node(check, train_own):
+    one_line(check, train_own("moves_a_parameter"), 7, "the model moves code by a rank's own rows: make it a buffer")
 
 
 @clause("X7")

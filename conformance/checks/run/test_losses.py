@@ -453,10 +453,17 @@ def test_what_a_model_draws_depends_on_step_and_micro_batch(check, world, runs, 
 
 
 @clause("L16")
-@only(sizes=(1,))
-@pytest.mark.parametrize("name", ["draws_by_python", "draws_seldom"])
-def test_what_python_draws_is_drawn_again(check, world, runs, first, own_file, name):
-    """After a stop, too."""
+@only(sizes=(1, 2))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("draws_by_python", marks=only(sizes=(1,))),
+        pytest.param("draws_seldom", marks=only(sizes=(1,))),
+        "adds_noise",
+    ],
+)
+def test_what_is_drawn_is_drawn_again(check, world, runs, first, own_file, name):
+    """After a stop, too, by Python's generator and by an optimizer, whose noise is the same on every rank."""
     flags, path = f"{own_file(name)} --steps-per-epoch 5 --epochs", runs.folder(first, name)
     never = done(check, world.train(first, runs.folder(first, f"{name}-never-stopped"), f"{flags} 2"))
     resumed = done(check, *(world.train(first, path, f"{flags} {epochs}") for epochs in (1, 2)))[-1]

@@ -397,6 +397,8 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     def add_own(*names: str, remembered: bool = True, **keywords) -> None:
         if keywords.get("type") is bool:
             raise ValueError(f'{names[0]} has type=bool, which makes True of "False": action="store_true" is for switches')
+        if keywords.get("type") is list:
+            raise ValueError(f'{names[0]} has type=list, which makes letters of a word: nargs="+" is for lists')
         action = group.add_argument(*names, **keywords)
         if callable(action.type):
             action.type = _in_one_line(action.type)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 SORTED_ORDER = 2**24  # rows: above it the order is not sorted (16 bytes a row in each rank) but computed row by row
-ORDER, AUGMENTATION, DROPOUT, EVALUATION = 1, 4, 5, 6  # streams of random numbers: the first label of words()
+ORDER, AUGMENTATION, DROPOUT, EVALUATION, OPTIMIZER = 1, 4, 5, 6, 7  # streams of random numbers: the first label of words()
 
 
 # ---- integers -----------------------------------------------------------------------------------------------------

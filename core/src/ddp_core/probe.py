@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ NOT_REPEATED = (
 )
 ROWS_NOT_REPEATED = (
     "{row} was another when it was read again: it is drawn from a generator of its own (torch.Generator, "
-    "numpy.random.default_rng): a run does not repeat; torch's, Python's and NumPy's own generators are seeded for each row"
+    "numpy.random.default_rng), or __getitem__ changes it in place (.clone()): a run does not repeat; torch's, Python's and "
+    "NumPy's own generators are seeded for each row"
 )
 NOT_RESUMED = "; such a run cannot be resumed where that generator is not seeded: its fingerprint would be another"
 NO_SUM = (
@@ -344,7 +346,7 @@ def _compared(workload: Workload, losses: torch.Tensor, precision: str) -> list[
 def refuse_unlike_sums(workload: Workload, metrics: Mapping) -> None:
     for name, value in metrics.items():
         for part in value if isinstance(value, tuple) and len(value) == 2 else (value,):
-            if not (isinstance(part, int | float) or (isinstance(part, torch.Tensor) and part.numel() == 1)):
+            if not (isinstance(part, Real) or (isinstance(part, torch.Tensor) and part.numel() == 1)):
                 what = f"a tensor of shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else repr(part)[:60]
                 raise workload.unusable(
                     f"metrics() has {what} as {name!r}, and should have a number, the sum over the rows of the batch, or a "
@@ -367,6 +369,17 @@ def _refuse_unused(workload: Workload, model: nn.Module) -> None:
                 f"self.{name} has a gradient, and is no part of the model, which alone is trained: make it one in model(), or "
                 "detach it"
             )
+    own_parts = {id(part) for part in model.parameters()}
+    for place, module in model.named_modules():
+        for name, value in vars(module).items():  # not its parameters and modules, which are in dictionaries of modules
+            hidden = [leaf for leaf in tree_leaves(value) if isinstance(leaf, nn.Parameter | nn.Module)]
+            parts = [part for leaf in hidden for part in (leaf.parameters() if isinstance(leaf, nn.Module) else [leaf])]
+            if any(part.grad is not None and id(part) not in own_parts for part in parts):
+                raise workload.unusable(
+                    f"{f'{place}.{name}'.lstrip('.')} of the model has a gradient, and is neither trained nor saved: make the "
+                    f"{type(value).__name__} an nn.ModuleList, nn.ModuleDict or nn.ParameterList, or freeze it "
+                    "(requires_grad_(False))"
+                )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     unused = [name for name, parameter in trained.items() if parameter.grad is None]
     sparse = [name for name, parameter in trained.items() if parameter.grad is not None and parameter.grad.is_sparse]

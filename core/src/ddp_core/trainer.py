@@ -18,7 +18,8 @@ import importlib
 import itertools
 import math
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -34,7 +35,7 @@ from ddp_core.errors import ExitCode, NonFiniteError, PeerLostError, named
 from ddp_core.evaluation import Evaluation
 from ddp_core.files import in_place
 from ddp_core.guard import Guard
-from ddp_core.order import DROPOUT, Order, micro_batches, seed_generators
+from ddp_core.order import DROPOUT, OPTIMIZER, Order, micro_batches, seed_generators
 from ddp_core.probe import notes_on_schedule
 from ddp_core.process_group import Peers
 from ddp_core.profile import Profile
@@ -48,6 +49,7 @@ from ddp_core.stop import StopFlag
 from ddp_core.summary import Stopwatch
 from ddp_core.workload import Workload, outputs_of, parts_of
 
+BROKEN = "suspect the memory or the fabric of that node, and resume without it"
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 
 
@@ -97,6 +99,7 @@ class Trainer:
 
         parts: tuple = (self.train_rows, peers, self.autocast, self.sharding)
         self.model, self.optimizer, self.seen = peers.together(lambda: build_model_and_optimizer(*parts))
+        self.own_optimizer = not type(self.optimizer).__module__.startswith("torch.optim")
         self.seen.notes.extend(peers.together(lambda: notes_on_schedule(workload, self.model, self.total_steps)))
         facts = dict(problem=config.problem(), data=fingerprint, steps_per_epoch=self.steps_per_epoch)
         facts |= dict(world_size=peers.world_size, versions=versions())
@@ -225,6 +228,8 @@ class Trainer:
         self._set_learning_rate()
         # After the sum, so that every rank has the same norm, clips alike, and keeps equal parameters.
         self.reconciliation.norms.append(self.guard.norm(self.reduction.gradients, self.reduction.norm))
+        if self.own_optimizer:  # noise that it adds is the same on every rank, and in a resumed run
+            seed_generators(self.device, OPTIMIZER, self.config.seed, self.step, others=True)
         with self.profile.part("optimizer"):
             self.guard.step()  # optimizer.step(), unless a gradient is not finite
         self.state.progress.step += 1
@@ -401,7 +406,7 @@ class Trainer:
         rank, parts = self.peers.rank, self.reduction.split_over
         if parts == self.peers.world_size:
             return  # no two ranks have the same numbers
-        mine = checksum(self.model)
+        mine = checksum(self.model.parameters())
         of_parts = torch.full((parts,), -1.0, dtype=torch.float64)
         if rank < parts:
             of_parts[rank] = mine
@@ -409,19 +414,34 @@ class Trainer:
         if odd := self.peers.which(bool(mine != should_be[rank % parts])):
             raise PeerLostError(
                 f"the parameters of rank {named(odd)} differ from rank {odd[0] % parts}'s at step {self.step}: no snapshot "
-                f"was written; suspect the memory or the fabric of that node, and resume without it",
+                f"was written; {self._cause_of_other_numbers() if parts == 1 else BROKEN}",
                 everywhere=True,
             )
+
+    def _cause_of_other_numbers(self) -> str:
+        """Collective. Of whole models: what they are made of, a parameter that the model moves itself, or a node."""
+        parameters = dict(self.model.named_parameters())
+        layout = zlib.crc32(repr([(name, *parameter.shape) for name, parameter in parameters.items()]).encode())
+        _, should_be = self.peers.reduce(most=torch.tensor([0.0 if self.peers.rank else layout], dtype=torch.float64))
+        if self.peers.which(layout != int(should_be)):
+            return "model() makes other parameters there, by name or shape: it should make the same ones on every rank"
+        mine = torch.cat([checksum([parameter]) for parameter in parameters.values()])
+        _, should_be = self.peers.reduce(most=mine if self.peers.rank == 0 else torch.full_like(mine, -1.0))
+        _, differs = self.peers.reduce(most=(mine != should_be).double())
+        odd = [name for name, other in zip(parameters, differs.tolist(), strict=True) if other]
+        if not any(parameters[name].requires_grad for name in odd):
+            return f"the model moves {', '.join(odd[:6])} by a rank's own rows: make it a buffer (register_buffer)"
+        return f"{', '.join(odd[:6])}: optimizer() or its step() is not the same on every rank, or {BROKEN}"
 
 
 def trained_in(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def checksum(model: nn.Module) -> torch.Tensor:
+def checksum(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     """[1] fp64: the parameters' bits, summed as integers modulo 2**52. Replicas that agree have equal ones."""
     total = torch.zeros((), dtype=torch.int64)
-    for parameter in model.parameters():
+    for parameter in parameters:
         bits = local(parameter.detach()).reshape(-1).view(BITS[parameter.element_size()])
         total = total.to(bits.device) + bits.sum(dtype=torch.int64)
     return (total % 2**52).double().cpu().view(1)

@@ -360,9 +360,20 @@ def blame(error: BaseException, file: Path | None, when: str) -> BaseException:
     text = f"{type(error).__name__}: {lines[0][:240]}" if lines else type(error).__name__
     if lines and lines[0].startswith("Caught "):  # in a worker: its own traceback follows, and ends with the error
         text = lines[-1][:240]
-    if "does not require grad and does not have a grad_fn" in text:
+    if "'DistributedDataParallel' object has no attribute" in text:
+        text += "; in several ranks model is DDP's: call model(...) itself, and move the rest into the model's own forward"
+    elif _calls_backward(error, file):
+        text += "; backward() is the core's to call: take it out"
+    elif "does not require grad and does not have a grad_fn" in text:
         text += "; held-out rows come under torch.no_grad(): what is differentiated there stands in `with torch.enable_grad():`"
     return WorkloadError(f"{when}{f', {place}' if place else ''}: {text}")
+
+
+def _calls_backward(error: BaseException, file: Path | None) -> bool:
+    """Of a tensor, and by a line of this file."""
+    frames = [(Path(frame.filename).resolve(), frame.name) for frame in traceback.extract_tb(error.__traceback__)]
+    calls = [(below.name, name) for (place, _), (below, name) in itertools.pairwise(frames) if place == file]
+    return ("_tensor.py", "backward") in calls
 
 
 def raised_by(error: BaseException, file: Path | None) -> bool:
