@@ -1347,10 +1347,17 @@ class Rows:
         self.read += 1
         if os.getpid() != self.process and self.read == self.last + 1:
             if not self.seconds:
+                time.sleep(0.2)  # the rank has what was read before
                 os.kill(os.getpid(), 9)
             time.sleep(self.seconds)
             open(self.woke, "w").close()
         return tuple(column[row] for column in self.rows.columns)
+
+
+class HeldOut(Rows):
+    def __len__(self):
+        time.sleep(0.3)  # meanwhile the other's worker dies; then some are forked for these rows
+        return len(self.rows)
 
 
 class Dies(Digits):
@@ -1360,6 +1367,8 @@ class Dies(Digits):
 
     def data(self, config):
         train, held_out = super().data(config)
+        held_out = HeldOut(held_out, config)
+        held_out.last = -1
         return Rows(train, config), held_out
 
     def forward(self, model, batch):

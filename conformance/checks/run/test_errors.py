@@ -797,13 +797,14 @@ def test_a_row_that_cannot_be_read_is_named(check, world, train_own, where, work
 
 @clause("X10")
 @only(sizes=(1, 2), devices=("cpu",))
-@pytest.mark.parametrize("batches", [0.5, 2.5])
+@pytest.mark.parametrize("batches", [0.5, 1.5, 2.5])
 def test_a_worker_that_dies_is_named(check, world, train_own, batches):
-    """While the rank waits for its first batch, or is in its first step: workers read two batches ahead."""
-    last = int(batches * G / world.size)
-    run = expect_exit(check, train_own("dies", f"--workers 1 --last {last}", apart=True), 7)
+    """While the rank waits for its first batch, forks others, or is in its first step: workers read two batches ahead."""
+    last, began = int(batches * G / world.size), time.monotonic()
+    run = expect_exit(check, train_own("dies", f"--workers 1 --last {last} --timeout 30", apart=True), 7)
     words = "a worker that reads rows died"
     check.equal(says=(words if words in "".join(run.errors) else run.errors, words))
+    check.equal(is_noticed_by_timeout_alone=(time.monotonic() - began > 30, False))
 
 
 @clause("X10")
