@@ -1529,6 +1529,18 @@ class SchedulesByTorch(Digits):
         self.scheduler = torch.optim.lr_scheduler.StepLR(made, 5)
         return made
 """,
+    "keeps_a_list": """
+class Keeps(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["seen"] = [parameter.grad]
+
+
+class KeepsAList(Digits):
+    def optimizer(self, model, config):
+        return Keeps(model.parameters(), lr=config.lr)
+""",
     "keeps_an_extra_state": """
 class Net(nn.Sequential):
     def get_extra_state(self):

@@ -58,6 +58,7 @@ MISTAKES |= dict(sounds_lost="at step 3, line 11 (loss): RuntimeError: the peer 
 REFUSED = dict(needs_a_closure="should return an optimizer of torch.optim that needs no closure")
 REFUSED |= dict(schedules_by_torch="optimizer() made one of torch's lr_scheduler", lazy="3.weight, 3.bias has no shape yet")
 REFUSED |= dict(keeps_an_extra_state="Net has get_extra_state()", expanded="ones is an expanded view")
+REFUSED |= dict(keeps_a_list="keeps_a_list: the optimizer Keeps keeps seen, and a snapshot holds tensors and numbers")
 REFUSED |= dict(moves_twice="3.running_mean, 3.running_var, 3.num_batches_tracked, and --checkpoint-activations computes it")
 
 
@@ -757,6 +758,7 @@ def test_a_workload_file_that_cannot_be_used_is_one_line(check, train_own, name)
 @only(sizes=(1,))
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_or_an_optimizer_that_cannot_be_used_is_one_line(check, train_own, name):
+    """No line before it tells of an epoch."""
     run = train_own(name)
     one_line(check, run, 2, REFUSED[name], [line for line in run.lines if not line.startswith("rank=")])
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ddp_core.document import refuse_senseless
-from ddp_core.errors import SnapshotError, WorkloadError, printable
+from ddp_core.errors import SnapshotError, printable
 from ddp_core.snapshot import KINDS
 
 RATES = ("lr", "initial_lr")  # of an optimizer's group: the schedule sets them
@@ -216,24 +216,26 @@ def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict]:
     """The plain numbers that an optimizer keeps, such as a count of steps: of each group; and last, by name, of each parameter.
 
-    torch.optim's own keep tensors only. Raises WorkloadError on a state that is neither.
+    torch.optim's own keep tensors only.
     """
     numbers = [
         {key: n for key, n in group.items() if isinstance(n, int | float) and key not in RATES}
         for group in optimizer.param_groups
     ]
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     states = {}
-    for parameter, state in optimizer.state.items():
-        kept = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor | None)}
-        if parameter not in names or not all(isinstance(value, int | float) for value in kept.values()):
-            what = ", ".join(kept) if parameter in names else "a state of no parameter"
-            raise WorkloadError(
-                f"the optimizer {type(optimizer).__name__} keeps {what}, and a snapshot holds tensors and numbers of parameters"
-            )
-        if kept:
-            states[names[parameter]] = kept
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        if kept := {key: value for key, value in state.items() if isinstance(value, int | float)}:
+            states[name] = kept
     return [*numbers, states]
+
+
+def unsaved(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """What an optimizer's state has that is neither tensor nor number of a parameter: no snapshot holds it."""
+    if optimizer.state.keys() - {*model.parameters()}:
+        return ["a state of no parameter"]
+    pairs = [pair for state in optimizer.state.values() for pair in state.items()]
+    return sorted({str(key) for key, value in pairs if not isinstance(value, torch.Tensor | int | float | None)})
 
 
 def differences(theirs: dict, ours: dict) -> list[str]:

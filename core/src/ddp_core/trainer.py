@@ -43,7 +43,7 @@ from ddp_core.record import Record
 from ddp_core.reduction import KINDS, Reduction
 from ddp_core.rehearsal import rehearse
 from ddp_core.run_directory import RunDirectory
-from ddp_core.state import State, local, saved_buffers
+from ddp_core.state import State, local, saved_buffers, unsaved
 from ddp_core.stop import StopFlag
 from ddp_core.summary import Stopwatch
 from ddp_core.workload import Workload, outputs_of, parts_of
@@ -276,6 +276,8 @@ class Trainer:
                 "loads best.safetensors)"
             )
         self._note_late_buffers()
+        if agreed.first == self.first:  # a save may be an epoch away
+            self._refuse_unsaved()
         # Sums over rows travel, and are divided once: a mean of the ranks' means would round at every world size anew.
         losses = (agreed.losses / config.global_batch_size).tolist()
         for step, (parts, norm) in enumerate(zip(losses, agreed.norms.tolist(), strict=True), agreed.first):
@@ -286,6 +288,13 @@ class Trainer:
         place = (f"{epoch + 1}/{config.epochs}", index + 1, self.steps_per_epoch)
         self.record.progress(*place, losses[-1][0], self.watch.speeds[-1], left)
         return agreed
+
+    def _refuse_unsaved(self) -> None:
+        if kept := unsaved(self.model, self.optimizer):
+            raise self.workload.unusable(
+                f"the optimizer {type(self.optimizer).__name__} keeps {', '.join(kept[:6])}, and a snapshot holds tensors and "
+                "numbers of parameters: make one tensor of a list (torch.stack)"
+            )
 
     def _versions(self) -> dict[str, int]:
         """How often each buffer was written that the ranks do not take from rank 0 in each step."""
@@ -381,6 +390,7 @@ class Trainer:
     def _save_snapshot(self, best: bool = False, snapshot: bool = True) -> None:
         """Training waits for a copy of the state, which is written while it goes on. best: as best.safetensors, too."""
         began = time.perf_counter()
+        self._refuse_unsaved()
         self._refuse_diverged_replicas()
         with self.profile.part("snapshot"):
             self.state.progress.scale = self.guard.scale
