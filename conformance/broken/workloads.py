@@ -550,6 +550,23 @@ class AmsGrad(Digits):
     def optimizer(self, model, config):
         return torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True)
 """,
+    # An optimizer that counts in itself, with a tensor in its group, one that no step changes, and a list of the model's.
+    "counts_beside": """
+class Counting(torch.optim.SGD):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr=lr)
+        self.count, self.fixed, self.mine = 0, torch.ones(3), [*self.param_groups[0]["params"]]
+        self.param_groups[0]["seen"] = torch.zeros(())
+
+    def step(self, closure=None):
+        self.count += 1
+        self.param_groups[0]["seen"] = self.param_groups[0]["seen"] + 1
+        super().step(closure)
+
+class CountsBeside(Digits):
+    def optimizer(self, model, config):
+        return Counting(model.parameters(), lr=config.lr)
+""",
     # An optimizer that counts steps by sevens, in its group: after an epoch of 14 steps it is where it began.
     "by_sevens": """
 class BySevens(torch.optim.SGD):

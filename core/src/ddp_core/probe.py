@@ -19,7 +19,7 @@ from ddp_core.batches import Batches, converted
 from ddp_core.config import refuse_other_default_device
 from ddp_core.order import DROPOUT, drawn_by_others, seed_generators
 from ddp_core.snapshot import memory
-from ddp_core.state import Kept, saved_buffers
+from ddp_core.state import RATES, Kept, local, saved_buffers
 from ddp_core.workload import YOURS, Workload, blame, blaming, outputs_of, refuse_other_names, sources_of
 
 MANY = 16  # rows, of which a metric is seldom 0
@@ -55,6 +55,10 @@ UNCALLED = (
 KEPT = (
     "{names} of the {owner} changes with every batch, and no snapshot holds it: a run that goes on begins with it anew; keep "
     "it in a buffer of the model (register_buffer), or compute it from self.steps_done"
+)
+KEPT_BESIDE = (
+    "{names} of the optimizer changes from step to step, and no snapshot holds it: a run that goes on begins with it anew; keep "
+    "what later steps need in self.state[parameter] (tensors, numbers), or as a number in a group"
 )
 BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -279,6 +283,33 @@ def kept_in(model: nn.Module) -> dict[str, list]:
                 parts = [part for part in tree_leaves(value) if id(part) not in of_model]
                 kept[f"{place}.{name}".lstrip(".")] = [_plain(part) for part in parts]
     return kept
+
+
+def kept_beside(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, list]:
+    """What a user's own optimizer keeps beside its state, by name: attributes, and in its groups what is no number."""
+    if type(optimizer).__module__.partition(".")[0] == "torch":
+        return {}
+    of_torch = ("state", "param_groups", "defaults", "grad_scale", "found_inf")
+    kept = {f"self.{name}": value for name, value in vars(optimizer).items() if name not in of_torch}
+    groups = optimizer.param_groups
+    for key in dict.fromkeys(key for group in groups for key in group if key not in ("params", *RATES)):
+        kept[f"{key} in a group"] = [value for group in groups if not isinstance(value := group.get(key), int | float)]
+    of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
+    def parts(value: Any) -> list:
+        wrapped = [part for part in tree_leaves(value) if isinstance(part, torch.optim.Optimizer)]
+        states = [[*part.state.values()] for part in wrapped if part.state is not optimizer.state]
+        return [_at_a_glance(part) for part in tree_leaves([value, states]) if id(part) not in of_model]
+
+    return {name: parts(value) for name, value in kept.items()}
+
+
+def _at_a_glance(part: Any) -> Any:
+    """Of a tensor how often it was written, and its first numbers: it may be as large as the model."""
+    if isinstance(part, torch.Tensor) and not part.is_inference():
+        dense = part.layout == torch.strided and not part.is_nested
+        return part._version, _plain(local(part.detach()).flatten()[:64]) if dense else None
+    return _plain(part)
 
 
 def _plain(part: Any) -> Any:

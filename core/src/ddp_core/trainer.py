@@ -35,7 +35,7 @@ from ddp_core.evaluation import Evaluation
 from ddp_core.files import in_place
 from ddp_core.guard import Guard
 from ddp_core.order import DROPOUT, Order, micro_batches, seed_generators
-from ddp_core.probe import notes_on_schedule
+from ddp_core.probe import KEPT_BESIDE, kept_beside, notes_on_schedule
 from ddp_core.process_group import Peers
 from ddp_core.profile import Profile
 from ddp_core.reconcile import Agreed, Reconciliation
@@ -48,6 +48,7 @@ from ddp_core.stop import StopFlag
 from ddp_core.summary import Stopwatch
 from ddp_core.workload import Workload, outputs_of, parts_of
 
+EARLY = 10  # steps of a start in which its optimizer is looked at
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 
 
@@ -278,6 +279,9 @@ class Trainer:
         self._note_late_buffers()
         if agreed.first == self.first:  # a save may be an epoch away
             self._refuse_unsaved()
+            self.beside = kept_beside(self.optimizer, self.model)  # what it has made in its first step is no change
+        elif self.beside:
+            self._note_kept_beside()
         # Sums over rows travel, and are divided once: a mean of the ranks' means would round at every world size anew.
         losses = (agreed.losses / config.global_batch_size).tolist()
         for step, (parts, norm) in enumerate(zip(losses, agreed.norms.tolist(), strict=True), agreed.first):
@@ -311,6 +315,14 @@ class Trainer:
                 "each rank keeps its own until an evaluation, and a run that goes on has rank 0's; change them in every step, "
                 "by nothing until then"
             )
+
+    def _note_kept_beside(self) -> None:
+        """What the optimizer changes early, each name once."""
+        now = kept_beside(self.optimizer, self.model)
+        if names := [name for name in self.beside if now.get(name) != self.beside[name]]:
+            self.record.say(note=KEPT_BESIDE.format(names=", ".join(names[:6])))
+        again = self.step < self.first + EARLY
+        self.beside = {name: now[name] for name in self.beside if name not in names} if again else {}
 
     def _note(self, step: int, loss: float, *parts: float, grad_norm: float) -> None:
         epoch, index = divmod(step, self.steps_per_epoch)
