@@ -539,6 +539,34 @@ class Frozen(Digits):
     def optimizer(self, model, config):
         return torch.optim.AdamW(model.parameters(), lr=0.01)
 """,
+    # Optimizers of one's own: one makes a state at its fifth step, one divides by a norm.
+    "averages_late": """
+class Average(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for parameter in group["params"] if group["count"] > 4 else ():
+                slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+                parameter.data.copy_(slow.lerp_(parameter.detach(), 0.5))
+
+class AveragesLate(Digits):
+    def optimizer(self, model, config):
+        return Average(model.parameters(), lr=config.lr)
+""",
+    "by_norm": """
+class ByNorm(torch.optim.SGD):
+    def step(self, closure=None):
+        parameters = self.param_groups[0]["params"]
+        scale = 1 / sum(parameter.grad.square().sum().item() for parameter in parameters) ** 0.5
+        for parameter in parameters:
+            parameter.grad *= scale
+        super().step(closure)
+
+class ByNorms(Digits):
+    def optimizer(self, model, config):
+        return ByNorm(model.parameters(), lr=config.lr, momentum=0.9)
+""",
     # Optimizers with tensors that neither SGD nor AdamW has by default.
     "adagrad": """
 class Adagrad(Digits):

@@ -19,7 +19,7 @@ from ddp_core.batches import Batches, converted
 from ddp_core.config import refuse_other_default_device
 from ddp_core.order import DROPOUT, drawn_by_others, seed_generators
 from ddp_core.snapshot import memory
-from ddp_core.state import RATES, Kept, local, saved_buffers
+from ddp_core.state import RATES, Kept, local, made_by_torch, saved_buffers
 from ddp_core.workload import YOURS, Workload, blame, blaming, outputs_of, refuse_other_names, sources_of
 
 MANY = 16  # rows, of which a metric is seldom 0
@@ -57,8 +57,8 @@ KEPT = (
     "it in a buffer of the model (register_buffer), or compute it from self.steps_done"
 )
 KEPT_BESIDE = (
-    "{names} of the optimizer changes from step to step, and no snapshot holds it: a run that goes on begins with it anew; keep "
-    "what later steps need in self.state[parameter] (tensors, numbers), or as a number in a group"
+    "{names} of the optimizer changes from step to step, and no snapshot holds it: a run that goes on begins with it anew; "
+    "keep what later steps need in self.state[parameter] (tensors, numbers), or as a number in a group"
 )
 BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -287,7 +287,7 @@ def kept_in(model: nn.Module) -> dict[str, list]:
 
 def kept_beside(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, list]:
     """What a user's own optimizer keeps beside its state, by name: attributes, and in its groups what is no number."""
-    if type(optimizer).__module__.partition(".")[0] == "torch":
+    if made_by_torch(optimizer):
         return {}
     of_torch = ("state", "param_groups", "defaults", "grad_scale", "found_inf")
     kept = {f"self.{name}": value for name, value in vars(optimizer).items() if name not in of_torch}
