@@ -401,8 +401,8 @@ class Trainer:
 
     def _save_snapshot(self, best: bool = False, snapshot: bool = True) -> None:
         """Training waits for a copy of the state, which is written while it goes on. best: as best.safetensors, too."""
-        began = time.perf_counter()
         self._refuse_unsaved()
+        began = time.perf_counter()
         self._refuse_diverged_replicas()
         with self.profile.part("snapshot"):
             self.state.progress.scale = self.guard.scale
