@@ -539,6 +539,34 @@ class Frozen(Digits):
     def optimizer(self, model, config):
         return torch.optim.AdamW(model.parameters(), lr=0.01)
 """,
+    # Optimizers of one's own: one makes a state at its fifth step, one divides by a norm.
+    "averages_late": """
+class Average(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for parameter in group["params"] if group["count"] > 4 else ():
+                slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+                parameter.data.copy_(slow.lerp_(parameter.detach(), 0.5))
+
+class AveragesLate(Digits):
+    def optimizer(self, model, config):
+        return Average(model.parameters(), lr=config.lr)
+""",
+    "by_norm": """
+class ByNorm(torch.optim.SGD):
+    def step(self, closure=None):
+        parameters = self.param_groups[0]["params"]
+        scale = 1 / sum(parameter.grad.square().sum().item() for parameter in parameters) ** 0.5
+        for parameter in parameters:
+            parameter.grad *= scale
+        super().step(closure)
+
+class ByNorms(Digits):
+    def optimizer(self, model, config):
+        return ByNorm(model.parameters(), lr=config.lr, momentum=0.9)
+""",
     # Optimizers with tensors that neither SGD nor AdamW has by default.
     "adagrad": """
 class Adagrad(Digits):
@@ -549,6 +577,23 @@ class Adagrad(Digits):
 class AmsGrad(Digits):
     def optimizer(self, model, config):
         return torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True)
+""",
+    # An optimizer that counts in itself, with a tensor in its group, one that no step changes, and a list of the model's.
+    "counts_beside": """
+class Counting(torch.optim.SGD):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr=lr)
+        self.count, self.fixed, self.mine = 0, torch.ones(3), [*self.param_groups[0]["params"]]
+        self.param_groups[0]["seen"] = torch.zeros(())
+
+    def step(self, closure=None):
+        self.count += 1
+        self.param_groups[0]["seen"] = self.param_groups[0]["seen"] + 1
+        super().step(closure)
+
+class CountsBeside(Digits):
+    def optimizer(self, model, config):
+        return Counting(model.parameters(), lr=config.lr)
 """,
     # An optimizer that counts steps by sevens, in its group: after an epoch of 14 steps it is where it began.
     "by_sevens": """
@@ -1378,10 +1423,17 @@ class Rows:
         self.read += 1
         if os.getpid() != self.process and self.read == self.last + 1:
             if not self.seconds:
+                time.sleep(0.2)  # the rank has what was read before
                 os.kill(os.getpid(), 9)
             time.sleep(self.seconds)
             open(self.woke, "w").close()
         return tuple(column[row] for column in self.rows.columns)
+
+
+class HeldOut(Rows):
+    def __len__(self):
+        time.sleep(0.3)  # meanwhile the other's worker dies; then some are forked for these rows
+        return len(self.rows)
 
 
 class Dies(Digits):
@@ -1391,6 +1443,8 @@ class Dies(Digits):
 
     def data(self, config):
         train, held_out = super().data(config)
+        held_out = HeldOut(held_out, config)
+        held_out.last = -1
         return Rows(train, config), held_out
 
     def forward(self, model, batch):
@@ -1575,6 +1629,18 @@ class SchedulesByTorch(Digits):
         made = super().optimizer(model, config)
         self.scheduler = torch.optim.lr_scheduler.StepLR(made, 5)
         return made
+""",
+    "keeps_a_list": """
+class Keeps(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["seen"] = [parameter.grad]
+
+
+class KeepsAList(Digits):
+    def optimizer(self, model, config):
+        return Keeps(model.parameters(), lr=config.lr)
 """,
     "keeps_an_extra_state": """
 class Net(nn.Sequential):

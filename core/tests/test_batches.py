@@ -336,6 +336,28 @@ def _read_with_a_worker_that_dies_at_once() -> None:
     next(Batches(Deadly(*table(), noise=0.0), find(Augmented), config, torch.device("cpu"), torch.float64).stream(plan()))
 
 
+def test_a_worker_that_dies_while_the_rank_forks_others_is_missed_at_once(tmp_path):
+    job = ranks.fork(tmp_path, ranks.call("test_batches", "_wait_for_one_that_python_has_reaped"))
+    assert job.codes == [1] and "DataLoader worker (pid" in job.err[0], (job.codes, job.err)
+
+
+def _wait_for_one_that_python_has_reaped() -> None:
+    import multiprocessing
+    import os
+
+    class Deadly(OneByOne):
+        def __getitem__(self, row):
+            return super().__getitem__(row) if row < 4 else os._exit(9)
+
+    config = parse(["--workers", "1", "--device", "cpu"], 1, workload=find(Augmented))
+    rows = Batches(Deadly(*table(), noise=0.0), find(Augmented), config, torch.device("cpu"), torch.float64)
+    batches = rows.stream(iter([(0, torch.arange(4)), (0, torch.arange(4, 8))]))
+    next(batches)
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # for its death
+    multiprocessing.active_children()  # reaps it, as the start of another does
+    next(batches)
+
+
 def test_that_a_rank_hangs_up_on_a_worker_is_no_news(tmp_path):
     """It does where another worker has died while it takes rows of this one."""
     job = ranks.fork(tmp_path, ranks.call("test_batches", "_hung_up_on"))

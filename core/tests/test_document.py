@@ -11,7 +11,7 @@ import torch
 from ddp_core import snapshot
 from ddp_core.document import refuse_senseless
 from ddp_core.errors import SnapshotError
-from ddp_core.state import State
+from ddp_core.state import State, layout
 from ranks import train
 
 FACTS = dict(problem={"workload": "small", "lr": 0.1}, data="abc", steps_per_epoch=4, world_size=1, versions={"torch": "2"})
@@ -33,6 +33,17 @@ def adopted(document: dict) -> State:
     ours.progress = ours.check(theirs.tensors(), document, "FILE")
     ours.put_numbers()
     return ours
+
+
+def test_what_an_optimizer_makes_in_a_later_step_is_made_as_a_snapshot_has_it():
+    """Of a user's own; one of torch's makes all in its first."""
+    theirs, ours, torch_s = fresh(), fresh(), fresh()
+    ours.optimizer.__class__ = type("Own", (torch.optim.SGD,), {})
+    for parameter in theirs.model.parameters():
+        theirs.optimizer.state[parameter] |= {"slow": parameter.detach().double(), "steps": torch.zeros(2, dtype=torch.int64)}
+    ours.make(ours.made_later(theirs.tensors()))
+    assert layout(ours.tensors()) == layout(theirs.tensors())
+    assert torch_s.made_later(theirs.tensors()) == []
 
 
 def test_what_a_run_has_written_makes_sense():

@@ -19,7 +19,7 @@ from ddp_core import snapshot
 from ddp_core.config import parse
 from ddp_core.errors import StorageError
 from ddp_core.order import sample_order, seed_everything
-from ddp_core.probe import notes_on_buffers
+from ddp_core.probe import kept_beside, notes_on_buffers
 from ddp_core.record import Record
 from ddp_core.summary import Stopwatch, summarize
 from ddp_core.workload import find
@@ -300,6 +300,26 @@ def test_a_batch_s_own_statistics_are_noted_and_frozen_ones_are_not(tracks, chan
     """Without running means no buffer changes, and the statistics are the batch's all the same."""
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8, track_running_stats=tracks))
     assert [note.split(" uses ")[0] for note in notes_on_buffers(model, changed)] == ["BatchNorm1d"] * noted
+
+
+def test_what_an_optimizer_changes_beside_its_state_is_seen_also_in_one_that_it_wraps():
+    class Around(torch.optim.SGD):
+        def __init__(self, parameters):
+            super().__init__(parameters, lr=0.1)
+            self.inner, self.mine, self.fixed = torch.optim.Adam(self.param_groups), parameters, torch.ones(3)
+
+        def step(self):
+            self.inner.step()
+
+    model = torch.nn.Linear(2, 1)
+    optimizer, kept = Around([*model.parameters()]), []
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(2):
+        optimizer.step()
+        kept.append(kept_beside(optimizer, model))
+    assert [name for name in kept[0] if kept[0][name] != kept[1][name]] == ["self.inner"]
+    assert kept_beside(optimizer.inner, model) == {}
 
 
 def test_under_canonical_dropout_needs_no_note(finished):

@@ -758,9 +758,8 @@ def test_an_optimizer_that_keeps_what_no_snapshot_holds_is_told(tmp_path):
         return Kept(model.parameters(), lr=0.1)
     """
     job = failed(tmp_path, small(methods))
-    assert (
-        "the optimizer Kept keeps history, and a snapshot holds tensors and numbers" in job.error and not job.snapshot.exists()
-    )
+    assert "mine: the optimizer Kept keeps history, and a snapshot holds tensors and numbers" in job.error, job.error
+    assert not job.snapshot.exists() and not job.records("step"), "after its first step"
 
 
 @pytest.mark.parametrize("flags", ["", "--global-batch-size 1 --epochs 1"])

@@ -59,6 +59,7 @@ MISTAKES |= dict(sounds_lost="at step 3, line 11 (loss): RuntimeError: the peer 
 REFUSED = dict(needs_a_closure="should return an optimizer of torch.optim that needs no closure")
 REFUSED |= dict(schedules_by_torch="optimizer() made one of torch's lr_scheduler", lazy="3.weight, 3.bias has no shape yet")
 REFUSED |= dict(keeps_an_extra_state="Net has get_extra_state()", expanded="ones is an expanded view")
+REFUSED |= dict(keeps_a_list="keeps_a_list: the optimizer Keeps keeps seen, and a snapshot holds tensors and numbers")
 REFUSED |= dict(moves_twice="3.running_mean, 3.running_var, 3.num_batches_tracked, and --checkpoint-activations computes it")
 
 
@@ -764,6 +765,7 @@ def test_a_workload_file_that_cannot_be_used_is_one_line(check, train_own, name)
 @only(sizes=(1,))
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_or_an_optimizer_that_cannot_be_used_is_one_line(check, train_own, name):
+    """No line before it tells of an epoch."""
     run = train_own(name)
     one_line(check, run, 2, REFUSED[name], [line for line in run.lines if not line.startswith("rank=")])
 
@@ -804,13 +806,14 @@ def test_a_row_that_cannot_be_read_is_named(check, world, train_own, where, work
 
 @clause("X10")
 @only(sizes=(1, 2), devices=("cpu",))
-@pytest.mark.parametrize("batches", [0.5, 2.5])
+@pytest.mark.parametrize("batches", [0.5, 1.5, 2.5])
 def test_a_worker_that_dies_is_named(check, world, train_own, batches):
-    """While the rank waits for its first batch, or is in its first step: workers read two batches ahead."""
-    last = int(batches * G / world.size)
-    run = expect_exit(check, train_own("dies", f"--workers 1 --last {last}", apart=True), 7)
+    """While the rank waits for its first batch, forks others, or is in its first step: workers read two batches ahead."""
+    last, began = int(batches * G / world.size), time.monotonic()
+    run = expect_exit(check, train_own("dies", f"--workers 1 --last {last} --timeout 30", apart=True), 7)
     words = "a worker that reads rows died"
     check.equal(says=(words if words in "".join(run.errors) else run.errors, words))
+    check.equal(is_noticed_by_timeout_alone=(time.monotonic() - began > 30, False))
 
 
 @clause("X10")

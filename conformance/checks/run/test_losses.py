@@ -517,6 +517,15 @@ def test_what_no_snapshot_holds_is_said(check, train_own):
 
 
 @clause("L17")
+@only(sizes=(1, 2))
+def test_what_an_optimizer_keeps_beside_its_state_is_said(check, train_own):
+    """Once, and of one that keeps all in it nothing."""
+    beside, counts = done(check, train_own("counts_beside"), train_own("counts"))
+    named = [re.findall("note=(.*) of the optimizer changes", run.output[0]) for run in (beside, counts)]
+    check.equal(named=(named, [["self.count, seen in a group"], []]))
+
+
+@clause("L17")
 @only(sizes=(1,))
 def test_what_does_not_repeat_is_said(check, train_own):
     """A loss and rows that are drawn from generators that nobody has seeded. The first rows, which are tried, are not."""

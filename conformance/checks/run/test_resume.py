@@ -485,9 +485,11 @@ def test_all_that_is_drawn_and_kept_survives_a_stop(check, world, runs, first, p
 
 @clause("C7")
 @only(sizes=(1, 2))
-@pytest.mark.parametrize("name", ["counts", "by_sevens", "frozen", "experts", "adagrad", "amsgrad"])
+@pytest.mark.parametrize("name", ["counts", "by_sevens", "frozen", "experts", "adagrad", "amsgrad", "averages_late", "by_norm"])
 def test_what_an_optimizer_keeps_is_kept(check, world, runs, first, own_file, name):
-    """Tensors of any name, plain numbers; nothing of a parameter that is frozen, or that no row has asked for."""
+    """Tensors of any name, made late or at once, plain numbers; nothing of a parameter that is frozen, or that no row has
+    asked for. One divides by the norm of its gradients.
+    """
     file, path = own_file(name), runs.folder(first, f"{name}-resumed")
     never = world.train(first, runs.folder(first, name), f"{file} --epochs 2")
     done(check, never, world.train(first, path, f"{file} --epochs 1"))

@@ -252,7 +252,7 @@ class Workers:
     not end.
     """
 
-    waits = False  # a process has one rank, which waits for one thing
+    waiting: "Workers | None" = None  # a process has one rank, which waits for one thing
 
     def __init__(self, batches: Any):
         self.batches, self.get, self.ending = batches, batches._try_get_data, False
@@ -261,17 +261,21 @@ class Workers:
 
     def wait(self, *timeout) -> tuple[bool, Any]:
         """For rows. A worker that dies is an error here, and nowhere else."""
-        Workers.waits = True  # first, and then a look at those that have died before
+        Workers.waiting = self  # first, and then a look at those that have died before
         try:
             self.look()
             return self.get(*timeout)
         finally:
-            Workers.waits = False
+            Workers.waiting = None
 
     @staticmethod
     def look(*_) -> None:
-        if Workers.waits:
-            signal_handling._error_if_any_worker_fails()
+        if not Workers.waiting:
+            return
+        signal_handling._error_if_any_worker_fails()
+        # It passes over one that Python has reaped, as each start of another process does.
+        if dead := [worker.pid for worker in Workers.waiting.batches._workers if worker.exitcode is not None]:
+            raise RuntimeError(f"DataLoader worker (pid {dead[0]}) exited unexpectedly")
 
     def set(self) -> None:
         """End them. They ignore SIGTERM, by which Python ends its children before it leaves: it would wait for ever."""

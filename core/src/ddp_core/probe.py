@@ -20,7 +20,7 @@ from ddp_core.batches import Batches, converted
 from ddp_core.config import refuse_other_default_device
 from ddp_core.order import DROPOUT, drawn_by_others, seed_generators
 from ddp_core.snapshot import memory
-from ddp_core.state import Kept, saved_buffers
+from ddp_core.state import Kept, local, saved_buffers
 from ddp_core.workload import YOURS, Workload, blame, blaming, outputs_of, refuse_other_names, sources_of
 
 MANY = 16  # rows, of which a metric is seldom 0
@@ -281,6 +281,14 @@ def kept_in(model: nn.Module) -> dict[str, list]:
                 parts = [part for part in tree_leaves(value) if id(part) not in of_model]
                 kept[f"{place}.{name}".lstrip(".")] = [_plain(part) for part in parts]
     return kept
+
+
+def at_a_glance(part: Any) -> Any:
+    """Of a tensor how often it was written, and its first numbers: it may be as large as the model."""
+    if isinstance(part, torch.Tensor) and not part.is_inference():
+        dense = part.layout == torch.strided and not part.is_nested
+        return part._version, _plain(local(part.detach()).flatten()[:64]) if dense else None
+    return _plain(part)
 
 
 def _plain(part: Any) -> Any:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from ddp_core.document import refuse_senseless
-from ddp_core.errors import SnapshotError, WorkloadError, printable
-from ddp_core.snapshot import KINDS
+from ddp_core.errors import SnapshotError, printable
+from ddp_core.snapshot import DTYPES, KINDS
 
 RATES = ("lr", "initial_lr")  # of an optimizer's group: the schedule sets them
 # torch.optim's names of a state, and ours in a snapshot; other optimizers' states keep torch's.
@@ -63,15 +63,40 @@ class State:
     def lay_out(self) -> None:
         """Have the optimizer make its state, for a snapshot to be copied into.
 
-        torch.optim makes it at the first step only: this is one with gradients of zero. The parameters are overwritten after.
-        Frozen ones, which the optimizer may have been given too, never have a gradient, and no state.
+        torch.optim makes it at the first step only: this is one with gradients of zero, or else of one, for some divide by
+        their norm. The parameters are overwritten after. Frozen ones, which the optimizer may have been given too, never have a
+        gradient, and no state.
         """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
+        try:
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.step()
+        except (ArithmeticError, torch.linalg.LinAlgError):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            self.optimizer.step()
         for parameter in parameters:
             parameter.grad = None
+
+    def made_later(self, tensors: dict) -> list[tuple[str, str, str, tuple]]:
+        """What a user's own optimizer has made in a snapshot, and not in its first step: state, parameter, kind and shape."""
+        if made_by_torch(self.optimizer):
+            return []
+        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        missing = [name.split(".", 2) for name in tensors.keys() - self.tensors().keys() if name.count(".") > 1]
+        pairs = sorted((key, p) for kind, key, p in missing if kind == "optim" and key not in NAMES.values() and p in trained)
+        found = [(key, name, tensors[f"optim.{key}.{name}"]) for key, name in pairs]
+        return [(key, name, DTYPES.get(tensor.dtype, tensor.dtype), tuple(tensor.shape)) for key, name, tensor in found]
+
+    def make(self, states: list) -> None:
+        """For a snapshot to be copied into."""
+        parameters = dict(self.model.named_parameters())
+        for key, name, kind, shape in states:
+            parameter = parameters[name]
+            alike = tuple(shape) == tuple(parameter.shape)  # then in parts, where it is
+            like = parameter.detach() if alike else torch.empty(shape, device=parameter.device)
+            self.optimizer.state[parameter][key] = torch.zeros_like(like, dtype=KINDS[kind])
 
     def check(self, tensors: dict[str, torch.Tensor], document: dict, path: object) -> Progress:
         """The progress of a snapshot that fits the model and the laid-out optimizer. Raises SnapshotError."""
@@ -131,6 +156,7 @@ class State:
         resuming = peers.broadcast(loaded is not None)
         if resuming:
             self.lay_out()
+            self.make(peers.broadcast(self.made_later(loaded[0]) if loaded else None))
         progress = peers.together((lambda: self.check(*loaded, path).__dict__) if loaded else None)
         self.progress = Progress(**peers.broadcast(progress or {}))
         self.forget(self.progress.stateless)
@@ -216,24 +242,31 @@ def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict]:
     """The plain numbers that an optimizer keeps, such as a count of steps: of each group; and last, by name, of each parameter.
 
-    torch.optim's own keep tensors only. Raises WorkloadError on a state that is neither.
+    torch.optim's own keep tensors only.
     """
     numbers = [
         {key: n for key, n in group.items() if isinstance(n, int | float) and key not in RATES}
         for group in optimizer.param_groups
     ]
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     states = {}
-    for parameter, state in optimizer.state.items():
-        kept = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor | None)}
-        if parameter not in names or not all(isinstance(value, int | float) for value in kept.values()):
-            what = ", ".join(kept) if parameter in names else "a state of no parameter"
-            raise WorkloadError(
-                f"the optimizer {type(optimizer).__name__} keeps {what}, and a snapshot holds tensors and numbers of parameters"
-            )
-        if kept:
-            states[names[parameter]] = kept
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        if kept := {key: value for key, value in state.items() if isinstance(value, int | float)}:
+            states[name] = kept
     return [*numbers, states]
+
+
+def made_by_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Not a user's own."""
+    return type(optimizer).__module__.partition(".")[0] == "torch"
+
+
+def unsaved(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """What an optimizer's state has that is neither tensor nor number of a parameter: no snapshot holds it."""
+    if optimizer.state.keys() - {*model.parameters()}:
+        return ["a state of no parameter"]
+    pairs = [pair for state in optimizer.state.values() for pair in state.items()]
+    return sorted({str(key) for key, value in pairs if not isinstance(value, torch.Tensor | int | float | None)})
 
 
 def differences(theirs: dict, ours: dict) -> list[str]:

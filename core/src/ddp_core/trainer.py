@@ -9,6 +9,7 @@ run of many ranks needs is in a module of its own:
     sharding.py            the same for models in parts, where one device does not hold them
     guard.py               numbers that are not finite never reach the model
     reconcile.py           what the ranks tell each other, once a second
+    later.py, replicas.py  what is looked at then, and before each snapshot
     evaluation.py          the held-out rows
     state.py, document.py, snapshot.py, files.py, run_directory.py    what is saved, how it is written, and where
     background.py          and beside what
@@ -18,23 +19,22 @@ import importlib
 import itertools
 import math
 import time
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 from ddp_core.background import Saver
 from ddp_core.batches import Batches
 from ddp_core.build import build_model_and_optimizer
 from ddp_core.config import TrainConfig
 from ddp_core.device import versions
-from ddp_core.errors import ExitCode, NonFiniteError, PeerLostError, named
+from ddp_core.errors import ExitCode, NonFiniteError
 from ddp_core.evaluation import Evaluation
 from ddp_core.files import in_place
 from ddp_core.guard import Guard
+from ddp_core.later import Later
 from ddp_core.order import DROPOUT, OPTIMIZER, Order, micro_batches, seed_generators
 from ddp_core.probe import notes_on_schedule
 from ddp_core.process_group import Peers
@@ -43,14 +43,12 @@ from ddp_core.reconcile import Agreed, Reconciliation
 from ddp_core.record import Record
 from ddp_core.reduction import KINDS, Reduction
 from ddp_core.rehearsal import rehearse
+from ddp_core.replicas import refuse_diverged
 from ddp_core.run_directory import RunDirectory
-from ddp_core.state import State, local, saved_buffers
+from ddp_core.state import State, made_by_torch, saved_buffers
 from ddp_core.stop import StopFlag
 from ddp_core.summary import Stopwatch
 from ddp_core.workload import Workload, outputs_of, parts_of
-
-BROKEN = "suspect the memory or the fabric of that node, and resume without it"
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 
 
 class Trainer:
@@ -99,7 +97,7 @@ class Trainer:
 
         parts: tuple = (self.train_rows, peers, self.autocast, self.sharding)
         self.model, self.optimizer, self.seen = peers.together(lambda: build_model_and_optimizer(*parts))
-        self.own_optimizer = not type(self.optimizer).__module__.startswith("torch.optim")
+        self.own_optimizer = not made_by_torch(self.optimizer)
         self.seen.notes.extend(peers.together(lambda: notes_on_schedule(workload, self.model, self.total_steps)))
         facts = dict(problem=config.problem(), data=fingerprint, steps_per_epoch=self.steps_per_epoch)
         facts |= dict(world_size=peers.world_size, versions=versions())
@@ -116,13 +114,13 @@ class Trainer:
         compiled: Any = torch.compile(self.model) if config.compile else self.model
         self.reduction = self.kind(self.model, compiled, self.peers, self.workload.unused_parameters)
         self.reduction.changing = self.seen.buffers
-        self.watched = self._versions()
+        shared = self.seen.buffers if self.peers.world_size > 1 else [*saved_buffers(self.model)]
+        self.later = Later(self.workload, self.model, self.optimizer, shared, self.step)
         weight = self.reduction.weight(config.global_batch_size)
         self.guard = Guard(self.optimizer, config.precision, config.clip_norm, weight, self.device)
         self.guard.scale = self.state.progress.scale
-        self.trained = trained_in(self.model)
         # Now, not at the first snapshot: what was sent to the ranks has arrived as it was.
-        self._refuse_diverged_replicas()
+        refuse_diverged(self.model, self.peers, self.reduction.split_over, self.step)
 
     def _first_backward(self) -> None:
         """Of the rows that were tried, on every rank; nothing is made of its gradients."""
@@ -274,13 +272,8 @@ class Trainer:
             agreed = self.reconciliation.exchange(self.step, bool(self.stop), due, self.guard.tolerates())
         if agreed.not_finite:
             self._refuse_non_finite(*agreed.not_finite)
-        if changed := sorted(self.trained ^ trained_in(self.model)):
-            raise self.workload.unusable(
-                f"requires_grad of {', '.join(changed[:6])} has changed by step {self.step}, and what is trained is settled "
-                "when a run begins: freeze in model(); to train more later, begin another run with this one's weights (model() "
-                "loads best.safetensors)"
-            )
-        self._note_late_buffers()
+        for note in self.later.look(self.step):
+            self.record.say(note=note)
         # Sums over rows travel, and are divided once: a mean of the ranks' means would round at every world size anew.
         losses = (agreed.losses / config.global_batch_size).tolist()
         for step, (parts, norm) in enumerate(zip(losses, agreed.norms.tolist(), strict=True), agreed.first):
@@ -291,22 +284,6 @@ class Trainer:
         place = (f"{epoch + 1}/{config.epochs}", index + 1, self.steps_per_epoch)
         self.record.progress(*place, losses[-1][0], self.watch.speeds[-1], left)
         return agreed
-
-    def _versions(self) -> dict[str, int]:
-        """How often each buffer was written that the ranks do not take from rank 0 in each step."""
-        buffers = saved_buffers(self.model) if self.peers.world_size > 1 else {}
-        return {name: buffer._version for name, buffer in buffers.items() if name not in self.seen.buffers}
-
-    def _note_late_buffers(self) -> None:
-        """What the trial before the first step has not seen to change, a codebook that waits for a step say."""
-        now = self._versions()
-        if late := [name for name, version in self.watched.items() if now[name] != version]:
-            self.watched = {name: version for name, version in self.watched.items() if name not in late}
-            self.record.say(
-                note=f"the model began to change its buffers {', '.join(late[:6])} by step {self.step}, and not at the first: "
-                "each rank keeps its own until an evaluation, and a run that goes on has rank 0's; change them in every step, "
-                "by nothing until then"
-            )
 
     def _note(self, step: int, loss: float, *parts: float, grad_norm: float) -> None:
         epoch, index = divmod(step, self.steps_per_epoch)
@@ -354,7 +331,7 @@ class Trainer:
             began = time.perf_counter()
             # BatchNorm's statistics are each rank's own: all evaluate with those that the snapshot has.
             self.peers.broadcast_tensors([*saved_buffers(self.model).values()])
-            self.watched = {name: version for name, version in self._versions().items() if name in self.watched}
+            self.later.evaluated()
             rehearse("evaluation", self.step)
             results = self.evaluation.evaluate()
             self.watch.spent("evaluation", began)
@@ -386,7 +363,7 @@ class Trainer:
     def _save_snapshot(self, best: bool = False, snapshot: bool = True) -> None:
         """Training waits for a copy of the state, which is written while it goes on. best: as best.safetensors, too."""
         began = time.perf_counter()
-        self._refuse_diverged_replicas()
+        refuse_diverged(self.model, self.peers, self.reduction.split_over, self.step)
         with self.profile.part("snapshot"):
             self.state.progress.scale = self.guard.scale
             save = lambda tensors, drafts: self.saver.save(tensors, self.state.document(), best, snapshot, drafts)  # noqa: E731
@@ -400,48 +377,3 @@ class Trainer:
         began = time.perf_counter()
         self.peers.together(self.saver and self.saver.settle, self.record.failure)
         self.watch.spent("snapshots", began)
-
-    def _refuse_diverged_replicas(self) -> None:
-        # A snapshot is rank 0's. If another rank trains with other numbers, it is no snapshot of this training.
-        rank, parts = self.peers.rank, self.reduction.split_over
-        if parts == self.peers.world_size:
-            return  # no two ranks have the same numbers
-        mine = checksum(self.model.parameters())
-        of_parts = torch.full((parts,), -1.0, dtype=torch.float64)
-        if rank < parts:
-            of_parts[rank] = mine
-        _, should_be = self.peers.reduce(most=of_parts)
-        if odd := self.peers.which(bool(mine != should_be[rank % parts])):
-            raise PeerLostError(
-                f"the parameters of rank {named(odd)} differ from rank {odd[0] % parts}'s at step {self.step}: no snapshot "
-                f"was written; {self._cause_of_other_numbers() if parts == 1 else BROKEN}",
-                everywhere=True,
-            )
-
-    def _cause_of_other_numbers(self) -> str:
-        """Collective. Of whole models: what they are made of, a parameter that the model moves itself, or a node."""
-        parameters = dict(self.model.named_parameters())
-        layout = zlib.crc32(repr([(name, *parameter.shape) for name, parameter in parameters.items()]).encode())
-        _, should_be = self.peers.reduce(most=torch.tensor([0.0 if self.peers.rank else layout], dtype=torch.float64))
-        if self.peers.which(layout != int(should_be)):
-            return "model() makes other parameters there, by name or shape: it should make the same ones on every rank"
-        mine = torch.cat([checksum([parameter]) for parameter in parameters.values()])
-        _, should_be = self.peers.reduce(most=mine if self.peers.rank == 0 else torch.full_like(mine, -1.0))
-        _, differs = self.peers.reduce(most=(mine != should_be).double())
-        odd = [name for name, other in zip(parameters, differs.tolist(), strict=True) if other]
-        if not any(parameters[name].requires_grad for name in odd):
-            return f"the model moves {', '.join(odd[:6])} by a rank's own rows: make it a buffer (register_buffer)"
-        return f"{', '.join(odd[:6])}: optimizer() or its step() is not the same on every rank, or {BROKEN}"
-
-
-def trained_in(model: nn.Module) -> set[str]:
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def checksum(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """[1] fp64: the parameters' bits, summed as integers modulo 2**52. Replicas that agree have equal ones."""
-    total = torch.zeros((), dtype=torch.int64)
-    for parameter in parameters:
-        bits = local(parameter.detach()).reshape(-1).view(BITS[parameter.element_size()])
-        total = total.to(bits.device) + bits.sum(dtype=torch.int64)
-    return (total % 2**52).double().cpu().view(1)

@@ -1,0 +1,92 @@
+"""What the trial before the first step (probe.py) could not see: looked for each time the ranks reconcile."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ddp_core.probe import at_a_glance
+from ddp_core.state import RATES, made_by_torch, saved_buffers, unsaved
+from ddp_core.workload import Workload
+
+EARLY = 10  # steps of a start in which its optimizer is looked at
+OF_TORCH = ("state", "param_groups", "defaults", "grad_scale", "found_inf")
+LATE_BUFFERS = (
+    "the model began to change its buffers {names} by step {step}, and not at the first: each rank keeps its own until an "
+    "evaluation, and a run that goes on has rank 0's; change them in every step, by nothing until then"
+)
+KEPT_BESIDE = (
+    "{names} of the optimizer changes from step to step, and no snapshot holds it: a run that goes on begins with it anew; "
+    "keep what later steps need in self.state[parameter] (tensors, numbers), or as a number in a group"
+)
+
+
+class Later:
+    """One rank's look at its model and its optimizer."""
+
+    def __init__(self, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, shared: list[str], step: int):
+        """shared: the buffers that all ranks take from rank 0 in every step. step: the first of this start."""
+        self.workload, self.model, self.optimizer, self.shared, self.first = workload, model, optimizer, shared, step
+        self.trained, self.versions = self._trained(), self._versions()
+        self.beside: dict[str, list] | None = None
+
+    def look(self, step: int) -> list[str]:
+        """Notes, each of them once. Raises WorkloadError where the run cannot go on so."""
+        if changed := sorted(self.trained ^ self._trained()):
+            raise self.workload.unusable(
+                f"requires_grad of {', '.join(changed[:6])} has changed by step {step}, and what is trained is settled "
+                "when a run begins: freeze in model(); to train more later, begin another run with this one's weights (model() "
+                "loads best.safetensors)"
+            )
+        if kept := unsaved(self.model, self.optimizer):
+            raise self.workload.unusable(
+                f"the optimizer {type(self.optimizer).__name__} keeps {', '.join(kept[:6])}, and a snapshot holds tensors and "
+                "numbers of parameters: make one tensor of a list (torch.stack)"
+            )
+        return [*self._late_buffers(step), *self._kept_beside(step)]
+
+    def evaluated(self) -> None:
+        """All ranks have just taken rank 0's buffers."""
+        self.versions = {name: version for name, version in self._versions().items() if name in self.versions}
+
+    def _trained(self) -> set[str]:
+        return {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def _versions(self) -> dict[str, int]:
+        """How often each buffer was written that a rank has for itself."""
+        buffers = saved_buffers(self.model)
+        return {name: buffer._version for name, buffer in buffers.items() if name not in self.shared}
+
+    def _late_buffers(self, step: int) -> list[str]:
+        now = self._versions()
+        late = [name for name, version in self.versions.items() if now[name] != version]
+        self.versions = {name: version for name, version in self.versions.items() if name not in late}
+        return [LATE_BUFFERS.format(names=", ".join(late[:6]), step=step)] if late else []
+
+    def _kept_beside(self, step: int) -> list[str]:
+        if self.beside == {}:
+            return []
+        now, before = kept_beside(self.optimizer, self.model), self.beside or {}
+        changed = [name for name in before if now.get(name) != before[name]]  # what its first step makes is no change
+        early = step < self.first + EARLY
+        self.beside = {name: now[name] for name in before or now if name not in changed} if early else {}
+        return [KEPT_BESIDE.format(names=", ".join(changed[:6]))] if changed else []
+
+
+def kept_beside(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, list]:
+    """What a user's own optimizer keeps beside its state, by name: attributes, and in its groups what is no number."""
+    if made_by_torch(optimizer):
+        return {}
+    kept = {f"self.{name}": value for name, value in vars(optimizer).items() if name not in OF_TORCH}
+    groups = optimizer.param_groups
+    for key in dict.fromkeys(key for group in groups for key in group if key not in ("params", *RATES)):
+        kept[f"{key} in a group"] = [value for group in groups if not isinstance(value := group.get(key), int | float)]
+    of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
+    def parts(value: Any) -> list:
+        wrapped = [part for part in tree_leaves(value) if isinstance(part, torch.optim.Optimizer)]
+        states = [[*part.state.values()] for part in wrapped if part.state is not optimizer.state]
+        return [at_a_glance(part) for part in tree_leaves([value, states]) if id(part) not in of_model]
+
+    return {name: parts(value) for name, value in kept.items()}
