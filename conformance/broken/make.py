@@ -2,7 +2,7 @@
 
 sites.toml changes the site in sound/, cluster.toml the one in sound-cluster/, jobs.toml the same one (all its entries are jobs
 of one user on one virtual cluster: test_broken_jobs.py), core.toml the core, suite.toml anything of the
-repository. Of each entry `[[broken]]`:
+repository; odd.toml has what no check rejects, in test_suite.py. Of each entry `[[broken]]`:
 
     clause = "R3"                the clause that must reject it
     what = "..."                 what is broken: the name of its test, so no other has it

@@ -594,8 +594,9 @@ def loose_elsewhere(dry: DryRuns, run: DryRun) -> Iterator[str]:
         words = call.words
         if UNSAFE.search(f" {call.text} ") and call.command not in ("rm", "module-call"):
             yield f"install.sh: {dry.shown(call.text)[:120]}, but should check what it fetches"
+        words = words[words[:1] == ["env"] :]
         if call.command in ("conda", "mamba", "micromamba") and words[:1] and words[0] in ("create", "install"):
-            asked = requirements(words[1:])
+            asked = requirements(words[1:]) + in_file(call.notes.get("file", ""))
             for word in asked:
                 if not pinned(word):
                     yield f"install.sh: conda {words[0]} {word}, but should name a version"
@@ -616,10 +617,18 @@ def without_hash(call: Call, words: list[str]) -> list[str]:
     return named + [line for line in lines if line.partition("#")[0].strip() and "--hash=sha256:" not in line]
 
 
+def in_file(text: str) -> list[str]:
+    """The packages that conda reads: of a list, or of what a file in YAML has below `dependencies:`."""
+    if below := re.search(r"(?ms)^dependencies:(.*?)(?=^\w|\Z)", text):
+        return re.findall(r"(?m)^\s*- *[\"']?([^\"'#\n]+)(?<!:)\b", below[1])
+    return [line for line in map(str.strip, text.splitlines()) if line and line[0] not in "@#"]
+
+
 # Flags that a value follows.
 VALUED = {"--index-url", "--extra-index-url", "-i", "--constraint", "-c", "--target", "-t", "--prefix", "-p", "--channel"}
 VALUED |= {"--find-links", "-f", "-n", "--name", "--cache-dir", "--upgrade-strategy", "--requirement", "-r", "--progress-bar"}
-VALUED |= {"--root-user-action", "--no-binary", "--dest", "-d"}
+VALUED |= {"--root-user-action", "--no-binary", "--only-binary", "--dest", "-d", "--timeout", "--retries", "--platform"}
+VALUED |= {"--file", "--solver", "--subdir", "--config-settings", "-C", "--python-version"}
 
 
 def requirements(words: list[str]) -> list[str]:

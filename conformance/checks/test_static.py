@@ -32,6 +32,7 @@ from conformance.harness.shell import (
     DIRECTIVE,
     GENERAL,
     NEARLY,
+    OF_DEVICES,
     OF_SBATCH,
     OPTIONS,
     PERSONAL,
@@ -43,6 +44,7 @@ from conformance.harness.shell import (
     TRACES,
     Line,
     Script,
+    devices_by,
     gib,
     minutes,
     plain,
@@ -326,12 +328,13 @@ def test_chained_jobs_come_after_a_stop_too(check, site):
 
 @clause("F8")
 def test_paths_that_modules_fill_are_added_to(check, site):
-    """Who replaces one takes the modules' libraries and commands away."""
+    """Who replaces one takes the modules' libraries and commands away. A command of the system may be without them."""
+    of_one_command = re.compile(r" +(q(sub|stat|alter|sig|del)|s(batch|control|cancel|queue|acct|info)|git|curl|ssh|tar) ")
     for path in site.scripts:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             command = r"(?:^\s*|[;&|{(]\s*)(?:export |if |then )?((?:LD_LIBRARY_)?PATH)=(\S*)"
-            for name, value in re.findall(command, line.partition(" #")[0]):
-                if not re.search(rf"\$\{{?{name}\b", value):
+            for name, value, rest in re.findall(f"{command}(.*)", line.partition(" #")[0]):
+                if not re.search(rf"\$\{{?{name}\b", value) and not (value in ("", "''", '""') and of_one_command.match(rest)):
                     yield f"{path.name}:{number}: {name}={value}, but should keep what is in it"
 
 
@@ -541,7 +544,8 @@ def test_addresses_and_places_are_those_of_the_sources(check, site):
                     yield at(script, line, f"have addresses of [[sources]] alone, and no fact has {address}")
             for first, rest in ABSOLUTE.findall(code):
                 path = f"{first}{rest}".rstrip("/")
-                begins = "/".join(path.split("/")[:3])  # /appl/local: one component is a whole machine's
+                # /appl/local: one component is a whole machine's, and two of /opt, as /opt/cray, are a vendor's.
+                begins = "/".join(path.split("/")[: 4 if first == "/opt" else 3])
                 alike = [each for each in places if f"{each}/".startswith(f"{begins}/")]
                 if alike and not any(f"{path}/".startswith(f"{each}/") or each.startswith(f"{path}/") for each in alike):
                     yield at(script, line, f"have {' or '.join(sorted({*alike}))}, as a fact of [[sources]] says, for {path}")
@@ -695,7 +699,7 @@ def to_edit(site, text: str) -> bool:
     if text.startswith(("#SBATCH", "#PBS")) and PERSONAL.match(text):
         return True
     account = site.toml.get("queue", {}).get("account")
-    text = re.sub(r"\bmktemp\b[^;|&)]*", "", text)  # whose template is no place to fill in
+    text = re.sub(r"\bmktemp\b[^;|&)]*|\.X{6,}", "", text)  # whose template is no place to fill in
     return bool(PLACEHOLDER.search(text) or (account and re.search(rf"(?<![\w-]){re.escape(account)}(?![\w-])", text)))
 
 
@@ -789,7 +793,7 @@ def late(site, script: Script, value: str) -> Iterator[str]:
     if site.toml.get("verified", {}).get("status") != "run-on-site":
         needed = max(needed, SAVE_SECONDS)  # less is known of a run alone
     whom = "reach the ranks, and not the batch shell alone"
-    if "B" in value.partition(":")[0] and ":" in value:
+    if "B" in value.partition(":")[0] and ":" in value and not hands_on(site, match[1] if match else ""):
         yield f"--signal={value}, but should {whom}"
     if not match or match[1].removeprefix("SIG") not in ("USR1", "TERM", "10", "15"):
         yield f"--signal={value}, but should be USR1 or TERM, on which train.py saves"
@@ -802,6 +806,14 @@ def late(site, script: Script, value: str) -> Iterator[str]:
         yield f"--signal={value} of --time-min={least}, but should leave time to start and to train: Slurm may give no more"
     if limit and minutes(limit) * 60 < 2 * seconds + START_SECONDS:
         yield f"--signal={value} of --time={limit}, but should leave time to start, and half of the rest to train"
+
+
+def hands_on(site, name: str) -> bool:
+    """Whether the batch shell, which waits for its ranks in the background, has a trap that hands this signal on to them."""
+    code = "\n".join(line.text for script in map(Script, site.scripts) for line in script.lines if not line.is_comment)
+    signal = rf"(SIG)?{name.removeprefix('SIG')}\b"
+    parts = (rf"(?m)^\s*trap\s.*\s{signal}", rf"\b(kill|scancel) .*\b{signal}", r"(?<![\w-])wait\b")
+    return all(re.search(part, code) for part in parts)
 
 
 @clause("J11")
@@ -825,7 +837,7 @@ def test_the_job_fits_the_node(check, site):
         check.equal(nodes=(geometry.get("nodes"), job["nodes"]), tasks_per_node=(tasks, path))
         cores = tasks * geometry.get("cpus-per-task", 1)  # schedulers count a core's threads
         path = (node["cores"] - node.get("reserved_cores", 0)) * node.get("threads_per_core", 1)
-        devices = devices_of(script, tasks, job["nodes"])
+        devices = devices_of(script, tasks, job["nodes"], node.get("sockets", 1))
         check.equal(cores_that_a_node_has_not=(max(0, cores - path), 0))
         check.equal(devices_that_a_node_has_not=(max(0, devices - node["devices"]), 0))
         if not job.get("trains", True):
@@ -839,11 +851,10 @@ def test_the_job_fits_the_node(check, site):
             check.equal(less_than_half_of_the_memory=(0 < asked < node["memory_gib"] / 2, False))
 
 
-def devices_of(script: Script, tasks: int, nodes: int) -> int:
-    """Of a node, as directives ask for them: --gpus-per-node=4, --gpus-per-node=a100:4, --gres=gpu:4, ..."""
-    counts = {"gpus-per-node": 1, "gres": 1, "gpus-per-task": tasks, "gpus": 1 / nodes, "G": 1 / nodes}
-    values = {name: re.fullmatch(r"(?:[a-z]\w*:)*(\d+)", script.options.get(name, "")) for name in counts}
-    requested = [int(value[1]) * counts[name] for name, value in values.items() if value]
+def devices_of(script: Script, tasks: int, nodes: int, sockets: int) -> int:
+    """Of a node, as directives ask for them."""
+    counts = {"gpus-per-task": tasks, "tres-per-task": tasks, "gpus-per-socket": sockets, "gpus": 1 / nodes, "G": 1 / nodes}
+    requested = [devices_by(name, script.options.get(name, "")) * counts.get(name, 1) for name in OF_DEVICES]
     return int(max([*requested, tasks * script.geometry.get("gpus-per-task", 0)]))  # which may be a flag of srun's
 
 

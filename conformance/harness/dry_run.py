@@ -33,7 +33,7 @@ from typing import Any
 
 from conformance.cluster import layer
 from conformance.cluster.shape import names_of
-from conformance.harness.shell import OF_SBATCH, SHORT, Script
+from conformance.harness.shell import OF_DEVICES, OF_SBATCH, SHORT, Script, devices_by
 from conformance.harness.sites import Case, Site
 
 COMMANDS = Path(__file__).with_name("dry_run_commands.py")
@@ -265,7 +265,7 @@ def made_by(install: DryRun) -> list[str]:
     for call in install.calls:
         if call.words[:2] == ["-m", "venv"]:
             environments.append(os.path.join(call.folder, call.words[-1]))
-        if call.command in ("conda", "mamba", "micromamba") and call.words[:1] == ["create"]:
+        if call.command in ("conda", "mamba", "micromamba") and "create" in call.words[:2]:
             environments += [os.path.join(call.folder, value) for value in values_of(call.words, "-p", "--prefix")]
     return environments
 
@@ -670,6 +670,21 @@ class DryRuns:
         restarts = self.site.toml["job"].get("restarts")
         return environ | ({restarts: str(shape["restarts"])} if restarts and shape["restarts"] else {})
 
+    def of_the_machine(self, number: str) -> dict[str, str]:
+        """The variables that the machine sets, of a job by its number; without one those of a login shell."""
+        told = self.site.software.get("environment", {})
+        told = {name: value for name, value in told.items() if number or "{job}" not in value}
+        return {name: value.replace("{job}", number).replace("{user}", USER) for name, value in told.items()}
+
+    def _set_by_the_machine(self, number: str) -> dict[str, str]:
+        """Folders among them are there, the job's own for its user alone."""
+        values = self.of_the_machine(number)
+        for name in [name for name, value in values.items() if re.fullmatch(r"/[^:]*", value)]:
+            values[name] = f"{self.top}/root{values[name]}"
+            if not Path(values[name]).is_dir():
+                Path(values[name]).mkdir(parents=True, mode=0o700)
+        return values
+
     def _run(self, name: str, words: list[str], folder: Path, environ: dict[str, str], shape: dict) -> DryRun:
         site, node = self.site, self.site.toml["node"]
         nodes = shape.get("nodes", 1)
@@ -683,10 +698,11 @@ class DryRuns:
         settings |= dict(devices=shape.get("devices") or node["devices"])
         image = site.software.get("image", "")
         image_environment = dict(word.split("=", 1) for word in layer.provided(site, image) if "=" in word) if image else {}
-        options = Script(self.folder / name).options | shape["options"]  # devices may be asked for as --gres=gpu:a100:4, too
-        asked = re.search(r"(?<![^:])\d+$", options.get("gpus-per-node") or options.get("gres", ""))
-        settings |= dict(asked=asked[0] if asked else "")
+        options = Script(self.folder / name).options | shape["options"]
+        asked = max(devices_by(name, options.get(name, "")) for name in OF_DEVICES[:3])
+        settings |= dict(asked=str(asked or ""))
         settings |= dict(image=image, image_sets=image_environment, device_environment=node.get("device_environment", ""))
+        settings |= dict(to_batch="B" in options.get("signal", "").rpartition(":")[0])
         stop, other = site.toml.get("stop", ""), f"{shape['number']}0"
         settings |= dict(stop=stop.format(job=shape["number"], number=shape["number"]))
         settings |= dict(another_s_stop=stop.format(job=other, number=other))
@@ -714,7 +730,8 @@ class DryRuns:
             DRY_RUN=str(self.top), PATH=f"{self.top}/bin:/usr/bin:/bin", HOME=str(self.top / "home"), USER=USER, LOGNAME=USER
         )
         own |= dict(HTTPS_PROXY=f"http://{USER}:{SECRET}@proxy:3128/", all_proxy=f"http://{USER}:{SECRET}@proxy:3128/")
-        own |= dict(LANG="C.UTF-8", TERM="dumb", HOSTNAME=settings["hosts"][0], TMPDIR=f"{self.top}/root/tmp") | environ
+        own |= dict(LANG="C.UTF-8", TERM="dumb", HOSTNAME=settings["hosts"][0], TMPDIR=f"{self.top}/root/tmp")
+        own |= self._set_by_the_machine("" if name == "install.sh" else shape["number"]) | environ
         own |= dict.fromkeys(SECRETS, SECRET)
         # A job has no module command, unless its script is a login shell's; who installs has one.
         if name == "install.sh" or re.match(r"#!.*\s(-l|--login)\b", (self.folder / name).read_text()):

@@ -134,7 +134,7 @@ def launch(name: str, words: list[str]) -> int:
     for rank in range(count if SETTINGS["all_ranks"] else 1):
         environ = rank_environment(name, rank, places[rank], sizes, flags)
         environ |= placed(rank, count, places[rank], sizes)
-        codes.append(runs(*command, environment=environ, handed_on=of_open_mpi()))
+        codes.append(runs(*command, environment=environ, handed_on=of_open_mpi() or SETTINGS["to_batch"]))
     return max(codes)
 
 
@@ -390,7 +390,9 @@ def heard(event: str) -> bool:
         _signal.signal(number, lambda got, _: signals.append(got))
     if event == "another's stop":
         os.system(SETTINGS["another_s_stop"])
-    if event == "warning":  # to every process of the ranks; and a program that runs beside them shall bear it, too
+    if event == "warning" and SETTINGS["to_batch"]:  # --signal=B:USR1, which a trap hands on
+        os.kill(job_script(), USR1)
+    elif event == "warning":  # to every process of the ranks; and a program that runs beside them shall bear it, too
         for process in {*below(int(os.environ["DRY_RUN_LAUNCHER"])), *programs_beside()}:
             os.kill(process, USR1)
     elif event == "cancelled":  # by scancel to the ranks, and here to the script, too; by qdel to the script
@@ -543,6 +545,15 @@ def pbsnodes(name: str, words: list[str]) -> int:
     return 0
 
 
+def scancel(name: str, words: list[str]) -> int:
+    """Of a batch shell that hands a signal on: to the processes of the ranks."""
+    names = [each for each in below(job_script()) if stands_in(command_line(each))] if SETTINGS["to_batch"] else []
+    for launcher in [each for each in names if os.path.basename(command_line(each)[4]) == SETTINGS["launcher"]]:
+        for process in below(launcher) if "USR1" in value_of(words, "--signal", "-s") else ():
+            os.kill(process, USR1)
+    return 0
+
+
 def sbatch(name: str, words: list[str]) -> int:
     print("777" if "--parsable" in words else "Submitted batch job 777")
     return 0
@@ -660,8 +671,15 @@ def shifterimg(name: str, words: list[str]) -> int:
 
 def conda(name: str, words: list[str]) -> int:
     folder = value_of(words, "-p", "--prefix")
+    if words[:1] == ["run"]:
+        os.environ["PATH"] = f"{folder}/bin:{os.environ['PATH']}" if folder else os.environ["PATH"]
+        return runs(*split(words[1:])[1])
     if SETTINGS["fails"] == "conda":
         return 1
+    if os.path.exists(path := value_of(words, "--file", "-f")):
+        with open(path) as file:
+            NOTES["file"] = file.read()
+    words = words[words[:1] == ["env"] :]
     if words[:1] == ["create"] or words[:1] == ["install"]:
         leave(os.environ.get("CONDA_PKGS_DIRS") or f"{os.environ['HOME']}/.conda/pkgs")
         if os.environ.get("CONDA_REGISTER_ENVS") != "false":
@@ -757,10 +775,11 @@ def module_call(name: str, words: list[str]) -> int:
         if SETTINGS["fails"] == "module" or SETTINGS["fails"].removeprefix("module ") in words[1:]:
             print(f"Lmod has detected the following error: {words[1]} is unknown", file=sys.stderr)
             return 1
-        for module in words[1:]:
+        new = words[-1:] if words[0] in ("switch", "swap") else words[1:]  # the last one takes the place of the first
+        for module in new:
             for key, value in SETTINGS["modules"].get(module, {}).items():
                 print(f"export {key}='{value}'")
-        loaded = [*filter(None, os.environ.get("LOADEDMODULES", "").split(":")), *words[1:]]
+        loaded = [*filter(None, os.environ.get("LOADEDMODULES", "").split(":")), *new]
         print(f"export LOADEDMODULES='{':'.join(loaded)}'")
     elif words[:1] in (["purge"], ["reset"]):
         print("unset LOADEDMODULES")
@@ -786,7 +805,7 @@ ANSWERS |= dict.fromkeys(("singularity", "apptainer", "shifter", "podman-hpc", "
 ANSWERS |= dict(pip=pip, pip3=pip, conda=conda, mamba=conda, micromamba=conda, scontrol=scontrol, squeue=squeue)
 ANSWERS |= dict(sbatch=sbatch, qsub=qsub, qstat=qstat, shifterimg=shifterimg, hostname=hostname, getent=getent, ip=ip)
 ANSWERS |= dict(numactl=wrapper, sleep=sleep, rm=rm, mktemp=mktemp, curl=download, wget=download)
-ANSWERS |= dict(uuidgen=uuidgen, qsig=qsig)
+ANSWERS |= dict(uuidgen=uuidgen, qsig=qsig, scancel=scancel)
 
 
 def fails() -> bool:
@@ -856,7 +875,7 @@ def makes(name: str, words: list[str]) -> str:
         return next(word for word in reversed(words) if not word.startswith("-"))
     if (words[:2] == ["-m", "pip"] or name in ("pip", "pip3")) and {"install", "download"} & {*words}:
         return f"{packages_of(sys.argv[1])}/~{HALF}"  # pip renames so what it takes out
-    if name in ("conda", "mamba", "micromamba") and words[:1] == ["create"]:
+    if name in ("conda", "mamba", "micromamba") and "create" in words[:2]:
         return value_of(words, "-p", "--prefix")
     if name == "conda-pack":
         return value_of(words, "--output")

@@ -21,8 +21,9 @@ slurm.schedmd.com docs.kernel.org man7.org docs.nvidia.com huggingface.co apptai
 horovod.readthedocs.io github.com/horovod/horovod github.com/NVIDIA/nccl github.com/SchedMD/slurm docs.mpi-forum.org
 """
 PLACEHOLDER = re.compile(
-    r"<[A-Za-z][\w -]*>|PROJECT_?ID|\b(my|your)_?(account|project|env|email|user|name)\w*|/path/to|CHANGE_?ME"
-    r"|(?<![\w$}.])/(home|users)/[a-z]\w+|\b(TODO|FIXME|TBD)\b|x{4,}|\b\w+@(example|mail|email)\b|@example\.|\bexample\.(com|org|net)\b",
+    r"<[A-Za-z][\w -]*>|PROJECT_?ID|\b(my|your)_?(account|project|email|user|name)\w*|/path/to|CHANGE_?ME"
+    r"|(?<![\w$}.])/(home|users)/(?!(apps?|shared?|public|common|soft(ware)?|sw|opt|modules?|modulefiles|spack)\b)[a-z]\w+"
+    r"|\b(TODO|FIXME|TBD)\b|x{4,}|\b\w+@(example|mail|email)\b|@example\.|\bexample\.(com|org|net)\b",
     re.IGNORECASE,
 )
 # What a copier must edit whatever stands there: who pays, and who gets mail.
@@ -202,6 +203,19 @@ def gib(options: dict[str, str], cpus: int, devices: int) -> float:
     units = dict(K=2**-20, M=2**-10, G=1, T=2**10)
     asked = [(re.fullmatch(r"(\d+)([KMGT]?)B?", options.get(name, "")), count) for name, count in counts.items()]
     return max((int(match[1]) * units[match[2] or "M"] * count for match, count in asked if match), default=0)
+
+
+# Options that ask for devices; of several things in one, the word for a device.
+OF_DEVICES = ("gpus-per-node", "gres", "tres-per-node", "gpus-per-task", "tres-per-task", "gpus-per-socket", "gpus", "G")
+DEVICE = re.compile(r"(?:gres[/:])?(?:[a-bd-z]pu|dcu|mlu|gcd)(?:[:/][A-Za-z][\w.-]*)?(?:[:=](\d+))?(?:\(.*\))?")
+
+
+def devices_by(name: str, value: str) -> int:
+    """What an option asks for: --gpus-per-node=a100:4, --gres=gpu:a100:4,nvme:100, --tres-per-node=gres/gpu:4, ..."""
+    if name.startswith(("gres", "tres")):
+        return sum(int(match[1] or 1) for part in value.split(",") if (match := DEVICE.fullmatch(part)))
+    match = re.fullmatch(r"(?:[A-Za-z][\w.-]*:)?(\d+)", value)
+    return int(match[1]) if match else 0
 
 
 def plain(text: str) -> str:

@@ -8,6 +8,7 @@ Broken ways of testing are here; broken sites and cores are in broken/*.toml, an
 import ast
 import re
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,19 @@ def test_sites_that_are_not_in_the_repository_pass():
 def test_their_files_pass(folder, files):
     """The second's job asks PBS for less than its successor would need: what dry runs show of that is not looked at."""
     result = make.start(ROOT, 0, *files, "--site", folder, seconds=280)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "odd", tomllib.loads((ROOT / "conformance/broken/odd.toml").read_text())["odd"], ids=lambda odd: odd["what"]
+)
+def test_what_is_odd_and_sound_is_not_rejected(odd, tmp_path):
+    """A false alarm costs a stranger a day, and the next alarm its reader."""
+    root = make.copy(tmp_path)
+    for change in odd["change"]:
+        make.replace(root / make.SOUND / change["file"], change.get("old"), change["new"])
+    result = make.start(root, 0, *STATIC, *SITE, seconds=280)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
