@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from conformance.checks.test_dry_install import pips
 from conformance.harness.check import clause
 from conformance.harness.dry_run import (
     ARGUMENTS,
@@ -775,12 +776,17 @@ def test_by_hand_in_a_step_it_trains_alone(check, site, tmp_path):
 
 
 @clause("B10")
-def test_packages_that_users_are_shown_go_with_torch(check, site):
+def test_packages_that_users_are_shown_go_with_torch(check, site, dry):
     """One fact has both versions, and install.sh the one of them: pip refuses another one of the other."""
+    asked = [("install.sh", word) for _, words in pips(dry.install()) for word in words]
     pin, code = re.compile(r"([\w.-]+)==([\w.+]+)"), "\n".join(path.read_text() for path in site.scripts)
-    for pins in [dict(pin.findall(fact)) for fact in site.facts]:
+    of_facts = [dict(pin.findall(fact)) for fact in site.facts]
+    known = [each for pins in of_facts for each in pins.items()]
+    asked = [(place, word) for place, word in asked if not {*pin.findall(word.partition("+")[0])} & {*known}]
+    for pins in of_facts:
         together = len(pins) > 1 and any(re.search(rf"{re.escape(f'{name}=={pins[name]}')}(?![\w.])", code) for name in pins)
-        for place, line in [each for each in shown(site) if "--torch" not in each[1]] if together else ():
+        lines = [each for each in shown(site) if "--torch" not in each[1]] if together else []
+        for place, line in lines + (asked if len(pins) > 1 else []):
             for name, version in pin.findall(line):
                 if version != pins.get(name, version):
                     yield f"{place}: {name}=={version}, but should be {pins[name]}, as a fact of [[sources]] says"
@@ -812,6 +818,13 @@ def test_jobs_have_as_many_nodes_as_their_queue_takes(check, site):
             rows = [fact.split("|") for fact in site.facts if re.search(rf"\|\s*{most}\s*\|", fact)]
             if rows and not any(re.fullmatch(rf"{hours}(\.0*)?( h.*)?", cell.strip()) for row in rows for cell in row):
                 yield f"{path.name}: {hours} h to {most} nodes, but the fact with {most} nodes has another time"
+    for script in map(Script, site.job_scripts):  # [queue] has one time, that of the fewest nodes
+        queue = script.options.get("partition", script.options.get("q", ""))
+        own = site.toml.get("queue", {}).get("minutes", {}).get(queue)
+        limits = [" ".join(line.paragraph) for line, text in script.directives if re.search(r"--time=|walltime=", text)]
+        for hours, most in re.findall(r"\b(\d+) h for 1 to ([\d,]+) nodes\b", " ".join(limits)):
+            if own and own != (should := int(hours) * 60):
+                yield f"queue.minutes: {queue}={own}, but should be {should}: {script.path.name} has {hours} h to {most} nodes"
 
 
 @clause("B10")
@@ -923,6 +936,16 @@ def test_an_installation_as_a_job_gets_its_arguments(check, site, dry):
             ranks = max((int(call.environ.get("DRY_RUN_RANKS", "1")) for call in calls), default=1)
             if ranks > 1:
                 yield f"{script.name} install: {ranks} of it in one prefix, side by side, but should be one"
+            # A choice of a proxy that is empty as it stands.
+            for choice in re.findall(r"(?m)^\w*proxy=$", script.read_text()):
+                proxied = dry.job(script, nodes=1, arguments=["install"], edit={choice: choice + PROXY})
+                for call, _ in pips(proxied)[:1]:
+                    for name in ("http_proxy", "https_proxy"):
+                        if PROXY not in (call.environ.get(name), call.environ.get(name.upper())):
+                            yield f"{script.name} install with {choice}{PROXY}: pip has no {name} of it, but should"
+
+
+PROXY = "http://proxy.example.org:3128"
 
 
 def followed(dry, line: str) -> DryRun | str:

@@ -320,7 +320,7 @@ def test_what_is_made_on_a_node_s_own_disk_is_made_on_every_node(check, dry):
         run = dry.job(dry.site.job_scripts[0], install=flags, nodes=2)
         for call in run.calls:
             reads = call.command in ("srun", "mpiexec", "sbcast") or "-c" in call.words  # or hands it to all nodes
-            alone = "DRY_RUN_NODE" not in call.environ and not reads
+            alone = call.environ.get("DRY_RUN_NODES", "1") == "1" and not reads
             if alone and any(disk in call.text or disk in call.path for disk in dry.disks):
                 yield f"{run.script}: {dry.shown(call.text)[:100]} on the first node alone, but should be on each: srun"
 
@@ -331,8 +331,11 @@ def test_a_packed_environment_is_unpacked_by_its_own_command(check, dry):
     for flags in given(dry):
         packs = [call for call in dry.install(*flags).calls if "conda_pack" in call.text or "conda-pack" in call.text]
         run = dry.job(dry.site.job_scripts[0], install=flags, nodes=2) if packs and dry.packed(*flags) else None
-        if run and not any("conda-unpack" in call.text and "DRY_RUN_NODE" in call.environ for call in run.calls):
-            yield f"{run.script} after install.sh {flags[0]}: conda-unpack on no node, but should be on each"
+        unpacks = [call for call in run.calls if "conda-unpack" in call.text] if run else []
+        nodes = max((int(call.environ.get("DRY_RUN_NODES", "1")) for call in unpacks), default=0)
+        if run and nodes < 2:
+            which = "one node" if nodes else "no node"
+            yield f"{run.script} after install.sh {flags[0]}: conda-unpack on {which}, but should be on each"
 
 
 @clause("B10")
@@ -557,6 +560,23 @@ def test_what_is_installed_is_named_with_its_version(check, site, dry):
         for number, line in enumerate(script.read_text().splitlines(), 1):
             for should in [should for wrong, should in FETCHES.items() if re.search(rf"^[^#]*{wrong}", line)]:
                 yield f"{script.name}:{number}: {line.strip()[:100]!r}, but should {should}"
+
+
+PINNED = re.compile(r"([\w.-]+)==([\w.]+)((?:[ \\\n]+--hash=sha256:\w*)+)")
+
+
+@clause("B7")
+def test_a_hash_is_whole_and_of_the_version_above_it(check, site):
+    """pip refuses another one, in the end: on the machine, after minutes, and for `--pack` perhaps alone."""
+    for script in site.scripts:
+        text = script.read_text()
+        for match in PINNED.finditer(text):
+            for digest in re.findall(r"sha256:(\w+)", match[3]):
+                if not re.fullmatch("[0-9a-f]{64}", digest):
+                    yield f"{script.name}: {match[1]}: a hash of {len(digest)} letters, but should be 64 hex digits"
+            pages = re.findall(rf"pypi\.org/project/{re.escape(match[1])}/([\w.]+)", text[: match.start()])
+            if pages and pages[-1] != match[2]:
+                yield f"{script.name}: {match[1]}=={match[2]} below the page of {pages[-1]}, but should be of one version"
 
 
 def loose(site, dry: DryRuns, run: DryRun) -> Iterator[str]:

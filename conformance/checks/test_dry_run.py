@@ -502,12 +502,13 @@ def test_only_interfaces_of_the_node_are_named(check, site, dry):
 @clause("J13")
 def test_a_network_that_is_not_known_is_not_named(check, site, dry):
     """Where `interfaces` is empty: on the next cluster there is none of that name, or it is one adapter of four."""
+    names = re.compile(r".*_(IFNAME|IFACE|HCA|DEVICE_NAME|NET_DEVICES|GID_INDEX)")
     known = {match[1] for text in (*site.facts, *site.provides) if (match := SETS.match(text))}
     to_edit = "\n".join(line.text for path in site.scripts for line in Script(path).lines if line.is_to_edit)
     for script, call in [] if site.toml["node"]["interfaces"] else dry.first_ranks(all_ranks=True, nodes=2):
-        named = {name: value for name, value in as_in_job(call).items() if re.search(r"_(IFNAME|IFACE|HCA|DEVICE_NAME)$", name)}
-        for name, value in named.items():
-            if name not in known and value not in to_edit and not value.startswith("^"):  # which leaves some out
+        for name, value in [each for each in as_in_job(call).items() if names.fullmatch(each[0])]:
+            edited = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w.])", to_edit)
+            if name not in known and not edited and not value.startswith("^"):  # which leaves some out
                 yield f"{script.name}: {name}={value}, but should be unset: site.toml has no `interfaces`"
 
 
@@ -861,6 +862,13 @@ def test_what_is_said_of_each_device_is_said_of_all(check, site, dry):
                 named = re.findall(r"(?:^|,)(\d+):\d+(?=,|$)", value) if re.fullmatch(r"[\d:,]*,[\d:,]*", value) else []
                 if named and sorted(map(int, named)) != [*range(devices)]:
                     yield f"{script.name} {chosen}: {name}={value}, but should name devices 0 to {devices - 1}"
+                each = int(call.environ["DRY_RUN_PER_NODE"]) // devices
+                if name == PARTS and {*re.findall(r":(\d+)", value)} != {str(each)}:
+                    yield f"{script.name} {chosen}: {name}={value}, but should be {each} of each, as many as it has ranks"
+
+
+# Into how many parts Intel's compute runtime splits each device.
+PARTS = "ZEX_NUMBER_OF_CCS"
 
 
 @clause("J9")
@@ -1346,6 +1354,12 @@ def test_the_readme_has_the_values_of_the_ranks(check, site, dry):
             values = values or {*re.findall(rf"\b{name}=[\"']?([\w.,/-]+)", code)}
         if values and value not in values:
             yield f"{place}: {name}={value} in a table, but ranks have {' or '.join(sorted(values))}"
+    rows = [line for line in (site.folder / "README.md").read_text().splitlines() if re.search(r"\| left out *[:;,.|]", line)]
+    left_out = [each for row in rows for each in re.findall(r"`([A-Z]\w+)=?([^`]*)`", row.partition("| left out")[0])]
+    for (name, value), script in itertools.product(left_out, trains(site)):
+        for call in dry.job(script, nodes=site.most_nodes).trained[:1]:
+            if name in call.environ and value in ("", call.environ[name]):
+                yield f"{script.name}: {name}={call.environ[name]} in a rank, but README.md says that it is left out"
     ours = "\n".join([*site.facts, *(path.read_text() for path in site.scripts)])
     without = [name for name in re.findall(r"\bno `([A-Z]\w+)`", text) if name in ours]  # another one is the user's own
     for name, script in itertools.product(without, trains(site)):
@@ -1378,8 +1392,8 @@ def cells_of(path: Path, column: str) -> list[tuple[str, str]]:
 
 
 @clause("F10")
-def test_the_table_of_all_sites_has_their_numbers(check, site):
-    """It is where users compare machines."""
+def test_the_table_of_all_sites_has_their_numbers(check, site, dry):
+    """It is where users compare machines. Flags that give ranks their cores are the launcher's."""
     own = {"ranks a node": site.toml["job"]["ranks_per_node"]}
     own |= {"devices a rank sees": site.toml["node"]["devices_visible_to_a_rank"]}
     table = ROOT / "sites/README.md"
@@ -1387,6 +1401,13 @@ def test_the_table_of_all_sites_has_their_numbers(check, site):
         number = re.match(r"\d+", cell)
         if head in own and number and int(number[0]) != own[head]:
             yield f"sites/README.md: {head}: {cell}, but should be {own[head]}, as site.toml says"
+        for flag in re.findall(r"`(-[^`]+)`", cell) if head == "a rank's cores" else ():
+            name, _, value = re.sub(r"^-c=?", "--cpus-per-task=", flag).partition("=")
+            for call in dry.job(trains(site)[0]).launches:
+                told = values_of(call.words, name, "-c" if name == "--cpus-per-task" else name)
+                if not told or value not in ("", *told):
+                    has = f"{call.command} has {name}={' '.join(told) or 'unset'}"
+                    yield f"{has}, but should have {flag}, as sites/README.md says"
 
 
 @clause("B8")

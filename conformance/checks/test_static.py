@@ -463,7 +463,10 @@ def test_variables_under_one_address_are_facts_of_its_page(check, site):
         for line, name in script.exports:
             blocks.setdefault(tuple(line.paragraph), []).append((line, name))
         for comments, exported in blocks.items():
-            pages = {page.partition("#")[0].rstrip("/.") for page in re.findall(r"https?://[^\s)>\"'`,;]+", " ".join(comments))}
+            pages = {
+                page.partition("#")[0].rstrip("/.:") for page in re.findall(r"https?://[^\s)>\"'`,;]+", " ".join(comments))
+            }
+            pages = {page for page in pages if not re.search(r"/(issues|pull)/\d+$", page)}  # whose facts nobody looks up
             if len(exported) > 1 and pages and pages <= facts_by_page.keys():
                 known = " ".join(fact for page in pages for fact in facts_by_page[page])
                 lost = [line for line, name in exported if not re.search(rf"\b{name}\b", known)]
@@ -849,6 +852,9 @@ def test_the_job_fits_the_node(check, site):
         if "memory_gib" in node:  # F2 asks for it
             check.equal(gib_that_a_node_has_not=(max(0, round(asked - node["memory_gib"])), 0))
             check.equal(less_than_half_of_the_memory=(0 < asked < node["memory_gib"] / 2, False))
+        # Not wherever nodes are shared: some machines give each core or device its part, and refuse to be told.
+        if "--mem" in job.get("geometry", "") and not {"mem", "mem-per-cpu", "mem-per-gpu"} & script.options.keys():
+            yield f"{script.path.name}: no --mem, but should be, as in `geometry` of site.toml: Slurm's default may be little"
 
 
 def devices_of(script: Script, tasks: int, nodes: int, sockets: int) -> int:

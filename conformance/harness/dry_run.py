@@ -770,7 +770,8 @@ class DryRuns:
 
     def _start(self, command: list[str], folder: Path, environ: dict[str, str], mask: int) -> tuple[int, str]:
         pipe: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        confined: dict[str, Any] = dict(start_new_session=True, preexec_fn=lambda: confine(self.top), umask=mask)
+        core = self.site.toml["scheduler"] == "pbs" and "install.sh" not in command[1]  # jobs have the limits of its daemon
+        confined: dict[str, Any] = dict(start_new_session=True, preexec_fn=lambda: confine(self.top, core), umask=mask)
         with subprocess.Popen(command, cwd=folder, env=environ, **pipe, **confined) as script:
             try:
                 output, _ = script.communicate(timeout=60)
@@ -800,12 +801,13 @@ class DryRuns:
         return text
 
 
-def confine(folder: Path) -> None:
-    """From now on this process can write below this folder and /dev alone, and leaves no core file unless it asks for one.
+def confine(folder: Path, core: bool = False) -> None:
+    """From now on this process can write below this folder and /dev alone; core: and leaves core files unless it asks for none.
 
     https://docs.kernel.org/userspace-api/landlock.html
     """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    most = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    resource.setrlimit(resource.RLIMIT_CORE, (most if core else 0, most))
     system = ctypes.CDLL(None, use_errno=True)
     create, add, restrict, version = 444, 445, 446, system.syscall(444, None, ctypes.c_size_t(0), 1)
     if version < 3:  # a kernel without it, or one that cannot refuse to truncate
