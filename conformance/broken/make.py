@@ -106,7 +106,7 @@ def load() -> list[Broken]:
 
 
 def chosen(entries: list) -> list:
-    """All, or every sixteenth one where BROKEN_SIXTEENTH in the environment says which, from 0 to 15: CI has not the time for all."""
+    """All, or every sixteenth one, the one that BROKEN_SIXTEENTH in the environment says (0 to 15): CI has no time for all."""
     return entries[int(os.environ["BROKEN_SIXTEENTH"]) :: 16] if "BROKEN_SIXTEENTH" in os.environ else entries
 
 
