@@ -611,8 +611,7 @@ class Counts(Digits):
         optimizer.param_groups[0]["count"] = 0
         return optimizer
 """,
-    # Buffers of whole numbers: large ones, and those that each rank's own rows have counted. Says so where the ranks' differ.
-    # From its fourth step on a buffer has what a rank's own rows are.
+    # From its fourth step on a buffer adds up a rank's own rows, in a new tensor each time.
     "counts_late": """
 class CountsLate(nn.Module):
     def __init__(self):
@@ -622,7 +621,7 @@ class CountsLate(nn.Module):
 
     def forward(self, images):
         if self.training and self.late:
-            self.bright += images.sum()
+            self.bright = self.bright + images.sum()
         elif not self.training:
             print("evaluates with", self.bright.item())
         return self.layer(images)
@@ -638,6 +637,7 @@ class Late(Digits):
         getattr(model, "module", model).late = self.steps_done >= 3
         return super().forward(model, batch)
 """,
+    # Buffers of whole numbers: large ones, and those that each rank's own rows have counted. Says so where the ranks' differ.
     "counts_rows": """
 class CountsRows(nn.Module):
     def __init__(self):

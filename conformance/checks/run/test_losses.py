@@ -521,7 +521,7 @@ def test_what_no_snapshot_holds_is_said(check, train_own):
 def test_what_an_optimizer_keeps_beside_its_state_is_said(check, train_own):
     """Once, and of one that keeps all in it nothing."""
     beside, counts = done(check, train_own("counts_beside"), train_own("counts"))
-    named = [re.findall("note=(.*) of the optimizer changes", run.output[0]) for run in (beside, counts)]
+    named = [re.findall("note=of the optimizer (.*) changes", run.output[0]) for run in (beside, counts)]
     check.equal(named=(named, [["self.count, seen in a group"], []]))
 
 

@@ -760,7 +760,7 @@ def test_hybrid_parts_are_those_of_a_node(check, train_own):
 def test_a_model_is_built_in_turn_on_nodes_of_one_and_of_three_ranks(check, world, first, train_own):
     place = dict(local_rank=max(0, world.rank - 1), local_world_size=3 if world.rank else 1, node_rank=min(1, world.rank))
     environ = {name: str(value) for key, value in place.items() for name in first.variables_with(key)}
-    flags = "--steps-per-epoch 1 --sharding full --timeout 10"
+    flags = "--steps-per-epoch 1 --sharding full --timeout 40"
     done(check, train_own("looks_at_its_numbers", flags, num_nodes=2, environ=environ, apart=True))
 
 

@@ -6,19 +6,21 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ddp_core.probe import at_a_glance
-from ddp_core.state import RATES, made_by_torch, saved_buffers, unsaved
+from ddp_core.probe import plain
+from ddp_core.replicas import BITS, checksum
+from ddp_core.state import RATES, local, made_by_torch, saved_buffers, unsaved
 from ddp_core.workload import Workload
 
 EARLY = 10  # steps of a start in which its optimizer is looked at
 OF_TORCH = ("state", "param_groups", "defaults", "grad_scale", "found_inf")
 LATE_BUFFERS = (
-    "the model began to change its buffers {names} by step {step}, and not at the first: each rank keeps its own until an "
-    "evaluation, and a run that goes on has rank 0's; change them in every step, by nothing until then"
+    "the model began to change its buffers {names} by step {step}, and not at the first: if it does so by a rank's own rows, "
+    "each rank keeps its own until an evaluation, and a run that goes on has rank 0's; change them in every step, by nothing "
+    "until then"
 )
 KEPT_BESIDE = (
-    "{names} of the optimizer changes from step to step, and no snapshot holds it: a run that goes on begins with it anew; "
-    "keep what later steps need in self.state[parameter] (tensors, numbers), or as a number in a group"
+    "of the optimizer {names} changes from step to step, and is in no snapshot: a run that goes on begins anew there, unless "
+    "each step does; keep what later steps need in self.state[parameter] (tensors, numbers), or as a number in a group"
 )
 
 
@@ -27,9 +29,11 @@ class Later:
 
     def __init__(self, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, shared: list[str], step: int):
         """shared: the buffers that all ranks take from rank 0 in every step. step: the first of this start."""
-        self.workload, self.model, self.optimizer, self.shared, self.first = workload, model, optimizer, shared, step
-        self.trained, self.versions = self._trained(), self._versions()
+        self.workload, self.model, self.optimizer, self.first = workload, model, optimizer, step
+        self.own = saved_buffers(model).keys() - {*shared}
+        self.trained = self._trained()
         self.beside: dict[str, list] | None = None
+        self.begin()
 
     def look(self, step: int) -> list[str]:
         """Notes, each of them once. Raises WorkloadError where the run cannot go on so."""
@@ -46,22 +50,27 @@ class Later:
             )
         return [*self._late_buffers(step), *self._kept_beside(step)]
 
-    def evaluated(self) -> None:
-        """All ranks have just taken rank 0's buffers."""
-        self.versions = {name: version for name, version in self._versions().items() if name in self.versions}
+    def begin(self) -> None:
+        """What stands in the buffers is as it should be: the run begins, or all ranks have just taken rank 0's."""
+        buffers = self._own_buffers()
+        self.versions = {name: (buffer.data_ptr(), buffer._version) for name, buffer in buffers.items()}
+        self.content = {name: _content(buffer) for name, buffer in buffers.items()}
 
     def _trained(self) -> set[str]:
         return {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
-    def _versions(self) -> dict[str, int]:
-        """How often each buffer was written that a rank has for itself."""
-        buffers = saved_buffers(self.model)
-        return {name: buffer._version for name, buffer in buffers.items() if name not in self.shared}
+    def _own_buffers(self) -> dict[str, torch.Tensor]:
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in self.own and not buffer.is_inference()}
 
     def _late_buffers(self, step: int) -> list[str]:
-        now = self._versions()
-        late = [name for name, version in self.versions.items() if now[name] != version]
-        self.versions = {name: version for name, version in self.versions.items() if name not in late}
+        """Those with other numbers: many a layer writes the same ones again."""
+        if not self.own:
+            return []
+        now = {name: (buffer.data_ptr(), buffer._version) for name, buffer in self._own_buffers().items()}
+        written = [name for name in now if now[name] != self.versions.get(name)]
+        content = {name: _content(self.model.get_buffer(name)) for name in written}
+        late = [name for name in written if content[name] != self.content.get(name)]
+        self.versions, self.content, self.own = now, self.content | content, self.own - {*late}
         return [LATE_BUFFERS.format(names=", ".join(late[:6]), step=step)] if late else []
 
     def _kept_beside(self, step: int) -> list[str]:
@@ -74,6 +83,11 @@ class Later:
         return [KEPT_BESIDE.format(names=", ".join(changed[:6]))] if changed else []
 
 
+def _content(buffer: torch.Tensor) -> float | None:
+    dense = buffer.layout == torch.strided and not buffer.is_nested
+    return checksum([buffer]).item() if dense and buffer.element_size() in BITS else None
+
+
 def kept_beside(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, list]:
     """What a user's own optimizer keeps beside its state, by name: attributes, and in its groups what is no number."""
     if made_by_torch(optimizer):
@@ -82,11 +96,23 @@ def kept_beside(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str,
     groups = optimizer.param_groups
     for key in dict.fromkeys(key for group in groups for key in group if key not in ("params", *RATES)):
         kept[f"{key} in a group"] = [value for group in groups if not isinstance(value := group.get(key), int | float)]
-    of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    saved = {id(tensor) for tensor in (*model.parameters(), *model.buffers(), *tree_leaves([*optimizer.state.values()]))}
+    saved |= {id(parameter.grad) for parameter in model.parameters()}
 
     def parts(value: Any) -> list:
         wrapped = [part for part in tree_leaves(value) if isinstance(part, torch.optim.Optimizer)]
         states = [[*part.state.values()] for part in wrapped if part.state is not optimizer.state]
-        return [at_a_glance(part) for part in tree_leaves([value, states]) if id(part) not in of_model]
+        return [at_a_glance(part) for part in tree_leaves([value, states]) if id(part) not in saved]
 
     return {name: parts(value) for name, value in kept.items()}
+
+
+def at_a_glance(part: Any) -> Any:
+    """Of a tensor how often it was written, and the first numbers of its first row: it may be as large as the model."""
+    if not isinstance(part, torch.Tensor):
+        return plain(part)
+    own = None if part.is_inference() else local(part.detach())
+    if own is None or type(own) is not torch.Tensor or own.layout != torch.strided or own.is_meta or not own.numel():
+        return None
+    row = own[(0,) * (own.ndim - 1)] if own.ndim > 1 else own.reshape(-1)
+    return part._version, plain(row[:64])

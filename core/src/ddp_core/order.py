@@ -7,6 +7,7 @@ import math
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -146,6 +147,14 @@ def seed_others(seed: int) -> None:
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextmanager
+def drawing_alike(device: torch.device, rank: int, *labels: int) -> Iterator[None]:
+    """All ranks draw the same in it, and each its own after it: rows may be drawn next (--row-seeds off)."""
+    seed_generators(device, *labels, others=True)
+    yield
+    seed_generators(device, *labels, rank + 1, others=True)
 
 
 def drawn_by_others() -> tuple:

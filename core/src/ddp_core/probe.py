@@ -20,7 +20,7 @@ from ddp_core.batches import Batches, converted
 from ddp_core.config import refuse_other_default_device
 from ddp_core.order import DROPOUT, drawn_by_others, seed_generators
 from ddp_core.snapshot import memory
-from ddp_core.state import Kept, local, saved_buffers
+from ddp_core.state import Kept, saved_buffers
 from ddp_core.workload import YOURS, Workload, blame, blaming, outputs_of, refuse_other_names, sources_of
 
 MANY = 16  # rows, of which a metric is seldom 0
@@ -29,6 +29,10 @@ LARGE = 2**20  # numbers of a tensor: a larger one is not copied, nor looked int
 RANDOM = (
     "random numbers are drawn in the model or loss (dropout, noise): by torch's generators, which are seeded at each step, but "
     "losses depend on the world size; not so with --reduction canonical"
+)
+DRAWN = (
+    "Python's or NumPy's generator is drawn from in the model or loss, and seeded at each step: what depends on it depends on "
+    "the world size; not so with --reduction canonical"
 )
 NOT_REPEATED = (
     "the same rows and seeds gave another loss the second time: the model or loss draws from a generator of its own "
@@ -88,6 +92,8 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> See
         losses, metrics = trial.look()
         others, random = trial.look_for_random_numbers()
     except (Exception, SystemExit) as error:
+        if re.search("device|dtype|meta", str(error)):  # they have stayed where, and as, they were made
+            _refuse_hidden(workload, model, lambda part: part.requires_grad)
         raise blame(error, workload.file, f"--workload {workload.name}, tried on {trial.count} of its rows") from error
     finally:
         for parameter in model.parameters():
@@ -229,7 +235,7 @@ class _Trial:
         if self.agreed(first == second and not drawn):
             return False, [RANDOM] if first != loss(1) and not self.config.shards else []
         if self.agreed(loss(0, others=True) == loss(0, others=True)):
-            return True, [] if self.config.shards else [RANDOM]
+            return True, [] if self.config.shards else [DRAWN if self.agreed(first == second) else RANDOM]
         return False, [NOT_REPEATED]
 
 
@@ -279,19 +285,12 @@ def kept_in(model: nn.Module) -> dict[str, list]:
         for name, value in vars(module).items():
             if name not in own and not (of_torch and name.startswith("_")):
                 parts = [part for part in tree_leaves(value) if id(part) not in of_model]
-                kept[f"{place}.{name}".lstrip(".")] = [_plain(part) for part in parts]
+                kept[f"{place}.{name}".lstrip(".")] = [plain(part) for part in parts]
     return kept
 
 
-def at_a_glance(part: Any) -> Any:
-    """Of a tensor how often it was written, and its first numbers: it may be as large as the model."""
-    if isinstance(part, torch.Tensor) and not part.is_inference():
-        dense = part.layout == torch.strided and not part.is_nested
-        return part._version, _plain(local(part.detach()).flatten()[:64]) if dense else None
-    return _plain(part)
-
-
-def _plain(part: Any) -> Any:
+def plain(part: Any) -> Any:
+    """What two of are compared by: a number, or the bytes of a tensor, if it is none of the large ones."""
     if type(part) is torch.Tensor and part.layout == torch.strided and not part.is_nested and part.numel() <= LARGE:
         content = part.detach().cpu().contiguous()  # by name, for memory() does not keep it
         return part.shape, zlib.crc32(memory(content))
@@ -377,17 +376,7 @@ def _refuse_unused(workload: Workload, model: nn.Module) -> None:
                 f"self.{name} has a gradient, and is no part of the model, which alone is trained: make it one in model(), or "
                 "detach it"
             )
-    own_parts = {id(part) for part in model.parameters()}
-    for place, module in model.named_modules():
-        for name, value in vars(module).items():  # not its parameters and modules, which are in dictionaries of modules
-            hidden = [leaf for leaf in tree_leaves(value) if isinstance(leaf, nn.Parameter | nn.Module)]
-            parts = [part for leaf in hidden for part in (leaf.parameters() if isinstance(leaf, nn.Module) else [leaf])]
-            if any(part.grad is not None and id(part) not in own_parts for part in parts):
-                raise workload.unusable(
-                    f"{f'{place}.{name}'.lstrip('.')} of the model has a gradient, and is neither trained nor saved: make the "
-                    f"{type(value).__name__} an nn.ModuleList, nn.ModuleDict or nn.ParameterList, or freeze it "
-                    "(requires_grad_(False))"
-                )
+    _refuse_hidden(workload, model, lambda part: part.grad is not None)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     unused = [name for name, parameter in trained.items() if parameter.grad is None]
     sparse = [name for name, parameter in trained.items() if parameter.grad is not None and parameter.grad.is_sparse]
@@ -402,6 +391,22 @@ def _refuse_unused(workload: Workload, model: nn.Module) -> None:
             f"no gradient for {', '.join(unused[:6])}{' and on' if len(unused) > 6 else ''}: use them in the loss, freeze them "
             "(requires_grad_(False)), or set unused_parameters = True in the class"
         )
+
+
+def _refuse_hidden(workload: Workload, model: nn.Module, trained: Callable) -> None:
+    """Layers in a plain list or dictionary: torch knows nothing of them."""
+    own = {id(part) for part in model.parameters()}
+    for place, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                hidden = [leaf for leaf in tree_leaves(value) if isinstance(leaf, nn.Parameter | nn.Module)]
+                parts = [part for leaf in hidden for part in (leaf.parameters() if isinstance(leaf, nn.Module) else [leaf])]
+                if any(trained(part) and id(part) not in own for part in parts):
+                    raise workload.unusable(
+                        f"{f'{place}.{name}'.lstrip('.')} of the model is neither trained nor saved: make the "
+                        f"{type(value).__name__} an nn.ModuleList, nn.ModuleDict or nn.ParameterList, or freeze it "
+                        "(requires_grad_(False))"
+                    )
 
 
 def notes_on_buffers(model: nn.Module, changed: list[str]) -> list[str]:

@@ -42,9 +42,12 @@ def _cause(model: nn.Module, peers: Peers) -> str:
     _, should_be = peers.reduce(most=torch.full_like(mine, -1.0) if peers.rank else mine)
     _, differs = peers.reduce(most=(mine != should_be).double())
     odd = [name for name, other in zip(parameters, differs.tolist(), strict=True) if other]
+    names = ", ".join(odd[:6])
+    if not odd:  # any more
+        return BROKEN
     if not any(parameters[name].requires_grad for name in odd):
-        return f"the model moves {', '.join(odd[:6])} by a rank's own rows: make it a buffer (register_buffer)"
-    return f"{', '.join(odd[:6])}: optimizer() or its step() is not the same on every rank, or {BROKEN}"
+        return f"if the model moves {names} by a rank's own rows, make it a buffer (register_buffer); else {BROKEN}"
+    return f"{names}: optimizer() or its step() is not the same on every rank, or {BROKEN}"
 
 
 def checksum(parameters: Iterable[torch.Tensor]) -> torch.Tensor:

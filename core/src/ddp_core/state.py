@@ -81,22 +81,25 @@ class State:
 
     def made_later(self, tensors: dict) -> list[tuple[str, str, str, tuple]]:
         """What a user's own optimizer has made in a snapshot, and not in its first step: state, parameter, kind and shape."""
-        if made_by_torch(self.optimizer):
+        mine = self.tensors()
+        layouts = [layout({name: all_of[name] for name in all_of if name.startswith("model.")}) for all_of in (tensors, mine)]
+        if made_by_torch(self.optimizer) or layouts[0] != layouts[1]:
             return []
         trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        missing = [name.split(".", 2) for name in tensors.keys() - self.tensors().keys() if name.count(".") > 1]
-        pairs = sorted((key, p) for kind, key, p in missing if kind == "optim" and key not in NAMES.values() and p in trained)
+        missing = [name.split(".", 2) for name in tensors.keys() - mine.keys() if name.count(".") > 1]
+        pairs = sorted((key, name) for kind, key, name in missing if kind == "optim" and name in trained)
         found = [(key, name, tensors[f"optim.{key}.{name}"]) for key, name in pairs]
-        return [(key, name, DTYPES.get(tensor.dtype, tensor.dtype), tuple(tensor.shape)) for key, name, tensor in found]
+        made = [(key, name, DTYPES.get(tensor.dtype, tensor.dtype), tuple(tensor.shape)) for key, name, tensor in found]
+        return [each for each in made if each[2] in KINDS]
 
     def make(self, states: list) -> None:
         """For a snapshot to be copied into."""
-        parameters = dict(self.model.named_parameters())
+        parameters, of_torch = dict(self.model.named_parameters()), {ours: theirs for theirs, ours in NAMES.items()}
         for key, name, kind, shape in states:
             parameter = parameters[name]
             alike = tuple(shape) == tuple(parameter.shape)  # then in parts, where it is
             like = parameter.detach() if alike else torch.empty(shape, device=parameter.device)
-            self.optimizer.state[parameter][key] = torch.zeros_like(like, dtype=KINDS[kind])
+            self.optimizer.state[parameter][of_torch.get(key, key)] = torch.zeros_like(like, dtype=KINDS[kind])
 
     def check(self, tensors: dict[str, torch.Tensor], document: dict, path: object) -> Progress:
         """The progress of a snapshot that fits the model and the laid-out optimizer. Raises SnapshotError."""
@@ -263,6 +266,8 @@ def made_by_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 def unsaved(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """What an optimizer's state has that is neither tensor nor number of a parameter: no snapshot holds it."""
+    if made_by_torch(optimizer):
+        return []
     if optimizer.state.keys() - {*model.parameters()}:
         return ["a state of no parameter"]
     pairs = [pair for state in optimizer.state.values() for pair in state.items()]

@@ -35,7 +35,7 @@ from ddp_core.evaluation import Evaluation
 from ddp_core.files import in_place
 from ddp_core.guard import Guard
 from ddp_core.later import Later
-from ddp_core.order import DROPOUT, OPTIMIZER, Order, micro_batches, seed_generators
+from ddp_core.order import DROPOUT, OPTIMIZER, Order, drawing_alike, micro_batches, seed_generators
 from ddp_core.probe import notes_on_schedule
 from ddp_core.process_group import Peers
 from ddp_core.profile import Profile
@@ -226,9 +226,9 @@ class Trainer:
         self._set_learning_rate()
         # After the sum, so that every rank has the same norm, clips alike, and keeps equal parameters.
         self.reconciliation.norms.append(self.guard.norm(self.reduction.gradients, self.reduction.norm))
-        if self.own_optimizer:  # noise that it adds is the same on every rank, and in a resumed run
-            seed_generators(self.device, OPTIMIZER, self.config.seed, self.step, others=True)
-        with self.profile.part("optimizer"):
+        # Noise that an optimizer adds is the same on every rank, and in a resumed run; torch.optim's own add none.
+        alike = drawing_alike(self.device, self.peers.rank, OPTIMIZER, self.config.seed, self.step)
+        with self.profile.part("optimizer"), alike if self.own_optimizer else nullcontext():
             self.guard.step()  # optimizer.step(), unless a gradient is not finite
         self.state.progress.step += 1
 
@@ -331,7 +331,7 @@ class Trainer:
             began = time.perf_counter()
             # BatchNorm's statistics are each rank's own: all evaluate with those that the snapshot has.
             self.peers.broadcast_tensors([*saved_buffers(self.model).values()])
-            self.later.evaluated()
+            self.later.begin()
             rehearse("evaluation", self.step)
             results = self.evaluation.evaluate()
             self.watch.spent("evaluation", began)

@@ -362,7 +362,7 @@ def blame(error: BaseException, file: Path | None, when: str) -> BaseException:
         text = lines[-1][:240]
     if "'DistributedDataParallel' object has no attribute" in text:
         text += "; in several ranks model is DDP's: call model(...) itself, and move the rest into the model's own forward"
-    elif _calls_backward(error, file):
+    elif _calls_backward(error, file) and re.search("does not require grad|graph a second time", text):
         text += "; backward() is the core's to call: take it out"
     elif "does not require grad and does not have a grad_fn" in text:
         text += "; held-out rows come under torch.no_grad(): what is differentiated there stands in `with torch.enable_grad():`"
