@@ -99,10 +99,21 @@ def test_a_node_that_hangs_does_not_keep_a_stopped_job_from_coming_back(check, s
         run = dry.job(script, code=75)
         end_time = max((call.end_time or 0 for call in run.launches), default=0)
         left = [float(grace) / 2 for call in run.trained[:1] for grace in values_of(arguments(call), "--grace")[-1:]]
-        timed = [call.notes.get("timeout", []) for call in run.called(run.launcher) if call.start_time > end_time]
-        if left and new_starts(run) and (seconds := sum(map(seconds_of, timed))) > left[0]:
+        timed = [call for call in run.called(run.launcher) if call.start_time > end_time]
+        if left and new_starts(run) and (seconds := timed_out(timed)) > left[0]:
             limit = f"at most {left[0]:g}, half of --grace"
             yield f"{script.name}: {seconds:g} s of timeout before it starts again, but should be {limit}"
+
+
+def timed_out(calls: list[Call]) -> float:
+    """Seconds after which `timeout` has ended these commands; of those that run side by side the longest one's."""
+    seconds, end_time, longest = 0.0, 0.0, 0.0
+    for call in sorted(calls, key=lambda call: call.start_time):
+        if call.start_time > end_time:
+            seconds, longest = seconds + longest, 0.0
+        words = re.sub(r"(?<!\S)(-s |--signal[= ])\S+", "", " ".join(call.notes.get("timeout", []))).split()
+        longest, end_time = max(longest, seconds_of(words)), max(end_time, call.end_time or call.start_time)
+    return seconds + longest
 
 
 @clause("J2")
@@ -214,9 +225,9 @@ def test_the_jobs_of_an_array_are_jobs_of_their_own(check, site, dry):
 
 @clause("J10")
 def test_the_readme_tells_how_often_it_comes_back(check, site, dry):
-    text = " ".join((site.folder / "README.md").read_text().split())
-    told = re.findall(r"[^.;]*\b(?:at most|up to) \d+ (?:times|in a row)\b(?! faster| slower| as )[^.;]*", text)
-    told.sort(key=lambda part: "launch" in part)  # which comes back within the job
+    told = re.findall(r"[^.;]*\b(?:at most|up to) \d+ (?:times|in a row)\b(?! faster| slower| as )[^.;]*", site.readme)
+    back = re.compile(r"queue|restart|resubmit|\bcomes? back|successor")  # launches come back within the job
+    told = [part for part in told if back.search(part) and "launch" not in part]
     match = re.search(r"\b(?:at most|up to) (\d+) (times|in a row)\b", told[0]) if told else None
     most = int(match[1]) if match else 0
     for script in trains(site) if match else ():
@@ -229,26 +240,28 @@ def test_the_readme_tells_how_often_it_comes_back(check, site, dry):
 @clause("J10")
 def test_the_readme_tells_how_often_it_launches_again(check, site, dry):
     """And after how long, where it does so in one job: nodes that nothing runs on are paid for."""
-    text = " ".join((site.folder / "README.md").read_text().split())
-    for part, script in product(re.findall(r"[^.;]*\b(?:re|)launch(?:es)?(?: them)? again\b[^.;]*", text), trains(site)):
-        run = dry.job(script, code=7)
-        again, slept = len(run.launches) - 1, {word.removesuffix("s") for call in run.called("sleep") for word in call.words}
+    for part in re.findall(r"[^.;]*\b(?:re|)launch(?:es)?(?: them)? again\b[^.;]*", site.readme):
+        run = max((dry.case(case, code=7) for case in site.cases), key=lambda run: len(run.launches))
+        again, slept = len(run.launches) - 1, {seconds_of(call.words) for call in run.called("sleep")}
         for often, number in re.findall(r"\bat most (once|twice|(\d+) times)", part):
             if again != (should := int(number or dict(once=1, twice=2)[often])):
-                yield f"{script.name}: {again} more launches after 7, but should be {should}: README.md says at most {often}"
-        for seconds in re.findall(r"\bafter (\d+) s\b", part) if again else ():
-            if seconds not in slept:
-                yield f"{script.name}: sleep {' '.join(sorted(slept))}, but README.md says after {seconds} s"
+                yield f"{run.script}: {again} more launches after 7, but should be {should}: README.md says at most {often}"
+        for seconds in re.findall(r"\bagain[^.;,]* after (\d+) s\b", part) if again else ():
+            if float(seconds) not in slept:
+                observed = " and ".join(f"{each:g}" for each in sorted(slept))
+                yield f"{run.script}: sleep {observed or 'nowhere'}, but should be {seconds}: README.md says after {seconds} s"
 
 
 @clause("F10")
 def test_the_readme_tells_where_log_and_run_are(check, site, dry):
     """`train-JOB.out`, `train-%j.out` and `train-15.out` are the same there."""
-    text, scripts = " ".join((site.folder / "README.md").read_text().split()), trains(site)
+    scripts = trains(site)
     known = dict(log={log_of(site, script) for script in scripts}, run={where(dry.job(script)) for script in scripts})
-    for what, span in re.findall(r"\b(log|run) is (?:in )?`([^`]+)`", text):
+    sentences = [part for part in re.split(r"(?<=[.;]) ", site.readme) if not re.search("--run-dir|install|error log", part)]
+    told = [each for part in sentences for each in re.findall(r"\b[Tt]he (log|run) is (?:in )?`([^` ]+)`", part)]
+    for what, span in told:
         pattern = ".*".join(map(re.escape, re.split(r"%\w|<[^>]*>|\$\{?\w+\}?|[A-Z][A-Z_]+|\d+", span.strip("./"))))
-        if not any(own in ("", "none") or re.search(rf"(?:^|/){pattern}$", own) for own in known[what]):
+        if not any(own in ("", "none") or re.search(rf"(?:^|/){pattern}(?:/|$)", own) for own in known[what]):
             yield f"README.md: the {what} is in {span}, but should be in {' or '.join(sorted(known[what]))} (of job {FIRST})"
 
 
@@ -441,12 +454,11 @@ def test_a_stop_leaves_time_to_train(check, site, dry):
 @clause("F10")
 def test_the_readme_has_the_seconds_that_a_stop_leaves(check, site, dry):
     """Those of --grace: "120 to 180 s before" the limit under Slurm, which may be 60 s early."""
-    text = " ".join((site.folder / "README.md").read_text().split())
-    told = re.findall(r"USR1 [^.]*?\b(\d+)(?: to \d+)? s(?:econds)? before", text)
+    told = re.findall(r"USR1 [^.]*?\b(\d+)(?: to \d+)? s(?:econds)? before", site.readme)
     for script in trains(site) if told else ():
         for grace in [value for call in dry.job(script).trained[:1] for value in values_of(arguments(call), "--grace")]:
             if grace not in told:
-                yield f"README.md: {' and '.join(told)} s before the limit, but {script.name} has --grace {grace}"
+                yield f"README.md: {' and '.join(told)} s before the limit, but should be {grace}: --grace of {script.name}"
 
 
 @clause("J10")
@@ -532,7 +544,7 @@ def test_each_variable_that_users_are_shown_changes_something(check, site, dry):
     unless = re.findall(r"unless you (?:export|set) `([A-Z]\w+)=([^`\"']+)`(?! in `)", " ".join(texts["README.md"].split()))
     for (name, value), script in product(unless, trains(site)):
         for call in dry.job(script, environ={name: value}).trained[:1]:
-            if (own := call.environ.get(name, value)) != value:
+            if (own := call.environ.get(name)) != value:
                 yield f"{script.name} with {name}={value}: a rank has {own}, but should have what README.md says users export"
     for name, text in texts.items():
         lists = re.findall(r"(?<=[ `])-v ([A-Z]\w*=[^`\n]*)|`((?:[A-Z_]+=\S+ )+)\./", text)
@@ -757,15 +769,14 @@ def test_what_users_are_shown_works(check, site, dry):
             ranks = run.trained[0].environ["DRY_RUN_PER_NODE"]
             if int(ranks) > int(devices):
                 yield f"{where_it_stands}: {line!r}: {ranks} ranks on {devices} devices, but should have one each"
-    readme = " ".join((site.folder / "README.md").read_text().split())
-    for command in re.findall(r"`((?:python3?|torchrun|accelerate) [^`]*\btrain\w*\.py[^`]*)`", readme):
+    for command in re.findall(r"`((?:python3?|torchrun|accelerate) [^`]*\btrain\w*\.py[^`]*)`", site.readme):
         yield f"README.md: {command!r}: that Python has no ddp_core, but should be the one that install.sh makes"
 
 
 @clause("B10")
 def test_by_hand_in_a_step_it_trains_alone(check, site, tmp_path):
     """In the shell of `srun --pty`, whose Slurm has told it of one task, and of no address of rank 0."""
-    text = " ".join((site.folder / "README.md").read_text().split())
+    text = site.readme
     told = [launch.environ(0, 1, 1, 29500, FIRST) for launch in site.launches if launch.launcher == "srun"]
     for variables, line in product(told, re.findall(r"`srun [^`]*--pty\b[^`]*`[^.]*?`([^`]*/python3? train\.py[^`]*)`", text)):
         unset = re.findall(r"(?:-u |--unset=)(\w+)", line)
@@ -792,6 +803,9 @@ def test_packages_that_users_are_shown_go_with_torch(check, site, dry):
                     yield f"{place}: {name}=={version}, but should be {pins[name]}, as a fact of [[sources]] says"
 
 
+A_TIME = re.compile(r"\d+\.\d+|\d+(:\d\d)+|\d+(\.\d+)? ?(h|hrs?|hours?)\.?")  # in a cell: of hours alone
+
+
 @clause("B8")
 def test_jobs_have_as_many_nodes_as_their_queue_takes(check, site):
     """As it stands, and as users are shown to submit it. The numbers are those of a fact `| queue | least | most |`."""
@@ -807,17 +821,19 @@ def test_jobs_have_as_many_nodes_as_their_queue_takes(check, site):
         for queue in [queue for queue in queues if queue in bounds]:
             least, most = bounds[queue]
             if nodes < least or (most and nodes > most):
-                yield f"{place}: {line or 'as it stands'}: {nodes} nodes, but {queue} takes {least} to {most or 'more'}"
+                yield f"{place}: {line or 'as it stands'}: {nodes} nodes, but should be {least} to {most or 'more'} in {queue}"
     for path in (site.folder / "README.md", *site.scripts):  # "capacity (1-16 nodes", and "6 h to 183" nodes
         text = " ".join(re.sub(r"(?m)^ *#+ ", "", path.read_text()).split())
         for queue, least, most in re.findall(r"(?<![\w-])([\w-]+)`? \(([\d,]+)-([\d,]+) nodes\b", text):
             told = tuple(int(number.replace(",", "")) for number in (least, most))
             if None not in (should := bounds.get(queue, (None,))) and told != should:
                 yield f"{path.name}: {queue} ({least}-{most} nodes), but should be {'-'.join(map(str, should))}, as a fact says"
-        for hours, most in re.findall(r"\b(\d+) h (?:for 1 )?to ([\d,]+)\b(?! h)", text):
-            rows = [fact.split("|") for fact in site.facts if re.search(rf"\|\s*{most}\s*\|", fact)]
-            if rows and not any(re.fullmatch(rf"{hours}(\.0*)?( h.*)?", cell.strip()) for row in rows for cell in row):
-                yield f"{path.name}: {hours} h to {most} nodes, but the fact with {most} nodes has another time"
+        sentences = [part for part in re.split(r"(?<=[.;]) ", text) if "nodes" in part]
+        for hours, most in re.findall(r"\b(\d+) h (?:for 1 )?to ([\d,]+)\b(?! h)", " ".join(sentences)):
+            rows = [fact for fact in site.facts if re.search(rf"\|\s*{most}\s*\|", fact)]
+            times = [cell.strip() for row in rows for cell in row.split("|") if A_TIME.fullmatch(cell.strip())]
+            if times and not any(re.fullmatch(rf"0?{hours}(\.0*|(:00)+)?( ?h.*)?", each) for each in times):
+                yield f"{path.name}: {hours} h to {most} nodes, but should be {' or '.join(times)}, as a fact says"
     for script in map(Script, site.job_scripts):  # [queue] has one time, that of the fewest nodes
         queue = script.options.get("partition", script.options.get("q", ""))
         own = site.toml.get("queue", {}).get("minutes", {}).get(queue)
@@ -830,7 +846,7 @@ def test_jobs_have_as_many_nodes_as_their_queue_takes(check, site):
 @clause("B10")
 def test_a_line_that_users_may_delete_is_not_needed(check, site, dry):
     """By what stands above it, or by README.md: nodes without GPUs, a cluster without accounts."""
-    deletable = re.findall(r"delete the line `--([a-z-]+)`", " ".join((site.folder / "README.md").read_text().split()))
+    deletable = re.findall(r"delete the line `--([a-z-]+)`", site.readme)
     for case in {case.script: case for case in reversed(site.cases)}.values():  # of each script the first
         for line, option in Script(site.folder / case.script).directives:
             name = option.partition("=")[0].removeprefix("--")
@@ -936,13 +952,12 @@ def test_an_installation_as_a_job_gets_its_arguments(check, site, dry):
             ranks = max((int(call.environ.get("DRY_RUN_RANKS", "1")) for call in calls), default=1)
             if ranks > 1:
                 yield f"{script.name} install: {ranks} of it in one prefix, side by side, but should be one"
-            # A choice of a proxy that is empty as it stands.
-            for choice in re.findall(r"(?m)^\w*proxy=$", script.read_text()):
-                proxied = dry.job(script, nodes=1, arguments=["install"], edit={choice: choice + PROXY})
-                for call, _ in pips(proxied)[:1]:
-                    for name in ("http_proxy", "https_proxy"):
-                        if PROXY not in (call.environ.get(name), call.environ.get(name.upper())):
-                            yield f"{script.name} install with {choice}{PROXY}: pip has no {name} of it, but should"
+            # Choices of a proxy that are empty as they stand, all at once: there may be one for each protocol.
+            edit = {line: line + PROXY for line in re.findall(r"(?m)^(?!no_)\w*proxy=$", script.read_text())}
+            for call, _ in pips(dry.job(script, nodes=1, arguments=["install"], edit=edit))[:1] if edit else ():
+                for name in ("http_proxy", "https_proxy"):
+                    if PROXY not in (call.environ.get(name), call.environ.get(name.upper())):
+                        yield f"{script.name} install with {' '.join(edit.values())}: pip has no {name} of it, but should"
 
 
 PROXY = "http://proxy.example.org:3128"
@@ -966,7 +981,8 @@ def followed(dry, line: str) -> DryRun | str:
         return "qsub hands no words to a script, but should be given them by -v"
     exported = handed_on(shlex.join(words[1:place]))
     # What is left open (--nodes=N) is as the script has it.
-    options = {name: value for name, value in options.items() if name != "v" and not re.fullmatch("[A-Z]+", value)}
+    opened = {name for name in ("nodes", "ntasks", "time", "account", "A") if re.fullmatch("[A-Z]+", options.get(name, ""))}
+    options = {name: value for name, value in options.items() if name != "v" and name not in opened}
     select = re.search(r"\bselect=(\d+)", line) or re.match(r"(\d+)", options.get("nodes", ""))
     nodes = int(select[1] if select else site.job(site.folder / words[place])["nodes"])
     shape = dict(environ=environ | exported, options=options, nodes=nodes, arguments=words[place + 1 :])

@@ -849,7 +849,8 @@ def handed_on(options: str) -> dict[str, str]:
 def taken_along(export: str, environ: dict[str, str]) -> dict[str, str]:
     """Of the user's variables those that sbatch gives a job with this --export. https://slurm.schedmd.com/sbatch.html#OPT_export"""
     named = export.split(",")
-    return {name: value for name, value in environ.items() if "ALL" in named or name in named or name.startswith(OF_NO_USER)}
+    taken = {name: value for name, value in environ.items() if "ALL" in named or name in named or name.startswith(OF_NO_USER)}
+    return taken | dict(each.split("=", 1) for each in named if "=" in each)
 
 
 def set_by(site: Site, module: str) -> dict[str, str]:

@@ -135,9 +135,15 @@ class Site:
         return [fact for source in self.toml.get("sources", []) for fact in source.get("facts", [])]
 
     @property
+    def readme(self) -> str:
+        """README.md on one line: a sentence may go over several."""
+        return " ".join((self.folder / "README.md").read_text().split())
+
+    @property
     def nodes_of_queues(self) -> dict[str, tuple[int, int | None]]:
         """The least and the most nodes, by the facts `| queue | least | most |`."""
-        row = re.compile(r"\|\s*([\w-]+)\s*\|\s*(\d[\d,]*)\s*(?:\|\s*(\d[\d,]*)|\||$)")
+        # A cell of a number alone, but for a footnote: of `| gpu | 80 | 500,000 GB` no column counts nodes.
+        row = re.compile(r"\|\s*([\w-]+)\s*\|\s*(\d[\d,]*)\s*(?:\|\s*(\d[\d,]*)(?:\[\^\w+\])?\s*(?:\||$)|\|?\s*$)")
         rows = [match.groups() for match in filter(None, map(row.match, self.facts))]
         return {name: (int(least.replace(",", "")), int(most.replace(",", "")) if most else None) for name, least, most in rows}
 
