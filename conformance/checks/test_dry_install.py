@@ -320,9 +320,15 @@ def test_what_is_made_on_a_node_s_own_disk_is_made_on_every_node(check, dry):
         run = dry.job(dry.site.job_scripts[0], install=flags, nodes=2)
         for call in run.calls:
             reads = call.command in ("srun", "mpiexec", "sbcast") or "-c" in call.words  # or hands it to all nodes
-            alone = call.environ.get("DRY_RUN_NODES", "1") == "1" and not reads
+            alone = not reads and nodes_of([same for same in run.calls if same.text == call.text]) == 1
             if alone and any(disk in call.text or disk in call.path for disk in dry.disks):
                 yield f"{run.script}: {dry.shown(call.text)[:100]} on the first node alone, but should be on each: srun"
+
+
+def nodes_of(calls: list[Call]) -> int:
+    """How many nodes these ran on: at once, or by a step for each node that its launcher was told."""
+    told = {call.environ.get("DRY_RUN_ON", "") for call in calls}
+    return max([len(told), *(int(call.environ.get("DRY_RUN_NODES", "1")) for call in calls)])
 
 
 @clause("B10")
@@ -332,7 +338,7 @@ def test_a_packed_environment_is_unpacked_by_its_own_command(check, dry):
         packs = [call for call in dry.install(*flags).calls if "conda_pack" in call.text or "conda-pack" in call.text]
         run = dry.job(dry.site.job_scripts[0], install=flags, nodes=2) if packs and dry.packed(*flags) else None
         unpacks = [call for call in run.calls if "conda-unpack" in call.text] if run else []
-        nodes = max((int(call.environ.get("DRY_RUN_NODES", "1")) for call in unpacks), default=0)
+        nodes = nodes_of(unpacks)
         if run and nodes < 2:
             which = "one node" if nodes else "no node"
             yield f"{run.script} after install.sh {flags[0]}: conda-unpack on {which}, but should be on each"
@@ -439,10 +445,12 @@ def test_an_installation_that_fails_says_so(check, site, dry):
 
 @clause("B10")
 def test_an_installation_starts_as_many_compilers_as_it_says(check, site, dry):
-    """make -j without a number starts one for each file, on a login node, of a gigabyte each; nproc is everybody's cores."""
-    without = r"""(?:(?:MAKEFLAGS=\S*|\bmake\b[^\n#]*\s)-j(?=["'}\s]|$)|^[^\n#]*(?:-j|--parallel|JOBS=)[= ]*"?\$\(nproc)"""
+    """make -j without a number starts one for each file, on a login node, of a gigabyte each; nproc is all its cores."""
+    without = r"""(?:MAKEFLAGS=\S*|\bmake\b[^\n#]*\s)-j(?=["'}\s]|$)"""
+    of_all = r"""^[^\n#]*(?:-j|--parallel|JOBS=)[= ]*"?\$\(nproc"""
     scripts = [path for path in sorted(site.folder.iterdir()) if path.suffix in (".sh", ".sl", ".pbs")]
-    matches = {path.name: re.findall(without, path.read_text(), re.MULTILINE) for path in scripts}
+    wrong = {path: without if path in site.job_scripts else f"{without}|{of_all}" for path in scripts}
+    matches = {path.name: re.findall(each, path.read_text(), re.MULTILINE) for path, each in wrong.items()}
     yield from (f"{name}: {words[0].strip()!r}, but should have a number behind -j" for name, words in matches.items() if words)
     for call in [call for flags in [(), *given(dry)] for call in dry.install(*flags).called("mksquashfs", "conda-pack")]:
         counts = values_of(call.words, "-processors", "--n-threads", "-j")  # by itself conda-pack takes one
@@ -537,6 +545,8 @@ UNCHECKED = re.compile(
     r"PIP_TRUSTED_HOST=.|PIP_(EXTRA_)?INDEX_URL=.*http:|CONDA_SSL_VERIFY=(?i:0|false|no)$"
     r"|GIT_SSL_NO_VERIFY=|(CURL|REQUESTS)_CA_BUNDLE=$"
 )
+# How a proxy is named, to which http:// is the usual way.
+PROXY = re.compile(r"\s(--proxy|-x)[= ]\S+|(?i:\b\w*_proxy=\S+)")
 # What a line must not have, and what it should; also one that no installation runs.
 FETCHES = {
     r"\b(curl|wget)\b.*\|\s*(sudo )?(ba|z)?sh\b": "run nothing that it has not checked",
@@ -557,7 +567,9 @@ def test_what_is_installed_is_named_with_its_version(check, site, dry):
         yield from loose(site, dry, run)
         yield from loose_elsewhere(dry, run)
     for script in site.scripts:
-        for number, line in enumerate(script.read_text().splitlines(), 1):
+        text = script.read_text()
+        for match in re.finditer(r"(?m)^(?:[^#\n]*\\\n)*.*$", text):  # a command with all its lines
+            number, line = text.count("\n", 0, match.start()) + 1, PROXY.sub("", match[0].replace("\\\n", " "))
             for should in [should for wrong, should in FETCHES.items() if re.search(rf"^[^#]*{wrong}", line)]:
                 yield f"{script.name}:{number}: {line.strip()[:100]!r}, but should {should}"
 
@@ -575,8 +587,8 @@ def test_a_hash_is_whole_and_of_the_version_above_it(check, site):
                 if not re.fullmatch("[0-9a-f]{64}", digest):
                     yield f"{script.name}: {match[1]}: a hash of {len(digest)} letters, but should be 64 hex digits"
             pages = re.findall(rf"pypi\.org/project/{re.escape(match[1])}/([\w.]+)", text[: match.start()])
-            if pages and pages[-1] != match[2]:
-                yield f"{script.name}: {match[1]}=={match[2]} below the page of {pages[-1]}, but should be of one version"
+            if pages and (page := pages[-1].rstrip(".")) != match[2]:
+                yield f"{script.name}: {match[1]}=={match[2]} below the page of {page}, but should be of one version"
 
 
 def loose(site, dry: DryRuns, run: DryRun) -> Iterator[str]:
@@ -612,7 +624,7 @@ def loose_elsewhere(dry: DryRuns, run: DryRun) -> Iterator[str]:
         yield f"install.sh: {setting}, but should check what it fetches"
     for call in run.calls:
         words = call.words
-        if UNSAFE.search(f" {call.text} ") and call.command not in ("rm", "module-call"):
+        if UNSAFE.search(PROXY.sub("", f" {call.text} ")) and call.command not in ("rm", "module-call"):
             yield f"install.sh: {dry.shown(call.text)[:120]}, but should check what it fetches"
         words = words[words[:1] == ["env"] :]
         if call.command in ("conda", "mamba", "micromamba") and words[:1] and words[0] in ("create", "install"):

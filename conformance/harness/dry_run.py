@@ -65,10 +65,14 @@ OF_PBS = dict(
     place="scatter:excl",
     filesystems="home:of42",
 )
+# Those that a process may have where nobody has allowed more: Linux's INR_OPEN_CUR.
+OPEN_FILES = 1024
 # Of absolute paths these stay as they are; all others are moved.
 KEPT = "usr|bin|sbin|lib|lib64|etc|proc|sys|dev/(?!shm)"
 ABSOLUTE = re.compile(rf"(?<![\w./:~}})\]*%$\\+-])/(?!(?:{KEPT})(?:/|\b))(?=(?:tmp|var/tmp|dev/shm)\b|[A-Za-z][\w.-]*/[\w$])")
-MODULE = 'module() { local said; said=$(module-call "$@") || return; eval "$said"; }; ml() { module load "$@"; }'
+MODULE = 'module() { local said; said=$(module-call "$@") || return; eval "$said"; }; ml() { case ${1-} in '
+MODULE += '-?*) module unload "${1#-}" ;; load | add | purge | reset | use | unuse | unload | swap | switch | list | avail) '
+MODULE += 'module "$@" ;; *) module load "$@" ;; esac; }'
 # Of torchrun the parts that programs of a site call: it is a command of the dry run, and its ranks' exit code an error.
 ERRORS = """
 class ChildFailedError(Exception):
@@ -804,8 +808,11 @@ class DryRuns:
 def confine(folder: Path, core: bool = False) -> None:
     """From now on this process can write below this folder and /dev alone; core: and leaves core files unless it asks for none.
 
+    It may open as many files as usual: in containers they are so many that a script which asks for more would get fewer.
     https://docs.kernel.org/userspace-api/landlock.html
     """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, OPEN_FILES), hard))
     most = resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (most if core else 0, most))
     system = ctypes.CDLL(None, use_errno=True)

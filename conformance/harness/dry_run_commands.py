@@ -49,12 +49,14 @@ def runs(*words: str, environment: dict[str, str] | None = None, handed_on: bool
     except OSError as error:
         print(f"{words[0]}: {error.strerror}", file=sys.stderr)
         return 127
+    earlier = _signal.getsignal(USR1)
     if handed_on:
         _signal.signal(USR1, lambda *_: os.kill(process, USR1))
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     if handed_on:
         _signal.signal(USR1, _signal.SIG_IGN)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    _signal.signal(USR1, earlier)  # each of the ranks, which start in turn, is sent it
     return code if code >= 0 else 128 - code
 
 
@@ -130,6 +132,7 @@ def launch(name: str, words: list[str]) -> int:
     if "hosts" in NOTES and not named:  # of the nodes that PBS lists the first ones, up or down
         NOTES["hosts"] = NOTES["hosts"][: len(sizes)]
     os.environ["DRY_RUN_LAUNCHER"] = str(os.getpid())
+    os.environ["DRY_RUN_ON"] = first(flags, "-w", "--nodelist", "-r", "--relative", "--host", "-host", "--hosts")
     codes = []
     for rank in range(count if SETTINGS["all_ranks"] else 1):
         environ = rank_environment(name, rank, places[rank], sizes, flags)
