@@ -18,8 +18,9 @@ import torch
 from ddp_core import snapshot
 from ddp_core.config import parse
 from ddp_core.errors import StorageError
+from ddp_core.later import kept_beside
 from ddp_core.order import sample_order, seed_everything
-from ddp_core.probe import kept_beside, notes_on_buffers
+from ddp_core.probe import notes_on_buffers
 from ddp_core.record import Record
 from ddp_core.summary import Stopwatch, summarize
 from ddp_core.workload import find
