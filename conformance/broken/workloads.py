@@ -611,6 +611,22 @@ class Counts(Digits):
         optimizer.param_groups[0]["count"] = 0
         return optimizer
 """,
+    # A graph network's links, which never change.
+    "links": """
+class Links(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.register_buffer("links", torch.eye(64).to_sparse(), persistent=False)
+
+    def forward(self, images):
+        return self.layer(torch.sparse.mm(self.links, images.T).T)
+
+
+class OfLinks(Digits):
+    def model(self, config):
+        return Links()
+""",
     # From its fourth step on a buffer adds up a rank's own rows, in a new tensor each time.
     "counts_late": """
 class CountsLate(nn.Module):
@@ -1665,6 +1681,13 @@ class Expanded(Digits):
     def model(self, config):
         net = super().model(config)
         net.register_buffer("ones", torch.ones(1, 64).expand(10, 64))
+        return net
+""",
+    "sparse": """
+class Sparse(Digits):
+    def model(self, config):
+        net = super().model(config)
+        net.register_buffer("links", torch.eye(64).to_sparse())
         return net
 """,
     # Its statistics would move twice a step.

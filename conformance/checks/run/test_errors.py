@@ -60,7 +60,7 @@ MISTAKES |= dict(sounds_lost="at step 3, line 11 (loss): RuntimeError: the peer 
 # And what no loop can train, or no snapshot can hold: in ranks as in a world of one.
 REFUSED = dict(needs_a_closure="should return an optimizer of torch.optim that needs no closure")
 REFUSED |= dict(schedules_by_torch="optimizer() made one of torch's lr_scheduler", lazy="3.weight, 3.bias has no shape yet")
-REFUSED |= dict(keeps_an_extra_state="Net has get_extra_state()", expanded="ones is an expanded view")
+REFUSED |= dict(keeps_an_extra_state="Net has get_extra_state()", expanded="ones is an expanded view", sparse="links is sparse")
 REFUSED |= dict(keeps_a_list="keeps_a_list: the optimizer Keeps keeps seen, and a snapshot holds tensors and numbers")
 REFUSED |= dict(moves_twice="3.running_mean, 3.running_var, 3.num_batches_tracked, and --checkpoint-activations computes it")
 

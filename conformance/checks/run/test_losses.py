@@ -563,6 +563,14 @@ def test_all_ranks_go_on_with_the_buffers_of_rank_0(check, train_own, reduction)
     check.equal(ranks_whose_buffers_differ=([rank for rank, text in enumerate(run.output) if "buffers differ" in text], []))
 
 
+@clause("L18")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_a_sparse_buffer_that_no_snapshot_holds_is_none_that_changes(check, train_own):
+    """Torch compares no sparse tensors, and a graph network has one."""
+    run = done(check, train_own("links", "--steps-per-epoch 2"))
+    check.equal(notes=(run.values("start", "notes"), [[]]))
+
+
 @clause("L18", "L17")
 @only(sizes=(2,), devices=("cpu",))
 def test_buffers_that_change_later_are_rank_0_s_when_it_is_evaluated(check, train_own):

@@ -11,7 +11,7 @@ from ddp_core.order import seed_everything
 from ddp_core.probe import Seen, probe
 from ddp_core.process_group import Peers
 from ddp_core.snapshot import refuse_unknown_dtypes
-from ddp_core.state import of_model
+from ddp_core.state import dense, of_model
 from ddp_core.workload import Workload, blaming
 
 
@@ -132,6 +132,11 @@ def refuse_other_modules(model: object, workload: Workload) -> None:
             "(register_buffer)"
         )
     tensors = of_model(model).items()
+    if sparse := [name for name, tensor in tensors if not dense(tensor)]:
+        raise workload.unusable(
+            f"{sparse[0]} is sparse or ragged, and a snapshot holds dense tensors: register a buffer that never changes with "
+            "persistent=False"
+        )
     if views := [name for name, t in tensors if any(n > 1 and not s for n, s in zip(t.shape, t.stride(), strict=True))]:
         raise workload.unusable(
             f"{views[0]} is an expanded view, whose rows are one: a snapshot cannot be read back into it, so .clone() it"

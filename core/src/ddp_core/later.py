@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddp_core.probe import plain
 from ddp_core.replicas import BITS, checksum
-from ddp_core.state import RATES, local, made_by_torch, saved_buffers, unsaved
+from ddp_core.state import RATES, dense, local, made_by_torch, saved_buffers, unsaved
 from ddp_core.workload import Workload
 
 EARLY = 10  # steps of a start in which its optimizer is looked at
@@ -84,8 +84,7 @@ class Later:
 
 
 def _content(buffer: torch.Tensor) -> float | None:
-    dense = buffer.layout == torch.strided and not buffer.is_nested
-    return checksum([buffer]).item() if dense and buffer.element_size() in BITS else None
+    return checksum([buffer]).item() if dense(buffer) and buffer.element_size() in BITS else None
 
 
 def kept_beside(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, list]:
@@ -112,7 +111,7 @@ def at_a_glance(part: Any) -> Any:
     if not isinstance(part, torch.Tensor):
         return plain(part)
     own = None if part.is_inference() else local(part.detach())
-    if own is None or type(own) is not torch.Tensor or own.layout != torch.strided or own.is_meta or not own.numel():
+    if own is None or type(own) is not torch.Tensor or not dense(own) or own.is_meta or not own.numel():
         return None
     row = own[(0,) * (own.ndim - 1)] if own.ndim > 1 else own.reshape(-1)
     return part._version, plain(row[:64])

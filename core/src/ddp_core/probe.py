@@ -20,7 +20,7 @@ from ddp_core.batches import Batches, converted
 from ddp_core.config import refuse_other_default_device
 from ddp_core.order import DROPOUT, drawn_by_others, seed_generators
 from ddp_core.snapshot import memory
-from ddp_core.state import Kept, saved_buffers
+from ddp_core.state import Kept, dense, saved_buffers
 from ddp_core.workload import YOURS, Workload, blame, blaming, outputs_of, refuse_other_names, sources_of
 
 MANY = 16  # rows, of which a metric is seldom 0
@@ -258,8 +258,7 @@ def notes_on_rows(others: list[str], notes: list[str]) -> list[str]:
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
     """Of ragged and sparse ones nothing: torch does not compare them."""
-    dense = tensor.layout == torch.strided and not tensor.is_nested
-    return tensor.nan_to_num() if dense else torch.zeros(0)
+    return tensor.nan_to_num() if dense(tensor) else torch.zeros(0)
 
 
 def kept_by(workload: Workload, model: nn.Module) -> dict[str, list]:
@@ -291,7 +290,7 @@ def kept_in(model: nn.Module) -> dict[str, list]:
 
 def plain(part: Any) -> Any:
     """What two of are compared by: a number, or the bytes of a tensor, if it is none of the large ones."""
-    if type(part) is torch.Tensor and part.layout == torch.strided and not part.is_nested and part.numel() <= LARGE:
+    if type(part) is torch.Tensor and dense(part) and part.numel() <= LARGE:
         content = part.detach().cpu().contiguous()  # by name, for memory() does not keep it
         return part.shape, zlib.crc32(memory(content))
     return part if isinstance(part, bool | int | str) else repr(part) if isinstance(part, float) else None  # NaN is no change

@@ -37,7 +37,7 @@ from ddp_core.process_group import Peers
 from ddp_core.reduction import Reduction
 from ddp_core.rehearsal import rehearse
 from ddp_core.snapshot import Draft, drafts_of, in_order, load, put, refuse_unknown_dtypes
-from ddp_core.state import State, local, of_model
+from ddp_core.state import State, dense, local, of_model
 from ddp_core.workload import Workload, blaming
 
 IN_TURN = (
@@ -115,6 +115,10 @@ def _whole(workload: Workload, config, dtype: torch.dtype) -> nn.Module:
     seed_everything(config.seed)
     model = workload.model(config)
     refuse_other_modules(model, workload)
+    if sparse := [name for name, buffer in model.named_buffers() if not dense(buffer)]:
+        raise workload.unusable(
+            f"{sparse[0]} is sparse or ragged, and --sharding deals dense tensors out: pass --sharding none"
+        )
     refuse_unknown_dtypes(of_model(model), workload.name)
     return in_precision(model, dtype)
 

@@ -178,6 +178,11 @@ class State:
         trainer.peers.together(trainer.saver and (lambda: write(self.tensors(), None)), trainer.record.failure)
 
 
+def dense(tensor: torch.Tensor) -> bool:
+    """Neither sparse nor ragged: torch compares no others."""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of it: its rows, where they are dealt over ranks (sharding.py)."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -215,7 +220,7 @@ class Kept:
     def __init__(self, model: nn.Module, averaged: bool = True):
         self.model = model
         # On the CPU: at a resume the optimizer's state has taken the device's memory already.
-        self.buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in model.named_buffers()}
+        self.buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in model.named_buffers() if dense(buffer)}
         self.averages = [(p, p.detach().to("cpu", copy=True)) for p in (averages(model) if averaged else ())]
 
     @torch.no_grad()
