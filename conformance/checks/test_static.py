@@ -24,6 +24,7 @@ from conformance.cluster.shape import impossible, numbers
 from conformance.golden import make as golden
 from conformance.harness import keys, reference
 from conformance.harness.check import clause
+from conformance.harness.dry_run import OF_ML
 from conformance.harness.new_site import is_mark
 from conformance.harness.shell import (
     ADDRESS,
@@ -346,8 +347,7 @@ def test_nothing_is_left_to_fill_in(check, site):
                 yield f"{name}:{number}: {line.strip()}, but should be filled in"
 
 
-# What is loaded at a command's place: behind `ml` another word of Lmod may stand. https://lmod.readthedocs.io/en/latest/010_user.html
-OF_ML = "load|add|purge|reset|use|unuse|del|unload|rm|swap|switch|list|avail|av|spider|show|save|restore|whatis|help|keyword"
+# What is loaded at a command's place.
 LOADS = re.compile(
     r"^(?:[^\"'#]*(?:[;&|{(!]|\b(?:then|do|else|if)\b))?\s*"
     rf"(?:module +(?:load|add)|ml +(?:load|add)|ml(?! +(?:-|(?:{OF_ML})(?!\S)))) +([^;&|}}#\n]+)"

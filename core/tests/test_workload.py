@@ -696,11 +696,11 @@ PARTS = {
     ),
     "schedule: nothing": (
         "def schedule(self, step, total_steps, config):\n    step / total_steps",
-        r"schedule\(\) returned None at step 0, and should return a number",
+        r"schedule\(\) returned None at step 0 of 24, and should return a number",
     ),
     "schedule: not a number": (
         "def schedule(self, step, total_steps, config):\n    return float('nan')",
-        r"schedule\(\) returned nan at step 0, and should return a number",
+        r"schedule\(\) returned nan at step 0 of 24, and should return a number",
     ),
     "schedule: it fails": (
         "def schedule(self, step, total_steps, config):\n    return 1 / step",

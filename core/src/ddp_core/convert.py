@@ -189,7 +189,7 @@ def _plain(values: object) -> torch.Tensor | None:
     if type(values) not in (torch.Tensor, torch.nn.Parameter):
         return None
     tensor = torch.Tensor.detach(values)  # type: ignore[arg-type]
-    return tensor if tensor.layout == torch.strided and tensor.is_cpu and not tensor.is_nested else None
+    return tensor if tensor.is_cpu and state.dense(tensor) else None
 
 
 def _fitted(

@@ -21,7 +21,7 @@ from ddp_core.config import refuse_other_default_device
 from ddp_core.order import DROPOUT, drawn_by_others, seed_generators
 from ddp_core.snapshot import memory
 from ddp_core.state import Kept, dense, saved_buffers
-from ddp_core.workload import YOURS, Workload, blame, blaming, outputs_of, refuse_other_names, sources_of
+from ddp_core.workload import YOURS, Workload, blame, blaming, factor_of, outputs_of, refuse_other_names, sources_of
 
 MANY = 16  # rows, of which a metric is seldom 0
 DRAWS = 32  # of a loss in which noise is drawn, to tell a mean from a sum
@@ -305,16 +305,21 @@ def _notes_on_kept(names: list[str], owner: str) -> list[str]:
 
 
 def notes_on_schedule(workload: Workload, model: nn.Module, total_steps: int) -> list[str]:
-    """Its first step, tried on a copy of the workload: what it counts stays as it is. Raises WorkloadError."""
+    """Tried on a copy of the workload: what it counts stays as it is. Raises WorkloadError, of a later step too: not hours
+    after the start.
+    """
     kept: list[dict] = []
     with blaming(workload, "schedule()"), torch.no_grad():
         tried = copy.copy(workload)
         for name, value in vars(workload).items():
             vars(tried)[name] = tree_map_only(torch.Tensor, lambda part: part.clone() if part.numel() <= LARGE else part, value)
         for _ in range(2):  # what is made at the first call alone is no change
-            tried.schedule(0, total_steps, workload.config)
+            factor_of(tried, 0, total_steps)
             kept.append(kept_by(tried, model))
-    return _notes_on_kept([f"self.{name}" for name in _changed(*kept)], "workload")
+        changed = _changed(*kept)
+        for step in () if changed else (total_steps // 2, total_steps - 1):
+            factor_of(tried, step, total_steps)
+    return _notes_on_kept([f"self.{name}" for name in changed], "workload")
 
 
 def _total(workload: Workload, loss: Any) -> tuple[tuple[str, ...], torch.Tensor]:

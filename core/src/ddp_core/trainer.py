@@ -48,7 +48,7 @@ from ddp_core.run_directory import RunDirectory
 from ddp_core.state import State, made_by_torch, saved_buffers
 from ddp_core.stop import StopFlag
 from ddp_core.summary import Stopwatch
-from ddp_core.workload import Workload, outputs_of, parts_of
+from ddp_core.workload import Workload, factor_of, outputs_of, parts_of
 
 
 class Trainer:
@@ -227,8 +227,8 @@ class Trainer:
         # After the sum, so that every rank has the same norm, clips alike, and keeps equal parameters.
         self.reconciliation.norms.append(self.guard.norm(self.reduction.gradients, self.reduction.norm))
         # Noise that an optimizer adds is the same on every rank, and in a resumed run; torch.optim's own add none.
-        alike = drawing_alike(self.device, self.peers.rank, OPTIMIZER, self.config.seed, self.step)
-        with self.profile.part("optimizer"), alike if self.own_optimizer else nullcontext():
+        draw = (self.device, self.peers.rank, OPTIMIZER, self.config.seed, self.step)
+        with self.profile.part("optimizer"), drawing_alike(*draw) if self.own_optimizer else nullcontext():
             self.guard.step()  # optimizer.step(), unless a gradient is not finite
         self.state.progress.step += 1
 
@@ -239,12 +239,7 @@ class Trainer:
         return total
 
     def _set_learning_rate(self) -> None:
-        factor = self.workload.schedule(self.step, self.total_steps, self.config)
-        if not hasattr(factor, "__float__") or not 0 <= (factor := float(factor)) < math.inf:
-            raise self.workload.unusable(
-                f"schedule() returned {factor!r} at step {self.step}, and should return a number from 0 on, which the learning "
-                "rate is multiplied with"
-            )
+        factor = factor_of(self.workload, self.step, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
 

@@ -254,6 +254,17 @@ def refuse_other_names(workload: Workload, metrics: Mapping, before: Mapping) ->
         raise workload.unusable(f"metrics() gave {[*metrics]}, and {[*before]} before: give what a batch has not as (0, 0)")
 
 
+def factor_of(workload: Workload, step: int, total_steps: int) -> float:
+    """What the schedule multiplies the learning rate with. Raises WorkloadError."""
+    factor = workload.schedule(step, total_steps, workload.config)
+    if not hasattr(factor, "__float__") or not 0 <= (factor := float(factor)) < math.inf:
+        raise workload.unusable(
+            f"schedule() returned {factor!r} at step {step} of {total_steps}, and should return a number from 0 on, which the "
+            "learning rate is multiplied with"
+        )
+    return factor
+
+
 # ---- from a name or a file to the workload ------------------------------------------------------------------------
 
 
