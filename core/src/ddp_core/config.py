@@ -309,7 +309,7 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     if quiet:
         parser.print_help = lambda file=None: None  # type: ignore[method-assign]
     count, size = number(int, 0, 2**53), number(int, 1, 2**53)
-    positive, seconds, share = (number(float, 0, high, above) for high, above in ((1e9, True), (1e7, True), (1e9, False)))
+    positive, seconds, share = number(float, 0, 1e9, above=True), number(float, 0, 1e7, above=True), number(float, 0, 1e9)
 
     add = parser.add_argument_group("problem").add_argument
     add("--workload", metavar="NAME|FILE", help="digits, regression, mnist, gpt, or a file of yours (default: digits)")
