@@ -8,7 +8,6 @@ facts of site.toml count: `submit`, `stop` (the command by which a user has a jo
 [job] `geometry` and `restarts`.
 """
 
-import json
 import re
 import shlex
 import time
@@ -20,7 +19,7 @@ from subprocess import CompletedProcess
 from conformance.cluster.schedulers import SCHEDULERS, Slurm, Status, accepted, queued
 from conformance.cluster.virtual import USER, VirtualSite
 from conformance.harness.sites import Site
-from conformance.harness.target import Run
+from conformance.harness.target import Run, read_records
 
 LOOK = 0.3  # seconds between two looks
 PATIENCE = 150.0  # seconds for what takes a tenth of it on a quiet machine
@@ -49,9 +48,7 @@ class Job:
 
     def run(self) -> Run:
         """What it has recorded so far."""
-        path = self.folder / "run.jsonl"
-        whole = path.read_text().rpartition("\n")[0] if path.exists() else ""  # the last line may be half written
-        return Run(self.folder, [], [], [], [], [json.loads(line) for line in whole.splitlines()])
+        return Run(self.folder, [], [], [], [], read_records(self.folder))
 
     def starts(self) -> list[dict]:
         return self.run().of("start")

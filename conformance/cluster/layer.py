@@ -46,7 +46,7 @@ OF_A_LOGIN = ".of-a-login"
 
 def provided(site: Site, module: str | None = None) -> list[str]:
     """What this module provides, or any of the site's. Raises ValueError for what no stand-in can be made of."""
-    table = site.toml.get("software", {}).get("provides", {})
+    table = site.software.get("provides", {})
     words = [word for name, words in table.items() if module in (None, name) for word in words]
     if strange := [word for word in words if word not in PROVIDES and "=" not in word]:
         raise ValueError(f"{strange[0]} in software.provides, but should be NAME=value or one of {', '.join(PROVIDES)}")
@@ -66,7 +66,7 @@ def module_file(site: Site, module: str) -> str:
 
 def modules_at(site: Site) -> dict[str, list[str]]:
     """Modules of site.toml by the folder in which they are found: "" where no script says `module use` before it loads them."""
-    modules = site.toml.get("software", {}).get("modules", [])
+    modules = site.modules
     folders: dict[str, str] = {}
     for script in site.scripts:
         used = ""
@@ -96,7 +96,7 @@ def value_of(site: Site, text: str) -> str:
 
 def image_file(site: Site) -> str:
     """Where the image lies on the machine, if it is a file: site.toml has the end of the path, a script the whole."""
-    image = site.toml.get("software", {}).get("image", "")
+    image = site.software.get("image", "")
     if not image.endswith((".sif", ".sqfs", ".sqsh")):
         return ""
     words = {word for script in site.scripts for word in re.findall(r"[\w./${}-]+", script.read_text())}
@@ -116,7 +116,7 @@ def takes_an_image(site: Site) -> bool:
 
 def stand_ins(site: Site) -> dict[str, list[str]]:
     """Commands by the folder below HOME, or "" for /usr/local/bin, that they lie in."""
-    image, provides = site.toml.get("software", {}).get("image", ""), provided(site)
+    image, provides = site.software.get("image", ""), provided(site)
     commands: dict[str, list[str]] = {"": []}
     if "conda" in provides:
         commands["conda/bin"] = ["conda", "activate"]
@@ -171,7 +171,7 @@ def build(site: Site, folder: Path, base: Path = Path("/"), cache: Path = prefix
     for below, names in stand_ins(site).items():
         for name in names:
             lay(name, home / below if below else overlay / "usr/local/bin")
-    if not site.toml.get("software", {}).get("modules") and "image" not in site.toml.get("software", {}):
+    if not site.modules and "image" not in site.software:
         # The machine's own python3, which may be too old, or another one than torch was built for.
         # No link: an environment that is made through one looks for its library beside the link.
         (overlay / "usr/local/bin").mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ def build(site: Site, folder: Path, base: Path = Path("/"), cache: Path = prefix
     (modulepath / f"{OF_A_LOGIN}.lua").write_text('whatis("stand-in for what a login loads by itself")\n')
     if brings_a_plugin(site):
         compile_empty(home / "net-plugin/lib/librccl-net.so")
-    if "image" in site.toml.get("software", {}) or takes_an_image(site):
+    if "image" in site.software or takes_an_image(site):
         link_commands(home / "image/bin", base)
     if image := image_file(site):
         (tree / image.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from conformance.cluster.layer import HOME, brings_a_plugin
 from conformance.cluster.shape import numbers
-from conformance.harness.sites import Site
+from conformance.harness.sites import Launch, Site
 
 # A file a rank: a launcher cuts long lines, and those of many ranks mix.
 PROBE = r"""
@@ -46,11 +46,15 @@ class Row:
 
 def probe(site: Site, folder: str, torch: bool = True) -> str:
     """A train.py that leaves a file in the folder, for each rank; which it is, the variables of site.toml's launcher tell."""
-    launch, words = site.launches[0], ("rank", "local_rank", "node_rank")
-    variables_of = {word: variables[0] for word in words if (variables := launch.variables_with(word))}
-    text = PROBE.replace("TOLD", repr(variables_of)).replace("IMPORT", IMPORT if torch else "")
+    text = PROBE.replace("TOLD", repr(told_by(site.launches[0]))).replace("IMPORT", IMPORT if torch else "")
     text = text.replace("NETWORK", NETWORK if brings_a_plugin(site) else "")
     return text.replace("DEVICES", device_variable(site)).replace("FOLDER", folder)
+
+
+def told_by(launch: Launch) -> dict[str, str]:
+    """The variables by which a launcher tells a rank its place."""
+    words = ("rank", "local_rank", "node_rank")
+    return {word: variables[0] for word in words if (variables := launch.variables_with(word))}
 
 
 def device_variable(site: Site) -> str:

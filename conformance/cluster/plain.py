@@ -150,8 +150,7 @@ class Plain:
             self.cluster.slow_disk(seconds)
 
     def look(self) -> None:
-        launch, words = self.case.launch, ("rank", "local_rank", "node_rank")
-        variable_of = {word: variables[0] for word in words if (variables := launch.variables_with(word))}
+        variable_of = placement.told_by(self.case.launch)
         devices = placement.device_variable(self.site)
         names = [*variable_of.values(), devices]
         text = LOOK.replace("PROGRAM", repr(self.case.program)).replace("NAMES", repr(names)).replace("JOB", self.job.id)

@@ -559,7 +559,7 @@ class DryRuns:
             for old, new in full_shape["edit"].items():
                 text = text.replace(f"\n{old}\n", f"\n{new}\n")
             copy.write_text(text)
-            environ = self._of_slurm(script, full_shape) if slurm else self._of_pbs(script, full_shape)
+            environ = self._of_slurm(script, full_shape) if slurm else self._of_pbs(full_shape)
             options = Script(self.folder / script.name).options | full_shape["options"]
             environ |= taken_along(options.get("export", "ALL") if slurm else "ALL", full_shape["environ"])
             words = [str(copy), *(full_shape["arguments"] if slurm else [])]
@@ -661,7 +661,7 @@ class DryRuns:
         own |= dict(RESTART_COUNT=shape["restarts"]) if shape["restarts"] else {}
         return {f"SLURM_{name}": str(value) for name, value in own.items()} | dict(SLURMD_NODENAME=self.hosts(nodes)[0])
 
-    def _of_pbs(self, script: Path, shape: dict) -> dict[str, str]:
+    def _of_pbs(self, shape: dict) -> dict[str, str]:
         domain = self.site.toml["node"].get("nodefile_domain", "")
         nodefile = self.top / "spool/nodes"
         nodefile.write_text("".join(f"{host}{'.' if domain else ''}{domain}\n" for host in self.hosts(shape["nodes"])))

@@ -197,10 +197,9 @@ def rank_environment(name: str, rank: int, place: tuple[int, int], sizes: list[i
         values |= dict(node_rank=node)
         values |= dict(num_nodes=nodes, job_id=SETTINGS["job"], restart=SETTINGS["restarts"], master_addr=SETTINGS["hosts"][0])
         values |= dict(master_port=0, tasks_per_node=per_node if nodes == 1 else f"{per_node}(x{nodes})")
-        exported = {key: template.format(**values) for key, template in SETTINGS["launcher_environment"].items()}
-        environ = exported | {
-            key: value for key, value in environ.items() if key not in exported or "{master_" in template_of(key)
-        }
+        templates = SETTINGS["launcher_environment"]
+        kept = {key: value for key, value in environ.items() if key not in templates or "{master_" in templates[key]}
+        environ = {key: template.format(**values) for key, template in templates.items()} | kept
     return environ
 
 
@@ -229,10 +228,6 @@ def torchrun(name: str, words: list[str]) -> int:
         exported = own | dict(RANK=rank, LOCAL_RANK=local) | placed(rank, size * nodes, (node, local), sizes)
         codes.append(runs(*command, environment=os.environ | {key: str(value) for key, value in exported.items()}))
     return max(codes)
-
-
-def template_of(variable: str) -> str:
-    return SETTINGS["launcher_environment"].get(variable, "")
 
 
 # ---- Python ---------------------------------------------------------------------------------------------------------

@@ -9,11 +9,9 @@ https://packaging.python.org/en/latest/specifications/simple-repository-api/
 import json
 import sys
 import urllib.request
-from pathlib import Path
 
-from conformance.harness.environment import requirements
+from conformance.harness.environment import ROOT, requirements
 
-ROOT = Path(__file__).parents[2]
 INDEX = "https://pypi.org/simple"
 FORM = "application/vnd.pypi.simple.v1+json"
 

@@ -2,7 +2,7 @@
 
 conftest.py registers Verdicts in every session, or in place of it Ranks under --with-mpi, beside pytest-mpi, or Submitted
 under --submit.
-EXPECT_WORLD says how many ranks mpiexec was to start. --part names the folder that report.py reads.
+EXPECT_WORLD says how many ranks mpiexec was to start. --part names the folder that report/merge.py reads.
 """
 
 import json

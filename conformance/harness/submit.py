@@ -82,8 +82,7 @@ class Jobs(Target):
 
     options: for sbatch or qsub. geometry: (nodes, ranks a node), [job] of site.toml by default. device, backend: None and
     "auto" leave them to the job script. timeout: seconds that a job may take from being submitted. poll: seconds between two
-    questions to the scheduler, at most. say: takes a line of
-    progress.
+    questions to the scheduler, at most. say: takes a line of progress.
     """
 
     rank = 0  # whoever judges is alone
@@ -309,7 +308,7 @@ class Jobs(Target):
         return dict(self.first.get("versions", {}))
 
     def without_hosts(self, text: str) -> str:
-        """The nodes are nobody's business; report.py knows the names of this machine only."""
+        """The nodes are nobody's business; report/private.py knows the names of this machine only."""
         for host in self.hosts:
             text = re.sub(rf"(?<![\w.]){re.escape(host)}(?![\w-])", "<node>", text)
         return text

@@ -135,9 +135,7 @@ def choose(argv: list[str], default: str | type = "digits"):
     """The workload that --workload names; else `default`, a name, a file or a class. Raises WorkloadError."""
     from ddp_core.workload import find
 
-    first = Parser(add_help=False, allow_abbrev=False)
-    first.add_argument("--workload")
-    named = first.parse_known_args(argv)[0].workload
+    named = looked_up(argv, "workload").workload
     workload = find(default if named is None else named)
     refuse_other_default_device(workload)
     return workload
@@ -156,11 +154,12 @@ def refuse_other_default_device(workload) -> None:
         raise workload.unusable(f"torch's default device is {kind}: take set_default_device out, pass --device")
 
 
-def _passed(argv: list[str]) -> tuple[str, ...]:
+def looked_up(argv: list[str], *names: str) -> argparse.Namespace:
+    """Of the command line these flags alone, as texts; None for one that is not there. Raises UsageError."""
     flags = Parser(add_help=False, allow_abbrev=False)
-    for name in OF_THE_OPTIMIZER:
+    for name in names:
         flags.add_argument(f"--{name.replace('_', '-')}")
-    return tuple(name for name, value in vars(flags.parse_known_args(argv)[0]).items() if value is not None)
+    return flags.parse_known_args(argv)[0]
 
 
 def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) -> TrainConfig:
@@ -184,7 +183,9 @@ def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) 
         values["accumulate"], values["deterministic"] = values["shards"] // world_size, True
     _refuse_sharding(values)
     values["lr"] *= world_size if values.pop("scale_lr") else 1
-    values["workload"], values["passed"] = workload.name, _passed(argv)
+    values["workload"] = workload.name
+    passed = vars(looked_up(argv, *OF_THE_OPTIMIZER))
+    values["passed"] = tuple(name for name in passed if passed[name] is not None)
     new = values.pop("new_run_dir")
     values["new_run_dir"] = bool(new and not values["run_dir"])
     values["run_dir"] = values["run_dir"] or new or f"runs/{workload.name}"
@@ -309,7 +310,7 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     if quiet:
         parser.print_help = lambda file=None: None  # type: ignore[method-assign]
     count, size = number(int, 0, 2**53), number(int, 1, 2**53)
-    positive, seconds, share = (number(float, 0, high, above) for high, above in ((1e9, True), (1e7, True), (1e9, False)))
+    positive, seconds, share = number(float, 0, 1e9, above=True), number(float, 0, 1e7, above=True), number(float, 0, 1e9)
 
     add = parser.add_argument_group("problem").add_argument
     add("--workload", metavar="NAME|FILE", help="digits, regression, mnist, gpt, or a file of yours (default: digits)")

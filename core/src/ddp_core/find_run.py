@@ -6,16 +6,13 @@ python -m ddp_core.find_run [flags of train.py]
 import sys
 from pathlib import Path
 
-from ddp_core.config import Parser
+from ddp_core.config import looked_up
 from ddp_core.errors import UsageError
 
 
 def find_run(argv: list[str]) -> str:
     """The run directory that these flags of train.py mean. Raises UsageError."""
-    parser = Parser(add_help=False, allow_abbrev=False)
-    for name in ("--run-dir", "--new-run-dir", "--workload"):
-        parser.add_argument(name)
-    flags, _ = parser.parse_known_args(argv)
+    flags = looked_up(argv, "run_dir", "new_run_dir", "workload")
     return flags.run_dir or flags.new_run_dir or f"runs/{Path(flags.workload or 'digits').stem}"
 
 

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import torch
 
 SORTED_ORDER = 2**24  # rows: above it the order is not sorted (16 bytes a row in each rank) but computed row by row
-ORDER, AUGMENTATION, DROPOUT, EVALUATION, OPTIMIZER = 1, 4, 5, 6, 7  # streams of random numbers: the first label of words()
+# Streams of random numbers: the first label of words(). 2 is regression's rows, 3 initial parameters.
+ORDER, AUGMENTATION, DROPOUT, EVALUATION, OPTIMIZER = 1, 4, 5, 6, 7
 
 
 # ---- integers -----------------------------------------------------------------------------------------------------

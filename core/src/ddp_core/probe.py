@@ -67,10 +67,10 @@ BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @dataclass(frozen=True)
 class Seen:
-    """losses: the names of several losses, () of one. metrics: name to whether it brings a count of its own."""
+    """losses: the names of several losses, () of one."""
 
     losses: tuple[str, ...]
-    metrics: dict[str, bool]
+    metrics: tuple[str, ...]
     buffers: list[str]  # those that a forward in training changes: BatchNorm's statistics
     rows: Any  # those that were tried, as one batch
     others: bool  # the loss draws from Python's or NumPy's generator too
@@ -184,7 +184,7 @@ class _Trial:
         self.changed = list(dict.fromkeys([*self.changed, *self.kept.put_back()]))
         return self.changed
 
-    def look(self) -> tuple[tuple[str, ...], dict[str, bool]]:
+    def look(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The names of several losses, and of the metrics."""
         workload = self.workload
         self.model.eval()
@@ -215,7 +215,7 @@ class _Trial:
         if total.requires_grad:
             total.backward()
         _refuse_unused(workload, self.model)
-        return names, {name: isinstance(value, tuple) for name, value in metrics.items()}
+        return names, tuple(metrics)
 
     @torch.no_grad()
     def look_for_random_numbers(self) -> tuple[bool, list[str]]:

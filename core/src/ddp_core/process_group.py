@@ -229,7 +229,7 @@ class Peers:
         return True
 
     def wait(self) -> None:
-        """Final barrier: a rank that exits early can hang one that is still connecting."""
+        """Collective. Until all ranks are here: before they part, for one, as a rank that exits early can hang another."""
         self.reduce(most=torch.zeros(1, dtype=torch.float64))
 
     def leave(self) -> None:

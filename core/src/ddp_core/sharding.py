@@ -336,10 +336,7 @@ class Writers:
 
     def _whole(self, name: str) -> torch.Tensor:
         tensor: Any = self.tensors[name]
-        if not isinstance(tensor, DTensor):
-            return tensor
-        tensor = tensor.to(self.trainer.device)
-        return tensor.full_tensor()
+        return tensor.to(self.trainer.device).full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class ShardedState(State):

@@ -167,14 +167,11 @@ def put(
     with open(draft.path, "wb", buffering=0) as file:
         if image is None:
             sums = _put_tensors(file, tensors, gathered or tensors.__getitem__, room)
+            file.seek(0)
+            _put_all(file, _head(tensors, draft.metadata(sums), room))
         else:
             sums = _checksums(tensors, partial(_put_image, file, image, room))
-        head = _head(tensors, draft.metadata(sums), room)
-        if image is None:
-            file.seek(0)
-            _put_all(file, head)
-        else:
-            ctypes.memmove(image.data_ptr(), head, room)
+            ctypes.memmove(image.data_ptr(), _head(tensors, draft.metadata(sums), room), room)
             for start in range(0, room, PART):  # the header may be longer than a part
                 _put(file, image, start)
             file.truncate(room + sum(tensor.nbytes for tensor in tensors.values()))

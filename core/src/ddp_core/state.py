@@ -13,6 +13,7 @@ from ddp_core.snapshot import DTYPES, KINDS
 RATES = ("lr", "initial_lr")  # of an optimizer's group: the schedule sets them
 # torch.optim's names of a state, and ours in a snapshot; other optimizers' states keep torch's.
 NAMES = {"momentum_buffer": "momentum", "exp_avg": "mean", "exp_avg_sq": "square"}
+OPTIONAL = ("scale", "measured", "stateless", "numbers")  # of Progress: not in a snapshot where there is none
 
 
 @dataclass
@@ -31,13 +32,12 @@ class Progress:
     def document(self) -> dict:
         known = dict(step=self.step, epochs_run=len(self.history), epoch_loss_sum=self.loss_sum.hex())
         known |= dict(history=self.history, best=self.best)
-        return known | {name: value for name in ("scale", "measured", "stateless", "numbers") if (value := getattr(self, name))}
+        return known | {name: value for name in OPTIONAL if (value := getattr(self, name))}
 
     @classmethod
     def of(cls, document: dict) -> "Progress":
-        parts: tuple = (document["history"], document["best"], document.get("scale"))
-        parts += tuple(document.get(name, []) for name in ("measured", "stateless", "numbers"))
-        return cls(document["step"], float.fromhex(document["epoch_loss_sum"]), *parts)
+        known = {name: document[name] for name in ("step", "history", "best", *OPTIONAL) if name in document}
+        return cls(loss_sum=float.fromhex(document["epoch_loss_sum"]), **known)
 
 
 class State:
@@ -108,10 +108,9 @@ class State:
         refuse_senseless(document, path)
         progress = Progress.of(document)
         self.forget(progress.stateless)
-        compared = ("data", "steps_per_epoch")
+        theirs, ours = ({name: facts[name] for name in ("data", "steps_per_epoch")} for facts in (document, self.facts))
         # Apart: a flag may be called --data, too.
-        parts = [(facts["problem"], {name: facts[name] for name in compared}) for facts in (document, self.facts)]
-        differ = [words for theirs, ours in zip(*parts, strict=True) for words in differences(theirs, ours)]
+        differ = differences(document["problem"], self.facts["problem"]) + differences(theirs, ours)
         mine = self.tensors()
         differ = differ or differences(layout(tensors), layout(mine)) or self._unknown(progress.numbers)
         if differ:

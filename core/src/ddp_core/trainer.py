@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,9 +53,7 @@ from ddp_core.workload import Workload, factor_of, outputs_of, parts_of
 
 
 class Trainer:
-    """One rank's part of a run. directory: rank 0's, None elsewhere. All methods but _run_step are collective."""
-
-    sharding: Any  # the module, where models are split
+    """One rank's part of a run; restore() and train() are collective. directory: rank 0's, None elsewhere."""
 
     def __init__(
         self,
@@ -70,13 +69,13 @@ class Trainer:
         reduction: type[Reduction] | None = None,
     ):
         """reduction: another class than --reduction's."""
-        self.sharded = config.sharding != "none"
-        # Costs a second: only for those who want it.
-        needed = self.sharded or config.checkpoint_activations
-        self.sharding = importlib.import_module("ddp_core.sharding") if needed else None
-        self.kind = reduction or (self.sharding.Sharded if self.sharded else KINDS[config.reduction])
+        sharded = config.sharding != "none"
+        # Its import costs a second: only for those who want it.
+        needed = sharded or config.checkpoint_activations
+        sharding: Any = importlib.import_module("ddp_core.sharding") if needed else None
+        self.kind = reduction or (sharding.Sharded if sharded else KINDS[config.reduction])
         self.workload, self.config, self.peers, self.device = workload, config, peers, device
-        self.directory: Any = directory  # rank 0's RunDirectory, None elsewhere
+        self.directory: Any = directory
         self.saver: Any = directory and Saver(directory, record, config.grace)
         self.record, self.stop = record, stop
         self.ranks: list[dict] = []  # a row a rank, for the table at the end
@@ -95,14 +94,14 @@ class Trainer:
         self.steps_per_epoch = min(len(train) // config.global_batch_size, config.steps_per_epoch or len(train))
         self.total_steps = config.epochs * self.steps_per_epoch
 
-        parts: tuple = (self.train_rows, peers, self.autocast, self.sharding)
-        self.model, self.optimizer, self.seen = peers.together(lambda: build_model_and_optimizer(*parts))
+        build = partial(build_model_and_optimizer, self.train_rows, peers, self.autocast, sharding)
+        self.model, self.optimizer, self.seen = peers.together(build)
         self.own_optimizer = not made_by_torch(self.optimizer)
         self.seen.notes.extend(peers.together(lambda: notes_on_schedule(workload, self.model, self.total_steps)))
         facts = dict(problem=config.problem(), data=fingerprint, steps_per_epoch=self.steps_per_epoch)
         facts |= dict(world_size=peers.world_size, versions=versions())
-        parts = (self.model, self.optimizer, facts)
-        self.state: State = self.sharding.ShardedState(*parts, device) if self.sharded else State(*parts)
+        make_state = partial(sharding.ShardedState, device=device) if sharded else State
+        self.state: State = make_state(self.model, self.optimizer, facts)
         workload.core_sets(count_steps=lambda: self.step)
         self.reconciliation, self.watch, self.saved = Reconciliation(peers), Stopwatch(), time.monotonic()
 

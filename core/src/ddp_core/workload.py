@@ -21,7 +21,7 @@ import re
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -248,9 +248,9 @@ def parts_of(loss: Any, names: tuple[str, ...], workload: Workload) -> list[torc
     return [sum(parts[1:], parts[0]), *parts]
 
 
-def refuse_other_names(workload: Workload, metrics: Mapping, before: Mapping) -> None:
+def refuse_other_names(workload: Workload, metrics: Mapping, before: Iterable[str]) -> None:
     """Of metrics, which have the same names in every batch. Raises WorkloadError."""
-    if metrics.keys() != before.keys():
+    if metrics.keys() != {*before}:
         raise workload.unusable(f"metrics() gave {[*metrics]}, and {[*before]} before: give what a batch has not as (0, 0)")
 
 
