@@ -40,6 +40,8 @@ PROVIDES = {
     "network-plugin": f'prepend_path("LD_LIBRARY_PATH", "{HOME}/net-plugin/lib")',
 }
 
+# A folder with a user's own below it: a disk of each node, where the machine has no such folder.
+OF_A_USER = r"(?<![\w.}$])((?:/\w+)+)/\$\{?USER\b"
 # Without such a module `module reset` fails. Behind a dot, it is in no list.
 OF_A_LOGIN = ".of-a-login"
 
@@ -235,7 +237,7 @@ def places(tree: Path, base: Path = Path("/")) -> dict[str, Path]:
 def local_disks(site: Site, base: Path = Path("/")) -> dict[str, None]:
     """Folders named for the user that scripts write to and base lacks: a disk in each node, empty at first."""
     text = "\n".join(script.read_text() for script in site.scripts)
-    disks = set(re.findall(r"(?<![\w.$}])((?:/[a-z]+)+)/\$\{?USER\b", text))
+    disks = set(re.findall(OF_A_USER, text))
     return {f"{folder}/{{user}}": None for folder in sorted(disks) if not Path(f"{base}{folder}").is_dir()}
 
 

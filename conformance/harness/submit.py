@@ -12,7 +12,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -336,7 +335,3 @@ def geometry(text: str) -> tuple[int, int]:
     if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)):
         raise ValueError(f"--geometry {text}, but should be NODESxRANKS, for example 2x8: 2 nodes with 8 ranks each")
     return int(match[1]), int(match[2])
-
-
-if __name__ == "__main__":
-    sys.exit(__doc__)

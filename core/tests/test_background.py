@@ -303,9 +303,10 @@ def test_without_memory_for_a_copy_it_is_saved_before_training_goes_on_and_a_lin
     assert line.startswith("note=training waits while snapshots are written") and "needs 0.1 MB" in line
 
 
-def test_memory_that_is_promised_and_not_given_is_none(saver, monkeypatch, capsys):
+@pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()])
+def test_memory_that_is_promised_and_not_given_is_none(saver, monkeypatch, capsys, error):
     def none(*arguments, **named):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        raise error
 
     tensors, document = whole(1)
     monkeypatch.setattr(background.torch, "empty", lambda size, **named: torch.zeros(0).byte() if size == 0 else none())

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from ddp_core import memory
-from ddp_core.errors import StorageError
+from ddp_core.errors import StorageError, first_line
 from ddp_core.record import Record
 from ddp_core.run_directory import RunDirectory
 from ddp_core.snapshot import files_of, images_of, images_size
@@ -107,7 +107,7 @@ class Saver:
                 self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
                 return True
             except (RuntimeError, MemoryError) as error:
-                why = f"which it did not get ({str(error).splitlines()[0][:160]})"
+                why = f"which it did not get ({first_line(error)})"
         if not self.refused:
             self.refused = True
             self.record.say(

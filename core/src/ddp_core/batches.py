@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from ddp_core.errors import Failure, PeerLostError, PreflightError
+from ddp_core.errors import Failure, PeerLostError, PreflightError, first_line
 from ddp_core.order import AUGMENTATION, seed_others, stream, word
 from ddp_core.stop import StopFlag
 from ddp_core.workload import ROW, Workload, blame, row_of, with_fields
@@ -167,9 +167,9 @@ def loaded(rows: Any, config, places, collate: Callable, workers: int, pin: bool
                 "too many open files: each tensor of a batch that a worker hands on is one; raise ulimit -n, or lower --workers"
             ) from error
         if str(error).startswith(("DataLoader worker", "DataLoader timed out")):
-            why = str(error).splitlines()[0][:160]
             raise PeerLostError(
-                f"a worker that reads rows died or hangs ({why}): lower --workers, or see its line, its memory and /dev/shm"
+                f"a worker that reads rows died or hangs ({first_line(error)}): lower --workers, or see its line, its memory "
+                "and /dev/shm"
             ) from error
         raise
     finally:

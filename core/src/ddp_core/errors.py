@@ -17,6 +17,11 @@ def printable(text: object, most: int = 160) -> str:
     return "".join(char if char.isprintable() else " " for char in text[:most]) + ("..." if len(text) > most else "")
 
 
+def first_line(error: BaseException, most: int = 160) -> str:
+    """Of its message, or its class where it has none, as MemoryError has."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
+
+
 def named(ranks: Sequence[int]) -> str:
     """The first of them: a line that names 40,000 helps nobody, and is sent to all."""
     return ", ".join(map(str, ranks[:NAMED])) + " and more" * (len(ranks) > NAMED)

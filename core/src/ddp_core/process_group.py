@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ddp_core.config import TrainConfig
 from ddp_core.control import Control, tree_sum
 from ddp_core.device import backend_of
-from ddp_core.errors import NAMED, Failure, PeerLostError, RendezvousError, failure_with, named
+from ddp_core.errors import NAMED, Failure, PeerLostError, RendezvousError, failure_with, first_line, named
 from ddp_core.rank import Rank
 from ddp_core.rendezvous import Rendezvous, patiently
 
@@ -67,7 +67,7 @@ class Peers:
             self.wait()
         except RuntimeError as error:
             raise RendezvousError(
-                f"the ranks met, but their {backend} group did not connect ({_first_line(error)}): check "
+                f"the ranks met, but their {backend} group did not connect ({sentence_of(error)}): check "
                 f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')} and the address of {socket.gethostname()}"
             ) from error
 
@@ -185,7 +185,7 @@ class Peers:
         if code:
             line = f"rank {named(missing)} failed {when}: see its line; what was saved is whole"
             return failure_with(code, line, everywhere=not prints or missing == [0])
-        return PeerLostError(f"{who} {when} ({_first_line(error)}): {fix}; what was saved is whole", everywhere=not prints)
+        return PeerLostError(f"{who} {when} ({sentence_of(error)}): {fix}; what was saved is whole", everywhere=not prints)
 
     def _call_the_roll(self, place: str) -> tuple[list[int], int, dict[str, list[int]]]:
         """The ranks that are missing, the code with which they end, and who is in which line of the workload's file."""
@@ -253,9 +253,9 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def _first_line(error: BaseException) -> str:
+def sentence_of(error: BaseException) -> str:
     """Of a message from C++: without the source file in front, and the guesses behind the first sentence."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    line = first_line(error, 4000)
     if DIFFER in line:
         return ", ".join(re.findall(r"OpType=(\w+(?:, TensorShape=\[[^]]*\])?)", str(error)))
     return re.sub(r"^\[/?\S*\] ", "", line).partition(". ")[0][:160]

@@ -20,7 +20,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from ddp_core.errors import printable
+from ddp_core.errors import first_line, printable
 from ddp_core.memory import available
 from ddp_core.rank import Rank
 from ddp_core.rendezvous import Rendezvous, patiently
@@ -146,7 +146,7 @@ class Staging:
                 line.send(os.fsencode(name))
                 _, copies, *_ = socket.recv_fds(line, 1, 1)
         except (OSError, RuntimeError) as error:
-            return self._none(name, f"its first rank gave no copy ({str(error).partition(chr(10))[0][:80]})")
+            return self._none(name, f"its first rank gave no copy ({first_line(error, 80)})")
         for copy in copies:
             os.set_inheritable(copy, False)
         return copies[0] if copies else None

@@ -19,7 +19,7 @@ import importlib
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -208,7 +208,7 @@ class Trainer:
                 # bf16 and fp16 are for the forward pass alone: parameters and gradients stay fp32.
                 with self.autocast(), self.profile.part("forward"):
                     outputs = outputs_of(self.workload, self.reduction.forward, batch)
-                    loss = self._kept(self.workload.loss(outputs, batch))
+                    loss = self._loss_of(self.workload.loss(outputs, batch))
                 if number == 0:
                     self.watch.spent("own", began)
                 # The weight makes the gradients of all ranks add up to those of the mean over the global batch.
@@ -231,7 +231,7 @@ class Trainer:
             self.guard.step()  # optimizer.step(), unless a gradient is not finite
         self.state.progress.step += 1
 
-    def _kept(self, loss: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
+    def _loss_of(self, loss: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
         """The loss to train on, a scalar. Its value waits on the device for the next reconciliation: no step waits for it."""
         total, *parts = parts_of(loss, self.seen.losses, self.workload)
         self.reconciliation.losses.append(torch.stack([part.detach() for part in (total, *parts)]) if parts else total.detach())
@@ -271,7 +271,7 @@ class Trainer:
         # Sums over rows travel, and are divided once: a mean of the ranks' means would round at every world size anew.
         losses = (agreed.losses / config.global_batch_size).tolist()
         for step, (parts, norm) in enumerate(zip(losses, agreed.norms.tolist(), strict=True), agreed.first):
-            self._note(step, *parts, grad_norm=norm)
+            self._record_step(step, *parts, grad_norm=norm)
         self.record.lap("first_step")
         self.watch.speeds.append(len(losses) * config.global_batch_size / max(agreed.seconds, 1e-9))
         left = (self.total_steps - self.step) * config.global_batch_size / self.watch.speed
@@ -279,7 +279,7 @@ class Trainer:
         self.record.progress(*place, losses[-1][0], self.watch.speeds[-1], left)
         return agreed
 
-    def _note(self, step: int, loss: float, *parts: float, grad_norm: float) -> None:
+    def _record_step(self, step: int, loss: float, *parts: float, grad_norm: float) -> None:
         epoch, index = divmod(step, self.steps_per_epoch)
         progress = self.state.progress
         progress.loss_sum = progress.loss_sum + loss if index else loss
@@ -360,8 +360,11 @@ class Trainer:
         refuse_diverged(self.model, self.peers, self.reduction.split_over, self.step)
         with self.profile.part("snapshot"):
             self.state.progress.scale = self.guard.scale
-            save = lambda tensors, drafts: self.saver.save(tensors, self.state.document(), best, snapshot, drafts)  # noqa: E731
-            self.state.save(save, self)
+
+            def write(tensors: dict, drafts: Callable | None) -> None:
+                self.saver.save(tensors, self.state.document(), best, snapshot, drafts)
+
+            self.state.save(write, self)
         self.saved = time.monotonic() if snapshot else self.saved
         self.watch.spent("snapshots", began)
 

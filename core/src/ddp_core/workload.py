@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ddp_core.errors import Failure, WorkloadError
+from ddp_core.errors import Failure, WorkloadError, first_line
 
 MOST_SOURCES = 64  # files that a workload's own may lead to
 BUILT_IN = ("digits", "regression", "mnist", "gpt")
@@ -401,8 +401,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 def unknown_to_shards(error: BaseException) -> str:
     """Of an operation of torch that has no form for tensors whose rows are dealt over ranks; empty of all others."""
-    line = (str(error).strip().splitlines() or [""])[0]
-    return line[:160] if any(word in str(error) for word in ("DTensor", "sharding strategy", "Sharding propagation")) else ""
+    words = ("DTensor", "sharding strategy", "Sharding propagation")
+    return first_line(error) if any(word in str(error) for word in words) else ""
 
 
 def row_of(error: BaseException) -> str:
