@@ -53,8 +53,7 @@ MISTAKES |= dict(seldom="metrics() has a mean over rows as 'right'", calls_backw
 MISTAKES |= dict(
     calls_backward_at_once="backward() is the core's to call", hides_layers="hidden of the model is neither trained nor saved"
 )
-MISTAKES |= dict(climbs="schedule() returned -3.0 at step ", dips="schedule() returned -3.0 at step 5 of ")
-MISTAKES |= dict(hooked="hooked, at step 0 (--debug: where): RuntimeError")
+MISTAKES |= dict(climbs="schedule() returned -0.25 at step 5", hooked="hooked, at step 0 (--debug: where): RuntimeError")
 MISTAKES |= dict.fromkeys(("thaws", "freezes"), "requires_grad of 0.weight has changed by step")
 MISTAKES |= dict(leaves="at step 3, line 11 (loss): SystemExit")
 MISTAKES |= dict(sounds_lost="at step 3, line 11 (loss): RuntimeError: the peer timed out")

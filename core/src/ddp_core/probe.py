@@ -305,9 +305,7 @@ def _notes_on_kept(names: list[str], owner: str) -> list[str]:
 
 
 def notes_on_schedule(workload: Workload, model: nn.Module, total_steps: int) -> list[str]:
-    """Tried on a copy of the workload: what it counts stays as it is. Raises WorkloadError, of a later step too: not hours
-    after the start.
-    """
+    """Its first step, tried on a copy of the workload: what it counts stays as it is. Raises WorkloadError."""
     kept: list[dict] = []
     with blaming(workload, "schedule()"), torch.no_grad():
         tried = copy.copy(workload)
@@ -316,10 +314,7 @@ def notes_on_schedule(workload: Workload, model: nn.Module, total_steps: int) ->
         for _ in range(2):  # what is made at the first call alone is no change
             factor_of(tried, 0, total_steps)
             kept.append(kept_by(tried, model))
-        changed = _changed(*kept)
-        for step in () if changed else (total_steps // 2, total_steps - 1):
-            factor_of(tried, step, total_steps)
-    return _notes_on_kept([f"self.{name}" for name in changed], "workload")
+    return _notes_on_kept([f"self.{name}" for name in _changed(*kept)], "workload")
 
 
 def _total(workload: Workload, loss: Any) -> tuple[tuple[str, ...], torch.Tensor]:
