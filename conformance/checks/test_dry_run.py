@@ -41,6 +41,7 @@ from conformance.harness.dry_run import (
     removed,
     seconds_of,
     shown_to_train,
+    started_last,
     trains,
     umask,
     values_of,
@@ -62,6 +63,8 @@ MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", 
 FIRST, OTHER, LARGE = "4242", "7001", "61230899"
 # One of which most round numbers, 10000 to 60000, leave as much as they can.
 HIGHEST = "58799999"
+# What a scheduler brings to start ranks on its nodes: torchrun runs on each of them.
+LAUNCHERS = ("srun", "mpiexec", "mpirun", "aprun")
 LEAST_SECONDS_OF_WAIT, MOST_SECONDS_OF_WAIT = 30, 600
 OF_A_USER = "/opt/of-a-user/lib"
 
@@ -83,7 +86,11 @@ def test_scripts_run_to_their_end(check, site, dry):
             world_sizes = {call.environ["DRY_RUN_RANKS"] for call in run.trained}
             if run.code or started != list(range(ranks if nodes > 1 else 1)) or world_sizes != {str(ranks)}:
                 shown_sizes = " ".join(world_sizes) or "no"
-                yield f"{case.name}: {ending(dry, run)} and {shown_sizes} ranks on {nodes} nodes, but should be 0 and {ranks}"
+                observed = f"{ending(dry, run)} and {shown_sizes} ranks on {nodes} nodes{started_last(dry, run)}"
+                yield f"{case.name}: {observed}, but should be 0 and {ranks}"
+            if run.trained and not run.launches:
+                first = next((call.command for call in run.calls if call.command in LAUNCHERS), "no launcher of a scheduler")
+                yield f"{case.name}: launcher={run.launcher} in site.toml, but should be {first}, which starts {ranks} ranks"
             up = [host for number, host in enumerate(dry.hosts(nodes + 1)) if number or not run.shape["spare"]][:nodes]
             for call in [call for call in run.launches if call.notes.get("hosts", up) != up]:
                 yield f"{case.name}: ranks on {' '.join(call.notes['hosts'])}, but should be on {' '.join(up)}"

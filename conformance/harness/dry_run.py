@@ -317,6 +317,12 @@ def ending(dry: "DryRuns", run: DryRun) -> str:
     return f"{run.script}: {exit_of(dry, run)}"
 
 
+def started_last(dry: "DryRuns", run: DryRun) -> str:
+    """What a run without ranks has started last, in the words of a message; "" where it has ranks."""
+    last = [] if run.trained else [call for call in run.calls if call.command not in ("rm", "sleep", "hostname", "scontrol")][-1:]
+    return "".join(f", and the last command was {dry.shown(call.text)[:120]!r}" for call in last)
+
+
 def arguments(call: Call) -> list[str]:
     return call.words[program(call) :]
 

@@ -52,9 +52,11 @@ def test_their_files_pass(folder, files):
 def test_what_is_odd_and_sound_is_not_rejected(odd, tmp_path):
     """A false alarm costs a stranger a day, and the next alarm its reader."""
     root = make.copy(tmp_path)
+    folder = f"sites/{odd['site']}" if "site" in odd else make.SOUND
     for change in odd["change"]:
-        make.replace(root / make.SOUND / change["file"], change.get("old"), change["new"])
-    result = make.start(root, 0, *STATIC, *SITE, seconds=280)
+        make.replace(root / folder / change["file"], change.get("old"), change["new"])
+    chosen = ["-k", odd["tests"]] if "tests" in odd else []
+    result = make.start(root, 0, *STATIC, "--site", folder, *chosen, seconds=280)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
