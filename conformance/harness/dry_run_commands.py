@@ -179,9 +179,10 @@ def rank_environment(name: str, rank: int, place: tuple[int, int], sizes: list[i
         environ["SLURMD_NODENAME"] = SETTINGS["hosts"][node]
         if variable := SETTINGS["device_environment"]:
             # Bound to some, or to one that is the rank's own; otherwise a rank sees all. srun --help
-            bind = flags.get("--gpu-bind", "per_task" if "--gpus-per-task" in flags else "none")
+            of_task = first(flags, "--gpus-per-task", default=environ.get("SLURM_GPUS_PER_TASK", ""))
+            bind = flags.get("--gpu-bind", "per_task" if of_task else "none")
             given = os.environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2] or SETTINGS["asked"]
-            seen = int(given or SETTINGS["devices"]) if bind == "none" else int(first(flags, "--gpus-per-task") or 1)
+            seen = int(given or SETTINGS["devices"]) if bind == "none" else int(of_task.rpartition(":")[2] or 1)
             environ[variable] = ",".join(map(str, range(seen)))
     elif of_open_mpi():
         # Its NODE_RANK is no node's number: that of a rank on its node, among all jobs' there.
