@@ -679,7 +679,7 @@ def pinned(word: str) -> bool:
         return True
     if "://" in word or word.startswith("git+"):
         return bool(re.search(r"@[\w.-]+(#|$)|\d+\.\d+", word))
-    if word.startswith((".", "/")) or word.endswith((".whl", ".tar.gz")):
+    if word.startswith((".", "/")) or re.fullmatch(r"[\w.-]+(/[\w.-]+)+", word) or word.endswith((".whl", ".tar.gz")):
         return True
     if re.match(r"torch(vision|audio)?\b", word):
         return bool(re.search(r"[^<>!~]==?\d", word))

@@ -41,6 +41,7 @@ from conformance.harness.dry_run import (
     removed,
     seconds_of,
     shown_to_train,
+    started_last,
     trains,
     umask,
     values_of,
@@ -62,6 +63,8 @@ MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", 
 FIRST, OTHER, LARGE = "4242", "7001", "61230899"
 # One of which most round numbers, 10000 to 60000, leave as much as they can.
 HIGHEST = "58799999"
+# What a scheduler brings to start ranks on its nodes: torchrun runs on each of them.
+LAUNCHERS = ("srun", "mpiexec", "mpirun", "aprun")
 LEAST_SECONDS_OF_WAIT, MOST_SECONDS_OF_WAIT = 30, 600
 OF_A_USER = "/opt/of-a-user/lib"
 
@@ -83,7 +86,11 @@ def test_scripts_run_to_their_end(check, site, dry):
             world_sizes = {call.environ["DRY_RUN_RANKS"] for call in run.trained}
             if run.code or started != list(range(ranks if nodes > 1 else 1)) or world_sizes != {str(ranks)}:
                 shown_sizes = " ".join(world_sizes) or "no"
-                yield f"{case.name}: {ending(dry, run)} and {shown_sizes} ranks on {nodes} nodes, but should be 0 and {ranks}"
+                observed = f"{ending(dry, run)} and {shown_sizes} ranks on {nodes} nodes{started_last(dry, run)}"
+                yield f"{case.name}: {observed}, but should be 0 and {ranks}"
+            if run.trained and not run.launches:
+                first = next((call.command for call in run.calls if call.command in LAUNCHERS), "no launcher of a scheduler")
+                yield f"{case.name}: launcher={run.launcher} in site.toml, but should be {first}, which starts {ranks} ranks"
             up = [host for number, host in enumerate(dry.hosts(nodes + 1)) if number or not run.shape["spare"]][:nodes]
             for call in [call for call in run.launches if call.notes.get("hosts", up) != up]:
                 yield f"{case.name}: ranks on {' '.join(call.notes['hosts'])}, but should be on {' '.join(up)}"
@@ -284,7 +291,7 @@ def newer(call: Call) -> bool:
 def test_a_rank_is_told_what_site_toml_says(check, site, dry):
     """[launchers.environment] is what the process rung exports: here it is compared with what the job script leads to."""
     launch = site.launches[0]
-    domain = site.toml["node"].get("domain", "")
+    domain, suffix = (site.toml["node"].get(name, "") for name in ("domain", "suffix"))
     for script in trains(site):
         for shape in (dict(all_ranks=True), dict(restarts=1, code=75), dict(nodes=1), *of_fewer_ranks(site, script)):
             run = dry.job(script, **shape)
@@ -294,6 +301,7 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
                 values = place_of(rank, per_node, nodes) | dict(restart=full_shape["restarts"])
                 patterns = {name: re.escape(str(value)) for name, value in values.items()}
                 head = re.escape(dry.hosts(full_shape["nodes"])[0])
+                head += re.escape(suffix)
                 address = rf"{head}\.{re.escape(domain)}" if domain else rf"{head}(\.[\w.-]+)?|10\.0\.0\.1"
                 patterns |= dict(master_addr=f"(?:{address})", master_port=r"\d{4,5}", job_id=rf"\S*{FIRST}\S*")
                 for name, template in launch.templates:
@@ -304,7 +312,8 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
                     parts = ["{job_id}"] if "{job_id}" in template else re.split(r"(\{\w+\})", template)
                     pattern = "".join(patterns.get(part[1:-1], re.escape(part)) for part in parts)
                     if value is None or not re.fullmatch(pattern, value):
-                        address = dict(master_addr=dry.hosts(full_shape["nodes"])[0], master_port="a port", job_id=FIRST)
+                        head_name = dry.hosts(full_shape["nodes"])[0] + suffix
+                        address = dict(master_addr=head_name, master_port="a port", job_id=FIRST)
                         difference = f"{name}={value or 'unset'}, but should be {template.format(**values, **address)}"
                         yield f"{script.name}: rank {rank} of {per_node * nodes}: {difference}"
         names = [name for name, template in launch.templates if "{job_id}" in template or "{restart}" in template]
@@ -478,8 +487,8 @@ def ports(site, run: DryRun) -> dict[str, set[str]]:
             if (name in port_variables or re.search(r"(^|_)PORT$", name)) and value.isdecimal() and value != "0":
                 by_name.setdefault(name, set()).add(value)
     for call in run.calls:
-        for value in re.findall(r"(--(?:master[-_]port|rdzv[-_]endpoint)[= ]\S*?(\d{4,}))\b", call.text):
-            by_name.setdefault(value[0].partition("=")[0], set()).add(value[1])
+        for name, port in re.findall(r"(--(?:master[-_]port|rdzv[-_]endpoint))[= ](?:\S*:)?(\d{4,})\b", call.text):
+            by_name.setdefault(name, set()).add(port)
     return by_name
 
 
@@ -495,7 +504,7 @@ def test_only_interfaces_of_the_node_are_named(check, site, dry):
                 named = [any(each.startswith(part) for each in interfaces) for part in parts]
                 wrong = value and (any(named) if leaves_out else not all(named))
                 # By itself gloo takes the one of the node's plain name, which is another one where nodes have a second name.
-                of_gloo = name == "GLOO_SOCKET_IFNAME" and (value or site.toml["node"].get("domain"))
+                of_gloo = name == "GLOO_SOCKET_IFNAME" and (value or {"domain", "suffix"} & {*site.toml["node"]})
                 if wrong or (of_gloo and value != interfaces[0]):
                     should = interfaces[0] if of_gloo else f"of {', '.join(interfaces)}"
                     yield f"{script.name}: {name}={value or 'unset'}, but should be {should}"
@@ -680,11 +689,13 @@ def test_torchrun_has_the_cores_of_all_its_ranks(check, site, dry):
         run, script = dry.case(case), site.folder / case.script
         sizes = [value for call in run.called("torchrun") for value in values_of(call.words, "--nproc-per-node")]
         size = max(map(int, sizes), default=0)
-        each = Script(script).options.get("cpus-per-task")
+        options, job = Script(script).options, site.job(script)
+        tasks = job.get("tasks_per_node", job["ranks_per_node"])  # of one task its ranks have a part each
+        each = int(options.get("cpus-per-task", "0")) * tasks // job["ranks_per_node"]
         for call in [call for call in run.launches if call.command == "srun"] if size and each else ():
             sets = bound(call, 1)
             count = len(sets[0]) if sets else cpus_per_task(call, script, site)
-            if count < size * int(each):
+            if count < size * each:
                 yield f"{case.name}: {count} cores for torchrun, but should be {size} ranks x {each}: {call.text[:120]}"
 
 
@@ -786,6 +797,7 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
                     yield f"{script.name}: rank {local} of a node on cores {cores}, but should {path}"
             yield from (f"{script.name}: {text}" for text in devices(site, run, call))
             count = len(sets[0]) if sets else cpus_per_task(call, script, site)
+            count = count // each if run.called("torchrun") and not sets else count  # the task's, which its ranks divide
             used = len({core % node["cores"] for core in taken}) if sets else count * each / threads
             usable = node["cores"] - node.get("reserved_cores", 0) - site.job(script).get("spare_cores", 0)
             if used <= usable - each:

@@ -200,10 +200,11 @@ def gres_conf(site: Site) -> str:
 
 def hosts_file(site: Site, names: list[str], aliases: list[str]) -> str:
     """The first interface's address has the node's name; the others' have it with the interface's."""
-    domain = site.toml["node"].get("domain")
+    domain, suffix = site.toml["node"].get("domain"), site.toml["node"].get("suffix")
     lines = ["127.0.0.1 localhost"]
     for number, name in [(1, LOGIN), *enumerate(names, 11)]:
         more = [f"{name}.{domain}"] if domain else []
+        more += [f"{name}{suffix}"] if suffix else []
         more += [alias.format(name=name) for alias in aliases]
         for k, interface in enumerate(interfaces_of(site)):
             aliases_here = [name, *more, f"{name}-{interface}"] if k == 0 else [f"{name}-{interface}"]

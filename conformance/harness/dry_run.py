@@ -73,7 +73,7 @@ ABSOLUTE = re.compile(rf"(?<![\w./:~}})\]*%$\\+-])/(?!(?:{KEPT})(?:/|\b))(?=(?:t
 # What may stand behind `ml` but modules. https://lmod.readthedocs.io/en/latest/010_user.html
 OF_ML = "load|add|purge|reset|use|unuse|del|unload|rm|swap|switch|list|avail|av|spider|show|save|restore|whatis|help|keyword"
 MODULE = 'module() { local said; said=$(module-call "$@") || return; eval "$said"; }; ml() { case ${1-} in '
-MODULE += f'-?*) module unload "${{1#-}}" ;; {OF_ML.replace("|", " | ")}) '
+MODULE += f'--*) module "$@" ;; -?*) module unload "${{1#-}}" ;; {OF_ML.replace("|", " | ")}) '
 MODULE += 'module "$@" ;; *) module load "$@" ;; esac; }'
 # Of torchrun the parts that programs of a site call: it is a command of the dry run, and its ranks' exit code an error.
 ERRORS = """
@@ -315,6 +315,12 @@ def exit_of(dry: "DryRuns", run: DryRun) -> str:
 
 def ending(dry: "DryRuns", run: DryRun) -> str:
     return f"{run.script}: {exit_of(dry, run)}"
+
+
+def started_last(dry: "DryRuns", run: DryRun) -> str:
+    """What a run without ranks has started last, in the words of a message; "" where it has ranks."""
+    calls = [call for call in run.calls if call.command not in ("rm", "sleep", "hostname", "scontrol")]
+    return "" if run.trained or not calls else f", and the last command was {dry.shown(calls[-1].text)[:120]!r}"
 
 
 def arguments(call: Call) -> list[str]:
@@ -653,7 +659,10 @@ class DryRuns:
         own |= dict(PROCID=0, LOCALID=0, NODEID=0)
         own |= dict(JOB_NODELIST=hosts, NODELIST=hosts, SUBMIT_DIR=self.folder, JOB_NAME="train", EXPORT_ENV="NONE")
         own |= dict(JOB_PARTITION=options.get("partition", "batch"), JOB_QOS=options.get("qos", "normal"))
-        own |= dict(JOB_ACCOUNT=options.get("account", "account"), NPROCS=total, CPUS_ON_NODE=self.site.toml["node"]["cores"])
+        # Slurm's CPUs are a core's threads, unless the job asks for one of each. https://slurm.schedmd.com/cpu_management.html
+        single = options.get("threads-per-core") == "1" or options.get("hint") == "nomultithread"
+        cpus = self.site.toml["node"]["cores"] * (1 if single else self.site.toml["node"].get("threads_per_core", 1))
+        own |= dict(JOB_ACCOUNT=options.get("account", "account"), NPROCS=total, CPUS_ON_NODE=cpus)
         # Of newer releases; srun's own environment overrules what its masks say.
         own |= {"TRES_PER_TASK": f"cpu={options['cpus-per-task']}"} if "cpus-per-task" in options else {}
         for name in {"cpus-per-task", "gpus-per-node", "gpus-per-task"} & options.keys():

@@ -179,9 +179,10 @@ def rank_environment(name: str, rank: int, place: tuple[int, int], sizes: list[i
         environ["SLURMD_NODENAME"] = SETTINGS["hosts"][node]
         if variable := SETTINGS["device_environment"]:
             # Bound to some, or to one that is the rank's own; otherwise a rank sees all. srun --help
-            bind = flags.get("--gpu-bind", "per_task" if "--gpus-per-task" in flags else "none")
+            of_task = first(flags, "--gpus-per-task", default=environ.get("SLURM_GPUS_PER_TASK", ""))
+            bind = flags.get("--gpu-bind", "per_task" if of_task else "none")
             given = os.environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2] or SETTINGS["asked"]
-            seen = int(given or SETTINGS["devices"]) if bind == "none" else int(first(flags, "--gpus-per-task") or 1)
+            seen = int(given or SETTINGS["devices"]) if bind == "none" else int(of_task.rpartition(":")[2] or 1)
             environ[variable] = ",".join(map(str, range(seen)))
     elif of_open_mpi():
         # Its NODE_RANK is no node's number: that of a rank on its node, among all jobs' there.
@@ -210,18 +211,33 @@ def listed(text: str) -> dict[str, str | None]:
     return {name: value if equals else None for name, equals, value in words}
 
 
+# Flags of torchrun without a value. python -m torch.distributed.run --help
+BARE = ("--standalone", "--no-python", "-m", "--module", "--run-path", "--virtual-local-rank")
+
+
 def torchrun(name: str, words: list[str]) -> int:
-    """One on each node, which starts the ranks of that node in turn."""
-    flags, command = split(words)
-    size = int(first(flags, "--nproc-per-node", "--nproc_per_node", default="1"))
+    """One on each node, which starts the ranks of that node in turn: the first word that is no flag's is a script's name."""
+    flags, rest = dict[str, str](), [*words]
+    while rest and rest[0].startswith("-"):
+        flag, equals, value = rest.pop(0).partition("=")
+        flag = "--" + flag[2:].replace("_", "-") if flag.startswith("--") else flag
+        flags[flag] = value if equals or flag in BARE or not rest else rest.pop(0)
+    if not rest:
+        print("torchrun: error: the following arguments are required: training_script", file=sys.stderr)
+        return 2
+    size = int(first(flags, "--nproc-per-node", default="1"))
     nodes = int(first(flags, "--nnodes", default="1").rpartition(":")[2])
     node, sizes = int(os.environ.get("DRY_RUN_NODE", "0")), [size] * nodes
-    host, _, port = first(flags, "--rdzv-endpoint", "--rdzv_endpoint", default="localhost:29400").rpartition(":")
+    host, _, port = first(flags, "--rdzv-endpoint", default="localhost:29400").rpartition(":")
     own: dict[str, object] = dict(WORLD_SIZE=size * nodes, LOCAL_WORLD_SIZE=size, GROUP_RANK=node)
     own |= dict(MASTER_ADDR=host, MASTER_PORT=port)
-    own |= dict(TORCHELASTIC_RUN_ID=first(flags, "--rdzv-id", "--rdzv_id"), TORCHELASTIC_RESTART_COUNT=0)
+    own |= dict(TORCHELASTIC_RUN_ID=first(flags, "--rdzv-id"), TORCHELASTIC_RESTART_COUNT=0)
     own |= dict(TORCHELASTIC_USE_AGENT_STORE=True)
-    command = command if "--no-python" in flags else ["python", *command]
+    folder = os.path.dirname(sys.argv[1])  # the Python of torchrun starts the script, whatever PATH says
+    beside_it = f"{folder}/python" if os.path.exists(f"{folder}/activate") else "python"
+    python = os.environ.get("DRY_RUN_PYTHON", beside_it)
+    module = ["-m"] if {"-m", "--module"} & {*flags} else []
+    command = rest if "--no-python" in flags else [python, "-u", *module, *rest]
     codes = []
     for local in range(size if SETTINGS["all_ranks"] else 1):
         rank = node * size + local
@@ -244,7 +260,9 @@ def python(name: str, words: list[str]) -> int:
         rest.pop(0)
     if not rest or rest[0] in ("-c", "-", "-V", "--version"):
         return real(words)
-    if rest[0] == "-m":
+    if rest[0] == "-m" and os.path.isfile(file := f"{rest[1].replace('.', '/')}.py"):
+        rest[:2] = [file]
+    elif rest[0] == "-m":
         return run_module(rest[1], rest[2:])
     program = rest[0]
     if not os.path.isfile(program):
@@ -273,6 +291,8 @@ def run_module(module: str, arguments: list[str]) -> int:
         return environment(next(word for word in reversed(arguments) if not word.startswith("-")))
     if module == "pip":
         return pip("pip", arguments)
+    if module == "torch.distributed.run":
+        return runs("torchrun", *arguments, environment=os.environ | dict(DRY_RUN_PYTHON=sys.argv[1]))
     if module == "ddp_core.find_run":
         if not os.path.exists(f"{TOP}/sites/.has-core"):
             print(f"{sys.argv[1]}: No module named ddp_core", file=sys.stderr)
@@ -310,7 +330,7 @@ def environment(prefix: str, of_image: bool = "DRY_RUN_IMAGE" in os.environ) -> 
     """A virtual environment: commands, and a folder for packages. of_image: of a Python that only containers have."""
     for below in ("bin", "lib/python3.12/site-packages"):
         os.makedirs(f"{prefix}/{below}", exist_ok=True)
-    for name in ("python", "python3", "pip", "conda-pack", "conda-unpack"):
+    for name in ("python", "python3", "pip", "torchrun", "conda-pack", "conda-unpack"):
         with open(f"{TOP}/bin/{name}") as file, open(f"{prefix}/bin/{name}", "w") as copy:
             copy.write(file.read())
         os.chmod(f"{prefix}/bin/{name}", 0o777 & ~int(umask(), 8))

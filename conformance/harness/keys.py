@@ -79,5 +79,7 @@ def wrong(toml: dict) -> list[str]:
     software = toml.get("software", {})
     known_software = [*software.get("modules", []), software.get("image")]
     strange = [name for name in software.get("provides", {}) if name not in known_software]
-    violations += [f"software.provides has {name}, which is not in modules" for name in strange]
+    violations += [
+        f"software.provides has {name}, which is not in modules, nor the full name of software.image" for name in strange
+    ]
     return violations

@@ -13,7 +13,7 @@ ARRAY = re.compile(r"\s*\w+\+?=\($")
 FLAG = re.compile(r"\s+(--?[A-Za-z][\w-]*)")
 ADDRESS = re.compile(r"https?://[^\s)>\"'`,;]+")
 # Where a comment's reason comes from, besides addresses.
-SOURCE = re.compile(r"[\w.-]{2,} --help|\bman [a-z]\w+|\bunverified\b")
+SOURCE = re.compile(r"[\w.-]{2,} (--help|-help|-h)(?![\w-])|\bman (\d )?[A-Za-z]\w+|\bunverified\b")
 # Pages about software that is the same on all machines; what is about a machine stands in its [[sources]].
 GENERAL = """
 docs.python.org docs.pytorch.org pytorch.org download.pytorch.org pip.pypa.io pypi.org docs.conda.io conda.github.io
