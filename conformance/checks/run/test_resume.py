@@ -527,7 +527,7 @@ MOMENTS = {"sgd": dict(momentum_buffer="momentum"), "adamw": dict(exp_avg="mean"
 @clause("C2")
 @only(sizes=(1,), devices=("cpu",))
 @pytest.mark.parametrize("optimizer", MOMENTS)
-def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, own_file, optimizer):
+def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, own_file, optimizer, monkeypatch):
     """With its momentum. One of its layers has the name of DDP's prefix, and its rows are drawn."""
     import torch
     from ddp_core import convert
@@ -551,6 +551,10 @@ def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, 
     converted = subprocess.run(command, capture_output=True, text=True, check=False)
     code = 0 if torch.__version__ >= (2, 10) else 3  # whose unpickler is not safe
     check.equal(exit_code_and_error=((converted.returncode, converted.stderr if not code else ""), (code, "")))
+    with monkeypatch.context() as older:  # as text, 2.9.1 comes after 2.10
+        older.setattr(torch, "__version__", type(torch.__version__)("2.9.1"))
+        refused = convert.main(["convert", str(old), "--run-dir", str(path.with_name(f"by-2.9-{optimizer}")), *flags.split()])
+    check.equal(exit_code_under_torch_2_9_1=(refused, 3))
     if not code:
         before = sha256(path / SNAPSHOT)
         outcomes = {}
@@ -579,6 +583,14 @@ def test_flags_of_any_make_are_the_same_ones(check, world, runs, first, own_file
     _, run = done(check, *(world.train(first, path, f"{file} --steps-per-epoch 2 --epochs {epochs}") for epochs in (1, 2)))
     kinds = [config["kinds"] for config in run.values("start", "config")]
     check.equal(kinds=(kinds, [f"{{{', '.join(map(repr, 'abcdefgh'))}}}"] * 2))
+
+
+@clause("C2")
+@only(sizes=(1,), devices=("cpu",))
+def test_sets_in_rows_are_the_same_data_in_each_process(check, world, runs, first, own_file):
+    """Which has an order of its own of the texts in a set."""
+    flags, path = f"{own_file('has_sets_in_rows')} --steps-per-epoch 1 --epochs", runs.folder(first, "sets-in-rows")
+    done(check, *(world.alone(first, path, f"{flags} {start}", dict(PYTHONHASHSEED=start)) for start in ("1", "2", "3")))
 
 
 @clause("C3")
@@ -702,7 +714,8 @@ def test_each_run_that_is_moved_aside_is_kept(check, world, runs, first):
 def test_a_job_script_finds_the_run_where_it_is(check, world, runs, first, own_file):
     """Of its own flag and the user's, the user's counts. A run of a user's own file has its name."""
     path, found, should_be = runs.folder(first, "find-run"), [], []
-    for run_dir in ("", own_file("prints"), "--new-run-dir of-job", "--new-run-dir of-that-job --run-dir of-user"):
+    own = own_file("prints", "of.two.parts")
+    for run_dir in ("", own, "--new-run-dir of-job", "--new-run-dir of-that-job --run-dir of-user"):
         flags = f"{SHORT} {run_dir}"
         done(check, world.train(first, path, f"--device cpu {flags}", bare=True))
         (log,) = {*path.rglob(LOG)} - {path / run / LOG for run in should_be}

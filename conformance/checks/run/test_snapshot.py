@@ -241,6 +241,7 @@ def test_all_ranks_of_a_sharded_run_write_files_of_its_set(check, world, train_o
     deal = {2: [4, 2], 4: [3, 1, 1, 1]}[world.size]  # five files, and rank 0's index
     check["S13"].equal(files_by_rank=([*map(len, files)], deal))
     check["S13"].equal(not_on_the_disk=(sorted({*named} - {int(size) for sizes in files for size in sizes}), []))
+    check["S13"].equal(verify=(world.on_rank_0(lambda: verified(run.folder / f"{SNAPSHOT}.index.json")), 0))
     check["S13"].equal(other_ranks_name=([act for of in acts[1:] for act in of if act[1] == "replace"], []))
 
 
@@ -310,8 +311,9 @@ def test_rank_0_alone_writes(check, world, launch, runs, num_nodes):
     run = world.train(launch, runs.folder(launch, f"writers-{num_nodes}"), SHORT, num_nodes)
     os.umask(umask)
     done(check, run)
-    paths = world.on_rank_0(lambda: [path.name for path in [run.folder, *run.folder.iterdir()] if path.stat().st_mode & 0o002])
-    check.equal(others_may_write_to=(paths, []))
+    modes = world.on_rank_0(lambda: {path.name: path.stat().st_mode for path in [run.folder, *run.folder.iterdir()]})
+    check.equal(others_may_write_to=([name for name, mode in modes.items() if mode & 0o002], []))
+    check.equal(its_group_cannot_read=([name for name, mode in modes.items() if not mode & 0o040], []))
     writers = {rank: files for rank, files in enumerate(run.written) if files}
     check.equal(rank_0_writes=(SNAPSHOT in str(writers.pop(0, "")), True), other_writers=(writers, {}))
 
