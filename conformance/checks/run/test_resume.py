@@ -21,6 +21,7 @@ from conformance.checks.run.common import (
     SETS,
     SHORT,
     SNAPSHOT,
+    STEP_7_AND_14,
     clause,
     damaged_copy,
     done,
@@ -185,12 +186,14 @@ def test_another_problem_is_refused(check, world, own, runs):
 @clause("C3")
 @only(sizes=(1, 2))
 def test_a_snapshot_of_a_larger_model_is_refused(check, world, runs, first, own_file):
-    """All that this run has is in it, and more."""
-    file, path = own_file("loses_a_layer"), runs.folder(first, "larger-model")
-    done(check, world.train(first, path, f"{file} --epochs 1"))
-    world.on_rank_0((runs.root / "workloads" / "loses_a_layer.py.shorter").touch)
-    run = expect_exit(check, world.train(first, path, f"{file} --epochs 2"), 5)
-    check.equal(names_the_tensor=("model.3." in "".join(run.errors), True))
+    """All that this run has is in it, and more. And of a smaller one: all that is in it this run has, and more."""
+    file, shorter = own_file("loses_a_layer"), runs.root / "workloads" / "loses_a_layer.py.shorter"
+    for than, change in dict(larger=shorter.touch, smaller=shorter.unlink).items():
+        path = runs.folder(first, f"{than}-model")
+        done(check, world.train(first, path, f"{file} --epochs 1"))
+        world.on_rank_0(change)
+        run = expect_exit(check, world.train(first, path, f"{file} --epochs 2"), 5)
+        check.equal(names_the_tensor=("model.3." in "".join(run.errors), True))
 
 
 # Each is another problem than the reference run; what is not another one comes last.
@@ -442,7 +445,7 @@ def test_the_last_snapshot_is_waited_for_where_a_file_system_lags(check, runs, f
     """Another node has saved it, and this one is shown the file of before for a while. The log knows of both."""
     from ddp_core import run_directory
 
-    run, path = runs.train(first, FP64), runs.folder(first, "lags")
+    run, path = runs.train(first, STEP_7_AND_14), runs.folder(first, "lags")
     done(check, run)
     shutil.copytree(run.folder, path)
     late, newest, before = path / "late", path / SNAPSHOT, path / "snapshot.prev.safetensors"
@@ -453,7 +456,7 @@ def test_the_last_snapshot_is_waited_for_where_a_file_system_lags(check, runs, f
     threading.Timer(0.3, late.replace, [newest]).start()
     _, document = directory.load()
     directory.release()
-    check.equal(goes_on_at_step=(document["step"], 42))
+    check.equal(goes_on_at_step=(document["step"], 14))
 
 
 @clause("C6")
@@ -775,6 +778,23 @@ def test_a_model_is_built_in_turn_on_nodes_of_one_and_of_three_ranks(check, worl
     environ = {name: str(value) for key, value in place.items() for name in first.variables_with(key)}
     flags = "--steps-per-epoch 1 --sharding full --timeout 40"
     done(check, train_own("looks_at_its_numbers", flags, num_nodes=2, environ=environ, apart=True))
+
+
+# By rank: its node, its place there, and how many ranks this node has.
+PLACES = dict(cyclic=[(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)], uneven=[(0, 0, 1), (1, 0, 3), (1, 1, 3), (1, 2, 3)])
+
+
+@clause("C10")
+@only(sizes=(4,), devices=("cpu",))
+@pytest.mark.parametrize("order", PLACES)
+def test_hybrid_parts_need_nodes_that_are_alike(check, world, runs, first, order):
+    """Else parts that should be of one node were of several."""
+    place = dict(zip(("node_rank", "local_rank", "local_world_size"), PLACES[order][world.rank], strict=True))
+    environ = {name: str(value) for key, value in place.items() for name in first.variables_with(key)}
+    run = world.train(first, runs.folder(first, f"{order}-nodes"), f"{SHORT} --sharding hybrid", 2, environ=environ)
+    expect_exit(check, run, 2)
+    words = "as many ranks on every node"
+    check.equal(lines_that_say_so=(sum(words in line for line in run.error_lines), 1))
 
 
 @clause("C10")
