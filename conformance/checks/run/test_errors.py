@@ -138,6 +138,8 @@ def test_another_signal_while_it_stops_costs_nothing(check, world, train_own):
 SENSELESS = {
     "an empty history": dict(history=[]),
     "a step of another epoch": dict(step=41),
+    "a step of a later epoch": dict(step=57),
+    "a best epoch that is yet to come": dict(best=[3, "0x1p-1"]),
     "a sum that is no number": dict(epoch_loss_sum="nan"),
     "a problem that a terminal would obey": dict(problem={"clip_norm": "\x1b[2J\n" * 2000}),
     "numbers that no optimizer keeps": dict(numbers=[{"params": 1}, {}]),

@@ -601,23 +601,24 @@ def test_sets_in_rows_are_the_same_data_in_each_process(check, world, runs, firs
 def test_another_workload_file_than_before_is_noted(check, world, runs, first, own_file):
     """Its data and flags are the same, and its loss need not be."""
     file, path = own_file("changed"), runs.folder(first, "another-file")
-    names = ("changed.py", "beside_it.py", "package/part.py")
-    changed, beside, part = (runs.root / "workloads" / name for name in names)
+    names = ("changed.py", "beside_it.py", "package/part.py", "package/other.py")
+    changed, beside, part, other = (runs.root / "workloads" / name for name in names)
 
     def write() -> None:
-        changed.open("a").write("\nimport beside_it, package\n")
+        changed.open("a").write("\nimport beside_it, package.other\n")
         part.parent.mkdir()
-        for path, text in {beside: "ONE = 1\n", part.with_name("__init__.py"): "from . import part\n", part: ""}.items():
+        texts = {beside: "ONE = 1\n", part.with_name("__init__.py"): "from . import part\n", part: "", other: ""}
+        for path, text in texts.items():
             path.write_text(text)
 
     world.on_rank_0(write)
     noted = []
-    for epochs, next_to_change in enumerate((None, beside, None, part, changed, None), 1):
+    for epochs, next_to_change in enumerate((None, beside, None, part, changed, other, None), 1):
         run = done(check, world.train(first, path, f"{file} --epochs {epochs}"))
         noted.append(any("has changed since" in note for note in run.of("start")[-1]["notes"]))
         if next_to_change:
             world.on_rank_0(lambda one=next_to_change: one.open("a").write("# another\n"))
-    check.equal(noted=(noted, [False, False, True, False, True, True]))
+    check.equal(noted=(noted, [False, False, True, False, True, True, True]))
 
 
 @clause("C8")
