@@ -1767,6 +1767,15 @@ class MovesTwice(Digits):
     def model(self, config):
         return nn.Sequential(*super().model(config), nn.BatchNorm1d(10))
 """,
+    # It has the name of a part of the loss.
+    "names_a_part": """
+class NamesAPart(Digits):
+    def loss(self, outputs, batch):
+        return {"a": super().loss(outputs, batch)}
+
+    def metrics(self, outputs, batch):
+        return {"loss_a": F.cross_entropy(outputs, batch[1].long(), reduction="sum")}
+""",
     # What it would have is not there, and nobody says so.
     "misspelled": """
 class Misspelled(Digits):
@@ -1789,15 +1798,6 @@ class NoHeldOut(Digits):
 class TwoWords(Digits):
     def metrics(self, outputs, batch):
         return {"top 5": (outputs.topk(5).indices == batch[1][:, None]).sum()}
-""",
-    # It has the name of a part of the loss.
-    "names_a_part": """
-class NamesAPart(Digits):
-    def loss(self, outputs, batch):
-        return {"a": super().loss(outputs, batch)}
-
-    def metrics(self, outputs, batch):
-        return {"loss_a": F.cross_entropy(outputs, batch[1].long(), reduction="sum")}
 """,
     "unused": """
 class Unused(Digits):
