@@ -97,6 +97,9 @@ class AlwaysSteep(Digits):
     # Its disk takes 1,000 bytes at once, and a fifth of a second for each fsync; what is asked of it is told, with the clock of
     # all processes.
     "slow_disk": """
+import io
+from ddp_core import snapshot
+
 class SlowDisk(Digits):
     def optimizer(self, model, config):
         fsync, replace, pwrite = os.fsync, os.replace, os.pwrite
@@ -111,6 +114,11 @@ class SlowDisk(Digits):
             print("disk:", time.monotonic(), "replace", os.path.basename(target), os.stat(source).st_size, flush=True)
             replace(source, target)
 
+        class Short(io.FileIO):
+            def write(self, content):
+                return super().write(memoryview(content)[:1000])
+
+        snapshot.open = lambda path, mode, buffering: Short(path, mode)
         os.fsync, os.replace = slower, told
         os.pwrite = lambda file, content, start: pwrite(file, content[:1000], start)
         return super().optimizer(model, config)
@@ -271,7 +279,7 @@ class OtherArrays(Digits):
     def data(self, config):
         return Rows(), None
 """,
-    # Its training images are in three files, which the ranks of a node share. Each tells how often it has opened one of them,
+    # Its training images are in four files, which the ranks of a node share. Each tells how often it has opened one of them,
     # and whether it can write to what is shared.
     "reads_a_file": """
 import sys
@@ -291,16 +299,19 @@ class ReadsAFile(Digits):
 
             memory.MEMBER, memory.GROUPS = Path(config.cgroup, "member"), Path(config.cgroup)
             staging.IN_MEMORY = ()  # where the file is in memory already, this is the same
+            numbers, no_peak = memory._numbers, dict(VmHWM=0, VmRSS=0)  # which is another one in each session
+            memory._numbers = lambda path: numbers(path) | (no_peak if path.name == "status" else {})
         if os.environ.get("ANOTHER_USER"):
             os.geteuid = lambda: 12345  # and what the kernel tells of the other end is not this number
         opened, looking = [], True
         sys.addaudithook(lambda event, found: opened.append(found[0]) if looking and event == "open" else None)
-        files = [config.file + suffix for suffix in ("", ".npy", ".safetensors")]
-        raw, npy, safetensors = map(self.once_a_node, files)
-        parts = mapped(npy), mapped(safetensors, name="pixels")
+        files = [config.file + suffix for suffix in ("", ".npy", ".2.npy", ".safetensors")]
+        raw, *arrays, safetensors = map(self.once_a_node, files)
+        parts = *map(mapped, arrays), mapped(safetensors, name="pixels")
         images = torch.cat([mapped(raw, torch.float64).view(-1, 64), *(part.double() / (4 * 4095) for part in parts)])
         looking = False
-        print("opened", max(map(opened.count, files)), "times", flush=True)
+        counts, inode = [*map(opened.count, files)], os.stat(raw).st_ino
+        print("opened", max(counts), "times", sum(counts), "in all, the first as", inode, flush=True)
         if str(raw) != config.file:
             try:
                 with open(raw, "r+b", buffering=0) as file:
@@ -475,6 +486,23 @@ class FlagsOfAnyMake(Digits):
         add("--table", default={1: 0.5})
         add("--kinds", default={*"abcdefgh"}, remembered=False)
 """,
+    # Each of its rows has a set of texts.
+    "has_sets_in_rows": """
+class Rows:
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, row):
+        return torch.full((64,), float(row)), {*"abcdefgh"}
+
+
+class HasSetsInRows(Digits):
+    def data(self, config):
+        return Rows(), None
+
+    def collate(self, rows):
+        return torch.stack([images for images, _ in rows]), torch.zeros(len(rows), dtype=torch.long)
+""",
     # A loss of two parts, whose order changes from batch to batch.
     "parts": """
 class Parts(Digits):
@@ -648,6 +676,33 @@ class Late(Digits):
 
     def model(self, config):
         return CountsLate()
+
+    def forward(self, model, batch):
+        getattr(model, "module", model).late = self.steps_done >= 3
+        return super().forward(model, batch)
+""",
+    # So does this one's, which is another tensor in every step, as often written as the one before.
+    "sets_anew_late": """
+class SetsAnew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.late, self.kept = nn.Linear(64, 10), False, []
+        self.register_buffer("bright", torch.zeros(()))
+
+    def forward(self, images):
+        if self.training:
+            self.kept.append(self.bright)  # so that no other one has its place
+            self.bright = self.bright + (images.sum() if self.late else 0)
+        else:
+            print("evaluates with", self.bright.item())
+        return self.layer(images)
+
+
+class Late(Digits):
+    defaults = Digits.defaults | dict(steps_per_epoch=6)
+
+    def model(self, config):
+        return SetsAnew()
 
     def forward(self, model, batch):
         getattr(model, "module", model).late = self.steps_done >= 3
@@ -1186,6 +1241,13 @@ class FailsWhileItSaves(Digits):
             raise RuntimeError("the sky is falling")
         return 1.0
 """,
+    # Its nodes seem to have eight cores.
+    "has_eight_cores": """
+os.sched_getaffinity = lambda process: {*range(8)}
+
+class HasEightCores(Digits):
+    pass
+""",
     # Under LIKE its rank's Python, or the instructions of its processor, are others.
     "computes_otherwise": """
 import platform
@@ -1697,6 +1759,15 @@ class MovesTwice(Digits):
 
     def model(self, config):
         return nn.Sequential(*super().model(config), nn.BatchNorm1d(10))
+""",
+    # It has the name of a part of the loss.
+    "names_a_part": """
+class NamesAPart(Digits):
+    def loss(self, outputs, batch):
+        return {"a": super().loss(outputs, batch)}
+
+    def metrics(self, outputs, batch):
+        return {"loss_a": F.cross_entropy(outputs, batch[1].long(), reduction="sum")}
 """,
     # What it would have is not there, and nobody says so.
     "misspelled": """

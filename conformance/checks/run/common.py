@@ -20,6 +20,7 @@ DRAWS = "--workload {noisy} --dropout 0.2 --jitter 0.1"
 # All that a run must remember: where its loader is, what was drawn, buffers, an optimizer's own step, and a schedule's.
 ALL = f"{DRAWS} --batch-norm --workers 1 --optimizer adamw --clip-norm 1 --accumulate 2 --warmup-steps 9 --lr-schedule cosine"
 SHORT = "--workload digits --epochs 1 --steps-per-epoch 1"
+STEP_7_AND_14 = "--workload digits --precision fp64 --epochs 1 --save-steps 7"  # snapshots; of the texts, 7 is the larger
 G = 96  # the reference run's global batch
 TWO = pytest.param(2, marks=only(sizes=(2, 4), mpi=False, devices=("cpu",)))  # nodes, made of the ranks of one
 SNAPSHOT, LOG = "snapshot.safetensors", "run.jsonl"

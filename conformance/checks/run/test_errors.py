@@ -55,6 +55,7 @@ MISTAKES |= dict(
 )
 MISTAKES |= dict(climbs="schedule() returned -0.25 at step 5", hooked="hooked, at step 0 (--debug: where): RuntimeError")
 MISTAKES |= dict.fromkeys(("thaws", "freezes"), "requires_grad of 0.weight has changed by step")
+MISTAKES |= dict(names_a_part="metrics() has loss_a, the name of a loss")
 MISTAKES |= dict(leaves="at step 3, line 11 (loss): SystemExit")
 MISTAKES |= dict(sounds_lost="at step 3, line 11 (loss): RuntimeError: the peer timed out")
 # And what no loop can train, or no snapshot can hold: in ranks as in a world of one.
@@ -136,6 +137,8 @@ def test_another_signal_while_it_stops_costs_nothing(check, world, train_own):
 SENSELESS = {
     "an empty history": dict(history=[]),
     "a step of another epoch": dict(step=41),
+    "a step of a later epoch": dict(step=57),
+    "a best epoch that is yet to come": dict(best=[3, "0x1p-1"]),
     "a sum that is no number": dict(epoch_loss_sum="nan"),
     "a problem that a terminal would obey": dict(problem={"clip_norm": "\x1b[2J\n" * 2000}),
     "numbers that no optimizer keeps": dict(numbers=[{"params": 1}, {}]),
@@ -213,8 +216,12 @@ def test_what_is_not_passed_is_as_help_says(check, tmp_path):
     file.write_text("from ddp_core.workloads.digits import Digits\n\nclass Plain(Digits):\n    defaults = {}\n")
     from ddp_core import config
 
-    found = config.parse([], 1, workload=config.choose(["--workload", str(file)]))
+    workload = config.choose(["--workload", str(file)])
+    found = config.parse([], 1, workload=workload)
     check.equal(defaults=({name: getattr(found, name) for name in DEFAULTS}, DEFAULTS))
+    sizes = {"4096": 4096, "131KB": 131_000, "2mb": 2 * 10**6, "3GB": 3 * 10**9, "1TB": 10**12}
+    read = {text: config.parse(["--max-shard-size", text], 1, workload=workload).max_shard_size for text in sizes}
+    check.equal(bytes_of_sizes=(read, sizes))
 
 
 @clause("X5")
@@ -252,6 +259,24 @@ def test_ranks_with_different_data(check, train_own, name):
     lines = [line for line in run.error_lines if "data=" in line and "on rank 1" in line]
     on_its_node = f"(rank 1 is on {socket.gethostname()})" in "".join(lines)
     check.equal(lines_that_name_the_data=(len(lines), 1), and_the_node=(on_its_node, True))
+
+
+@clause("X5")
+@only(sizes=(1,), devices=("cpu",))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_alone_states_is_named(check, rank):
+    """The core's own check-in, without a network: the other rank is silent about it."""
+    from ddp_core.errors import RendezvousError
+
+    from conformance.harness.counted import check_in_of
+
+    said = "all are well"
+    try:
+        check_in_of(2, {rank: dict(shape=7)})
+    except RendezvousError as error:
+        said = str(error)
+    words = "shape=7 on rank 1" if rank else "but 7 on rank 0"
+    check.equal(says=(words if words in said else said, words))
 
 
 @clause("X12")
@@ -692,6 +717,37 @@ def test_a_beat_that_is_late_is_no_death(check, runs, first, monkeypatch):
     except errors.Failure as failure:
         code = int(failure.code)
     check.equal(exit_code=(code, 3))
+
+
+class After:
+    """The wish to stop, which comes after so many seconds."""
+
+    reason = "SIGTERM"
+
+    def __init__(self, seconds: float):
+        self.end = time.monotonic() + seconds
+
+    def __bool__(self) -> bool:
+        return time.monotonic() > self.end
+
+
+@clause("X14")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_lock_of_a_clock_that_is_ahead_is_watched_no_longer(check, runs, first, monkeypatch):
+    """By an hour: the file server's was set since the job died."""
+    from ddp_core import errors, run_directory, run_lock
+
+    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.1)
+    folder, code = runs.folder(first, "of-tomorrow"), 0
+    folder.mkdir(parents=True)
+    lock, ahead = folder / "run.lock", time.time() + 3600
+    lock.write_text('{"job_id": "another", "host": "elsewhere", "pid": 1}')
+    os.utime(lock, (ahead, ahead))
+    try:
+        run_directory.RunDirectory(folder, "1", stop=After(6)).release()
+    except errors.Failure as failure:
+        code = int(failure.code)
+    check.equal(exit_code=(code, 0))
 
 
 @clause("X14")

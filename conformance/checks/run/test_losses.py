@@ -24,6 +24,7 @@ from conformance.checks.run.common import (
     NOISY,
     SHORT,
     SNAPSHOT,
+    TWO,
     G,
     bytes_of,
     clause,
@@ -266,13 +267,13 @@ def test_canonical_computes_with_one_thread(check, world, runs, first):
 
 @clause("L12")
 @only(sizes=(2, 4), devices=("cpu",))
-def test_the_ranks_of_a_node_share_its_cores(check, world, runs, first, monkeypatch):
-    """Where no variable says how many threads a rank has."""
+@pytest.mark.parametrize("num_nodes", [1, TWO])
+def test_the_ranks_of_a_node_share_its_cores(check, world, train_own, monkeypatch, num_nodes):
+    """Of which it seems to have eight, where no variable says how many threads a rank has."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    run = done(check, world.train(first, runs.folder(first, "shared-cores"), SHORT, apart=True))
+    run = done(check, train_own("has_eight_cores", "--steps-per-epoch 1", num_nodes=num_nodes, apart=True))
     rows = run.of("start")[-1]["ranks"]
-    cores = [len(each) for each in world.gather(os.sched_getaffinity(0))]
-    check.equal(threads=([row["threads"] for row in rows], [max(1, count // world.size) for count in cores]))
+    check.equal(threads=([row["threads"] for row in rows], [8 * num_nodes // world.size] * world.size))
 
 
 def same_in_a_world_of_one(check, world, runs, launch, flags):
@@ -573,9 +574,10 @@ def test_a_sparse_buffer_that_no_snapshot_holds_is_none_that_changes(check, trai
 
 @clause("L18", "L17")
 @only(sizes=(2,), devices=("cpu",))
-def test_buffers_that_change_later_are_rank_0_s_when_it_is_evaluated(check, train_own):
+@pytest.mark.parametrize("name", ["counts_late", "sets_anew_late"])
+def test_buffers_that_change_later_are_rank_0_s_when_it_is_evaluated(check, train_own, name):
     """What is tried before the first step has not seen them change, and a note tells of it once."""
-    run = done(check, train_own("counts_late"))
+    run = done(check, train_own(name))
     told = [{*re.findall(r"evaluates with (\S+)", text)} - {"0.0"} for text in run.output]
     check["L18"].equal(evaluates_with=(told, [told[0]] * 2), buffers=([len(each) for each in told], [1, 1]))
     check["L17"].equal(notes=(run.output[0].count("began to change its buffers bright"), 1))

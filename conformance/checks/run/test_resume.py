@@ -21,6 +21,7 @@ from conformance.checks.run.common import (
     SETS,
     SHORT,
     SNAPSHOT,
+    STEP_7_AND_14,
     clause,
     damaged_copy,
     done,
@@ -185,12 +186,14 @@ def test_another_problem_is_refused(check, world, own, runs):
 @clause("C3")
 @only(sizes=(1, 2))
 def test_a_snapshot_of_a_larger_model_is_refused(check, world, runs, first, own_file):
-    """All that this run has is in it, and more."""
-    file, path = own_file("loses_a_layer"), runs.folder(first, "larger-model")
-    done(check, world.train(first, path, f"{file} --epochs 1"))
-    world.on_rank_0((runs.root / "workloads" / "loses_a_layer.py.shorter").touch)
-    run = expect_exit(check, world.train(first, path, f"{file} --epochs 2"), 5)
-    check.equal(names_the_tensor=("model.3." in "".join(run.errors), True))
+    """All that this run has is in it, and more. And of a smaller one: all that is in it this run has, and more."""
+    file, shorter = own_file("loses_a_layer"), runs.root / "workloads" / "loses_a_layer.py.shorter"
+    for than, change in dict(larger=shorter.touch, smaller=shorter.unlink).items():
+        path = runs.folder(first, f"{than}-model")
+        done(check, world.train(first, path, f"{file} --epochs 1"))
+        world.on_rank_0(change)
+        run = expect_exit(check, world.train(first, path, f"{file} --epochs 2"), 5)
+        check.equal(names_the_tensor=("model.3." in "".join(run.errors), True))
 
 
 # Each is another problem than the reference run; what is not another one comes last.
@@ -442,7 +445,7 @@ def test_the_last_snapshot_is_waited_for_where_a_file_system_lags(check, runs, f
     """Another node has saved it, and this one is shown the file of before for a while. The log knows of both."""
     from ddp_core import run_directory
 
-    run, path = runs.train(first, FP64), runs.folder(first, "lags")
+    run, path = runs.train(first, STEP_7_AND_14), runs.folder(first, "lags")
     done(check, run)
     shutil.copytree(run.folder, path)
     late, newest, before = path / "late", path / SNAPSHOT, path / "snapshot.prev.safetensors"
@@ -453,7 +456,7 @@ def test_the_last_snapshot_is_waited_for_where_a_file_system_lags(check, runs, f
     threading.Timer(0.3, late.replace, [newest]).start()
     _, document = directory.load()
     directory.release()
-    check.equal(goes_on_at_step=(document["step"], 42))
+    check.equal(goes_on_at_step=(document["step"], 14))
 
 
 @clause("C6")
@@ -527,7 +530,7 @@ MOMENTS = {"sgd": dict(momentum_buffer="momentum"), "adamw": dict(exp_avg="mean"
 @clause("C2")
 @only(sizes=(1,), devices=("cpu",))
 @pytest.mark.parametrize("optimizer", MOMENTS)
-def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, own_file, optimizer):
+def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, own_file, optimizer, monkeypatch):
     """With its momentum. One of its layers has the name of DDP's prefix, and its rows are drawn."""
     import torch
     from ddp_core import convert
@@ -551,6 +554,10 @@ def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, 
     converted = subprocess.run(command, capture_output=True, text=True, check=False)
     code = 0 if torch.__version__ >= (2, 10) else 3  # whose unpickler is not safe
     check.equal(exit_code_and_error=((converted.returncode, converted.stderr if not code else ""), (code, "")))
+    with monkeypatch.context() as older:  # as text, 2.9.1 comes after 2.10
+        older.setattr(torch, "__version__", type(torch.__version__)("2.9.1"))
+        refused = convert.main(["convert", str(old), "--run-dir", str(path.with_name(f"by-2.9-{optimizer}")), *flags.split()])
+    check.equal(exit_code_under_torch_2_9_1=(refused, 3))
     if not code:
         before = sha256(path / SNAPSHOT)
         outcomes = {}
@@ -581,28 +588,37 @@ def test_flags_of_any_make_are_the_same_ones(check, world, runs, first, own_file
     check.equal(kinds=(kinds, [f"{{{', '.join(map(repr, 'abcdefgh'))}}}"] * 2))
 
 
+@clause("C2")
+@only(sizes=(1,), devices=("cpu",))
+def test_sets_in_rows_are_the_same_data_in_each_process(check, world, runs, first, own_file):
+    """Which has an order of its own of the texts in a set."""
+    flags, path = f"{own_file('has_sets_in_rows')} --steps-per-epoch 1 --epochs", runs.folder(first, "sets-in-rows")
+    done(check, *(world.alone(first, path, f"{flags} {start}", dict(PYTHONHASHSEED=start)) for start in ("1", "2", "3")))
+
+
 @clause("C3")
 @only(sizes=(1, 2))
 def test_another_workload_file_than_before_is_noted(check, world, runs, first, own_file):
     """Its data and flags are the same, and its loss need not be."""
     file, path = own_file("changed"), runs.folder(first, "another-file")
-    names = ("changed.py", "beside_it.py", "package/part.py")
-    changed, beside, part = (runs.root / "workloads" / name for name in names)
+    names = ("changed.py", "beside_it.py", "package/part.py", "package/other.py")
+    changed, beside, part, other = (runs.root / "workloads" / name for name in names)
 
     def write() -> None:
-        changed.open("a").write("\nimport beside_it, package\n")
+        changed.open("a").write("\nimport beside_it, package.other\n")
         part.parent.mkdir()
-        for path, text in {beside: "ONE = 1\n", part.with_name("__init__.py"): "from . import part\n", part: ""}.items():
+        texts = {beside: "ONE = 1\n", part.with_name("__init__.py"): "from . import part\n", part: "", other: ""}
+        for path, text in texts.items():
             path.write_text(text)
 
     world.on_rank_0(write)
     noted = []
-    for epochs, next_to_change in enumerate((None, beside, None, part, changed, None), 1):
+    for epochs, next_to_change in enumerate((None, beside, None, part, changed, other, None), 1):
         run = done(check, world.train(first, path, f"{file} --epochs {epochs}"))
         noted.append(any("has changed since" in note for note in run.of("start")[-1]["notes"]))
         if next_to_change:
             world.on_rank_0(lambda one=next_to_change: one.open("a").write("# another\n"))
-    check.equal(noted=(noted, [False, False, True, False, True, True]))
+    check.equal(noted=(noted, [False, False, True, False, True, True, True]))
 
 
 @clause("C8")
@@ -702,7 +718,8 @@ def test_each_run_that_is_moved_aside_is_kept(check, world, runs, first):
 def test_a_job_script_finds_the_run_where_it_is(check, world, runs, first, own_file):
     """Of its own flag and the user's, the user's counts. A run of a user's own file has its name."""
     path, found, should_be = runs.folder(first, "find-run"), [], []
-    for run_dir in ("", own_file("prints"), "--new-run-dir of-job", "--new-run-dir of-that-job --run-dir of-user"):
+    own = own_file("prints", "of.two.parts")
+    for run_dir in ("", own, "--new-run-dir of-job", "--new-run-dir of-that-job --run-dir of-user"):
         flags = f"{SHORT} {run_dir}"
         done(check, world.train(first, path, f"--device cpu {flags}", bare=True))
         (log,) = {*path.rglob(LOG)} - {path / run / LOG for run in should_be}
@@ -762,6 +779,23 @@ def test_a_model_is_built_in_turn_on_nodes_of_one_and_of_three_ranks(check, worl
     environ = {name: str(value) for key, value in place.items() for name in first.variables_with(key)}
     flags = "--steps-per-epoch 1 --sharding full --timeout 40"
     done(check, train_own("looks_at_its_numbers", flags, num_nodes=2, environ=environ, apart=True))
+
+
+# By rank: its node, its place there, and how many ranks this node has.
+PLACES = dict(cyclic=[(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)], uneven=[(0, 0, 1), (1, 0, 3), (1, 1, 3), (1, 2, 3)])
+
+
+@clause("C10")
+@only(sizes=(4,), devices=("cpu",))
+@pytest.mark.parametrize("order", PLACES)
+def test_hybrid_parts_need_nodes_that_are_alike(check, world, runs, first, order):
+    """Else parts that should be of one node were of several."""
+    place = dict(zip(("node_rank", "local_rank", "local_world_size"), PLACES[order][world.rank], strict=True))
+    environ = {name: str(value) for key, value in place.items() for name in first.variables_with(key)}
+    run = world.train(first, runs.folder(first, f"{order}-nodes"), f"{SHORT} --sharding hybrid", 2, environ=environ)
+    expect_exit(check, run, 2)
+    words = "as many ranks on every node"
+    check.equal(lines_that_say_so=(sum(words in line for line in run.error_lines), 1))
 
 
 @clause("C10")

@@ -19,6 +19,7 @@ from conformance.checks.run.common import (
     SETS,
     SHORT,
     SNAPSHOT,
+    STEP_7_AND_14,
     TWO,
     clause,
     damaged_copy,
@@ -209,6 +210,22 @@ def test_a_large_snapshot_is_a_set_of_files_that_holds_the_same(check, world, ru
 
 
 @clause("S13")
+@only(sizes=(1,), devices=("cpu",))
+def test_another_set_of_a_step_has_files_of_its_own(check, tmp_path):
+    """Of 1,000 bytes at most each: three tensors of 400 bytes and one of 900, which is another one in the second set."""
+    import torch
+    from ddp_core import snapshot
+
+    sets = []
+    for last in range(2):
+        tensors = {f"model.{place}": torch.zeros(100) for place in range(3)} | {"model.3": torch.full((225,), float(last))}
+        snapshot.write(tmp_path / SNAPSHOT, tensors, dict(step=1), most=1000)
+        sets.append(take_set_apart(tmp_path / f"{SNAPSHOT}.index.json")["sizes"])
+    check.equal(tensors_and_bytes=([[*sizes.values()] for sizes in sets], [[(2, 800), (1, 400), (1, 900)]] * 2))
+    check.equal(files_of_both_sets=(sorted(sets[0].keys() & sets[1].keys()), []))
+
+
+@clause("S13")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_an_index_has_its_name_after_all_that_it_names(check, world, train_own):
     """Else a machine that crashes then leaves an index of files that are not there."""
@@ -241,6 +258,7 @@ def test_all_ranks_of_a_sharded_run_write_files_of_its_set(check, world, train_o
     deal = {2: [4, 2], 4: [3, 1, 1, 1]}[world.size]  # five files, and rank 0's index
     check["S13"].equal(files_by_rank=([*map(len, files)], deal))
     check["S13"].equal(not_on_the_disk=(sorted({*named} - {int(size) for sizes in files for size in sizes}), []))
+    check["S13"].equal(verify=(world.on_rank_0(lambda: verified(run.folder / f"{SNAPSHOT}.index.json")), 0))
     check["S13"].equal(other_ranks_name=([act for of in acts[1:] for act in of if act[1] == "replace"], []))
 
 
@@ -310,8 +328,9 @@ def test_rank_0_alone_writes(check, world, launch, runs, num_nodes):
     run = world.train(launch, runs.folder(launch, f"writers-{num_nodes}"), SHORT, num_nodes)
     os.umask(umask)
     done(check, run)
-    paths = world.on_rank_0(lambda: [path.name for path in [run.folder, *run.folder.iterdir()] if path.stat().st_mode & 0o002])
-    check.equal(others_may_write_to=(paths, []))
+    modes = world.on_rank_0(lambda: {path.name: path.stat().st_mode for path in [run.folder, *run.folder.iterdir()]})
+    check.equal(others_may_write_to=([name for name, mode in modes.items() if mode & 0o002], []))
+    check.equal(its_group_cannot_read=([name for name, mode in modes.items() if not mode & 0o040], []))
     writers = {rank: files for rank, files in enumerate(run.written) if files}
     check.equal(rank_0_writes=(SNAPSHOT in str(writers.pop(0, "")), True), other_writers=(writers, {}))
 
@@ -376,6 +395,15 @@ def test_verify_tells_of_any_file_that_is_damaged(check, world, own, runs):
     acts = [("diff", whole, before), ("diff", whole, whole), ("diff", whole, damaged), ("show", whole, before)]
     codes = [looked_at(*act) for act in acts]
     check.equal(exit_codes_of_diff_and_show=(codes, [1, 0, 5, 0]))
+    from ddp_core import snapshot
+
+    tensors, document = snapshot.read(whole)
+    del document["document_crc32"]
+    fewer, further = path / "fewer.safetensors", path / "further.safetensors"
+    snapshot.write(fewer, {name: tensor for name, tensor in tensors.items() if name != min(tensors)}, document)
+    snapshot.write(further, tensors, document | dict(problem=document["problem"] | dict(further=1)))
+    pairs = [(fewer, whole), (whole, fewer), (further, whole), (whole, further)]
+    check.equal(exit_codes_of_diff_either_way=([looked_at("diff", *pair) for pair in pairs], [1] * 4))
 
 
 @clause("S5")
@@ -403,7 +431,8 @@ def test_large_tensors_and_long_documents_are_whole(check, world, runs, first, t
 @pytest.mark.parametrize("newer", ["set", "file"])
 def test_of_a_file_and_a_set_the_one_that_is_further_counts(check, world, runs, first, newer):
     """Both are whole: killed between the commit of one and the removal of the other."""
-    one, of_set, run_dir = runs.train(first, FP64), runs.train(first, f"{FP64} {SETS}"), runs.folder(first, f"newer-{newer}")
+    one, of_set = (runs.train(first, f"{STEP_7_AND_14} {flags}") for flags in ("", SETS))
+    run_dir = runs.folder(first, f"newer-{newer}")
     done(check, one, of_set)
 
     def put_together() -> None:
@@ -416,8 +445,8 @@ def test_of_a_file_and_a_set_the_one_that_is_further_counts(check, world, runs, 
         shutil.copy(one.folder / file, run_dir / SNAPSHOT)
 
     world.on_rank_0(put_together)
-    again = done(check, world.train(first, run_dir, FP64))
-    check.equal(goes_on_at_step=(again.values("start", "step"), [42]))
+    again = done(check, world.train(first, run_dir, STEP_7_AND_14))
+    check.equal(goes_on_at_step=(again.values("start", "step"), [14]))
 
 
 @clause("S6", "S7")
