@@ -52,7 +52,7 @@ class Later:
 
     def begin(self) -> None:
         """What stands in the buffers is as it should be: the run begins, or all ranks have just taken rank 0's."""
-        buffers = self._own_buffers()
+        self.held = buffers = self._own_buffers()  # kept: no later one has its address then
         self.versions = {name: (buffer.data_ptr(), buffer._version) for name, buffer in buffers.items()}
         self.content = {name: _content(buffer) for name, buffer in buffers.items()}
 
@@ -66,11 +66,12 @@ class Later:
         """Those with other numbers: many a layer writes the same ones again."""
         if not self.own:
             return []
-        now = {name: (buffer.data_ptr(), buffer._version) for name, buffer in self._own_buffers().items()}
+        buffers = self._own_buffers()
+        now = {name: (buffer.data_ptr(), buffer._version) for name, buffer in buffers.items()}
         written = [name for name in now if now[name] != self.versions.get(name)]
         content = {name: _content(self.model.get_buffer(name)) for name in written}
         late = [name for name in written if content[name] != self.content.get(name)]
-        self.versions, self.content, self.own = now, self.content | content, self.own - {*late}
+        self.held, self.versions, self.content, self.own = buffers, now, self.content | content, self.own - {*late}
         return [LATE_BUFFERS.format(names=", ".join(late[:6]), step=step)] if late else []
 
     def _kept_beside(self, step: int) -> list[str]:
