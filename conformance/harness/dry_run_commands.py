@@ -604,13 +604,12 @@ def container(name: str, words: list[str]) -> int:
     images = [
         place for place, word in enumerate(rest) if word.endswith((".sif", ".sqsh", ".sqfs")) and not word.startswith("-")
     ]
+    mounts = []
     for flag, value in pairs(rest):  # a file system in a file; without image-src the file itself is bound, and nothing is in it
         if flag in ("--bind", "-B") and ".sqsh:" in value and "image-src=" in value:
             place = value.split(":")[1]
-            place = place if inside(place) else f"{TOP}/root{place}"
-            environment(place, of_image=True)
-            open(f"{place}/.mounted", "w").close()
-    _, command = split(rest[images[0] + 1 :] if images else rest)
+            mounts.append(place if inside(place) else f"{TOP}/root{place}")
+    command = rest[images[0] + 1 :] if images else split(rest)[1]
     if images and not os.path.exists(rest[images[0]]):
         print(f"FATAL: could not open image {rest[images[0]]}", file=sys.stderr)
         return 255
@@ -636,7 +635,21 @@ def container(name: str, words: list[str]) -> int:
     environ["APPTAINER_CONTAINER"] = environ["SINGULARITY_CONTAINER"] = environ["DRY_RUN_IMAGE"] = NOTES["image"]
     if not command:
         return 0
-    return runs(*command, environment=environ)
+    mounts = [place for place in mounts if not os.path.exists(f"{place}/.mounted")]  # else another container's, around this one
+    for place in mounts:
+        environment(place, of_image=True)
+        open(f"{place}/.mounted", "w").close()
+    code = runs(*command, environment=environ)
+    for place in mounts:  # it ends with its container
+        unmounted(place)
+    return code
+
+
+def unmounted(place: str) -> None:
+    for folder, _, files in os.walk(place, topdown=False):
+        for file in files:
+            os.unlink(f"{folder}/{file}")
+        os.rmdir(folder)
 
 
 def fetched(name: str, words: list[str]) -> int:
