@@ -70,7 +70,7 @@ OF_PBS = dict(
 OPEN_FILES = 1024
 # Of absolute paths these stay as they are; all others are moved.
 KEPT = "usr|bin|sbin|lib|lib64|etc|proc|sys|dev/(?!shm)"
-ABSOLUTE = re.compile(rf"(?<![\w./:~}})\]*%$\\+-])/(?!(?:{KEPT})(?:/|\b))(?=(?:tmp|var/tmp|dev/shm)\b|[A-Za-z][\w.-]*/[\w$])")
+ABSOLUTE = re.compile(rf"(?:(?<=:-)|(?<![\w./:~}})\]*%$\\+-]))/(?!(?:{KEPT})(?:/|\b))(?=(?:tmp|var/tmp|dev/shm)\b|[A-Za-z][\w.-]*/[\w$])")
 # What may stand behind `ml` but modules. https://lmod.readthedocs.io/en/latest/010_user.html
 OF_ML = "load|add|purge|reset|use|unuse|del|unload|rm|swap|switch|list|avail|av|spider|show|save|restore|whatis|help|keyword"
 MODULE = 'module() { local said; said=$(module-call "$@") || return; eval "$said"; }; ml() { case ${1-} in '
