@@ -44,7 +44,7 @@ def refuse_many(environ: Mapping[str, str]) -> None:
     tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
     if tasks != "1":
         raise PreflightError(
-            f"Slurm was asked for {tasks[:80]!r} tasks, but RANK is not set: start this program through rank.sh"
+            f"Slurm was asked for {tasks[:80]!r} tasks, but RANK is not set: start this by srun and rank.sh"
         )
 
 
