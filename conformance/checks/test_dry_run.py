@@ -1691,7 +1691,7 @@ KERNELS += ("NEO_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
 def test_caches_of_kernels_are_on_the_node(check, site, dry):
     """In a folder that all nodes share, SQLite's locks fail, and ranks read what others write.
 
-    A node's own are /tmp and the like, a user's on a disk that a source or site.toml names, and the job's that the machine makes.
+    A node's own are /tmp and the like, a user's on a disk that site.toml names, and the job's that the machine makes.
     """
     told = (site.folder / "site.toml").read_text()
     folders = ["/tmp", "/var/tmp", "/dev/shm"]

@@ -55,7 +55,9 @@ def test_a_task_of_many_is_never_a_world_of_one(check, site, tmp_path):
     ways = {launch.launcher: launch.environ(1, 16, 2, 29500, "1") | dict(MPI_SIZE="16") for launch in site.launches}
     (nodefile := tmp_path / "nodes").write_text("node1\nnode2\n")
     if site.toml["launcher"] == "srun":
-        ways |= dict(srun_alone=STEP, job_script_without_srun=JOB | dict(SLURM_PROCID="0", SLURM_LOCALID="0"), shell_of_salloc=JOB)
+        ways |= dict(
+            srun_alone=STEP, job_script_without_srun=JOB | dict(SLURM_PROCID="0", SLURM_LOCALID="0"), shell_of_salloc=JOB
+        )
     if site.toml["scheduler"] == "pbs":
         ways |= dict(job_script_without_mpiexec=dict(PBS_JOBID="4242.server", PBS_NODEFILE=str(nodefile)))
     for way, session in product(ways, SESSIONS):

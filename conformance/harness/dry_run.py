@@ -70,7 +70,9 @@ OF_PBS = dict(
 OPEN_FILES = 1024
 # Of absolute paths these stay as they are; all others are moved.
 KEPT = "usr|bin|sbin|lib|lib64|etc|proc|sys|dev/(?!shm)"
-ABSOLUTE = re.compile(rf"(?:(?<=:-)|(?<![\w./:~}})\]*%$\\+-]))/(?!(?:{KEPT})(?:/|\b))(?=(?:tmp|var/tmp|dev/shm)\b|[A-Za-z][\w.-]*/[\w$])")
+ABSOLUTE = re.compile(
+    rf"(?:(?<=:-)|(?<![\w./:~}})\]*%$\\+-]))/(?!(?:{KEPT})(?:/|\b))(?=(?:tmp|var/tmp|dev/shm)\b|[A-Za-z][\w.-]*/[\w$])"
+)
 # What may stand behind `ml` but modules. https://lmod.readthedocs.io/en/latest/010_user.html
 OF_ML = "load|add|purge|reset|use|unuse|del|unload|rm|swap|switch|list|avail|av|spider|show|save|restore|whatis|help|keyword"
 MODULE = 'module() { local said; said=$(module-call "$@") || return; eval "$said"; }; ml() { case ${1-} in '
@@ -104,6 +106,7 @@ def main(words=None):
 """
 # It says which run it is of, for two of one name would be one to W&B, and what it gets to know of it. What it is told of an
 # earlier step than its own it drops: https://docs.wandb.ai/models/track/log
+# Its folders are at home by themselves: https://docs.wandb.ai/models/track/environment-variables
 WANDB = """
 import os
 class Run:
@@ -119,6 +122,9 @@ def init(id, resume=None, **told):
     again = os.environ["DRY_RUN_RESTARTS"] != "0"
     if online and resume == ("never" if again else "must"):
         raise RuntimeError(f"resume={resume!r}, but the run {id} " + ("exists" if again else "does not"))
+    for kind, place in dict(CACHE=".cache/wandb", CONFIG=".config/wandb", DATA=".local/share/wandb").items():
+        os.makedirs(folder := os.environ.get(f"WANDB_{kind}_DIR") or os.path.expanduser(f"~/{place}"), exist_ok=True)
+        open(f"{folder}/left-by-wandb", "w").close()
     print("wandb run", id, flush=True)
     print("wandb is told", told, flush=True)
     return Run()
@@ -649,7 +655,7 @@ class DryRuns:
         options.pop("v", None)
         nodes = int((re.search(r"select=(\d+)", case.options) or ["", options.get("nodes", case.nodes)])[1])
         shape = dict(nodes=nodes, spare=nodes > case.nodes) | shape
-        shape |= dict(environ=environ | shape.get("environ", {}), options=options)
+        shape |= dict(environ=environ | shape.get("environ", {}), options=options | shape.get("options", {}))
         return self.job(script, case=case, **shape)
 
     def hosts(self, nodes: int) -> list[str]:
@@ -773,7 +779,7 @@ class DryRuns:
         mask = int(shape["umask"] or umask(), 8)
         code, output = self._start(["bash", *words], folder, own, mask)
         after = self._files()
-        self._touched |= {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
+        self._touched |= {path for path in before.keys() | after.keys() if before.get(path, "") != after.get(path, "")}
         before, after = ({path: each for path, each in files.items() if "/.has-" not in path} for files in (before, after))
         modes = {path: (self.top / path).lstat().st_mode for path in sorted(after.keys() - before.keys())}
         wide = {path: f"{mode & 0o777:o}" for path, mode in modes.items() if mode & mask and not stat.S_ISLNK(mode)}
@@ -795,7 +801,10 @@ class DryRuns:
         mine_now = [path for path in self.folder.rglob("*") if path.is_file()] if name == "install.sh" else []
         tree = {str(path.relative_to(self.folder)): path.read_bytes() for path in mine_now}
         tree = {path: b"packed" if text[:2] == b"\x1f\x8b" else text for path, text in tree.items()}  # gzip has times in it
-        return DryRun(name, settings["launcher"], shape, code, output, called, changed, sorted(made), read, tree, leaks, wide, modes)
+        more: dict[str, Any] = dict(
+            changed=changed, made=sorted(made), read=read, tree=tree, leaks=leaks, wide=wide, modes=modes
+        )
+        return DryRun(name, settings["launcher"], shape, code, output, called, **more)
 
     def _start(self, command: list[str], folder: Path, environ: dict[str, str], mask: int) -> tuple[int, str]:
         pipe: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
