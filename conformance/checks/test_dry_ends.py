@@ -38,6 +38,7 @@ from conformance.harness.dry_run import (
     words_of,
 )
 from conformance.harness.shell import OPTIONS, START_SECONDS, Script, minutes
+from conformance.harness.sites import ROOT
 from conformance.harness.stub_core import who
 
 MANY_NODES, OF_ANOTHER = 100, "runs/of-another-job"
@@ -579,6 +580,16 @@ def test_twice_the_nodes_have_twice_the_ranks(check, site, dry):
             yield f"{script.name} on {nodes} and {2 * nodes} nodes: ranks={counts}, but should be {expected}"
 
 
+@clause("J9")
+def test_a_node_has_as_many_ranks_as_its_user_asks_for(check, site, dry):
+    """Also where a launcher of its own starts them, which could count the node's devices; or the job says that it does not."""
+    for case in site.cases if site.toml["launcher"] == "srun" else []:
+        run = dry.case(case, nodes=2, options={"ntasks-per-node": "2"})
+        ranks = {call.environ["DRY_RUN_PER_NODE"] for call in run.trained}
+        if ranks != {"2"} and not (run.code == 3 and not ranks):
+            yield f"{case.name} with --ntasks-per-node=2: {' '.join(ranks) or 'no'} ranks on a node, but should be 2"
+
+
 @clause("B11")
 def test_devices_may_be_asked_for_by_their_type(check, site, dry):
     """sbatch --gpus-per-node=a100:4, where a machine has several types."""
@@ -767,12 +778,22 @@ def test_what_users_are_shown_works(check, site, dry):
             yield f"{where_it_stands}: {line!r}: {run}"
         elif run.code or "still running" in run.output:
             yield f"{where_it_stands}: {line!r}: {ending(dry, run)}, but should be 0"
+        elif lost := [flag for call in run.trained[:1] for flag in no_flags(site, arguments(call))]:
+            yield f"{where_it_stands}: {line!r}: train.py is given {' '.join(lost)}, but should be given flags that there are"
         elif run.trained and (devices := run.shape.get("options", {}).get("gpus-per-node", "").rpartition(":")[2]):
             ranks = run.trained[0].environ["DRY_RUN_PER_NODE"]
             if int(ranks) > int(devices):
                 yield f"{where_it_stands}: {line!r}: {ranks} ranks on {devices} devices, but should have one each"
     for command in re.findall(r"`((?:python3?|torchrun|accelerate) [^`]*\btrain\w*\.py[^`]*)`", site.readme):
         yield f"README.md: {command!r}: that Python has no ddp_core, but should be the one that install.sh makes"
+
+
+def no_flags(site, words: list[str]) -> list[str]:
+    """Of these words those that look like a flag, and that neither the core nor a program of the site has."""
+    code = "\n".join(path.read_text() for path in (*sorted((ROOT / "core/src").rglob("*.py")), *site.folder.glob("train*.py")))
+    flags = {*re.findall(r"[\"'](--[a-z][\w-]+)[\"']", code), "--help"}
+    own = [word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)]
+    return [flag for flag in own if flag not in flags and f"--{flag.removeprefix('--no-')}" not in flags]
 
 
 @clause("B10")
@@ -880,6 +901,8 @@ def test_a_run_is_one_run_of_wandb(check, site, dry):
         if len(shapes["first"]) != 1 or shapes["first"] != shapes["again"] or shapes["first"] == shapes["other"]:
             template = f"{script.name}: W&B's run is {{first}}, {{again}} when it comes back, and {{other}} in another folder"
             yield f"{template.format(**shapes)}, but should be one, the same, and another"
+        for path in [path for path in run.changed if path.startswith("home/")]:
+            yield f"{script.name}: W&B leaves {dry.shown(str(dry.top / path))}, but should nothing in the home of all jobs"
 
 
 @clause("B10")

@@ -231,9 +231,16 @@ MINUTES = dict(min=1, hr=60, hour=60, day=1440)
 
 @clause("F6")
 def test_a_queue_s_longest_job_is_that_of_the_source(check, site):
-    """Where a fact is a row of a table, with the queue's name and a time."""
+    """Where a fact is a row of a table, with the queue's name and a time.
+
+    A routing queue's row has none: its jobs of fewest nodes have that of the queue whose row begins at as many nodes.
+    """
+    of_all = [fact for fact in site.facts if re.match(r"\|[^|]*\|\s*\d+\s*\|", fact)]
     for queue, longest in site.toml.get("queue", {}).get("minutes", {}).items():
         rows = [fact for fact in site.facts if re.match(rf"\|\s*{re.escape(queue)}\s*\|", fact)]
+        if rows and not re.search(r"\d+ (hr|hour|day)", " ".join(rows)):
+            least = {match[1] for row in rows if (match := re.match(r"\|[^|]*\|\s*(\d+)\b", row))}
+            rows = [row for row in of_all if row.split("|")[2].strip() in least]
         limits = {int(count) * MINUTES[unit] for row in rows for count, unit in re.findall(r"(\d+) (min|hr|hour|day)", row)}
         if limits and longest not in limits:
             yield f"queue.minutes of {queue}={longest}, but should be {max(limits)}, as a fact of [[sources]] says"
@@ -868,6 +875,8 @@ def test_the_job_fits_the_node(check, site):
         if "memory_gib" in node:  # F2 asks for it
             check.equal(gib_that_a_node_has_not=(max(0, round(asked - node["memory_gib"])), 0))
             check.equal(less_than_half_of_the_memory=(0 < asked < node["memory_gib"] / 2, False))
+            if {"exclusive", "mem-per-gpu"} <= script.options.keys():  # the parts of a node's memory are all of it
+                check.equal(gib_of_memory_by_device=(round(asked), node["memory_gib"]))
         # Not wherever nodes are shared: some machines give each core or device its part, and refuse to be told.
         told = re.search(r"(?<!\S)--mem(-per-\w+)?[= ]", job.get("geometry", ""))
         if told and not {"mem", "mem-per-cpu", "mem-per-gpu"} & script.options.keys():

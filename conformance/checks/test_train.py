@@ -18,6 +18,8 @@ from conformance.harness.stub_core import SAID, around, called, who
 # What srun tells every task of a step of 16 on two nodes; job's and step's numbers differ.
 STEP = dict(SLURM_PROCID="1", SLURM_LOCALID="1", SLURM_NODEID="0", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="16")
 STEP |= dict(SLURM_STEP_NUM_NODES="2", SLURM_STEP_TASKS_PER_NODE="8(x2)", SLURM_NTASKS="16", SLURM_JOB_ID="4242")
+# Before srun, on its first node.
+JOB = dict(SLURM_JOB_ID="4242", SLURM_JOB_NUM_NODES="2", SLURM_NTASKS="16", SLURM_NPROCS="16", SLURM_TASKS_PER_NODE="8(x2)")
 # What a session has besides, in which its user starts srun by hand.
 OF_SALLOC = dict(SLURM_JOB_NAME="interactive", SLURM_PTY_PORT="40123", SLURM_PTY_WIN_COL="80", TERM="xterm")
 OF_SALLOC |= dict(PBS_ENVIRONMENT="PBS_INTERACTIVE", PBS_JOBNAME="STDIN")
@@ -49,9 +51,15 @@ def test_train_py_hands_everything_to_the_core(check, site, code, tmp_path):
 
 @clause("R6")
 def test_a_task_of_many_is_never_a_world_of_one(check, site, tmp_path):
-    """Started by srun without what the job script puts around it, or over an MPI that knows of no others."""
+    """Started by srun without what the job script puts around it, by no launcher, or over an MPI that knows of no others."""
     ways = {launch.launcher: launch.environ(1, 16, 2, 29500, "1") | dict(MPI_SIZE="16") for launch in site.launches}
-    ways |= dict(srun_alone=STEP) if site.toml["launcher"] == "srun" else {}
+    (nodefile := tmp_path / "nodes").write_text("node1\nnode2\n")
+    if site.toml["launcher"] == "srun":
+        ways |= dict(
+            srun_alone=STEP, job_script_without_srun=JOB | dict(SLURM_PROCID="0", SLURM_LOCALID="0"), shell_of_salloc=JOB
+        )
+    if site.toml["scheduler"] == "pbs":
+        ways |= dict(job_script_without_mpiexec=dict(PBS_JOBID="4242.server", PBS_NODEFILE=str(nodefile)))
     for way, session in product(ways, SESSIONS):
         identity = who(site, ways[way] | SESSIONS[session], tmp_path)
         alone = identity.get("single") or identity.get("world_size") == 1

@@ -40,6 +40,7 @@ COMMANDS = Path(__file__).with_name("dry_run_commands.py")
 LEFT = "left-by-the-first"
 USER, SECRET = "tester", "s3cr3t-of-the-user"
 YEARS_AGO = 1_600_000_000  # 2020
+AROUND = ("home/", "root/")  # the folders beside sites/ that a script may write to
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD", "GITHUB_PAT", "SESSION_JWT", "AWS_CREDENTIALS", "NETRC", "NGC_AUTH")
 # What users pass to a job script: words with a space and a star must arrive as they are.
 ARGUMENTS = ("--epochs", "3", "--data-dir", "two words", "--note", "*")
@@ -69,7 +70,9 @@ OF_PBS = dict(
 OPEN_FILES = 1024
 # Of absolute paths these stay as they are; all others are moved.
 KEPT = "usr|bin|sbin|lib|lib64|etc|proc|sys|dev/(?!shm)"
-ABSOLUTE = re.compile(rf"(?<![\w./:~}})\]*%$\\+-])/(?!(?:{KEPT})(?:/|\b))(?=(?:tmp|var/tmp|dev/shm)\b|[A-Za-z][\w.-]*/[\w$])")
+ABSOLUTE = re.compile(
+    rf"(?:(?<=:-)|(?<![\w./:~}})\]*%$\\+-]))/(?!(?:{KEPT})(?:/|\b))(?=(?:tmp|var/tmp|dev/shm)\b|[A-Za-z][\w.-]*/[\w$])"
+)
 # What may stand behind `ml` but modules. https://lmod.readthedocs.io/en/latest/010_user.html
 OF_ML = "load|add|purge|reset|use|unuse|del|unload|rm|swap|switch|list|avail|av|spider|show|save|restore|whatis|help|keyword"
 MODULE = 'module() { local said; said=$(module-call "$@") || return; eval "$said"; }; ml() { case ${1-} in '
@@ -103,6 +106,7 @@ def main(words=None):
 """
 # It says which run it is of, for two of one name would be one to W&B, and what it gets to know of it. What it is told of an
 # earlier step than its own it drops: https://docs.wandb.ai/models/track/log
+# Its folders are at home by themselves: https://docs.wandb.ai/models/track/environment-variables
 WANDB = """
 import os
 class Run:
@@ -118,6 +122,9 @@ def init(id, resume=None, **told):
     again = os.environ["DRY_RUN_RESTARTS"] != "0"
     if online and resume == ("never" if again else "must"):
         raise RuntimeError(f"resume={resume!r}, but the run {id} " + ("exists" if again else "does not"))
+    for kind, place in dict(CACHE=".cache/wandb", CONFIG=".config/wandb", DATA=".local/share/wandb").items():
+        os.makedirs(folder := os.environ.get(f"WANDB_{kind}_DIR") or os.path.expanduser(f"~/{place}"), exist_ok=True)
+        open(f"{folder}/left-by-wandb", "w").close()
     print("wandb run", id, flush=True)
     print("wandb is told", told, flush=True)
     return Run()
@@ -204,6 +211,7 @@ class DryRun:
     tree: dict[str, bytes] = field(default_factory=dict)  # of install.sh: what it has left in the site's folder, and its text
     leaks: list[tuple[str, str]] = field(default_factory=list)  # files that have a user's token, or its secret; and which
     wide: dict[str, str] = field(default_factory=dict)  # new files with more rights than the umask leaves, and their modes
+    modes: dict[str, int] = field(default_factory=dict)  # of all new files and folders
 
     @property
     def trained(self) -> list[Call]:
@@ -383,6 +391,7 @@ class DryRuns:
         self.top = Path(tempfile.mkdtemp(prefix="dry-run-", dir="/tmp" if os.access("/tmp", os.W_OK) else None)).resolve()
         self.folder = self.top / "sites" / site.folder.name
         self.made: dict = {}
+        self._touched: set[str] = set()  # what a run, or its shape, has made or changed in home/ and root/
         self._lay()
 
     def close(self) -> None:
@@ -463,13 +472,29 @@ class DryRuns:
     def _keep(self, name: str) -> Path:
         kept = self.top / name
         shutil.copytree(self.folder.parent, kept, symlinks=True)
+        for below in AROUND:
+            shutil.copytree(self.top / below, self.top / "around" / name / below, symlinks=True)
         return kept
 
     def _restore(self, kept: Path) -> None:
+        """sites/ as it was kept, and of the home directory and the rest what runs have touched since: no run sees another's."""
         shutil.rmtree(self.folder.parent)
         shutil.copytree(kept, self.folder.parent, symlinks=True)
         for path in (self.top / "calls").iterdir():
             path.unlink()
+        mounts = {str(path.parent.relative_to(self.top)) for path in (self.top / "root").rglob(".mounted")}  # of one killed
+        for name in sorted(path for path in self._touched | mounts if path.startswith(AROUND)):
+            here, then = self.top / name, self.top / "around" / kept.name / name
+            if then.is_dir() and not then.is_symlink():
+                here.mkdir(parents=True, exist_ok=True)
+                shutil.copystat(then, here)
+            elif os.path.lexists(then):
+                here.unlink(missing_ok=True)
+                shutil.copy2(then, here, follow_symlinks=False)
+            elif here.is_dir() and not here.is_symlink():
+                shutil.rmtree(here, ignore_errors=True)
+            elif os.path.lexists(here):
+                here.unlink()
 
     # ---- scripts that are run -----------------------------------------------------------------------------------------
 
@@ -509,6 +534,7 @@ class DryRuns:
                     shutil.move(prefix, self.folder / f"moved-{number}")
                     Path(prefix).symlink_to(self.folder / f"moved-{number}")
             if planted:
+                self._touched.add(planted)
                 (self.top / planted).mkdir(parents=True)
                 (self.top / planted / "mine").write_text("somebody's own\n")
             moved = [f"{self.top}/root{flag}" if flag.startswith("/") else flag for flag in flags]
@@ -546,6 +572,7 @@ class DryRuns:
                 self.install(*flags, fails=full_shape["install_fails"], **anew)
                 self._restore(self.installed["install", *flags, full_shape["install_fails"], "", (anew and case.name) or None])
             self._edit(None if flags is not None and anew else case)  # what was installed for it is edited already
+            self._touched |= {*full_shape["halves"], *full_shape["beside"]}
             for path in full_shape["halves"]:
                 (self.top / path).parent.mkdir(parents=True, exist_ok=True)
                 (self.top / path).write_text("half of it")
@@ -634,7 +661,7 @@ class DryRuns:
         options.pop("v", None)
         nodes = int((re.search(r"select=(\d+)", case.options) or ["", options.get("nodes", case.nodes)])[1])
         shape = dict(nodes=nodes, spare=nodes > case.nodes) | shape
-        shape |= dict(environ=environ | shape.get("environ", {}), options=options)
+        shape |= dict(environ=environ | shape.get("environ", {}), options=options | shape.get("options", {}))
         return self.job(script, case=case, **shape)
 
     def hosts(self, nodes: int) -> list[str]:
@@ -761,6 +788,8 @@ class DryRuns:
         mask = int(shape["umask"] or umask(), 8)
         code, output = self._start(["bash", *words], folder, own, mask)
         after = self._files()
+        self._touched |= {path for path in before.keys() | after.keys() if before.get(path, "") != after.get(path, "")}
+        before, after = ({path: each for path, each in files.items() if "/.has-" not in path} for files in (before, after))
         modes = {path: (self.top / path).lstat().st_mode for path in sorted(after.keys() - before.keys())}
         wide = {path: f"{mode & 0o777:o}" for path, mode in modes.items() if mode & mask and not stat.S_ISLNK(mode)}
         changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
@@ -781,7 +810,10 @@ class DryRuns:
         mine_now = [path for path in self.folder.rglob("*") if path.is_file()] if name == "install.sh" else []
         tree = {str(path.relative_to(self.folder)): path.read_bytes() for path in mine_now}
         tree = {path: b"packed" if text[:2] == b"\x1f\x8b" else text for path, text in tree.items()}  # gzip has times in it
-        return DryRun(name, settings["launcher"], shape, code, output, called, changed, sorted(made), read, tree, leaks, wide)
+        more: dict[str, Any] = dict(
+            changed=changed, made=sorted(made), read=read, tree=tree, leaks=leaks, wide=wide, modes=modes
+        )
+        return DryRun(name, settings["launcher"], shape, code, output, called, **more)
 
     def _start(self, command: list[str], folder: Path, environ: dict[str, str], mask: int) -> tuple[int, str]:
         pipe: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -801,8 +833,7 @@ class DryRuns:
         files = {}
         for below in ("home", "root", "sites"):
             mounted = {path.parent for path in (self.top / below).rglob(".mounted")}
-            paths = [path for path in (self.top / below).rglob("*") if not path.name.startswith(".has-")]
-            for path in [path for path in paths if not mounted & {path, *path.parents}]:
+            for path in [path for path in (self.top / below).rglob("*") if not mounted & {path, *path.parents}]:
                 status = path.lstat()
                 state = None if stat.S_ISDIR(status.st_mode) else (status.st_size, status.st_mtime_ns)
                 files[str(path.relative_to(self.top))] = state

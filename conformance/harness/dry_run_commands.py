@@ -225,7 +225,8 @@ def torchrun(name: str, words: list[str]) -> int:
     if not rest:
         print("torchrun: error: the following arguments are required: training_script", file=sys.stderr)
         return 2
-    size = int(first(flags, "--nproc-per-node", default="1"))
+    each = first(flags, "--nproc-per-node", default="1")
+    size = int(each if each.isdecimal() else SETTINGS["devices"])  # "gpu", "auto": as many as it sees, whatever was asked for
     nodes = int(first(flags, "--nnodes", default="1").rpartition(":")[2])
     node, sizes = int(os.environ.get("DRY_RUN_NODE", "0")), [size] * nodes
     host, _, port = first(flags, "--rdzv-endpoint", default="localhost:29400").rpartition(":")
@@ -624,13 +625,7 @@ def container(name: str, words: list[str]) -> int:
     images = [
         place for place, word in enumerate(rest) if word.endswith((".sif", ".sqsh", ".sqfs")) and not word.startswith("-")
     ]
-    for flag, value in pairs(rest):  # a file system in a file; without image-src the file itself is bound, and nothing is in it
-        if flag in ("--bind", "-B") and ".sqsh:" in value and "image-src=" in value:
-            place = value.split(":")[1]
-            place = place if inside(place) else f"{TOP}/root{place}"
-            environment(place, of_image=True)
-            open(f"{place}/.mounted", "w").close()
-    _, command = split(rest[images[0] + 1 :] if images else rest)
+    command = rest[images[0] + 1 :] if images else split(rest)[1]
     if images and not os.path.exists(rest[images[0]]):
         print(f"FATAL: could not open image {rest[images[0]]}", file=sys.stderr)
         return 255
@@ -656,7 +651,29 @@ def container(name: str, words: list[str]) -> int:
     environ["APPTAINER_CONTAINER"] = environ["SINGULARITY_CONTAINER"] = environ["DRY_RUN_IMAGE"] = NOTES["image"]
     if not command:
         return 0
-    return runs(*command, environment=environ)
+    return beneath(mounted(rest), command, environ)
+
+
+def beneath(mounts: list[str], command: list[str], environ: dict[str, str]) -> int:
+    """Runs a command in a container, with which these mounts end."""
+    code = runs(*command, environment=environ)
+    for place in mounts:
+        for folder, _, files in os.walk(place, topdown=False):
+            for file in files:
+                os.unlink(f"{folder}/{file}")
+            os.rmdir(folder)
+    return code
+
+
+def mounted(words: list[str]) -> list[str]:
+    """File systems in a file, where they are; without image-src the file itself is bound, and nothing is in it."""
+    binds = [value for flag, value in pairs(words) if flag in ("--bind", "-B") and ".sqsh:" in value and "image-src=" in value]
+    places = [place if inside(place) else f"{TOP}/root{place}" for place in (bind.split(":")[1] for bind in binds)]
+    places = [place for place in places if not os.path.exists(f"{place}/.mounted")]  # else another container's, around this one
+    for place in places:
+        environment(place, of_image=True)
+        open(f"{place}/.mounted", "w").close()
+    return places
 
 
 def fetched(name: str, words: list[str]) -> int:

@@ -22,6 +22,11 @@ def rank(environ: Mapping[str, str]) -> Rank:
     stands below it are job.pbs's. JOB_START differs for each mpiexec of a job; DDP_RESTART counts the run's earlier starts.
     """
     if "PALS_RANKID" not in environ:
+        # Without mpiexec in a job of several nodes: one process would look like success. The job's first node has the file.
+        file = Path(environ.get("PBS_NODEFILE", ""))
+        nodes = len({*file.read_text().split()}) if file.is_file() else 1
+        if nodes > 1:
+            raise PreflightError(f"PBS_NODEFILE has {nodes} nodes, but PALS_RANKID is not set: start this by mpiexec")
         return Rank.single()
     if environ.get("CCL_ATL_TRANSPORT") == "mpi" and any(Path("/dev/dri").glob("renderD*")):
         start_mpi()

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 
 from ddp_core import Rank, run
+from ddp_core.errors import PreflightError
 
 
 def rank(environ: Mapping[str, str]) -> Rank:
@@ -19,6 +20,10 @@ def rank(environ: Mapping[str, str]) -> Rank:
         return of_torchrun(environ)
     if "SLURM_PROCID" in environ:
         return of_srun(environ)
+    # A shell of salloc: one process for a job of many tasks would look like success.
+    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
+    if tasks != "1":
+        raise PreflightError(f"Slurm was asked for {tasks[:80]!r} tasks, but SLURM_PROCID is not set: start this by srun")
     return Rank.single()
 
 

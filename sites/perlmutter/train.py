@@ -10,6 +10,7 @@ The same flags everywhere: python train.py --help.
 from collections.abc import Mapping
 
 from ddp_core import Rank, run
+from ddp_core.errors import PreflightError
 
 
 def rank(environ: Mapping[str, str]) -> Rank:
@@ -17,11 +18,13 @@ def rank(environ: Mapping[str, str]) -> Rank:
 
     Raises PreflightError that names the variable and its value.
     """
-    told = environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
-    # `srun python train.py` without export_DDP_vars.sh: eight worlds of one would look like success.
-    started = environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-    if not told and not started:
-        return Rank.single()
+    if not environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
+        # Of the step, or of a job without srun. Worlds of one would look like success: eight of them, or one for all GPUs.
+        tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
+        if tasks == "1":
+            return Rank.single()
+        start = "start this by srun and export_DDP_vars.sh, as job.sl does"
+        raise PreflightError(f"Slurm was asked for {tasks[:80]!r} tasks, but RANK is not set: {start}")
     job = {"job_id": "DDP_JOB_ID", "restart": "SLURM_RESTART_COUNT"}
     if "TORCHELASTIC_RUN_ID" in environ:
         # torchrun starts all ranks again when one fails: another start, another id.

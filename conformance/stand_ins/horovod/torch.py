@@ -1,6 +1,7 @@
 """Ranks who know each other by what horovodrun exports, and sum a tensor in the order of the ranks. https://horovod.readthedocs.io"""
 
 import os
+import re
 import time
 from http.client import HTTPConnection, HTTPException
 
@@ -27,6 +28,8 @@ def init() -> None:
         _place.update(RANK="0", SIZE="1")
     elif len(_place) < len(EXPORTED) or not _place["CONTROLLER"] == _place["CPU_OPERATIONS"] == "gloo":
         raise RuntimeError(f"{_place}: horovodrun exports more, or this is MPI's")
+    elif _place["SIZE"] != _place["LOCAL_SIZE"] and re.match(r"127\.|localhost|::1", _place["GLOO_RENDEZVOUS_ADDR"]):
+        raise RuntimeError(f"{_place['GLOO_RENDEZVOUS_ADDR']}: each node is that to itself, and rank 0 is on the first one")
     else:
         _refuse_neighbours_of_one_place()
     _gathered("init", b"")
