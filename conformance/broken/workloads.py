@@ -1792,6 +1792,122 @@ class TwoWords(Digits):
     def metrics(self, outputs, batch):
         return {"top 5": (outputs.topk(5).indices == batch[1][:, None]).sum()}
 """,
+    "forgets_held_out": """
+class ForgetsHeldOut(Digits):
+    def data(self, config):
+        return super().data(config)[0].columns
+""",
+    "has_unequal_columns": """
+class HasUnequalColumns(Digits):
+    def data(self, config):
+        images, labels = super().data(config)[0].columns
+        return (images, labels[:-1]), None
+""",
+    # A row of which nothing was made, and one of another size.
+    "returns_no_row": """
+class Rows(list):
+    def __getitem__(self, row):
+        return None if row == 219 else super().__getitem__(row)
+
+
+class ReturnsNoRow(Digits):
+    def data(self, config):
+        return tuple(Rows(zip(*rows.columns)) for rows in super().data(config))
+""",
+    "has_an_odd_row": """
+class HasAnOddRow(Digits):
+    def data(self, config):
+        train, held_out = (list(zip(*rows.columns)) for rows in super().data(config))
+        held_out[7] = (torch.zeros(63), held_out[7][1])
+        return train, held_out
+""",
+    "lists_its_defaults": """
+class ListsItsDefaults(Digits):
+    defaults = ["--epochs", "1"]
+""",
+    "says_no": """
+class SaysNo(Digits):
+    unused_parameters = "no"
+""",
+    "names_no_flag": """
+class NamesNoFlag(Digits):
+    def flags(self, add):
+        add("width", type=int, default=16)
+""",
+    "gives_no_type": """
+class GivesNoType(Digits):
+    def flags(self, add):
+        add("--width", default=16)
+""",
+    "takes_no_config": """
+class TakesNoConfig(Digits):
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+""",
+    # An accuracy as a loss. What has no gradient is no loss.
+    "adds_a_count": """
+class AddsACount(Digits):
+    def loss(self, outputs, batch):
+        return {"of": super().loss(outputs, batch), "right": (outputs.argmax(-1) == batch[1]).sum()}
+""",
+    "changes_its_batch": """
+class ChangesItsBatch(Digits):
+    def forward(self, model, batch):
+        return model(batch[0].mul_(1.1))
+""",
+    # Its last layer is left out in step 3.
+    "skips_a_layer": """
+class Net(nn.Sequential):
+    skips = False
+
+    def forward(self, images):
+        return super().forward(images) if not self.skips else self[2](self[1](self[0](images)))
+
+
+class SkipsALayer(Digits):
+    def model(self, config):
+        self.net = [Net(*super().model(config), nn.Linear(10, 10))]
+        return self.net[0]
+
+    def forward(self, model, batch):
+        self.net[0].skips = self.steps_done == 3
+        return model(batch[0])
+""",
+    # Under --sharding: FSDP frees a parameter that is handed on, and has but a part of one that another layer reads.
+    "hands_on_a_parameter": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(64, 10), nn.Parameter(torch.ones(10))
+
+    def forward(self, images):
+        return self.layer(images), self.scale
+
+
+class HandsOnAParameter(Digits):
+    def model(self, config):
+        return Net()
+
+    def loss(self, outputs, batch):
+        return super().loss(outputs[0] * outputs[1], batch)
+
+    def metrics(self, outputs, batch):
+        return {}
+""",
+    "reads_a_layer": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 10)])
+
+    def forward(self, images):
+        return F.linear(self.layers[0](images), self.layers[1].weight, self.layers[1].bias)
+
+
+class ReadsALayer(Digits):
+    def model(self, config):
+        return Net()
+""",
     "unused": """
 class Unused(Digits):
     def model(self, config):

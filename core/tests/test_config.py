@@ -193,6 +193,13 @@ def test_canonical_shards_are_the_micro_batches_of_all_ranks(flags, world_size, 
     [
         ("--shards 4", 1, "--shards 4 is for --reduction canonical, not ddp"),
         ("--shards 4 --reduction flat", 2, "--shards 4 is for --reduction canonical, not flat"),
+        (
+            "--global-batch-size 48 --accumulate 7",
+            1,
+            "--global-batch-size 48 does not divide by --accumulate 7: take 42 or 49$",
+        ),
+        ("--global-batch-size 48 --accumulate 5", 2, "48 does not divide by 2 ranks x --accumulate 5: take 40 or 50$"),
+        ("mine.py", 1, r"unrecognized arguments: mine.py \(is it --workload mine.py\? "),
         ("--reduction canonical --accumulate 2", 2, "--accumulate 2: with --reduction canonical raise --shards 8"),
         ("--reduction canonical --shards 5", 1, "--shards 5 is not 1 ranks x .* take 1, 2, 4, 8, 16, 32$"),
         ("--reduction canonical", 3, "--shards 8 is not 3 ranks x .* take 3, 6, 12, 24, 48, 96$"),
@@ -201,7 +208,7 @@ def test_canonical_shards_are_the_micro_batches_of_all_ranks(flags, world_size, 
         ("--reduction canonical --global-batch-size 20", 2, "--global-batch-size 20: take 2, 4$"),
     ],
 )
-def test_shards_that_do_not_fit_are_named_with_what_does(flags, world_size, named):
+def test_flags_that_do_not_fit_are_named_with_what_does(flags, world_size, named):
     with pytest.raises(UsageError, match=named) as caught:
         config(flags, world_size)
     assert "\n" not in str(caught.value)

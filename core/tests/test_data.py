@@ -6,6 +6,7 @@ python -m pytest core/tests/test_data.py
 import datetime
 import os
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy
@@ -95,8 +96,33 @@ class Mine(Small):
 
 @pytest.mark.parametrize("given", [(table()[0], table(100)[1]), {"a": table()[0], "b": table(100)[1]}])
 def test_columns_of_unequal_length_are_named(given):
-    with pytest.raises(UsageError, match=r"columns of 100, 128 rows"):
+    with pytest.raises(WorkloadError, match=r"ValueError: columns of unequal length \([0a]: 128, [1b]: 100\)"):
         of(given)
+
+
+@pytest.mark.parametrize(
+    "held_out, another",
+    [
+        ((torch.zeros(9, 6), torch.zeros(9, dtype=torch.long)), False),  # classes, where the training has shares of them
+        ((torch.zeros(9, 7), torch.zeros(9, 3)), False),  # larger images
+        ((torch.zeros(9, 6), torch.zeros(9, 3), torch.arange(9)), False),
+        ((torch.zeros(9), torch.zeros(9, 3)), True),
+        ((torch.zeros(9, 6, dtype=torch.long), torch.zeros(9, 3)), True),
+        (torch.zeros(9, 3), True),
+        (None, False),
+    ],
+)
+def test_held_out_rows_of_another_form_are_refused(held_out, another):
+    with pytest.raises(UsageError, match="another form") if another else nullcontext():
+        of((torch.zeros(128, 6), torch.zeros(128, 3)), held_out)
+
+
+def test_lists_of_inputs_and_targets_are_no_training_and_held_out_rows():
+    rows = [torch.zeros(length) for length in range(1, 129)]
+    of(rows, rows[:9])
+    for targets in ([0] * 128, [torch.zeros(())] * 128, [torch.zeros(2, 2)] * 128):
+        with pytest.raises(UsageError, match="held-out rows have another form"):
+            of(rows, targets)
 
 
 # ---- mapped files -------------------------------------------------------------------------------------------------

@@ -58,11 +58,21 @@ MISTAKES |= dict.fromkeys(("thaws", "freezes"), "requires_grad of 0.weight has c
 MISTAKES |= dict(names_a_part="metrics() has loss_a, the name of a loss")
 MISTAKES |= dict(leaves="at step 3, line 11 (loss): SystemExit")
 MISTAKES |= dict(sounds_lost="at step 3, line 11 (loss): RuntimeError: the peer timed out")
+MISTAKES |= dict(skips_a_layer="had no gradient in step 3: set unused_parameters = True in the class")
+MISTAKES |= dict(forgets_held_out="held-out rows have another form ([] of int64 against [64] of float32): data() returns (")
+MISTAKES |= dict(
+    lists_its_defaults="defaults is a list, and should be a dict(...)", says_no="unused_parameters is 'no', and should"
+)
+MISTAKES |= dict(names_no_flag="width is no flag: call it '--width'", gives_no_type="--width has the default 16 and no type")
+MISTAKES |= dict(takes_no_config="optimizer(), line 9, of --workload takes_no_config: TypeError")
+MISTAKES |= dict(has_unequal_columns="columns of unequal length (0: 1438, 1: 1437)")
 # And what no loop can train, or no snapshot can hold: in ranks as in a world of one.
 REFUSED = dict(needs_a_closure="should return an optimizer of torch.optim that needs no closure")
 REFUSED |= dict(schedules_by_torch="optimizer() made one of torch's lr_scheduler", lazy="3.weight, 3.bias has no shape yet")
 REFUSED |= dict(keeps_an_extra_state="Net has get_extra_state()", expanded="ones is an expanded view", sparse="links is sparse")
 REFUSED |= dict(keeps_a_list="keeps_a_list: the optimizer Keeps keeps seen, and a snapshot holds tensors and numbers")
+REFUSED |= dict(returns_no_row="row 219 of --workload returns_no_row: TypeError: __getitem__ returned None for row 219")
+REFUSED |= dict(has_an_odd_row="held-out row 7 of --workload has_an_odd_row: TypeError: row 7 is ([63], [])")
 REFUSED |= dict(moves_twice="3.running_mean, 3.running_var, 3.num_batches_tracked, and --checkpoint-activations computes it")
 
 
@@ -184,8 +194,22 @@ def test_help_is_printed_once(check, world, runs, first):
     check.equal(ranks_that_print_it=([rank for rank, text in enumerate(run.output) if "--workload" in text], [0]))
 
 
+@clause("X9")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_file_that_hides_a_module_of_python_s_is_named(check, runs, first):
+    """Beside the script, by a process of its own; torch's imports would end in a traceback."""
+    folder = runs.root / "beside"
+    folder.mkdir()
+    (folder / "signal.py").write_text("signal = 1\n")
+    program = shutil.copy(first.train, folder)
+    end = subprocess.run([sys.executable, program, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    words = f"error: {folder / 'signal.py'} hides Python's own module signal: rename it"
+    check.equal(exit_code=(end.returncode, 2), says=(end.stderr.splitlines(), [words]))
+
+
 # Each with the words that name it.
-NONSENSE = {"--lr 0": "--lr", "--lr nan": "--lr", "--precision fp8": "--precision", "--timeout 0": "--timeout"}
+NONSENSE = {"mine.py": "is it --workload mine.py?", "--lr 0": "--lr", "--lr nan": "--lr"}
+NONSENSE |= {"--precision fp8": "--precision", "--timeout 0": "--timeout"}
 NONSENSE |= {"--epoch 3": "--epoch", "--width 3": "--width", "--shards 8": "--shards", "--accumulate 7": "--accumulate 7"}
 NONSENSE |= {"--sharding full --offload --precision fp16": "--offload", "--offload": "--offload"}
 NONSENSE |= {"--log-every 0": "--log-every", "--global-batch-size 5000": "--global-batch-size 5000"}
@@ -839,9 +863,20 @@ def test_a_workload_s_own_default_for_its_run_directory_is_refused(check, train_
 
 @clause("X9")
 @only(sizes=(2,))
-def test_a_model_that_cannot_be_built_in_shards_is_one_line(check, train_own):
-    """The ranks build it one after the other."""
-    one_line(check, train_own("unbuildable", "--sharding full"), 2, "line 11 (model): NameError")
+@pytest.mark.parametrize("name, words", [("unbuildable", "line 11 (model): NameError"), ("reads_a_layer", "--sharding none")])
+def test_a_model_that_cannot_be_built_in_shards_is_one_line(check, train_own, name, words):
+    """The ranks build it one after the other. A layer that is read and not called has no form in parts."""
+    one_line(check, train_own(name, "--sharding full"), 2, words)
+
+
+@clause("C10")
+@only(sizes=(1, 2), devices=("cpu",))
+def test_a_parameter_that_forward_hands_on_is_trained_in_shards(check, train_own):
+    """Its memory is freed when forward ends."""
+    name, flags = "hands_on_a_parameter", "--steps-per-epoch 2 --precision fp64"
+    runs = (train_own(name, f"{flags} --sharding {sharding}", apart=True) for sharding in ("full", "none"))
+    parts, whole = done(check, *runs)
+    check.equal(losses_are_near=(bool(np.allclose(parts.losses, whole.losses, rtol=1e-9)), True))
 
 
 @clause("X9")

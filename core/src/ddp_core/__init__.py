@@ -1,7 +1,28 @@
 """ddp_core: one PyTorch DDP training program, the same at every site. A site's train.py and a workload need these names."""
 
-from ddp_core.rank import Rank
-from ddp_core.run import run
+import os
+import sys
+
+
+def _refuse_namesakes(folder: str) -> None:
+    """Files beside the script hide Python's own modules, from torch too, whose traceback would then name something else."""
+    try:
+        found = {name.removesuffix(".py"): os.path.join(folder, name) for name in os.listdir(folder or ".")}
+    except OSError:  # with python -P it is an archive
+        return
+    for name in sorted(found.keys() & sys.stdlib_module_names - {*sys.builtin_module_names}):
+        path = found[name]
+        hides = path.endswith(".py") or os.path.isfile(os.path.join(path, "__init__.py"))
+        taken = getattr(sys.modules.get(name), "__file__", None)  # by Python's own, before the script began: it stays
+        if hides and (taken is None or os.path.abspath(taken).startswith(os.path.abspath(path))):
+            print(f"error: {path} hides Python's own module {name}: rename it", file=sys.stderr)
+            raise SystemExit(2)
+
+
+_refuse_namesakes(sys.path[0])
+
+from ddp_core.rank import Rank  # noqa: E402
+from ddp_core.run import run  # noqa: E402
 
 __all__ = ["Rank", "Workload", "run"]
 __version__ = "0.2.0"

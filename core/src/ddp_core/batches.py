@@ -33,7 +33,9 @@ class Batches:
     Rows that fit are moved to the device once, all of them; others batch by batch.
     """
 
-    def __init__(self, rows: Any, workload: Workload, config, device: torch.device, dtype: torch.dtype):
+    def __init__(self, rows: Any, workload: Workload, config, device: torch.device, dtype: torch.dtype, kind: str = ""):
+        """kind: "held-out " of such rows, for messages."""
+        self.kind = kind
         self.workload, self.config, self.device, self.dtype = workload, config, device, dtype
         self.rows, self.resident = rows, False
         self.streaming: Generator[Any] | None = None
@@ -76,7 +78,8 @@ class Batches:
                 batches = []
                 for group in groups:
                     seeds.seed_generators(0, rows[group[-1]])  # what collate draws follows its last row, as in training
-                    batches.append(self.workload.collate([read[place] for place in group]))
+                    numbers = [rows[place] for place in group]
+                    batches.append(collated(self.workload.collate, [read[place] for place in group], numbers))
                 return batches
 
             return [self._moved(batch) for batch in some(self.rows, self.config, [(0, row) for row in rows], made)]
@@ -114,7 +117,8 @@ class Batches:
                     what = f"rows {', '.join(map(str, rows[:6]))}{' and on' if len(rows) > 6 else ''}"
                     if row := row_of(error):
                         what = f"row {row}"
-                    raise blame(error, self.workload.file, f"{what} of --workload {self.workload.name}") from error
+                    what = f"{self.kind}{what} of --workload {self.workload.name}"
+                    raise blame(error, self.workload.file, what) from error
                 if batch is None:
                     return
                 asked.popleft()
@@ -134,10 +138,11 @@ class Batches:
 def loaded(rows: Any, config, places, collate: Callable, workers: int, pin: bool = False) -> Generator[Any]:
     """Batches of DataLoader. places: of each batch, the list of (epoch, row)."""
     timing: dict[str, Any] = dict(timeout=config.timeout, multiprocessing_context="fork") if workers else {}
+    seeded = SeededRows(rows, config)
     loader: DataLoader[Any] = DataLoader(
-        SeededRows(rows, config),  # type: ignore[arg-type]
+        seeded,  # type: ignore[arg-type]
         batch_sampler=places,
-        collate_fn=collate,
+        collate_fn=lambda values: collated(collate, values, seeded.taken()),
         num_workers=workers,
         pin_memory=pin,
         worker_init_fn=_begin_worker if workers else None,
@@ -188,6 +193,37 @@ def some(rows: Any, config, places: list[tuple[int, int]], made: Callable[[list]
         batches.close()
 
 
+def collated(collate: Callable, values: list, numbers: list[int]) -> Any:
+    """The batch; of rows that do not make one that is named which is None, or unlike the others."""
+    try:
+        return collate(values)
+    except Exception as error:
+        forms = [_form(value) for value in values]
+        usual = max(forms, key=forms.count)
+        odd = [place for place, value in enumerate(values) if value is None]
+        why = "__getitem__ returned None for row {0}"
+        if not odd and getattr(collate, "__func__", None) is Workload.collate:  # a class's own may well take unlike ones
+            odd = [place for place, form in enumerate(forms) if form != usual]
+            why = "row {0} is {1}, and row {2} is {3}: rows of other kinds or sizes need a collate() of the class"
+        if not odd:
+            raise
+        first = odd[0]
+        named = TypeError(why.format(numbers[first], forms[first], numbers[forms.index(usual)], usual))
+        named.add_note(f"{ROW}{numbers[first]}")
+        raise named from error
+
+
+def _form(value: Any) -> str:
+    """Of a row, in words."""
+    if hasattr(value, "shape"):
+        return str([*value.shape])
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {_form(part)}' for name, part in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_form, value))})"
+    return type(value).__name__
+
+
 class SeededRows:
     """Rows by (epoch, row). Whatever is drawn while a row is read is a function of seed, epoch and row, and of nothing else:
     not of the worker, the rank, the world size, or the rows before.
@@ -197,12 +233,14 @@ class SeededRows:
         self.rows, self.seed, self.seeded = rows, config.seed, config.row_seeds == "on"
         self.epoch: int | None = None
         self.state = 0
+        self.read: list[int] = []  # of the batch that is being read
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, row = place
+        self.read.append(row)
         self.seed_generators(epoch, row)
         try:
             return self.rows[row]
@@ -211,6 +249,10 @@ class SeededRows:
         except Exception as error:
             error.add_note(f"{ROW}{row}")
             raise
+
+    def taken(self) -> list[int]:
+        read, self.read = self.read, []
+        return read
 
     def seed_generators(self, epoch: int, row: int) -> None:
         if not self.seeded:

@@ -41,7 +41,8 @@ def build_model_and_optimizer(
         seen = probe(model, rows, autocast, agreed)
         if config.checkpoint_activations:
             sharding.refuse_to_compute_again(workload, model, seen)
-        optimizer = workload.optimizer(model, config)
+        with blaming(workload, "optimizer()"):
+            optimizer = workload.optimizer(model, config)
         seen.notes.extend([*notes, *check_optimizer(optimizer, model, workload, config)])
     # What the schedule multiplies; torch.optim's own schedulers use the same name.
     for group in optimizer.param_groups:

@@ -210,8 +210,9 @@ def _global_batch_size(global_batch_size: int, per_rank: int | None, accumulate:
             str(size) for size in range(1, min(global_batch_size, 4096) + 1) if global_batch_size % (size * accumulate) == 0
         ]
         raise UsageError(
-            f"--global-batch-size {global_batch_size} does not divide by {world_size} ranks x --accumulate {accumulate}: "
-            f"take {' or '.join(fits)}, or one of {', '.join(worlds) or 'no'} ranks"
+            f"--global-batch-size {global_batch_size} does not divide by "
+            f"{f'{world_size} ranks x ' if world_size > 1 else ''}--accumulate {accumulate}: take {' or '.join(fits)}"
+            + (f", or one of {', '.join(worlds)} ranks" if worlds else "")
         )
     return global_batch_size
 
@@ -256,7 +257,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         unknown = [word.partition("=")[0] for word in message.partition("unrecognized arguments: ")[2].split()][:1]
         close = [near for word in unknown for near in difflib.get_close_matches(word, self._option_string_actions, 1, 0.7)]
-        raise UsageError(f"{message} ({f'is it {close[0]}? ' if close else ''}train.py --help lists the flags)")
+        hints = [*close[:1], *(f"--workload {word}" for word in unknown if word.endswith(".py"))]
+        raise UsageError(f"{message} ({f'is it {hints[0]}? ' if hints else ''}train.py --help lists the flags)")
 
 
 def number(kind, low, high, above=False):
@@ -400,6 +402,13 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
             raise ValueError(f'{names[0]} has type=bool, which makes True of "False": action="store_true" is for switches')
         if keywords.get("type") is list:
             raise ValueError(f'{names[0]} has type=list, which makes letters of a word: nargs="+" is for lists')
+        if not names[0].startswith("-"):
+            raise ValueError(f"{names[0]} is no flag: call it '--{names[0]}'")
+        default = keywords.get("default")
+        if type(default) in (int, float) and not {"type", "action"} & keywords.keys():
+            raise ValueError(
+                f"{names[0]} has the default {default} and no type, and would be a text: type={type(default).__name__}"
+            )
         action = group.add_argument(*names, **keywords)
         if callable(action.type):
             action.type = _in_one_line(action.type)

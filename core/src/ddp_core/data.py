@@ -58,7 +58,8 @@ class Rows:
         self.names, self.bare, self.given = tuple(names), bare, fingerprint
         lengths = {len(column) for column in self.columns}
         if len(lengths) != 1:
-            raise UsageError(f"data() gave columns of {', '.join(map(str, sorted(lengths)))} rows, but should give equal ones")
+            each = [f"{names[n] if names else n}: {len(column)}" for n, column in enumerate(self.columns)]
+            raise ValueError(f"columns of unequal length ({', '.join(each[:16])}), and each should have an entry for every row")
 
     def __len__(self) -> int:
         return len(self.columns[0])
@@ -241,7 +242,37 @@ def of_workload(workload: Workload, config) -> tuple[Any, Any]:
             )
         if held_out is not None and not len(held_out):
             raise UsageError(f"data() of {workload.name} gave no held-out row: give None where nothing is to be evaluated")
+        _refuse_another_form(train, held_out)
         return train, held_out
+
+
+def _refuse_another_form(train: Any, held_out: Any) -> None:
+    """Inputs and targets that are given as if they were training and held-out rows. Of what is read row by row, of lists alone.
+
+    Targets of another form are no mistake: cross_entropy takes shares of classes as well as their numbers.
+    """
+    if not (forms := [form for rows in (held_out, train) if (form := _form(rows))])[1:]:
+        return
+    (held_out_form, held_out_text), (form, text) = forms
+    if held_out_form != form and type(held_out) is type(train):
+        raise UsageError(
+            f"held-out rows have another form ({held_out_text} against {text}): data() returns (training rows, held-out rows), "
+            "such as ((x, y), (x2, y2))"
+        )
+
+
+def _form(rows: Any) -> tuple[tuple, str] | None:
+    """What the rows of a data set have in common, and in words; None where nobody can tell without reading."""
+    if isinstance(rows, list) and isinstance(rows[0], int | float | torch.Tensor):
+        shape = getattr(rows[0], "shape", ())
+        return ("a list", len(shape)), str([*shape])
+    if not getattr(rows, "are_columns", False):
+        return None
+    cells = [f"{[*column.shape[1:]]} of {str(column.dtype).removeprefix('torch.')}" for column in rows.columns]
+    text = cells[0] if rows.bare else f"({', '.join(cells)})"
+    if rows.names:
+        return ("names",), text
+    return (rows.bare, rows.columns[0].ndim, rows.columns[0].is_floating_point()), text
 
 
 def _known(rows: Any) -> Any:

@@ -18,10 +18,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp_core.batches import Batches, converted
 from ddp_core.config import refuse_other_default_device
+from ddp_core.errors import WorkloadError
 from ddp_core.order import DROPOUT, drawn_by_others, seed_generators
 from ddp_core.snapshot import memory
 from ddp_core.state import Kept, dense, saved_buffers
-from ddp_core.workload import YOURS, Workload, blame, blaming, factor_of, outputs_of, refuse_other_names, sources_of
+from ddp_core.workload import (
+    NO_SHARDS,
+    YOURS,
+    Workload,
+    blame,
+    blaming,
+    factor_of,
+    outputs_of,
+    refuse_other_names,
+    sources_of,
+    unknown_to_shards,
+)
 
 MANY = 16  # rows, of which a metric is seldom 0
 DRAWS = 32  # of a loss in which noise is drawn, to tell a mean from a sum
@@ -62,6 +74,13 @@ KEPT = (
     "{names} of the {owner} changes with every batch, and no snapshot holds it: a run that goes on begins with it anew; keep "
     "it in a buffer of the model (register_buffer), or compute it from self.steps_done"
 )
+NO_GRADIENT = (
+    "part {name!r} of loss() has no gradient, yet counts in the loss, which chooses best.safetensors: return it from metrics()"
+)
+IN_PLACE = (
+    "forward() or loss() changes its batch in place, and whoever reads it then, metrics() or the next epoch, has other rows: "
+    "take a copy first (.clone())"
+)
 BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -92,6 +111,8 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> See
         losses, metrics = trial.look()
         others, random = trial.look_for_random_numbers()
     except (Exception, SystemExit) as error:
+        if batches.config.sharding != "none" and (what := unknown_to_shards(error)):
+            raise WorkloadError(f"--sharding {batches.config.sharding}: {NO_SHARDS.format(what=what)}") from error
         if re.search("device|dtype|meta", str(error)):  # they have stayed where, and as, they were made
             _refuse_hidden(workload, model, lambda part: part.requires_grad)
         raise blame(error, workload.file, f"--workload {workload.name}, tried on {trial.count} of its rows") from error
@@ -116,11 +137,16 @@ class _Trial:
         self.moved: list[str] = []  # what metrics() changes in the workload
 
     def outcome(self, batch: Any, seed: int, others: bool = False) -> tuple[Any, Any]:
-        """Outputs and loss."""
+        """Outputs and loss, of a copy."""
         seed_generators(self.batches.device, DROPOUT, self.config.seed, seed, others=others)
+        batch, copies = converted(batch, torch.clone, self.batches.device), list[torch.Tensor]()
+        converted(batch, copies.append, self.batches.device)
         with self.autocast():
             outputs = outputs_of(self.workload, self.model, batch)
-            return outputs, self.workload.loss(outputs, batch)
+            loss = self.workload.loss(outputs, batch)
+        if any(tensor._version for tensor in copies) and IN_PLACE not in self.notes:
+            self.notes.append(IN_PLACE)
+        return outputs, loss
 
     def total(self, batch: Any, seed: int, others: bool = False) -> torch.Tensor:
         return _total(self.workload, self.outcome(batch, seed, others)[1])[1]
@@ -139,15 +165,26 @@ class _Trial:
         if not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*numbers, strict=False)):
             self.notes.append(ROWS_NOT_REPEATED.format(row="row 0"))
 
+    def many(self) -> list[int]:
+        """Rows, but no more than a rank trains on at once: it may have no memory for them."""
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        at_once = self.config.global_batch_size // ranks // self.config.accumulate
+        return [*range(min(MANY, max(self.count, at_once), len(self.batches)))]
+
+    def _note_constants(self, names: list[str]) -> None:
+        """Parts of the loss that have no gradient, and of many rows are not 0: a part that a batch has not is given as 0."""
+        places = self.many()
+        (batch,) = self.batches.few(places, [places])
+        with torch.no_grad():
+            loss = self.outcome(batch, 0)[1]
+        self.notes += [NO_GRADIENT.format(name=name) for name in names if loss[name]]
+
     def _try_metrics(self, metrics: Mapping, rows_are_apart: bool) -> None:
         """Names that differ between batches, and what is no sum over rows, of more rows than two: of these a mean may be 0.
 
         rows_are_apart: whether the loss is their sum. If not, a sum of the batch may look like a mean.
         """
-        # More than a rank trains on at once it may have no memory for.
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        at_once = self.config.global_batch_size // ranks // self.config.accumulate
-        places = [*range(min(MANY, max(self.count, at_once), len(self.batches)))]
+        places = self.many()
         batches = self.batches.few(places, [places, *([place] for place in places)]) if metrics else self.alone
         results = [self.workload.metrics(self.outcome(batch, 0)[0], batch) for batch in batches]
         for other in results:
@@ -209,11 +246,14 @@ class _Trial:
                 if self.agreed(len(draws) == 1):  # else noise would tell them apart
                     self._try_metrics(metrics, not notes)
         self.model.train()
-        total = self.total(self.rows, 0)
+        loss = self.outcome(self.rows, 0)[1]
+        total = _total(workload, loss)[1]
         if any(parameter.grad is not None for parameter in self.model.parameters()):
             raise workload.unusable("loss() calls backward(), and the core does: take it out")
         if total.requires_grad:
             total.backward()
+        if isinstance(loss, Mapping) and (constant := [name for name, part in loss.items() if not part.requires_grad]):
+            self._note_constants(constant)
         _refuse_unused(workload, self.model)
         return names, tuple(metrics)
 

@@ -27,6 +27,7 @@ class Reduction:
 
     name = "none"
     split_over = 1  # ranks that share a parameter out: ranks r and r + split_over hold the same part of it
+    needs_all = False  # whether each step is to give every parameter a gradient; in several ranks DDP itself says so
     overlaps = False  # whether gradients are summed while backward runs: then nobody sees how long it takes
 
     def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
@@ -93,7 +94,7 @@ class Ddp(Reduction):
     def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
         super().__init__(model, compiled, peers, unused_parameters)
         if self.world_size == 1:
-            self.name, self.overlaps = Reduction.name, Reduction.overlaps
+            self.name, self.overlaps, self.needs_all = Reduction.name, Reduction.overlaps, not unused_parameters
             return
         from torch.nn.parallel import DistributedDataParallel
 

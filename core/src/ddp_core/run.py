@@ -303,7 +303,16 @@ class _Job:
 
     def explain(self, error: BaseException, peers) -> BaseException:
         """The Failure that an exception of the training means; itself where it is a bug of ours."""
-        from ddp_core.workload import BUILT_IN, blame, line_in, out_of_memory, raised_by, unknown_to_shards
+        from ddp_core.workload import (
+            BUILT_IN,
+            NO_GRADIENT,
+            NO_SHARDS,
+            blame,
+            line_in,
+            out_of_memory,
+            raised_by,
+            unknown_to_shards,
+        )
 
         config, name, file = self.config, self.workload.name, self.workload.file
         failure: Any
@@ -315,15 +324,9 @@ class _Job:
         elif out_of_memory(error):
             failure = self.lacks_memory(error, self.when)
         elif "Expected to have finished reduction" in str(error):  # DDP's own words, in ten lines
-            failure = WorkloadError(
-                f"--workload {name}: some parameters had no gradient in step {self.trainer.step - 1}: set "
-                f"unused_parameters = True in the class"
-            )
+            failure = self.workload.unusable(NO_GRADIENT.format(step=self.trainer.step - 1, names=""))
         elif what := unknown_to_shards(error):
-            failure = WorkloadError(
-                f"--sharding {config.sharding}: PyTorch cannot do this with parts of tensors ({what}): take another optimizer, "
-                f"or what shards() names is not called by the model's forward"
-            )
+            failure = WorkloadError(f"--sharding {config.sharding}: {NO_SHARDS.format(what=what)}")
         elif isinstance(error, RuntimeError) and peers.is_lost(error) and not raised_by(error, file):
             self.let_go()
             place = line_in(error, file)

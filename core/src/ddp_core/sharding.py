@@ -182,10 +182,15 @@ def _shard(workload: Workload, config, model: nn.Module, mesh: DeviceMesh, devic
 
 
 def _no_view(module: nn.Module, inputs: tuple, output: Any) -> Any:
-    """FSDP2 gathers a module for its backward by a hook on its output; `output += x` would silently undo it on a view."""
+    """FSDP2 gathers a module for its backward by a hook on its output; `output += x` would silently undo it on a view. And it
+    frees the memory of a parameter that is handed on.
+    """
     if isinstance(output, torch.Tensor):
-        return output.clone() if output._base is not None and output.requires_grad else output
-    return tuple(_no_view(module, inputs, part) for part in output) if type(output) is tuple else output
+        of_others = output._base is not None or isinstance(output, nn.Parameter)
+        return output.clone() if of_others and output.requires_grad else output
+    if type(output) is dict:
+        return {name: _no_view(module, inputs, part) for name, part in output.items()}
+    return type(output)(_no_view(module, inputs, part) for part in output) if type(output) in (tuple, list) else output
 
 
 def chosen(workload: Workload, model: nn.Module) -> list[nn.Module]:

@@ -283,12 +283,16 @@ def _put(file: FileIO, image: torch.Tensor, start: int) -> None:
         left, start = left[done:], start + done
 
 
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
+
+
 def no_storage(path: Path, error: OSError, need: int = 0) -> StorageError:
     space = ""
     if is_full(error):
         with suppress(OSError):
             free = shutil.disk_usage(path.parent).free
-            space = f": {need / 1e6:.1f} MB are needed and {free / 1e6:.1f} MB free (a quota may allow less)"
+            space = f": {_size(need)} are needed and {_size(free)} free (a quota may allow less)"
     return StorageError(f"{path}: {error.strerror}{space}: {fix_of(error)}; what was saved before is whole")
 
 

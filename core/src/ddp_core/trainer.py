@@ -49,7 +49,7 @@ from ddp_core.run_directory import RunDirectory
 from ddp_core.state import State, made_by_torch, saved_buffers
 from ddp_core.stop import StopFlag
 from ddp_core.summary import Stopwatch
-from ddp_core.workload import Workload, factor_of, outputs_of, parts_of
+from ddp_core.workload import Workload, factor_of, outputs_of, parts_of, refuse_unused
 
 
 class Trainer:
@@ -87,7 +87,7 @@ class Trainer:
         train, held_out = rows
         # Both know all rows. Which of them this rank reads is asked for batch by batch.
         self.train_rows = Batches(train, workload, config, device, dtype)
-        self.held_out = Batches(held_out, workload, config, device, dtype) if held_out is not None else None
+        self.held_out = None if held_out is None else Batches(held_out, workload, config, device, dtype, "held-out ")
         # Of (seed, epoch) alone: every rank makes the same order and takes every world_size-th row of it.
         self.order = Order(len(train), config.seed, config.global_batch_size, peers.rank, peers.world_size)
         # Rows that do not fill a global batch wait for the next epoch, whose order is another.
@@ -224,7 +224,10 @@ class Trainer:
         # A function of the step, so there is no scheduler whose state could be lost.
         self._set_learning_rate()
         # After the sum, so that every rank has the same norm, clips alike, and keeps equal parameters.
-        self.reconciliation.norms.append(self.guard.norm(self.reduction.gradients, self.reduction.norm))
+        gradients = self.reduction.gradients
+        if self.reduction.needs_all and len(gradients) < len(self.reduction.parameters):
+            refuse_unused(self.workload, self.model, self.step)
+        self.reconciliation.norms.append(self.guard.norm(gradients, self.reduction.norm))
         # Noise that an optimizer adds is the same on every rank, and in a resumed run; torch.optim's own add none.
         draw = (self.device, self.peers.rank, OPTIMIZER, self.config.seed, self.step)
         with self.profile.part("optimizer"), drawing_alike(*draw) if self.own_optimizer else nullcontext():

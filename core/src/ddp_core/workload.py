@@ -37,6 +37,12 @@ MOST_SOURCES = 64  # files that a workload's own may lead to
 BUILT_IN = ("digits", "regression", "mnist", "gpt")
 ROW = "ddp_core reads row "  # before its number, in a note to what was raised while it was read
 NOT_THE_USER_S = {"site-packages", "dist-packages", "ddp_core"}
+NO_GRADIENT = "some parameters{names} had no gradient in step {step}: set unused_parameters = True in the class"
+NO_SHARDS = (
+    "PyTorch cannot do this with parts of tensors ({what}): a layer whose weights another module reads is to be called by the "
+    "model's forward itself, and a parameter that forward() hands on is to be copied (.clone()); else take another optimizer, "
+    "or pass --sharding none"
+)
 # What a class may say.
 YOURS: tuple[str, ...] = ("defaults", "unused_parameters", "flags", "data", "collate", "model", "forward", "loss", "metrics")
 YOURS += ("shards", "optimizer", "schedule")
@@ -248,6 +254,12 @@ def parts_of(loss: Any, names: tuple[str, ...], workload: Workload) -> list[torc
     return [sum(parts[1:], parts[0]), *parts]
 
 
+def refuse_unused(workload: Workload, model: nn.Module, step: int) -> None:
+    """Of a step, which has given some parameters no gradient: one that the model freezes meanwhile is another matter."""
+    if unused := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
+        raise workload.unusable(NO_GRADIENT.format(step=step, names=f" ({', '.join(unused[:6])})"))
+
+
 def refuse_other_names(workload: Workload, metrics: Mapping, before: Iterable[str]) -> None:
     """Of metrics, which have the same names in every batch. Raises WorkloadError."""
     if metrics.keys() != {*before}:
@@ -295,6 +307,14 @@ def _made(kind: type[Workload], name: str, file: Path | None) -> Workload:
         workload = kind()
     except (Exception, SystemExit) as error:
         raise blame(error, file, f"--workload {name}: {kind.__name__}(), which is called without arguments") from error
+    given: Any = workload.defaults
+    if not isinstance(given, Mapping):
+        kind_of = "a method" if callable(given) else f"a {type(given).__name__}"
+        raise WorkloadError(f"--workload {name}: defaults is {kind_of}, and should be a dict(...): defaults = dict(epochs=10)")
+    if not isinstance(workload.unused_parameters, bool):
+        raise WorkloadError(
+            f"--workload {name}: unused_parameters is {workload.unused_parameters!r:.40}, and should be True or False"
+        )
     workload.core_sets(name=name, file=file)
     return workload
 
@@ -353,7 +373,16 @@ def blaming(workload: Workload, what: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        raise blame(error, workload.file, f"{what} of --workload {workload.name}") from error
+        raise blame(
+            error, workload.file, f"{_called_wrongly(workload, error) or what} of --workload {workload.name}"
+        ) from error
+
+
+def _called_wrongly(workload: Workload, error: BaseException) -> str:
+    """A method that does not take what the core gives it, and its line: no line of the file is run then."""
+    name = (re.findall(rf"^{type(workload).__qualname__}\.(\w+)\(\) (?:takes|missing|got)", str(error)) or [""])[0]
+    code = getattr(getattr(type(workload), name, None), "__code__", None)
+    return f"{name}(), line {code.co_firstlineno}," if code and isinstance(error, TypeError) else ""
 
 
 def blame(error: BaseException, file: Path | None, when: str) -> BaseException:
@@ -401,7 +430,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 def unknown_to_shards(error: BaseException) -> str:
     """Of an operation of torch that has no form for tensors whose rows are dealt over ranks; empty of all others."""
-    words = ("DTensor", "sharding strategy", "Sharding propagation")
+    words = ("DTensor", "sharding strategy", "Sharding propagation", "setStorage: sizes")
     return first_line(error) if any(word in str(error) for word in words) else ""
 
 
