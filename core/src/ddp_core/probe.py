@@ -77,10 +77,6 @@ KEPT = (
 NO_GRADIENT = (
     "part {name!r} of loss() has no gradient, yet counts in the loss, which chooses best.safetensors: return it from metrics()"
 )
-IN_PLACE = (
-    "forward() or loss() changes its batch in place, and whoever reads it then, metrics() or the next epoch, has other rows: "
-    "take a copy first (.clone())"
-)
 BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -137,16 +133,12 @@ class _Trial:
         self.moved: list[str] = []  # what metrics() changes in the workload
 
     def outcome(self, batch: Any, seed: int, others: bool = False) -> tuple[Any, Any]:
-        """Outputs and loss, of a copy."""
+        """Outputs and loss, of a copy: a forward may change its batch in place, and it is tried again."""
         seed_generators(self.batches.device, DROPOUT, self.config.seed, seed, others=others)
-        batch, copies = converted(batch, torch.clone, self.batches.device), list[torch.Tensor]()
-        converted(batch, copies.append, self.batches.device)
+        batch = converted(batch, torch.clone, self.batches.device)
         with self.autocast():
             outputs = outputs_of(self.workload, self.model, batch)
-            loss = self.workload.loss(outputs, batch)
-        if any(tensor._version for tensor in copies) and IN_PLACE not in self.notes:
-            self.notes.append(IN_PLACE)
-        return outputs, loss
+            return outputs, self.workload.loss(outputs, batch)
 
     def total(self, batch: Any, seed: int, others: bool = False) -> torch.Tensor:
         return _total(self.workload, self.outcome(batch, seed, others)[1])[1]
