@@ -7,12 +7,14 @@ import sys
 def _refuse_namesakes(folder: str) -> None:
     """Files beside the script hide Python's own modules, from torch too, whose traceback would then name something else."""
     try:
-        found = {name.removesuffix(".py"): os.path.join(folder, name) for name in os.listdir(folder or ".")}
+        entries = sorted(os.listdir(folder or "."))
     except OSError:  # with python -P it is an archive
         return
-    for name in sorted(found.keys() & sys.stdlib_module_names - {*sys.builtin_module_names}):
-        path = found[name]
-        hides = path.endswith(".py") or os.path.isfile(os.path.join(path, "__init__.py"))
+    for entry in entries:
+        name, path = entry.removesuffix(".py"), os.path.join(folder, entry)
+        if name not in sys.stdlib_module_names or name in sys.builtin_module_names:
+            continue
+        hides = os.path.isfile(path if entry.endswith(".py") else os.path.join(path, "__init__.py"))
         taken = getattr(sys.modules.get(name), "__file__", None)  # by Python's own, before the script began: it stays
         if hides and (taken is None or os.path.abspath(taken).startswith(os.path.abspath(path))):
             print(f"error: {path} hides Python's own module {name}: rename it", file=sys.stderr)

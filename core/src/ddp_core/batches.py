@@ -200,7 +200,7 @@ def collated(collate: Callable, values: list, numbers: list[int]) -> Any:
     except Exception as error:
         forms = [_form(value) for value in values]
         usual = max(forms, key=forms.count)
-        odd = [place for place, value in enumerate(values) if value is None]
+        odd = [place for place, value in enumerate(values) if value is None and "NoneType" in str(error)]
         why = "__getitem__ returned None for row {0}"
         if not odd and getattr(collate, "__func__", None) is Workload.collate:  # a class's own may well take unlike ones
             odd = [place for place, form in enumerate(forms) if form != usual]
@@ -220,7 +220,9 @@ def _form(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{name}: {_form(part)}' for name, part in value.items())}}}"
     if isinstance(value, list | tuple):
-        return f"({', '.join(map(_form, value))})"
+        forms = [*map(_form, value)]
+        alike = len(forms) > 3 and len({*forms}) == 1
+        return f"{len(forms)} x {forms[0]}" if alike else f"({', '.join(forms)})"
     return type(value).__name__
 
 

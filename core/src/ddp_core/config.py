@@ -407,7 +407,7 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
         default = keywords.get("default")
         if type(default) in (int, float) and not {"type", "action"} & keywords.keys():
             raise ValueError(
-                f"{names[0]} has the default {default} and no type, and would be a text: type={type(default).__name__}"
+                f"{names[0]} has the default {default} and no type, and would be a text: type={type(default).__name__} (or str)"
             )
         action = group.add_argument(*names, **keywords)
         if callable(action.type):

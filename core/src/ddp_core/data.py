@@ -247,32 +247,21 @@ def of_workload(workload: Workload, config) -> tuple[Any, Any]:
 
 
 def _refuse_another_form(train: Any, held_out: Any) -> None:
-    """Inputs and targets that are given as if they were training and held-out rows. Of what is read row by row, of lists alone.
-
-    Targets of another form are no mistake: cross_entropy takes shares of classes as well as their numbers.
-    """
-    if not (forms := [form for rows in (held_out, train) if (form := _form(rows))])[1:]:
-        return
-    (held_out_form, held_out_text), (form, text) = forms
-    if held_out_form != form and type(held_out) is type(train):
+    """Inputs and targets that are given as if they were training and held-out rows: a tensor, or a list, each."""
+    rows = [first for each in (held_out, train) if (first := _first_of(each)) is not None]
+    if rows[1:] and type(held_out) is type(train) and len({(row.ndim, row.is_floating_point()) for row in rows}) > 1:
+        held_out_form, form = (f"{[*row.shape]} of {str(row.dtype).removeprefix('torch.')}" for row in rows)
         raise UsageError(
-            f"held-out rows have another form ({held_out_text} against {text}): data() returns (training rows, held-out rows), "
+            f"held-out rows have another form ({held_out_form} against {form}): data() returns (training rows, held-out rows), "
             "such as ((x, y), (x2, y2))"
         )
 
 
-def _form(rows: Any) -> tuple[tuple, str] | None:
-    """What the rows of a data set have in common, and in words; None where nobody can tell without reading."""
+def _first_of(rows: Any) -> torch.Tensor | None:
+    """The first row of tensors or numbers, bare or in a list; None of all others, which only their reader knows."""
     if isinstance(rows, list) and isinstance(rows[0], int | float | torch.Tensor):
-        shape = getattr(rows[0], "shape", ())
-        return ("a list", len(shape)), str([*shape])
-    if not getattr(rows, "are_columns", False):
-        return None
-    cells = [f"{[*column.shape[1:]]} of {str(column.dtype).removeprefix('torch.')}" for column in rows.columns]
-    text = cells[0] if rows.bare else f"({', '.join(cells)})"
-    if rows.names:
-        return ("names",), text
-    return (rows.bare, rows.columns[0].ndim, rows.columns[0].is_floating_point()), text
+        return torch.as_tensor(rows[0])
+    return rows.columns[0][0] if getattr(rows, "are_columns", False) and rows.bare else None
 
 
 def _known(rows: Any) -> Any:

@@ -71,7 +71,8 @@ class Later:
         written = [name for name in now if now[name] != self.versions.get(name)]
         content = {name: _content(self.model.get_buffer(name)) for name in written}
         late = [name for name in written if content[name] != self.content.get(name)]
-        self.held, self.versions, self.content, self.own = buffers, now, self.content | content, self.own - {*late}
+        self.held = {name: buffers[name] for name in buffers.keys() - {*late}}
+        self.versions, self.content, self.own = now, self.content | content, self.own - {*late}
         return [LATE_BUFFERS.format(names=", ".join(late[:6]), step=step)] if late else []
 
     def _kept_beside(self, step: int) -> list[str]:

@@ -74,7 +74,7 @@ KEPT = (
     "{names} of the {owner} changes with every batch, and no snapshot holds it: a run that goes on begins with it anew; keep "
     "it in a buffer of the model (register_buffer), or compute it from self.steps_done"
 )
-NO_GRADIENT = (
+CONSTANT_PART = (
     "part {name!r} of loss() has no gradient, yet counts in the loss, which chooses best.safetensors: return it from metrics()"
 )
 BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -132,13 +132,13 @@ class _Trial:
         self.notes: list[str] = []
         self.moved: list[str] = []  # what metrics() changes in the workload
 
-    def outcome(self, batch: Any, seed: int, others: bool = False) -> tuple[Any, Any]:
-        """Outputs and loss, of a copy: a forward may change its batch in place, and it is tried again."""
+    def outcome(self, batch: Any, seed: int, others: bool = False) -> tuple[Any, Any, Any]:
+        """Outputs, loss, and the batch as they leave it: a copy, for it is tried again."""
         seed_generators(self.batches.device, DROPOUT, self.config.seed, seed, others=others)
         batch = converted(batch, torch.clone, self.batches.device)
         with self.autocast():
             outputs = outputs_of(self.workload, self.model, batch)
-            return outputs, self.workload.loss(outputs, batch)
+            return outputs, self.workload.loss(outputs, batch), batch
 
     def total(self, batch: Any, seed: int, others: bool = False) -> torch.Tensor:
         return _total(self.workload, self.outcome(batch, seed, others)[1])[1]
@@ -169,7 +169,7 @@ class _Trial:
         (batch,) = self.batches.few(places, [places])
         with torch.no_grad():
             loss = self.outcome(batch, 0)[1]
-        self.notes += [NO_GRADIENT.format(name=name) for name in names if loss[name]]
+        self.notes += [CONSTANT_PART.format(name=name) for name in names if loss.get(name)]
 
     def _try_metrics(self, metrics: Mapping, rows_are_apart: bool) -> None:
         """Names that differ between batches, and what is no sum over rows, of more rows than two: of these a mean may be 0.
@@ -178,7 +178,8 @@ class _Trial:
         """
         places = self.many()
         batches = self.batches.few(places, [places, *([place] for place in places)]) if metrics else self.alone
-        results = [self.workload.metrics(self.outcome(batch, 0)[0], batch) for batch in batches]
+        tried = (self.outcome(batch, 0) for batch in batches)
+        results = [self.workload.metrics(outputs, batch) for outputs, _, batch in tried]
         for other in results:
             refuse_other_names(self.workload, other, metrics)
         for name, value in metrics.items():
@@ -218,13 +219,13 @@ class _Trial:
         workload = self.workload
         self.model.eval()
         with torch.no_grad():
-            outputs, loss = self.outcome(self.rows, 0)
+            outputs, loss, batch = self.outcome(self.rows, 0)
             names, whole = _total(workload, loss)
-            metrics = workload.metrics(outputs, self.rows)
+            metrics = workload.metrics(outputs, batch)
             if not isinstance(metrics, Mapping):
                 raise workload.unusable(f"metrics() should return a dictionary, and returned {type(metrics).__name__}")
             kept = kept_by(workload, self.model)
-            workload.metrics(outputs, self.rows)
+            workload.metrics(outputs, batch)
             self.moved = _changed(kept, kept_by(workload, self.model))
             refuse_unlike_sums(workload, metrics)
             _refuse_odd_names(workload, loss=names, metrics=metrics)

@@ -325,7 +325,7 @@ class _Job:
             failure = self.lacks_memory(error, self.when)
         elif "Expected to have finished reduction" in str(error):  # DDP's own words, in ten lines
             failure = self.workload.unusable(NO_GRADIENT.format(step=self.trainer.step - 1, names=""))
-        elif what := unknown_to_shards(error):
+        elif config.sharding != "none" and (what := unknown_to_shards(error)):
             failure = WorkloadError(f"--sharding {config.sharding}: {NO_SHARDS.format(what=what)}")
         elif isinstance(error, RuntimeError) and peers.is_lost(error) and not raised_by(error, file):
             self.let_go()

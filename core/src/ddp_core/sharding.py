@@ -186,8 +186,9 @@ def _no_view(module: nn.Module, inputs: tuple, output: Any) -> Any:
     frees the memory of a parameter that is handed on.
     """
     if isinstance(output, torch.Tensor):
-        of_others = output._base is not None or isinstance(output, nn.Parameter)
-        return output.clone() if of_others and output.requires_grad else output
+        base = output if output._base is None else output._base
+        handed_on = isinstance(base, nn.Parameter) or (base is not output and output.requires_grad)
+        return output.clone() if handed_on else output
     if type(output) is dict:
         return {name: _no_view(module, inputs, part) for name, part in output.items()}
     return type(output)(_no_view(module, inputs, part) for part in output) if type(output) in (tuple, list) else output

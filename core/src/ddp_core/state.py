@@ -36,7 +36,8 @@ class Progress:
 
     @classmethod
     def of(cls, document: dict) -> "Progress":
-        known = {name: document[name] for name in ("step", "history", "best", *OPTIONAL) if name in document}
+        saved = [name for name in OPTIONAL if name in document]
+        known = {name: document[name] for name in ("step", "history", "best", *saved)}
         return cls(loss_sum=float.fromhex(document["epoch_loss_sum"]), **known)
 
 

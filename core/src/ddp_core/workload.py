@@ -373,14 +373,15 @@ def blaming(workload: Workload, what: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        raise blame(
-            error, workload.file, f"{_called_wrongly(workload, error) or what} of --workload {workload.name}"
-        ) from error
+        what = _called_wrongly(workload, error) or what
+        raise blame(error, workload.file, f"{what} of --workload {workload.name}") from error
 
 
 def _called_wrongly(workload: Workload, error: BaseException) -> str:
     """A method that does not take what the core gives it, and its line: no line of the file is run then."""
-    name = (re.findall(rf"^{type(workload).__qualname__}\.(\w+)\(\) (?:takes|missing|got)", str(error)) or [""])[0]
+    if line_in(error, workload.file):
+        return ""
+    name = (re.findall(rf"^{re.escape(type(workload).__qualname__)}\.(\w+)\(\) (?:takes|missing|got)", str(error)) or [""])[0]
     code = getattr(getattr(type(workload), name, None), "__code__", None)
     return f"{name}(), line {code.co_firstlineno}," if code and isinstance(error, TypeError) else ""
 
