@@ -1855,6 +1855,22 @@ class ChangesItsBatch(Digits):
     def forward(self, model, batch):
         return model(batch[0].mul_(1.1))
 """,
+    # What its forward hides is in the batch, for metrics().
+    "adds_to_its_batch": """
+class AddsToItsBatch(Digits):
+    def data(self, config):
+        return [dict(images=images, labels=labels) for images, labels in [rows.columns for rows in super().data(config)]]
+
+    def forward(self, model, batch):
+        batch["hidden"] = batch["images"] > 0.9
+        return model(batch["images"].masked_fill(batch["hidden"], 0))
+
+    def loss(self, outputs, batch):
+        return super().loss(outputs, (None, batch["labels"]))
+
+    def metrics(self, outputs, batch):
+        return dict(hidden=batch["hidden"].any(1).sum())
+""",
     # Its last layer is left out in step 3.
     "skips_a_layer": """
 class Net(nn.Sequential):
