@@ -686,10 +686,11 @@ def test_torchrun_starts_no_rank_again(check, site, dry):
 @clause("J9")
 def test_torchrun_has_the_cores_of_all_its_ranks(check, site, dry):
     """It is one task of a node, and its ranks stay where it is bound."""
+    of_ranks = ("--nproc-per-node", "--nproc_per_node")
     for case in site.cases:
         run, script = dry.case(case), site.folder / case.script
-        sizes = [value for call in run.called("torchrun") for value in values_of(call.words, "--nproc-per-node")]
-        size = max(map(int, sizes), default=0)
+        sizes = [value for call in run.called("torchrun") for value in values_of(call.words, *of_ranks)]
+        size = max((int(each) for each in sizes if each.isdecimal()), default=0)  # "gpu" is as many as torch sees
         options, job = Script(script).options, site.job(script)
         tasks = job.get("tasks_per_node", job["ranks_per_node"])  # of one task its ranks have a part each
         each = int(options.get("cpus-per-task", "0")) * tasks // job["ranks_per_node"]
@@ -1743,7 +1744,8 @@ def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
         # Made before the job, for it alone.
         its = [f"{place}/" for place in dry.of_the_machine(FIRST).values() if FIRST in place]
         tops = sorted(top for top in tops if not any(place.startswith(f"/{top}/") for place in its))
-        wrong = [path for path in tops if run.modes.get(f"root/{path}", 0) & 0o077]  # some jobs remove it at their end
+        now = {path: (dry.top / "root" / path).stat().st_mode for path in tops if (dry.top / "root" / path).exists()}
+        wrong = [path for path in tops if run.modes.get(f"root/{path}", now.get(path, 0)) & 0o077]  # some jobs remove it
         yield from (f"{name} makes /{path} for others, too, but should make it with mode 700" for path in wrong)
         for kind, path in itertools.product(("open", "link"), tops):
             what = dict(open="which others may write to", link="a link")[kind]

@@ -29,9 +29,9 @@ def train(run_dir: Path, lr: float, flags: list[str], metrics: list[str], ranks:
     writer = subprocess.Popen(command) if metrics else None
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launch, "train.py", "--lr", str(lr), "--run-dir", str(run_dir), *flags]
-    environ = os.environ | gpus | dict(SLURM_NTASKS="1")  # train.py refuses one process in a job of several tasks
     try:
-        code = subprocess.run(command, env=environ, check=False).returncode
+        # train.py refuses one process in a job of several tasks.
+        code = subprocess.run(command, env=os.environ | gpus | dict(SLURM_NTASKS="1"), check=False).returncode
         if not writer:
             return code, 0
         writer.terminate()
