@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from conformance.checks.test_dry_install import pinned, requirements
-from conformance.cluster.layer import local_disks
+from conformance.cluster.layer import OF_A_USER as OF_A_USER_S_DISK
 from conformance.cluster.shape import numbers
 from conformance.harness.check import clause
 from conformance.harness.dry_run import (
@@ -933,7 +933,7 @@ def test_ranks_of_a_part_of_a_node_see_devices_that_it_has(check, site, dry):
 
 
 @clause("J9")
-def test_runs_side_by_side_share_the_devices_out(check, site, dry):
+def test_runs_side_by_side_share_the_devices_out(check, site, dry, tmp_path):
     """Where a program's head shows how to start several: each sees as many devices as it has ranks, and all are used."""
     variable, count = site.toml["node"].get("device_environment", ""), site.toml["node"]["devices"]
     for script in sorted(site.folder.glob("*.py")) if variable else ():
@@ -963,6 +963,9 @@ def test_runs_side_by_side_share_the_devices_out(check, site, dry):
                 yield f"{observed}, but should use all {len(visible)} devices"
             elif strange := {*taken} - {*map(str, visible)}:
                 yield f"{observed}, but the job has no device {', '.join(sorted(strange))}: {variable} says so"
+            for call in [call for call in started if program(call)][:1]:  # without torchrun
+                if refused := who(site, as_in_job(call), tmp_path).get("refused"):
+                    yield f"{line!r}: train.py says {refused!r}, but should be a world of one"
             apart = ("--standalone", "--rdzv", "--master")
             meet = [call for call in started if "torch.distributed.run" in call.words and not any(map(call.text.count, apart))]
             if meet:
@@ -1698,6 +1701,7 @@ def test_both_halves_of_a_cache_are_moved(check, site, dry):
 # Of compiled kernels, which every rank reads and writes.
 KERNELS = ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 KERNELS += ("NEO_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
+SHARED = {"/home", "/scratch", "/work", "/project"}  # wherever they are
 
 
 @clause("B6")
@@ -1706,9 +1710,12 @@ def test_caches_of_kernels_are_on_the_node(check, site, dry):
 
     A node's own are /tmp and the like, a user's on a disk that site.toml names, and the job's that the machine makes.
     """
-    told = (site.folder / "site.toml").read_text()
-    folders = ["/tmp", "/var/tmp", "/dev/shm"]
-    folders += [disk.format(user=USER) for disk in local_disks(site) if str(Path(disk).parent) in told]
+    scripts = "\n".join(script.read_text() for script in site.scripts)
+    named = str(site.toml | dict(software=[]))  # with the facts of sources
+    disks = {disk for disk in re.findall(OF_A_USER_S_DISK, scripts) if disk in named} - SHARED
+    folders = ["/tmp", "/var/tmp", "/dev/shm", *(f"{disk}/{USER}" for disk in sorted(disks))]
+    told = str(site.toml | dict(software=[], sources=[]))
+    folders += [place for place in re.findall(r"(?<![\w./])(?:/\w+)+", told) if place not in SHARED]
     folders += [place for place in dry.of_the_machine(FIRST).values() if place.startswith("/") and FIRST in place]
     for script, _, run in as_chosen(site, dry):
         for call in run.trained[:1]:

@@ -744,7 +744,7 @@ class DryRuns:
         nodes = shape.get("nodes", 1)
         handed_on = ("restarts", "code", "all_ranks", "event", "progress", "shared", "fails", "started")
         settings = {name: shape[name] for name in handed_on}
-        settings |= dict(job=shape["number"], nodes=nodes, hosts=self.hosts(max(2, nodes)))
+        settings |= dict(job=shape["number"], nodes=nodes, hosts=self.hosts(max(2, nodes)), suffix=node.get("suffix", ""))
         settings |= dict(python=self.python, suite=os.getpid())
         settings |= dict(scheduler=site.toml["scheduler"], launcher=site.toml["launcher"])
         settings |= dict(launcher_environment=dict(site.launches[0].templates))
