@@ -674,13 +674,15 @@ def requirements(words: list[str]) -> list[str]:
 
 
 def pinned(word: str) -> bool:
-    """A version, a file or folder, a commit of a repository; pip and its like are Python's own."""
+    """A version, a wheel, a folder that has one or is the core's, a commit of a repository; pip and its like are Python's."""
     if word in ("pip", "setuptools", "wheel") or "$" in word:
         return True
     if "://" in word or word.startswith("git+"):
         return bool(re.search(r"@[\w.-]+(#|$)|\d+\.\d+", word))
-    if word.startswith((".", "/")) or re.fullmatch(r"[\w.-]+(/[\w.-]+)+", word) or word.endswith((".whl", ".tar.gz")):
+    if word.endswith((".whl", ".tar.gz")):
         return True
+    if word.startswith((".", "/")) or re.fullmatch(r"[\w.-]+(/[\w.-]+)+", word):
+        return bool(re.fullmatch(r"core|.*\d\.\d.*", word.rstrip("/").rpartition("/")[2]))
     if re.match(r"torch(vision|audio)?\b", word):
         return bool(re.search(r"[^<>!~]==?\d", word))
     return bool(re.search(r"[=<>~]=?\s*\d", word))

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from conformance.checks.test_dry_install import pinned, requirements
-from conformance.cluster.layer import local_disks
+from conformance.cluster.layer import OF_A_USER as OF_A_USER_S_DISK
 from conformance.cluster.shape import numbers
 from conformance.harness.check import clause
 from conformance.harness.dry_run import (
@@ -686,10 +686,11 @@ def test_torchrun_starts_no_rank_again(check, site, dry):
 @clause("J9")
 def test_torchrun_has_the_cores_of_all_its_ranks(check, site, dry):
     """It is one task of a node, and its ranks stay where it is bound."""
+    of_ranks = ("--nproc-per-node", "--nproc_per_node")
     for case in site.cases:
         run, script = dry.case(case), site.folder / case.script
-        sizes = [value for call in run.called("torchrun") for value in values_of(call.words, "--nproc-per-node")]
-        size = max(map(int, sizes), default=0)
+        sizes = [value for call in run.called("torchrun") for value in values_of(call.words, *of_ranks)]
+        size = max((int(each) for each in sizes if each.isdecimal()), default=0)  # "gpu" is as many as torch sees
         options, job = Script(script).options, site.job(script)
         tasks = job.get("tasks_per_node", job["ranks_per_node"])  # of one task its ranks have a part each
         each = int(options.get("cpus-per-task", "0")) * tasks // job["ranks_per_node"]
@@ -932,7 +933,7 @@ def test_ranks_of_a_part_of_a_node_see_devices_that_it_has(check, site, dry):
 
 
 @clause("J9")
-def test_runs_side_by_side_share_the_devices_out(check, site, dry):
+def test_runs_side_by_side_share_the_devices_out(check, site, dry, tmp_path):
     """Where a program's head shows how to start several: each sees as many devices as it has ranks, and all are used."""
     variable, count = site.toml["node"].get("device_environment", ""), site.toml["node"]["devices"]
     for script in sorted(site.folder.glob("*.py")) if variable else ():
@@ -962,6 +963,9 @@ def test_runs_side_by_side_share_the_devices_out(check, site, dry):
                 yield f"{observed}, but should use all {len(visible)} devices"
             elif strange := {*taken} - {*map(str, visible)}:
                 yield f"{observed}, but the job has no device {', '.join(sorted(strange))}: {variable} says so"
+            for call in [call for call in started if program(call)][:1]:  # without torchrun
+                if refused := who(site, as_in_job(call), tmp_path).get("refused"):
+                    yield f"{line!r}: train.py says {refused!r}, but should be a world of one"
             apart = ("--standalone", "--rdzv", "--master")
             meet = [call for call in started if "torch.distributed.run" in call.words and not any(map(call.text.count, apart))]
             if meet:
@@ -1697,6 +1701,7 @@ def test_both_halves_of_a_cache_are_moved(check, site, dry):
 # Of compiled kernels, which every rank reads and writes.
 KERNELS = ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 KERNELS += ("NEO_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
+SHARED = {"/home", "/scratch", "/work", "/project"}  # wherever they are
 
 
 @clause("B6")
@@ -1705,9 +1710,12 @@ def test_caches_of_kernels_are_on_the_node(check, site, dry):
 
     A node's own are /tmp and the like, a user's on a disk that site.toml names, and the job's that the machine makes.
     """
-    told = (site.folder / "site.toml").read_text()
-    folders = ["/tmp", "/var/tmp", "/dev/shm"]
-    folders += [disk.format(user=USER) for disk in local_disks(site) if str(Path(disk).parent) in told]
+    scripts = "\n".join(script.read_text() for script in site.scripts)
+    named = str(site.toml | dict(software=[]))  # with the facts of sources
+    disks = {disk for disk in re.findall(OF_A_USER_S_DISK, scripts) if disk in named} - SHARED
+    folders = ["/tmp", "/var/tmp", "/dev/shm", *(f"{disk}/{USER}" for disk in sorted(disks))]
+    told = str(site.toml | dict(software=[], sources=[]))
+    folders += [place for place in re.findall(r"(?<![\w./])(?:/\w+)+", told) if place not in SHARED]
     folders += [place for place in dry.of_the_machine(FIRST).values() if place.startswith("/") and FIRST in place]
     for script, _, run in as_chosen(site, dry):
         for call in run.trained[:1]:
@@ -1743,7 +1751,8 @@ def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
         # Made before the job, for it alone.
         its = [f"{place}/" for place in dry.of_the_machine(FIRST).values() if FIRST in place]
         tops = sorted(top for top in tops if not any(place.startswith(f"/{top}/") for place in its))
-        wrong = [path for path in tops if run.modes.get(f"root/{path}", 0) & 0o077]  # some jobs remove it at their end
+        now = {path: (dry.top / "root" / path).stat().st_mode for path in tops if (dry.top / "root" / path).exists()}
+        wrong = [path for path in tops if run.modes.get(f"root/{path}", now.get(path, 0)) & 0o077]  # some jobs remove it
         yield from (f"{name} makes /{path} for others, too, but should make it with mode 700" for path in wrong)
         for kind, path in itertools.product(("open", "link"), tops):
             what = dict(open="which others may write to", link="a link")[kind]

@@ -238,7 +238,7 @@ def test_a_queue_s_longest_job_is_that_of_the_source(check, site):
     of_all = [fact for fact in site.facts if re.match(r"\|[^|]*\|\s*\d+\s*\|", fact)]
     for queue, longest in site.toml.get("queue", {}).get("minutes", {}).items():
         rows = [fact for fact in site.facts if re.match(rf"\|\s*{re.escape(queue)}\s*\|", fact)]
-        if rows and not re.search(r"\d+ (hr|hour|day)", " ".join(rows)):
+        if rows and not re.search(r"\d (min|hr|hour|day)|\d:\d\d", " ".join(rows)):
             least = {match[1] for row in rows if (match := re.match(r"\|[^|]*\|\s*(\d+)\b", row))}
             rows = [row for row in of_all if row.split("|")[2].strip() in least]
         limits = {int(count) * MINUTES[unit] for row in rows for count, unit in re.findall(r"(\d+) (min|hr|hour|day)", row)}
@@ -876,7 +876,9 @@ def test_the_job_fits_the_node(check, site):
             check.equal(gib_that_a_node_has_not=(max(0, round(asked - node["memory_gib"])), 0))
             check.equal(less_than_half_of_the_memory=(0 < asked < node["memory_gib"] / 2, False))
             if {"exclusive", "mem-per-gpu"} <= script.options.keys():  # the parts of a node's memory are all of it
-                check.equal(gib_of_memory_by_device=(round(asked), node["memory_gib"]))
+                # Whole GiB a device: less than one of each may be left.
+                rest = max(0, round(node["memory_gib"] - asked) - devices + 1)
+                check.equal(gib_of_memory_that_no_device_has=(rest, 0))
         # Not wherever nodes are shared: some machines give each core or device its part, and refuse to be told.
         told = re.search(r"(?<!\S)--mem(-per-\w+)?[= ]", job.get("geometry", ""))
         if told and not {"mem", "mem-per-cpu", "mem-per-gpu"} & script.options.keys():

@@ -204,7 +204,7 @@ def hosts_file(site: Site, names: list[str], aliases: list[str]) -> str:
     lines = ["127.0.0.1 localhost"]
     for number, name in [(1, LOGIN), *enumerate(names, 11)]:
         more = [f"{name}.{domain}"] if domain else []
-        more += [f"{name}{suffix}"] if suffix else []
+        more += [f"{name}{suffix}", *([f"{name}{suffix}.{domain}"] if domain else [])] if suffix else []
         more += [alias.format(name=name) for alias in aliases]
         for k, interface in enumerate(interfaces_of(site)):
             aliases_here = [name, *more, f"{name}-{interface}"] if k == 0 else [f"{name}-{interface}"]

@@ -122,8 +122,10 @@ def init(id, resume=None, **told):
     again = os.environ["DRY_RUN_RESTARTS"] != "0"
     if online and resume == ("never" if again else "must"):
         raise RuntimeError(f"resume={resume!r}, but the run {id} " + ("exists" if again else "does not"))
-    for kind, place in dict(CACHE=".cache/wandb", CONFIG=".config/wandb", DATA=".local/share/wandb").items():
-        os.makedirs(folder := os.environ.get(f"WANDB_{kind}_DIR") or os.path.expanduser(f"~/{place}"), exist_ok=True)
+    for kind, place in dict(CACHE=".cache", CONFIG=".config", DATA=".local/share").items():
+        # Of XDG's it asks for two.
+        base = (kind != "CONFIG" and os.environ.get(f"XDG_{kind}_HOME")) or os.path.expanduser(f"~/{place}")
+        os.makedirs(folder := os.environ.get(f"WANDB_{kind}_DIR") or f"{base}/wandb", exist_ok=True)
         open(f"{folder}/left-by-wandb", "w").close()
     print("wandb run", id, flush=True)
     print("wandb is told", told, flush=True)
@@ -383,6 +385,11 @@ def new_starts(run: DryRun) -> list[Call]:
     return asked + [call for call in run.called("scontrol") if call.words[:1] == ["requeue"]]  # not requeuehold
 
 
+def kind_of(path: Path) -> int:
+    """A file, a folder or a link."""
+    return stat.S_IFMT(path.lstat().st_mode)
+
+
 class DryRuns:
     """All dry runs of one site, each made once. close() removes their folder."""
 
@@ -485,6 +492,8 @@ class DryRuns:
         mounts = {str(path.parent.relative_to(self.top)) for path in (self.top / "root").rglob(".mounted")}  # of one killed
         for name in sorted(path for path in self._touched | mounts if path.startswith(AROUND)):
             here, then = self.top / name, self.top / "around" / kept.name / name
+            if os.path.lexists(then) and os.path.lexists(here) and kind_of(then) != kind_of(here):
+                shutil.rmtree(here) if kind_of(here) == stat.S_IFDIR else here.unlink()
             if then.is_dir() and not then.is_symlink():
                 here.mkdir(parents=True, exist_ok=True)
                 shutil.copystat(then, here)
@@ -619,6 +628,7 @@ class DryRuns:
         """What somebody else has made: a folder that everybody may write to, or a link to one that is as it should be."""
         place, other = self.top / "root" / path, self.top / "root/tmp/of-somebody-else/folder"
         if kind:
+            self._touched.add(f"root/{path}")
             shutil.rmtree(place, ignore_errors=True)
             other.mkdir(exist_ok=True)
             other.chmod(0o700)
@@ -694,6 +704,8 @@ class DryRuns:
         own |= {"TRES_PER_TASK": f"cpu={options['cpus-per-task']}"} if "cpus-per-task" in options else {}
         for name in {"cpus-per-task", "gpus-per-node", "gpus-per-task"} & options.keys():
             own[name.replace("-", "_").upper()] = options[name]
+        gpus = max(devices_by(name, options.get(name, "")) for name in OF_DEVICES[:3])
+        own |= dict(GPUS_ON_NODE=gpus) if gpus else {}
         own |= dict(RESTART_COUNT=shape["restarts"]) if shape["restarts"] else {}
         return {f"SLURM_{name}": str(value) for name, value in own.items()} | dict(SLURMD_NODENAME=self.hosts(nodes)[0])
 
@@ -732,7 +744,7 @@ class DryRuns:
         nodes = shape.get("nodes", 1)
         handed_on = ("restarts", "code", "all_ranks", "event", "progress", "shared", "fails", "started")
         settings = {name: shape[name] for name in handed_on}
-        settings |= dict(job=shape["number"], nodes=nodes, hosts=self.hosts(max(2, nodes)))
+        settings |= dict(job=shape["number"], nodes=nodes, hosts=self.hosts(max(2, nodes)), suffix=node.get("suffix", ""))
         settings |= dict(python=self.python, suite=os.getpid())
         settings |= dict(scheduler=site.toml["scheduler"], launcher=site.toml["launcher"])
         settings |= dict(launcher_environment=dict(site.launches[0].templates))

@@ -751,6 +751,7 @@ def hostname(name: str, words: list[str]) -> int:
 
 def getent(name: str, words: list[str]) -> int:
     host = words[-1].partition(".")[0]
+    host = host if host in SETTINGS["hosts"] else host.removesuffix(SETTINGS["suffix"])
     node = SETTINGS["hosts"].index(host) if host in SETTINGS["hosts"] else int(os.environ.get("DRY_RUN_NODE", "0"))
     print(f"10.0.0.{node + 1} {words[-1]}")
     return 0

@@ -26,7 +26,8 @@ def rank(environ: Mapping[str, str]) -> Rank:
         file = Path(environ.get("PBS_NODEFILE", ""))
         nodes = len({*file.read_text().split()}) if file.is_file() else 1
         if nodes > 1:
-            raise PreflightError(f"PBS_NODEFILE has {nodes} nodes, but PALS_RANKID is not set: start this by mpiexec")
+            start = "start ./job.pbs, or one process with env -u PBS_NODEFILE"
+            raise PreflightError(f"PBS_NODEFILE has {nodes} nodes, but PALS_RANKID is not set: {start}")
         return Rank.single()
     if environ.get("CCL_ATL_TRANSPORT") == "mpi" and any(Path("/dev/dri").glob("renderD*")):
         start_mpi()

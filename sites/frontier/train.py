@@ -24,8 +24,9 @@ def rank(environ: Mapping[str, str]) -> Rank:
         raise PreflightError("TORCHELASTIC_RUN_ID is set: torchrun puts all ranks on one core here: start this as job.sl does")
     if "SLURM_PROCID" not in environ:
         # A shell of salloc: one process for a job of many tasks would look like success.
-        if (tasks := environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1") != "1":
-            raise PreflightError(f"Slurm was asked for {tasks[:80]!r} tasks, but SLURM_PROCID is not set: start this by srun")
+        if (tasks := environ.get("SLURM_NTASKS") or "1") != "1":
+            start = "start job.sl, or one process with SLURM_NTASKS=1"
+            raise PreflightError(f"Slurm was asked for {tasks[:80]!r} tasks, but SLURM_PROCID is not set: {start}")
         return Rank.single()
     # Of the step, not of the job: a batch script that runs `python train.py` without srun has a PROCID, too.
     world_size = whole_number(environ, "SLURM_STEP_NUM_TASKS")

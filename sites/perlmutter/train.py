@@ -24,6 +24,8 @@ def rank(environ: Mapping[str, str]) -> Rank:
         if tasks == "1":
             return Rank.single()
         start = "start this by srun and export_DDP_vars.sh, as job.sl does"
+        if not environ.get("SLURM_STEP_NUM_TASKS"):
+            start += ", or one process with SLURM_NTASKS=1"
         raise PreflightError(f"Slurm was asked for {tasks[:80]!r} tasks, but RANK is not set: {start}")
     job = {"job_id": "DDP_JOB_ID", "restart": "SLURM_RESTART_COUNT"}
     if "TORCHELASTIC_RUN_ID" in environ:
