@@ -54,6 +54,13 @@ class DropoutInBlocks(Small):
         return nn.Sequential(nn.Linear(6, 16), block(), block(), nn.Linear(16, 1))
 
 
+class Worsens(Small):
+    """Its loss rises in the last of three epochs."""
+
+    def schedule(self, step, total_steps, config):
+        return 1.0 if step < 2 * total_steps / 3 else 60.0
+
+
 class Mixup(Small):
     """Noise in the loss from Python's and NumPy's generators, as in many programs of others."""
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import ranks
+from ddp_core import snapshot
 from ddp_core.errors import PreflightError
 from ddp_core.run_directory import RunDirectory
 from faults import at_step, before_training, once_saved, signalled
@@ -54,6 +55,50 @@ def test_stopped_again_and_again_the_run_is_still_the_same(finished, tmp_path, c
         stops += 1
     assert stops > 3
     assert_same_run(train(tmp_path / "run", flags, 2, code=0), finished(flags, 2))
+
+
+def test_a_stop_at_the_end_of_an_epoch_saves_once(tmp_path):
+    """The snapshot before it, which serves where this one is damaged, stays."""
+    job = train(tmp_path / "run", RUN, 2, faults={1: at_step(27, signalled(signal.SIGTERM))}, code=75)
+    assert [record["step"] for record in job.records("snapshot")] == [14, 28]
+    assert step_of(job) == 28 and snapshot.read(job.run_dir / "snapshot.prev.safetensors")[1]["step"] == 14
+
+
+STOPPED_WHILE_EVALUATED = """
+import os, signal, time
+from small import *
+
+class Mine(Small):
+    def data(self, config):
+        return table(), table(601, first=128)
+
+    def metrics(self, outputs, batch):
+        if not torch.is_grad_enabled() and self.steps_done == STEPS and os.path.exists("TOLD"):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.1)
+        return super().metrics(outputs, batch)
+"""
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_an_evaluation_that_a_stop_breaks_off_is_done_by_the_next_start(tmp_path, epochs, world_size):
+    """Held-out rows can take longer than a scheduler waits. At the end of the run, too, where no step is left."""
+    told = tmp_path / "told"
+    text = STOPPED_WHILE_EVALUATED.replace("STEPS", str(8 * epochs)).replace("TOLD", str(told))
+    (tmp_path / "mine.py").write_text(text)
+    flags = f"--workload {tmp_path / 'mine.py'} --save-every 3"
+    whole = train(tmp_path / "whole", flags, world_size, code=0)
+    told.touch()
+    stopped = train(tmp_path / "run", flags, world_size, code=75)
+    told.unlink()
+    assert step_of(stopped) == 8 * epochs and len(stopped.records("epoch")) == epochs - 1
+    resumed = train(tmp_path / "run", flags, world_size, code=0)
+    assert_same_run(resumed, whole)
+    ours, theirs = ([record | dict(seconds=0, time=0) for record in job.records("epoch")] for job in (resumed, whole))
+    assert ours == theirs and len(ours) == 3
+    best = [snapshot.read(job.run_dir / "best.safetensors")[1]["best"] for job in (resumed, whole)]
+    assert best[0] == best[1]
 
 
 STOPPED_WHILE_ROWS_ARE_SLOW = """
@@ -101,6 +146,11 @@ def test_told_twice_is_told_once(finished, tmp_path):
     told = {0: at_step(3, signalled(signal.SIGTERM)), 1: at_step(3, signalled(signal.SIGUSR1))}
     train(tmp_path / "run", RUN, 2, faults=told, code=75)
     assert_same_run(train(tmp_path / "run", RUN, 2, code=0), finished(RUN, 2))
+
+
+def test_told_at_the_last_step_the_run_is_complete(tmp_path):
+    job = train(tmp_path / "run", "--epochs 1", 2, faults={1: at_step(13, signalled(signal.SIGTERM))}, code=0)
+    assert "run complete" in job.out[0]
 
 
 # ---- killed -------------------------------------------------------------------------------------------------------
@@ -394,12 +444,25 @@ def test_a_directory_of_a_job_s_own_is_refused_where_another_job_has_left_a_run(
     assert {path: path.read_bytes() for path in run.iterdir()} == before
 
 
+def test_at_a_restart_the_directory_is_the_job_s_own_and_is_taken(tmp_path):
+    launched(tmp_path, f"--new-run-dir {tmp_path / 'run'}", code=0)
+    job = launched(tmp_path, f"--new-run-dir {tmp_path / 'run'} --epochs 2", restart=1, code=0)
+    assert "resuming=" in job.out[0]
+
+
 @pytest.mark.parametrize("order", ["--new-run-dir {0}/job --run-dir {0}/mine", "--run-dir {0}/mine --new-run-dir {0}/job"])
 def test_run_dir_overrides_it_in_either_order(tmp_path, order):
     flags = order.format(tmp_path)
     launched(tmp_path, flags, code=0)
     assert "complete already" in launched(tmp_path, flags, code=0).out[0]
     assert (tmp_path / "mine" / "run.jsonl").exists() and not (tmp_path / "job").exists()
+
+
+def test_fresh_and_a_directory_of_its_own_move_the_other_job_s_run_aside(tmp_path):
+    flags = f"--new-run-dir {tmp_path / 'run'} --fresh"
+    launched(tmp_path, flags, code=0)
+    launched(tmp_path, flags, code=0)
+    assert (tmp_path / "run" / "old-1" / "run.jsonl").exists()
 
 
 def test_a_signal_is_heard_though_the_rank_s_own_glue_has_taken_it(tmp_path):

@@ -42,11 +42,38 @@ def test_a_finished_run_says_so(finished):
     assert [record["exit_code"] for record in job.records("end")] == [0]
 
 
+def test_an_evaluation_leaves_the_training_as_it_was(finished):
+    """Dropout is drawn in every epoch, not only before the first evaluation."""
+    assert finished("", 1, "small:Dropout").losses == finished("--eval-every 9", 1, "small:Dropout").losses
+
+
+def test_the_best_model_is_kept_also_where_no_snapshot_is_due(finished):
+    job = finished("--save-every 3", 1, "small:Worsens")
+    losses = [record["eval_loss"] for record in job.records("epoch")]
+    assert losses.index(min(losses)) < 2, losses
+    _, document = snapshot.read(job.run_dir / "best.safetensors")
+    assert document["epochs_run"] == losses.index(min(losses)) + 1 and len(job.records("snapshot")) == 1
+
+
 def test_an_epoch_s_loss_is_the_mean_over_its_steps(finished):
     job = finished(TWO_EPOCHS, 2)
     for record in job.records("epoch"):
         steps = job.losses[14 * record["epoch"] : 14 * (record["epoch"] + 1)]
         assert record["loss"] == pytest.approx(sum(steps) / 14, rel=1e-14)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_epochs_without_evaluation_and_snapshot_are_recorded_as_well(finished, world_size):
+    """The ranks do not wait for each other at the end of such an epoch: its loss is told later, and is the same."""
+    often, seldom = (
+        finished(f"--epochs 6 --precision fp64{flags}", world_size) for flags in ("", " --eval-every 4 --save-every 9")
+    )
+    assert [loss.hex() for loss in often.losses] == [loss.hex() for loss in seldom.losses]
+    for name in ("epoch", "step", "loss"):
+        assert [record[name] for record in often.records("epoch")] == [record[name] for record in seldom.records("epoch")]
+    assert [record["epoch"] for record in seldom.records("epoch") if "eval_loss" in record] == [3, 5]
+    assert [len(row) for row in snapshot.read(seldom.snapshot)[1]["history"]] == [2, 2, 2, 4, 2, 4]
+    assert len(seldom.records("snapshot")) == 1
 
 
 @pytest.mark.parametrize("flag", ["--seed 1", "--lr 0.05", "--momentum 0.5", "--weight-decay 0.01", "--warmup-steps 5"])
@@ -81,6 +108,11 @@ def test_larger_worlds_whose_shards_are_uneven_train_and_evaluate_alike(finished
     for name in ("loss", "eval_loss", "eval_accuracy"):
         of_both = ([record[name] for record in one.records("epoch")] for one in (job, alone))
         assert deviation(*of_both) < 1e-12, name
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_losses_in_fp32_do_not_depend_on_the_world_size(finished, world_size):
+    assert deviation(finished("--epochs 2", world_size).losses, finished("--epochs 2", 1).losses) < 1e-5
 
 
 def test_fp32_follows_fp64_and_bf16_at_a_distance(finished):
@@ -131,6 +163,28 @@ def first(outputs):
         assert printed == {f"product torch.{product}", f"given torch.{dtype}"}
 
 
+@pytest.mark.parametrize("flags, world_size", [(TWO_EPOCHS, 1), (TWO_EPOCHS, 2), ("--epochs 2", 4)])
+def test_a_run_repeats_bit_for_bit(finished, tmp_path, flags, world_size):
+    again = ranks.train(tmp_path / "run", flags, world_size, code=0)
+    assert again.losses == finished(flags, world_size).losses
+    assert again.snapshot_hash() == finished(flags, world_size).snapshot_hash()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ddp_and_the_flat_sum_agree(finished, world_size):
+    ddp, flat = (finished(f"{TWO_EPOCHS} --reduction {kind}", world_size) for kind in ("ddp", "flat"))
+    assert [job.records("start")[0]["reduction"] for job in (ddp, flat)] == ["ddp" if world_size > 1 else "none", "flat"]
+    assert deviation(ddp.losses, flat.losses) < 1e-12
+
+
+@pytest.mark.parametrize("reduction", ["ddp", "flat"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_micro_batches_add_up_to_the_same_step(finished, world_size, reduction):
+    flags = f"{TWO_EPOCHS} --reduction {reduction}"
+    whole, cut = finished(flags, world_size), finished(f"{flags} --accumulate 3", world_size)
+    assert deviation(cut.losses, whole.losses) < 1e-12
+
+
 def test_scale_lr_trains_with_the_product(finished):
     scaled, plain = finished(f"{TWO_EPOCHS} --lr 0.05 --scale-lr", 2), finished(f"{TWO_EPOCHS} --lr 0.1", 2)
     assert scaled.losses == plain.losses
@@ -158,6 +212,35 @@ def _write_rates(file: Path) -> None:
 
 
 # ---- evaluation and what is kept ----------------------------------------------------------------------------------
+
+
+def test_an_evaluation_takes_no_more_rows_at_once_than_training(tmp_path):
+    """Of 96 rows a step 16, in 2 ranks and 3 micro-batches: a model that fills the memory in training must fit here, too."""
+    write = ranks.call("test_trainer", "_write_sizes", tmp_path / "sizes")
+    flags = "--epochs 1 --steps-per-epoch 1 --accumulate 3"
+    ranks.train(tmp_path / "run", flags, 2, faults={1: write}, code=0)
+    sizes = [line.split() for line in (tmp_path / "sizes").read_text().splitlines()]
+    assert [max(int(size) for training, size in sizes if training == how) for how in ("True", "False")] == [16, 16]
+
+
+def _write_sizes(file: Path) -> None:
+    forward = torch.nn.Linear.forward
+
+    def recorded(layer, rows):
+        with open(file, "a") as lines:
+            lines.write(f"{layer.training} {len(rows)}\n")
+        return forward(layer, rows)
+
+    torch.nn.Linear.forward = recorded
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_held_out_row_counts_once(finished, world_size):
+    """359 rows do not divide by 2 or 4. An accuracy over all of them, each counted once, is a number of 359ths."""
+    for ours, alone in zip(*(finished(TWO_EPOCHS, size).records("epoch") for size in (world_size, 1)), strict=True):
+        assert ours["eval_accuracy"] * 359 == pytest.approx(round(ours["eval_accuracy"] * 359), abs=1e-9)
+        assert ours["eval_accuracy"] == alone["eval_accuracy"]
+        assert ours["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-12)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -500,6 +500,12 @@ def test_of_four_ranks_the_one_whose_worker_died_is_named_and_no_other(tmp_path)
     assert len(others) <= 1 and all(f"rank {rank} died or hangs" in text for text in others), job.err
 
 
+def test_a_worker_that_hangs_is_named_after_the_timeout(tmp_path):
+    methods = ROWS.format(IN_WORKER + "import time; time.sleep(3600)")
+    job = failed(tmp_path, small(methods), "--workers 1 --epochs 1 --timeout 2", world_size=1, code=7)
+    assert "a worker that reads rows died or hangs" in job.error and "timed out after 2" in job.error
+
+
 # ---- model, loss, metrics, optimizer, schedule --------------------------------------------------------------------
 
 WITH = "def model(self, config):\n    net = super().model(config)\n    {}\n    return net"
