@@ -1850,6 +1850,11 @@ class AddsACount(Digits):
     def loss(self, outputs, batch):
         return {"of": super().loss(outputs, batch), "right": (outputs.argmax(-1) == batch[1]).sum()}
 """,
+    "returns_its_rate": """
+class ReturnsItsRate(Digits):
+    def schedule(self, step, total_steps, config):
+        return config.lr * (1 - step / total_steps)
+""",
     "changes_its_batch": """
 class ChangesItsBatch(Digits):
     def forward(self, model, batch):

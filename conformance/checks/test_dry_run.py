@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from conformance.checks.test_dry_install import pinned, requirements
-from conformance.cluster.layer import OF_A_USER as OF_A_USER_S_DISK
+from conformance.cluster.layer import OF_A_USER_S_DISK
 from conformance.cluster.shape import numbers
 from conformance.harness.check import clause
 from conformance.harness.dry_run import (

@@ -41,7 +41,7 @@ PROVIDES = {
 }
 
 # A folder with a user's own below it: a disk of each node, where the machine has no such folder.
-OF_A_USER = r"(?<![\w.}$])((?:/\w+)+)/\$\{?USER\b"
+OF_A_USER_S_DISK = r"(?<![\w.}$])((?:/\w+)+)/\$\{?USER\b"
 # Without such a module `module reset` fails. Behind a dot, it is in no list.
 OF_A_LOGIN = ".of-a-login"
 
@@ -237,7 +237,7 @@ def places(tree: Path, base: Path = Path("/")) -> dict[str, Path]:
 def local_disks(site: Site, base: Path = Path("/")) -> dict[str, None]:
     """Folders named for the user that scripts write to and base lacks: a disk in each node, empty at first."""
     text = "\n".join(script.read_text() for script in site.scripts)
-    disks = set(re.findall(OF_A_USER, text))
+    disks = set(re.findall(OF_A_USER_S_DISK, text))
     return {f"{folder}/{{user}}": None for folder in sorted(disks) if not Path(f"{base}{folder}").is_dir()}
 
 

@@ -446,7 +446,7 @@ class DryRuns:
         # A node's own disk, where the machine gives each user a folder.
         self.disks: list[str] = []
         for script in self.site.scripts:
-            for place in re.findall(layer.OF_A_USER, script.read_text()):
+            for place in re.findall(layer.OF_A_USER_S_DISK, script.read_text()):
                 self.disks.append(f"{top}/root{place}/")
                 (top / f"root{place}" / USER / "of-another-job").mkdir(parents=True, exist_ok=True)
                 (top / f"root{place}" / USER / "of-another-job/file").write_text("somebody's own\n")

@@ -109,6 +109,13 @@ class CountsInSchedule(Small):
         return 1.0 if step < total_steps else 0.0
 
 
+class Rate(Small):
+    """Not a factor, as it should be."""
+
+    def schedule(self, step, total_steps, config):
+        return config.lr * (1 - step / total_steps)
+
+
 class CountsCalls(nn.Sequential):
     """Counts in plain attributes; makes one at its first call alone, and another always anew."""
 

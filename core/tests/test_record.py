@@ -282,6 +282,7 @@ NOTES = {
     "small:Averaged": "self.average of the workload changes with every batch, and no snapshot holds it",
     "small:CountsInMetrics": "self.best of the workload changes with every batch, and no snapshot holds it",
     "small:CountsInSchedule": "self.asked, self.calls of the workload changes with every batch, and no snapshot holds it",
+    "small:Rate": "schedule() returned --lr 0.05 itself at step 0",
     "small:CountsInModel": "calls, seen, mean, 2.calls, 2.seen, 2.mean of the model changes with every batch, and no snapshot",
     "small:SpectralNorm": "the model changes its buffers 0.weight_u, 0.weight_v in training, and all ranks take rank 0's",
 }

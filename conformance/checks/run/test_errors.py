@@ -706,41 +706,44 @@ def test_a_living_job_touches_its_lock(check, world, runs, first, monkeypatch):
     directory.release()
 
 
+def another_s_lock(run_dir: Path, monkeypatch, heartbeat: float) -> Path:
+    """Of a host that nobody can ask. heartbeat: seconds, in place of 10."""
+    from ddp_core import run_lock
+
+    monkeypatch.setattr(run_lock, "HEARTBEAT", heartbeat)
+    run_dir.mkdir(parents=True)
+    lock = run_dir / "run.lock"
+    lock.write_text('{"job_id": "another", "host": "elsewhere", "pid": 1}')
+    return lock
+
+
+def code_of_taking(run_dir: Path, **stop) -> int:
+    from ddp_core import errors, run_directory
+
+    try:
+        run_directory.RunDirectory(run_dir, "1", **stop).release()
+    except errors.Failure as failure:
+        return int(failure.code)
+    return 0
+
+
 @clause("X2")
 @only(sizes=(1,), devices=("cpu",))
 def test_who_looks_whether_a_lock_is_touched_hears_that_it_is_to_stop(check, runs, first, monkeypatch):
     """A minute is more than a scheduler waits. Here it is three seconds; the run is told before it begins to look."""
-    from ddp_core import errors, run_directory, run_lock
-
-    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.5)
-    folder, code, began = runs.folder(first, "told-at-a-lock"), 0, time.monotonic()
-    folder.mkdir(parents=True)
-    (folder / "run.lock").write_text('{"job_id": "another", "host": "elsewhere", "pid": 1}')
-    try:
-        run_directory.RunDirectory(folder, "1", stop=SimpleNamespace(reason="SIGTERM")).release()
-    except errors.Failure as failure:
-        code = int(failure.code)
+    lock, began = another_s_lock(runs.folder(first, "told-at-a-lock"), monkeypatch, 0.5), time.monotonic()
+    code = code_of_taking(lock.parent, stop=SimpleNamespace(reason="SIGTERM"))
     check.equal(exit_code=(code, 75), looks_to_the_end=(time.monotonic() - began > 2, False))
-    check.equal(the_other_s_lock_is_there=((folder / "run.lock").exists(), True))
+    check.equal(the_other_s_lock_is_there=(lock.exists(), True))
 
 
 @clause("X14")
 @only(sizes=(1,), devices=("cpu",))
 def test_a_beat_that_is_late_is_no_death(check, runs, first, monkeypatch):
     """It comes after three times as long: a file system was busy."""
-    from ddp_core import errors, run_directory, run_lock
-
-    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.5)
-    folder, code = runs.folder(first, "late"), 0
-    folder.mkdir(parents=True)
-    lock = folder / "run.lock"
-    lock.write_text('{"job_id": "another", "host": "elsewhere", "pid": 1}')
+    lock = another_s_lock(runs.folder(first, "late"), monkeypatch, 0.5)
     threading.Timer(1.5, lambda: lock.exists() and os.utime(lock)).start()
-    try:
-        run_directory.RunDirectory(folder, "1").release()
-    except errors.Failure as failure:
-        code = int(failure.code)
-    check.equal(exit_code=(code, 3))
+    check.equal(exit_code=(code_of_taking(lock.parent), 3))
 
 
 class After:
@@ -759,19 +762,9 @@ class After:
 @only(sizes=(1,), devices=("cpu",))
 def test_a_lock_of_a_clock_that_is_ahead_is_watched_no_longer(check, runs, first, monkeypatch):
     """By an hour: the file server's was set since the job died."""
-    from ddp_core import errors, run_directory, run_lock
-
-    monkeypatch.setattr(run_lock, "HEARTBEAT", 0.1)
-    folder, code = runs.folder(first, "of-tomorrow"), 0
-    folder.mkdir(parents=True)
-    lock, ahead = folder / "run.lock", time.time() + 3600
-    lock.write_text('{"job_id": "another", "host": "elsewhere", "pid": 1}')
+    lock, ahead = another_s_lock(runs.folder(first, "of-tomorrow"), monkeypatch, 0.1), time.time() + 3600
     os.utime(lock, (ahead, ahead))
-    try:
-        run_directory.RunDirectory(folder, "1", stop=After(6)).release()
-    except errors.Failure as failure:
-        code = int(failure.code)
-    check.equal(exit_code=(code, 0))
+    check.equal(exit_code=(code_of_taking(lock.parent, stop=After(6)), 0))
 
 
 @clause("X14")

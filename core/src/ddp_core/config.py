@@ -80,6 +80,10 @@ class TrainConfig:
             return own[name]
         raise AttributeError(f"there is no flag --{name.replace('_', '-')} (config.{name})")
 
+    def steps_of(self, rows: int) -> int:
+        """Steps an epoch. Rows that do not fill a global batch wait for the next epoch, whose order is another."""
+        return min(rows // self.global_batch_size, self.steps_per_epoch or rows)
+
     def problem(self) -> dict:
         """The choices that determine the losses: a snapshot resumes only under the same ones."""
         return {name: _comparable(getattr(self, name)) for name in self.remembered}

@@ -87,7 +87,7 @@ def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int 
         epochs_run = _count(old, content, key, MOST_EPOCHS) + 1 if key else 0
         says = f"{key}={epochs_run - 1} is the last epoch that was finished" if key else "no epoch is in the file"
         print(f"{says}: {epochs_run} epochs run (--epochs-run N if it is not so)")
-    steps = min(len(rows[0]) // config.global_batch_size, config.steps_per_epoch or len(rows[0]))
+    steps = config.steps_of(len(rows[0]))
     step = epochs_run * steps
     done = _count(old, content, "iters", 2**53) if "iters" in content else moments_step
     if not given and done not in (None, step):

@@ -35,7 +35,7 @@ import torch
 from ddp_core.batches import some
 from ddp_core.errors import PreflightError, UsageError
 from ddp_core.order import seed_everything
-from ddp_core.snapshot import KINDS, memory
+from ddp_core.snapshot import DTYPE_NAMED, memory
 from ddp_core.workload import Workload, blaming
 
 HELD_OUT = 5  # every fifth row is held out, where data bring no split of their own
@@ -202,7 +202,7 @@ def original(path: str | Path) -> Path:
 NORESERVE = 0x4000  # Linux's; Python names it from 3.13 on
 NUMPY = {"|u1": torch.uint8, "|i1": torch.int8, "|b1": torch.bool, "<u2": torch.uint16, "<i2": torch.int16}
 NUMPY |= {"<i4": torch.int32, "<i8": torch.int64, "<f2": torch.float16, "<f4": torch.float32, "<f8": torch.float64}
-SAFETENSORS = KINDS | {"U16": torch.uint16}
+SAFETENSORS = DTYPE_NAMED | {"U16": torch.uint16}
 
 
 def digest(parts) -> str:

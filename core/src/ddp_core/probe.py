@@ -77,6 +77,9 @@ KEPT = (
 CONSTANT_PART = (
     "part {name!r} of loss() has no gradient, yet counts in the loss, which chooses best.safetensors: return it from metrics()"
 )
+RATE = (
+    "schedule() returned --lr {lr:g} itself at step 0: what it returns is a factor, and the learning rate is {lr:g} times that"
+)
 BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -345,9 +348,11 @@ def notes_on_schedule(workload: Workload, model: nn.Module, total_steps: int) ->
         for name, value in vars(workload).items():
             vars(tried)[name] = tree_map_only(torch.Tensor, lambda part: part.clone() if part.numel() <= LARGE else part, value)
         for _ in range(2):  # what is made at the first call alone is no change
-            factor_of(tried, 0, total_steps)
+            factor = factor_of(tried, 0, total_steps)
             kept.append(kept_by(tried, model))
-    return _notes_on_kept([f"self.{name}" for name in _changed(*kept)], "workload")
+    is_rate = workload.overrides("schedule") and factor == workload.config.lr != 1
+    notes = [RATE.format(lr=factor)] if is_rate else []
+    return notes + _notes_on_kept([f"self.{name}" for name in _changed(*kept)], "workload")
 
 
 def _total(workload: Workload, loss: Any) -> tuple[tuple[str, ...], torch.Tensor]:

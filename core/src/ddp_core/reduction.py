@@ -243,4 +243,4 @@ def _as_laid_out(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return part.as_strided(parameter.shape, torch.empty_like(parameter).stride(), part.storage_offset())
 
 
-KINDS = {"ddp": Ddp, "flat": Flat, "canonical": Canonical}
+REDUCTIONS = {"ddp": Ddp, "flat": Flat, "canonical": Canonical}

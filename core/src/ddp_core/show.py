@@ -133,10 +133,10 @@ def _distance(dtype: str, *sides: bytearray) -> str:
     """How many numbers differ, and by how much."""
     import torch
 
-    from ddp_core.snapshot import KINDS
+    from ddp_core.snapshot import DTYPE_NAMED
 
     count, worst, largest = 0, 0.0, 0.0
-    numbers = [torch.frombuffer(side, dtype=KINDS[dtype]) for side in sides]
+    numbers = [torch.frombuffer(side, dtype=DTYPE_NAMED[dtype]) for side in sides]
     for pair in zip(*(values.split(PART) for values in numbers), strict=True):
         bits = [values.view(torch.uint8).view(len(values), -1) for values in pair]
         count += int((bits[0] != bits[1]).any(1).sum())

@@ -57,7 +57,7 @@ IN_A_SET = dict(format="pt")  # metadata without which transformers refuses a fi
 PAGE, PART = 4096, 2**24  # bytes
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"}
 DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
-KINDS = {name: dtype for dtype, name in DTYPES.items()}
+DTYPE_NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def write(
@@ -310,7 +310,7 @@ def memory(tensor: torch.Tensor) -> ctypes.Array:
 
 
 def load(stored: Stored) -> torch.Tensor:
-    tensor = torch.empty(stored.shape, dtype=KINDS[stored.dtype])
+    tensor = torch.empty(stored.shape, dtype=DTYPE_NAMED[stored.dtype])
     stored.read_into(memory(tensor))
     return tensor
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from ddp_core.document import refuse_senseless
 from ddp_core.errors import SnapshotError, printable
-from ddp_core.snapshot import DTYPES, KINDS
+from ddp_core.snapshot import DTYPE_NAMED, DTYPES
 
 RATES = ("lr", "initial_lr")  # of an optimizer's group: the schedule sets them
 # torch.optim's names of a state, and ours in a snapshot; other optimizers' states keep torch's.
@@ -91,7 +91,7 @@ class State:
         pairs = sorted((key, name) for kind, key, name in missing if kind == "optim" and name in trained)
         found = [(key, name, tensors[f"optim.{key}.{name}"]) for key, name in pairs]
         made = [(key, name, DTYPES.get(tensor.dtype, tensor.dtype), tuple(tensor.shape)) for key, name, tensor in found]
-        return [each for each in made if each[2] in KINDS]
+        return [each for each in made if each[2] in DTYPE_NAMED]
 
     def make(self, states: list) -> None:
         """For a snapshot to be copied into."""
@@ -100,7 +100,7 @@ class State:
             parameter = parameters[name]
             alike = tuple(shape) == tuple(parameter.shape)  # then in parts, where it is
             like = parameter.detach() if alike else torch.empty(shape, device=parameter.device)
-            self.optimizer.state[parameter][of_torch.get(key, key)] = torch.zeros_like(like, dtype=KINDS[kind])
+            self.optimizer.state[parameter][of_torch.get(key, key)] = torch.zeros_like(like, dtype=DTYPE_NAMED[kind])
 
     def check(self, tensors: dict[str, torch.Tensor], document: dict, path: object) -> Progress:
         """The progress of a snapshot that fits the model and the laid-out optimizer. Raises SnapshotError."""
@@ -287,4 +287,4 @@ def differences(theirs: dict, ours: dict) -> list[str]:
 
 def layout(tensors: dict) -> dict[str, str]:
     """Of tensors, and of those that are still in a file."""
-    return {name: f"{KINDS.get(tensor.dtype, tensor.dtype)} {tuple(tensor.shape)}" for name, tensor in tensors.items()}
+    return {name: f"{DTYPE_NAMED.get(tensor.dtype, tensor.dtype)} {tuple(tensor.shape)}" for name, tensor in tensors.items()}

@@ -42,7 +42,7 @@ from ddp_core.process_group import Peers
 from ddp_core.profile import Profile
 from ddp_core.reconcile import Agreed, Reconciliation
 from ddp_core.record import Record
-from ddp_core.reduction import KINDS, Reduction
+from ddp_core.reduction import REDUCTIONS, Reduction
 from ddp_core.rehearsal import rehearse
 from ddp_core.replicas import refuse_diverged
 from ddp_core.run_directory import RunDirectory
@@ -73,7 +73,7 @@ class Trainer:
         # Its import costs a second: only for those who want it.
         needed = sharded or config.checkpoint_activations
         sharding: Any = importlib.import_module("ddp_core.sharding") if needed else None
-        self.kind = reduction or (sharding.Sharded if sharded else KINDS[config.reduction])
+        self.kind = reduction or (sharding.Sharded if sharded else REDUCTIONS[config.reduction])
         self.workload, self.config, self.peers, self.device = workload, config, peers, device
         self.directory: Any = directory
         self.saver: Any = directory and Saver(directory, record, config.grace)
@@ -90,8 +90,7 @@ class Trainer:
         self.held_out = None if held_out is None else Batches(held_out, workload, config, device, dtype, "held-out ")
         # Of (seed, epoch) alone: every rank makes the same order and takes every world_size-th row of it.
         self.order = Order(len(train), config.seed, config.global_batch_size, peers.rank, peers.world_size)
-        # Rows that do not fill a global batch wait for the next epoch, whose order is another.
-        self.steps_per_epoch = min(len(train) // config.global_batch_size, config.steps_per_epoch or len(train))
+        self.steps_per_epoch = config.steps_of(len(train))
         self.total_steps = config.epochs * self.steps_per_epoch
 
         build = partial(build_model_and_optimizer, self.train_rows, peers, self.autocast, sharding)
