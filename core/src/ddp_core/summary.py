@@ -34,7 +34,8 @@ def summarize(trainer, steps: int) -> tuple[dict, dict, dict]:
     took, estimated = {part: watch.seconds[part] for part in PARTS}, ""
     if steps and peers.world_size > 1 and (trainer.reduction.overlaps or trainer.device.type != "cpu"):
         # It happens during backward, where nobody sees it: what a sum of as many numbers takes by itself.
-        took["communication"], estimated = min(steps * trainer.reduction.seconds_of_a_sum(), training / 2), " (estimated)"
+        half = (training - sum(took.values()) + took["communication"]) / 2
+        took["communication"], estimated = min(steps * trainer.reduction.seconds_of_a_sum(), half), " (estimated)"
     own = torch.tensor([watch.seconds["own"]], dtype=torch.float64)
     total, most = peers.reduce(own, own)
     slowest, times = peers.which(bool(own == most))[0], (most * peers.world_size / total.clamp(min=1e-9)).item()
