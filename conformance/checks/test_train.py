@@ -58,6 +58,7 @@ def test_a_task_of_many_is_never_a_world_of_one(check, site, tmp_path):
         ways |= dict(
             srun_alone=STEP, job_script_without_srun=JOB | dict(SLURM_PROCID="0", SLURM_LOCALID="0"), shell_of_salloc=JOB
         )
+        ways |= {f"mpiexec_of_{name.split('_')[0]}": {name: "16"} for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")}
     if site.toml["scheduler"] == "pbs":
         ways |= dict(job_script_without_mpiexec=dict(PBS_JOBID="4242.server", PBS_NODEFILE=str(nodefile)))
     for way, session in product(ways, SESSIONS):

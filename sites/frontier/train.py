@@ -23,10 +23,11 @@ def rank(environ: Mapping[str, str]) -> Rank:
     if "TORCHELASTIC_RUN_ID" in environ:  # OLCF has measured 10 minutes in place of 10 seconds
         raise PreflightError("TORCHELASTIC_RUN_ID is set: torchrun puts all ranks on one core here: start this as job.sl does")
     if "SLURM_PROCID" not in environ:
-        # A shell of salloc: one process for a job of many tasks would look like success.
-        if (tasks := environ.get("SLURM_NTASKS") or "1") != "1":
-            start = "start job.sl, or one process with SLURM_NTASKS=1"
-            raise PreflightError(f"Slurm was asked for {tasks[:80]!r} tasks, but SLURM_PROCID is not set: {start}")
+        # A shell of salloc, or another MPI's mpiexec: one process for a job of many tasks would look like success.
+        for name in ("SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
+            if (tasks := environ.get(name) or "1") != "1":
+                start = f"start job.sl, or one process with env -u {name}"
+                raise PreflightError(f"{name}={tasks[:80]!r}, many tasks, but SLURM_PROCID is not set: {start}")
         return Rank.single()
     # Of the step, not of the job: a batch script that runs `python train.py` without srun has a PROCID, too.
     world_size = whole_number(environ, "SLURM_STEP_NUM_TASKS")

@@ -20,11 +20,11 @@ def rank(environ: Mapping[str, str]) -> Rank:
         return of_torchrun(environ)
     if "SLURM_PROCID" in environ:
         return of_srun(environ)
-    # A shell of salloc: one process for a job of many tasks would look like success.
-    tasks = environ.get("SLURM_NTASKS") or "1"
-    if tasks != "1":
-        start = "start job.sl, or one process with SLURM_NTASKS=1"
-        raise PreflightError(f"Slurm was asked for {tasks[:80]!r} tasks, but SLURM_PROCID is not set: {start}")
+    # A shell of salloc, or an MPI's own mpiexec (MPICH's, Open MPI's): worlds of one would look like success.
+    for name in ("SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        if (tasks := environ.get(name) or "1") != "1":
+            start = "start job.sl, or torchrun as the first lines of train.py have it; or one process with env -u"
+            raise PreflightError(f"{name}={tasks[:80]!r}, many tasks, but SLURM_PROCID is not set: {start} {name}")
     return Rank.single()
 
 

@@ -40,13 +40,12 @@ def rank(environ: Mapping[str, str]) -> Rank:
 
 
 def refuse_many(environ: Mapping[str, str]) -> None:
-    """Sixteen worlds of one would look like success: srun without rank.sh, or a batch script without srun."""
-    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
-    if tasks != "1":
-        start = "start this by srun and rank.sh"
-        if not environ.get("SLURM_STEP_NUM_TASKS"):
-            start += ", or one process with SLURM_NTASKS=1"
-        raise PreflightError(f"Slurm was asked for {tasks[:80]!r} tasks, but RANK is not set: {start}")
+    """Sixteen worlds of one would look like success: srun without rank.sh, a batch script without srun, or mpiexec."""
+    tasks = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+    name = next(filter(environ.get, tasks), tasks[-1])
+    if (many := environ.get(name) or "1") != "1":
+        start = f"start this by srun and rank.sh, or one process with env -u {name}"
+        raise PreflightError(f"{name}={many[:80]!r}, many tasks, but RANK is not set: {start}")
 
 
 if __name__ == "__main__":

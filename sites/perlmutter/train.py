@@ -19,14 +19,13 @@ def rank(environ: Mapping[str, str]) -> Rank:
     Raises PreflightError that names the variable and its value.
     """
     if not environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
-        # Of the step, or of a job without srun. Worlds of one would look like success: eight of them, or one for all GPUs.
-        tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
-        if tasks == "1":
+        # Of the step, of a job without srun, or mpiexec's. Worlds of one would look like success: eight, or one for all GPUs.
+        tasks = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+        name = next(filter(environ.get, tasks), tasks[-1])
+        if (many := environ.get(name) or "1") == "1":
             return Rank.single()
-        start = "start this by srun and export_DDP_vars.sh, as job.sl does"
-        if not environ.get("SLURM_STEP_NUM_TASKS"):
-            start += ", or one process with SLURM_NTASKS=1"
-        raise PreflightError(f"Slurm was asked for {tasks[:80]!r} tasks, but RANK is not set: {start}")
+        start = f"start this by srun and export_DDP_vars.sh, as job.sl does, or one process with env -u {name}"
+        raise PreflightError(f"{name}={many[:80]!r}, many tasks, but RANK is not set: {start}")
     job = {"job_id": "DDP_JOB_ID", "restart": "SLURM_RESTART_COUNT"}
     if "TORCHELASTIC_RUN_ID" in environ:
         # torchrun starts all ranks again when one fails: another start, another id.
