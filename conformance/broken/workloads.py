@@ -9,6 +9,27 @@ from torch import nn
 
 """
 
+HIDES = """
+class Rows:
+    def __init__(self, rows):
+        self.images, self.labels = rows.columns
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, row):
+        return self.images[row], self.labels[row]
+
+
+class HidesPixels(Digits):
+    def data(self, config):
+        return [Rows(rows) for rows in super().data(config)]
+
+    def collate(self, rows):
+        images, labels = super().collate(rows)
+        return images * (torch.rand(images.shape) < 0.7), labels
+"""
+
 WORKLOADS = {
     # ---- sound
     # Not under the seed: every rank has other numbers, and rank 0's count.
@@ -1593,6 +1614,13 @@ class Unbuildable(Digits):
     def model(self, config):
         torch.zeros(3).sum().item()
         return nowhere_defined
+""",
+    # What collate() hides is drawn anew for each batch.
+    "hides_pixels": HIDES,
+    "mean_of_hidden": HIDES
+    + """
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) / len(outputs)
 """,
     "mean": """
 class Mean(Digits):

@@ -582,6 +582,13 @@ PARTS = {
         "def loss(self, outputs, batch):\n    return F.mse_loss(outputs, batch[1])",
         r"loss\(\) returns a mean over rows .* and should return their sum",
     ),
+    "loss: a mean, of what collate draws": (
+        "def collate(self, rows):\n    inputs, targets = super().collate(rows)\n"
+        "    return inputs * (torch.rand(inputs.shape) < 0.7), targets\n"
+        "def data(self, config):\n    return [[*zip(*columns)] for columns in super().data(config)]\n"
+        "def loss(self, outputs, batch):\n    return F.mse_loss(outputs, batch[1])",
+        r"loss\(\) returns a mean over rows",
+    ),
     "loss: means in a dictionary": (
         "def loss(self, outputs, batch):\n    return dict(one=F.mse_loss(outputs, batch[1]), two=F.l1_loss(outputs, batch[1]))",
         r"loss\(\) returns a mean over rows",

@@ -550,6 +550,7 @@ def test_a_metric_that_is_no_sum_is_said(check, train_own):
 
 
 NOTED = dict(adds_a_count=["part 'right' of loss() has no gradient, yet counts in the loss"], changes_its_batch=[])
+NOTED |= dict(hides_pixels=["collate() draws random numbers"])
 NOTED |= dict(adds_to_its_batch=[], returns_its_rate=["schedule() returned --lr 0.1 itself at step 0: what"])
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from ddp_core.errors import Failure, PeerLostError, PreflightError, first_line
-from ddp_core.order import AUGMENTATION, seed_others, stream, word
+from ddp_core.order import AUGMENTATION, drawn_so_far, seed_others, stream, word
 from ddp_core.stop import StopFlag
 from ddp_core.workload import ROW, Workload, blame, row_of, with_fields
 
@@ -37,7 +37,7 @@ class Batches:
         """kind: "held-out " of such rows, for messages."""
         self.kind = kind
         self.workload, self.config, self.device, self.dtype = workload, config, device, dtype
-        self.rows, self.resident = rows, False
+        self.rows, self.resident, self.collate_draws = rows, False, False
         self.streaming: Generator[Any] | None = None
         if config.workers:
             util.Finalize(None, _kill_children, exitpriority=100)
@@ -69,20 +69,25 @@ class Batches:
         if self.streaming is not None:
             self.streaming.close()
 
-    def few(self, rows: list[int], groups: list[list[int]]) -> list[Any]:
-        """Reads these rows once, one behind the other, and makes a batch of each group: places in `rows`."""
+    def few(self, rows: list[int], groups: list[list[int]], draws: int = 1) -> list[Any]:
+        """Reads these rows once, one behind the other, and makes a batch of each group: places in `rows`.
+
+        draws: how often, each time with other numbers for what collate() draws.
+        """
         if not getattr(self.rows, "batched", False):
             seeds = SeededRows(self.rows, self.config)
 
-            def made(read: list) -> list:
-                batches = []
-                for group in groups:
-                    seeds.seed_generators(0, rows[group[-1]])  # what collate draws follows its last row, as in training
-                    numbers = [rows[place] for place in group]
+            def made(read: list) -> tuple[list, bool]:
+                batches, drawn = [], False
+                for draw, group in itertools.product(range(draws), groups):
+                    seeds.seed_generators(draw, rows[group[-1]])  # what collate draws follows its last row, as in training
+                    numbers, before = [rows[place] for place in group], drawn_so_far()
                     batches.append(collated(self.workload.collate, [read[place] for place in group], numbers))
-                return batches
+                    drawn = drawn or drawn_so_far() != before
+                return batches, drawn
 
-            return [self._moved(batch) for batch in some(self.rows, self.config, [(0, row) for row in rows], made)]
+            batches, self.collate_draws = some(self.rows, self.config, [(0, row) for row in rows], made)
+            return [self._moved(batch) for batch in batches]
         numbers = torch.tensor(rows, device=self.index_device)
         return [self._moved(self.rows[numbers[group]]) for group in groups]
 

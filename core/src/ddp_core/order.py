@@ -158,6 +158,11 @@ def drawing_alike(device: torch.device, rank: int, *labels: int) -> Iterator[Non
     seed_generators(device, *labels, rank + 1, others=True)
 
 
+def drawn_so_far() -> tuple:
+    """How far all generators are, torch's on the CPU among them."""
+    return torch.get_rng_state().tolist(), *drawn_by_others()
+
+
 def drawn_by_others() -> tuple:
     """How far Python's and NumPy's generators are: another value, once anything was drawn from them."""
     numpy = sys.modules.get("numpy")

@@ -46,6 +46,10 @@ DRAWN = (
     "Python's or NumPy's generator is drawn from in the model or loss, and seeded at each step: what depends on it depends on "
     "the world size; not so with --reduction canonical"
 )
+DRAWN_FOR_A_BATCH = (
+    "collate() draws random numbers, which follow the last row of a batch: losses depend on the world size; not so of what "
+    "__getitem__ draws, nor with --reduction canonical"
+)
 NOT_REPEATED = (
     "the same rows and seeds gave another loss the second time: the model or loss draws from a generator of its own "
     "(torch.Generator, numpy.random.default_rng), keeps something from call to call, or uses kernels that do not repeat "
@@ -132,6 +136,7 @@ class _Trial:
         self.count = min(2, len(batches))
         self.rows: Any = None
         self.alone: list[Any] = []
+        self.tried: list[list[Any]] = []  # both, with other numbers each time, where collate() draws some
         self.notes: list[str] = []
         self.moved: list[str] = []  # what metrics() changes in the workload
 
@@ -152,13 +157,22 @@ class _Trial:
         groups = [places, *([place] for place in places)]
         if getattr(self.batches.rows, "batched", False) or self.config.row_seeds == "off":
             self.rows, *self.alone = self.batches.few(places, groups)
+            self.draw(places, groups)
             return
         self.rows, *self.alone, again = self.batches.few([*places, 0], [*groups, [self.count]])
+        self.draw(places, groups)
         numbers: list[list[torch.Tensor]] = [[], []]
         for values, batch in zip(numbers, (self.alone[0], again), strict=True):
             converted(batch, lambda tensor, values=values: values.append(_comparable(tensor)), self.batches.device)
         if not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*numbers, strict=False)):
             self.notes.append(ROWS_NOT_REPEATED.format(row="row 0"))
+
+    def draw(self, places: list[int], groups: list[list[int]]) -> None:
+        """Where collate() draws: a mean is told from a sum by many draws, and what is drawn makes none of either."""
+        if self.agreed(self.batches.collate_draws):
+            self.notes += [] if self.config.shards else [DRAWN_FOR_A_BATCH]
+            batches = self.batches.few(places, groups, DRAWS)
+            self.tried = [batches[at : at + len(groups)] for at in range(0, len(batches), len(groups))]
 
     def many(self) -> list[int]:
         """Rows, but no more than a rank trains on at once: it may have no memory for them."""
@@ -235,11 +249,12 @@ class _Trial:
             if taken := metrics.keys() & {"loss", *(f"loss_{part}" for part in names)}:
                 raise workload.unusable(f"metrics() has {', '.join(sorted(taken))}, the name of a loss: give it another")
             if self.count == 2:
-                draws = range(1 if self.agreed(bool(whole == self.total(self.rows, 1))) else DRAWS)
-                losses = [[self.total(batch, draw).double() for batch in (self.rows, *self.alone)] for draw in draws]
+                draws = 1 if not self.tried and self.agreed(bool(whole == self.total(self.rows, 1))) else DRAWS
+                tried = self.tried or [[self.rows, *self.alone]] * draws
+                losses = [[self.total(batch, draw).double() for batch in batches] for draw, batches in enumerate(tried)]
                 notes = _compared(workload, torch.tensor(losses), self.config.precision)
                 self.notes += notes
-                if self.agreed(len(draws) == 1):  # else noise would tell them apart
+                if self.agreed(draws == 1):  # else noise would tell them apart
                     self._try_metrics(metrics, not notes)
         self.model.train()
         loss = self.outcome(self.rows, 0)[1]
