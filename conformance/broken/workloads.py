@@ -1615,6 +1615,13 @@ class Unbuildable(Digits):
         torch.zeros(3).sum().item()
         return nowhere_defined
 """,
+    "compiles": """
+class Compiles(Digits):
+    def model(self, config):
+        net = super().model(config)
+        net[0] = torch.compile(net[0])
+        return net
+""",
     # What collate() hides is drawn anew for each batch.
     "hides_pixels": HIDES,
     "mean_of_hidden": HIDES

@@ -526,6 +526,10 @@ PARTS = {
         "def model(self, config):\n    return nn.parallel.DistributedDataParallel(super().model(config))",
         r"model\(\) returned a DistributedDataParallel, and should return the module without it",
     ),
+    "model: a part of it compiled": (
+        WITH.format("net[0] = torch.compile(net[0])"),
+        r"model\(\) returned what torch.compile\(\) has wrapped, .*: pass --compile",
+    ),
     "model: a part of it in DataParallel": (
         WITH.format("net[0] = nn.DataParallel(net[0])"),
         r"model\(\) returned a DataParallel, and should return the module without it",

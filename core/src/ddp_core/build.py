@@ -122,6 +122,11 @@ def refuse_other_modules(model: object, workload: Workload) -> None:
             f"model() returned a {', '.join(around)}, and should return the module without it: --reduction and --sharding put "
             "it there"
         )
+    if "OptimizedModule" in kinds:
+        raise workload.unusable(
+            "model() returned what torch.compile() has wrapped, whose parameters have other names in a snapshot: pass --compile, "
+            "or compile the part in place (part.compile())"
+        )
     if lazy := [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]:
         raise workload.unusable(
             f"{', '.join(lazy[:4])} has no shape yet (a lazy module): call the model on a row in model(), before you return it"
