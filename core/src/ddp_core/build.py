@@ -124,8 +124,8 @@ def refuse_other_modules(model: object, workload: Workload) -> None:
         )
     if "OptimizedModule" in kinds:
         raise workload.unusable(
-            "model() returned what torch.compile() has wrapped, whose parameters have other names in a snapshot: pass --compile, "
-            "or compile the part in place (part.compile())"
+            "model() returned what torch.compile() has wrapped, whose parameters have other names in a snapshot: pass "
+            "--compile, or compile the part in place (part.compile())"
         )
     if lazy := [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]:
         raise workload.unusable(
