@@ -1615,6 +1615,39 @@ class Unbuildable(Digits):
         torch.zeros(3).sum().item()
         return nowhere_defined
 """,
+    # Annealed over 100 calls: fewer than it is tried. What is counted is no part of the workload.
+    "counts_in_a_global": """
+calls = []
+
+
+class CountsInAGlobal(Digits):
+    def loss(self, outputs, batch):
+        calls.append(1)
+        return super().loss(outputs, batch) * min(1, 0.1 + len(calls) / 100)
+""",
+    "standardizes_by_itself": """
+class StandardizesByItself(Digits):
+    def data(self, config):
+        return super().data(config)[0], None
+
+    def forward(self, model, batch):
+        return model((batch[0] - batch[0].mean(0)) / (batch[0].std(0) + 0.1))
+
+    def metrics(self, outputs, batch):
+        return {}
+""",
+    "holds_out_nothing_else": """
+class HoldsOutNothingElse(Digits):
+    def data(self, config):
+        columns = super().data(config)[0].columns
+        return columns, columns
+""",
+    "rows_of_a_model": """
+class RowsOfAModel(Digits):
+    def data(self, config):
+        (images, labels), held_out = [rows.columns for rows in super().data(config)]
+        return (nn.Linear(64, 64, dtype=images.dtype)(images), labels), held_out
+""",
     "compiles": """
 class Compiles(Digits):
     def model(self, config):

@@ -593,6 +593,11 @@ PARTS = {
         "def loss(self, outputs, batch):\n    return F.mse_loss(outputs, batch[1])",
         r"loss\(\) returns a mean over rows",
     ),
+    "data: of another model": (
+        "def data(self, config):\n    (x, y), held_out = super().data(config)\n"
+        "    return (nn.Linear(6, 6).to(x)(x), y), held_out",
+        "rows require a gradient",
+    ),
     "loss: means in a dictionary": (
         "def loss(self, outputs, batch):\n    return dict(one=F.mse_loss(outputs, batch[1]), two=F.l1_loss(outputs, batch[1]))",
         r"loss\(\) returns a mean over rows",

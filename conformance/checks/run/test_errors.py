@@ -69,6 +69,7 @@ MISTAKES |= dict(takes_no_config="optimizer(), line 9, of --workload takes_no_co
 MISTAKES |= dict(has_unequal_columns="columns of unequal length (0: 1438, 1: 1437)")
 # And what no loop can train, or no snapshot can hold: in ranks as in a world of one.
 REFUSED = dict(needs_a_closure="should return an optimizer of torch.optim that needs no closure")
+REFUSED |= dict(rows_of_a_model="rows require a gradient (another model has made them, say)")
 REFUSED |= dict(compiles="model() returned what torch.compile() has wrapped")
 REFUSED |= dict(schedules_by_torch="optimizer() made one of torch's lr_scheduler", lazy="3.weight, 3.bias has no shape yet")
 REFUSED |= dict(keeps_an_extra_state="Net has get_extra_state()", expanded="ones is an expanded view", sparse="links is sparse")

@@ -112,7 +112,7 @@ def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int 
     elif not config.momentum:
         del parts["optim.momentum"]
     tensors = {f"{part}.{name}": values for part, named in parts.items() for name, values in named.items()}
-    fingerprint, _ = data.fingerprint(*rows, workload, config)
+    fingerprint, *_ = data.fingerprint(*rows, workload, config)
     facts = dict(problem=config.problem(), data=fingerprint, steps_per_epoch=steps, world_size=world_size, versions=versions())
     progress = state.Progress(step=step, history=[[epoch] for epoch in range(epochs_run)])
     directory = RunDirectory(config.run_dir, "convert", fresh=config.fresh, most=config.max_shard_size)

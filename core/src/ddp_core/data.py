@@ -284,17 +284,21 @@ def _known(rows: Any) -> Any:
     return rows
 
 
-def fingerprint(train: Any, held_out: Any, workload: Workload, config) -> tuple[str, list[str]]:
+def fingerprint(train: Any, held_out: Any, workload: Workload, config) -> tuple[str, list[str], bool]:
     """Of both: what they say of themselves, else of their bytes, else of some of their rows.
 
-    And those of these rows that were others when they were read again, as "row 7" or "held-out row 7".
+    And those of these rows that were others when they were read again, as "row 7" or "held-out row 7"; and whether both are
+    the same rows.
     """
     with blaming(workload, "the data"):
         read = [
             (what, *_fingerprint(rows, config)) for what, rows in (("", train), ("held-out ", held_out)) if rows is not None
         ]
     others = [f"{what}row {row}" for what, _, changed in read for row in changed]
-    return "+".join(dict.fromkeys(part for _, part, _ in read)), others
+    parts = [part for _, part, _ in read]
+    by_content = not (train.given if isinstance(train, Rows) else hasattr(train, "fingerprint"))
+    same = held_out is not None and by_content and len(train) == len(held_out) and parts[0] == parts[1]
+    return "+".join(dict.fromkeys(parts)), others, same
 
 
 def _fingerprint(rows: Any, config) -> tuple[str, list[int]]:

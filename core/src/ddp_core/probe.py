@@ -4,6 +4,7 @@ Nothing of this changes what is trained: buffers, gradients and random numbers a
 """
 
 import copy
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -63,14 +64,16 @@ ROWS_NOT_REPEATED = (
 NOT_RESUMED = "; such a run cannot be resumed where that generator is not seeded: its fingerprint would be another"
 NO_SUM = (
     "the loss of two rows together is not the sum of theirs alone: a mean (over pairs, in contrastive losses) is to be "
-    "multiplied with the rows, or its gradients are too small by that factor; rows that depend on each other make losses "
-    "depend on the world size, since each rank has a part of the global batch"
+    "multiplied with the rows, or its gradients are too small by that factor; [n, 1] and [n] numbers are compared in all pairs "
+    "(broadcast); rows that depend on each other make losses depend on the world size, since each rank has a part of the "
+    "global batch"
 )
 NO_SUM_OF_METRIC = (
     "metric {name!r} of {rows} rows together is {together:.6g}, and {apart:.6g} is the sum of theirs: its record, the sum over "
     "all batches divided by the rows, depends on the batches; return what adds up, as a number or as (sum, count): squared "
     "errors and not their root, hits and not F1"
 )
+SAME_ROWS = "held-out rows are the training rows: what is learned by heart counts as success, and chooses best.safetensors"
 UNCALLED = (
     "the class has {names}, which neither the core nor the file calls: what the core calls is named in sites/README.md, step 6"
 )
@@ -111,6 +114,7 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> See
     trial = _Trial(model, batches, autocast, agreed)
     try:
         trial.read()
+        trial.refuse_gradients_of_rows()
         losses, metrics = trial.look()
         others, random = trial.look_for_random_numbers()
     except (Exception, SystemExit) as error:
@@ -137,6 +141,7 @@ class _Trial:
         self.rows: Any = None
         self.alone: list[Any] = []
         self.tried: list[list[Any]] = []  # both, with other numbers each time, where collate() draws some
+        self.repeats = True
         self.notes: list[str] = []
         self.moved: list[str] = []  # what metrics() changes in the workload
 
@@ -166,6 +171,15 @@ class _Trial:
             converted(batch, lambda tensor, values=values: values.append(_comparable(tensor)), self.batches.device)
         if not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*numbers, strict=False)):
             self.notes.append(ROWS_NOT_REPEATED.format(row="row 0"))
+
+    def refuse_gradients_of_rows(self) -> None:
+        tensors: list[torch.Tensor] = []
+        converted(self.rows, tensors.append, self.batches.device)
+        if any(tensor.requires_grad for tensor in tensors):
+            raise self.workload.unusable(
+                "rows require a gradient (another model has made them, say): compute them under torch.no_grad(), or .detach() "
+                "them"
+            )
 
     def draw(self, places: list[int], groups: list[list[int]]) -> None:
         """Where collate() draws: a mean is told from a sum by many draws, and what is drawn makes none of either."""
@@ -249,6 +263,7 @@ class _Trial:
             if taken := metrics.keys() & {"loss", *(f"loss_{part}" for part in names)}:
                 raise workload.unusable(f"metrics() has {', '.join(sorted(taken))}, the name of a loss: give it another")
             if self.count == 2:
+                self.repeats = bool(whole == self.total(self.rows, 0))  # at once: after many trials a counter is at its end
                 draws = 1 if not self.tried and self.agreed(bool(whole == self.total(self.rows, 1))) else DRAWS
                 tried = self.tried or [[self.rows, *self.alone]] * draws
                 losses = [[self.total(batch, draw).double() for batch in batches] for draw, batches in enumerate(tried)]
@@ -283,6 +298,8 @@ class _Trial:
         moved = [*_changed(kept, kept_by(self.workload, self.model)), *self.moved]
         self.notes += _notes_on_kept([f"self.{name}" for name in dict.fromkeys(moved)], "workload")
         self.notes += _notes_on_kept(_changed(plain, kept_in(self.model)), "model")
+        if self.agreed(not self.repeats and not drawn):
+            return False, [NOT_REPEATED]
         if self.agreed(first == second and not drawn):
             return False, [RANDOM] if first != loss(1) and not self.config.shards else []
         if self.agreed(loss(0, others=True) == loss(0, others=True)):
@@ -300,11 +317,13 @@ def notes_on_uncalled(workload: Workload) -> list[str]:
     return [UNCALLED.format(names=", ".join(names[:6]))] if names else []
 
 
-def notes_on_rows(others: list[str], notes: list[str]) -> list[str]:
-    """The probe's notes; others: the rows that were others when they were read again for a fingerprint."""
+def notes_on_rows(others: list[str], same: bool, notes: list[str]) -> list[str]:
+    """The probe's notes; others: the rows that were others when they were read again for a fingerprint. same: whether those
+    held out are those of the training.
+    """
     known = [ROWS_NOT_REPEATED.format(row="row 0")] if others else []
     of_rows = [ROWS_NOT_REPEATED.format(row=row) + NOT_RESUMED for row in others[:1]]
-    return of_rows + [note for note in notes if note not in known]
+    return of_rows + ([SAME_ROWS] if same else []) + [note for note in notes if note not in known]
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
@@ -399,7 +418,8 @@ def _compared(workload: Workload, losses: torch.Tensor, precision: str) -> list[
     # A tenth: bf16 rounds a hundredth away.
     near = 0.1 if precision in ("bf16", "fp16") else 1e-3
     drawn = 10 * noise if len(losses) > 1 else 0.0
-    return [NO_SUM] if abs(together - both) > max(drawn, near * max(abs(first), abs(second))) else []
+    close = abs(together - both) <= max(drawn, near * max(abs(first), abs(second)))
+    return [] if close or not math.isfinite(together) else [NO_SUM]  # of a row alone it may be NaN: by a batch's deviation, say
 
 
 def refuse_unlike_sums(workload: Workload, metrics: Mapping) -> None:
