@@ -57,6 +57,7 @@ CONFORMANCE = sorted((ROOT / "conformance").rglob("*.py"))
 SITES = {path.name for path in (ROOT / "sites").iterdir() if path.is_dir()}
 # A copy that is one's own may be named as it likes, "mine" or "cluster", which are words of ours.
 ADOPTED = {name for name in SITES if (ROOT / "conformance/reports" / name).is_dir()} or SITES
+WORD = r"[A-Za-z]{2,}|[^\W\d_A-Za-z]{2}"  # or two letters of a script that may have no spaces
 SCHEDULER_VARIABLE = re.compile(r"\b(SLURM|PBS|PALS|PMI|PMIX|OMPI|LSB|JSM|FLUX)_\w*")
 
 
@@ -450,7 +451,7 @@ def test_everything_is_explained(check, site):
     def unexplained(line: Line, comments: list[str]) -> str:
         text = "\n".join(comments)
         addresses = ADDRESS.findall(text)
-        words = re.findall(r"[A-Za-z]{2,}", re.sub(r"\bunverified\b|--\w+|EDIT:", " ", ADDRESS.sub(" ", text)))
+        words = re.findall(WORD, re.sub(r"\bunverified\b|--\w+|EDIT:", " ", ADDRESS.sub(" ", text)))
         if not comments or len(words) < 2:
             return "have its reason directly above, of two words or more"
         if unknown := [address for address in addresses if place(address) not in known]:
@@ -763,7 +764,7 @@ def test_what_is_switched_off_has_a_reason(check, site):
     scripts = list(map(Script, site.scripts))
     suppressions = [(script, line, reason) for script in scripts for line, reason in script.suppressions]
     for script, line, reason in suppressions:
-        if len(re.findall(r"[A-Za-z]{2,}", reason)) < 3 and not re.search(r"set \+u\b", line.text):
+        if len(re.findall(WORD, reason)) < 3 and not re.search(r"set \+u\b", line.text):
             yield at(script, line, "have its reason beside it or above it")
         if "disable=all" in line.text:
             yield at(script, line, "name what it disables")
@@ -845,7 +846,7 @@ def test_a_rank_that_dies_alone_ends_the_job(check, site):
     """However it is written: what srun is told, the dry run shows."""
     exported = any(re.search(r"(?m)^[^#\n]*\bSLURM_KILL_BAD_EXIT=1\b", path.read_text()) for path in site.scripts)
     for script in map(Script, site.scripts):
-        kills = exported or re.search(r"(?m)^[^#\n]*[\s(](--kill-on-bad-exit(=1)?|-K1?)(?![\w=])", script.text)
+        kills = exported or re.search(r"(?m)^[^#\n]*[\s(][\"']?(--kill-on-bad-exit(=1)?|-K1?)(?![\w=])", script.text)
         for line in script.lines if script.path.name != "install.sh" else ():  # which starts no ranks
             if re.match(r"[^#]*\bsrun \"\$\{\w+\[@\]\}\"", line.text) and not kills:
                 yield at(script, line, "have --kill-on-bad-exit=1 among its flags")

@@ -521,6 +521,24 @@ def pip(name: str, words: list[str]) -> int:
     return 0
 
 
+def uv(name: str, words: list[str]) -> int:
+    """As Python's own venv and pip, whose calls are then seen, but without pip's variables, and with a cache of its own."""
+    own = os.environ.get
+    flags = ("--python", "-p", "--prompt", "--seed")
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
+    environ |= dict(PIP_NO_CACHE_DIR="1", PYTHONNOUSERSITE="1")
+    if words[:1] == ["venv"]:
+        named = [word for before, word in pairs(words) if word and not word.startswith("-") and before not in flags]
+        return runs("python3", "-m", "venv", (named or [".venv"])[-1], environment=environ)
+    if words[:1] == ["pip"]:
+        if not {"--no-cache", "-n"} & {*words} and own("UV_NO_CACHE", "0") in ("0", "false", ""):
+            leave(own("UV_CACHE_DIR") or f"{own('XDG_CACHE_HOME') or os.environ['HOME'] + '/.cache'}/uv")
+        python = value_of(words, "--python", "-p") or f"{own('VIRTUAL_ENV', '.venv')}/bin/python"
+        rest = [word for before, word in pairs(["", *words[1:]]) if word and before not in flags[:2] and word not in flags[:2]]
+        return runs(python, "-m", "pip", *rest, environment=environ)
+    return 0
+
+
 def sources(words: list[str]) -> None:
     """What pip downloads of a package that CMake builds, as little as can be."""
     with open(value_of(words, "--requirement", "-r")) as file:
@@ -838,7 +856,7 @@ ANSWERS |= dict(torchrun=torchrun, pbsnodes=pbsnodes, mksquashfs=mksquashfs, sbc
 ANSWERS |= dict.fromkeys(("srun", "mpiexec", "mpirun", "aprun"), launch)
 ANSWERS |= dict.fromkeys(("python", "python3", "python3.11", "python3.12"), python)
 ANSWERS |= dict.fromkeys(("singularity", "apptainer", "shifter", "podman-hpc", "enroot"), container)
-ANSWERS |= dict(pip=pip, pip3=pip, conda=conda, mamba=conda, micromamba=conda, scontrol=scontrol, squeue=squeue)
+ANSWERS |= dict(pip=pip, pip3=pip, uv=uv, conda=conda, mamba=conda, micromamba=conda, scontrol=scontrol, squeue=squeue)
 ANSWERS |= dict(sbatch=sbatch, qsub=qsub, qstat=qstat, shifterimg=shifterimg, hostname=hostname, getent=getent, ip=ip)
 ANSWERS |= dict(numactl=wrapper, sleep=sleep, rm=rm, mktemp=mktemp, curl=download, wget=download)
 ANSWERS |= dict(uuidgen=uuidgen, qsig=qsig, scancel=scancel)

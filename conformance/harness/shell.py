@@ -10,7 +10,10 @@ DIRECTIVE = re.compile(r"#(SBATCH|PBS)\s+(-\S.*)$")
 NEARLY = re.compile(r"\s*#\s*(SBATCH|PBS)\s*-|#(sbatch|pbs)\s+-")  # ##SBATCH is one that its user has switched off
 EXPORT = re.compile(r"\s*(?:export|declare -x)\s+(\w+)")
 ARRAY = re.compile(r"\s*\w+\+?=\($")
-FLAG = re.compile(r"\s+(--?[A-Za-z][\w-]*)")
+FLAG = re.compile(r"\s+[\"']?(--?[A-Za-z][\w-]*)")
+# Its text goes to the terminal or the log, and nowhere else.
+MESSAGE = re.compile(r"\s*cat\s+(>&2\s*)?<<-?\s*(['\"]?)(\w+)\2\s*(>&2\s*)?")
+QUOTED = re.compile(r"(['\"])(.*)\1")
 ADDRESS = re.compile(r"https?://[^\s)>\"'`,;]+")
 # Where a comment's reason comes from, besides addresses.
 SOURCE = re.compile(r"[\w.-]{2,} (--help|-help|-h)(?![\w-])|\bman (\d )?[A-Za-z]\w+|\bunverified\b")
@@ -104,8 +107,13 @@ class Script:
     def lines(self) -> list[Line]:
         lines: list[Line] = []
         paragraph: list[str] = []
-        above = ""
-        for number, text in enumerate(self.text.split("\n"), 1):
+        above = end = ""
+        for number, written in enumerate(self.text.split("\n"), 1):
+            text = "" if end else written  # of a message, whose lines are no commands
+            if end:
+                end = end if written.strip() != end else ""
+            elif match := MESSAGE.fullmatch(written):
+                end = match[3]
             line = Line(number, text, [*paragraph], above)
             if not text.strip():
                 paragraph = []
@@ -137,7 +145,8 @@ class Script:
         flags, inside = [], False
         for line in self.lines:
             if inside and FLAG.match(line.text):
-                flags.append((line, line.text.strip()))
+                text = line.text.strip()
+                flags.append((line, quoted[2] if (quoted := QUOTED.fullmatch(text)) else text))
             inside = bool(ARRAY.match(line.text)) or (inside and line.text.strip() != ")")
         return flags
 
