@@ -770,6 +770,11 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
     node = site.toml["node"]
     threads = node.get("threads_per_core", 1)
     reserved = {core + thread * node["cores"] for thread in range(threads) for core in numbers(node.get("reserved", ""))}
+    for name, run in in_all_ways(site, dry):
+        for call in run.launches:
+            for cores in bound(call, 0):
+                if of_system := [core for core in cores if core in reserved]:
+                    yield f"{name}: a task on cores {of_system} ({call.text[:100]}), which are the system's"
     for script, chosen, run in as_chosen(site, dry):
         each = int(run.trained[0].environ["DRY_RUN_PER_NODE"]) if run.trained else site.job(script)["ranks_per_node"]
         if run.code:
@@ -784,7 +789,7 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
             words = " ".join(word for word in call.words if "bind" in word or "cpus" in word)
             taken: list[int] = []
             for local, cores in enumerate(sets or in_blocks(call, script, site, each)):
-                wrong = [core for core in cores if core in reserved or core in taken or core >= node["cores"] * threads]
+                wrong = [core for core in cores if core in taken or core >= node["cores"] * threads]
                 if wrong and sets:
                     yield f"{script.name}: local rank {local} on cores {wrong} ({words[:80]}), but should have its own"
                 taken += cores
@@ -865,7 +870,7 @@ def masked(site, run: DryRun, each: int) -> Iterator[str]:
 
 
 def bound(call: Call, each: int) -> list[list[int]]:
-    """The cores of each rank of a node, where flags of the launcher list them."""
+    """The cores of each rank of a node, where flags of the launcher list them. each: 0 for all that are listed."""
     binding = next(iter(values_of(call.words, "--cpu-bind")), "").removeprefix("verbose,").removeprefix("v,")
     kind, _, listed = binding.partition(":")
     if kind == "mask_cpu":
@@ -873,7 +878,7 @@ def bound(call: Call, each: int) -> list[list[int]]:
     if kind == "map_cpu":
         return [[int(core)] for core in listed.split(",")]
     if kind == "list":
-        return [numbers(part) for part in listed.split(":")][:each]
+        return [numbers(part) for part in listed.split(":")][: each or None]
     return []
 
 
