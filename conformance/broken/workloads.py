@@ -1636,6 +1636,34 @@ class StandardizesByItself(Digits):
     def metrics(self, outputs, batch):
         return {}
 """,
+    # Whose copies of parts stand still.
+    "averages_its_weights": """
+from torch.optim.swa_utils import AveragedModel
+
+
+class AveragesItsWeights(Digits):
+    def model(self, config):
+        class Net(nn.Module):
+            def __init__(self, own):
+                super().__init__()
+                self.own, self.average = own, AveragedModel(own).requires_grad_(False)
+
+            def forward(self, images):
+                if self.training:
+                    self.average.update_parameters(self.own)
+                return self.own(images)
+
+        return Net(nn.Linear(64, 10))
+""",
+    "counts_seconds": """
+class CountsSeconds(Digits):
+    def data(self, config):
+        (images, labels), held_out = [rows.columns for rows in super().data(config)]
+        return (images.double() + 1.7e9, labels), held_out
+
+    def forward(self, model, batch):
+        return model(batch[0] - 1.7e9)
+""",
     "holds_out_nothing_else": """
 class HoldsOutNothingElse(Digits):
     def data(self, config):

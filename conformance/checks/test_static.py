@@ -271,6 +271,19 @@ def test_the_readme_has_the_cores_of_site_toml(check, site):
 
 
 @clause("F10")
+def test_what_the_readme_counts_goes_over_the_cores_in_their_order(check, site):
+    """A chiplet, a NUMA node: in the table with the row of cores, numbers that rise with these."""
+    for table in re.findall(r"(?:^ *\|.*\n)+", (site.folder / "README.md").read_text(), re.MULTILINE):
+        rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()]
+        cores = next((row[1:] for row in rows if row[0] == "cores"), [])
+        for name, *counted in rows[1:]:
+            if cores and len(counted) == len(cores) and all(map(str.isdecimal, counted)):
+                along = sorted(zip(cores, map(int, counted), strict=True), key=lambda pair: numbers(pair[0])[:1])
+                wrong = [f"{second[1]} on {second[0]}" for first, second in itertools.pairwise(along) if second[1] < first[1]]
+                check.equal(**{f"{name}_in_README_md_not_in_the_order_of_cores": (wrong, [])})
+
+
+@clause("F10")
 def test_the_readme_has_the_rank_of_each_device(check, site):
     """In a table with a row `| rank on the node | 6 | 7 | ...`: ranks go over a node's cores in their order."""
     near = site.toml["node"].get("cores_near_device", [])

@@ -67,6 +67,19 @@ def test_a_task_of_many_is_never_a_world_of_one(check, site, tmp_path):
         check.equal(**{f"world_size_of_16_tasks_{way}{session}": (1 if alone else identity.get("world_size", 16), 16)})
 
 
+@clause("R8")
+def test_another_step_of_a_job_is_another_run_of_its_ranks(check, site, tmp_path):
+    """Where train.py makes the name under which ranks meet of Slurm's numbers."""
+    for launch in [launch for launch in site.launches if not launch.mpi]:
+        environ = launch.environ(1, 16, 2, 29500, "1") | STEP
+        name, of_job, of_step = (
+            who(site, environ | other, tmp_path).get("job_id")
+            for other in ({}, dict(SLURM_JOB_ID="4243"), dict(SLURM_STEP_ID="1"))
+        )
+        if of_job != name:
+            check.equal(**{f"one_name_for_two_steps_under_{launch.launcher}": (of_step == name, False)})
+
+
 @clause("R11")
 @pytest.mark.parametrize("store", [True, False])
 def test_the_store_of_torchrun_is_used(check, site, store, tmp_path):

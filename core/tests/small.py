@@ -109,6 +109,19 @@ class CountsInSchedule(Small):
         return 1.0 if step < total_steps else 0.0
 
 
+class Times(Small):
+    """Seconds since 1970."""
+
+    defaults = Small.defaults | dict(precision="fp32")
+
+    def data(self, config):
+        (inputs, targets), held_out = super().data(config)
+        return (inputs.double() + 1.7e9, targets), held_out
+
+    def forward(self, model, batch):
+        return model(batch[0] - 1.7e9)
+
+
 class HeldOutIsTraining(Small):
     def data(self, config):
         return table(), table()

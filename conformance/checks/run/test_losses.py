@@ -565,6 +565,14 @@ def test_what_is_no_loss_is_said(check, train_own, name):
     check.equal(notes=([re.split(", which|: ", note)[0] for note in notes], NOTED[name]))
 
 
+@clause("L17")
+@only(sizes=(1,))
+def test_numbers_that_fp32_makes_alike_are_said(check, train_own):
+    """Seconds since 1970: rounded to two minutes."""
+    (notes,) = done(check, train_own("counts_seconds", "--precision fp32 --steps-per-epoch 2")).values("start", "notes")
+    check.equal(notes=([note.partition(" of fp64")[0] for note in notes], ["column 0"]))
+
+
 @clause("L18")
 @only(sizes=(2, 4))
 def test_all_ranks_begin_with_the_numbers_of_rank_0(check, train_own):
@@ -593,7 +601,7 @@ def test_a_sparse_buffer_that_no_snapshot_holds_is_none_that_changes(check, trai
 @pytest.mark.parametrize("name", ["counts_late", "sets_anew_late"])
 def test_buffers_that_change_later_are_rank_0_s_when_it_is_evaluated(check, train_own, name):
     """What is tried before the first step has not seen them change, and a note tells of it once."""
-    run = done(check, train_own(name))
+    run = done(check, train_own(name, "--save-steps 2"))
     told = [{*re.findall(r"evaluates with (\S+)", text)} - {"0.0"} for text in run.output]
     check["L18"].equal(evaluates_with=(told, [told[0]] * 2), buffers=([len(each) for each in told], [1, 1]))
     check["L17"].equal(notes=(run.output[0].count("began to change its buffers bright"), 1))

@@ -74,6 +74,10 @@ NO_SUM_OF_METRIC = (
     "errors and not their root, hits and not F1"
 )
 SAME_ROWS = "held-out rows are the training rows: what is learned by heart counts as success, and chooses best.safetensors"
+ROUNDED = (
+    "column {names} of fp64 has less than three digits left of what tells rows apart, once rounded: subtract a mean (of times "
+    "in seconds, say), or pass --precision fp64"
+)
 UNCALLED = (
     "the class has {names}, which neither the core nor the file calls: what the core calls is named in sites/README.md, step 6"
 )
@@ -127,7 +131,12 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> See
         for parameter in model.parameters():
             parameter.grad = None
         changed = trial.put_buffers_back()
-    notes = notes_on_buffers(model, changed) + trial.notes + random + notes_on_uncalled(workload)
+    if batches.config.sharding != "none" and (moved := [name for name in changed if name.endswith("n_averaged")]):
+        raise workload.unusable(
+            f"forward() moves an average of the weights ({moved[0]}), and they are in parts: pass --sharding none"
+        )
+    notes = [ROUNDED.format(names=", ".join(batches.rounded[:6]))] if batches.rounded else []
+    notes += notes_on_buffers(model, changed) + trial.notes + random + notes_on_uncalled(workload)
     return Seen(losses, metrics, changed, trial.rows, others, notes)
 
 
