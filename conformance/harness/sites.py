@@ -1,6 +1,7 @@
 """The sites of this repository, found by sites/*/site.toml and never by name. SPEC.md has the table of keys that are read."""
 
 import datetime
+import functools
 import os
 import re
 import shlex
@@ -191,7 +192,7 @@ class Site:
             cases[-1].edited(script.read_text())
         return cases
 
-    @property
+    @functools.cached_property
     def scripts(self) -> list[Path]:
         """The site's shell scripts, and whatever these name that lies in its folder and is no document, data or Python."""
         ahead = [path for path in self.folder.iterdir() if path.is_file() and is_shell(path)]
