@@ -35,7 +35,7 @@ STATIC = [
     CHECKS.format(name) for name in ("static", "train", "dry_run", "dry_ends", "dry_install")
 ]  # need neither ranks nor torch
 WORLD_SIZES = (2, 4, 1)  # in this order a snapshot is resumed by more ranks and by fewer
-AT_ONCE, RANKS_AT_ONCE, FILES_AT_ONCE, CLUSTERS_AT_ONCE = 2, 3, 3, 4  # but for the first they wait as much as they work
+AT_ONCE, FILES_AT_ONCE, CLUSTERS_AT_ONCE = 2, 3, 4  # the latter two wait more than they work
 
 
 def main(argv: list[str]) -> int | str:
@@ -101,18 +101,17 @@ def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
             return [*mpiexec, *PYTEST, *flags, "--with-mpi", f"--backend={backend}", RANKS]
 
         started = len(files) + len(ranks)
-        # On a CPU ranks wait half of the time: three sessions fit. One site, or some checks, is shown as it goes on.
+        # On a CPU ranks wait half of the time: two sessions fit. One site, or some checks, is shown as it goes on.
         if files and fine == {0} and len(chosen.site) != 1:
             halves, sizes = dict(files), dict[str, int]()
+            chains = [[name] for name in files]  # they fill what the ranks leave of the two at once
             for about in ("sites", "core"):
                 names = {f"{about}-{size}": size for size in WORLD_SIZES}
                 halves |= {name: [*of_ranks(size, "auto"), f"--about={about}"] for name, size in names.items()}
                 sizes |= names
-            # Only those of sites hand snapshots on. The longest come first, and the files fill what these leave.
-            chains = [[f"core-{size}"] for size in WORLD_SIZES] + [[name] for name in files]
-            chains.insert(1, [f"sites-{size}" for size in WORLD_SIZES])
+                chains.insert(0, [*names])
             started = len(halves)
-            failures = side_by_side(halves, RANKS_AT_ONCE, work / "logs", fine, chains, sizes)
+            failures = side_by_side(halves, AT_ONCE, work / "logs", fine, chains, sizes)
         else:
             failures = []
             if len(files) == 1:
