@@ -1625,6 +1625,24 @@ class CountsInAGlobal(Digits):
         calls.append(1)
         return super().loss(outputs, batch) * min(1, 0.1 + len(calls) / 100)
 """,
+    # Two forwards of the same rows differ, and its run repeats all the same: the buffer is in the snapshot.
+    "follows_a_centre": """
+class Net(nn.Module):
+    def __init__(self, own):
+        super().__init__()
+        self.own = own
+        self.register_buffer("centre", torch.zeros(64))
+
+    def forward(self, images):
+        if self.training:
+            self.centre = self.centre.lerp(images.detach().mean(0).to(self.centre), 0.1)
+        return self.own(images - self.centre.to(images))
+
+
+class FollowsACentre(Digits):
+    def model(self, config):
+        return Net(super().model(config))
+""",
     "standardizes_by_itself": """
 class StandardizesByItself(Digits):
     def data(self, config):

@@ -866,6 +866,11 @@ def masked(site, run: DryRun, each: int) -> Iterator[str]:
     for node, masks in nodes.items():
         if variable and masks != nodes[0]:
             yield f"{variable}={' '.join(masks)} on node {node}, but should be {' '.join(nodes[0])}, as on node 0"
+        most = min(each, site.toml["node"]["devices"])
+        if (
+            variable and all(map(str.isdecimal, masks)) and 1 < len({*masks}) < most
+        ):  # where Slurm gives each its own, all are 0
+            yield f"{variable}={' '.join(masks)}: {len({*masks})} devices of a node are used, but should be {most}"
 
 
 def bound(call: Call, each: int) -> list[list[int]]:

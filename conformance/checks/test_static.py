@@ -270,6 +270,22 @@ def test_the_readme_has_the_cores_of_site_toml(check, site):
     check.equal(cores_in_README_md_not_near_their_device=(wrong, []))
 
 
+# Of Hugging Face, GitHub, GitLab, OpenAI; in an address; under a name that says so.
+SECRET = re.compile(
+    r"\b(hf_|gh[pous]_|glpat-|sk-)[A-Za-z0-9_-]{16,}|://[^\s/:@$\"']+:[^\s/@$\"']+@|(TOKEN|API_KEY|PASSWORD|SECRET)=[\"']?[\w-]{12,}"
+)
+
+
+@clause("B9")
+def test_no_file_holds_a_secret(check, site):
+    """Who copies the folder, reads it on the file system, or finds it in a repository has it, too."""
+    paths = [site.folder / name for name in ("README.md", "site.toml")] + sorted({*site.scripts, *site.folder.glob("*.py")})
+    for path in paths:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if match := SECRET.search(line):
+                yield f"{path.name}:{number}: {match[0][:6]}..., but should hold no secret: read it from a file of mode 600"
+
+
 @clause("F10")
 def test_what_the_readme_counts_goes_over_the_cores_in_their_order(check, site):
     """A chiplet, a NUMA node: in the table with the row of cores, numbers that rise with these."""
