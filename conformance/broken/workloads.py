@@ -1642,6 +1642,28 @@ class HoldsOutNothingElse(Digits):
         columns = super().data(config)[0].columns
         return columns, columns
 """,
+    "evaluates_in_training_mode": """
+class EvaluatesInTrainingMode(Digits):
+    def forward(self, model, batch):
+        return model.train()(batch[0])
+""",
+    "trains_in_eval_mode": """
+class TrainsInEvalMode(Digits):
+    def forward(self, model, batch):
+        return model.eval()(batch[0])
+""",
+    # Sound: its first layer is frozen.
+    "frozen_in_eval_mode": """
+class FrozenInEvalMode(Digits):
+    def model(self, config):
+        net = super().model(config)
+        self.frozen = net[0].requires_grad_(False)
+        return net
+
+    def forward(self, model, batch):
+        self.frozen.eval()
+        return model(batch[0])
+""",
     "rows_of_a_model": """
 class RowsOfAModel(Digits):
     def data(self, config):

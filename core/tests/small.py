@@ -135,6 +135,29 @@ class StandardizesByItself(Small):
         return model((batch[0] - batch[0].mean(0)) / batch[0].std(0))
 
 
+class EvaluatesInTrainingMode(Small):
+    def forward(self, model, batch):
+        return model.train()(batch[0])
+
+
+class TrainsInEvalMode(Small):
+    def forward(self, model, batch):
+        return model.eval()(batch[0])
+
+
+class FrozenInEvalMode(Small):
+    """As it should be."""
+
+    def model(self, config):
+        net = super().model(config)
+        self.frozen = net[0].requires_grad_(False)
+        return net
+
+    def forward(self, model, batch):
+        self.frozen.eval()
+        return model(batch[0])
+
+
 class Rate(Small):
     """Not a factor, as it should be."""
 

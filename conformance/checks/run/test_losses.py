@@ -553,6 +553,8 @@ NOTED = dict(adds_a_count=["part 'right' of loss() has no gradient, yet counts i
 NOTED |= dict(hides_pixels=["collate() draws random numbers"], holds_out_nothing_else=["held-out rows are the training rows"])
 NOTED |= dict(counts_in_a_global=["the same rows and seeds gave another loss the second time"])
 NOTED |= dict(standardizes_by_itself=["the loss of two rows together is not the sum of theirs alone"])
+NOTED |= dict(evaluates_in_training_mode=["forward() or loss() calls train() on the model, or a part of it"])
+NOTED |= dict(trains_in_eval_mode=["forward() or loss() calls eval() on the model, or a part of it"], frozen_in_eval_mode=[])
 NOTED |= dict(adds_to_its_batch=[], returns_its_rate=["schedule() returned --lr 0.1 itself at step 0"])
 
 

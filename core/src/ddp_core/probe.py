@@ -87,6 +87,11 @@ CONSTANT_PART = (
 RATE = (
     "schedule() returned --lr {lr:g} itself at step 0: what it returns is a factor, and the learning rate is {lr:g} times that"
 )
+MODE = (
+    "forward() or loss() calls {call} on the model, or a part of it: its dropout and BatchNorm are {what}; take it out, "
+    "or put the mode back after it: the core calls both"
+)
+MODES = ((True, "train()", "on where held-out rows are evaluated"), (False, "eval()", "off where it is trained"))
 BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -144,14 +149,19 @@ class _Trial:
         self.repeats = True
         self.notes: list[str] = []
         self.moved: list[str] = []  # what metrics() changes in the workload
+        self.modes: set[bool] = set()  # into which forward and loss put a part of the model
 
     def outcome(self, batch: Any, seed: int, others: bool = False) -> tuple[Any, Any, Any]:
         """Outputs, loss, and the batch as they leave it: a copy, for it is tried again."""
         seed_generators(self.batches.device, DROPOUT, self.config.seed, seed, others=others)
         batch = converted(batch, torch.clone, self.batches.device)
+        modes = [(module, module.training) for module in self.model.modules()]
         with self.autocast():
             outputs = outputs_of(self.workload, self.model, batch)
-            return outputs, self.workload.loss(outputs, batch), batch
+            loss = self.workload.loss(outputs, batch)
+        # A frozen part may be in eval mode always.
+        self.modes |= {m.training for m, before in modes if m.training != before and (m.training or _trains(m))}
+        return outputs, loss, batch
 
     def total(self, batch: Any, seed: int, others: bool = False) -> torch.Tensor:
         return _total(self.workload, self.outcome(batch, seed, others)[1])[1]
@@ -281,6 +291,7 @@ class _Trial:
         if isinstance(loss, Mapping) and (constant := [name for name, part in loss.items() if not part.requires_grad]):
             self._note_constants(constant)
         _refuse_unused(workload, self.model)
+        self.notes += [MODE.format(call=call, what=what) for mode, call, what in MODES if mode in self.modes]
         return names, tuple(metrics)
 
     @torch.no_grad()
@@ -305,6 +316,10 @@ class _Trial:
         if self.agreed(loss(0, others=True) == loss(0, others=True)):
             return True, [] if self.config.shards else [DRAWN if self.agreed(first == second) else RANDOM]
         return False, [NOT_REPEATED]
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def notes_on_uncalled(workload: Workload) -> list[str]:
