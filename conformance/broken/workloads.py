@@ -1664,6 +1664,43 @@ class FrozenInEvalMode(Digits):
         self.frozen.eval()
         return model(batch[0])
 """,
+    "seeds_its_rows": """
+class Rows:
+    def __init__(self, rows):
+        self.images, self.labels = rows.columns
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        torch.manual_seed(0)
+        return self.images[row] + torch.rand(64) / 10, self.labels[row]
+
+
+class SeedsItsRows(Digits):
+    def data(self, config):
+        return [Rows(rows) for rows in super().data(config)]
+""",
+    "seeds_its_forward": """
+class SeedsItsForward(Digits):
+    def forward(self, model, batch):
+        torch.manual_seed(0)
+        return model(batch[0] + torch.rand(64) / 10)
+""",
+    "seeds_its_loss": """
+class SeedsItsLoss(Digits):
+    def loss(self, outputs, batch):
+        random.seed(0)
+        return super().loss(outputs, batch) * (1 + random.random() / 10)
+""",
+    # Sound: what is drawn behind it follows the core's seeds.
+    "seeds_for_a_while": """
+class SeedsForAWhile(Digits):
+    def forward(self, model, batch):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return model(batch[0] + torch.rand(64) / 10)
+""",
     "rows_of_a_model": """
 class RowsOfAModel(Digits):
     def data(self, config):

@@ -158,6 +158,31 @@ class FrozenInEvalMode(Small):
         return model(batch[0])
 
 
+class SeedsItsForward(Small):
+    """Its noise is the same for every batch."""
+
+    def forward(self, model, batch):
+        torch.manual_seed(0)
+        return model(batch[0] + 0.1 * torch.rand(6, dtype=batch[0].dtype))
+
+
+class SeedsItsLoss(Small):
+    """Its noise is the same for every batch."""
+
+    def loss(self, outputs, batch):
+        random.seed(0)
+        return super().loss(outputs, batch) * (1 + 0.1 * random.random())
+
+
+class SeedsForAWhile(Small):
+    """As it should be."""
+
+    def forward(self, model, batch):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return model(batch[0] + 0.1 * torch.rand(6, dtype=batch[0].dtype))
+
+
 class Rate(Small):
     """Not a factor, as it should be."""
 
@@ -423,6 +448,17 @@ class AugmentedByItself(Small):
     def data(self, config):
         train, held_out = super().data(config)
         return OwnRows(*train, 0.1), held_out
+
+
+class SeedsItsRows(Small):
+    def data(self, config):
+        class Seeded(OneByOne):
+            def __getitem__(self, row):
+                numpy.random.seed(0)
+                return super().__getitem__(row)
+
+        train, held_out = super().data(config)
+        return Seeded(*train, 0.1), held_out
 
 
 class SomeRowsByThemselves(Small):

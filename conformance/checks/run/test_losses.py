@@ -555,6 +555,8 @@ NOTED |= dict(counts_in_a_global=["the same rows and seeds gave another loss the
 NOTED |= dict(standardizes_by_itself=["the loss of two rows together is not the sum of theirs alone"])
 NOTED |= dict(evaluates_in_training_mode=["forward() or loss() calls train() on the model, or a part of it"])
 NOTED |= dict(trains_in_eval_mode=["forward() or loss() calls eval() on the model, or a part of it"], frozen_in_eval_mode=[])
+NOTED |= {name: ["forward() or loss() seeds a generator"] for name in ("seeds_its_forward", "seeds_its_loss")}
+NOTED |= dict(seeds_its_rows=["__getitem__ seeds a generator"], seeds_for_a_while=[])
 NOTED |= dict(adds_to_its_batch=[], returns_its_rate=["schedule() returned --lr 0.1 itself at step 0"])
 
 
@@ -564,7 +566,7 @@ NOTED |= dict(adds_to_its_batch=[], returns_its_rate=["schedule() returned --lr 
 def test_what_is_no_loss_is_said(check, train_own, name):
     """And nothing else: not that a run does not repeat where a batch is changed in place."""
     (notes,) = done(check, train_own(name, "--steps-per-epoch 2")).values("start", "notes")
-    check.equal(notes=([re.split(", which|: ", note)[0] for note in notes], NOTED[name]))
+    check.equal(notes=([re.split(", which|: | \\(torch", note)[0] for note in notes], NOTED[name]))
 
 
 @clause("L18")

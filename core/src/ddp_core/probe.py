@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ddp_core.batches import Batches, converted
 from ddp_core.config import refuse_other_default_device
 from ddp_core.errors import WorkloadError
-from ddp_core.order import DROPOUT, drawn_by_others, seed_generators
+from ddp_core.order import DROPOUT, drawn_by_others, drawn_so_far, seed_generators, seeded_anew
 from ddp_core.snapshot import memory
 from ddp_core.state import Kept, dense, saved_buffers
 from ddp_core.workload import (
@@ -62,6 +62,10 @@ ROWS_NOT_REPEATED = (
     "NumPy's own generators are seeded for each row"
 )
 NOT_RESUMED = "; such a run cannot be resumed where that generator is not seeded: its fingerprint would be another"
+SEEDS = (
+    "{where} seeds a generator (torch.manual_seed, random.seed, numpy.random.seed), and draws the same for {each}: take it "
+    "out, the core seeds them"
+)
 NO_SUM = (
     "the loss of two rows together is not the sum of theirs alone: a mean (over pairs, in contrastive losses) is to be "
     "multiplied with the rows, or its gradients are too small by that factor; [n, 1] and [n] numbers are compared in all pairs "
@@ -175,6 +179,7 @@ class _Trial:
             self.draw(places, groups)
             return
         self.rows, *self.alone, again = self.batches.few([*places, 0], [*groups, [self.count]])
+        self.notes += [SEEDS.format(where="__getitem__", each="every row and epoch")] if self.batches.rows_seed else []
         self.draw(places, groups)
         numbers: list[list[torch.Tensor]] = [[], []]
         for values, batch in zip(numbers, (self.alone[0], again), strict=True):
@@ -303,16 +308,19 @@ class _Trial:
             return self.total(self.rows, seed, others).nan_to_num().item()
 
         first, kept, plain = loss(0), kept_by(self.workload, self.model), kept_in(self.model)
-        before = drawn_by_others()
+        before = drawn_so_far()
         second = loss(0)
-        drawn = drawn_by_others() != before  # also where it makes no difference yet: one row in ten is mixed with another, say
+        drawn = drawn_by_others() != before[1:]  # also where it makes no difference yet: one row in ten is mixed with another
         moved = [*_changed(kept, kept_by(self.workload, self.model)), *self.moved]
         self.notes += _notes_on_kept([f"self.{name}" for name in dict.fromkeys(moved)], "workload")
         self.notes += _notes_on_kept(_changed(plain, kept_in(self.model)), "model")
+        other = loss(1, others=True)
+        seeds = seeded_anew(before, drawn_so_far())
+        self.notes += [SEEDS.format(where="forward() or loss()", each="every batch")] if seeds else []
         if self.agreed(not self.repeats and not drawn):
             return False, [NOT_REPEATED]
         if self.agreed(first == second and not drawn):
-            return False, [RANDOM] if first != loss(1) and not self.config.shards else []
+            return False, [RANDOM] if first != other and not self.config.shards else []
         if self.agreed(loss(0, others=True) == loss(0, others=True)):
             return True, [] if self.config.shards else [DRAWN if self.agreed(first == second) else RANDOM]
         return False, [NOT_REPEATED]
