@@ -1701,6 +1701,21 @@ class SeedsForAWhile(Digits):
             torch.manual_seed(0)
             return model(batch[0] + torch.rand(64) / 10)
 """,
+    "schedules_nothing": """
+class SchedulesNothing(Digits):
+    def schedule(self, step, total_steps, config):
+        return step // total_steps
+""",
+    "warms_up_from_0": """
+class WarmsUpFrom0(Digits):
+    def schedule(self, step, total_steps, config):
+        return step / total_steps
+""",
+    "learns_nothing": """
+class LearnsNothing(Digits):
+    def loss(self, outputs, batch):
+        return super().loss(outputs.round() + 0 * outputs, batch)
+""",
     "rows_of_a_model": """
 class RowsOfAModel(Digits):
     def data(self, config):

@@ -183,6 +183,25 @@ class SeedsForAWhile(Small):
             return model(batch[0] + 0.1 * torch.rand(6, dtype=batch[0].dtype))
 
 
+class NoGradient(Small):
+    def loss(self, outputs, batch):
+        return super().loss(outputs.sign() + 0 * outputs, batch)
+
+
+class WholeNumbers(Small):
+    """A schedule that is 0 until the end."""
+
+    def schedule(self, step, total_steps, config):
+        return step // total_steps
+
+
+class WarmsUp(Small):
+    """From 0, as it should be."""
+
+    def schedule(self, step, total_steps, config):
+        return min(1, step / 5)
+
+
 class Rate(Small):
     """Not a factor, as it should be."""
 

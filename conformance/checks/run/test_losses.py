@@ -557,6 +557,7 @@ NOTED |= dict(evaluates_in_training_mode=["forward() or loss() calls train() on 
 NOTED |= dict(trains_in_eval_mode=["forward() or loss() calls eval() on the model, or a part of it"], frozen_in_eval_mode=[])
 NOTED |= {name: ["forward() or loss() seeds a generator"] for name in ("seeds_its_forward", "seeds_its_loss")}
 NOTED |= dict(seeds_its_rows=["__getitem__ seeds a generator"], seeds_for_a_while=[])
+NOTED |= dict(schedules_nothing=["schedule() returned 0 at every step that was tried, from 0 to 1"], warms_up_from_0=[])
 NOTED |= dict(adds_to_its_batch=[], returns_its_rate=["schedule() returned --lr 0.1 itself at step 0"])
 
 
@@ -567,6 +568,17 @@ def test_what_is_no_loss_is_said(check, train_own, name):
     """And nothing else: not that a run does not repeat where a batch is changed in place."""
     (notes,) = done(check, train_own(name, "--steps-per-epoch 2")).values("start", "notes")
     check.equal(notes=([re.split(", which|: | \\(torch", note)[0] for note in notes], NOTED[name]))
+
+
+@clause("L17")
+@only(sizes=(1, 2))
+def test_gradients_that_are_all_0_are_said_once(check, train_own):
+    """And not of a run in which some are."""
+    nothing, something = done(
+        check, *(train_own(name, "--steps-per-epoch 2") for name in ("learns_nothing", "warms_up_from_0"))
+    )
+    told = [run.output[0].count("note=every gradient was 0 at step 0") for run in (nothing, something)]
+    check.equal(notes=(told, [1, 0]))
 
 
 @clause("L18")

@@ -91,6 +91,7 @@ CONSTANT_PART = (
 RATE = (
     "schedule() returned --lr {lr:g} itself at step 0: what it returns is a factor, and the learning rate is {lr:g} times that"
 )
+NO_RATE = "schedule() returned 0 at every step that was tried, from 0 to {last}: nothing is trained (/, not //, divides steps)"
 MODE = (
     "forward() or loss() calls {call} on the model, or a part of it: its dropout and BatchNorm are {what}; take it out, "
     "or put the mode back after it: the core calls both"
@@ -407,8 +408,10 @@ def notes_on_schedule(workload: Workload, model: nn.Module, total_steps: int) ->
         for _ in range(2):  # what is made at the first call alone is no change
             factor = factor_of(tried, 0, total_steps)
             kept.append(kept_by(tried, model))
+        steps = range(0, total_steps, max(1, total_steps // 16))
+        none = factor == 0 and not any(factor_of(tried, step, total_steps) for step in steps)  # at step 0 a warm-up may begin
     is_rate = workload.overrides("schedule") and factor == workload.config.lr != 1
-    notes = [RATE.format(lr=factor)] if is_rate else []
+    notes = [RATE.format(lr=factor)] if is_rate else [NO_RATE.format(last=steps[-1])] if none else []
     return notes + _notes_on_kept([f"self.{name}" for name in _changed(*kept)], "workload")
 
 
