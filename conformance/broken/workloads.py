@@ -1824,6 +1824,13 @@ class TakesARoot(Digits):
         error = (outputs.argmax(-1) - batch[1]).double().square()
         return {"rmse": error.mean().sqrt(), "right": (error == 0).sum(), "error": (error.mean(), 1)}
 """,
+    # Of one row NaN.
+    "takes_a_variance": """
+class TakesAVariance(Digits):
+    def metrics(self, outputs, batch):
+        apart = (outputs - outputs.mean(0)).square().sum()
+        return {"variance": apart / (len(outputs) - 1) * len(outputs)}
+""",
     # Its mistake is found by torch, which no line of this file has called.
     "hooked": """
 class Hooked(Digits):

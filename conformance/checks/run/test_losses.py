@@ -547,6 +547,8 @@ def test_a_metric_that_is_no_sum_is_said(check, train_own):
         ),
         notes_on_the_loss=(sum("not the sum of theirs alone" in note for note in notes), 1),
     )
+    (notes,) = done(check, train_own("takes_a_variance")).values("start", "notes")
+    check.equal(of_one_row_nan=([note.split(" of ")[0] for note in notes], ["metric 'variance'"]))
 
 
 NOTED = dict(adds_a_count=["part 'right' of loss() has no gradient, yet counts in the loss"], changes_its_batch=[])

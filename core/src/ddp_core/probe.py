@@ -249,10 +249,12 @@ class _Trial:
     def _noted(self, name: str, values: Sequence[float]) -> bool:
         """Whether it is no sum over rows. values: of the rows together, and of each."""
         together, *alone = values
+        apart = sum(alone)  # NaN where one is: a correlation of one row, say
         # A hundredth: sums of many rows round. A tenth: bf16 rounds a hundredth away.
         near = (0.1 if self.config.precision in ("bf16", "fp16") else 0.01) * sum(map(abs, alone))
-        if no_sum := abs(together - sum(alone)) > near:
-            what = dict(name=name, rows=len(alone), together=together, apart=sum(alone))
+        close = together == apart or abs(together - apart) <= near
+        if no_sum := not close and not math.isnan(together):
+            what = dict(name=name, rows=len(alone), together=together, apart=apart)
             self.notes.append(NO_SUM_OF_METRIC.format(**what))
         return no_sum
 
