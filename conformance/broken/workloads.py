@@ -1716,6 +1716,25 @@ class LearnsNothing(Digits):
     def loss(self, outputs, batch):
         return super().loss(outputs.round() + 0 * outputs, batch)
 """,
+    "clips_by_a_hook": """
+class ClipsByAHook(Digits):
+    def model(self, config):
+        net = super().model(config)
+        net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return net
+""",
+    "clips_when_it_is_added": """
+def clip(parameter):
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
+class ClipsWhenItIsAdded(Digits):
+    def model(self, config):
+        net = super().model(config)
+        net[0].weight.register_post_accumulate_grad_hook(clip)
+        net[0].bias.register_hook(lambda gradient: gradient * 2).remove()
+        return net
+""",
     "rows_of_a_model": """
 class RowsOfAModel(Digits):
     def data(self, config):

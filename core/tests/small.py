@@ -202,6 +202,17 @@ class WarmsUp(Small):
         return min(1, step / 5)
 
 
+class Hooks(Small):
+    """Two of three, and one is taken away again."""
+
+    def model(self, config):
+        net = super().model(config)
+        net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        net[2].weight.register_post_accumulate_grad_hook(lambda parameter: print(end=""))
+        net[0].bias.register_hook(lambda gradient: gradient * 2).remove()
+        return net
+
+
 class Rate(Small):
     """Not a factor, as it should be."""
 

@@ -294,6 +294,7 @@ NOTES = {
     "small:SeedsItsRows": "__getitem__ seeds a generator",
     "small:WholeNumbers": "schedule() returned 0 at every step that was tried, from 0 to 23",
     "small:WarmsUp": None,
+    "small:Hooks": "hooks on 0.weight, 2.weight act on a rank's own gradient, before the sum over ranks",
     "small:Rate": "schedule() returned --lr 0.05 itself at step 0",
     "small:CountsInModel": "calls, seen, mean, 2.calls, 2.seen, 2.mean of the model changes with every batch, and no snapshot",
     "small:SpectralNorm": "the model changes its buffers 0.weight_u, 0.weight_v in training, and all ranks take rank 0's",

@@ -551,6 +551,7 @@ def test_a_metric_that_is_no_sum_is_said(check, train_own):
     check.equal(of_one_row_nan=([note.split(" of ")[0] for note in notes], ["metric 'variance'"]))
 
 
+HOOKS = ("clips_by_a_hook", "clips_when_it_is_added")
 NOTED = dict(adds_a_count=["part 'right' of loss() has no gradient, yet counts in the loss"], changes_its_batch=[])
 NOTED |= dict(hides_pixels=["collate() draws random numbers"], holds_out_nothing_else=["held-out rows are the training rows"])
 NOTED |= dict(counts_in_a_global=["the same rows and seeds gave another loss the second time"])
@@ -560,6 +561,7 @@ NOTED |= dict(trains_in_eval_mode=["forward() or loss() calls eval() on the mode
 NOTED |= {name: ["forward() or loss() seeds a generator"] for name in ("seeds_its_forward", "seeds_its_loss")}
 NOTED |= dict(seeds_its_rows=["__getitem__ seeds a generator"], seeds_for_a_while=[])
 NOTED |= dict(schedules_nothing=["schedule() returned 0 at every step that was tried, from 0 to 1"], warms_up_from_0=[])
+NOTED |= {name: ["hooks on 0.weight act on a rank's own gradient, before the sum over ranks"] for name in HOOKS}
 NOTED |= dict(adds_to_its_batch=[], returns_its_rate=["schedule() returned --lr 0.1 itself at step 0"])
 
 
