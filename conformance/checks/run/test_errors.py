@@ -859,9 +859,16 @@ def test_a_workload_s_own_default_for_its_run_directory_is_refused(check, train_
 
 @clause("X9")
 @only(sizes=(2,))
-@pytest.mark.parametrize("name, words", [("unbuildable", "line 11 (model): NameError"), ("reads_a_layer", "--sharding none")])
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("unbuildable", "line 11 (model): NameError"),
+        ("reads_a_layer", "--sharding none"),
+        ("clips_by_a_hook", "0.weight has a hook, which its parts would not have"),
+    ],
+)
 def test_a_model_that_cannot_be_built_in_shards_is_one_line(check, train_own, name, words):
-    """The ranks build it one after the other. A layer that is read and not called has no form in parts."""
+    """The ranks build it one after the other. A layer that is read and not called has no form in parts, nor has a hook."""
     one_line(check, train_own(name, "--sharding full"), 2, words)
 
 

@@ -175,12 +175,16 @@ def notes_on_modes(model: nn.Module) -> list[str]:
     return [note] if first else []
 
 
-def notes_on_hooks(model: nn.Module) -> list[str]:
-    """Of trained parameters. Those that the core adds come later, and are on no parameter."""
+def hooked(model: nn.Module) -> list[str]:
+    """Parameters that are trained and have hooks: those of DistributedDataParallel are on none, and come later."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    hooked = [name for name, p in trained.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    return [name for name, p in trained.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
+
+
+def notes_on_hooks(model: nn.Module) -> list[str]:
+    names = hooked(model)
     note = (
-        f"hooks on {', '.join(hooked[:6])} act on a rank's own gradient, before the sum over ranks: losses depend on the world "
+        f"hooks on {', '.join(names[:6])} act on a rank's own gradient, before the sum over ranks: losses depend on the world "
         "size, unless they multiply it by a number; register_step_pre_hook of the optimizer comes after the sum"
     )
-    return [note] if hooked else []
+    return [note] if names else []
