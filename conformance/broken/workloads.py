@@ -1688,6 +1688,99 @@ class HoldsOutNothingElse(Digits):
         columns = super().data(config)[0].columns
         return columns, columns
 """,
+    "evaluates_in_training_mode": """
+class EvaluatesInTrainingMode(Digits):
+    def forward(self, model, batch):
+        return model.train()(batch[0])
+""",
+    "trains_in_eval_mode": """
+class TrainsInEvalMode(Digits):
+    def forward(self, model, batch):
+        return model.eval()(batch[0])
+""",
+    # Sound: its first layer is frozen.
+    "frozen_in_eval_mode": """
+class FrozenInEvalMode(Digits):
+    def model(self, config):
+        net = super().model(config)
+        self.frozen = net[0].requires_grad_(False)
+        return net
+
+    def forward(self, model, batch):
+        self.frozen.eval()
+        return model(batch[0])
+""",
+    "seeds_its_rows": """
+class Rows:
+    def __init__(self, rows):
+        self.images, self.labels = rows.columns
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        torch.manual_seed(0)
+        return self.images[row] + torch.rand(64) / 10, self.labels[row]
+
+
+class SeedsItsRows(Digits):
+    def data(self, config):
+        return [Rows(rows) for rows in super().data(config)]
+""",
+    "seeds_its_forward": """
+class SeedsItsForward(Digits):
+    def forward(self, model, batch):
+        torch.manual_seed(0)
+        return model(batch[0] + torch.rand(64) / 10)
+""",
+    "seeds_its_loss": """
+class SeedsItsLoss(Digits):
+    def loss(self, outputs, batch):
+        random.seed(0)
+        return super().loss(outputs, batch) * (1 + random.random() / 10)
+""",
+    # Sound: what is drawn behind it follows the core's seeds.
+    "seeds_for_a_while": """
+class SeedsForAWhile(Digits):
+    def forward(self, model, batch):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return model(batch[0] + torch.rand(64) / 10)
+""",
+    "schedules_nothing": """
+class SchedulesNothing(Digits):
+    def schedule(self, step, total_steps, config):
+        return step // total_steps
+""",
+    "warms_up_from_0": """
+class WarmsUpFrom0(Digits):
+    def schedule(self, step, total_steps, config):
+        return step / total_steps
+""",
+    "learns_nothing": """
+class LearnsNothing(Digits):
+    def loss(self, outputs, batch):
+        return super().loss(outputs.round() + 0 * outputs, batch)
+""",
+    "clips_by_a_hook": """
+class ClipsByAHook(Digits):
+    def model(self, config):
+        net = super().model(config)
+        net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return net
+""",
+    "clips_when_it_is_added": """
+def clip(parameter):
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
+class ClipsWhenItIsAdded(Digits):
+    def model(self, config):
+        net = super().model(config)
+        net[0].weight.register_post_accumulate_grad_hook(clip)
+        net[0].bias.register_hook(lambda gradient: gradient * 2).remove()
+        return net
+""",
     "rows_of_a_model": """
 class RowsOfAModel(Digits):
     def data(self, config):
@@ -1795,6 +1888,13 @@ class TakesARoot(Digits):
     def metrics(self, outputs, batch):
         error = (outputs.argmax(-1) - batch[1]).double().square()
         return {"rmse": error.mean().sqrt(), "right": (error == 0).sum(), "error": (error.mean(), 1)}
+""",
+    # Of one row NaN.
+    "takes_a_variance": """
+class TakesAVariance(Digits):
+    def metrics(self, outputs, batch):
+        apart = (outputs - outputs.mean(0)).square().sum()
+        return {"variance": apart / (len(outputs) - 1) * len(outputs)}
 """,
     # Its mistake is found by torch, which no line of this file has called.
     "hooked": """

@@ -148,6 +148,84 @@ class StandardizesByItself(Small):
         return model((batch[0] - batch[0].mean(0)) / batch[0].std(0))
 
 
+class EvaluatesInTrainingMode(Small):
+    def forward(self, model, batch):
+        return model.train()(batch[0])
+
+
+class TrainsInEvalMode(Small):
+    def forward(self, model, batch):
+        return model.eval()(batch[0])
+
+
+class FrozenInEvalMode(Small):
+    """As it should be."""
+
+    def model(self, config):
+        net = super().model(config)
+        self.frozen = net[0].requires_grad_(False)
+        return net
+
+    def forward(self, model, batch):
+        self.frozen.eval()
+        return model(batch[0])
+
+
+class SeedsItsForward(Small):
+    """Its noise is the same for every batch."""
+
+    def forward(self, model, batch):
+        torch.manual_seed(0)
+        return model(batch[0] + 0.1 * torch.rand(6, dtype=batch[0].dtype))
+
+
+class SeedsItsLoss(Small):
+    """Its noise is the same for every batch."""
+
+    def loss(self, outputs, batch):
+        random.seed(0)
+        return super().loss(outputs, batch) * (1 + 0.1 * random.random())
+
+
+class SeedsForAWhile(Small):
+    """As it should be."""
+
+    def forward(self, model, batch):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return model(batch[0] + 0.1 * torch.rand(6, dtype=batch[0].dtype))
+
+
+class NoGradient(Small):
+    def loss(self, outputs, batch):
+        return super().loss(outputs.sign() + 0 * outputs, batch)
+
+
+class WholeNumbers(Small):
+    """A schedule that is 0 until the end."""
+
+    def schedule(self, step, total_steps, config):
+        return step // total_steps
+
+
+class WarmsUp(Small):
+    """From 0, as it should be."""
+
+    def schedule(self, step, total_steps, config):
+        return min(1, step / 5)
+
+
+class Hooks(Small):
+    """Two of three, and one is taken away again."""
+
+    def model(self, config):
+        net = super().model(config)
+        net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        net[2].weight.register_post_accumulate_grad_hook(lambda parameter: print(end=""))
+        net[0].bias.register_hook(lambda gradient: gradient * 2).remove()
+        return net
+
+
 class Rate(Small):
     """Not a factor, as it should be."""
 
@@ -413,6 +491,17 @@ class AugmentedByItself(Small):
     def data(self, config):
         train, held_out = super().data(config)
         return OwnRows(*train, 0.1), held_out
+
+
+class SeedsItsRows(Small):
+    def data(self, config):
+        class Seeded(OneByOne):
+            def __getitem__(self, row):
+                numpy.random.seed(0)
+                return super().__getitem__(row)
+
+        train, held_out = super().data(config)
+        return Seeded(*train, 0.1), held_out
 
 
 class SomeRowsByThemselves(Small):

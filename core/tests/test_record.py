@@ -286,6 +286,16 @@ NOTES = {
     "small:HeldOutIsTraining": "held-out rows are the training rows",
     "small:CountsInAGlobal": "the same rows and seeds gave another loss the second time",
     "small:StandardizesByItself": "the loss of two rows together is not the sum of theirs alone",
+    "small:EvaluatesInTrainingMode": "forward() or loss() calls train() on the model, or a part of it",
+    "small:TrainsInEvalMode": "forward() or loss() calls eval() on the model, or a part of it",
+    "small:FrozenInEvalMode": None,
+    "small:SeedsItsForward": "forward() or loss() seeds a generator",
+    "small:SeedsItsLoss": "forward() or loss() seeds a generator",
+    "small:SeedsForAWhile": None,
+    "small:SeedsItsRows": "__getitem__ seeds a generator",
+    "small:WholeNumbers": "schedule() returned 0 at every step that was tried, from 0 to 23",
+    "small:WarmsUp": None,
+    "small:Hooks": "hooks on 0.weight, 2.weight act on a rank's own gradient, before the sum over ranks",
     "small:Rate": "schedule() returned --lr 0.05 itself at step 0",
     "small:CountsInModel": "calls, seen, mean, 2.calls, 2.seen, 2.mean of the model changes with every batch, and no snapshot",
     "small:SpectralNorm": "the model changes its buffers 0.weight_u, 0.weight_v in training, and all ranks take rank 0's",
@@ -299,6 +309,11 @@ def test_what_a_workload_does_not_allow_is_said_at_the_start_and_recorded(finish
     assert len(start["notes"]) == (note is not None) and job.out[0].count("note=") == len(start["notes"])
     if note:
         assert note in start["notes"][0] and f"note={start['notes'][0]}" in job.out[0].splitlines()
+
+
+def test_gradients_that_are_all_0_are_said_once(finished):
+    job = finished("", 2, "small:NoGradient")
+    assert job.out[0].count("note=every gradient was 0 at step 0") == job.out[0].count("note=") == 1
 
 
 @pytest.mark.parametrize("tracks, changed, noted", [(True, ["1.running_mean"], True), (True, [], False), (False, [], True)])

@@ -280,6 +280,7 @@ def flipping_a_bit() -> None:
         ("--sharding full", "test_sharding:FusedSgd", "take another optimizer"),
         ("--sharding full", "test_sharding:Scalar", "scalar"),
         ("--sharding full", "small:Turned", "non-contiguous"),
+        ("--sharding full", "small:Hooks", "0.weight has a hook, which its parts would not have"),
         ("--sharding full", "test_sharding:Stranger", "shards() returned Linear"),
         ("--checkpoint-activations", "small:BatchNorm", "changes 1.running_mean"),
         ("--checkpoint-activations", "small:Mixup", "NumPy's generator"),

@@ -806,6 +806,12 @@ def test_a_count_of_batches_is_noted(tmp_path, metric, said):
     assert [note.split(":")[0] for note in job.records("start")[0]["notes"]] == said
 
 
+def test_a_metric_that_is_nan_of_one_row_is_noted(tmp_path):
+    job = failed(tmp_path, small(MEAN.format("len(outputs) * outputs.std()")), "--epochs 1", code=0)
+    (note,) = job.records("start")[0]["notes"]
+    assert re.match(r"metric 'error' of 8 rows together is [\d.]+, and nan is the sum of theirs", note)
+
+
 def test_methods_that_nobody_calls_are_noted(tmp_path):
     methods = """
         def training_step(self, batch, index):

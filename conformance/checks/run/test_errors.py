@@ -68,6 +68,7 @@ MISTAKES |= dict(names_no_flag="width is no flag: call it '--width'", gives_no_t
 MISTAKES |= dict(takes_no_config="optimizer(), line 9, of --workload takes_no_config: TypeError")
 MISTAKES |= dict(has_unequal_columns="columns of unequal length (0: 1438, 1: 1437)")
 UNBUILT = dict(unbuildable="line 11 (model): NameError", reads_a_layer="--sharding none")
+UNBUILT |= dict(clips_by_a_hook="0.weight has a hook, which its parts would not have")
 UNBUILT |= dict(averages_its_weights="forward() moves an average of the weights (average.n_averaged)")
 # And what no loop can train, or no snapshot can hold: in ranks as in a world of one.
 REFUSED = dict(needs_a_closure="should return an optimizer of torch.optim that needs no closure")
@@ -863,7 +864,7 @@ def test_a_workload_s_own_default_for_its_run_directory_is_refused(check, train_
 @only(sizes=(2,))
 @pytest.mark.parametrize("name", UNBUILT)
 def test_a_model_that_cannot_be_built_in_shards_is_one_line(check, train_own, name):
-    """The ranks build it one after the other. A layer that is read and not called has no form in parts."""
+    """The ranks build it one after the other. A layer that is read and not called has no form in parts, nor has a hook."""
     one_line(check, train_own(name, "--sharding full"), 2, UNBUILT[name])
 
 

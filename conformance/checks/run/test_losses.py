@@ -547,13 +547,22 @@ def test_a_metric_that_is_no_sum_is_said(check, train_own):
         ),
         notes_on_the_loss=(sum("not the sum of theirs alone" in note for note in notes), 1),
     )
+    (notes,) = done(check, train_own("takes_a_variance")).values("start", "notes")
+    check.equal(of_one_row_nan=([note.split(" of ")[0] for note in notes], ["metric 'variance'"]))
 
 
+HOOKS = ("clips_by_a_hook", "clips_when_it_is_added")
 NOTED = dict(adds_a_count=["part 'right' of loss() has no gradient, yet counts in the loss"], changes_its_batch=[])
 NOTED |= dict(hides_pixels=["collate() draws random numbers"], holds_out_nothing_else=["held-out rows are the training rows"])
 NOTED |= dict(follows_a_centre=["the model changes its buffers centre in training, and all ranks take rank 0's"])
 NOTED |= dict(counts_in_a_global=["the same rows and seeds gave another loss the second time"])
 NOTED |= dict(standardizes_by_itself=["the loss of two rows together is not the sum of theirs alone"])
+NOTED |= dict(evaluates_in_training_mode=["forward() or loss() calls train() on the model, or a part of it"])
+NOTED |= dict(trains_in_eval_mode=["forward() or loss() calls eval() on the model, or a part of it"], frozen_in_eval_mode=[])
+NOTED |= {name: ["forward() or loss() seeds a generator"] for name in ("seeds_its_forward", "seeds_its_loss")}
+NOTED |= dict(seeds_its_rows=["__getitem__ seeds a generator"], seeds_for_a_while=[])
+NOTED |= dict(schedules_nothing=["schedule() returned 0 at every step that was tried, from 0 to 1"], warms_up_from_0=[])
+NOTED |= {name: ["hooks on 0.weight act on a rank's own gradient, before the sum over ranks"] for name in HOOKS}
 NOTED |= dict(adds_to_its_batch=[], returns_its_rate=["schedule() returned --lr 0.1 itself at step 0"])
 
 
@@ -563,7 +572,18 @@ NOTED |= dict(adds_to_its_batch=[], returns_its_rate=["schedule() returned --lr 
 def test_what_is_no_loss_is_said(check, train_own, name):
     """And nothing else: not that a run does not repeat where a batch is changed in place."""
     (notes,) = done(check, train_own(name, "--steps-per-epoch 2")).values("start", "notes")
-    check.equal(notes=([re.split(", which|: ", note)[0] for note in notes], NOTED[name]))
+    check.equal(notes=([re.split(", which|: | \\(torch", note)[0] for note in notes], NOTED[name]))
+
+
+@clause("L17")
+@only(sizes=(1, 2))
+def test_gradients_that_are_all_0_are_said_once(check, train_own):
+    """And not of a run in which some are."""
+    nothing, something = done(
+        check, *(train_own(name, "--steps-per-epoch 2") for name in ("learns_nothing", "warms_up_from_0"))
+    )
+    told = [run.output[0].count("note=every gradient was 0 at step 0") for run in (nothing, something)]
+    check.equal(notes=(told, [1, 0]))
 
 
 @clause("L17")

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from ddp_core.errors import Failure, PeerLostError, PreflightError, first_line
-from ddp_core.order import AUGMENTATION, drawn_so_far, seed_others, stream, word
+from ddp_core.order import AUGMENTATION, drawn_so_far, seed_others, seeded_anew, stream, word
 from ddp_core.stop import StopFlag
 from ddp_core.workload import ROW, Workload, blame, row_of, with_fields
 
@@ -37,7 +37,7 @@ class Batches:
         """kind: "held-out " of such rows, for messages."""
         self.kind = kind
         self.workload, self.config, self.device, self.dtype = workload, config, device, dtype
-        self.rows, self.resident, self.collate_draws = rows, False, False
+        self.rows, self.resident, self.collate_draws, self.rows_seed = rows, False, False, False
         self.rounded = rows.rounded(dtype) if getattr(rows, "are_columns", False) else []
         self.streaming: Generator[Any] | None = None
         if config.workers:
@@ -78,16 +78,18 @@ class Batches:
         if not getattr(self.rows, "batched", False):
             seeds = SeededRows(self.rows, self.config)
 
-            def made(read: list) -> tuple[list, bool]:
+            def made(watched: list) -> tuple[list, bool, bool]:
+                read, drawn_in = zip(*watched, strict=True)
                 batches, drawn = [], False
                 for draw, group in itertools.product(range(draws), groups):
                     seeds.seed_generators(draw, rows[group[-1]])  # what collate draws follows its last row, as in training
                     numbers, before = [rows[place] for place in group], drawn_so_far()
                     batches.append(collated(self.workload.collate, [read[place] for place in group], numbers))
                     drawn = drawn or drawn_so_far() != before
-                return batches, drawn
+                return batches, drawn, len({*rows}) > 1 and seeded_anew(*drawn_in[:2])
 
-            batches, self.collate_draws = some(self.rows, self.config, [(0, row) for row in rows], made)
+            batches, *facts = some(_Watched(self.rows), self.config, [(0, row) for row in rows], made)
+            self.collate_draws, self.rows_seed = facts
             return [self._moved(batch) for batch in batches]
         numbers = torch.tensor(rows, device=self.index_device)
         return [self._moved(self.rows[numbers[group]]) for group in groups]
@@ -230,6 +232,19 @@ def _form(value: Any) -> str:
         alike = len(forms) > 3 and len({*forms}) == 1
         return f"{len(forms)} x {forms[0]}" if alike else f"({', '.join(forms)})"
     return type(value).__name__
+
+
+class _Watched:
+    """Rows, each with how far all generators are after it."""
+
+    def __init__(self, rows: Any):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> tuple[Any, tuple]:
+        return self.rows[row], drawn_so_far()
 
 
 class SeededRows:

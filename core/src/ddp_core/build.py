@@ -44,6 +44,7 @@ def build_model_and_optimizer(
         with blaming(workload, "optimizer()"):
             optimizer = workload.optimizer(model, config)
         seen.notes.extend([*notes, *check_optimizer(optimizer, model, workload, config)])
+        seen.notes.extend(notes_on_hooks(model) if not config.shards else [])
     # What the schedule multiplies; torch.optim's own schedulers use the same name.
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
@@ -172,3 +173,18 @@ def notes_on_modes(model: nn.Module) -> list[str]:
         "training mode: BatchNorm's statistics move, and dropout is on; the model's own train() may leave it in eval mode"
     )
     return [note] if first else []
+
+
+def hooked(model: nn.Module) -> list[str]:
+    """Parameters that are trained and have hooks: those of DistributedDataParallel are on none, and come later."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return [name for name, p in trained.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
+
+
+def notes_on_hooks(model: nn.Module) -> list[str]:
+    names = hooked(model)
+    note = (
+        f"hooks on {', '.join(names[:6])} act on a rank's own gradient, before the sum over ranks: losses depend on the world "
+        "size, unless they multiply it by a number; register_step_pre_hook of the optimizer comes after the sum"
+    )
+    return [note] if names else []

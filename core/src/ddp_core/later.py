@@ -18,6 +18,10 @@ LATE_BUFFERS = (
     "each rank keeps its own until an evaluation, and a run that goes on has rank 0's; change them in every step, by nothing "
     "until then"
 )
+NO_GRADIENT = (
+    "every gradient was 0 at step {step}: the loss does not depend on the model (a weight of 0, sign, round, a unit that never "
+    "begins), and nothing is learned"
+)
 KEPT_BESIDE = (
     "of the optimizer {names} changes from step to step, and is in no snapshot: a run that goes on begins anew there, unless "
     "each step does; keep what later steps need in self.state[parameter] (tensors, numbers), or as a number in a group"
@@ -35,8 +39,10 @@ class Later:
         self.beside: dict[str, list] | None = None
         self.begin()
 
-    def look(self, step: int) -> list[str]:
-        """Notes, each of them once. Raises WorkloadError where the run cannot go on so."""
+    def look(self, step: int, norms: torch.Tensor) -> list[str]:
+        """Notes, each of them once. norms: of the gradients since the last time. Raises WorkloadError where the run cannot go
+        on so.
+        """
         if changed := sorted(self.trained ^ self._trained()):
             raise self.workload.unusable(
                 f"requires_grad of {', '.join(changed[:6])} has changed by step {step}, and what is trained is settled "
@@ -48,7 +54,9 @@ class Later:
                 f"the optimizer {type(self.optimizer).__name__} keeps {', '.join(kept[:6])}, and a snapshot holds tensors and "
                 "numbers of parameters: make one tensor of a list (torch.stack)"
             )
-        return [*self._late_buffers(step), *self._kept_beside(step)]
+        first = step - len(norms) == self.first
+        no_gradient = [NO_GRADIENT.format(step=self.first)] if first and not norms.any() else []
+        return [*no_gradient, *self._late_buffers(step), *self._kept_beside(step)]
 
     def begin(self) -> None:
         """What stands in the buffers is as it should be: the run begins, or all ranks have just taken rank 0's."""

@@ -169,6 +169,11 @@ def drawn_by_others() -> tuple:
     return random.getstate(), numpy and [str(part) for part in numpy.random.get_state()]
 
 
+def seeded_anew(one: tuple, other: tuple) -> bool:
+    """Of what drawn_so_far() has told twice, after seeds that differ: whether a generator was as far both times."""
+    return any(state is not None and state == again for state, again in zip(one, other, strict=True))
+
+
 def seed_everything(seed: int) -> None:
     """Python's, NumPy's and torch's generators, before a workload makes its data and its model."""
     torch.manual_seed(seed)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ddp_core.batches import Batches, converted
 from ddp_core.config import refuse_other_default_device
 from ddp_core.errors import WorkloadError
-from ddp_core.order import DROPOUT, drawn_by_others, seed_generators
+from ddp_core.order import DROPOUT, drawn_by_others, drawn_so_far, seed_generators, seeded_anew
 from ddp_core.snapshot import memory
 from ddp_core.state import Kept, dense, saved_buffers
 from ddp_core.workload import (
@@ -62,6 +62,10 @@ ROWS_NOT_REPEATED = (
     "NumPy's own generators are seeded for each row"
 )
 NOT_RESUMED = "; such a run cannot be resumed where that generator is not seeded: its fingerprint would be another"
+SEEDS = (
+    "{where} seeds a generator (torch.manual_seed, random.seed, numpy.random.seed), and draws the same for {each}: take it "
+    "out, the core seeds them"
+)
 NO_SUM = (
     "the loss of two rows together is not the sum of theirs alone: a mean (over pairs, in contrastive losses) is to be "
     "multiplied with the rows, or its gradients are too small by that factor; [n, 1] and [n] numbers are compared in all pairs "
@@ -91,6 +95,12 @@ CONSTANT_PART = (
 RATE = (
     "schedule() returned --lr {lr:g} itself at step 0: what it returns is a factor, and the learning rate is {lr:g} times that"
 )
+NO_RATE = "schedule() returned 0 at every step that was tried, from 0 to {last}: nothing is trained (/, not //, divides steps)"
+MODE = (
+    "forward() or loss() calls {call} on the model, or a part of it: its dropout and BatchNorm are {what}; take it out, "
+    "or put the mode back after it: the core calls both"
+)
+MODES = ((True, "train()", "on where held-out rows are evaluated"), (False, "eval()", "off where it is trained"))
 BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -153,14 +163,19 @@ class _Trial:
         self.repeats = True
         self.notes: list[str] = []
         self.moved: list[str] = []  # what metrics() changes in the workload
+        self.modes: set[bool] = set()  # into which forward and loss put a part of the model
 
     def outcome(self, batch: Any, seed: int, others: bool = False) -> tuple[Any, Any, Any]:
         """Outputs, loss, and the batch as they leave it: a copy, for it is tried again."""
         seed_generators(self.batches.device, DROPOUT, self.config.seed, seed, others=others)
         batch = converted(batch, torch.clone, self.batches.device)
+        modes = [(module, module.training) for module in self.model.modules()]
         with self.autocast():
             outputs = outputs_of(self.workload, self.model, batch)
-            return outputs, self.workload.loss(outputs, batch), batch
+            loss = self.workload.loss(outputs, batch)
+        # A frozen part may be in eval mode always.
+        self.modes |= {m.training for m, before in modes if m.training != before and (m.training or _trains(m))}
+        return outputs, loss, batch
 
     def total(self, batch: Any, seed: int, others: bool = False) -> torch.Tensor:
         return _total(self.workload, self.outcome(batch, seed, others)[1])[1]
@@ -174,6 +189,7 @@ class _Trial:
             self.draw(places, groups)
             return
         self.rows, *self.alone, again = self.batches.few([*places, 0], [*groups, [self.count]])
+        self.notes += [SEEDS.format(where="__getitem__", each="every row and epoch")] if self.batches.rows_seed else []
         self.draw(places, groups)
         numbers: list[list[torch.Tensor]] = [[], []]
         for values, batch in zip(numbers, (self.alone[0], again), strict=True):
@@ -242,10 +258,12 @@ class _Trial:
     def _noted(self, name: str, values: Sequence[float]) -> bool:
         """Whether it is no sum over rows. values: of the rows together, and of each."""
         together, *alone = values
+        apart = sum(alone)  # NaN where one is: a correlation of one row, say
         # A hundredth: sums of many rows round. A tenth: bf16 rounds a hundredth away.
         near = (0.1 if self.config.precision in ("bf16", "fp16") else 0.01) * sum(map(abs, alone))
-        if no_sum := abs(together - sum(alone)) > near:
-            what = dict(name=name, rows=len(alone), together=together, apart=sum(alone))
+        close = together == apart or abs(together - apart) <= near
+        if no_sum := not close and not math.isnan(together):
+            what = dict(name=name, rows=len(alone), together=together, apart=apart)
             self.notes.append(NO_SUM_OF_METRIC.format(**what))
         return no_sum
 
@@ -290,6 +308,7 @@ class _Trial:
         if isinstance(loss, Mapping) and (constant := [name for name, part in loss.items() if not part.requires_grad]):
             self._note_constants(constant)
         _refuse_unused(workload, self.model)
+        self.notes += [MODE.format(call=call, what=what) for mode, call, what in MODES if mode in self.modes]
         return names, tuple(metrics)
 
     @torch.no_grad()
@@ -301,19 +320,26 @@ class _Trial:
             return self.total(self.rows, seed, others).nan_to_num().item()
 
         first, kept, plain = loss(0), kept_by(self.workload, self.model), kept_in(self.model)
-        before = drawn_by_others()
+        before = drawn_so_far()
         second = loss(0)
-        drawn = drawn_by_others() != before  # also where it makes no difference yet: one row in ten is mixed with another, say
+        drawn = drawn_by_others() != before[1:]  # also where it makes no difference yet: one row in ten is mixed with another
         moved = [*_changed(kept, kept_by(self.workload, self.model)), *self.moved]
         self.notes += _notes_on_kept([f"self.{name}" for name in dict.fromkeys(moved)], "workload")
         self.notes += _notes_on_kept(_changed(plain, kept_in(self.model)), "model")
+        other = loss(1, others=True)
+        seeds = seeded_anew(before, drawn_so_far())
+        self.notes += [SEEDS.format(where="forward() or loss()", each="every batch")] if seeds else []
         if self.agreed(not self.repeats and not drawn):
             return False, [NOT_REPEATED]
         if self.agreed(first == second and not drawn):
-            return False, [RANDOM] if first != loss(1) and not self.config.shards else []
+            return False, [RANDOM] if first != other and not self.config.shards else []
         if self.agreed(loss(0, others=True) == loss(0, others=True)):
             return True, [] if self.config.shards else [DRAWN if self.agreed(first == second) else RANDOM]
         return False, [NOT_REPEATED]
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def notes_on_uncalled(workload: Workload) -> list[str]:
@@ -393,8 +419,10 @@ def notes_on_schedule(workload: Workload, model: nn.Module, total_steps: int) ->
         for _ in range(2):  # what is made at the first call alone is no change
             factor = factor_of(tried, 0, total_steps)
             kept.append(kept_by(tried, model))
+        steps = range(0, total_steps, max(1, total_steps // 16))
+        none = factor == 0 and not any(factor_of(tried, step, total_steps) for step in steps)  # at step 0 a warm-up may begin
     is_rate = workload.overrides("schedule") and factor == workload.config.lr != 1
-    notes = [RATE.format(lr=factor)] if is_rate else []
+    notes = [RATE.format(lr=factor)] if is_rate else [NO_RATE.format(last=steps[-1])] if none else []
     return notes + _notes_on_kept([f"self.{name}" for name in _changed(*kept)], "workload")
 
 

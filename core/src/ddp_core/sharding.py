@@ -29,7 +29,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
-from ddp_core.build import in_precision, refuse_other_modules
+from ddp_core.build import hooked, in_precision, refuse_other_modules
 from ddp_core.errors import Failure, UsageError, WorkloadError
 from ddp_core.files import Stored
 from ddp_core.order import seed_everything
@@ -118,6 +118,11 @@ def _whole(workload: Workload, config, dtype: torch.dtype) -> nn.Module:
     if sparse := [name for name, buffer in model.named_buffers() if not dense(buffer)]:
         raise workload.unusable(
             f"{sparse[0]} is sparse or ragged, and --sharding deals dense tensors out: pass --sharding none"
+        )
+    if names := hooked(model):
+        raise workload.unusable(
+            f"{names[0]} has a hook, which its parts would not have: take register_step_pre_hook of the optimizer, or pass "
+            "--sharding none"
         )
     refuse_unknown_dtypes(of_model(model), workload.name)
     return in_precision(model, dtype)

@@ -268,7 +268,7 @@ class Trainer:
             agreed = self.reconciliation.exchange(self.step, bool(self.stop), due, self.guard.tolerates())
         if agreed.not_finite:
             self._refuse_non_finite(*agreed.not_finite)
-        for note in self.later.look(self.step):
+        for note in self.later.look(self.step, agreed.norms):
             self.record.say(note=note)
         # Sums over rows travel, and are divided once: a mean of the ranks' means would round at every world size anew.
         losses = (agreed.losses / config.global_batch_size).tolist()
