@@ -450,6 +450,32 @@ class OpensLate(Digits):
     def data(self, config):
         return Rows(), Rows()
 """,
+    # The same, but for all: it was open before.
+    "opens_early": """
+class Rows:
+    fingerprint = "of a file"
+
+    def __init__(self):
+        with open("/proc/self/comm") as other:  # closed again
+            other.read()
+        name = f"/tmp/opens-early-{os.getpid()}"
+        with open(name, "wb") as out:
+            out.write(b"".join(bytes([row]) * 256 for row in range(200)))
+        self.file = open(name, "rb")
+        os.unlink(name)
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, row):
+        self.file.seek(256 * row)
+        return torch.frombuffer(bytearray(self.file.read(64).ljust(64)), dtype=torch.uint8).float(), row % 10
+
+
+class OpensEarly(Digits):
+    def data(self, config):
+        return Rows(), Rows()
+""",
     # Tells how many processes read its rows when DistributedDataParallel is called.
     "counts_its_workers": """
 import multiprocessing

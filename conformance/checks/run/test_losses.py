@@ -31,6 +31,7 @@ from conformance.checks.run.common import (
     done,
     expect_exit,
     machine,
+    one_line,
     only,
 )
 from conformance.golden import make as golden
@@ -426,6 +427,14 @@ def test_batches_of_any_make_are_moved_and_converted(check, world, train_own):
 def test_a_file_that_rows_are_read_from_is_a_worker_s_own(check, train_own):
     """It is opened at the first row, as PyTorch's users do it: one that was open before would be read at another's place."""
     done(check, train_own("opens_late", "--workers 2"))
+
+
+@clause("L15")
+@only(sizes=(1, 2))
+def test_a_file_that_is_open_before_the_workers_is_named(check, train_own):
+    run = train_own("opens_early", "--workers 2")
+    one_line(check, run, 2, "was open before the workers", [line for line in run.lines if not line.startswith("rank=")])
+    done(check, train_own("opens_early"))
 
 
 @clause("L15")
