@@ -396,6 +396,11 @@ class Scheduled(Digits):
     def schedule(self, step, total_steps, config):
         return 1 - step / total_steps
 """,
+    "anneals": """
+class Anneals(Digits):
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) * min(1, 0.1 + self.steps_done / 14 / self.config.epochs)
+""",
     # In the last of three epochs it climbs.
     "worsens": """
 class Worsens(Digits):
@@ -1465,7 +1470,7 @@ class LacksMemoryToRead(Digits):
                 raise MemoryError
             return plain(file, mode, *words, **more)
 
-        builtins.open = lacks_memory if config.epochs == 4 else plain
+        builtins.open = lacks_memory if vars(config)["epochs"] == 4 else plain
         return super().data(config)
 """,
     # Its held-out loss falls in every epoch, each of which takes some 0.1 s.
