@@ -1771,6 +1771,36 @@ class Freezes(Digits):
         module[0].weight.requires_grad_(self.steps_done < 5)
         return model(batch[0])
 """,
+    # It keeps as many places as its largest batch has rows.
+    "grows": """
+class Net(nn.Sequential):
+    def forward(self, images):
+        if len(self.places) < len(images):
+            self.register_buffer("places", torch.arange(float(len(images)))[:, None])
+        return super().forward(images) + 0 * self.places[: len(images)]
+
+
+class Grows(Digits):
+    def model(self, config):
+        net = Net(*super().model(config))
+        net.register_buffer("places", torch.zeros(1, 1))
+        return net
+""",
+    # The same, of held-out rows alone.
+    "grows_held_out": """
+class Net(nn.Sequential):
+    def forward(self, images):
+        if len(self.places) < len(images) and not self.training:
+            self.register_buffer("places", torch.arange(float(len(images)))[:, None])
+        return super().forward(images)
+
+
+class GrowsHeldOut(Digits):
+    def model(self, config):
+        net = Net(*super().model(config))
+        net.register_buffer("places", torch.zeros(1, 1))
+        return net
+""",
     # Its metric is no sum and no mean, and its loss is no sum.
     "takes_a_root": """
 class TakesARoot(Digits):

@@ -953,6 +953,32 @@ def test_a_parameter_that_later_has_no_gradient_is_told_where_ddp_cannot_go_on(t
         assert "had no gradient" in job.error and "unused_parameters = True" in job.error
 
 
+@pytest.mark.parametrize("when, code", [("True", 2), ("not self.training", 2), ("self.training and len(self.places) < 3", 0)])
+def test_a_saved_buffer_that_grows_is_named(tmp_path, when, code):
+    """What it is after a few rows were tried, it is at each start."""
+    source = f"""
+from small import *
+
+class Net(nn.Sequential):
+    def forward(self, inputs):
+        if {when}:
+            self.register_buffer("places", torch.zeros(max(len(self.places), {"3" if code == 0 else "len(inputs)"})))
+        return super().forward(inputs)
+
+class Mine(Small):
+    def model(self, config):
+        net = Net(*super().model(config))
+        net.register_buffer("places", torch.zeros(1))
+        return net
+"""
+    job = failed(tmp_path, source, "--epochs 1 --global-batch-size 32", 1, code)
+    if code == 0:
+        failed(tmp_path, source, "--epochs 2 --global-batch-size 32", 1, 0)
+    else:
+        words = r"the model's buffer places has the shape \((32|40),\) by step \d, and had \(16,\) when the run began"
+        assert re.search(words, job.error), job.error
+
+
 @pytest.mark.parametrize("trained", ["self.steps_done < 5", "self.steps_done >= 5"], ids=["frozen", "thawed"])
 def test_a_parameter_that_is_frozen_or_thawed_in_the_training_is_named(tmp_path, trained):
     methods = f"""
