@@ -560,6 +560,7 @@ def test_a_metric_that_is_no_sum_is_said(check, train_own):
 
 NOTED = dict(adds_a_count=["part 'right' of loss() has no gradient, yet counts in the loss"], changes_its_batch=[])
 NOTED |= dict(hides_pixels=["collate() draws random numbers"], holds_out_nothing_else=["held-out rows are the training rows"])
+NOTED |= dict(initializes_by_rows=["the model writes its parameters 3.scale when it is called"])
 NOTED |= dict(counts_in_a_global=["the same rows and seeds gave another loss the second time"])
 NOTED |= dict(standardizes_by_itself=["the loss of two rows together is not the sum of theirs alone"])
 NOTED |= dict(adds_to_its_batch=[], returns_its_rate=["schedule() returned --lr 0.1 itself at step 0"])
