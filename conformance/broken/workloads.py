@@ -396,6 +396,11 @@ class Scheduled(Digits):
     def schedule(self, step, total_steps, config):
         return 1 - step / total_steps
 """,
+    "anneals": """
+class Anneals(Digits):
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) * min(1, 0.1 + self.steps_done / 14 / self.config.epochs)
+""",
     # In the last of three epochs it climbs.
     "worsens": """
 class Worsens(Digits):
@@ -447,6 +452,32 @@ class Rows:
 
 
 class OpensLate(Digits):
+    def data(self, config):
+        return Rows(), Rows()
+""",
+    # The same, but for all: it was open before.
+    "opens_early": """
+class Rows:
+    fingerprint = "of a file"
+
+    def __init__(self):
+        with open("/proc/self/comm") as other:  # closed again
+            other.read()
+        name = f"/tmp/opens-early-{os.getpid()}"
+        with open(name, "wb") as out:
+            out.write(b"".join(bytes([row]) * 256 for row in range(200)))
+        self.file = open(name, "rb")
+        os.unlink(name)
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, row):
+        self.file.seek(256 * row)
+        return torch.frombuffer(bytearray(self.file.read(64).ljust(64)), dtype=torch.uint8).float(), row % 10
+
+
+class OpensEarly(Digits):
     def data(self, config):
         return Rows(), Rows()
 """,
@@ -1439,7 +1470,7 @@ class LacksMemoryToRead(Digits):
                 raise MemoryError
             return plain(file, mode, *words, **more)
 
-        builtins.open = lacks_memory if config.epochs == 4 else plain
+        builtins.open = lacks_memory if vars(config)["epochs"] == 4 else plain
         return super().data(config)
 """,
     # Its held-out loss falls in every epoch, each of which takes some 0.1 s.
@@ -1682,6 +1713,23 @@ class CountsSeconds(Digits):
     def forward(self, model, batch):
         return model(batch[0] - 1.7e9)
 """,
+    "initializes_by_rows": """
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.is_ready = nn.Parameter(torch.ones(10)), False
+
+    def forward(self, numbers):
+        if not self.is_ready:
+            self.scale.data.copy_(1 / (1 + numbers.detach().abs().mean(0)))
+            self.is_ready = True
+        return self.scale * numbers
+
+
+class InitializesByRows(Digits):
+    def model(self, config):
+        return nn.Sequential(*super().model(config), Scaled())
+""",
     "holds_out_nothing_else": """
 class HoldsOutNothingElse(Digits):
     def data(self, config):
@@ -1878,6 +1926,36 @@ class Freezes(Digits):
         module = getattr(model, "module", model)
         module[0].weight.requires_grad_(self.steps_done < 5)
         return model(batch[0])
+""",
+    # It keeps as many places as its largest batch has rows.
+    "grows": """
+class Net(nn.Sequential):
+    def forward(self, images):
+        if len(self.places) < len(images):
+            self.register_buffer("places", torch.arange(float(len(images)))[:, None])
+        return super().forward(images) + 0 * self.places[: len(images)]
+
+
+class Grows(Digits):
+    def model(self, config):
+        net = Net(*super().model(config))
+        net.register_buffer("places", torch.zeros(1, 1))
+        return net
+""",
+    # The same, of held-out rows alone.
+    "grows_held_out": """
+class Net(nn.Sequential):
+    def forward(self, images):
+        if len(self.places) < len(images) and not self.training:
+            self.register_buffer("places", torch.arange(float(len(images)))[:, None])
+        return super().forward(images)
+
+
+class GrowsHeldOut(Digits):
+    def model(self, config):
+        net = Net(*super().model(config))
+        net.register_buffer("places", torch.zeros(1, 1))
+        return net
 """,
     # Its metric is no sum and no mean, and its loss is no sum.
     "takes_a_root": """

@@ -100,6 +100,16 @@ def test_a_schedule_of_the_workload_s_own_may_be_laid_out_over_the_epochs_too():
     assert "epochs" not in parse([], 1, workload=find(Small)).problem()
 
 
+@pytest.mark.parametrize("line, reads", [("return config.epochs", True), ("return 1  # not config.epochs", False)])
+@pytest.mark.parametrize("name", ["mine.py", "beside.py"])
+def test_so_may_what_else_reads_the_epochs(tmp_path, name, line, reads):
+    (tmp_path / "mine.py").write_text("import beside\nfrom small import *\n\nclass Mine(Small):\n    pass\n")
+    (tmp_path / "beside.py").write_text("")
+    with (tmp_path / name).open("a") as file:
+        file.write(f"\ndef length(config):\n    {line}\n")
+    assert ("epochs" in parse([], 1, workload=find(str(tmp_path / "mine.py"))).problem()) == reads
+
+
 @pytest.mark.parametrize("text, size", [("4096", 4096), ("500MB", 500_000_000), ("2gb", 2 * 10**9), ("1TB", 10**12)])
 def test_a_size_is_read(text, size):
     assert config(f"--max-shard-size {text}").max_shard_size == size

@@ -283,6 +283,7 @@ NOTES = {
     "small:CountsInMetrics": "self.best of the workload changes with every batch, and no snapshot holds it",
     "small:CountsInSchedule": "self.asked, self.calls of the workload changes with every batch, and no snapshot holds it",
     "small:Times": "column 0 of fp64 has less than three digits left",
+    "small:InitializesByRows": "the model writes its parameters 0.bias when it is called",
     "small:HeldOutIsTraining": "held-out rows are the training rows",
     "small:CountsInAGlobal": "the same rows and seeds gave another loss the second time",
     "small:StandardizesByItself": "the loss of two rows together is not the sum of theirs alone",

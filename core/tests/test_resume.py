@@ -324,7 +324,7 @@ def test_a_finished_run_has_nothing_to_do(tmp_path):
     "first, then, words",
     [
         ("--epochs 4", "--epochs 2", "(--epochs 8 would continue it)"),  # --epochs 4 has been trained already
-        ("--epochs 2 --lr-schedule cosine", "--epochs 2 --lr-schedule cosine", "(its schedule ends with --epochs 2)"),
+        ("--epochs 2 --lr-schedule cosine", "--epochs 2 --lr-schedule cosine", "(it is laid out over --epochs 2)"),
     ],
 )
 def test_what_would_continue_a_finished_run_is_said_truly(tmp_path, first, then, words):

@@ -755,6 +755,56 @@ def test_workers_that_cannot_be_started_are_one_line_and_3(tmp_path):
     assert "--workers 2: no process could be started to read rows (Resource temporarily unavailable): lower" in job.error
 
 
+OPEN = """
+import mmap, os
+from small import *
+
+
+class Rows:
+    def __init__(self, path, given):
+        self.path, self.process, self.file = path, os.getpid(), open(path, "rb")
+        self.map = mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.files = [open(path, "rb") for _ in range(64)]
+        if given:
+            self.fingerprint = "given"
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, row):
+        if {0!r} == "again" and self.process != os.getpid():
+            self.file.close()
+            self.process, self.file = os.getpid(), open(self.path, "rb")
+        read = dict(file=self.at, again=self.at, each=lambda row: self.at(row, self.files[row]), map=self.mapped)
+        content = torch.frombuffer(bytearray(read[{0!r}](row)), dtype=torch.uint8)[:6]
+        return content.double(), torch.zeros(1)
+
+    def at(self, row, file=None):
+        file = file or self.file
+        file.seek(768 * row)
+        return file.read(768)
+
+    def mapped(self, row):
+        return self.map[768 * row :][:768]
+
+
+class Mine(Small):
+    def data(self, config):
+        with open({1!r}, "wb") as out:
+            out.write(b"".join(bytes([row]) * 768 for row in range(64)))
+        return Rows({1!r}, {2}), None
+"""
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["", "with a fingerprint"])
+@pytest.mark.parametrize("how, workers, code", [("file", 1, 2), ("file", 0, 0), ("again", 1, 0), ("each", 1, 0), ("map", 1, 0)])
+def test_a_file_that_is_open_before_the_workers_read_it_is_refused(tmp_path, how, workers, code, given):
+    """Not where it is mapped, opened again, or a row's alone."""
+    source = OPEN.format(how, str(tmp_path / "rows.bin"), given)
+    job = failed(tmp_path, source, f"--workers {workers} --epochs 1", 1, code)
+    assert code == 0 or "rows.bin was open before the workers (--workers), which would read at each" in job.error, job.error
+
+
 @pytest.mark.parametrize("methods, said", PARTS.values(), ids=PARTS)
 def test_a_part_that_cannot_be_used_is_one_line_and_2(tmp_path, methods, said):
     job = failed(tmp_path, small(methods))
@@ -907,6 +957,32 @@ def test_a_parameter_that_later_has_no_gradient_is_told_where_ddp_cannot_go_on(t
     )
     if code:
         assert "had no gradient" in job.error and "unused_parameters = True" in job.error
+
+
+@pytest.mark.parametrize("when, code", [("True", 2), ("not self.training", 2), ("self.training and len(self.places) < 3", 0)])
+def test_a_saved_buffer_that_grows_is_named(tmp_path, when, code):
+    """What it is after a few rows were tried, it is at each start."""
+    source = f"""
+from small import *
+
+class Net(nn.Sequential):
+    def forward(self, inputs):
+        if {when}:
+            self.register_buffer("places", torch.zeros(max(len(self.places), {"3" if code == 0 else "len(inputs)"})))
+        return super().forward(inputs)
+
+class Mine(Small):
+    def model(self, config):
+        net = Net(*super().model(config))
+        net.register_buffer("places", torch.zeros(1))
+        return net
+"""
+    job = failed(tmp_path, source, "--epochs 1 --global-batch-size 32", 1, code)
+    if code == 0:
+        failed(tmp_path, source, "--epochs 2 --global-batch-size 32", 1, 0)
+    else:
+        words = r"the model's buffer places has the shape \((32|40),\) by step \d, and had \(16,\) when the run began"
+        assert re.search(words, job.error), job.error
 
 
 @pytest.mark.parametrize("trained", ["self.steps_done < 5", "self.steps_done >= 5"], ids=["frozen", "thawed"])

@@ -56,6 +56,7 @@ MISTAKES |= dict(
 )
 MISTAKES |= dict(climbs="schedule() returned -0.25 at step 5", hooked="hooked, at step 0 (--debug: where): RuntimeError")
 MISTAKES |= dict.fromkeys(("thaws", "freezes"), "requires_grad of 0.weight has changed by step")
+MISTAKES |= dict(grows="the model's buffer places has the shape")
 MISTAKES |= dict(names_a_part="metrics() has loss_a, the name of a loss")
 MISTAKES |= dict(leaves="at step 3, line 11 (loss): SystemExit")
 MISTAKES |= dict(sounds_lost="at step 3, line 11 (loss): RuntimeError: the peer timed out")
@@ -851,6 +852,15 @@ def test_a_model_or_an_optimizer_that_cannot_be_used_is_one_line(check, train_ow
     """No line before it tells of an epoch."""
     run = train_own(name)
     one_line(check, run, 2, REFUSED[name], [line for line in run.lines if not line.startswith("rank=")])
+
+
+@clause("X9")
+@only(sizes=(1, 2))
+def test_a_buffer_that_held_out_rows_grow_is_no_snapshot_s(check, train_own):
+    """Behind the line of its epoch, and before it is saved."""
+    run = train_own("grows_held_out")
+    one_line(check, run, 2, "the model's buffer places has the shape")
+    check.equal(snapshots=((run.folder / SNAPSHOT).exists(), False))
 
 
 @clause("X9")

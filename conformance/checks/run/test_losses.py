@@ -31,6 +31,7 @@ from conformance.checks.run.common import (
     done,
     expect_exit,
     machine,
+    one_line,
     only,
 )
 from conformance.golden import make as golden
@@ -429,6 +430,14 @@ def test_a_file_that_rows_are_read_from_is_a_worker_s_own(check, train_own):
 
 
 @clause("L15")
+@only(sizes=(1, 2))
+def test_a_file_that_is_open_before_the_workers_is_named(check, train_own):
+    run = train_own("opens_early", "--workers 2")
+    one_line(check, run, 2, "was open before the workers", [line for line in run.lines if not line.startswith("rank=")])
+    done(check, train_own("opens_early"))
+
+
+@clause("L15")
 @only(sizes=(2,), devices=("cpu",))
 def test_workers_are_there_before_the_first_gradients(check, train_own):
     """A process that is forked behind their sum has gloo's locks, and none of its threads: it may hang, or crash."""
@@ -555,6 +564,7 @@ HOOKS = ("clips_by_a_hook", "clips_when_it_is_added")
 NOTED = dict(adds_a_count=["part 'right' of loss() has no gradient, yet counts in the loss"], changes_its_batch=[])
 NOTED |= dict(hides_pixels=["collate() draws random numbers"], holds_out_nothing_else=["held-out rows are the training rows"])
 NOTED |= dict(follows_a_centre=["the model changes its buffers centre in training, and all ranks take rank 0's"])
+NOTED |= dict(initializes_by_rows=["the model writes its parameters 3.scale when it is called"])
 NOTED |= dict(counts_in_a_global=["the same rows and seeds gave another loss the second time"])
 NOTED |= dict(standardizes_by_itself=["the loss of two rows together is not the sum of theirs alone"])
 NOTED |= dict(evaluates_in_training_mode=["forward() or loss() calls train() on the model, or a part of it"])

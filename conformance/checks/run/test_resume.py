@@ -234,10 +234,11 @@ def test_data_that_were_moved_are_the_same(check, world, runs, first, name):
 
 @clause("C3")
 @only(sizes=(1, 2))
-@pytest.mark.parametrize("schedule", ["cosine", "its_own"])
+@pytest.mark.parametrize("schedule", ["cosine", "its_own", "its_loss"])
 def test_a_schedule_is_laid_out_over_the_run(check, world, runs, first, own_file, schedule):
     """Under other --epochs it would go on at another learning rate."""
-    flags = own_file("scheduled") if schedule == "its_own" else "--workload digits --lr-schedule cosine"
+    files = dict(its_own="scheduled", its_loss="anneals")
+    flags = own_file(files[schedule]) if schedule in files else "--workload digits --lr-schedule cosine"
     path = runs.folder(first, f"scheduled-{schedule}")
     done(check, world.train(first, path, f"{flags} --epochs 1"))
     expect_exit(check, world.train(first, path, f"{flags} --epochs 2"), 5)

@@ -2,13 +2,16 @@
 
 import copy
 import ctypes
+import fcntl
 import gc
 import itertools
 import os
 import signal
+import stat
 import sys
 from collections import UserDict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from multiprocessing import active_children, util
 from multiprocessing.queues import Queue
@@ -194,11 +197,50 @@ def some(rows: Any, config, places: list[tuple[int, int]], made: Callable[[list]
     """What is made of these rows. Where workers will read, a worker reads these, too: a file that a Dataset opens at its first
     row would otherwise be open before the workers are forked, and they would read at each other's places in it.
     """
-    batches = loaded(rows, config, [places], made, min(1, config.workers))
+    batches = loaded(Watched(rows) if config.workers else rows, config, [places], made, min(1, config.workers))
     try:
         return next(batches)
     finally:
         batches.close()
+
+
+class Watched:
+    """Rows as a worker tries them. A file that its rank has opened has one place for all its workers, and they would read at
+    each other's: it is refused where two rows move that place. One that is mapped, or opened again, is left alone.
+    """
+
+    def __init__(self, rows: Any):
+        self.rows = rows
+        self.files: dict[int, str] | None = None
+        self.moved: dict[int, int] = {}  # the first row that did
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Any:
+        if self.files is None:  # in the worker
+            self.files = inherited_files()
+        before = {copied: os.lseek(copied, 0, os.SEEK_CUR) for copied in self.files}
+        value = self.rows[row]
+        for copied, place in before.items():
+            # By two rows: a list of a file for each row, as of opened images, has one reader at a time.
+            if os.lseek(copied, 0, os.SEEK_CUR) != place and self.moved.setdefault(copied, row) != row:
+                raise ValueError(
+                    f"{self.files[copied]} was open before the workers (--workers), which would read at each other's places in "
+                    "it: open it in __getitem__, at the first row that is read, and not before"
+                )
+        return value
+
+
+def inherited_files() -> dict[int, str]:
+    """Files that this process can read at its own place, by a copy of their number, which lasts when they are closed."""
+    copies = {}
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # the folder itself
+            of_rows = number > 2 and stat.S_ISREG(os.fstat(number).st_mode)  # and nothing that is written, as a log
+            if of_rows and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                copies[os.dup(number)] = os.path.basename(os.readlink(f"/proc/self/fd/{number}"))
+    return copies
 
 
 def collated(collate: Callable, values: list, numbers: list[int]) -> Any:

@@ -124,7 +124,7 @@ def _refuse_unknown_kinds(own: dict, workload) -> None:
             ) from error
 
 
-# Of every workload; a schedule that is laid out over the whole run has `epochs` too.
+# Of every workload; a schedule or a loss that is laid out over the whole run has `epochs` too.
 REMEMBERED: tuple[str, ...] = ("workload", "steps_per_epoch", "global_batch_size", "optimizer", "lr", "momentum")
 REMEMBERED += ("weight_decay", "lr_schedule", "warmup_steps", "clip_norm", "row_seeds", "precision", "seed")
 
@@ -195,7 +195,7 @@ def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) 
     values["run_dir"] = values["run_dir"] or new or f"runs/{workload.name}"
     _refuse_unknown_kinds({name: value for name, value in own.items() if name not in forgotten}, workload)
     remembered = (*REMEMBERED, *(name for name in own if name not in forgotten))
-    if values["lr_schedule"] == "cosine" or workload.overrides("schedule"):
+    if values["lr_schedule"] == "cosine" or workload.overrides("schedule") or workload.reads("epochs"):
         remembered += ("epochs",)
     return TrainConfig(own=own, remembered=remembered, **values)
 

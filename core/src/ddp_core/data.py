@@ -314,9 +314,11 @@ def fingerprint(train: Any, held_out: Any, workload: Workload, config) -> tuple[
 
 def _fingerprint(rows: Any, config) -> tuple[str, list[int]]:
     """And the rows that were others when they were read again, with the same seeds, by the same process."""
-    if named := getattr(rows, "fingerprint", ""):
-        return str(named), []
     count = len(rows)
+    if named := getattr(rows, "fingerprint", ""):
+        if config.workers and not getattr(rows, "batched", False):
+            some(rows, config, [(0, row) for row in (0, count - 1, 0)], len)  # for what is Watched: 0 may be in a buffer
+        return str(named), []
     sampled = sorted({count * number // SAMPLED_ROWS for number in range(SAMPLED_ROWS)})
     again = sampled if config.row_seeds == "on" else []
 

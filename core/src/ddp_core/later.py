@@ -34,7 +34,8 @@ class Later:
     def __init__(self, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, shared: list[str], step: int):
         """shared: the buffers that all ranks take from rank 0 in every step. step: the first of this start."""
         self.workload, self.model, self.optimizer, self.first = workload, model, optimizer, step
-        self.own = saved_buffers(model).keys() - {*shared}
+        self.shapes = self._shapes()
+        self.own = self.shapes.keys() - {*shared}
         self.trained = self._trained()
         self.beside: dict[str, list] | None = None
         self.begin()
@@ -54,15 +55,30 @@ class Later:
                 f"the optimizer {type(self.optimizer).__name__} keeps {', '.join(kept[:6])}, and a snapshot holds tensors and "
                 "numbers of parameters: make one tensor of a list (torch.stack)"
             )
+        self.refuse_other_shapes(step)
         first = step - len(norms) == self.first
         no_gradient = [NO_GRADIENT.format(step=self.first)] if first and not norms.any() else []
         return [*no_gradient, *self._late_buffers(step), *self._kept_beside(step)]
+
+    def refuse_other_shapes(self, step: int) -> None:
+        """Of buffers that a snapshot has: no start could read it, whose own are as they were when this one began."""
+        now = self._shapes()
+        for name in now:
+            if now[name] != (began := self.shapes.get(name)):
+                raise self.workload.unusable(
+                    f"the model's buffer {name} has the shape {now[name]} by step {step}, and had {began} when the run began: "
+                    "no start could go on from its snapshot; make it as large as it gets in model(), or register it with "
+                    "persistent=False"
+                )
 
     def begin(self) -> None:
         """What stands in the buffers is as it should be: the run begins, or all ranks have just taken rank 0's."""
         self.held = buffers = self._own_buffers()  # kept: no later one has its address then
         self.versions = {name: (buffer.data_ptr(), buffer._version) for name, buffer in buffers.items()}
         self.content = {name: _content(buffer) for name, buffer in buffers.items()}
+
+    def _shapes(self) -> dict[str, tuple]:
+        return {name: tuple(buffer.shape) for name, buffer in saved_buffers(self.model).items()}
 
     def _trained(self) -> set[str]:
         return {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}

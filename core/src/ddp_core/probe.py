@@ -21,6 +21,7 @@ from ddp_core.batches import Batches, converted
 from ddp_core.config import refuse_other_default_device
 from ddp_core.errors import WorkloadError
 from ddp_core.order import DROPOUT, drawn_by_others, drawn_so_far, seed_generators, seeded_anew
+from ddp_core.replicas import checksum
 from ddp_core.snapshot import memory
 from ddp_core.state import Kept, dense, saved_buffers
 from ddp_core.workload import (
@@ -101,6 +102,11 @@ MODE = (
     "or put the mode back after it: the core calls both"
 )
 MODES = ((True, "train()", "on where held-out rows are evaluated"), (False, "eval()", "off where it is trained"))
+WRITTEN = (
+    "the model writes its parameters {names} when it is called: what an initialization by rows makes of them comes from the "
+    "few that are tried before the first step, and what a rank writes by its own rows later the others do not have; compute it "
+    "in model(), or keep it in a buffer"
+)
 BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -125,7 +131,7 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> See
     refuse_other_default_device(workload)
     if (dtype := torch.get_default_dtype()) != torch.float32:  # optimizers count their steps in it, and fused ones then fail
         raise workload.unusable(f"torch's default dtype is {dtype}: take set_default_dtype out, pass --precision fp64")
-    trial = _Trial(model, batches, autocast, agreed)
+    trial, trained = _Trial(model, batches, autocast, agreed), bits_of_trained(model)
     try:
         trial.read()
         trial.refuse_gradients_of_rows()
@@ -146,7 +152,8 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> See
             f"forward() moves an average of the weights ({moved[0]}), and they are in parts: pass --sharding none"
         )
     notes = [ROUNDED.format(names=", ".join(batches.rounded[:6]))] if batches.rounded else []
-    notes += notes_on_buffers(model, changed) + trial.notes + random + notes_on_uncalled(workload)
+    notes += notes_on_buffers(model, changed) + notes_on_written(model, trained) + trial.notes + random
+    notes += notes_on_uncalled(workload)
     return Seen(losses, metrics, changed, trial.rows, others, notes)
 
 
@@ -516,6 +523,19 @@ def _refuse_hidden(workload: Workload, model: nn.Module, trained: Callable) -> N
                         f"{type(value).__name__} an nn.ModuleList, nn.ModuleDict or nn.ParameterList, or freeze it "
                         "(requires_grad_(False))"
                     )
+
+
+def bits_of_trained(model: nn.Module) -> dict[str, float]:
+    """By name. Not how often each was written: what is done by .data counts for nothing there."""
+    return {name: checksum([parameter]).item() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def notes_on_written(model: nn.Module, before: dict[str, float]) -> list[str]:
+    """They are not put back: a flag beside them, which no snapshot holds, says that they are made, and a run that goes on would
+    make them again, of trained ones.
+    """
+    names = [name for name, bits in bits_of_trained(model).items() if bits != before.get(name)]
+    return [WRITTEN.format(names=", ".join(names[:6]))] if names else []
 
 
 def notes_on_buffers(model: nn.Module, changed: list[str]) -> list[str]:

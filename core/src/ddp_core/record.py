@@ -157,7 +157,7 @@ class Record:
         elif not trained:
             more = f"--epochs {2 * max(config.epochs, len(history))} would continue it"
             if "epochs" in config.remembered:
-                more = f"its schedule ends with --epochs {config.epochs}"
+                more = f"it is laid out over --epochs {config.epochs}"
             title = f"run is complete already, nothing to do ({more})"
         width = max(map(len, table))
         self._clear()

@@ -364,6 +364,7 @@ class Trainer:
             self.state.progress.scale = self.guard.scale
 
             def write(tensors: dict, drafts: Callable | None) -> None:
+                self.later.refuse_other_shapes(self.step)  # an evaluation may have changed them
                 self.saver.save(tensors, self.state.document(), best, snapshot, drafts)
 
             self.state.save(write, self)

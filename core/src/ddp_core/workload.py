@@ -175,6 +175,11 @@ class Workload:
     def overrides(self, method: str) -> bool:
         return getattr(type(self), method) is not getattr(Workload, method)
 
+    def reads(self, name: str) -> bool:
+        """Whether a line of its file, or of what this imports from beside it, takes this from config."""
+        sources = sources_of(self.file) if self.file else ()
+        return any(re.search(rb"(?m)^[^#\n]*\." + name.encode() + rb"\b", text) for text in sources)
+
     def unusable(self, why: str) -> WorkloadError:
         return WorkloadError(f"--workload {self.name}: {why}")
 
