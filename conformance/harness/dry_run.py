@@ -707,6 +707,7 @@ class DryRuns:
         gpus = max(devices_by(name, options.get(name, "")) for name in OF_DEVICES[:3])
         own |= dict(GPUS_ON_NODE=gpus) if gpus else {}
         own |= dict(RESTART_COUNT=shape["restarts"]) if shape["restarts"] else {}
+        own |= of_array(options.get("array") or options.get("a", ""), shape["number"])
         return {f"SLURM_{name}": str(value) for name, value in own.items()} | dict(SLURMD_NODENAME=self.hosts(nodes)[0])
 
     def _of_pbs(self, shape: dict) -> dict[str, str]:
@@ -900,6 +901,17 @@ def options_of(command: str, slurm: bool) -> dict[str, str]:
     except ValueError:
         return {}
     return {long.get(name, name): value for name, value in options.items()}
+
+
+def of_array(array: str, number: str) -> dict[str, Any]:
+    """What Slurm says of an array, `0-7`, `1,3,5` or `0-15:4%2`, to its first job. https://slurm.schedmd.com/job_array.html"""
+    tasks: list[int] = []
+    for first, last, step in re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", array.partition("%")[0]):
+        tasks += range(int(first), int(last or first) + 1, int(step or 1))
+    if not tasks:
+        return {}
+    own = dict(JOB_ID=number, TASK_ID=tasks[0], TASK_COUNT=len(tasks), TASK_MIN=min(tasks), TASK_MAX=max(tasks))
+    return {f"ARRAY_{name}": value for name, value in own.items()}
 
 
 def handed_on(options: str) -> dict[str, str]:
