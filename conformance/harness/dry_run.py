@@ -78,6 +78,9 @@ OF_ML = "load|add|purge|reset|use|unuse|del|unload|rm|swap|switch|list|avail|av|
 MODULE = 'module() { local said; said=$(module-call "$@") || return; eval "$said"; }; ml() { case ${1-} in '
 MODULE += f'--*) module "$@" ;; -?*) module unload "${{1#-}}" ;; {OF_ML.replace("|", " | ")}) '
 MODULE += 'module "$@" ;; *) module load "$@" ;; esac; }'
+# Likewise conda's hook. https://docs.conda.io/projects/conda/en/stable/dev-guide/deep-dives/activation.html
+CONDA = "NAME() { case ${1-} in activate | deactivate) local said; "
+CONDA += 'said=$(command NAME shell.posix "$@") || return; eval "$said" ;; *) command NAME "$@" ;; esac; }\n'
 # Of torchrun the parts that programs of a site call: it is a command of the dry run, and its ranks' exit code an error.
 ERRORS = """
 class ChildFailedError(Exception):
@@ -438,6 +441,9 @@ class DryRuns:
                 path.write_bytes(ABSOLUTE.sub(f"{top}/root/", path.read_bytes().decode()).encode())
         # A login shell sets PATH anew, and may know a module command of this machine.
         (top / "home/.bash_profile").write_text(f"PATH={top}/bin:/usr/bin:/bin\nunset BASH_ENV\n{MODULE}\n")
+        (top / "etc/profile.d").mkdir(parents=True)
+        hook = "".join(CONDA.replace("NAME", name) for name in ("conda", "mamba", "micromamba"))
+        (top / "etc/profile.d/conda.sh").write_text(hook)
         # What nobody's script may touch.
         for name in ("home/.bashrc", "root/tmp/of-somebody-else/file", f"sites/{self.folder.name}/mine.py", "sites/other/file"):
             (top / name).parent.mkdir(parents=True, exist_ok=True)

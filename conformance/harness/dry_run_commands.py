@@ -727,6 +727,16 @@ def conda(name: str, words: list[str]) -> int:
     if words[:1] == ["run"]:
         os.environ["PATH"] = f"{folder}/bin:{os.environ['PATH']}" if folder else os.environ["PATH"]
         return runs(*split(words[1:])[1])
+    if words[:1] == ["info"] and "--base" in words:
+        print(TOP)
+    if words[:2] in (["shell.bash", "hook"], ["shell.posix", "hook"], ["shell", "hook"]):
+        with open(f"{TOP}/etc/profile.d/conda.sh") as hook:
+            print(hook.read())
+    elif words[:1] == ["shell.posix"]:
+        return activate(words[1:])
+    elif words[:1] == ["activate"] and not SETTINGS["modules"]:  # one may bring the function
+        print(f"CondaError: Run 'conda init' before '{name} activate'", file=sys.stderr)
+        return 1
     if SETTINGS["fails"] == "conda":
         return 1
     if os.path.exists(path := value_of(words, "--file", "-f")):
@@ -738,6 +748,20 @@ def conda(name: str, words: list[str]) -> int:
         if os.environ.get("CONDA_REGISTER_ENVS") != "false":
             leave(f"{os.environ['HOME']}/.conda")
     return environment(folder) if folder else 0
+
+
+def activate(words: list[str]) -> int:
+    """What the shell function `conda` evaluates. An environment with a name is the machine's: nothing changes."""
+    prefix = value_of(words, "-p", "--prefix") or words[-1]
+    if words[0] == "deactivate":
+        print('PATH=${PATH#"${CONDA_PREFIX-}/bin:"}; unset CONDA_PREFIX')
+    elif "/" in prefix:
+        prefix = os.path.abspath(prefix)
+        if prefix.startswith(f"{TOP}/sites/") and not os.path.isdir(f"{prefix}/bin"):
+            print(f"EnvironmentLocationNotFound: Not a conda environment: {prefix}", file=sys.stderr)
+            return 1
+        print(f"export CONDA_PREFIX='{prefix}' PATH='{prefix}/bin':\"$PATH\"")
+    return 0
 
 
 def conda_pack(name: str, words: list[str]) -> int:
