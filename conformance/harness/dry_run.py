@@ -434,8 +434,12 @@ class DryRuns:
         if image := layer.image_file(self.site):
             (top / "root" / image.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
             (top / "root" / image.lstrip("/")).touch()
-        left = (".venv*", "env", "runs", "__pycache__", "*.out", ".git", "packages", "*.tar.gz", "*.sif")
+        brought = [name for name in self.site.software.get("brought", []) if not re.search(r"^/|\.\.", name)]  # inside
+        left = [".venv*", "env", "runs", "__pycache__", "*.out", ".git", "packages", "*.tar.gz", "*.sif"]
+        left += [name.rstrip("/") for name in brought]
         shutil.copytree(self.site.folder, self.folder, ignore=shutil.ignore_patterns(*left))
+        for name in brought:
+            self._bring(name)
         for path in [self.folder / script.relative_to(self.site.folder) for script in self.site.scripts]:
             if path.is_file():
                 path.write_bytes(ABSOLUTE.sub(f"{top}/root/", path.read_bytes().decode()).encode())
@@ -458,6 +462,15 @@ class DryRuns:
                 (top / f"root{place}" / USER / "of-another-job/file").write_text("somebody's own\n")
         self.pristine = self._keep("pristine")
         self.installed: dict = {}
+
+    def _bring(self, name: str) -> None:
+        """Beside install.sh a file or a folder/ that its user brings; of an archive or a folder, with a file in it."""
+        path = self.folder / name
+        file = path / "brought-1.0-py3-none-any.whl" if name.endswith("/") else path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("brought by its user\n")
+        if re.search(r"\.(tar|t?gz|t?bz2|t?xz)$", name):
+            subprocess.run(["tar", "-caf", path, "-C", COMMANDS.parent, COMMANDS.name], check=True)
 
     def _lay_runs(self) -> None:
         """Of other jobs, as many and as old as one might take for not needed any more."""

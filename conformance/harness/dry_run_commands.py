@@ -744,7 +744,7 @@ def conda(name: str, words: list[str]) -> int:
             print(hook.read())
     elif words[:1] == ["shell.posix"]:
         return activate(words[1:])
-    elif words[:1] == ["activate"] and not SETTINGS["modules"]:  # one may bring the function
+    elif words[:1] == ["activate"] and not (SETTINGS["modules"] or "DRY_RUN_IMAGE" in os.environ):  # may bring the function
         print(f"CondaError: Run 'conda init' before '{name} activate'", file=sys.stderr)
         return 1
     if SETTINGS["fails"] == "conda":
