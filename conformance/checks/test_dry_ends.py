@@ -162,7 +162,8 @@ def test_a_stopped_job_comes_back_once_its_ranks_have_ended(check, site, dry):
             for call in starts:
                 if call.start_time < end_time:
                     yield f"{case.name}: {call.text} before its ranks have ended, but should be after"
-            wrong = [call for call in starts if call.command == "scontrol" and FIRST not in call.words]
+            named = re.compile(rf"{FIRST}(_\d+)?")  # or the array's job, by its place there
+            wrong = [call for call in starts if call.command == "scontrol" and not any(map(named.fullmatch, call.words))]
             yield from (f"{case.name}: {call.text}, but should name job {FIRST}" for call in wrong)
         for options in site.job(site.folder / case.script).get("ends_when_stopped", []):
             if starts := new_starts(dry.job(site.folder / case.script, code=75, options=words_of(options))):

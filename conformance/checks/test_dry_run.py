@@ -255,6 +255,8 @@ def test_every_file_that_runs_is_the_site_s_and_listed(check, site, dry):
             relative = os.path.relpath(os.path.realpath(path), os.path.realpath(dry.folder))
             if path.name == script or not (path.is_file() or Path(name).is_absolute()) or path.is_relative_to("/dev/fd"):
                 continue
+            if path.is_relative_to(dry.top / "etc"):  # the machine's: conda's hook
+                continue
             if relative[:2] != ".." and not (dry.pristine / dry.folder.name / relative).exists():
                 continue  # what was installed: an environment's activate
             if relative not in listed or relative not in seen:

@@ -785,7 +785,16 @@ def test_scripts_stop_at_the_first_error(check, site):
     check.equal(shellcheck=(bool(shellcheck), True))
     command = [shellcheck, "--format=gcc", *(str(path.relative_to(site.folder)) for path in site.scripts)]
     result = subprocess.run(command, cwd=site.folder, capture_output=True, text=True, timeout=60, check=False)
-    check.holds(*(f"{line}, but should pass shellcheck" for line in (result.stdout + result.stderr).splitlines()))
+    lines = [line for line in (result.stdout + result.stderr).splitlines() if not trapped(site, line)]
+    check.holds(*(f"{line}, but should pass shellcheck" for line in lines))
+
+
+def trapped(site, line: str) -> bool:
+    """Whether shellcheck says of a function that nothing calls it, and a trap does."""
+    where = re.match(r"(.+?):(\d+):.*\[SC2329\]$", line)
+    text = (site.folder / where[1]).read_text() if where else ""
+    name = re.match(r"\s*(?:function )?(\w+)", text.split("\n")[int(where[2]) - 1]) if where else None
+    return bool(name and re.search(rf"(?m)^[^#\n]*\btrap\b[^#\n]*\b{name[1]}\b", text))
 
 
 @clause("J7")

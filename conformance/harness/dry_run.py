@@ -78,6 +78,9 @@ OF_ML = "load|add|purge|reset|use|unuse|del|unload|rm|swap|switch|list|avail|av|
 MODULE = 'module() { local said; said=$(module-call "$@") || return; eval "$said"; }; ml() { case ${1-} in '
 MODULE += f'--*) module "$@" ;; -?*) module unload "${{1#-}}" ;; {OF_ML.replace("|", " | ")}) '
 MODULE += 'module "$@" ;; *) module load "$@" ;; esac; }'
+# Likewise conda's hook. https://docs.conda.io/projects/conda/en/stable/dev-guide/deep-dives/activation.html
+CONDA = "NAME() { case ${1-} in activate | deactivate) local said; "
+CONDA += 'said=$(command NAME shell.posix "$@") || return; eval "$said" ;; *) command NAME "$@" ;; esac; }\n'
 # Of torchrun the parts that programs of a site call: it is a command of the dry run, and its ranks' exit code an error.
 ERRORS = """
 class ChildFailedError(Exception):
@@ -431,13 +434,20 @@ class DryRuns:
         if image := layer.image_file(self.site):
             (top / "root" / image.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
             (top / "root" / image.lstrip("/")).touch()
-        left = (".venv*", "env", "runs", "__pycache__", "*.out", ".git", "packages", "*.tar.gz", "*.sif")
+        brought = [name for name in self.site.software.get("brought", []) if not re.search(r"^/|\.\.", name)]  # inside
+        left = [".venv*", "env", "runs", "__pycache__", "*.out", ".git", "packages", "*.tar.gz", "*.sif"]
+        left += [name.rstrip("/") for name in brought]
         shutil.copytree(self.site.folder, self.folder, ignore=shutil.ignore_patterns(*left))
+        for name in brought:
+            self._bring(name)
         for path in [self.folder / script.relative_to(self.site.folder) for script in self.site.scripts]:
             if path.is_file():
                 path.write_bytes(ABSOLUTE.sub(f"{top}/root/", path.read_bytes().decode()).encode())
         # A login shell sets PATH anew, and may know a module command of this machine.
         (top / "home/.bash_profile").write_text(f"PATH={top}/bin:/usr/bin:/bin\nunset BASH_ENV\n{MODULE}\n")
+        (top / "etc/profile.d").mkdir(parents=True)
+        hook = "".join(CONDA.replace("NAME", name) for name in ("conda", "mamba", "micromamba"))
+        (top / "etc/profile.d/conda.sh").write_text(hook)
         # What nobody's script may touch.
         for name in ("home/.bashrc", "root/tmp/of-somebody-else/file", f"sites/{self.folder.name}/mine.py", "sites/other/file"):
             (top / name).parent.mkdir(parents=True, exist_ok=True)
@@ -452,6 +462,15 @@ class DryRuns:
                 (top / f"root{place}" / USER / "of-another-job/file").write_text("somebody's own\n")
         self.pristine = self._keep("pristine")
         self.installed: dict = {}
+
+    def _bring(self, name: str) -> None:
+        """Beside install.sh a file or a folder/ that its user brings; of an archive or a folder, with a file in it."""
+        path = self.folder / name
+        file = path / "brought-1.0-py3-none-any.whl" if name.endswith("/") else path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("brought by its user\n")
+        if re.search(r"\.(tar|t?gz|t?bz2|t?xz)$", name):
+            subprocess.run(["tar", "-caf", path, "-C", COMMANDS.parent, COMMANDS.name], check=True)
 
     def _lay_runs(self) -> None:
         """Of other jobs, as many and as old as one might take for not needed any more."""
@@ -707,6 +726,7 @@ class DryRuns:
         gpus = max(devices_by(name, options.get(name, "")) for name in OF_DEVICES[:3])
         own |= dict(GPUS_ON_NODE=gpus) if gpus else {}
         own |= dict(RESTART_COUNT=shape["restarts"]) if shape["restarts"] else {}
+        own |= of_array(options.get("array") or options.get("a", ""), shape["number"])
         return {f"SLURM_{name}": str(value) for name, value in own.items()} | dict(SLURMD_NODENAME=self.hosts(nodes)[0])
 
     def _of_pbs(self, shape: dict) -> dict[str, str]:
@@ -900,6 +920,17 @@ def options_of(command: str, slurm: bool) -> dict[str, str]:
     except ValueError:
         return {}
     return {long.get(name, name): value for name, value in options.items()}
+
+
+def of_array(array: str, number: str) -> dict[str, Any]:
+    """What Slurm says of an array, `0-7`, `1,3,5` or `0-15:4%2`, to its first job. https://slurm.schedmd.com/job_array.html"""
+    tasks: list[int] = []
+    for first, last, step in re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", array.partition("%")[0]):
+        tasks += range(int(first), int(last or first) + 1, int(step or 1))
+    if not tasks:
+        return {}
+    own = dict(JOB_ID=number, TASK_ID=tasks[0], TASK_COUNT=len(tasks), TASK_MIN=min(tasks), TASK_MAX=max(tasks))
+    return {f"ARRAY_{name}": value for name, value in own.items()}
 
 
 def handed_on(options: str) -> dict[str, str]:

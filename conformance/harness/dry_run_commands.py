@@ -37,10 +37,10 @@ def write(path: str, record: dict) -> None:
     os.rename(f"{path}.new", path)
 
 
-def runs(*words: str, environment: dict[str, str] | None = None, handed_on: bool = False) -> int:
+def runs(*words: str, environment: dict[str, str] | None = None, handed_on: str = "") -> int:
     """The exit code of a command, as a shell has it. Signals are the command's to take, unless they are ignored here.
 
-    handed_on: whether it gets a USR1 that this process gets."""
+    handed_on: who gets a USR1 that this process gets: the "command", or the "step", all that it has started, too."""
     for number in (USR1, TERM):
         if _signal.getsignal(number) == _signal.SIG_DFL:
             _signal.signal(number, lambda *_: None)
@@ -51,13 +51,21 @@ def runs(*words: str, environment: dict[str, str] | None = None, handed_on: bool
         return 127
     earlier = _signal.getsignal(USR1)
     if handed_on:
-        _signal.signal(USR1, lambda *_: os.kill(process, USR1))
+        _signal.signal(USR1, lambda *_: tell([process, *(below(process) if handed_on == "step" else [])]))
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     if handed_on:
         _signal.signal(USR1, _signal.SIG_IGN)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     _signal.signal(USR1, earlier)  # each of the ranks, which start in turn, is sent it
     return code if code >= 0 else 128 - code
+
+
+def tell(processes: list[int]) -> None:
+    for process in processes:
+        try:
+            os.kill(process, USR1)
+        except ProcessLookupError:  # it has ended
+            continue
 
 
 def which(word: str) -> str | None:
@@ -134,10 +142,12 @@ def launch(name: str, words: list[str]) -> int:
     os.environ["DRY_RUN_LAUNCHER"] = str(os.getpid())
     os.environ["DRY_RUN_ON"] = first(flags, "-w", "--nodelist", "-r", "--relative", "--host", "-host", "--hosts")
     codes = []
+    # srun's to each process of the step, torchrun's ranks and what is in an image too, as slurmstepd does.
+    handed_on = "command" if of_open_mpi() else "step" if SETTINGS["to_batch"] else ""
     for rank in range(count if SETTINGS["all_ranks"] else 1):
         environ = rank_environment(name, rank, places[rank], sizes, flags)
         environ |= placed(rank, count, places[rank], sizes)
-        codes.append(runs(*command, environment=environ, handed_on=of_open_mpi() or SETTINGS["to_batch"]))
+        codes.append(runs(*command, environment=environ, handed_on=handed_on))
     return max(codes)
 
 
@@ -727,6 +737,16 @@ def conda(name: str, words: list[str]) -> int:
     if words[:1] == ["run"]:
         os.environ["PATH"] = f"{folder}/bin:{os.environ['PATH']}" if folder else os.environ["PATH"]
         return runs(*split(words[1:])[1])
+    if words[:1] == ["info"] and "--base" in words:
+        print(TOP)
+    if words[:2] in (["shell.bash", "hook"], ["shell.posix", "hook"], ["shell", "hook"]):
+        with open(f"{TOP}/etc/profile.d/conda.sh") as hook:
+            print(hook.read())
+    elif words[:1] == ["shell.posix"]:
+        return activate(words[1:])
+    elif words[:1] == ["activate"] and not (SETTINGS["modules"] or "DRY_RUN_IMAGE" in os.environ):  # may bring the function
+        print(f"CondaError: Run 'conda init' before '{name} activate'", file=sys.stderr)
+        return 1
     if SETTINGS["fails"] == "conda":
         return 1
     if os.path.exists(path := value_of(words, "--file", "-f")):
@@ -738,6 +758,20 @@ def conda(name: str, words: list[str]) -> int:
         if os.environ.get("CONDA_REGISTER_ENVS") != "false":
             leave(f"{os.environ['HOME']}/.conda")
     return environment(folder) if folder else 0
+
+
+def activate(words: list[str]) -> int:
+    """What the shell function `conda` evaluates. An environment with a name is the machine's: nothing changes."""
+    prefix = value_of(words, "-p", "--prefix") or words[-1]
+    if words[0] == "deactivate":
+        print('PATH=${PATH#"${CONDA_PREFIX-}/bin:"}; unset CONDA_PREFIX')
+    elif "/" in prefix:
+        prefix = os.path.abspath(prefix)
+        if prefix.startswith(f"{TOP}/sites/") and not os.path.isdir(f"{prefix}/bin"):
+            print(f"EnvironmentLocationNotFound: Not a conda environment: {prefix}", file=sys.stderr)
+            return 1
+        print(f"export CONDA_PREFIX='{prefix}' PATH='{prefix}/bin':\"$PATH\"")
+    return 0
 
 
 def conda_pack(name: str, words: list[str]) -> int:

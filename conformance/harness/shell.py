@@ -57,7 +57,7 @@ NUMBER = re.compile(r"(\d+)(?:-\1)?")  # also Slurm's from-to
 SHORT = {"-N": "nodes", "-n": "ntasks", "-c": "cpus-per-task"}
 SHORT |= dict.fromkeys(("--ppn", "--tasks-per-node"), "ntasks-per-node")
 # Which mean something else to PBS.
-OF_SBATCH = {"-A": "account", "-C": "constraint", "-p": "partition", "-q": "qos", "-t": "time"}
+OF_SBATCH = {"-A": "account", "-a": "array", "-C": "constraint", "-p": "partition", "-q": "qos", "-t": "time"}
 
 START_SECONDS = 300  # until the ranks of a large job hear a signal
 
