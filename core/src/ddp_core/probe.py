@@ -336,12 +336,11 @@ class _Trial:
         other = loss(1, others=True)
         seeds = seeded_anew(before, drawn_so_far())
         self.notes += [SEEDS.format(where="forward() or loss()", each="every batch")] if seeds else []
-        if self.agreed(not self.repeats and not drawn):
-            return False, [NOT_REPEATED]
-        if self.agreed(first == second and not drawn):
-            return False, [RANDOM] if first != other and not self.config.shards else []
-        if self.agreed(loss(0, others=True) == loss(0, others=True)):
-            return True, [] if self.config.shards else [DRAWN if self.agreed(first == second) else RANDOM]
+        if self.agreed(self.repeats or drawn):
+            if self.agreed(first == second and not drawn):
+                return False, [RANDOM] if first != other and not self.config.shards else []
+            if self.agreed(loss(0, others=True) == loss(0, others=True)):
+                return True, [] if self.config.shards else [DRAWN if self.agreed(first == second) else RANDOM]
         return False, [NOT_REPEATED]
 
 
