@@ -243,6 +243,16 @@ def test_a_schedule_is_laid_out_over_the_run(check, world, runs, first, own_file
     done(check, world.train(first, path, f"{flags} --epochs 1"))
     expect_exit(check, world.train(first, path, f"{flags} --epochs 2"), 5)
 
+    def forget() -> None:
+        from ddp_core import snapshot
+
+        tensors, document = snapshot.read(path / SNAPSHOT)
+        del document["problem"]["epochs"], document["document_crc32"]
+        snapshot.write(path / SNAPSHOT, tensors, document)
+
+    world.on_rank_0(forget)  # as a core wrote it that did not ask whether a loss reads them
+    done(check, world.train(first, path, f"{flags} --epochs 2"))
+
 
 @clause("C3")
 @only(sizes=(1, 2))

@@ -81,8 +81,8 @@ class Batches:
         if not getattr(self.rows, "batched", False):
             seeds = SeededRows(self.rows, self.config)
 
-            def made(watched: list) -> tuple[list, bool, bool]:
-                read, drawn_in = zip(*watched, strict=True)
+            def made(rows_and_generators: list) -> tuple[list, bool, bool]:
+                read, drawn_in = zip(*rows_and_generators, strict=True)
                 batches, drawn = [], False
                 for draw, group in itertools.product(range(draws), groups):
                     seeds.seed_generators(draw, rows[group[-1]])  # what collate draws follows its last row, as in training
@@ -91,7 +91,7 @@ class Batches:
                     drawn = drawn or drawn_so_far() != before
                 return batches, drawn, len({*rows}) > 1 and seeded_anew(*drawn_in[:2])
 
-            batches, *facts = some(_Watched(self.rows), self.config, [(0, row) for row in rows], made)
+            batches, *facts = some(_WithGenerators(self.rows), self.config, [(0, row) for row in rows], made)
             self.collate_draws, self.rows_seed = facts
             return [self._moved(batch) for batch in batches]
         numbers = torch.tensor(rows, device=self.index_device)
@@ -276,7 +276,7 @@ def _form(value: Any) -> str:
     return type(value).__name__
 
 
-class _Watched:
+class _WithGenerators:
     """Rows, each with how far all generators are after it."""
 
     def __init__(self, rows: Any):

@@ -110,8 +110,11 @@ class State:
         progress = Progress.of(document)
         self.forget(progress.stateless)
         theirs, ours = ({name: facts[name] for name in ("data", "steps_per_epoch")} for facts in (document, self.facts))
+        then, now = document["problem"], dict(self.facts["problem"])
+        if "epochs" not in then:  # of a core or a file for which they made no difference
+            now.pop("epochs", None)
         # Apart: a flag may be called --data, too.
-        differ = differences(document["problem"], self.facts["problem"]) + differences(theirs, ours)
+        differ = differences(then, now) + differences(theirs, ours)
         mine = self.tensors()
         differ = differ or differences(layout(tensors), layout(mine)) or self._unknown(progress.numbers)
         if differ:
