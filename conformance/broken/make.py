@@ -111,12 +111,14 @@ def chosen(entries: list) -> list:
 
 
 def copy(folder: Path) -> Path:
-    """A copy of what conformance needs of the repository; compiled files too, for they save half a second a run."""
+    """A copy of what conformance needs of the repository; compiled files too, for they save half a second a run, but for those
+    that another process is just writing.
+    """
     for part in PARTS:
         source, target = ROOT / part, folder / part
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.egg-info", "reports"))
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.egg-info", "reports", "*.pyc.*"))
         else:
             shutil.copy2(source, target)
     return folder

@@ -367,7 +367,9 @@ def test_what_is_too_old_is_refused_before_anything_is_installed(check, dry, wha
     """A Python 3.9 or a torch 2.4 that the machine brings: import errors on all ranks."""
     first = dry.install()
     brought = [call for call in first.called("python", "python3") if "torch" in call.text and "version" in call.text]
-    own = any(call.command in ("conda", "mamba", "micromamba", "uv") for call in first.calls)  # it makes its own
+    own = any(call.command in ("conda", "mamba", "micromamba") for call in first.calls)  # it makes its own
+    venvs = [values_of(call.words, "--python", "-p") for call in first.called("uv") if call.words[:1] == ["venv"]]
+    own |= any("/" not in "".join(python) for python in venvs)
     own |= what == "torch" and any("torch==2" in word for _, words in pips(first) for word in words)
     if own or not brought or not pips(first):
         return

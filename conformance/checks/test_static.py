@@ -270,18 +270,19 @@ def test_the_readme_has_the_cores_of_site_toml(check, site):
     check.equal(cores_in_README_md_not_near_their_device=(wrong, []))
 
 
-# Of Hugging Face, GitHub, GitLab, OpenAI; in an address; under a name that says so.
+# Of Hugging Face, GitHub, GitLab, OpenAI; in an address; under a name that says so. A digit is in each, and in no placeholder.
 SECRET = re.compile(
-    r"\b(hf_|gh[pous]_|glpat-|sk-)[A-Za-z0-9_-]{16,}|://[^\s/:@$\"']+:[^\s/@$\"']+@|(TOKEN|API_KEY|PASSWORD|SECRET)=[\"']?[\w-]{12,}"
+    r"\b(hf_|gh[pous]_|github_pat_|glpat-|sk-(proj-|ant-)?)(?=[\w-]*\d)[\w-]{16,}|://[^\s/:@$\"']+:(?=[^@]*\d)[^\s/@$\"']{6,}@(?!sha256:)"
+    r"|(?i:_TOKEN|API_?KEY|ACCESS_KEY|PASSWORD|SECRET)[\"']?\]?\s*=\s*[\"']?(?=[\w-]*\d)[\w-]{12,}(?![\w(.-])"
 )
 
 
 @clause("B9")
 def test_no_file_holds_a_secret(check, site):
     """Who copies the folder, reads it on the file system, or finds it in a repository has it, too."""
-    paths = [site.folder / name for name in ("README.md", "site.toml")] + sorted({*site.scripts, *site.folder.glob("*.py")})
-    for path in paths:
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+    named = [site.folder / name for name in ("README.md", "site.toml", *site.toml.get("files", []))]
+    for path in sorted(path for path in {*named, *site.scripts, *site.folder.glob("*.py")} if path.is_file()):
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
             if match := SECRET.search(line):
                 yield f"{path.name}:{number}: {match[0][:6]}..., but should hold no secret: read it from a file of mode 600"
 
@@ -293,7 +294,8 @@ def test_what_the_readme_counts_goes_over_the_cores_in_their_order(check, site):
         rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()]
         cores = next((row[1:] for row in rows if row[0] == "cores"), [])
         for name, *counted in rows[1:]:
-            if cores and len(counted) == len(cores) and all(map(str.isdecimal, counted)):
+            heads = list(map(str, range(len(counted))))  # a row of them counts the columns
+            if cores and len(counted) == len(cores) and all(map(str.isdecimal, counted)) and counted != heads:
                 along = sorted(zip(cores, map(int, counted), strict=True), key=lambda pair: numbers(pair[0])[:1])
                 wrong = [f"{second[1]} on {second[0]}" for first, second in itertools.pairwise(along) if second[1] < first[1]]
                 check.equal(**{f"{name}_in_README_md_not_in_the_order_of_cores": (wrong, [])})
@@ -790,11 +792,12 @@ def test_scripts_stop_at_the_first_error(check, site):
 
 
 def trapped(site, line: str) -> bool:
-    """Whether shellcheck says of a function that nothing calls it, and a trap does."""
+    """Whether shellcheck says of a function that nothing calls it, where a trap does, or what a trap calls."""
     where = re.match(r"(.+?):(\d+):.*\[SC2329\]$", line)
     text = (site.folder / where[1]).read_text() if where else ""
-    name = re.match(r"\s*(?:function )?(\w+)", text.split("\n")[int(where[2]) - 1]) if where else None
-    return bool(name and re.search(rf"(?m)^[^#\n]*\btrap\b[^#\n]*\b{name[1]}\b", text))
+    name = re.match(r"\s*(?:function )?([\w:.-]+)", text.split("\n")[int(where[2]) - 1]) if where else None
+    code = "\n".join(line.text for line in Script(site.folder / where[1]).lines if not line.is_comment) if where else ""
+    return bool(name and "trap " in code and len(re.findall(rf"(?<![\w-]){re.escape(name[1])}(?![\w-])", code)) > 1)
 
 
 @clause("J7")

@@ -58,7 +58,9 @@ def test_a_task_of_many_is_never_a_world_of_one(check, site, tmp_path):
         ways |= dict(
             srun_alone=STEP, job_script_without_srun=JOB | dict(SLURM_PROCID="0", SLURM_LOCALID="0"), shell_of_salloc=JOB
         )
-        ways |= {f"mpiexec_of_{name.split('_')[0]}": {name: "16"} for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")}
+        for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):  # on a workstation, and in a job of one task
+            mpi = f"mpiexec_of_{name.partition('_')[0]}"
+            ways |= {mpi: {name: "16"}, f"{mpi}_in_a_job": JOB | dict(SLURM_NTASKS="1", SLURM_NPROCS="1") | {name: "16"}}
     if site.toml["scheduler"] == "pbs":
         ways |= dict(job_script_without_mpiexec=dict(PBS_JOBID="4242.server", PBS_NODEFILE=str(nodefile)))
     for way, session in product(ways, SESSIONS):
@@ -71,10 +73,10 @@ def test_a_task_of_many_is_never_a_world_of_one(check, site, tmp_path):
 def test_another_step_of_a_job_is_another_run_of_its_ranks(check, site, tmp_path):
     """Where train.py makes the name under which ranks meet of Slurm's numbers."""
     for launch in [launch for launch in site.launches if not launch.mpi]:
-        environ = launch.environ(1, 16, 2, 29500, "1") | STEP
+        environ = launch.environ(1, 16, 2, 29500, "1") | STEP | dict(SLURM_STEPID="0")
         name, of_job, of_step = (
             who(site, environ | other, tmp_path).get("job_id")
-            for other in ({}, dict(SLURM_JOB_ID="4243"), dict(SLURM_STEP_ID="1"))
+            for other in ({}, dict(SLURM_JOB_ID="4243"), dict(SLURM_STEP_ID="1", SLURM_STEPID="1"))
         )
         if of_job != name:
             check.equal(**{f"one_name_for_two_steps_under_{launch.launcher}": (of_step == name, False)})

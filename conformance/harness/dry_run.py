@@ -468,7 +468,7 @@ class DryRuns:
         path = self.folder / name
         file = path / "brought-1.0-py3-none-any.whl" if name.endswith("/") else path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("brought by its user\n")
+        file.write_text("#!/bin/sh\n# brought by its user\n")
         if re.search(r"\.(tar|t?gz|t?bz2|t?xz)$", name):
             subprocess.run(["tar", "-caf", path, "-C", COMMANDS.parent, COMMANDS.name], check=True)
 
@@ -924,12 +924,13 @@ def options_of(command: str, slurm: bool) -> dict[str, str]:
 
 def of_array(array: str, number: str) -> dict[str, Any]:
     """What Slurm says of an array, `0-7`, `1,3,5` or `0-15:4%2`, to its first job. https://slurm.schedmd.com/job_array.html"""
-    tasks: list[int] = []
+    tasks, step = list[int](), ""
     for first, last, step in re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", array.partition("%")[0]):
         tasks += range(int(first), int(last or first) + 1, int(step or 1))
     if not tasks:
         return {}
     own = dict(JOB_ID=number, TASK_ID=tasks[0], TASK_COUNT=len(tasks), TASK_MIN=min(tasks), TASK_MAX=max(tasks))
+    own |= dict(TASK_STEP=int(step or 1))
     return {f"ARRAY_{name}": value for name, value in own.items()}
 
 

@@ -534,17 +534,21 @@ def pip(name: str, words: list[str]) -> int:
 def uv(name: str, words: list[str]) -> int:
     """As Python's own venv and pip, whose calls are then seen, but without pip's variables, and with a cache of its own."""
     own = os.environ.get
-    flags = ("--python", "-p", "--prompt", "--seed")
+    of_python = ("--python", "-p")
+    valued = (*of_python, "--prompt", "--link-mode", "--cache-dir", "--index-url", "--default-index", "--exclude-newer")
+    while words and words[0].startswith("-"):  # of all its commands
+        words = words[1 + (words[0] in valued) :]
     environ = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
     environ |= dict(PIP_NO_CACHE_DIR="1", PYTHONNOUSERSITE="1")
     if words[:1] == ["venv"]:
-        named = [word for before, word in pairs(words) if word and not word.startswith("-") and before not in flags]
+        named = [word for before, word in pairs(words) if word and not word.startswith("-") and before not in valued]
         return runs("python3", "-m", "venv", (named or [".venv"])[-1], environment=environ)
     if words[:1] == ["pip"]:
         if not {"--no-cache", "-n"} & {*words} and own("UV_NO_CACHE", "0") in ("0", "false", ""):
             leave(own("UV_CACHE_DIR") or f"{own('XDG_CACHE_HOME') or os.environ['HOME'] + '/.cache'}/uv")
-        python = value_of(words, "--python", "-p") or f"{own('VIRTUAL_ENV', '.venv')}/bin/python"
-        rest = [word for before, word in pairs(["", *words[1:]]) if word and before not in flags[:2] and word not in flags[:2]]
+        python = value_of(words, *of_python) or own("VIRTUAL_ENV", ".venv")
+        python += "/bin/python" if os.path.isdir(python) else ""
+        rest = [word for before, word in pairs(["", *words[1:]]) if word and not {before, word} & {*of_python}]
         return runs(python, "-m", "pip", *rest, environment=environ)
     return 0
 

@@ -4,6 +4,7 @@ import re
 import shlex
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import dropwhile, islice
 from pathlib import Path
 
 DIRECTIVE = re.compile(r"#(SBATCH|PBS)\s+(-\S.*)$")
@@ -12,7 +13,7 @@ EXPORT = re.compile(r"\s*(?:export|declare -x)\s+(\w+)")
 ARRAY = re.compile(r"\s*\w+\+?=\($")
 FLAG = re.compile(r"\s+[\"']?(--?[A-Za-z][\w-]*)")
 # Its text goes to the terminal or the log, and nowhere else.
-MESSAGE = re.compile(r"\s*cat\s+(>&2\s*)?<<-?\s*(['\"]?)(\w+)\2\s*(>&2\s*)?")
+MESSAGE = re.compile(r"\s*cat\s+(1?>&2\s*)?<<-?\s*(['\"]?)\\?([\w-]+)\2\s*(1?>&2\s*)?")
 QUOTED = re.compile(r"(['\"])(.*)\1")
 ADDRESS = re.compile(r"https?://[^\s)>\"'`,;]+")
 # Where a comment's reason comes from, besides addresses.
@@ -108,12 +109,15 @@ class Script:
         lines: list[Line] = []
         paragraph: list[str] = []
         above = end = ""
-        for number, written in enumerate(self.text.split("\n"), 1):
+        texts = self.text.split("\n")
+        for number, written in enumerate(texts, 1):
             text = "" if end else written  # of a message, whose lines are no commands
             if end:
                 end = end if written.strip() != end else ""
             elif match := MESSAGE.fullmatch(written):
-                end = match[3]
+                rest = dropwhile(match[3].__ne__, map(str.strip, texts[number:]))
+                to_file = re.match(r"[})]\s*(>(?!&)|\|)|\)", next(islice(rest, 1, None), "")) and ">&2" not in written
+                end = "" if to_file else match[3]
             line = Line(number, text, [*paragraph], above)
             if not text.strip():
                 paragraph = []

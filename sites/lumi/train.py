@@ -41,11 +41,11 @@ def rank(environ: Mapping[str, str]) -> Rank:
 
 def refuse_many(environ: Mapping[str, str]) -> None:
     """Sixteen worlds of one would look like success: srun without rank.sh, a batch script without srun, or mpiexec."""
-    tasks = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
-    name = next(filter(environ.get, tasks), tasks[-1])
-    if (many := environ.get(name) or "1") != "1":
-        start = f"start this by srun and rank.sh, or one process with env -u {name}"
-        raise PreflightError(f"{name}={many[:80]!r}, many tasks, but RANK is not set: {start}")
+    of_slurm = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"  # the step's, of a large job
+    for name in (of_slurm, "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        if (tasks := environ.get(name) or "1") != "1":
+            start = f"start this by srun and rank.sh, or one process with env -u {name}"
+            raise PreflightError(f"{name}={tasks[:80]!r}, many tasks, but RANK is not set: {start}")
 
 
 if __name__ == "__main__":

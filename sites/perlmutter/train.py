@@ -20,12 +20,12 @@ def rank(environ: Mapping[str, str]) -> Rank:
     """
     if not environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
         # Of the step, of a job without srun, or mpiexec's. Worlds of one would look like success: eight, or one for all GPUs.
-        tasks = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
-        name = next(filter(environ.get, tasks), tasks[-1])
-        if (many := environ.get(name) or "1") == "1":
-            return Rank.single()
-        start = f"start this by srun and export_DDP_vars.sh, as job.sl does, or one process with env -u {name}"
-        raise PreflightError(f"{name}={many[:80]!r}, many tasks, but RANK is not set: {start}")
+        of_slurm = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+        for name in (of_slurm, "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
+            if (tasks := environ.get(name) or "1") != "1":
+                start = f"start this by srun and export_DDP_vars.sh, as job.sl does, or one process with env -u {name}"
+                raise PreflightError(f"{name}={tasks[:80]!r}, many tasks, but RANK is not set: {start}")
+        return Rank.single()
     job = {"job_id": "DDP_JOB_ID", "restart": "SLURM_RESTART_COUNT"}
     if "TORCHELASTIC_RUN_ID" in environ:
         # torchrun starts all ranks again when one fails: another start, another id.

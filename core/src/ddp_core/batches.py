@@ -41,7 +41,7 @@ class Batches:
         self.kind = kind
         self.workload, self.config, self.device, self.dtype = workload, config, device, dtype
         self.rows, self.resident, self.collate_draws, self.rows_seed = rows, False, False, False
-        self.rounded = rows.rounded(dtype) if getattr(rows, "are_columns", False) else []
+        self.rounded = rows.rounded(dtype) if getattr(rows, "are_columns", False) and not kind else []
         self.streaming: Generator[Any] | None = None
         if config.workers:
             util.Finalize(None, _kill_children, exitpriority=100)

@@ -84,7 +84,7 @@ class Rows:
         """The columns of fp64 of which this dtype leaves less than three digits of what tells rows apart: times in seconds."""
         names = []
         for name, column in zip(self.names or map(str, range(len(self.columns))), self.columns, strict=True):
-            if column.dtype == torch.float64 != dtype:
+            if column.dtype == torch.float64 != dtype and len(column) > 1:
                 some = column[: max(2, LOOKED_AT // max(1, column[0].numel()))]
                 spread, lost = some.std(0), (some - some.to(dtype)).abs().amax(0)
                 names += [name] if ((spread > 0) & (lost > 1e-3 * spread)).any() else []

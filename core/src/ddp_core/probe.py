@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ddp_core.batches import Batches, converted
+from ddp_core.batches import SMALL, Batches, converted
 from ddp_core.config import refuse_other_default_device
 from ddp_core.errors import WorkloadError
 from ddp_core.order import DROPOUT, drawn_by_others, drawn_so_far, seed_generators, seeded_anew
@@ -98,10 +98,10 @@ RATE = (
 )
 NO_RATE = "schedule() returned 0 at every step that was tried, from 0 to {last}: nothing is trained (/, not //, divides steps)"
 MODE = (
-    "forward() or loss() calls {call} on the model, or a part of it: its dropout and BatchNorm are {what}; take it out, "
+    "forward() or loss() calls {call}() on the model, or a part of it: its dropout and BatchNorm are {what}; take it out, "
     "or put the mode back after it: the core calls both"
 )
-MODES = ((True, "train()", "on where held-out rows are evaluated"), (False, "eval()", "off where it is trained"))
+MODES = ((True, "train", "on where held-out rows are evaluated"), (False, "eval", "off where it is trained"))
 WRITTEN = (
     "the model writes its parameters {names} when it is called: what an initialization by rows makes of them comes from the "
     "few that are tried before the first step, and what a rank writes by its own rows later the others do not have; compute it "
@@ -204,10 +204,14 @@ class _Trial:
         if not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*numbers, strict=False)):
             self.notes.append(ROWS_NOT_REPEATED.format(row="row 0"))
 
-    def refuse_gradients_of_rows(self) -> None:
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of the rows."""
         tensors: list[torch.Tensor] = []
         converted(self.rows, tensors.append, self.batches.device)
-        if any(tensor.requires_grad for tensor in tensors):
+        return tensors
+
+    def refuse_gradients_of_rows(self) -> None:
+        if any(tensor.requires_grad for tensor in self.tensors()):
             raise self.workload.unusable(
                 "rows require a gradient (another model has made them, say): compute them under torch.no_grad(), or .detach() "
                 "them"
@@ -217,7 +221,8 @@ class _Trial:
         """Where collate() draws: a mean is told from a sum by many draws, and what is drawn makes none of either."""
         if self.agreed(self.batches.collate_draws):
             self.notes += [] if self.config.shards else [DRAWN_FOR_A_BATCH]
-            batches = self.batches.few(places, groups, DRAWS)
+            size = sum(tensor.nbytes for tensor in self.tensors())
+            batches = self.batches.few(places, groups, max(4, min(DRAWS, SMALL // max(1, size))))  # all at once in memory
             self.tried = [batches[at : at + len(groups)] for at in range(0, len(batches), len(groups))]
 
     def many(self) -> list[int]:

@@ -119,6 +119,8 @@ class State:
         differ = differ or differences(layout(tensors), layout(mine)) or self._unknown(progress.numbers)
         if differ:
             why, way_out = "", ""
+            if len(differ) == 1 and differ[0].startswith("epochs:"):
+                why = "its schedule, or what reads config.epochs in the workload's file, is laid out over them; "
             if document["data"] != self.facts["data"] and len(differ) == 1:
                 why = (
                     "data() gave other rows than then: files have changed, or a flag that names them, or it draws from a "

@@ -176,9 +176,13 @@ class Workload:
         return getattr(type(self), method) is not getattr(Workload, method)
 
     def reads(self, name: str) -> bool:
-        """Whether a line of its file, or of what this imports from beside it, takes this from config."""
-        sources = sources_of(self.file) if self.file else ()
-        return any(re.search(rb"(?m)^[^#\n]*\." + name.encode() + rb"\b", text) for text in sources)
+        """Whether its file, or one that this imports from beside it, takes this from config."""
+        nodes: list[ast.AST] = []
+        for text in sources_of(self.file) if self.file else ():
+            with suppress(SyntaxError, ValueError, RecursionError):
+                nodes += ast.walk(ast.parse(text))
+        taken = [ast.unparse(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr == name]
+        return any(value.rpartition(".")[2] in ("config", "conf", "cfg", "c") for value in taken)
 
     def unusable(self, why: str) -> WorkloadError:
         return WorkloadError(f"--workload {self.name}: {why}")
