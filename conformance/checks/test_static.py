@@ -273,7 +273,7 @@ def test_the_readme_has_the_cores_of_site_toml(check, site):
 # Of Hugging Face, GitHub, GitLab, OpenAI; in an address; under a name that says so. A digit is in each, and in no placeholder.
 SECRET = re.compile(
     r"\b(hf_|gh[pous]_|github_pat_|glpat-|sk-(proj-|ant-)?)(?=[\w-]*\d)[\w-]{16,}|://[^\s/:@$\"']+:(?=[^@]*\d)[^\s/@$\"']{6,}@(?!sha256:)"
-    r"|(?i:_TOKEN|API_?KEY|ACCESS_KEY|PASSWORD|SECRET)[\"']?\]?\s*=\s*[\"']?(?=[\w-]*\d)[\w-]{12,}(?![\w(.-])"
+    r"|(?i:_TOKEN|API_?KEY|ACCESS_KEY|PASSWORD|SECRET)[\"']?\]?\s*=\s*[\"']?(?=(?:[\w-]*\d){3})[\w-]{12,}(?![\w(.-])"
 )
 
 
