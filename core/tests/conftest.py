@@ -16,6 +16,8 @@ from pathlib import Path
 
 # Before torch is imported, here and (inherited) in the fork server.
 os.environ["OMP_NUM_THREADS"] = "1"
+# A workload that a test writes twice within a second would be the first one: what Python has compiled goes by whole seconds.
+os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # run() sets it before it imports torch; forked ranks have torch already
 sys.path.insert(0, str(Path(__file__).parent))  # ranks.py and its like: importlib mode leaves it out
 # parked.py, in the fork server
