@@ -12,10 +12,11 @@ import numpy
 import pytest
 import ranks
 import torch
-from ddp_core import batches
-from ddp_core.batches import Batches, SeededRows
+from ddp_core import loading
+from ddp_core.batches import Batches
 from ddp_core.config import parse
 from ddp_core.errors import PreflightError, WorkloadError
+from ddp_core.loading import SeededRows
 from ddp_core.workload import find
 from faults import at_step, signalled
 from ranks import assert_same_run, step_of, train
@@ -79,7 +80,7 @@ class NoRows:
 def test_a_batch_may_take_as_long_as_timeout_says(monkeypatch):
     """Of a worker, and not as long as ranks may take to meet."""
     config, told = parse(["--workers", "1", "--timeout", "77", "--device", "cpu"], 1, workload=find(Augmented)), {}
-    monkeypatch.setattr(batches, "DataLoader", lambda rows, **flags: told.update(flags) or NoRows())
+    monkeypatch.setattr(loading, "DataLoader", lambda rows, **flags: told.update(flags) or NoRows())
     one = Batches(OneByOne(*table(), noise=0.0), find(Augmented), config, torch.device("cpu"), torch.float64)
     assert [*one.stream(iter([]))] == [] and told["timeout"] == 77 and told["num_workers"] == 1
 
@@ -273,13 +274,13 @@ def test_workers_that_are_signalled_while_they_start_read_on(tmp_path):
 def _signal_each_as_it_starts() -> None:
     import os
 
-    begin = batches._begin_worker
+    begin = loading._begin_worker
 
     def signalled_first(number: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         begin(number)
 
-    batches._begin_worker = signalled_first
+    loading._begin_worker = signalled_first
 
 
 def test_a_worker_collects_nothing_that_its_rank_has_left(tmp_path):
@@ -369,7 +370,7 @@ def _hung_up_on() -> None:
     import socket
     from multiprocessing import resource_sharer
 
-    batches._begin_worker(0)
+    loading._begin_worker(0)
     address, _ = resource_sharer.DupFd(0)._id
     with socket.socket(socket.AF_UNIX) as rank:
         rank.connect(address)
@@ -411,6 +412,6 @@ def test_too_many_open_files_are_named(monkeypatch):
         raise RuntimeError("Too many open files. Communication with the workers is no longer possible.")
         yield
 
-    monkeypatch.setattr(batches, "DataLoader", full)
+    monkeypatch.setattr(loading, "DataLoader", full)
     with pytest.raises(PreflightError, match="ulimit -n, or lower --workers"):
-        next(batches.loaded([], SimpleNamespace(timeout=9, row_seeds="off", seed=0), iter([]), None, 0))
+        next(loading.loaded([], SimpleNamespace(timeout=9, row_seeds="off", seed=0), iter([]), None, 0))

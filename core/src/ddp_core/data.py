@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
-from ddp_core.batches import some
 from ddp_core.errors import PreflightError, UsageError
+from ddp_core.loading import some
 from ddp_core.order import seed_everything
 from ddp_core.snapshot import DTYPE_NAMED, memory
 from ddp_core.workload import Workload, blaming
