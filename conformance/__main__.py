@@ -31,9 +31,9 @@ ROOT = sites.ROOT
 PYTEST = (sys.executable, "-m", "pytest")
 CHECKS, SELFTEST = "conformance/checks/test_{}.py", "conformance/selftest/test_{}.py"
 RANKS = "conformance/checks/run"  # what needs them
-STATIC = [
-    CHECKS.format(name) for name in ("static", "train", "dry_run", "dry_ends", "dry_install")
-]  # need neither ranks nor torch
+# They need neither ranks nor torch.
+DRY = [f"dry_{about}" for about in ("run", "devices", "sources", "files", "ends", "install")]
+STATIC = [CHECKS.format(name) for name in ("static", "train", *DRY)]
 WORLD_SIZES = (2, 4, 1)  # in this order a snapshot is resumed by more ranks and by fewer
 AT_ONCE, FILES_AT_ONCE, CLUSTERS_AT_ONCE = 2, 3, 4  # the latter two wait more than they work
 

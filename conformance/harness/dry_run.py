@@ -68,6 +68,8 @@ OF_PBS = dict(
 )
 # Those that a process may have where nobody has allowed more: Linux's INR_OPEN_CUR.
 OPEN_FILES = 1024
+# The numbers of the job, of another one, and a large one, which ends in digits that are no octal number.
+FIRST, OTHER, LARGE = "4242", "7001", "61230899"
 # Of absolute paths these stay as they are; all others are moved.
 KEPT = "usr|bin|sbin|lib|lib64|etc|proc|sys|dev/(?!shm)"
 ABSOLUTE = re.compile(
@@ -365,6 +367,26 @@ def without_effect(dry: "DryRuns", script: Path, choices: list[dict[str, str]], 
 def trains(site: Site) -> list[Path]:
     """The job scripts that train."""
     return [script for script in site.job_scripts if site.job(script).get("trains", True)]
+
+
+def as_chosen(site: Site, dry: "DryRuns") -> Iterator[tuple[Path, dict, DryRun]]:
+    """Every script that trains, and its run with all ranks: as it is, and by each choice that its head tells of."""
+    for script in trains(site):
+        yield script, {}, dry.job(script, all_ranks=True)
+        for chosen in alternatives(script):
+            yield script, chosen, dry.job(script, all_ranks=True, environ=chosen, nodes=2)
+
+
+def in_all_ways(site: Site, dry: "DryRuns") -> Iterator[tuple[str, DryRun]]:
+    """The runs of as_chosen, and those of the choices that scripts mark, each with what was chosen, in words."""
+    for script, chosen, run in as_chosen(site, dry):
+        yield " ".join([script.name, *(f"{name}={value}" for name, value in chosen.items())]), run
+    yield from ((case.name, dry.case(case, all_ranks=True)) for case in site.cases)
+
+
+def alternatives(script: Path) -> list[dict[str, str]]:
+    """The values of variables that the table in a script's head has beside the default."""
+    return [{name: value} for name, _, values in Script(script).variables for value in values]
 
 
 def with_modules(site: Site, *names: str) -> Case | None:
