@@ -7,6 +7,8 @@ import os
 import re
 import resource
 import socket
+import subprocess
+import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -51,6 +53,20 @@ def test_a_mask_that_hides_the_device_is_shown(tmp_path):
     hidden = environment(CUDA_VISIBLE_DEVICES="", ROCR_VISIBLE_DEVICES="7")
     job = train(tmp_path / "run", "--epochs 1 --device xpu", faults={0: hidden}, code=3)
     assert "CUDA_VISIBLE_DEVICES=" in job.error and "ROCR_VISIBLE_DEVICES=7" in job.error
+
+
+@pytest.mark.parametrize(
+    "broken", ["raise ModuleNotFoundError('no torch here')", "raise ImportError('libcudart.so.13: not there')"]
+)
+def test_a_python_whose_torch_cannot_be_imported_is_one_line(tmp_path, broken):
+    (tmp_path / "torch.py").write_text(broken)
+    started = "import ddp_core; sys.exit(ddp_core.run(lambda _: ddp_core.Rank.single()))"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {started}"
+    ended = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 3 and ended.stderr.count("\n") == 1
+    assert re.match(
+        r"error: \S+ cannot import what the core needs \(.* (here|there)\): run the site's install.sh", ended.stderr
+    )
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from ddp_core.config import TrainConfig, choose, parse
-from ddp_core.errors import ExitCode, Failure, PeerLostError, StoppedError, UsageError, WorkloadError
+from ddp_core.errors import (
+    ExitCode,
+    Failure,
+    PeerLostError,
+    PreflightError,
+    StoppedError,
+    UsageError,
+    WorkloadError,
+    first_line,
+)
 from ddp_core.output import lasting_output
 from ddp_core.rank import Rank
 from ddp_core.record import Record
@@ -59,7 +68,7 @@ def _run(
         stop.listen()  # again: an MPI library that was started and ended there can have kept SIGUSR1 (MPICH 5.0.2 does)
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # it is not needed
         try:
-            chosen = choose(argv, workload if isinstance(workload, type) else str(workload))
+            chosen = _choose(argv, workload if isinstance(workload, type) else str(workload))
             config = parse(argv, rank.world_size, quiet=rank.rank != 0, workload=chosen)
             if reduction and (config.reduction != "ddp" or config.sharding != "none"):
                 other = f"--reduction {config.reduction}" if config.sharding == "none" else f"--sharding {config.sharding}"
@@ -98,6 +107,17 @@ def _run(
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _choose(argv: list[str], workload: str | type) -> Any:
+    """The workload. An ImportError here is the core's own: that of a user's file is a WorkloadError."""
+    try:
+        return choose(argv, workload)
+    except ImportError as error:
+        raise PreflightError(
+            f"{sys.executable} cannot import what the core needs ({first_line(error)}): run the site's install.sh, and start "
+            "train.py with its Python"
+        ) from error
 
 
 def _train(rank: Rank, job: "_Job") -> int:
