@@ -1,21 +1,25 @@
-"""ddp_core: one PyTorch DDP training program, the same at every site. A site's train.py and a workload need these names."""
+"""ddp_core: one PyTorch DDP training program, the same at every site. A site's train.py and a workload import Rank, Workload
+and run from here.
+"""
 
 import os
 import sys
 
 
 def _refuse_namesakes(folder: str) -> None:
-    """Files beside the script hide Python's own modules, from torch too, whose traceback would then name something else."""
+    """Exit if a file beside the script has the name of a standard module: it hides that module, and torch would fail with a
+    misleading traceback.
+    """
     try:
         entries = sorted(os.listdir(folder or "."))
-    except OSError:  # with python -P it is an archive
+    except OSError:  # with python -P, sys.path[0] is a zip archive
         return
     for entry in entries:
         name, path = entry.removesuffix(".py"), os.path.join(folder, entry)
         if name not in sys.stdlib_module_names or name in sys.builtin_module_names:
             continue
         hides = os.path.isfile(path if entry.endswith(".py") else os.path.join(path, "__init__.py"))
-        taken = getattr(sys.modules.get(name), "__file__", None)  # by Python's own, before the script began: it stays
+        taken = getattr(sys.modules.get(name), "__file__", None)  # a module imported before the script began stays
         if hides and (taken is None or os.path.abspath(taken).startswith(os.path.abspath(path))):
             print(f"error: {path} hides Python's own module {name}: rename it", file=sys.stderr)
             raise SystemExit(2)
@@ -31,7 +35,7 @@ __version__ = "0.2.0"
 
 
 def __getattr__(name: str):
-    """Workload comes with torch, and Rank is needed before it: an MPI library may have to be started first."""
+    """Import Workload only on access, since it imports torch: a site that needs Rank may have to start MPI before torch."""
     if name == "Workload":
         from ddp_core.workload import Workload
 

@@ -1,7 +1,7 @@
 """TrainConfig: the training choices, and the flags that set them.
 
 Job geometry (nodes, ranks, devices) is in the batch script, process identity in the environment; neither is here.
-A workload's defaults stand in its file, and its own flags too: `config.width` is the value of its flag --width.
+A workload's file holds its defaults and its own flags: `config.width` is the value of its flag --width.
 """
 
 import argparse
@@ -14,23 +14,23 @@ from pathlib import Path
 
 from ddp_core.errors import UsageError
 
-SHARDS = 8  # of --reduction canonical, for worlds of 1, 2, 4 and 8
+SHARDS = 8  # default of --shards: fits 1, 2, 4 and 8 ranks
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Every training choice of a run, resolved: no None is left for the trainer to guess at."""
+    """Every training choice of a run, resolved: no None is left for the trainer to interpret."""
 
     # What is trained.
     workload: str
     epochs: int
     steps_per_epoch: int  # 0: as many full global batches as the training rows give
     global_batch_size: int  # rows a step, over all ranks
-    accumulate: int  # micro-batches that one rank's share of a step is cut into
+    accumulate: int  # micro-batches in one rank's share of a step
     shards: int  # with --reduction canonical: micro-batches of a step over all ranks; else 0
     seed: int
 
-    # How its parameters move.
+    # How its parameters are updated.
     optimizer: str
     lr: float  # after --scale-lr
     momentum: float
@@ -39,7 +39,7 @@ class TrainConfig:
     warmup_steps: int
     clip_norm: float  # 0: not clipped
 
-    # What computes it, and how ranks and rows are fetched.
+    # What computes it, and how ranks meet and rows are read.
     device: str
     backend: str
     precision: str
@@ -49,15 +49,15 @@ class TrainConfig:
     offload: bool
     deterministic: bool
     compile: bool
-    workers: int  # processes a rank that read rows; 0: the rank itself
+    workers: int  # processes per rank that read rows; 0: the rank itself reads
     row_seeds: str
     stage_data: str
     rendezvous_timeout: float  # seconds
     timeout: float  # seconds
 
-    # What is kept and told of it.
+    # What is saved and reported.
     run_dir: str
-    new_run_dir: bool  # the run directory is a job's own: another job's is refused
+    new_run_dir: bool  # the run directory belongs to one job: refuse it if another job left a run there
     fresh: bool
     save_every: int  # epochs
     save_minutes: float
@@ -72,7 +72,7 @@ class TrainConfig:
 
     own: dict  # the workload's own flags
     remembered: tuple[str, ...]  # the choices that determine the losses
-    passed: tuple[str, ...] = ()  # of OF_THE_OPTIMIZER: those on the command line
+    passed: tuple[str, ...] = ()  # flags of OF_THE_OPTIMIZER that the command line gives
 
     def __getattr__(self, name: str):
         own = self.__dict__.get("own", {})
@@ -81,15 +81,15 @@ class TrainConfig:
         raise AttributeError(f"there is no flag --{name.replace('_', '-')} (config.{name})")
 
     def steps_of(self, rows: int) -> int:
-        """Steps an epoch. Rows that do not fill a global batch wait for the next epoch, whose order is another."""
+        """Steps per epoch. Rows that do not fill a global batch are left out; the next epoch's order leaves out others."""
         return min(rows // self.global_batch_size, self.steps_per_epoch or rows)
 
     def problem(self) -> dict:
-        """The choices that determine the losses: a snapshot resumes only under the same ones."""
+        """The choices that determine the losses: a snapshot resumes only if they are equal."""
         return {name: _comparable(getattr(self, name)) for name in self.remembered}
 
     def facts(self) -> dict:
-        """All of them, as numbers and texts: for the record, and for the ranks to compare."""
+        """All choices as numbers and texts, for the start record and for the ranks to compare."""
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in NO_CHOICES}
         for name, value in self.own.items():
             plain[name] = _comparable(value) if isinstance(value, str | int | float | None) else _in_words(value)
@@ -97,13 +97,13 @@ class TrainConfig:
 
 
 def _in_words(value) -> str:
-    """Equal in all ranks: a set's order is each process's own, and so is the address in an object's text."""
+    """A text that is equal on all ranks: sets are sorted and addresses cut out, since both differ by process."""
     text = f"{{{', '.join(sorted(map(repr, value)))}}}" if isinstance(value, set | frozenset) else str(value)
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def _comparable(value):
-    """As a snapshot's JSON gives it back. NaN is not equal to itself, and neither it nor infinity is JSON."""
+    """The value as a snapshot's JSON returns it. NaN and infinity become texts: JSON lacks both, and NaN != NaN."""
     if isinstance(value, list | tuple):
         return [_comparable(entry) for entry in value]
     if isinstance(value, dict):
@@ -112,7 +112,7 @@ def _comparable(value):
 
 
 def _refuse_unknown_kinds(own: dict, workload) -> None:
-    """Of the own flags that are remembered, values that JSON does not hold, and a snapshot neither."""
+    """Raise WorkloadError where a remembered own flag has a value that JSON, and so a snapshot, cannot hold."""
     for name, value in own.items():
         try:
             json.dumps(_comparable(value))
@@ -124,19 +124,19 @@ def _refuse_unknown_kinds(own: dict, workload) -> None:
             ) from error
 
 
-# Of every workload; a schedule or a loss that is laid out over the whole run has `epochs` too.
+# Remembered for every workload. `epochs` is added where a schedule or a loss depends on the length of the run.
 REMEMBERED: tuple[str, ...] = ("workload", "steps_per_epoch", "global_batch_size", "optimizer", "lr", "momentum")
 REMEMBERED += ("weight_decay", "lr_schedule", "warmup_steps", "clip_norm", "row_seeds", "precision", "seed")
 
-NO_CHOICES = ("own", "remembered", "passed")  # fields of TrainConfig beside the flags
-OF_THE_OPTIMIZER = ("optimizer", "momentum", "weight_decay")  # without effect where an optimizer() does not read them
+NO_CHOICES = ("own", "remembered", "passed")  # fields of TrainConfig that are not flags
+OF_THE_OPTIMIZER = ("optimizer", "momentum", "weight_decay")  # no effect if a workload's optimizer() does not read them
 
-# Flags that a class has no defaults for: find_run.py looks for the run where the command line says.
+# Flags for which a workload cannot set a default: find_run.py must find the run from the command line alone.
 OF_THE_JOB = ("help", "workload", "run_dir", "new_run_dir", "fresh")
 
 
 def choose(argv: list[str], default: str | type = "digits"):
-    """The workload that --workload names; else `default`, a name, a file or a class. Raises WorkloadError."""
+    """The workload that --workload names; without the flag, `default` (a name, file or class). Raises WorkloadError."""
     from ddp_core.workload import find
 
     named = looked_up(argv, "workload").workload
@@ -146,20 +146,23 @@ def choose(argv: list[str], default: str | type = "digits"):
 
 
 def refuse_other_default_device(workload) -> None:
-    """Of torch, set by the workload's file: the core's own small tensors would be made there. Raises WorkloadError."""
+    """Refuse torch.set_default_device() in a workload's file: it would also move the core's own small tensors.
+
+    Raises WorkloadError.
+    """
     import torch
 
     try:
         kind = torch.get_default_device().type
-    except (AssertionError, RuntimeError):  # it makes a tensor there
+    except (AssertionError, RuntimeError):  # get_default_device() makes a tensor there
         kind = "one that this machine lacks"
     if kind != "cpu":
-        torch.set_default_device(None)  # what is left of the run sends this refusal to the other ranks
+        torch.set_default_device(None)  # this rank still has to send the refusal to the others
         raise workload.unusable(f"torch's default device is {kind}: take set_default_device out, pass --device")
 
 
 def looked_up(argv: list[str], *names: str) -> argparse.Namespace:
-    """Of the command line these flags alone, as texts; None for one that is not there. Raises UsageError."""
+    """Only these flags of the command line, as texts; None for a flag that is absent. Raises UsageError."""
     flags = Parser(add_help=False, allow_abbrev=False)
     for name in names:
         flags.add_argument(f"--{name.replace('_', '-')}")
@@ -167,9 +170,9 @@ def looked_up(argv: list[str], *names: str) -> argparse.Namespace:
 
 
 def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) -> TrainConfig:
-    """Flags to TrainConfig. Raises UsageError that names the flag and its value; --help prints and exits.
+    """Parse flags into a TrainConfig. Raises UsageError that names the flag and its value; --help prints and exits.
 
-    quiet: print no help (every rank but 0). workload: as choose() returned it.
+    quiet: print no help (every rank but 0). workload: the one that choose() returned.
     """
     workload = workload or choose(argv)
     parser, names, forgotten = _parser(workload, quiet)
@@ -183,7 +186,7 @@ def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) 
     per_rank = values.pop("per_rank_batch_size")
     values["global_batch_size"] = _global_batch_size(values["global_batch_size"], per_rank, values["accumulate"], world_size)
     values["shards"] = _shards(values, world_size)
-    if values["shards"]:  # a rank's shards are its micro-batches; the default kernels of an accelerator need not repeat
+    if values["shards"]:  # a rank's shards are its micro-batches; default kernels of an accelerator may not repeat
         values["accumulate"], values["deterministic"] = values["shards"] // world_size, True
     _refuse_sharding(values)
     values["lr"] *= world_size if values.pop("scale_lr") else 1
@@ -201,7 +204,7 @@ def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) 
 
 
 def _global_batch_size(global_batch_size: int, per_rank: int | None, accumulate: int, world_size: int) -> int:
-    """Rows a step over all ranks; every rank gets the same number of rows, in `accumulate` equal parts."""
+    """Rows per step over all ranks; each rank gets an equal number, in `accumulate` equal parts. Raises UsageError."""
     if per_rank:
         if per_rank % accumulate:
             raise UsageError(f"--per-rank-batch-size {per_rank} does not divide by --accumulate {accumulate}")
@@ -222,7 +225,7 @@ def _global_batch_size(global_batch_size: int, per_rank: int | None, accumulate:
 
 
 def _shards(flags: dict, world_size: int) -> int:
-    """Of --reduction canonical: micro-batches of a step over all ranks, whose sums nest in each other (tree_sum); else 0."""
+    """Micro-batches of a step over all ranks under --reduction canonical, whose sums nest (tree_sum); else 0."""
     if flags["reduction"] != "canonical":
         if flags["shards"]:
             raise UsageError(f"--shards {flags['shards']} is for --reduction canonical, not {flags['reduction']}")
@@ -240,7 +243,7 @@ def _shards(flags: dict, world_size: int) -> int:
 
 
 def _refuse_sharding(flags: dict) -> None:
-    """What does not go together with it."""
+    """Raise UsageError for flags that do not work with --sharding."""
     sharding = flags["sharding"]
     if sharding == "none":
         if flags["offload"]:
@@ -266,7 +269,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind, low, high, above=False):
-    """An argparse type: a number from `low` (or above it) to `high`, else one line that says so."""
+    """An argparse type: a number from `low` (or above it) to `high`; any other text is a one-line error."""
 
     def convert(text: str):
         try:
@@ -282,7 +285,7 @@ def number(kind, low, high, above=False):
 
 
 def _in_one_line(kind):
-    """A type of a workload's own flag, whose errors of any kind are one line: argparse knows few of them."""
+    """Wrap the type of a workload's own flag: argparse reports only a few kinds of error in one line; this makes it all."""
 
     def convert(text: str):
         try:
@@ -297,7 +300,7 @@ def _in_one_line(kind):
 
 
 def size_in_bytes(text: str) -> int:
-    """An argparse type: 2GB, 500MB, or bytes."""
+    """An argparse type: 2GB, 500MB, or a number of bytes. Returns bytes; units are powers of 1000."""
     match = re.fullmatch(r"(\d{1,15})(KB|MB|GB|TB|)", text.upper(), re.ASCII)
     if not match or not int(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 2GB, 500MB or 4096 (bytes)")
@@ -305,7 +308,7 @@ def size_in_bytes(text: str) -> int:
 
 
 def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], set[str]]:
-    """The parser; the names of the workload's own flags; and those of them that a snapshot does not remember."""
+    """Returns the parser, the names of the workload's own flags, and the subset that a snapshot does not remember."""
     parser = Parser(
         prog="train.py",
         description="Train one workload on all ranks of this job; what is in the run directory is resumed.",
@@ -395,7 +398,7 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
             value = _fitting(workload, action)
             without = re.sub(r" \(default: .*\)$", "", action.help or "")
             action.help = f"{without} (default: {str(value).replace('%', '%%')})"
-            if not action.dest.endswith("batch_size"):  # of these two one gives way to the other
+            if not action.dest.endswith("batch_size"):  # parse() sets these: giving one must drop the default of the other
                 action.default = value
 
     before, forgotten = {action.dest for action in parser._actions}, set()
@@ -431,7 +434,7 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
 
 
 def _fitting(workload, action: argparse.Action):
-    """The workload's default for this flag. Raises WorkloadError where the flag would not take it."""
+    """The workload's default for this flag. Raises WorkloadError if the flag would refuse it."""
     value, why = workload.defaults[action.dest], ""
     if action.dest in OF_THE_JOB:
         why = f"--{action.dest.replace('_', '-')} is for the command line alone"

@@ -1,8 +1,8 @@
-"""The control plane: what the ranks tell each other goes over groups of at most 32 in a tree.
+"""The control plane: a tree of groups of at most 32 ranks, over which the ranks exchange small messages.
 
-Numbers go up the tree: the first member of each group gathers and merges them, and represents it in the next group.
-Rank 0's result goes down again. So a rank's connections, messages and bytes grow with the logarithm of the
-number of ranks, and the sum of all is added in one order, whatever order they come in: that of tree_sum().
+Numbers go up the tree: the first member of each group gathers and merges them, and represents the group one level up.
+Rank 0's result goes down again. So a rank's connections, messages and bytes grow with the logarithm of the number of ranks,
+and sums are always added in the order of tree_sum(), whatever order the messages arrive in.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-MEMBERS = 32  # of a group, at most
+MEMBERS = 32  # ranks in a group at most
 
 
 class Control:
@@ -21,18 +21,18 @@ class Control:
 
     def __init__(self, rank: int, world_size: int, timeout: timedelta):
         self.rank = rank
-        # Each made by its members alone: the others have groups of their own to make.
+        # use_local_synchronization: only the members make a group; the other ranks are making theirs.
         alone: dict[str, Any] = dict(backend="gloo", timeout=timeout, use_local_synchronization=True)
         self.groups = [(members, dist.new_group([*members], **alone)) for members in groups_of(rank, world_size)]
 
     def reduce(self, values: torch.Tensor, merge: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """[n] of this rank to [n] of all, on every rank. merge: [members, n], in the order of their ranks, to [n]."""
+        """Collective. Values [n] of each rank, merged to [n] on every rank. merge: [members, n] in rank order to [n]."""
         values = self.collect(values, merge)
         self.broadcast(values)
         return values
 
     def collect(self, values: torch.Tensor, merge: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Of all ranks, on rank 0; elsewhere a place for them, to broadcast() to."""
+        """Collective. The merged values on rank 0; elsewhere a tensor of the same size, which broadcast() then fills."""
         for members, group in self.groups:
             speaks = self.rank == members[0]
             parts = values.new_empty(len(members), len(values)) if speaks else None
@@ -41,20 +41,20 @@ class Control:
         return values
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's numbers to all ranks, in place."""
+        """Collective. Copy rank 0's values into the tensors of all ranks."""
         for members, group in reversed(self.groups):
             dist.broadcast(tensor, members[0], group=group)
 
 
 def groups_of(rank: int, world_size: int) -> list[range]:
-    """The members of this rank's groups, from the lowest level up. It speaks for each group but its last.
+    """The members of this rank's groups, from the lowest level up. It represents each group except its last.
 
-    An even number of ranks falls into groups of up to 32 of which each is as far from the next as can be: their sums are
-    the first folds of tree_sum(). An odd number falls into groups of neighbours, where the last one may be alone in its own:
-    torch names a group by the number of groups before it, which has to be the same on all members.
+    An even number of ranks splits into groups of up to 32 members at equal, largest distances: their sums are the first
+    folds of tree_sum(). An odd number splits into groups of neighbours, and the last rank may form a group alone: torch
+    names a group by the number of groups made before it, which must be equal on all members.
     """
     groups = []
-    count, span = world_size, 1  # so many ranks are left, each so far from the next
+    count, span = world_size, 1  # ranks on this level, and the distance between them
     while count > 1 and rank % span == 0 and rank < count * span:
         place = rank // span
         if count <= MEMBERS:
@@ -71,10 +71,10 @@ def groups_of(rank: int, world_size: int) -> list[range]:
 
 
 def tree_sum(parts: Sequence | torch.Tensor):
-    """The sum of parts (tensors of one shape, or the rows of one) in an order that is a function of their number alone.
+    """Sum the parts (tensors of one shape, or the rows of a tensor) in an order that depends only on their number.
 
-    While their number is even, the second half is added to the first; what is left is added up in order, by 32s where it is
-    more. When each rank holds a power-of-two number of parts, the additions nest as on one rank: --reduction canonical.
+    While their number is even, the second half is added to the first. The rest is added in order, in groups of 32 if there
+    are more. When each rank holds a power-of-two number of parts, the additions nest as on one rank: --reduction canonical.
     """
     while len(parts) % 2 == 0:
         half = len(parts) // 2

@@ -1,4 +1,4 @@
-"""The device that a rank trains on, and what the ranks compare about each other before they train."""
+"""The device that a rank trains on, and the facts that ranks compare before they train."""
 
 import ctypes
 import os
@@ -21,10 +21,10 @@ MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", 
 
 
 def prepare_device(config: TrainConfig, rank: Rank) -> torch.device:
-    """This rank's device, made current before any process group exists, in the precision that was asked for.
+    """Choose this rank's device, make it current before any process group exists, and set --precision and --deterministic.
 
-    device_index = local_rank % visible devices, so that it is 0 where the launcher shows each rank one device.
-    Raises PreflightError when the device that --device names is not there: never another one instead.
+    device_index = local_rank % visible devices: 0 where the launcher shows each rank only one device.
+    Raises PreflightError if the device of --device is missing: it never takes another one.
     """
     _check_environment(config)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -43,7 +43,7 @@ def prepare_device(config: TrainConfig, rank: Rank) -> torch.device:
         if config.precision == "tf32":
             raise UsageError("--precision tf32 is a mode of accelerators: pass fp32 with --device cpu")
         if config.reduction == "canonical":
-            torch.set_num_threads(1)  # how a kernel sums depends on its threads, and these on the ranks of a node
+            torch.set_num_threads(1)  # a kernel's order of additions depends on its threads
         elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.local_world_size))
         _tune_memory(keep=config.sharding == "none")
@@ -51,7 +51,7 @@ def prepare_device(config: TrainConfig, rank: Rank) -> torch.device:
     _note_locked_memory(rank)
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
-    if config.deterministic:  # on the CPU these models repeat bit for bit as they are
+    if config.deterministic:  # accelerators only: on the CPU these models repeat bit for bit without it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     count = torch.accelerator.device_count()
@@ -70,14 +70,14 @@ def _masks() -> str:
 
 
 def _tune_memory(keep: bool) -> None:
-    """glibc returns a step's large tensors to the system, and every page of them is a fault in the next step: measured, a
-    step of mnist takes 1.5 times as long, at about the same peak. Whoever sets MALLOC_* variables has settled it.
+    """Keep freed memory in the process. By default glibc returns a step's large tensors to the system, and the next step pays
+    a page fault for each page: a step of mnist took 1.5 times as long, at about the same peak. MALLOC_* variables win.
 
-    Not under --sharding, whose modules come and go between what stays: the heap had 200 MB of holes around 37 MB.
+    keep=False under --sharding: its modules come and go between lasting tensors, and the heap had 200 MB of holes around 37 MB.
     """
     if not any(name.startswith("MALLOC_") for name in os.environ) and (tune := getattr(ctypes.CDLL(None), "mallopt", None)):
-        tune(-3, 2**25 if keep else 2**16)  # M_MMAP_THRESHOLD, largest in older glibc: blocks up to it come from the heap
-        tune(-1, 2**31 - 1 if keep else 2**17)  # M_TRIM_THRESHOLD: the heap is not cut
+        tune(-3, 2**25 if keep else 2**16)  # M_MMAP_THRESHOLD (older glibc: 32 MiB at most): smaller blocks come from the heap
+        tune(-1, 2**31 - 1 if keep else 2**17)  # M_TRIM_THRESHOLD: the heap is not trimmed
 
 
 def backend_of(config: TrainConfig, kind: str) -> str:
@@ -85,7 +85,7 @@ def backend_of(config: TrainConfig, kind: str) -> str:
 
 
 def describe(config: TrainConfig, rank: Rank, device: torch.device) -> dict:
-    """One row of the `start` record: where this rank is and what it trains on."""
+    """One row of the `start` record: this rank's host, device, backend, cores and threads."""
     row = dict(rank=rank.rank, local_rank=rank.local_rank, node_rank=rank.node_rank, host=socket.gethostname())
     row |= dict(device=str(device), device_index=device.index, backend=backend_of(config, device.type))
     if device.type != "cpu":
@@ -102,13 +102,13 @@ def versions() -> dict[str, str]:
 
 
 def program(device: torch.device) -> dict[str, str]:
-    """What a rank computes with. Where it differs, numbers do, and nobody would see it."""
+    """Versions that must be equal on all ranks: where they differ, results would differ unnoticed."""
     same = dict(python=platform.python_version())
     return same | (dict(cpu_capability=torch.backends.cpu.get_cpu_capability()) if device.type == "cpu" else {})
 
 
 def source_digest() -> str:
-    """sha256 over the names and bytes of the core's own files: two releases of one version number are told apart by it."""
+    """sha256 over the names and bytes of the core's own files: it also differs between copies of one version number."""
     folder = Path(__file__).parent
     files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     lines = sorted(f"{path.relative_to(folder).as_posix()} {sha256(path.read_bytes()).hexdigest()}\n" for path in files)
@@ -116,7 +116,7 @@ def source_digest() -> str:
 
 
 def refuse_shared_devices(rows: list[dict]) -> None:
-    """nccl and xccl want a device to themselves; two ranks on one mean a binding that went wrong."""
+    """Raise PreflightError where two ranks share a device under nccl or xccl: the job script binds devices wrongly."""
     owner: dict[tuple, int] = {}
     for row in rows:
         if row["backend"] == "gloo" or not row.get("device_uuid"):
@@ -129,17 +129,18 @@ def refuse_shared_devices(rows: list[dict]) -> None:
 
 
 def descriptors(rank: Rank, backend: str = "gloo") -> int:
-    """Open files that a rank may need: 28 of its own were counted; one for each connection of the control plane, up to 31 in
-    each level of its tree; under gloo one to each other rank for gradients (nccl's were not counted); rank 0's store has W.
+    """Open files that a rank may need. 28 of its own were counted. Each connection adds one: in the control plane up to 31 per
+    level of its tree; under gloo one to each other rank for gradients (nccl's were not counted); on rank 0, world_size for
+    the store.
     """
     of_control = sum(len(members) - 1 for members in groups_of(rank.rank, rank.world_size))
     return 64 + of_control + ((backend == "gloo") + (rank.rank == 0)) * rank.world_size
 
 
 def raise_limits(rank: Rank) -> None:
-    """Before the ranks meet: of open files as many as there may be. A process may do this for itself, up to the hard limit.
+    """Raise this process's limit of open files before the ranks meet, as far as the hard limit allows.
 
-    Each tensor that a worker hands on is one, and each copy of a file in memory.
+    Each tensor that a worker process passes on is an open file, and so is each copy of a data file in memory.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max(descriptors(rank), 2**16)
@@ -149,9 +150,9 @@ def raise_limits(rank: Rank) -> None:
 
 
 def _check_limits(config: TrainConfig, rank: Rank, kind: str) -> None:
-    """Raises PreflightError that says which limit ends this run, before it does."""
+    """Raise PreflightError if a limit of the system would end this run later."""
     files = descriptors(rank, backend_of(config, kind))
-    # 9 threads were counted in a rank that computes in one of them; held-out rows have workers of their own.
+    # 9 threads were counted in a rank with one compute thread. Twice the workers: the held-out rows have their own.
     processes = rank.local_world_size * (9 + 2 * config.workers)
     of_node = f"threads and processes of the {rank.local_world_size} ranks of a node"
     for name, which, needed, what in (
@@ -167,7 +168,7 @@ def _check_limits(config: TrainConfig, rank: Rank, kind: str) -> None:
 
 
 def _note_locked_memory(rank: Rank) -> None:
-    """Rank 0 notes it of its own node. Whether the fabric needs it is not known here; without it a fabric may only be slow."""
+    """Rank 0 prints a note if its node limits locked memory. No error: not every fabric needs it, and some only get slow."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if rank.rank == 0 and rank.local_world_size < rank.world_size and 0 <= limit < 2**26:
         where = f"ulimit -l is {limit // 1024} kB on {socket.gethostname()}"
@@ -175,14 +176,14 @@ def _note_locked_memory(rank: Rank) -> None:
 
 
 def _check_environment(config: TrainConfig) -> None:
-    """Raises PreflightError when the environment would overrule --precision."""
+    """Raise PreflightError if an environment variable would override --precision."""
     for name in ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"):
         if os.environ.get(name, "0") != "0" and config.precision in ("fp32", "fp64"):
             raise PreflightError(f"{name}={os.environ[name]} turns TF32 on under --precision {config.precision}: unset it")
 
 
 def _refuse_absent_interfaces(backend: str) -> None:
-    """Raises PreflightError where a variable leaves gloo or nccl no interface of this node."""
+    """Raise PreflightError if GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME leaves no interface of this node."""
     interfaces = [name for _, name in socket.if_nameindex()]
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if name not in interfaces:
@@ -193,7 +194,7 @@ def _refuse_absent_interfaces(backend: str) -> None:
 
 
 def matching(wanted: str, interfaces: list[str]) -> list[str]:
-    """What NCCL_SOCKET_IFNAME leaves: a list of beginnings of names; "=" before it: of whole names; "^": of those not to use.
+    """The interfaces that NCCL_SOCKET_IFNAME selects. It lists prefixes; "=" before the list: whole names; "^": exclusions.
 
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
     """
@@ -203,13 +204,13 @@ def matching(wanted: str, interfaces: list[str]) -> list[str]:
 
 
 def _states(names: list[str]) -> str:
-    """Each interface, and whether it is up; lo's state is unknown to Linux."""
+    """Each interface with its state (up, down); Linux reports lo as unknown."""
     states = {name: Path(f"/sys/class/net/{name}/operstate") for name in names}
     return ", ".join(f"{name} ({file.read_text().strip() if file.exists() else 'unknown'})" for name, file in states.items())
 
 
 def notes_on_cores(rows: list[dict]) -> list[str]:
-    """Where the limits of a job give a rank fewer cores than it has threads, which then wait for each other."""
+    """A note if a rank has more threads than cores: the threads then wait for each other."""
     crowded = [row for row in rows if row["threads"] > row["cores"]]
     return [
         f"rank {row['rank']} has {row['threads']} threads on {row['cores']} cores, as {len(crowded)} of {len(rows)} ranks: set "

@@ -1,38 +1,38 @@
-"""What can go wrong, and the exit code that says so. The codes are stable: batch scripts branch on them.
+"""The failures of a run and their exit codes. The codes are stable, because batch scripts branch on them.
 
-A Failure is an error that the user can act on: one line that names the flag, variable or file, its value and the fix.
-Anything else that escapes is a bug of ours: a traceback and exit code 1.
+A Failure is an error that the user can fix: one line that names the flag, variable or file, its value and the fix.
+Any other exception is a bug of ours: it ends with a traceback and exit code 1.
 """
 
 import errno
 from collections.abc import Sequence
 from enum import IntEnum
 
-NAMED = 16  # ranks, at most, in one line: two nodes of eight
+NAMED = 16  # ranks named in one line at most: two nodes of eight
 
 
 def printable(text: object, most: int = 160) -> str:
-    """One line, cut, with nothing that a terminal would obey: of what files and the environment hold."""
+    """Text from files or the environment, safe to print: one line of at most `most` characters, no terminal escapes."""
     text = str(text)
     return "".join(char if char.isprintable() else " " for char in text[:most]) + ("..." if len(text) > most else "")
 
 
 def first_line(error: BaseException, most: int = 160) -> str:
-    """Of its message, or its class where it has none, as MemoryError has."""
+    """The first line of an error's message; its class name if the message is empty (MemoryError)."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
 
 
 def named(ranks: Sequence[int]) -> str:
-    """The first of them: a line that names 40,000 helps nobody, and is sent to all."""
+    """The first NAMED ranks, as text: a line with 40,000 ranks helps nobody, and would be sent to every rank."""
     return ", ".join(map(str, ranks[:NAMED])) + " and more" * (len(ranks) > NAMED)
 
 
 class ExitCode(IntEnum):
     DONE = 0
-    USAGE = 2  # a flag, a value that this workload or batch cannot take, or the workload's own file
+    USAGE = 2  # a wrong flag, a value that this workload or batch size does not allow, or a fault in the workload's file
     PREFLIGHT = 3  # launcher variables, device, data or run directory: nothing was started
-    RENDEZVOUS = 4  # the ranks did not meet, or do not agree on what they are about to run
-    SNAPSHOT = 5  # there is a snapshot and it cannot be used; it was left as it is
+    RENDEZVOUS = 4  # the ranks did not meet, or differ in what they are about to run
+    SNAPSHOT = 5  # the snapshot cannot be used; it was left unchanged
     NON_FINITE = 6  # a loss or gradient is not finite; stopped before the optimizer used it
     PEER_LOST = 7  # a rank died, hung or ran out of memory; what was saved is whole
     STORAGE = 8  # the run directory cannot be written; what was saved is whole
@@ -40,10 +40,10 @@ class ExitCode(IntEnum):
 
 
 class Failure(Exception):
-    """everywhere: every rank raises the same one, so that rank 0 alone prints it."""
+    """everywhere: every rank raises the same failure, so only rank 0 prints it."""
 
     code: ExitCode
-    agreed = False  # every rank has learnt of it, and raises this one or one of its code
+    agreed = False  # True: every rank knows of it, and raises it or a Failure of the same code
 
     def __init__(self, message: str, everywhere: bool = False):
         super().__init__(printable(message, 4000))
@@ -55,7 +55,7 @@ class UsageError(Failure, ValueError):
 
 
 class WorkloadError(Failure, ValueError):
-    """The workload's file cannot be used, or has failed: names the file and the line."""
+    """The workload's file cannot be used, or has failed. The message names the file and the line."""
 
     code = ExitCode.USAGE
 
@@ -73,7 +73,7 @@ class SnapshotError(Failure):
 
 
 class NewerFormatError(SnapshotError):
-    """A snapshot of a ddp_core that is newer than this one: an older snapshot beside it would undo what that has trained."""
+    """The snapshot was written by a newer ddp_core. No older snapshot is used instead: that would lose trained steps."""
 
 
 class NonFiniteError(Failure):
@@ -93,14 +93,14 @@ class StoppedError(Failure):
 
 
 def is_full(error: OSError) -> bool:
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last one: ulimit -f
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EFBIG: beyond ulimit -f
 
 
 def fix_of(error: OSError) -> str:
-    """What to do where a file cannot be written."""
+    """What to do after a file could not be written."""
     return f"{'free space' if is_full(error) else 'see to that file system'} and submit again"
 
 
 def failure_with(code: int, message: str, everywhere: bool = True) -> Failure:
-    """The Failure of an exit code that a peer told us."""
+    """A Failure of the exit code that another rank reported."""
     return next(kind for kind in Failure.__subclasses__() if kind.code == code)(message, everywhere)

@@ -1,4 +1,4 @@
-"""Mean losses and metrics over the held-out rows: every row counted once, whatever the world size."""
+"""Mean losses and metrics over the held-out rows: each row counts once, whatever the world size."""
 
 import itertools
 import math
@@ -15,35 +15,35 @@ from ddp_core.workload import outputs_of, parts_of, refuse_other_names
 
 
 def shares_of(trainer) -> tuple[list[list[torch.Tensor]], list[int], list[int]]:
-    """This rank's rows, in micro-batches like those of the training, by shard; how many of these are counted, and rank 0's."""
+    """This rank's micro-batches by shard, sized as in training; how many count per shard; and how many rank 0 has."""
     config, peers, batches = trainer.config, trainer.peers, trainer.held_out
     mine = torch.arange(min(peers.rank, len(batches)), len(batches), peers.world_size, device=batches.index_device)
     size = max(1, config.global_batch_size // peers.world_size // config.accumulate)
     shards = [[rows for rows in shard.split(size) if len(rows)] for shard in micro_batches(mine, config.accumulate)]
     counted = [len(shard) for shard in shards]
     of_rank_0 = micro_batches(torch.arange(0, len(batches), peers.world_size), config.accumulate)
-    most = [-(-len(rows) // size) for rows in of_rank_0]  # no rank has more
+    most = [-(-len(rows) // size) for rows in of_rank_0]  # batches per shard; no rank has more than rank 0
     if config.sharding != "none":
-        # A forward pass is collective: where rank 0 has more rows, this rank goes through row 0, which is not counted.
+        # Forward is collective: where rank 0 has more batches, this rank runs extra ones of row 0, which do not count.
         for part, batches_of_rank_0 in enumerate(most):
             shards[part] += [mine.new_zeros(1)] * (batches_of_rank_0 - counted[part])
     return shards, counted, most
 
 
 class Evaluation:
-    """The held-out rows: laid out once, and read by the same workers for all evaluations of a run."""
+    """Evaluates the held-out rows. They are divided once, and the same workers read them for all evaluations of a run."""
 
     def __init__(self, trainer):
         self.trainer = trainer
         self.shards, self.counted, self.most = shares_of(trainer)
         rows = [rows for shard in self.shards for rows in shard]
         stream = trainer.held_out.stream((-1, part) for part in itertools.cycle(rows))
-        # Its workers are forked once, here, as those of the training are.
+        # Taking one batch forks the workers here, once, before the first sum of gradients (see Trainer.train).
         self.batches = itertools.chain([*itertools.islice(stream, 1)], stream)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Collective. Name (eval_loss, eval_loss_<part>, eval_<metric>) to mean; nothing where the ranks agree to stop.
+        """Collective. Returns the mean by name (eval_loss, eval_loss_<part>, eval_<metric>); {} if the ranks agree to stop.
 
         Raises NonFiniteError on all ranks.
         """
@@ -51,18 +51,19 @@ class Evaluation:
         workload, config, peers, seen = trainer.workload, trainer.config, trainer.peers, trainer.seen
         trainer.model.eval()
         names = ["loss", *(f"loss_{part}" for part in seen.losses), *seen.metrics]
-        # Means of means would be wrong: sums travel, each with its count.
+        # The ranks exchange sums with their counts, since a mean of means would be wrong.
         totals = torch.zeros(config.accumulate, 2 * len(names) + 1, dtype=torch.float64, device=trainer.device)
         places = [(number, place) for number, most in enumerate(self.most) for place in range(most)]
-        # A start that has trained no step yet was told too early: it gets no further than the one before, if it stops here.
+        # This start has trained no step yet. If it also stopped within the evaluation, the job could restart for ever
+        # without progress, so it evaluates to the end.
         early = bool(trainer.stop) and trainer.step == trainer.first
         asked, interval, began = 0, 1, time.monotonic()
         last = began
         for done, (number, place) in enumerate(places):
-            # As in training, about once a second: it can take longer than a scheduler waits between its signal and the kill.
+            # Agree about once a second, as in training: an evaluation can take longer than a scheduler's grace time.
             if done - asked == interval:
                 now = time.monotonic()
-                stop = bool(trainer.stop) and now - began > SECONDS  # a short one is done sooner than again
+                stop = bool(trainer.stop) and now - began > SECONDS  # a short evaluation is completed rather than repeated
                 told = torch.tensor([stop, early, now - last], dtype=torch.float64)
                 stop, too_early, seconds = peers.reduce(most=told)[1].tolist()
                 if stop and not too_early:
@@ -97,7 +98,7 @@ class Evaluation:
 
 
 def _sums(losses: list[torch.Tensor], metrics: list, rows: int) -> torch.Tensor:
-    """[2n + 1] fp64: of n losses and metrics the sums, the counts of their own (0: the rows), and the rows."""
+    """[2n + 1] fp64: sums of n losses and metrics, a count for each (0: use the number of rows), and the number of rows."""
     pairs = [(value, 0) for value in losses] + [v if isinstance(v, tuple) else (v, 0) for v in metrics]
     values = [*(value for value, _ in pairs), *(count for _, count in pairs), rows]
     return torch.stack([torch.as_tensor(value).detach().double().reshape(()).to(losses[0].device) for value in values])

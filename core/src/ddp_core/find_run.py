@@ -1,4 +1,4 @@
-"""Where the run of these flags is, for job scripts: prints --run-dir, else --new-run-dir. Imports no torch.
+"""Print the run directory for job scripts: --run-dir, else --new-run-dir, else runs/WORKLOAD. Imports no torch.
 
 python -m ddp_core.find_run [flags of train.py]
 """
@@ -11,7 +11,7 @@ from ddp_core.errors import UsageError
 
 
 def find_run(argv: list[str]) -> str:
-    """The run directory that these flags of train.py mean. Raises UsageError."""
+    """The run directory that train.py uses with these flags. Raises UsageError."""
     flags = looked_up(argv, "run_dir", "new_run_dir", "workload")
     return flags.run_dir or flags.new_run_dir or f"runs/{Path(flags.workload or 'digits').stem}"
 

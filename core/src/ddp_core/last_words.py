@@ -1,6 +1,6 @@
-"""A line where C++ ends the process. gloo does so, from a thread of its own, when a message has another size than expected.
+"""Print a line when C++ ends the process. gloo's own thread does so when a message has another size than expected.
 
-No exception reaches Python then. C++ asks a handler first, https://en.cppreference.com/w/cpp/error/set_terminate
+No exception reaches Python then, but C++ calls a handler first: https://en.cppreference.com/w/cpp/error/set_terminate
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from ddp_core.errors import ExitCode
 
 @contextmanager
 def spoken(words: Callable[[], str]) -> Iterator[None]:
-    """Meanwhile a process that C++ ends prints these words and exits with 7, instead of C++'s own and 134."""
+    """Within this context a process that C++ ends prints words() and exits with 7, not with C++'s message and 134."""
 
     def terminate() -> None:
         print(words(), file=sys.stderr, flush=True)
@@ -22,7 +22,7 @@ def spoken(words: Callable[[], str]) -> Iterator[None]:
 
     try:
         set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
-    except (OSError, AttributeError):  # another library of C++: its own words, as ever
+    except (OSError, AttributeError):  # another C++ library: its own message stays
         yield
         return
     set_terminate.restype, set_terminate.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
@@ -30,5 +30,5 @@ def spoken(words: Callable[[], str]) -> Iterator[None]:
     before = set_terminate(ctypes.cast(handler, ctypes.c_void_p))
     try:
         yield
-    finally:  # not while Python ends: then there is nothing left to call
+    finally:  # while Python shuts down, the handler could not run any more
         set_terminate(before)

@@ -1,4 +1,4 @@
-"""What the trial before the first step (probe.py) could not see: looked for each time the ranks reconcile."""
+"""Checks at each reconciliation, for faults that the trial before the first step (probe.py) could not see."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ddp_core.replicas import BITS, checksum
 from ddp_core.state import RATES, dense, local, made_by_torch, saved_buffers, unsaved
 from ddp_core.workload import Workload
 
-EARLY = 10  # steps of a start in which its optimizer is looked at
+EARLY = 10  # steps at the beginning of a start in which the optimizer's attributes are checked
 OF_TORCH = ("state", "param_groups", "defaults", "grad_scale", "found_inf")
 LATE_BUFFERS = (
     "the model began to change its buffers {names} by step {step}, and not at the first: if it does so by a rank's own rows, "
@@ -29,10 +29,10 @@ KEPT_BESIDE = (
 
 
 class Later:
-    """One rank's look at its model and its optimizer."""
+    """One rank's checks of its model and optimizer."""
 
     def __init__(self, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, shared: list[str], step: int):
-        """shared: the buffers that all ranks take from rank 0 in every step. step: the first of this start."""
+        """shared: names of the buffers that all ranks take from rank 0 in every step. step: the first of this start."""
         self.workload, self.model, self.optimizer, self.first = workload, model, optimizer, step
         self.shapes = self._shapes()
         self.own = self.shapes.keys() - {*shared}
@@ -41,8 +41,8 @@ class Later:
         self.begin()
 
     def look(self, step: int, norms: torch.Tensor) -> list[str]:
-        """Notes, each of them once. norms: of the gradients since the last time. Raises WorkloadError where the run cannot go
-        on so.
+        """Returns notes, each only once per start. norms: of the gradients since the last call. Raises WorkloadError if no
+        snapshot could hold or resume this model and optimizer.
         """
         if changed := sorted(self.trained ^ self._trained()):
             raise self.workload.unusable(
@@ -61,7 +61,9 @@ class Later:
         return [*no_gradient, *self._late_buffers(step), *self._kept_beside(step)]
 
     def refuse_other_shapes(self, step: int) -> None:
-        """Of buffers that a snapshot has: no start could read it, whose own are as they were when this one began."""
+        """Raise WorkloadError if a saved buffer has changed its shape: the next start makes the old shape, and could not load
+        the snapshot.
+        """
         now = self._shapes()
         for name in now:
             if now[name] != (began := self.shapes.get(name)):
@@ -72,8 +74,8 @@ class Later:
                 )
 
     def begin(self) -> None:
-        """What stands in the buffers is as it should be: the run begins, or all ranks have just taken rank 0's."""
-        self.held = buffers = self._own_buffers()  # kept: no later one has its address then
+        """Take the buffers as they are now for the reference: the run begins, or all ranks have just taken rank 0's."""
+        self.held = buffers = self._own_buffers()  # kept alive, so that no new buffer gets the same address
         self.versions = {name: (buffer.data_ptr(), buffer._version) for name, buffer in buffers.items()}
         self.content = {name: _content(buffer) for name, buffer in buffers.items()}
 
@@ -87,7 +89,7 @@ class Later:
         return {name: buffer for name, buffer in self.model.named_buffers() if name in self.own and not buffer.is_inference()}
 
     def _late_buffers(self, step: int) -> list[str]:
-        """Those with other numbers: many a layer writes the same ones again."""
+        """A note on buffers whose values changed. Being written is not enough: many layers write the same values again."""
         if not self.own:
             return []
         buffers = self._own_buffers()
@@ -103,7 +105,7 @@ class Later:
         if self.beside == {}:
             return []
         now, before = kept_beside(self.optimizer, self.model), self.beside or {}
-        changed = [name for name in before if now.get(name) != before[name]]  # what its first step makes is no change
+        changed = [name for name in before if now.get(name) != before[name]]  # attributes made in the first step do not count
         early = step < self.first + EARLY
         self.beside = {name: now[name] for name in before or now if name not in changed} if early else {}
         return [KEPT_BESIDE.format(names=", ".join(changed[:6]))] if changed else []
@@ -114,7 +116,7 @@ def _content(buffer: torch.Tensor) -> float | None:
 
 
 def kept_beside(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, list]:
-    """What a user's own optimizer keeps beside its state, by name: attributes, and in its groups what is no number."""
+    """What a user's own optimizer keeps outside its state, by name: attributes, and group entries that are not numbers."""
     if made_by_torch(optimizer):
         return {}
     kept = {f"self.{name}": value for name, value in vars(optimizer).items() if name not in OF_TORCH}
@@ -133,7 +135,9 @@ def kept_beside(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str,
 
 
 def at_a_glance(part: Any) -> Any:
-    """Of a tensor how often it was written, and the first numbers of its first row: it may be as large as the model."""
+    """A value to compare a part by. For a tensor, which may be as large as the model: how often it was written, and the first
+    64 numbers of its first row.
+    """
     if not isinstance(part, torch.Tensor):
         return plain(part)
     own = None if part.is_inference() else local(part.detach())

@@ -1,8 +1,8 @@
-"""torch._dynamo, the compiler's front end, imported when somebody compiles and not before.
+"""Import torch._dynamo, the compiler's front end, only when something is compiled.
 
-DistributedDataParallel and every optimizer of torch.optim import it, a second or two of CPU time in each rank, for three
-trivial answers (torch 2.8 to 2.13: nn/parallel/distributed.py, optim/optimizer.py, _compile.py). Until anything else is
-asked of it, a stand-in gives these answers; then the real module takes its place.
+DistributedDataParallel and every optimizer of torch.optim import it: one or two seconds of CPU time in each rank, for three
+trivial functions (torch 2.8 to 2.13: nn/parallel/distributed.py, optim/optimizer.py, _compile.py). A stand-in provides these
+three. On access to anything else the real module replaces it.
 """
 
 import importlib
@@ -13,7 +13,7 @@ NAME = "torch._dynamo"
 
 
 class _StandIn(ModuleType):
-    utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")  # its default: DDP's own C++ reducer
+    utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")  # torch's default: DDP's own C++ reducer
     trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
 
     @staticmethod
@@ -22,12 +22,12 @@ class _StandIn(ModuleType):
 
     @staticmethod
     def disable(function=None, *_, **__):
-        """What is not compiled need not be kept from it."""
+        """Return the function unchanged: without a compiler there is nothing to disable."""
         return function if function is not None else lambda function: function
 
     def __getattr__(self, name: str):
-        # inspect.getmodule() asks every module for its __file__, also in the middle of an import: torch.distributed.tensor's
-        # would close a circle with the real module's.
+        # inspect.getmodule() reads __file__ of every module, even during an import: loading the real module in the middle of
+        # importing torch.distributed.tensor would be a circular import.
         if name == "__file__" or (name in ("__path__", "__spec__") and sys.modules.get(NAME) is not self):
             raise AttributeError(name)
         return getattr(_real(self), name)
@@ -44,7 +44,7 @@ def _real(stand_in: ModuleType) -> ModuleType:
 
 
 def put_off() -> None:
-    """Unless it is there already. Called once, before the first process group."""
+    """Install the stand-in, unless torch._dynamo is imported already. Called once, before the first process group."""
     import torch
 
     if NAME not in sys.modules:

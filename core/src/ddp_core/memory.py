@@ -1,11 +1,11 @@
-"""How much memory of the host is left to this process."""
+"""How much host memory this process may still take."""
 
 import resource
 from contextlib import suppress
 from pathlib import Path
 
 MEMBER, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-# Of cgroups 2 and 1: what may be taken, what is, and what of that the kernel gives up when it is asked for.
+# Files of cgroups 2 and 1: the limit, the memory in use, and the part of it that the kernel frees on demand (file cache).
 FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -13,11 +13,11 @@ FILES = (
 
 
 def available() -> int:
-    """Bytes that this process may take and keep: the least of what the machine, the job's cgroups and ulimit -v leave, without
-    what a training step needs at its peak.
+    """Bytes that this process may take and keep: the least that the machine, the job's cgroups and ulimit -v leave, minus
+    the peak need of a training step.
     """
     peak = _numbers(Path("/proc/self/status"))
-    # Between two steps less is in use than within one.
+    # Within a step more memory is in use than now, between two steps: up to the peak so far (VmHWM).
     step = peak["VmHWM"] - peak["VmRSS"]
     left = [_numbers(Path("/proc/meminfo"))["MemAvailable"] - step]
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -27,7 +27,7 @@ def available() -> int:
 
 
 def _of_groups() -> list[int]:
-    """What is left in each cgroup that this process is in, up to the first."""
+    """Bytes left in each memory cgroup of this process, from its own up to the root."""
     rooms = []
     with suppress(OSError):
         for line in MEMBER.read_text().splitlines():
@@ -40,14 +40,14 @@ def _of_groups() -> list[int]:
                 if folder in top.parents:
                     break
                 for most, taken, given_up in FILES:
-                    with suppress(OSError, ValueError):  # there is no limit, or a container does not see it
+                    with suppress(OSError, ValueError):  # no limit is set, or a container does not see the file
                         room = int((folder / most).read_text()) - int((folder / taken).read_text())
                         rooms.append(room + _numbers(folder / "memory.stat").get(given_up, 0))
     return rooms
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Of lines such as `VmRSS:  1234 kB` or `inactive_file 5678`, in bytes."""
+    """Read lines such as `VmRSS:  1234 kB` or `inactive_file 5678`. Returns bytes by name."""
     numbers = {}
     for line in path.read_text().splitlines():
         name, *rest = line.replace(":", " ").split()

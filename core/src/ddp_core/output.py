@@ -1,4 +1,4 @@
-"""Standard output that ends no training: its reader has left (| head), its disk is full, it was closed, or knows ASCII only."""
+"""Keep training when standard output fails: its reader has left (| head), its disk is full, it is closed or ASCII only."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 
 
 class Lasting:
-    """A stream that is given up when it cannot be written, and the program goes on: run.jsonl tells all of it."""
+    """A stream that falls silent after a failed write, while the program goes on: run.jsonl has the same information."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -30,7 +30,7 @@ class Lasting:
         return getattr(self.stream, name)
 
     def _give_up(self, error: Exception) -> None:
-        with suppress(OSError, ValueError):  # what Python has not written yet goes there, too, when it ends
+        with suppress(OSError, ValueError):  # so that Python's flush at exit does not fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
         if self.stream is not sys.__stderr__:
             with suppress(OSError, ValueError):
@@ -42,8 +42,8 @@ class Lasting:
 
 @contextmanager
 def lasting_output():
-    """Of print() and sys.stdout, also in a user's own file."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # closed at the start: a file of the run would take its place
+    """Protect print(), sys.stdout and sys.stderr, also for a workload's file."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # fill 0..2 if closed: else a run's file would take the number
         pass
     os.close(descriptor)
     before = sys.stdout, sys.stderr

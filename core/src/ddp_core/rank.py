@@ -1,6 +1,6 @@
-"""Rank: who this process is. Each site's train.py makes one from what its launcher exports.
+"""Rank: which process of the job this is. Each site's train.py makes one from the variables that its launcher exports.
 
-Core knows no scheduler: a site says which variable holds what, and errors name that variable.
+The core knows no scheduler: a site says which variable holds which field, and errors name that variable.
 """
 
 import ipaddress
@@ -11,27 +11,27 @@ from typing import Any
 
 from ddp_core.errors import PreflightError, printable
 
-# More ranks than any machine has; and what a resolver takes: labels of 63 characters, 253 in all.
+# More ranks than any machine has; and the longest host name that a resolver takes: labels of 63 characters, 253 in all.
 MOST_RANKS, ADDRESS = 10**6, re.compile(r"(?=.{1,253}$)[\w:%-]{1,63}(\.[\w:%-]{1,63})*\.?", re.ASCII)
-SHORTEST_SECRET = 32  # characters; of hexadecimal digits 128 bits
+SHORTEST_SECRET = 32  # characters: 128 bits, if they are hexadecimal digits
 
 
 @dataclass(frozen=True)
 class Rank:
-    """This process among its peers. Raises PreflightError (a ValueError) on values that cannot be true.
+    """This process among the ranks of its job. Raises PreflightError (a ValueError) on impossible values.
 
     rank, world_size             0..world_size-1, over the whole job
     local_rank, local_world_size the same, over the ranks on this node; not a device index
     node_rank                    this node's index, from 0
-    master_addr, master_port     where rank 0 listens; port 0 is for a world of one
-    job_id                       equal in all ranks of one start of one job, different in every other:
-                                 how a rank notices that it has met somebody else's rank 0
-    restart                      how often this job was started before; core keeps --fresh to start 0
-    launcher_store               the launcher itself listens there (torchrun's agent does)
-    secret                       known to the ranks of one start of one job alone: they sign with it what they tell each other
-                                 while they meet. Rank.read takes it from DDP_SECRET; without one anybody can sign, and one
-                                 that can be guessed is refused
-    variables                    field name = the environment variable it came from, for error messages
+    master_addr, master_port     where rank 0 listens; port 0 only when world_size is 1
+    job_id                       equal on all ranks of one start of a job, different for every other start: a rank sees by it
+                                 that it has reached the rank 0 of another job
+    restart                      how often this job was started before; --fresh takes effect only at start 0
+    launcher_store               the launcher itself listens at master_addr (torchrun's agent does)
+    secret                       only the ranks of one start of a job know it, and sign with it what they exchange while they
+                                 meet. Rank.read takes it from DDP_SECRET. Without a secret anybody can sign; one that is too
+                                 short is refused
+    variables                    field name to the environment variable it was read from, for error messages
     """
 
     rank: int
@@ -49,14 +49,14 @@ class Rank:
 
     @classmethod
     def single(cls) -> "Rank":
-        """A world of one, by explicit rule: no launcher, `python train.py`."""
+        """The rank of a world of one: `python train.py` without a launcher. A site must choose this explicitly."""
         return cls(0, 1, 0, 1, 0, "127.0.0.1", 0, "single")
 
     @classmethod
     def read(cls, environ: Mapping[str, str], launcher_store: bool = False, **variables: str) -> "Rank":
-        """Rank from environment variables, one for each field: Rank.read(os.environ, rank="RANK", ...).
+        """Read a Rank from environment variables, one per field: Rank.read(os.environ, rank="RANK", ...).
 
-        Raises PreflightError that names the variable and its value. `restart` alone may be unset: 0.
+        Raises PreflightError that names the variable and its value. Only `restart` may be unset; it is then 0.
         """
         values: dict[str, Any] = {}
         for name, variable in variables.items():
@@ -84,7 +84,7 @@ class Rank:
         check(lowest_port <= self.master_port <= 65535, "a port from 1 to 65535", "master_port")
         check(0 < len(self.job_id) <= 256 and self.job_id.isprintable(), "this job's own name", "job_id")
         check(self.restart >= 0, "0 or more", "restart")
-        if 0 < len(self.secret) < SHORTEST_SECRET:  # not by _check, which prints the value
+        if 0 < len(self.secret) < SHORTEST_SECRET:  # not with _check, which would print the secret
             given = f"{len(self.secret)} characters, but should have {SHORTEST_SECRET} or more"
             raise PreflightError(f"the job's secret (DDP_SECRET) has {given}: openssl rand -hex 32 makes one")
         reachable = one_node or not _is_loopback(self.master_addr)

@@ -1,8 +1,8 @@
-"""What a run says: run.jsonl for programs; key=value lines, progress and a closing table for people. Rank 0 alone speaks.
+"""A run's output: run.jsonl for programs; key=value lines, progress and a closing table for people. Only rank 0 writes.
 
-run.jsonl holds one object a line: start, step, epoch, snapshot, end. A resumed run appends to it and repeats the steps
-after its snapshot; the last record of a step counts. Losses stand there as numbers and, exactly, as float.hex(). Beyond 64
-ranks ranks.jsonl has the row of each of the last start, and `start` one a node.
+run.jsonl holds one JSON object per line: start, step, epoch, snapshot, end. A resumed run appends to it and repeats the steps
+after its snapshot; the last record of a step counts. Losses are numbers, and exact as float.hex(). Beyond 64 ranks the
+`start` record has one row per node; ranks.jsonl has the rows of all ranks of the last start.
 """
 
 import json
@@ -15,24 +15,24 @@ from typing import Any
 
 from ddp_core.errors import ExitCode, StorageError, fix_of
 
-ROWS = 64  # of ranks, in one line
+ROWS = 64  # ranks listed in a `start` record at most
 
 
 class Record:
-    """began: time.monotonic() of the program's start. Silent until it is opened, which rank 0 alone does."""
+    """began: time.monotonic() when the program started. Writes nothing until open() is called, on rank 0 only."""
 
     def __init__(self, began: float, log_seconds: float = 30.0):
         self.path: Path | None = None
         self.failure: StorageError | None = None
         self.began, self.log_seconds = began, log_seconds
-        self.seconds: dict[str, float] = {}  # from `began` to the end of each phase of the start
+        self.seconds: dict[str, float] = {}  # from `began` to the end of each start-up phase
         self.training = self.spoke = time.monotonic()
         self.bar: Any = None
 
     def open(self, path: Path, lost: Callable[[], StorageError | None] = lambda: None) -> None:
-        """Append to run.jsonl, without the half line that a killed writer may have left. Raises StorageError.
+        """Open run.jsonl to append; cut off an incomplete last line, left by a killed process. Raises StorageError.
 
-        lost: whether the run is another job's by now: then nothing more is written.
+        lost: returns an error once another job has taken over the run; then nothing more is written.
         """
         try:
             self._file = open(path, "ab+")  # noqa: SIM115 - open as long as the run
@@ -49,9 +49,9 @@ class Record:
         self.seconds.setdefault(phase, round(time.monotonic() - self.began, 4))
 
     def write(self, kind: str, **values) -> None:
-        """One line of run.jsonl: `kind` first, then the values in this order, for job scripts read it with sed.
+        """Write one line of run.jsonl: `kind` first, then the values in this order, since job scripts read it with sed.
 
-        Does not raise, on one rank of all, but keeps the failure for them to agree on.
+        Never raises, since it runs on rank 0 only; it keeps the failure for all ranks to agree on.
         """
         if self.path:
             if lost := self.lost():
@@ -64,13 +64,13 @@ class Record:
                 self.failure = StorageError(f"{self.path}: {error.strerror}: {fix_of(error)}")
 
     def say(self, **values) -> None:
-        """One line of key=value."""
+        """Print one line of key=value."""
         if self.path:
             self._clear()
             print(" ".join(f"{name}={_short(value)}" for name, value in values.items() if value is not None), flush=True)
 
     def start(self, step: int, epochs_run: int, config: dict, rows: list[dict], notes: list[str], **facts) -> None:
-        """rows: where each rank is, in rank order. notes: what of the usual promises this run does not keep."""
+        """rows: host and device of each rank, in rank order. notes: which usual guarantees this run does not give."""
         self.training = self.spoke = time.monotonic()
         if config["device"] == "auto" and rows[0]["device"] == "cpu":
             self.say(note="no accelerator is visible, training on the CPU (--device auto)")
@@ -89,7 +89,7 @@ class Record:
             self.say(resuming=self.path and self.path.parent, epochs_run=epochs_run, step=step)
 
     def _write_rows(self, rows: list[dict], path: Path) -> None:
-        """Of many ranks; of few run.jsonl has them, and a file of an earlier start would be of another job."""
+        """Write ranks.jsonl for more than 64 ranks. For fewer, remove the file, which an earlier start may have left."""
         try:
             if len(rows) <= ROWS:
                 path.unlink(missing_ok=True)
@@ -107,7 +107,9 @@ class Record:
     # ---- progress within an epoch ---------------------------------------------------------------------------------
 
     def progress(self, epoch: str, index: int, steps: int, loss: float, rows_a_second: float, left: float) -> None:
-        """Of an epoch's `steps`, `index` are done; left: seconds to the end of the run. A live line, or one now and then."""
+        """index: steps done of the epoch's `steps`. left: seconds to the end of the run. Updates a live line on a terminal,
+        else prints a line every --log-seconds.
+        """
         now = time.monotonic()
         if not self.path or not self.log_seconds:
             return
@@ -131,7 +133,7 @@ class Record:
         self.bar.set_description_str(text, refresh=True)
 
     def _clear(self) -> None:
-        """Take the live line away before another is printed."""
+        """Clear the live line before another line is printed."""
         if isinstance(self.bar, str):
             print(self.bar, end="")
         elif self.bar is not None:
@@ -141,7 +143,7 @@ class Record:
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def end(self, code: ExitCode, trainer, speed: dict, seconds: dict, lines: dict, trained: bool) -> None:
-        """The last record of a run that ends in order, and the table. lines: what summary.py tells of its speed."""
+        """Write the last record of a run that ends in order, and print the table. lines: its rows on speed (summary.py)."""
         self.write("end", exit_code=code, step=trainer.step, **speed, seconds=self.seconds | seconds)
         if not self.path:
             return
@@ -165,7 +167,7 @@ class Record:
 
 
 def of_nodes(rows: list[dict]) -> list[dict]:
-    """The first row of each node, with how many it has."""
+    """The first row of each node, with its number of ranks (ranks_on_node)."""
     nodes: dict[tuple, dict] = {}
     for row in rows:
         first = nodes.setdefault((row["node_rank"], row["host"]), row | dict(ranks_on_node=0))

@@ -1,7 +1,7 @@
-"""How the gradients of all ranks become one: --reduction ddp, flat or canonical, or a class given to run(rank, reduction=...).
+"""Sum the gradients of all ranks: --reduction ddp, flat or canonical, or a class given to run(rank, reduction=...).
 
-A rank's loss is the sum over its rows, divided by the global batch: gradients are summed over the ranks, not averaged.
-Buffers, such as BatchNorm's statistics, are rank 0's after every step, as under DistributedDataParallel.
+A rank's loss is the sum over its rows, divided by the global batch size: gradients are summed over ranks, not averaged.
+Every rank takes rank 0's buffers (BatchNorm's statistics) after every step, as under DistributedDataParallel.
 """
 
 import time
@@ -19,16 +19,16 @@ from ddp_core.errors import WorkloadError
 from ddp_core.process_group import Peers
 from ddp_core.state import Kept
 
-MOST_TIMED = 2**24  # numbers; sums of more take as many times longer
+MOST_TIMED = 2**24  # numbers; the time of a longer sum is extrapolated from these
 
 
 class Reduction:
-    """What the others derive from; by itself it sums nothing. forward: what the training step calls."""
+    """Base class; by itself it sums nothing. forward: the module that the training step calls."""
 
     name = "none"
-    split_over = 1  # ranks that share a parameter out: ranks r and r + split_over hold the same part of it
-    needs_all = False  # whether each step is to give every parameter a gradient; in several ranks DDP itself says so
-    overlaps = False  # whether gradients are summed while backward runs: then nobody sees how long it takes
+    split_over = 1  # ranks that together hold one parameter: ranks r and r + split_over hold the same part of it
+    needs_all = False  # the trainer must check that every parameter gets a gradient; with several ranks DDP checks itself
+    overlaps = False  # gradients are summed while backward runs, so the time that the sums take cannot be measured
 
     def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
         self.model, self.peers, self.unused_parameters = model, peers, unused_parameters
@@ -36,19 +36,19 @@ class Reduction:
         self.world_size = peers.world_size
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.device = self.parameters[0].device
-        self.changing: list[str] = []  # buffers that a forward in training changes, as probe.py has seen
+        self.changing: list[str] = []  # buffers that a training forward changes, as probe.py observed
 
     def weight(self, global_batch_size: int) -> float:
-        """What a rank's summed loss is multiplied with, so that the gradients of all ranks add up to the mean's."""
+        """Factor for a rank's summed loss: then all ranks' gradients add up to those of the global batch's mean loss."""
         return 1 / global_batch_size
 
     @property
     def gradients(self) -> list[torch.Tensor]:
-        """After sum_gradients(): the tensors that hold them, which can be many in one."""
+        """The summed gradients, after sum_gradients(). One tensor may hold those of many parameters."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm of all ranks' gradients, from the norm of this rank's."""
+        """Norm of this rank's gradients to the norm over all ranks: the same, unless ranks hold parts (sharding.py)."""
         return norm
 
     def zero_grad(self) -> None:
@@ -56,26 +56,26 @@ class Reduction:
             parameter.grad = None
 
     def settle(self, backward: Callable) -> None:
-        """Before the training. backward: collective, of any rows."""
+        """Called once before training. backward: a collective forward and backward pass on some rows."""
 
     def more_to_come(self):
-        """Around the backward of all micro-batches of a step but the last."""
+        """Context manager for every micro-batch of a step except the last."""
         return nullcontext()
 
     def sum_gradients(self) -> None:
-        """After the last backward of a step."""
+        """Called after the last backward of a step. Collective."""
         if self.changing:
             self.peers.broadcast_tensors([self.model.get_buffer(name) for name in self.changing])
 
     def leave(self) -> None:
-        """After the training, before the ranks part."""
+        """Called after training, before the ranks disconnect."""
 
     def seconds_of_a_sum(self, share: float = 1.0) -> float:
-        """What one sum of this share of as many numbers as there are gradients takes by itself, all ranks together."""
+        """Collective. Seconds of one all_reduce by itself, over `share` times the number of trained parameters."""
         count = int(share * sum(p.numel() for p in self.parameters)) + 1
-        numbers = torch.zeros(min(count, MOST_TIMED), device=self.device)  # a model that just fits leaves no memory for more
+        numbers = torch.zeros(min(count, MOST_TIMED), device=self.device)  # a large model leaves little device memory
         took = []
-        for _ in range(2):  # the first one connects
+        for _ in range(2):  # the first one also opens connections, so the second counts
             self.peers.wait()
             began = time.perf_counter()
             dist.all_reduce(numbers, group=self.peers.data)
@@ -85,7 +85,7 @@ class Reduction:
 
 
 class Ddp(Reduction):
-    """PyTorch's DistributedDataParallel: sums buckets of gradients while backward still runs. Gradients stay in its buckets."""
+    """PyTorch's DistributedDataParallel: sums buckets of gradients while backward runs. Gradients are views of its buckets."""
 
     name = "ddp"
     overlaps = True
@@ -105,16 +105,16 @@ class Ddp(Reduction):
                 process_group=peers.data,
                 gradient_as_bucket_view=True,
                 find_unused_parameters=unused_parameters,
-                broadcast_buffers=False,  # sum_gradients() does, once a step
-                init_sync=False,  # Trainer.restore() has sent rank 0's numbers to all
+                broadcast_buffers=False,  # sum_gradients() broadcasts them, once a step
+                init_sync=False,  # Trainer.restore() has sent rank 0's parameters to all ranks
             )
 
     def weight(self, global_batch_size: int) -> float:
         return self.world_size / global_batch_size  # DDP divides the sum by the world size
 
     def settle(self, backward: Callable) -> None:
-        """After its first backward DDP lays its buckets out anew. A gradient's place decides in which order those of several
-        ranks are added, so without this a resumed run would differ in the last bits from one that was never stopped.
+        """Run one backward, since DDP rearranges its buckets after its first. A gradient's place in a bucket decides in which
+        order the ranks' values are added: without this, a resumed run would differ in the last bits from an unstopped one.
         """
         if self.world_size > 1 and not self.unused_parameters:
             kept, called = Kept(self.model), list[object]()
@@ -132,7 +132,7 @@ class Ddp(Reduction):
 
     @property
     def gradients(self) -> list[torch.Tensor]:
-        """The buckets, where they hold all gradients and nothing else: one tensor for most small models."""
+        """DDP's buckets, if they hold all gradients and nothing else: for most small models a single tensor."""
         if self.world_size == 1 or self.unused_parameters:
             return super().gradients
         if self.buckets is None:
@@ -148,7 +148,7 @@ class Ddp(Reduction):
 
 
 class Flat(Reduction):
-    """All gradients are views into one tensor, which is summed after backward: one collective, nothing overlaps."""
+    """All gradients are views into one tensor, summed in one collective after backward: nothing overlaps."""
 
     name = "flat"
 
@@ -156,7 +156,7 @@ class Flat(Reduction):
         super().__init__(model, compiled, peers, unused_parameters)
         first = self.parameters[0]
         count, self.last = sum(parameter.numel() for parameter in self.parameters), len(self.parameters)
-        # Behind the gradients, where some may be missing: how many ranks have each.
+        # With unused_parameters the tensor ends with one count per parameter: the ranks that have its gradient.
         self.flat = torch.zeros(count + unused_parameters * self.last, device=first.device, dtype=first.dtype)
         self.views, start = [], 0
         for parameter in self.parameters:
@@ -164,7 +164,8 @@ class Flat(Reduction):
             start += parameter.numel()
             self.views.append(_as_laid_out(part, parameter))
         self.zero_grad()
-        # Gather, then add: gloo is faster so with small tensors, and the order of additions is ours, as canonical needs it.
+        # Gather all parts and add them here: faster than gloo's all_reduce for small tensors. And canonical needs its own
+        # order of additions.
         gathers = self.name == "canonical" or (first.device.type == "cpu" and self.world_size <= 8)
         self.parts: Any = self.flat.new_empty(self.world_size, len(self.flat)) if gathers else None
         self.gathered = list(self.parts.unbind()) if self.parts is not None else []
@@ -207,13 +208,13 @@ class Flat(Reduction):
 
 
 class Canonical(Flat):
-    """The same bits at every world size: the micro-batches (--shards) are the same at all, and are added in one fixed tree."""
+    """The same bits at every world size: its micro-batches (--shards) are the same, and are added in one fixed tree."""
 
     name = "canonical"
 
     def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
         super().__init__(model, compiled, peers, unused_parameters)
-        self.aside: list[torch.Tensor] = []  # the gradients of this step's shards but the last
+        self.aside: list[torch.Tensor] = []  # gradients of all but the last shard of this step
 
     @contextmanager
     def more_to_come(self):
@@ -229,7 +230,7 @@ class Canonical(Flat):
                 self._collect()
             self.flat.copy_(tree_sum([*self.aside, self.flat]))
             self.aside.clear()
-            if self.unused_parameters:  # they are in the sum already
+            if self.unused_parameters:  # else _collect() would overwrite the sum with the last shard's gradients
                 for parameter in self.parameters:
                     parameter.grad = None
         super().sum_gradients()
@@ -239,7 +240,7 @@ class Canonical(Flat):
 
 
 def _as_laid_out(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A flat part in the parameter's shape and memory order (channels last, transposed): fused optimizers expect them equal."""
+    """View a flat part in the parameter's shape and memory order (channels last, transposed), as fused optimizers need."""
     return part.as_strided(parameter.shape, torch.empty_like(parameter).stride(), part.storage_offset())
 
 

@@ -1,12 +1,12 @@
-"""DDP_FAULT: a fault on purpose, to rehearse what a run makes of it before a machine does. Nothing, unless it is set.
+"""DDP_FAULT: cause a fault on purpose, to see how a run handles it before a machine causes one. Off unless it is set.
 
     DDP_FAULT="kill step=20 rank=1" train.py ...
 
 WHAT      kill (SIGKILL), hang (for ever), hold (until kill -CONT), nan (a parameter of this rank), enospc (a full disk),
           slow (seconds=30 by default)
-POINT     step, save (before this rank writes a file of a snapshot; enospc's own), evaluation or end: step=20 is the first
-          one from step 20 on
-rank=0    where it happens; start=0: in which start of the job, so that it does not come back with every requeue
+POINT     step, save (before this rank writes a file of a snapshot; the only one for enospc), evaluation or end: step=20 is
+          the first one from step 20 on
+rank=0    where it happens; start=0: in which start of the job, so that it does not return with every requeue
 """
 
 import errno
@@ -22,7 +22,7 @@ _planned: dict = {}
 
 
 def plan(environ: Mapping[str, str], rank: int, start: int) -> None:
-    """What is to happen in this process. Raises PreflightError where DDP_FAULT is not of this form."""
+    """Plan the fault of this process, if it has one. Raises PreflightError if DDP_FAULT cannot be read."""
     text = environ.get("DDP_FAULT", "")
     kind, *words = text.split() or [""]
     values = dict(rank=0, start=0, seconds=30)
@@ -42,7 +42,7 @@ def plan(environ: Mapping[str, str], rank: int, start: int) -> None:
 
 
 def rehearse(point: str, step: int, model=None) -> None:
-    """What DDP_FAULT has planned for this point, once."""
+    """Cause the planned fault if this is its point; once only."""
     if not _planned or _planned["point"] != point or step < _planned["after"]:
         return
     kind, seconds = _planned["kind"], _planned["seconds"]

@@ -1,4 +1,4 @@
-"""How the ranks of a job meet, before any process group: the store that rank 0 serves, and the check-in."""
+"""How the ranks of a job meet before any process group exists: the store that rank 0 serves, and the check-in."""
 
 import errno
 import hmac
@@ -21,7 +21,7 @@ from ddp_core.errors import ExitCode, Failure, RendezvousError, StoppedError, fa
 from ddp_core.rank import Rank
 from ddp_core.stop import StopFlag
 
-TELLING = 10.0  # seconds that a rank without its workload's file tries to reach rank 0
+TELLING = 10.0  # seconds that a rank whose workload file failed tries to reach rank 0
 OTHER_ROWS = (
     ": data() should give all ranks the same rows: draw from torch's, Python's or NumPy's own generators, which are seeded, "
     "sort what sets and os.listdir() give, and read files that nobody writes"
@@ -37,14 +37,14 @@ FIXES = dict(
     cpu_capability=": their sums round differently: ask for nodes of one kind, or export ATEN_CPU_CAPABILITY=avx2 to all",
 )
 SIGNATURE = 32  # bytes of an HMAC-SHA256
-GRACE = 2.0  # seconds that a rank which is told to stop gives the others: to say, or to hear, why the job ends
+GRACE = 2.0  # seconds that a rank stays after a stop signal, so that all ranks can report, or learn, why the job ends
 
 
 class SignedStore(dist.Store):
-    """A store whose values carry a signature made with the job's secret: a stranger's are refused, and never believed.
+    """A store whose values carry a signature made with the job's secret, so that values of other programs are refused.
 
-    Gloo's addresses go through it, too. add() and check() are not signed: what they decide is whether ranks refuse to start,
-    and how long one that leaves waits for the others.
+    Gloo exchanges its addresses through it, too. add() and check() are not signed: they only decide whether ranks refuse to
+    start, and how long a leaving rank waits for the others.
     """
 
     def __init__(self, store: dist.Store, secret: str, where: str):
@@ -63,7 +63,7 @@ class SignedStore(dist.Store):
         return value
 
     def read(self, key: str) -> tuple[bytes, bool]:
-        """The value, and whether a rank of this job has written it."""
+        """The value, and whether a rank of this job wrote it."""
         stored = self.store.get(key)
         return stored[SIGNATURE:], hmac.compare_digest(stored[:SIGNATURE], self._signature(key, stored[SIGNATURE:]))
 
@@ -90,17 +90,17 @@ class SignedStore(dist.Store):
 
 
 class Rendezvous:
-    """The store that rank 0 serves, and the check-in: all ranks learn that all are well, or why not."""
+    """The store that rank 0 serves, and the check-in: every rank learns that all ranks are ready, or why they are not."""
 
     def __init__(self, rank: Rank, seconds: float, stop: StopFlag):
-        """Connect. Raises RendezvousError within these seconds (--rendezvous-timeout); at once on another job's rank 0."""
+        """Connect to rank 0. Raises RendezvousError after `seconds` (--rendezvous-timeout), at once on another job's rank 0."""
         self.rank, self.stop, self.seconds = rank, stop, seconds
         self.deadline = time.monotonic() + self.seconds
         self.where = f"MASTER_ADDR={rank.master_addr} MASTER_PORT={rank.master_port}"
         self.unsigned: Any = dist.HashStore()
         self.store: Any = self.unsigned
         if rank.world_size == 1:
-            return  # nobody to meet, so no port to open
+            return  # no other rank, so no port is opened
         serves = rank.rank == 0 and not rank.launcher_store
         timeout = timedelta(seconds=self.seconds)
         try:
@@ -110,21 +110,22 @@ class Rendezvous:
             store = self._wait(lambda: dist.TCPStore(*where, wait_for_workers=False, **here))
         except OSError as error:
             raise RendezvousError(f"{self.where}: {error.strerror}: is it the address of the job's first node?") from error
-        except (RuntimeError, ValueError) as error:  # pages of C++ frames
+        except (RuntimeError, ValueError) as error:  # its own message is pages of C++ frames
             raise RendezvousError(
                 f"{self.where}: rank 0 did not answer rank {rank.rank} on {socket.gethostname()} within "
                 f"{self.seconds:g} s (--rendezvous-timeout): it failed earlier, or cannot be reached from here"
             ) from error
-        # A launcher's store outlives a restart of the ranks: job_id keeps the keys of one start apart from the next's.
+        # A launcher's store outlives a restart of the ranks, so job_id separates the keys of one start from the next.
         self.unsigned = dist.PrefixStore(f"ddp_core/{rank.job_id if rank.launcher_store else ''}", store)
         self.store = SignedStore(self.unsigned, rank.secret, self.where)
         self._greet()
 
     def _listen(self) -> socket.socket:
-        """Rank 0's port, on the interface that MASTER_ADDR names and on no other."""
+        """Open rank 0's port, only on the interface that MASTER_ADDR names."""
         host, port, here = self.rank.master_addr, self.rank.master_port, socket.gethostname()
         for family, *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            # As Debian's /etc/hosts has it. Where the other nodes look for this name, only they know.
+            # Debian's /etc/hosts maps the node's own name to a loopback address. Other nodes resolve it to another one, which
+            # this node does not know, so it listens on all.
             loopback = ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback
             everywhere = loopback and self.rank.local_world_size < self.rank.world_size
             if everywhere:
@@ -144,15 +145,15 @@ class Rendezvous:
         )
 
     def _greet(self) -> None:
-        """Read rank 0's greeting before writing a key: what answers on this port may be another job's rank 0."""
+        """Read rank 0's greeting before writing any key: another job's rank 0 may answer on this port."""
         mine = dict(job_id=self.rank.job_id, world_size=self.rank.world_size)
         if self.rank.rank == 0:
             self.store.set("greeting", json.dumps(mine))
             return
         text, signed = self._patient("greeting", self.store.read)
-        theirs = _parsed(text, mine.keys()) or mine  # another job's is signed with another secret, and is named all the same
+        theirs = _parsed(text, mine.keys()) or mine  # read even if unsigned: the error then names the other job
         if theirs["job_id"] != mine["job_id"]:
-            job = ascii(str(theirs["job_id"])[:80])[1:-1]  # a stranger may have written it
+            job = ascii(str(theirs["job_id"])[:80])[1:-1]  # escaped, since another program may have written it
             raise RendezvousError(
                 f"{self.where} belongs to job {job}, and this is job {mine['job_id']}: choose another MASTER_PORT"
             )
@@ -165,10 +166,10 @@ class Rendezvous:
             self._object(f"rank {self.rank.rank} is there twice, also on {socket.gethostname()}: check the launch line", [])
 
     def check_in(self, facts: dict, row: dict, error: Failure | None) -> list[dict]:
-        """Tell rank 0 how this rank is and hear its verdict. Returns all ranks' rows, on rank 0 alone: others need none.
+        """Report to rank 0 and wait for its verdict. Returns all ranks' rows on rank 0, [] on the others.
 
-        facts must be equal on all ranks. Raises, on all ranks alike and printed by rank 0: the failure of the first rank
-        that has one; RendezvousError for ranks that are missing or of another mind.
+        facts: must be equal on all ranks. row: describes this rank. Raises on all ranks, and rank 0 prints it: the failure of
+        the first rank that has one, or RendezvousError for missing ranks and for facts that differ.
         """
         mine: dict = dict(error=[int(error.code), str(error)]) if error else dict(facts=facts, row=row)
         self.store.set(f"rank/{self.rank.rank}", json.dumps(mine))
@@ -194,23 +195,23 @@ class Rendezvous:
             message = (
                 f"rank {self.rank.rank} has given up after {self.seconds:g} s (--rendezvous-timeout): rank 0 was not ready"
             )
-            with suppress(RuntimeError):  # rank 0 is there, at its data, say, or it is not
+            with suppress(RuntimeError):  # rank 0 may still be reading its data, or may be gone
                 patiently(lambda: self.store.set("objection", message), 1)
             raise
 
     def _leave_together(self) -> None:
-        """Wait until all ranks know why they end, also those that are yet to come: the store ends with rank 0, and a launcher
-        may end all ranks once one has left (srun --kill-on-bad-exit=1), with other codes than this one.
+        """Wait until all ranks know why they end, also late ones. The store ends with rank 0, and a launcher may kill all ranks
+        once one has left (srun --kill-on-bad-exit=1), which changes their exit codes.
         """
         if self.rank.rank:
-            with suppress(RuntimeError, RendezvousError, StoppedError):  # rank 0 has left, or this rank was told to
+            with suppress(RuntimeError, RendezvousError, StoppedError):  # rank 0 has left, or this rank got a stop signal
                 self.store.set(f"heard/{self.rank.rank}", "")
                 self._get("farewell")
             return
         others = [f"heard/{rank}" for rank in range(1, self.rank.world_size)]
         end = max(self.deadline, time.monotonic() + 1)
         while time.monotonic() < end and others and not self.store.check(others):
-            if self.stop:  # then some may be dead, and never hear
+            if self.stop:  # then some ranks may be dead, and never answer
                 end = min(end, time.monotonic() + GRACE)
             time.sleep(0.02)
         self.store.set("farewell", "")
@@ -244,14 +245,14 @@ class Rendezvous:
                     f"(--rendezvous-timeout): rank {names}"
                 )
             self._obey(missing=f" (rank {names} had not)")
-            # Looking takes a request for each missing rank: the longer it lasts, the more rarely.
+            # Each look sends a request per missing rank, so look less often the longer it takes.
             time.sleep(max(0.005, min(0.5, 0.05 * (time.monotonic() - began), self.deadline - time.monotonic())))
         rows = [entries[rank]["row"] for rank in range(self.rank.world_size)]
         refuse_shared_devices(rows)
         return rows
 
     def _object(self, message: str, heard: list[str]) -> None:
-        """Fail for a reason that rank 0 cannot see; it prints it, unless it had its ranks together before."""
+        """Fail for a reason that rank 0 cannot see. Rank 0 prints it, unless all its ranks had checked in before."""
         self.store.set("objection", message)
         try:
             failed = "error" in self._document(self._get("verdict"), "verdict", "well")
@@ -260,11 +261,11 @@ class Rendezvous:
             if failed:
                 self._get("farewell")
         except (RendezvousError, RuntimeError):
-            failed = True  # rank 0 has left already: the job had failed
+            failed = True  # rank 0 has left, so the job had failed already
         raise RendezvousError(message, everywhere=failed)
 
     def _document(self, text: bytes, key: str, *names: str) -> dict:
-        """A rank's words: these names, or an error. Without a secret anybody can sign."""
+        """A rank's JSON document, which must have these names or an error: without a secret anybody can write one."""
         document = _parsed(text, names) or _parsed(text, ["error"])
         if document and "error" in document and not _is_error(document["error"]):
             document = None
@@ -276,12 +277,12 @@ class Rendezvous:
         return self._patient(key, self.store.get)
 
     def _patient(self, key: str, read: Callable):
-        # A little less than _wait() does: a connection that still asks for a key could not bring an objection.
+        # End before _wait() does: a connection that still waits for a key cannot send an objection.
         seconds = timedelta(seconds=max(0.1, self.deadline + 1.5 - time.monotonic()))
         try:
             return self._wait(lambda: [self.store.wait([key], seconds), read(key)][1])
         except (RuntimeError, ValueError) as error:
-            self._obey()  # as rank 0 may have done
+            self._obey()  # rank 0 may have ended by the same stop signal
             raise RendezvousError(
                 f"{self.where}: rank 0 has ended, or gave no {key} within {self.seconds:g} s (--rendezvous-timeout)"
             ) from error
@@ -293,7 +294,7 @@ class Rendezvous:
     def _obey(self, grace: float = 0.0, missing: str = "") -> None:
         if not self.stop or time.monotonic() < self.stop.since + grace:
             return
-        if self.stop.reason == "SIGTERM":  # 75 would have the job come back, and the rank that cannot start fail again
+        if self.stop.reason == "SIGTERM":  # with 75 the job would be requeued, and the rank that cannot start would fail again
             raise RendezvousError(
                 f"SIGTERM before all ranks had met{missing}: a rank has failed (see its own output), or the job was cancelled"
             )
@@ -301,8 +302,8 @@ class Rendezvous:
 
 
 def patiently(act: Callable, seconds: float, meanwhile: Callable = lambda: None):
-    """act(), in a thread: the store blocks where no signal handler runs, and for ever when a stranger or a frozen rank
-    is at the other end. Raises what act raises, and RuntimeError when it takes longer.
+    """Run act() in a thread and return its result. The store blocks signal handlers, and blocks for ever if a frozen rank or
+    another program is at the other end. Raises what act raises, and RuntimeError after `seconds`.
     """
     outcome: Future = Future()
     end = time.monotonic() + seconds
@@ -323,7 +324,7 @@ def patiently(act: Callable, seconds: float, meanwhile: Callable = lambda: None)
 
 
 def _parsed(text: bytes, names: Iterable[str]) -> dict | None:
-    """A JSON document that has these names; None where the text is something else."""
+    """The JSON document in the text if it has these names, else None."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
@@ -332,5 +333,5 @@ def _parsed(text: bytes, names: Iterable[str]) -> dict | None:
 
 
 def _is_error(value: object) -> bool:
-    """[exit code, message]"""
+    """Whether the value is [exit code, message]."""
     return isinstance(value, list) and len(value) == 2 and value[0] in list(ExitCode) and isinstance(value[1], str)

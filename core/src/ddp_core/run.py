@@ -1,4 +1,4 @@
-"""run(rank): a whole training program, from flags to exit code. A site's train.py calls it, and nothing else of core."""
+"""run(rank_of): a whole training program, from flags to exit code. A site's train.py calls only this function of the core."""
 
 import faulthandler
 import os
@@ -30,9 +30,9 @@ from ddp_core.record import Record
 from ddp_core.rehearsal import plan
 from ddp_core.stop import StopFlag
 
-# Here, not in run(): torch reads it when it is imported, and a class for workload= or reduction= imports torch before run().
+# Here, not in run(): torch reads it on import, and a class passed as workload= or reduction= imports torch before run().
 if "--debug" not in sys.argv:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # pages of C++ frames, and harmless warnings
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else torch prints pages of C++ frames, and harmless warnings
 
 
 OWN = str(Path(__file__).parent)
@@ -44,29 +44,29 @@ def run(
     workload: str | type | Path = "digits",
     reduction: type | None = None,
 ) -> int:
-    """Train as this rank; the exit code (errors.py) is returned, and of several ranks each ends its process with it.
+    """Train as this rank. Returns the exit code (errors.py); with several ranks it ends the process with that code instead.
 
-    rank_of: the site's function of os.environ. workload: a name, a file or a class, where --workload names none.
-    reduction: a class (reduction.py) by which another library sums the gradients.
+    rank_of: the site's function from os.environ to its Rank. workload: the default for --workload: a name, file or class.
+    reduction: a subclass of Reduction (reduction.py) that sums the gradients with another library.
     """
     with lasting_output():
-        faulthandler.register(signal.SIGUSR2, file=2)  # where every thread of this rank is: for a run that hangs
+        faulthandler.register(signal.SIGUSR2, file=2)  # prints the stack of every thread: kill -USR2 shows where a run hangs
         return _run(rank_of, sys.argv[1:] if argv is None else argv, workload, reduction)
 
 
 def _run(
     rank_of: Callable[[Mapping[str, str]], Rank], argv: list[str], workload: str | type | Path, reduction: type | None
 ) -> int:
-    os.umask(os.umask(0o077) | 0o002)  # others cannot write a run's files and folders
+    os.umask(os.umask(0o077) | 0o002)  # other users must not write to a run's files and folders
     start_folder = ""
-    with suppress(OSError):  # one that was removed
-        start_folder = os.getcwd()  # the workload's file may change it
+    with suppress(OSError):  # the folder may have been removed
+        start_folder = os.getcwd()  # now, because the workload's file may change it
     began, rank, stop, failure = time.monotonic(), None, StopFlag(), None
     try:
         rank = rank_of(os.environ)
         plan(os.environ, rank.rank, rank.restart)
-        stop.listen()  # again: an MPI library that was started and ended there can have kept SIGUSR1 (MPICH 5.0.2 does)
-        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # it is not needed
+        stop.listen()  # again: an MPI library that rank_of() starts and ends may keep SIGUSR1 (MPICH 5.0.2 does)
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # NumPy is optional
         try:
             chosen = _choose(argv, workload if isinstance(workload, type) else str(workload))
             config = parse(argv, rank.world_size, quiet=rank.rank != 0, workload=chosen)
@@ -74,11 +74,11 @@ def _run(
                 other = f"--reduction {config.reduction}" if config.sharding == "none" else f"--sharding {config.sharding}"
                 raise UsageError(f"{other}: this program sums gradients by {reduction.__name__}; see train.py")
         except Failure as error:
-            error.everywhere = True  # the flags and the file are the same on all ranks: rank 0 speaks
+            error.everywhere = True  # all ranks have the same flags and file, so rank 0 alone prints it
             if rank.rank and isinstance(error, WorkloadError):
                 from ddp_core.rendezvous import TELLING, Rendezvous
 
-                # Unless this node alone lacks the file: rank 0 waits then. It does not answer where it has failed too.
+                # If only this node lacks the file, rank 0 waits, and must be told. If rank 0 failed too, it does not answer.
                 with suppress(Failure):
                     Rendezvous(rank, TELLING, stop).check_in({}, {}, error)
             raise
@@ -100,9 +100,9 @@ def _run(
         if "--debug" in argv:
             traceback.print_exception(failure)
     if rank and rank.world_size > 1:
-        # Not through Python: gloo's threads may wait for a peer that does not come, and one that asks for the interpreter
-        # while it ends aborts the process: 134 instead of 5 in 3 of 9 refused snapshots, on two nodes, and once, it seems,
-        # instead of 0. https://github.com/pytorch/pytorch/pull/179291
+        # Skip Python's own shutdown: a gloo thread that waits for a lost peer and then asks for the interpreter aborts the
+        # process. Exit code 134 came instead of 5 in 3 of 9 refused snapshots on two nodes, and once, it seems, instead of 0.
+        # https://github.com/pytorch/pytorch/pull/179291
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -121,7 +121,7 @@ def _choose(argv: list[str], workload: str | type) -> Any:
 
 
 def _train(rank: Rank, job: "_Job") -> int:
-    """Meet the other ranks, agree that all are well, train. Raises a Failure."""
+    """Meet the other ranks, agree that all are ready, train. Returns the exit code. Raises a Failure."""
     from ddp_core import lazy_dynamo
 
     if not job.config.compile:
@@ -140,7 +140,7 @@ def _train(rank: Rank, job: "_Job") -> int:
     job.workload.core_sets(staging=staging)
     job.record.lap("rendezvous")
     failure = peers = None
-    # A stale copy on one node comes first: that its flags are others, too, follows from it.
+    # core first, since rank 0 reports the first difference: an outdated copy on one node also explains different flags.
     row, facts = {}, dict(core=source_digest(), workload_file=job.workload.digest()) | versions() | job.config.facts()
     try:
         try:
@@ -159,7 +159,7 @@ def _train(rank: Rank, job: "_Job") -> int:
         try:
             job.ranks = rendezvous.check_in(facts, row, failure) or [row]
         except Failure as verdict:
-            raise verdict from failure  # for --debug: where it comes from
+            raise verdict from failure  # --debug then shows the cause, too
         staging.close()
         job.workload.core_sets(staging=None)
         peers = Peers(rank, job.config, job.device, rendezvous)
@@ -179,13 +179,13 @@ def _train(rank: Rank, job: "_Job") -> int:
                 job.finish_saving()
     except Failure as error:
         job.record.write("end", exit_code=error.code, error=str(error))
-        # A rank that fails alone has nobody to leave with: nccl would wait for the others, which wait for it.
+        # leave() only if all ranks fail together: nccl waits there for the others, which may wait for this rank.
         if peers and not peers.left and (error.everywhere or rank.world_size == 1):
             peers.leave()
         raise
     finally:
         staging.close()
-        if job.trainer and rank.world_size == 1:  # the workers of several ranks die with their rank
+        if job.trainer and rank.world_size == 1:  # with several ranks, os._exit() ends the workers, too
             job.trainer.close()
         if job.directory:
             job.directory.release()
@@ -209,7 +209,7 @@ class _Job:
     ranks: list[dict] = field(default_factory=list)
 
     def prepare(self) -> dict:
-        """Read the data; on rank 0 also open the run directory. Returns what all ranks must have in common."""
+        """Read the data; on rank 0 also open the run directory. Returns facts that must be equal on all ranks."""
         from torch.distributed import is_initialized
 
         from ddp_core import data
@@ -232,7 +232,7 @@ class _Job:
         return dict(training_rows=lengths[0], held_out_rows=lengths[1], data=self.fingerprint)
 
     def train(self, peers, facts: dict) -> ExitCode:
-        """All of the training, and what is said of it."""
+        """Build the trainer, resume, train, and write the start and end records."""
         from ddp_core.device import notes_on_cores
         from ddp_core.probe import notes_on_rows
         from ddp_core.staging import notes_on_copies
@@ -242,7 +242,7 @@ class _Job:
         record, parts = self.record, (self.directory, self.record, self.stop, self.reduction)
         self.trainer = trainer = Trainer(self.workload, self.config, peers, self.device, self.rows, self.fingerprint, *parts)
         trainer.restore(self.loaded)
-        self.loaded = None  # as large as the state
+        self.loaded = None  # frees memory: it is as large as model and optimizer state
         trainer.ranks = self.ranks
         record.lap("model")
         names = ("data", "training_rows", "held_out_rows", "workload_file")
@@ -250,7 +250,7 @@ class _Job:
         world |= dict(optimizer=type(trainer.optimizer).__name__)
         world |= dict(signed=bool(self.rank.secret)) if peers.world_size > 1 else {}
         world |= {name: facts[name] for name in names} | dict(versions=trainer.state.facts["versions"])
-        world |= dict(core=facts["core"]) if peers.rank == 0 else {}  # it alone writes the record
+        world |= dict(core=facts["core"]) if peers.rank == 0 else {}  # only rank 0 writes the record
         begun = trainer.step
         notes = notes_on_rows(self.other_rows, self.same_rows, trainer.seen.notes)
         notes += notes_on_cores(self.ranks) + notes_on_copies(self.ranks) + self._notes_on_place(peers)
@@ -261,7 +261,7 @@ class _Job:
         return code
 
     def finish_saving(self) -> None:
-        """Whatever ends a run: the state that is being written is of a step before it, and good."""
+        """Finish a save in progress, whatever ends the run: its state is from an earlier step, and good."""
         try:
             if self.trainer and self.trainer.saver:
                 self.trainer.saver.settle()
@@ -269,7 +269,7 @@ class _Job:
             print(f"warning: {error}", flush=True)
 
     def lacks_memory(self, error: BaseException, when: str) -> PeerLostError:
-        """Of the device, or of the host."""
+        """The Failure for memory that ran out, on the device or on the host, with what to change. when: "at step 5"."""
         from torch import OutOfMemoryError
 
         config = self.config
@@ -295,7 +295,7 @@ class _Job:
         )
 
     def _notes_on_place(self, peers) -> list[str]:
-        """Collective. Whether every rank sees the run directory in which rank 0 has taken the lock."""
+        """Collective. A note if a rank does not see rank 0's lock in the run directory; then rank 0 writes all files alone."""
         from ddp_core.run_directory import LAG
 
         lock, end = self.run_dir / "run.lock", time.monotonic() + LAG
@@ -308,11 +308,11 @@ class _Job:
             f"--run-dir {self.config.run_dir} is not seen by rank {rank} on {self.ranks[rank]['host']}: is it on a "
             f"node's own disk? A job that comes back on another node begins anew there"
             for rank in blind[:1]
-            if peers.rank == 0  # it alone knows the hosts
+            if peers.rank == 0  # only rank 0 knows the hosts
         ]
 
     def _notes_on_another_file(self, facts: dict) -> list[str]:
-        """Whether the workload's file was another when this run was started before."""
+        """A note if the workload's file has changed since the previous start of this run."""
         before, digest = self.directory.lines("start"), facts["workload_file"]
         if not before or f'"workload_file":"{digest}"'.encode() in before[-1]:
             return []
@@ -322,7 +322,7 @@ class _Job:
         ]
 
     def explain(self, error: BaseException, peers) -> BaseException:
-        """The Failure that an exception of the training means; itself where it is a bug of ours."""
+        """Turn an exception of the training into a Failure; return it unchanged if it is a bug of ours."""
         from ddp_core.workload import (
             BUILT_IN,
             NO_GRADIENT,
@@ -339,11 +339,11 @@ class _Job:
         if isinstance(error, Failure):
             failure = error
         elif self.stop and type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.")):
-            # --compile: the signal ended the C++ compiler, too.
+            # --compile: the signal also ended the C++ compiler.
             failure = StoppedError(f"{self.stop.reason} while the model was compiled {self.when}: what was saved is whole")
         elif out_of_memory(error):
             failure = self.lacks_memory(error, self.when)
-        elif "Expected to have finished reduction" in str(error):  # DDP's own words, in ten lines
+        elif "Expected to have finished reduction" in str(error):  # DDP's message, ten lines long
             failure = self.workload.unusable(NO_GRADIENT.format(step=self.trainer.step - 1, names=""))
         elif config.sharding != "none" and (what := unknown_to_shards(error)):
             failure = WorkloadError(f"--sharding {config.sharding}: {NO_SHARDS.format(what=what)}")
@@ -354,7 +354,7 @@ class _Job:
         elif line_in(error, file):
             failure = blame(error, file, f"--workload {name}, {self.when}")
         elif name not in BUILT_IN and not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(OWN):
-            # In a library: an optimizer or a hook that the file has made, which torch calls.
+            # Raised in a library that torch called: an optimizer or a hook of the workload's file.
             failure = blame(error, file, f"--workload {name}, {self.when} (--debug: where)")
         else:
             return error
@@ -364,7 +364,7 @@ class _Job:
         return failure
 
     def let_go(self) -> None:
-        """Of what holds the connections between ranks: workers inherit them, and DDP has its group."""
+        """Drop all that holds connections to other ranks: worker processes inherit them, and DDP keeps its group."""
         if self.trainer:
             self.trainer.close()
             self.trainer.reduction = None

@@ -1,8 +1,8 @@
-"""Models larger than a device: --sharding full or hybrid, by PyTorch's FSDP2. And --checkpoint-activations.
+"""Train models larger than a device: --sharding full or hybrid, by PyTorch's FSDP2. And --checkpoint-activations.
 
-A rank keeps some rows of every parameter, of its gradient and of its optimizer's state. The modules that Workload.shards()
-names are gathered one at a time, when their forward or backward needs them. full: the rows are dealt over all ranks;
-hybrid: over those of a node, and every node has all of them.
+A rank keeps some rows of every parameter, of its gradient and of its optimizer state. The modules that Workload.shards()
+names are gathered one at a time, when their forward or backward needs them. full: the rows are split over all ranks.
+hybrid: they are split over the ranks of a node, and every node has all rows.
 
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -47,7 +47,7 @@ IN_TURN = (
 
 
 class Sharded(Reduction):
-    """FSDP2 sums a module's gradients while backward goes on, and leaves each rank its rows of the sum."""
+    """FSDP2 sums a module's gradients while backward runs, and leaves each rank its rows of the sum."""
 
     name = "sharded"
     overlaps = True
@@ -55,7 +55,7 @@ class Sharded(Reduction):
     def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
         super().__init__(model, compiled, peers, unused_parameters)
         mesh: Any = self.parameters[0].device_mesh  # type: ignore[attr-defined]
-        self.device = torch.device(mesh.device_type)  # with --offload the parameters are elsewhere
+        self.device = torch.device(mesh.device_type)  # with --offload the parameters are on the CPU
         self.split_over = mesh.size(mesh.ndim - 1)
 
     @property
@@ -63,13 +63,14 @@ class Sharded(Reduction):
         return [local(gradient) for gradient in super().gradients]
 
     def norm(self, norm: torch.Tensor) -> torch.Tensor:
-        # Over all ranks also where every node has all rows: the same bits everywhere, so that replicas clip alike.
+        # Sum over all ranks, even where every node has all rows: all replicas must clip by the same bits. That sum counts
+        # each row once per replica.
         square = norm.to(self.device, torch.float64).square()
         dist.all_reduce(square, group=self.peers.data)
         return (square / (self.world_size // self.split_over)).sqrt().to(norm.dtype)
 
     def seconds_of_a_sum(self, share: float = 1.0) -> float:
-        """Parameters are gathered twice and gradients scattered once: each is half of a sum. Timed on a rank's own share."""
+        """Parameters are gathered twice, gradients scattered once: each costs half an all_reduce. Timed on one rank's share."""
         return 1.5 * self.split_over * super().seconds_of_a_sum(share / self.split_over)
 
 
@@ -77,7 +78,10 @@ class Sharded(Reduction):
 
 
 def build(workload: Workload, config, peers: Peers, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, list[str]]:
-    """Collective. The sharded model with rank 0's numbers, and notes: no other rank ever has all of them, if that can be."""
+    """Collective. Returns the sharded model with rank 0's parameters, and notes.
+
+    Only rank 0 ever holds the whole model, unless model() cannot run on the meta device (IN_TURN).
+    """
     if workload.unused_parameters:
         raise WorkloadError(
             f"--workload {workload.name} has unused_parameters = True, and --sharding {config.sharding} needs the gradient of "
@@ -106,7 +110,7 @@ def build(workload: Workload, config, peers: Peers, device: torch.device, dtype:
     for _ in [model] if in_turn else _shard(workload, config, in_precision(model, dtype), mesh, device):
         for name, tensor in _numbers(model).items():
             if name not in dealt and not tensor.is_meta:
-                deal(numbers.pop(name, None), tensor, peers, device)  # freed: rank 0's memory, too, is for its own rows
+                deal(numbers.pop(name, None), tensor, peers, device)  # pop: rank 0 frees each whole tensor once it is sent
                 dealt.add(name)
     return model, [IN_TURN] if in_turn else []
 
@@ -142,53 +146,53 @@ def _mesh(peers: Any, device: torch.device, config) -> DeviceMesh:
         )
     ranks = torch.arange(peers.world_size).view(-1, size)
     mine: list[Any] = []
-    for groups in (ranks.T, ranks):  # replicas of the same rows; ranks that share out all rows
-        for group in groups.tolist():  # every rank takes part in making every group
+    for groups in (ranks.T, ranks):  # first the ranks that hold the same rows, then the ranks of each node
+        for group in groups.tolist():  # new_group() is collective over all ranks, also those outside the group
             made = dist.new_group(group, timeout=timedelta(seconds=config.timeout))
             mine += [made] if peers.rank in group else []
     return DeviceMesh.from_group(mine, device.type, mesh=ranks, mesh_dim_names=("replicas", "parts"))
 
 
 def _skeleton(workload: Workload, config) -> nn.Module | None:
-    """The model without numbers; None where the file's model() looks at them, or keeps tensors that are neither parameters
-    nor buffers.
+    """The model on the meta device, without memory. None where model() reads values, or keeps tensors that are neither
+    parameters nor buffers.
     """
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a checkpoint is loaded in vain here: it is loaded again with the numbers
+            warnings.simplefilter("ignore")  # of weights loaded into meta tensors: without effect, and loaded again with memory
             model = workload.model(config)
         owners = [workload, *model.modules()]
-    except Exception:  # what is wrong shows when it is built with numbers
+    except Exception:  # a real fault is raised again when the model is built with values
         return None
     kept = [value for owner in owners for name, value in vars(owner).items() if name not in ("_parameters", "_buffers")]
-    # Also those in a list or a dictionary.
+    # tree_leaves() also finds tensors in lists and dictionaries.
     return None if any(isinstance(value, torch.Tensor) and value.is_meta for value in tree_leaves(kept)) else model
 
 
 def _shard(workload: Workload, config, model: nn.Module, mesh: DeviceMesh, device: torch.device) -> Iterator[nn.Module]:
-    """In place: every module of Workload.shards(), one after the other, and the rest of the model as one more."""
+    """Shard in place: every module of Workload.shards() in turn, then the rest of the model. Yields each module."""
     lower = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if config.offload else OffloadPolicy()
-    # Inputs are left to autocast, as under ddp. Sums are of fp32.
+    # Autocast converts inputs, as under ddp. Gradients are summed in fp32.
     precision = MixedPrecisionPolicy(lower, torch.float32 if lower else None, cast_forward_inputs=False)
     units = chosen(workload, model)
     if config.checkpoint_activations:
         checkpoint(units)
-    # Children before parents: a module's parameters are those that no module in it has been given.
+    # Children before parents: FSDP2 gives a module the parameters that no module inside it has taken.
     apart = [unit for unit in reversed([*model.modules()]) if unit in units and unit is not model and not _shares(unit, model)]
     unit: Any
     for unit in [*apart, model]:
         _give_memory(unit, device)
         unit.register_forward_hook(_no_view)
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=offload)
-        unit.set_force_sum_reduction_for_comms(True)  # gloo knows no mean
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
         unit.set_gradient_divide_factor(1.0)
         yield unit
 
 
 def _no_view(module: nn.Module, inputs: tuple, output: Any) -> Any:
-    """FSDP2 gathers a module for its backward by a hook on its output; `output += x` would silently undo it on a view. And it
-    frees the memory of a parameter that is handed on.
+    """Clone outputs that are views or parameters. FSDP2 gathers a module for backward by a hook on its output, which
+    `output += x` silently removes from a view; and it frees the memory of a parameter that is returned as output.
     """
     if isinstance(output, torch.Tensor):
         base = output if output._base is None else output._base
@@ -200,7 +204,7 @@ def _no_view(module: nn.Module, inputs: tuple, output: Any) -> Any:
 
 
 def chosen(workload: Workload, model: nn.Module) -> list[nn.Module]:
-    """Of Workload.shards(), those that have something to share out. Raises WorkloadError."""
+    """The modules of Workload.shards() that have parameters. Raises WorkloadError if one is not part of the model."""
     units = [*workload.shards(model)]
     ours = [*model.modules()]
     if wrong := [unit for unit in units if not any(unit is module for module in ours)]:
@@ -209,15 +213,15 @@ def chosen(workload: Workload, model: nn.Module) -> list[nn.Module]:
 
 
 def _shares(unit: nn.Module, model: nn.Module) -> bool:
-    """Whether a parameter of it is another module's too (tied weights): then it must be gathered with both."""
+    """Whether the unit shares a parameter with a module outside it (tied weights): both must be gathered together."""
     inside = {id(module) for module in unit.modules()}
     others = {id(p) for module in model.modules() if id(module) not in inside for p in module.parameters(recurse=False)}
     return any(id(parameter) in others for parameter in unit.parameters())
 
 
 def _give_memory(unit: nn.Module, device: torch.device) -> None:
-    """Where there are no numbers yet."""
-    made: dict[torch.Tensor, nn.Parameter] = {}  # tied ones stay tied
+    """Replace the unit's meta tensors by uninitialized ones on the device."""
+    made: dict[torch.Tensor, nn.Parameter] = {}  # so that tied parameters stay tied
     for module in unit.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta and not isinstance(parameter, DTensor):
@@ -230,21 +234,21 @@ def _give_memory(unit: nn.Module, device: torch.device) -> None:
 
 
 def _numbers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Also the buffers that a snapshot does not have."""
+    """All parameters and buffers by name, also the buffers that a snapshot leaves out."""
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 def checkpoint(modules: list[nn.Module]) -> None:
-    """--checkpoint-activations: what these modules compute in the forward pass is not kept, but computed again."""
+    """--checkpoint-activations: do not keep what these modules compute in forward, but compute it again in backward."""
     from torch.utils.checkpoint import checkpoint
 
     for module in modules:
-        # In place of the method, not around the module: names stay, and what others hook to the module happens once.
+        # Replace the method, do not wrap the module: parameter names stay, and hooks on the module run once.
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def refuse_to_compute_again(workload: Workload, model: nn.Module, seen) -> None:
-    """What --checkpoint-activations would make another training. seen: by probe.py."""
+    """Raise WorkloadError where a second forward pass would change the training. seen: the result of probe.py."""
     inside = {id(buffer) for unit in workload.shards(model) for buffer in unit.buffers()}
     changed = [name for name in seen.buffers if id(model.get_buffer(name)) in inside]
     if changed or seen.others:
@@ -255,11 +259,14 @@ def refuse_to_compute_again(workload: Workload, model: nn.Module, seen) -> None:
         )
 
 
-# ---- numbers to ranks, and back -----------------------------------------------------------------------------------
+# ---- tensors to ranks, and back -----------------------------------------------------------------------------------
 
 
 def deal(numbers: torch.Tensor | None, tensor: torch.Tensor, peers: Peers, device: torch.device) -> None:
-    """Collective. Rank 0's numbers to all ranks, of which each keeps its own: one tensor at a time."""
+    """Collective. Send one whole tensor from rank 0 to all ranks; each copies its own rows into `tensor`.
+
+    numbers: the whole tensor on rank 0, None elsewhere.
+    """
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if numbers is None else numbers.to(device).contiguous()
     peers.broadcast_tensors([whole])
     if isinstance(tensor, DTensor):
@@ -269,20 +276,20 @@ def deal(numbers: torch.Tensor | None, tensor: torch.Tensor, peers: Peers, devic
 
 
 class Writers:
-    """The ranks write a snapshot's files: rank 0 a single one, and each rank its own files of a set.
+    """Write a snapshot of a sharded model: rank 0 writes a single file, or each rank its own files of a set.
 
-    All ranks gather a tensor together, and a thread of its file's writer puts it down. The writers' files take turns, tensor by
-    tensor: so all are written at once, and a rank holds three whole tensors at most (one is written, one waits, one was just
-    gathered). Where a file fails, all ranks still gather to the end.
+    All ranks gather a tensor together, and a thread on the rank that writes its file writes it. Tensors of the files are
+    gathered in turn, so all files are written at once, and a rank holds at most three whole tensors (one being written, one
+    waiting, one just gathered). If a file fails, all ranks still gather to the end.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], trainer: Any):
         self.tensors = {name: tensors[name].detach() for name in in_order(tensors)}
         self.trainer, self.peers = trainer, trainer.peers
-        self.most = 1 if trainer.alone else self.peers.world_size  # writers
+        self.most = 1 if trainer.alone else self.peers.world_size  # ranks that may write
 
     def lead(self, drafts: list[Draft]) -> dict[str, int]:
-        """Rank 0's part: put_drafts of snapshot.write(). Raises the OSError that any rank has met."""
+        """Rank 0's part: the put_drafts of snapshot.write(). Raises an OSError that any rank met."""
         self.peers.broadcast([str(draft.path) for draft in drafts])
         results, count = self._put(drafts), len(drafts)
         for n, rank in enumerate(self._deal(count)):
@@ -292,17 +299,17 @@ class Writers:
         return {name: results[name] for name in self.tensors}
 
     def follow(self) -> None:
-        """All other ranks' part, until rank 0 has no more drafts."""
+        """The part of all other ranks, until rank 0 has no more drafts."""
         while names := self.peers.broadcast(None):
             self._put(drafts_of(self.tensors, {}, self.trainer.config.max_shard_size, lambda n: Path(names[n])))
 
     def _deal(self, count: int) -> list[int]:
-        """The writer of each file. Writers of few files are far from each other, on several nodes."""
+        """The writing rank of each file. A few files get writers far apart, so on several nodes."""
         writers = min(count, self.most)
         return [n % writers * self.peers.world_size // writers for n in range(count)]
 
     def _put(self, drafts: list[Draft]) -> dict:
-        """Collective. Of all files, on all ranks: checksums by name, and the errno that a file has met, or 0, by its place."""
+        """Collective. Returns on all ranks: checksums by tensor name; and by file number its errno, 0 if it is written."""
         deal, turns = self._deal(len(drafts)), []
         for n, draft in enumerate(drafts):
             turn, place = deal[:n].count(deal[n]), 0
@@ -326,7 +333,7 @@ class Writers:
         return dict(zip(keys, results.long().tolist(), strict=True))
 
     def _put_mine(self, drafts: dict[int, Draft], numbers: Iterator[tuple[str, torch.Tensor]]) -> dict:
-        """This rank's files, one after the other."""
+        """Write this rank's files, one after the other (in a thread)."""
 
         def gathered(expected: str) -> torch.Tensor:
             name, whole = next(numbers)
@@ -342,7 +349,7 @@ class Writers:
         except OSError as error:
             results[n] = error.errno or errno.EIO
         finally:
-            deque(numbers, 0)  # a queue that stays full would hold up this rank's gathering, and all others wait for it
+            deque(numbers, 0)  # empty the queue: if it stayed full, this rank would stop gathering, and all others would wait
         return results
 
     def _whole(self, name: str) -> torch.Tensor:
@@ -351,7 +358,7 @@ class Writers:
 
 
 class ShardedState(State):
-    """The same snapshot as every other run's, read and written tensor by tensor."""
+    """The same snapshot format as that of every other run, read and written tensor by tensor."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict, device: torch.device):
         super().__init__(model, optimizer, facts)
@@ -366,21 +373,21 @@ class ShardedState(State):
             except Failure:
                 peers.broadcast(None)
                 raise
-            peers.broadcast(None)  # what followers wait for
+            peers.broadcast(None)  # ends follow() on the other ranks
 
         peers.together(lead if peers.rank == 0 else writers.follow)
         peers.agree(trainer.record.failure)
 
     def send(self, tensors: dict[str, Any], resuming: bool, peers: Peers) -> None:
-        for name, tensor in self.tensors().items() if resuming else ():  # a new model's numbers are where they belong
+        for name, tensor in self.tensors().items() if resuming else ():  # build() has dealt out a new model already
             numbers = tensors.get(name)
             deal(load(numbers) if isinstance(numbers, Stored) else numbers, tensor, peers, self.device)
 
 
 def hang_up(store_port: int) -> None:
-    """Close what connects this rank to others, but for the store, so that those who wait for it fail, too, and answer.
+    """Close this rank's connections to others, except the store's: ranks that wait for it then fail, too, and answer.
 
-    Peers.lost() lets go of its groups for that; FSDP and the caches of DTensor hold them until the process ends.
+    Peers.lost() drops its own references to the groups, but FSDP and DTensor's caches keep theirs until the process ends.
     """
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:

@@ -1,11 +1,11 @@
-"""Copies in memory: a file of data comes from its file system once a node, and not once a rank.
+"""Read each data file from its file system once per node, not once per rank: the ranks of a node share a copy in memory.
 
     path = self.once_a_node(path)        in a workload's data()
 
-The first rank of a node copies the file into memory that has no name (memfd_create), and hands the others the open file over a
-socket. So nobody else on the node can put another file in its place, and nothing is left behind, however the job ends: the
-memory goes with the last rank. Nobody can write to it (seals). A file for which there is no copy is read as if there were no
-staging, and a note at the start says why. What all have read is compared as always, by the fingerprint of the rows.
+The first rank of a node copies the file into unnamed memory (memfd_create), and passes the open file to the others over a
+socket. So no other user can replace the file, and nothing is left behind, however the job ends: the memory is freed with the
+last rank. Seals make it read-only. A file without a copy is read where it is, and a note at the start says why. The ranks
+compare what they have read as usual, by the fingerprint of the rows.
 """
 
 import fcntl
@@ -31,26 +31,26 @@ IN_MEMORY = ("tmpfs", "ramfs")  # file systems that are memory already: /dev/shm
 
 
 class Staging:
-    """The copies of a node: its first rank makes them and hands them out, until close(); the others ask it for them."""
+    """The copies of a node. Its first rank makes them and serves them until close(); the other ranks request them."""
 
     def __init__(self, rank: Rank, rendezvous: Rendezvous, wanted: bool):
         self.shared, self.leads, self.rendezvous = wanted and rank.local_world_size > 1, rank.local_rank == 0, rendezvous
         self.key = f"staging/{rank.node_rank}"
-        self.copies: dict[str, int | None] = {}  # by path; None: it is read where it is
-        self.in_place = ""  # why the first of these is
-        # Then there is time to read a file where it is.
+        self.copies: dict[str, int | None] = {}  # open file by path; None: no copy, read the file where it is
+        self.in_place = ""  # why the first file without a copy has none
+        # Copy until half of --rendezvous-timeout is over: the rest is left for reading files where they are.
         self.until = (time.monotonic() + rendezvous.deadline) / 2
         self.address, self.room, self.most = b"", 0, 0
         if self.shared and self.leads:
             self.changed, self.over = threading.Condition(), False
             self.server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self.server.bind("")  # Linux chooses an address that is no file
+            self.server.bind("")  # Linux chooses an abstract address, which is no file
             self.server.listen(rank.local_world_size)
             rendezvous.store.set(self.key, self.server.getsockname())
             threading.Thread(target=self._hand_out, daemon=True).start()
 
     def once(self, path: str | Path) -> Path:
-        """Where to read it: in a copy, which has no name but this one, or where it is."""
+        """The path to read from: that of the copy (/proc/PID/fd/N), or `path` if there is none."""
         name = os.path.abspath(path)
         if self.shared and name not in self.copies:
             if not self.copies:
@@ -66,27 +66,27 @@ class Staging:
         return Path(path) if copy is None else Path(f"/proc/{os.getpid()}/fd/{copy}")
 
     def note(self) -> dict[str, str]:
-        """For this rank's row."""
+        """For this rank's row: why the first file without a copy has none."""
         return dict(in_place=self.in_place) if self.in_place else {}
 
     def finish(self) -> None:
-        """This rank has read its data, or could not: nobody need wait for another copy."""
+        """Call after this rank has read its data, or failed to: the others stop waiting for further copies."""
         if self.shared and self.leads:
             with self.changed:
                 self.over = True
                 self.changed.notify_all()
 
     def close(self) -> None:
-        """All ranks have read their data, or the run has ended. The copies stay as long as the ranks."""
+        """Stop serving, once all ranks have read their data or the run has ended. The copies live as long as the ranks."""
         if self.shared and self.leads:
-            with suppress(OSError):  # it is closed already
-                self.server.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            with suppress(OSError):  # the socket is closed already
+                self.server.shutdown(socket.SHUT_RDWR)  # ends accept() in the thread
             self.server.close()
 
     # ---- the first rank of a node ---------------------------------------------------------------------------------
 
     def _copy(self, name: str) -> int | None:
-        """An open file of the same bytes; None where there is none to be."""
+        """Copy the file. Returns the copy's file descriptor, or None if the file is to be read where it is."""
         try:
             status = os.stat(name)
             if not stat.S_ISREG(status.st_mode) or _in_memory(status.st_dev):
@@ -106,7 +106,7 @@ class Staging:
                 fcntl.fcntl(copy, fcntl.F_ADD_SEALS, SEALS)
                 self.room -= status.st_size
                 return os.dup(copy.fileno())
-        except OSError as error:  # who reads the file says so if it is the file's fault
+        except OSError as error:  # if the file itself is at fault, reading it raises the error later
             return self._none(name, str(error.strerror))
 
     def _none(self, name: str, why: str) -> int | None:
@@ -116,7 +116,7 @@ class Staging:
         return None
 
     def _hand_out(self) -> None:
-        with suppress(OSError):  # closed
+        with suppress(OSError):  # close() was called
             while True:
                 line, _ = self.server.accept()
                 with line, suppress(OSError):
@@ -153,13 +153,13 @@ class Staging:
 
 
 def _of_this_user(line: socket.socket) -> bool:
-    """Whether the other end is: everybody on the node can call an address, and take one that has become free."""
+    """Whether the other end runs as this user: anybody on the node can connect to an abstract address, or reuse a free one."""
     _, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return user == os.geteuid()
 
 
 def _open_files() -> int:
-    """How many this process may have: a copy is one, and who maps it has another."""
+    """How many files this process may have open. Each copy is one, and mapping it opens another."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**16 if soft == resource.RLIM_INFINITY else soft
 
@@ -171,7 +171,7 @@ def _in_memory(device: int) -> bool:
 
 
 def notes_on_copies(rows: list[dict]) -> list[str]:
-    """Of ranks that read a file where it is, though it was to be read once: they are taken out of the rows."""
+    """A note on files that each rank read itself, though once per node was wanted. Removes `in_place` from the rows."""
     notes = [(row["node_rank"], row.pop("in_place")) for row in rows if "in_place" in row]
     others = len({node for node, _ in notes}) - 1
     return [f"{why}{f'; {others} other nodes say so, too' if others else ''}" for _, why in notes[:1]]

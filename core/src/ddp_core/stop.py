@@ -1,4 +1,4 @@
-"""The wish to stop, as a flag. A signal handler that does more than this deadlocks or dies (Lightning#21406)."""
+"""A flag that signals set. A signal handler that does more than set a flag can deadlock or crash (Lightning#21406)."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import time
 class StopFlag:
     """Set by SIGTERM (preemption, cancel), SIGUSR1 (the scheduler's warning) and SIGINT (Ctrl-C).
 
-    The trainer asks for it at step boundaries and stops when all ranks have agreed to.
+    The trainer reads it between steps, and stops once all ranks have agreed to.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -22,9 +22,8 @@ class StopFlag:
             signal.signal(number, self._set)
 
     def ignore(self) -> None:
-        """From now on: a launcher may end the other ranks once one has left, and must not turn their 75 into 143.
-
-        Python takes its own handlers away while it ends; what is ignored stays ignored.
+        """Ignore the signals from now on: a launcher may send SIGTERM to all ranks once one has left, and their exit code must
+        stay 75, not 143. Python removes its own handlers while it ends, but ignored signals stay ignored.
         """
         for number in self.SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -33,13 +32,13 @@ class StopFlag:
         return bool(self.reason)
 
     def _set(self, number, frame) -> None:
-        if not self.reason:  # the first one is the reason; a launcher may send SIGTERM after it, as ranks end
+        if not self.reason:  # keep the first: a launcher may send SIGTERM later, when ranks end
             self.since, self.reason = time.monotonic(), signal.Signals(number).name
 
 
 def _in_a_fork() -> None:
-    """A process that the workload has forked ignores the run's stop, except SIGTERM: a multiprocessing.Pool ends its own by it.
-    SIGTERM ends it at once: a handler of Python's comes too late where the process has just begun to wait for a lock.
+    """Make processes that the workload forks ignore these signals, except SIGTERM, by which multiprocessing.Pool ends its own.
+    SIGTERM gets the default action, not a Python handler: that runs too late if the process has just begun to wait for a lock.
     """
     for number in StopFlag.SIGNALS:
         if isinstance(getattr(signal.getsignal(number), "__self__", None), StopFlag):

@@ -1,21 +1,21 @@
-"""How fast a run was, and where its seconds went: for the record's last line and the table at the end."""
+"""How fast a run was, and what took its time: for the `end` record and the closing table."""
 
 import statistics
 import time
 
 import torch
 
-PARTS = ("reading", "communication", "evaluation", "snapshots")  # of the training's seconds; the rest is computing
+PARTS = ("reading", "communication", "evaluation", "snapshots")  # timed parts of training; the rest is computing
 
 
 class Stopwatch:
-    """What this rank has spent in each part, since its training began."""
+    """Seconds that this rank has spent in each part since its training began."""
 
     def __init__(self):
         self.began = time.monotonic()
-        self.seconds = dict.fromkeys((*PARTS, "own"), 0.0)  # own: until a rank's gradients meet those of the others
-        self.skipped = 0  # steps whose gradient had overflowed, under fp16
-        self.speeds: list[float] = []  # rows a second, all ranks together, from one reconciliation to the next
+        self.seconds = dict.fromkeys((*PARTS, "own"), 0.0)  # own: reading and forward, before it waits for others
+        self.skipped = 0  # steps skipped under fp16, since a gradient overflowed
+        self.speeds: list[float] = []  # rows per second over all ranks, one value per reconciliation
 
     def spent(self, part: str, since: float) -> None:
         """since: time.perf_counter() when the part began."""
@@ -23,17 +23,17 @@ class Stopwatch:
 
     @property
     def speed(self) -> float:
-        """Rows a second lately."""
+        """Rows per second over all ranks: median of the last 30 reconciliations."""
         return statistics.median(self.speeds[-30:])
 
 
 def summarize(trainer, steps: int) -> tuple[dict, dict, dict]:
-    """Collective. Rows a second, seconds by part, and the lines of the table that tell both. steps: of this start."""
+    """Collective. Returns rows per second, seconds by part, and table lines for both. steps: trained in this start."""
     watch, peers = trainer.watch, trainer.peers
     training = time.monotonic() - watch.began
     took, estimated = {part: watch.seconds[part] for part in PARTS}, ""
     if steps and peers.world_size > 1 and (trainer.reduction.overlaps or trainer.device.type != "cpu"):
-        # It happens during backward, where nobody sees it: what a sum of as many numbers takes by itself.
+        # The sums overlap with backward and cannot be timed: estimate them by an all_reduce of the same size alone.
         half = (training - sum(took.values()) + took["communication"]) / 2
         took["communication"], estimated = min(steps * trainer.reduction.seconds_of_a_sum(), half), " (estimated)"
     own = torch.tensor([watch.seconds["own"]], dtype=torch.float64)
@@ -49,7 +49,7 @@ def summarize(trainer, steps: int) -> tuple[dict, dict, dict]:
         lines["seconds"] = ", ".join(f"{part} {value:.3g}" for part, value in parts.items() if part != "training")
     if watch.skipped:
         lines["skipped steps"] = f"{watch.skipped} of {steps}: gradients overflowed, and fp16's scale was halved each time"
-    if steps and peers.world_size > 1 and peers.rank == 0:  # which knows all rows, and prints
+    if steps and peers.world_size > 1 and peers.rank == 0:  # it alone knows all hosts
         host = trainer.ranks[slowest]["host"]
         lines["slowest rank"] = f"{slowest} on {host}: {times:.2f} times the mean, before gradients are exchanged"
     return speed | {"slowest_rank": slowest}, {part: round(value, 4) for part, value in seconds.items()}, lines

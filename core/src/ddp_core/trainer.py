@@ -1,18 +1,18 @@
 """The training loop. Read this file first.
 
-A step is what every PyTorch tutorial shows: zero_grad, forward, loss, backward, step (_run_step). Whatever else a
-run of many ranks needs is in a module of its own:
+_run_step() is the step of every PyTorch tutorial: zero_grad, forward, loss, backward, step. Each further task of a run on
+many ranks has its own module:
 
-    order.py, batches.py   which rows this rank trains on, and how they are read
-    build.py, probe.py     model and optimizer, looked at before anything is trained
-    reduction.py           how the gradients of all ranks are summed: DistributedDataParallel, or by hand
-    sharding.py            the same for models in parts, where one device does not hold them
-    guard.py               numbers that are not finite never reach the model
-    reconcile.py           what the ranks tell each other, once a second
-    later.py, replicas.py  what is looked at then, and before each snapshot
-    evaluation.py          the held-out rows
-    state.py, document.py, snapshot.py, files.py, run_directory.py    what is saved, how it is written, and where
-    background.py          and beside what
+    order.py, batches.py   choose the rows that this rank trains on, and read them
+    build.py, probe.py     make model and optimizer, and try them on two rows before training
+    reduction.py           sums the gradients of all ranks: DistributedDataParallel, or by hand
+    sharding.py            does the same for a model that one device cannot hold
+    guard.py               keeps NaN and infinity out of the model
+    reconcile.py           exchanges losses, norms and the wish to stop between ranks, about once a second
+    later.py, replicas.py  check the model at each exchange, and that all ranks have equal parameters at each snapshot
+    evaluation.py          computes losses and metrics on the held-out rows
+    state.py, document.py, snapshot.py, files.py, run_directory.py    what a snapshot holds, how it is written, and where
+    background.py          writes snapshots while training goes on
 """
 
 import importlib
@@ -53,7 +53,7 @@ from ddp_core.workload import Workload, factor_of, outputs_of, parts_of, refuse_
 
 
 class Trainer:
-    """One rank's part of a run; restore() and train() are collective. directory: rank 0's, None elsewhere."""
+    """One rank's part of a run. Every rank must call restore() and train() (they are collective)."""
 
     def __init__(
         self,
@@ -68,9 +68,12 @@ class Trainer:
         stop: StopFlag,
         reduction: type[Reduction] | None = None,
     ):
-        """reduction: another class than --reduction's."""
+        """rows: for training, and held out (or None). fingerprint: hash of both. directory: None on every rank but 0.
+
+        reduction: a class that replaces the one of --reduction.
+        """
         sharded = config.sharding != "none"
-        # Its import costs a second: only for those who want it.
+        # Importing sharding.py takes a second, so only a run that needs it pays.
         needed = sharded or config.checkpoint_activations
         sharding: Any = importlib.import_module("ddp_core.sharding") if needed else None
         self.kind = reduction or (sharding.Sharded if sharded else REDUCTIONS[config.reduction])
@@ -78,17 +81,17 @@ class Trainer:
         self.directory: Any = directory
         self.saver: Any = directory and Saver(directory, record, config.grace)
         self.record, self.stop = record, stop
-        self.ranks: list[dict] = []  # a row a rank, for the table at the end
-        self.alone = False  # whether rank 0 writes all of a snapshot, for not all ranks see the run directory
+        self.ranks: list[dict] = []  # on rank 0: host and device of each rank, for the closing table
+        self.alone = False  # True: some rank cannot see the run directory, so rank 0 writes all snapshot files
         dtype = torch.float64 if config.precision == "fp64" else torch.float32
         lower = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
         self.autocast = (lambda: torch.autocast(device.type, lower)) if lower else nullcontext
 
         train, held_out = rows
-        # Both know all rows. Which of them this rank reads is asked for batch by batch.
+        # Each rank can read every row; the indices of each batch (_plan) select the ones it does read.
         self.train_rows = Batches(train, workload, config, device, dtype)
         self.held_out = None if held_out is None else Batches(held_out, workload, config, device, dtype, "held-out ")
-        # Of (seed, epoch) alone: every rank makes the same order and takes every world_size-th row of it.
+        # The order depends only on seed and epoch: every rank computes the same one and takes every world_size-th row.
         self.order = Order(len(train), config.seed, config.global_batch_size, peers.rank, peers.world_size)
         self.steps_per_epoch = config.steps_of(len(train))
         self.total_steps = config.epochs * self.steps_per_epoch
@@ -105,10 +108,13 @@ class Trainer:
         self.reconciliation, self.watch, self.saved = Reconciliation(peers), Stopwatch(), time.monotonic()
 
     def restore(self, loaded: tuple[dict[str, torch.Tensor], dict] | None) -> None:
-        """Go on from rank 0's snapshot, or begin with its new model. Raises SnapshotError on all ranks."""
+        """Continue from rank 0's snapshot, or start with rank 0's new model (loaded is None on the other ranks, too).
+
+        Raises SnapshotError on all ranks.
+        """
         config = self.config
         self.state.restore(loaded, self.directory and in_place(self.directory.snapshot), self.peers)
-        # After the numbers are there: DDP and the flat tensors are made of them.
+        # Only now: DDP and the flat gradient tensor are built from the restored parameters.
         compiled: Any = torch.compile(self.model) if config.compile else self.model
         self.reduction = self.kind(self.model, compiled, self.peers, self.workload.unused_parameters)
         self.reduction.changing = self.seen.buffers
@@ -117,11 +123,11 @@ class Trainer:
         weight = self.reduction.weight(config.global_batch_size)
         self.guard = Guard(self.optimizer, config.precision, config.clip_norm, weight, self.device)
         self.guard.scale = self.state.progress.scale
-        # Now, not at the first snapshot: what was sent to the ranks has arrived as it was.
+        # Check before training that every rank received the same parameters, not only at the first snapshot.
         refuse_diverged(self.model, self.peers, self.reduction.split_over, self.step)
 
     def _first_backward(self) -> None:
-        """Of the rows that were tried, on every rank; nothing is made of its gradients."""
+        """Run backward on the two rows that probe.py tried, for Reduction.settle(), which discards the gradients."""
         rows = self.seen.rows
         with self.autocast():
             loss = self.workload.loss(outputs_of(self.workload, self.reduction.forward, rows), rows)
@@ -129,30 +135,31 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done, in all epochs and all starts of this run."""
+        """Optimizer steps done since the run began, counted over all its starts."""
         return self.state.progress.step
 
     def close(self) -> None:
-        """End the processes that read rows."""
+        """Stop the worker processes that read rows."""
         for batches in filter(None, (self.train_rows, self.held_out)):
             batches.close()
 
     # ---- the loop -------------------------------------------------------------------------------------------------
 
     def train(self) -> ExitCode:
-        """Train to the end, or until the ranks agree to stop. Raises a Failure on all ranks alike."""
-        self.first = self.step  # of this start
+        """Train to the end (DONE), or until the ranks agree to stop (STOPPED). Raises the same kind of Failure on all ranks."""
+        self.first = self.step  # the step at which this start of the run begins
         self.profile = Profile(self.config.profile, self.first, self.directory and self.directory.trace, self.record)
-        # One stream for all epochs: its workers read ahead over the end of an epoch, too.
+        # One stream for all epochs, so that its workers also read ahead across the end of an epoch.
         self.batches = self.train_rows.stream(self._plan())
         if self.step < self.total_steps:
-            # Now its workers are forked. Forked behind the first sum of gradients they crashed, in one session of two.
+            # next() forks the workers now: forked after the first sum of gradients, they crashed in one session of two.
             self.batches = itertools.chain([next(self.batches)], self.batches)
         if self.held_out and (self.step < self.total_steps or self._unfinished):
             self.evaluation = Evaluation(self)
         if self.step < self.total_steps:
             self.reduction.settle(self._first_backward)
         self.watch, self.reconciliation.last = Stopwatch(), time.monotonic()
+        # First repeat the evaluation that the previous start did not complete, if there is one.
         stop = self._unfinished and self._end_epoch(len(self.state.progress.history) - 1)
         while self.step < self.total_steps and not stop:
             stop = self._run_epoch(*divmod(self.step, self.steps_per_epoch))
@@ -165,7 +172,7 @@ class Trainer:
         return ExitCode.DONE
 
     def _run_epoch(self, epoch: int, first: int) -> bool:
-        """The steps of an epoch from `first` on. True when the ranks have agreed to stop."""
+        """Train the steps of an epoch from index `first` on. Returns True when the ranks have agreed to stop."""
         self.reduction.forward.train()
         stop, done = False, (epoch + 1) * self.steps_per_epoch == self.total_steps
         ends = done or self._evaluates(epoch) or (epoch + 1) % self.config.save_every == 0
@@ -175,7 +182,8 @@ class Trainer:
             last = index == self.steps_per_epoch - 1
             save = self.config.save_steps > 0 and self.step % self.config.save_steps == 0
             save = save or self.step == self.profile.last
-            # An epoch without evaluation and snapshot is no reason to wait: its loss is told a little later.
+            # A reconciliation waits for the device. An epoch that ends without evaluation or snapshot needs none:
+            # the next one reports its loss.
             if (last and ends) or save or self.reconciliation.due:
                 agreed = self._reconcile(epoch, index)
                 stop, save = agreed.stop, save or agreed.save
@@ -188,53 +196,54 @@ class Trainer:
         return stop
 
     def _run_step(self) -> None:
-        """One optimizer step, on this rank's share of a global batch."""
+        """Do one optimizer step, on this rank's share of a global batch."""
         rehearse("step", self.step, self.model)
         began = time.perf_counter()
-        # Without --accumulate one batch: this rank's rows of the global batch.
+        # This rank's rows of the global batch, in --accumulate micro-batches (one by default).
         with self.profile.part("data"):
             batches = [next(self.batches) for _ in range(self.config.accumulate)]
         self.watch.spent("reading", began)
 
-        # backward() adds to the gradients that are there, so a step begins without any.
+        # backward() adds to existing gradients, so each step must clear the previous ones.
         self.reduction.zero_grad()
         for number, batch in enumerate(batches):
-            # Dropout is a function of seed, step and micro-batch: a stopped run resumes with the same masks.
+            # Dropout depends only on seed, step and micro-batch, so a resumed run draws the same masks.
             shard = self.peers.rank + self.peers.world_size * number
             seed_generators(self.device, DROPOUT, self.config.seed, self.step, shard, others=self.seen.others)
-            # DDP sums gradients in the last backward of a step; before it they only add up on each rank.
+            # DDP sums over ranks only in the step's last backward; the earlier ones add up on this rank (no_sync).
             with self.reduction.more_to_come() if number < len(batches) - 1 else nullcontext():
-                # bf16 and fp16 are for the forward pass alone: parameters and gradients stay fp32.
+                # bf16 and fp16 apply to the forward pass only: parameters and gradients stay fp32.
                 with self.autocast(), self.profile.part("forward"):
                     outputs = outputs_of(self.workload, self.reduction.forward, batch)
                     loss = self._loss_of(self.workload.loss(outputs, batch))
                 if number == 0:
                     self.watch.spent("own", began)
-                # The weight makes the gradients of all ranks add up to those of the mean over the global batch.
+                # Each rank's loss is a sum over its rows. Weighted, the gradients of all ranks add up to the gradient of
+                # the mean over the global batch.
                 with self.profile.part("backward"):
                     self.guard.weighted(loss).backward()
 
         began = time.perf_counter()
-        # DDP has summed the gradients during backward; flat and canonical do it here.
+        # DDP has summed the gradients during backward; flat and canonical sum them here.
         with self.profile.part("communication"):
             self.reduction.sum_gradients()
         self.watch.spent("communication", began)
 
-        # A function of the step, so there is no scheduler whose state could be lost.
+        # The learning rate depends only on the step, so there is no scheduler state to save.
         self._set_learning_rate()
-        # After the sum, so that every rank has the same norm, clips alike, and keeps equal parameters.
+        # Clip after the sum over ranks: every rank has the same norm, clips alike, and parameters stay equal.
         gradients = self.reduction.gradients
         if self.reduction.needs_all and len(gradients) < len(self.reduction.parameters):
             refuse_unused(self.workload, self.model, self.step)
         self.reconciliation.norms.append(self.guard.norm(gradients, self.reduction.norm))
-        # Noise that an optimizer adds is the same on every rank, and in a resumed run; torch.optim's own add none.
+        # A user's optimizer may draw noise: it must be the same on every rank and in a resumed run. torch.optim draws none.
         draw = (self.device, self.peers.rank, OPTIMIZER, self.config.seed, self.step)
         with self.profile.part("optimizer"), drawing_alike(*draw) if self.own_optimizer else nullcontext():
             self.guard.step()  # optimizer.step(), unless a gradient is not finite
         self.state.progress.step += 1
 
     def _loss_of(self, loss: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
-        """The loss to train on, a scalar. Its value waits on the device for the next reconciliation: no step waits for it."""
+        """The scalar loss to train on. Its value stays on the device until the next reconciliation, so no step waits for it."""
         total, *parts = parts_of(loss, self.seen.losses, self.workload)
         self.reconciliation.losses.append(torch.stack([part.detach() for part in (total, *parts)]) if parts else total.detach())
         return total
@@ -245,7 +254,7 @@ class Trainer:
             group["lr"] = group["initial_lr"] * factor
 
     def _plan(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The epoch and the rows of every micro-batch, from this step to the run's end."""
+        """Yield the epoch and the row indices of every micro-batch of this rank, from this step to the end of the run."""
         epoch, first = divmod(self.step, self.steps_per_epoch)
         while epoch < self.config.epochs:
             for rows in self.order.epoch(epoch, first, self.steps_per_epoch, self.train_rows.index_device):
@@ -253,24 +262,27 @@ class Trainer:
                     yield epoch, part
             epoch, first = epoch + 1, 0
 
-    # ---- what the ranks tell each other ---------------------------------------------------------------------------
+    # ---- what the ranks exchange ----------------------------------------------------------------------------------
 
     def _reconcile(self, epoch: int, index: int) -> Agreed:
-        """Raises NonFiniteError on all ranks; no parameter has changed since before the step that it names."""
+        """Collective. Exchange and record the steps since the last reconciliation.
+
+        Raises NonFiniteError on all ranks; the guard has blocked every update from the step that it names on.
+        """
         config = self.config
         due = config.save_minutes > 0 and time.monotonic() - self.saved >= 60 * config.save_minutes
         if self.saver:
             self.saver.look()
-            # A save that has failed beside the training is due again: so all ranks hear of it, now.
+            # When the background save failed, ask for a new one: it raises the StorageError on all ranks.
             due = due or self.saver.failed
-        # Rank 0's clock decides for all: ranks that looked at their own would not save at the same step.
+        # Only rank 0's clock counts: with a clock each, ranks would not all save at the same step.
         with self.profile.part("communication"):
             agreed = self.reconciliation.exchange(self.step, bool(self.stop), due, self.guard.tolerates())
         if agreed.not_finite:
             self._refuse_non_finite(*agreed.not_finite)
         for note in self.later.look(self.step, agreed.norms):
             self.record.say(note=note)
-        # Sums over rows travel, and are divided once: a mean of the ranks' means would round at every world size anew.
+        # The ranks exchange sums over rows, divided once here: means of means would round differently at each world size.
         losses = (agreed.losses / config.global_batch_size).tolist()
         for step, (parts, norm) in enumerate(zip(losses, agreed.norms.tolist(), strict=True), agreed.first):
             self._record_step(step, *parts, grad_norm=norm)
@@ -282,6 +294,7 @@ class Trainer:
         return agreed
 
     def _record_step(self, step: int, loss: float, *parts: float, grad_norm: float) -> None:
+        # Every rank keeps loss_sum and history alike; only rank 0's record is open, and writes.
         epoch, index = divmod(step, self.steps_per_epoch)
         progress = self.state.progress
         progress.loss_sum = progress.loss_sum + loss if index else loss
@@ -294,6 +307,7 @@ class Trainer:
             self._close_epoch(epoch, {})
 
     def _refuse_non_finite(self, step: int, ranks: list[int], which: str) -> None:
+        # The message names rows of the first rank whose loss is not finite; of rank 0 where only the gradient is not.
         epoch, index = divmod(step, self.steps_per_epoch)
         size, world_size = self.config.global_batch_size, self.peers.world_size
         order = Order(self.order.count, self.config.seed, size, ranks[0] if ranks else 0, world_size)
@@ -307,31 +321,31 @@ class Trainer:
     # ---- the end of an epoch, and snapshots -----------------------------------------------------------------------
 
     def _evaluates(self, epoch: int) -> bool:
-        """Whether this epoch ends with the held-out rows."""
+        """Whether this epoch ends with an evaluation of the held-out rows."""
         return self.held_out is not None and (epoch + 1 == self.config.epochs or (epoch + 1) % self.config.eval_every == 0)
 
     @property
     def _unfinished(self) -> bool:
-        """Whether a stop broke off the last epoch's evaluation: its row of history has the training loss alone."""
+        """Whether a stop interrupted the last epoch's evaluation: its history row then has only epoch and training loss."""
         history, at_end = self.state.progress.history, self.step % self.steps_per_epoch == 0
         return bool(history) and at_end and len(history[-1]) == 2 and self._evaluates(len(history) - 1)
 
     def _end_epoch(self, epoch: int, save: bool = False, stop: bool = False) -> bool:
-        """Evaluation and snapshots, where this epoch has them. The ranks have just told each other their losses.
+        """Evaluate and save, where this epoch does. Call it after a reconciliation: all losses of the epoch must be known.
 
-        save: whether a snapshot is due, whatever --save-every says. stop: whether train() is about to save the last one.
-        True where the ranks have agreed to stop, before or during the evaluation.
+        save: a snapshot is due, whatever --save-every says. stop: the ranks have agreed to stop, and train() saves.
+        Returns True where the ranks have agreed to stop, before or during the evaluation.
         """
         progress, best = self.state.progress, False
         if self._evaluates(epoch):
             began = time.perf_counter()
-            # BatchNorm's statistics are each rank's own: all evaluate with those that the snapshot has.
+            # A buffer that began to change late may differ by rank (later.py): all evaluate with rank 0's, as in the snapshot.
             self.peers.broadcast_tensors([*saved_buffers(self.model).values()])
             self.later.begin()
             rehearse("evaluation", self.step)
             results = self.evaluation.evaluate()
             self.watch.spent("evaluation", began)
-            if not results:  # the next start evaluates, and records this epoch
+            if not results:  # the ranks agreed to stop: the next start evaluates, and records this epoch
                 progress.history[epoch:] = [[epoch, self._mean_loss.hex()]]
                 return True
             self._close_epoch(epoch, results)
@@ -340,16 +354,16 @@ class Trainer:
         due = self.step == self.total_steps or (not stop and (save or (epoch + 1) % self.config.save_every == 0))
         if due or best:
             self._save_snapshot(best, due)
-        self.reconciliation.last = time.monotonic()  # the next steps are timed without this
+        self.reconciliation.last = time.monotonic()  # keep evaluation and saving out of the speed of the next steps
         return stop
 
     @property
     def _mean_loss(self) -> float:
-        """Of the epoch that has just ended."""
+        """Training loss, a mean over the steps of the epoch that has just ended."""
         return self.state.progress.loss_sum / self.steps_per_epoch
 
     def _close_epoch(self, epoch: int, results: dict[str, float]) -> None:
-        """All steps of the epoch are known. results: of the held-out rows."""
+        """Record an epoch after its last step. results: name to mean over the held-out rows; {} without evaluation."""
         progress = self.state.progress
         values = {"loss": self._mean_loss} | results
         progress.history[epoch:] = [[epoch, *(value.hex() for value in values.values())]]
@@ -357,14 +371,17 @@ class Trainer:
         self.record.epoch(epoch, self.config.epochs, (epoch + 1) * self.steps_per_epoch, values)
 
     def _save_snapshot(self, best: bool = False, snapshot: bool = True) -> None:
-        """Training waits for a copy of the state, which is written while it goes on. best: as best.safetensors, too."""
+        """Collective. Write best.safetensors (best), a snapshot (snapshot), or both. Raises a Failure on all ranks.
+
+        Where memory allows, training waits only for a copy of the state, which a thread writes meanwhile (background.py).
+        """
         began = time.perf_counter()
         refuse_diverged(self.model, self.peers, self.reduction.split_over, self.step)
         with self.profile.part("snapshot"):
             self.state.progress.scale = self.guard.scale
 
             def write(tensors: dict, drafts: Callable | None) -> None:
-                self.later.refuse_other_shapes(self.step)  # an evaluation may have changed them
+                self.later.refuse_other_shapes(self.step)  # an evaluation may have resized buffers
                 self.saver.save(tensors, self.state.document(), best, snapshot, drafts)
 
             self.state.save(write, self)
@@ -372,7 +389,7 @@ class Trainer:
         self.watch.spent("snapshots", began)
 
     def _finish(self) -> None:
-        """A run has not ended before its last snapshot is on the disk."""
+        """Wait until the last snapshot is on the disk: a run must not end before that."""
         self.profile.end()
         began = time.perf_counter()
         self.peers.together(self.saver and self.saver.settle, self.record.failure)
