@@ -3,7 +3,8 @@
 _run_step() is the step of every PyTorch tutorial: zero_grad, forward, loss, backward, step. Each further task of a run on
 many ranks has its own module:
 
-    order.py, batches.py   choose the rows that this rank trains on, and read them
+    order.py               chooses the rows that this rank trains on
+    batches.py, loading.py read them, and make batches on the device
     build.py, probe.py     make model and optimizer, and try them on two rows before training
     reduction.py           sums the gradients of all ranks: DistributedDataParallel, or by hand
     sharding.py            does the same for a model that one device cannot hold
