@@ -1,6 +1,6 @@
-"""Ours beside an expert's DDP loop, Lightning and Accelerate, in one run, as ratios.
+"""Compares our program with an expert's DDP loop, Lightning and Accelerate, in one run, as ratios.
 
-python core/bench --out figures.md                                 # all of it: see README.md for how long
+python core/bench --out figures.md                                 # everything; README.md says how long it takes
 python core/bench steps --workloads digits --world-sizes 2
 python core/bench loader startup --rounds 3
 python core/bench --device cuda
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="counted ones; one more comes first (default: 7)")
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="write the output there, and raw figures to FILE.json")
     args = parsed(parser)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the contestants and their folders go with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # ends the contestants and removes their folders
     if unknown := set(args.parts) - set(parts):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: take some of {', '.join(parts)}")
     chosen, common = args.parts or parts, ["--device", args.device]

@@ -1,7 +1,7 @@
-"""What the benchmarks share: contestants in processes of their own, turns in rounds, ratios, and a report.
+"""Shared by the benchmarks: contestants in their own processes, turns in rounds, ratios, and a report.
 
-Every contestant is a real program: world_size processes of contestants.py. While others have their turn it waits for a
-line on its standard input and uses no core.
+Every contestant is a real program: world_size processes of contestants.py. During the turns of others it waits for a
+line on its standard input, and uses no core.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 
 PROGRAM = Path(__file__).with_name("contestants.py")
 PATIENCE = 600.0  # seconds for one reply
-PORTS = itertools.count(15000 + os.getpid() % 10000)  # below those that the system gives to others, which come and go
+PORTS = itertools.count(15000 + os.getpid() % 10000)  # below the system's own range, whose ports come and go
 
 
 class World:
@@ -63,7 +63,7 @@ class World:
         return found
 
     def wait(self) -> None:
-        """For a contestant that ends by itself."""
+        """Wait for a contestant that ends by itself. Raises SystemExit with a rank's last lines."""
         for number, rank in enumerate(self.ranks):
             if rank.wait(PATIENCE):
                 self.fail(number)
@@ -89,7 +89,7 @@ def _free_port() -> int:
 
 
 def interleave(turns: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list]:
-    """Every round gives each contestant one turn, and begins with the next of them. The first round is dropped."""
+    """Each round gives every contestant one turn, and begins with the next contestant. The first round is dropped."""
     figures: dict[str, list] = {name: [] for name in turns}
     names = list(turns)
     for first in range(rounds + 1):
@@ -100,7 +100,7 @@ def interleave(turns: dict[str, Callable[[], Any]], rounds: int) -> dict[str, li
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The flags, with --device, which is refused where torch sees none."""
+    """The parsed flags, with --device. Exits if torch sees no such device."""
     import torch
 
     parser.add_argument("--device", choices=["cpu", "cuda", "xpu"], default="cpu", help="default: cpu; cuda is AMD's, too")
@@ -121,7 +121,7 @@ def spread(values: list[float], digits: int = 0) -> str:
 
 
 def ratios(over: list[float], under: list[float]) -> list[float]:
-    """Within a round: what else the machine does in that round hits both."""
+    """Ratios within a round, since other load on the machine then hits both."""
     return [a / b for a, b in zip(over, under, strict=True)]
 
 
@@ -141,7 +141,7 @@ def machine() -> str:
 
 
 class Report:
-    """Prints Markdown as it comes. --out FILE.md keeps it, and the raw figures in FILE.json."""
+    """Prints Markdown line by line. --out FILE.md keeps it, and the raw figures in FILE.json."""
 
     def __init__(self, out: Path | None, title: str):
         self.out, self.lines, self.raw = out, [], {"machine": machine()}
@@ -151,7 +151,7 @@ class Report:
     def say(self, line: str) -> None:
         print(line, flush=True)
         self.lines.append(line)
-        if self.out:  # at once: a run that is stopped has left what it found
+        if self.out:  # at once, so that a stopped run leaves its results
             self.out.with_suffix(".md").write_text("\n".join(self.lines) + "\n")
             self.out.with_suffix(".json").write_text(json.dumps(self.raw, indent=1) + "\n")
 
@@ -164,7 +164,7 @@ class Report:
         self.say("| " + " | ".join(cells) + " |")
 
     def want(self, what: str, over: list[float], under: list[float], *, most: float = 0.0, least: float = 0.0) -> str:
-        """The ratio as ratio() has it; close() lists whether its median is as wanted."""
+        """The text of ratio(). close() lists the ratio if its median misses the limit."""
         median = statistics.median(ratios(over, under))
         wanted = f"at most {most}" if most else f"at least {least}"
         self.wanted.append((what, median, wanted, median <= most if most else median >= least))

@@ -21,13 +21,13 @@ class Turns:
     def __init__(self):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives the benchmark
         self.replies = os.fdopen(os.dup(1), "w")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the contestants print is written, and read by nobody
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the contestants print as usual, and nobody reads it
 
     def reply(self, **values) -> None:
         print(json.dumps(values), file=self.replies, flush=True)
 
     def epochs(self, model, steps: int) -> Iterator[int]:
-        """The number of each epoch to train, of `steps` steps. Ends the process when the benchmark has ended."""
+        """Yield the number of each epoch to train, of `steps` steps. Ends the process when the benchmark has ended."""
         import torch
         import torch.distributed as dist
 
@@ -56,7 +56,7 @@ class Turns:
 
 
 def _memory() -> dict[str, int]:
-    """Bytes of this process: resident now, at most so far, and at most on its device."""
+    """Bytes of this process: resident now, resident at the peak, and at the peak on its device."""
     import torch
 
     with open("/proc/self/status") as file:

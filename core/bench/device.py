@@ -1,7 +1,7 @@
-"""What a device is used for: the share of its matrix products' rate that gpt reaches, waits of the host, and short steps.
+"""How well a device is used: gpt's share of the rate of matrix products, waits of the host, and short steps.
 
-On accelerators gpt medium, 86 million parameters, under bf16. On the CPU this part can be tried, with gpt tiny, and nothing is
-wanted of it: a CPU has no device to wait for.
+Accelerators train gpt medium, 86 million parameters, under bf16. A CPU can only try this part out, with gpt tiny: it has no
+device to wait for, so no limits apply.
 """
 
 import gzip
@@ -15,9 +15,9 @@ from common import Report, World, ratio, spread
 from steps import FLAGS, others, race
 
 STEPS = 50  # in a trace
-# Calls of a device's own library in which its host waits: those of CUDA and ROCm, and, by their names, those of Level Zero.
+# Library calls in which the host waits for its device: CUDA's, ROCm's and, judging by their names, Level Zero's.
 WAIT = re.compile(r"(cuda|hip|ze)\w*Synchronize")
-REGRESSION = 8000  # steps, which an accelerator is to do in a second
+REGRESSION = 8000  # steps that an accelerator should do in a second
 
 
 def measure(report: Report, device: str, world_sizes: list[int], rounds: int, common: list[str]) -> None:
@@ -27,7 +27,7 @@ def measure(report: Report, device: str, world_sizes: list[int], rounds: int, co
 
 
 def share_of_products(report: Report, device: str, world_sizes: list[int], rounds: int, common: list[str]) -> None:
-    """Square products of bf16 with as many operations as a step has, and the step: their ratio is the share."""
+    """Time a step, and square bf16 products with as many operations: the ratio is the share."""
     size, rows, steps = ("tiny", 32, 2) if device == "cpu" else ("medium", 32, 10)
     want = wanting(report, device)
     report.say(f"\n## gpt {size} under bf16, {rows} rows a rank: share of the rate of matrix products, median (min..max)")
@@ -49,12 +49,12 @@ def share_of_products(report: Report, device: str, world_sizes: list[int], round
 
 
 def wanting(report: Report, device: str) -> Callable[..., str]:
-    """report.want; of the CPU nothing is wanted."""
+    """report.want; for the CPU, the ratio without a limit."""
     return report.want if device != "cpu" else lambda what, over, under, **limits: ratio(over, under)
 
 
 def waits(report: Report, device: str, world_sizes: list[int], common: list[str]) -> None:
-    """By the trace of --profile. What the ranks tell each other once a second waits, and no step."""
+    """Count waits in the trace of --profile. The ranks' exchange once a second waits, and no step does."""
     report.say(f"\n## Waits of rank 0 for its device in {STEPS} steps, by the trace of --profile")
     report.table("workload", "ranks", "waits a step", "where")
     for work in ("regression", "gpt tiny"):
@@ -72,7 +72,7 @@ def waits(report: Report, device: str, world_sizes: list[int], common: list[str]
 
 
 def in_steps(trace: Path) -> Counter:
-    """Of the waits up to the end of the last optimizer step, how many have which name."""
+    """Count the waits up to the end of the last optimizer step, by name."""
     with gzip.open(trace, "rt") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     ends = [event["ts"] + event["dur"] for event in events if event["name"] == "optimizer"]
@@ -82,7 +82,7 @@ def in_steps(trace: Path) -> Counter:
 
 
 def short_steps(report: Report, device: str, world_sizes: list[int], rounds: int, common: list[str]) -> None:
-    """Where a step is so short that the host is what takes the time."""
+    """Time steps that are so short that the host's work takes the time."""
     want = wanting(report, device)
     report.say(f"\n## {REGRESSION} steps of regression: seconds, median (min..max) of {rounds} rounds")
     contestants = {"ours": ("ours", []), "ours flat": ("ours", ["--reduction", "flat"]), "bare": ("bare", [])}

@@ -1,4 +1,4 @@
-"""images: rows that are read one by one, with some work for each. loader.py measures how many a second come through.
+"""images: rows that are read one by one, with some work for each. loader.py measures the rows a second.
 
 python train.py --workload core/bench/images.py --workers 2
 """

@@ -1,7 +1,7 @@
-"""Rows a second that are read one by one, with some work for each (images.py), through torch's DataLoader with 2 workers.
+"""Rows a second through torch's DataLoader with 2 workers: read one by one, with some work for each (images.py).
 
 `bare` is a loop over torch's DataLoader with the same 2 workers, Dataset, order, model and DistributedDataParallel. Its
-workers live from epoch to epoch, and none of them is seeded for a row.
+workers live from epoch to epoch, and are not seeded for each row.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ CONTESTANTS = {
     "ours, --row-seeds off": ("ours", ["--row-seeds", "off"]),
 }
 FLAGS = ["--workload", str(Path(__file__).with_name("images.py")), "--workers", "2", "--global-batch-size", "64"]
-TURN = 3.0  # seconds: the workers of ours have read four batches before it begins
+TURN = 3.0  # seconds: long, since our workers have read four batches before a turn begins
 
 
 def measure(report: Report, world_sizes: list[int], rounds: int, common: list[str]) -> None:
@@ -27,7 +27,7 @@ def measure(report: Report, world_sizes: list[int], rounds: int, common: list[st
         on, off = rate["ours"], rate["ours, --row-seeds off"]
         want = f"rows a second through DataLoader, ranks: {size}, ours / bare"
         row = [spread(on), spread(rate["bare"]), report.want(want, on, rate["bare"], least=0.95)]
-        # Of the whole rank: it reads with two workers at a time.
+        # For the whole rank, which reads with two workers at a time.
         seeds = spread([1e6 / a - 1e6 / b for a, b in zip(on, off, strict=True)], 1)
         without = report.want(f"{want}, --row-seeds off", off, rate["bare"], least=0.95)
         report.row(str(size), *row, without, seeds)

@@ -1,4 +1,4 @@
-"""The loops that ours is compared with: an expert's around DistributedDataParallel, Accelerate's and Lightning's.
+"""The training loops that ours is compared with: an expert's with DistributedDataParallel, Accelerate's and Lightning's.
 
 Accelerate and Lightning run twice. Untuned: as their documentation shows them, with rows one by one through DataLoader and
 the default optimizer. Tuned: with the expert's choices, which are whole batches indexed in one tensor on the device,
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.flop_counter import FlopCounterMode
 
 EpochsOf = Callable[[torch.nn.Module, int], Iterator[int]]  # Turns.epochs
-MIXED = {"fp32": "no", "bf16": "bf16"}  # --precision, as Accelerate says it
+MIXED = {"fp32": "no", "bf16": "bf16"}  # --precision in Accelerate's words
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
 
@@ -28,7 +28,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
 
 def loss_of(problem: Problem, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    """The mean over the rows, as everybody but us writes it: DDP averages it over the ranks."""
+    """The mean over the rows, as most programs have it: DDP averages it over the ranks."""
     outputs = problem.workload.forward(model, batch)
     if problem.workload.name == "unet":  # sums over the rows, of two losses
         sums = problem.workload.loss(outputs, batch)
@@ -56,12 +56,12 @@ def device_of(problem: Problem) -> torch.device:
 
 
 def each(batch: Any, act: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """act on the tensor, or on each of the tuple."""
+    """act(tensor), or act() on each tensor of a tuple."""
     return tuple(map(act, batch)) if isinstance(batch, tuple) else act(batch)
 
 
 class Columns(Dataset):
-    """All rows in tensors. An index may be one row's number, or a tensor of those of a whole batch."""
+    """All rows in tensors. The index is one row's number, or a tensor of the row numbers of a batch."""
 
     def __init__(self, problem: Problem, device: str | torch.device = "cpu"):
         def move(values: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ class Columns(Dataset):
 
 
 class InOurOrder(Sampler):
-    """of(epoch): what DataLoader asks for. Lightning calls set_epoch by itself, as it does for a DistributedSampler."""
+    """of(epoch): an epoch's indices for DataLoader. Lightning calls set_epoch by itself, as for a DistributedSampler."""
 
     def __init__(self, of: Callable[[int], list], count: int):
         self.of, self.count, self.epoch = of, count, 0
@@ -95,7 +95,7 @@ class InOurOrder(Sampler):
 
 
 def row_by_row(problem: Problem, ranks: list[int], rows: Dataset | None = None, **choices) -> DataLoader:
-    """The rows of these ranks, one by one, in batches of one rank: first those of the first step, rank by rank."""
+    """A loader that reads the rows of these ranks one by one: step by step, and in a step one batch for each rank."""
 
     def of(epoch: int) -> list[int]:
         steps = zip(*(problem.order(epoch, rank) for rank in ranks), strict=True)
@@ -151,9 +151,9 @@ class Accelerate(Bare):
 
         self.problem = problem
         self.accelerator = Accelerator(cpu=device_of(problem).type == "cpu", mixed_precision=MIXED[problem.config.precision])
-        self.autocast = nullcontext()  # it has wrapped the model's forward
+        self.autocast = nullcontext()  # Accelerate wraps the model's forward in autocast
         optimizer = optimizer_of(problem, problem.model, tuned=False)
-        # It gives the ranks one batch after another in turn, and moves each to the device.
+        # Accelerate gives one batch to each rank in turn, and moves it to the device.
         loader = row_by_row(problem, list(range(problem.world_size)))
         self.sampler = loader.sampler
         self.model, self.optimizer, self.loader = self.accelerator.prepare(problem.model, optimizer, loader)
@@ -201,7 +201,7 @@ def lightning(problem: Problem, epochs_of: EpochsOf, tuned: bool) -> None:
             return optimizer_of(problem, self, tuned)
 
     class Turns(lightning.Callback):
-        """Each epoch waits until it is asked for. Turns.epochs ends the process."""
+        """Each epoch waits for its turn. contestants.Turns.epochs ends the process."""
 
         def on_train_start(self, trainer: lightning.Trainer, module: Module) -> None:
             self.epochs = epochs_of(module, problem.steps)
@@ -228,9 +228,9 @@ def lightning(problem: Problem, epochs_of: EpochsOf, tuned: bool) -> None:
 
 
 def products(problem: Problem, epochs_of: EpochsOf) -> None:
-    """Square matrix products of bf16, with as many operations as the matrix products of these steps have."""
+    """Multiply square bf16 matrices, with as many operations as the matrix products of these steps."""
     device = device_of(problem)
-    batch = each(problem.rows[torch.tensor([0])], lambda values: values.to("meta"))  # where nothing is computed
+    batch = each(problem.rows[torch.tensor([0])], lambda values: values.to("meta"))  # the meta device computes nothing
     model = copy.deepcopy(problem.model).to("meta")
     with FlopCounterMode(display=False) as counter:
         loss_of(problem, model, batch).backward()

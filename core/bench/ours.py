@@ -1,4 +1,4 @@
-"""Everything that the benchmarks know of ddp_core: its program, driven in turns, and its problems, for other programs."""
+"""Everything that the benchmarks know of ddp_core: its program, run in turns, and its problems for the other programs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TRAIN_ONLY = ("--epochs", NEVER, "--eval-every", NEVER, "--save-every", NEVER, "
 
 
 def run(flags: list[str]) -> int:
-    """A run as a user starts it; its exit code."""
+    """Run the program as a user starts it. Returns its exit code."""
     return ddp_core.run(lambda environ: ddp_core.Rank.read(environ, **VARIABLES), [*flags, "--run-dir", RUN])
 
 
 def run_in_turns(flags: list[str], epochs_of: Callable[[torch.nn.Module, int], Iterator[int]]) -> None:
-    """The same, but each epoch of the Trainer waits until it is asked for.
+    """Like run(), but each epoch of the Trainer waits for its turn.
 
-    With its row order, its guards, what the ranks tell each other, and rank 0's records; without evaluation and snapshots.
+    A turn includes row order, guards, the ranks' exchange and rank 0's records, but no evaluation and no snapshots.
     """
     from ddp_core.trainer import Trainer
 
@@ -39,7 +39,7 @@ def run_in_turns(flags: list[str], epochs_of: Callable[[torch.nn.Module, int], I
         if not asked:
             asked.append(epochs_of(trainer.model, trainer.steps_per_epoch))
         next(asked[0])  # waits for the turn
-        trainer.reconciliation.last = time.monotonic()  # the time that others had their turn is not this run's
+        trainer.reconciliation.last = time.monotonic()  # the turns of others do not count as this run's time
         return run_epoch(trainer, epoch, first)
 
     Trainer._run_epoch = when_asked
@@ -47,7 +47,7 @@ def run_in_turns(flags: list[str], epochs_of: Callable[[torch.nn.Module, int], I
 
 
 class Problem:
-    """A workload under these flags as another program sees it: the same rows, order, model and initial parameters."""
+    """A workload under these flags, for another program: the same rows, order, model and initial parameters."""
 
     def __init__(self, flags: list[str]):
         import torch
@@ -59,7 +59,7 @@ class Problem:
         self.workload = choose(flags)
         self.config = parse(flags, self.world_size, workload=self.workload)
         self.rows, _ = of_workload(self.workload, self.config)
-        seed_everything(self.config.seed)  # for a model that draws its numbers
+        seed_everything(self.config.seed)  # for a model with random numbers
         self.model = self.workload.model(self.config)
         self.steps = min(len(self.rows) // self.config.global_batch_size, self.config.steps_per_epoch or len(self.rows))
         self.all_rows, self.cpu = torch.arange(len(self.rows)), torch.device("cpu")
@@ -68,7 +68,7 @@ class Problem:
 
     @property
     def batched(self) -> bool:
-        """Rows in tensors, indexed by a whole batch at once; else a Dataset of single rows."""
+        """Whether the rows are tensors, indexed by a whole batch at once; else they are a Dataset of single rows."""
         return getattr(self.rows, "batched", False)
 
     def tensors(self) -> Any:
@@ -76,5 +76,5 @@ class Problem:
         return self.rows[self.all_rows]
 
     def order(self, epoch: int, rank: int | None = None) -> list[torch.Tensor]:
-        """The rows of this rank, or of another, step by step."""
+        """Row numbers of this rank, or of `rank`: one tensor a step."""
         return list(self.orders[self.rank if rank is None else rank].epoch(epoch, 0, self.steps, self.cpu))

@@ -3,10 +3,9 @@
     python core/bench/snapshot.py --dir /scratch/$USER/bench        # 4 GB of that file system, 2 minutes
     python core/bench/snapshot.py --dir /tmp --parameters 10000000
 
-`stall` is how long training stands still; it differs from `durable`, when the data has reached the disk, for what is saved
-beside training: "ours, beside", as a run saves, and async_save. `ours` is the same file, written while training waits. dd
-writes as many bytes of zeros, and calls fsync. The plain copy is one of every tensor, to memory of the host. Reads are from
-the page cache.
+`stall` is the time that training waits; `durable` is the time until the data is on disk. They differ only for saves beside
+training: "ours, beside", as a run saves, and async_save. `ours` writes the same file while training waits. dd writes as many
+bytes of zeros, and calls fsync. The plain copy copies every tensor to host memory. Reads come from the page cache.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from safetensors.torch import save_file
 
 
 def tensors_of(parameters: int, device: str) -> dict[str, torch.Tensor]:
-    """As a GPT of that size has them: matrices of 1024 x 4096 and a vector for each, three times."""
+    """Tensors like those of a GPT of that size: matrices of 1024 x 4096, each with a vector, three times."""
     layers = max(1, parameters // (1024 * 4096 + 4096))
     tensors = {}
     for kind in ("model", "optim.mean", "optim.square"):
@@ -50,7 +49,7 @@ def fsync(path: Path) -> None:
 
 
 def writers(folder: Path, tensors: dict) -> dict[str, Callable[[], float]]:
-    """Each returns the seconds of its stall; it is timed from outside until its data is durable."""
+    """Each returns the seconds of its stall, or None if it stalls until the end. rounds_of() times it until all is durable."""
     document = dict(problem={}, versions={"ddp_core": "bench"})
 
     def ours():
@@ -118,7 +117,7 @@ def readers(folder: Path, tensors: dict) -> dict[str, Callable[[], object]]:
 
 
 def parts(folder: Path, tensors: dict) -> dict[str, Callable[[], object]]:
-    """What our write does, one thing at a time."""
+    """The parts of our write, one at a time."""
     path, pool = folder / "parts.safetensors", ThreadPoolExecutor(len(os.sched_getaffinity(0)))
     return {
         "crc32 of all tensors": lambda: [zlib.crc32(tensor.cpu().numpy()) for tensor in tensors.values()],
@@ -156,7 +155,7 @@ def rounds_of(acts: dict[str, Callable], rounds: int) -> tuple[dict[str, list[fl
     for _ in range(rounds + 1):
         for name, act in acts.items():
             if name != "fsync":
-                os.sync()  # nobody pays for what the one before left unwritten
+                os.sync()  # else this act also writes the data that the previous one left in memory
             began = time.perf_counter()
             stall = act()
             done[name].append(time.perf_counter() - began)
@@ -171,10 +170,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="counted ones; one more comes first (default: 3)")
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="write the output there, and raw figures to FILE.json")
     args = parsed(parser)
-    warnings.filterwarnings("ignore")  # of torch.distributed.checkpoint, about a world of one
+    warnings.filterwarnings("ignore")  # torch.distributed.checkpoint warns of a world of one
     folder = args.dir / f"bench-snapshot-{os.getpid()}"
     folder.mkdir(parents=True)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # async_save wants one
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # async_save needs a group
     try:
         tensors = tensors_of(args.parameters, args.device)
         size = sum(tensor.nbytes for tensor in tensors.values())

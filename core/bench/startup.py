@@ -1,6 +1,6 @@
 """Seconds from the start of the processes to the end of the first step of digits.
 
-Ours is a whole run as a user starts it, by the `seconds` in its run.jsonl; the others have left the step when they reply.
+Ours is a whole run as a user starts it, timed by the `seconds` in its run.jsonl. The others reply after the step.
 """
 
 import json
@@ -18,7 +18,7 @@ CONTESTANTS = {
 
 
 def start(program: str, size: int, flags: list[str]) -> dict[str, float]:
-    """When each phase of rank 0 ended, in seconds from before its first process; `first_step` is the last."""
+    """When each phase of rank 0 ended, in seconds since before the first process began; `first_step` is the last."""
     world = World(program, size, flags)
     try:
         if program != "our start":
@@ -59,7 +59,7 @@ def measure(report: Report, world_sizes: list[int], rounds: int, common: list[st
 
 
 def _spent(phases: list[dict]) -> str:
-    """Seconds in each phase, medians."""
+    """Median seconds in each phase, as text."""
     names = list(phases[0])[: list(phases[0]).index("first_step") + 1]
     ends = [[0.0, *(phase[name] for name in names)] for phase in phases]
     spent = {name: sorted(end[i + 1] - end[i] for end in ends)[len(ends) // 2] for i, name in enumerate(names)}

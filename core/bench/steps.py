@@ -1,7 +1,7 @@
 """The time of a training step, and the memory of a rank: ours, an expert's DDP loop, Lightning and Accelerate.
 
-Each contestant trains the same number of steps in each turn. A turn of ours has all that a user's run has but evaluation
-and snapshots: the order of the epoch, the guards, what the ranks tell each other, and rank 0's records.
+Each contestant trains the same number of steps in each turn. A turn of ours has all of a user's run except evaluation
+and snapshots: the order of the epoch, the guards, the ranks' exchange, and rank 0's records.
 """
 
 import math
@@ -16,7 +16,7 @@ import torch
 from common import Report, World, interleave, ratio, spread
 from safetensors.torch import load_file
 
-FLAGS = {  # a row of the table; gpt small has as many rows a step as two cores do in some seconds
+FLAGS = {  # by row of the table; a step of gpt small takes some seconds on two cores
     "regression": ["--workload", "regression"],
     "digits": ["--workload", "digits"],
     "mnist": ["--workload", "mnist", "--steps-per-epoch", "10"],
@@ -24,7 +24,7 @@ FLAGS = {  # a row of the table; gpt small has as many rows a step as two cores 
     "U-Net": ["--workload", str(Path(__file__).parents[2] / "conformance/programs/unet.py")],
     "gpt small": ["--workload", "gpt", "--model-size", "small", "--steps-per-epoch", "1", "--global-batch-size", "8"],
 }
-CONTESTANTS = {  # a name here: the program's name, its own flags
+CONTESTANTS = {  # name in the table: the program's name, its own flags
     "ours": ("ours", []),
     "bare": ("bare", []),
     "ours flat": ("ours", ["--reduction", "flat"]),
@@ -33,7 +33,7 @@ OTHERS = ["Lightning", "Lightning tuned", "Accelerate", "Accelerate tuned"]
 
 
 def others(report: Report) -> list[str]:
-    """Those whose package is installed; the report names what is left out."""
+    """Names of the others whose package is installed; the report names those that are left out."""
     there = [name for name in OTHERS if find_spec(name.split()[0].lower())]
     if missing := [name for name in OTHERS if name not in there]:
         report.say(f"\nNot installed here, and left out: {', '.join(missing)}.")
@@ -41,8 +41,8 @@ def others(report: Report) -> list[str]:
 
 
 def race(contestants: dict, flags: list[str], world_size: int, rounds: int, turn_seconds: float = 0.5) -> dict[str, dict]:
-    """By contestant: of each round the microseconds a step (us), those of CPU time (cpu) and the bytes of rank 0 (resident,
-    peak, device); and how far its parameters are from those of `bare` after one epoch (differs).
+    """By contestant, for each round: microseconds a step (us), in CPU time (cpu), and bytes of rank 0 (resident, peak, device).
+    `differs`: the largest difference of its parameters from those of `bare` after one epoch.
     """
     with ExitStack() as stack:
         worlds = {}
@@ -50,13 +50,13 @@ def race(contestants: dict, flags: list[str], world_size: int, rounds: int, turn
             worlds[name] = World(program, world_size, [*flags, *own])
             stack.callback(worlds[name].close)
         for world in worlds.values():
-            world.ask(epochs=1)  # starts, imports, compiles
+            world.ask(epochs=1)  # not timed: start, imports, compilation
         saved = {name: _parameters(world) for name, world in worlds.items()}
         seconds = max(reply["seconds"] for reply in worlds["bare"].ask(epochs=1))
         epochs = max(1, math.ceil(turn_seconds / seconds))
 
         def turn(name: str) -> dict[str, float]:
-            """The slowest rank's time, and what rank 0 holds."""
+            """The slowest rank's times a step, and rank 0's memory."""
             replies = worlds[name].ask(epochs=epochs)
             figures = {kind: max(r[of] / r["steps"] for r in replies) * 1e6 for kind, of in (("us", "seconds"), ("cpu", "cpu"))}
             return figures | {kind: replies[0][kind] for kind in ("resident", "peak", "device")}
@@ -70,7 +70,7 @@ def race(contestants: dict, flags: list[str], world_size: int, rounds: int, turn
 
 
 def write_idx(folder: Path) -> None:
-    """Random images in the four files of MNIST, with fewer rows."""
+    """Write the four files of MNIST, with random images and fewer rows."""
     numbers = torch.Generator().manual_seed(1)
     for split, count in (("train", 3840), ("t10k", 384)):
         images = torch.randint(256, (count, 28, 28), dtype=torch.uint8, generator=numbers)
@@ -81,7 +81,7 @@ def write_idx(folder: Path) -> None:
 
 
 def _parameters(world: World) -> list[torch.Tensor]:
-    """After one epoch, before rounding has grown."""
+    """The parameters after one epoch, before rounding errors have grown."""
     path = world.path("parameters.safetensors")
     world.ask(save=str(path))
     return [tensor for _, tensor in sorted(load_file(path).items(), key=lambda item: int(item[0]))]

@@ -1,7 +1,7 @@
-"""Saving while training goes on: training waits for a copy of the state in host memory, and a thread writes the copy.
+"""Saves while training goes on: training waits for a copy of the state in host memory, and a thread writes the copy.
 
-One save at a time: a save that is due waits until the one before is written, so that snapshots come at the steps where they
-are due. Whoever ends a run waits for its last save.
+Only one save runs at a time. The next one waits for it and is never skipped, so that snapshots come at the steps where they
+are due. The end of a run waits for its last save.
 """
 
 import copy
@@ -18,29 +18,29 @@ from ddp_core.record import Record
 from ddp_core.run_directory import RunDirectory
 from ddp_core.snapshot import files_of, images_of, images_size
 
-SPARE = 2**16  # bytes, for the history of some hundred epochs more
+SPARE = 2**16  # bytes, for the history of some hundred more epochs
 
 
 class Saver:
-    """Rank 0's. Where memory for the copy is not there, training waits until the state is written, and a line says so."""
+    """On rank 0. If memory for the copy is lacking, training waits until the state is written, and a log line says so."""
 
     def __init__(self, directory: RunDirectory, record: Record, grace: float = 0.0):
-        """grace: the seconds between the wish to stop and the kill; 0 where nobody has told."""
+        """grace: seconds between a request to stop and the kill; 0 if unknown."""
         self.directory, self.record, self.grace = directory, record, grace
         self.pool = ThreadPoolExecutor(1, "save")
         self.buffer = torch.empty(0, dtype=torch.uint8)
-        self.refused = False  # whether a copy has been
-        self.pending: Future | None = None  # the save that is under way
-        self.fields: dict = {}  # of that save, for its record
+        self.refused = False  # a copy had no memory, and the log says so
+        self.pending: Future | None = None  # the save that is running
+        self.fields: dict = {}  # of that save, for run.jsonl
 
     def save(self, tensors: dict[str, torch.Tensor], document: dict, best: bool, snapshot: bool, put_drafts=None) -> None:
-        """As best.safetensors, as snapshot.safetensors, or both. Raises the StorageError of the save before this one.
+        """Save as best.safetensors, as snapshot.safetensors, or both. Raises the StorageError of the previous save.
 
-        put_drafts: of write(); then training waits.
+        put_drafts: see snapshot.write(); with it training waits until the files are written.
         """
         self.settle()
         began = time.perf_counter()
-        document = copy.deepcopy(document)  # the history in it grows with the next epoch
+        document = copy.deepcopy(document)  # the next epoch would extend its history
         copied = None if put_drafts else self._copied(tensors, document)
         self.fields = dict(step=document["step"], epochs_run=document["epochs_run"]) if snapshot else {}
         images, tensors = copied or (None, tensors)
@@ -49,7 +49,7 @@ class Saver:
         self.fields |= dict(seconds=time.perf_counter() - began, copy=self.buffer.nbytes) if snapshot else {}
 
     def _write(self, tensors: dict[str, torch.Tensor], document: dict, best: bool, snapshot: bool, **source) -> float:
-        """Returns the seconds until all is durable."""
+        """Returns the seconds until all is on disk."""
         began = time.perf_counter()
         if best:
             self.directory.save_best(tensors, document, **source)
@@ -62,12 +62,12 @@ class Saver:
         return self.pending is not None and self.pending.done() and self.pending.exception() is not None
 
     def look(self) -> None:
-        """Put a save that has ended well on record."""
+        """Record a save that has succeeded."""
         if self.pending and self.pending.done() and not self.failed:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the save that is under way, and put it on record. Raises its StorageError."""
+        """Wait for the running save, and record it. Raises its StorageError."""
         if self.pending is None:
             return
         began, pending, self.pending = time.perf_counter(), self.pending, None
@@ -75,7 +75,7 @@ class Saver:
         if self.fields:
             waited = self.fields.pop("seconds") + time.perf_counter() - began
             self.record.write("snapshot", **self.fields, seconds=waited, writing=writing)
-        if 0 < self.grace < 2 * writing:  # at a stop one may be under way, and the last one waits for it
+        if 0 < self.grace < 2 * writing:  # at a stop, the last save may have to wait for a running one
             self.record.say(
                 note=f"a save took {writing:.1f} s, and a stop leaves {self.grace:g} s (--grace), in which there may be two: "
                 f"let the job script signal the ranks earlier, or the steps since the snapshot before may be lost"
@@ -83,7 +83,7 @@ class Saver:
             self.grace = 0.0
 
     def _copied(self, tensors: dict[str, torch.Tensor], document: dict) -> tuple[list, dict[str, torch.Tensor]] | None:
-        """The state as it is now, in memory as it will stand in the files; None where there is no memory for it."""
+        """A copy of the state, laid out in memory as in the files; None if memory is lacking."""
         files = files_of(tensors, document, self.directory.most)
         size = images_size(files)
         if self.buffer.nbytes < size and not self._has_room_for(size + SPARE, tensors):
@@ -97,9 +97,9 @@ class Saver:
 
     def _has_room_for(self, size: int, tensors: dict[str, torch.Tensor]) -> bool:
         self.buffer = torch.empty(0, dtype=torch.uint8)
-        # Only pinned memory is copied to by an accelerator itself, and at the speed of its link.
+        # An accelerator copies to pinned memory by itself, and at the speed of its link; to other memory it does not.
         pinned = any(tensor.device.type != "cpu" for tensor in tensors.values())
-        need = 1 << (size - 1).bit_length() if pinned else size  # torch pins a power of two, and keeps it
+        need = 1 << (size - 1).bit_length() if pinned else size  # torch pins the next power of two, and keeps it
         left = memory.available()
         why = f"and {left / 1e6:.1f} MB are left"
         if left >= need:
@@ -118,7 +118,7 @@ class Saver:
 
 
 def _here(act: Callable) -> Future:
-    """As pool.submit, in this thread, whose collectives come in the order of all others."""
+    """Like pool.submit, but in this thread, so that its collectives keep their order among all others."""
     done: Future = Future()
     try:
         done.set_result(act())

@@ -1,4 +1,4 @@
-"""From rows to batches on the device, in our order (rows that are read one by one: loading.py)."""
+"""Makes batches on the device from rows, in the core's order. loading.py reads rows one by one."""
 
 import copy
 import itertools
@@ -16,17 +16,17 @@ from ddp_core.loading import SeededRows, WithGenerators, collated, kill_children
 from ddp_core.order import drawn_so_far, seeded_anew
 from ddp_core.workload import Workload, blame, row_of, with_fields
 
-SMALL = 2**28  # bytes: numbers of another precision are converted once, not batch by batch
+SMALL = 2**28  # bytes: smaller data of another precision are converted once, not batch by batch
 
 
 class Batches:
-    """Micro-batches on the device, in the order of a plan: pairs of an epoch and [n] row numbers.
+    """Micro-batches on the device, in the order of a plan: pairs of (epoch, [n] row numbers).
 
-    Rows that fit are moved to the device once, all of them; others batch by batch.
+    Rows that fit on the device are all moved there once; others batch by batch.
     """
 
     def __init__(self, rows: Any, workload: Workload, config, device: torch.device, dtype: torch.dtype, kind: str = ""):
-        """kind: "held-out " of such rows, for messages."""
+        """kind: "held-out " for held-out rows, used in messages."""
         self.kind = kind
         self.workload, self.config, self.device, self.dtype = workload, config, device, dtype
         self.rows, self.resident, self.collate_draws, self.rows_seed = rows, False, False, False
@@ -45,7 +45,7 @@ class Batches:
 
     @property
     def index_device(self) -> torch.device:
-        """Where row numbers are wanted."""
+        """The device on which row numbers must be."""
         return self.device if self.resident else torch.device("cpu")
 
     def stream(self, plan) -> Iterator[Any]:
@@ -63,9 +63,9 @@ class Batches:
             self.streaming.close()
 
     def few(self, rows: list[int], groups: list[list[int]], draws: int = 1) -> list[Any]:
-        """Reads these rows once, one behind the other, and makes a batch of each group: places in `rows`.
+        """Read these rows once, in this order, and make a batch of each group, a list of places in `rows`.
 
-        draws: how often, each time with other numbers for what collate() draws.
+        draws: how often the batches are made, each time with other random numbers for collate().
         """
         if not getattr(self.rows, "batched", False):
             seeds = SeededRows(self.rows, self.config)
@@ -74,7 +74,7 @@ class Batches:
                 read, drawn_in = zip(*rows_and_generators, strict=True)
                 batches, drawn = [], False
                 for draw, group in itertools.product(range(draws), groups):
-                    seeds.seed_generators(draw, rows[group[-1]])  # what collate draws follows its last row, as in training
+                    seeds.seed_generators(draw, rows[group[-1]])  # the last row seeds what collate() draws, as in training
                     numbers, before = [rows[place] for place in group], drawn_so_far()
                     batches.append(collated(self.workload.collate, [read[place] for place in group], numbers))
                     drawn = drawn or drawn_so_far() != before
@@ -87,7 +87,7 @@ class Batches:
         return [self._moved(self.rows[numbers[group]]) for group in groups]
 
     def _ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """One batch ahead on an accelerator: it is copied there while the one before is worked on."""
+        """On an accelerator, keep one batch ahead: it is copied while the batch before is trained on."""
         if self.device.type == "cpu":
             yield from map(self._moved, batches)
             return
@@ -96,8 +96,8 @@ class Batches:
             yield batch
 
     def _read(self, plan) -> Generator[Any]:
-        """Through DataLoader, which asks for rows in our order, --workers processes at a time."""
-        asked: deque = deque()  # what the workers are reading, for messages
+        """Batches through DataLoader, which reads rows in the core's order, with --workers processes."""
+        asked: deque = deque()  # row numbers of the batches that workers are reading, for messages
 
         def places() -> Iterator[list]:
             for epoch, rows in plan:
@@ -127,7 +127,7 @@ class Batches:
             batches.close()
 
     def _moved(self, batch: Any) -> Any:
-        """On the device; real numbers in the precision of the run, all others as they are."""
+        """The batch on the device: real numbers in the run's precision, others unchanged."""
         return converted(batch, self._move, self.device)
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -136,16 +136,16 @@ class Batches:
 
 
 def converted(batch: Any, convert: Callable, device: torch.device) -> Any:
-    """The batch with every tensor converted: in tuples, lists, dictionaries and dataclasses; an object of another class with a
-    method `to` of its own is only moved.
+    """The batch with convert() applied to every tensor in tuples, lists, dictionaries and dataclasses. An object of another
+    class with its own method `to` is only moved.
     """
     if isinstance(batch, torch.Tensor):
         return convert(batch)
     if isinstance(batch, Mapping):
-        made: Any = copy.copy(batch) if isinstance(batch, UserDict) else {}  # a tokenizer's entries are attributes, too
+        made: Any = copy.copy(batch) if isinstance(batch, UserDict) else {}  # a tokenizer's entries are also attributes
         made.update({name: converted(value, convert, device) for name, value in batch.items()})
         return made
-    if isinstance(batch, PackedSequence):  # its batch_sizes stay on the CPU
+    if isinstance(batch, PackedSequence):  # torch requires its batch_sizes on the CPU
         indices = (batch.sorted_indices, batch.unsorted_indices)
         return PackedSequence(convert(batch.data), batch.batch_sizes, *(i if i is None else convert(i) for i in indices))
     if isinstance(batch, list | tuple):

@@ -1,4 +1,4 @@
-"""Model and optimizer, as the workload makes them: refused, or noted, before anything is trained."""
+"""Builds the workload's model and optimizer, and refuses or notes mistakes in them before training."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +18,11 @@ from ddp_core.workload import Workload, blaming
 def build_model_and_optimizer(
     rows: Batches, peers: Peers, autocast: Callable, sharding: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer, Seen]:
-    """Collective under --sharding. rows: of the training, two of which are tried (probe.py). sharding: the module, where it is
+    """Collective under --sharding. rows: training rows, of which two are tried (probe.py). sharding: sharding.py, if it is
     needed. Raises WorkloadError.
     """
     workload, config, device, dtype = rows.workload, rows.config, rows.device, rows.dtype
-    # The ranks may draw different numbers all the same (a set, the clock): rank 0's are sent to all in Trainer.restore().
+    # The ranks may still draw different numbers (a set's order, the clock): Trainer.restore() sends rank 0's to all.
     seed_everything(config.seed)
     agreed: Callable = bool
     with blaming(workload, "the model"):
@@ -45,14 +45,14 @@ def build_model_and_optimizer(
             optimizer = workload.optimizer(model, config)
         seen.notes.extend([*notes, *check_optimizer(optimizer, model, workload, config)])
         seen.notes.extend(notes_on_hooks(model) if not config.shards else [])
-    # What the schedule multiplies; torch.optim's own schedulers use the same name.
+    # The rate that the schedule multiplies; torch.optim's own schedulers use the same name.
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     return model, optimizer, seen
 
 
 def in_precision(model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> nn.Module:
-    """In place. Module.to() would take the imaginary parts of complex numbers away."""
+    """Convert real and complex numbers in place. Module.to() would drop the imaginary parts of complex numbers."""
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         kind = dtype if tensor.is_floating_point() else dtype.to_complex() if tensor.is_complex() else None
@@ -62,7 +62,7 @@ def in_precision(model: nn.Module, dtype: torch.dtype, device: torch.device | No
 
 
 def check_optimizer(optimizer: object, model: nn.Module, workload: Workload, config) -> list[str]:
-    """Notes on what it leaves alone. Raises WorkloadError where it is none that a loop can step."""
+    """Notes on parameters and flags that the optimizer ignores. Raises WorkloadError if the training loop cannot step it."""
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise workload.unusable(
             f"optimizer() returned {type(optimizer).__name__}, and should return an optimizer of torch.optim that needs no "
@@ -83,7 +83,7 @@ def check_optimizer(optimizer: object, model: nn.Module, workload: Workload, con
     left = [name for name, parameter in trained.items() if parameter not in stepped]
     if len(left) == len(trained):
         raise workload.unusable("optimizer() has no parameter that is trained: give it those with requires_grad")
-    for name in left:  # else their gradients would be summed, and the others clipped by the norm of all
+    for name in left:  # else their gradients would be summed, and count in the norm that clips the others
         trained[name].requires_grad_(False)
     notes = [f"the optimizer has no group with {', '.join(left[:6])}: not trained"] if left else []
     rates = {float(group["lr"]) for group in optimizer.param_groups}
@@ -102,7 +102,7 @@ def check_optimizer(optimizer: object, model: nn.Module, workload: Workload, con
 
 
 def _made_otherwise(optimizer: torch.optim.Optimizer, config) -> dict[str, str]:
-    """Flags that the optimizer does not follow: what it has instead. AdamW's --momentum is its beta1."""
+    """Flags that the optimizer does not follow, with its own values. AdamW's --momentum is its beta1."""
     others = {}
     if not isinstance(optimizer, torch.optim.SGD if config.optimizer == "sgd" else torch.optim.AdamW):
         others["optimizer"] = type(optimizer).__name__
@@ -114,7 +114,7 @@ def _made_otherwise(optimizer: torch.optim.Optimizer, config) -> dict[str, str]:
 
 
 def refuse_other_modules(model: object, workload: Workload) -> None:
-    """Raises WorkloadError where it is none, where it divides its rows itself, or has what no snapshot holds or gives back."""
+    """Raises WorkloadError for a model that is no module, is already wrapped (DDP, FSDP), or that no snapshot can restore."""
     if not isinstance(model, nn.Module):
         raise workload.unusable(f"model() returned {type(model).__name__}, and should return a torch.nn.Module")
     kinds = {type(module).__name__ for module in model.modules()}
@@ -151,7 +151,7 @@ def refuse_other_modules(model: object, workload: Workload) -> None:
 
 
 def notes_on_precision(model: nn.Module, precision: str) -> list[str]:
-    """Numbers that the model has made in another precision than the run's, into which they are converted."""
+    """Notes on numbers of the model in another precision than the run's, to which they are converted."""
     kinds = {str(t.dtype).removeprefix("torch.") for t in of_model(model).values() if t.is_floating_point()}
     kinds -= {"float32", "float64" if precision == "fp64" else "float32"}
     fix = ": pass --precision fp64" if "float64" in kinds else ""
@@ -159,7 +159,7 @@ def notes_on_precision(model: nn.Module, precision: str) -> list[str]:
 
 
 def notes_on_modes(model: nn.Module) -> list[str]:
-    """Submodules that model() left in eval mode, of a model in training mode, where train() does not leave them in it."""
+    """A note on submodules that model() left in eval mode, unless the model's train() leaves them in it."""
     parts = {module for module in model.modules() if not module.training}
     if not parts or model in parts:
         return []
@@ -176,7 +176,7 @@ def notes_on_modes(model: nn.Module) -> list[str]:
 
 
 def hooked(model: nn.Module) -> list[str]:
-    """Parameters that are trained and have hooks: those of DistributedDataParallel are on none, and come later."""
+    """Names of trained parameters with hooks of the user. DistributedDataParallel adds its hooks later, and elsewhere."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return [name for name, p in trained.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
 

@@ -1,8 +1,8 @@
-"""A checkpoint of a published DDP example becomes a snapshot, which train.py resumes like one of its own.
+"""Converts a checkpoint of a published DDP example to a snapshot, which train.py resumes like its own.
 
     python -m ddp_core.snapshot convert OLD.pt --run-dir DIR [flags of train.py]
 
-No other code here reads a pickle. This does by torch's safe unpickler, which a file could make run code before torch 2.6
+Only this module reads a pickle, with torch's safe unpickler. In that a file could still run code before torch 2.6
 (CVE-2025-32434) and 2.10 (CVE-2026-24747, https://github.com/pytorch/pytorch/security/advisories/GHSA-63cw-57p8-fm3p).
 """
 
@@ -25,11 +25,11 @@ from ddp_core.files import in_place
 from ddp_core.run_directory import RunDirectory
 from ddp_core.workload import Workload
 
-# What the parts are called: MODEL_STATE and EPOCHS_RUN by pytorch's ddp-tutorial-series and OLCF's example; model_state,
+# Names of the parts: MODEL_STATE and EPOCHS_RUN by pytorch's ddp-tutorial-series and OLCF's example; model_state,
 # optimizer_state_dict, scheduler_state_dict, epoch and iters by NERSC's tutorials.
 MODEL = ("MODEL_STATE", "model_state", "model_state_dict")
 OPTIMIZER = ("optimizer_state_dict", "optimizer_state", "optimizer")
-EPOCH = ("EPOCHS_RUN", "epoch")  # all of these programs write the 0-based index of the last epoch that was finished
+EPOCH = ("EPOCHS_RUN", "epoch")  # in all these programs the 0-based index of the last finished epoch
 STATES = {"sgd": {"momentum": "momentum_buffer"}, "adamw": {"mean": "exp_avg", "square": "exp_avg_sq"}}
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MOST_EPOCHS = 10**6
@@ -95,7 +95,7 @@ def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int 
             f"{old} was saved after {done} steps, but {epochs_run} epochs of these flags are {step} ({steps} an epoch): pass "
             f"that run's batch size; if it was saved within an epoch, --epochs-run N goes on from the start of epoch N"
         )
-    if moments_step not in (None, step):  # AdamW's bias correction is a function of the step
+    if moments_step not in (None, step):  # AdamW's bias correction depends on the step
         print(f"the optimizer's state is of step {moments_step}, and this is {step}: it is left out")
         moments = {}
     for theirs in STATES[config.optimizer].values():
@@ -128,7 +128,7 @@ def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int 
 
 
 def _load(old: Path) -> dict:
-    """The dictionary in the file. Raises SnapshotError whatever is in it, PreflightError where torch is too old for it."""
+    """The dictionary in the file. Raises SnapshotError for any other content, PreflightError if torch is too old."""
     if torch.__version__ < "2.10":
         raise PreflightError(
             f"torch {torch.__version__} is older than 2.10, and a checkpoint can make its safe unpickler run code "
@@ -141,7 +141,7 @@ def _load(old: Path) -> dict:
             _refuse_damaged(archive, old.stat().st_size)
         with _memory_for(old.stat().st_size):
             content = torch.load(old, map_location="cpu", weights_only=True)
-    except Exception as error:  # there is nothing that a hostile file cannot make the unpickler raise
+    except Exception as error:  # a hostile file can make the unpickler raise anything
         match = re.search(r"GLOBAL ([\w.]{1,80})", str(error))
         why = f"it holds {match[1]}, which is no plain data" if match else f"{type(error).__name__}: {printable(str(error))}"
         raise SnapshotError(f"{old} is not a checkpoint that can be read safely ({why})") from error
@@ -152,14 +152,14 @@ def _load(old: Path) -> dict:
 
 
 def _dictionary(value: object) -> dict[str, Any] | None:
-    """Names to values, of a dictionary of any kind: an OrderedDict of a file may have attributes in place of its methods."""
+    """A plain copy of a dictionary of names, else None. A file's OrderedDict may have attributes that hide its methods."""
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in dict.keys(value)):
         return None
     return dict(dict.items(value))
 
 
 def _refuse_damaged(archive: zipfile.ZipFile, size: int) -> None:
-    """Before torch reads it, which looks at no checksum. Raises ValueError."""
+    """Raises ValueError for a damaged archive, before torch reads it: torch checks no checksum."""
     entries = archive.infolist()
     if any(entry.compress_type for entry in entries):
         raise ValueError("its entries are compressed, which torch.save never does")
@@ -173,7 +173,7 @@ def _refuse_damaged(archive: zipfile.ZipFile, size: int) -> None:
 
 @contextmanager
 def _memory_for(size: int):
-    """Reading needs memory in proportion to the file: a few hostile bytes would have the unpickler take all there is."""
+    """Limit the memory for reading, in proportion to the file's size in bytes: a small hostile file could take all memory."""
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     used: Any = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
     most = (int(used[1]) << 10) + 2 * size + 2**28
@@ -185,7 +185,7 @@ def _memory_for(size: int):
 
 
 def _plain(values: object) -> torch.Tensor | None:
-    """The numbers of a tensor, without what else a file has hung on it: attributes in place of its methods, parts."""
+    """The numbers of a dense CPU tensor, else None. A file may have added attributes that hide a tensor's methods."""
     if type(values) not in (torch.Tensor, torch.nn.Parameter):
         return None
     tensor = torch.Tensor.detach(values)  # type: ignore[arg-type]
@@ -195,14 +195,14 @@ def _plain(values: object) -> torch.Tensor | None:
 def _fitted(
     old: Path, value: object, mine: dict, dtype: torch.dtype, tied: dict[str, str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """A state_dict's tensors: real numbers in `dtype`, others as they are. Raises SnapshotError that lists what differs.
+    """A state_dict's tensors: real numbers in `dtype`, others unchanged. Raises SnapshotError that lists what differs.
 
-    tied: further names of a tensor, which a snapshot has once.
+    tied: other names of a tied tensor, to the one name that a snapshot has.
     """
     named = _dictionary(value)
     if named is None:
         raise SnapshotError(f"{old} holds no parameters by name")
-    # DDP's prefix, before all names or none.
+    # DDP's prefix is on all names or on none.
     prefix = "module." if all(name.startswith("module.") for name in named) else ""
     named = {name.removeprefix(prefix): values for name, values in named.items()}
     twice = {name: (named.pop(name), first) for name, first in (tied or {}).items() if name in named}
@@ -231,14 +231,14 @@ def _fitted(
 
 
 def _moments(old: Path, content: dict, mine: dict, dtype: torch.dtype, config: TrainConfig) -> tuple[dict, int | None]:
-    """Momentum, or AdamW's two, by the parameters' names, and AdamW's step. Nothing where the file has not all of it."""
+    """Momentum, or AdamW's two moments, by parameter name, and AdamW's step. Empty unless the file has all of them."""
     theirs: Any = next((content[key] for key in OPTIMIZER if key in content), None)
     try:
-        [group] = theirs["param_groups"]  # of several groups the order is not the model's
+        [group] = theirs["param_groups"]  # the order of several groups is not the model's
         states = [theirs["state"][index] for index in group["params"]]
         lists = {key: [state[key] for state in states] for key in STATES[config.optimizer].values()}
         [step] = {int(state["step"]) if config.optimizer == "adamw" else None for state in states}
-    except Exception:  # there is nothing that a hostile file cannot make these raise
+    except Exception:  # a hostile file can make these raise anything
         return {}, None
     if any(len(values) != len(mine) or any(value is None for value in values) for values in lists.values()):
         return {}, None

@@ -1,16 +1,16 @@
-"""The rows of a workload: tensors in memory or in a mapped file, or anything that gives its rows one by one.
+"""The rows of a workload: tensors in memory or in a mapped file, or an object that returns its rows one by one.
 
-What a workload's data() may return, for training and for held-out rows alike:
+A workload's data() may return, for training and for held-out rows alike:
   - tensors: Rows(inputs, targets), or a tuple or dictionary of tensors or arrays of equal first dimension. They are
-    indexed by a whole batch at once, on the device where they fit. Memory-mapped ones (mapped(), numpy's mmap_mode) stay
-    in their file, and only the rows of a batch are read.
-  - a torch.utils.data.Dataset, or anything with a length and an index: rows are read one by one through PyTorch's
+    indexed by a whole batch at once, on the device if they fit there. Memory-mapped tensors (mapped(), numpy's
+    mmap_mode) stay in their file, and only the rows of a batch are read.
+  - a torch.utils.data.Dataset, or an object with length and index: rows are read one by one through PyTorch's
     DataLoader (--workers), with Python's, NumPy's and torch's generators seeded for each row.
 
-Every rank calls data(). What it writes, a cache say, it writes under another name and renames: the ranks do it at once.
-self.once_a_node(path) has one rank of a node read a file, and the others share the copy (staging.py).
-An attribute `fingerprint` names the content; ranks compare it, and a snapshot resumes under the same one. Without it
-tensors are hashed; of data that are read row by row, 16 rows are.
+All ranks call data() at the same time: write a cache under a name that no other rank uses, then rename it.
+With self.once_a_node(path), one rank of a node reads a file, and the others share its copy (staging.py).
+An attribute `fingerprint` names the content. Ranks compare it, and a snapshot resumes only with the same one. Without it,
+tensors are hashed; of data that are read row by row, 16 rows are hashed.
 """
 
 import ast
@@ -38,10 +38,10 @@ from ddp_core.order import seed_everything
 from ddp_core.snapshot import DTYPE_NAMED, memory
 from ddp_core.workload import Workload, blaming
 
-HELD_OUT = 5  # every fifth row is held out, where data bring no split of their own
-HASHED_WHOLE = 2**30  # bytes: above it a fingerprint is of the size and of 1 MiB in every 64
-LOOKED_AT = 2**20  # numbers of a column, to see whether they can be rounded
-SAMPLED_ROWS = 16  # of data that are read row by row: their fingerprint
+HELD_OUT = 5  # every fifth row is held out, if the data have no split of their own
+HASHED_WHOLE = 2**30  # bytes: a larger tensor's fingerprint covers its size and 1 MiB in every 64
+LOOKED_AT = 2**20  # numbers of a column that are checked for loss by rounding
+SAMPLED_ROWS = 16  # rows in the fingerprint of data that are read row by row
 
 
 # ---- rows in tensors ----------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ SAMPLED_ROWS = 16  # of data that are read row by row: their fingerprint
 class Rows:
     """Columns of equal length, one entry a row; rows[index] is a batch: a tuple, a dictionary, or one tensor."""
 
-    batched = True  # indexed by an int64 tensor of row numbers, at once
+    batched = True  # the index is an int64 tensor of row numbers: a whole batch at once
 
     def __init__(self, *columns: torch.Tensor, names: Sequence[str] = (), bare: bool = False, fingerprint: str = ""):
         with warnings.catch_warnings():
@@ -73,7 +73,7 @@ class Rows:
 
     @property
     def are_columns(self) -> bool:
-        """Whether a batch is its columns': then these may be converted at once. Not where a class makes it otherwise."""
+        """Whether a batch is the columns' rows unchanged, so that they can be converted once. Not if a subclass changes it."""
         return type(self).__getitem__ is Rows.__getitem__
 
     @property
@@ -81,7 +81,7 @@ class Rows:
         return sum(column.nbytes for column in self.columns)
 
     def rounded(self, dtype: torch.dtype) -> list[str]:
-        """The columns of fp64 of which this dtype leaves less than three digits of what tells rows apart: times in seconds."""
+        """Names of fp64 columns whose differences between rows keep less than three digits in this dtype: times in seconds."""
         names = []
         for name, column in zip(self.names or map(str, range(len(self.columns))), self.columns, strict=True):
             if column.dtype == torch.float64 != dtype and len(column) > 1:
@@ -95,14 +95,14 @@ class Rows:
         return self.given or digest(column.contiguous().view(-1).view(torch.uint8) for column in self.columns)
 
     def with_columns(self, columns) -> "Rows":
-        other = copy.copy(self)  # of the same class, with what it has of its own
+        other = copy.copy(self)  # keeps the subclass and its attributes
         other.columns = tuple(columns)
         other.__dict__.pop("fingerprint", None)
         return other
 
 
 class Bytes:
-    """Rows of `width` bytes of some files, one behind the other with a line feed between. Mapped, never loaded whole."""
+    """Rows of `width` bytes of files, which are joined by line feeds. The files are mapped, never loaded whole."""
 
     batched = True
 
@@ -130,7 +130,7 @@ class Bytes:
     def read(self, start: int, count: int) -> bytes:
         number = bisect_right(self.starts, start) - 1
         place = start - self.starts[number]
-        text = self.parts[number][place : place + count]  # in one slice: a slice of a map is a copy
+        text = self.parts[number][place : place + count]  # one slice only: each slice of a map copies
         while len(text) < count and number + 1 < len(self.parts):
             number += 1
             text += b"\n" + self.parts[number][: count - len(text) - 1]
@@ -146,7 +146,7 @@ class Bytes:
 
 
 class Every:
-    """The rows of others that a rule keeps: every fifth (held out), or the four between."""
+    """Every fifth row of `rows` (held out), or the four rows between."""
 
     batched = True
 
@@ -163,7 +163,7 @@ class Every:
 
 
 def split(rows: Rows | Bytes) -> tuple[Any, Any]:
-    """Training and held-out rows; every fifth is held out."""
+    """(training rows, held-out rows): every fifth row is held out."""
     if not isinstance(rows, Rows):
         return Every(rows, False), Every(rows, True)
     held_out = torch.arange(len(rows)) % HELD_OUT == HELD_OUT - 1
@@ -172,7 +172,7 @@ def split(rows: Rows | Bytes) -> tuple[Any, Any]:
 
 
 def mapped(path: str | Path, dtype: torch.dtype = torch.uint8, name: str = "") -> torch.Tensor:
-    """A tensor that stays in its file: .npy, one tensor of a .safetensors file (name), else raw numbers of `dtype`."""
+    """A tensor that stays in its file: .npy, one of .safetensors (name), or raw numbers of `dtype`. Raises PreflightError."""
     path, source = Path(path), original(path)
     shape, start = (-1,), 0
     try:
@@ -180,7 +180,7 @@ def mapped(path: str | Path, dtype: torch.dtype = torch.uint8, name: str = "") -
             size = file.seek(0, 2)
             file.seek(0)
             if size:
-                # Writing changes this process's copy alone. Without NORESERVE Linux would want memory for all of that.
+                # A write changes this process's copy only. Without NORESERVE, Linux would reserve memory for the whole file.
                 pages = mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
             if source.suffix == ".npy":
                 head = file.read(12)
@@ -203,21 +203,21 @@ def mapped(path: str | Path, dtype: torch.dtype = torch.uint8, name: str = "") -
 
 
 def original(path: str | Path) -> Path:
-    """The file that a copy was made of, for messages; another path as it is."""
+    """The source file of a copy in memory (staging.py), for messages; any other path unchanged."""
     with suppress(OSError):
         if (link := os.readlink(path)).startswith("/memfd:"):
             return Path(link.removeprefix("/memfd:").removesuffix(" (deleted)"))
     return Path(path)
 
 
-NORESERVE = 0x4000  # Linux's; Python names it from 3.13 on
+NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
 NUMPY = {"|u1": torch.uint8, "|i1": torch.int8, "|b1": torch.bool, "<u2": torch.uint16, "<i2": torch.int16}
 NUMPY |= {"<i4": torch.int32, "<i8": torch.int64, "<f2": torch.float16, "<f4": torch.float32, "<f8": torch.float64}
 SAFETENSORS = DTYPE_NAMED | {"U16": torch.uint16}
 
 
 def digest(parts) -> str:
-    """sha256 of uint8 tensors, in 12 hexadecimal digits; of large ones of their size and of 1 MiB in every 64."""
+    """sha256 of uint8 tensors, 12 hexadecimal digits. Of a tensor above HASHED_WHOLE: its size, and 1 MiB in every 64."""
     total = hashlib.sha256()
     for part in parts:
         if len(part) <= HASHED_WHOLE:
@@ -229,13 +229,13 @@ def digest(parts) -> str:
     return total.hexdigest()[:12]
 
 
-# ---- of a workload ------------------------------------------------------------------------------------------------
+# ---- a workload's rows ---------------------------------------------------------------------------------------------
 
 
 def of_workload(workload: Workload, config) -> tuple[Any, Any]:
-    """Training and held-out rows of a workload, in one of the two forms. Raises a Failure that names its file."""
+    """(training rows, held-out rows) of a workload, each in one of the two forms. Raises a Failure that names its file."""
     workload.core_sets(config=config)
-    seed_everything(config.seed)  # which rows are held out may be drawn
+    seed_everything(config.seed)  # which rows are held out may be random
     with blaming(workload, "the data"):
         returned = workload.data(config)
         if not isinstance(returned, tuple | list) or len(returned) != 2:
@@ -258,7 +258,7 @@ def of_workload(workload: Workload, config) -> tuple[Any, Any]:
 
 
 def _refuse_another_form(train: Any, held_out: Any) -> None:
-    """Inputs and targets that are given as if they were training and held-out rows: a tensor, or a list, each."""
+    """Raises UsageError if data() returned (inputs, targets), each a tensor or a list, for (training rows, held-out rows)."""
     rows = [first for each in (held_out, train) if (first := _first_of(each)) is not None]
     if rows[1:] and type(held_out) is type(train) and len({(row.ndim, row.is_floating_point()) for row in rows}) > 1:
         held_out_form, form = (f"{[*row.shape]} of {str(row.dtype).removeprefix('torch.')}" for row in rows)
@@ -269,7 +269,7 @@ def _refuse_another_form(train: Any, held_out: Any) -> None:
 
 
 def _first_of(rows: Any) -> torch.Tensor | None:
-    """The first row of tensors or numbers, bare or in a list; None of all others, which only their reader knows."""
+    """The first row of one tensor, or of a list of tensors or numbers; else None: the form of other rows is not known here."""
     if isinstance(rows, list) and isinstance(rows[0], int | float | torch.Tensor):
         return torch.as_tensor(rows[0])
     return rows.columns[0][0] if getattr(rows, "are_columns", False) and rows.bare else None
@@ -296,10 +296,10 @@ def _known(rows: Any) -> Any:
 
 
 def fingerprint(train: Any, held_out: Any, workload: Workload, config) -> tuple[str, list[str], bool]:
-    """Of both: what they say of themselves, else of their bytes, else of some of their rows.
+    """(fingerprint of training and held-out rows, rows that changed, whether the held-out rows are the training rows).
 
-    And those of these rows that were others when they were read again, as "row 7" or "held-out row 7"; and whether both are
-    the same rows.
+    The fingerprint is the rows' attribute, else a hash of their bytes, else of some rows. Rows that changed, as "row 7" or
+    "held-out row 7", differed when they were read again.
     """
     with blaming(workload, "the data"):
         read = [
@@ -313,11 +313,11 @@ def fingerprint(train: Any, held_out: Any, workload: Workload, config) -> tuple[
 
 
 def _fingerprint(rows: Any, config) -> tuple[str, list[int]]:
-    """And the rows that were others when they were read again, with the same seeds, by the same process."""
+    """A fingerprint, and the rows that differed when the same process read them again with the same seeds."""
     count = len(rows)
     if named := getattr(rows, "fingerprint", ""):
         if config.workers and not getattr(rows, "batched", False):
-            some(rows, config, [(0, row) for row in (0, count - 1, 0)], len)  # for what is Watched: 0 may be in a buffer
+            some(rows, config, [(0, row) for row in (0, count - 1, 0)], len)  # for Watched; row 0 may first come from a buffer
         return str(named), []
     sampled = sorted({count * number // SAMPLED_ROWS for number in range(SAMPLED_ROWS)})
     again = sampled if config.row_seeds == "on" else []
@@ -331,7 +331,7 @@ def _fingerprint(rows: Any, config) -> tuple[str, list[int]]:
 
 
 class _Hashed:
-    """Rows, each as two digests: of all that were read so far, and of itself. A row may be large, and is not kept."""
+    """Each row as two digests: of all rows read so far, and of this row alone. Rows are not kept: they may be large."""
 
     def __init__(self, rows: Any):
         self.rows, self.total = rows, hashlib.sha256(str(len(rows)).encode())
@@ -347,11 +347,11 @@ class _Hashed:
 
 
 def _update(total, value: Any, within: tuple[int, ...] = ()) -> None:
-    """within: the objects that the value is in, which may refer to each other."""
+    """Add a value to a hash. within: ids of the objects that contain it, since objects may contain each other."""
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().contiguous()  # by name, for memory() does not keep it
+        value = value.detach().cpu().contiguous()  # the name keeps it alive: memory() does not
         total.update(memory(value))
-    elif getattr(getattr(value, "dtype", None), "hasobject", False):  # NumPy's arrays, whose bytes are addresses here
+    elif getattr(getattr(value, "dtype", None), "hasobject", False):  # NumPy arrays of objects: their bytes are addresses
         _update(total, value.tolist(), within)
     elif hasattr(value, "tobytes"):  # NumPy's other arrays, Pillow's images
         total.update(value.tobytes())
@@ -360,12 +360,12 @@ def _update(total, value: Any, within: tuple[int, ...] = ()) -> None:
     elif (entries := _entries(value)) is not None:
         for entry in entries if id(value) not in within else ():
             _update(total, entry, (*within, id(value)))
-    elif " at 0x" not in (text := repr(value)):  # dates, paths; an address is each process's own
+    elif " at 0x" not in (text := repr(value)):  # dates, paths; an address differs between processes
         total.update(text.encode())
 
 
 def _entries(value: Any) -> Sequence | None:
-    """Of what holds others: in an order that does not depend on the process."""
+    """A container's entries, in an order that is the same in all processes; None if the value has none."""
     if isinstance(value, list | tuple):
         return value
     if isinstance(value, set | frozenset):
@@ -376,7 +376,7 @@ def _entries(value: Any) -> Sequence | None:
 
 
 def _attributes(value: Any) -> dict | None:
-    """Of an object of a class of its own, as those that hold a graph."""
+    """The attributes of an object of a user's class, such as a graph; None if it has none."""
     if isinstance(value, type):
         return None
     if is_dataclass(value):

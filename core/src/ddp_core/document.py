@@ -1,4 +1,4 @@
-"""A snapshot's document, looked at before it is believed: its checksum shows that it is whole, not that it makes sense."""
+"""Checks that a snapshot's document makes sense, before a run uses it: its checksum shows only that it is whole."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ def _is_count(value: object, least: int = 0) -> bool:
 
 
 def _is_row(row: list, epoch: int) -> bool:
-    """An epoch and what was measured of it, where an infinite held-out loss may stand."""
+    """An epoch's number and its measured values, among which a held-out loss may be infinite."""
     return _is_count(row[0]) and row[0] == epoch and all(isinstance(float.fromhex(text), float) for text in row[1:])
 
 
@@ -23,7 +23,7 @@ def _are_numbers(values: dict) -> bool:
     return all(isinstance(value, int | float) for value in values.values())
 
 
-# Of each part what holds, given the whole document; a part that is of another type makes it raise.
+# For each part a condition on the whole document. A part of another type makes it raise.
 SENSE: dict[str, Callable[[dict], bool]] = {
     "problem": lambda document: isinstance(document["problem"], dict),
     "data": lambda document: isinstance(document["data"], str),

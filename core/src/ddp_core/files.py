@@ -1,10 +1,10 @@
-"""A snapshot of several files: larger than --max-shard-size it is a set with an index, in Hugging Face's convention.
+"""A snapshot larger than --max-shard-size is a set: several files and an index, in Hugging Face's convention.
 
     snapshot.safetensors.index.json                         the document, and which file has which tensor
-    snapshot-42-1a2b3c4d-00001-of-00003.safetensors         of step 42; 1a2b3c4d is a checksum of all that is in the files
+    snapshot-42-1a2b3c4d-00001-of-00003.safetensors         of step 42; 1a2b3c4d is a checksum of all files' content
 
-A set is there when its index has its name. Other contents have other names: no file of another set is overwritten. A save
-sweeps away the files that no index in the folder names. transformers and accelerate read a set by its index:
+A set exists once its index has its name. Other contents have other names, so no file of another set is overwritten. A save
+removes the files that no index in the folder names. transformers and accelerate read a set by its index:
 https://huggingface.co/docs/transformers/big_models
 """
 
@@ -21,13 +21,13 @@ from typing import Any
 from ddp_core.errors import SnapshotError, printable
 
 PIECE = 2**24  # bytes
-MOST_HEADER = 2**25  # bytes: of 300,000 epochs and a thousand tensors; reading one takes 30 times its size
-BYTES = dict(F64=8, F32=4, F16=2, BF16=2, BOOL=1, I64=8, I32=4, I16=2, I8=1, U8=1)  # of one number
+MOST_HEADER = 2**25  # bytes, for 300,000 epochs and a thousand tensors; reading a header takes 30 times its size in memory
+BYTES = dict(F64=8, F32=4, F16=2, BF16=2, BOOL=1, I64=8, I32=4, I16=2, I8=1, U8=1)  # bytes of one number
 LIKE_OURS = re.compile(r"\w+-\d+-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors")
 
 
 def as_json(value: dict) -> bytes:
-    """As it stands in a snapshot: equal values are equal bytes."""
+    """The JSON of a snapshot: equal values give equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -40,32 +40,32 @@ def is_index(path: Path) -> bool:
 
 
 def names_of_files(path: Path, step: int, sums: list[dict[str, int]]) -> list[Path]:
-    """sums: of each file the checksums of its tensors. With other contents, or otherwise split, they have other names."""
+    """Paths of a set's files. sums: for each file, its tensors' checksums. Another content or split gives other names."""
     content, count = zlib.crc32(as_json(dict(files=sums))), len(sums)
     return [path.with_name(f"{path.stem}-{step}-{content:08x}-{n + 1:05}-of-{count:05}{path.suffix}") for n in range(count)]
 
 
 def in_place(path: Path) -> Path:
-    """What a snapshot is in: the file of that name, or the index of a set.
+    """Where a snapshot is: the file of that name, or the index of a set.
 
-    Both are there after a kill between the commit of one and the removal of the other. Then it is the one that is further.
+    Both exist after a kill between the commit of one and the removal of the other. Then the one with the higher step counts.
     """
     forms = [form for form in (path, index_of(path)) if form.exists()]
     return max(forms, key=_step) if len(forms) > 1 else (forms or [path])[0]
 
 
 def in_form_of(other: Path, name: Path) -> Path:
-    """Where a snapshot of this name is, if it is a file or a set as the other is."""
+    """The path of a snapshot of this name, in the form of the other: an index if the other is one, else the file."""
     return index_of(name) if is_index(other) else name
 
 
 def other_form(path: Path) -> Path:
-    """The other path that a snapshot of this name can have: of a file its index, of an index the file."""
+    """The other possible path of a snapshot: for a file its index, for an index the file."""
     return path.with_name(path.name.removesuffix(".index.json")) if is_index(path) else index_of(path)
 
 
 def sweep(folder: Path) -> None:
-    """Remove files of sets that no index names. In its bytes: one that is damaged keeps the files that it still names."""
+    """Remove files of sets that no index names. An index is searched as bytes: a damaged one keeps the files it still names."""
     indexes = b"".join(index.read_bytes() for index in folder.glob("*.safetensors.index.json") if index.is_file())
     for file in of_sets(folder):
         if file.name.encode() not in indexes:
@@ -80,7 +80,7 @@ def of_sets(folder: Path) -> list[Path]:
 
 
 def refuse_unreadable(path: Path) -> None:
-    """What would be waited for, or take memory out of all proportion, before anything of it is read. Raises ValueError."""
+    """Raises ValueError, before more is read, for a file that would block (a pipe) or whose header would fill the memory."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError("it is no file")  # a pipe, a device
     with open(path, "rb") as file:
@@ -91,12 +91,12 @@ def refuse_unreadable(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that is still in its file: what the header says of it."""
+    """A tensor that is still in its file, as the header describes it."""
 
     path: Path
-    dtype: str  # safetensors' name of it
+    dtype: str  # safetensors' name, such as F32
     shape: tuple[int, ...]
-    start: int  # in the file
+    start: int  # byte in the file
     nbytes: int
 
     def __str__(self) -> str:
@@ -119,9 +119,9 @@ class Stored:
 
 
 def header_of(path: Path) -> tuple[dict[str, Stored], dict]:
-    """Tensors and metadata of one file. Not by safetensors, which maps all of the file: `ulimit -v` counts that.
+    """Tensors and metadata of one file. safetensors would map the whole file, and `ulimit -v` counts that.
 
-    Raises ValueError, KeyError or TypeError unless the tensors fill the file, one behind the other.
+    Raises ValueError, KeyError or TypeError unless the tensors fill the file without gaps.
     """
     refuse_unreadable(path)
     with open(path, "rb") as file:
@@ -145,7 +145,7 @@ def header_of(path: Path) -> tuple[dict[str, Stored], dict]:
 
 
 def document_in(metadata: dict | None) -> dict:
-    """Of a file's metadata. Raises ValueError."""
+    """The document in a file's metadata. Raises ValueError if there is none."""
     metadata = metadata or {}
     if "ddp_core" not in metadata:
         raise ValueError("it has no document; of a set, that is in the index, *.safetensors.index.json")
@@ -153,9 +153,9 @@ def document_in(metadata: dict | None) -> dict:
 
 
 def assemble(index: Path) -> tuple[dict[str, Stored], dict]:
-    """The tensors of a set, and the document.
+    """The tensors and the document of a set.
 
-    Raises what reading raises, and ValueError, KeyError or TypeError unless the files have just what the index says.
+    Raises OSError, and ValueError, KeyError or TypeError unless the files hold exactly what the index says.
     """
     refuse_unreadable(index)
     read = json.loads(index.read_bytes())
@@ -178,8 +178,8 @@ def assemble(index: Path) -> tuple[dict[str, Stored], dict]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[dict[str, Stored], dict]]:
-    """The tensors of a file or a set, and the document. Raises SnapshotError that names the file, also where the document is
-    not what the caller takes it for.
+    """The tensors and the document of a file or a set. Raises SnapshotError that names the file, also if the caller's block
+    finds the document malformed.
     """
     path = in_place(path)
     try:
@@ -197,7 +197,7 @@ def opened(path: Path) -> Iterator[tuple[dict[str, Stored], dict]]:
 
 
 def refuse_damaged(path: Path, sums: dict[str, int], document: dict) -> None:
-    """sums: the checksum of each tensor. Raises SnapshotError that names those which are not as they were written."""
+    """Raises SnapshotError that names the tensors whose checksums differ from the written ones. sums: checksums as read."""
     read = sums | {"the document": zlib.crc32(as_json({n: value for n, value in document.items() if n != "document_crc32"}))}
     written = document["crc32"] | {"the document": document["document_crc32"]}
     if broken := sorted(name for name in read.keys() | written.keys() if read.get(name) != written.get(name)):
@@ -205,7 +205,7 @@ def refuse_damaged(path: Path, sums: dict[str, int], document: dict) -> None:
 
 
 def _step(path: Path) -> float:
-    """What cannot be read is further than all: it is not passed over in silence."""
+    """The step of a snapshot; infinite if it cannot be read, so that it is chosen and reported, not ignored in silence."""
     try:
         if is_index(path):
             refuse_unreadable(path)

@@ -1,4 +1,4 @@
-"""Rows that are read one by one: through PyTorch's DataLoader, in our order, seeded row by row, by processes of their own."""
+"""Reads rows one by one through PyTorch's DataLoader: in the core's order, seeded for each row, in worker processes."""
 
 import ctypes
 import fcntl
@@ -24,7 +24,7 @@ from ddp_core.workload import ROW, Workload
 
 
 def loaded(rows: Any, config, places, collate: Callable, workers: int, pin: bool = False) -> Generator[Any]:
-    """Batches of DataLoader. places: of each batch, the list of (epoch, row)."""
+    """Batches from DataLoader. places: for each batch, a list of (epoch, row). Raises PreflightError, PeerLostError."""
     timing: dict[str, Any] = dict(timeout=config.timeout, multiprocessing_context="fork") if workers else {}
     seeded = SeededRows(rows, config)
     loader: DataLoader[Any] = DataLoader(
@@ -36,12 +36,12 @@ def loaded(rows: Any, config, places, collate: Callable, workers: int, pin: bool
         worker_init_fn=_begin_worker if workers else None,
         **timing,
     )
-    # Of what the rank has left, a process group say, a worker closes nothing: that would wait for threads it has not.
+    # A worker must not finalize the rank's objects, such as a process group: it would wait for threads that it does not have.
     gc.freeze()
-    signal.pthread_sigmask(signal.SIG_BLOCK, StopFlag.SIGNALS)  # in a worker until it ignores them (_begin_worker)
-    signal_handling._SIGCHLD_handler_set = True  # by Workers, which says why
+    signal.pthread_sigmask(signal.SIG_BLOCK, StopFlag.SIGNALS)  # blocked in a worker until it ignores them (_begin_worker)
+    signal_handling._SIGCHLD_handler_set = True  # keeps DataLoader from installing its handler: Workers installs one
     try:
-        batches = iter(loader)  # forks
+        batches = iter(loader)  # forks the workers
     except OSError as error:
         raise PreflightError(
             f"--workers {workers}: no process could be started to read rows ({error.strerror}): lower --workers, or raise "
@@ -71,8 +71,8 @@ def loaded(rows: Any, config, places, collate: Callable, workers: int, pin: bool
 
 
 def some(rows: Any, config, places: list[tuple[int, int]], made: Callable[[list], Any]) -> Any:
-    """What is made of these rows. Where workers will read, a worker reads these, too: a file that a Dataset opens at its first
-    row would otherwise be open before the workers are forked, and they would read at each other's places in it.
+    """made() of a few rows. With --workers, a worker reads them: a file that a Dataset opens at its first row must not be open
+    before the workers are forked, or they would share one position in it.
     """
     batches = loaded(Watched(rows) if config.workers else rows, config, [places], made, min(1, config.workers))
     try:
@@ -82,7 +82,7 @@ def some(rows: Any, config, places: list[tuple[int, int]], made: Callable[[list]
 
 
 class _Wrapped:
-    """Rows, and something more at each that is read."""
+    """Base class: rows, with something added when a row is read."""
 
     def __init__(self, rows: Any):
         self.rows = rows
@@ -92,22 +92,22 @@ class _Wrapped:
 
 
 class Watched(_Wrapped):
-    """Rows as a worker tries them. A file that its rank has opened has one place for all its workers, and they would read at
-    each other's: it is refused where two rows move that place. One that is mapped, or opened again, is left alone.
+    """Rows that a worker reads to find shared files. A file that the rank opened has one position for all its workers, which
+    move it for each other: ValueError if two rows move it. A file that is mapped, or opened again, is no problem.
     """
 
     def __init__(self, rows: Any):
         super().__init__(rows)
         self.files: dict[int, str] | None = None
-        self.moved: dict[int, int] = {}  # the first row that did
+        self.moved: dict[int, int] = {}  # by file, the first row that moved its position
 
     def __getitem__(self, row: int) -> Any:
-        if self.files is None:  # in the worker
+        if self.files is None:  # the first read, in the worker
             self.files = inherited_files()
         before = {copied: os.lseek(copied, 0, os.SEEK_CUR) for copied in self.files}
         value = self.rows[row]
         for copied, place in before.items():
-            # By two rows: a list of a file for each row, as of opened images, has one reader at a time.
+            # Only if two rows move it: in a list with one open file a row (images, say), each file has one reader at a time.
             if os.lseek(copied, 0, os.SEEK_CUR) != place and self.moved.setdefault(copied, row) != row:
                 raise ValueError(
                     f"{self.files[copied]} was open before the workers (--workers), which would read at each other's places in "
@@ -117,26 +117,26 @@ class Watched(_Wrapped):
 
 
 def inherited_files() -> dict[int, str]:
-    """Files that this process can read at its own place, by a copy of their number, which lasts when they are closed."""
+    """Names of regular files that this process has open for reading, by a copy of the descriptor, which stays open."""
     copies = {}
     for number in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # the folder itself
-            of_rows = number > 2 and stat.S_ISREG(os.fstat(number).st_mode)  # and nothing that is written, as a log
+        with suppress(OSError):  # the listing's own descriptor is closed by now
+            of_rows = number > 2 and stat.S_ISREG(os.fstat(number).st_mode)  # below: read-only, so no log
             if of_rows and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
                 copies[os.dup(number)] = os.path.basename(os.readlink(f"/proc/self/fd/{number}"))
     return copies
 
 
 class WithGenerators(_Wrapped):
-    """Rows, each with the positions of all random generators after it was read."""
+    """Rows, each with the states of all random generators after it was read."""
 
     def __getitem__(self, row: int) -> tuple[Any, tuple]:
         return self.rows[row], drawn_so_far()
 
 
 class SeededRows(_Wrapped):
-    """Rows by (epoch, row). Whatever is drawn while a row is read is a function of seed, epoch and row, and of nothing else:
-    not of the worker, the rank, the world size, or the rows before.
+    """Rows by (epoch, row). Random numbers drawn while a row is read depend on seed, epoch and row only: not on the worker, the
+    rank, the world size, or earlier rows.
     """
 
     def __init__(self, rows: Any, config):
@@ -144,7 +144,7 @@ class SeededRows(_Wrapped):
         self.seed, self.seeded = config.seed, config.row_seeds == "on"
         self.epoch: int | None = None
         self.state = 0
-        self.read: list[int] = []  # of the batch that is being read
+        self.read: list[int] = []  # row numbers of the batch that is being read
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, row = place
@@ -152,7 +152,7 @@ class SeededRows(_Wrapped):
         self.seed_generators(epoch, row)
         try:
             return self.rows[row]
-        except StopIteration as error:  # which would end the loader
+        except StopIteration as error:  # unchanged, it would end the loader
             raise RuntimeError(f"row {row} is behind the last: rows need an index, streams are not supported") from error
         except Exception as error:
             error.add_note(f"{ROW}{row}")
@@ -173,7 +173,7 @@ class SeededRows(_Wrapped):
 
 
 def collated(collate: Callable, values: list, numbers: list[int]) -> Any:
-    """The batch; of rows that do not make one that is named which is None, or unlike the others."""
+    """The batch. If rows do not fit together, raises TypeError that names a row that is None, or unlike the others."""
     try:
         return collate(values)
     except Exception as error:
@@ -181,7 +181,7 @@ def collated(collate: Callable, values: list, numbers: list[int]) -> Any:
         usual = max(forms, key=forms.count)
         odd = [place for place, value in enumerate(values) if value is None and "NoneType" in str(error)]
         why = "__getitem__ returned None for row {0}"
-        if not odd and getattr(collate, "__func__", None) is Workload.collate:  # a class's own may well take unlike ones
+        if not odd and getattr(collate, "__func__", None) is Workload.collate:  # a class's own collate() may accept unlike rows
             odd = [place for place, form in enumerate(forms) if form != usual]
             why = "row {0} is {1}, and row {2} is {3}: rows of other kinds or sizes need a collate() of the class"
         if not odd:
@@ -193,7 +193,7 @@ def collated(collate: Callable, values: list, numbers: list[int]) -> Any:
 
 
 def _form(value: Any) -> str:
-    """Of a row, in words."""
+    """The shapes or types in a row, as text."""
     if hasattr(value, "shape"):
         return str([*value.shape])
     if isinstance(value, Mapping):
@@ -206,12 +206,12 @@ def _form(value: Any) -> str:
 
 
 def _begin_worker(number: int) -> None:
-    """A scheduler signals every process of a job: workers read on until their rank has saved, and die with it."""
+    """Ignore a scheduler's signals, which reach every process of a job: workers read until their rank has saved and ended."""
     for name in StopFlag.SIGNALS:
         signal.signal(name, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, StopFlag.SIGNALS)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the rank's process ends
-    # A batch that cannot be handed on, since /dev/shm is full say, is gone, and the rank would wait for it.
+    # A batch that cannot be sent (/dev/shm is full, say) is lost, and the rank would wait for it for ever.
     Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
     sys.excepthook = _pass_over_hang_ups
 
@@ -222,29 +222,29 @@ def _end_worker(error: BaseException, batch: Any) -> None:
 
 
 def _pass_over_hang_ups(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """A rank that stops while it takes rows hangs up on the thread that hands them on. That is no news."""
+    """Hide the error of a thread that sends rows to a rank which has stopped: the rank has closed the connection."""
     if not issubclass(kind, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)
 
 
 class Workers:
-    """The processes of a DataLoader's iterator, as a rank sees them: when they die, and how they end.
+    """The workers of a DataLoader's iterator: a rank notices here when they die, and ends them.
 
-    DataLoader's own handler raises a worker's death wherever the rank is, also where it has just taken a lock of a queue.
-    Its event has a lock that a killed worker may hold. Neither lock is released then: a run that had named its worker did
-    not end.
+    DataLoader's own handler raises a worker's death at any place in the rank, even while it holds a queue's lock.
+    DataLoader's own event has a lock that a killed worker may hold. Neither lock is released then: a run reported its dead
+    worker, and did not end.
     """
 
-    waiting: "Workers | None" = None  # a process has one rank, which waits for one thing
+    waiting: "Workers | None" = None  # of the class: a rank waits for one loader at a time
 
     def __init__(self, batches: Any):
         self.batches, self.get, self.ending = batches, batches._try_get_data, False
-        batches._try_get_data, batches._workers_done_event = self.wait, self  # where it waits, and where it tells them to end
+        batches._try_get_data, batches._workers_done_event = self.wait, self  # the loader uses both to wait and to end
         signal.signal(signal.SIGCHLD, self.look)
 
     def wait(self, *timeout) -> tuple[bool, Any]:
-        """For rows. A worker that dies is an error here, and nowhere else."""
-        Workers.waiting = self  # first, and then a look at those that have died before
+        """Wait for rows. A worker's death is an error here, and nowhere else."""
+        Workers.waiting = self  # before look(), so that no death is missed in between
         try:
             self.look()
             return self.get(*timeout)
@@ -256,15 +256,15 @@ class Workers:
         if not Workers.waiting:
             return
         signal_handling._error_if_any_worker_fails()
-        # It passes over one that Python has reaped, as each start of another process does.
+        # It misses a worker that Python has already reaped, which happens whenever another process starts.
         if dead := [worker.pid for worker in Workers.waiting.batches._workers if worker.exitcode is not None]:
             raise RuntimeError(f"DataLoader worker (pid {dead[0]}) exited unexpectedly")
 
     def set(self) -> None:
-        """End them. They ignore SIGTERM, by which Python ends its children before it leaves: it would wait for ever."""
+        """Kill the workers. Python's own way at exit is SIGTERM, which they ignore: it would wait for ever."""
         self.ending = True
         if self.batches._worker_pids_set:
-            signal_handling._remove_worker_pids(id(self.batches))  # it calls a killed worker an error
+            signal_handling._remove_worker_pids(id(self.batches))  # else a killed worker is an error
             self.batches._worker_pids_set = False
         for worker in self.batches._workers:
             worker.kill()
@@ -274,7 +274,7 @@ class Workers:
 
 
 def kill_children() -> None:
-    """At the end of the process, before Python waits for them: DataLoader that failed while it started has left them."""
+    """At exit, before Python waits for its children: a DataLoader that fails while starting leaves its workers running."""
     for child in active_children():
         if child.daemon:
             child.kill()

@@ -1,6 +1,6 @@
-"""Random numbers from integers, and the order of rows that is made of them.
+"""Random numbers from integers, and the order of rows that is made from them.
 
-splitmix64, not torch's generators, whose numbers change with the instruction set: every machine draws the same.
+With splitmix64 every machine draws the same numbers. Those of torch's generators change with the instruction set.
 """
 
 import math
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-SORTED_ORDER = 2**24  # rows: above it the order is not sorted (16 bytes a row in each rank) but computed row by row
-# Streams of random numbers: the first label of words(). 2 is regression's rows, 3 initial parameters.
+SORTED_ORDER = 2**24  # rows: a longer order is computed row by row, since sorting takes 16 bytes a row in each rank
+# Streams of random numbers: the first label of words(). Stream 2 is for regression's rows, 3 for initial parameters.
 ORDER, AUGMENTATION, DROPOUT, EVALUATION, OPTIMIZER = 1, 4, 5, 6, 7
 
 
@@ -23,7 +23,7 @@ MASK = 2**64 - 1
 
 
 def splitmix64(state: torch.Tensor) -> torch.Tensor:
-    """int64 states to int64 outputs, a bijection of the 64-bit words (Steele, Lea, Flood, OOPSLA 2014)."""
+    """Map int64 states to int64 outputs, a bijection of the 64-bit words (Steele, Lea, Flood, OOPSLA 2014)."""
     z = state + GOLDEN  # int64 wraps modulo 2**64, as the algorithm wants
     z = (z ^ _shift(z, 30)) * MIX1
     z = (z ^ _shift(z, 27)) * MIX2
@@ -31,11 +31,11 @@ def splitmix64(state: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
-    return (z >> bits) & ((1 << (64 - bits)) - 1)  # logical: torch's own shift keeps the sign
+    return (z >> bits) & ((1 << (64 - bits)) - 1)  # a logical shift: torch's own keeps the sign
 
 
 def words(count: int, *labels: int) -> torch.Tensor:
-    """[count] distinct int64 words; other labels, another stream."""
+    """[count] distinct int64 words. Other labels give another stream."""
     state = torch.zeros(1, dtype=torch.int64)
     for label in labels:
         state = splitmix64(state ^ label)
@@ -50,13 +50,13 @@ def uniform(count: int, *labels: int) -> torch.Tensor:
 def word(*labels: int, state: int = 0) -> int:
     """The first of words(1, *labels), without a sign, in 2 microseconds: a seed for other generators.
 
-    state: of the labels before these (stream), where many words share them.
+    state: stream() of the labels before these, if many words share them.
     """
     return stream(*labels, 0, state=state)
 
 
 def stream(*labels: int, state: int = 0) -> int:
-    """What word() has come to after these labels."""
+    """The state after these labels, from which word() can continue."""
     for label in labels:
         z = ((state ^ label) + GOLDEN) & MASK
         z = ((z ^ z >> 30) * MIX1) & MASK
@@ -69,18 +69,18 @@ def stream(*labels: int, state: int = 0) -> int:
 
 
 def sample_order(seed: int, epoch: int, count: int) -> torch.Tensor:
-    """[count] int64: a permutation of the rows, a function of seed and epoch and never of the world size.
+    """[count] int64: a permutation of the rows. It depends on seed and epoch, never on the world size.
 
-    The order in which distinct random words sort: exact on every machine, and 2 to 4 times faster here than Fisher-Yates.
+    Sorting distinct random words is exact on every machine, and 2 to 4 times faster here than Fisher-Yates.
     """
     return words(count, ORDER, seed, epoch).argsort()
 
 
 def keyed_order(seed: int, epoch: int, count: int, places: torch.Tensor) -> torch.Tensor:
-    """The rows at these places of an order that is never laid out: for more rows than can be sorted in memory.
+    """The rows at these places of an order that is never stored: for more rows than can be sorted in memory.
 
     A Feistel network of four rounds permutes the words of 2*half bits, the fewest that hold count. A word that is no row
-    is sent through again until it is one: cycle walking, fewer than 4 turns on average.
+    is permuted again until it is one (cycle walking): fewer than 4 times on average.
     """
     half = max(1, math.ceil((count - 1).bit_length() / 2))
     keys = [word(ORDER, seed, epoch, round_) & (2**62 - 1) for round_ in range(4)]
@@ -96,17 +96,17 @@ def keyed_order(seed: int, epoch: int, count: int, places: torch.Tensor) -> torc
 
 
 def rows_of_rank(order: torch.Tensor, global_batch_size: int, rank: int, world_size: int) -> torch.Tensor:
-    """[steps, rows a rank] int64: step s trains on order[s*G : (s+1)*G], this rank on every world_size-th of them.
+    """[steps, rows a rank] int64: step s trains on order[s*G : (s+1)*G], and this rank on every world_size-th row of it.
 
-    Rows that do not fill a global batch are left out of this epoch; the next epoch's order leaves out others.
+    Rows that do not fill a global batch are left out of this epoch. Another epoch leaves out other rows.
     """
     steps = len(order) // global_batch_size
     return order[: steps * global_batch_size].view(steps, global_batch_size)[:, rank::world_size]
 
 
 def micro_batches(rows: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """A rank's rows m::count, for every m. They are every (count * world_size)-th of the rows of all ranks: while that product
-    (--shards) stays, so do the micro-batches, whatever the world size.
+    """Split a rank's rows into `count` micro-batches: rows m::count. Each is every (count * world_size)-th row of all ranks: if
+    that product is fixed (--shards), the micro-batches are the same at any world size.
     """
     return [rows[first::count] for first in range(count)] if count > 1 else [rows]
 
@@ -119,7 +119,7 @@ class Order:
         self.rank, self.world_size = rank, world_size
 
     def epoch(self, epoch: int, first: int, steps: int, device: torch.device) -> Iterator[torch.Tensor]:
-        """This rank's rows of the steps first..steps-1 of an epoch: int64, on the device."""
+        """For each of the steps first..steps-1 of an epoch, this rank's row numbers: int64, on the device."""
         size = self.global_batch_size
         if self.count <= SORTED_ORDER:
             order = sample_order(self.seed, epoch, self.count)
@@ -131,9 +131,9 @@ class Order:
 
 
 def seed_generators(device: torch.device, *labels: int, others: bool = False) -> None:
-    """torch's generators of the CPU and of this device: torch.manual_seed seeds every device's, at ten times the cost.
+    """Seed torch's generators of the CPU and of this device. torch.manual_seed seeds every device's, at ten times the cost.
 
-    others: Python's and NumPy's too, at ten times the cost.
+    others: also seed Python's and NumPy's, at ten times the cost.
     """
     seed = word(*labels)
     torch.default_generator.manual_seed(seed)
@@ -144,7 +144,7 @@ def seed_generators(device: torch.device, *labels: int, others: bool = False) ->
 
 
 def seed_others(seed: int) -> None:
-    """Python's generator, and NumPy's where somebody has imported it."""
+    """Seed Python's generator, and NumPy's if NumPy has been imported."""
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed & 0xFFFFFFFF)
@@ -152,29 +152,29 @@ def seed_others(seed: int) -> None:
 
 @contextmanager
 def drawing_alike(device: torch.device, rank: int, *labels: int) -> Iterator[None]:
-    """All ranks draw the same in it, and each its own after it: rows may be drawn next (--row-seeds off)."""
+    """Inside, all ranks draw the same numbers. After it each draws its own: rows may be read next (--row-seeds off)."""
     seed_generators(device, *labels, others=True)
     yield
     seed_generators(device, *labels, rank + 1, others=True)
 
 
 def drawn_so_far() -> tuple:
-    """How far all generators are, torch's on the CPU among them."""
+    """The states of all generators: torch's on the CPU, Python's, NumPy's."""
     return torch.get_rng_state().tolist(), *drawn_by_others()
 
 
 def drawn_by_others() -> tuple:
-    """How far Python's and NumPy's generators are: another value, once anything was drawn from them."""
+    """The states of Python's and NumPy's generators: another value, once anything was drawn from them."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), numpy and [str(part) for part in numpy.random.get_state()]
 
 
 def seeded_anew(one: tuple, other: tuple) -> bool:
-    """Of what drawn_so_far() has told twice, after seeds that differ: whether a generator was as far both times."""
+    """Whether a generator has the same state in two results of drawn_so_far() after different seeds: it was seeded again."""
     return any(state is not None and state == again for state, again in zip(one, other, strict=True))
 
 
 def seed_everything(seed: int) -> None:
-    """Python's, NumPy's and torch's generators, before a workload makes its data and its model."""
+    """Seed Python's, NumPy's and torch's generators: before a workload makes its data, and before its model."""
     torch.manual_seed(seed)
     seed_others(seed)

@@ -1,6 +1,6 @@
-"""Two rows through a workload before it trains: mistakes that would train on in silence, and promises it does not allow.
+"""Tries a workload on two rows before training: refuses silent mistakes, and notes which promises the workload breaks.
 
-Nothing of this changes what is trained: buffers, gradients and random numbers are as before.
+The trial does not change training: buffers, gradients and random numbers are as before.
 """
 
 import copy
@@ -37,9 +37,9 @@ from ddp_core.workload import (
     unknown_to_shards,
 )
 
-MANY = 16  # rows, of which a metric is seldom 0
-DRAWS = 32  # of a loss in which noise is drawn, to tell a mean from a sum
-LARGE = 2**20  # numbers of a tensor: a larger one is not copied, nor looked into
+MANY = 16  # rows: so many that a metric is seldom 0
+DRAWS = 32  # evaluations of a loss with random noise, to tell a mean from a sum
+LARGE = 2**20  # numbers: a larger tensor is not copied, and its content is not compared
 RANDOM = (
     "random numbers are drawn in the model or loss (dropout, noise): by torch's generators, which are seeded at each step, but "
     "losses depend on the world size; not so with --reduction canonical"
@@ -112,24 +112,24 @@ BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @dataclass(frozen=True)
 class Seen:
-    """losses: the names of several losses, () of one."""
+    """What the trial found. losses: the names of several losses, () for one loss."""
 
     losses: tuple[str, ...]
     metrics: tuple[str, ...]
-    buffers: list[str]  # those that a forward in training changes: BatchNorm's statistics
-    rows: Any  # those that were tried, as one batch
-    others: bool  # the loss draws from Python's or NumPy's generator too
-    notes: list[str]  # what of the usual promises this workload does not allow
+    buffers: list[str]  # names of those that a forward in training changes: BatchNorm's statistics
+    rows: Any  # the rows that were tried, as one batch
+    others: bool  # whether the loss also draws from Python's or NumPy's generator
+    notes: list[str]  # which of the usual promises this workload breaks
 
 
 def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> Seen:
-    """Raises WorkloadError: a loss that is no scalar or a mean, a parameter without a gradient, rows that do not collate.
+    """Raises WorkloadError for a loss that is no scalar or a mean, a parameter without a gradient, rows that do not collate.
 
-    agreed: makes of a truth that may differ between ranks rank 0's, where a forward pass is collective.
+    agreed: returns rank 0's value of a condition that may differ between ranks, if a forward pass is collective (--sharding).
     """
     workload = batches.workload
     refuse_other_default_device(workload)
-    if (dtype := torch.get_default_dtype()) != torch.float32:  # optimizers count their steps in it, and fused ones then fail
+    if (dtype := torch.get_default_dtype()) != torch.float32:  # optimizers count steps in it, and fused ones then fail
         raise workload.unusable(f"torch's default dtype is {dtype}: take set_default_dtype out, pass --precision fp64")
     trial, trained = _Trial(model, batches, autocast, agreed), bits_of_trained(model)
     try:
@@ -140,7 +140,7 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> See
     except (Exception, SystemExit) as error:
         if batches.config.sharding != "none" and (what := unknown_to_shards(error)):
             raise WorkloadError(f"--sharding {batches.config.sharding}: {NO_SHARDS.format(what=what)}") from error
-        if re.search("device|dtype|meta", str(error)):  # they have stayed where, and as, they were made
+        if re.search("device|dtype|meta", str(error)):  # hidden parameters were not moved or converted
             _refuse_hidden(workload, model, lambda part: part.requires_grad)
         raise blame(error, workload.file, f"--workload {workload.name}, tried on {trial.count} of its rows") from error
     finally:
@@ -161,26 +161,26 @@ class _Trial:
     def __init__(self, model: nn.Module, batches: Batches, autocast, agreed: Callable):
         self.model, self.batches, self.autocast, self.agreed = model, batches, autocast, agreed
         self.workload, self.config = batches.workload, batches.config
-        self.kept = Kept(model, averaged=self.config.sharding == "none")  # else they are in parts
+        self.kept = Kept(model, averaged=self.config.sharding == "none")  # else parameters are sharded
         self.changed: list[str] = []
         self.count = min(2, len(batches))
         self.rows: Any = None
         self.alone: list[Any] = []
-        self.tried: list[list[Any]] = []  # both, with other numbers each time, where collate() draws some
+        self.tried: list[list[Any]] = []  # rows and alone, drawn anew several times, if collate() is random
         self.repeats = True
         self.notes: list[str] = []
-        self.moved: list[str] = []  # what metrics() changes in the workload
-        self.modes: set[bool] = set()  # into which forward and loss put a part of the model
+        self.moved: list[str] = []  # attributes of the workload that metrics() changes
+        self.modes: set[bool] = set()  # training modes that forward and loss set on a part of the model
 
     def outcome(self, batch: Any, seed: int, others: bool = False) -> tuple[Any, Any, Any]:
-        """Outputs, loss, and the batch as they leave it: a copy, for it is tried again."""
+        """Outputs, loss, and the batch as both leave it. It is a copy, since the batch is tried again."""
         seed_generators(self.batches.device, DROPOUT, self.config.seed, seed, others=others)
         batch = converted(batch, torch.clone, self.batches.device)
         modes = [(module, module.training) for module in self.model.modules()]
         with self.autocast():
             outputs = outputs_of(self.workload, self.model, batch)
             loss = self.workload.loss(outputs, batch)
-        # A frozen part may be in eval mode always.
+        # A frozen part may always be in eval mode.
         self.modes |= {m.training for m, before in modes if m.training != before and (m.training or _trains(m))}
         return outputs, loss, batch
 
@@ -188,7 +188,7 @@ class _Trial:
         return _total(self.workload, self.outcome(batch, seed, others)[1])[1]
 
     def read(self) -> None:
-        """The rows that are tried, together and each alone. One that is read twice with the same seeds should be the same."""
+        """Read the rows to try, together and each alone. Notes a row that differs when it is read again with the same seeds."""
         places = [*range(self.count)]
         groups = [places, *([place] for place in places)]
         if getattr(self.batches.rows, "batched", False) or self.config.row_seeds == "off":
@@ -205,7 +205,7 @@ class _Trial:
             self.notes.append(ROWS_NOT_REPEATED.format(row="row 0"))
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those of the rows."""
+        """All tensors in the rows."""
         tensors: list[torch.Tensor] = []
         converted(self.rows, tensors.append, self.batches.device)
         return tensors
@@ -218,7 +218,7 @@ class _Trial:
             )
 
     def draw(self, places: list[int], groups: list[list[int]]) -> None:
-        """Where collate() draws: a mean is told from a sum by many draws, and what is drawn makes none of either."""
+        """If collate() is random, draw many batches: their averages show whether a loss is a mean or a sum."""
         if self.agreed(self.batches.collate_draws):
             self.notes += [] if self.config.shards else [DRAWN_FOR_A_BATCH]
             size = sum(tensor.nbytes for tensor in self.tensors())
@@ -226,13 +226,13 @@ class _Trial:
             self.tried = [batches[at : at + len(groups)] for at in range(0, len(batches), len(groups))]
 
     def many(self) -> list[int]:
-        """Rows, but no more than a rank trains on at once: it may have no memory for them."""
+        """At most MANY row numbers, and no more than a rank trains on at once: it may lack the memory for more."""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         at_once = self.config.global_batch_size // ranks // self.config.accumulate
         return [*range(min(MANY, max(self.count, at_once), len(self.batches)))]
 
     def _note_constants(self, names: list[str]) -> None:
-        """Parts of the loss that have no gradient, and of many rows are not 0: a part that a batch has not is given as 0."""
+        """Note loss parts that have no gradient and are not 0 over many rows: a part that a batch lacks may be 0."""
         places = self.many()
         (batch,) = self.batches.few(places, [places])
         with torch.no_grad():
@@ -240,9 +240,9 @@ class _Trial:
         self.notes += [CONSTANT_PART.format(name=name) for name in names if loss.get(name)]
 
     def _try_metrics(self, metrics: Mapping, rows_are_apart: bool) -> None:
-        """Names that differ between batches, and what is no sum over rows, of more rows than two: of these a mean may be 0.
+        """Refuse means, and names that differ between batches; note values that are no sum. Of two rows a metric is often 0.
 
-        rows_are_apart: whether the loss is their sum. If not, a sum of the batch may look like a mean.
+        rows_are_apart: whether the loss is a sum over rows. If not, a sum over the batch may look like a mean.
         """
         places = self.many()
         batches = self.batches.few(places, [places, *([place] for place in places)]) if metrics else self.alone
@@ -268,10 +268,10 @@ class _Trial:
             self._noted(name, values)
 
     def _noted(self, name: str, values: Sequence[float]) -> bool:
-        """Whether it is no sum over rows. values: of the rows together, and of each."""
+        """Whether a metric is no sum over rows; then it is noted. values: of the rows together, then of each row."""
         together, *alone = values
-        apart = sum(alone)  # NaN where one is: a correlation of one row, say
-        # A hundredth: sums of many rows round. A tenth: bf16 rounds a hundredth away.
+        apart = sum(alone)  # NaN if one is: a correlation of one row, say
+        # 1 %, because sums of many rows round. 10 %, because bf16 rounds by 1 %.
         near = (0.1 if self.config.precision in ("bf16", "fp16") else 0.01) * sum(map(abs, alone))
         close = together == apart or abs(together - apart) <= near
         if no_sum := not close and not math.isnan(together):
@@ -280,12 +280,12 @@ class _Trial:
         return no_sum
 
     def put_buffers_back(self) -> list[str]:
-        """The names of those that the model has changed so far."""
+        """Restore the buffers. Returns the names of those that the model has changed so far."""
         self.changed = list(dict.fromkeys([*self.changed, *self.kept.put_back()]))
         return self.changed
 
     def look(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names of several losses, and of the metrics."""
+        """Try forward, loss, metrics and backward. Returns the names of several losses, and of the metrics."""
         workload = self.workload
         self.model.eval()
         with torch.no_grad():
@@ -302,13 +302,13 @@ class _Trial:
             if taken := metrics.keys() & {"loss", *(f"loss_{part}" for part in names)}:
                 raise workload.unusable(f"metrics() has {', '.join(sorted(taken))}, the name of a loss: give it another")
             if self.count == 2:
-                self.repeats = bool(whole == self.total(self.rows, 0))  # at once: after many trials a counter is at its end
+                self.repeats = bool(whole == self.total(self.rows, 0))  # now: after many trials a counter is at its end
                 draws = 1 if not self.tried and self.agreed(bool(whole == self.total(self.rows, 1))) else DRAWS
                 tried = self.tried or [[self.rows, *self.alone]] * draws
                 losses = [[self.total(batch, draw).double() for batch in batches] for draw, batches in enumerate(tried)]
                 notes = _compared(workload, torch.tensor(losses), self.config.precision)
                 self.notes += notes
-                if self.agreed(draws == 1):  # else noise would tell them apart
+                if self.agreed(draws == 1):  # else noise would look like a difference
                     self._try_metrics(metrics, not notes)
         self.model.train()
         loss = self.outcome(self.rows, 0)[1]
@@ -325,7 +325,7 @@ class _Trial:
 
     @torch.no_grad()
     def look_for_random_numbers(self) -> tuple[bool, list[str]]:
-        """Whether Python's or NumPy's generator is drawn from too; notes."""
+        """Whether the loss also draws from Python's or NumPy's generator, and notes."""
 
         def loss(seed: int, others: bool = False) -> float:
             self.put_buffers_back()
@@ -334,7 +334,7 @@ class _Trial:
         first, kept, plain = loss(0), kept_by(self.workload, self.model), kept_in(self.model)
         before = drawn_so_far()
         second = loss(0)
-        drawn = drawn_by_others() != before[1:]  # also where it makes no difference yet: one row in ten is mixed with another
+        drawn = drawn_by_others() != before[1:]  # even if the loss is the same: perhaps one row in ten is mixed with another
         moved = [*_changed(kept, kept_by(self.workload, self.model)), *self.moved]
         self.notes += _notes_on_kept([f"self.{name}" for name in dict.fromkeys(moved)], "workload")
         self.notes += _notes_on_kept(_changed(plain, kept_in(self.model)), "model")
@@ -354,7 +354,7 @@ def _trains(module: nn.Module) -> bool:
 
 
 def notes_on_uncalled(workload: Workload) -> list[str]:
-    """Methods by names of other libraries, as training_step and configure_optimizers: a training without them is another."""
+    """A note on methods that nothing calls, such as Lightning's training_step, configure_optimizers: training ignores them."""
     if not workload.file:
         return []
     text = b"".join(sources_of(workload.file)).decode(errors="replace")
@@ -364,8 +364,8 @@ def notes_on_uncalled(workload: Workload) -> list[str]:
 
 
 def notes_on_rows(others: list[str], same: bool, notes: list[str]) -> list[str]:
-    """The probe's notes; others: the rows that were others when they were read again for a fingerprint. same: whether those
-    held out are those of the training.
+    """Notes on rows, then the probe's notes. others: rows that differed when they were read again for a fingerprint. same:
+    whether the held-out rows are the training rows.
     """
     known = [ROWS_NOT_REPEATED.format(row="row 0")] if others else []
     of_rows = [ROWS_NOT_REPEATED.format(row=row) + NOT_RESUMED for row in others[:1]]
@@ -373,13 +373,13 @@ def notes_on_rows(others: list[str], same: bool, notes: list[str]) -> list[str]:
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """Of ragged and sparse ones nothing: torch does not compare them."""
+    """The tensor without NaN; empty for a ragged or sparse one, which torch cannot compare."""
     return tensor.nan_to_num() if dense(tensor) else torch.zeros(0)
 
 
 def kept_by(workload: Workload, model: nn.Module) -> dict[str, list]:
-    """What stands in the workload itself, by name: numbers, and of each tensor that is not the model's which, and how often it
-    was written.
+    """The workload's own attributes by name: numbers; for each tensor that is not the model's, its address and how often it was
+    written.
     """
     of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     kept = {}
@@ -392,7 +392,7 @@ def kept_by(workload: Workload, model: nn.Module) -> dict[str, list]:
 
 
 def kept_in(model: nn.Module) -> dict[str, list]:
-    """Plain attributes of the model's modules, by name: numbers, strings, and the bytes of tensors that are no buffers."""
+    """Plain attributes of the model's modules, by name: numbers, strings, and checksums of tensors that are no buffers."""
     of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     own, kept = vars(nn.Module()), {}
     for place, module in model.named_modules():
@@ -405,11 +405,11 @@ def kept_in(model: nn.Module) -> dict[str, list]:
 
 
 def plain(part: Any) -> Any:
-    """What two of are compared by: a number, or the bytes of a tensor, if it is none of the large ones."""
+    """A value for comparing a part: a number, a string, or a checksum of a tensor up to LARGE numbers; else None."""
     if type(part) is torch.Tensor and dense(part) and part.numel() <= LARGE:
-        content = part.detach().cpu().contiguous()  # by name, for memory() does not keep it
+        content = part.detach().cpu().contiguous()  # the name keeps it alive: memory() does not
         return part.shape, zlib.crc32(memory(content))
-    return part if isinstance(part, bool | int | str) else repr(part) if isinstance(part, float) else None  # NaN is no change
+    return part if isinstance(part, bool | int | str) else repr(part) if isinstance(part, float) else None  # NaN equals NaN
 
 
 def _changed(kept: dict[str, list], now: dict[str, list]) -> list[str]:
@@ -421,17 +421,17 @@ def _notes_on_kept(names: list[str], owner: str) -> list[str]:
 
 
 def notes_on_schedule(workload: Workload, model: nn.Module, total_steps: int) -> list[str]:
-    """Its first step, tried on a copy of the workload: what it counts stays as it is. Raises WorkloadError."""
+    """Notes on the schedule's first step, tried on a copy of the workload, so that its counters stay. Raises WorkloadError."""
     kept: list[dict] = []
     with blaming(workload, "schedule()"), torch.no_grad():
         tried = copy.copy(workload)
         for name, value in vars(workload).items():
             vars(tried)[name] = tree_map_only(torch.Tensor, lambda part: part.clone() if part.numel() <= LARGE else part, value)
-        for _ in range(2):  # what is made at the first call alone is no change
+        for _ in range(2):  # twice: an attribute made at the first call is no change
             factor = factor_of(tried, 0, total_steps)
             kept.append(kept_by(tried, model))
         steps = range(0, total_steps, max(1, total_steps // 16))
-        none = factor == 0 and not any(factor_of(tried, step, total_steps) for step in steps)  # at step 0 a warm-up may begin
+        none = factor == 0 and not any(factor_of(tried, step, total_steps) for step in steps)  # a warm-up may begin at 0
     is_rate = workload.overrides("schedule") and factor == workload.config.lr != 1
     notes = [RATE.format(lr=factor)] if is_rate else [NO_RATE.format(last=steps[-1])] if none else []
     return notes + _notes_on_kept([f"self.{name}" for name in _changed(*kept)], "workload")
@@ -452,8 +452,8 @@ def _total(workload: Workload, loss: Any) -> tuple[tuple[str, ...], torch.Tensor
 
 
 def _compared(workload: Workload, losses: torch.Tensor, precision: str) -> list[str]:
-    """Refuses a mean, and notes what is no sum. losses: [draws, 3] of two rows together, of the first, of the second; several
-    draws where noise is drawn in them.
+    """Raises WorkloadError for a mean; notes what is no sum. losses: [draws, 3], of two rows together, of the first, of the
+    second; several draws if the loss is random.
     """
     together, first, second = losses.mean(0).tolist()
     both = first + second
@@ -463,11 +463,11 @@ def _compared(workload: Workload, losses: torch.Tensor, precision: str) -> list[
             f"loss() returns a mean over rows ({together:.6g} for two rows, {first:.6g} and {second:.6g} for each), and should "
             "return their sum: reduction='sum', or times the rows"
         )
-    # A tenth: bf16 rounds a hundredth away.
+    # 10 %, because bf16 rounds by 1 %.
     near = 0.1 if precision in ("bf16", "fp16") else 1e-3
     drawn = 10 * noise if len(losses) > 1 else 0.0
     close = abs(together - both) <= max(drawn, near * max(abs(first), abs(second)))
-    return [] if close or not math.isfinite(together) else [NO_SUM]  # of a row alone it may be NaN: by a batch's deviation, say
+    return [] if close or not math.isfinite(together) else [NO_SUM]  # of one row it may be NaN: over a batch's deviation, say
 
 
 def refuse_unlike_sums(workload: Workload, metrics: Mapping) -> None:
@@ -482,7 +482,7 @@ def refuse_unlike_sums(workload: Workload, metrics: Mapping) -> None:
 
 
 def _refuse_odd_names(workload: Workload, **returned: Iterable) -> None:
-    """They are words of a line name=value, and names of columns."""
+    """Raises WorkloadError for a name that cannot stand in a log line name=value, or name a column."""
     for method, names in returned.items():
         if odd := [name for name in names if not re.fullmatch(r"[\w./+-]+", str(name))]:
             raise workload.unusable(f"{method}() names {odd[0]!r}, and should take letters, digits and _ . / + - alone")
@@ -514,7 +514,7 @@ def _refuse_unused(workload: Workload, model: nn.Module) -> None:
 
 
 def _refuse_hidden(workload: Workload, model: nn.Module, trained: Callable) -> None:
-    """Layers in a plain list or dictionary: torch knows nothing of them."""
+    """Raises WorkloadError for layers in a plain list or dictionary, in which torch does not find them."""
     own = {id(part) for part in model.parameters()}
     for place, module in model.named_modules():
         for name, value in vars(module).items():
@@ -530,27 +530,27 @@ def _refuse_hidden(workload: Workload, model: nn.Module, trained: Callable) -> N
 
 
 def bits_of_trained(model: nn.Module) -> dict[str, float]:
-    """By name; of large ones how often each was written, where what is done by .data does not count."""
+    """Checksums of the trained parameters, by name. Of a large one, how often it was written; writes to .data do not count."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return {name: checksum([p]).item() if p.numel() <= LARGE else p._version for name, p in trained.items()}
 
 
 def notes_on_written(model: nn.Module, before: dict[str, float]) -> list[str]:
-    """They are not put back: a flag beside them, which no snapshot holds, says that they are made, and a run that goes on would
-    make them again, of trained ones.
+    """They are not restored. The model's own flag says that they are initialized, and no snapshot holds it: if the flag were
+    reset, too, a resumed run would initialize its trained parameters again.
     """
     names = [name for name, bits in bits_of_trained(model).items() if bits != before.get(name)]
     return [WRITTEN.format(names=", ".join(names[:6]))] if names else []
 
 
 def notes_on_buffers(model: nn.Module, changed: list[str]) -> list[str]:
-    """changed: the buffers that a forward in training changes."""
+    """Notes on statistics of batches and on other buffers. changed: names of those that a forward in training changes."""
     normal = {
         name: kind.__name__
         for name, module in model.named_modules()
         for kind in BATCH_STATISTICS
         if isinstance(module, kind)
-        if module.running_mean is None or f"{name}.running_mean".lstrip(".") in changed  # else it is frozen
+        if module.running_mean is None or f"{name}.running_mean".lstrip(".") in changed  # else frozen
     }
     kinds = sorted({*normal.values()})
     own = [name for name in changed if name.rpartition(".")[0] not in normal]

@@ -16,20 +16,20 @@ from ddp_core.rehearsal import rehearse
 from ddp_core.run_lock import RunLock
 from ddp_core.snapshot import no_storage, read, write
 
-LAG = 10.0  # seconds after which what another node has saved should be seen here
-IN_VAIN = 2  # restarts of a job that began where the next one does
+LAG = 10.0  # seconds until a snapshot that another node saved should be visible here
+IN_VAIN = 2  # restarts without progress, after which the next restart is refused
 
 
 class RunDirectory:
-    """A run's files. Rank 0 alone has one."""
+    """A run's files. Only rank 0 has one."""
 
     def __init__(
         self, folder: Path | str, job_id: str, fresh: bool = False, new: bool = False, stop=None, most: float = math.inf
     ):
-        """Raises PreflightError when another job writes here, StorageError when nobody can.
+        """Raises PreflightError if another job writes here, StorageError if the folder cannot be written.
 
-        fresh: what is there is moved aside. new: what is there is refused: a job's own directory, at its first start.
-        stop: the wish to stop, heard while another job's lock is watched. most: --max-shard-size.
+        fresh: move an existing run aside. new: refuse an existing run (a job's own directory, at its first start).
+        stop: the request to stop (stop.py), checked while another job's lock is watched. most: --max-shard-size, bytes.
         """
         self.folder, self.most = Path(folder), most
         self.log = self.folder / "run.jsonl"
@@ -38,17 +38,17 @@ class RunDirectory:
         self.damaged = self.folder / "snapshot.damaged.safetensors"
         self.best = self.folder / "best.safetensors"
         self.trace = self.folder / "trace.json.gz"
-        self._lock: Any = None  # a RunLock, but while it is taken
+        self._lock: Any = None  # a RunLock, once it is acquired
         self._fell_back = False
         try:
             if new and not fresh and (self.log.exists() or in_place(self.snapshot).exists()):
                 raise PreflightError(f"--new-run-dir {folder} has a run of another job: pass --run-dir, or --fresh")
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self.log.exists() and not self.log.is_file():  # a pipe would be waited for
+            if self.log.exists() and not self.log.is_file():  # opening a pipe would block
                 raise StorageError(f"{self.log} is no file: move it away")
             self._lock = RunLock(self.folder / "run.lock", job_id, stop)
-            for leftover in self.folder.glob(".*.tmp"):  # of a writer that was killed
-                leftover.unlink(missing_ok=True)  # or of one that has just been refused
+            for leftover in self.folder.glob(".*.tmp"):  # left by a writer that was killed
+                leftover.unlink(missing_ok=True)  # missing: its writer was just refused, and removed it
             if fresh:
                 self._move_aside()
         except OSError as error:
@@ -56,9 +56,9 @@ class RunDirectory:
             raise StorageError(f"--run-dir {folder} cannot be written ({error.strerror}): pass a folder that can be") from error
 
     def load(self, lazily: bool = False, restart: int = 0) -> tuple[dict[str, torch.Tensor], dict] | None:
-        """What to resume from; None in an empty directory. A broken snapshot is never taken for none. Raises SnapshotError.
+        """The snapshot to resume from; None in an empty directory. Raises SnapshotError, never returns None, if it is broken.
 
-        lazily: see snapshot.read. restart: of the job; PreflightError where the two before it saved nothing.
+        lazily: see snapshot.read. restart: the job's restart number; PreflightError if the two restarts before saved nothing.
         """
         state, recorded = self._found(lazily), self._on_record()
         if state is None and recorded:
@@ -77,13 +77,13 @@ class RunDirectory:
         return state
 
     def _check_progress(self, restart: int, step: object) -> None:
-        """A job that its scheduler starts again and again, and that is killed before it has saved, ends."""
+        """Raises PreflightError to end a job that its scheduler restarts again and again, and that never saves."""
         if restart <= IN_VAIN:
             return
         lines = self.lines("start", "end")
         places = [place for place, line in enumerate(lines) if line.startswith(b'{"kind":"start"')][-IN_VAIN:]
         before = [(_number("restart", lines[place]), _number("step", lines[place])) for place in places]
-        # A stop in a long evaluation saves, too, at the step at which it began.
+        # A stop during a long evaluation also saves, at the same step at which that start began.
         stopped = any(_number("exit_code", line) == 75 for line in lines[min(places, default=0) :])
         if before == [(number, step) for number in range(restart - IN_VAIN, restart)] and not stopped:
             raise PreflightError(
@@ -92,7 +92,7 @@ class RunDirectory:
             )
 
     def _wait_for_another(self) -> None:
-        """Another node may have saved it, and a shared file system may show this one the old file for a while."""
+        """Wait at most LAG for a newer snapshot: a shared file system may still show the old one, if another node saved."""
         before, end = in_place(self.snapshot).stat(), time.monotonic() + LAG
         while time.monotonic() < end:
             time.sleep(LAG / 20)
@@ -112,7 +112,7 @@ class RunDirectory:
             try:
                 state = read(path, lazily)
             except NewerFormatError:
-                raise  # the one before is older than what has trained since
+                raise  # do not fall back: the previous snapshot lacks what has been trained since
             except SnapshotError as error:
                 broken.append(str(error))
                 continue
@@ -131,13 +131,13 @@ class RunDirectory:
         return None
 
     def _on_record(self) -> str:
-        """The step of the last save that run.jsonl tells of; "unknown" where it is no number; empty where there is none."""
+        """The step of the last save in run.jsonl; "unknown" if it is no number; empty if there is no save."""
         saved = self.lines("snapshot")
         step = _number("step", saved[-1]) if saved else None
         return "" if not saved else "unknown" if step is None else str(step)
 
     def lines(self, *kinds: str) -> list[bytes]:
-        """Of run.jsonl, those of these kinds."""
+        """The lines of run.jsonl that are of these kinds."""
         if not self.log.exists():
             return []
         words = tuple(f'{{"kind":"{kind}"'.encode() for kind in kinds)
@@ -145,23 +145,23 @@ class RunDirectory:
             return [line for line in file if line.startswith(words) and line.endswith(b"\n")]  # a killed writer may leave half
 
     def save(self, tensors: dict[str, torch.Tensor], document: dict, **source: Any) -> None:
-        """Write the snapshot (source: images or put_drafts, of write()) and keep the one before it. Raises StorageError."""
+        """Write the snapshot (source: images or put_drafts for write()) and keep the previous one. Raises StorageError."""
         self._lock.check()
         now = in_place(self.snapshot)
         try:
             rehearse("save", document["step"])
-            if self._fell_back:  # else it would take the place of the only whole one
+            if self._fell_back:  # else the broken file would replace the only whole one
                 os.replace(now, in_form_of(now, self.damaged))
                 self._fell_back = False
             elif now.exists():
                 spare, previous = self.folder / ".prev.tmp", in_form_of(now, self.previous)
                 spare.unlink(missing_ok=True)
                 try:
-                    os.link(now, spare)  # so that there is always one under its name
+                    os.link(now, spare)  # a link, so that the name always has a file
                 except OSError:  # a file system without hard links
                     spare = now
                 os.replace(spare, previous)
-                if spare != now:  # one inode under both names, and rename() leaves both
+                if spare != now:  # if both names are one inode, rename() leaves both
                     spare.unlink(missing_ok=True)
             for path in map(in_place, (self.snapshot, self.previous, self.best)):
                 if path.exists():
@@ -172,22 +172,22 @@ class RunDirectory:
         write(self.snapshot, tensors, document, self._lock.check, most=self.most, **source)
 
     def save_best(self, tensors: dict[str, torch.Tensor], document: dict, **source: Any) -> None:
-        """Of the lowest held-out loss so far. Raises StorageError."""
+        """Write best.safetensors, the state with the lowest held-out loss so far. Raises StorageError."""
         self._lock.check()
         write(self.best, tensors, document, self._lock.check, most=self.most, **source)
 
     def lost(self) -> StorageError | None:
-        """Whether another job was seen to have taken the run directory: at the last heartbeat."""
+        """The error, if the last heartbeat saw that another job has taken the run directory; else None."""
         return self._lock.loss() if self._lock.lost else None
 
     def release(self) -> None:
-        """Give the lock up, unless it is another's by now."""
+        """Release the lock, unless another job has taken it."""
         if self._lock:
             self._lock.release()
 
     def _move_aside(self) -> None:
         saved = (self.snapshot, self.previous, self.damaged, self.best)
-        # The files of a set before its index: without it they would be swept away.
+        # Move a set's files before its index: without an index the next save would remove them.
         named = [path for name in saved for path in (name, index_of(name))]
         logs = (self.trace, self.log, self.log.with_name("ranks.jsonl"))
         files = [path for path in (*of_sets(self.folder), *named, *logs) if path.exists()]
@@ -202,7 +202,7 @@ class RunDirectory:
 
 
 def _number(name: str, line: bytes) -> int | None:
-    """Of a line of run.jsonl, which may be anybody's text."""
+    """A whole number in a line of run.jsonl, else None: the line may hold any text."""
     try:
         value = json.loads(line)[name]
     except (KeyError, ValueError, RecursionError):

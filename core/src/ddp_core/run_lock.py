@@ -1,6 +1,6 @@
-"""run.lock: one job at a time writes in a run directory, on any file system, also when its owner died with its node.
+"""run.lock: one job at a time writes in a run directory. Works on any file system, also after its owner died with its node.
 
-The lock is a file with its owner's name in it; the owner touches it every ten seconds. Not flock: Lustre needs a mount
+The lock is a file that names its owner. The owner touches it every ten seconds. flock is not used: Lustre needs a mount
 option for it, and NFS servers differ.
 """
 
@@ -15,16 +15,16 @@ from pathlib import Path
 
 from ddp_core.errors import PreflightError, StoppedError, StorageError, fix_of, printable
 
-HEARTBEAT = 10.0  # seconds; a lock that was silent six times as long is a dead job's
+HEARTBEAT = 10.0  # seconds between touches; a lock without a touch for six times as long is a dead job's
 
 
 class RunLock:
-    """Held from its making to release(). Raises PreflightError when another job has it, StoppedError when told to stop."""
+    """Held from construction to release(). Raises PreflightError if another job holds it, StoppedError at a request to stop."""
 
     def __init__(self, path: Path, job_id: str, stop=None):
-        """stop: the wish to stop (stop.py), heard while a silent lock is watched."""
+        """stop: the request to stop (stop.py), checked while a silent lock is watched."""
         self.path, self.stop, self.lost = path, stop, False
-        pids = os.readlink("/proc/self/ns/pid")  # two containers on a host have their own process numbers
+        pids = os.readlink("/proc/self/ns/pid")  # each container on a host has its own process numbers
         me = dict(job_id=job_id, host=socket.gethostname(), pid=os.getpid(), pids=pids)
         self.me = me | dict(began=_began(os.getpid()), at=time.time_ns())  # two locks never have the same content
         self._released = threading.Event()
@@ -36,14 +36,14 @@ class RunLock:
         return json.dumps(self.me)
 
     def release(self) -> None:
-        """Give the lock up, unless it is another's by now."""
+        """Release the lock, unless another job has taken it."""
         self._released.set()
         with suppress(OSError, StorageError):
             if self._is_mine():
                 self.path.unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Before a snapshot is written, and before it has its name. Raises StorageError when another job has taken the lock."""
+        """Before a snapshot is written, and before it is renamed: raises StorageError if another job has taken the lock."""
         try:
             self.lost = self.lost or not self._is_mine()
         except OSError as error:
@@ -60,8 +60,8 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT):
-            with suppress(OSError, StorageError):  # a file system that is away for a moment: the next beat tries again
-                if not self._is_mine():  # also after this process was frozen: the wait is over at once
+            with suppress(OSError, StorageError):  # a file system may be away for a moment: the next beat tries again
+                if not self._is_mine():  # possible after this process was frozen: its wait then ends at once
                     self.lost = True
                     return
                 os.utime(self.path)
@@ -69,9 +69,9 @@ class RunLock:
     # ---- how it is taken ----------------------------------------------------------------------------------------------
 
     def _acquire(self, path: Path) -> None:
-        """Several jobs may come at one moment, and find the same dead owner: one of them takes its place, by a lock of its own.
+        """Take the lock. Several jobs may find the same dead owner at once: a second lock lets only one of them replace it.
 
-        Only who holds run.lock.<dead owner> may remove the dead owner's lock, and only if it is still that one.
+        Only the holder of run.lock.<dead owner> may remove the dead owner's lock, and only if it is still that owner's.
         """
         while not self._created(path):
             content = self._content_if_dead(path)
@@ -86,14 +86,14 @@ class RunLock:
                 claim.unlink(missing_ok=True)
 
     def _created(self, path: Path) -> bool:
-        """Whole at once: nobody finds a lock without its owner."""
+        """Create the lock together with its content: nobody can see a lock without an owner. False if another job was first."""
         whole = path.with_name(f".{path.name}.{self.me['host']}.{self.me['at']}.tmp")
         whole.write_text(self.content)
         try:
             os.link(whole, path)
             return True
         except FileExistsError:
-            return _text(path) == self.content  # NFS may say so of a link that this has made, asked for twice
+            return _text(path) == self.content  # NFS may report this for our own link, if it repeated the request
         except OSError:  # a file system without hard links
             with suppress(FileExistsError), open(path, "x") as file:
                 file.write(self.content)
@@ -103,9 +103,9 @@ class RunLock:
             whole.unlink(missing_ok=True)
 
     def _content_if_dead(self, path: Path) -> str | None:
-        """The lock of a dead job; None when it has gone meanwhile. Raises PreflightError for one that is alive.
+        """The content of a dead job's lock; None if the lock is gone by now. Raises PreflightError if the job is alive.
 
-        Of a job on another host only the silence of its lock tells that it is dead; one beat tells that it lives.
+        A job on another host shows life by its lock only: one beat means that it is alive, silence that it is dead.
         """
         content, owner = _text(path), _owner(path)
         if content is None:
@@ -116,7 +116,7 @@ class RunLock:
         if local and _runs(owner):
             raise in_use
         beat, began, warned = _beat_of(path), time.monotonic(), False
-        # Clocks of file servers can be behind or ahead: what was seen silent for so long is dead, whatever its time says.
+        # A file server's clock can be wrong. A lock that was watched for so long without a beat is dead, whatever its time is.
         silent = min(6 * HEARTBEAT, max(0.0, 6 * HEARTBEAT - (self._now() - (beat or 0))))
         while not local and (missing := silent - (time.monotonic() - began)) > 0:
             if not warned:
@@ -134,7 +134,7 @@ class RunLock:
         return content
 
     def _now(self) -> float:
-        """By the file server's clock, as the time of the lock is."""
+        """The time by the file server's clock, which also dates the lock."""
         clock = self.path.with_name(f".clock.{self.me['host']}.{self.me['at']}.tmp")
         try:
             with open(clock, "w") as file:
@@ -145,10 +145,10 @@ class RunLock:
 
 def _text(path: Path) -> str | None:
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
+        if path.exists() and not path.is_file():  # opening a pipe would block
             raise StorageError(f"{path} is no file: move it away")
         with open(path, errors="replace") as file:
-            return file.read(2**16)  # a lock has a line
+            return file.read(2**16)  # a lock is one line
     except FileNotFoundError:
         return None
 
@@ -174,13 +174,13 @@ def _beat_of(path: Path) -> float | None:
 
 
 def _runs(owner: dict) -> bool:
-    """Whether this process of this host is there, and is still the one that took the lock: numbers are given anew."""
+    """Whether the owner's process still runs on this host. Process numbers are reused, so its start time must agree, too."""
     began = _began(owner["pid"])
     return began is not None and owner.get("began") in (None, began)
 
 
 def _began(pid: int) -> str | None:
-    """The clock tick at which a process began; None for one that has ended, a zombie too."""
+    """The clock tick at which a process began; None if it has ended, also for a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

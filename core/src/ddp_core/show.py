@@ -1,7 +1,7 @@
-"""What is in a snapshot, from its own bytes: show and verify need neither torch nor safetensors, as on a login node.
+"""Shows what is in a snapshot. show and verify need neither torch nor safetensors, and so run on any login node.
 
-python -m ddp_core.snapshot show FILE...     how far it is, of which run, its epochs and its tensors
-python -m ddp_core.snapshot verify FILE...   are all bytes those that were written?
+python -m ddp_core.snapshot show FILE...     its step, its run, its epochs and its tensors
+python -m ddp_core.snapshot verify FILE...   are all bytes as they were written?
 python -m ddp_core.snapshot diff FILE FILE   which tensors differ, and by how much
 """
 
@@ -19,7 +19,7 @@ PART = 2**22  # numbers that diff compares at once
 
 
 def main(argv: list[str]) -> int:
-    """The command line; returns the exit code (errors.py; of diff 1 where something differs)."""
+    """The command line; returns the exit code (errors.py; for diff, 1 if something differs)."""
     if argv[:1] == ["convert"]:
         from ddp_core.convert import main as convert
 
@@ -69,7 +69,7 @@ def _lines(path: Path, tensors: dict[str, Stored], document: dict) -> Iterator[s
     yield f"  data: {document['data']}"
     if document["best"]:
         yield f"  lowest held-out loss: {float.fromhex(document['best'][1]):.6g} after epoch {document['best'][0]}"
-    names = document.get("measured") or ["loss", "eval_loss"]  # and metrics, whose names older snapshots lack
+    names = document.get("measured") or ["loss", "eval_loss"]  # older snapshots lack the names of metrics
     for epoch, *values in document["history"]:
         pairs = itertools.zip_longest(names[: len(values)], values, fillvalue="metric")
         yield f"  epoch={epoch:<5}" + "".join(f"  {name}={float.fromhex(value):.6g}" for name, value in pairs)
@@ -86,7 +86,7 @@ def _lines(path: Path, tensors: dict[str, Stored], document: dict) -> Iterator[s
 def verify(path: Path) -> None:
     """Raises SnapshotError that names what is damaged."""
     with opened(path) as (tensors, document):
-        with ThreadPoolExecutor() as pool:  # zlib lets go of the interpreter
+        with ThreadPoolExecutor() as pool:  # zlib releases the GIL
             sums = pool.map(Stored.checksum, tensors.values())
             refuse_damaged(path, dict(zip(tensors, sums, strict=True)), document)
         size = sum(tensor.nbytes for tensor in tensors.values())
@@ -97,7 +97,7 @@ def verify(path: Path) -> None:
 
 
 def diff(one: Path, other: Path) -> int:
-    """Prints what differs; 1 where something does. Raises SnapshotError on a damaged file: its numbers say nothing."""
+    """Print what differs. Returns 1 if something does, else 0. Raises SnapshotError for a damaged file."""
     for path in (one, other):
         verify(path)
     differences = []
@@ -117,7 +117,7 @@ def diff(one: Path, other: Path) -> int:
 
 
 def _differing(name: str, one: object, other: object) -> list[str]:
-    """What differs in a part of the document; of dictionaries, in their entries."""
+    """Lines on what differs in a part of the document; dictionaries are compared entry by entry."""
     if one == other:
         return []
     if isinstance(one, dict) and isinstance(other, dict):

@@ -1,19 +1,19 @@
-"""The file that a run resumes from: safetensors, that cannot run code. A large one is a set of several (files.py).
+"""Snapshots, from which a run resumes: safetensors files, which cannot run code. A large snapshot is several files (files.py).
 
 Tensors `model.<parameter or buffer>` and `optim.<state>.<parameter>`; one metadata key, `ddp_core`, with one JSON document.
-Equal runs write equal bytes: no time, host, path or site is in it. World size is noted and is no condition.
+Equal runs write equal bytes: a snapshot holds no time, host, path or site. It only notes the world size: any can resume.
 
-    python -m ddp_core.snapshot show|verify|diff FILE...        what is in it (show.py)
-    python -m ddp_core.snapshot convert OLD.pt --run-dir DIR    one from a checkpoint of torch.save (convert.py)
+    python -m ddp_core.snapshot show|verify|diff FILE...        print, check or compare (show.py)
+    python -m ddp_core.snapshot convert OLD.pt --run-dir DIR    make one from a checkpoint of torch.save (convert.py)
 """
 
-if __name__ == "__main__":  # before torch is imported, which takes seconds and is not on every login node
+if __name__ == "__main__":  # before torch is imported: that takes seconds, and some login nodes lack it
     import signal
     import sys
 
     from ddp_core.show import main
 
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends other commands
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this command without a traceback, like others
     raise SystemExit(main(sys.argv[1:]))
 
 import ctypes
@@ -51,9 +51,9 @@ from ddp_core.files import (
     sweep,
 )
 
-FORMAT = 2  # 1: before workloads were open (migrate)
-LONGEST = 2**32 - 1  # no checksum has more digits
-IN_A_SET = dict(format="pt")  # metadata without which transformers refuses a file
+FORMAT = 2  # format 1 knew the built-in workloads only (migrate)
+LONGEST = 2**32 - 1  # a checksum with the most digits
+IN_A_SET = dict(format="pt")  # transformers refuses a file without this metadata
 PAGE, PART = 4096, 2**24  # bytes
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"}
 DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
@@ -69,12 +69,12 @@ def write(
     put_drafts: Callable[[list["Draft"]], dict[str, int]] | None = None,
     most: float = math.inf,
 ) -> None:
-    """Write a snapshot so that a crash at any moment leaves the old one or the new one, whole. Raises StorageError.
+    """Write a snapshot. A crash at any moment leaves the old or the new one whole. Raises StorageError.
 
-    Temporary files in the same folder, fsync, check(), rename, fsync of the folder. By hand, for safetensors' own writer needs
-    NumPy, does not fsync, and makes a file that the group cannot read. check: what it raises leaves the old one. images: of
-    the whole files in memory, with the tensors in their places (images_of). put_drafts: puts the drafts, where the numbers are
-    dealt over ranks, and returns the checksums (sharding.py). most: bytes of tensors in one file.
+    Order: temporary files in the same folder, fsync, check(), rename, fsync of the folder. safetensors' own writer needs NumPy,
+    does not fsync, and makes a file that the group cannot read. check: raises to keep the old snapshot. images: the whole files
+    in memory, with the tensors at their places (images_of). put_drafts: writes the drafts if the tensors are sharded over
+    ranks, and returns the checksums (sharding.py). most: the most bytes of tensors in one file.
     """
     tensors = {name: tensors[name].detach() for name in in_order(tensors)}
     if put_drafts is None:
@@ -105,7 +105,7 @@ def write(
         for names in data:
             os.replace(*names)
         if data:
-            _sync(path.parent)  # an index has its name after all that it names
+            _sync(path.parent)  # all files are on disk under their names before the index that lists them
         os.replace(*commit)
         _sync(path.parent)
         other_form(finals[-1]).unlink(missing_ok=True)
@@ -133,7 +133,7 @@ def _sync(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # a file system that does not do this for folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # some file systems cannot fsync a folder
             raise
     finally:
         os.close(descriptor)
@@ -141,16 +141,16 @@ def _sync(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Draft:
-    """A file of a snapshot before it has its name, which it gets when all of them are on the disk."""
+    """A file of a snapshot under its temporary name. It is renamed when all files of the snapshot are on disk."""
 
     path: Path
     tensors: dict[str, torch.Tensor]
     room: int  # bytes before the first tensor
-    metadata: Callable[[dict[str, int]], dict[str, str]]  # by the checksums
+    metadata: Callable[[dict[str, int]], dict[str, str]]  # made from the checksums
 
 
 def drafts_of(tensors: dict[str, torch.Tensor], document: dict, most: float, where: Callable[[int], Path]) -> list[Draft]:
-    """One for each file. document: only a single file has it. where: the path of a draft, by its place among them."""
+    """One draft for each file. document: put into the file only if there is one. where: from a draft's number to its path."""
     files = files_of(tensors, document, most)
     metadata = (lambda sums: _alone(_signed(document, sums))) if len(files) == 1 else lambda sums: IN_A_SET
     return [Draft(where(number), file, room, metadata) for number, (file, room) in enumerate(files)]
@@ -159,9 +159,9 @@ def drafts_of(tensors: dict[str, torch.Tensor], document: dict, most: float, whe
 def put(
     draft: Draft, image: torch.Tensor | None = None, gathered: Callable[[str], torch.Tensor] | None = None
 ) -> dict[str, int]:
-    """Returns the checksums, which are computed while the tensors are written, and may stand before them in the metadata.
+    """Write a draft, and return its tensors' checksums. The header is written last, because it holds the checksums.
 
-    gathered: the numbers of a name, where they are not all in memory: asked once for each, in order.
+    gathered: returns the whole tensor of a name, if tensors are sharded over ranks. Called once for each name, in order.
     """
     tensors, room = draft.tensors, draft.room
     with open(draft.path, "wb", buffering=0) as file:
@@ -180,13 +180,13 @@ def put(
 
 
 def in_order(tensors: dict[str, torch.Tensor]) -> list[str]:
-    """Wide numbers first, so that each stands at a multiple of its size; then by name."""
+    """Names in the order of a file: widest dtype first, so that each number is aligned to its size; then by name."""
     return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
 def files_of(tensors: dict[str, torch.Tensor], document: dict, most: float) -> list[tuple[dict[str, torch.Tensor], int]]:
-    """The tensors of each file, in order, of so many bytes at most; a larger tensor has one alone. And the bytes before the
-    first of them, whatever the checksums are.
+    """For each file its tensors in order, at most `most` bytes (a larger tensor has its own file), and the bytes of its header.
+    The header has room for any checksums.
     """
     files: list[dict[str, torch.Tensor]] = [{}]
     size = 0
@@ -208,12 +208,12 @@ def _signed(document: dict, sums: dict[str, int]) -> dict:
 
 
 def _alone(document: dict) -> dict[str, str]:
-    """Metadata of a file that is a whole snapshot."""
+    """The metadata of a snapshot that is one file."""
     return dict(ddp_core=as_json(document).decode())
 
 
 def _head(tensors: dict[str, torch.Tensor], metadata: dict[str, str], room: int) -> bytes:
-    """What stands before the tensors, filled with blanks up to `room` bytes, or to a multiple of 8."""
+    """The bytes before the tensors, padded with blanks to `room` bytes; if `room` is 0, to a multiple of 8."""
     header: dict[str, dict] = {"__metadata__": metadata}
     end = 0
     for name in in_order(tensors):
@@ -225,7 +225,7 @@ def _head(tensors: dict[str, torch.Tensor], metadata: dict[str, str], room: int)
 
 
 def images_of(files: list[tuple[dict, int]], buffer: torch.Tensor) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Whole pages of a buffer as files, and the places of the tensors in them, not yet filled. buffer: images_size() bytes."""
+    """An image of each file, in whole pages of the buffer, and by name the tensors in them, still empty. See images_size()."""
     images, places, first = [], {}, -buffer.data_ptr() % PAGE
     for file, room in files:
         end = first + room
@@ -243,7 +243,7 @@ def images_size(files: list[tuple[dict, int]]) -> int:
 
 
 def _put_tensors(file: FileIO, names: Iterable[str], numbers: Callable[[str], torch.Tensor], room: int) -> dict[str, int]:
-    """Returns their checksums."""
+    """Write the tensors, and return their checksums."""
     sums = {}
     file.seek(room)
     for name in names:
@@ -260,25 +260,25 @@ def _put_all(file: FileIO, content: bytes | ctypes.Array) -> None:
 
 
 def _put_image(file: FileIO, image: torch.Tensor, room: int) -> None:
-    """All but the parts that have the header, and not through the page cache: for large files at a third of the time."""
-    with suppress(OSError):  # a file system that cannot
+    """Write all parts except those with the header. O_DIRECT avoids the page cache: a third of the time for large files."""
+    with suppress(OSError):  # some file systems have no O_DIRECT
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
-    with ThreadPoolExecutor(4) as pool:  # parallel file systems want several parts at once
+    with ThreadPoolExecutor(4) as pool:  # parallel file systems are faster with several writes at once
         for done in [pool.submit(_put, file, image, start) for start in range(-(-room // PART) * PART, len(image), PART)]:
             done.result()
 
 
 def _put(file: FileIO, image: torch.Tensor, start: int) -> None:
-    """The part of an image that begins at `start`, in its place in the file."""
+    """Write the part of an image that begins at `start` to the same place in the file."""
     left = memoryview(memory(image[start : start + PART]))
     while left:
-        flags = fcntl.fcntl(file, fcntl.F_GETFL)  # before: another part's thread may do the same meanwhile
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)  # before the write: another part's thread may clear O_DIRECT meanwhile
         try:
             done = os.pwrite(file.fileno(), left, start)
         except OSError as error:
             if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise
-            fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # there are larger pages, or a limit within one
+            fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # larger pages than ours, or a limit within a page
             continue
         left, start = left[done:], start + done
 
@@ -297,15 +297,15 @@ def no_storage(path: Path, error: OSError, need: int = 0) -> StorageError:
 
 
 def _checksums(tensors: dict[str, torch.Tensor], meanwhile: Callable[[], None] = lambda: None) -> dict[str, int]:
-    """meanwhile: what this thread does until they are there."""
-    with ThreadPoolExecutor() as pool:  # zlib lets go of the interpreter: half the time on two cores
+    """crc32 of each tensor, by name. meanwhile: work for this thread while other threads compute them."""
+    with ThreadPoolExecutor() as pool:  # zlib releases the GIL: half the time on two cores
         sums = pool.map(lambda tensor: zlib.crc32(memory(tensor)), tensors.values())
         meanwhile()
         return dict(zip(tensors, sums, strict=True))
 
 
 def memory(tensor: torch.Tensor) -> ctypes.Array:
-    """The bytes of a contiguous CPU tensor, not copied: the caller keeps the tensor."""
+    """The bytes of a contiguous CPU tensor, not copied: the caller must keep the tensor alive."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 1)
 
 
@@ -316,9 +316,9 @@ def load(stored: Stored) -> torch.Tensor:
 
 
 def read(path: Path, lazily: bool = False) -> tuple[dict[str, Any], dict]:
-    """Tensors and document of a snapshot, every checksum compared. Raises SnapshotError that names the file.
+    """Tensors and document of a snapshot. Compares every checksum. Raises SnapshotError that names the file.
 
-    path: of a file, in whose place an index may be, or of an index. lazily: a Stored for each tensor.
+    path: a file or an index; in_place() finds the index if the file is missing. lazily: a Stored in place of each tensor.
     """
     path = in_place(path)
     with opened(path) as (stored, document):
@@ -345,7 +345,7 @@ def _writer(document: dict) -> str:
 
 
 def migrate(tensors: dict[str, torch.Tensor], document: dict) -> tuple[dict[str, torch.Tensor], dict]:
-    """A snapshot of format 1 as one of format 2: it knew no other problems, and counted the optimizer's steps itself."""
+    """Convert format 1 to format 2. Format 1 knew the built-in problems only, and saved no step counts of the optimizer."""
     if document["format"] > 1 or "problem" not in document:
         return tensors, document
     problem = dict(document["problem"])
@@ -355,13 +355,13 @@ def migrate(tensors: dict[str, torch.Tensor], document: dict) -> tuple[dict[str,
         steps = torch.tensor(float(document["step"]))
         names = [name.removeprefix("optim.mean.") for name in tensors if name.startswith("optim.mean.")]
         tensors = tensors | {f"optim.step.{name}": steps.clone() for name in names}
-    elif not problem.get("momentum"):  # format 1 had a momentum of zeros there
+    elif not problem.get("momentum"):  # format 1 saved a momentum of zeros
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("optim.")}
     return tensors, document | dict(problem=problem)
 
 
 def refuse_unknown_dtypes(tensors: dict[str, torch.Tensor], workload: str) -> None:
-    """Before the training, not at its first save. Raises WorkloadError."""
+    """Raises WorkloadError for dtypes that a snapshot cannot hold: before training, not at its first save."""
     unknown = [f"{name} is {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype not in DTYPES]
     if unknown:
         raise WorkloadError(

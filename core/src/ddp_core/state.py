@@ -1,4 +1,4 @@
-"""What a snapshot holds: the model, its optimizer, and how far the run has come. Names are those of the bare model."""
+"""What a snapshot holds: the model, its optimizer, and how far the run has come. Names are those of the model without DDP."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,10 +10,10 @@ from ddp_core.document import refuse_senseless
 from ddp_core.errors import SnapshotError, printable
 from ddp_core.snapshot import DTYPE_NAMED, DTYPES
 
-RATES = ("lr", "initial_lr")  # of an optimizer's group: the schedule sets them
-# torch.optim's names of a state, and ours in a snapshot; other optimizers' states keep torch's.
+RATES = ("lr", "initial_lr")  # in an optimizer's group: not saved, since the schedule sets them
+# torch.optim's names of state tensors, and our names for them in a snapshot. Other names are kept.
 NAMES = {"momentum_buffer": "momentum", "exp_avg": "mean", "exp_avg_sq": "square"}
-OPTIONAL = ("scale", "measured", "stateless", "numbers")  # of Progress: not in a snapshot where there is none
+OPTIONAL = ("scale", "measured", "stateless", "numbers")  # fields of Progress that a snapshot lacks if they are empty
 
 
 @dataclass
@@ -22,12 +22,12 @@ class Progress:
 
     step: int = 0  # optimizer steps done
     loss_sum: float = 0.0  # of the steps done in this epoch
-    history: list[list] = field(default_factory=list)  # one row an epoch: epoch, training loss, then what was evaluated
+    history: list[list] = field(default_factory=list)  # one row an epoch: epoch, training loss, then the evaluation's values
     best: list | None = None  # epoch and held-out loss of best.safetensors
-    scale: list | None = None  # of fp16: the scale, and the steps since it changed
-    measured: list[str] = field(default_factory=list)  # names of a row of history, behind its epoch
+    scale: list | None = None  # fp16's loss scale, and the steps since it changed
+    measured: list[str] = field(default_factory=list)  # names of the values in a row of history, after its epoch
     stateless: list[str] = field(default_factory=list)  # trained parameters that have had no gradient so far
-    numbers: list[dict] = field(default_factory=list)  # of the optimizer: numbers_of(), where they have changed
+    numbers: list[dict] = field(default_factory=list)  # the optimizer's numbers_of() that have changed
 
     def document(self) -> dict:
         known = dict(step=self.step, epochs_run=len(self.history), epoch_loss_sum=self.loss_sum.hex())
@@ -42,14 +42,14 @@ class Progress:
 
 
 class State:
-    """facts: what a snapshot must have in common with the run that resumes it (problem, data), and what it only notes."""
+    """facts: entries that must be equal when a run resumes (problem, data, steps_per_epoch), and others that are only noted."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict):
         self.model, self.optimizer, self.facts, self.progress = model, optimizer, facts, Progress()
         self.begun_with = numbers_of(model, optimizer)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """No `module.`, no trace of DDP or torch.compile."""
+        """All tensors of a snapshot, by names without `module.` or other traces of DDP or torch.compile."""
         return of_model(self.model) | of_optimizer(self.model, self.optimizer)
 
     def document(self) -> dict:
@@ -62,11 +62,11 @@ class State:
         return self.facts | self.progress.document()
 
     def lay_out(self) -> None:
-        """Have the optimizer make its state, for a snapshot to be copied into.
+        """Make the optimizer create its state, into which a snapshot is then copied.
 
-        torch.optim makes it at the first step only: this is one with gradients of zero, or else of one, for some divide by
-        their norm. The parameters are overwritten after. Frozen ones, which the optimizer may have been given too, never have a
-        gradient, and no state.
+        torch.optim creates it at the first step only. So this does a step with gradients of zero, or of one if that fails: some
+        optimizers divide by the norm. The snapshot overwrites the parameters later. Frozen parameters, which the optimizer may
+        also hold, get no gradient and no state.
         """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         try:
@@ -81,7 +81,7 @@ class State:
             parameter.grad = None
 
     def made_later(self, tensors: dict) -> list[tuple[str, str, str, tuple]]:
-        """What a user's own optimizer has made in a snapshot, and not in its first step: state, parameter, kind and shape."""
+        """State that a user's own optimizer created after its first step: (state, parameter, dtype, shape), from a snapshot."""
         mine = self.tensors()
         layouts = [layout({name: all_of[name] for name in all_of if name.startswith("model.")}) for all_of in (tensors, mine)]
         if made_by_torch(self.optimizer) or layouts[0] != layouts[1]:
@@ -94,16 +94,16 @@ class State:
         return [each for each in made if each[2] in DTYPE_NAMED]
 
     def make(self, states: list) -> None:
-        """For a snapshot to be copied into."""
+        """Create the states of made_later(), into which a snapshot is then copied."""
         parameters, of_torch = dict(self.model.named_parameters()), {ours: theirs for theirs, ours in NAMES.items()}
         for key, name, kind, shape in states:
             parameter = parameters[name]
-            alike = tuple(shape) == tuple(parameter.shape)  # then in parts, where it is
+            alike = tuple(shape) == tuple(parameter.shape)  # then sharded as the parameter is
             like = parameter.detach() if alike else torch.empty(shape, device=parameter.device)
             self.optimizer.state[parameter][of_torch.get(key, key)] = torch.zeros_like(like, dtype=DTYPE_NAMED[kind])
 
     def check(self, tensors: dict[str, torch.Tensor], document: dict, path: object) -> Progress:
-        """The progress of a snapshot that fits the model and the laid-out optimizer. Raises SnapshotError."""
+        """The progress in a snapshot. Raises SnapshotError unless it fits the run, the model and the laid-out optimizer."""
         if missing := sorted((self.facts | Progress().document()).keys() - document.keys()):
             raise SnapshotError(f"{path} lacks {', '.join(missing)}: it is no snapshot of a run; pass --fresh")
         refuse_senseless(document, path)
@@ -111,9 +111,9 @@ class State:
         self.forget(progress.stateless)
         theirs, ours = ({name: facts[name] for name in ("data", "steps_per_epoch")} for facts in (document, self.facts))
         then, now = document["problem"], dict(self.facts["problem"])
-        if "epochs" not in then:  # of a core or a file for which they made no difference
+        if "epochs" not in then:  # then epochs made no difference to the losses
             now.pop("epochs", None)
-        # Apart: a flag may be called --data, too.
+        # Compared separately: a flag may be called --data, too.
         differ = differences(then, now) + differences(theirs, ours)
         mine = self.tensors()
         differ = differ or differences(layout(tensors), layout(mine)) or self._unknown(progress.numbers)
@@ -134,7 +134,7 @@ class State:
         return progress
 
     def _unknown(self, numbers: list[dict]) -> list[str]:
-        """Of the optimizer's numbers in a snapshot, those that this optimizer does not keep."""
+        """The optimizer's numbers in a snapshot that this optimizer does not keep."""
         mine = numbers_of(self.model, self.optimizer)
         if numbers and len(numbers) != len(mine):
             return [f"{len(numbers) - 1} groups of the optimizer there, {len(mine) - 1} here"]
@@ -144,13 +144,13 @@ class State:
         return [f"{printable(key)}: no number of this optimizer" for then, now in pairs for key in then.keys() - now.keys()]
 
     def forget(self, stateless: list[str]) -> None:
-        """The optimizer's state of parameters that have had no gradient."""
+        """Remove the optimizer's state of parameters that have had no gradient."""
         for name, parameter in self.model.named_parameters():
             if name in stateless:
                 self.optimizer.state.pop(parameter, None)
 
     def put_numbers(self) -> None:
-        """The optimizer's plain numbers, as the snapshot has them: lay_out() has counted a step."""
+        """Set the optimizer's plain numbers to the snapshot's, since lay_out() has counted a step."""
         *begun, _ = self.begun_with
         *moved, states = self.progress.numbers or [{} for _ in self.begun_with]
         for group, then, now in zip(self.optimizer.param_groups, begun, moved, strict=True):
@@ -160,7 +160,7 @@ class State:
                 self.optimizer.state[parameter].update(states[name])
 
     def restore(self, loaded: tuple[dict[str, torch.Tensor], dict] | None, path: object, peers) -> None:
-        """Rank 0's snapshot, or its new model, to all ranks. Raises SnapshotError on all ranks."""
+        """Collective. Send rank 0's snapshot, or its new model, to all ranks. Raises SnapshotError on all ranks."""
         resuming = peers.broadcast(loaded is not None)
         if resuming:
             self.lay_out()
@@ -173,7 +173,7 @@ class State:
         self.send(loaded[0] if loaded else {}, resuming, peers)
 
     def send(self, tensors: dict[str, torch.Tensor], resuming: bool, peers) -> None:
-        """Collective. The numbers that rank 0 has found, or else those of its new model, to all ranks."""
+        """Collective. Send the numbers of rank 0's snapshot, or else of its new model, to all ranks."""
         for name, tensor in self.tensors().items() if tensors else ():
             tensor.copy_(tensors[name])
         peers.broadcast_tensors(list(self.tensors().values()))
@@ -184,23 +184,23 @@ class State:
 
 
 def dense(tensor: torch.Tensor) -> bool:
-    """Neither sparse nor ragged: torch compares no others."""
+    """Whether a tensor is neither sparse nor ragged: torch cannot compare those."""
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it: its rows, where they are dealt over ranks (sharding.py)."""
+    """This rank's part of a tensor: its rows if the tensor is sharded (sharding.py), else all of it."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Those that a state_dict has. Others may be caches, of another length on each rank."""
+    """The buffers that a state_dict has. Others may be caches, with another length on each rank."""
     saved = model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def of_model(model: nn.Module) -> dict[str, torch.Tensor]:
-    """`model.<name>`: every parameter once (of tied ones, the first name), and the buffers that are saved."""
+    """`model.<name>`: every parameter once (tied ones under the first name), and the buffers that are saved."""
     named = dict(model.named_parameters()) | saved_buffers(model)
     return {f"model.{name}": tensor.detach() for name, tensor in named.items()}
 
@@ -208,8 +208,8 @@ def of_model(model: nn.Module) -> dict[str, torch.Tensor]:
 def averages(model: nn.Module) -> list[nn.Parameter]:
     """Frozen parameters that a forward pass in training may change, such as a moving average of the trained ones.
 
-    Where they are more than twice these there is a backbone, of which a copy would cost too much memory: then those alone
-    that have the shape of a trained one, and counters, if these are no more.
+    If they take more than twice the bytes of the trained ones, they include a backbone, and a copy would cost too much memory.
+    Then only those with the shape of a trained one, and counters, if these stay within the limit; else none.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = [p for p in model.parameters() if not p.requires_grad]
@@ -220,20 +220,20 @@ def averages(model: nn.Module) -> list[nn.Parameter]:
 
 
 class Kept:
-    """A copy of what a forward pass in training changes: the buffers, and averages of the parameters."""
+    """A copy of everything that a forward pass in training may change: buffers, and averages of parameters."""
 
     def __init__(self, model: nn.Module, averaged: bool = True):
         self.model = model
-        # On the CPU: at a resume the optimizer's state has taken the device's memory already.
+        # On the CPU: at a resume the optimizer's state already takes the device's memory.
         self.buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in model.named_buffers() if dense(buffer)}
         self.averages = [(p, p.detach().to("cpu", copy=True)) for p in (averages(model) if averaged else ())]
 
     @torch.no_grad()
     def put_back(self) -> list[str]:
-        """The names of the buffers that were another."""
+        """Restore the copy. Returns the names of the buffers that had changed."""
         for parameter, numbers in self.averages:
             parameter.copy_(numbers)
-        # By name: a forward pass may put another tensor in a buffer's place; a new or a longer one is a cache (of angles, say).
+        # By name: a forward pass may replace a buffer's tensor. A new buffer, or a longer one, is a cache (of angles, say).
         now = {name: b for name, b in self.model.named_buffers() if name in self.buffers}
         pairs = {name: (b, self.buffers[name]) for name, b in now.items() if b.shape == self.buffers[name].shape}
         changed = [name for name, (buffer, numbers) in pairs.items() if not torch.equal(buffer.cpu(), numbers)]
@@ -253,9 +253,9 @@ def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict]:
-    """The plain numbers that an optimizer keeps, such as a count of steps: of each group; and last, by name, of each parameter.
+    """The plain numbers that an optimizer keeps, such as a count of steps: of each group; last, by name, of each parameter.
 
-    torch.optim's own keep tensors only.
+    torch.optim's own optimizers keep only tensors for a parameter.
     """
     numbers = [
         {key: n for key, n in group.items() if isinstance(n, int | float) and key not in RATES}
@@ -270,12 +270,12 @@ def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict]
 
 
 def made_by_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Not a user's own."""
+    """Whether the optimizer is torch's, not a user's own."""
     return type(optimizer).__module__.partition(".")[0] == "torch"
 
 
 def unsaved(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """What an optimizer's state has that is neither tensor nor number of a parameter: no snapshot holds it."""
+    """Names of optimizer state that no snapshot holds: neither a tensor nor a number of a parameter."""
     if made_by_torch(optimizer):
         return []
     if optimizer.state.keys() - {*model.parameters()}:
@@ -291,5 +291,5 @@ def differences(theirs: dict, ours: dict) -> list[str]:
 
 
 def layout(tensors: dict) -> dict[str, str]:
-    """Of tensors, and of those that are still in a file."""
+    """Dtype and shape by name, of tensors in memory or still in a file (Stored)."""
     return {name: f"{DTYPE_NAMED.get(tensor.dtype, tensor.dtype)} {tuple(tensor.shape)}" for name, tensor in tensors.items()}

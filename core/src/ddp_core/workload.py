@@ -1,10 +1,10 @@
-"""Workload: what is trained. One file says it: data, model, loss, metrics, defaults, and flags of its own.
+"""A workload is what is trained: one file with data, model, loss, metrics, default flags, and flags of its own.
 
-    python train.py --workload digits            a built-in one: workloads/*.py, each a template for yours
+    python train.py --workload digits            a built-in workload: workloads/*.py, each a template for yours
     python train.py --workload path/to/mine.py   yours: a file with one class that derives from Workload
 
 A workload never sees ranks. The core decides the order of rows, the seeds of rows and steps, the sums over ranks and
-what a snapshot holds, so that a workload cannot get these wrong.
+the content of a snapshot, so a workload cannot get these wrong.
 """
 
 import ast
@@ -33,9 +33,9 @@ from torch.utils._pytree import tree_map
 
 from ddp_core.errors import Failure, WorkloadError, first_line
 
-MOST_SOURCES = 64  # files that a workload's own may lead to
+MOST_SOURCES = 64  # files that are read when the imports of a workload's file are followed
 BUILT_IN = ("digits", "regression", "mnist", "gpt")
-ROW = "ddp_core reads row "  # before its number, in a note to what was raised while it was read
+ROW = "ddp_core reads row "  # then its number: a note on an exception that was raised while the row was read
 NOT_THE_USER_S = {"site-packages", "dist-packages", "ddp_core"}
 NO_GRADIENT = "some parameters{names} had no gradient in step {step}: set unused_parameters = True in the class"
 NO_SHARDS = (
@@ -43,51 +43,51 @@ NO_SHARDS = (
     "model's forward itself, and a parameter that forward() hands on is to be copied (.clone()); else take another optimizer, "
     "or pass --sharding none"
 )
-# What a class may say.
+# What a workload's class may define.
 YOURS: tuple[str, ...] = ("defaults", "unused_parameters", "flags", "data", "collate", "model", "forward", "loss", "metrics")
 YOURS += ("shards", "optimizer", "schedule")
-CALLED_AGAIN = {"collate", "forward", "loss", "metrics", "schedule"}  # an attribute of that name would be called in its place
+CALLED_AGAIN = {"collate", "forward", "loss", "metrics", "schedule"}  # called often: an attribute of that name would hide it
 
 
 class Workload:
-    """Derive from this; `data`, `model` and `loss` are required. `config` has every flag: config.epochs, config.seed."""
+    """Derive your class from this: `data`, `model` and `loss` are required. `config` has every flag, such as config.epochs."""
 
-    defaults: ClassVar[dict] = {}  # of flags, the core's and its own: dict(epochs=10, global_batch_size=96, lr=0.1)
-    unused_parameters = False  # True: some parameters have no gradient in some steps, and the optimizer leaves them alone
+    defaults: ClassVar[dict] = {}  # of flags, the core's and your own: dict(epochs=10, global_batch_size=96, lr=0.1)
+    unused_parameters = False  # True: some parameters may have no gradient in a step; the optimizer then skips them
 
     name = ""  # the built-in's name, or the file's without .py
     file: Path | None = None
-    config: Any = None  # from data() on, also in forward, loss and metrics: self.config.width
-    staging: Any = None  # of a run, while it reads its data
-    count_steps: Callable[[], int] = staticmethod(lambda: 0)  # the Trainer's
+    config: Any = None  # set before data() is called: forward, loss and metrics can use self.config.width
+    staging: Any = None  # set while data() runs: the node's copies of files (staging.py)
+    count_steps: Callable[[], int] = staticmethod(lambda: 0)  # the Trainer sets it
 
     @property
     def steps_done(self) -> int:
-        """Of the optimizer, in all starts of the run: in forward and loss, for what changes as training goes on."""
+        """Optimizer steps done, over all starts of the run: for a forward or loss that changes during training."""
         return self.count_steps()
 
     def flags(self, add: Callable) -> None:
-        """Own flags: add("--width", type=int, default=64, help="..."), as argparse's add_argument.
+        """Add your own flags: add("--width", type=int, default=64, help="..."), with the arguments of argparse's add_argument.
 
-        A snapshot remembers them and resumes under the same ones; remembered=False is for those, such as a folder's
-        name, that do not change the losses.
+        A snapshot remembers these flags, and a run resumes only with the same values. Pass remembered=False for a flag
+        that does not change the losses, such as a folder's name.
         """
 
     def data(self, config) -> tuple[Any, Any]:
-        """Training and held-out rows (None: no evaluation): tensors, or anything with a length and an index (data.py)."""
+        """Return (training rows, held-out rows): tensors, or objects with length and index (data.py). None: no evaluation."""
         raise NotImplementedError
 
     def once_a_node(self, path: str | Path) -> Path:
-        """In data(): the path of a copy of this file in the memory of the node, which its ranks share (--stage-data).
+        """For data(): copy a file into the node's memory, shared by the node's ranks (--stage-data). Returns the copy's path.
 
-        The copy is there as long as the run, and its path has no ending. A file that is not copied has its own path.
+        The copy lasts as long as the run. Its path has no suffix such as .npy. If no copy is made, `path` is returned.
         """
         return self.staging.once(path) if self.staging else Path(path)
 
     def collate(self, rows: list) -> Any:
-        """Rows that were read one by one to a batch; torch's default_collate unless you say otherwise.
+        """Make a batch from rows that were read one by one. Default: torch's default_collate.
 
-        A batch can be of any form, also of ragged rows: the core counts the rows that it asked for.
+        A batch may have any form, ragged rows too: the core knows how many rows it asked for.
         """
         from torch.utils.data import default_collate
 
@@ -97,41 +97,41 @@ class Workload:
             raise TypeError(f"{error} (rows of other kinds or sizes need a collate() of the class)") from error
 
     def model(self, config) -> nn.Module:
-        """The module, on the CPU. It is built under --seed; all ranks then train with rank 0's numbers."""
+        """Return the module, on the CPU. It is built under --seed; all ranks then get rank 0's parameters and buffers."""
         raise NotImplementedError
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """The model's outputs for a batch. A tuple's first entry is the model's input; a dictionary, all its keywords: write
-        your own forward() where the dictionary holds targets too.
+        """Return the model's outputs for a batch. The model gets a tuple's first entry, or a dictionary's entries as keywords:
+        write your own forward() if the dictionary also holds targets.
 
-        In several ranks `model` has DistributedDataParallel around it, and is to be called itself: it sums the gradients.
+        Call model(...) itself: with several ranks it is a DistributedDataParallel, which sums the gradients over ranks.
         """
         if isinstance(batch, Mapping):
             return model(**batch)
         return model(batch[0]) if isinstance(batch, list | tuple) else model(batch)
 
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor | dict[str, torch.Tensor]:
-        """The sum over the rows of the batch, a scalar; of several losses a dictionary, and their sum is trained.
+        """Return the sum over the rows of the batch, a scalar. For several losses, return a dictionary; their sum is trained.
 
-        The outputs are fp32, also under --precision bf16 and fp16: tensors in tuples, lists, dictionaries and dataclasses.
+        Under --precision bf16 and fp16 the outputs arrive in fp32: tensors in tuples, lists, dictionaries and dataclasses.
 
-        Where a row has many positions (pixels, tokens), its loss is their mean: reduction="sum" divided by their number.
-        Held-out rows come under torch.no_grad(): what a loss differentiates is computed under torch.enable_grad().
+        If a row has many positions (pixels, tokens), its loss is the mean over them: reduction="sum", divided by their number.
+        Held-out rows are evaluated under torch.no_grad(): a loss that differentiates needs torch.enable_grad().
         """
         raise NotImplementedError
 
     def metrics(self, outputs: Any, batch: Any) -> dict:
-        """Name to the sum over the rows of a held-out batch; or to a pair, where the mean is not over rows: (sum, count).
+        """Return {name: sum over the rows of a held-out batch}, or {name: (sum, count)} if the mean is not over rows.
 
-        Where all counts of an evaluation are 0, as of a precision of which no row was predicted, 0.0 is recorded.
+        If all counts of an evaluation are 0, 0.0 is recorded: for example precision, if no row was predicted positive.
         """
         return {}
 
     def shards(self, model: nn.Module) -> list[nn.Module]:
-        """The layers that --sharding gathers one at a time, and that --checkpoint-activations computes twice.
+        """Return the layers that --sharding gathers one at a time, and that --checkpoint-activations computes twice.
 
-        Modules of the model that its forward calls: these are the children of the largest ModuleList, else of the largest
-        Sequential; none of a model that has neither.
+        They must be modules that the model's forward calls. Default: the children of the largest ModuleList, else of the
+        largest Sequential, else none. The largest has the most parameters.
         """
         for kind in (nn.ModuleList, nn.Sequential):
             if lists := [module for module in model.modules() if isinstance(module, kind)]:
@@ -139,21 +139,20 @@ class Workload:
         return []
 
     def optimizer(self, model: nn.Module, config) -> torch.optim.Optimizer:
-        """Any optimizer of torch.optim, also with parameter groups. This one is --optimizer with its flags."""
+        """Return any optimizer of torch.optim, also with parameter groups. Default: --optimizer, with its flags."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         rule = dict(lr=config.lr, weight_decay=config.weight_decay)
         if config.optimizer == "sgd":
-            # torch 2.13's fused SGD has a momentum of uninitialized memory where fp16's scaler skips the first step, and fails
-            # where a parameter has its first gradient later than others.
-            # And rows of a matrix (--sharding) have no fused SGD at all.
+            # torch 2.13's fused SGD reads uninitialized momentum after fp16's scaler skips the first step, fails if a parameter
+            # gets its first gradient later than others, and does not exist for sharded parameters (--sharding).
             fused = config.precision != "fp16" and not self.unused_parameters and config.sharding == "none"
             return torch.optim.SGD(parameters, momentum=config.momentum, fused=fused, **rule)
         return torch.optim.AdamW(parameters, betas=(config.momentum, 0.95), fused=True, **rule)
 
     def schedule(self, step: int, total_steps: int, config) -> float:
-        """What every group's learning rate is multiplied with at this step, counted from 0.
+        """Return the factor on every group's learning rate at this step, counted from 0.
 
-        A function of the step, so that nothing of it need be saved. This one is --warmup-steps, then --lr-schedule:
+        It depends on the step alone, so a snapshot need not save it. Default: --warmup-steps, then --lr-schedule:
         constant, or a cosine that would reach 0 after the last step.
         """
         if step < config.warmup_steps:
@@ -169,14 +168,14 @@ class Workload:
         super().__setattr__(name, value)
 
     def core_sets(self, **values: Any) -> None:
-        """The core's own attributes, which __setattr__ keeps from a class."""
+        """Set the core's own attributes. __setattr__ refuses these names to a workload's class."""
         vars(self).update(values)
 
     def overrides(self, method: str) -> bool:
         return getattr(type(self), method) is not getattr(Workload, method)
 
     def reads(self, name: str) -> bool:
-        """Whether its file, or one that this imports from beside it, takes this from config."""
+        """Whether the workload's file, or a file beside it that it imports, reads config.<name>."""
         nodes: list[ast.AST] = []
         for text in sources_of(self.file) if self.file else ():
             with suppress(SyntaxError, ValueError, RecursionError):
@@ -188,22 +187,22 @@ class Workload:
         return WorkloadError(f"--workload {self.name}: {why}")
 
     def digest(self) -> str:
-        """Of the file and what it imports from beside it: ranks compare it, so that a stale copy on one node is noticed."""
+        """Checksum of the file and of files beside it that it imports. Ranks compare it, to detect a stale copy on one node."""
         return hashlib.sha256(b"".join(sources_of(self.file))).hexdigest()[:12] if self.file else ""
 
 
-# Its config a class may keep by itself, also where no run has set it.
+# A class may set self.config by itself, also outside a run.
 OURS = {name for name in vars(Workload) if not name.startswith("_")} - {*YOURS, "config"}
 
 
 def sources_of(file: Path) -> Iterator[bytes]:
-    """Of a workload's file, and of those in its folder that it imports, by themselves or by each other; not all, of a folder of
-    installed packages.
+    """The bytes of a workload's file, and of files that it imports from its folder, directly or through each other. At most
+    MOST_SOURCES files: the folder may be full of installed packages.
     """
     sources = [file]
-    for source in itertools.islice(sources, MOST_SOURCES):  # it grows meanwhile
+    for source in itertools.islice(sources, MOST_SOURCES):  # the loop extends it
         yield (text := source.read_bytes())
-        with suppress(SyntaxError, ValueError, RecursionError):  # of one that is not imported yet
+        with suppress(SyntaxError, ValueError, RecursionError):  # a file with errors is reported when it is imported
             for name in _imported(ast.parse(text)):
                 paths = [folder / name.replace(".", "/") for folder in (file.parent, source.parent)]
                 beside = [path for one in paths for path in (one.with_name(f"{one.name}.py"), one / "__init__.py")]
@@ -212,7 +211,7 @@ def sources_of(file: Path) -> Iterator[bytes]:
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    """Names of modules, and of packages that these are in."""
+    """Names of the imported modules, and of the packages that contain them."""
     names: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -224,10 +223,10 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def outputs_of(workload: Workload, model: nn.Module, batch: Any) -> Any:
-    """forward(), whose outputs are fp32 where autocast has left bf16 or fp16.
+    """The outputs of forward(). Tensors that autocast left in bf16 or fp16 are converted to fp32.
 
-    Under CUDA's autocast cross_entropy has its input's precision (on the CPU fp32), so bf16 would round the loss of each row to
-    8 bits: on an H100 the first loss of digits was off by 3e-4, ten times what bf16 products did (torch 2.11).
+    Under CUDA's autocast, cross_entropy computes in its input's precision (on the CPU in fp32). bf16 would round each row's
+    loss to 8 bits: on an H100 the first loss of digits was off by 3e-4, ten times the error of bf16 products (torch 2.11).
     """
     return tree_map(_in_fp32, workload.forward(model, batch))
 
@@ -240,7 +239,7 @@ def _in_fp32(leaf: Any) -> Any:
 
 
 def with_fields(instance: Any, convert: Callable) -> Any:
-    """A copy of a dataclass's instance, a frozen one's too, with every field converted."""
+    """A copy of a dataclass instance, also of a frozen one, with convert() applied to every field."""
     made = copy.copy(instance)
     for field in fields(instance):
         object.__setattr__(made, field.name, convert(getattr(instance, field.name)))
@@ -248,7 +247,7 @@ def with_fields(instance: Any, convert: Callable) -> Any:
 
 
 def parts_of(loss: Any, names: tuple[str, ...], workload: Workload) -> list[torch.Tensor]:
-    """The loss to train on, a scalar, and behind it its parts in the order of `names`; of one loss it alone."""
+    """The loss to train on, a scalar; for several losses, then each part in the order of `names`. Raises WorkloadError."""
     if (isinstance(loss, Mapping) and {*loss} != {*names}) or (names and not isinstance(loss, Mapping)):
         now, before = [*loss] if isinstance(loss, Mapping) else "one", [*names] or "one"
         raise workload.unusable(f"loss() gave {now}, and {before} before: give a part that a batch has not as 0")
@@ -264,19 +263,19 @@ def parts_of(loss: Any, names: tuple[str, ...], workload: Workload) -> list[torc
 
 
 def refuse_unused(workload: Workload, model: nn.Module, step: int) -> None:
-    """Of a step, which has given some parameters no gradient: one that the model freezes meanwhile is another matter."""
+    """Raises WorkloadError if a parameter has no gradient after this step. One that the model has frozen does not count."""
     if unused := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
         raise workload.unusable(NO_GRADIENT.format(step=step, names=f" ({', '.join(unused[:6])})"))
 
 
 def refuse_other_names(workload: Workload, metrics: Mapping, before: Iterable[str]) -> None:
-    """Of metrics, which have the same names in every batch. Raises WorkloadError."""
+    """Raises WorkloadError if a batch has other metrics than the batches before."""
     if metrics.keys() != {*before}:
         raise workload.unusable(f"metrics() gave {[*metrics]}, and {[*before]} before: give what a batch has not as (0, 0)")
 
 
 def factor_of(workload: Workload, step: int, total_steps: int) -> float:
-    """What the schedule multiplies the learning rate with. Raises WorkloadError."""
+    """The schedule's factor on the learning rate, finite and not negative. Raises WorkloadError."""
     factor = workload.schedule(step, total_steps, workload.config)
     if not hasattr(factor, "__float__") or not 0 <= (factor := float(factor)) < math.inf:
         raise workload.unusable(
@@ -303,7 +302,7 @@ def find(what: str | type[Workload]) -> Workload:
         raise WorkloadError(
             f"--workload {what} is no file of Python on {os.uname().nodename}, nor one of {', '.join(BUILT_IN)}"
         )
-    file = path.resolve()  # now: it may change the folder
+    file = path.resolve()  # before loading: its code may change the working directory
     return _made(_only_class(_load(path), what), path.stem, file)
 
 
@@ -329,8 +328,8 @@ def _made(kind: type[Workload], name: str, file: Path | None) -> Workload:
 
 
 def _refuse_misspelled(kind: type[Workload], name: str) -> None:
-    """What is called almost as one of Workload's, and would be asked for by nobody: no metrics, another schedule. And what has
-    the name of something of the core's.
+    """Raises WorkloadError for a name that is almost one of Workload's: the core would not call it, and would train without
+    those metrics or that schedule. Also for a name that the core itself uses.
     """
     own = vars(kind)
     for taken in OURS & own.keys():
@@ -345,16 +344,16 @@ def _refuse_misspelled(kind: type[Workload], name: str) -> None:
 
 
 def _load(path: Path):
-    """The file as a module. Files beside it can be imported, too: by its workers as well, for they get sys.path."""
+    """The file as a module. It can import files beside it. So can its worker processes, which inherit sys.path."""
     name, folder = path.stem, str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
     loaded = sys.modules.get(name)
     other = loaded is not None and Path(getattr(loaded, "__file__", None) or "-").resolve() != path.resolve()
     if other or name in sys.stdlib_module_names:
-        name = f"workload_{name}"  # a module of that name is in use, or will be: statistics.py, say
+        name = f"workload_{name}"  # another module has that name, or will have it: statistics, say
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader, path  # find() takes no other file than Python's
+    assert spec and spec.loader, path  # find() accepts .py files only
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -378,7 +377,7 @@ def _only_class(module, what: str) -> type[Workload]:
 
 @contextmanager
 def blaming(workload: Workload, what: str) -> Iterator[None]:
-    """Around what a workload's file does, or what is done with it: see blame()."""
+    """Context for calls into a workload's file, and for work on its results: blame() makes one line of an exception."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -387,7 +386,7 @@ def blaming(workload: Workload, what: str) -> Iterator[None]:
 
 
 def _called_wrongly(workload: Workload, error: BaseException) -> str:
-    """A method that does not take what the core gives it, and its line: no line of the file is run then."""
+    """'loss(), line 12,' if a method does not accept the core's arguments: then the traceback has no line of the file."""
     if line_in(error, workload.file):
         return ""
     name = (re.findall(rf"^{re.escape(type(workload).__qualname__)}\.(\w+)\(\) (?:takes|missing|got)", str(error)) or [""])[0]
@@ -396,7 +395,7 @@ def _called_wrongly(workload: Workload, error: BaseException) -> str:
 
 
 def blame(error: BaseException, file: Path | None, when: str) -> BaseException:
-    """One line for an exception that the workload's file has raised, or that was raised on its behalf; also for sys.exit()."""
+    """A one-line WorkloadError for an error or sys.exit() of the workload's file. Failures and lack of memory are unchanged."""
     from ddp_core.process_group import Peers
 
     between_ranks = torch.distributed.is_initialized() and isinstance(error, RuntimeError) and Peers.is_lost(error)
@@ -405,10 +404,10 @@ def blame(error: BaseException, file: Path | None, when: str) -> BaseException:
     place = line_in(error, file)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(ROW)]
-    if [line[-1:] for line in lines[:1]] == [":"]:  # what is wrong comes after it
+    if [line[-1:] for line in lines[:1]] == [":"]:  # the reason is on the next line
         lines[:2] = [" ".join(lines[:2])]
     text = f"{type(error).__name__}: {lines[0][:240]}" if lines else type(error).__name__
-    if lines and lines[0].startswith("Caught "):  # in a worker: its own traceback follows, and ends with the error
+    if lines and lines[0].startswith("Caught "):  # from a worker: its traceback follows, and the last line is the error
         text = lines[-1][:240]
     if "'DistributedDataParallel' object has no attribute" in text:
         text += "; in several ranks model is DDP's: call model(...) itself, and move the rest into the model's own forward"
@@ -420,48 +419,48 @@ def blame(error: BaseException, file: Path | None, when: str) -> BaseException:
 
 
 def _calls_backward(error: BaseException, file: Path | None) -> bool:
-    """Of a tensor, and by a line of this file."""
+    """Whether a line of this file called backward() of a tensor."""
     frames = [(Path(frame.filename).resolve(), frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     calls = [(below.name, name) for (place, _), (below, name) in itertools.pairwise(frames) if place == file]
     return ("_tensor.py", "backward") in calls
 
 
 def raised_by(error: BaseException, file: Path | None) -> bool:
-    """Whether a `raise` of this file made the error, whatever its words are like."""
+    """Whether a `raise` in this file made the error, whatever its message says."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     return any(Path(frame.filename).resolve() == file and (frame.line or "").startswith("raise") for frame in last)
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Of a device, or of the host, for which torch's allocator raises a plain RuntimeError."""
+    """Whether a device or the host ran out of memory. For the host, torch's allocator raises a plain RuntimeError."""
     host = "DefaultCPUAllocator" in str(error) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     return host or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def unknown_to_shards(error: BaseException) -> str:
-    """Of an operation of torch that has no form for tensors whose rows are dealt over ranks; empty of all others."""
+    """The error's first line, if torch cannot do an operation on sharded tensors (--sharding); else empty."""
     words = ("DTensor", "sharding strategy", "Sharding propagation", "setStorage: sizes")
     return first_line(error) if any(word in str(error) for word in words) else ""
 
 
 def row_of(error: BaseException) -> str:
-    """The row that could not be read (SeededRows); from a worker the traceback comes as text."""
+    """The number of the row that could not be read (SeededRows), or empty. A worker's error holds its traceback as text."""
     notes = "\n".join([*getattr(error, "__notes__", []), str(error)])
     return (re.findall(rf"(?m)^{ROW}(\d+)$", notes) or [""])[-1]
 
 
 def line_in(error: BaseException, file: Path | None) -> str:
-    """The deepest line of the file that the error came through, 'line 12 (loss)', or of a module beside it, 'data.py, line 9
-    (read)'; empty where there is none.
+    """The innermost line of the traceback that is in the file, 'line 12 (loss)', or in a module beside it, 'data.py, line 9
+    (read)'; else empty.
     """
     if file is None:
         return ""
     frames = [(frame.filename, str(frame.lineno), frame.name) for frame in traceback.extract_tb(error.__traceback__)]
-    # From a worker the traceback comes as text.
+    # A worker's error holds its traceback as text.
     frames += re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(error))
     for name, line, function in reversed(frames):
         path = Path(name).resolve()
-        others = not NOT_THE_USER_S.isdisjoint(path.parts) or "/lib/python3" in str(path)  # an environment lies beside it, too
+        others = not NOT_THE_USER_S.isdisjoint(path.parts) or "/lib/python3" in str(path)  # an environment may be beside it
         if path == file or (file.parent in path.parents and not others):
             return f"{'' if path == file else f'{path.name}, '}line {line} ({function})"
     return ""
@@ -472,9 +471,9 @@ def line_in(error: BaseException, file: Path | None) -> str:
 
 @torch.no_grad()
 def initial_parameters(model: nn.Module, seed: int) -> nn.Module:
-    """Matrices uniform in +-1/sqrt(fan_in), gains 1, biases 0: from integers, the same numbers on every machine.
+    """Set matrices uniform in +-1/sqrt(fan_in), gains to 1, biases to 0, in place. The numbers are the same on every machine.
 
-    torch's own generators give other numbers on other instruction sets.
+    They are drawn from integers, because torch's own generators give other numbers on another instruction set.
     """
     from ddp_core.order import uniform
 
@@ -484,5 +483,5 @@ def initial_parameters(model: nn.Module, seed: int) -> nn.Module:
         else:
             bound = 1 / math.sqrt(parameter[0].numel())
             values = uniform(parameter.numel(), 3, seed, zlib.crc32(name.encode()))
-            parameter.copy_(((2 * values - 1) * bound).float().view(parameter.shape))  # fp32, also in an fp64 run
+            parameter.copy_(((2 * values - 1) * bound).float().view(parameter.shape))  # an fp64 run begins with fp32 numbers
     return model

@@ -1,1 +1,1 @@
-"""The built-in workloads: four files, each a template for one's own. They use nothing that another file cannot use."""
+"""The built-in workloads: four files, each a template for your own. They use nothing that your file cannot use."""

@@ -1,4 +1,4 @@
-"""digits: an MLP on 1,797 handwritten digits. Real data that comes with the package; the reference of conformance.
+"""digits: an MLP on 1,797 handwritten digits. Real data, part of the package; conformance checks sites with it.
 
 python train.py --workload digits
 """
@@ -15,11 +15,11 @@ from ddp_core import Workload
 from ddp_core.data import Rows, split
 from ddp_core.workload import initial_parameters
 
-FILE = Path(__file__).with_name("digits.csv.gz")  # digits.md has its source
+FILE = Path(__file__).with_name("digits.csv.gz")  # digits.md names its source
 
 
 class Digits(Workload):
-    # A global batch of 96 rows divides by 1, 2, 4, 8, 12, 16, 24, 32, 48 and 96 ranks.
+    # A global batch of 96 rows can be split evenly over 1, 2, 4, 8, 12, 16, 24, 32, 48 and 96 ranks.
     defaults = dict(epochs=10, global_batch_size=96, optimizer="sgd", lr=0.1, momentum=0.9)
 
     def data(self, config):
@@ -31,7 +31,7 @@ class Digits(Workload):
         return split(Rows(table[:, :64].float() / 4, table[:, 64].long(), fingerprint=fingerprint))
 
     def model(self, config):
-        # tanh, not ReLU: losses that are compared must not jump at a kink.
+        # tanh, not ReLU: at ReLU's kink a rounding error becomes a jump in the losses, which conformance compares.
         net = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 10))
         return initial_parameters(net, config.seed)
 

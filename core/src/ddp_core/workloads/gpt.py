@@ -1,4 +1,4 @@
-"""gpt: a decoder-only transformer over bytes, on any text, also one that is larger than memory.
+"""gpt: a decoder-only transformer over bytes, trained on any text, also on text that is larger than memory.
 
 python train.py --workload gpt --model-size tiny [--data-dir DIR]
 """
@@ -14,8 +14,8 @@ from ddp_core import Workload
 from ddp_core.data import Bytes, split
 from ddp_core.workload import initial_parameters
 
-CONTEXT = {"tiny": 64, "small": 256, "medium": 512, "large": 1024, "xl": 1024}  # bytes of text in one row
-# 0.1, 11, 86, 304 and 1,478 M parameters: those of GPT-2, but for its vocabulary.
+CONTEXT = {"tiny": 64, "small": 256, "medium": 512, "large": 1024, "xl": 1024}  # input bytes of one row
+# 0.1, 11, 86, 304 and 1,478 M parameters. The last three have the layers of GPT-2 small, medium and XL, but 256 tokens.
 LAYERS_HEADS_WIDTH = {"tiny": (2, 2, 64), "small": (6, 6, 384), "medium": (12, 12, 768)}
 LAYERS_HEADS_WIDTH |= {"large": (24, 16, 1024), "xl": (48, 25, 1600)}
 
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """[batch, length] bytes to [batch, length, 256] logits of the byte that follows each."""
+    """Maps [batch, length] bytes to [batch, length, 256] logits of the next byte."""
 
     def __init__(self, layers: int, heads: int, width: int, context: int):
         super().__init__()
@@ -65,7 +65,7 @@ class Gpt(Workload):
         add("--data-dir", default="", metavar="DIR", remembered=False, help="text files (default: Python's standard library)")
 
     def data(self, config):
-        """Rows of CONTEXT + 1 bytes of the files, one behind the other; every fifth row is held out."""
+        """The files joined, and cut into rows of CONTEXT + 1 bytes; every fifth row is held out."""
         library = Path(sysconfig.get_path("stdlib"))
         below = Path(config.data_dir).rglob("*") if config.data_dir else library.glob("*.py")
         files = sorted(path for path in below if path.is_file() and not path.name.startswith("."))
@@ -79,7 +79,7 @@ class Gpt(Workload):
         return model(batch[:, :-1])
 
     def loss(self, outputs, batch):
-        """Of a row: the mean over its positions, in nats."""
+        """The loss of a row is the mean over its positions, in nats."""
         return F.cross_entropy(outputs.flatten(0, 1), batch[:, 1:].flatten().long(), reduction="sum") / outputs.shape[1]
 
     def metrics(self, outputs, batch):

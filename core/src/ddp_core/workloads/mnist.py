@@ -1,4 +1,4 @@
-"""mnist: a small CNN on the 70,000 digits of MNIST. Never downloads: its errors say how to fetch the files.
+"""mnist: a small CNN on the 70,000 digits of MNIST. It never downloads; its errors say how to fetch the files.
 
 python train.py --workload mnist --data-dir DIR
 """
@@ -21,7 +21,7 @@ from ddp_core.errors import PreflightError, UsageError
 from ddp_core.workload import initial_parameters
 
 ADDRESS = "https://ossci-datasets.s3.amazonaws.com/mnist"
-MEAN, DEVIATION = 0.1307, 0.3081  # of all pixels of the training images, as PyTorch's own example has them
+MEAN, DEVIATION = 0.1307, 0.3081  # over all training pixels, scaled to 0..1; the values of PyTorch's own example
 
 
 class Mnist(Workload):
@@ -32,7 +32,7 @@ class Mnist(Workload):
         add("--channels-last", action="store_true", remembered=False, help="convolutions in NHWC memory order")
 
     def data(self, config):
-        """60,000 training images of 28x28, and MNIST's own 10,000 held-out ones. They stay bytes until they are in a batch."""
+        """60,000 training images of 28x28, and MNIST's own 10,000 held-out ones. They are bytes until forward() scales them."""
         if not config.data_dir:
             raise UsageError("--workload mnist needs --data-dir: the folder of the IDX files. " + how_to_fetch("DIR"))
         digest, place = hashlib.sha256(), (self.once_a_node, config.data_dir)
@@ -47,7 +47,7 @@ class Mnist(Workload):
         return Rows(*train, fingerprint=fingerprint), Rows(*held_out, fingerprint=fingerprint)
 
     def model(self, config):
-        # GELU and average pooling: with ReLU and max pooling, rounding of 1e-7 grows to 6 % of the loss in 400 steps.
+        # GELU and average pooling: with ReLU and max pooling, a rounding error of 1e-7 grows to 6 % of the loss in 400 steps.
         net = nn.Sequential(
             *(nn.Conv2d(1, 32, 3), nn.GELU(), nn.AvgPool2d(2), nn.Conv2d(32, 64, 3), nn.GELU(), nn.AvgPool2d(2)),
             *(nn.Flatten(), nn.Linear(1600, 128), nn.GELU(), nn.Linear(128, 10)),
@@ -67,7 +67,7 @@ class Mnist(Workload):
 
 
 def idx(once_a_node: Callable, folder: str, name: str, dimensions: int, digest) -> torch.Tensor:
-    """An IDX file as a uint8 tensor: magic number 0x0000080d, d big-endian sizes, the bytes."""
+    """An IDX file (magic number 0x0000080d, d big-endian sizes, the bytes) as a uint8 tensor. Raises PreflightError."""
     files = sorted(path for ending in ("", ".gz") for path in Path(folder).rglob(f"{name}-ubyte{ending}"))
     if not files:
         raise PreflightError(f"--data-dir {folder} has no {name}-ubyte[.gz]. {how_to_fetch(folder)}")
