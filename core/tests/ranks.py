@@ -172,7 +172,7 @@ def as_rank(
     from ddp_core import process_group, rendezvous, run_directory
 
     # These ranks are on one machine: more would be waiting for nobody.
-    process_group.ROLL_CALL = rendezvous.TELLING = run_directory.LAG = 1.0
+    process_group.ROLL_CALL = rendezvous.REPORT_SECONDS = run_directory.LAG = 1.0
     if fault:
         fault()
     given = {name: _named(text) for name, text in dict(workload=workload, reduction=reduction).items() if text}

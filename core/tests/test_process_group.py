@@ -438,4 +438,4 @@ def test_as_many_ranks_as_the_kernel_allows_may_call_rank_0_at_once(monkeypatch)
 
 def test_how_long_ranks_wait_for_each_other():
     """Those of these tests are on one machine, and wait less (ranks.py)."""
-    assert (process_group.ROLL_CALL, rendezvous.TELLING, rendezvous.GRACE, run_directory.LAG) == (5.0, 10.0, 2.0, 10.0)
+    assert (process_group.ROLL_CALL, rendezvous.REPORT_SECONDS, rendezvous.GRACE, run_directory.LAG) == (5.0, 10.0, 2.0, 10.0)

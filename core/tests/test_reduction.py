@@ -220,6 +220,6 @@ def test_a_sum_is_timed_in_little_memory(monkeypatch):
 def test_a_sharded_sum_is_timed_by_a_rank_s_share(monkeypatch):
     """And counts for all shares, half as much again."""
     sharded = object.__new__(Sharded)
-    sharded.split_over = 4
+    sharded.ranks_per_replica = 4
     monkeypatch.setattr(Reduction, "seconds_of_a_sum", lambda sharded, share: {0.125: 2.0}[share])
     assert sharded.seconds_of_a_sum(0.5) == 1.5 * 4 * 2.0

@@ -538,6 +538,8 @@ def test_what_is_offloaded_is_gathered_on_the_device_where_its_backend_reaches(m
 def test_the_norm_of_offloaded_gradients_is_summed_on_the_device(monkeypatch):
     places = []
     monkeypatch.setattr(sharding.dist, "all_reduce", lambda square, group: places.append((square.device.type, square.dtype)))
-    reduction = SimpleNamespace(device=torch.device("meta"), peers=SimpleNamespace(data=None), world_size=2, split_over=2)
+    reduction = SimpleNamespace(
+        device=torch.device("meta"), peers=SimpleNamespace(data=None), world_size=2, ranks_per_replica=2
+    )
     sharding.Sharded.norm(reduction, torch.ones(()))
     assert places == [("meta", torch.float64)]

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ddp_core.errors import Failure
 from ddp_core.loading import SeededRows, WithGenerators, collated, kill_children, loaded, some
-from ddp_core.order import drawn_so_far, seeded_anew
+from ddp_core.order import generator_positions, seeded_anew
 from ddp_core.workload import Workload, blame, row_of, with_fields
 
 SMALL = 2**28  # bytes: smaller data of another precision are converted once, not batch by batch
@@ -75,9 +75,9 @@ class Batches:
                 batches, drawn = [], False
                 for draw, group in itertools.product(range(draws), groups):
                     seeds.seed_generators(draw, rows[group[-1]])  # the last row seeds what collate() draws, as in training
-                    numbers, before = [rows[place] for place in group], drawn_so_far()
+                    numbers, before = [rows[place] for place in group], generator_positions()
                     batches.append(collated(self.workload.collate, [read[place] for place in group], numbers))
-                    drawn = drawn or drawn_so_far() != before
+                    drawn = drawn or generator_positions() != before
                 return batches, drawn, len({*rows}) > 1 and seeded_anew(*drawn_in[:2])
 
             batches, *facts = some(WithGenerators(self.rows), self.config, [(0, row) for row in rows], made)

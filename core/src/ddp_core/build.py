@@ -8,7 +8,7 @@ from torch import nn
 
 from ddp_core.batches import Batches
 from ddp_core.order import seed_everything
-from ddp_core.probe import Seen, probe
+from ddp_core.probe import ProbeResult, probe
 from ddp_core.process_group import Peers
 from ddp_core.snapshot import refuse_unknown_dtypes
 from ddp_core.state import dense, of_model
@@ -17,7 +17,7 @@ from ddp_core.workload import Workload, blaming
 
 def build_model_and_optimizer(
     rows: Batches, peers: Peers, autocast: Callable, sharding: Any
-) -> tuple[nn.Module, torch.optim.Optimizer, Seen]:
+) -> tuple[nn.Module, torch.optim.Optimizer, ProbeResult]:
     """Collective under --sharding. rows: training rows, of which two are tried (probe.py). sharding: sharding.py, if it is
     needed. Raises WorkloadError.
     """
@@ -38,17 +38,17 @@ def build_model_and_optimizer(
             if config.checkpoint_activations:
                 sharding.checkpoint(sharding.chosen(workload, model))
         notes = notes + notes_on_modes(model)
-        seen = probe(model, rows, autocast, agreed)
+        probed = probe(model, rows, autocast, agreed)
         if config.checkpoint_activations:
-            sharding.refuse_to_compute_again(workload, model, seen)
+            sharding.refuse_to_compute_again(workload, model, probed)
         with blaming(workload, "optimizer()"):
             optimizer = workload.optimizer(model, config)
-        seen.notes.extend([*notes, *check_optimizer(optimizer, model, workload, config)])
-        seen.notes.extend(notes_on_hooks(model) if not config.shards else [])
+        probed.notes.extend([*notes, *check_optimizer(optimizer, model, workload, config)])
+        probed.notes.extend(notes_on_hooks(model) if not config.shards else [])
     # The rate that the schedule multiplies; torch.optim's own schedulers use the same name.
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
-    return model, optimizer, seen
+    return model, optimizer, probed
 
 
 def in_precision(model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> nn.Module:

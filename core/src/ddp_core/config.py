@@ -90,7 +90,7 @@ class TrainConfig:
 
     def facts(self) -> dict:
         """All choices as numbers and texts, for the start record and for the ranks to compare."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in NO_CHOICES}
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in NOT_FLAGS}
         for name, value in self.own.items():
             plain[name] = _comparable(value) if isinstance(value, str | int | float | None) else _in_words(value)
         return plain
@@ -128,11 +128,11 @@ def _refuse_unknown_kinds(own: dict, workload) -> None:
 REMEMBERED: tuple[str, ...] = ("workload", "steps_per_epoch", "global_batch_size", "optimizer", "lr", "momentum")
 REMEMBERED += ("weight_decay", "lr_schedule", "warmup_steps", "clip_norm", "row_seeds", "precision", "seed")
 
-NO_CHOICES = ("own", "remembered", "passed")  # fields of TrainConfig that are not flags
+NOT_FLAGS = ("own", "remembered", "passed")  # fields of TrainConfig that are not flags
 OF_THE_OPTIMIZER = ("optimizer", "momentum", "weight_decay")  # no effect if a workload's optimizer() does not read them
 
 # Flags for which a workload cannot set a default: find_run.py must find the run from the command line alone.
-OF_THE_JOB = ("help", "workload", "run_dir", "new_run_dir", "fresh")
+COMMAND_LINE_ONLY = ("help", "workload", "run_dir", "new_run_dir", "fresh")
 
 
 def choose(argv: list[str], default: str | type = "digits"):
@@ -428,7 +428,7 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     except Exception as error:
         raise workload.unusable(f"its flags() failed: {type(error).__name__}: {error}") from error
     own = [*dict.fromkeys(action.dest for action in parser._actions if action.dest not in before)]
-    if taken := [name for name in own if hasattr(TrainConfig, name) or name in NO_CHOICES]:
+    if taken := [name for name in own if hasattr(TrainConfig, name) or name in NOT_FLAGS]:
         raise workload.unusable(f"its flag --{taken[0]} has a name that config has: give it another")
     return parser, own, forgotten
 
@@ -436,7 +436,7 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
 def _fitting(workload, action: argparse.Action):
     """The workload's default for this flag. Raises WorkloadError if the flag would refuse it."""
     value, why = workload.defaults[action.dest], ""
-    if action.dest in OF_THE_JOB:
+    if action.dest in COMMAND_LINE_ONLY:
         why = f"--{action.dest.replace('_', '-')} is for the command line alone"
     elif action.choices and value not in action.choices:
         why = f"should be {' or '.join(action.choices)}"

@@ -48,9 +48,9 @@ class Evaluation:
         Raises NonFiniteError on all ranks.
         """
         trainer = self.trainer
-        workload, config, peers, seen = trainer.workload, trainer.config, trainer.peers, trainer.seen
+        workload, config, peers, probed = trainer.workload, trainer.config, trainer.peers, trainer.probed
         trainer.model.eval()
-        names = ["loss", *(f"loss_{part}" for part in seen.losses), *seen.metrics]
+        names = ["loss", *(f"loss_{part}" for part in probed.losses), *probed.metrics]
         # The ranks exchange sums with their counts, since a mean of means would be wrong.
         totals = torch.zeros(config.accumulate, 2 * len(names) + 1, dtype=torch.float64, device=trainer.device)
         places = [(number, place) for number, most in enumerate(self.most) for place in range(most)]
@@ -73,15 +73,15 @@ class Evaluation:
                 continue
             batch = next(self.batches)
             part = peers.rank + peers.world_size * number
-            seed_generators(trainer.device, EVALUATION, config.seed, part, place, others=seen.others)
+            seed_generators(trainer.device, EVALUATION, config.seed, part, place, others=probed.others)
             with trainer.autocast():
                 outputs = outputs_of(workload, trainer.model, batch)
                 loss, metrics = workload.loss(outputs, batch), workload.metrics(outputs, batch)
-            refuse_other_names(workload, metrics, seen.metrics)
+            refuse_other_names(workload, metrics, probed.metrics)
             refuse_unlike_sums(workload, metrics)
             if place < self.counted[number]:
-                losses, rows = parts_of(loss, seen.losses, workload), len(self.shards[number][place])
-                totals[number] += _sums(losses, [metrics[name] for name in seen.metrics], rows).to(trainer.device)
+                losses, rows = parts_of(loss, probed.losses, workload), len(self.shards[number][place])
+                totals[number] += _sums(losses, [metrics[name] for name in probed.metrics], rows).to(trainer.device)
         sums, counts, count = peers.reduce(tree_sum(totals).cpu())[0].split([len(names), len(names), 1])
         assert int(count) == len(trainer.held_out), (count, len(trainer.held_out))
         means = [total / (own or count.item()) for total, own in zip(sums.tolist(), counts.tolist(), strict=True)]

@@ -23,7 +23,7 @@ from ddp_core.errors import SnapshotError, printable
 PIECE = 2**24  # bytes
 MOST_HEADER = 2**25  # bytes, for 300,000 epochs and a thousand tensors; reading a header takes 30 times its size in memory
 BYTES = dict(F64=8, F32=4, F16=2, BF16=2, BOOL=1, I64=8, I32=4, I16=2, I8=1, U8=1)  # bytes of one number
-LIKE_OURS = re.compile(r"\w+-\d+-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors")
+SET_FILE = re.compile(r"\w+-\d+-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors")
 
 
 def as_json(value: dict) -> bytes:
@@ -73,7 +73,7 @@ def sweep(folder: Path) -> None:
 
 
 def of_sets(folder: Path) -> list[Path]:
-    return [file for file in folder.glob("*.safetensors") if LIKE_OURS.fullmatch(file.name)]
+    return [file for file in folder.glob("*.safetensors") if SET_FILE.fullmatch(file.name)]
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from ddp_core.errors import PeerLostError, PreflightError, first_line
-from ddp_core.order import AUGMENTATION, drawn_so_far, seed_others, stream, word
+from ddp_core.order import AUGMENTATION, generator_positions, seed_others, stream, word
 from ddp_core.stop import StopFlag
 from ddp_core.workload import ROW, Workload
 
@@ -131,7 +131,7 @@ class WithGenerators(_Wrapped):
     """Rows, each with the states of all random generators after it was read."""
 
     def __getitem__(self, row: int) -> tuple[Any, tuple]:
-        return self.rows[row], drawn_so_far()
+        return self.rows[row], generator_positions()
 
 
 class SeededRows(_Wrapped):

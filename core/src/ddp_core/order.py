@@ -158,19 +158,19 @@ def drawing_alike(device: torch.device, rank: int, *labels: int) -> Iterator[Non
     seed_generators(device, *labels, rank + 1, others=True)
 
 
-def drawn_so_far() -> tuple:
+def generator_positions() -> tuple:
     """The states of all generators: torch's on the CPU, Python's, NumPy's."""
-    return torch.get_rng_state().tolist(), *drawn_by_others()
+    return torch.get_rng_state().tolist(), *positions_of_others()
 
 
-def drawn_by_others() -> tuple:
+def positions_of_others() -> tuple:
     """The states of Python's and NumPy's generators: another value, once anything was drawn from them."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), numpy and [str(part) for part in numpy.random.get_state()]
 
 
 def seeded_anew(one: tuple, other: tuple) -> bool:
-    """Whether a generator has the same state in two results of drawn_so_far() after different seeds: it was seeded again."""
+    """Whether a generator has the same state in both results of generator_positions(), which follow different seeds."""
     return any(state is not None and state == again for state, again in zip(one, other, strict=True))
 
 

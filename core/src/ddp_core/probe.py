@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ddp_core.batches import SMALL, Batches, converted
 from ddp_core.config import refuse_other_default_device
 from ddp_core.errors import WorkloadError
-from ddp_core.order import DROPOUT, drawn_by_others, drawn_so_far, seed_generators, seeded_anew
+from ddp_core.order import DROPOUT, generator_positions, positions_of_others, seed_generators, seeded_anew
 from ddp_core.replicas import checksum
 from ddp_core.snapshot import memory
 from ddp_core.state import Kept, dense, saved_buffers
@@ -111,7 +111,7 @@ BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProbeResult:
     """What the trial found. losses: the names of several losses, () for one loss."""
 
     losses: tuple[str, ...]
@@ -122,7 +122,7 @@ class Seen:
     notes: list[str]  # which of the usual promises this workload breaks
 
 
-def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> Seen:
+def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> ProbeResult:
     """Raises WorkloadError for a loss that is no scalar or a mean, a parameter without a gradient, rows that do not collate.
 
     agreed: returns rank 0's value of a condition that may differ between ranks, if a forward pass is collective (--sharding).
@@ -154,7 +154,7 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> See
     notes = [ROUNDED.format(names=", ".join(batches.rounded[:6]))] if batches.rounded else []
     notes += notes_on_buffers(model, changed) + notes_on_written(model, trained) + trial.notes + random
     notes += notes_on_uncalled(workload)
-    return Seen(losses, metrics, changed, trial.rows, others, notes)
+    return ProbeResult(losses, metrics, changed, trial.rows, others, notes)
 
 
 class _Trial:
@@ -332,14 +332,15 @@ class _Trial:
             return self.total(self.rows, seed, others).nan_to_num().item()
 
         first, kept, plain = loss(0), kept_by(self.workload, self.model), kept_in(self.model)
-        before = drawn_so_far()
+        before = generator_positions()
         second = loss(0)
-        drawn = drawn_by_others() != before[1:]  # even if the loss is the same: perhaps one row in ten is mixed with another
+        # Even if the loss is the same: perhaps one row in ten is mixed with another.
+        drawn = positions_of_others() != before[1:]
         moved = [*_changed(kept, kept_by(self.workload, self.model)), *self.moved]
         self.notes += _notes_on_kept([f"self.{name}" for name in dict.fromkeys(moved)], "workload")
         self.notes += _notes_on_kept(_changed(plain, kept_in(self.model)), "model")
         other = loss(1, others=True)
-        seeds = seeded_anew(before, drawn_so_far())
+        seeds = seeded_anew(before, generator_positions())
         self.notes += [SEEDS.format(where="forward() or loss()", each="every batch")] if seeds else []
         if self.agreed(self.repeats or drawn):
             if self.agreed(first == second and not drawn):

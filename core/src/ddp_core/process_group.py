@@ -25,7 +25,7 @@ from ddp_core.control import Control, tree_sum
 from ddp_core.device import backend_of
 from ddp_core.errors import NAMED, Failure, PeerLostError, RendezvousError, failure_with, first_line, named
 from ddp_core.rank import Rank
-from ddp_core.rendezvous import Rendezvous, patiently
+from ddp_core.rendezvous import Rendezvous, with_timeout
 
 ROLL_CALL = 5.0  # seconds that the remaining ranks wait for each other before they report a rank as lost
 LOOPBACK = "lo"  # its name on Linux
@@ -174,7 +174,7 @@ class Peers:
         self.hang_up()
         places: dict[str, list[int]] = {}
         try:
-            missing, code, places = patiently(lambda: self._call_the_roll(place), 2 * ROLL_CALL + 3)
+            missing, code, places = with_timeout(lambda: self._call_the_roll(place), 2 * ROLL_CALL + 3)
         except (RuntimeError, ValueError):
             missing, code = [0], 0  # the store ended with rank 0, or is frozen with it
         except RendezvousError:

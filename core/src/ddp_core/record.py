@@ -147,9 +147,9 @@ class Record:
         self.write("end", exit_code=code, step=trainer.step, **speed, seconds=self.seconds | seconds)
         if not self.path:
             return
-        config, history, seen = trainer.config, trainer.state.progress.history, trainer.seen
-        names = ["training loss", "held-out loss", *(f"held-out loss, {part}" for part in seen.losses)]
-        names += [f"held-out {name}" for name in seen.metrics]
+        config, history, probed = trainer.config, trainer.state.progress.history, trainer.probed
+        names = ["training loss", "held-out loss", *(f"held-out loss, {part}" for part in probed.losses)]
+        names += [f"held-out {name}" for name in probed.metrics]
         table = {"workload": config.workload, "epochs run": f"{len(history)} of {config.epochs}", "steps": trainer.step}
         table |= dict(zip(names, map(float.fromhex, history[-1][1:]), strict=False)) if history else {}
         table |= {"ranks": f"{len(trainer.ranks)} on {trainer.device.type}"} | lines | {"run": self.path.parent}

@@ -26,7 +26,7 @@ class Reduction:
     """Base class; by itself it sums nothing. forward: the module that the training step calls."""
 
     name = "none"
-    split_over = 1  # ranks that together hold one parameter: ranks r and r + split_over hold the same part of it
+    ranks_per_replica = 1  # ranks that together hold one parameter: ranks r and r + ranks_per_replica hold the same part of it
     needs_all = False  # the trainer must check that every parameter gets a gradient; with several ranks DDP checks itself
     overlaps = False  # gradients are summed while backward runs, so the time that the sums take cannot be measured
 
@@ -55,10 +55,10 @@ class Reduction:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def settle(self, backward: Callable) -> None:
+    def warm_up(self, backward: Callable) -> None:
         """Called once before training. backward: a collective forward and backward pass on some rows."""
 
-    def more_to_come(self):
+    def no_sync(self):
         """Context manager for every micro-batch of a step except the last."""
         return nullcontext()
 
@@ -112,7 +112,7 @@ class Ddp(Reduction):
     def weight(self, global_batch_size: int) -> float:
         return self.world_size / global_batch_size  # DDP divides the sum by the world size
 
-    def settle(self, backward: Callable) -> None:
+    def warm_up(self, backward: Callable) -> None:
         """Run one backward, since DDP rearranges its buckets after its first. A gradient's place in a bucket decides in which
         order the ranks' values are added: without this, a resumed run would differ in the last bits from an unstopped one.
         """
@@ -143,8 +143,8 @@ class Ddp(Reduction):
             self.buckets = buckets if whole else []
         return self.buckets or super().gradients
 
-    def more_to_come(self):
-        return self.forward.no_sync() if self.world_size > 1 else super().more_to_come()
+    def no_sync(self):
+        return self.forward.no_sync() if self.world_size > 1 else super().no_sync()
 
 
 class Flat(Reduction):
@@ -217,7 +217,7 @@ class Canonical(Flat):
         self.aside: list[torch.Tensor] = []  # gradients of all but the last shard of this step
 
     @contextmanager
-    def more_to_come(self):
+    def no_sync(self):
         yield
         if self.unused_parameters:
             self._collect()

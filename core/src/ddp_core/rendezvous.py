@@ -21,7 +21,7 @@ from ddp_core.errors import ExitCode, Failure, RendezvousError, StoppedError, fa
 from ddp_core.rank import Rank
 from ddp_core.stop import StopFlag
 
-TELLING = 10.0  # seconds that a rank whose workload file failed tries to reach rank 0
+REPORT_SECONDS = 10.0  # seconds that a rank whose workload file failed tries to reach rank 0
 OTHER_ROWS = (
     ": data() should give all ranks the same rows: draw from torch's, Python's or NumPy's own generators, which are seeded, "
     "sort what sets and os.listdir() give, and read files that nobody writes"
@@ -161,9 +161,11 @@ class Rendezvous:
             raise self.store.foreign("greeting")
         if theirs["world_size"] != mine["world_size"]:
             message = f"world_size={mine['world_size']} on rank {self.rank.rank}, but {theirs['world_size']} on rank 0"
-            self._object(message, heard=[f"heard/{self.rank.rank}"])
+            self._raise_objection(message, heard=[f"heard/{self.rank.rank}"])
         if self.store.add(f"count/{self.rank.rank}", 1) > 1:
-            self._object(f"rank {self.rank.rank} is there twice, also on {socket.gethostname()}: check the launch line", [])
+            self._raise_objection(
+                f"rank {self.rank.rank} is there twice, also on {socket.gethostname()}: check the launch line", []
+            )
 
     def check_in(self, facts: dict, row: dict, error: Failure | None) -> list[dict]:
         """Report to rank 0 and wait for its verdict. Returns all ranks' rows on rank 0, [] on the others.
@@ -182,7 +184,7 @@ class Rendezvous:
                 verdict = dict(error=[int(failure.code), str(failure)])
             self.store.set("verdict", json.dumps(verdict))
         else:
-            verdict = self._document(self._verdict(), "verdict", "well")
+            verdict = self._validated(self._verdict(), "verdict", "well")
         if "error" in verdict:
             self._leave_together()
             raise failure_with(*verdict["error"])
@@ -196,7 +198,7 @@ class Rendezvous:
                 f"rank {self.rank.rank} has given up after {self.seconds:g} s (--rendezvous-timeout): rank 0 was not ready"
             )
             with suppress(RuntimeError):  # rank 0 may still be reading its data, or may be gone
-                patiently(lambda: self.store.set("objection", message), 1)
+                with_timeout(lambda: self.store.set("objection", message), 1)
             raise
 
     def _leave_together(self) -> None:
@@ -225,7 +227,7 @@ class Rendezvous:
                 if not self.store.check([f"rank/{rank}"]):
                     continue
                 key = f"rank/{rank}"
-                entry = entries[rank] = self._document(self.store.get(key), key, "facts", "row")
+                entry = entries[rank] = self._validated(self.store.get(key), key, "facts", "row")
                 if "error" in entry:
                     code, message = entry["error"]
                     raise failure_with(code, message if rank == 0 else f"rank {rank}: {message}")
@@ -244,18 +246,18 @@ class Rendezvous:
                     f"{len(missing)} of {self.rank.world_size} ranks missing after {self.seconds:g} s "
                     f"(--rendezvous-timeout): rank {names}"
                 )
-            self._obey(missing=f" (rank {names} had not)")
+            self._raise_if_stopped(missing=f" (rank {names} had not)")
             # Each look sends a request per missing rank, so look less often the longer it takes.
             time.sleep(max(0.005, min(0.5, 0.05 * (time.monotonic() - began), self.deadline - time.monotonic())))
         rows = [entries[rank]["row"] for rank in range(self.rank.world_size)]
         refuse_shared_devices(rows)
         return rows
 
-    def _object(self, message: str, heard: list[str]) -> None:
+    def _raise_objection(self, message: str, heard: list[str]) -> None:
         """Fail for a reason that rank 0 cannot see. Rank 0 prints it, unless all its ranks had checked in before."""
         self.store.set("objection", message)
         try:
-            failed = "error" in self._document(self._get("verdict"), "verdict", "well")
+            failed = "error" in self._validated(self._get("verdict"), "verdict", "well")
             for key in heard:
                 self.store.set(key, "")
             if failed:
@@ -264,7 +266,7 @@ class Rendezvous:
             failed = True  # rank 0 has left, so the job had failed already
         raise RendezvousError(message, everywhere=failed)
 
-    def _document(self, text: bytes, key: str, *names: str) -> dict:
+    def _validated(self, text: bytes, key: str, *names: str) -> dict:
         """A rank's JSON document, which must have these names or an error: without a secret anybody can write one."""
         document = _parsed(text, names) or _parsed(text, ["error"])
         if document and "error" in document and not _is_error(document["error"]):
@@ -282,16 +284,16 @@ class Rendezvous:
         try:
             return self._wait(lambda: [self.store.wait([key], seconds), read(key)][1])
         except (RuntimeError, ValueError) as error:
-            self._obey()  # rank 0 may have ended by the same stop signal
+            self._raise_if_stopped()  # rank 0 may have ended by the same stop signal
             raise RendezvousError(
                 f"{self.where}: rank 0 has ended, or gave no {key} within {self.seconds:g} s (--rendezvous-timeout)"
             ) from error
 
     def _wait(self, act: Callable):
         # Rank 0 may use its whole deadline to name who is missing, so the others wait 2 s longer, and GRACE after a stop.
-        return patiently(act, self.deadline + 2 - time.monotonic(), lambda: self._obey(GRACE))
+        return with_timeout(act, self.deadline + 2 - time.monotonic(), lambda: self._raise_if_stopped(GRACE))
 
-    def _obey(self, grace: float = 0.0, missing: str = "") -> None:
+    def _raise_if_stopped(self, grace: float = 0.0, missing: str = "") -> None:
         if not self.stop or time.monotonic() < self.stop.since + grace:
             return
         if self.stop.reason == "SIGTERM":  # with 75 the job would be requeued, and the rank that cannot start would fail again
@@ -301,7 +303,7 @@ class Rendezvous:
         raise StoppedError(f"{self.stop.reason} before the first step: the run is as it was, submit again")
 
 
-def patiently(act: Callable, seconds: float, meanwhile: Callable = lambda: None):
+def with_timeout(act: Callable, seconds: float, meanwhile: Callable = lambda: None):
     """Run act() in a thread and return its result. The store blocks signal handlers, and blocks for ever if a frozen rank or
     another program is at the other end. Raises what act raises, and RuntimeError after `seconds`.
     """

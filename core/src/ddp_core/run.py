@@ -76,11 +76,11 @@ def _run(
         except Failure as error:
             error.everywhere = True  # all ranks have the same flags and file, so rank 0 alone prints it
             if rank.rank and isinstance(error, WorkloadError):
-                from ddp_core.rendezvous import TELLING, Rendezvous
+                from ddp_core.rendezvous import REPORT_SECONDS, Rendezvous
 
                 # If only this node lacks the file, rank 0 waits, and must be told. If rank 0 failed too, it does not answer.
                 with suppress(Failure):
-                    Rendezvous(rank, TELLING, stop).check_in({}, {}, error)
+                    Rendezvous(rank, REPORT_SECONDS, stop).check_in({}, {}, error)
             raise
         run_dir, record = Path(start_folder, config.run_dir), Record(began, config.log_seconds)
         code = _train(rank, _Job(rank, chosen, config, run_dir, stop, record, reduction))
@@ -252,8 +252,8 @@ class _Job:
         world |= {name: facts[name] for name in names} | dict(versions=trainer.state.facts["versions"])
         world |= dict(core=facts["core"]) if peers.rank == 0 else {}  # only rank 0 writes the record
         begun = trainer.step
-        notes = notes_on_rows(self.other_rows, self.same_rows, trainer.seen.notes)
-        notes += notes_on_cores(self.ranks) + notes_on_copies(self.ranks) + self._notes_on_place(peers)
+        notes = notes_on_rows(self.other_rows, self.same_rows, trainer.probed.notes)
+        notes += notes_on_cores(self.ranks) + notes_on_copies(self.ranks) + self._check_place(peers)
         notes += self._notes_on_another_file(facts) if begun and peers.rank == 0 else []
         record.start(begun, len(trainer.state.progress.history), self.config.facts(), self.ranks, notes, **world)
         code = trainer.train()
@@ -294,7 +294,7 @@ class _Job:
             f"as gloo does where ranks send each other more or less than they wait for: {ALIKE}; what was saved is whole"
         )
 
-    def _notes_on_place(self, peers) -> list[str]:
+    def _check_place(self, peers) -> list[str]:
         """Collective. A note if a rank does not see rank 0's lock in the run directory; then rank 0 writes all files alone."""
         from ddp_core.run_directory import LAG
 
@@ -303,7 +303,7 @@ class _Job:
         while not (seen := lock.is_file() and lock.read_text() == text) and time.monotonic() < end:
             time.sleep(LAG / 20)
         blind = peers.which(not seen)
-        self.trainer.alone = bool(blind)
+        self.trainer.rank_0_writes = bool(blind)
         return [
             f"--run-dir {self.config.run_dir} is not seen by rank {rank} on {self.ranks[rank]['host']}: is it on a "
             f"node's own disk? A job that comes back on another node begins anew there"
@@ -348,7 +348,7 @@ class _Job:
         elif config.sharding != "none" and (what := unknown_to_shards(error)):
             failure = WorkloadError(f"--sharding {config.sharding}: {NO_SHARDS.format(what=what)}")
         elif isinstance(error, RuntimeError) and peers.is_lost(error) and not raised_by(error, file):
-            self.let_go()
+            self.drop_connections()
             place = line_in(error, file)
             return peers.lost(error, self.when, f"{place} of {name}" if place else "")
         elif line_in(error, file):
@@ -359,11 +359,11 @@ class _Job:
         else:
             return error
         if not failure.everywhere and not isinstance(failure, PeerLostError):
-            self.let_go()
+            self.drop_connections()
             failure.everywhere = not peers.speaks(int(failure.code))
         return failure
 
-    def let_go(self) -> None:
+    def drop_connections(self) -> None:
         """Drop all that holds connections to other ranks: worker processes inherit them, and DDP keeps its group."""
         if self.trainer:
             self.trainer.close()

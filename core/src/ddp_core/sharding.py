@@ -56,7 +56,7 @@ class Sharded(Reduction):
         super().__init__(model, compiled, peers, unused_parameters)
         mesh: Any = self.parameters[0].device_mesh  # type: ignore[attr-defined]
         self.device = torch.device(mesh.device_type)  # with --offload the parameters are on the CPU
-        self.split_over = mesh.size(mesh.ndim - 1)
+        self.ranks_per_replica = mesh.size(mesh.ndim - 1)
 
     @property
     def gradients(self) -> list[torch.Tensor]:
@@ -67,11 +67,11 @@ class Sharded(Reduction):
         # each row once per replica.
         square = norm.to(self.device, torch.float64).square()
         dist.all_reduce(square, group=self.peers.data)
-        return (square / (self.world_size // self.split_over)).sqrt().to(norm.dtype)
+        return (square / (self.world_size // self.ranks_per_replica)).sqrt().to(norm.dtype)
 
     def seconds_of_a_sum(self, share: float = 1.0) -> float:
         """Parameters are gathered twice, gradients scattered once: each costs half an all_reduce. Timed on one rank's share."""
-        return 1.5 * self.split_over * super().seconds_of_a_sum(share / self.split_over)
+        return 1.5 * self.ranks_per_replica * super().seconds_of_a_sum(share / self.ranks_per_replica)
 
 
 # ---- the model ----------------------------------------------------------------------------------------------------
@@ -247,11 +247,11 @@ def checkpoint(modules: list[nn.Module]) -> None:
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
-def refuse_to_compute_again(workload: Workload, model: nn.Module, seen) -> None:
-    """Raise WorkloadError where a second forward pass would change the training. seen: the result of probe.py."""
+def refuse_to_compute_again(workload: Workload, model: nn.Module, probed) -> None:
+    """Raise WorkloadError where a second forward pass would change the training. probed: the result of probe.py."""
     inside = {id(buffer) for unit in workload.shards(model) for buffer in unit.buffers()}
-    changed = [name for name in seen.buffers if id(model.get_buffer(name)) in inside]
-    if changed or seen.others:
+    changed = [name for name in probed.buffers if id(model.get_buffer(name)) in inside]
+    if changed or probed.others:
         why = f"changes {', '.join(changed[:3])}" if changed else "draws from Python's or NumPy's generator"
         raise workload.unusable(
             f"a forward pass {why}, and --checkpoint-activations computes it twice: leave out the flag, or such modules in "
@@ -286,7 +286,7 @@ class Writers:
     def __init__(self, tensors: dict[str, torch.Tensor], trainer: Any):
         self.tensors = {name: tensors[name].detach() for name in in_order(tensors)}
         self.trainer, self.peers = trainer, trainer.peers
-        self.most = 1 if trainer.alone else self.peers.world_size  # ranks that may write
+        self.most = 1 if trainer.rank_0_writes else self.peers.world_size  # ranks that may write
 
     def lead(self, drafts: list[Draft]) -> dict[str, int]:
         """Rank 0's part: the put_drafts of snapshot.write(). Raises an OSError that any rank met."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from ddp_core.errors import first_line, printable
 from ddp_core.memory import available
 from ddp_core.rank import Rank
-from ddp_core.rendezvous import Rendezvous, patiently
+from ddp_core.rendezvous import Rendezvous, with_timeout
 
 CHUNK = 2**24  # bytes
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
@@ -136,7 +136,7 @@ class Staging:
         seconds, store = max(1.0, self.until - time.monotonic()), self.rendezvous.store
         try:
             if not self.address:
-                patiently(lambda: store.wait([self.key], timedelta(seconds=seconds)), seconds + 1)
+                with_timeout(lambda: store.wait([self.key], timedelta(seconds=seconds)), seconds + 1)
                 self.address = store.get(self.key)
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
                 line.settimeout(seconds + 5)

@@ -77,16 +77,16 @@ class Trainer:
         # Importing sharding.py takes a second, so only a run that needs it pays.
         needed = sharded or config.checkpoint_activations
         sharding: Any = importlib.import_module("ddp_core.sharding") if needed else None
-        self.kind = reduction or (sharding.Sharded if sharded else REDUCTIONS[config.reduction])
+        self.reduction_class = reduction or (sharding.Sharded if sharded else REDUCTIONS[config.reduction])
         self.workload, self.config, self.peers, self.device = workload, config, peers, device
         self.directory: Any = directory
         self.saver: Any = directory and Saver(directory, record, config.grace)
         self.record, self.stop = record, stop
         self.ranks: list[dict] = []  # on rank 0: host and device of each rank, for the closing table
-        self.alone = False  # True: some rank cannot see the run directory, so rank 0 writes all snapshot files
+        self.rank_0_writes = False  # True: some rank cannot see the run directory, so rank 0 writes all snapshot files
         dtype = torch.float64 if config.precision == "fp64" else torch.float32
-        lower = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
-        self.autocast = (lambda: torch.autocast(device.type, lower)) if lower else nullcontext
+        autocast_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
+        self.autocast = (lambda: torch.autocast(device.type, autocast_dtype)) if autocast_dtype else nullcontext
 
         train, held_out = rows
         # Each rank can read every row; the indices of each batch (_plan) select the ones it does read.
@@ -98,15 +98,15 @@ class Trainer:
         self.total_steps = config.epochs * self.steps_per_epoch
 
         build = partial(build_model_and_optimizer, self.train_rows, peers, self.autocast, sharding)
-        self.model, self.optimizer, self.seen = peers.together(build)
+        self.model, self.optimizer, self.probed = peers.together(build)
         self.own_optimizer = not made_by_torch(self.optimizer)
-        self.seen.notes.extend(peers.together(lambda: notes_on_schedule(workload, self.model, self.total_steps)))
+        self.probed.notes.extend(peers.together(lambda: notes_on_schedule(workload, self.model, self.total_steps)))
         facts = dict(problem=config.problem(), data=fingerprint, steps_per_epoch=self.steps_per_epoch)
         facts |= dict(world_size=peers.world_size, versions=versions())
         make_state = partial(sharding.ShardedState, device=device) if sharded else State
         self.state: State = make_state(self.model, self.optimizer, facts)
         workload.core_sets(count_steps=lambda: self.step)
-        self.reconciliation, self.watch, self.saved = Reconciliation(peers), Stopwatch(), time.monotonic()
+        self.reconciliation, self.watch, self.last_save = Reconciliation(peers), Stopwatch(), time.monotonic()
 
     def restore(self, loaded: tuple[dict[str, torch.Tensor], dict] | None) -> None:
         """Continue from rank 0's snapshot, or start with rank 0's new model (loaded is None on the other ranks, too).
@@ -117,22 +117,22 @@ class Trainer:
         self.state.restore(loaded, self.directory and in_place(self.directory.snapshot), self.peers)
         # Only now: DDP and the flat gradient tensor are built from the restored parameters.
         compiled: Any = torch.compile(self.model) if config.compile else self.model
-        self.reduction = self.kind(self.model, compiled, self.peers, self.workload.unused_parameters)
-        self.reduction.changing = self.seen.buffers
-        shared = self.seen.buffers if self.peers.world_size > 1 else [*saved_buffers(self.model)]
+        self.reduction = self.reduction_class(self.model, compiled, self.peers, self.workload.unused_parameters)
+        self.reduction.changing = self.probed.buffers
+        shared = self.probed.buffers if self.peers.world_size > 1 else [*saved_buffers(self.model)]
         self.later = Later(self.workload, self.model, self.optimizer, shared, self.step)
         weight = self.reduction.weight(config.global_batch_size)
         self.guard = Guard(self.optimizer, config.precision, config.clip_norm, weight, self.device)
         self.guard.scale = self.state.progress.scale
         # Check before training that every rank received the same parameters, not only at the first snapshot.
-        refuse_diverged(self.model, self.peers, self.reduction.split_over, self.step)
+        refuse_diverged(self.model, self.peers, self.reduction.ranks_per_replica, self.step)
 
     def _first_backward(self) -> None:
         """Run backward on the two rows that probe.py tried, for Reduction.settle(), which discards the gradients."""
-        rows = self.seen.rows
+        rows = self.probed.rows
         with self.autocast():
             loss = self.workload.loss(outputs_of(self.workload, self.reduction.forward, rows), rows)
-        parts_of(loss, self.seen.losses, self.workload)[0].backward()
+        parts_of(loss, self.probed.losses, self.workload)[0].backward()
 
     @property
     def step(self) -> int:
@@ -158,7 +158,7 @@ class Trainer:
         if self.held_out and (self.step < self.total_steps or self._unfinished):
             self.evaluation = Evaluation(self)
         if self.step < self.total_steps:
-            self.reduction.settle(self._first_backward)
+            self.reduction.warm_up(self._first_backward)
         self.watch, self.reconciliation.last = Stopwatch(), time.monotonic()
         # First repeat the evaluation that the previous start did not complete, if there is one.
         stop = self._unfinished and self._end_epoch(len(self.state.progress.history) - 1)
@@ -210,13 +210,13 @@ class Trainer:
         for number, batch in enumerate(batches):
             # Dropout depends only on seed, step and micro-batch, so a resumed run draws the same masks.
             shard = self.peers.rank + self.peers.world_size * number
-            seed_generators(self.device, DROPOUT, self.config.seed, self.step, shard, others=self.seen.others)
+            seed_generators(self.device, DROPOUT, self.config.seed, self.step, shard, others=self.probed.others)
             # DDP sums over ranks only in the step's last backward; the earlier ones add up on this rank (no_sync).
-            with self.reduction.more_to_come() if number < len(batches) - 1 else nullcontext():
+            with self.reduction.no_sync() if number < len(batches) - 1 else nullcontext():
                 # bf16 and fp16 apply to the forward pass only: parameters and gradients stay fp32.
                 with self.autocast(), self.profile.part("forward"):
                     outputs = outputs_of(self.workload, self.reduction.forward, batch)
-                    loss = self._loss_of(self.workload.loss(outputs, batch))
+                    loss = self._keep_loss(self.workload.loss(outputs, batch))
                 if number == 0:
                     self.watch.spent("own", began)
                 # Each rank's loss is a sum over its rows. Weighted, the gradients of all ranks add up to the gradient of
@@ -243,9 +243,9 @@ class Trainer:
             self.guard.step()  # optimizer.step(), unless a gradient is not finite
         self.state.progress.step += 1
 
-    def _loss_of(self, loss: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
+    def _keep_loss(self, loss: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
         """The scalar loss to train on. Its value stays on the device until the next reconciliation, so no step waits for it."""
-        total, *parts = parts_of(loss, self.seen.losses, self.workload)
+        total, *parts = parts_of(loss, self.probed.losses, self.workload)
         self.reconciliation.losses.append(torch.stack([part.detach() for part in (total, *parts)]) if parts else total.detach())
         return total
 
@@ -271,7 +271,7 @@ class Trainer:
         Raises NonFiniteError on all ranks; the guard has blocked every update from the step that it names on.
         """
         config = self.config
-        due = config.save_minutes > 0 and time.monotonic() - self.saved >= 60 * config.save_minutes
+        due = config.save_minutes > 0 and time.monotonic() - self.last_save >= 60 * config.save_minutes
         if self.saver:
             self.saver.look()
             # When the background save failed, ask for a new one: it raises the StorageError on all ranks.
@@ -301,7 +301,7 @@ class Trainer:
         progress.loss_sum = progress.loss_sum + loss if index else loss
         self.watch.skipped += not math.isfinite(grad_norm)
         if (step + 1) % self.config.log_every == 0:
-            by_name = dict(losses=dict(zip(self.seen.losses, parts, strict=True))) if parts else {}
+            by_name = dict(losses=dict(zip(self.probed.losses, parts, strict=True))) if parts else {}
             norm = grad_norm if math.isfinite(grad_norm) else None  # fp16 skipped this step
             self.record.write("step", epoch=epoch, step=step, loss=loss, loss_hex=loss.hex(), **by_name, grad_norm=norm)
         if index == self.steps_per_epoch - 1 and not self._evaluates(epoch):
@@ -377,7 +377,7 @@ class Trainer:
         Where memory allows, training waits only for a copy of the state, which a thread writes meanwhile (background.py).
         """
         began = time.perf_counter()
-        refuse_diverged(self.model, self.peers, self.reduction.split_over, self.step)
+        refuse_diverged(self.model, self.peers, self.reduction.ranks_per_replica, self.step)
         with self.profile.part("snapshot"):
             self.state.progress.scale = self.guard.scale
 
@@ -386,7 +386,7 @@ class Trainer:
                 self.saver.save(tensors, self.state.document(), best, snapshot, drafts)
 
             self.state.save(write, self)
-        self.saved = time.monotonic() if snapshot else self.saved
+        self.last_save = time.monotonic() if snapshot else self.last_save
         self.watch.spent("snapshots", began)
 
     def _finish(self) -> None:
