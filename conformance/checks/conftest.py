@@ -1,4 +1,4 @@
-"""What the checks share: one set of dry runs a site."""
+"""Fixture of the static checks: one set of dry runs for each site."""
 
 import pytest
 

@@ -30,20 +30,20 @@ from conformance.harness.dry_run import (
 from conformance.harness.shell import Script, devices_by, gib
 from conformance.harness.stub_core import who
 
-# What hides devices from a rank, and puts them into another order.
+# Variables that hide devices from a rank, or reorder them.
 MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
 
 
 @clause("J9")
 def test_torchrun_has_the_cores_of_all_its_ranks(check, site, dry):
-    """It is one task of a node, and its ranks stay where it is bound."""
+    """torchrun is one task of its node, and its ranks stay on the cores to which that task is bound."""
     of_ranks = ("--nproc-per-node", "--nproc_per_node")
     for case in site.cases:
         run, script = dry.case(case), site.folder / case.script
         sizes = [value for call in run.called("torchrun") for value in values_of(call.words, *of_ranks)]
-        size = max((int(each) for each in sizes if each.isdecimal()), default=0)  # "gpu" is as many as torch sees
+        size = max((int(each) for each in sizes if each.isdecimal()), default=0)  # "gpu": as many ranks as devices
         options, job = Script(script).options, site.job(script)
-        tasks = job.get("tasks_per_node", job["ranks_per_node"])  # of one task its ranks have a part each
+        tasks = job.get("tasks_per_node", job["ranks_per_node"])  # torchrun is one task, whose cores its ranks divide
         each = int(options.get("cpus-per-task", "0")) * tasks // job["ranks_per_node"]
         for call in [call for call in run.launches if call.command == "srun"] if size and each else ():
             sets = bound(call, 1)
@@ -54,7 +54,7 @@ def test_torchrun_has_the_cores_of_all_its_ranks(check, site, dry):
 
 @clause("J9")
 def test_torchrun_divides_the_cores_that_two_devices_share(check, site, dry):
-    """Of its ways to bind ranks `node` and `socket` give two ranks of a NUMA node the same cores; unbound, all have all."""
+    """`--numa-binding` node or socket gives two ranks of a NUMA node the same cores; unbound, each rank may use all cores."""
     for case in site.cases if site.toml["node"].get("cores_near_device") else ():
         for call in dry.case(case).called("torchrun"):
             if not any(re.match(r"--numa-binding|(.*/)?(numactl|taskset)$", word) for word in call.words):
@@ -70,7 +70,7 @@ def test_torchrun_divides_the_cores_that_two_devices_share(check, site, dry):
 
 @clause("J9")
 def test_ranks_share_the_cores_of_a_node(check, site, dry):
-    """Bound by the launcher's flags, ranks have cores of their own, none that is reserved, near their device; threads fit."""
+    """With the launcher's flags, each rank has its own cores, none reserved, near its device, and enough for its threads."""
     node = site.toml["node"]
     threads = node.get("threads_per_core", 1)
     reserved = {core + thread * node["cores"] for thread in range(threads) for core in numbers(node.get("reserved", ""))}
@@ -107,21 +107,21 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
                     yield f"{script.name}: rank {local} of a node on cores {cores}, but should {path}"
             yield from (f"{script.name}: {text}" for text in devices(site, run, call))
             count = len(sets[0]) if sets else cpus_per_task(call, script, site)
-            count = count // each if run.called("torchrun") and not sets else count  # the task's, which its ranks divide
+            count = count // each if run.called("torchrun") and not sets else count  # the task's cores, divided among its ranks
             used = len({core % node["cores"] for core in taken}) if sets else count * each / threads
             usable = node["cores"] - node.get("reserved_cores", 0) - site.job(script).get("spare_cores", 0)
             if used <= usable - each:
                 yield f"{script.name}: {used:g} cores of a node are used, but should be {usable} (spare_cores in site.toml)"
             for rank in run.trained[:1]:
-                omp = rank.environ.get("OMP_NUM_THREADS", "unset")  # two threads on a core are slower than one
+                omp = rank.environ.get("OMP_NUM_THREADS", "unset")  # two threads on one core are slower than one
                 most = len({core % node["cores"] for core in sets[0]}) if sets else -(-count // threads)
-                least = max(2, most / 4) if most >= 4 else 1  # the others may be for workers that read rows
+                least = max(2, most / 4) if most >= 4 else 1  # workers that read rows may take the other cores
                 if not omp.isdecimal() or not least <= int(omp) <= most:
                     yield f"{script.name}: OMP_NUM_THREADS={omp}, but should be the {most} cores of a rank"
 
 
 def memory_of(call: Call, script: Path, site, each: int) -> Iterator[str]:
-    """What is wrong with the memory of a step, which is its job's unless it asks for less."""
+    """Yield what is wrong with a step's memory, which is the job's unless the step asks for less."""
     words, cpus = own_words(call), cpus_per_task(call, script, site)
     names = {"mem": "NODE", "mem-per-cpu": "CPU", "mem-per-gpu": "GPU"}
     told = {name: call.environ.get(f"SLURM_MEM_PER_{what}", "") for name, what in names.items()}
@@ -132,7 +132,7 @@ def memory_of(call: Call, script: Path, site, each: int) -> Iterator[str]:
 
 
 def devices(site, run: DryRun, call: Call) -> Iterator[str]:
-    """What is wrong with the devices that ranks see, by the launcher's flags."""
+    """Yield what is wrong with the devices that ranks see, by the launcher's flags."""
     node, variable = site.toml["node"], site.toml["node"].get("device_environment")
     if call.command != "srun" or not variable or not run.trained:
         return
@@ -146,13 +146,13 @@ def devices(site, run: DryRun, call: Call) -> Iterator[str]:
         yield f"--gpu-bind={bind or 'none'}, but should give each rank the device near its cores: closest"
 
 
-# By which OpenMP is given cores by their numbers, and not the places of a kind: cores, threads.
+# Variables, and patterns of their values, that give OpenMP cores by number rather than by kind (cores, threads).
 # https://gcc.gnu.org/onlinedocs/libgomp/Environment-Variables.html
 PINS = dict(GOMP_CPU_AFFINITY=r"\d", KMP_AFFINITY=r"proclist|explicit", OMP_PLACES=r"\{\d")
 
 
 def threads_bound_alike(run: DryRun) -> Iterator[str]:
-    """What is wrong with the cores of a rank's threads: a list that all ranks of a node have puts them on the same ones."""
+    """Yield what is wrong with a rank's cores: a list of cores that the ranks of a node share puts all on the same ones."""
     nodes = dict[tuple[str, str, str], int]()
     for call in run.trained:
         for name in [name for name, kind in PINS.items() if re.search(kind, call.environ.get(name, ""))]:
@@ -163,7 +163,7 @@ def threads_bound_alike(run: DryRun) -> Iterator[str]:
 
 
 def masked(site, run: DryRun, each: int) -> Iterator[str]:
-    """What is wrong with the devices that ranks see: every node has the same, and counts them from 0."""
+    """Yield what is wrong with the devices that ranks see: every node has the same devices, and counts them from 0."""
     variable, nodes = site.toml["node"].get("device_environment", ""), dict[int, list[str]]()
     for call in sorted(run.trained, key=lambda call: call.rank or 0):
         nodes.setdefault((call.rank or 0) // each, []).append(call.environ.get(variable, "all"))
@@ -171,16 +171,16 @@ def masked(site, run: DryRun, each: int) -> Iterator[str]:
         if variable and masks != nodes[0]:
             yield f"{variable}={' '.join(masks)} on node {node}, but should be {' '.join(nodes[0])}, as on node 0"
         most = min(each, site.toml["node"]["devices"])
-        # Where Slurm gives each rank its own, all are 0.
+        # Where Slurm gives each rank one device, every rank's value is 0.
         if variable and all(map(str.isdecimal, masks)) and 1 < len({*masks}) < most:
             yield f"{variable}={' '.join(masks)}: {len({*masks})} devices of a node are used, but should be {most}"
 
 
 def bound(call: Call, each: int) -> list[list[int]]:
-    """The cores of each rank of a node, where flags of the launcher list them. each: 0 for all that are listed."""
+    """Return the cores of each rank of a node, where the launcher's flags list them. each: ranks of a node; 0 for no limit."""
     binding = re.sub(r"^(verbose|v|quiet|q),", "", next(iter(values_of(call.words, "--cpu-bind")), ""))
     kind, _, listed = binding.partition(":")
-    # "0x7*4": four of it. https://slurm.schedmd.com/srun.html#OPT_cpu-bind
+    # "0x7*4" repeats this mask four times. https://slurm.schedmd.com/srun.html#OPT_cpu-bind
     repeated = [part.partition("*") for part in listed.split(",")]
     parts = [part for part, _, times in repeated for _ in range(int(times or 1))] if kind in ("mask_cpu", "map_cpu") else []
     if kind == "mask_cpu":
@@ -194,7 +194,7 @@ def bound(call: Call, each: int) -> list[list[int]]:
 
 @clause("J9")
 def test_what_is_said_of_each_device_is_said_of_all(check, site, dry):
-    """In a list NUMBER:VALUE,NUMBER:VALUE: a device that is not in it works otherwise, and all wait for its ranks."""
+    """A list NUMBER:VALUE,NUMBER:VALUE names every device: a missing one works differently, and all wait for its ranks."""
     devices = site.toml["node"]["devices"]
     for script, chosen, run in as_chosen(site, dry):
         for call in run.trained[:1]:
@@ -207,13 +207,13 @@ def test_what_is_said_of_each_device_is_said_of_all(check, site, dry):
                     yield f"{script.name} {chosen}: {name}={value}, but should be {each} of each, as many as it has ranks"
 
 
-# Into how many parts Intel's compute runtime splits each device.
+# The variable says into how many parts Intel's compute runtime splits each device.
 PARTS = "ZEX_NUMBER_OF_CCS"
 
 
 @clause("J9")
 def test_devices_are_chosen_once(check, site, dry):
-    """By the one variable of site.toml. Another one chooses among these: a rank's device is not the one near its cores then."""
+    """Only site.toml's variable selects devices: with a second one, a rank's device is not the one near its cores."""
     own = site.toml["node"].get("device_environment", "")
     for case in site.cases:
         for call in dry.case(case, all_ranks=True).trained if own else ():
@@ -225,7 +225,7 @@ def test_devices_are_chosen_once(check, site, dry):
 
 @clause("J9")
 def test_ranks_in_an_image_have_the_node_s_devices(check, site, dry):
-    """A container that is to be apart from the node has a /dev without them, unless it is told of GPUs, too."""
+    """A container that is isolated from the node has a /dev without its devices, unless a flag asks for GPUs."""
     for what, run in in_all_ways(site, dry) if site.toml["node"]["devices"] else ():
         for call in [call for call in run.trained[:1] if "DRY_RUN_NO_DEVICES" in call.environ]:
             image = Path(call.environ["DRY_RUN_IMAGE"]).name
@@ -234,7 +234,7 @@ def test_ranks_in_an_image_have_the_node_s_devices(check, site, dry):
 
 @clause("J9")
 def test_ranks_of_a_part_of_a_node_see_devices_that_it_has(check, site, dry):
-    """Slurm counts those of a job from 0: of two, a list that begins with the node's last names none, and CUDA sees none."""
+    """Slurm numbers a job's devices from 0: of a job's two devices, a list of the node's last numbers matches none."""
     variable = site.toml["node"].get("device_environment", "")
     for script in trains(site) if variable and site.toml["scheduler"] == "slurm" else ():
         part = max(1, site.toml["node"]["devices"] // 2)
@@ -248,13 +248,13 @@ def test_ranks_of_a_part_of_a_node_see_devices_that_it_has(check, site, dry):
 
 
 def lines_of_several(script: Path) -> list[str]:
-    """The commands by which a program's head starts several runs."""
+    """Return the commands in a program's head that start several runs."""
     return re.findall(rf"(?m)^    (\S*python {re.escape(script.name)} .*? -- .*?)(?: {{4,}}.*)?$", script.read_text())
 
 
 @clause("J9")
 def test_a_run_that_is_killed_beside_others_is_a_failure(check, site, dry):
-    """The program that starts several ends with the code of the one that failed."""
+    """A program that starts several runs ends with the exit code of the failed one."""
     for script in sorted(site.folder.glob("*.py")) if site.toml["node"].get("device_environment") else ():
         for line in lines_of_several(script)[:1]:
             if not (run := dry.command(script, line, fails="one run")).code:
@@ -263,7 +263,7 @@ def test_a_run_that_is_killed_beside_others_is_a_failure(check, site, dry):
 
 @clause("J9")
 def test_runs_side_by_side_share_the_devices_out(check, site, dry, tmp_path):
-    """Where a program's head shows how to start several: each sees as many devices as it has ranks, and all are used."""
+    """Where a program's head starts several runs, each sees one device for each of its ranks, and no device is idle."""
     variable, count = site.toml["node"].get("device_environment", ""), site.toml["node"]["devices"]
     for script in sorted(site.folder.glob("*.py")) if variable else ():
         lines = lines_of_several(script)
@@ -271,10 +271,10 @@ def test_runs_side_by_side_share_the_devices_out(check, site, dry, tmp_path):
         lessened = [re.sub(r"--ranks (\d+)", lambda match: f"--ranks {max(1, int(match[1]) - 1)}", line) for line in lines]
         close = [re.sub(r"(?<=--lr )[\d. ]+\d", "0.00001 0.000012", line) for line in lines]
         cases = [(line, [*range(count)]) for line in dict.fromkeys([*lines, *halved, *lessened, *close])]
-        # Half a node, as `--gpus 2` gives it: the numbers need not begin at 0.
+        # Half a node, as `--gpus 2` gives it: the numbers may begin above 0.
         for line, visible in [*cases, *((line, [*range(count // 2, count)]) for line in halved if count > 3)]:
             run = dry.command(script, line, devices=visible)
-            if run.code == 2 and line in {*lessened} - {*lines, *halved}:  # a number of ranks that it refuses
+            if run.code == 2 and line in {*lessened} - {*lines, *halved}:  # the program refuses this number of ranks
                 continue
             outside = [call for call in run.calls if call.rank is None]
             started = [call for call in outside if program(call) or "torch.distributed.run" in call.words]
@@ -292,7 +292,7 @@ def test_runs_side_by_side_share_the_devices_out(check, site, dry, tmp_path):
                 yield f"{observed}, but should use {most} devices of {len(visible)}"
             elif strange := {*taken} - {*map(str, visible)}:
                 yield f"{observed}, but the job has no device {', '.join(sorted(strange))}: {variable} says so"
-            for call in [call for call in started if program(call)][:1]:  # without torchrun
+            for call in [call for call in started if program(call)][:1]:  # started without torchrun
                 if refused := who(site, as_in_job(call), tmp_path).get("refused"):
                     yield f"{line!r}: train.py says {refused!r}, but should be a world of one"
             apart = ("--standalone", "--rdzv", "--master")
@@ -303,7 +303,7 @@ def test_runs_side_by_side_share_the_devices_out(check, site, dry, tmp_path):
 
 @clause("J9")
 def test_srun_is_told_of_cores_once(check, site, dry):
-    """By masks, or by a number: with both, the environment's too, it binds to half of a mask's cores, or refuses it."""
+    """srun gets masks or a number of cores: with both, even by a variable, it binds to half of a mask's cores or refuses."""
     for case in site.cases:
         for call in dry.case(case).launches if site.toml["launcher"] == "srun" else ():
             number = [name for name in ("SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK") if name in call.environ]
@@ -313,7 +313,7 @@ def test_srun_is_told_of_cores_once(check, site, dry):
 
 @clause("J9")
 def test_a_notebook_takes_the_devices_that_there_are(check, site):
-    """One, where Jupyter has given one: four ranks would share it, and be refused."""
+    """Where Jupyter has given one device, the notebook starts one rank: four would share the device, and be refused."""
     stand_in = "class torch:\n  class cuda:\n    def device_count(): return {}\n  accelerator = cuda\n"
     for name, cells in notebooks(site).items():
         lines = re.findall(r"(?m)^ranks\s*=.*", "\n".join(cells))
@@ -328,7 +328,7 @@ def test_a_notebook_takes_the_devices_that_there_are(check, site):
 
 @clause("B10")
 def test_a_notebook_that_is_opened_again_goes_on(check, site):
-    """By default in the same folder, and not from the start: else what was trained is lost with its kernel."""
+    """By default it resumes in the same folder: otherwise a lost kernel would lose all training so far."""
     for name, cells in notebooks(site).items():
         check.equal(**{f"{name}_begins_anew": (any("--fresh" in cell for cell in cells), False)})
         lines = [line for cell in cells for line in ast.parse(re.sub(r"(?m)^\s*[%!].*", "", cell)).body]
@@ -348,7 +348,7 @@ def test_a_notebook_that_is_opened_again_goes_on(check, site):
 
 @clause("B10")
 def test_a_notebook_has_not_been_run(check, site):
-    """Another machine's output looks like one's own, and each run by somebody is a change of the file."""
+    """Another machine's output looks like the reader's own, and each execution would change the file."""
     for path in sorted(site.folder.glob("*.ipynb")):
         cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
         run = [number for number, cell in enumerate(cells, 1) if cell.get("outputs") or cell.get("execution_count") is not None]
@@ -356,26 +356,26 @@ def test_a_notebook_has_not_been_run(check, site):
 
 
 def notebooks(site) -> dict[str, list[str]]:
-    """The cells of code of each."""
+    """Return the code cells of each notebook, by file name."""
     all_cells = {path.name: json.loads(path.read_text())["cells"] for path in sorted(site.folder.glob("*.ipynb"))}
     return {name: ["".join(cell["source"]) for cell in all_cells[name] if cell["cell_type"] == "code"] for name in all_cells}
 
 
 def device_of(site, run: DryRun, local: int, each: int) -> int | None:
-    """The device of a rank that sees several, by the machine's number. each: ranks of a node, which share all its devices."""
+    """Return the device, by the machine's number, of a rank that sees several; None where unknown. each: ranks of a node."""
     node, variable = site.toml["node"], site.toml["node"].get("device_environment")
     if node["devices_visible_to_a_rank"] < node["devices"] or not variable:
         return None
     call = next((call for call in run.trained if int(call.environ["DRY_RUN_RANK"]) == local), None)
     seen = [text for text in (call.environ.get(variable, "") if call else "").split(",") if text]
-    if call and not seen:  # by a choice of the script a device may be another thing: two tiles, say
+    if call and not seen:  # a choice of the script may redefine a device: as two tiles, for example
         return local * node["devices"] // each
-    own = seen[0] if len(seen) == 1 else seen[local] if local < len(seen) else ""  # of one, all its ranks have that
+    own = seen[0] if len(seen) == 1 else seen[local] if local < len(seen) else ""  # a single device is shared by all its ranks
     return int(own) if own.isdecimal() else None
 
 
 def in_blocks(call: Call, script: Path, site, each: int) -> list[list[int]]:
-    """The cores of each rank of a whole node of one socket, where srun binds them in its own order."""
+    """Return the cores of each rank of a whole node with one socket, where srun binds ranks in order."""
     node = site.toml["node"]
     size = cpus_per_task(call, script, site) // node.get("threads_per_core", 1)
     in_order = call.command == "srun" and "cores" in values_of(call.words, "--cpu-bind") and node.get("sockets", 1) == 1
@@ -385,7 +385,7 @@ def in_blocks(call: Call, script: Path, site, each: int) -> list[list[int]]:
 
 def cpus_per_task(call: Call, script: Path, site) -> int:
     node, each = site.toml["node"], site.job(script)["ranks_per_node"]
-    if depth := values_of(call.words, "--depth", "-d"):  # in the order of the CPUs: their first ones are of different cores
+    if depth := values_of(call.words, "--depth", "-d"):  # in the order of the CPUs, whose first ones are of different cores
         return min(int(depth[0]), node["cores"] // each) * node.get("threads_per_core", 1)
     values = values_of(call.words, "--cpus-per-task", "-c") or [Script(script).options.get("cpus-per-task", "")]
     return int(values[0]) if values[0].isdecimal() else node["cores"] // each

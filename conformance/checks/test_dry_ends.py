@@ -1,4 +1,4 @@
-"""The static rung: how a job ends, comes back and hears of signals, in dry runs (dry_run.py); and what a user may get wrong.
+"""The static rung: how a job ends, comes back and gets signals, in dry runs (dry_run.py); and the mistakes of users.
 
     python -m pytest conformance/checks/test_dry_ends.py [--site NAME_OR_FOLDER]
 
@@ -42,12 +42,12 @@ from conformance.harness.sites import ROOT
 from conformance.harness.stub_core import who
 
 MANY_NODES, OF_ANOTHER = 100, "runs/of-another-job"
-# Of another machine.
+# Another machine's network settings, left in the user's environment.
 LEFT = dict(NCCL_NET="Socket", NCCL_SOCKET_IFNAME="eth9", GLOO_SOCKET_IFNAME="eth9", FI_PROVIDER="tcp", NCCL_IB_DISABLE="1")
-PACKAGES = "h5py >3,<4"  # a blank, and what a shell would take for files
+PACKAGES = "h5py >3,<4"  # has a space, and characters that a shell would take for file names
 FINAL = {0: "done", 2: "usage", 3: "preflight", 5: "a snapshot that cannot be used", 6: "a loss that is not finite"}
 FINAL |= {8: "storage"}
-# After these another launch may do better, a few times; Slurm's own requeue is for nodes.
+# After these codes another launch may succeed, so a few are allowed; Slurm's own requeue is for failed nodes.
 LOST = {1: "a launcher that failed", 4: "ranks that did not meet", 7: "a rank that was lost", 137: "ranks that were killed"}
 BUS_ERROR = 135
 MOST_LAUNCHES, MANY_RESTARTS, FIRST, OTHER = 4, 1000, "4242", "7001"
@@ -63,7 +63,7 @@ def test_the_exit_code_of_the_ranks_is_the_job_s(check, site, dry):
 
 @clause("J2")
 def test_the_exit_code_is_not_that_of_an_agent_that_srun_has_ended(check, site, dry):
-    """torchrun's, on the other nodes, when the first one's ranks have ended: srun hands on the highest code."""
+    """srun returns the highest code, perhaps that of torchrun on the other nodes after the first node's ranks have ended."""
     for case in site.cases:
         if dry.case(case).called("torchrun"):
             codes = {code: dry.case(case, code=code, fails="agent", nodes=2, all_ranks=True).code for code in (75, 7)}
@@ -72,7 +72,7 @@ def test_the_exit_code_is_not_that_of_an_agent_that_srun_has_ended(check, site, 
 
 @clause("J2")
 def test_the_exit_code_of_the_ranks_is_the_job_s_whatever_fails_after_them(check, site, dry):
-    """A scheduler that does not answer, a node that is gone: a stopped run that ends with 1 looks as one that has failed."""
+    """The scheduler may not answer, or a node be lost: a stopped run that ends with 1 would look failed."""
     for script in trains(site):
         run = dry.job(script, code=75)
         end_time = max((call.end_time or 0 for call in run.launches), default=0)
@@ -84,17 +84,17 @@ def test_the_exit_code_of_the_ranks_is_the_job_s_whatever_fails_after_them(check
 
 @clause("J10")
 def test_a_node_that_hangs_does_not_keep_a_stopped_job_from_coming_back(check, site, dry):
-    """What is left of the time limit is short: what a script still does on the nodes then has a limit of its own (timeout).
+    """Little of the time limit is left, so a script's later work on the nodes has a limit of its own (timeout).
 
-    srun takes SIGTERM for the ranks, and waits on.
+    srun passes SIGTERM on to the ranks, and continues to wait.
     """
     for script in trains(site):
         run = dry.job(script, code=75, fails="hangs") if new_starts(dry.job(script, code=75)) else None
         starts = min((call.start_time for call in new_starts(run)), default=0) if run else 0
         end_time = max((call.end_time or 0 for call in run.launches), default=0) if run else 0
         for call in [call for call in run.called(run.launcher) if call.start_time > end_time > 0] if run else ():
-            own = values_of(call.words, "--time", "-t")  # a step's limit, which Slurm keeps
-            late = not starts or starts > (call.end_time or starts)  # without an end it was ended
+            own = values_of(call.words, "--time", "-t")  # a step's limit, which Slurm enforces
+            late = not starts or starts > (call.end_time or starts)  # a call without an end was killed
             if late and not own and not {"--version", "-V"} & {*call.words}:
                 yield f"{script.name}, where {dry.shown(call.text)} hangs: no new start before it ends, but should be one"
         run = dry.job(script, code=75)
@@ -107,7 +107,7 @@ def test_a_node_that_hangs_does_not_keep_a_stopped_job_from_coming_back(check, s
 
 
 def timed_out(calls: list[Call]) -> float:
-    """Seconds after which `timeout` has ended these commands; of those that run side by side the longest one's."""
+    """Return the seconds after which `timeout` ends these commands; of commands that run side by side, the longest one's."""
     seconds, end_time, longest = 0.0, 0.0, 0.0
     for call in sorted(calls, key=lambda call: call.start_time):
         if call.start_time > end_time:
@@ -119,20 +119,20 @@ def timed_out(calls: list[Call]) -> float:
 
 @clause("J2")
 def test_the_exit_code_of_an_earlier_start_is_none_of_this_one(check, site, dry):
-    """Ranks that are killed record none: what run.jsonl ends with is older."""
+    """Killed ranks record no code: the last one in run.jsonl is from an earlier start."""
     for case in site.cases:
         for code, when in ((137, ""), (BUS_ERROR, "start"), (BUS_ERROR, "")):
             run = dry.case(case, code=code, recorded=75, fails=when)
             check.equal(**{f"exit_code_of_{case.name}_whose_ranks_end_with_{code}": (run.code, code)})
             yield from (f"{case.name}: {call.text}, but should not" for call in new_starts(run))
-        run = dry.case(case, code=75, recorded=0, arguments=["--fresh"])  # which begins another record
+        run = dry.case(case, code=75, recorded=0, arguments=["--fresh"])  # --fresh begins a new record
         check.equal(**{f"exit_code_of_{case.name}_--fresh": (run.code, 75)})
         check.equal(**{f"new_starts_of_{case.name}_--fresh": (len(new_starts(run)), 1)})
 
 
 @clause("J2")
 def test_the_exit_code_is_not_that_of_an_image_that_is_gone(check, site, dry):
-    """Apptainer without setuid mounts it by a process that Slurm's USR1 ends: ranks that have saved leave with a bus error."""
+    """Apptainer without setuid mounts by a process that Slurm's USR1 ends: ranks that have saved end with a bus error."""
     for case in site.cases:
         if dry.case(case).called("apptainer"):
             for words in (ARGUMENTS, ("--run-dir", "runs/mine")):
@@ -152,7 +152,7 @@ def test_what_would_fail_again_is_not_started_again(check, site, dry):
 
 @clause("J10")
 def test_a_stopped_job_comes_back_once_its_ranks_have_ended(check, site, dry):
-    """By itself, once, and not for ever."""
+    """It comes back by itself, once per stop, and only a limited number of times."""
     for case in site.cases:
         for restarts in (0, 1):
             run = dry.case(case, code=75, **(dict(restarts=restarts) if restarts else {}))
@@ -162,7 +162,7 @@ def test_a_stopped_job_comes_back_once_its_ranks_have_ended(check, site, dry):
             for call in starts:
                 if call.start_time < end_time:
                     yield f"{case.name}: {call.text} before its ranks have ended, but should be after"
-            named = re.compile(rf"{FIRST}(_\d+)?")  # or the array's job, by its place there
+            named = re.compile(rf"{FIRST}(_\d+)?")  # or the array's job with its index
             wrong = [call for call in starts if call.command == "scontrol" and not any(map(named.fullmatch, call.words))]
             yield from (f"{case.name}: {call.text}, but should name job {FIRST}" for call in wrong)
         for options in site.job(site.folder / case.script).get("ends_when_stopped", []):
@@ -174,7 +174,7 @@ def test_a_stopped_job_comes_back_once_its_ranks_have_ended(check, site, dry):
 
 @clause("J10")
 def test_at_last_it_says_how_to_go_on(check, site, dry):
-    """With the user's arguments, as a shell takes them, and without --fresh: that would put aside what is to go on."""
+    """The command repeats the user's arguments, quoted for a shell, but not --fresh, which would set the run aside."""
     for script, words_given in product(
         trains(site), ([*ARGUMENTS, "--fresh", "--seed", "1"], ["--fresh", *ARGUMENTS], ["--fresh"])
     ):
@@ -198,11 +198,11 @@ def test_at_last_it_says_how_to_go_on(check, site, dry):
 
 @clause("J10")
 def test_it_says_to_go_on_where_it_was(check, site, dry):
-    """In the run directory that its user named, if one was: of a flag that is there twice, the last one counts."""
+    """It names the user's run directory, if any: of a repeated flag, the last one counts."""
     for script in trains(site):
         run = dry.job(script, code=75, restarts=MANY_RESTARTS, arguments=["--run-dir", OF_ANOTHER])
         lines = [line for line in re.sub("[\"']", "", run.output).splitlines() if re.search(r"\b(resume|sbatch|qsub)\b", line)]
-        places = re.findall(r"(?m)^.*--run-dir(?:=|[ ,]+)([^\s,;]+)", "\n".join(lines))  # of each line the last
+        places = re.findall(r"(?m)^.*--run-dir(?:=|[ ,]+)([^\s,;]+)", "\n".join(lines))  # the last one of each line
         if not places or {*places} != {OF_ANOTHER}:
             named = " ".join(places) or "no run directory"
             yield f"{script.name} --run-dir {OF_ANOTHER}: to resume it names {named}, but should name that"
@@ -210,7 +210,7 @@ def test_it_says_to_go_on_where_it_was(check, site, dry):
 
 @clause("B6")
 def test_the_jobs_of_an_array_are_jobs_of_their_own(check, site, dry):
-    """Each has a number besides the array's: by that one they would share a run directory, and caches."""
+    """Jobs of an array share the array's number: with it in their names they would share a run directory and caches."""
     array = dict(SLURM_ARRAY_JOB_ID=OTHER, SLURM_ARRAY_TASK_ID="3") if site.toml["scheduler"] == "slurm" else {}
     for script in trains(site) if array else ():
         run = dry.job(script, environ=array, all_ranks=True)
@@ -218,7 +218,7 @@ def test_the_jobs_of_an_array_are_jobs_of_their_own(check, site, dry):
             values = [value for name, value in call.environ.items() if not name.startswith(("SLURM_", "DRY_RUN"))]
             named = sorted({dry.shown(word) for word in [*call.words, *values] if re.search(rf"\b{OTHER}\b", word)})
             yield from (f"{script.name} in an array: {word}, but should be named for the job: {FIRST}" for word in named)
-        # By the array's number all of its jobs would be stopped, and come back; it is also the last job's own.
+        # The array's number would stop and requeue all of its jobs. It is also the last job's own number.
         for number, name in ((FIRST, FIRST), (OTHER, f"{OTHER}_3")):
             run = dry.job(script, environ=array, number=number, code=75)
             commands = [call.text for call in new_starts(run) if OTHER in call.words]
@@ -228,12 +228,12 @@ def test_the_jobs_of_an_array_are_jobs_of_their_own(check, site, dry):
 @clause("J10")
 def test_the_readme_tells_how_often_it_comes_back(check, site, dry):
     told = re.findall(r"[^.;]*\b(?:at most|up to) \d+ (?:times|in a row)\b(?! faster| slower| as )[^.;]*", site.readme)
-    back = re.compile(r"queue|restart|resubmit|\bcomes? back|successor")  # launches come back within the job
+    back = re.compile(r"queue|restart|resubmit|\bcomes? back|successor")  # "launch" means another launch within the job
     told = [part for part in told if back.search(part) and "launch" not in part]
     match = re.search(r"\b(?:at most|up to) (\d+) (times|in a row)\b", told[0]) if told else None
     most = int(match[1]) if match else 0
     for script in trains(site) if match else ():
-        for restarts, should in ((3, 1), (most - 1, 1), (most, 0)):  # as texts 3 comes after 20
+        for restarts, should in ((3, 1), (most - 1, 1), (most, 0)):  # compared as texts, 3 would come after 20
             if len(starts := new_starts(dry.job(script, code=75, restarts=restarts))) != should:
                 path = f"{script.name}: {len(starts)} new starts after {restarts} restarts"
                 yield f"{path}, but should be {should}: README.md says {match[0]}"
@@ -241,7 +241,7 @@ def test_the_readme_tells_how_often_it_comes_back(check, site, dry):
 
 @clause("J10")
 def test_the_readme_tells_how_often_it_launches_again(check, site, dry):
-    """And after how long, where it does so in one job: nodes that nothing runs on are paid for."""
+    """README.md also says after how long a job launches again: nodes without ranks are paid for."""
     for part in re.findall(r"[^.;]*\b(?:re|)launch(?:es)?(?: them)? again\b[^.;]*", site.readme):
         run = max((dry.case(case, code=7) for case in site.cases), key=lambda run: len(run.launches))
         again, slept = len(run.launches) - 1, {seconds_of(call.words) for call in run.called("sleep")}
@@ -256,7 +256,7 @@ def test_the_readme_tells_how_often_it_launches_again(check, site, dry):
 
 @clause("F10")
 def test_the_readme_tells_where_log_and_run_are(check, site, dry):
-    """`train-JOB.out`, `train-%j.out` and `train-15.out` are the same there."""
+    """`train-JOB.out`, `train-%j.out` and `train-15.out` mean the same file there."""
     scripts = trains(site)
     known = dict(log={log_of(site, script) for script in scripts}, run={where(dry.job(script)) for script in scripts})
     sentences = [part for part in re.split(r"(?<=[.;]) ", site.readme) if not re.search("--run-dir|install|error log", part)]
@@ -268,7 +268,7 @@ def test_the_readme_tells_where_log_and_run_are(check, site, dry):
 
 
 def log_of(site, script: Path) -> str:
-    """The name of job 4242's; empty where a directive of PBS may give a folder."""
+    """Return the log's name for job 4242; empty where a PBS directive may name a folder."""
     options = Script(script).options
     name = options.get("job-name") or options.get("J") or options.get("N") or script.name
     if site.toml["scheduler"] != "slurm":
@@ -279,7 +279,7 @@ def log_of(site, script: Path) -> str:
 
 @clause("J10")
 def test_a_successor_goes_on_where_its_job_was(check, site, dry):
-    """Where another takes its place, that asks for the same, finds the same run, and so does its own successor."""
+    """A successor asks for the same resources and finds the same run, and so does its own successor."""
     variable = site.toml["job"].get("restarts", "")
     for case in site.cases:
         run = dry.case(case, code=75)
@@ -299,7 +299,7 @@ def test_a_successor_goes_on_where_its_job_was(check, site, dry):
             run = dry.case(case, code=75, number=f"{int(FIRST) + restarts}", environ=environ)
             if where(run) != place:
                 yield f"{case.name}: run directory={where(run)} in successor {restarts}, but should be {place}"
-        # What the directive says, and another number, as it may be given at submission.
+        # The directive's number of nodes, and another one as a user may submit it.
         submits = any(call.command != "scontrol" for call in new_starts(dry.case(case, code=75)))
         for nodes in (case.nodes, case.nodes + 2) if submits else ():
             for call in new_starts(dry.case(case, code=75, nodes=nodes)):
@@ -314,7 +314,7 @@ def test_a_successor_goes_on_where_its_job_was(check, site, dry):
 
 @clause("J10")
 def test_a_successor_is_given_the_choices_of_its_job(check, site, dry):
-    """The variables of the table in a script's head, whose values the user has set for the first job alone."""
+    """A successor keeps the variables of the table in a script's head, which the user set only for the first job."""
     for script in trains(site):
         for name, default, values in Script(script).variables:
             value = values[0] if values else str(int(default) // 2 or 1)
@@ -331,7 +331,7 @@ def test_a_successor_is_given_the_choices_of_its_job(check, site, dry):
 
 
 def launched(run: DryRun) -> str:
-    """How many ranks it has in all, and on a node."""
+    """Return how many ranks a run has in all, and on a node."""
     if not run.trained:
         return "no ranks"
     place = run.trained[0].environ
@@ -340,7 +340,7 @@ def launched(run: DryRun) -> str:
 
 @clause("J10")
 def test_a_successor_tolerates_the_nodes_that_its_job_did(check, site, dry):
-    """qsub -W tolerate_node_failures=all: without it PBS ends a job that has lost a node, spare ones or not."""
+    """Without qsub -W tolerate_node_failures=all, PBS ends a job that has lost a node, despite spare nodes."""
     option = "tolerate_node_failures=all"
     for script in trains(site) if site.toml["scheduler"] == "pbs" else ():
         for call in [call for call in new_starts(dry.job(script, code=75, options=dict(W=option))) if call.command == "qsub"]:
@@ -363,7 +363,7 @@ def where(run: DryRun) -> str:
 
 @clause("J10")
 def test_the_ranks_hear_in_time(check, site, dry):
-    """A warning to all processes of the ranks ends none; where the scheduler sends none, the job script tells the ranks."""
+    """A warning to all processes of the ranks ends none. Where the scheduler sends no warning, the job script does."""
     for case in site.cases:
         for event, what in warnings_of(site).items():
             run = dry.case(case, code=75, event=event)
@@ -376,7 +376,7 @@ def test_the_ranks_hear_in_time(check, site, dry):
 
 @clause("J10")
 def test_a_successor_is_stopped_by_its_own_number(check, site, dry):
-    """And not by that of the run's first job, which nobody has before their eyes."""
+    """Its first job's number does not stop it: users see only the successor's."""
     for script in trains(site):
         starts = [call for call in new_starts(dry.job(script, code=75)) if call.command != "scontrol"]
         for call in starts[:1] if "stop" in warnings_of(site) else ():
@@ -387,7 +387,7 @@ def test_a_successor_is_stopped_by_its_own_number(check, site, dry):
 
 @clause("J10")
 def test_a_job_is_not_stopped_by_another_s_number(check, site, dry):
-    """Two jobs of one user share the folder: one is stopped, and the other goes on."""
+    """Two jobs of one user share the folder: one is stopped, and the other trains on."""
     for script in trains(site) if "stop" in warnings_of(site) else ():
         run = dry.job(script, event="another's stop")
         if run.code:
@@ -396,7 +396,7 @@ def test_a_job_is_not_stopped_by_another_s_number(check, site, dry):
 
 @clause("J10")
 def test_a_node_that_is_lost_later_is_left_out_of_the_next_launch(check, site, dry):
-    """Where there are nodes to spare: else each launch fails as the one before."""
+    """This needs spare nodes: with the lost node, each launch would fail like the last one."""
     for case in site.cases:
         if (run := dry.case(case, code=7)).shape.get("spare") and len(run.launches) > 1:
             hosts = [call.notes.get("hosts", []) for call in dry.case(case, code=7, spare="later").launches]
@@ -416,7 +416,7 @@ def test_a_scheduler_that_does_not_tell_which_nodes_are_down_ends_no_job(check, 
 
 
 def warnings_of(site) -> dict[str, str]:
-    """How a job of it may be told to stop, in its time."""
+    """Return how a job of this site may be stopped in time, as event and description."""
     if site.toml["scheduler"] == "slurm":
         return {"warning": "USR1 to all ranks"}
     return {"stop": site.toml["stop"], "limit": "60 s before its time limit"}
@@ -424,7 +424,7 @@ def warnings_of(site) -> dict[str, str]:
 
 @clause("J10")
 def test_a_job_that_is_told_to_stop_starts_no_ranks_again(check, site, dry):
-    """Though they are lost while they save: the next ones would have no time for a step."""
+    """Ranks that are lost while they save are not relaunched: new ones would have no time for a step."""
     for case in site.cases:
         for event, what in warnings_of(site).items():
             if len((run := dry.case(case, code=137, event=event)).launches) > 1:
@@ -433,7 +433,7 @@ def test_a_job_that_is_told_to_stop_starts_no_ranks_again(check, site, dry):
 
 @clause("J8")
 def test_train_py_knows_the_seconds_that_a_stop_leaves(check, site, dry):
-    """--grace: under Slurm those of --signal. With another number it notes slow saves too late, or where there is time."""
+    """--grace is --signal's number under Slurm. With another one, slow saves are noted too late, or without need."""
     for case in site.cases:
         signalled = Script(site.folder / case.script).options.get("signal", "")
         should = [signalled.partition("@")[2] or "60"] if signalled else []
@@ -445,7 +445,7 @@ def test_train_py_knows_the_seconds_that_a_stop_leaves(check, site, dry):
 
 @clause("J8")
 def test_a_stop_leaves_time_to_train(check, site, dry):
-    """Under PBS the script itself counts the seconds before its limit: with all of it no start would train."""
+    """Under PBS the script counts the seconds before its limit: if they are all of it, no start would train."""
     for script in trains(site) if site.toml["scheduler"] == "pbs" else ():
         walltime = re.search(r"(?m)^#PBS .*\bwalltime=([\d:]+)", script.read_text())
         for grace in [value for call in dry.job(script).trained[:1] for value in values_of(arguments(call), "--grace")]:
@@ -455,7 +455,7 @@ def test_a_stop_leaves_time_to_train(check, site, dry):
 
 @clause("F10")
 def test_the_readme_has_the_seconds_that_a_stop_leaves(check, site, dry):
-    """Those of --grace: "120 to 180 s before" the limit under Slurm, which may be 60 s early."""
+    """They are --grace: "120 to 180 s before" the limit under Slurm, which may send the signal 60 s early."""
     told = re.findall(r"USR1 [^.]*?\b(\d+)(?: to \d+)? s(?:econds)? before", site.readme)
     for script in trains(site) if told else ():
         for grace in [value for call in dry.job(script).trained[:1] for value in values_of(arguments(call), "--grace")]:
@@ -465,7 +465,7 @@ def test_the_readme_has_the_seconds_that_a_stop_leaves(check, site, dry):
 
 @clause("J10")
 def test_a_warning_while_python_starts_ends_no_rank(check, site, dry):
-    """Where a shell starts the rank's Python, that ignores both until train.py listens: it is inherited."""
+    """A shell that starts a rank's Python ignores both signals, and Python inherits that until train.py handles them."""
     for case in site.cases:
         run = dry.case(case)
         words = [word for call in run.launches for word in call.words]
@@ -517,7 +517,7 @@ def test_a_choice_that_is_none_is_refused(check, site, dry):
             run = dry.job(site.folder / case.script, **shape)
             yield from refused(dry, run, f"{case.script} with {NONSENSE} for {case.name}", NONSENSE)
     text = "\n".join(script.read_text() for script in site.scripts)
-    for _, line in shown(site):  # also those that choose no other launch
+    for _, line in shown(site):  # also submissions that choose no other launch
         words = shlex.split(line)
         for name, value in (word.split("=", 1) for word in words if re.match(r"[A-Z_]+=(?!yes$)[a-z ]+$", word)):
             script = next((script for script in site.job_scripts if script.name in words), None)
@@ -526,19 +526,19 @@ def test_a_choice_that_is_none_is_refused(check, site, dry):
                 yield from refused(dry, run, f"{script.name} with {name}={NONSENSE} for {value}", NONSENSE)
 
 
-# Variables that the scheduler, libraries and Python read, and no script needs to.
+# Variables that only the scheduler, libraries and Python need to read.
 OF_OTHERS = re.compile(r"(SBATCH|NCCL|CCL|FI|HF|WANDB|OMP|TORCH|PYTORCH|CUDA|HIP|MIOPEN|TRANSFORMERS|TOKENIZERS|PYTHON)_?")
 
 
 @clause("B11")
 def test_each_variable_that_users_are_shown_changes_something(check, site, dry):
-    """Before a submission, and in [[job.choices]]; and what README.md has behind qsub -v, a script reads."""
+    """Users see variables before a submission and in [[job.choices]]. A script also reads those behind README.md's qsub -v."""
     of_choices = [(site.folder / case.script, case.environment | handed_on(case.options)) for case in site.cases]
     for script in trains(site):
         pairs = dict.fromkeys(tuple(environ.items()) for where, environ in [*chosen(site), *of_choices] if where == script)
         ours = [dict(each) for each in pairs if not all(OF_OTHERS.match(name) for name, _ in each)]
         first = dry.job(script, nodes=2).trained[:1]
-        # What a module sets so is in force without it.
+        # A variable that a module sets to this value has it anyway.
         variables = [environ for environ in ours if not any(environ.items() <= call.environ.items() for call in first)]
         yield from (f"{script.name}: {choice} changes nothing, but should" for choice in without_effect(dry, script, variables))
     texts = {path.name: path.read_text() for path in (site.folder / "README.md", *site.scripts)}
@@ -558,18 +558,18 @@ def test_each_variable_that_users_are_shown_changes_something(check, site, dry):
 
 @clause("B11")
 def test_another_number_of_ranks_is_started_or_refused(check, site, dry):
-    """sbatch --ntasks=3 on two nodes leaves open how many a node has: three ranks, which know of each other, or exit code 3."""
+    """sbatch --ntasks=3 on two nodes does not fix the ranks per node: it starts three connected ranks, or ends with 3."""
     for script in trains(site) if site.toml["launcher"] == "srun" else []:
         run = dry.job(script, ntasks=3, nodes=2, all_ranks=True)
         ranks = {call.environ["DRY_RUN_RANKS"] for call in run.trained}
-        should = {3, 2 * site.job(script)["ranks_per_node"]} if run.called("torchrun") else {3}  # whose ranks are no tasks
+        should = {3, 2 * site.job(script)["ranks_per_node"]} if run.called("torchrun") else {3}  # torchrun's are no tasks
         if not (run.code == 0 and len(run.trained) in should and ranks == {str(len(run.trained))}):
             yield from refused(dry, run, f"{script.name} with --ntasks=3", "")
 
 
 @clause("J9")
 def test_twice_the_nodes_have_twice_the_ranks(check, site, dry):
-    """A total among the directives (--ntasks) overrules what is said of a node: half of what is paid for stands idle."""
+    """A total among the directives (--ntasks) overrules the ranks per node: half of the paid nodes would be idle."""
     for script in trains(site):
         nodes = site.job(script)["nodes"]
         counts = []
@@ -583,7 +583,7 @@ def test_twice_the_nodes_have_twice_the_ranks(check, site, dry):
 
 @clause("J9")
 def test_a_node_has_as_many_ranks_as_its_user_asks_for(check, site, dry):
-    """Also where a launcher of its own starts them, which could count the node's devices; or the job says that it does not."""
+    """This also holds for torchrun, which could count the node's devices; or the job refuses the number."""
     for case in site.cases if site.toml["launcher"] == "srun" else []:
         run = dry.case(case, nodes=2, options={"ntasks-per-node": "2"})
         ranks = {call.environ["DRY_RUN_PER_NODE"] for call in run.trained}
@@ -593,7 +593,7 @@ def test_a_node_has_as_many_ranks_as_its_user_asks_for(check, site, dry):
 
 @clause("B11")
 def test_devices_may_be_asked_for_by_their_type(check, site, dry):
-    """sbatch --gpus-per-node=a100:4, where a machine has several types."""
+    """Users may submit with --gpus-per-node=a100:4, where a machine has several types."""
     for script in trains(site):
         if (devices := Script(script).options.get("gpus-per-node", "")).isdecimal():
             run = dry.job(script, options={"gpus-per-node": f"a100:{devices}"})
@@ -618,16 +618,16 @@ def test_cores_are_bound_by_number_on_whole_nodes_alone(check, site, dry):
                 yield f"{script.name}: --oversubscribe, but should have whole nodes: ranks are bound by numbers"
 
 
-# Of libfabric's providers those that are no fast network's, and what is put upon one.
+# libfabric's providers of no fast network, and those that run on top of another provider.
 # https://ofiwg.github.io/libfabric/main/man/fabric.7.html
 SLOW, UPON = {"tcp", "sockets", "udp", "shm", "net"}, {"ofi_rxm", "ofi_rxd"}
-# What says which network a library takes, and how.
+# Variables that choose and set up a library's network.
 NETWORK = re.compile(r"^(NCCL|FI|CCL|PALS)_|_(NET|NET_PLUGIN|IFNAME|PROVIDER|HCA)$")
 
 
 @clause("J13")
 def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
-    """Where a module brings RCCL's or NCCL's network, and does so no more, the job ends, or the library does by NCCL_NET."""
+    """If the module that brings RCCL's or NCCL's network no longer does, the job ends, or NCCL_NET makes the library end."""
     of_a_module = any(word.startswith("NCCL_NET=") for word in site.provides)
     named = of_a_module or any(re.match(r'export NCCL_NET=(?!"?Socket)', fact) for fact in site.facts)
     for script in trains(site):
@@ -660,8 +660,8 @@ def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
 
 @clause("J13")
 def test_what_modules_set_is_there_where_ranks_start(check, site, dry):
-    """A list that is written anew, of what a container sees say, has lost the network's libraries."""
-    # One node needs no network, and may be told so.
+    """A list that a script replaces, such as a container's library path, loses the network's libraries."""
+    # Two nodes at least: on one node a script may switch the network off.
     runs = {script.name: dry.job(script, nodes=max(2, site.job(script)["nodes"])) for script in trains(site)}
     runs |= {case.name: dry.case(case, nodes=max(2, case.nodes)) for case in site.cases}
     for (what, run), module in product(runs.items(), site.modules):
@@ -674,7 +674,7 @@ def test_what_modules_set_is_there_where_ranks_start(check, site, dry):
 
 @clause("J13")
 def test_every_software_is_told_of_the_same_network(check, site, dry):
-    """That of a module, and that of an image: what the job script sets for one is set for the other."""
+    """Settings of the network for a module's software are also set for an image's."""
     for case in [case for case in site.cases if case.install is not None]:
         both = dry.job(site.folder / case.script, nodes=2), dry.case(case, nodes=2)
         usual, own = ({name for call in run.trained[:1] for name in call.environ} for run in both)
@@ -684,7 +684,7 @@ def test_every_software_is_told_of_the_same_network(check, site, dry):
 
 @clause("J13")
 def test_the_network_is_one_of_the_nodes_and_not_of_the_ranks(check, site, dry):
-    """A job of one rank on each node has the same, on one node, on two and on many."""
+    """A job of one rank a node has the same network settings as a full one, on one node, on two and on many."""
     launcher_variables = {name for name, _ in site.launches[0].templates}
     of_ranks = re.search(r"-v (\w+)=\{ranks\}", site.toml["job"].get("geometry", ""))
     for script, nodes in product(trains(site), (1, 2, MANY_NODES)):
@@ -703,7 +703,7 @@ def test_the_network_is_one_of_the_nodes_and_not_of_the_ranks(check, site, dry):
 
 @clause("J13")
 def test_what_another_machine_has_left_does_not_choose_the_network(check, site, dry):
-    """What the job says of it, it says whatever the user's shell has exported: a NCCL_NET=Socket of a test on one node."""
+    """The job overrules what the user's shell has exported, such as NCCL_NET=Socket from a test on one node."""
     for script in trains(site):
         own = [name for call in dry.job(script, nodes=2).trained[:1] for name in call.environ if name in LEFT]
         for nodes in (1, 2):
@@ -715,25 +715,25 @@ def test_what_another_machine_has_left_does_not_choose_the_network(check, site, 
                 )
 
 
-# Of a shell within another job, which sbatch takes along and srun reads.
+# Variables of a shell within another job, which sbatch copies and srun reads.
 OF_A_JOB_S_SHELL = dict(SLURM_CPU_BIND="quiet,mask_cpu:0x1", SLURM_CPU_BIND_TYPE="mask_cpu:", SLURM_CPU_BIND_LIST="0x1")
 OF_A_JOB_S_SHELL |= dict(SLURM_MEM_PER_CPU="100", SLURM_MEM_PER_NODE="100")
-# Those of `salloc --gpus=1` and its like: of a job of several nodes it would be one GPU in all.
+# Variables of `salloc --gpus=1` and similar commands: for several nodes they would mean one GPU in all.
 OF_A_JOB_S_SHELL |= dict(SLURM_GPUS="1", SLURM_GPUS_PER_NODE="1", SLURM_GPUS_PER_TASK="1", SLURM_GPUS_PER_SOCKET="1")
 OF_A_JOB_S_SHELL |= dict(SLURM_GPU_BIND="single:9", SLURM_NTASKS_PER_GPU="9", SLURM_CPUS_PER_GPU="1")
 
 
 @clause("J9")
 def test_ranks_are_bound_by_their_own_job(check, site, dry):
-    """Not by another one's mask; and what that said of memory srun refuses beside this job's own words."""
+    """Another job's mask would bind the ranks. srun refuses another job's memory beside this job's own flags."""
     for case in site.cases if site.toml["launcher"] == "srun" else ():
-        asked = {*Script(site.folder / case.script).options, *words_of(case.options)}  # of which sbatch says what the job has
+        asked = {*Script(site.folder / case.script).options, *words_of(case.options)}  # sbatch sets these to the job's own
         asked |= {"gpus"} if "G" in asked else set()
         left = {name: value for name, value in OF_A_JOB_S_SHELL.items() if option_of(name) not in asked}
         if not site.toml["node"]["devices"]:
             left = {name: value for name, value in left.items() if "GPU" not in name}
         for call in dry.case(case, environ=left).launches:
-            said = {word.partition("=")[0].removeprefix("--") for word in call.words}  # which counts more than a variable
+            said = {word.partition("=")[0].removeprefix("--") for word in call.words}  # flags overrule variables
             said |= {"gpus"} if any(word.startswith("-G") for word in call.words) else set()
             kept = [name for name, value in left.items() if call.environ.get(name) == value and option_of(name) not in said]
             if kept:
@@ -741,12 +741,12 @@ def test_ranks_are_bound_by_their_own_job(check, site, dry):
 
 
 def option_of(variable: str) -> str:
-    """That a variable of srun's stands for: gpus-per-task."""
+    """Return the option that an srun variable stands for, such as gpus-per-task."""
     return variable.removeprefix("SLURM_").lower().replace("_", "-")
 
 
 def refused(dry, run: DryRun, what: str, name: str) -> list[str]:
-    """A violation, unless it has ended with 3, before any rank, and names what is wrong."""
+    """Return a violation, unless the run ends with 3 before any rank, and names the mistake."""
     if run.code == 3 and not run.trained and name in run.output:
         return []
     named = f", and a line that names {name}" if name else ""
@@ -755,7 +755,7 @@ def refused(dry, run: DryRun, what: str, name: str) -> list[str]:
 
 @clause("J10")
 def test_the_readme_tells_how_to_stop(check, site):
-    """By the command of site.toml, if by any that begins like it: job scripts hear no other."""
+    """Any command that begins like site.toml's is that command: job scripts react to no other."""
     own = site.toml["stop"]
     if re.search(r"scancel .*(--batch\b|-\w*b)", own):
         deaf = [path.name for path in trains(site) if not re.search(r"\btrap\b.*USR1", path.read_text())]
@@ -771,7 +771,7 @@ def test_the_readme_tells_how_to_stop(check, site):
 
 @clause("B10")
 def test_what_users_are_shown_works(check, site, dry):
-    """Each submission and installation in the head of a script, and in README.md's blocks and sentences."""
+    """This covers each submission and installation in the head of a script, and in README.md's blocks and sentences."""
     for where_it_stands, line in shown(site):
         if redirection := re.search(r"[<>]=?\S*", re.sub(r"'[^']*'|\"[^\"]*\"", "", line)):
             yield f"{where_it_stands}: {line!r}: a shell takes {redirection[0]} for a redirection, but should find it in quotes"
@@ -790,9 +790,9 @@ def test_what_users_are_shown_works(check, site, dry):
 
 
 def no_flags(site, words: list[str]) -> list[str]:
-    """Of these words those that look like a flag, and that neither the core nor a program of the site has."""
+    """Return the words that look like a flag but are no flag of the core or of a program of the site."""
     if any(word.endswith(".py") for word in words):
-        return []  # a workload's own
+        return []  # a workload file may define its own flags
     code = "\n".join(path.read_text() for path in (*sorted((ROOT / "core/src").rglob("*.py")), *site.folder.glob("train*.py")))
     flags = {*re.findall(r"[\"'](--[a-z][\w-]+)[\"']", code), "--help"}
     own = [word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)]
@@ -801,7 +801,7 @@ def no_flags(site, words: list[str]) -> list[str]:
 
 @clause("B10")
 def test_by_hand_in_a_step_it_trains_alone(check, site, tmp_path):
-    """In the shell of `srun --pty`, whose Slurm has told it of one task, and of no address of rank 0."""
+    """The shell of `srun --pty` has Slurm's variables for one task, and no address of rank 0."""
     text = site.readme
     told = [launch.environ(0, 1, 1, 29500, FIRST) for launch in site.launches if launch.launcher == "srun"]
     for variables, line in product(told, re.findall(r"`srun [^`]*--pty\b[^`]*`[^.]*?`([^`]*/python3? train\.py[^`]*)`", text)):
@@ -814,7 +814,7 @@ def test_by_hand_in_a_step_it_trains_alone(check, site, tmp_path):
 
 @clause("B10")
 def test_packages_that_users_are_shown_go_with_torch(check, site, dry):
-    """One fact has both versions, and install.sh the one of them: pip refuses another one of the other."""
+    """Where one fact has both versions, install.sh pins one of them, and pip refuses any other version of the second."""
     asked = [("install.sh", word) for _, words in pips(dry.install()) for word in words]
     pin, code = re.compile(r"([\w.-]+)==([\w.+]+)"), "\n".join(path.read_text() for path in site.scripts)
     of_facts = [dict(pin.findall(fact)) for fact in site.facts]
@@ -829,12 +829,12 @@ def test_packages_that_users_are_shown_go_with_torch(check, site, dry):
                     yield f"{place}: {name}=={version}, but should be {pins[name]}, as a fact of [[sources]] says"
 
 
-A_TIME = re.compile(r"\d+\.\d+|\d+(:\d\d)+|\d+(\.\d+)? ?(h|hrs?|hours?)\.?")  # in a cell: of hours alone
+A_TIME = re.compile(r"\d+\.\d+|\d+(:\d\d)+|\d+(\.\d+)? ?(h|hrs?|hours?)\.?")  # a table cell that is only a time
 
 
 @clause("B8")
 def test_jobs_have_as_many_nodes_as_their_queue_takes(check, site):
-    """As it stands, and as users are shown to submit it. The numbers are those of a fact `| queue | least | most |`."""
+    """This holds for each script, and for each submission shown. The numbers are from a fact `| queue | least | most |`."""
     bounds, submitted = site.nodes_of_queues, []
     for script in site.job_scripts:
         submitted.append((script.name, script, ""))
@@ -848,7 +848,7 @@ def test_jobs_have_as_many_nodes_as_their_queue_takes(check, site):
             least, most = bounds[queue]
             if nodes < least or (most and nodes > most):
                 yield f"{place}: {line or 'as it stands'}: {nodes} nodes, but should be {least} to {most or 'more'} in {queue}"
-    for path in (site.folder / "README.md", *site.scripts):  # "capacity (1-16 nodes", and "6 h to 183" nodes
+    for path in (site.folder / "README.md", *site.scripts):  # such as "capacity (1-16 nodes" and "6 h to 183" nodes
         text = " ".join(re.sub(r"(?m)^ *#+ ", "", path.read_text()).split())
         for queue, least, most in re.findall(r"(?<![\w-])([\w-]+)`? \(([\d,]+)-([\d,]+) nodes\b", text):
             told = tuple(int(number.replace(",", "")) for number in (least, most))
@@ -860,7 +860,7 @@ def test_jobs_have_as_many_nodes_as_their_queue_takes(check, site):
             times = [cell.strip() for row in rows for cell in row.split("|") if A_TIME.fullmatch(cell.strip())]
             if times and not any(re.fullmatch(rf"0?{hours}(\.0*|(:00)+)?( ?h.*)?", each) for each in times):
                 yield f"{path.name}: {hours} h to {most} nodes, but should be {' or '.join(times)}, as a fact says"
-    for script in map(Script, site.job_scripts):  # [queue] has one time, that of the fewest nodes
+    for script in map(Script, site.job_scripts):  # [queue] has one time, of the jobs with fewest nodes
         queue = script.options.get("partition", script.options.get("q", ""))
         own = site.toml.get("queue", {}).get("minutes", {}).get(queue)
         limits = [" ".join(line.paragraph) for line, text in script.directives if re.search(r"--time=|walltime=", text)]
@@ -871,9 +871,9 @@ def test_jobs_have_as_many_nodes_as_their_queue_takes(check, site):
 
 @clause("B10")
 def test_a_line_that_users_may_delete_is_not_needed(check, site, dry):
-    """By what stands above it, or by README.md: nodes without GPUs, a cluster without accounts."""
+    """A comment or README.md may allow this, for nodes without GPUs or a cluster without accounts."""
     deletable = re.findall(r"delete the line `--([a-z-]+)`", site.readme)
-    for case in {case.script: case for case in reversed(site.cases)}.values():  # of each script the first
+    for case in {case.script: case for case in reversed(site.cases)}.values():  # each script's first case
         for line, option in Script(site.folder / case.script).directives:
             name = option.partition("=")[0].removeprefix("--")
             if name in deletable or "delete the line" in " ".join(line.paragraph):
@@ -884,7 +884,7 @@ def test_a_line_that_users_may_delete_is_not_needed(check, site, dry):
 
 @clause("B6")
 def test_each_process_of_each_node_has_a_log_of_its_own(check, site, dry):
-    """NCCL's: on several nodes process numbers repeat. https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"""
+    """NCCL's log: process numbers repeat across nodes. https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"""
     for script, environ in chosen(site):
         for call in dry.job(script, nodes=2, environ=environ).trained[:1]:
             path = dry.shown(call.environ.get("NCCL_DEBUG_FILE", "%h-%p"))
@@ -894,7 +894,7 @@ def test_each_process_of_each_node_has_a_log_of_its_own(check, site, dry):
 
 @clause("B10")
 def test_a_run_is_one_run_of_wandb(check, site, dry):
-    """Online, a requeued job goes on with it, and a run of the same name in another folder is another one."""
+    """Online, a requeued job continues its W&B run, and a run of the same name in another folder has another W&B run."""
     for script, environ in [each for each in chosen(site) if "wandb" in " ".join(each[1].values())]:
         shapes: dict = dict(first=("a", {}), again=("a", dict(restarts=1, code=75)), other=("b", {}))
         online = environ | dict(WANDB_MODE="online")
@@ -910,7 +910,7 @@ def test_a_run_is_one_run_of_wandb(check, site, dry):
 
 @clause("B10")
 def test_metrics_have_every_step(check, site, dry):
-    """The first one, too, and the evaluation after a step beside its loss."""
+    """This includes the first step, and an evaluation at the same step as a loss."""
     for script, environ in chosen(site):
         for kind in [name for name in ("wandb", "tensorboard") if name in " ".join(environ.values())]:
             run = dry.job(script, environ=environ)
@@ -925,7 +925,7 @@ OF_STEPS = ["0 0.25", "0 0.5", "1 1.25", "1 1.5", "1 1.75"]
 
 
 def chosen(site) -> list[tuple[Path, dict[str, str]]]:
-    """The job script, and the variables that are set for it, of each submission that users are shown."""
+    """Return the job script and its variables for each submission that users are shown."""
     submissions = []
     for _, line in shown(site):
         words = shlex.split(line)
@@ -936,7 +936,7 @@ def chosen(site) -> list[tuple[Path, dict[str, str]]]:
 
 @clause("B5")
 def test_no_secret_is_printed(check, site, dry):
-    """A user's tokens are in the environment: neither a log nor another file, nor the words of a command, have them."""
+    """A user's tokens are in the environment: no log, no other file and no word of a command has them."""
     runs = [dry.install(), *(followed(dry, line) for _, line in shown(site))]
     runs += [dry.case(case, code=code) for case in site.cases for code in (0, 75)]
     runs += [dry.job(script, nodes=2, environ=environ) for script, environ in chosen(site)]
@@ -951,7 +951,7 @@ def test_no_secret_is_printed(check, site, dry):
 
 @clause("B10")
 def test_a_script_for_users_hands_their_arguments_on(check, site, dry):
-    """Of every other script whose head shows how to train with it, whatever was installed."""
+    """This covers every other script whose head shows how to train with it, after each installation."""
     for script in [path for path in site.scripts if path not in site.job_scripts]:
         for line, flags in product(shown_to_train(script), [(), *given(dry)]):
             run = dry.command(script, line, *flags)
@@ -968,7 +968,7 @@ def test_a_script_for_users_hands_their_arguments_on(check, site, dry):
 
 @clause("B10")
 def test_an_installation_as_a_job_gets_its_arguments(check, site, dry):
-    """Whole, as they were given: `job.sl install --add PACKAGE`, where that is shown."""
+    """`job.sl install --add PACKAGE`, where it is shown, passes each argument on unchanged."""
     for script in site.job_scripts:
         if any(re.search(rf"{re.escape(script.name)} install\b", line) for _, line in shown(site)):
             run = dry.job(script, nodes=1, arguments=["install", "--add", PACKAGES], all_ranks=True)
@@ -980,7 +980,7 @@ def test_an_installation_as_a_job_gets_its_arguments(check, site, dry):
             ranks = max((int(call.environ.get("DRY_RUN_RANKS", "1")) for call in calls), default=1)
             if ranks > 1:
                 yield f"{script.name} install: {ranks} of it in one prefix, side by side, but should be one"
-            # Choices of a proxy that are empty as they stand, all at once: there may be one for each protocol.
+            # All proxy variables that are empty in the script are set at once: there may be one for each protocol.
             edit = {line: line + PROXY for line in re.findall(r"(?m)^(?!no_)\w*proxy=$", script.read_text())}
             for call, _ in pips(dry.job(script, nodes=1, arguments=["install"], edit=edit))[:1] if edit else ():
                 for name in ("http_proxy", "https_proxy"):
@@ -992,7 +992,7 @@ PROXY = "http://proxy.example.org:3128"
 
 
 def followed(dry, line: str) -> DryRun | str:
-    """The dry run of a command that users are shown, or why it cannot be one."""
+    """Return the dry run of a command that users are shown, or why it is invalid."""
     site, environ, words = dry.site, {}, shlex.split(line)
     while words and re.match(r"[A-Z_]+=", words[0]):
         name, _, environ[name] = words.pop(0).partition("=")
@@ -1008,7 +1008,7 @@ def followed(dry, line: str) -> DryRun | str:
     if words[place + 1 :] and not slurm:
         return "qsub hands no words to a script, but should be given them by -v"
     exported = handed_on(shlex.join(words[1:place]))
-    # What is left open (--nodes=N) is as the script has it.
+    # A placeholder (--nodes=N) keeps the script's value.
     opened = {name for name in ("nodes", "ntasks", "time", "account", "A") if re.fullmatch("[A-Z]+", options.get(name, ""))}
     options = {name: value for name, value in options.items() if name != "v" and name not in opened}
     select = re.search(r"\bselect=(\d+)", line) or re.match(r"(\d+)", options.get("nodes", ""))
@@ -1016,21 +1016,21 @@ def followed(dry, line: str) -> DryRun | str:
     shape = dict(environ=environ | exported, options=options, nodes=nodes, arguments=words[place + 1 :])
     run = dry.job(site.folder / words[place], **shape)
     if environ and slurm and not run.code:
-        # What runs beside the ranks is told of their run directory, whichever that is.
+        # Programs beside the ranks use the ranks' run directory, whichever it is.
         flags = dict(arguments=[*words[place + 1 :], "--run-dir", "elsewhere"])
         elsewhere = dry.job(site.folder / words[place], **(shape | flags))
         beside = [call.text for call in elsewhere.called("python") if "runs/" in call.words[-1]]
         if beside:
             return f"with --run-dir elsewhere {dry.shown(beside[0])} is started, but should read elsewhere"
-    if environ and slurm:  # what runs beside the ranks bears a warning, too
+    if environ and slurm:  # programs beside the ranks survive a warning, too
         run = run if run.code else dry.job(site.folder / words[place], code=75, event="warning", **shape)
-        # And when it hangs, as a writer of metrics without network, nobody waits for it for long.
+        # If such a program hangs, like a writer of metrics without network, the job does not wait long.
         run = run if run.code != 75 else dry.job(site.folder / words[place], fails="beside", **shape)
     return run
 
 
 def shown(site) -> list[tuple[str, str]]:
-    """What submits or installs: lines of a script's head, and of README.md's blocks; commands in its sentences."""
+    """Return commands that submit or install, with their file: in a script's head, and in README.md's blocks and sentences."""
     lines = [(path.name, match[1]) for path in site.scripts for match in re.finditer(r"(?m)^#   (\S.*)$", path.read_text())]
     block, text = r"(?ms)^```$(.*?)^```$", (site.folder / "README.md").read_text()
     for contents in re.findall(block, text):

@@ -35,7 +35,7 @@ from conformance.harness.shell import plain
 
 @clause("B9")
 def test_each_start_has_a_secret_of_its_own(check, site, dry):
-    """Ranks that ask MPI who they are can agree on one there."""
+    """Ranks of a launcher get one by the environment; ranks that ask MPI who they are can agree on one there."""
     for script in trains(site) if not site.launches[0].mpi else []:
         runs = [dry.job(script, all_ranks=True), dry.job(script, restarts=1, code=75)]
         secrets = [{call.environ.get("DDP_SECRET", "") for call in run.trained} for run in runs]
@@ -53,7 +53,7 @@ def test_each_start_has_a_secret_of_its_own(check, site, dry):
                 yield f"{script.name} writes DDP_SECRET into {path}, but should hand it on unseen"
         if secrets[0] & secrets[1]:
             yield f"{script.name}: DDP_SECRET is the same in both starts of a job, but should differ"
-        again = dry.job(script, environ=dict(TZ="UTC"))  # the same job number, as whoever reads the queue knows it
+        again = dry.job(script, environ=dict(TZ="UTC"))  # the same job number, which everybody sees in the queue
         if secrets[0] & {call.environ.get("DDP_SECRET", "") for call in again.trained}:
             yield f"{script.name}: DDP_SECRET follows from what others know, but should be random"
         stopped = [dry.job(script, environ=dict(at_one_time(dry), DRY_RUN_AGAIN=number)) for number in ("1", "2")]
@@ -63,7 +63,7 @@ def test_each_start_has_a_secret_of_its_own(check, site, dry):
 
 
 def at_one_time(dry) -> dict[str, str]:
-    """Variables with which clocks stand still: bash's own, and that of `date`."""
+    """Return variables that stop the clocks of bash and of `date`."""
     folder = dry.top / "clocks"
     if not folder.exists():
         folder.mkdir()
@@ -87,7 +87,7 @@ def test_a_job_touches_only_what_is_its_own(check, site, dry):
             yield from (f"{script.name} writes /{path[5:]}, but should name it for job {FIRST}" for path in shared)
             places = [value for call in run.trained for value in values_of(arguments(call), "--run-dir", "--new-run-dir")]
             folders = {os.path.relpath(dry.folder / place, dry.folder).partition("/") for place in places}
-            runs = {"runs"} | {above for above, _, below in folders if FIRST in below}  # where all runs are
+            runs = {"runs"} | {above for above, _, below in folders if FIRST in below}  # the folder of all runs
             lasting = [name for name in run.made if name not in runs and FIRST not in name]
             yield from (f"{script.name} leaves {name}, but should leave its run, and what has its number" for name in lasting)
             yield from removed(dry, run, [dry.folder / "runs", *(dry.top / "root").rglob(f"*{FIRST}*")])
@@ -106,13 +106,13 @@ def test_another_job_s_folders_on_a_node_are_left_alone(check, site, dry):
 
 @clause("B6")
 def test_what_is_removed_in_a_node_s_memory_is_removed_on_every_node(check, site, dry):
-    """`rm` in a job script empties the first node's /tmp; that of the others fills up."""
+    """`rm` in a job script empties only the first node's /tmp; the other nodes' would fill up."""
     for script in trains(site):
-        nodes: dict[str, set[str]] = {}  # on which, by what is removed
+        nodes: dict[str, set[str]] = {}  # command to the nodes that run it
         for call in dry.job(script, nodes=2, all_ranks=True).called("rm"):
             places = [word for word in call.words if re.match(r"/(tmp|dev/shm)/(?!tmp\.)", dry.shown(word))]
             if places and any(re.match(r"-\w*[rR]|--recursive", word) for word in call.words):
-                node = call.environ.get("DRY_RUN_ON", "") + call.environ.get("DRY_RUN_NODE", "0")  # of a step, and in it
+                node = call.environ.get("DRY_RUN_ON", "") + call.environ.get("DRY_RUN_NODE", "0")  # of the step, and within it
                 nodes.setdefault(dry.shown(call.text), set()).add(node)
         for text, node_ranks in nodes.items():
             if len(node_ranks) < 2:
@@ -121,7 +121,7 @@ def test_what_is_removed_in_a_node_s_memory_is_removed_on_every_node(check, site
 
 @clause("B6")
 def test_what_a_job_removes_at_its_end_it_removes_however_it_ends(check, site, dry):
-    """Most jobs are never stopped: caches that only those remove fill the memory of the nodes."""
+    """Most jobs are never stopped: caches removed only after a stop would fill the memory of the nodes."""
     for script in trains(site):
         removed = {code: {dry.shown(call.text) for call in dry.job(script, code=code).called("rm")} for code in (75, 0, 1)}
         for code, other in itertools.permutations(removed, 2):
@@ -131,7 +131,7 @@ def test_what_a_job_removes_at_its_end_it_removes_however_it_ends(check, site, d
 
 @clause("B5")
 def test_proxies_are_spoken_to_by_http(check, site, dry):
-    """Also for what is fetched by https: the proxy itself has no certificate. Python's httpx refuses a socks:// beside it."""
+    """This includes https downloads: the proxy has no certificate. Python's httpx refuses a socks:// beside it."""
     for script, call in dry.first_ranks(all_ranks=True, environ=dict(all_proxy="socks://proxy:1080")):
         if call.environ.get("http_proxy"):
             if not call.environ.get("https_proxy"):
@@ -145,7 +145,7 @@ def test_proxies_are_spoken_to_by_http(check, site, dry):
 
 @clause("B6")
 def test_what_a_run_leaves_is_as_its_user_s_umask_says(check, site, dry):
-    """Others of the project read it, or do not: that is the user's to say."""
+    """The user decides whether others of the project may read it."""
     own = umask()
     for script, call in dry.first_ranks(all_ranks=True):
         if call.notes["umask"] != own:
@@ -158,7 +158,7 @@ def test_what_a_run_leaves_is_as_its_user_s_umask_says(check, site, dry):
 
 @clause("B6")
 def test_ranks_have_the_limits_of_their_user(check, site, dry):
-    """But for higher ones, a small stack, and no core files: a crash of all ranks would write the memory of each."""
+    """Limits may be higher, and the stack smaller. Core files are off: each rank of a crash would write its memory."""
     own = limits(Path("/proc/self/limits").read_text())
     own |= {CORE: 0, FILES: min(own[FILES], OPEN_FILES)}
     for script, call in dry.first_ranks(all_ranks=True):
@@ -172,7 +172,7 @@ CORE, FILES = "Max core file size", "Max open files"
 
 @clause("J8")
 def test_the_ranks_write_into_the_job_s_log_themselves(check, site, dry):
-    """Behind a pipe lines come late, by kilobytes, and the last ones of a job that is killed are lost."""
+    """A pipe delays lines by kilobytes, and loses the last ones of a killed job."""
     for case in site.cases:
         if any(call.notes["apart"] for call in dry.case(case).trained):
             yield f"{case.name}: ranks write into something else than the job's log, but should not"
@@ -184,7 +184,7 @@ def test_the_ranks_write_into_the_job_s_log_themselves(check, site, dry):
 
 @clause("B6")
 def test_caches_are_the_job_s_own(check, site, dry):
-    """Those that the script sets: not in the home directory, which all jobs share; in /tmp under the job's number."""
+    """Caches that the script sets are not in the home directory, which all jobs share; in /tmp they have the job's number."""
     for script, call in dry.first_ranks(all_ranks=True):
         for name, value in as_in_job(call).items():
             if (
@@ -201,7 +201,7 @@ def test_caches_are_the_job_s_own(check, site, dry):
 
 @clause("B6")
 def test_sockets_find_room_in_the_ranks_temporary_folder(check, site, dry):
-    """Where a source tells of the error. Linux takes 107 characters, and a DataLoader's workers make a name of 27 in it.
+    """Checked where a source names the error: Linux takes 107 characters, and a DataLoader's workers use 27 of them.
 
     https://man7.org/linux/man-pages/man7/unix.7.html
     """
@@ -214,18 +214,18 @@ def test_sockets_find_room_in_the_ranks_temporary_folder(check, site, dry):
                 yield f"{script.name}: TMPDIR={place} in a rank, but should have 80 characters or less"
 
 
-# Where what a run downloads is kept for the next one. https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables
+# Where downloads are kept for later runs. https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables
 # https://docs.pytorch.org/docs/stable/hub.html#where-are-my-downloaded-models-saved
 DOWNLOADS = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME")
 
 
 @clause("B6")
 def test_what_is_downloaded_outlives_the_job(check, site, dry):
-    """In /tmp it fills the memory of each node, and each start fetches it again; at home it fills a small quota.
+    """In /tmp, downloads fill each node's memory, and each start repeats them. At home they fill a small quota.
 
-    In one place for all, the second user fails at locks that the first one has made.
+    In one place for all users, the second user fails at the first one's locks.
     """
-    number = str(os.getuid() or "(?<=/)0(?=/|$)")  # root's stands in many a name
+    number = str(os.getuid() or "(?<=/)0(?=/|$)")  # root's 0 is part of many names
     try:
         name = re.escape(pwd.getpwuid(os.getuid()).pw_name)
     except KeyError:  # as in a container
@@ -241,7 +241,7 @@ def test_what_is_downloaded_outlives_the_job(check, site, dry):
                 yield f"{script.name}: {name}={place}, but should be the user's own: another one's files are locked there"
 
 
-# What is not used, in silence, unless it is there: Intel's driver compiles anew, Python's tempfile takes /tmp.
+# Folders that are silently ignored if missing: Intel's driver recompiles, and Python's tempfile takes /tmp.
 # https://github.com/intel/compute-runtime/blob/master/programmers-guide/COMPILER_CACHE.md (its code: default_cache_config.cpp)
 # https://docs.python.org/3/library/tempfile.html#tempfile.gettempdir
 MUST_EXIST = ("NEO_CACHE_DIR", "TMPDIR")
@@ -256,14 +256,14 @@ def test_folders_that_nobody_else_makes_are_there_when_ranks_start(check, site, 
                     yield f"{script.name}: {name}={dry.shown(call.environ[name])} is not there, but should be made"
 
 
-# Of a variable that moves a cache, the one that moves its other half: of MIOpen, kernels apart from how they were tuned.
+# Variables that move one half of a cache, with the one for the other half: MIOpen keeps kernels and tuning apart.
 # https://rocm.docs.amd.com/projects/MIOpen/en/latest/cache.html
 HALVES = {"MIOPEN_USER_DB_PATH": "MIOPEN_CUSTOM_CACHE_DIR"}
 
 
 @clause("B6")
 def test_both_halves_of_a_cache_are_moved(check, site, dry):
-    """The other one stays in the home directory, where SQLite fails as soon as many ranks write."""
+    """The other half would stay in the home directory, where SQLite fails as soon as many ranks write."""
     for script, chosen, run in as_chosen(site, dry):
         for call in run.trained[:1]:
             alone = [half for half, other in HALVES.items() if half in call.environ and other not in call.environ]
@@ -271,17 +271,17 @@ def test_both_halves_of_a_cache_are_moved(check, site, dry):
                 yield f"{script.name} {chosen or ''}: {half} without {HALVES[half]}, but should have both"
 
 
-# Of compiled kernels, which every rank reads and writes.
+# Caches of compiled kernels, which every rank reads and writes.
 KERNELS = ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 KERNELS += ("NEO_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
-SHARED = {"/home", "/scratch", "/work", "/project"}  # wherever they are
+SHARED = {"/home", "/scratch", "/work", "/project"}  # shared between nodes on any machine
 
 
 @clause("B6")
 def test_caches_of_kernels_are_on_the_node(check, site, dry):
-    """In a folder that all nodes share, SQLite's locks fail, and ranks read what others write.
+    """In a folder that all nodes share, SQLite's locks fail, and ranks read each other's unfinished files.
 
-    A node's own are /tmp and the like, a user's on a disk that site.toml names, and the job's that the machine makes.
+    Allowed are /tmp and similar, the user's folder on a disk that site.toml names, and the folder the machine makes per job.
     """
     scripts = "\n".join(script.read_text() for script in site.scripts)
     named = str(site.toml | dict(software=[]))  # with the facts of sources
@@ -299,7 +299,7 @@ def test_caches_of_kernels_are_on_the_node(check, site, dry):
 
 @clause("B6")
 def test_a_user_s_own_place_for_models_is_kept(check, site, dry):
-    """What was downloaded there is there: gigabytes, and on nodes without a way out they are all that there is."""
+    """It may hold gigabytes, and nodes without internet access cannot download them again."""
     for script, call in dry.first_ranks(all_ranks=True):
         own = {name: f"/mine/{name.lower()}" for name in ("HF_HOME", "TORCH_HOME") if name in as_in_job(call)}
         for again in dry.job(script, all_ranks=True, environ=own).trained[:1] if own else ():
@@ -310,7 +310,7 @@ def test_a_user_s_own_place_for_models_is_kept(check, site, dry):
 
 @clause("X20")
 def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
-    """Where somebody else was first: compilers and torch load code from there. Each choice that a script marks looks, too."""
+    """Another user may have made it first, and compilers and torch load code from it. Each choice of a script checks it."""
     ways: dict[str, Callable] = {path.name: partial(dry.job, path) for path in trains(site)}
     ways |= {case.name: partial(dry.case, case) for case in site.cases if case.script in ways and case.name not in ways}
     for script in [path for path in site.scripts if path not in site.job_scripts]:
@@ -321,7 +321,7 @@ def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
         variables = [pair for call in run.trained for pair in as_in_job(call).items()]
         shown = {dry.shown(value) for name, value in variables if re.search("CACHE|_DB_PATH$", name)}
         tops = {match[1] for value in shown if (match := re.match(r"/((?:var/)?tmp/[^/]+|dev/shm/[^/]+)", value))}
-        # Made before the job, for it alone.
+        # The machine makes these before the job, for it alone.
         its = [f"{place}/" for place in dry.of_the_machine(FIRST).values() if FIRST in place]
         tops = sorted(top for top in tops if not any(place.startswith(f"/{top}/") for place in its))
         now = {path: (dry.top / "root" / path).stat().st_mode for path in tops if (dry.top / "root" / path).exists()}
@@ -331,7 +331,7 @@ def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
             what = dict(open="which others may write to", link="a link")[kind]
             run = run_as(all_ranks=True, planted=(kind, path))
             if run.trained and not any(f"/{path}" in value for call in run.trained for value in as_in_job(call).values()):
-                continue  # its name is another one each time: mktemp's
+                continue  # mktemp gives it another name each time
             if run.trained or run.code != 3:
                 yield f"{name}: trains with /{path}, {what}, but should end with 3 ({ending(dry, run)})"
             elif f"/{path}" not in run.output:
@@ -340,7 +340,7 @@ def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
 
 @clause("X21")
 def test_no_word_of_a_variable_is_run(check, site, dry):
-    """Bash evaluates what stands in a variable that it computes with: UID[$(command)0] is a command."""
+    """Bash evaluates a variable's text in arithmetic: UID[$(command)0] would run the command."""
     mark = dry.top / "root/tmp/has-run"
     name = site.toml["job"].get("restarts", "SLURM_RESTART_COUNT")
     for script in trains(site):

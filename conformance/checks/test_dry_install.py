@@ -1,4 +1,4 @@
-"""The static rung: what a site's install.sh does when it is run, with stand-ins for the commands of its machine (dry_run.py).
+"""The static rung: what a site's install.sh does when it runs, with stand-ins for its machine's commands (dry_run.py).
 
     python -m pytest conformance/checks/test_dry_install.py [--site NAME_OR_FOLDER]
 
@@ -40,19 +40,19 @@ from conformance.harness.sources import version_of
 
 
 def runs(dry: DryRuns) -> dict[str, DryRun]:
-    """By the flags that install.sh was given."""
+    """Map the flags of install.sh to its runs."""
     return {" ".join(["install.sh", *flags[:1]]): dry.install(*flags) for flags in [(), *given(dry)]}
 
 
 def pips(run: DryRun, what: str = "install") -> list[tuple[Call, list[str]]]:
-    """The calls of pip that install, or download, and their words behind that word."""
+    """Return the pip calls that install (or download), each with its words behind `what`."""
     calls = [call for call in run.calls if call.words[:2] == ["-m", "pip"] or call.command in ("pip", "pip3")]
     return [(call, call.words[call.words.index(what) + 1 :]) for call in calls if what in call.words]
 
 
 @clause("B10")
 def test_packages_of_the_user_s_own_are_not_counted(check, dry):
-    """Those in ~/.local: pip leaves out what is there, and no job sees it."""
+    """pip would count packages in ~/.local as installed, and no job sees those."""
     for what, run in runs(dry).items():
         for call, words in pips(run):
             if not call.environ.get("PYTHONNOUSERSITE"):
@@ -62,7 +62,7 @@ def test_packages_of_the_user_s_own_are_not_counted(check, dry):
 
 @clause("B10")
 def test_a_pythonpath_of_the_user_s_own_is_not_counted(check, site, dry):
-    """Of the shell that submits: its packages would come before the environment's. Modules may set one."""
+    """Packages of the submitting shell's PYTHONPATH would come before the environment's. Modules may set the variable."""
     own = dict(PYTHONPATH="/somewhere/site-packages")
     runs = {case.name: dry.case(case, environ=own) for case in site.cases} | {"install.sh": dry.install(after=(), environ=own)}
     for what, run in runs.items():
@@ -71,13 +71,13 @@ def test_a_pythonpath_of_the_user_s_own_is_not_counted(check, site, dry):
                 yield f"{what}: {call.command} with PYTHONPATH={value} of the user's shell, but should be without"
 
 
-# Which send what pip installs elsewhere, or make it refuse. By PIP_USER a pip.conf is overruled, too.
+# Variables that change where pip installs, or make it refuse. PIP_USER overrules a pip.conf, too.
 OF_PIP = dict(PIP_USER=("1", "--no-user"), PIP_TARGET=("/elsewhere", "--target"), PIP_PREFIX=("/elsewhere", "--prefix"))
 
 
 @clause("B10")
 def test_pip_installs_where_the_script_says(check, dry):
-    """Whatever the user's shell says: with its PIP_USER=1 a virtual environment's pip refuses, or installs into ~/.local."""
+    """With PIP_USER=1 from the user's shell, a virtual environment's pip refuses, or installs into ~/.local."""
     for call, words in pips(dry.install(after=(), environ={name: value for name, (value, _) in OF_PIP.items()})):
         flags = {word.partition("=")[0] for word in call.words}
         kept = [name for name, (value, flag) in OF_PIP.items() if call.environ.get(name) == value and flag not in flags]
@@ -88,7 +88,7 @@ def test_pip_installs_where_the_script_says(check, dry):
 
 @clause("B10")
 def test_each_flag_of_its_help_works(check, dry):
-    """And what it has made with that flag trains: the packed environment, the one elsewhere."""
+    """The result of each flag also trains: a packed environment, or one elsewhere."""
     unknown = {f"{flag} {value}" for flag, value in flags_of(dry) if value and value not in PASSED}
     yield from (f"install.sh --help: {each}, but should be one of {', '.join(PASSED)}" for each in sorted(unknown))
     for what, run in runs(dry).items():
@@ -96,14 +96,14 @@ def test_each_flag_of_its_help_works(check, dry):
             yield f"{what}: {exit_of(dry, run)}, but should be 0"
     for flags in given(dry):
         job = dry.job(dry.site.job_scripts[0], install=flags)
-        elsewhere = PASSED["IMAGE"] in flags and job.code == 3 and "install.sh" in job.output  # job.sl has to say so, too
+        elsewhere = PASSED["IMAGE"] in flags and job.code == 3 and "install.sh" in job.output  # job.sl names install.sh, too
         if not (job.trained and job.code == 0) and not elsewhere:
             yield f"a job after install.sh {flags[0]}: {exit_of(dry, job)}, but should be 0"
 
 
 @clause("B10")
 def test_what_it_installs_is_what_the_core_takes(check, dry):
-    """The bounds of core/pyproject.toml: a version that is too old is found out by the ranks, at the end of the queue."""
+    """core/pyproject.toml has the bounds: an old version would be found only by the ranks, after the queue."""
     project = tomllib.loads((ROOT / "core/pyproject.toml").read_text())["project"]
     bounds = [f"python{project['requires-python']}", *project["dependencies"]]
     least = {name: version_of(number) for name, number in (bound.split(">=") for bound in bounds)}
@@ -119,7 +119,7 @@ def test_what_it_installs_is_what_the_core_takes(check, dry):
 
 @clause("B10")
 def test_its_help_tells_what_it_installs_by_default(check, dry):
-    """Who reads `(default: torch==...)` compares that with the driver of the nodes."""
+    """Users compare `(default: torch==...)` with the driver of the nodes."""
     asked = {word for _, words in pips(dry.install()) for word in words}
     for default in re.findall(r"\(default: ([^)]*)\)", " ".join(dry.install("--help").output.split())):
         for word in re.findall(r"[a-z][\w-]*==[\d.]*\d(?:\+[\w.]+)?|https?://[^\s;,]+", default):
@@ -130,7 +130,7 @@ def test_its_help_tells_what_it_installs_by_default(check, dry):
 
 @clause("B10")
 def test_a_packed_environment_is_not_older_than_the_installed_one(check, dry):
-    """Jobs unpack it: without a word they would train with what was there before."""
+    """Jobs unpack it: they would silently train with the older environment."""
     for flags in given(dry):
         for path in dry.packed(*flags):
             again = dry.install(after=flags)
@@ -140,7 +140,7 @@ def test_a_packed_environment_is_not_older_than_the_installed_one(check, dry):
 
 @clause("B10")
 def test_another_image_takes_the_place_of_the_first(check, dry):
-    """Its user has seen to a newer PyTorch, and would train with the old one."""
+    """The user expects the newer PyTorch, and would train with the old one."""
     image = PASSED["IMAGE"]
     for flags in given(dry, "IMAGE"):
         newer = image[:-1] + "1"
@@ -158,7 +158,7 @@ def test_another_image_takes_the_place_of_the_first(check, dry):
 
 @clause("B10")
 def test_another_torch_takes_the_place_of_the_first(check, dry):
-    """Whoever names one has found that the first does not work here: an environment that counts as whole would keep it."""
+    """The user names another torch because the first one does not work here: a complete environment would keep the first."""
     for flag, value in given(dry, "SPEC", "URL"):
         other = value[:-1] + "9"
         run = dry.install(flag, other, after=(flag, value))
@@ -172,7 +172,7 @@ def test_another_torch_takes_the_place_of_the_first(check, dry):
 
 @clause("B10")
 def test_a_torch_that_is_asked_for_is_taken_though_python_brings_one(check, dry):
-    """Whoever asks for another build has found that Python's own is none for this machine."""
+    """The user asks for another build because Python's own is wrong for this machine."""
     for flag, value in given(dry, "SPEC", "URL"):
         asked = [words for _, words in pips(dry.install(flag, value, fails="another torch"))]
         if not any(value in word for words in asked for word in words):
@@ -183,7 +183,7 @@ def test_a_torch_that_is_asked_for_is_taken_though_python_brings_one(check, dry)
 
 @clause("B10")
 def test_an_environment_that_does_not_work_is_not_kept(check, dry):
-    """Where the last look at it has failed, and its user runs install.sh again."""
+    """If the last test of an environment fails, the next install.sh makes it anew."""
     looks = [fails for fails, call in dry.install().steps if "-c" in call.words[:1] and "ddp_core" in call.text]
     for fails in looks[-1:]:
         first, again = dry.install(fails=fails), dry.install(after=(), after_fails=fails)
@@ -194,7 +194,7 @@ def test_an_environment_that_does_not_work_is_not_kept(check, dry):
 
 @clause("B10")
 def test_another_torch_of_the_machine_is_noticed(check, dry):
-    """What was installed for the first stays otherwise, in an environment that counts as whole."""
+    """A complete environment would otherwise keep packages made for the first torch."""
     brings = any("torch" in call.text and "version" in call.text for call in dry.install().called("python", "python3"))
     if brings and not any("torch==2" in word for _, words in pips(dry.install()) for word in words):
         run = dry.install(after=(), fails="another torch")
@@ -204,7 +204,7 @@ def test_another_torch_of_the_machine_is_noticed(check, dry):
 
 @clause("B10")
 def test_another_python_of_the_machine_is_noticed(check, dry):
-    """Of the same versions, in another place: the environment would be that of the first, and fail when it is removed."""
+    """Two Pythons may have one version: the environment would use the first, and break when that is removed."""
     first = dry.install()
     makes = [call.path for call in first.calls if call.words[:2] == ["-m", "venv"] and call.path.startswith(f"{dry.top}/bin/")]
     if makes:
@@ -215,7 +215,7 @@ def test_another_python_of_the_machine_is_noticed(check, dry):
 
 @clause("B10")
 def test_an_image_that_is_another_one_today_is_noticed(check, site, dry):
-    """A link to the newest one leads elsewhere after an update, and what was installed is for the first."""
+    """A link to the newest image changes with an update, but the environment was made for the first image."""
     path = dry.top / "root" / (layer.image_file(site) or "").lstrip("/")
     if path.is_file():
         first, newer = dry.install(), path.with_name(f"newer-{path.name}")
@@ -232,7 +232,7 @@ def test_an_image_that_is_another_one_today_is_noticed(check, site, dry):
 
 @clause("B10")
 def test_other_modules_than_it_was_made_with_are_noticed(check, site, dry):
-    """Neither mpi4py nor a virtual environment survives another MPI, or another Python."""
+    """mpi4py and virtual environments do not work with another MPI or another Python."""
     if case := with_modules(site, "another/1.0", "another/2.0"):
         [(line, other)] = case.edit.items()
         run = dry.install(after=(), case=case)
@@ -247,7 +247,7 @@ def test_other_modules_than_it_was_made_with_are_noticed(check, site, dry):
 
 @clause("B10")
 def test_what_is_made_anew_has_nothing_of_the_first(check, site, dry):
-    """Packages of another Python, MPI or torch are there already for pip, which builds them no more, and fail in the job."""
+    """pip would find packages of another Python, MPI or torch, not rebuild them, and they would fail in the job."""
     ways: list[tuple] = [(case, case.flags(PASSED["IMAGE"])) for case in site.cases if case.install is not None]
     ways += [(case, []) for case in [with_modules(site, "another/1.0")] if case]
     ways += [(None, flags) for flags in given(dry, "SPEC")]
@@ -266,7 +266,7 @@ def test_what_is_made_anew_has_nothing_of_the_first(check, site, dry):
 
 @clause("B10")
 def test_the_core_is_installed_though_one_of_its_version_is_there(check, dry):
-    """Of a wheel or a URL pip says that it is there already, without a word under --quiet, and jobs train with the old one."""
+    """pip calls a wheel or URL of this version already installed, silently under --quiet: jobs would keep the old core."""
     run = dry.install(after=(), left=True)
     for call, words in pips(run):
         if any(word.rstrip("/").endswith("core") for word in words) and not {"--force-reinstall", "--upgrade", "-U"} & {*words}:
@@ -276,7 +276,7 @@ def test_the_core_is_installed_though_one_of_its_version_is_there(check, dry):
 
 @clause("B10")
 def test_in_another_place_it_is_the_one_that_jobs_find(check, dry):
-    """A link that leads to the environment, leads to the new one. `ln -sf` puts the new link into the folder of the first."""
+    """A link to the environment leads to the new one. `ln -sf` would put the new link into the first one's folder."""
     for flags in given(dry, "PREFIX"):
         other = tuple(word.replace(PASSED["PREFIX"], f"{PASSED['PREFIX']} 2") for word in flags)
         dry.install(*other)
@@ -292,7 +292,7 @@ def links(folder: Path) -> dict[str, str]:
 
 @clause("B10")
 def test_an_installation_that_was_killed_is_made_whole_by_the_next(check, dry):
-    """By Ctrl-C, or by a login node's limits. The first job after it ends with 3, and what was half made is not kept."""
+    """Ctrl-C or a login node's limits kill it. The next job ends with 3, and the next install.sh keeps nothing half made."""
     done = set()
     for flags in [(), *[flags for flags in given(dry) if PASSED["PREFIX"] not in flags]]:
         whole = dry.install(*flags)
@@ -315,25 +315,25 @@ def test_an_installation_that_was_killed_is_made_whole_by_the_next(check, dry):
 
 @clause("B10")
 def test_what_is_made_on_a_node_s_own_disk_is_made_on_every_node(check, dry):
-    """By a launcher: what a job script does itself is done on the first node alone, and ranks on the others find nothing."""
+    """This needs a launcher: the job script's own commands run on the first node only, and other ranks would find nothing."""
     for flags in given(dry) if dry.disks else ():
         run = dry.job(dry.site.job_scripts[0], install=flags, nodes=2)
         for call in run.calls:
-            reads = call.command in ("srun", "mpiexec", "sbcast") or "-c" in call.words  # or hands it to all nodes
+            reads = call.command in ("srun", "mpiexec", "sbcast") or "-c" in call.words  # reads, or copies to all nodes
             alone = not reads and nodes_of([same for same in run.calls if same.text == call.text]) == 1
             if alone and any(disk in call.text or disk in call.path for disk in dry.disks):
                 yield f"{run.script}: {dry.shown(call.text)[:100]} on the first node alone, but should be on each: srun"
 
 
 def nodes_of(calls: list[Call]) -> int:
-    """How many nodes these ran on: at once, or by a step for each node that its launcher was told."""
+    """Return how many nodes these calls ran on: at once, or by one step for each node."""
     told = {call.environ.get("DRY_RUN_ON", "") for call in calls}
     return max([len(told), *(int(call.environ.get("DRY_RUN_NODES", "1")) for call in calls)])
 
 
 @clause("B10")
 def test_a_packed_environment_is_unpacked_by_its_own_command(check, dry):
-    """conda-unpack writes the new place into its programs: without it they run those of the old one. On every node."""
+    """conda-unpack corrects paths in its programs, on every node: otherwise they run the old place's programs."""
     for flags in given(dry):
         packs = [call for call in dry.install(*flags).calls if "conda_pack" in call.text or "conda-pack" in call.text]
         run = dry.job(dry.site.job_scripts[0], install=flags, nodes=2) if packs and dry.packed(*flags) else None
@@ -346,12 +346,12 @@ def test_a_packed_environment_is_unpacked_by_its_own_command(check, dry):
 
 @clause("B10")
 def test_what_an_interrupted_start_has_left_on_a_node_is_made_anew(check, dry):
-    """A job that was killed while it unpacked comes back to the same node, where its folder is not empty, and not whole."""
+    """A job killed while unpacking comes back to the same node, where its folder is incomplete."""
     script = dry.site.job_scripts[0]
     for flags in given(dry) if dry.disks else ():
         first = dry.job(script, install=flags)
         left = [re.match(rf".*/{USER}/[^/]+(?=/)", path) for path in first.changed]
-        halves = tuple(call.words[-1] for call in first.called("sbcast"))  # which refuses what is there: sbcast --help
+        halves = tuple(call.words[-1] for call in first.called("sbcast"))  # sbcast refuses an existing file: sbcast --help
         for folder in sorted({match[0] for match in left if match}):
             shutil.rmtree(dry.top / folder, ignore_errors=True)
             again = dry.job(script, install=flags, restarts=1, beside=(folder,), halves=halves)
@@ -364,10 +364,10 @@ def test_what_an_interrupted_start_has_left_on_a_node_is_made_anew(check, dry):
 @clause("B10")
 @pytest.mark.parametrize("what", ["python", "torch"])
 def test_what_is_too_old_is_refused_before_anything_is_installed(check, dry, what):
-    """A Python 3.9 or a torch 2.4 that the machine brings: import errors on all ranks."""
+    """A machine's Python 3.9 or torch 2.4 would cause import errors on all ranks."""
     first = dry.install()
     brought = [call for call in first.called("python", "python3") if "torch" in call.text and "version" in call.text]
-    own = any(call.command in ("conda", "mamba", "micromamba") for call in first.calls)  # it makes its own
+    own = any(call.command in ("conda", "mamba", "micromamba") for call in first.calls)  # conda makes its own Python
     venvs = [values_of(call.words, "--python", "-p") for call in first.called("uv") if call.words[:1] == ["venv"]]
     own |= any("/" not in "".join(python) for python in venvs)
     own |= what == "torch" and any("torch==2" in word for _, words in pips(first) for word in words)
@@ -381,8 +381,8 @@ def test_what_is_too_old_is_refused_before_anything_is_installed(check, dry, wha
 
 @clause("B10")
 def test_a_module_that_is_missing_ends_it_before_anything_is_installed(check, site, dry):
-    """After an upgrade of the machine: what is made with half of the modules fails later, and elsewhere."""
-    if case := with_modules(site, "another/1.0", "another/2.0"):  # of several each, and not the last one alone
+    """After an upgrade of the machine, an environment made with half of the modules would fail later, and elsewhere."""
+    if case := with_modules(site, "another/1.0", "another/2.0"):  # any module may be missing, not only the last
         run = dry.install(fails="module another/1.0", case=case)
         if run.code != 3 or made_by(run):
             yield f"install.sh without another/1.0 of two modules: {ending(dry, run)}, but should be 3 before anything"
@@ -410,7 +410,7 @@ def test_a_wrong_flag_is_refused_before_anything_is_done(check, dry):
 
 @clause("B10")
 def test_a_flag_is_not_lost_beside_an_image(check, dry):
-    """Where install.sh starts itself anew in an image, it hands its flags on."""
+    """Where install.sh restarts itself in an image, it passes its flags on."""
 
     def done(*flags: str) -> set[str]:
         return {dry.shown(call.text) for call in dry.install(*flags).calls}
@@ -420,7 +420,7 @@ def test_a_flag_is_not_lost_beside_an_image(check, dry):
         if works and done(*image, *flag) == done(*image):
             observed = f"install.sh {' '.join(image)[:40]}... {' '.join(flag)} does what it does without {flag[0]}"
             yield f"{observed}, but should hand it on"
-    # A wheel that somebody has built, in a folder that no image has.
+    # A user's own wheel, in a folder that no image has.
     (wheel := dry.top / "root/wheels/mine-1.0-py3-none-any.whl").parent.mkdir(exist_ok=True)
     wheel.touch()
     for image, (flag, _) in product(given(dry, "IMAGE"), given(dry, "PACKAGE")):
@@ -432,9 +432,9 @@ def test_a_flag_is_not_lost_beside_an_image(check, dry):
 
 @clause("B10")
 def test_an_installation_that_fails_says_so(check, site, dry):
-    """With 1, and a job afterwards ends with 3; so it does where nothing was installed (J19)."""
+    """It ends with 1, and a later job with 3, as without any installation (J19)."""
     if not pips(dry.install()) or not made_by(dry.install()):
-        return  # it installs nothing
+        return  # nothing is installed
     run, script = dry.install(fails="pip"), site.job_scripts[0]
     if run.code != 1:
         yield f"install.sh where pip fails: exit code {run.code}, but should be 1"
@@ -447,7 +447,7 @@ def test_an_installation_that_fails_says_so(check, site, dry):
 
 @clause("B10")
 def test_an_installation_starts_as_many_compilers_as_it_says(check, site, dry):
-    """make -j without a number starts one for each file, on a login node, of a gigabyte each; nproc is all its cores."""
+    """make -j without a number starts a compiler of 1 GB for each file, on a login node; nproc counts all its cores."""
     without = r"""(?:MAKEFLAGS=\S*|\bmake\b[^\n#]*\s)-j(?=["'}\s]|$)"""
     of_all = r"""^[^\n#]*(?:-j|--parallel|JOBS=)[= ]*"?\$\(nproc"""
     scripts = [path for path in sorted(site.folder.iterdir()) if path.suffix in (".sh", ".sl", ".pbs")]
@@ -455,14 +455,14 @@ def test_an_installation_starts_as_many_compilers_as_it_says(check, site, dry):
     matches = {path.name: re.findall(each, path.read_text(), re.MULTILINE) for path, each in wrong.items()}
     yield from (f"{name}: {words[0].strip()!r}, but should have a number behind -j" for name, words in matches.items() if words)
     for call in [call for flags in [(), *given(dry)] for call in dry.install(*flags).called("mksquashfs", "conda-pack")]:
-        counts = values_of(call.words, "-processors", "--n-threads", "-j")  # by itself conda-pack takes one
+        counts = values_of(call.words, "-processors", "--n-threads", "-j")  # conda-pack takes one by default
         if (call.command == "mksquashfs" and not counts) or {*counts} & {"-1", "0"}:
             yield f"install.sh: {dry.shown(call.text)[:80]}, but should say on how many cores: a login node is everybody's"
 
 
 @clause("B6")
 def test_a_folder_of_somebody_else_is_no_prefix(check, dry):
-    """Whoever has made a .venv of the same name loses nothing."""
+    """A folder .venv of somebody else is kept as it is."""
     for prefix in made_by(dry.install())[:1]:
         place = os.path.relpath(os.path.realpath(prefix), dry.top)
         run = dry.install(planted=place)
@@ -472,7 +472,7 @@ def test_a_folder_of_somebody_else_is_no_prefix(check, dry):
 
 @clause("B6")
 def test_what_an_installation_leaves_is_as_its_user_s_umask_says(check, dry):
-    """Jobs run what lies there: who may write there runs what he likes as somebody else."""
+    """Jobs run these files: anybody who may write there could run commands as their owner."""
     own = umask()
     for flags in [(), *given(dry)]:
         for other in sorted({call.notes["umask"] for call in dry.install(*flags).calls if "makes" in call.notes} - {own}):
@@ -487,7 +487,7 @@ def test_what_an_installation_leaves_is_as_its_user_s_umask_says(check, dry):
 @clause("B6")
 def test_an_installation_touches_only_its_prefix(check, dry):
     for flags in dict.fromkeys([(), *(tuple(case.flags(PASSED["IMAGE"])) for case in dry.site.cases)]):
-        dry.install(*flags)  # and what the checks before this one have installed
+        dry.install(*flags)  # earlier checks may have installed more
     pristine, beside = dry.pristine / dry.folder.name, f"{dry.folder.parent}/"
     pristine_names = {path.name for path in pristine.iterdir()}
     for (_, *flags, fails, planted, _), kept in list(dry.installed.items()):
@@ -495,14 +495,14 @@ def test_an_installation_touches_only_its_prefix(check, dry):
             continue
         run = dry.install(*flags, fails=fails)
         own = [dry.folder / path.name for path in (kept / dry.folder.name).iterdir() if path.name not in pristine_names]
-        # Its prefix is also whatever it made and removed again.
+        # Files that it made and removed again are its own, too.
         own += [Path(call.folder, word) for call in run.calls for word in call.words if word.startswith(f"{dry.folder}/.")]
         own += [dry.top / f"root{flag}" for flag in flags if flag.startswith("/")]
         changed = [dry.top / path for path in run.changed if not any((dry.top / path).is_relative_to(each) for each in own)]
         name = " ".join(["install.sh", *flags[:1]])
         yield from (f"{name} changes {dry.shown(str(path))}, but should write into its prefix alone" for path in changed)
         yield from removed(dry, run, own)
-        # What it and its commands need for a while only: the layers of an image are some GB.
+        # Temporary files are removed: the layers of an image are some GB.
         places = {value for call in run.calls for key, value in call.environ.items() if re.search(r"(CACHEDIR|TMPDIR)$", key)}
         for place in sorted(places) if not fails else ():
             if place.startswith(f"{dry.folder}/") and (kept / place[len(beside) :]).exists():
@@ -511,7 +511,7 @@ def test_an_installation_touches_only_its_prefix(check, dry):
 
 @clause("B7")
 def test_nothing_replaces_the_torch_of_the_machine(check, dry):
-    """The core comes without its dependencies, a user's package beside a torch that is held, whether pip takes it or not."""
+    """The core is installed without dependencies. A user's package, accepted or refused by pip, never changes torch."""
     refused = {
         f"install.sh {flags[0]}, which pip refuses,": dry.install(*flags, fails=f"pip {PASSED['PACKAGE']}")
         for flags in given(dry, "PACKAGE")
@@ -532,7 +532,7 @@ def test_nothing_replaces_the_torch_of_the_machine(check, dry):
 
 @clause("B7")
 def test_an_image_is_named_by_what_is_in_it(check, dry):
-    """A tag, as :latest, is another image tomorrow: it is refused, or what it is today is fetched by its digest."""
+    """A tag such as :latest is another image tomorrow: install.sh refuses it, or fetches today's image by its digest."""
     named, runtimes = "docker://registry/pytorch:latest", ("apptainer", "singularity", "podman-hpc", "enroot", "shifterimg")
     for flag, *_ in given(dry, "IMAGE"):
         run = dry.install(flag, named)
@@ -542,14 +542,14 @@ def test_an_image_is_named_by_what_is_in_it(check, dry):
 
 
 UNSAFE = re.compile(r"--trusted-host|--insecure|\s-k\s|--no-check-certificate|http://(?!localhost)|--break-system-packages")
-# Variables that do the same. https://pip.pypa.io/en/stable/topics/configuration/#environment-variables
+# Variables with the same effect. https://pip.pypa.io/en/stable/topics/configuration/#environment-variables
 UNCHECKED = re.compile(
     r"PIP_TRUSTED_HOST=.|PIP_(EXTRA_)?INDEX_URL=.*http:|CONDA_SSL_VERIFY=(?i:0|false|no)$"
     r"|GIT_SSL_NO_VERIFY=|(CURL|REQUESTS)_CA_BUNDLE=$"
 )
-# How a proxy is named, to which http:// is the usual way.
+# Names of a proxy, for which http:// is usual.
 PROXY = re.compile(r"\s(--proxy|-x)[= ]\S+|(?i:\b\w*_proxy=\S+)")
-# What a line must not have, and what it should; also one that no installation runs.
+# What a line must not have, with what it should do. Also lines that no installation runs.
 FETCHES = {
     r"\b(curl|wget)\b.*\|\s*(sudo )?(ba|z)?sh\b": "run nothing that it has not checked",
     rf"\b(curl|wget)\b.*({UNSAFE.pattern})": "check what it fetches",
@@ -563,14 +563,14 @@ def test_what_is_installed_is_named_with_its_version(check, site, dry):
     for run in runs(dry).values():
         asked = [(what, call, words) for what in ("install", "download") for call, words in pips(run, what)]
         for what, word in [(what, word) for what, call, words in asked for word in without_hash(call, words)]:
-            # A flag may bring what is named by a range, or by the user.
+            # A flag may add packages named by a range, or by the user.
             if word != PASSED["PACKAGE"] and (run is dry.install() or not re.search("[<>]", word)):
                 yield f"install.sh: pip {what} {word}, but should name its hash"
         yield from loose(site, dry, run)
         yield from loose_elsewhere(dry, run)
     for script in site.scripts:
         text = script.read_text()
-        for match in re.finditer(r"(?m)^(?:[^#\n]*\\\n)*.*$", text):  # a command with all its lines
+        for match in re.finditer(r"(?m)^(?:[^#\n]*\\\n)*.*$", text):  # a command with its continuation lines
             number, line = text.count("\n", 0, match.start()) + 1, PROXY.sub("", match[0].replace("\\\n", " "))
             for should in [should for wrong, should in FETCHES.items() if re.search(rf"^[^#]*{wrong}", line)]:
                 yield f"{script.name}:{number}: {line.strip()[:100]!r}, but should {should}"
@@ -581,7 +581,7 @@ PINNED = re.compile(r"([\w.-]+)==([\w.]+)((?:[ \\\n]+--hash=sha256:\w*)+)")
 
 @clause("B7")
 def test_a_hash_is_whole_and_of_the_version_above_it(check, site):
-    """pip refuses another one, in the end: on the machine, after minutes, and for `--pack` perhaps alone."""
+    """pip refuses a wrong hash only on the machine, after minutes, and perhaps only for `--pack`."""
     for script in site.scripts:
         text = script.read_text()
         for match in PINNED.finditer(text):
@@ -594,7 +594,7 @@ def test_a_hash_is_whole_and_of_the_version_above_it(check, site):
 
 
 def loose(site, dry: DryRuns, run: DryRun) -> Iterator[str]:
-    """What pip is left to choose: versions, from where, and into which place."""
+    """Yield what pip is free to choose: versions, sources and the place."""
     prefixes = [os.path.realpath(prefix) for prefix in made_by(run)]
     mpi = any(launch.mpi for launch in site.launches)
     for call, words in pips(run):
@@ -620,7 +620,7 @@ def loose(site, dry: DryRuns, run: DryRun) -> Iterator[str]:
 
 
 def loose_elsewhere(dry: DryRuns, run: DryRun) -> Iterator[str]:
-    """What other commands are left to choose, and what no command checks."""
+    """Yield what other commands are free to choose, and unchecked downloads."""
     settings = {f"{name}={value}" for call in run.calls for name, value in call.environ.items()}
     for setting in sorted(filter(UNCHECKED.match, settings)):
         yield f"install.sh: {setting}, but should check what it fetches"
@@ -641,7 +641,7 @@ def loose_elsewhere(dry: DryRuns, run: DryRun) -> Iterator[str]:
 
 
 def without_hash(call: Call, words: list[str]) -> list[str]:
-    """Packages of which pip takes any file: not those that come with torch, of another index, or are built for a site's MPI."""
+    """Return packages without a hash, except those that come with torch, have another index, or are built for a site's MPI."""
     flags = {word.partition("=")[0] for word in words}
     built = "--no-binary" in flags and "install" in call.words
     if built or flags & {"--index-url", "-i"} or any(word.startswith("torch") for word in words):
@@ -652,13 +652,13 @@ def without_hash(call: Call, words: list[str]) -> list[str]:
 
 
 def in_file(text: str) -> list[str]:
-    """The packages that conda reads: of a list, or of what a file in YAML has below `dependencies:`."""
+    """Return the packages that conda reads from a list, or below `dependencies:` in a YAML file."""
     if below := re.search(r"(?ms)^dependencies:(.*?)(?=^\w|\Z)", text):
         return re.findall(r"(?m)^\s*- *[\"']?([^\"'#\n]+)(?<!:)\b", below[1])
     return [line for line in map(str.strip, text.splitlines()) if line and line[0] not in "@#"]
 
 
-# Flags that a value follows.
+# Flags that take a value as the next word.
 VALUED = {"--index-url", "--extra-index-url", "-i", "--constraint", "-c", "--target", "-t", "--prefix", "-p", "--channel"}
 VALUED |= {"--find-links", "-f", "-n", "--name", "--cache-dir", "--upgrade-strategy", "--requirement", "-r", "--progress-bar"}
 VALUED |= {"--root-user-action", "--no-binary", "--only-binary", "--dest", "-d", "--timeout", "--retries", "--platform"}
@@ -666,7 +666,7 @@ VALUED |= {"--file", "--solver", "--subdir", "--config-settings", "-C", "--pytho
 
 
 def requirements(words: list[str]) -> list[str]:
-    """The packages among the words of an installation, without flags and their values."""
+    """Return the packages among the words of an installation, without flags and their values."""
     packages, skip = [], False
     for word in words:
         if not skip and not word.startswith("-"):
@@ -676,7 +676,7 @@ def requirements(words: list[str]) -> list[str]:
 
 
 def pinned(word: str) -> bool:
-    """A version, a wheel, a folder that has one or is the core's, a commit of a repository; pip and its like are Python's."""
+    """Return whether a word is fixed: a version, wheel, versioned folder, the core, a commit. Pip is Python's own."""
     if word in ("pip", "setuptools", "wheel") or "$" in word:
         return True
     if "://" in word or word.startswith("git+"):

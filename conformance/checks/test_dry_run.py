@@ -1,4 +1,4 @@
-"""The static rung: what a site's scripts do when they are run, with stand-ins for the commands of its machine (dry_run.py).
+"""The static rung: what a site's scripts do when they run, with stand-ins for the commands of its machine (dry_run.py).
 
     python -m pytest conformance/checks/test_dry_run.py [--site NAME_OR_FOLDER]
 
@@ -42,12 +42,12 @@ from conformance.harness.sites import place_of
 from conformance.harness.stub_core import who
 from conformance.harness.target import BACKENDS
 
-# What a job script may pass to train.py by itself: where and with what, and never what is trained.
+# Flags that a job script may pass to train.py by itself: they say where and with what to train, never what is trained.
 OWN_FLAGS = {"--device", "--backend", "--run-dir", "--new-run-dir", "--grace", "--reduction", "--workers", "--debug"}
 OWN_FLAGS |= {"--save-minutes", "--save-steps", "--max-shard-size", "--log-seconds", "--stage-data"}
-# One of which most round numbers, 10000 to 60000, leave as much as they can.
+# A job number that leaves a large remainder when divided by most round numbers, 10000 to 60000.
 HIGHEST = "58799999"
-# What a scheduler brings to start ranks on its nodes: torchrun runs on each of them.
+# A scheduler's commands that start ranks on its nodes. torchrun itself runs on each node.
 LAUNCHERS = ("srun", "mpiexec", "mpirun", "aprun")
 LEAST_SECONDS_OF_WAIT, MOST_SECONDS_OF_WAIT = 30, 600
 
@@ -84,7 +84,7 @@ def test_scripts_run_to_their_end(check, site, dry):
 
 @clause("B1")
 def test_a_job_runs_in_a_folder_with_a_space_in_its_path(check, site, dry):
-    """A path in a command line of its own, as bash -c "source $PWD/...", is two words there, which shellcheck does not see."""
+    """shellcheck does not see that an unquoted path within a command line, as in bash -c "source $PWD/...", is two words."""
     link = dry.top / "a b"
     if not link.is_symlink():
         link.symlink_to(dry.folder)
@@ -97,7 +97,7 @@ def test_a_job_runs_in_a_folder_with_a_space_in_its_path(check, site, dry):
 
 @clause("B1")
 def test_scripts_run_on_as_many_nodes_as_the_machine_has(check, site, dry):
-    """Linux starts nothing with a variable or word of 128 KiB: a list of all nodes. A script that says why not may end with 3.
+    """Linux starts nothing with a variable or word of 128 KiB: a list of all nodes. A script that says why may end with 3.
 
     https://man7.org/linux/man-pages/man2/execve.2.html
     """
@@ -109,21 +109,21 @@ def test_scripts_run_on_as_many_nodes_as_the_machine_has(check, site, dry):
 
 @clause("B1")
 def test_a_script_that_trains_is_not_said_to_prepare_only(check, site, dry):
-    """By `trains = false`, with which no check of a job looks at it."""
+    """No check of a job looks at a script with `trains = false`."""
     for script in [path for path in site.job_scripts if path not in trains(site)]:
         if count := len(dry.job(script, all_ranks=True).trained):
             yield f"{script.name}: trains=false in site.toml, but should be true: it starts {count} ranks of train.py"
 
 
-# Commands whose failure is an answer, or changes nothing.
-# What the scheduler sets, what scripts add to, and what is a user's to set (J13, B6).
+# GIVEN: variables that the scheduler sets, that scripts extend, and that users may set (J13, B6).
+# ASKS: commands whose failure is an answer, or changes nothing.
 GIVEN = "SLURM|PBS|PALS|.*PATH$|OMP_|HF_|TORCH_HOME|.*_NET(_PLUGIN)?$"
 ASKS = ("rm", "sleep", "python", "python3", "qstat", "squeue", "sacct")
 
 
 @clause("B11")
 def test_each_choice_of_a_script_s_head_changes_something(check, site, dry):
-    """In the ranks' environment or words, or in what is called: else its user believes that it is in force."""
+    """It changes the ranks' environment or words, or the commands called: otherwise users trust a choice without effect."""
     for script in trains(site):
         yield from (
             f"{script.name}: {choice} changes nothing, but should"
@@ -133,7 +133,7 @@ def test_each_choice_of_a_script_s_head_changes_something(check, site, dry):
 
 @clause("B11")
 def test_a_default_changes_at_the_nodes_that_the_head_says(check, site, dry):
-    """As in "beyond 16 nodes yes is the default": large jobs would go without it, and their users believe otherwise."""
+    """For "beyond 16 nodes yes is the default": otherwise large jobs run without it, and their users do not know."""
     row = re.compile(r"(?m)^#   ([A-Z_]+)=(\w+) {2,}.*\b(?:beyond|above|more than) ([\d,]+) nodes (\w+) is the default")
     for script, (name, few, text, many) in [(path, each) for path in trains(site) for each in row.findall(path.read_text())]:
         for nodes, default in ((most := int(text.replace(",", "")), few), (most + 1, many)):
@@ -144,7 +144,7 @@ def test_a_default_changes_at_the_nodes_that_the_head_says(check, site, dry):
 
 @clause("B11")
 def test_a_choice_counts_whatever_was_set_before(check, site, dry):
-    """By a module, say: in its ranks is what the choice decides, and not what the default would have been."""
+    """Ranks get the value that the choice decides, not the default's, even when a module has set the variable before."""
     for script in trains(site):
         default, again = (dry.job(script, nodes=2, environ=environ) for environ in ({}, dict(DRY_RUN_AGAIN="1")))
         for chosen in alternatives(script) if default.trained and again.trained else ():
@@ -162,7 +162,7 @@ def test_a_choice_counts_whatever_was_set_before(check, site, dry):
 
 @clause("B11")
 def test_lists_of_a_script_are_its_own(check, site, dry):
-    """One that only some choice fills is otherwise what the user's shell has exported under its name: `modules`, say."""
+    """A list that only some choice fills would otherwise be a variable that the user's shell exports, such as `modules`."""
     text = "\n".join(path.read_text() for path in site.scripts if path.suffix != ".py")
     names = {name for name in re.findall(r"\$\{(\w+)\[[@*]\]", text) if name.islower()}
     for case in site.cases if names else ():
@@ -173,7 +173,7 @@ def test_lists_of_a_script_are_its_own(check, site, dry):
 
 @clause("B11")
 def test_a_flag_that_a_choice_names_reaches_a_command(check, site, dry):
-    """As "--nv" of software="apptainer --nv": its ranks would start without the GPUs, or without what was chosen."""
+    """Without "--nv" of software="apptainer --nv" ranks would start without the GPUs, or without what was chosen."""
     for case in site.cases:
         run = dry.case(case)
         flags = {flag for line in case.edit.values() for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", line)}
@@ -183,13 +183,13 @@ def test_a_flag_that_a_choice_names_reaches_a_command(check, site, dry):
 
 @clause("B1")
 def test_a_command_that_fails_is_not_passed_over(check, site, dry):
-    """Of those before the ranks, one after the other: the job ends, or trains as without the failure, or warns of it."""
+    """Each command before the ranks fails once: the job ends, or warns, or trains as without the failure."""
     for script, flags in itertools.product(trains(site), [(), *(flags for flags in given(dry) if dry.packed(*flags))]):
         shape = dict(nodes=2, install=flags)
         whole, again = dry.job(script, **shape), dry.job(script, **shape, environ=dict(DRY_RUN_AGAIN="1"))
         (first, *_), (second, *_) = whole.trained or [None], again.trained or [None]
         if not first or not second:
-            continue  # B1 tells of it
+            continue  # B1 reports this
         own = {name for name, value in first.environ.items() if second.environ.get(name) != value} | {"LOADEDMODULES"}
         for fails, step in whole.steps:
             if step.command in ASKS or {"--version", "is-avail"} & {*step.words}:
@@ -206,7 +206,7 @@ def test_a_command_that_fails_is_not_passed_over(check, site, dry):
             )
             same = rank and rank.words == first.words and actual == expected
             loads = step.command == "module-call" and {*step.words} & {*site.modules}
-            acts = step.command in (whole.launcher, "sbcast")  # on nodes, which ranks do not show
+            acts = step.command in (whole.launcher, "sbcast")  # on nodes, which no rank's environment shows
             if (rank or not run.code) and not warned and (loads or acts or not same):
                 trained = "trains all the same" if rank else "ends with 0"
                 yield f"{script.name}: where {dry.shown(step.text)[:80]!r} fails it {trained}, but should end"
@@ -214,7 +214,7 @@ def test_a_command_that_fails_is_not_passed_over(check, site, dry):
 
 @clause("B1")
 def test_ranks_run_in_the_site_s_folder_with_its_python(check, site, dry):
-    """Of the environment that install.sh has made, or of the image."""
+    """The Python is that of install.sh's environment, or of the image."""
     prefixes = made_by(dry.install())
     image = Path(site.software.get("image", "")).name if not site.modules else ""
     for script, call in dry.first_ranks(all_ranks=True):
@@ -237,10 +237,10 @@ def test_every_file_that_runs_is_the_site_s_and_listed(check, site, dry):
             relative = os.path.relpath(os.path.realpath(path), os.path.realpath(dry.folder))
             if path.name == script or not (path.is_file() or Path(name).is_absolute()) or path.is_relative_to("/dev/fd"):
                 continue
-            if path.is_relative_to(dry.top / "etc"):  # the machine's: conda's hook
+            if path.is_relative_to(dry.top / "etc"):  # the machine's own, such as conda's hook
                 continue
             if relative[:2] != ".." and not (dry.pristine / dry.folder.name / relative).exists():
-                continue  # what was installed: an environment's activate
+                continue  # installed files, such as an environment's activate
             if relative not in listed or relative not in seen:
                 yield f"{script} runs {relative}, but should run files of the list `files` alone"
     yield from (f"{name} is named by a script, but should be in `files`, too" for name in sorted(seen - listed) if listed)
@@ -248,7 +248,7 @@ def test_every_file_that_runs_is_the_site_s_and_listed(check, site, dry):
 
 @clause("B2")
 def test_a_job_trains_what_its_user_has_submitted(check, site, dry):
-    """Also when it starts again: no branch that is newer by then, nor packages."""
+    """A later start, too, takes no newer branch and no newer packages."""
     for case in site.cases:
         for call in dry.case(case).calls:
             if newer(call):
@@ -256,7 +256,7 @@ def test_a_job_trains_what_its_user_has_submitted(check, site, dry):
 
 
 def newer(call: Call) -> bool:
-    """Whether a command takes what is the newest today: git pull, pip install without a version."""
+    """Return whether a command takes today's newest version: git pull, pip install without a version."""
     words = [call.command, *call.words]
     if call.command == "git":
         rest = [*call.words]
@@ -274,7 +274,7 @@ def newer(call: Call) -> bool:
 
 @clause("B3")
 def test_a_rank_is_told_what_site_toml_says(check, site, dry):
-    """[launchers.environment] is what the process rung exports: here it is compared with what the job script leads to."""
+    """The process rung exports [launchers.environment]; this check compares it with what the job script produces."""
     launch = site.launches[0]
     domain, suffix = (site.toml["node"].get(name, "") for name in ("domain", "suffix"))
     for script in trains(site):
@@ -293,7 +293,7 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
                     if "{" not in template or (launch.mpi and "{master" in template):
                         continue
                     value = call.environ.get(name, "0" if template == "{restart}" else None)
-                    # How a start is named is the site's affair: the job is in it, and another start has another name.
+                    # A site chooses how it names a start: the name has the job in it, and differs from start to start.
                     parts = ["{job_id}"] if "{job_id}" in template else re.split(r"(\{\w+\})", template)
                     pattern = "".join(patterns.get(part[1:-1], re.escape(part)) for part in parts)
                     if value is None or not re.fullmatch(pattern, value):
@@ -310,9 +310,9 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
 
 @clause("B3")
 def test_what_the_scripts_export_is_there_in_a_container(check, site, dry):
-    """What a container leaves out, train.py has not heard: threads, caches, that packages of the user's own do not count.
+    """train.py does not get variables that a container drops: threads, caches, the exclusion of the user's own packages.
 
-    Nor what srun leaves out: --export with a list, and without ALL. What a script drops by its name, it means to.
+    srun drops variables by --export with a list without ALL. A variable that a script drops by name is meant to go.
     """
     by_hand = [(script, line) for script in site.scripts if script not in site.job_scripts for line in shown_to_train(script)]
     runs = [dry.job(script) for script in trains(site)] + [dry.command(*each) for each in by_hand]
@@ -324,12 +324,12 @@ def test_what_the_scripts_export_is_there_in_a_container(check, site, dry):
     }
     text = "\n".join(path.read_text() for path in site.scripts)
     jobs = {path.name for path in site.job_scripts}
-    # What an installation exports is its own.
+    # An installation's exports are for itself.
     text_of_jobs = "\n".join(path.read_text() for path in site.scripts if not path.name.startswith("install"))
     of_jobs = {name for line in re.findall(r"\bexport ([^\n#]*)", text_of_jobs) for name in re.findall(r"\b[A-Z]\w+\b", line)}
     dropped = {name for line in re.findall(r"(?:\bunset|\benv -u)\b(.*)", text) for name in re.findall(r"\b[A-Z]\w+", line)}
     for run in runs:
-        for launch in run.launches if run.script in jobs else ():  # by hand its user says what is handed on
+        for launch in run.launches if run.script in jobs else ():  # by hand, the user decides what is passed on
             started = [call for call in run.calls if call.rank is not None and call.start_time > launch.start_time]
             lost = sorted((of_jobs - dropped) & {*launch.environ} - {*started[0].environ})
             if lost:
@@ -343,7 +343,7 @@ def test_what_the_scripts_export_is_there_in_a_container(check, site, dry):
 
 
 def of_fewer_ranks(site, script: Script) -> list[dict]:
-    """A job of half as many ranks a node, where srun starts them: then a rank's number tells no more where it is."""
+    """Return shapes of a job with half the ranks a node, where srun starts them: rank numbers then do not show the node."""
     per_node = site.job(script)["ranks_per_node"] // 2
     if site.toml["launcher"] != "srun" or per_node < 2:
         return []
@@ -353,7 +353,7 @@ def of_fewer_ranks(site, script: Script) -> list[dict]:
 
 @clause("B3")
 def test_a_job_that_pbs_has_started_twice_is_a_restart(check, site, dry):
-    """Slurm tells it in a variable, PBS in qstat's run_count alone; a successor counts the starts of other jobs, too."""
+    """Slurm sets a variable, PBS only qstat's run_count. A successor also counts the starts of earlier jobs."""
     names = [name for name, template in site.launches[0].templates if template == "{restart}"]
     for script in trains(site) if site.toml["scheduler"] == "pbs" else []:
         for restarts in (0, 3):
@@ -365,7 +365,7 @@ def test_a_job_that_pbs_has_started_twice_is_a_restart(check, site, dry):
 
 @clause("B3")
 def test_each_launch_of_a_job_is_a_start_of_its_own(check, site, dry):
-    """Where it launches ranks again: those of the launch before may still be there, and `--fresh` is for the first alone."""
+    """Ranks of the previous launch may still be running, and `--fresh` is only for the first launch."""
     for case in site.cases:
         ranks = sorted(dry.case(case, code=7).trained, key=lambda call: call.start_time)
         for name, template in case.launch.templates if len(ranks) > 1 else ():
@@ -378,7 +378,7 @@ def test_each_launch_of_a_job_is_a_start_of_its_own(check, site, dry):
 
 @clause("J11")
 def test_who_launches_again_does_so_for_all_that_another_launch_may_mend(check, site, dry):
-    """A rank that was lost (7), ranks that did not meet (4), and a kill from outside (137) have the same causes: nodes."""
+    """A lost rank (7), ranks that did not meet (4) and a kill from outside (137) have the same cause: nodes."""
     for case in site.cases:
         again = len(dry.case(case, code=7).launches)
         for code in (4, 137) if again > 1 else ():
@@ -388,7 +388,7 @@ def test_who_launches_again_does_so_for_all_that_another_launch_may_mend(check, 
 
 @clause("J11")
 def test_nodes_do_not_wait_long_between_launches(check, site, dry):
-    """While a script sleeps, with no ranks, they are paid for: after a rank was lost, or all have ended."""
+    """Nodes are paid for while a script sleeps without ranks, after a rank was lost or all have ended."""
     for case in site.cases:
         for code in (0, 7, 75):
             run = dry.case(case, code=code)
@@ -402,12 +402,12 @@ def test_nodes_do_not_wait_long_between_launches(check, site, dry):
 
 @clause("B3")
 def test_train_py_takes_each_rank_for_who_it_is(check, site, dry, tmp_path):
-    """What it makes of the environment that a dry run's rank has found, in a first start and in a later one."""
+    """train.py reads the environment of a dry run's rank, in a first start and in a later one."""
     for case in site.cases:
         names = []
         for restarts in (0, 1):
             run = dry.case(case, all_ranks=True, **(dict(restarts=restarts, code=75) if restarts else {}))
-            for call in run.trained[:1] + ([] if case.launch.mpi else run.trained[-1:]):  # MPI's stub has a rank 0 alone
+            for call in run.trained[:1] + ([] if case.launch.mpi else run.trained[-1:]):  # MPI's stub has only a rank 0
                 place = ("RANK", "RANKS", "NODE", "LOCAL", "PER_NODE")
                 rank, ranks, node, local, size = (int(call.environ[f"DRY_RUN_{name}"]) for name in place)
                 # A step can have fewer tasks than its job.
@@ -427,7 +427,7 @@ def test_train_py_takes_each_rank_for_who_it_is(check, site, dry, tmp_path):
 
 @clause("J6")
 def test_the_port_depends_on_the_job(check, site, dry):
-    """The ranks of two jobs are told different ports, all ranks of a job the same one, and one that Linux gives to nobody."""
+    """Two jobs use different ports, all ranks of a job the same one. Linux assigns that port to no other program."""
     for script in trains(site):
         shapes = (dict(all_ranks=True), dict(number=OTHER), dict(number=LARGE))
         first, other, large = (ports(site, dry.job(script, **shape)) for shape in shapes)
@@ -447,13 +447,13 @@ def test_the_port_depends_on_the_job(check, site, dry):
                     yield f"{script.name}: {name}={value}, but should be 1024 to 32767"
 
 
-# By which the ranks of a job meet: those of another one, in the environment that sbatch takes along.
+# Variables by which ranks of another job meet, left in the environment that sbatch copies.
 OF_ANOTHER_JOB = dict(MASTER_ADDR="elsewhere", MASTER_PORT="29500", DDP_SECRET="0" * 64)
 
 
 @clause("J6")
 def test_ranks_meet_where_their_own_job_says(check, site, dry):
-    """Whatever it was submitted from: a shell with a tutorial's MASTER_PORT, or a job. All these would share one."""
+    """The job may be submitted from another job, or from a shell with a tutorial's MASTER_PORT, which all jobs would share."""
     for case in site.cases:
         launcher_variables = {name for name, _ in case.launch.templates} | (set() if case.launch.mpi else {"DDP_SECRET"})
         for call in dry.case(case, environ=OF_ANOTHER_JOB | case.environment).trained[:1]:
@@ -464,7 +464,7 @@ def test_ranks_meet_where_their_own_job_says(check, site, dry):
 
 
 def ports(site, run: DryRun) -> dict[str, set[str]]:
-    """By variable, or by flag of a command."""
+    """Return the ports, by variable or by flag of a command."""
     by_name: dict[str, set[str]] = {}
     port_variables = site.launches[0].variables_with("master_port")
     for call in run.trained:
@@ -484,11 +484,11 @@ def test_only_interfaces_of_the_node_are_named(check, site, dry):
         for call in dry.job(script, all_ranks=True).trained[:1]:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CCL_KVS_IFACE", "FI_CXI_DEVICE_NAME", "TP_SOCKET_IFNAME"):
                 value = call.environ.get(name)
-                leaves_out = name.startswith("NCCL") and (value or "").startswith("^")  # all but these
+                leaves_out = name.startswith("NCCL") and (value or "").startswith("^")  # ^ excludes the listed ones
                 parts = (value or "").lstrip("^=" if leaves_out else "=").split(",")
                 named = [any(each.startswith(part) for each in interfaces) for part in parts]
                 wrong = value and (any(named) if leaves_out else not all(named))
-                # By itself gloo takes the one of the node's plain name, which is another one where nodes have a second name.
+                # gloo by default takes the interface of the node's plain name, a wrong one where nodes have a second name.
                 of_gloo = name == "GLOO_SOCKET_IFNAME" and (value or {"domain", "suffix"} & {*site.toml["node"]})
                 if wrong or (of_gloo and value != interfaces[0]):
                     should = interfaces[0] if of_gloo else f"of {', '.join(interfaces)}"
@@ -497,7 +497,7 @@ def test_only_interfaces_of_the_node_are_named(check, site, dry):
 
 @clause("J13")
 def test_a_network_that_is_not_known_is_not_named(check, site, dry):
-    """Where `interfaces` is empty: on the next cluster there is none of that name, or it is one adapter of four."""
+    """This is for an empty `interfaces`: on the next cluster no interface has the name, or it is one adapter of four."""
     names = re.compile(r".*_(IFNAME|IFACE|HCA|DEVICE_NAME|NET_DEVICES|GID_INDEX)")
     known = {match[1] for text in (*site.facts, *site.provides) if (match := SETS.match(text))}
     lines = [line for path in site.scripts for line in Script(path).lines if not line.is_comment]
@@ -505,14 +505,14 @@ def test_a_network_that_is_not_known_is_not_named(check, site, dry):
     for script, call in [] if site.toml["node"]["interfaces"] else dry.first_ranks(all_ranks=True, nodes=2):
         for name, value in [each for each in as_in_job(call).items() if names.fullmatch(each[0])]:
             edited = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w.])", to_edit)
-            literal = re.search(rf"(=|:-)[\"']?{re.escape(value)}(?![\w.])", code)  # what a job finds out is right there
-            if literal and name not in known and not edited and not value.startswith("^"):  # which leaves some out
+            literal = re.search(rf"(=|:-)[\"']?{re.escape(value)}(?![\w.])", code)  # a value found by the job is right there
+            if literal and name not in known and not edited and not value.startswith("^"):  # a list of exclusions
                 yield f"{script.name}: {name}={value}, but should be unset: site.toml has no `interfaces`"
 
 
 @clause("J13")
 def test_ranks_of_one_node_are_sent_to_no_network(check, site, dry):
-    """By a plugin that the scheduler sets up for several nodes alone. NCCL's own, Socket and IB, do no harm there.
+    """The scheduler sets up a plugin only for several nodes. NCCL's own networks, Socket and IB, do no harm on one node.
 
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-net
     """
@@ -524,11 +524,11 @@ def test_ranks_of_one_node_are_sent_to_no_network(check, site, dry):
 
 @clause("J13")
 def test_no_rank_has_a_variable_for_finding_faults(check, site, dry):
-    """Whichever line has set it, and by whichever choice; but one that a source sets for the machine."""
+    """No line and no choice sets one, except where a source sets it for the machine."""
     by_modules = {word.partition("=")[0] for word in site.provides}
     of_facts = {match[1] for fact in site.facts if (match := SETS.match(fact))}
     left_on = re.compile(f"{DEBUGGING.pattern}|{THROTTLING.pattern}")
-    ways = [way for way in in_all_ways(site, dry) if not re.search("DEBUG|VERBOSE|TRACE", way[0])]  # which ask for that
+    ways = [way for way in in_all_ways(site, dry) if not re.search("DEBUG|VERBOSE|TRACE", way[0])]  # the others ask for it
     for what, run in ways:
         for call in run.trained[:1]:
             for name, value in as_in_job(call).items():
@@ -538,7 +538,7 @@ def test_no_rank_has_a_variable_for_finding_faults(check, site, dry):
 
 @clause("J13")
 def test_mpi_looks_for_no_devices(check, site, dry):
-    """Users of Cray MPICH on GPUs export 1, which ends each rank whose mpi4py was built without its library for them."""
+    """Users of Cray MPICH on GPUs export 1, which ends each rank whose mpi4py was built without its GPU library."""
     name = "MPICH_GPU_SUPPORT_ENABLED"
     text = "\n".join(path.read_text() for path in (site.folder / "README.md", *site.scripts))
     for script in trains(site) if re.search(f"Cray.?MPICH|cray-mpich|{name}", text) else ():
@@ -549,10 +549,10 @@ def test_mpi_looks_for_no_devices(check, site, dry):
 
 @clause("J13")
 def test_a_plugin_of_the_user_s_own_is_taken(check, site, dry):
-    """Built anew, say, after the machine's libfabric has changed: the module's would run in its place, in silence."""
+    """A user rebuilds it, for example for a newer libfabric: the module's plugin would silently run instead."""
     for script, call in dry.first_ranks(all_ranks=True, nodes=2):
         named = call.environ.get("NCCL_NET_PLUGIN", "")
-        own = f"{Path(named).parent}/./{Path(named).name}"  # the same file, which loads
+        own = f"{Path(named).parent}/./{Path(named).name}"  # another name of the same file, which can be loaded
         run = dry.job(script, all_ranks=True, nodes=2, environ=dict(NCCL_NET_PLUGIN=own)) if "/" in named else None
         if run and not (run.trained and run.trained[0].environ.get("NCCL_NET_PLUGIN") == own):
             yield f"{script.name}: not the NCCL_NET_PLUGIN of the user, but should be ({ending(dry, run)})"
@@ -560,9 +560,9 @@ def test_a_plugin_of_the_user_s_own_is_taken(check, site, dry):
 
 @clause("J13")
 def test_a_plugin_that_a_script_builds_is_taken(check, site, dry):
-    """Where it says that it does, in the environment: `$prefix/lib/librccl-net.so`, and the job looks for lib64, say.
+    """A script builds `$prefix/lib/librccl-net.so` in the environment, and the job must not look in lib64, for example.
 
-    A job that names none there has its own way, as LD_LIBRARY_PATH.
+    A job that names no plugin there finds it otherwise, as by LD_LIBRARY_PATH.
     """
     for builder in [path for path in site.scripts if path not in site.job_scripts]:
         text = builder.read_text()
@@ -599,7 +599,7 @@ def test_the_script_says_where_and_not_what(check, site, dry):
         ]:
             own = arguments(call)[: -len(ARGUMENTS) if site.toml["scheduler"] == "slurm" else -5]
             flags = [word.partition("=")[0] for word in own if word.startswith("--")]
-            # The jobs of an array differ in a choice of the training: that is what its script is for.
+            # The jobs of an array differ in a choice of the training, which is their script's purpose.
             chosen = "array" in Script(site.folder / case.script).options
             wrong = [flag for flag in flags if flag not in OWN_FLAGS and not flag.endswith("timeout") and not chosen]
             yield from (f"{case.name}: {flag} is passed to train.py, but should be its user's" for flag in wrong)
@@ -613,13 +613,13 @@ def test_the_script_says_where_and_not_what(check, site, dry):
                 yield f"{case.name}: --workers={workers}, but should be at most {threads}, the cores of a rank"
 
 
-# By the beginning of a variable that hands devices to a rank, what PyTorch calls them.
+# PyTorch's name of a device, by the beginning of the variable that gives devices to ranks.
 KINDS = dict(ZE_="xpu", CUDA_="cuda", ROCR_="cuda", HIP_="cuda")
-LEAST_SECONDS = 60  # that ranks are given to meet, and for a collective
+LEAST_SECONDS = 60  # at least, for ranks to meet, and for a collective
 
 
 def chosen_wrongly(site, call: Call, own: list[str]) -> Iterator[str]:
-    """What is wrong with the device, the backend and the times that a script passes. own: its flags."""
+    """Yield what is wrong with the device, the backend and the timeouts that a script passes. own: its flags."""
     names = [site.toml["node"]["device_environment"]] if "device_environment" in site.toml["node"] else [*call.environ]
     kinds = {kind for name in names for begin, kind in KINDS.items() if name.startswith(begin)}
     for device in values_of(own, "--device")[-1:]:
@@ -655,7 +655,7 @@ def test_a_job_finds_its_run_again_and_no_other_job_s(check, site, dry):
 
 @clause("J11")
 def test_torchrun_starts_no_rank_again(check, site, dry):
-    """It would do so for every cause. Nor does it begin with fewer nodes than the job has, or end, when some are late."""
+    """torchrun would restart ranks after any failure. It also waits for all of the job's nodes, even for late ones."""
     for case in site.cases:
         calls = dry.case(case).called("torchrun")
         max_restarts = [value for call in calls for value in values_of(call.words, "--max-restarts")]
@@ -683,7 +683,7 @@ def test_every_srun_of_ranks_ends_when_one_dies(check, site, dry):
 
 
 def limits_of_its_own(call: Call) -> Iterator[str]:
-    """Those of a step: they come without the warning of the job's, unless it has one, too, and nobody raises them with that."""
+    """Yield the time limits of a step: its ranks get no warning unless it has a signal, and a longer job does not help."""
     words = own_words(call)
     limit = (values_of(words, "--time", "-t") or [call.environ.get("SLURM_TIMELIMIT", "")])[0]
     warned = values_of(words, "--signal") or "SLURM_SIGNAL" in call.environ
@@ -694,12 +694,12 @@ def limits_of_its_own(call: Call) -> Iterator[str]:
         yield f"ranks under timeout {' '.join(timed)}, but should have the job's limit: after another one 124 hides their code"
 
 
-# What srun may start that is no stand-in.
+# Commands that srun may start, and that have no stand-in.
 SHELLS = ("bash", "sh", "env", "nice", "taskset", "stdbuf", "chrt")
 
 
 def own_words(call: Call) -> list[str]:
-    """A launcher's, without those of the program that it starts."""
+    """Return a launcher's words, without the words of the program that it starts."""
     programs = {*command_names(), *SHELLS}
     own = itertools.takewhile(lambda word: word.startswith("-") or not ("/" in word or word in programs), call.words)
     return [*own]

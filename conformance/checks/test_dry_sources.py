@@ -31,7 +31,7 @@ OF_A_USER = "/opt/of-a-user/lib"
 
 @clause("J3")
 def test_ranks_have_the_paths_that_the_sources_put_together(check, site, dry):
-    """`export A=$B:$A` takes what B is after the modules are loaded, and before what A was: else it is another's, or empty."""
+    """`export A=$B:$A` puts B's value, set by the loaded modules, before A's: otherwise the path is wrong, or empty."""
     added = re.findall(r"(?m)^export (\w+)=\$(\w+):\$\1$", "\n".join(map(plain, site.facts)))
     for script, chosen, run in as_chosen(site, dry) if added else ():
         for call in run.trained[:1]:
@@ -45,13 +45,13 @@ def test_ranks_have_the_paths_that_the_sources_put_together(check, site, dry):
                 yield f"{observed}, but should put the new before it, as a fact of [[sources]] does"
 
 
-# And its value, which has none of the shell's words in it.
+# A setting, and its value without shell syntax.
 SETTING = re.compile(SETS.pattern + r"[`'\"]?([^`'\"$\s;#/][^`'\"$\s;#]*)[`'\"]*\s*(?:$|[;#])")
 
 
 @clause("J3")
 def test_ranks_have_the_values_of_the_sources(check, site, dry):
-    """However a script arrives at them: the default of `${NAME:-value}` is none that can be read off. Paths are its own."""
+    """They are checked as ranks get them: a default such as `${NAME:-value}` cannot be read off. Paths are the script's own."""
     known: dict[str, set[str]] = {}
     for match in filter(None, map(SETTING.match, site.facts)):
         known.setdefault(match[1], set()).add(match[2])
@@ -67,7 +67,7 @@ def test_ranks_have_the_values_of_the_sources(check, site, dry):
 
 @clause("J3")
 def test_ranks_of_many_nodes_have_what_is_said_to_be_for_them(check, site, dry):
-    """By the comment above an exported variable, "beyond 1024 nodes": nobody tries it before it is needed."""
+    """The comment above an exported variable may say "beyond 1024 nodes": nobody tests that before it is needed."""
     asked = re.compile(r"\b(?:beyond|above|more than) ([\d,]*\d) nodes\b")
     scripts = [Script(path) for path in site.scripts if path.suffix != ".py" and not path.name.startswith("install")]
     exports = [(name, asked.search(" ".join(line.paragraph))) for script in scripts for line, name in script.exports]
@@ -79,7 +79,7 @@ def test_ranks_of_many_nodes_have_what_is_said_to_be_for_them(check, site, dry):
 
 @clause("J3")
 def test_commands_have_the_options_that_the_sources_give_them(check, site, dry):
-    """A fact that is a command which the scripts call: one call has all its long options, and its name=version."""
+    """Where a fact is a command that the scripts call, one call has all its long options and its name=version."""
     facts = [words for fact in site.facts if (words := of_command(fact))]
     facts = [words for words in facts if words[0] in command_names() | {site.toml["launcher"]}]
     unloads = [match[1] for fact in site.facts if (match := re.match(r"module unload (\S+)$", plain(fact)))]
@@ -105,17 +105,17 @@ def test_commands_have_the_options_that_the_sources_give_them(check, site, dry):
 
 @clause("J3")
 def test_ranks_are_bound_as_the_sources_say(check, site, dry):
-    """A list of cores among the facts is that of some launch, to the last number."""
+    """Some launch uses a fact's list of cores exactly."""
     lists = [fact for fact in site.facts if re.fullmatch(r"list:[\d,:-]+", fact)]
     launches = [call for _, run in in_all_ways(site, dry) for call in run.launches] if lists else []
     for fact in [fact for fact in lists if not any(fact in values_of(call.words, "--cpu-bind") for call in launches)]:
         yield f"no launch has --cpu-bind {fact[:60]}..., but one should, as a fact of [[sources]] says"
-    # Of masks a fact may have a part, the first one behind `mask_cpu:`; fewer cores of a mask are its own, too.
+    # A fact may have only some of the masks, the first one behind `mask_cpu:`. A launch may use fewer cores of a mask.
     mask = r"(?:0x[0-9a-f]+|[0-9]*[a-f][0-9a-f]*)"
     facts = [match.groups() for fact in site.facts if (match := re.fullmatch(rf"(\S*mask_cpu:)?({mask}(?:,{mask})+)", fact))]
     launches = [call for _, run in in_all_ways(site, dry) for call in run.launches] if facts else []
     masks = [[int(each, 16) for each in text.split(",")] for call in launches for text in masks_of(call)]
-    masks = [each for each in masks if len(each) > 1]  # not the one of a torchrun
+    masks = [each for each in masks if len(each) > 1]  # not the single mask of a torchrun
     for first, fact in facts if masks else ():
         wanted = [int(each, 16) for each in fact.split(",")]
         starts = [(each, start) for each in masks for start in range(len(each) - len(wanted) + 1) if not (first and start)]
@@ -131,35 +131,35 @@ def masks_of(call: Call) -> list[str]:
 
 
 def of_command(fact: str) -> list[str]:
-    """Its own words, without those of the program that it starts."""
+    """Return a command's own words, without the words of the program that it starts."""
     try:
         words = shlex.split(fact.strip("`'\" "))
-    except ValueError:  # a quote alone: it is prose
+    except ValueError:  # an unmatched quote: this is prose
         return []
     return [*itertools.takewhile(lambda word: not re.search(r"^python[\d.]*$|^\./|\.(py|sh|sl|pbs)$", word), words)]
 
 
 def with_variables(fact: str) -> tuple[dict[str, str], list[str]]:
-    """Those that a command in a fact is given before its name, and its words: `NAME="two words" command ...`."""
+    """Return the variables before a fact's command, and the command's words: `NAME="two words" command ...`."""
     words = of_command(fact) or [""]
     variables = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: re.match(r"[A-Z]\w*=", word), words))
     return variables, words[len(variables) :] or [""]
 
 
 def spelt_out(command: str, words: list[str]) -> list[str]:
-    """Of conda's channels the long option: -c is another one to other commands."""
+    """Return conda's -c as --channel: for other commands -c means something else."""
     return ["--channel" if word == "-c" and command in ("conda", "mamba", "micromamba") else word for word in words]
 
 
 def with_values(words: list[str]) -> list[str]:
-    """The words of a call, and its options as a fact may write them: without their value, and with it behind a `=`."""
+    """Return a call's words, with its options also as facts may write them: without a value, and with `=value`."""
     pairs = [f"{flag}={value}" for flag, value in itertools.pairwise(words) if flag.startswith("--")]
     return [*words, *pairs, *(word.partition("=")[0] for word in words if word.startswith("--"))]
 
 
 @clause("F8")
 def test_a_library_path_that_torch_needs_is_the_ranks_own(check, site, dry):
-    """Where torch is found by it alone: the scheduler's commands would load its libraries in the place of the system's."""
+    """Where only this path finds torch: the scheduler's commands would load its libraries instead of the system's."""
     for script in trains(site):
         for fails, look in [(fails, call) for fails, call in dry.job(script, code=75).steps if "import torch" in call.text]:
             run, before = dry.job(script, code=75, fails=fails), look.environ.get("LD_LIBRARY_PATH")
@@ -186,7 +186,7 @@ def test_modules_are_loaded_once_and_kept(check, site, dry):
             its = [name for name in loaded if {name, name.partition("/")[0]} & {*words[1:]}]
             if (words[:1] in (["purge"], ["reset"]) and loaded) or (words[:1] == ["unload"] and its):  # others may go late
                 yield f"{script.name}: module {' '.join(words)} after module load {loaded[-1]}, but should be before"
-            if words[:1] in (["swap"], ["switch"]):  # the last one takes the place of the first
+            if words[:1] in (["swap"], ["switch"]):  # the last name replaces the first
                 loaded, words = [name for name in loaded if name not in its], ["load", words[-1]]
             loaded += words[1:] if words[:1] in (["load"], ["add"]) else []
         if loaded != site.modules:
@@ -195,11 +195,11 @@ def test_modules_are_loaded_once_and_kept(check, site, dry):
 
 @clause("F8")
 def test_the_modules_of_a_login_shell_are_cleared_first(check, site, dry):
-    """sbatch hands its environment on, with the libraries of whatever is loaded there."""
+    """sbatch copies the environment, with the libraries of the modules loaded there."""
     clears, runs = site.software.get("cleared_by", ""), {}
     if clears and site.modules:
         runs = {script.name: dry.job(script) for script in trains(site)} | {"install.sh": dry.install()}
-    elif clears and (case := with_modules(site, "another/1.0")):  # a site that names none, and whose user will
+    elif clears and (case := with_modules(site, "another/1.0")):  # a site without modules, whose user adds some
         runs = {case.script: dry.job(site.folder / case.script, case=case), "install.sh": dry.install(case=case)}
     elif not clears and site.modules:
         runs = {script.name: dry.job(script) for script in trains(site)} | {"install.sh": dry.install()}
@@ -245,7 +245,7 @@ def test_directives_ask_for_what_the_machine_has(check, site):
 
 @clause("B8")
 def test_sessions_that_users_are_shown_ask_for_what_the_machine_has(check, site):
-    """`salloc ...` and its like, in README.md and the heads of scripts: queues as site.toml has them, GPUs as the job's."""
+    """`salloc ...` and similar, in README.md and the heads of scripts, name site.toml's queues and as many GPUs as the job."""
     queue, slurm = site.toml.get("queue", {}), site.toml["scheduler"] == "slurm"
     known = dict(partition="partitions", q="partitions", qos="qos", constraint="constraints")
     known = known if not slurm else {option: key for option, key in known.items() if option != "q"}
@@ -265,12 +265,12 @@ def test_sessions_that_users_are_shown_ask_for_what_the_machine_has(check, site)
             yield f"{name}: {command!r}: no GPU, but should ask for some, as the job does"
 
 
-# Options of Slurm's that give a job GPUs. Of --exclusive it gets all of its nodes.
+# Slurm's options that give a job GPUs. --exclusive gives it all GPUs of its nodes.
 OF_GPUS = {"gpus", "G", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres", "tres-per-task"}
 
 
 def sessions(site) -> Iterator[tuple[str, str, str]]:
-    """The commands for an interactive job that users are shown: where, the command, and the paragraph around it."""
+    """Yield each command for an interactive job that users are shown: its file, the command, and the paragraph around it."""
     pattern = r"(?:salloc|srun|qsub -I) [^`\n]*"
     for name, paragraph in paragraphs(site):
         yield from ((name, command, paragraph) for command in re.findall(rf"`({pattern})`", " ".join(paragraph.split())))
@@ -281,7 +281,7 @@ def sessions(site) -> Iterator[tuple[str, str, str]]:
 
 
 def paragraphs(site) -> list[tuple[str, str]]:
-    """Those of README.md, an item of a list being one; not of what is told of failures, nor of another's documents."""
+    """Return README.md's paragraphs and list items, without the sections about failures and about other documents."""
     sections = re.split(r"(?m)^## ", (site.folder / "README.md").read_text())
     kept = [text for text in sections if not re.match(r"(Known failures|Coming from|Where this differs)", text)]
     return [("README.md", each) for text in kept for each in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) )", text)]
@@ -289,7 +289,7 @@ def paragraphs(site) -> list[tuple[str, str]]:
 
 @clause("F8")
 def test_the_readme_loads_the_modules_of_site_toml(check, site):
-    """Where users are shown how to train by hand: .venv is made with one version, and works with no other."""
+    """Where users train by hand: .venv is made with one version of a module, and works with no other."""
     versions = {name.partition("/")[0]: name for name in site.modules if "/" in name}
     isolated = any(re.search(r"(?m)^\s*export .*\bPYTHONNOUSERSITE=", path.read_text()) for path in trains(site))
     for name, paragraph in paragraphs(site):
@@ -305,10 +305,10 @@ def test_the_readme_loads_the_modules_of_site_toml(check, site):
 
 @clause("F10")
 def test_the_readme_has_the_values_of_the_ranks(check, site, dry):
-    """Of a variable that ranks have; a table may tell what it was elsewhere. Of what it says "no `NAME`", they have none."""
+    """README.md's values are the ranks'; a table may show another machine's. Variables after "no `NAME`" are not set."""
     lines = [line for line in (site.folder / "README.md").read_text().splitlines() if not line.lstrip().startswith("|")]
     text = " ".join(" ".join(lines).split())
-    # Not what would be, or what users may do: "with `NAME=1` it ends", "set `NAME=1`".
+    # Conditions and advice do not count: "with `NAME=1` it ends", "set `NAME=1`".
     condition = re.compile(r"\b(with|if|set|export|pass|instead)\b[^.;:]*$")
     spans = re.finditer(r"`([A-Z]\w+)=[\"']?([^`\"' ]+)[\"']?`", text)
     told = [match.groups() for match in spans if not condition.search(text[max(0, match.start() - 60) : match.start()])]
@@ -324,7 +324,7 @@ def test_the_readme_has_the_values_of_the_ranks(check, site, dry):
     code = "\n".join(line.text for script in map(Script, site.scripts) for line in script.lines if not line.is_comment)
     for place, name, value in tabled:
         values = {dry.shown(call.environ[name]) for run in runs for call in run.trained if name in call.environ}
-        if value != UNSET or place == "sites/README.md":  # of what no dry run comes to
+        if value != UNSET or place == "sites/README.md":  # some cases occur in no dry run
             values = values or {*re.findall(rf"\b{name}=[\"']?([\w.,/-]+)", code)}
         values = values or {UNSET} if place == "sites/README.md" else values
         if values and value not in values:
@@ -336,7 +336,7 @@ def test_the_readme_has_the_values_of_the_ranks(check, site, dry):
             if name in call.environ and value in ("", call.environ[name]):
                 yield f"{script.name}: {name}={call.environ[name]} in a rank, but README.md says that it is left out"
     ours = "\n".join([*site.facts, *(path.read_text() for path in site.scripts)])
-    without = [name for name in re.findall(r"\bno `([A-Z]\w+)`", text) if name in ours]  # another one is the user's own
+    without = [name for name in re.findall(r"\bno `([A-Z]\w+)`", text) if name in ours]  # other variables belong to the user
     for name, script in itertools.product(without, trains(site)):
         for call in dry.job(script, environ={name: "1"}).trained[:1]:
             if name in call.environ:
@@ -347,7 +347,7 @@ UNSET = "not set"
 
 
 def values_in_tables(path: Path, column: str) -> list[tuple[str, str]]:
-    """Variables, each with its value in this column, or UNSET, of the tables that have a row for each."""
+    """Return the variables that have a row in a table, each with its value in this column, or UNSET."""
     rows = []
     for head, cell in cells_of(path, column):
         name = re.fullmatch(r"`([A-Z][A-Z0-9_]+)`", head)
@@ -357,7 +357,7 @@ def values_in_tables(path: Path, column: str) -> list[tuple[str, str]]:
 
 
 def cells_of(path: Path, column: str) -> list[tuple[str, str]]:
-    """Those of this column, each behind the first one of its row."""
+    """Return the cells of this column, each with the first cell of its row."""
     rows, heads = [], []
     for line in path.read_text().splitlines() if path.is_file() else ():
         cells = [cell.strip() for cell in line.strip().split("|")[1:-1]]
@@ -368,7 +368,7 @@ def cells_of(path: Path, column: str) -> list[tuple[str, str]]:
 
 @clause("F10")
 def test_the_table_of_all_sites_has_their_numbers(check, site, dry):
-    """It is where users compare machines. Flags that give ranks their cores are the launcher's."""
+    """Users compare machines there. Flags for a rank's cores are the launcher's."""
     own = {"ranks a node": site.toml["job"]["ranks_per_node"]}
     own |= {"devices a rank sees": site.toml["node"]["devices_visible_to_a_rank"]}
     table = ROOT / "sites/README.md"
@@ -387,7 +387,7 @@ def test_the_table_of_all_sites_has_their_numbers(check, site, dry):
 
 @clause("B8")
 def test_directives_ask_for_all_that_the_machine_wants(check, site):
-    """What is left out, a scheduler refuses, or puts what it likes in its place: an hour, nodes without the disk."""
+    """A scheduler refuses a job without these, or uses its own defaults: one hour, nodes without the disk."""
     queue, slurm = site.toml.get("queue", {}), site.toml["scheduler"] == "slurm"
     wanted = dict(account="account", constraint="constraints") if slurm else dict(A="account")
     wanted = {option: key for option, key in wanted.items() if queue.get(key)}

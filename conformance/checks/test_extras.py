@@ -1,4 +1,4 @@
-"""What a site brings beside its job: a notebook, a writer of metrics, another library's way to share gradients.
+"""Checks of what a site has beside its job: a notebook, a writer of metrics, another library that sums gradients.
 
     python -m pytest conformance/checks/test_extras.py --extras [--by-hand] [--site NAME_OR_FOLDER] [-k NAME]
 
@@ -25,14 +25,14 @@ from conformance.harness.ports import free_port
 from conformance.harness.sites import ROOT, without_launcher
 from conformance.harness.target import Run, read_records
 
-MINUTES = 15  # to prepare what no wheel is there for
+MINUTES = 15  # to build packages that have no wheel
 STAND_INS = ROOT / "conformance/stand_ins"
 
 
 @pytest.mark.timeout(60 * MINUTES + 300)
 @pytest.mark.clause("E1", "E2")
 def test_an_extra_runs_as_the_site_says(check, site, extra, tmp_path):
-    """In a copy of the site's files, as a user has one, and with a home of its own."""
+    """The extra runs in a copy of the site's files, as a user has one, with its own home."""
     run_dir = copied(site, tmp_path)
     if "prepare" in extra:
         result = start(extra["prepare"], tmp_path, run_dir, 60 * MINUTES)
@@ -68,14 +68,14 @@ def test_it_does_with_a_stand_in_for_its_library(check, site, imitated, tmp_path
 @pytest.mark.timeout(300)
 @pytest.mark.clause("E3")
 def test_a_stand_in_s_ranks_are_on_two_nodes(check, site, imitated, tmp_path):
-    """Whatever the shell of the submission has left: a job hands it on to all nodes. One is later than the library waits."""
+    """A job copies the submitting shell's variables to all nodes. One rank starts later than the library waits."""
     run_dir, words, port = copied(site, tmp_path), list(imitated["command"]), free_port()
     if "--standalone" not in words:
         return
     words[words.index("--nproc-per-node") + 1] = "2"
     place = words.index("--standalone")
     left = dict(HOSTNAME="login1", PYTHONPATH=str(STAND_INS))
-    left |= dict(HOROVOD_GLOO_TIMEOUT_SECONDS="10", STAND_IN_LATE_RANK="3")  # whom rank 0 does not speak to by itself
+    left |= dict(HOROVOD_GLOO_TIMEOUT_SECONDS="10", STAND_IN_LATE_RANK="3")  # a rank that rank 0 does not contact first
 
     def node(number: int) -> subprocess.CompletedProcess:
         meet = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", socket.gethostname(), "--master-port", str(port)]
@@ -86,7 +86,7 @@ def test_a_stand_in_s_ranks_are_on_two_nodes(check, site, imitated, tmp_path):
             check.equal(**{f"exit_code_of_{imitated['name']}_on_node_{number}": exit_code(result, 0)})
 
 
-# A rank of two nodes of four, whose device has this index, or none: what the program's function exports.
+# Print what a program's function exports for rank 5 of 2 nodes x 4, with this device_index or none.
 EXPORTS = """
 import importlib.util, os, sys
 sys.path.insert(0, ".")
@@ -100,7 +100,7 @@ print(os.environ.get("RANK"), os.environ.get("LOCAL_RANK"))
 
 @pytest.mark.clause("E3")
 def test_a_library_is_told_the_device_of_a_rank(check, site):
-    """By a function of device_index, where a program has one: on a CPU nothing shows which device a library takes."""
+    """A function of device_index does it, where a program has one: on a CPU nothing shows which device a library takes."""
     words = {word for extra in extras_of(site) for word in extra["command"] if (site.folder / word).is_file()}
     launches = [launch for launch in site.launches if not launch.mpi]
     for word in sorted(word for word in words if word.startswith("train") and word.endswith(".py")):
@@ -114,7 +114,7 @@ def test_a_library_is_told_the_device_of_a_rank(check, site):
             run: dict = dict(cwd=site.folder, env=environ, capture_output=True, text=True, timeout=60)
             result = subprocess.run(command, check=False, **run)
             told = result.stdout.strip() or result.stderr[-200:]
-            if told.split()[-1:] != ["None"]:  # it tells a library of devices by a variable
+            if told.split()[-1:] != ["None"]:  # None: the library does not get devices by a variable
                 what = f"{word}_tells_rank_5_of_2x4_under_{launch.launcher}_with_device_{index}"
                 check.equal(**{what: (told, f"5 {index or 1}")})
 
@@ -124,7 +124,7 @@ def extras_of(site) -> list[dict]:
 
 
 def copied(site, folder: Path) -> Path:
-    """The site's files, into a folder of that; returns where its run directory shall be."""
+    """Copy the site's files below the folder, and return the path of its run directory."""
     (folder / "site").mkdir()
     for name in {*site.toml.get("files", []), "site.toml"}:
         shutil.copy(site.folder / name, folder / "site" / name)
@@ -138,7 +138,7 @@ def trains_the_reference_run(check, run_dir: Path, tolerance: float) -> None:
 
 
 def trains_it_in_fp32(check, extra: dict, folder: Path, **variables) -> None:
-    """Where it takes a precision: a library that multiplies in bf16 by itself leaves fp64 alone."""
+    """Where it takes --precision: a library that multiplies in bf16 by default would not change fp64."""
     if "fp64" in extra["command"]:
         command = ["fp32" if word == "fp64" else word for word in extra["command"]]
         result = start(command, folder, folder / "fp32", 180, **variables)
@@ -147,7 +147,7 @@ def trains_it_in_fp32(check, extra: dict, folder: Path, **variables) -> None:
 
 
 def trains_what_no_row_asks_for(check, extra: dict, folder: Path, **variables) -> None:
-    """Where it takes a workload: one whose parameters have no gradient in some steps, as any library must be told."""
+    """Where it takes --workload: some parameters have no gradient in some steps, which any library must be told."""
     if "--workload" in extra["command"]:
         (file := folder / "experts.py").write_text(WORKLOADS["experts"])
         command = [*extra["command"], "--workload", str(file), "--epochs", "1"]
@@ -155,7 +155,7 @@ def trains_what_no_row_asks_for(check, extra: dict, folder: Path, **variables) -
         check.equal(**{f"exit_code_of_{extra['name']}_with_unused_parameters": exit_code(result, 0)})
 
 
-# What users have in their shells for other programs.
+# Variables that users set in their shells for other programs.
 LEFT = dict(ACCELERATE_MIXED_PRECISION="bf16")
 
 
@@ -175,7 +175,7 @@ def start(command: list[str], folder: Path, run_dir: Path, seconds: float, **var
 
 
 def exit_code(result: subprocess.CompletedProcess, should_be: int) -> tuple:
-    """The exit code, with the end of what was printed where it is another than it should be."""
+    """Return the exit code, with the end of the output if the code is wrong, and the expected one."""
     if result.returncode == should_be:
         return should_be, should_be
     return f"{result.returncode}, {' '.join((result.stdout + result.stderr).split())[-600:]!r}", should_be

@@ -1,9 +1,9 @@
-"""A site's own job script on its virtual cluster, as it stands: where its ranks are, whom they meet, and how it lives on.
+"""A site's unedited job script on its virtual cluster: where its ranks run, whom they meet, and how it survives.
 
     python -m pytest conformance/checks/test_jobs.py --cluster [--site NAME_OR_FOLDER] [--clause ID]
 
-As root, with Slurm; `nox -s cluster` runs it. One job, `life`, is stopped, preempted, and robbed of its nodes, and in the end
-its losses must be those of a job that nothing has happened to. It is slow by its disk and not by its work.
+As root, with Slurm; `nox -s cluster` runs it. One job, `life`, is stopped, preempted, and loses its nodes. At the end
+its losses must be those of an undisturbed job. A slow disk, not more work, makes it last.
 """
 
 import contextlib
@@ -34,19 +34,19 @@ clause, only = pytest.mark.clause, pytest.mark.only
 pytestmark = pytest.mark.timeout(300, method="thread")
 SLURM = only(schedulers=["slurm"])
 
-# What the suite looks at on the login node: all of one run, one that fails, one summed otherwise, and one of a user's own file.
+# Clauses checked on the login node: all those of one run, of a failing one, of another reduction, and of a user's own file.
 OF_LOGIN = ("R1", "R3", "R9", "J1", "J2", "L1", "L2", "L4", "L6", "L13", "L14", "S1")
 FP64 = golden.RUN
-# 600 steps, and a snapshot after every fifth.
+# 600 steps, and a snapshot after every fifth one.
 LONG = "--workload digits --precision fp64 --epochs 120 --steps-per-epoch 5 --eval-every 120"
 SNAPSHOT = "snapshot.safetensors"
 GO_ON = re.compile(r"\bto resume\b|\b(sbatch|qsub)\b.*--run-dir")
-SLOW = 0.5  # seconds of an fsync, two of which are a snapshot
+SLOW = 0.5  # seconds for each fsync; a snapshot needs two
 
 
 @contextlib.contextmanager
 def holds(check: Check):
-    """What does not happen breaks this clause."""
+    """Turn Odd, raised where something expected does not happen, into a violation of this clause."""
     __tracebackhide__ = True
     try:
         yield
@@ -55,7 +55,7 @@ def holds(check: Check):
 
 
 def whole(folder: Path) -> int:
-    """The step of its snapshot. Raises Odd where that is damaged, or is not there."""
+    """Return the step of the folder's snapshot. Raise Odd where it is damaged or missing."""
     if not (folder / SNAPSHOT).exists():
         raise Odd(f"no {SNAPSHOT} is left")
     snapshot = take_apart(folder / SNAPSHOT)
@@ -66,7 +66,7 @@ def whole(folder: Path) -> int:
 
 @pytest.fixture(scope="session")
 def user(cluster, site) -> Submitter:
-    """In the site's folder in the user's home, after its own install.sh."""
+    """A user in the site's folder in the home directory, after its install.sh."""
     folder = cluster.put_site()
     result = cluster.on("login", "./install.sh", folder=folder, timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -78,7 +78,7 @@ def user(cluster, site) -> Submitter:
 
 @pytest.fixture(scope="session")
 def suite(user, pytestconfig) -> Path:
-    """The runs of the suite itself, started by the user on the login node as on the machine's own; it needs no torch there."""
+    """Run the suite itself as a user would on a machine's login node, which needs no torch. Return the folder of its runs."""
     path = f"{prefix.ROOT}/python/bin/python"
     command = ["env", f"PYTHONPATH={prefix.ROOT}/suite", path, "-m", "pytest", "-p", "no:cacheprovider"]
     command += ["conformance/checks/run", f"--site={user.folder}", f"--submit={user.geometry(2, 2)}", "--virtual"]
@@ -96,13 +96,13 @@ def suite(user, pytestconfig) -> Path:
 
 @clause("J12")
 def test_the_suite_submits_it_from_the_login_node(check, suite):
-    """As README.md has it: what it finds goes into the report by itself."""
+    """The suite submits jobs as README.md says, and its results go into the report."""
     check.equal(runs_of_it=(bool([*suite.rglob(SNAPSHOT)]), True))
 
 
 @clause("S4")
 def test_its_snapshot_is_that_of_ranks_without_a_scheduler(check, suite, pytestconfig):
-    """After two of three epochs, by 4 ranks on 2 nodes and by 4 ranks of the process rung."""
+    """Both were written after two of three epochs, by 4 ranks on 2 nodes and by 4 ranks of the process rung."""
     handed_on = pytestconfig.getoption("--handed-on")
     should_be = {sha256(path) for path in Path(handed_on or "/nowhere").glob("*-4.safetensors")}
     check.equal(snapshots_of_4_ranks_in_handed_on=(len(should_be), 1))
@@ -118,7 +118,7 @@ def is_the_reference_run(folder: Path) -> bool:
 @SLURM
 @clause("J12", "R3", "R4")
 def test_it_trains_when_nothing_is_exported_and_ranks_are_dealt_out(check, user):
-    """srun takes over --export=NONE, and has no PATH then; no stub of it shows that. Rank 1 is on the second node here."""
+    """srun inherits --export=NONE, and ranks then have no PATH, which no stub shows. Rank 1 is on the second node here."""
     with holds(check["J12"]):
         job = user.submit(FP64, nodes=2, ranks=2, options="--export=NONE --distribution=cyclic")
         code = job.ends()
@@ -132,9 +132,9 @@ def test_it_trains_when_nothing_is_exported_and_ranks_are_dealt_out(check, user)
 
 @clause("J10")
 def test_it_comes_back_only_so_often(check, user):
-    """As the thousandth start of its job it does not, and says how to go on."""
+    """A job's thousandth start does not come back, and says how to resume."""
     with holds(check):
-        user.cluster.slow_disk(SLOW)  # or it is done before its script has seen a stop that is a file
+        user.cluster.slow_disk(SLOW)  # else it ends before its script sees a stop file
         job = user.submit(LONG, nodes=1, ranks=1, variables={user.restarts: "1000"})
         job.trains()
         user.stop(job)
@@ -144,7 +144,7 @@ def test_it_comes_back_only_so_often(check, user):
 
 @clause("J16")
 def test_a_full_disk(check, user):
-    """It has room for one snapshot and not for the next: that stands, and from it the job goes on when there is room."""
+    """The disk has room for only one snapshot. That one stays intact, and the job resumes from it when there is room."""
     folder, nodes = f"{user.folder}/runs/full", user.cluster.names
 
     def on_each_node(command: str) -> None:
@@ -153,7 +153,7 @@ def test_a_full_disk(check, user):
             assert result.returncode == 0, result.stderr
 
     def seen() -> Path:
-        """What is on the disk, which is one node's own, as this machine sees it."""
+        """Copy the disk, which only one node sees, to where this machine sees it."""
         on_each_node(f"cp -r {folder}/. {user.folder}/runs/seen")
         return user.here / "runs/seen"
 
@@ -175,7 +175,7 @@ def test_a_full_disk(check, user):
 
 @clause("J19")
 def test_before_install_sh_it_starts_nothing(check, cluster, site):
-    """In another copy of the repository: whoever forgets it is told so at once, and not by a traceback of each rank."""
+    """In a fresh copy of the repository, one message at once says that install.sh is missing, not a traceback of each rank."""
     with holds(check):
         folder = cluster.put_site("not-installed")
         job = Plain(Submitter(cluster, site, folder), site.cases[0]).submit().runs()
@@ -184,7 +184,7 @@ def test_before_install_sh_it_starts_nothing(check, cluster, site):
 
 @pytest.fixture(scope="session")
 def plain(user, site) -> Callable[[], Plain]:
-    """The job script as it stands, submitted once for all checks. Raises Odd where it is refused, or does not end."""
+    """Return the unedited job, submitted once for all checks. Raise Odd where it is refused or does not end."""
     job = Plain(user, site.cases[0])
     return lambda: job if job.code is not None else job.submit().runs()
 
@@ -200,7 +200,7 @@ def test_it_trains_as_a_user_submits_it(check, plain):
 @clause("J18", "R7")
 @pytest.mark.timeout(600, method="thread")
 def test_every_choice_is_submitted(check, cluster, site, user):
-    """What needs another environment is installed beside, in another copy of the repository."""
+    """A choice that needs another environment is installed in another copy of the repository."""
     for case in site.cases[1:]:
         with holds(check["J18"]):
             mine = user
@@ -225,7 +225,7 @@ def test_the_core_that_was_installed_is_this_repository_s(check, user):
 
 
 def placed(user, change: Callable[[str], str] = str, torch: bool = True) -> list[placement.Row]:
-    """Of the unedited job, or of a changed one: where a probe was started that stood in the place of train.py."""
+    """Return where the job's ranks were placed: a probe runs as train.py. change edits the job script."""
     train, script, results = user.here / "train.py", user.here / user.site.toml["submit"], user.here / "placed"
     before = train.read_text(), script.read_text()
     shutil.rmtree(results, ignore_errors=True)
@@ -244,7 +244,7 @@ def placed(user, change: Callable[[str], str] = str, torch: bool = True) -> list
 
 @clause("J9", "R7")
 def test_ranks_are_on_the_cores_near_their_device(check, plain, site):
-    """In blocks, each with a device of its own and cores of its own, near it where site.toml says what is near."""
+    """Ranks are placed in blocks, each with its own device and its own cores, near it where site.toml says what is near."""
     with holds(check["J9"]):
         job = plain()
         rows = [[row.rank, row.host, placement.device_of(site, row), placement.ranges({*row.cpus})] for row in job.rows]
@@ -256,7 +256,7 @@ def test_ranks_are_on_the_cores_near_their_device(check, plain, site):
 @only(when=layer.brings_a_plugin)
 @clause("J13")
 def test_rccl_opens_its_network_plugin(check, user):
-    """On several nodes. Which file, by RCCL's own order of search; whether that starts, only the machine shows."""
+    """On several nodes, RCCL's own search order shows which file it opens. Only the machine shows whether that works."""
     with holds(check):
         rows = placed(user, torch=False)
         print({row.plugin for row in rows})
@@ -273,14 +273,14 @@ def test_ranks_that_are_not_bound_are_rejected(user, site):
 
 
 class Life:
-    """The one job that all of this happens to; submitted again, to go on, after what ends a job for good."""
+    """The one job of these checks. After an event that ends it for good, it is submitted again to resume."""
 
     def __init__(self, user: Submitter):
         self.user, self.cluster = user, user.cluster
         self.job: Job | None = None
 
     def training(self, slow: float = SLOW) -> Job:
-        """It, after at least one snapshot."""
+        """Return the job once it has at least one snapshot."""
         self.cluster.slow_disk(slow)
         if not self.job or not self.job.alive():
             self.job = self.user.submit(LONG, nodes=2, ranks=1, run="life")
@@ -289,17 +289,17 @@ class Life:
         return self.job
 
     def nodes(self) -> list[str]:
-        """In the order of the ranks."""
+        """Return the nodes in the order of the ranks."""
         return [row["host"] for row in self.job.starts()[-1]["ranks"]]
 
     def root(self, command: str) -> str:
         return self.cluster.on("login", command, user=False).stdout
 
     def is_back(self, node: str) -> None:
-        """Wait until a node that was lost is free: what is left there of the job would be ended with the job's next start."""
-        self.cluster.slow_disk(10 * SLOW)  # or the job, which has its steps, comes to its end meanwhile
+        """Wait until a lost node is free: processes left there would be killed at the job's next start."""
+        self.cluster.slow_disk(10 * SLOW)  # else the job could end meanwhile
         end = time.monotonic() + PATIENCE
-        # All nodes are asked for: to be asked for one, slurmctld does not count anew which cores are in use (its proc_req.c).
+        # Ask for all nodes: asked for one, slurmctld does not recount the cores in use (its proc_req.c).
         while f"{node} idle" not in self.user.nodes().split(", ") or self.processes_of_jobs(node):
             assert time.monotonic() < end, f"{node} does not come back: {self.user.nodes()}; {self.processes_of_jobs(node)}"
             time.sleep(0.2)
@@ -308,7 +308,7 @@ class Life:
         return self.cluster.on(node, ["pgrep", "-f", "^slurmstepd"], user=False).stdout
 
     def ends_in(self, seconds: int) -> None:
-        """Its time limit, from now. slurmctld may not answer at once, where it has lost a node."""
+        """Set the time limit to so many seconds from now. slurmctld may not answer at once after losing a node."""
 
         def set_limit() -> bool:
             end = datetime.datetime.now() + datetime.timedelta(seconds=seconds)
@@ -340,7 +340,7 @@ def test_ranks_meet_over_the_first_interface(check, life, site):
 @only(when=lambda site: site.shares_nodes)
 @clause("J13")
 def test_two_jobs_on_one_node_do_not_meet(check, user):
-    """Started at the same moment. Two ranks each, one on either node: a world of one meets nobody."""
+    """Both start at the same moment, with one rank on each of two nodes: a world of one would meet nobody."""
     with holds(check):
         user.cluster.slow_disk(SLOW)
         nodes = user.cluster.names[-2:]
@@ -370,7 +370,7 @@ def test_a_second_job_on_its_run_directory_is_refused(check, life):
 
 
 def resumes(check, job: Job, log: str = "") -> None:
-    """It comes back by itself, at the step at which it has saved, with the flags that it had. log: what it had printed."""
+    """The job comes back by itself at the step that it saved, with the same flags. log: what it had printed before."""
     __tracebackhide__ = True
     start = job.comes_back()["step"]
     *_, end = (record for record in job.run().records if record["kind"] == "end")
@@ -381,7 +381,7 @@ def resumes(check, job: Job, log: str = "") -> None:
 
 
 def recovers(check, job: Job, step: int) -> None:
-    """It comes back by itself, and has lost nothing that was saved at this step."""
+    """The job comes back by itself, at this saved step or a later one."""
     __tracebackhide__ = True
     check.equal(resumes_behind_the_snapshot=(job.comes_back(lost=True)["step"] < step, False))
 
@@ -398,7 +398,7 @@ def test_it_comes_back_when_it_is_stopped(check, life):
 @only(when=lambda site: site.toml["job"].get("ends_when_stopped"))
 @clause("J10")
 def test_it_does_not_come_back_where_that_is_prohibited(check, user, site):
-    """As in a queue for tests, whose jobs may not follow each other: it says how to go on."""
+    """A queue for tests may not allow jobs to follow each other: the job says how to resume."""
     for options in site.toml["job"]["ends_when_stopped"]:
         with holds(check):
             user.cluster.slow_disk(SLOW)
@@ -416,7 +416,7 @@ def test_it_does_not_come_back_where_that_is_prohibited(check, user, site):
 @SLURM
 @clause("J10")
 def test_it_comes_back_after_its_time_limit(check, life):
-    """Warned by the scheduler, and by nobody else."""
+    """Only the scheduler warns it."""
     with holds(check):
         job = life.training()
         limit = job.fields()["TimeLimit"]
@@ -429,7 +429,7 @@ def test_it_comes_back_after_its_time_limit(check, life):
 @SLURM
 @clause("J10")
 def test_it_comes_back_when_it_is_preempted(check, life):
-    """Its ranks are told by SIGTERM, and have the partition's grace time."""
+    """Its ranks get SIGTERM, and have the partition's grace time."""
     with holds(check):
         job = life.training()
         nodes = ",".join(life.nodes())
@@ -438,7 +438,7 @@ def test_it_comes_back_when_it_is_preempted(check, life):
 
 
 def without(check, life, switch: Callable[[str, str], object]) -> None:
-    """It goes on without its last node, which is switched "down", and "up" again afterwards."""
+    """The job continues without its last node, which is switched "down", and "up" again afterwards."""
     __tracebackhide__ = True
     with holds(check["J14"]):
         job = life.training()
@@ -466,7 +466,7 @@ def test_it_comes_back_when_a_node_loses_its_link(check, life, site):
 
 @clause("J14")
 def test_it_comes_back_when_a_node_crashes(check, life):
-    """Rank 0's: the lock of the run directory is a dead host's then."""
+    """Rank 0's node crashes: the lock of the run directory is then a dead host's."""
     with holds(check):
         job = life.training()
         step = whole(job.folder)
@@ -521,7 +521,7 @@ def test_what_is_wrong_is_refused(check, cluster, site):
 @clause("V11")
 @only(schedulers=["slurm"])
 def test_every_script_is_taken_as_it_stands(check, cluster, site):
-    """--test-only looks for nodes, too. A job that is held shows whose it is."""
+    """--test-only also looks for nodes. A held job shows its account and QOS."""
     folder = cluster.put_site()
     queued = site.toml.get("queue", {})
     for script in site.job_scripts:
@@ -533,7 +533,7 @@ def test_every_script_is_taken_as_it_stands(check, cluster, site):
             check.holds(f"{script.name}: refused ({output}), but should be taken as it stands")
         if "account" in queued:
             account, qos = result.stdout.split()
-            check.equal(account=(account, queued["account"].lower()))  # Slurm has no capitals in them
+            check.equal(account=(account, queued["account"].lower()))  # Slurm's are lower case
             check.equal(qos_is_one_of_the_site=(qos in queued.get("qos", ["normal"]), True))
 
 
@@ -542,7 +542,7 @@ def test_every_script_is_taken_as_it_stands(check, cluster, site):
 def test_pbs_takes_its_script_and_keeps_what_can_never_run(check, cluster, site):
     """It refuses too many nodes only where a queue has a limit."""
     folder, script = cluster.put_site(), site.toml["submit"]
-    # Without the site's environment it ends by itself, perhaps before qdel comes.
+    # Without the site's environment the job ends by itself, perhaps before qdel.
     result = cluster.on("login", f"job=$(qsub {script}); code=$?; qdel $job &>/dev/null; exit $code", folder=folder)
     check.equal(exit_code=(result.returncode, 0), errors=(result.stderr, ""))
     ask = f"job=$(qsub -l select={len(cluster.names) + 1} {script}) && qstat -f $job && qdel $job"

@@ -1,9 +1,9 @@
-"""Every file of programs/: trained at one site, stopped and resumed there, and handed to another site.
+"""Every file of programs/ is trained at one site, stopped and resumed there, and resumed at another site.
 
     python -m pytest conformance/checks/test_programs.py
 
-Ranks are processes of this machine that run a site's train.py, told what its launcher exports; they are forked, because the
-imports of a program cost seconds. What the programs import stands in constraints.txt; without it these tests fail.
+Ranks are processes of this machine. Each runs a site's train.py with its launcher's variables, and is forked, because the
+imports of a program take seconds. constraints.txt pins these imports; without them the tests fail.
 """
 
 import functools
@@ -31,11 +31,11 @@ pytestmark = pytest.mark.timeout(300, method="thread")
 
 PROGRAMS = sorted((ROOT / "conformance/programs").glob("*.py"))
 LINES = 60
-FLAGS = "--device cpu --precision fp64 --log-every 1 --timeout 60 --rendezvous-timeout 30"  # all others are the program's own
-SECONDS = 120.0  # that a run of seconds may take
+FLAGS = "--device cpu --precision fp64 --log-every 1 --timeout 60 --rendezvous-timeout 30"  # all others are the program's
+SECONDS = 120.0  # limit for a run that takes seconds
 CANONICAL = "--reduction canonical"
 STARTS = count(1)
-# Of each site its own launcher; ranks that ask MPI who they are would need an mpiexec.
+# Each site's first launcher; ranks that ask MPI for their numbers would need an mpiexec.
 LAUNCHES = [site.launches[0] for site in sites.find() if site.launches and not site.launches[0].mpi]
 
 
@@ -44,12 +44,12 @@ LAUNCHES = [site.launches[0] for site in sites.find() if site.launches and not s
 
 @functools.cache
 def server():
-    """A process that has imported what the programs import, and forks the ranks."""
+    """Return a process that has imported the programs' modules, and forks the ranks."""
     return forked.server((path.stem for path in PROGRAMS), PROGRAMS[0].parent)
 
 
 def as_rank(train: str, argv: list[str], environ: dict[str, str], files: list[Path], stopped_in: Path | None) -> None:
-    """In a process of its own: `python train.py ARGV` as a launcher starts it. stopped_in: see stop_itself()."""
+    """Run `python train.py ARGV`, in this process, as a launcher would start it. stopped_in: see stop_itself()."""
     forked.become(train, argv, environ, files)
     if stopped_in:
         stop_itself(stopped_in)
@@ -57,7 +57,7 @@ def as_rank(train: str, argv: list[str], environ: dict[str, str], files: list[Pa
 
 
 def stop_itself(folder: Path) -> None:
-    """A SIGUSR1 to this process when it saves something at the end of the first epoch: so it comes in time, and only once."""
+    """Send SIGUSR1 to this process at the first save after the first epoch, so that it arrives in mid-epoch, and once."""
     log, me, sent = folder / "run.jsonl", os.getpid(), []
 
     def hear(event: str, arguments: tuple) -> None:
@@ -70,8 +70,8 @@ def stop_itself(folder: Path) -> None:
 
 
 def train(program: Path, folder: Path, launch: Launch, ranks: int, flags: str = "", stop: bool = False) -> Run:
-    """The program in so many ranks by this site's train.py, to their end. stop: one is told to in mid-epoch, by SIGUSR1."""
-    if stop:  # steps are so short that the ranks would talk to each other at the ends of epochs only
+    """Train the program to its end with this site's train.py. stop: rank 0 gets SIGUSR1 in mid-epoch."""
+    if stop:  # short steps: else ranks would communicate only at the ends of epochs
         flags += " --save-steps 3"
     argv = [*FLAGS.split(), "--workload", str(program), "--run-dir", str(folder), *flags.split()]
     start, port, outside = next(STARTS), free_port(), without_launcher() | dict(OMP_NUM_THREADS="1")
@@ -90,7 +90,7 @@ def train(program: Path, folder: Path, launch: Launch, ranks: int, flags: str = 
 
 
 class Runs:
-    """What is done with a program; each run once. launch, other_launch: of two sites. others: the other one's ranks, 1 or 4."""
+    """A program's runs, each made once. launch, other_launch: of two sites. others: ranks at the other site, 1 or 4."""
 
     def __init__(self, program: Path, folder: Path, number: int = 0):
         self.program, self.folder = program, folder
@@ -98,7 +98,7 @@ class Runs:
         self.others = 1 if number % 2 else 4
 
     def run(self, name: str, launch: Launch, ranks: int, flags: str = "", after: Run | None = None, stop: bool = False) -> Run:
-        """after: goes on from a copy of that run's directory."""
+        """after: resume from a copy of that run's directory."""
         if after:
             shutil.copytree(after.folder, self.folder / name)
         result = train(self.program, self.folder / name, launch, ranks, flags, stop)
@@ -118,7 +118,7 @@ class Runs:
 
     @functools.cached_property
     def resumed(self) -> Run:
-        """With as many workers as the program's first words recommend: they change nothing."""
+        """It has the number of workers that the program's docstring recommends, which changes no result."""
         workers = re.search(r"--workers \d+", self.program.read_text())
         return self.run("resumed", self.launch, 2, workers[0] if workers else "", after=self.stopped)
 
@@ -128,7 +128,7 @@ class Runs:
 
     @functools.cached_property
     def whole_canonical(self) -> Run:
-        """In one rank. The other is begun in two, and ends in four."""
+        """This run has one rank; the run compared with it begins with two, and ends with four."""
         return self.run("whole-canonical", self.other_launch, 1, CANONICAL)
 
     @functools.cached_property
@@ -145,7 +145,7 @@ class Runs:
 
     @property
     def has_batch_norm(self) -> bool:
-        """Its running mean is in the snapshot."""
+        """Return whether the snapshot has a running mean."""
         return any(name.endswith("running_mean") for name in of_snapshot(self.whole, "tensors"))
 
 
@@ -164,7 +164,7 @@ def runs(program, tmp_path_factory) -> Runs:
 
 
 def resumes_where_it_stopped(runs: Runs, resumed: Run) -> Iterator[str]:
-    """What is wrong with where a stopped run was gone on with."""
+    """Yield what is wrong with the step at which a stopped run was resumed."""
     last = resumed.of("start")[1]
     steps = len(runs.whole.losses)
     epoch = steps // len(runs.whole.of("epoch"))
@@ -178,7 +178,7 @@ def resumes_where_it_stopped(runs: Runs, resumed: Run) -> Iterator[str]:
 
 
 def differs_from_the_whole(runs: Runs) -> Iterator[str]:
-    """What shows that the resumed run had been stopped: it should not."""
+    """Yield differences between the resumed run and one that was never stopped; there should be none."""
     both = (runs.resumed, runs.whole)
     pairs = (("step", "loss_hex"), ("epoch", "loss"), ("epoch", "eval_loss"))
     seen = {f"{name} of each {kind}": [run.values(kind, name) for run in both] for kind, name in pairs}
@@ -205,7 +205,7 @@ each = pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
 @clause("L14")
 @each
 def test_learns(check, runs):
-    """A file of a user, as short as it is, under the flags that it ships."""
+    """A user's file, as short as it is, learns with the flags that it sets."""
     check.holds(*too_long_or_crowded(runs.program))
     losses, held_out = runs.whole.values("epoch", "loss"), runs.whole.values("epoch", "eval_loss")
     check.equal(epochs=(len(losses) > 1, True), losses=(losses, sorted(losses, reverse=True)))
@@ -221,7 +221,7 @@ def test_resumes_as_if_never_stopped(check, runs):
 @clause("C2", "L16")
 @each
 def test_goes_on_at_another_site(check, runs):
-    """In other ranks than it was stopped in, along the same losses unless a note says why not."""
+    """With another number of ranks, its losses are the same unless a note says why not."""
     handed_on, whole = runs.handed_on, runs.whole
     check["C2"].equal(another_site=(runs.other_launch.site == runs.launch.site, False))
     check["C2"].holds(*resumes_where_it_stopped(runs, handed_on))
@@ -240,7 +240,7 @@ def test_goes_on_at_another_site(check, runs):
 @clause("L17")
 @each
 def test_notes_say_what_depends_on_the_world_size(check, runs):
-    """BatchNorm, if its statistics are in the snapshot; else random numbers, if other ranks have had other losses."""
+    """The note names BatchNorm if its statistics are in the snapshot; else random numbers, if other ranks have other losses."""
     depends = worst_deviation(runs.handed_on.losses, runs.whole.losses) > T1
     check.equal(names_batch_norm=(runs.noted("BatchNorm"), runs.has_batch_norm))
     check.equal(notes=(len(runs.notes), int(depends)), same_notes=({*map(str, [runs.notes])}, {*printed(runs.whole)}))
@@ -248,7 +248,7 @@ def test_notes_say_what_depends_on_the_world_size(check, runs):
 
 
 def printed(run: Run) -> list[str]:
-    """The notes that rank 0 has printed, as a list's text."""
+    """Return the notes that rank 0 has printed, as one list's text."""
     return [str([line.removeprefix("note=") for line in run.output[0].splitlines() if line.startswith("note=")])]
 
 
@@ -300,7 +300,7 @@ DRAWN = "row = row + 0.01 * self.generator.normal()"
     ids=["unseeded", "a-generator-of-its-own", "rows-changed-in-place"],
 )
 def test_a_program_with_a_state_of_its_own_is_rejected(tmp_path, seed, draw):
-    """What it draws, or leaves behind, is no function of seed, epoch and row: no run can resume it."""
+    """No run can resume it: its state is no function of seed, epoch and row."""
     program = tmp_path / "impure.py"
     program.write_text(IMPURE.replace("SEED", seed).replace("DRAW", draw))
     runs = Runs(program, tmp_path)

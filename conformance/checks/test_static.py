@@ -1,4 +1,4 @@
-"""The static rung: who knows what, and what can be read off a site's files.
+"""The static rung: which file knows what, and what the text of a site's files shows.
 
     python -m pytest conformance/checks/test_static.py [--site NAME_OR_FOLDER]
 
@@ -55,9 +55,9 @@ from conformance.harness.sites import ROOT, date_of_copy, find, mistakes
 CORE = sorted((ROOT / "core/src/ddp_core").rglob("*.py"))
 CONFORMANCE = sorted((ROOT / "conformance").rglob("*.py"))
 SITES = {path.name for path in (ROOT / "sites").iterdir() if path.is_dir()}
-# A copy that is one's own may be named as it likes, "mine" or "cluster", which are words of ours.
+# A user's own copy may have any name, such as "mine" or "cluster", which our files also use as words.
 ADOPTED = {name for name in SITES if (ROOT / "conformance/reports" / name).is_dir()} or SITES
-WORD = r"[A-Za-z]{2,}|[^\W\d_A-Za-z]{2}"  # or two letters of a script that may have no spaces
+WORD = r"[A-Za-z]{2,}|[^\W\d_A-Za-z]{2}"  # or two letters of a script that may be written without spaces
 SCHEDULER_VARIABLE = re.compile(r"\b(SLURM|PBS|PALS|PMI|PMIX|OMPI|LSB|JSM|FLUX)_\w*")
 
 
@@ -77,7 +77,7 @@ def imported(tree: ast.AST) -> set[str]:
 
 
 def where_installed(path: Path) -> set[str]:
-    """tqdm, where all that the file imports of it stands in a `try` that goes on without it."""
+    """Return {"tqdm"} where every import of tqdm stands in a `try` that handles its absence, else the empty set."""
     tree = ast.parse(path.read_text())
     tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try)]
     guarded = [node for node in tries if any(ast.unparse(handler.type or node) == "ImportError" for handler in node.handlers)]
@@ -87,7 +87,7 @@ def where_installed(path: Path) -> set[str]:
 
 
 def without_comments(path: Path) -> str:
-    """A Python file's code: in comments and docstrings a copy may go on naming the site that it was copied from."""
+    """Return a Python file's code. Comments and docstrings of a copy may still name the site that it was copied from."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
@@ -96,13 +96,13 @@ def without_comments(path: Path) -> str:
 
 
 def matches_in(files: list[Path], pattern: str) -> dict[str, list[str]]:
-    """File name to the matches in it."""
+    """Map each file's name to its matches."""
     matches = {str(path.relative_to(ROOT)): [m[0] for m in re.finditer(pattern, path.read_text())] for path in files}
     return {name: texts for name, texts in matches.items() if texts}
 
 
 def names_of(sites: set[str]) -> str:
-    """A pattern for the names of these sites; one that matches nothing for none."""
+    """Return a pattern that matches the names of these sites; without sites, one that matches nothing."""
     return r"\b(" + "|".join(map(re.escape, sorted(sites))) + r")\b" if sites else r"(?!)"
 
 
@@ -130,7 +130,7 @@ def test_core_imports_little(check):
 
 @clause("A3")
 def test_the_core_is_imported_without_torch(check):
-    """An MPI library may have to be started before it, and a login node has none."""
+    """The import works where torch is missing, as on a login node, or must wait until MPI is started."""
     program = "import sys, ddp_core, ddp_core.find_run, ddp_core.show; print(*{'torch', 'safetensors'} & {*sys.modules})"
     environ = os.environ | dict(PYTHONPATH=str(ROOT / "core/src"))
     run = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60, check=False)
@@ -142,8 +142,8 @@ def test_site_imports_of_ours_only_the_core(check, site):
     files = sorted(site.folder.rglob("*.py"))
     ours = {".", "core", "sites", "conformance", *SITES}
     wrong = {path.name: sorted(imports(path) & ours) for path in files if imports(path) & ours}
-    others = rf"(?<![\w-]){names_of(ADOPTED - {site.name})}(?![\w-])"  # my-site is not site
-    # In addresses they may stand: a source is one wherever it is read.
+    others = rf"(?<![\w-]){names_of(ADOPTED - {site.name})}(?![\w-])"  # "my-site" does not name "site"
+    # An address may name another site: a source is valid wherever it is used.
     texts = {path.name: re.sub(r"https?://\S+", "", without_comments(path)) for path in files}
     named = {name: names for name, text in texts.items() if (names := re.findall(others, text))}
     check.equal(imports=(wrong, {}), other_sites_named=(named, {}))
@@ -159,7 +159,7 @@ def test_files_of_a_site(check, site):
 
 @clause("F3")
 def test_launchers_tell_the_ranks_apart(check, launch):
-    """Filled in for the ranks of two nodes, what a launcher exports differs from rank to rank."""
+    """What a launcher exports differs from rank to rank, for the ranks of two nodes."""
     exported = [launch.environ(rank, 4, 2, 29500, "1") for rank in range(4)]
     check.equal(distinct_ranks=(4 if launch.mpi else len({str(environ) for environ in exported}), 4))
 
@@ -194,14 +194,14 @@ def test_what_no_run_has_shown_is_listed(check, site):
     check.equal(unverified_is_a_list_of_sentences=(sentences, True))
     status = verified.get("status")
     check.equal(unverified_or_run_on_site=(bool(listed) or status == "run-on-site", True))
-    if status == "simulated":  # by stand-ins of these names
+    if status == "simulated":  # by stand-ins for the software of these names
         names = [*site.modules, *([Path(site.software["image"]).name] if "image" in site.software else [])]
         check.equal(software_not_in_unverified=([name for name in names if name not in " ".join(listed)], []))
 
 
 @clause("F9")
 def test_the_table_of_sites_tells_what_is_unverified(check):
-    """Of the sites that have a row there; a new one needs none."""
+    """Sites with a row there are compared; a new site needs none."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (ROOT / "README.md").read_text().splitlines()]
     heads = next((row for row in rows if row[:1] == ["site"]), [])
     rows_by_site = {
@@ -232,9 +232,9 @@ MINUTES = dict(min=1, hr=60, hour=60, day=1440)
 
 @clause("F6")
 def test_a_queue_s_longest_job_is_that_of_the_source(check, site):
-    """Where a fact is a row of a table, with the queue's name and a time.
+    """The source is a fact that is a table row with the queue's name and a time.
 
-    A routing queue's row has none: its jobs of fewest nodes have that of the queue whose row begins at as many nodes.
+    A routing queue's row has no time. Its smallest jobs run in the queue whose row begins at the same number of nodes.
     """
     of_all = [fact for fact in site.facts if re.match(r"\|[^|]*\|\s*\d+\s*\|", fact)]
     for queue, longest in site.toml.get("queue", {}).get("minutes", {}).items():
@@ -247,7 +247,7 @@ def test_a_queue_s_longest_job_is_that_of_the_source(check, site):
             yield f"queue.minutes of {queue}={longest}, but should be {max(limits)}, as a fact of [[sources]] says"
 
 
-# What a README calls the codes of the core's errors (X1 to X15).
+# The words by which a README names the core's exit codes (X1 to X15).
 EXIT_CODES = dict(usage=2, preflight=3, rendezvous=4, snapshot=5, loss=6, rank=7, storage=8, stopped=75)
 
 
@@ -261,7 +261,7 @@ def test_the_readme_has_the_core_s_exit_codes(check, site):
 
 @clause("F10")
 def test_the_readme_has_the_cores_of_site_toml(check, site):
-    """In a table with a row `| cores | 1-7 | ...`, a column for each device."""
+    """They stand in a table with a row `| cores | 1-7 | ...`, a column for each device."""
     near, wrong = site.toml["node"].get("cores_near_device", []), []
     rows = re.findall(r"^ *\| cores \|(.*)\|$", (site.folder / "README.md").read_text(), re.MULTILINE)
     for cells in [row.split("|") for row in rows if near]:
@@ -270,7 +270,7 @@ def test_the_readme_has_the_cores_of_site_toml(check, site):
     check.equal(cores_in_README_md_not_near_their_device=(wrong, []))
 
 
-# Of Hugging Face, GitHub, GitLab, OpenAI; in an address; under a name that says so. A digit is in each, and in no placeholder.
+# Tokens of Hugging Face, GitHub, GitLab, OpenAI; in an address; under a telling name. Each has a digit; placeholders have none.
 SECRET = re.compile(
     r"\b(hf_|gh[pous]_|github_pat_|glpat-|sk-(proj-|ant-)?)(?=[\w-]*\d)[\w-]{16,}|://[^\s/:@$\"']+:(?=[^@]*\d)[^\s/@$\"']{6,}@(?!sha256:)"
     r"|(?i:_TOKEN|API_?KEY|ACCESS_KEY|PASSWORD|SECRET)[\"']?\]?\s*=\s*[\"']?(?=(?:[\w-]*\d){3})[\w-]{12,}(?![\w(.-])"
@@ -279,7 +279,7 @@ SECRET = re.compile(
 
 @clause("B9")
 def test_no_file_holds_a_secret(check, site):
-    """Who copies the folder, reads it on the file system, or finds it in a repository has it, too."""
+    """Anybody who copies the folder, reads it on the file system or finds it in a repository has the secret."""
     named = [site.folder / name for name in ("README.md", "site.toml", *site.toml.get("files", []))]
     for path in sorted(path for path in {*named, *site.scripts, *site.folder.glob("*.py")} if path.is_file()):
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
@@ -289,12 +289,12 @@ def test_no_file_holds_a_secret(check, site):
 
 @clause("F10")
 def test_what_the_readme_counts_goes_over_the_cores_in_their_order(check, site):
-    """A chiplet, a NUMA node: in the table with the row of cores, numbers that rise with these."""
+    """In the table that has the row of cores, the numbers of chiplets or NUMA nodes rise with the cores."""
     for table in re.findall(r"(?:^ *\|.*\n)+", (site.folder / "README.md").read_text(), re.MULTILINE):
         rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()]
         cores = next((row[1:] for row in rows if row[0] == "cores"), [])
         for name, *counted in rows[1:]:
-            heads = list(map(str, range(len(counted))))  # a row of them counts the columns
+            heads = list(map(str, range(len(counted))))  # such a row only counts the columns
             if cores and len(counted) == len(cores) and all(map(str.isdecimal, counted)) and counted != heads:
                 along = sorted(zip(cores, map(int, counted), strict=True), key=lambda pair: numbers(pair[0])[:1])
                 wrong = [f"{second[1]} on {second[0]}" for first, second in itertools.pairwise(along) if second[1] < first[1]]
@@ -303,7 +303,7 @@ def test_what_the_readme_counts_goes_over_the_cores_in_their_order(check, site):
 
 @clause("F10")
 def test_the_readme_has_the_rank_of_each_device(check, site):
-    """In a table with a row `| rank on the node | 6 | 7 | ...`: ranks go over a node's cores in their order."""
+    """A table row `| rank on the node | 6 | 7 | ...` agrees with the cores: ranks take a node's cores in order."""
     near = site.toml["node"].get("cores_near_device", [])
     order = sorted(range(len(near)), key=lambda device: min(numbers(near[device])))
     rows = re.findall(r"^ *\| rank on the node \|(.*)\|$", (site.folder / "README.md").read_text(), re.MULTILINE)
@@ -314,14 +314,14 @@ def test_the_readme_has_the_rank_of_each_device(check, site):
 
 @clause("B7")
 def test_constraints_hold_what_the_machine_has(check, site):
-    """`pip list --local` leaves out what an environment sees of the machine: its torch and its numpy."""
+    """`pip list --local` omits what an environment takes from the machine: its torch and its numpy."""
     leaves_out = re.compile(r"^[^#]*\bpip\b.* (?:list|freeze)\b.* (?:--local|-l)\b")
     check.holds(*at_lines(site, lambda line: leaves_out.search(line.text), "list what the machine has, too: no --local"))
 
 
 @clause("X7")
 def test_mpi_is_not_waited_for_at_the_end(check, site):
-    """MPI_Finalize waits for all ranks, also for one that was lost: train.py ends MPI before it trains, or never."""
+    """MPI_Finalize waits for all ranks, also for a lost one: train.py ends MPI before it trains, or never."""
     for path in sorted(site.folder.glob("*.py")):
         text = path.read_text()
         ends = re.search(r"\brc\.finalize = False\b|\bMPI\.Finalize\(\)", text)
@@ -331,7 +331,7 @@ def test_mpi_is_not_waited_for_at_the_end(check, site):
 
 @clause("X20")
 def test_a_folder_for_all_users_files_has_a_name_of_its_own(check, site):
-    """mktemp's, or with a variable in it: under a fixed name somebody else may have left what is built or read."""
+    """Its name is mktemp's, or has a variable in it: under a fixed name another user may have left files that are used."""
     for script in map(Script, site.scripts):
         for line in [line for line in script.lines if not line.is_comment]:
             for place, name in re.findall(r"(\$\{TMPDIR:-/tmp\}|(?<![\w.}])/(?:var/)?tmp|/dev/shm)/([^\s\"';)|]+)", line.text):
@@ -341,7 +341,7 @@ def test_a_folder_for_all_users_files_has_a_name_of_its_own(check, site):
 
 @clause("B5")
 def test_proxies_are_not_asked_for_the_node_itself(check, site):
-    """No proxy knows the way to it: what a program serves to itself is not found."""
+    """A proxy cannot reach the node itself: without no_proxy, a program does not find its own server."""
     for script in map(Script, site.scripts):
         code = [line for line in script.lines if not line.is_comment]
         without = {host for line in code for hosts in re.findall(r"\bno_proxy=(\S*)", line.text) for host in hosts.split(",")}
@@ -352,7 +352,7 @@ def test_proxies_are_not_asked_for_the_node_itself(check, site):
 
 @clause("B5")
 def test_no_job_takes_a_whole_environment_along(check, site):
-    """PBS keeps it with the job, where `qstat -f` shows it to everybody: tokens too."""
+    """PBS stores the environment with the job, and `qstat -f` shows everybody its tokens."""
     takes_all = re.compile(r"^#PBS\b.* -V\b|^[^#]*\bqsub\b[^#]*\s-V\b")
     should_be = "name the variables (-v), since -V shows all in qstat -f"
     check.holds(*at_lines(site, lambda line: takes_all.search(line.text), should_be))
@@ -360,7 +360,7 @@ def test_no_job_takes_a_whole_environment_along(check, site):
 
 @clause("J10")
 def test_chained_jobs_come_after_a_stop_too(check, site):
-    """A run that was stopped to go on ends with 75, which is no success to a scheduler."""
+    """A run that was stopped to be resumed ends with 75, which a scheduler counts as a failure."""
     texts = {path.name: path.read_text() for path in (site.folder / "README.md", *site.scripts)}
     wrong = [name for name, text in texts.items() if re.search(r"\bafterok\b", text)]
     check.equal(afterok_in=(wrong, []))
@@ -368,7 +368,7 @@ def test_chained_jobs_come_after_a_stop_too(check, site):
 
 @clause("F8")
 def test_paths_that_modules_fill_are_added_to(check, site):
-    """Who replaces one takes the modules' libraries and commands away. A command of the system may be without them."""
+    """Replacing a path removes the modules' libraries and commands from it. For a single system command that is allowed."""
     of_one_command = re.compile(r" +(q(sub|stat|alter|sig|del)|s(batch|control|cancel|queue|acct|info)|git|curl|ssh|tar) ")
     for path in site.scripts:
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -386,7 +386,7 @@ def test_nothing_is_left_to_fill_in(check, site):
                 yield f"{name}:{number}: {line.strip()}, but should be filled in"
 
 
-# What is loaded at a command's place.
+# A module or list of modules that is loaded where a command can stand.
 LOADS = re.compile(
     r"^(?:[^\"'#]*(?:[;&|{(!]|\b(?:then|do|else|if)\b))?\s*"
     rf"(?:module +(?:load|add)|ml +(?:load|add)|ml(?! +(?:-|(?:{OF_ML})(?!\S)))) +([^;&|}}#\n]+)"
@@ -431,14 +431,14 @@ for environ in json.load(sys.stdin):
 
 @clause("X4")
 def test_odd_values_of_a_variable_are_one_line(check, site):
-    """What train.py makes of a launcher's variables, one after the other odd: a rank, or one short line that names it."""
+    """For each odd value of a launcher's variable, train.py returns a rank, or one short line that names the variable."""
     cases, environments = [], []
     for launch in site.launches:
         good = launch.environ(1, 4, 2, 29500, "1")
         for name, template in launch.templates:
             number = re.fullmatch(r"\{(rank|world_size|local_rank|local_world_size|node_rank|master_port|restart)\}", template)
             if launch.mpi and template not in ("{world_size}", "{restart}"):
-                continue  # before it has looked at them, it asks MPI
+                continue  # train.py asks MPI before it reads the variables
             odd = [value for value in ODD if value or (number and template != "{restart}")]
             cases += [(name, value, bool(number)) for value in odd]
             environments += [good | {name: value} for value in odd]
@@ -464,12 +464,12 @@ def at(script: Script, line: Line, should_be: str) -> str:
 
 
 def at_lines(site, wrong: Callable[[Line], object], should_be: str) -> list[str]:
-    """A violation for each line of the site's scripts that is wrong."""
+    """Return a violation for each wrong line of the site's scripts."""
     return [at(script, line, should_be) for script in map(Script, site.scripts) for line in script.lines if wrong(line)]
 
 
 def place(address: str) -> str:
-    """The host of an address; of GitHub also owner and repository."""
+    """Return the host of an address; for GitHub with owner and repository."""
     host, *path = address.partition("://")[2].rstrip("/.:").split("/")
     return "/".join([host, *path[:2]]) if host == "github.com" else host
 
@@ -504,7 +504,7 @@ def test_everything_is_explained(check, site):
 
 @clause("J3")
 def test_variables_under_one_address_are_facts_of_its_page(check, site):
-    """Whether the page has the facts, harness/sources.py looks up. What is not there can stand under a comment of its own."""
+    """harness/sources.py looks up whether the page has the facts. Other variables can stand under another comment."""
     facts_by_page = {
         source["address"].rstrip("/"): source["facts"] for source in site.toml.get("sources", []) if "facts" in source
     }
@@ -516,14 +516,14 @@ def test_variables_under_one_address_are_facts_of_its_page(check, site):
             pages = {
                 page.partition("#")[0].rstrip("/.:") for page in re.findall(r"https?://[^\s)>\"'`,;]+", " ".join(comments))
             }
-            pages = {page for page in pages if not re.search(r"/(issues|pull)/\d+$", page)}  # whose facts nobody looks up
+            pages = {page for page in pages if not re.search(r"/(issues|pull)/\d+$", page)}  # nobody looks up facts in issues
             if len(exported) > 1 and pages and pages <= facts_by_page.keys():
                 known = " ".join(fact for page in pages for fact in facts_by_page[page])
                 lost = [line for line, name in exported if not re.search(rf"\b{name}\b", known)]
                 yield from (at(script, line, f"be in one of the facts of {' or '.join(sorted(pages))}") for line in lost)
 
 
-# NAME=value, --option=value, --option value and -l key=value, in a fact, in a directive and in a script.
+# NAME=value, --option=value, --option value and -l key=value, in a fact, directive or script.
 VALUE = re.compile(
     r"(?<![\w./$-])(--[a-z][a-z-]+(?=[= ]\"?\w)|[A-Z][A-Z0-9_]{3,}(?==)|(?<=-l )\w+(?==)|place(?==))[= ][\"']?([\w.:/,+-]+)"
 )
@@ -531,7 +531,7 @@ VALUE = re.compile(
 
 @clause("J3")
 def test_values_are_those_of_the_sources(check, site):
-    """Of an option or variable for which facts have values, a script has one of these. What is to be edited is free."""
+    """Where facts have values of an option or variable, a script uses one of them. Lines to be edited are free."""
     known: dict[str, set[str]] = {}
     facts_text = "\n".join(site.facts)
     for name, value in VALUE.findall(facts_text):
@@ -542,7 +542,7 @@ def test_values_are_those_of_the_sources(check, site):
             if not line.is_to_edit:
                 for name, value in VALUE.findall(text):
                     if name.startswith("--") and not site.job(script.path).get("trains", True):
-                        continue  # of a script that prepares only, facts about training say nothing
+                        continue  # facts about training do not apply to a script that only prepares
                     if value not in known.get(name, {value}):
                         should_be = f"have {name}={' or '.join(sorted(known[name]))}, as a fact of [[sources]] says"
                         yield at(script, line, should_be)
@@ -563,7 +563,7 @@ def test_values_are_those_of_the_sources(check, site):
 
 
 def advised(site, name: str) -> bool:
-    """Whether README.md tells users to try, set or export this variable, always with a value that a fact has."""
+    """Return whether README.md tells users to try, set or export this variable, always with a value that a fact has."""
     text = site.readme
     advice = rf"(?:[.:;,|(] |\b(?:also|or) |`)(?:try|set|export) [^.;:|]*?\b{name}=[\"']?([^`\"']+)"
     facts = [match[1] for fact in site.facts if (match := re.search(rf"\b{name}=(.*)", fact))]
@@ -574,7 +574,7 @@ def advised(site, name: str) -> bool:
     return bool(known) and all(known)
 
 
-# In a line of code: an address, and an absolute path. Of the paths of all Linux machines no source tells.
+# An address, and an absolute path, in a line of code. No source describes paths that every Linux machine has.
 REACHED = re.compile(r"(?:https?|ftp)://[^\s)>\"'`,;$]+(?![^\s)>\"'`,;])")
 ABSOLUTE = re.compile(r"(?:(?<=:-)|(?<![\w./:~})\]*%$\\+-]))(/[A-Za-z][\w-]*)(/[\w./-]*)")
 OF_LINUX = ("/bin", "/dev", "/etc", "/home", "/lib", "/path", "/proc", "/sys", "/tmp", "/usr", "/var")
@@ -582,9 +582,9 @@ OF_LINUX = ("/bin", "/dev", "/etc", "/home", "/lib", "/path", "/proc", "/sys", "
 
 @clause("J3")
 def test_addresses_and_places_are_those_of_the_sources(check, site):
-    """A proxy, a package index, the folder of the images: one digit or folder off, and the job ends after it has waited."""
+    """With one wrong digit in a proxy, a package index or an image's folder, the job fails after waiting in the queue."""
     facts = "\n".join(site.facts)
-    # Where facts have addresses of a host, one of these: another index has other builds.
+    # Where facts have addresses of a host, only these are allowed: another index has other builds.
     general = {*GENERAL.split(), "localhost", "127.0.0.1"} - {place(address) for address in REACHED.findall(facts)}
     told = "\n".join([facts, *(source["address"] for source in site.toml.get("sources", []))])
     places = [f"{first}{rest}".rstrip("/") for first, rest in ABSOLUTE.findall(facts) if first not in OF_LINUX]
@@ -597,7 +597,7 @@ def test_addresses_and_places_are_those_of_the_sources(check, site):
                     yield at(script, line, f"have addresses of [[sources]] alone, and no fact has {address}")
             for first, rest in ABSOLUTE.findall(code):
                 path = f"{first}{rest}".rstrip("/")
-                # /appl/local: one component is a whole machine's, and two of /opt, as /opt/cray, are a vendor's.
+                # Paths are compared by one component below /appl, the machine's, and two below /opt: /opt/cray is a vendor's.
                 begins = "/".join(path.split("/")[: 4 if first == "/opt" else 3])
                 alike = [each for each in places if f"{each}/".startswith(f"{begins}/")]
                 if alike and not any(f"{path}/".startswith(f"{each}/") or each.startswith(f"{path}/") for each in alike):
@@ -611,7 +611,7 @@ def test_addresses_and_places_are_those_of_the_sources(check, site):
 
 @clause("J3")
 def test_what_the_sources_ask_of_a_job_the_site_asks(check, site):
-    """The directives among their facts, and the order in which these load modules."""
+    """The job has the directives that facts name, and loads modules in their order."""
     source_facts = [plain(fact) for fact in site.facts]
     words = [match[1] for fact in source_facts if (match := re.match(r"#SBATCH (--[a-z-]+|-\w)", fact))]
     asked = {(SHORT | OF_SBATCH).get(word, word.lstrip("-")) for word in words}
@@ -634,9 +634,9 @@ def test_what_the_sources_ask_of_a_job_the_site_asks(check, site):
 
 @clause("B10")
 def test_options_of_the_scheduler_stand_before_the_script(check, site):
-    """Wherever users are shown a submission: behind the script they are words for train.py, which refuses them."""
+    """Behind the script they are arguments of train.py, which refuses them."""
     pattern = r"\bsbatch(?: [^\s`]+)*? [\w./-]+\.(?:sl|sh)((?: +-{1,2}[\w-]+(?:[= ][^\s`-][^\s`]*)?)+)"
-    own = {*OPTIONS["sbatch"].split()} - {"help", "profile"}  # which train.py has, too
+    own = {*OPTIONS["sbatch"].split()} - {"help", "profile"}  # train.py has these flags, too
     for path in (site.folder / "README.md", *site.scripts):
         for words in re.findall(pattern, " ".join(re.sub(r"(?m)^ *#+ ", "", path.read_text()).split())):
             wrong = [name for name in re.findall(r"(?<= )--?([\w-]+)", words) if name in own]
@@ -645,7 +645,7 @@ def test_options_of_the_scheduler_stand_before_the_script(check, site):
 
 @clause("B10")
 def test_programs_that_users_are_shown_have_the_flags(check, site):
-    """Of a line `python sweep.py ... -- ...` those before the dashes are the program's, all others train.py's, the core's."""
+    """In `python sweep.py ... -- ...` flags before the dashes are the program's; the others are train.py's and the core's."""
     shown = [("README.md", (site.folder / "README.md").read_text())]
     shown += [(path.name, path.read_text()) for path in sorted(site.folder.glob("*.py"))]
     of_core = "\n".join(path.read_text() for path in CORE)
@@ -663,7 +663,7 @@ def test_programs_that_users_are_shown_have_the_flags(check, site):
         code = next((text for name, text in shown if name == program), "")
         if code and not re.search(rf"[\"']{flag}[\"']", code + of_core if program.startswith("train") else code):
             yield f"README.md: {flag} behind a command of {program}, but should be a flag of it"
-    # Another program's flag is free; a part of one of train.py's is none.
+    # Flags of other programs are free; an abbreviation of a flag of train.py is a mistake.
     flags = sorted({*re.findall(r"[\"'](--[a-z][\w-]+)[\"']", of_core)})
     known = "\n".join([*site.facts, *(path.read_text() for path in site.scripts), *(text for _, text in shown[1:])])
     known += " --".join(["", *OPTIONS["sbatch"].split()])
@@ -675,7 +675,7 @@ def test_programs_that_users_are_shown_have_the_flags(check, site):
 
 @clause("B10")
 def test_a_look_into_a_running_job_shares_its_cores(check, site):
-    """A step without --overlap waits for cores, until the job has ended. https://slurm.schedmd.com/srun.html#OPT_overlap"""
+    """A step without --overlap waits for cores until the job has ended. https://slurm.schedmd.com/srun.html#OPT_overlap"""
     for path in (site.folder / "README.md", *site.scripts):
         for command in re.findall(r"srun [^`\n]*--jobid[^`\n]*", path.read_text()):
             if "--overlap" not in command:
@@ -684,7 +684,7 @@ def test_a_look_into_a_running_job_shares_its_cores(check, site):
 
 @clause("B6")
 def test_nothing_is_removed_that_a_user_may_have_named(check, site):
-    """`NAME=${NAME:-...}` takes the user's own folder, in which more may lie than what the script has put there."""
+    """`NAME=${NAME:-...}` accepts a user's own folder, which may hold more than the script has put there."""
     for script in map(Script, site.scripts):
         for name in {*re.findall(r"\b([A-Z_]+)=\"?\$\{\1:?-", script.text)}:
             if re.search(rf"\brm -\w*r\w*[^\n;|&]* \"?\$\{{?{name}\}}?[\"'\s/]", script.text):
@@ -693,10 +693,10 @@ def test_nothing_is_removed_that_a_user_may_have_named(check, site):
 
 @clause("F10")
 def test_times_are_told_as_slurm_reads_them(check, site):
-    """Of two numbers the first are minutes: `--time=4:00` is no four hours."""
+    """Slurm reads two numbers as minutes and seconds: `--time=4:00` is not four hours."""
     for path in (site.folder / "README.md", *site.scripts):
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            # 30:00 is half an hour, and meant so.
+            # 30:00 means half an hour, and is intended.
             short = re.findall(r"(?:--time[= ]|(?<!\w)-t )(?:[01]?\d|2[0-4]):\d\d(?![:\d])", line)
             for short_time in short:
                 yield f"{path.name}:{number}: {short_time}, but should have hours, minutes and seconds"
@@ -706,7 +706,7 @@ def test_times_are_told_as_slurm_reads_them(check, site):
 def test_the_readme_has_the_days_after_which_files_are_purged(check, site):
     facts = [fact for fact in site.facts if "purge" in fact]
     known = {days for fact in facts for days in re.findall(r"(\d+) days", fact)}
-    # Of the file system that the fact names: logs and accounts have other times.
+    # Only sentences about the fact's file system count: logs and accounts are kept for other times.
     places = "|".join(["scratch", *(word for fact in facts for word in re.findall(r"/\w[\w/]*|\b[A-Z]\w+", fact))])
     unused = r"[^.;]*(?:purge|older than|not used|nobody has (?:read|used))[^.;]*"
     parts = [part for part in re.findall(unused, site.readme) if re.search(rf"(?i)(?<!\w)(?:{places})\b", part)]
@@ -718,7 +718,7 @@ def test_the_readme_has_the_days_after_which_files_are_purged(check, site):
 
 @clause("B5")
 def test_what_has_no_password_listens_on_its_node_alone(check, site):
-    """Whoever reaches the node would read the runs."""
+    """Everybody who can reach the node would read the runs."""
     pattern = r"(?:tensorboard|mlflow|aim)\b[^\n`]*(--bind_all|--host[= ][\"']?(?:0\.0\.0\.0|::|\*))"
     for path in (site.folder / "README.md", *site.scripts, *sorted(site.folder.glob("*.py"))):
         for flag in re.findall(pattern, path.read_text()):
@@ -735,9 +735,9 @@ def test_what_is_to_be_edited_is_marked(check, site):
 
 @clause("J4")
 def test_what_is_to_be_edited_is_plain(check, site):
-    """A value that a reader sees, and no guess: what is taken from the user's shell is what another machine has left there.
+    """Users see a value, not a guess: a variable of their shell may be left from another machine.
 
-    Empty is for a directory to be copied: where account or modules are a machine's own, in site.toml too, it is filled in.
+    In a directory to be copied it is empty. It is filled in where site.toml has a machine's own account or modules.
     """
     own = site.toml.get("queue", {}).get("account", "")
     filled = (own and not PLACEHOLDER.search(own)) or site.modules
@@ -751,11 +751,11 @@ def test_what_is_to_be_edited_is_plain(check, site):
 
 
 def to_edit(site, text: str) -> bool:
-    """A placeholder, or a value that is one by what it is for: the account of site.toml, mail, a reservation."""
+    """Return whether the text has a placeholder or a personal value: site.toml's account, mail, a reservation."""
     if text.startswith(("#SBATCH", "#PBS")) and PERSONAL.match(text):
         return True
     account = site.toml.get("queue", {}).get("account")
-    text = re.sub(r"\bmktemp\b[^;|&)]*|\.X{6,}", "", text)  # whose template is no place to fill in
+    text = re.sub(r"\bmktemp\b[^;|&)]*|\.X{6,}", "", text)  # mktemp's template is not a placeholder
     return bool(PLACEHOLDER.search(text) or (account and re.search(rf"(?<![\w-]){re.escape(account)}(?![\w-])", text)))
 
 
@@ -792,7 +792,7 @@ def test_scripts_stop_at_the_first_error(check, site):
 
 
 def trapped(site, line: str) -> bool:
-    """Whether shellcheck says of a function that nothing calls it, where a trap does, or what a trap calls."""
+    """Return whether a function that shellcheck calls unused is called by a trap, or by a function that a trap calls."""
     where = re.match(r"(.+?):(\d+):.*\[SC2329\]$", line)
     text = (site.folder / where[1]).read_text() if where else ""
     name = re.match(r"\s*(?:function )?([\w:.-]+)", text.split("\n")[int(where[2]) - 1]) if where else None
@@ -809,7 +809,7 @@ def test_what_is_switched_off_has_a_reason(check, site):
             yield at(script, line, "have its reason beside it or above it")
         if "disable=all" in line.text:
             yield at(script, line, "name what it disables")
-    for script in scripts:  # from `set +e` on, and without `set -e` again, an error is no error
+    for script in scripts:  # after `set +e`, unless `set -e` follows, errors are ignored
         for line in (line for line, _ in script.suppressions if not line.is_comment):
             later = [turned(other.text, "-") for other in script.lines if other.number > line.number]
             lost = [name for name in turned(line.text, "+") if not any(name in names for names in later)]
@@ -817,7 +817,7 @@ def test_what_is_switched_off_has_a_reason(check, site):
 
 
 def turned(text: str, sign: str) -> set[str]:
-    """The options that a line's `set` turns on (-) or off (+)."""
+    """Return the options that a line's `set` turns on (-) or off (+)."""
     matches = re.findall(rf"\bset \{sign}([A-Za-z]+)(?: ([a-z]+))?", text)
     names = {name for letters, name in matches if letters.endswith("o")}
     letters = dict(e="errexit", u="nounset")
@@ -826,7 +826,7 @@ def turned(text: str, sign: str) -> set[str]:
 
 
 def stops(text: str) -> bool:
-    """By `set -euo pipefail`, in one line or in several, or by the long names."""
+    """Return whether `set -euo pipefail` is in force, in one line, in several, or by the long names."""
     parts = [part for line in re.findall(r"(?m)^set (-.*)$", text) for part in re.findall(r"-\w+(?: [a-z]+)?", line)]
     return turned("; ".join(f"set {part}" for part in parts), "-") == {"errexit", "nounset", "pipefail"}
 
@@ -834,14 +834,14 @@ def stops(text: str) -> bool:
 @clause("J8")
 def test_a_stopped_job_comes_back(check, site):
     if site.toml["scheduler"] != "slurm":
-        return  # another scheduler's own way is its site's to show, on the cluster rung
+        return  # the cluster rung checks how another scheduler's jobs come back
     for script in map(Script, site.job_scripts):
         if not site.job(script.path).get("trains", True):
-            continue  # it has nothing to come back to
+            continue  # there is no training to come back to
         options = script.options
         check.equal(open_mode=(options.get("open-mode"), "append"))
         logs = [value for name, value in script.options.items() if name in ("output", "error", "o", "e")]
-        # %A is the number of a whole array.
+        # %A is the number of the whole array.
         own = r"%\d*[jJ]|%\d*A.*%\d*a|%\d*a.*%\d*A"
         check.equal(logs_that_jobs_share=([log for log in logs if not re.search(own, log)], []))
         check.equal(**{f"--{option}": (option in options, True) for option in ("requeue", "signal")})
@@ -849,15 +849,15 @@ def test_a_stopped_job_comes_back(check, site):
         check.holds(*late(site, script, options["signal"]))
 
 
-# Seconds that a save may take where site.toml has no save_seconds: 10 GB at 200 MB/s, and what is done before and after it.
+# Seconds for a save where site.toml has no save_seconds: 10 GB at 200 MB/s, and the work before and after it.
 SAVE_SECONDS = 60
 
 
 def late(site, script: Script, value: str) -> Iterator[str]:
-    """What is wrong with --signal: whom it reaches, what they make of it, and when it comes."""
+    """Yield what is wrong with --signal: its receivers, what they do on it, and its time."""
     match, needed = re.fullmatch(r"(?:[RB]+:)?(\w+)(?:@(\d+))?", value), site.job(script.path).get("save_seconds", SAVE_SECONDS)
     if site.toml.get("verified", {}).get("status") != "run-on-site":
-        needed = max(needed, SAVE_SECONDS)  # less is known of a run alone
+        needed = max(needed, SAVE_SECONDS)  # a simulated or missing run says less about the time of a save
     whom = "reach the ranks, and not the batch shell alone"
     if "B" in value.partition(":")[0] and ":" in value and not hands_on(site, match[1] if match else ""):
         yield f"--signal={value}, but should {whom}"
@@ -875,7 +875,7 @@ def late(site, script: Script, value: str) -> Iterator[str]:
 
 
 def hands_on(site, name: str) -> bool:
-    """Whether the batch shell, which waits for its ranks in the background, has a trap that hands this signal on to them."""
+    """Return whether the batch shell waits for its ranks in the background, and has a trap that passes on this signal."""
     code = "\n".join(line.text for script in map(Script, site.scripts) for line in script.lines if not line.is_comment)
     signal = rf"(SIG)?{name.removeprefix('SIG')}\b"
     parts = (rf"(?m)^\s*trap\s.*\s{signal}", rf"\b(kill|scancel) .*\b{signal}", r"(?<![\w-])wait\b")
@@ -884,11 +884,11 @@ def hands_on(site, name: str) -> bool:
 
 @clause("J11")
 def test_a_rank_that_dies_alone_ends_the_job(check, site):
-    """However it is written: what srun is told, the dry run shows."""
+    """The flag is found however it is written; the dry run shows what srun is given."""
     exported = any(re.search(r"(?m)^[^#\n]*\bSLURM_KILL_BAD_EXIT=1\b", path.read_text()) for path in site.scripts)
     for script in map(Script, site.scripts):
         kills = exported or re.search(r"(?m)^[^#\n]*[\s(][\"']?(--kill-on-bad-exit(=1)?|-K1?)(?![\w=])", script.text)
-        for line in script.lines if script.path.name != "install.sh" else ():  # which starts no ranks
+        for line in script.lines if script.path.name != "install.sh" else ():  # install.sh starts no ranks
             if re.match(r"[^#]*\bsrun \"\$\{\w+\[@\]\}\"", line.text) and not kills:
                 yield at(script, line, "have --kill-on-bad-exit=1 among its flags")
 
@@ -903,7 +903,7 @@ def test_the_job_fits_the_node(check, site):
         where = f'[job."{script.path.name}"] tasks_per_node of site.toml, or ranks_per_node'
         check.equal(nodes=(geometry.get("nodes"), job["nodes"]))
         check.holds(*([f"ntasks-per-node={tasks}, but should be {path}, by {where}"] if tasks != path else []))
-        cores = tasks * geometry.get("cpus-per-task", 1)  # schedulers count a core's threads
+        cores = tasks * geometry.get("cpus-per-task", 1)  # schedulers count each thread of a core
         path = (node["cores"] - node.get("reserved_cores", 0)) * node.get("threads_per_core", 1)
         devices = devices_of(script, tasks, job["nodes"], node.get("sockets", 1))
         check.equal(cores_that_a_node_has_not=(max(0, cores - path), 0))
@@ -911,35 +911,35 @@ def test_the_job_fits_the_node(check, site):
         if not job.get("trains", True):
             continue
         check.equal(devices_without_a_rank=(max(0, node["devices"] - job["ranks_per_node"]), 0))
-        if devices or ("device_environment" in node and site.toml["scheduler"] == "slurm"):  # which gives what was asked for
+        if devices or ("device_environment" in node and site.toml["scheduler"] == "slurm"):  # Slurm gives only these
             check.equal(devices_that_are_not_asked_for=(max(0, node["devices"] - devices), 0))
         asked = memory(script, tasks, devices)
         if "memory_gib" in node:  # F2 asks for it
             check.equal(gib_that_a_node_has_not=(max(0, round(asked - node["memory_gib"])), 0))
             check.equal(less_than_half_of_the_memory=(0 < asked < node["memory_gib"] / 2, False))
-            if {"exclusive", "mem-per-gpu"} <= script.options.keys():  # the parts of a node's memory are all of it
-                # Whole GiB a device: less than one of each may be left.
+            if {"exclusive", "mem-per-gpu"} <= script.options.keys():  # the devices' parts are all of the node's memory
+                # Whole GiB for each device: less than 1 GiB a device may be left.
                 rest = max(0, round(node["memory_gib"] - asked) - devices + 1)
                 check.equal(gib_of_memory_that_no_device_has=(rest, 0))
-        # Not wherever nodes are shared: some machines give each core or device its part, and refuse to be told.
+        # Sharing alone does not require --mem: some machines give each core or device its share, and refuse the flag.
         told = re.search(r"(?<!\S)--mem(-per-\w+)?[= ]", job.get("geometry", ""))
         if told and not {"mem", "mem-per-cpu", "mem-per-gpu"} & script.options.keys():
             yield f"{script.path.name}: no --mem, but should be, as in `geometry` of site.toml: Slurm's default may be little"
 
 
 def devices_of(script: Script, tasks: int, nodes: int, sockets: int) -> int:
-    """Of a node, as directives ask for them."""
+    """Return the devices of a node that the directives ask for."""
     counts = {"gpus-per-task": tasks, "tres-per-task": tasks, "gpus-per-socket": sockets, "gpus": 1 / nodes, "G": 1 / nodes}
     requested = [devices_by(name, script.options.get(name, "")) * counts.get(name, 1) for name in OF_DEVICES]
-    return int(max([*requested, tasks * script.geometry.get("gpus-per-task", 0)]))  # which may be a flag of srun's
+    return int(max([*requested, tasks * script.geometry.get("gpus-per-task", 0)]))  # the count may be a flag of srun's
 
 
-# Directives that keep a job from starting, or undo what another one says. https://slurm.schedmd.com/sbatch.html
+# Directives that keep a job from starting, or undo another directive. https://slurm.schedmd.com/sbatch.html
 NEVER = dict.fromkeys(("hold", "begin", "deadline", "nodelist", "w", "no-requeue", "oversubscribe", "s", "contiguous"), "")
 NEVER |= dict.fromkeys(("core-spec", "S", "cpus-per-gpu"), "")
-NEVER |= {"export": "NIL", "gres": "none", "network": "single_node_vni"}  # with these values alone
+NEVER |= {"export": "NIL", "gres": "none", "network": "single_node_vni"}  # only with these values
 NEVER |= {"gpu-freq": r"(.*\b)?low\b.*", "cpu-freq": "(?i:low|powersave)", "nice": "(?!0$).*"}
-NEVER |= dict.fromkeys(("dependency", "d"), "after.*|expand.*")  # of jobs that were the author's; `singleton` is no one's
+NEVER |= dict.fromkeys(("dependency", "d"), "after.*|expand.*")  # the author's own jobs; `singleton` names no job
 
 
 @clause("B8")
@@ -968,7 +968,7 @@ def test_no_variable_for_finding_faults_is_left_on(check, site):
 
 
 def memory(script: Script, tasks: int, devices: int) -> float:
-    """GiB of a node that directives ask for."""
+    """Return the GiB of a node that directives ask for."""
     return gib(script.options, tasks * script.geometry.get("cpus-per-task", 1), devices)
 
 
@@ -990,14 +990,14 @@ def test_golden_is_what_numpy_arrives_at(check, numpy_trace, name):
 
 @clause("L8")
 def test_what_is_compared_with_is_recorded(check):
-    """Golden trace and reference could be made wrong together; then they differ from what was written down of them."""
+    """Golden trace and reference could be changed together, wrongly: both then differ from their recorded digests."""
     now, before = golden.digests(), golden.recorded()
     check.equal(changed_since_CHANGELOG_md=([name for name in {**now, **before} if now.get(name) != before.get(name)], []))
 
 
 @clause("L9")
 def test_rounding_does_not_grow(check, numpy_trace):
-    """Initial parameters moved by 1e-7 (fp32's rounding) move no loss by 1e-5: what deviates more is not rounding."""
+    """Initial parameters moved by 1e-7 (fp32's rounding) move no loss by 1e-5: a larger deviation is not rounding."""
     perturbed = reference.train(perturbation=1e-7)
     assert perturbed["losses"] != numpy_trace["losses"]
     check.close(perturbed["losses"], numpy_trace["losses"], 1e-5, "losses after a perturbation of 1e-7")
@@ -1010,6 +1010,6 @@ def test_golden_is_not_vacuous(check, numpy_trace):
     check.equal(falls_to_a_tenth=(losses[-1] < losses[0] / 10, True), learns=(accuracy > 0.9, True))
     other = reference.worst_deviation(reference.train(seed=1, epochs=1)["losses"], losses[:14])
     check.equal(another_seed_differs=(other > 1e-3, True))
-    # A learning rate off by one in a thousand must stand out in fp32, or the tolerance T2 says nothing.
+    # fp32 must show a learning rate that is off by one in a thousand, or the tolerance T2 says nothing.
     off = reference.worst_deviation(reference.train(lr=0.1001)["losses"], losses)
     check.equal(a_wrong_learning_rate_differs=(off > 1e-4, True))

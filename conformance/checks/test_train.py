@@ -1,4 +1,4 @@
-"""The static rung: what a site's train.py makes of its environment, and what it hands to the core, for which a stub stands.
+"""The static rung: what a site's train.py makes of its environment, and what it passes to the core (here a stub).
 
     python -m pytest conformance/checks/test_train.py [--site NAME_OR_FOLDER]
 
@@ -15,16 +15,16 @@ import pytest
 from conformance.harness.check import clause
 from conformance.harness.stub_core import SAID, around, called, who
 
-# What srun tells every task of a step of 16 on two nodes; job's and step's numbers differ.
+# srun's variables for each task of a step of 16 on two nodes. Job and step have different numbers.
 STEP = dict(SLURM_PROCID="1", SLURM_LOCALID="1", SLURM_NODEID="0", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="16")
 STEP |= dict(SLURM_STEP_NUM_NODES="2", SLURM_STEP_TASKS_PER_NODE="8(x2)", SLURM_NTASKS="16", SLURM_JOB_ID="4242")
-# Before srun, on its first node.
+# Variables on the job's first node, before srun.
 JOB = dict(SLURM_JOB_ID="4242", SLURM_JOB_NUM_NODES="2", SLURM_NTASKS="16", SLURM_NPROCS="16", SLURM_TASKS_PER_NODE="8(x2)")
-# What a session has besides, in which its user starts srun by hand.
+# Further variables of an interactive session, where a user starts srun by hand.
 OF_SALLOC = dict(SLURM_JOB_NAME="interactive", SLURM_PTY_PORT="40123", SLURM_PTY_WIN_COL="80", TERM="xterm")
 OF_SALLOC |= dict(PBS_ENVIRONMENT="PBS_INTERACTIVE", PBS_JOBNAME="STDIN")
 SESSIONS = {"": {}, "_in_a_session": OF_SALLOC, "_in_a_session_of_srun_--pty": OF_SALLOC | dict(SLURM_JOB_NAME="bash")}
-# Which devices a rank sees is the job script's to say.
+# Only the job script selects the devices of a rank.
 MASKS = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"), "1,0")
 MASKS |= dict(GPU_DEVICE_ORDINAL="0", ONEAPI_DEVICE_SELECTOR="level_zero:gpu")
 
@@ -34,7 +34,7 @@ MASKS |= dict(GPU_DEVICE_ORDINAL="0", ONEAPI_DEVICE_SELECTOR="level_zero:gpu")
 def test_train_py_hands_everything_to_the_core(check, site, code, tmp_path):
     """It passes the user's flags as they are, returns the core's exit code, and changes nothing around it."""
     flags = ["--epochs", "7", "--lr", "0.5", "--run-dir", "x y"]
-    # Once also as a rank among others.
+    # Once also as one rank of several.
     environ = site.launches[0].environ(1, 4, 2, 29500, "1") | dict(MPI_SIZE="4") | MASKS if code == 75 else {}
     result = called(site, environ, tmp_path, *flags, code=code)
     last_line = result.stderr.replace(SAID, "").strip().splitlines()[-1:] or [""]
@@ -51,7 +51,7 @@ def test_train_py_hands_everything_to_the_core(check, site, code, tmp_path):
 
 @clause("R6")
 def test_a_task_of_many_is_never_a_world_of_one(check, site, tmp_path):
-    """Started by srun without what the job script puts around it, by no launcher, or over an MPI that knows of no others."""
+    """It may be started by srun without the job script, by no launcher, or over an MPI that knows no other ranks."""
     ways = {launch.launcher: launch.environ(1, 16, 2, 29500, "1") | dict(MPI_SIZE="16") for launch in site.launches}
     (nodefile := tmp_path / "nodes").write_text("node1\nnode2\n")
     if site.toml["launcher"] == "srun":
@@ -71,7 +71,7 @@ def test_a_task_of_many_is_never_a_world_of_one(check, site, tmp_path):
 
 @clause("R8")
 def test_another_step_of_a_job_is_another_run_of_its_ranks(check, site, tmp_path):
-    """Where train.py makes the name under which ranks meet of Slurm's numbers."""
+    """Where train.py makes the ranks' common name from Slurm's numbers, another step has another name."""
     for launch in [launch for launch in site.launches if not launch.mpi]:
         environ = launch.environ(1, 16, 2, 29500, "1") | STEP | dict(SLURM_STEPID="0")
         name, of_job, of_step = (
@@ -96,7 +96,7 @@ def test_the_store_of_torchrun_is_used(check, site, store, tmp_path):
 
 @clause("J6")
 def test_a_port_of_train_py_is_one_that_linux_gives_to_nobody(check, site, tmp_path):
-    """Where MPI tells the ranks who they are, train.py itself chooses it."""
+    """Where MPI gives the ranks their numbers, train.py itself chooses the port."""
     for launch in site.launches:
         if launch.mpi:
             environ = launch.environ(0, 1, 1, 29500, "1")
@@ -113,7 +113,7 @@ def test_ranks_that_ask_mpi_agree_on_a_secret_there(check, site, tmp_path):
             secrets = [who(site, environ, tmp_path).get("secret", "") for _ in range(3)]
             check.equal(shorter_than_32_characters=([len(secret) for secret in secrets if len(secret) < 32], []))
             check.equal(one_for_all_starts=(len({*secrets}) == 1, False))
-            # Where the system gives the same random numbers out to all, other ports and times are no other secrets.
+            # If the system's random numbers are the same for all, other ports and times do not make another secret.
             (tmp_path / "sitecustomize.py").write_text("import os\nos.urandom = lambda count: b'7' * count\n")
             secrets = [who(site, environ, tmp_path).get("secret", "") for _ in range(3)]
             check.equal(of_random_numbers_of_the_system_alone=(len({*secrets}) == 1, True))
@@ -121,7 +121,7 @@ def test_ranks_that_ask_mpi_agree_on_a_secret_there(check, site, tmp_path):
 
 @clause("B9")
 def test_all_nodes_hear_from_mpi_where_to_meet(check, site, tmp_path):
-    """As rank 0 tells it: what each node made by itself would be right on one node alone."""
+    """Rank 0 sends address and port: values that each node made itself would be right on one node only."""
     for launch in [launch for launch in site.launches if launch.mpi]:
         here = dict(MPI_SIZE="16", MPI_NODES="2", MPI_SAID=str(tmp_path / "said"))
         identities = [
@@ -142,7 +142,7 @@ CALLS = ("os.sched_getaffinity", "os.sched_setaffinity", "MPI.Init")
 
 @clause("J9")
 def test_a_rank_that_takes_its_cores_back_from_mpi_has_all(check, site, tmp_path):
-    """Some MPIs bind the process to one core as they start."""
+    """Some MPIs bind the process to one core when they start."""
     for launch in [launch for launch in site.launches if launch.mpi]:
         cores = who(site, launch.environ(0, 1, 1, 29500, "1"), tmp_path).get("cores")
         check.equal(cores_of_a_rank=(cores, len(os.sched_getaffinity(0))))
@@ -150,7 +150,7 @@ def test_a_rank_that_takes_its_cores_back_from_mpi_has_all(check, site, tmp_path
 
 @clause("J9")
 def test_cores_are_noted_before_mpi_is_started(check, site):
-    """Also where this machine cannot start it. Without a call of MPI.Init the import does."""
+    """The code shows it even where MPI cannot start. Without a call of MPI.Init, the import starts MPI."""
     nodes = [*ast.walk(ast.parse((site.folder / "train.py").read_text()))]
     calls = [(ast.unparse(node.func), node.lineno) for node in nodes if isinstance(node, ast.Call)]
     imports = [node.lineno for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "mpi4py"]
@@ -162,7 +162,7 @@ def test_cores_are_noted_before_mpi_is_started(check, site):
 
 @clause("R10")
 def test_mpi_has_ended_before_the_training(check, site, tmp_path):
-    """A rank that waits in MPI for one that was lost, waits until the time limit."""
+    """Otherwise a rank that waits in MPI for a lost one would wait until the time limit."""
     for launch in site.launches:
         if launch.mpi:
             environ = launch.environ(0, 1, 1, 29500, "1")
@@ -171,7 +171,7 @@ def test_mpi_has_ended_before_the_training(check, site, tmp_path):
 
 @clause("R10")
 def test_mpi_is_told_what_it_shall_do_before_it_is_started(check, site):
-    """The import of mpi4py.MPI reads mpi4py.rc, and nobody reads it later."""
+    """The import of mpi4py.MPI reads mpi4py.rc; later settings have no effect."""
     for path in sorted(site.folder.glob("*.py")):
         nodes = [*ast.walk(ast.parse(path.read_text()))]
         started = [

@@ -1,4 +1,4 @@
-"""What the checks of ranks share: the flags of runs that many look at, and what is asked of a run that has ended."""
+"""Flags of runs that several checks of ranks share, and helpers that check a run's end."""
 
 import subprocess
 import sys
@@ -14,27 +14,27 @@ clause, only, machine = pytest.mark.clause, pytest.mark.only, pytest.mark.machin
 FP64 = golden.RUN
 FP32 = "--workload digits --precision fp32 --epochs 3"
 SETS = "--max-shard-size 50KB"
-NOISY = "--workload {noisy} --precision fp64 --epochs 2"  # in its folder: Runs.filled
+NOISY = "--workload {noisy} --precision fp64 --epochs 2"  # Runs.filled() fills in the path
 MISTYPED = "--global-batch-size 97 --epochs -1"
 DRAWS = "--workload {noisy} --dropout 0.2 --jitter 0.1"
-# All that a run must remember: where its loader is, what was drawn, buffers, an optimizer's own step, and a schedule's.
+# Uses all state that a run must keep: loader position, random numbers, buffers, the optimizer's step, the schedule's.
 ALL = f"{DRAWS} --batch-norm --workers 1 --optimizer adamw --clip-norm 1 --accumulate 2 --warmup-steps 9 --lr-schedule cosine"
 SHORT = "--workload digits --epochs 1 --steps-per-epoch 1"
-STEP_7_AND_14 = "--workload digits --precision fp64 --epochs 1 --save-steps 7"  # snapshots; of the texts, 7 is the larger
+STEP_7_AND_14 = "--workload digits --precision fp64 --epochs 1 --save-steps 7"  # snapshots; as text, "7" > "14"
 G = 96  # the reference run's global batch
-TWO = pytest.param(2, marks=only(sizes=(2, 4), mpi=False, devices=("cpu",)))  # nodes, made of the ranks of one
+TWO = pytest.param(2, marks=only(sizes=(2, 4), mpi=False, devices=("cpu",)))  # 2 nodes, simulated on one
 SNAPSHOT, LOG = "snapshot.safetensors", "run.jsonl"
 NOISY_FILE = sites.ROOT / "conformance/harness/noisy.py"
 
 
 def long(world, workload: str = "--workload digits", epochs: int = 2) -> tuple[str, int]:
-    """Flags, and steps an epoch: time for a signal at 0.2 ms a step, as in one rank, and not long at 20, as in four."""
+    """Return flags, and steps an epoch: long enough for a signal at 0.2 ms a step (one rank), short enough at 20 ms (four)."""
     size = 8 if world.size < 4 else 32
     return f"{workload} --epochs {epochs} --lr 0.01 --global-batch-size {size}", 1438 // size
 
 
 def expect_exit(check, run, code):
-    """The run, all of whose ranks have ended with this code."""
+    """Check that all ranks have ended with this code; return the run."""
     __tracebackhide__ = True
     if run.exit_codes != [code] * len(run.exit_codes):
         output = " | ".join(" ".join(text.split())[-400:] for text in run.errors if text) or "nothing"
@@ -43,14 +43,14 @@ def expect_exit(check, run, code):
 
 
 def stopped_and_saved(check, run) -> None:
-    """At the step at which it has ended."""
+    """Check that the ranks have ended with 75, and that the last snapshot is of the last step."""
     __tracebackhide__ = True
     expect_exit(check, run, 75)
     check.equal(saved=(run.values("snapshot", "step")[-1:], run.values("end", "step")))
 
 
 def done(check, run, *others):
-    """The run, or several of them, all of whose ranks have ended with 0."""
+    """Check that all ranks of each run have ended with 0; return the run or runs."""
     __tracebackhide__ = True
     for one in (run, *others):
         expect_exit(check, one, 0)
@@ -58,9 +58,9 @@ def done(check, run, *others):
 
 
 def one_line(check, run, code: int, words: str, lines: list[str] | None = None) -> None:
-    """All ranks have ended with this code, and have said one line in all, on standard error, which has these words.
+    """Check that all ranks have ended with this code, after one line in all on standard error, which has these words.
 
-    lines: where other ones than those of standard error count.
+    lines: count these instead of standard error's.
     """
     __tracebackhide__ = True
     expect_exit(check, run, code)
@@ -69,7 +69,7 @@ def one_line(check, run, code: int, words: str, lines: list[str] | None = None) 
 
 
 def damaged_copy(source: Path, target: Path) -> None:
-    """In its middle a bit is another one."""
+    """Copy a file, with one bit changed in its middle."""
     raw = bytearray(source.read_bytes())
     raw[len(raw) // 2] ^= 1
     target.write_bytes(raw)
@@ -80,13 +80,13 @@ def verified(*files: Path) -> int:
 
 
 def looked_at(act: str, *files: Path) -> int:
-    """The exit code of ddp_core's own look at these snapshots."""
+    """Return the exit code of `python -m ddp_core.snapshot ACT` for these files."""
     command = [sys.executable, "-m", "ddp_core.snapshot", act, *files]
     return subprocess.run(command, capture_output=True, check=False).returncode
 
 
 def bytes_of(thing) -> int:
-    """Of the tensors that it holds, and that are not its model's."""
+    """Return the bytes of the tensors that the object holds, without its model's parameters."""
     import torch
     from torch.utils._pytree import tree_leaves
 

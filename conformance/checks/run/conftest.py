@@ -1,4 +1,4 @@
-"""Fixtures of the checks of ranks: runs that many checks look at are trained once a session."""
+"""Fixtures of the checks of ranks: runs that several checks read are trained once a session."""
 
 import shutil
 import time
@@ -14,18 +14,18 @@ from conformance.harness.target import Run
 
 
 class Runs:
-    """The runs of a session, each under its own name; train() runs what many checks look at only once, or once again."""
+    """The runs of a session, each under its own name; train() makes a run once, and a second time only if asked (again)."""
 
     def __init__(self, world, root: Path):
         self.world, self.root, self.done, self.folders = world, root, {}, {}
         self.began: dict[tuple, float] = {}  # by this process's clock
-        self.seconds: dict[tuple, float] = {}  # until it was seen to have ended
+        self.seconds: dict[tuple, float] = {}  # until its end was seen
 
     def folder(self, launch, name: str) -> Path:
         return self.root / f"{launch.site}-{launch.launcher}" / name
 
     def filled(self, flags: str) -> str:
-        """The flags with the path of noisy.py, a copy where all nodes see it."""
+        """Return the flags with the path of noisy.py, copied to where all nodes see it."""
         path = self.root / "noisy.py"
         if "{noisy}" in flags:
             self.world.on_rank_0(lambda: bool(shutil.copy(NOISY_FILE, path)))
@@ -45,7 +45,7 @@ class Runs:
 @pytest.fixture(scope="session")
 def runs(world, root, pytestconfig) -> Runs:
     runs = Runs(world, root)
-    for flags, again in world.plan:  # jobs, which wait in one queue: all at once
+    for flags, again in world.plan:  # jobs of one queue: submit all at once
         launch = pytestconfig.sites[0].launches[0]
         runs.began[launch, flags, again] = time.monotonic()
         world.ahead(runs.once(launch, flags, again), runs.filled(flags))
@@ -54,19 +54,19 @@ def runs(world, root, pytestconfig) -> Runs:
 
 @pytest.fixture(scope="session")
 def own(site):
-    """The launcher that a site names first: what does not depend on the launcher is checked under it."""
+    """The launcher that a site names first: checks that do not depend on the launcher use it."""
     return site.launches[0]
 
 
 @pytest.fixture(scope="session")
 def first():
-    """What depends on no site is checked once, under the first launcher of this repository."""
+    """The first launcher of this repository without MPI: checks that depend on no site use it once."""
     return next(launch for site in sites.find() for launch in site.launches if not launch.mpi)
 
 
 @pytest.fixture(scope="session")
 def own_file(world, runs) -> Callable[..., str]:
-    """The flag that names one of broken/workloads.py, whose file is written, under another name where one is given."""
+    """Write a file of broken/workloads.py, under another name if given, and return the flag that names it."""
 
     def write(name: str, stem: str = "") -> str:
         file = runs.root / "workloads" / f"{stem or name}.py"
@@ -78,7 +78,7 @@ def own_file(world, runs) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def train_own(world, runs, first, own_file) -> Callable[..., Run]:
-    """A run of one of broken/workloads.py."""
+    """Return a function that trains one of broken/workloads.py."""
 
     def train(name: str, flags: str = "", **options) -> Run:
         path = runs.folder(first, f"{name}-{world.starts}")

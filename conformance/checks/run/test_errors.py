@@ -43,7 +43,7 @@ from conformance.harness.reference import sha256, take_apart
 from conformance.harness.stranger import stranger
 
 pytestmark = IN_RANKS
-# Of broken/workloads.py, and what is to be said of them.
+# Mistakes in broken/workloads.py, with words that their errors must have.
 MISTAKES = dict(syntax="syntax.py, line 8: ", no_class="one class that derives from ddp_core.Workload")
 MISTAKES |= dict(raises="line 10 (loss): AttributeError", mean="loss() returns a mean over rows")
 MISTAKES |= dict(mean_of_hidden="loss() returns a mean over rows")
@@ -71,7 +71,7 @@ MISTAKES |= dict(has_unequal_columns="columns of unequal length (0: 1438, 1: 143
 UNBUILT = dict(unbuildable="line 11 (model): NameError", reads_a_layer="--sharding none")
 UNBUILT |= dict(clips_by_a_hook="0.weight has a hook, which its parts would not have")
 UNBUILT |= dict(averages_its_weights="forward() moves an average of the weights (average.n_averaged)")
-# And what no loop can train, or no snapshot can hold: in ranks as in a world of one.
+# Workloads that no loop can train, or no snapshot can hold, in any number of ranks.
 REFUSED = dict(needs_a_closure="should return an optimizer of torch.optim that needs no closure")
 REFUSED |= dict(rows_of_a_model="rows require a gradient (another model has made them, say)")
 REFUSED |= dict(compiles="model() returned what torch.compile() has wrapped")
@@ -97,7 +97,7 @@ def test_on_two_nodes_rank_0_is_not_met_at_localhost(check, world, runs, first):
 @clause("R2")
 @only(sizes=(1, 2))
 def test_a_device_that_is_not_there_is_refused(check, world, runs, first):
-    """A run on its CPU would be a hundred times as slow, and say so in one word of its record."""
+    """A run on the CPU instead would be 100 times slower, with one word of its record as the only sign."""
     absent = "xpu" if world.device != "xpu" else "cuda"
     run = world.train(first, runs.folder(first, "absent-device"), f"{SHORT} --backend auto --device {absent}")
     one_line(check, run, 3, f"--device {absent}", run.lines)
@@ -108,7 +108,7 @@ def test_a_device_that_is_not_there_is_refused(check, world, runs, first):
 @only(sizes=(2,))
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_other_signals_stop_it_too(check, world, runs, first, number):
-    """A cancelled job, and Ctrl-C."""
+    """A cancelled job and Ctrl-C stop it."""
     path, at = runs.folder(first, number.name), '"kind":"step"'
     run = world.train(first, path, long(world)[0], kill_ranks=(1,), kill_at=at, kill_by=number)
     stopped_and_saved(check, run)
@@ -117,7 +117,7 @@ def test_other_signals_stop_it_too(check, world, runs, first, number):
 @clause("X2")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_slow_steps_stop_within_seconds(check, train_own):
-    """Of 0.3 s each: the ranks speak once a second, and not twice as seldom each time."""
+    """For steps of 0.3 s, the ranks communicate once a second, and the interval does not double each time."""
     run = train_own("told_in_slow_steps", apart=True)
     stopped_and_saved(check, run)
     steps = run.values("end", "step")[-1] - 7
@@ -127,14 +127,14 @@ def test_slow_steps_stop_within_seconds(check, train_own):
 @clause("X2")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_a_signal_to_every_process_of_the_job_stops_it_as_well(check, train_own):
-    """Schedulers send it to those that read rows, too: these read on until their rank has saved."""
+    """Schedulers signal also the processes that read rows, which continue until their rank has saved."""
     stopped_and_saved(check, train_own("told_with_its_workers", "--workers 1"))
 
 
 @clause("X2")
 @only(sizes=(1,), devices=("cpu",))
 def test_a_process_of_the_workload_s_own_ends_when_it_is_told_to(check, train_own):
-    """It has not the run's way to stop: a multiprocessing.Pool ends its processes by SIGTERM, and waits for them."""
+    """It does not inherit the signal handler: a multiprocessing.Pool ends its processes by SIGTERM, and waits for them."""
     run = done(check, train_own("has_a_helper", "--steps-per-epoch 1", apart=True))
     check.equal(ended_by=(re.findall(r"helper ended by (\S+)", run.output[0]), [str(int(signal.SIGTERM))]))
 
@@ -142,13 +142,13 @@ def test_a_process_of_the_workload_s_own_ends_when_it_is_told_to(check, train_ow
 @clause("X2")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_another_signal_while_it_stops_costs_nothing(check, world, train_own):
-    """One Ctrl-C under torchrun is two signals; a scheduler may send one before, and a launcher one as the ranks end."""
+    """Ctrl-C under torchrun sends two signals. A scheduler may send one before, and a launcher one when ranks end."""
     run = train_own("told_thrice", apart=True)
     stopped_and_saved(check, run)
     reasons = [word for text in run.output for word in re.findall(r"stopped early \((\w+)\)", text)]
     check.equal(reasons=(reasons, ["SIGTERM"]))
     ignored = [text.count("ignores SIGTERM: True") for text in run.output]
-    check.equal(ignores_SIGTERM_as_it_leaves=(ignored, [1] * world.size if world.size > 1 else [0]))  # alone Python ends it
+    check.equal(ignores_SIGTERM_as_it_leaves=(ignored, [1] * world.size if world.size > 1 else [0]))  # Python ends a lone rank
 
 
 SENSELESS = {
@@ -204,7 +204,7 @@ def test_help_is_printed_once(check, world, runs, first):
 @clause("X9")
 @only(sizes=(1,), devices=("cpu",))
 def test_a_file_that_hides_a_module_of_python_s_is_named(check, runs, first):
-    """Beside the script, by a process of its own; torch's imports would end in a traceback."""
+    """A module beside the script is checked in a separate process, since torch's imports would end in a traceback."""
     folder = runs.root / "beside"
     folder.mkdir()
     (folder / "signal.py").write_text("signal = 1\n")
@@ -214,7 +214,7 @@ def test_a_file_that_hides_a_module_of_python_s_is_named(check, runs, first):
     check.equal(exit_code=(end.returncode, 2), says=(end.stderr.splitlines(), [words]))
 
 
-# Each with the words that name it.
+# Flags, with words that the error must have.
 NONSENSE = {"mine.py": "is it --workload mine.py?", "--lr 0": "--lr", "--lr nan": "--lr"}
 NONSENSE |= {"--precision fp8": "--precision", "--timeout 0": "--timeout"}
 NONSENSE |= {"--epoch 3": "--epoch", "--width 3": "--width", "--shards 8": "--shards", "--accumulate 7": "--accumulate 7"}
@@ -242,7 +242,7 @@ DEFAULTS |= dict(optimizer="sgd", lr_schedule="constant", row_seeds="on", global
 @clause("X3")
 @only(sizes=(1,))
 def test_what_is_not_passed_is_as_help_says(check, tmp_path):
-    """For a workload that brings no default of its own."""
+    """The defaults hold for a workload that sets none."""
     file = tmp_path / "plain.py"
     file.write_text("from ddp_core.workloads.digits import Digits\n\nclass Plain(Digits):\n    defaults = {}\n")
     from ddp_core import config
@@ -259,7 +259,7 @@ def test_what_is_not_passed_is_as_help_says(check, tmp_path):
 @only(sizes=(2,))
 @pytest.mark.parametrize("copy", ["has_an_empty_line", "has_other_flags"])
 def test_ranks_with_different_files_of_one_name(check, world, runs, first, copy):
-    """A stale copy on one node."""
+    """One node has a stale copy."""
     file, text, flags = runs.root / copy / "noisy.py", NOISY_FILE.read_text(), "    def flags(self, add):\n"
     further = f'{flags}        add("--further", type=int, default=0, help="of this copy alone")\n'
     text = text.replace(flags, further) if copy == "has_other_flags" else f"{text}\n"
@@ -296,7 +296,7 @@ def test_ranks_with_different_data(check, train_own, name):
 @only(sizes=(1,), devices=("cpu",))
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_alone_states_is_named(check, rank):
-    """The core's own check-in, without a network: the other rank is silent about it."""
+    """The core's own check-in runs without a network: the other rank reports no such value."""
     from ddp_core.errors import RendezvousError
 
     from conformance.harness.counted import check_in_of
@@ -313,7 +313,7 @@ def test_what_one_rank_alone_states_is_named(check, rank):
 @clause("X12")
 @only(sizes=(2,))
 def test_what_one_rank_alone_lacks_is_told_once(check, world, runs, first):
-    """Its node does not see the data, which rank 0's does."""
+    """Its node does not see the data that rank 0 reads."""
     data = runs.root / "data-seen-by-rank-0"
     world.on_rank_0(lambda: bool(anchors.mnist_rows(data)))
     flags = f"--workload mnist --epochs 1 --global-batch-size 24 --data-dir {data}"
@@ -324,7 +324,7 @@ def test_what_one_rank_alone_lacks_is_told_once(check, world, runs, first):
 @clause("X12")
 @only(sizes=(1,))
 def test_files_of_data_that_do_not_fit_each_other(check, world, runs, first):
-    """Of mnist a label is missing, as the head of its file says."""
+    """mnist has one label less than the header of its file says."""
     data = runs.root / "a-label-too-few"
     anchors.mnist_rows(data)
     labels = data / "train-labels-idx1-ubyte"
@@ -346,7 +346,7 @@ def test_what_fails_on_one_rank_alone_is_told_by_it_alone(check, train_own):
 @only(sizes=(2,))
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_fails_on_one_rank_ends_all_with_its_code(check, train_own, rank):
-    """Of a job's codes the launcher takes the highest: 7 would have it started again, to fail again."""
+    """The launcher returns the highest code of the ranks: 7 would restart the job, to fail again."""
     run = expect_exit(check, train_own("fails_alone_in_a_step", f"--of-rank {rank}", apart=True), 2)
     check.equal(recorded=([record["exit_code"] for record in run.of("end")], [2]))
 
@@ -354,7 +354,7 @@ def test_what_fails_on_one_rank_ends_all_with_its_code(check, train_own, rank):
 @clause("X12")
 @only(sizes=(2,), devices=("cpu",))
 def test_a_rank_that_comes_late_hears_why_all_end(check, world, train_own):
-    """By its exit code, too: of those of a job's ranks the launcher takes the highest."""
+    """Its exit code is the same, because the launcher returns the highest code of the ranks."""
     late = dict(LATE="3") if world.rank == world.size - 1 else {}
     expect_exit(check, train_own("no_rows", environ=late, apart=True), 2)
 
@@ -379,7 +379,7 @@ def test_a_loss_that_is_not_finite(check, world, own, runs):
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name", ["overflows", "overflows_twice", "overflows_on_rank_1", "steep", "steep_unfused"])
 def test_numbers_that_are_not_finite_reach_no_parameter(check, world, train_own, name):
-    """Of the steps that are trained before it is found out none may use them: the workload looks at its own parameters."""
+    """No step trained before the error is found uses them: the workload checks its own parameters."""
     run = expect_exit(check, train_own(name), 6)
     seen = [text for text in run.output if "parameters are not finite" in text]
     check.equal(names_the_step=("at step 5 " in "".join(run.errors), True), seen_in_a_later_step=(bool(seen), False))
@@ -392,7 +392,7 @@ def test_numbers_that_are_not_finite_reach_no_parameter(check, world, train_own,
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name", ["overflows_early", "adds_infinity_early"])
 def test_after_numbers_that_are_not_finite_no_parameter_changes(check, train_own, name):
-    """In the steps that are trained before it is found out, whose own numbers are fine, or their gradients."""
+    """Later steps, trained before the error is found, have finite numbers or gradients, but change nothing."""
     run = expect_exit(check, train_own(name), 6)
     sums = dict(re.findall(r"parameters at step (\d): (\S+)", run.output[0]))
     check.equal(of_step_4_and_later=({total for step, total in sums.items() if step >= "4"}, {sums.get("4")}))
@@ -402,7 +402,7 @@ def test_after_numbers_that_are_not_finite_no_parameter_changes(check, train_own
 @clause("X6")
 @only(sizes=(1, 2))
 def test_gradients_that_are_never_finite_end_fp16_too(check, train_own):
-    """It passes over steps, and halves the scale of the loss, as long as that may help."""
+    """fp16 skips steps and halves the loss scale only as long as that may help."""
     expect_exit(check, train_own("always_steep", "--precision fp16 --epochs 3"), 6)
 
 
@@ -441,7 +441,7 @@ def test_what_the_model_moves_by_itself_is_not_laid_on_a_node(check, train_own):
 @only(sizes=(2, 4), devices=("cpu",))
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=only(sizes=(2,))), 1])
 def test_a_killed_rank_is_named_by_the_others(check, world, runs, first, rank):
-    """It, and none of those that wait for each other because of it."""
+    """The error names that rank, and no rank that only waits because of it."""
     run = world.train(first, runs.folder(first, f"lost-{rank}"), long(world)[0], kill_ranks=(rank,))
     check.equal(exit_codes=(run.exit_codes, [137 if other == rank else 7 for other in range(world.size)]))
     lost = f"rank {rank} died or hangs"
@@ -452,7 +452,7 @@ def test_a_killed_rank_is_named_by_the_others(check, world, runs, first, rank):
 @only(sizes=(2,), devices=("cpu",))
 @pytest.mark.parametrize("where", ["step", "evaluation"])
 def test_a_rank_that_hangs_is_named_by_the_others(check, train_own, where):
-    """After --timeout, whichever group they wait in."""
+    """It is named after --timeout, in every process group."""
     run = expect_exit(check, train_own("hangs", f"--steps-per-epoch 5 --timeout 3 --where {where}", apart=True), 7)
     words = "rank 1 died or hangs"
     check.equal(says=(words if words in run.errors[0] else run.errors, words))
@@ -461,14 +461,14 @@ def test_a_rank_that_hangs_is_named_by_the_others(check, train_own, where):
 @clause("X7")
 @only(sizes=(2,), devices=("cpu",))
 def test_ranks_that_send_each_other_unlike_messages_end_with_7(check, train_own):
-    """gloo then ends a process where no exception reaches Python."""
+    """gloo then ends the process, and no exception reaches Python."""
     expect_exit(check, train_own("sends_more", "--steps-per-epoch 5 --timeout 5", apart=True), 7)
 
 
 @clause("X7")
 @only(sizes=(4,), devices=("cpu",))
 def test_a_rank_that_hangs_in_the_groups_of_its_node_is_noticed(check, train_own):
-    """The others of its node wait for its part of the gradients there, and not in the group of all."""
+    """The other ranks of its node wait for its gradients in the node's group, not in the global one."""
     flags = "--steps-per-epoch 5 --timeout 3 --where loss --sharding hybrid"
     expect_exit(check, train_own("hangs", flags, num_nodes=2, apart=True), 7)
 
@@ -476,7 +476,7 @@ def test_a_rank_that_hangs_in_the_groups_of_its_node_is_noticed(check, train_own
 @clause("X15")
 @only(sizes=(2,))
 def test_ranks_that_do_not_come_are_named(check, world, runs, first):
-    """The last one has been asked for help, and ends at once."""
+    """The last rank is started with --help, and ends at once."""
     flags = f"{SHORT} --rendezvous-timeout 3"
     run = world.train(first, runs.folder(first, "missing"), flags, odd_flags="--help")
     check.equal(exit_codes=(run.exit_codes, [4] * (world.size - 1) + [0]))
@@ -489,8 +489,8 @@ def test_ranks_that_do_not_come_are_named(check, world, runs, first):
 @only(sizes=(2,), devices=("cpu",))
 @pytest.mark.parametrize("name, code, words", [("SIGTERM", 4, "all ranks"), ("SIGUSR1", 75, "the first step")])
 def test_a_rank_that_waits_in_vain_and_is_told_to_stop_is_not_started_again(check, train_own, name, code, words):
-    """Its launcher ends it because another has failed: with 75 the job would come back, to fail again. SIGUSR1 is of a
-    scheduler whose time is up, and one that comes back then is right.
+    """SIGTERM: the launcher ends the rank because another one has failed, and 75 would restart the job, to fail again.
+    SIGUSR1: the scheduler's time limit is near, and a restart is right.
     """
     run = train_own("told_before_they_meet", odd_flags="--help", environ=dict(TOLD=name), apart=True)
     of = check["X15" if code == 4 else "X2"]
@@ -500,7 +500,7 @@ def test_a_rank_that_waits_in_vain_and_is_told_to_stop_is_not_started_again(chec
 @clause("X16")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_a_stranger_changes_no_run(check, world, runs, first):
-    """It writes into the store all the time, and looks where it can be reached."""
+    """The stranger writes into the store all the time, and records the addresses on which the store listens."""
     port = world.on_rank_0(free_port)
     places = {name: str(port) for name, template in first.templates if template == "{master_port}"}
     flags = f"{SHORT} --rendezvous-timeout 5 --timeout 5"
@@ -520,7 +520,7 @@ def test_ranks_know_each_other_by_the_secret_of_the_environment(check, world, ru
     from ddp_core import Rank
 
     secrets = [{"DDP_SECRET": digit * 32} for digit in "ab"]
-    shown = repr(replace(Rank.single(), secret="a" * 32))  # as a traceback or a site's own print() shows it
+    shown = repr(replace(Rank.single(), secret="a" * 32))  # as in a traceback, or a site's print()
     check.equal(shows_the_secret=("a" * 32 in shown, False))
     signed = done(check, world.train(first, runs.folder(first, "signed"), SHORT, environ=secrets[0]))
     check.equal(signed=(signed.values("start", "signed"), [True]))
@@ -533,7 +533,7 @@ def test_ranks_know_each_other_by_the_secret_of_the_environment(check, world, ru
 @clause("X16")
 @only(sizes=(1,), devices=("cpu",))
 def test_what_a_rank_has_signed_is_good_under_its_name_alone(check):
-    """A stranger can copy it. The core's own store, without a network."""
+    """A stranger can copy a signed message. This uses the core's own store, without a network."""
     from ddp_core.errors import RendezvousError
     from ddp_core.rendezvous import SignedStore
     from torch.distributed import HashStore
@@ -572,7 +572,7 @@ def test_memory_of_a_host_that_does_not_suffice(check, train_own):
 @only(sizes=(2,))
 @pytest.mark.parametrize("changed", ["trainer.py", "workloads/gpt.py"])
 def test_a_stale_core_on_one_node(check, world, runs, first, changed):
-    """It has the same version, and one file that differs by an empty line."""
+    """Version numbers are equal; one file differs by an empty line."""
     stale = runs.root / f"stale-core-{Path(changed).stem}"
 
     def copy() -> None:
@@ -635,7 +635,7 @@ def test_a_run_directory_has_one_job_at_a_time(check, world, runs, first):
         lock.write_text(json.dumps(owner | other))
         os.utime(lock, (0, 0))
 
-    # Of a process whose number this one was given later, after the node was booted, say; and of a host that nobody can ask.
+    # Locks of a process whose number was reused, as after a reboot; and of a host that cannot be asked.
     for other in (dict(began="long ago"), dict(host="elsewhere")):
         world.on_rank_0(lambda other=other: leave_a_lock(**other))
         again = done(check, world.train(first, run_dir, SHORT))
@@ -646,7 +646,7 @@ def test_a_run_directory_has_one_job_at_a_time(check, world, runs, first):
 @only(sizes=(1,), devices=("cpu",))
 @pytest.mark.parametrize("where, place", [("host", dict(host="elsewhere")), ("container", dict(pids="pid:[1]", pid=4194303))])
 def test_a_lock_that_is_touched_elsewhere_is_a_living_job_s(check, world, runs, first, own_file, where, place):
-    """Whatever this host's clock says: it is an hour ahead, and the lock's time is the file server's."""
+    """The lock's time is the file server's, so this host's clock, an hour ahead, does not matter."""
     from ddp_core.run_directory import RunDirectory
 
     run_dir, over = runs.folder(first, f"locked-in-another-{where}"), threading.Event()
@@ -654,7 +654,7 @@ def test_a_lock_that_is_touched_elsewhere_is_a_living_job_s(check, world, runs, 
     owner = json.loads(lock.read_text())
     directory.release()
     lock.write_text(json.dumps(owner | place))
-    half = run_dir / ".snapshot.safetensors.tmp"  # which that job is writing
+    half = run_dir / ".snapshot.safetensors.tmp"  # the other job is writing it
     half.touch()
 
     def beat() -> None:
@@ -671,7 +671,7 @@ def test_a_lock_that_is_touched_elsewhere_is_a_living_job_s(check, world, runs, 
 @clause("X14")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_who_has_lost_the_lock_leaves_no_snapshot(check, world, train_own):
-    """Not of what it had begun to write before, either."""
+    """This includes a snapshot that it had begun to write before."""
     run = expect_exit(check, train_own("loses_its_lock", "--steps-per-epoch 2", apart=True), 8)
     names = world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors*")])
     check.equal(snapshots=(names, []), the_other_s_lock_is_there=(world.on_rank_0((run.folder / "run.lock").exists), True))
@@ -680,7 +680,7 @@ def test_who_has_lost_the_lock_leaves_no_snapshot(check, world, train_own):
 @clause("X14")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_who_has_lost_the_lock_writes_no_line(check, train_own):
-    """The log is the new owner's from the next beat on, long before a save is due."""
+    """From the next heartbeat on, long before the next save, the log belongs to the new owner."""
     run = expect_exit(check, train_own("loses_its_lock_in_a_step", apart=True), 8)
     late = [record["kind"] for record in run.records if record["kind"] != "start" and record.get("step", 2) > 1]
     check.equal(written_since=(late, []))
@@ -689,7 +689,7 @@ def test_who_has_lost_the_lock_writes_no_line(check, train_own):
 @clause("X14")
 @only(sizes=(1,), devices=("cpu",))
 def test_a_living_job_touches_its_lock(check, world, runs, first, monkeypatch):
-    """Every 10 s: a lock that is silent for 60 s is a dead job's. Once its file system is away for a moment."""
+    """It does so every 10 s, even after its file system has failed once. A lock silent for 60 s is a dead job's."""
     from ddp_core import run_directory, run_lock
 
     check.equal(seconds_between_beats=(run_lock.HEARTBEAT, 10.0))
@@ -714,7 +714,7 @@ def test_a_living_job_touches_its_lock(check, world, runs, first, monkeypatch):
 
 
 def another_s_lock(run_dir: Path, monkeypatch, heartbeat: float) -> Path:
-    """Of a host that nobody can ask. heartbeat: seconds, in place of 10."""
+    """Write a lock of a host that cannot be asked. heartbeat: seconds (normally 10)."""
     from ddp_core import run_lock
 
     monkeypatch.setattr(run_lock, "HEARTBEAT", heartbeat)
@@ -737,7 +737,7 @@ def code_of_taking(run_dir: Path, **stop) -> int:
 @clause("X2")
 @only(sizes=(1,), devices=("cpu",))
 def test_who_looks_whether_a_lock_is_touched_hears_that_it_is_to_stop(check, runs, first, monkeypatch):
-    """A minute is more than a scheduler waits. Here it is three seconds; the run is told before it begins to look."""
+    """Watching a lock takes a minute, longer than a scheduler waits. Here it takes 3 s, and the stop comes before it."""
     lock, began = another_s_lock(runs.folder(first, "told-at-a-lock"), monkeypatch, 0.5), time.monotonic()
     code = code_of_taking(lock.parent, stop=SimpleNamespace(reason="SIGTERM"))
     check.equal(exit_code=(code, 75), looks_to_the_end=(time.monotonic() - began > 2, False))
@@ -747,14 +747,14 @@ def test_who_looks_whether_a_lock_is_touched_hears_that_it_is_to_stop(check, run
 @clause("X14")
 @only(sizes=(1,), devices=("cpu",))
 def test_a_beat_that_is_late_is_no_death(check, runs, first, monkeypatch):
-    """It comes after three times as long: a file system was busy."""
+    """The heartbeat is three times as late as usual, as on a busy file system."""
     lock = another_s_lock(runs.folder(first, "late"), monkeypatch, 0.5)
     threading.Timer(1.5, lambda: lock.exists() and os.utime(lock)).start()
     check.equal(exit_code=(code_of_taking(lock.parent), 3))
 
 
 class After:
-    """The wish to stop, which comes after so many seconds."""
+    """A stop request that arrives after so many seconds."""
 
     reason = "SIGTERM"
 
@@ -768,7 +768,7 @@ class After:
 @clause("X14")
 @only(sizes=(1,), devices=("cpu",))
 def test_a_lock_of_a_clock_that_is_ahead_is_watched_no_longer(check, runs, first, monkeypatch):
-    """By an hour: the file server's was set since the job died."""
+    """The lock's time is an hour ahead: the file server's clock was set back after the job died."""
     lock, ahead = another_s_lock(runs.folder(first, "of-tomorrow"), monkeypatch, 0.1), time.time() + 3600
     os.utime(lock, (ahead, ahead))
     check.equal(exit_code=(code_of_taking(lock.parent, stop=After(6)), 0))
@@ -777,7 +777,7 @@ def test_a_lock_of_a_clock_that_is_ahead_is_watched_no_longer(check, runs, first
 @clause("X14")
 @only(sizes=(1,), devices=("cpu",))
 def test_who_has_lost_the_lock_moves_no_snapshot(check, world, runs, first):
-    """Two are there, the new owner's."""
+    """Both snapshots are the new owner's, and stay."""
     from ddp_core import errors, run_directory, snapshot
 
     run, path = runs.train(first, FP64), runs.folder(first, "lost-and-saved")
@@ -796,7 +796,7 @@ def test_who_has_lost_the_lock_moves_no_snapshot(check, world, runs, first):
 @clause("X14")
 @only(sizes=(1,), devices=("cpu",))
 def test_who_has_lost_the_lock_leaves_alone_what_another_is_writing(check, world, runs, first):
-    """A process that stood still in a save of its own goes on with it, and hears then that it has lost the lock."""
+    """A process that was suspended during a save continues it, and then learns that it has lost the lock."""
     from ddp_core import errors, snapshot
 
     run, path = runs.train(first, FP64), runs.folder(first, "two-writers")
@@ -833,7 +833,7 @@ def test_a_run_directory_that_cannot_be_written(check, world, own, runs):
 @clause("X8")
 @only(sizes=(2,), devices=("cpu",))
 def test_a_log_that_cannot_be_written_to_its_end(check, train_own):
-    """The disk is full after the last snapshot."""
+    """The disk is full only after the last snapshot."""
     one_line(check, train_own("fills_up_at_last", apart=True), 8, f"{LOG}: ")
 
 
@@ -849,7 +849,7 @@ def test_a_workload_file_that_cannot_be_used_is_one_line(check, train_own, name)
 @only(sizes=(1,))
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_or_an_optimizer_that_cannot_be_used_is_one_line(check, train_own, name):
-    """No line before it tells of an epoch."""
+    """The line comes before any line of an epoch."""
     run = train_own(name)
     one_line(check, run, 2, REFUSED[name], [line for line in run.lines if not line.startswith("rank=")])
 
@@ -857,7 +857,7 @@ def test_a_model_or_an_optimizer_that_cannot_be_used_is_one_line(check, train_ow
 @clause("X9")
 @only(sizes=(1, 2))
 def test_a_buffer_that_held_out_rows_grow_is_no_snapshot_s(check, train_own):
-    """Behind the line of its epoch, and before it is saved."""
+    """The error comes after the epoch's line, and before a save."""
     run = train_own("grows_held_out")
     one_line(check, run, 2, "the model's buffer places has the shape")
     check.equal(snapshots=((run.folder / SNAPSHOT).exists(), False))
@@ -866,7 +866,7 @@ def test_a_buffer_that_held_out_rows_grow_is_no_snapshot_s(check, train_own):
 @clause("X9")
 @only(sizes=(1,), devices=("cpu",))
 def test_a_workload_s_own_default_for_its_run_directory_is_refused(check, train_own):
-    """Where the run is, job scripts learn from the flags alone."""
+    """Job scripts learn the run directory from the flags alone."""
     one_line(check, train_own("names_its_run"), 2, "--run-dir is for the command line alone")
 
 
@@ -874,14 +874,14 @@ def test_a_workload_s_own_default_for_its_run_directory_is_refused(check, train_
 @only(sizes=(2,))
 @pytest.mark.parametrize("name", UNBUILT)
 def test_a_model_that_cannot_be_built_in_shards_is_one_line(check, train_own, name):
-    """The ranks build it one after the other. A layer that is read and not called has no form in parts, nor has a hook."""
+    """The ranks build the model in turn. A layer that is read but not called cannot be sharded, nor can one with a hook."""
     one_line(check, train_own(name, "--sharding full"), 2, UNBUILT[name])
 
 
 @clause("C10")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_a_parameter_that_forward_hands_on_is_trained_in_shards(check, train_own):
-    """Its memory is freed when forward ends."""
+    """Sharding frees the parameter's memory when forward ends."""
     name, flags = "hands_on_a_parameter", "--steps-per-epoch 2 --precision fp64"
     runs = (train_own(name, f"{flags} --sharding {sharding}", apart=True) for sharding in ("full", "none"))
     parts, whole = done(check, *runs)
@@ -891,7 +891,7 @@ def test_a_parameter_that_forward_hands_on_is_trained_in_shards(check, train_own
 @clause("X9")
 @only(sizes=(2,))
 def test_a_forward_past_ddp_is_one_line(check, train_own):
-    """It sums no gradient then, and the replicas drift apart."""
+    """Such a step sums no gradients, and the replicas drift apart."""
     one_line(check, train_own("past_ddp"), 2, "forward() goes past DistributedDataParallel")
 
 
@@ -900,7 +900,7 @@ def test_a_forward_past_ddp_is_one_line(check, train_own):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("where", ["", "--in-collate"])
 def test_a_row_that_cannot_be_read_is_named(check, world, train_own, where, workers):
-    """By rank 0, which reads it, and not one of the batches that workers have read on to."""
+    """Rank 0, which reads the row, names it, although workers have read later batches."""
     run = train_own("misses_a_row", f"--workers {workers} --precision fp64 {where}", apart=True)
     rows = reference.sample_order(0, 0, 1438)[5 * G : 6 * G : world.size][:3]
     words = f"rows {', '.join(map(str, rows))}" if where else f"row {rows[0]} of"
@@ -912,7 +912,7 @@ def test_a_row_that_cannot_be_read_is_named(check, world, train_own, where, work
 @only(sizes=(1, 2), devices=("cpu",))
 @pytest.mark.parametrize("batches", [0.5, 1.5, 2.5])
 def test_a_worker_that_dies_is_named(check, world, train_own, batches):
-    """While the rank waits for its first batch, forks others, or is in its first step: workers read two batches ahead."""
+    """The rank waits for its first batch, forks others, or is in its first step: workers read two batches ahead."""
     last, began = int(batches * G / world.size), time.monotonic()
     run = expect_exit(check, train_own("dies", f"--workers 1 --last {last} --timeout 80", apart=True), 7)
     words = "a worker that reads rows died"
@@ -923,7 +923,7 @@ def test_a_worker_that_dies_is_named(check, world, train_own, batches):
 @clause("X10")
 @only(sizes=(1,), devices=("cpu",))
 def test_a_worker_that_hangs_is_named(check, train_own):
-    """After --timeout."""
+    """The error comes after --timeout."""
     run = expect_exit(check, train_own("dies", "--workers 1 --hangs-for 8 --timeout 2", apart=True), 7)
     words = "a worker that reads rows died or hangs (DataLoader timed out"
     check.equal(says=(words if words in "".join(run.errors) else run.errors, words))
@@ -932,7 +932,7 @@ def test_a_worker_that_hangs_is_named(check, train_own):
 @clause("X10")
 @only(sizes=(1,), devices=("cpu",))
 def test_a_worker_that_hangs_ends_with_its_rank(check, train_own):
-    """It has read the rows of the first step."""
+    """The worker has read the rows of the first step."""
     flags = f"--workers 1 --last {G + 9} --hangs-for 8"
     run = expect_exit(check, train_own("dies", flags, kill_ranks=(0,), kill_at='"kind":"step"'), 137)
     check.equal(a_worker_has_outlived_it=((run.folder / "woke").exists(), False))

@@ -1,4 +1,4 @@
-"""SPEC.md D and L: the same rows in the same order, and the same losses."""
+"""SPEC.md D and L: the ranks read the same rows in the same order, and have the same losses."""
 
 import functools
 import gzip
@@ -66,7 +66,7 @@ def test_order_of_samples(check, world, seed, epoch):
 @clause("D4")
 @pytest.mark.parametrize("count, first_step", [(1000, 0), (10**9 + 7, 10**7)], ids=["all", "some"])
 def test_order_of_more_rows_than_can_be_sorted(check, world, count, first_step, monkeypatch):
-    """All places of a small one, which the core would sort, and three steps in the middle of one of 10^9 rows."""
+    """All places of a small order, which the core would normally sort, and three steps amid an order of 10^9 rows."""
     import torch
     from ddp_core import order
     from ddp_core.order import SORTED_ORDER, Order, keyed_order
@@ -88,7 +88,7 @@ def test_order_of_more_rows_than_can_be_sorted(check, world, count, first_step, 
 @clause("D4")
 @only(sizes=(1,), devices=("cpu",))
 def test_rows_in_a_file_are_converted_batch_by_batch(check, world, runs, first, own_file):
-    """Where they are more than 256 MB, and of another precision than the run's."""
+    """The rows are more than 256 MB, and have another precision than the run."""
     file = runs.root / "rows"
     with open(file, "wb") as rows:
         rows.truncate(300 * 2**20)
@@ -118,7 +118,7 @@ def test_every_step_is_recorded(check, own, runs):
 @clause("L1")
 @only(sizes=(1,), devices=("cpu",))
 def test_under_log_every_each_step_of_so_many_is_recorded(check, world, runs, first):
-    """The third, the sixth and the ninth, as they are counted: whoever has trained three steps sees one."""
+    """The third, sixth and ninth steps are recorded: users count from one, so three steps give one line."""
     flags = f"{SHORT} --steps-per-epoch 10 --log-every 3"
     run = done(check, world.train(first, runs.folder(first, "every-third"), flags))
     check.equal(steps=(run.values("step", "step"), [2, 5, 8]))
@@ -175,7 +175,7 @@ def test_held_out_rows_may_be_fewer_than_ranks(check, world, runs, first, own_fi
 @clause("L4")
 @only(sizes=(4,), devices=("cpu",))
 def test_held_out_rows_of_parts_may_be_fewer_than_ranks(check, train_own):
-    """A forward pass is collective: who has no row goes through one with the others."""
+    """A forward pass is collective: a rank without a row takes part with one."""
     whole, parts = done(check, *(train_own("one_held_out", f"--precision fp64 {flags}") for flags in ("", "--sharding full")))
     check.close(parts.values("epoch", "eval_loss"), whole.values("epoch", "eval_loss"), T1, "eval_loss")
 
@@ -183,7 +183,7 @@ def test_held_out_rows_of_parts_may_be_fewer_than_ranks(check, train_own):
 @clause("L4")
 @only(sizes=(1, 2))
 def test_evaluation_changes_nothing_of_the_training(check, runs, first):
-    """Of a model that draws, and counts in its buffers, while it is trained, and only then."""
+    """The model draws, and counts in its buffers, only while it is trained."""
     flags = f"{DRAWS} --batch-norm --steps-per-epoch 6 --epochs 3"
     often, once = done(check, runs.train(first, flags), runs.train(first, f"{flags} --eval-every 3"))
     losses = [(run.of("epoch")[-1].get("eval_loss", 0), run.values("step", "loss_hex")) for run in (often, once)]
@@ -194,7 +194,7 @@ def test_evaluation_changes_nothing_of_the_training(check, runs, first):
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name", ["drawn", "draws_its_rows"])
 def test_model_and_rows_are_drawn_under_the_seed(check, train_own, name):
-    """By torch's generators, as most models are; the ranks of a test have drawn from them before."""
+    """torch's generators draw them, as in most models, although the test has used these before."""
     drawn = done(check, *[train_own(name, f"--steps-per-epoch 2 --seed {seed}") for seed in (3, 3, 4)])
     losses = [run.values("step", "loss_hex") for run in drawn]
     check.equal(losses=(losses[1], losses[0]), same_losses_under_another_seed=(losses[2] == losses[0], False))
@@ -220,7 +220,7 @@ def test_another_seed_gives_another_curve(check, own, runs):
 
 @clause("L11")
 def test_fp32_is_not_tf32(check, world, own, runs):
-    """One matrix product as the run has left the settings: TF32 is off by 3e-4, bf16 by 2e-3, fp32 by 3e-7."""
+    """One matrix product with the run's settings shows the error: TF32 is off by 3e-4, bf16 by 2e-3, fp32 by 3e-7."""
     import torch
 
     done(check, runs.train(own, FP32))
@@ -238,8 +238,8 @@ def test_fp32_is_not_tf32(check, world, own, runs):
 def test_an_environment_that_turns_tf32_on_is_refused(check, world, runs, first, variable):
     run = expect_exit(check, world.train(first, runs.folder(first, variable), SHORT, environ={variable: "1"}), 3)
     check.equal(names_the_variable=(variable in "".join(run.errors), True))
-    if world.device == "cpu":  # an accelerator's library would obey it from then on
-        lower = f"{SHORT} --precision bf16"  # which has no TF32
+    if world.device == "cpu":  # an accelerator's library would obey the variable from then on
+        lower = f"{SHORT} --precision bf16"  # bf16 has no TF32
         done(check, world.train(first, runs.folder(first, f"{variable}-bf16"), lower, environ={variable: "1"}))
 
 
@@ -249,7 +249,7 @@ def test_an_environment_that_turns_tf32_on_is_refused(check, world, runs, first,
     "flags", ["", "--epochs 1 --shards 32", "--epochs 1 --precision fp64"], ids=["shards-8", "shards-32", "fp64"]
 )
 def test_canonical_is_bitwise_the_same_in_a_world_of_one(check, world, runs, first, flags):
-    """With the shards of other worlds, too: each rank adds several, as a world of one does. In fp64 all sums round."""
+    """This includes the shards of other worlds, several for each rank as in a world of one. In fp64 all sums round."""
     run = same_in_a_world_of_one(check, world, runs, first, f"{FP32} {flags}")
     check.close(run.losses, golden.load()["losses"][: len(run.losses)], T2[world.device])
 
@@ -257,7 +257,7 @@ def test_canonical_is_bitwise_the_same_in_a_world_of_one(check, world, runs, fir
 @clause("L12")
 @only(sizes=(1,), devices=("cpu",))
 def test_canonical_computes_with_one_thread(check, world, runs, first):
-    """How a kernel sums depends on its threads, and these on the cores that a job script gives a rank."""
+    """A kernel's sums depend on its threads, and threads on the cores that a job script gives a rank."""
     threads = []
     for flags in ("--reduction canonical", ""):
         path = runs.folder(first, f"threads-{len(threads)}")
@@ -270,7 +270,7 @@ def test_canonical_computes_with_one_thread(check, world, runs, first):
 @only(sizes=(2, 4), devices=("cpu",))
 @pytest.mark.parametrize("num_nodes", [1, TWO])
 def test_the_ranks_of_a_node_share_its_cores(check, world, train_own, monkeypatch, num_nodes):
-    """Of which it seems to have eight, where no variable says how many threads a rank has."""
+    """The node appears to have eight cores, and no variable sets the threads of a rank."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     run = done(check, train_own("has_eight_cores", "--steps-per-epoch 1", num_nodes=num_nodes, apart=True))
     rows = run.of("start")[-1]["ranks"]
@@ -301,7 +301,7 @@ def test_flat_sums_are_the_same_training(check, launch, runs):
 @clause("L13")
 @only(sizes=(1, 2))
 def test_of_a_matrix_that_is_transposed_in_memory_too(check, train_own):
-    """An optimizer takes its gradient in the same order."""
+    """An optimizer reads its gradient in the same memory order."""
     flags = "--precision fp64 --steps-per-epoch 4 --reduction"
     ddp, flat = done(check, *(train_own("transposed", f"{flags} {kind}") for kind in ("ddp", "flat")))
     check.close(flat.losses, ddp.losses, T1)
@@ -317,7 +317,7 @@ def test_micro_batches_are_the_same_training(check, runs, first, flags):
 @clause("L13")
 @only(sizes=(2,), devices=("cpu",))
 def test_micro_batches_are_summed_once_a_step(check, runs, first, world):
-    """As the trace of two steps shows."""
+    """The trace of two steps shows it."""
     sums, steps = [], []
     for accumulate in (1, 4):
         path = runs.folder(first, f"summed-{accumulate}")
@@ -333,7 +333,7 @@ def test_micro_batches_are_summed_once_a_step(check, runs, first, world):
 @clause("L13")
 @only(sizes=(2, 4))
 def test_rows_and_rates_by_rank_are_the_same_training(check, world, runs, first):
-    """--per-rank-batch-size and --scale-lr, which are multiplied with the world size."""
+    """--per-rank-batch-size and --scale-lr are multiplied with the world size."""
     flags = f"--per-rank-batch-size {G // world.size} --lr {0.1 / world.size} --scale-lr"
     run = done(check, world.train(first, runs.folder(first, "by-rank"), f"{FP64} --epochs 1 {flags}"))
     check.close(run.losses, golden.load()["losses"][:14], T1)
@@ -342,7 +342,7 @@ def test_rows_and_rates_by_rank_are_the_same_training(check, world, runs, first)
 @clause("L13")
 @only(sizes=(1, 2))
 def test_what_is_computed_again_is_the_same_training(check, world, train_own):
-    """Dropout draws the same again."""
+    """Recomputed dropout draws the same numbers."""
     again = "--checkpoint-activations"
     kinds = ["", again, *([f"{again} --sharding full"] if world.size > 1 and world.device == "cpu" else [])]
     plain, *others = [done(check, train_own("drops", f"--precision fp64 {flags}")) for flags in kinds]
@@ -355,14 +355,14 @@ def test_what_is_computed_again_is_the_same_training(check, world, train_own):
 @clause("L13")
 @only(sizes=(2,), devices=("cpu",))
 def test_a_model_is_compiled_where_that_is_asked_for(check, train_own):
-    """A stand-in for torch.compile tells of it on each rank, and gives the model back."""
+    """A stand-in for torch.compile prints a line on each rank, and returns the model."""
     run = done(check, train_own("tells_when_compiled", "--steps-per-epoch 1 --compile", apart=True))
     check.equal(compiled_on_each_rank=([text.count("torch.compile was called") for text in run.output], [1, 1]))
 
 
 @functools.cache
 def numpy_trace(**options) -> dict[str, list[float]]:
-    """Of the noisy run."""
+    """Return NumPy's trace of the noisy run."""
     return reference.train(noisy=True, epochs=2, **options)
 
 
@@ -370,7 +370,7 @@ def numpy_trace(**options) -> dict[str, list[float]]:
 @clause("L14")
 @only(sizes=(1, 2))
 def test_a_workload_of_ones_own(check, launch, runs):
-    """Its rows are read one by one, and what they draw is known to NumPy."""
+    """Its rows are read one by one, and NumPy knows the numbers that they draw."""
     run = done(check, runs.train(launch, NOISY))
     trace = numpy_trace()
     check.close(run.losses, trace["losses"], T1)
@@ -383,7 +383,7 @@ def test_a_workload_of_ones_own(check, launch, runs):
 @clause("L14")
 @only(sizes=(1, 2))
 def test_what_it_prints_is_in_each_rank_s_output(check, world, train_own):
-    """To the last line, also where that is a file; and what its class says of a flag of its own is taken."""
+    """Every line arrives, also in a file. A flag of the workload's class has the value that the class sets."""
     run = done(check, train_own("prints"))
     lines = [text.splitlines().count("a step of width 5") for text in run.output]
     check.equal(ranks_that_print_in_each_step=([count >= 14 for count in lines], [True] * world.size))
@@ -400,7 +400,7 @@ def test_what_it_prints_may_have_letters_that_the_terminal_has_not(check, world,
 @clause("L14")
 @only(sizes=(1,), devices=("cpu",))
 def test_what_it_prints_need_not_be_read_to_its_end(check, world, runs, first, own_file):
-    """`train.py | head -1`: the run trains on, and says once that nobody hears it."""
+    """With `train.py | head -1` the run trains on, and says once that its output is not read."""
     folder = runs.folder(first, "unheard")
     command = [sys.executable, first.train, *world.flags(folder, f"{own_file('prints')} --epochs 1")]
     read, write = os.pipe()
@@ -416,7 +416,7 @@ def test_what_it_prints_need_not_be_read_to_its_end(check, world, runs, first, o
 @clause("L14")
 @only(sizes=(1, 2))
 def test_batches_of_any_make_are_moved_and_converted(check, world, train_own):
-    """The digits in named tuples, dictionaries, lists and an object: in the run's precision, with the golden losses."""
+    """The digits come in named tuples, dictionaries, lists and an object, in the run's precision, with the golden losses."""
     run = done(check, train_own("records", "--precision fp64 --workers 1"))
     check.equal(batches_as_they_were=(["a batch as it was" in text for text in run.output], [False] * world.size))
     check.close(run.losses, golden.load()["losses"][:14], T1)
@@ -425,7 +425,7 @@ def test_batches_of_any_make_are_moved_and_converted(check, world, train_own):
 @clause("L15")
 @only(sizes=(1, 2))
 def test_a_file_that_rows_are_read_from_is_a_worker_s_own(check, train_own):
-    """It is opened at the first row, as PyTorch's users do it: one that was open before would be read at another's place."""
+    """It is opened at the first row, as PyTorch's users do: a file opened before would share its position between workers."""
     done(check, train_own("opens_late", "--workers 2"))
 
 
@@ -440,7 +440,7 @@ def test_a_file_that_is_open_before_the_workers_is_named(check, train_own):
 @clause("L15")
 @only(sizes=(2,), devices=("cpu",))
 def test_workers_are_there_before_the_first_gradients(check, train_own):
-    """A process that is forked behind their sum has gloo's locks, and none of its threads: it may hang, or crash."""
+    """A process forked after the first sum inherits gloo's locks but not its threads: it may hang, or crash."""
     run = done(check, train_own("counts_its_workers", "--workers 2 --steps-per-epoch 2"))
     counts = [re.findall(r"workers (\d+)", text)[:1] for text in run.output]
     check.equal(workers_when_ddp_is_first_called=(counts, [["2"], ["2"]]))
@@ -473,7 +473,7 @@ def test_what_a_model_draws_depends_on_step_and_micro_batch(check, world, runs, 
     ],
 )
 def test_what_is_drawn_is_drawn_again(check, world, runs, first, own_file, name):
-    """After a stop, too, by Python's generator and by an optimizer, whose noise is the same on every rank."""
+    """A resumed run draws the same by Python's generator, and in an optimizer, whose noise is equal on all ranks."""
     flags, path = f"{own_file(name)} --steps-per-epoch 5 --epochs", runs.folder(first, name)
     never = done(check, world.train(first, runs.folder(first, f"{name}-never-stopped"), f"{flags} 2"))
     resumed = done(check, *(world.train(first, path, f"{flags} {epochs}") for epochs in (1, 2)))[-1]
@@ -490,7 +490,7 @@ def test_dropout_under_canonical_is_that_of_a_world_of_one(check, world, runs, f
 @clause("L16")
 @only(sizes=(1, 2))
 def test_a_loss_may_ask_for_the_step(check, world, runs, first, own_file):
-    """Which goes on after another start; held-out rows hear how many are done."""
+    """The step number continues after another start; held-out rows get the number of completed steps."""
     flags, path = f"{own_file('asks_for_the_step')} --precision fp64", runs.folder(first, "asks_for_the_step")
     starts = done(check, *[world.train(first, path, f"{flags} --epochs {epochs}") for epochs in (1, 2)])
     check.equal(losses=(starts[1].losses, [*map(float, range(28))]))
@@ -500,7 +500,7 @@ def test_a_loss_may_ask_for_the_step(check, world, runs, first, own_file):
 @clause("L15")
 @only(sizes=(1,))
 def test_held_out_rows_are_drawn_as_before(check, train_own):
-    """In each evaluation: else the best model is chosen by luck. The parameters stay what they are."""
+    """Each evaluation draws the same, or the best model would be chosen by luck. The tiny --lr keeps the parameters."""
     run = done(check, train_own("drawn_rows", "--epochs 3 --steps-per-epoch 2 --lr 1e-30"))
     check.equal(held_out_losses_of_three_epochs=(len({*run.values("epoch", "eval_loss")}), 1))
 
@@ -517,7 +517,7 @@ def test_what_depends_on_the_world_size_is_said(check, runs, first):
 @clause("L17")
 @only(sizes=(1,))
 def test_what_no_snapshot_holds_is_said(check, train_own):
-    """What has changed is named, and what has not is not."""
+    """Only attributes and buffers that have changed are named."""
     run = done(check, train_own("counts_in_itself"))
     (notes,) = run.values("start", "notes")
     check.equal(named=([note.split(" of ")[0] for note in notes if "no snapshot holds it" in note], ["self.seen"]))
@@ -529,7 +529,7 @@ def test_what_no_snapshot_holds_is_said(check, train_own):
 @clause("L17")
 @only(sizes=(1, 2))
 def test_what_an_optimizer_keeps_beside_its_state_is_said(check, train_own):
-    """Once, and of one that keeps all in it nothing."""
+    """It is named once, and an optimizer with all of its values in its state is not."""
     beside, counts = done(check, train_own("counts_beside"), train_own("counts"))
     named = [re.findall("note=of the optimizer (.*) changes", run.output[0]) for run in (beside, counts)]
     check.equal(named=(named, [["self.count, seen in a group"], []]))
@@ -538,7 +538,7 @@ def test_what_an_optimizer_keeps_beside_its_state_is_said(check, train_own):
 @clause("L17")
 @only(sizes=(1,))
 def test_what_does_not_repeat_is_said(check, train_own):
-    """A loss and rows that are drawn from generators that nobody has seeded. The first rows, which are tried, are not."""
+    """Loss and rows use unseeded generators. The first rows, which are tried beforehand, repeat."""
     (notes,) = done(check, train_own("own_noise", "--steps-per-epoch 2")).values("start", "notes")
     found = {what: any(what in note for note in notes) for what in ("another loss", "was another when it was read again")}
     check.equal(notes=(found, dict.fromkeys(found, True)))
@@ -547,7 +547,7 @@ def test_what_does_not_repeat_is_said(check, train_own):
 @clause("L17")
 @only(sizes=(1,))
 def test_a_metric_that_is_no_sum_is_said(check, train_own):
-    """Also where the loss is none, and rows depend on each other."""
+    """The notes also name a loss that is no sum, and rows that depend on each other."""
     (notes,) = done(check, train_own("takes_a_root")).values("start", "notes")
     check.equal(
         named=(
@@ -580,7 +580,7 @@ NOTED |= dict(adds_to_its_batch=[], returns_its_rate=["schedule() returned --lr 
 @only(sizes=(1,))
 @pytest.mark.parametrize("name", NOTED)
 def test_what_is_no_loss_is_said(check, train_own, name):
-    """And nothing else: not that a run does not repeat where a batch is changed in place."""
+    """No other note appears: a batch that is changed in place is not called unrepeatable."""
     (notes,) = done(check, train_own(name, "--steps-per-epoch 2")).values("start", "notes")
     check.equal(notes=([re.split(", which|: | \\(torch", note)[0] for note in notes], NOTED[name]))
 
@@ -588,7 +588,7 @@ def test_what_is_no_loss_is_said(check, train_own, name):
 @clause("L17")
 @only(sizes=(1, 2))
 def test_gradients_that_are_all_0_are_said_once(check, train_own):
-    """And not of a run in which some are."""
+    """A run in which only some gradients are 0 gets no note."""
     nothing, something = done(
         check, *(train_own(name, "--steps-per-epoch 2") for name in ("learns_nothing", "warms_up_from_0"))
     )
@@ -599,7 +599,7 @@ def test_gradients_that_are_all_0_are_said_once(check, train_own):
 @clause("L17")
 @only(sizes=(1,))
 def test_numbers_that_fp32_makes_alike_are_said(check, train_own):
-    """Seconds since 1970: rounded to two minutes."""
+    """Seconds since 1970 are rounded to about two minutes."""
     (notes,) = done(check, train_own("counts_seconds", "--precision fp32 --steps-per-epoch 2")).values("start", "notes")
     check.equal(notes=([note.partition(" of fp64")[0] for note in notes], ["column 0"]))
 
@@ -614,7 +614,7 @@ def test_all_ranks_begin_with_the_numbers_of_rank_0(check, train_own):
 @only(sizes=(2, 4))
 @pytest.mark.parametrize("reduction", ["ddp", "flat"])
 def test_all_ranks_go_on_with_the_buffers_of_rank_0(check, train_own, reduction):
-    """Whole numbers too, to the last bit: those that a rank's own rows have counted are another rank's no more."""
+    """Integers are equal to the last bit, too: counts of one rank's own rows are replaced by rank 0's."""
     run = done(check, train_own("counts_rows", f"--reduction {reduction}"))
     check.equal(ranks_whose_buffers_differ=([rank for rank, text in enumerate(run.output) if "buffers differ" in text], []))
 
@@ -622,7 +622,7 @@ def test_all_ranks_go_on_with_the_buffers_of_rank_0(check, train_own, reduction)
 @clause("L18")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_a_sparse_buffer_that_no_snapshot_holds_is_none_that_changes(check, train_own):
-    """Torch compares no sparse tensors, and a graph network has one."""
+    """Torch cannot compare sparse tensors, and a graph network has one."""
     run = done(check, train_own("links", "--steps-per-epoch 2"))
     check.equal(notes=(run.values("start", "notes"), [[]]))
 
@@ -631,7 +631,7 @@ def test_a_sparse_buffer_that_no_snapshot_holds_is_none_that_changes(check, trai
 @only(sizes=(2,), devices=("cpu",))
 @pytest.mark.parametrize("name", ["counts_late", "sets_anew_late"])
 def test_buffers_that_change_later_are_rank_0_s_when_it_is_evaluated(check, train_own, name):
-    """What is tried before the first step has not seen them change, and a note tells of it once."""
+    """The trial before the first step does not see the change; one note says so later."""
     run = done(check, train_own(name, "--save-steps 2"))
     told = [{*re.findall(r"evaluates with (\S+)", text)} - {"0.0"} for text in run.output]
     check["L18"].equal(evaluates_with=(told, [told[0]] * 2), buffers=([len(each) for each in told], [1, 1]))
@@ -641,7 +641,7 @@ def test_buffers_that_change_later_are_rank_0_s_when_it_is_evaluated(check, trai
 @clause("L18")
 @only(sizes=(2,))
 def test_what_no_snapshot_holds_is_each_rank_s_own(check, train_own):
-    """Where they evaluate, too."""
+    """This also holds while they evaluate."""
     run = done(check, train_own("keeps_a_cache", "--steps-per-epoch 3"))
     check.equal(ranks_with_another_s=([rank for rank, text in enumerate(run.output) if "another rank's cache" in text], []))
 
@@ -649,7 +649,7 @@ def test_what_no_snapshot_holds_is_each_rank_s_own(check, train_own):
 @clause("L21")
 @only(sizes=(2, 4))
 def test_parameters_that_no_row_asks_for_are_left_alone(check, world, runs, first, own_file, train_own):
-    """Of six experts each row asks for one, and for the last none does: a world of one sees which have a gradient."""
+    """Each row uses one of six experts, and none uses the last. A world of one shows which have a gradient."""
     flags = f"{own_file('experts')} --epochs 1 --clip-norm 0.1"
     single = world.alone(first, runs.folder(first, "experts-alone"), flags)
     kinds = [train_own("experts", f"--clip-norm 0.1 --reduction {kind}") for kind in REDUCTIONS]
@@ -666,7 +666,7 @@ def test_parameters_that_no_row_asks_for_are_left_alone(check, world, runs, firs
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_products_are_rounded_as_was_asked_for(check, world, first, runs, train_own, precision):
-    """bf16 moves the first loss by 3e-5, fp16 by 4e-6, and fp32 by 4e-8. A kernel that rounds as its input is gets fp32."""
+    """bf16 moves the first loss by 3e-5, fp16 by 4e-6, fp32 by 4e-8. A kernel that rounds like its input gets fp32."""
     import torch
 
     run = world.train(first, runs.folder(first, precision), f"{SHORT} --precision {precision}")
@@ -695,7 +695,7 @@ def test_products_are_rounded_as_was_asked_for(check, world, first, runs, train_
 @clause("L20")
 @only(sizes=(1, 2))
 def test_gradients_are_clipped_whatever_the_precision(check, world, runs, first):
-    """To a hundredth of what they are: fp16, whose loss is scaled, trains as fp32 does."""
+    """Gradients are clipped to a hundredth: fp16, whose loss is scaled, then trains like fp32."""
     kinds = {}
     for precision in ("fp32", "bf16", "fp16"):
         path = runs.folder(first, f"clipped-{precision}")
@@ -708,7 +708,7 @@ def test_gradients_are_clipped_whatever_the_precision(check, world, runs, first)
 @clause("L21")
 @only(sizes=(1, 2))
 def test_parameters_that_the_optimizer_has_not_are_frozen(check, world, runs, first, own_file):
-    """Their gradients are in no norm, by which the others would be clipped."""
+    """Their gradients are not part of the norm by which the others are clipped."""
     flags = f"{own_file('leaves_a_layer_out')} --precision fp64 --epochs 1 --clip-norm 0.1"
     left, frozen = (world.train(first, runs.folder(first, f"left{way}"), f"{flags} {way}") for way in ("", "--frozen"))
     done(check, left, frozen)
@@ -720,16 +720,16 @@ def test_parameters_that_the_optimizer_has_not_are_frozen(check, world, runs, fi
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("reduction", ["ddp", "flat"])
 def test_buffers_begin_as_the_model_has_made_them(check, world, train_own, reduction):
-    """Those that no snapshot has, and frozen parameters, too, though some rows were tried before. Complex ones stay complex."""
+    """This includes buffers that no snapshot has, and frozen parameters, after rows were tried. Complex ones stay complex."""
     run = done(check, train_own("counts_calls", f"--steps-per-epoch 2 --reduction {reduction}"))
-    calls = [re.findall(r"calls until the first step: (\w+)", text)[-1:] for text in run.output]  # schedule() is tried, too
+    calls = [re.findall(r"calls until the first step: (\w+)", text)[-1:] for text in run.output]  # also schedule() is tried
     check.equal(calls_until_the_first_step=(calls, [["1"]] * world.size))
 
 
 @clause("L18")
 @only(sizes=(1,), devices=("cpu",))
 def test_of_a_large_part_that_is_frozen_no_copy_is_made(check):
-    """Of an average of the weights one is: what is tried before the first step may move it."""
+    """A frozen average of the weights is copied, because the trial before the first step may move it."""
     import torch
     from ddp_core.state import Kept
 
@@ -745,7 +745,7 @@ def test_of_a_large_part_that_is_frozen_no_copy_is_made(check):
 @only(sizes=(1,))
 @pytest.mark.parametrize("name", ["digits", "regression"])
 def test_the_rows_are_the_same_under_every_seed(check, name):
-    """The seed is of the order and of the parameters: else a curve under another one is one of other data."""
+    """The seed sets only order and parameters: otherwise a curve under another seed would be a curve of other data."""
     import torch
     from ddp_core.workload import find
 
@@ -758,7 +758,7 @@ def test_the_rows_are_the_same_under_every_seed(check, name):
 @only(sizes=(1,))
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_rows_are_not_rounded(check, train_own, precision):
-    """Autocast rounds what enters a product; a target, and what a model computes otherwise, it does not."""
+    """Autocast rounds the inputs of products, but not targets or a model's other computations."""
     run = done(check, train_own("tells_of_its_rows", f"--precision {precision} --steps-per-epoch 2"))
     products = [sorted({*re.findall(rf"products {kind} (\w+)", run.output[0])}) for kind in ("training", "held-out")]
     should_be = [[dict(bf16="bfloat16", fp16="float16")[precision]]] * 2
@@ -768,7 +768,7 @@ def test_rows_are_not_rounded(check, train_own, precision):
 @clause("L4")
 @only(sizes=(1, 2))
 def test_held_out_rows_come_no_more_at_once_than_others(check, world, train_own):
-    """Whose micro-batches are small has no memory for more."""
+    """A user of small micro-batches has no memory for more rows."""
     run = done(check, train_own("tells_of_its_rows", "--accumulate 6 --steps-per-epoch 2"))
     counts = {kind: [*map(int, re.findall(rf"rows {kind} (\d+)", run.output[-1]))] for kind in ("training", "held-out")}
     most = {kind: max(each, default=0) for kind, each in counts.items()}
@@ -776,7 +776,7 @@ def test_held_out_rows_come_no_more_at_once_than_others(check, world, train_own)
 
 
 def packed(path: Path) -> None:
-    """As MNIST's files are downloaded."""
+    """Replace a file by a compressed copy, as MNIST is downloaded."""
     path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
     path.unlink()
 
@@ -785,7 +785,7 @@ def packed(path: Path) -> None:
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name", anchors.CASES)
 def test_the_other_workloads_are_a_plain_loop_s(check, world, first, runs, name):
-    """What is recorded and what is kept as the best, for regression, mnist and gpt."""
+    """Records and best model of regression, mnist and gpt equal a plain loop's."""
     case, data = anchors.CASES[name], runs.root / f"data-{name}"
     should_be = world.on_rank_0(lambda: anchors.train(case, data, world.size))
     world.on_rank_0(lambda: [packed(path) for path in sorted(data.glob("*-images-*-ubyte"))])
@@ -809,10 +809,10 @@ def test_the_other_workloads_are_a_plain_loop_s(check, world, first, runs, name)
 @clause("L19")
 @only(sizes=(1,))
 def test_texts_of_one_name_come_in_the_order_of_their_folders(check, world, runs, first):
-    """As one text that has them on lines of their own: a folder is listed as its file system likes."""
+    """They equal one text that joins them by newlines: a file system lists a folder in any order."""
 
     def prepare() -> bool:
-        sizes = dict(c=520, e=520, a=520, d=20, b=0)  # rows of 65 bytes, some of which end three files further on
+        sizes = dict(c=520, e=520, a=520, d=20, b=0)  # rows of 65 bytes, some of which span four files
         texts = {letter: bytes(ord(letter) ^ number % 7 for number in range(size)) for letter, size in sizes.items()}
         for letter, text in texts.items():
             (data / letter).mkdir(parents=True)
@@ -831,7 +831,7 @@ def test_texts_of_one_name_come_in_the_order_of_their_folders(check, world, runs
 @clause("L1")
 @only(sizes=(1, 2), mpi=False, devices=("cpu",))
 def test_a_run_that_was_killed_has_its_steps_on_record(check, world, train_own):
-    """Killed once a step is in the file: it is there long before the epoch ends."""
+    """The run is killed once a step is in the file, long before the epoch ends."""
     all_ranks = tuple(range(world.size))
     killed = train_own("slow_steps", "--steps-per-epoch 14", kill_ranks=all_ranks, kill_at='"kind":"step"')
     expect_exit(check, killed, 137)
@@ -843,7 +843,7 @@ def test_a_run_that_was_killed_has_its_steps_on_record(check, world, train_own):
 @only(sizes=(1,), devices=("cpu",))
 @pytest.mark.parametrize("length", [12, 200_000])
 def test_half_a_line_that_a_killed_writer_has_left_is_taken_away(check, tmp_path, length):
-    """The core's own Record: else the next line of a run's log is a part of it."""
+    """The core's own Record removes it, or the log's next line would be a part of it."""
     from ddp_core.record import Record
 
     (tmp_path / LOG).write_text('{"kind":"step","step":0}\n' + '{"kind":"start'.ljust(length, "-"))
@@ -857,7 +857,7 @@ def test_half_a_line_that_a_killed_writer_has_left_is_taken_away(check, tmp_path
 @clause("L14")
 @only(sizes=(1, 2))
 def test_parts_of_the_loss_have_their_names(check, train_own):
-    """In whichever order a batch has them."""
+    """The names do not depend on the order of parts in a batch."""
     run = done(check, train_own("parts", "--precision fp64"))
     parts = [step["losses"] for step in run.of("step")]
     check.equal(part_that_is_1_a_row=({losses["one"] for losses in parts}, {1.0}))

@@ -1,4 +1,4 @@
-"""SPEC.md R, A and J: ranks find each other, are who they say, and tell how fast they were."""
+"""SPEC.md R, A and J: ranks find each other, have the right numbers, and report their speed."""
 
 import json
 import math
@@ -55,7 +55,7 @@ def test_every_rank_is_there_once(check, world, launch, runs):
 @only(sizes=(1,), devices=("cpu",))
 @pytest.mark.parametrize("ranks", [64, 72])
 def test_of_many_ranks_the_record_has_the_nodes(check, tmp_path, ranks):
-    """The core's own Record, as rank 0 of so many has it."""
+    """The core's own Record is used as on rank 0 of so many ranks."""
     from ddp_core.record import Record
 
     rows = [dict(rank=n, local_rank=n % 8, node_rank=n // 8, host=f"node{n // 8}", device="cpu") for n in range(ranks)]
@@ -72,7 +72,7 @@ def test_of_many_ranks_the_record_has_the_nodes(check, tmp_path, ranks):
 @clause("R3", "R4")
 @pytest.mark.parametrize("num_nodes", [1, TWO])
 def test_place_on_its_node(check, world, launch, runs, num_nodes):
-    """On one node, and on two half as large: what is right on one node only shows there."""
+    """Checked on one node, and on two half as large, which shows mistakes that one node hides."""
     run = done(check["R3"], world.train(launch, runs.folder(launch, f"{num_nodes}-nodes"), SHORT, num_nodes))
     counted_on_each_node(check, run, num_nodes, world.size // num_nodes)
 
@@ -88,7 +88,7 @@ def counted_on_each_node(check, run, num_nodes: int, per_node: int) -> list[dict
 @machine(FP64, only=True)
 @clause("R3", "R4")
 def test_place_in_the_job(check, world, launch, runs):
-    """On as many nodes as the job has; there the hosts' names show that they are as many."""
+    """It uses all nodes of the job, and counts their host names."""
     run = done(check["R3"], runs.train(launch, FP64))
     rows = counted_on_each_node(check, run, world.nodes, world.ranks_per_node)
     hosts = [sorted({row["host"] for row in rows if row["node_rank"] == node}) for node in range(world.nodes)]
@@ -118,7 +118,7 @@ def test_a_launcher_that_does_not_tell_the_world_size(check, world, launch, runs
 @clause("R10")
 @only(sizes=(2, 4), asks_mpi=True)
 def test_a_rank_is_who_mpi_says(check, world, launch, runs):
-    """MPI's ranks in the other order: the last process is rank 0 now, and it alone writes."""
+    """MPI's ranks are reversed: the last process is rank 0, and only it writes."""
     run = done(check, world.train(launch, runs.folder(launch, "reversed"), SHORT, reversed_mpi=True))
     writers = [rank for rank, files in enumerate(run.written) if files]
     check.equal(the_process_that_is_rank_0=(writers, [world.size - 1]))
@@ -128,11 +128,11 @@ def test_a_rank_is_who_mpi_says(check, world, launch, runs):
 @only(sizes=(1,), devices=("cpu",))
 @pytest.mark.parametrize("world_size", [8, 66, 1001, 4096])
 def test_what_ranks_tell_each_other_costs_by_the_logarithm(check, world_size):
-    """The core's own classes, with all ranks in this process."""
+    """All ranks of the core's own classes are in this process."""
     import torch
     from ddp_core.control import tree_sum
 
-    from conformance.harness.counted import Counted  # it needs torch, which a login node has not
+    from conformance.harness.counted import Counted  # needs torch, which a login node lacks
 
     counted = Counted(world_size)
     levels = 1 if world_size <= 32 else 1 + math.ceil(math.log(world_size, 32))
@@ -165,7 +165,7 @@ def test_rows_of_all_ranks_go_to_rank_0_alone(check):
 @clause("R12")
 @only(sizes=(1,), devices=("cpu",))
 def test_flat_sums_take_no_memory_that_grows_with_the_world(check):
-    """The core's own class, in worlds of which no other rank is there."""
+    """The core's own class is used alone, in worlds of these sizes."""
     import torch
     from ddp_core.reduction import Flat
 
@@ -186,7 +186,7 @@ def test_the_core_that_trains_is_this_repository_s(check, world, launch, runs):
 @clause("A6")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_with_a_user_s_flags_alone(check, world, launch, runs):
-    """In a directory of its own. What is judged is in the snapshot, as after a run that nobody has watched."""
+    """The run has its own directory. Only its snapshot is checked, as after a run without conformance flags."""
     seed, lr = world.on_rank_0(lambda: (random.SystemRandom().randrange(1, 10**6), random.SystemRandom().uniform(0.05, 0.1)))
     flags, folder = f"--seed {seed} --lr {lr:.4f} --epochs 2", runs.folder(launch, "mine")
     done(check, world.train(launch, folder, flags, bare=True))
@@ -216,7 +216,7 @@ def test_the_job_script_hands_on_the_exit_code(check, launch, runs):
 @only(sizes=(2,), mpi=False)
 @pytest.mark.parametrize("job_id, restart", [("7", 0), (None, 1)], ids=["another-job", "another-start"])
 def test_a_rank_of_another_start_is_not_joined(check, world, own, runs, job_id, restart):
-    """It has this job's address and port, as a neighbour's rank would that was given the same port."""
+    """It has this job's address and port, like a neighbour's rank that was given the same port."""
     odd_start = (job_id or str(1001 + world.starts), restart)
     folder, flags = runs.folder(own, f"met-{job_id}"), f"{SHORT} --rendezvous-timeout 2"
     run = expect_exit(check, world.train(own, folder, flags, odd_start=odd_start), 4)
@@ -226,7 +226,7 @@ def test_a_rank_of_another_start_is_not_joined(check, world, own, runs, job_id, 
 @clause("R8")
 @only(sizes=(4,), devices=("cpu",))
 def test_two_processes_that_are_one_rank_are_named(check, world, runs, first):
-    """Of a launch line that gives two processes one number."""
+    """A launch line gives two processes the same number."""
     twin = {name: "2" for place in ("rank", "local_rank") for name in first.variables_with(place)}
     flags, environ = f"{SHORT} --rendezvous-timeout 3", twin if world.rank == world.size - 1 else {}
     run = expect_exit(check, world.train(first, runs.folder(first, "twins"), flags, environ=environ), 4)
@@ -248,12 +248,12 @@ def test_the_end_says_how_fast_it_was(check, world, own, runs):
     check.equal(training_took_longer_than_the_run=(end["seconds"]["training"] > outside, False))
     check.equal(all_parts_are_told=(min(seconds) >= 0, True), the_parts_are_the_whole=(are_the_whole, True))
     check.equal(slowest_rank=(end.get("slowest_rank") in range(world.size), True))
-    ratio = max(speeds[1] / speeds[0], speeds[0] / speeds[1])  # the first step is slow, and others are not all alike
+    ratio = max(speeds[1] / speeds[0], speeds[0] / speeds[1])  # the first step is slow, and others vary
     check.equal(median_is_of_another_order_than_the_mean=(ratio > 30, False))
 
 
 def parts_of(end: dict) -> tuple[list[float], bool]:
-    """The seconds of each, and whether they are the whole."""
+    """Return the seconds of each part, and whether they add up to the training."""
     parts = [end["seconds"].get(name, -1) for name in ("computing", "communication", "reading", "evaluation", "snapshots")]
     return parts, abs(sum(parts) - end["seconds"]["training"]) < 0.1
 
@@ -279,7 +279,7 @@ def test_the_end_says_how_fast_this_start_was(check, world, runs, first):
 @clause("R9")
 @only(sizes=(1,))
 def test_the_seconds_of_a_part_are_those_of_all_times(check, train_own):
-    """Three evaluations of four batches, each of which takes 0.05 s."""
+    """Three evaluations of four batches take 0.05 s for each batch."""
     run = done(check, train_own("evaluates_slowly", "--steps-per-epoch 1 --epochs 3"))
     check.equal(seconds_of_evaluation=(min(run.values("end", "seconds")[-1]["evaluation"], 0.6), 0.6))
 
@@ -306,7 +306,7 @@ def test_the_slowest_rank_is_named(check, train_own):
 @clause("R12")
 @only(sizes=(2,), devices=("cpu",))
 def test_ranks_whose_clocks_differ_speak_at_the_same_step(check, train_own):
-    """When they next do follows from the slowest one's clock, for all."""
+    """The slowest rank's clock decides for all when they communicate next."""
     done(check, train_own("fast_clock", "--steps-per-epoch 34 --timeout 5", apart=True))
 
 
@@ -314,7 +314,7 @@ def test_ranks_whose_clocks_differ_speak_at_the_same_step(check, train_own):
 @only(sizes=(2, 4))
 @pytest.mark.parametrize("num_nodes", [1, TWO])
 def test_a_file_of_data_is_read_once_a_node(check, world, runs, first, train_own, num_nodes):
-    """Of raw numbers, of NumPy's two kinds and of safetensors': a part of the images is in each. Their path is long."""
+    """Raw, two NumPy formats and safetensors each have a part of the images. Their path is long."""
     file = runs.root / ("é" * 100) / ("é" * 100) / "images"
     world.on_rank_0(lambda: [file.parent.mkdir(parents=True, exist_ok=True), write_images(file)])
     kind = world.on_rank_0(lambda: subprocess.check_output(["stat", "-f", "-c", "%T", file], text=True).strip())
@@ -336,7 +336,7 @@ def test_a_file_of_data_is_read_once_a_node(check, world, runs, first, train_own
 @only(sizes=(1,), devices=("cpu",))
 @pytest.mark.parametrize("flags", [[], ["--sharding", "full"]], ids=["whole", "sharded"])
 def test_memory_of_a_step_is_there_for_the_next_one(check, monkeypatch, flags):
-    """A stand-in for the C library is told what glibc shall keep: blocks of 16 MB, and all that was given back."""
+    """A stand-in for the C library sees what glibc shall keep: blocks of 16 MB and all freed memory, or none if sharded."""
     import ctypes
 
     from ddp_core import Rank, config, device
@@ -358,8 +358,8 @@ def test_memory_of_a_step_is_there_for_the_next_one(check, monkeypatch, flags):
 @only(sizes=(2,), devices=("cpu",))
 @pytest.mark.parametrize("limited, left", [("job", 20_000), ("job/step", 20_000), ("job", 540_000), ("memory/job", 540_000)])
 def test_a_file_without_room_in_memory_is_read_where_it_is(check, world, runs, first, train_own, limited, left):
-    """The cgroup of the job, or of its step, has left 20 kB: a snapshot's copy has no room either, and training waits. Or there
-    is room for the first of the files, where the kernel gives up pages of others, and then none for the next.
+    """The cgroup of the job, or of its step, has 20 kB left: no room for a snapshot's copy either, so training waits. Or there
+    is room for the first file only, where the kernel frees cached pages of other files.
     """
     file, cgroup = runs.root / "roomless", runs.root / f"cgroup-{limited.replace('/', '-')}-{left}"
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if limited == "memory/job" else ("memory.max", "memory.current")
@@ -380,7 +380,7 @@ def test_a_file_without_room_in_memory_is_read_where_it_is(check, world, runs, f
     noted = [note for note in run.of("start")[-1]["notes"] if "half of the memory" in note]
     check["R13"].equal(notes=(len(noted), 1))
     if left > 20_000:
-        opened = numbers_behind("times", run)  # rank 1 has a copy of the first of the four
+        opened = numbers_behind("times", run)  # rank 1 has a copy of one file of four
         check["R13"].equal(times_that_each_rank_opened_any=(opened, [4, 3]))
         return
     said = run.output[0].count("training waits while snapshots are written")
@@ -400,7 +400,7 @@ def test_a_file_in_another_order_is_refused(check, world, runs, first, train_own
 @only(sizes=(2,), devices=("cpu",))
 @pytest.mark.parametrize("rank", [0, 1])
 def test_another_user_s_process_has_no_part_in_it(check, world, runs, first, train_own, rank):
-    """Everybody on a node can ask the first rank for its copy, and can answer in its place."""
+    """Any process on a node can ask the first rank for its copy, or answer instead of it."""
     file, cgroup = runs.root / f"not-for-all-{rank}", runs.root / f"no-limit-{rank}"
     world.on_rank_0(lambda: [write_images(file), cgroup.mkdir(), (cgroup / "member").write_text("0::/\n")])
     environ = dict(ANOTHER_USER="1") if world.rank == rank else {}
@@ -412,14 +412,14 @@ def test_another_user_s_process_has_no_part_in_it(check, world, runs, first, tra
 
 
 def write_images(file: Path) -> None:
-    """A part of them as raw numbers, in two versions of NumPy's format, and in safetensors'."""
+    """Write parts of the images as raw numbers, in two versions of NumPy's format, and as safetensors."""
     from safetensors.numpy import save_file
 
     images = reference.load()[0]
     file.write_bytes(images[:500].tobytes())
     pixels = (images * 4 * 4095).astype("<u2")  # up to 65,520
     np.save(f"{file}.npy", pixels[500:700])
-    with open(f"{file}.2.npy", "wb") as second:  # which NumPy writes where a header is longer than 64 kB
+    with open(f"{file}.2.npy", "wb") as second:  # NumPy's format for a header above 64 kB
         np.lib.format.write_array(second, pixels[700:900], version=(2, 0))
     save_file(dict(first=pixels[:9], pixels=pixels[900:]), f"{file}.safetensors")
 
@@ -429,5 +429,5 @@ def times_opened(run) -> list[int]:
 
 
 def numbers_behind(words: str, run) -> list[int]:
-    """By rank."""
+    """Return the number behind these words in each rank's output."""
     return [int(text.partition(f"{words} ")[2].split()[0]) for text in run.output]

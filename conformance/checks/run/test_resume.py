@@ -1,4 +1,4 @@
-"""SPEC.md C: a run goes on where it was, also elsewhere and by others."""
+"""SPEC.md C: a run resumes where it was, also at other sites and world sizes."""
 
 import json
 import os
@@ -43,14 +43,14 @@ SHARDED = f"{golden.RUN} --sharding full"
 
 
 def renumber(path: Path) -> None:
-    """A snapshot: as of a newer format."""
+    """Change a snapshot's format number to a newer one."""
     path.write_bytes(path.read_bytes().replace(b'\\"format\\":2', b'\\"format\\":3'))
 
 
 @clause("C8")
 @only(sizes=(1, 2))
 def test_the_last_epoch_is_saved_though_nothing_else_is_due(check, world, train_own):
-    """Without held-out rows, and when it is none that --save-every saves."""
+    """There are no held-out rows, and --save-every does not save this epoch."""
     run = done(check, train_own("nothing_held_out", "--precision fp64 --epochs 3 --save-every 2"))
     document = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT)["document"])
     check.equal(snapshots=(run.values("snapshot", "step"), [28, 42]), step=(document["step"], 42))
@@ -75,7 +75,7 @@ def test_stopped_and_resumed_is_bitwise_as_never_stopped(check, world, own, runs
 @only(sizes=(1, 2), devices=("cpu",))
 @pytest.mark.parametrize("save_every", [99, 1])
 def test_stopped_at_the_end_of_an_epoch_it_saves_once(check, train_own, save_every):
-    """Though that epoch is none that --save-every saves. What it saves there is the last one, and the one before it stays."""
+    """It saves even if --save-every does not save that epoch. The save is the last one, and the previous snapshot stays."""
     run = train_own("told_at_an_end", f"--epochs 3 --save-every {save_every}", apart=True)
     stopped_and_saved(check, run)
     steps = run.values("snapshot", "step")
@@ -85,7 +85,7 @@ def test_stopped_at_the_end_of_an_epoch_it_saves_once(check, train_own, save_eve
 @clause("C1")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_told_in_its_last_step_it_is_done(check, train_own):
-    """With 75 its job would come back, to train nothing."""
+    """With 75 its job would come back without a step to train."""
     run = done(check, train_own("told_at_an_end", apart=True))
     check.equal(snapshots=(run.values("snapshot", "step"), [14]))
 
@@ -93,7 +93,7 @@ def test_told_in_its_last_step_it_is_done(check, train_own):
 @clause("C1")
 @only(sizes=(1,), devices=("cpu",))
 def test_stopped_at_a_step_that_is_saved_it_saves_once(check, world, runs, first, own_file):
-    """And goes on: an epoch of before is evaluated no more, whatever --eval-every is by then."""
+    """It then resumes, and a later --eval-every does not evaluate an earlier epoch."""
     flags, path = f"{own_file('told_thrice')} --epochs 3 --steps-per-epoch 4 --precision fp64", runs.folder(first, "told-at-6")
     stopped = expect_exit(
         check, world.train(first, path, f"{flags} --save-steps 6 --save-every 9 --eval-every 3", apart=True), 75
@@ -109,7 +109,7 @@ def test_stopped_at_a_step_that_is_saved_it_saves_once(check, world, runs, first
 @only(sizes=(1, 2), devices=("cpu",))
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_stopped_while_it_evaluates_it_does_so_at_the_next_start(check, world, runs, first, own_file, epochs):
-    """Held-out rows may take longer than a scheduler waits; behind those of the last epoch there is no step left."""
+    """Evaluation may take longer than a scheduler waits, and no step is left after the last epoch."""
     name = f"told-{epochs}"
     file, path = own_file("told_while_evaluated", name), runs.folder(first, name)
     stopped, resumed = (world.train(first, path, f"{file} --epochs {epochs}") for _ in range(2))
@@ -126,7 +126,7 @@ def test_stopped_while_it_evaluates_it_does_so_at_the_next_start(check, world, r
 @clause("C1")
 @only(sizes=(1,), devices=("cpu",))
 def test_told_before_it_begins_with_an_evaluation_it_does_so_all_the_same(check, world, runs, first, own_file):
-    """A run whose starts are all told early comes to its end."""
+    """A run completes even if all of its starts are stopped early."""
     file, path = own_file("told_while_evaluated", "told-early"), runs.folder(first, "told-early")
     stopped = world.train(first, path, f"{file} --epochs 1")
     resumed = world.train(first, path, f"{file} --epochs 1 --early")
@@ -145,7 +145,7 @@ def same_as_never_stopped(check, world, resumed, never) -> None:
 @machine()
 @clause("C2", "C11")
 def test_continued_by_another_site_at_another_world_size(check, world, own, runs, handed_on, pytestconfig):
-    """What 2 ranks have left goes on in 4 of the other kind, on CPUs: whole models in parts, and parts under ddp."""
+    """On CPUs, 4 ranks change the kind of 2 ranks' snapshots: whole models continue sharded, and sharded ones under ddp."""
     whole = handed_on.stem.endswith("-2") and "-parts-" not in handed_on.stem
     in_parts = whole and world.size == 4 and pytestconfig.getoption("--device") == "cpu"
     path = runs.folder(own, f"after-{handed_on.stem}")
@@ -161,7 +161,7 @@ def test_continued_by_another_site_at_another_world_size(check, world, own, runs
 
 @clause("C2", "C11")
 def test_snapshots_are_handed_on(check, world, own, runs, pytestconfig):
-    """After two of three epochs, to sessions of other world sizes; of 2 ranks at every second site that of a model in parts."""
+    """Snapshots after two of three epochs go to other world sizes; at every second site, 2 ranks save a sharded model's."""
     every_second = [site.launches[0].site for site in pytestconfig.sites].index(own.site) % 2
     in_parts = every_second and world.size == 2 and pytestconfig.getoption("--device") == "cpu"
     run, folder = runs.train(own, SHARDED if in_parts else FP64), pytestconfig.getoption("--handed-on")
@@ -186,7 +186,7 @@ def test_another_problem_is_refused(check, world, own, runs):
 @clause("C3")
 @only(sizes=(1, 2))
 def test_a_snapshot_of_a_larger_model_is_refused(check, world, runs, first, own_file):
-    """All that this run has is in it, and more. And of a smaller one: all that is in it this run has, and more."""
+    """The larger snapshot has all tensors of this run, and more; a smaller one lacks some."""
     file, shorter = own_file("loses_a_layer"), runs.root / "workloads" / "loses_a_layer.py.shorter"
     for than, change in dict(larger=shorter.touch, smaller=shorter.unlink).items():
         path = runs.folder(first, f"{than}-model")
@@ -196,7 +196,7 @@ def test_a_snapshot_of_a_larger_model_is_refused(check, world, runs, first, own_
         check.equal(names_the_tensor=("model.3." in "".join(run.errors), True))
 
 
-# Each is another problem than the reference run; what is not another one comes last.
+# Flags that each make another problem than the reference run; then flags that do not.
 OTHERS = "--workload regression|--global-batch-size 48|--steps-per-epoch 7|--optimizer adamw|--lr 0.2|--momentum 0.8"
 OTHERS += "|--weight-decay 0.1|--lr-schedule cosine|--warmup-steps 3|--clip-norm 1|--precision fp32|--row-seeds off"
 SAME = "--accumulate 2 --reduction flat --save-every 2 --eval-every 2 --log-every 5 --save-minutes 3 --save-steps 9"
@@ -224,7 +224,7 @@ def test_what_is_another_problem_and_what_is_not(check, world, runs, first):
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name", ["mnist", "gpt"])
 def test_data_that_were_moved_are_the_same(check, world, runs, first, name):
-    """From one file system to another, which is a quicker one, or purges."""
+    """Users move data to a faster file system, or away from one that purges."""
     case, folder = anchors.CASES[name], runs.folder(first, f"moved-{name}")
     places = [runs.root / f"{where}-{name}" for where in ("first", "then")]
     world.on_rank_0(lambda: [bool(case.rows(data)) for data in places])
@@ -236,7 +236,7 @@ def test_data_that_were_moved_are_the_same(check, world, runs, first, name):
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("schedule", ["cosine", "its_own", "its_loss"])
 def test_a_schedule_is_laid_out_over_the_run(check, world, runs, first, own_file, schedule):
-    """Under other --epochs it would go on at another learning rate."""
+    """With other --epochs, the learning rate would jump."""
     files = dict(its_own="scheduled", its_loss="anneals")
     flags = own_file(files[schedule]) if schedule in files else "--workload digits --lr-schedule cosine"
     path = runs.folder(first, f"scheduled-{schedule}")
@@ -250,7 +250,7 @@ def test_a_schedule_is_laid_out_over_the_run(check, world, runs, first, own_file
         del document["problem"]["epochs"], document["document_crc32"]
         snapshot.write(path / SNAPSHOT, tensors, document)
 
-    world.on_rank_0(forget)  # as a core wrote it that did not ask whether a loss reads them
+    world.on_rank_0(forget)  # as an older core wrote it, which did not note whether a loss reads the epochs
     done(check, world.train(first, path, f"{flags} --epochs 2"))
 
 
@@ -258,7 +258,7 @@ def test_a_schedule_is_laid_out_over_the_run(check, world, runs, first, own_file
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name, file", [("mnist", "train-images-idx3"), ("mnist", "t10k-labels-idx1"), ("gpt", "2.txt")])
 def test_other_data_under_the_same_names_are_refused(check, world, runs, first, name, file):
-    """The last byte of a file is another: of images behind the first megabyte, of held-out labels, of a second text."""
+    """One file's last byte differs: of images beyond the first megabyte, of held-out labels, of a second text."""
     case, data = anchors.CASES[name], runs.root / f"other-{file}"
     flags = f"{case.flags.format(data=data)} --epochs 1 --steps-per-epoch 1"
 
@@ -290,7 +290,7 @@ def test_every_byte_of_data_up_to_a_gigabyte_counts(check):
     import torch
     from ddp_core import data
 
-    larger = torch.zeros(2**30 + 2**21, dtype=torch.uint8)  # pages of it that nobody writes are one
+    larger = torch.zeros(2**30 + 2**21, dtype=torch.uint8)  # memory is used only for pages that are written
     rows = larger[: 2**30]
     before, larger_before = data.digest([rows]), data.digest([larger])
     rows[2**29 + 3 * 2**19] = larger[-1] = 1  # in the middle of 64 MB, and the last one
@@ -301,7 +301,7 @@ def test_every_byte_of_data_up_to_a_gigabyte_counts(check):
 @clause("C2")
 @only(sizes=(1,), devices=("cpu",))
 def test_a_snapshot_of_the_first_format_goes_on_to_its_own_losses(check, world, runs, first):
-    """A version of before wrote it in mid-epoch, with AdamW's state, and noted what it came to."""
+    """An older version wrote it in mid-epoch, with AdamW's state, and its further losses are known."""
     folder, path = sites.ROOT / "core/tests/snapshots", runs.folder(first, "format-1")
     known = json.loads((folder / "format1.json").read_text())["adamw"]
     path.mkdir(parents=True)
@@ -328,7 +328,7 @@ def test_a_damaged_snapshot_is_never_taken_for_none(check, world, own, runs):
     prev, before = world.on_rank_0(lambda: [sha256(one / "snapshot.prev.safetensors") for one in (path, run.folder)])
     check.equal(snapshot_prev=(prev, before))
     world.on_rank_0(lambda: damage(SNAPSHOT))
-    done(check, world.train(own, path, f"{FP64} --save-steps 7"))  # twice: the damaged one is moved away once
+    done(check, world.train(own, path, f"{FP64} --save-steps 7"))  # two saves; the damaged file is moved once
     step = world.on_rank_0(lambda: take_apart(path / "snapshot.prev.safetensors")["document"]["step"])
     check.equal(snapshot_prev_at_step=(step, 35))
     world.on_rank_0(lambda: damage(SNAPSHOT, "snapshot.prev.safetensors"))
@@ -338,7 +338,7 @@ def test_a_damaged_snapshot_is_never_taken_for_none(check, world, own, runs):
 @clause("C4")
 @only(sizes=(2,), devices=("cpu",))
 def test_a_damaged_snapshot_is_not_dealt_out_in_parts(check, world, own, runs):
-    """Each rank of a sharded run reads its rows alone, and all of them hear what is in them."""
+    """Each rank of a sharded run reads only its own rows, and all ranks learn of the damage."""
     run, path = runs.train(own, FP64), runs.folder(own, "damaged-parts")
     done(check, run)
     world.on_rank_0(lambda: [path.mkdir(), damaged_copy(run.folder / SNAPSHOT, path / SNAPSHOT)])
@@ -356,14 +356,14 @@ def test_a_snapshot_that_is_missing_or_of_a_newer_format(check, world, runs, fir
     world.on_rank_0(lambda: [renumber(path) for path in run_dir.glob("snapshot*")])
     newer = expect_exit(check, world.train(first, run_dir, FP64), 5)
     check.equal(says_which_format=("format 3" in "".join(newer.errors), True))
-    world.on_rank_0(lambda: [path.unlink() for path in run_dir.glob("snapshot*")])  # as a purged file system has it
+    world.on_rank_0(lambda: [path.unlink() for path in run_dir.glob("snapshot*")])  # as a file system purges them
     one_line(check, world.train(first, run_dir, FP64), 5, "restore a copy")
 
 
 @clause("C4")
 @only(sizes=(1,))
 def test_a_document_that_is_damaged_counts_as_well(check, world, runs, first):
-    """One digit of it is another, and the tensors are whole."""
+    """One digit of the document differs; the tensors are intact."""
     run, run_dir = runs.train(first, FP64), runs.folder(first, "damaged-document")
     done(check, run)
     shutil.copytree(run.folder, run_dir)
@@ -388,7 +388,7 @@ def test_a_newer_format_is_refused_though_an_older_one_is_there(check, world, ru
 @clause("C4")
 @only(sizes=(1, 2))
 def test_a_damaged_file_is_not_passed_over_for_an_older_set(check, world, runs, first):
-    """Which another --max-shard-size has left: the file may be further, and what was before it is."""
+    """Another --max-shard-size left the set: the file may be further, so its own predecessor is used."""
     run, older, run_dir = runs.train(first, FP64), runs.folder(first, "older-set"), runs.folder(first, "file-and-set")
     done(check, run, world.train(first, older, f"{FP64} --epochs 1 {SETS}"))
 
@@ -406,7 +406,7 @@ def test_a_damaged_file_is_not_passed_over_for_an_older_set(check, world, runs, 
 @clause("C4")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_the_files_of_a_damaged_index_are_not_swept_away(check, world, runs, first):
-    """They are whole, and by hand the index can be mended. What no index names is removed when a snapshot is saved."""
+    """The files are intact, and the index can be mended by hand. A save removes only files that no index names."""
     path, flags = runs.folder(first, "damaged-index"), f"--workload digits --steps-per-epoch 1 {SETS} --epochs"
     done(check, *(world.train(first, path, f"{flags} {epochs}") for epochs in (1, 2)))
 
@@ -425,7 +425,7 @@ def test_the_files_of_a_damaged_index_are_not_swept_away(check, world, runs, fir
 @clause("C4")
 @only(sizes=(1,), devices=("cpu",))
 def test_memory_that_does_not_suffice_to_read_a_snapshot_is_no_damage(check, world, runs, first, own_file):
-    """In its place the one before would be gone on with, and the run's last epoch be lost."""
+    """Otherwise the run would resume from the snapshot before, and lose its last epoch."""
     flags, run_dir = own_file("lacks_memory_to_read"), runs.folder(first, "no-memory-to-read")
     done(check, world.train(first, run_dir, f"{flags} --steps-per-epoch 2 --epochs 2"))
     names = [SNAPSHOT, "snapshot.prev.safetensors", "best.safetensors"]
@@ -437,7 +437,7 @@ def test_memory_that_does_not_suffice_to_read_a_snapshot_is_no_damage(check, wor
 @clause("C5", "S7")
 @only(sizes=(2,), mpi=False, devices=("cpu",))
 def test_killed_and_resumed_is_bitwise_as_never_killed(check, world, own, runs):
-    """SIGKILL to all ranks when the first epoch's snapshot is durable, be the disk slow: a crash, a lost node."""
+    """All ranks get SIGKILL once the first epoch's snapshot is durable, as in a crash or with a lost node."""
     flags, an_epoch = long(world, epochs=3)
     never, run_dir = runs.train(own, flags), runs.folder(own, "killed")
     killed = world.train(own, run_dir, flags, kill_ranks=tuple(range(world.size)), kill_at='"kind":"snapshot"')
@@ -453,7 +453,7 @@ def test_killed_and_resumed_is_bitwise_as_never_killed(check, world, own, runs):
 @clause("C5")
 @only(sizes=(1,), devices=("cpu",))
 def test_the_last_snapshot_is_waited_for_where_a_file_system_lags(check, runs, first, monkeypatch):
-    """Another node has saved it, and this one is shown the file of before for a while. The log knows of both."""
+    """Another node saved it, and this node sees the previous file for a while. The log names both."""
     from ddp_core import run_directory
 
     run, path = runs.train(first, STEP_7_AND_14), runs.folder(first, "lags")
@@ -501,8 +501,8 @@ def test_all_that_is_drawn_and_kept_survives_a_stop(check, world, runs, first, p
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name", ["counts", "by_sevens", "frozen", "experts", "adagrad", "amsgrad", "averages_late", "by_norm"])
 def test_what_an_optimizer_keeps_is_kept(check, world, runs, first, own_file, name):
-    """Tensors of any name, made late or at once, plain numbers; nothing of a parameter that is frozen, or that no row has
-    asked for. One divides by the norm of its gradients.
+    """It may keep tensors of any name, made late or at once, or numbers; nothing for parameters that are frozen or that no row
+    uses. One optimizer divides by the norm of its gradients.
     """
     file, path = own_file(name), runs.folder(first, f"{name}-resumed")
     never = world.train(first, runs.folder(first, name), f"{file} --epochs 2")
@@ -514,7 +514,7 @@ def test_what_an_optimizer_keeps_is_kept(check, world, runs, first, own_file, na
 @clause("C7")
 @only(sizes=(1, 2))
 def test_the_scale_of_the_loss_goes_on_where_it_was(check, world, runs, first, own_file):
-    """Stopped when all steps were skipped, which overflowed under fp16's first scales, and again when some were not."""
+    """It stops after only skipped steps, as fp16's first scales overflow, and again after some that were not."""
     flags = f"{own_file('loud')} --precision fp16 --steps-per-epoch 2"
     never, path = world.train(first, runs.folder(first, "loud"), f"{flags} --epochs 8"), runs.folder(first, "loud-resumed")
     resumed = [world.train(first, path, f"{flags} --epochs {epochs}") for epochs in (1, 6, 8)]
@@ -525,7 +525,7 @@ def test_the_scale_of_the_loss_goes_on_where_it_was(check, world, runs, first, o
 
 
 class Makes:
-    """Whoever unpickles it makes the folder."""
+    """Unpickling this object makes the folder."""
 
     def __init__(self, folder: Path):
         self.folder = str(folder)
@@ -534,7 +534,7 @@ class Makes:
         return os.mkdir, (self.folder,)
 
 
-# What an optimizer keeps of a parameter, by torch's names, and those of a snapshot.
+# An optimizer's values for each parameter: torch's name to the snapshot's.
 MOMENTS = {"sgd": dict(momentum_buffer="momentum"), "adamw": dict(exp_avg="mean", exp_avg_sq="square", step="step")}
 
 
@@ -542,7 +542,7 @@ MOMENTS = {"sgd": dict(momentum_buffer="momentum"), "adamw": dict(exp_avg="mean"
 @only(sizes=(1,), devices=("cpu",))
 @pytest.mark.parametrize("optimizer", MOMENTS)
 def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, own_file, optimizer, monkeypatch):
-    """With its momentum. One of its layers has the name of DDP's prefix, and its rows are drawn."""
+    """Its momentum continues, too. One layer is named like DDP's prefix, and its rows draw random numbers."""
     import torch
     from ddp_core import convert
     from safetensors.torch import load_file
@@ -563,9 +563,9 @@ def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, 
     torch.save(dict(model_state=model, further=Makes(made), epoch=0), harmful)
     command = [sys.executable, "-m", "ddp_core.snapshot", "convert", old, "--run-dir", path, *flags.split()]
     converted = subprocess.run(command, capture_output=True, text=True, check=False)
-    code = 0 if torch.__version__ >= (2, 10) else 3  # whose unpickler is not safe
+    code = 0 if torch.__version__ >= (2, 10) else 3  # the unpickler of older versions is not safe
     check.equal(exit_code_and_error=((converted.returncode, converted.stderr if not code else ""), (code, "")))
-    with monkeypatch.context() as older:  # as text, 2.9.1 comes after 2.10
+    with monkeypatch.context() as older:  # compared as texts, 2.9.1 comes after 2.10
         older.setattr(torch, "__version__", type(torch.__version__)("2.9.1"))
         refused = convert.main(["convert", str(old), "--run-dir", str(path.with_name(f"by-2.9-{optimizer}")), *flags.split()])
     check.equal(exit_code_under_torch_2_9_1=(refused, 3))
@@ -592,7 +592,7 @@ def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, 
 @clause("C2")
 @only(sizes=(1, 2))
 def test_flags_of_any_make_are_the_same_ones(check, world, runs, first, own_file):
-    """A tuple, a path and a table, which a file gives back as a list, a text, and a table of texts; and a set."""
+    """A snapshot returns a tuple as a list, a path as a text, a table with text keys: all count as equal, and so does a set."""
     file, path = own_file("flags_of_any_make"), runs.folder(first, "flags-of-any-make")
     _, run = done(check, *(world.train(first, path, f"{file} --steps-per-epoch 2 --epochs {epochs}") for epochs in (1, 2)))
     kinds = [config["kinds"] for config in run.values("start", "config")]
@@ -602,7 +602,7 @@ def test_flags_of_any_make_are_the_same_ones(check, world, runs, first, own_file
 @clause("C2")
 @only(sizes=(1,), devices=("cpu",))
 def test_sets_in_rows_are_the_same_data_in_each_process(check, world, runs, first, own_file):
-    """Which has an order of its own of the texts in a set."""
+    """Each process orders the texts of a set differently."""
     flags, path = f"{own_file('has_sets_in_rows')} --steps-per-epoch 1 --epochs", runs.folder(first, "sets-in-rows")
     done(check, *(world.alone(first, path, f"{flags} {start}", dict(PYTHONHASHSEED=start)) for start in ("1", "2", "3")))
 
@@ -610,7 +610,7 @@ def test_sets_in_rows_are_the_same_data_in_each_process(check, world, runs, firs
 @clause("C3")
 @only(sizes=(1, 2))
 def test_another_workload_file_than_before_is_noted(check, world, runs, first, own_file):
-    """Its data and flags are the same, and its loss need not be."""
+    """Its data and flags are the same, but its loss may differ."""
     file, path = own_file("changed"), runs.folder(first, "another-file")
     names = ("changed.py", "beside_it.py", "package/part.py", "package/other.py")
     changed, beside, part, other = (runs.root / "workloads" / name for name in names)
@@ -635,7 +635,7 @@ def test_another_workload_file_than_before_is_noted(check, world, runs, first, o
 @clause("C8")
 @only(sizes=(1,))
 def test_losses_below_zero_are_as_good_as_others(check, world, runs, first, own_file):
-    """Killed in mid-epoch: the snapshot has the sum of an epoch's losses so far."""
+    """The run is killed in mid-epoch: the snapshot has the sum of the epoch's losses so far."""
     flags, an_epoch = long(world, own_file("below_zero"), epochs=1)
     flags, path = f"{flags} --save-steps {an_epoch // 5}", runs.folder(first, "below-zero")
     words = f'"kind":"snapshot","step":{2 * (an_epoch // 5)}'
@@ -668,14 +668,14 @@ def test_it_saves_every_so_many_minutes(check, world, runs, first, train_own):
     check.equal(saves_between_epochs=(bool(between_epochs), True))
     plain = runs.train(first, FP64)
     check.equal(save_minutes_by_default=(plain.values("start", "config")[0]["save_minutes"], 10))
-    slow = train_own("slow_steps", "--save-minutes 0.5 --steps-per-epoch 14")  # of 1.4 s
+    slow = train_own("slow_steps", "--save-minutes 0.5 --steps-per-epoch 14")  # takes 1.4 s
     check.equal(saves_in_a_second=(slow.values("snapshot", "step"), [14]))
 
 
 @clause("C8")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_the_best_model_is_no_snapshot_that_was_due(check, train_own):
-    """It is saved at the end of every epoch, which takes a tenth of the minutes."""
+    """Every epoch saves the best model, in a tenth of --save-minutes, but a snapshot is saved only when it is due."""
     flags = "--steps-per-epoch 2 --lr 0.005 --epochs 40 --save-every 999 --save-minutes 0.015"
     run = done(check, train_own("always_better", flags))
     check.equal(saves_before_the_end=(len(run.of("snapshot")) > 2, True))
@@ -686,7 +686,7 @@ def test_the_best_model_is_no_snapshot_that_was_due(check, train_own):
 @clause("C8")
 @only(sizes=(1,))
 def test_a_save_may_be_due_at_the_end_of_an_epoch(check, runs, first):
-    """That is neither evaluated nor saved for itself."""
+    """The epoch itself is neither evaluated nor saved."""
     run = done(check, runs.train(first, f"{FP64} --save-steps 14 --save-every 99 --eval-every 99"))
     check.equal(snapshots=(run.values("snapshot", "step"), [14, 28, 42]))
 
@@ -694,7 +694,7 @@ def test_a_save_may_be_due_at_the_end_of_an_epoch(check, runs, first):
 @clause("C9")
 @only(sizes=(1, 2), mpi="restart")
 def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
-    """--new-run-dir is how job scripts name a run directory; what the launcher tells of earlier starts decides."""
+    """Job scripts name a run directory by --new-run-dir; the launcher's number of earlier starts decides."""
     run_dir, of_job = runs.folder(launch, "of-a-job"), dict(run_dir="--new-run-dir")
     done(check, world.train(launch, run_dir, SHORT, **of_job))
     before = world.on_rank_0(lambda: sha256(run_dir / SNAPSHOT))
@@ -715,7 +715,7 @@ def test_only_a_job_s_first_start_begins_anew(check, world, launch, runs):
 @clause("C9")
 @only(sizes=(1,))
 def test_each_run_that_is_moved_aside_is_kept(check, world, runs, first):
-    """A second --fresh writes over nothing of what the first one has moved."""
+    """A second --fresh overwrites nothing that the first one has moved."""
     path, older = runs.folder(first, "each-aside"), {}
     for seed in range(3):
         done(check, world.train(first, path, f"{SHORT} --fresh --seed {seed}"))
@@ -727,7 +727,7 @@ def test_each_run_that_is_moved_aside_is_kept(check, world, runs, first):
 @clause("C9")
 @only(sizes=(1,), devices=("cpu",))
 def test_a_job_script_finds_the_run_where_it_is(check, world, runs, first, own_file):
-    """Of its own flag and the user's, the user's counts. A run of a user's own file has its name."""
+    """The user's flag overrules the script's. A run of a user's workload file has the file's name."""
     path, found, should_be = runs.folder(first, "find-run"), [], []
     own = own_file("prints", "of.two.parts")
     for run_dir in ("", own, "--new-run-dir of-job", "--new-run-dir of-that-job --run-dir of-user"):
@@ -743,12 +743,12 @@ def test_a_job_script_finds_the_run_where_it_is(check, world, runs, first, own_f
 @clause("C9")
 @only(sizes=(1,))
 def test_a_job_that_is_started_again_in_vain_ends(check, world, runs, first, own_file):
-    """Its starts fail before they have saved, as by a step that takes more memory than there is."""
+    """Its starts fail before a save, as with a step that needs too much memory."""
     path, flags = runs.folder(first, "in-vain"), f"{own_file('fails_alone_in_a_step')} --epochs 1"
     codes = [world.train(first, path, flags, restart=restart).exit_codes for restart in range(3)]
     check.equal(exit_codes=(codes, [[2]] * 3))
     one_line(check, world.train(first, path, flags, restart=3), 3, "saved nothing")
-    log = path / LOG  # as if they had been stopped, each in an evaluation that takes longer than it had
+    log = path / LOG  # as if each start was stopped in a long evaluation
     world.on_rank_0(lambda: log.write_text(log.read_text().replace('"exit_code":2', '"exit_code":75')))
     check.equal(exit_code_after_stops=(world.train(first, path, flags, restart=3).exit_codes, [2]))
 
@@ -766,7 +766,7 @@ def test_sharded_training_has_the_golden_losses(check, runs, first, flags):
 @clause("C10")
 @only(sizes=(2,), devices=("cpu",))
 def test_parts_are_kept_on_the_host_where_that_is_asked_for(check, train_own):
-    """A stand-in for fully_shard tells of it."""
+    """A stand-in for fully_shard prints the place."""
     for flags, place in (("", "the device"), (" --offload", "the host")):
         run = done(check, train_own("tells_when_sharded", f"--steps-per-epoch 1 --sharding full{flags}", apart=True))
         check.equal(places=({*re.findall(r"kept on (.*)", "\n".join(run.output))}, {place}))
@@ -777,7 +777,7 @@ def test_parts_are_kept_on_the_host_where_that_is_asked_for(check, train_own):
 @clause("C10")
 @only(sizes=(4,), devices=("cpu",))
 def test_hybrid_parts_are_those_of_a_node(check, train_own):
-    """Its losses are those of --sharding full, which asks the network between nodes for every layer."""
+    """Its losses are also those of --sharding full, which uses the network between nodes for every layer; the mesh differs."""
     run = done(check, train_own("tells_when_sharded", "--steps-per-epoch 1 --sharding hybrid", num_nodes=2, apart=True))
     told = {*re.findall(r"in \d parts, by .*", "\n".join(run.output))}
     check.equal(sharded=(told, {"in 2 parts, by a mesh of 2 dimensions"}))
@@ -792,7 +792,7 @@ def test_a_model_is_built_in_turn_on_nodes_of_one_and_of_three_ranks(check, worl
     done(check, train_own("looks_at_its_numbers", flags, num_nodes=2, environ=environ, apart=True))
 
 
-# By rank: its node, its place there, and how many ranks this node has.
+# For each rank: its node, its local rank, and the number of ranks on its node.
 PLACES = dict(cyclic=[(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)], uneven=[(0, 0, 1), (1, 0, 3), (1, 1, 3), (1, 2, 3)])
 
 
@@ -800,7 +800,7 @@ PLACES = dict(cyclic=[(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)], uneven=[(0, 0
 @only(sizes=(4,), devices=("cpu",))
 @pytest.mark.parametrize("order", PLACES)
 def test_hybrid_parts_need_nodes_that_are_alike(check, world, runs, first, order):
-    """Else parts that should be of one node were of several."""
+    """Otherwise the parts of one node would lie on several nodes."""
     place = dict(zip(("node_rank", "local_rank", "local_world_size"), PLACES[order][world.rank], strict=True))
     environ = {name: str(value) for key, value in place.items() for name in first.variables_with(key)}
     run = world.train(first, runs.folder(first, f"{order}-nodes"), f"{SHORT} --sharding hybrid", 2, environ=environ)
@@ -819,7 +819,7 @@ def test_sharded_models_have_numbers_that_no_snapshot_has(check, train_own):
 @clause("C10", "L20")
 @only(sizes=(2,), devices=("cpu",))
 def test_sharded_modules_are_given_what_whole_ones_are(check, train_own):
-    """Rows as they are, under bf16, too. One that changes a view, which a unit returned, in place learns as it does whole."""
+    """Rows are not rounded, even under bf16. A model that changes a unit's returned view in place learns as when whole."""
     rounded = done(check["L20"], train_own("looks_inside", "--precision bf16 --sharding full --steps-per-epoch 2"))
     check["L20"].equal(rounded_rows=("rounded rows" in "".join(rounded.output), False))
     runs = [train_own("looks_inside", f"--precision fp64 --steps-per-epoch 5 {flags}") for flags in ("", "--sharding full")]
@@ -840,7 +840,7 @@ def test_sharded_gradients_are_clipped_by_the_norm_of_all(check, runs, first):
 @clause("C10")
 @only(sizes=(2,), devices=("cpu",))
 def test_sharded_gradients_are_summed_in_fp32(check, train_own):
-    """Under bf16, too: one rank's is 2048 times as large as the other's, and both are exact."""
+    """This holds under bf16: one rank's gradient is 2048 times the other's, and both are exact."""
     run = done(check, train_own("large_and_small", "--precision bf16 --sharding full"))
     check.close(run.values("step", "grad_norm"), [(16 + 1 / 128) / 64], 1e-5, "the norm")
 
@@ -868,7 +868,7 @@ def test_from_whole_models_to_parts_and_back(check, world, runs, first):
 @clause("C11")
 @only(sizes=(2,), devices=("cpu",))
 def test_parts_go_on_with_all_of_the_optimizer(check, world, runs, first):
-    """AdamW has a number of steps of each parameter, too, which is nobody's part."""
+    """AdamW also has a step count for each parameter, which is not sharded."""
     flags = f"{FP64} --optimizer adamw --lr 0.01"
     never, path = runs.train(first, flags), runs.folder(first, "parts-adamw")
     for epochs in (1, 3):

@@ -40,7 +40,7 @@ pytestmark = IN_RANKS
 
 
 def disk_operations(output: str) -> list[list[str]]:
-    """By slow_disk: when, fsync or replace, of what."""
+    """Return slow_disk's lines as words: time, fsync or replace, and target."""
     return [line.split()[1:] for line in output.splitlines() if line.startswith("disk: ")]
 
 
@@ -77,14 +77,14 @@ def test_a_snapshot_holds_buffers_and_any_optimizer_s_state(check, world, runs, 
     tensors |= {f"optim.step.{of}": ("F32", []) for of in trained}
     snapshot = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT))
     check.equal(tensors=(snapshot["tensors"], tensors))
-    counted = zlib.crc32((14 * 2).to_bytes(8, "little"))  # micro-batches of an epoch, and none of a trial
+    counted = zlib.crc32((14 * 2).to_bytes(8, "little"))  # micro-batches of an epoch, none of the trial
     check.equal(crc32_of_batches_tracked=(snapshot["crc32"]["model.2.num_batches_tracked"], counted))
 
 
 @clause("S10", "S11")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_a_snapshot_is_written_beside_training(check, world, runs, first, train_own):
-    """On a slow disk, where steps are trained while it is: the state is that of a run whose disk is fast."""
+    """The disk is slow, and training continues during a save: the state equals that of a run with a fast disk."""
     flags = "--precision fp64 --epochs 1 --save-steps"
     run, fast = done(check["S11"], train_own("slow_disk", f"{flags} 4", apart=True), runs.train(first, f"{flags} 12"))
 
@@ -92,7 +92,7 @@ def test_a_snapshot_is_written_beside_training(check, world, runs, first, train_
         files = [path for name in (SNAPSHOT, "snapshot.prev.safetensors") if (path := one.folder / name).exists()]
         try:
             both = [take_apart(path) for path in files]
-        except ValueError as error:  # it is no safetensors file
+        except ValueError as error:  # no safetensors file
             return [(str(error), {})]
         return [(each["document"]["step"], each["crc32"]) for each in both]
 
@@ -114,7 +114,7 @@ def test_a_snapshot_is_written_beside_training(check, world, runs, first, train_
 
 
 def waits_are_told(check, run) -> None:
-    """Of a run all of whose saves are on record: each second for which training has waited, once."""
+    """Check, for a run with all saves recorded, that each second of training's waiting is counted once."""
     __tracebackhide__ = True
     seconds = run.values("end", "seconds")[-1]
     waited, writing = (sum(run.values("snapshot", name)) for name in ("seconds", "writing"))
@@ -126,7 +126,7 @@ def waits_are_told(check, run) -> None:
 @clause("S10")
 @only(sizes=(1,), devices=("cpu",))
 def test_saves_that_are_too_slow_for_a_stop_are_noted(check, train_own):
-    """Two may fall into the seconds that a stop leaves; here each takes more than half a second."""
+    """A stop's seconds may have to suffice for two saves; here each takes more than half a second."""
     notes = []
     for grace in (0.5, 60):
         run = done(check, train_own("slow_disk", f"--precision fp64 --grace {grace}", apart=True))
@@ -163,7 +163,7 @@ def test_a_save_is_finished_though_the_training_fails(check, train_own):
 @clause("S12")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_a_save_that_fails_beside_training_ends_all_ranks(check, train_own):
-    """That of step 20; the next one would be that of step 40, two seconds later, and the ranks speak once a second."""
+    """The save of step 20 fails. The next save would be two seconds later, at step 40, and ranks communicate once a second."""
     flags = "--precision fp64 --epochs 3 --save-steps 20 --save-every 9 --eval-every 9 --seconds 0.1"
     run = train_own("full_disk", flags, apart=True)
     one_line(check, run, 8, SNAPSHOT)
@@ -171,7 +171,7 @@ def test_a_save_that_fails_beside_training_ends_all_ranks(check, train_own):
 
 
 def take_set_apart(index: Path) -> dict:
-    """An index and its files, read by their formats; as take_apart(), and the bytes of tensors in each file."""
+    """Return an index and its files, read by their formats: as take_apart(), with the bytes of tensors in each file."""
     read, tensors, sums, sizes = json.loads(index.read_bytes()), {}, {}, {}
     for file in sorted({*read["weight_map"].values()}):
         raw = index.with_name(file).read_bytes()
@@ -187,7 +187,7 @@ def take_set_apart(index: Path) -> dict:
 
 
 def files_of(folder: Path) -> tuple[list[str], list[str]]:
-    """What is there, and what should be: the log, indexes, and the files that they name."""
+    """Return the files in a folder, and the expected ones: the log, the indexes, and the files that they name."""
     indexes = [folder / f"{name}.safetensors.index.json" for name in ("snapshot", "snapshot.prev", "best")]
     named = {file for index in indexes for file in take_set_apart(index)["sizes"]}
     return sorted(path.name for path in folder.iterdir()), sorted([LOG, *named, *(index.name for index in indexes)])
@@ -197,7 +197,7 @@ def files_of(folder: Path) -> tuple[list[str], list[str]]:
 @only(devices=("cpu",))
 def test_a_large_snapshot_is_a_set_of_files_that_holds_the_same(check, world, runs, first):
     run, whole = done(check, *(runs.train(first, flags) for flags in (f"{FP64} {SETS}", FP64)))
-    for name in ("snapshot", "snapshot.prev", "best"):  # read as a set, the one before has not been written over
+    for name in ("snapshot", "snapshot.prev", "best"):  # read as a set, the previous one is intact
 
         def both(name: str = f"{name}.safetensors") -> list:
             return [take_set_apart(run.folder / f"{name}.index.json"), take_apart(whole.folder / name)]
@@ -212,7 +212,7 @@ def test_a_large_snapshot_is_a_set_of_files_that_holds_the_same(check, world, ru
 @clause("S13")
 @only(sizes=(1,), devices=("cpu",))
 def test_another_set_of_a_step_has_files_of_its_own(check, tmp_path):
-    """Of 1,000 bytes at most each: three tensors of 400 bytes and one of 900, which is another one in the second set."""
+    """Files have at most 1,000 bytes: three tensors of 400 bytes and one of 900, which differs between the sets."""
     import torch
     from ddp_core import snapshot
 
@@ -228,7 +228,7 @@ def test_another_set_of_a_step_has_files_of_its_own(check, tmp_path):
 @clause("S13")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_an_index_has_its_name_after_all_that_it_names(check, world, train_own):
-    """Else a machine that crashes then leaves an index of files that are not there."""
+    """Otherwise a crash could leave an index that names missing files."""
     run = done(check, train_own("slow_disk", f"--precision fp64 --save-steps 7 {SETS}", apart=True))
     disk = [act for _, *act in disk_operations(run.output[0])]
     for name in ("snapshot", "best"):
@@ -245,13 +245,13 @@ def test_an_index_has_its_name_after_all_that_it_names(check, world, train_own):
 @clause("S10", "S13")
 @only(sizes=(2, 4), devices=("cpu",))
 def test_all_ranks_of_a_sharded_run_write_files_of_its_set(check, world, train_own):
-    """And rank 0 names the files when every rank has its own on the disk. Training waits for it, and the record says so."""
+    """Rank 0 names the files once every rank's own are on the disk. Training waits meanwhile, and the record says so."""
     run = done(check["S13"], train_own("slow_disk", f"--precision fp64 --sharding full {SETS}", apart=True))
     waits_are_told(check["S10"], run)
     named = world.on_rank_0(lambda: [path.stat().st_size for path in run.folder.glob("snapshot-*.safetensors")])
     acts = [[(float(when), *act) for when, *act in disk_operations(output)] for output in run.output]
     names = [(when, target) for when, act, target, *_ in acts[0] if act == "replace"]
-    [best] = [when for when, target in names if target == "best.safetensors.index.json"]  # which is saved before
+    [best] = [when for when, target in names if target == "best.safetensors.index.json"]  # saved before the snapshot
     first_name = min(when for when, target in names if when > best and target.startswith("snapshot-"))
     synced = [[size for when, act, size, *_ in of if act == "fsync" and best < when < first_name] for of in acts]
     files = [[size for size in sizes if size != "folder"] for sizes in synced]
@@ -265,7 +265,7 @@ def test_all_ranks_of_a_sharded_run_write_files_of_its_set(check, world, train_o
 @clause("S13")
 @only(sizes=(2, 4), devices=("cpu",))
 def test_a_rank_that_cannot_write_its_file_of_a_set_ends_all(check, world, train_own):
-    """The files of 100 kB and more are those of the last ranks."""
+    """The full disk takes no file of 100 kB or more, and the last ranks write these."""
     run = train_own("full_disk", f"--precision fp64 --sharding full {SETS}", apart=True)
     one_line(check, run, 8, f".safetensors: file 2 of 5, by rank 1 on {os.uname().nodename}: ")
     check.equal(snapshots=(run.of("snapshot"), []))
@@ -275,7 +275,7 @@ def test_a_rank_that_cannot_write_its_file_of_a_set_ends_all(check, world, train
 @clause("S13")
 @only(sizes=(2,), devices=("cpu",))
 def test_rank_0_writes_the_whole_set_where_others_do_not_see_its_folder(check, world, runs, first, own_file, monkeypatch):
-    """Which is on its node's own disk, as is here a path that begins in each rank's own working directory."""
+    """The folder is on a node's own disk; here, a path relative to each rank's own working directory."""
     folder = runs.folder(first, "disks")
     (folder / f"of-{world.rank}").mkdir(parents=True)
     monkeypatch.chdir(folder / f"of-{world.rank}")
@@ -289,9 +289,9 @@ def test_rank_0_writes_the_whole_set_where_others_do_not_see_its_folder(check, w
 @clause("S13")
 @only(sizes=(2, 4), devices=("cpu",))
 def test_from_one_file_to_a_set_and_back(check, world, runs, first):
-    """Nothing stale is left that could be taken for the run's state."""
+    """No stale file is left that could be mistaken for the run's state."""
     path, names = runs.folder(first, "sets"), []
-    mine = path / "model-00001-of-00002.safetensors"  # a user's own: as Hugging Face names it
+    mine = path / "model-00001-of-00002.safetensors"  # a user's own file, named as by Hugging Face
     world.on_rank_0(lambda: [path.mkdir(parents=True), mine.touch()])
     for epochs, flags in enumerate(("", f"--sharding full {SETS}", SETS, ""), 1):
         run = done(check, world.train(first, path, f"--workload digits --precision fp64 --epochs {epochs} {flags}"))
@@ -305,7 +305,7 @@ def test_from_one_file_to_a_set_and_back(check, world, runs, first):
 @clause("S13")
 @only(sizes=(1,), devices=("cpu",))
 def test_a_set_is_moved_aside_whole(check, world, runs, first):
-    """--fresh keeps the older run, and the new one sweeps away what no index names."""
+    """--fresh keeps the older run, and the new one removes only files that no index names."""
     path = runs.folder(first, "set-aside")
     done(check, *(world.train(first, path, f"{SHORT} {SETS} {flags}") for flags in ("", "--seed 1 --fresh")))
     index = json.loads((path / f"old-1/{SNAPSHOT}.index.json").read_text())
@@ -324,7 +324,7 @@ def test_every_launcher_of_every_site_writes_the_same_bytes(check, world, launch
 @clause("S8")
 @pytest.mark.parametrize("num_nodes", [1, TWO])
 def test_rank_0_alone_writes(check, world, launch, runs, num_nodes):
-    umask = os.umask(0)  # as of a user who shares everything, and perhaps does not know
+    umask = os.umask(0)  # as of a user who shares everything, perhaps unknowingly
     run = world.train(launch, runs.folder(launch, f"writers-{num_nodes}"), SHORT, num_nodes)
     os.umask(umask)
     done(check, run)
@@ -354,14 +354,14 @@ def test_epochs_that_are_not_evaluated_or_saved(check, world, runs, first):
 @clause("S9")
 @only(sizes=(1, 2))
 def test_the_best_model_is_kept_though_no_snapshot_is_due(check, world, runs, first, own_file):
-    """Its loss rises in the last epoch, after which alone a snapshot is saved."""
+    """The loss rises in the last epoch, and only that epoch saves a snapshot."""
     path = runs.folder(first, "worsens")
     run = done(check, world.train(first, path, f"{own_file('worsens')} --epochs 3 --save-every 3"))
     losses = run.values("epoch", "eval_loss")
     file = path / "best.safetensors"
     best = world.on_rank_0(lambda: take_apart(file)["document"]["epochs_run"] if file.exists() else 0)
     check.equal(rises_at_last=(losses[-1] > min(losses), True), epochs_of_the_best=(best, losses.index(min(losses)) + 1))
-    check.equal(snapshots_on_record=(run.values("snapshot", "step"), [42]))  # a killed run would be asked for more
+    check.equal(snapshots_on_record=(run.values("snapshot", "step"), [42]))  # else a killed run would wait for a later one
 
 
 @clause("S9")
@@ -409,7 +409,7 @@ def test_verify_tells_of_any_file_that_is_damaged(check, world, own, runs):
 @clause("S5")
 @only(sizes=(1,))
 def test_large_tensors_and_long_documents_are_whole(check, world, runs, first, train_own):
-    """They are written and read in parts, of 16 MB say: what is at a part's end counts."""
+    """Both are written and read in parts of 16 MB, for example; this checks the parts' ends."""
     from ddp_core import background, record, run_directory, snapshot
 
     run = done(check, train_own("large", "--precision fp64 --steps-per-epoch 1 --global-batch-size 8"))
@@ -430,7 +430,7 @@ def test_large_tensors_and_long_documents_are_whole(check, world, runs, first, t
 @only(sizes=(1, 2), devices=("cpu",))
 @pytest.mark.parametrize("newer", ["set", "file"])
 def test_of_a_file_and_a_set_the_one_that_is_further_counts(check, world, runs, first, newer):
-    """Both are whole: killed between the commit of one and the removal of the other."""
+    """Both are intact: the run was killed after one was committed, before the other was removed."""
     one, of_set = (runs.train(first, f"{STEP_7_AND_14} {flags}") for flags in ("", SETS))
     run_dir = runs.folder(first, f"newer-{newer}")
     done(check, one, of_set)
@@ -452,12 +452,12 @@ def test_of_a_file_and_a_set_the_one_that_is_further_counts(check, world, runs, 
 @clause("S6", "S7")
 @only(sizes=(1,), mpi=False, devices=("cpu",))
 def test_killed_in_the_middle_of_a_snapshot(check, world, own, runs):
-    """When 100 kB of the second snapshot are written, of 300: the first stands as it was, and the next start clears up."""
+    """The run is killed after 100 of 300 kB of the second snapshot: the first one is intact, and the next start clears up."""
     path, flags = runs.folder(own, "killed-in-the-middle"), "--precision fp64 --eval-every 3"
     done(check["S7"], world.train(own, path, f"{flags} --epochs 1"))
     before = world.on_rank_0(lambda: sha256(path / SNAPSHOT))
     killed = world.train(own, path, f"{flags} --epochs 3", kill_ranks=(0,), largest_file=100_000)
     expect_exit(check["S7"], killed, 128 + signal.SIGXFSZ)
     check["S7"].equal(snapshot=(world.on_rank_0(lambda: sha256(path / SNAPSHOT)), before))
-    done(check["S7"], world.train(own, path, f"{flags} --epochs 1"))  # which has nothing to do
+    done(check["S7"], world.train(own, path, f"{flags} --epochs 1"))  # has nothing to do
     check["S6"].equal(left_behind=(world.on_rank_0(lambda: [one.name for one in path.glob(".*")]), []))
