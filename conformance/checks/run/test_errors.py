@@ -352,6 +352,16 @@ def test_what_fails_on_one_rank_ends_all_with_its_code(check, train_own, rank):
 
 
 @clause("X12")
+@only(sizes=(2,))
+@pytest.mark.parametrize("flags", ["", "--sharding full"], ids=["ddp", "sharded"])
+def test_a_parameter_that_one_rank_leaves_out_ends_all(check, train_own, flags):
+    """Under ddp the other ranks would wait for its gradient until --timeout; FSDP2 would add another's in its place."""
+    run = expect_exit(check, train_own("skips_on_one_rank", f"--timeout 40 {flags}", apart=True), 2)
+    says = "had no gradient in step 3: "
+    check.equal(says=(says if says in "".join(run.errors) else "".join(run.errors)[-300:], says))
+
+
+@clause("X12")
 @only(sizes=(2,), devices=("cpu",))
 def test_a_rank_that_comes_late_hears_why_all_end(check, world, train_own):
     """Its exit code is the same, because the launcher returns the highest code of the ranks."""

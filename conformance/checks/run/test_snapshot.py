@@ -135,6 +135,16 @@ def test_saves_that_are_too_slow_for_a_stop_are_noted(check, train_own):
 
 
 @clause("S11")
+@only(sizes=(2,), devices=("cpu",))
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "waits"])
+def test_a_save_may_take_longer_than_the_timeout(check, world, runs, first, train_own, beside):
+    """Without this the other ranks would take rank 0 for dead, and the launcher would kill it while it writes."""
+    flags, slow = "--precision fp64 --epochs 1 --timeout 5", dict(environ=dict(DDP_FAULT="slow save=1 seconds=14"), apart=True)
+    run = world.train(first, runs.folder(first, "slow"), flags, **slow) if beside else train_own("has_no_room", flags, **slow)
+    check.equal(snapshots=(done(check, run).values("snapshot", "step"), [14]))
+
+
+@clause("S11")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_epochs_that_end_while_a_snapshot_is_written_are_not_in_it(check, world, train_own):
     flags = "--precision fp64 --epochs 8 --steps-per-epoch 2 --save-every 4 --eval-every 99"
