@@ -2186,16 +2186,20 @@ class SkipsALayer(Digits):
         self.net[0].skips = self.steps_done == 3
         return model(batch[0])
 """,
-    # The host has no memory for a copy of the state: training waits while it is written.
-    "has_no_room": """
+    # The host has so much memory for a copy of the state; with less than that, training waits while it is written.
+    "has_room": """
 from ddp_core import memory
 
-class HasNoRoom(Digits):
+class HasRoom(Digits):
+    def flags(self, add):
+        add("--room", type=int, default=0, remembered=False, help="bytes")
+
     def optimizer(self, model, config):
-        memory.available = lambda: 0
+        memory.available = lambda: config.room
         return super().optimizer(model, config)
 """,
     # Of two parallel layers the last rank passes over one in step 3; under --sharding the others pass over the other one.
+    # Steps are so slow that the ranks meet after each.
     "skips_on_one_rank": """
 class Net(nn.Module):
     skips = None
@@ -2217,6 +2221,7 @@ class SkipsOnOneRank(Digits):
         other = None if self.config.sharding == "none" else 1
         self.net = next(module for module in model.modules() if hasattr(module, "skips"))
         self.net.skips = (0 if last else other) if self.steps_done == 3 and torch.is_grad_enabled() else None
+        time.sleep(1.1 if 0 < self.steps_done < 4 else 0)
         return model(batch[0])
 """,
     # Under --sharding: FSDP frees a parameter that is handed on, and has but a part of one that another layer reads.

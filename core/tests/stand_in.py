@@ -130,6 +130,7 @@ def _install_groups(kind: str, say) -> None:
 
     def init_process_group(backend, device_id=None, **others):
         say("group", backend, device_id)
+        say("patience", others["timeout"].seconds)
         named.append(backend)
         init("gloo", **others)
 

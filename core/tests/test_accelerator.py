@@ -43,6 +43,7 @@ def test_it_is_the_training_of_the_cpu_on_a_device_a_rank(finished, tmp_path, ki
     assert [[row[name] for name in names] for row in start["ranks"]] == [
         [f"{kind}:{index}", index, backend, f"stand-in {index}"] for index in range(2)
     ]
+    assert said(job, "patience") == [["80"], ["80"]], "a hang ends with 7 if the control group notices it first"
     assert f"2 on {kind}" in job.out[0]
     assert "page-locked" in job.out[0] and job.records("snapshot")[-1]["copy"] > 0, "snapshots are not saved beside training"
 

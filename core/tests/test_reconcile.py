@@ -135,6 +135,19 @@ def test_the_ranks_wait_for_each_other_before_they_wait_for_their_devices():
     assert order == ["peers", "cpu"]
 
 
+def test_the_seconds_of_steps_end_when_the_device_has_done_them(monkeypatch):
+    """The host is ahead of the device: its own clock would count these steps' seconds to the next ones."""
+    clock, peers = [NOW], Peers(seconds=0)
+    peers.wait = lambda: None
+    monkeypatch.setattr(reconcile, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with Marked(lambda what, name: clock.append(clock.pop() + 2.0)) as marked:
+        marked.in_step = True
+        reconciliation = Reconciliation(peers)
+        reconciliation.losses = reconciliation.norms = [torch.ones((), device=torch.device("cuda"))]
+        agreed = reconciliation.exchange(1, stop=False, save=False, tolerates=False)
+    assert (agreed.seconds, reconciliation.last) == (2.0, NOW + 2)
+
+
 def test_what_was_told_is_forgotten_and_the_clock_begins_anew():
     reconciliation, _ = exchange(Peers(), seconds=5)
     assert reconciliation.losses == reconciliation.norms == []

@@ -103,6 +103,14 @@ def test_lower_precisions(finished, precision):
     assert ours.losses != finished(f"{flags} {FULL}".replace(precision, "fp32"), 2).losses, "it was not computed in it"
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_batch_norm_in_lower_precisions(tmp_path, precision):
+    """PyTorch takes its weights in the precision of its statistics alone."""
+    flags, ways = f"--epochs 1 --precision {precision}", (FULL, "--reduction flat")  # under ddp fp16 skips other steps
+    ours, theirs = (train(tmp_path / f"run{way}", f"{flags} {way}", 2, workload="small:BatchNorm", code=0) for way in ways)
+    assert deviation(ours.losses, theirs.losses) < 0.05
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_hybrid(finished, tmp_path, nodes):
     job = train(tmp_path / "run", f"{RUN} --sharding hybrid --clip-norm 0.5", ranks=ranks.on_nodes(nodes, 4 // nodes), code=0)

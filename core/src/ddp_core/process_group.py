@@ -28,6 +28,8 @@ from ddp_core.rank import Rank
 from ddp_core.rendezvous import Rendezvous, with_timeout
 
 ROLL_CALL = 5.0  # seconds that the remaining ranks wait for each other before they report a rank as lost
+# NCCL's watchdog ends the process at its timeout (SIGABRT, 134), so the control group's must come first: exit code 7.
+NOTICED_BY_GLOO = timedelta(seconds=60)
 LOOPBACK = "lo"  # its name on Linux
 NOTHING = torch.zeros(0, dtype=torch.float64)
 DIFFER = "mismatch between collectives"  # in PyTorch's message when TORCH_DISTRIBUTED_DEBUG=DETAIL compares calls
@@ -57,7 +59,7 @@ class Peers:
                 store=dist.PrefixStore("group", of_data),
                 rank=rank.rank,
                 world_size=rank.world_size,
-                timeout=timeout,
+                timeout=timeout if backend == "gloo" else timeout + NOTICED_BY_GLOO,
                 device_id=None if backend == "gloo" else device,
             )
             self.data = dist.group.WORLD
