@@ -105,7 +105,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """What core/FAULTS.md promises of 64 faults, a test or more each. `-- --long`: also 200 SIGKILLs at random moments.
+    """What core/FAULTS.md promises, a test or more for each fault. `-- --long`: also 200 SIGKILLs at random moments.
 
     `-- --long --kills 50 --seed 7`: so many, and others. It takes some minutes, --long some half an hour.
     """
