@@ -9,8 +9,8 @@
     python -m conformance suite                                                            tests of the suite itself
     python -m conformance mutants                                                          broken sites and cores are rejected
 
-Run it from the repository's top, in an environment that has what noxfile.py installs. Other flags are pytest's: --clause ID or
--k WORDS, for example. Everything is run and reported, whatever fails; the exit code is then 1.
+Run it in the repository's top folder, in an environment with the packages of noxfile.py. Other flags go to pytest, for example
+--clause ID or -k WORDS. A failure stops nothing: all checks run and are reported, and the exit code is then 1.
 """
 
 import argparse
@@ -30,17 +30,17 @@ from conformance.harness import sites
 ROOT = sites.ROOT
 PYTEST = (sys.executable, "-m", "pytest")
 CHECKS, SELFTEST = "conformance/checks/test_{}.py", "conformance/selftest/test_{}.py"
-RANKS = "conformance/checks/run"  # what needs them
-# They need neither ranks nor torch.
+RANKS = "conformance/checks/run"  # the checks that need ranks
+# These checks need neither ranks nor torch.
 DRY = [f"dry_{about}" for about in ("run", "devices", "sources", "files", "ends", "install")]
 STATIC = [CHECKS.format(name) for name in ("static", "train", *DRY)]
-WORLD_SIZES = (2, 4, 1)  # in this order a snapshot is resumed by more ranks and by fewer
-AT_ONCE, FILES_AT_ONCE, CLUSTERS_AT_ONCE = 2, 3, 4  # the latter two wait more than they work
+WORLD_SIZES = (2, 4, 1)  # in this order, a snapshot is resumed by more ranks and by fewer
+AT_ONCE, FILES_AT_ONCE, CLUSTERS_AT_ONCE = 2, 3, 4  # commands at a time, on two cores: the last two kinds mostly wait
 
 
 def main(argv: list[str]) -> int | str:
     if "--workload" in (flag.partition("=")[0] for flag in argv) and argv[0] != "cluster":
-        from conformance.certify.__main__ import main as certify  # not for those who only ask which packages there are
+        from conformance.certify.__main__ import main as certify  # here: `extras --packages` does not need it
 
         return certify(argv)
     sessions = dict(sites=check_sites, extras=check_extras, cluster=check_clusters, suite=check_suite, mutants=check_mutants)
@@ -74,10 +74,10 @@ def main(argv: list[str]) -> int | str:
 
 
 def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
-    """Every site's files, then its train.py in ranks; with --submit by its own job script."""
+    """Check every site's files, then its train.py in ranks; with --submit, through its own job script."""
     work = emptied(chosen.work or ROOT / "build" / "conformance", "parts", "handed-on", "logs")
     flags = [f"--part={work}/parts", *others]
-    # --clause and -k may leave nothing to do to some of these commands; to all: then report() says that nothing was checked.
+    # With --clause or -k, some of these commands may find no test. If all find none, report() says that nothing was checked.
     fine = {0} if all(flag.startswith("--site=") for flag in others) else {0, int(pytest.ExitCode.NO_TESTS_COLLECTED)}
     if chosen.submit is not None:
         device = [f"--device={chosen.device}"] if chosen.device else []
@@ -92,7 +92,7 @@ def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
             count = devices(chosen.device)
             if not count:
                 return f"--device {chosen.device}, but this torch sees no such device here"
-            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic; read when the first run starts cuBLAS
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for deterministic cuBLAS, read in the first run
             ranks = [(size, "auto") for size in sorted({1, count})] + [(2, "gloo"), (4, "gloo")]
         flags += [f"--device={chosen.device or 'cpu'}", f"--handed-on={work}/handed-on"]
 
@@ -101,10 +101,10 @@ def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
             return [*mpiexec, *PYTEST, *flags, "--with-mpi", f"--backend={backend}", RANKS]
 
         started = len(files) + len(ranks)
-        # On a CPU ranks wait half of the time: two sessions fit. One site, or some checks, is shown as it goes on.
+        # On a CPU, ranks wait half of the time, so two sessions fit. One site, or a few checks, is shown while it runs instead.
         if files and fine == {0} and len(chosen.site) != 1:
             halves, sizes = dict(files), dict[str, int]()
-            chains = [[name] for name in files]  # they fill what the ranks leave of the two at once
+            chains = [[name] for name in files]  # the short file checks fill the place that a session of ranks leaves free
             for about in ("sites", "core"):
                 names = {f"{about}-{size}": size for size in WORLD_SIZES}
                 halves |= {name: [*of_ranks(size, "auto"), f"--about={about}"] for name, size in names.items()}
@@ -127,7 +127,7 @@ def check_sites(chosen: argparse.Namespace, others: list[str]) -> int | str:
 
 
 def commands_of_files(chosen: argparse.Namespace, others: list[str], work: Path) -> dict[str, list[str]]:
-    """What needs neither ranks nor torch, by site."""
+    """By site, the command of its checks that need neither ranks nor torch."""
     others = [flag for flag in others if not flag.startswith("--site=")]
     names = chosen.site or [site.folder.name for site in sites.find()]
     return {name: [*PYTEST, f"--part={work}/parts/{Path(name).name}", f"--site={name}", *others, *STATIC] for name in names}
@@ -150,7 +150,7 @@ def check_extras(chosen: argparse.Namespace, others: list[str]) -> int | str:
 
 
 def check_clusters(chosen: argparse.Namespace, others: list[str]) -> int | str:
-    """Every site's job scripts on its own virtual cluster, several clusters at a time; and what they must reject."""
+    """Run each site's job scripts, and broken ones, on virtual clusters, several clusters at a time."""
     from conformance.cluster import prefix, virtual
 
     if lacking := virtual.missing(Path(chosen.tree)):
@@ -161,10 +161,10 @@ def check_clusters(chosen: argparse.Namespace, others: list[str]) -> int | str:
             return "--keep: of which site? Pass --site NAME, too"
         command = [sys.executable, "-m", virtual.__name__, "--site", chosen.site[0], f"--tree={chosen.tree}", "--keep"]
         return subprocess.run(command, check=False).returncode
-    if not run([sys.executable, "-m", prefix.__name__], log=work / "logs" / "prefix.txt"):  # once, and not by several at a time
+    if not run([sys.executable, "-m", prefix.__name__], log=work / "logs" / "prefix.txt"):  # once, before all need it
         return (work / "logs" / "prefix.txt").read_text()
 
-    # What snapshots are compared to: 4 ranks without a scheduler, of any site.
+    # Jobs' snapshots are compared with this one: 4 ranks without a scheduler, of any site.
     names = chosen.site or [site.folder.name for site in sites.find()]
     ranks = ["--with-mpi", "--device=cpu", f"--handed-on={work}/handed-on", "--clause=C2", "-k=handed_on", f"--site={names[0]}"]
     if not run(["mpiexec", "-n", "4", *PYTEST, *ranks, RANKS], world_size=4):
@@ -173,7 +173,7 @@ def check_clusters(chosen: argparse.Namespace, others: list[str]) -> int | str:
     about = ["--rung=cluster", f"--handed-on={work}/handed-on"]
     of_site = [SELFTEST.format("nodes"), SELFTEST.format("found"), CHECKS.format("jobs")]
     flags = {name: [*of_site, *about, f"--site={name}", f"--part={work}/parts/{Path(name).name}"] for name in names}
-    if not chosen.site:  # what is about no site: what clusters must reject, the clusters themselves, and a user's own model
+    if not chosen.site:  # tests of no single site: what clusters must reject, the clusters themselves, a user's own model
         flags = dict(broken=[SELFTEST.format("broken"), "--broken"]) | flags  # first: it takes longest
         for name in ("certify_jobs", "own_model"):
             flags[name] = [SELFTEST.format(name), "--rung=cluster", f"--part={work}/parts/{name}"]
@@ -200,14 +200,14 @@ def certify_on_cluster(chosen: argparse.Namespace, others: list[str]) -> int | s
 
 
 def check_suite(chosen: argparse.Namespace, others: list[str]) -> int | str:
-    """What needs no site: that the suite itself rejects, reports, submits, and takes in a new site."""
+    """Test the suite itself, without a site: that it rejects, reports, submits, and takes in a new site."""
     from conformance.conftest import OF_CLUSTER, OF_EXTRAS, OF_MINUTES
 
     work = emptied(chosen.work or ROOT / "build" / "suite", "parts", "logs")
-    elsewhere = {OF_MINUTES, OF_EXTRAS, *OF_CLUSTER, *(Path(path).name for path in STATIC)}  # of other sessions
+    elsewhere = {OF_MINUTES, OF_EXTRAS, *OF_CLUSTER, *(Path(path).name for path in STATIC)}  # other sessions run these
     files = [path for path in sorted(ROOT.glob("conformance/*/test_*.py")) if path.name not in elsewhere]
     longest = [f"test_{name}" for name in ("sound_programs", "certify", "new_site", "programs", "suite", "submit", "mistakes")]
-    files.sort(key=lambda path: [*longest, path.stem].index(path.stem))  # last, one of them would be alone
+    files.sort(key=lambda path: [*longest, path.stem].index(path.stem))  # longest first: a long file at the end would run alone
     about = [*PYTEST, "--rung=suite", *others]
     commands = {path.stem: [*about, f"--part={work}/parts/{path.stem}", str(path.relative_to(ROOT))] for path in files}
     failures = side_by_side(commands, FILES_AT_ONCE, work / "logs")
@@ -220,7 +220,7 @@ def check_mutants(chosen: argparse.Namespace, others: list[str]) -> int | str:
 
 
 def run(command: list[str], world_size: int = 1, log: Path | None = None) -> bool:
-    """Whether it succeeded. log: the file that takes its output."""
+    """True if it succeeded. log: the file that takes its output."""
     return code_of(command, world_size, log) == 0
 
 
@@ -239,10 +239,10 @@ def side_by_side(
     chains: list[list[str]] | None = None,
     sizes: dict[str, int] | None = None,
 ) -> list[str]:
-    """Several at a time, each with a log. Prints what passed; returns the last lines of each that failed.
+    """Run commands, at_once at a time, each with a log. Print which passed; return the last lines of each that failed.
 
-    fine: exit codes; without it, where -k or --clause leave something to one of them, the others may have nothing to do.
-    chains: names of which each waits for the one before; without it none waits. sizes: how many ranks, where not one.
+    fine: exit codes that are no failure. By default 0; and "no tests collected" if any command returned 0, since -k or --clause
+    may leave a command without tests. chains: in each, a name waits for the one before. sizes: ranks, where not 1.
     """
 
     def started(name: str) -> tuple[str, Path, int]:
@@ -260,14 +260,14 @@ def side_by_side(
 
 
 def report(work: Path, chosen: list[str]) -> bool:
-    """Draw the reports; those of a site in a folder elsewhere are written there."""
+    """Draw the reports. Those of a site outside the repository are written in its folder."""
     outside = [folder for name in chosen if ((folder := Path(name).resolve()) / "site.toml").is_file()]
     folders = [f"--reports={folder / 'reports'}" for folder in outside if ROOT not in folder.parents]
     return run([sys.executable, "-m", "conformance.report", "--parts", f"{work}/parts", *folders])
 
 
 def emptied(work: Path, *names: str) -> Path:
-    """The folder, with empty ones of these names in it."""
+    """The folder `work`, with empty subfolders of these names."""
     for name in names:
         shutil.rmtree(work / name, ignore_errors=True)
         (work / name).mkdir(parents=True)

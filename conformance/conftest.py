@@ -1,10 +1,10 @@
-"""Options, fixtures, and what is collected when.
+"""Options, fixtures, and which tests are collected when.
 
     python -m pytest conformance                                              what needs one process
     EXPECT_WORLD=2 mpiexec -n 2 python -m pytest --with-mpi conformance/checks/run      what needs ranks
     python -m pytest --submit --site NAME conformance/checks/run                     the same by jobs, on a login node
 
---site NAME_OR_FOLDER restricts both to one site, --clause ID to one clause; each may be given again.
+--site NAME_OR_FOLDER restricts all three to one site, --clause ID to one clause. Each may be repeated.
 """
 
 import sys
@@ -77,7 +77,7 @@ def pytest_configure(config):
     if submitted:
         if with_ranks:
             raise pytest.UsageError("--submit needs no ranks: without mpiexec and --with-mpi")
-        config.addinivalue_line("markers", "mpi: needs ranks")  # no pytest-mpi is needed
+        config.addinivalue_line("markers", "mpi: needs ranks")  # pytest-mpi, which defines this marker, is not needed here
     else:
         config.option.device = config.option.device or "cpu"
     of_this_session = Submitted if submitted else Ranks if with_ranks else Verdicts
@@ -85,7 +85,7 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """What needs ranks, or minutes, is not there without them, rather than skipped."""
+    """Leave out tests that need ranks, minutes or a cluster, unless asked for. A skipped test would be a failure (V2)."""
     missing = {OF_RANKS: not config.pluginmanager.has_plugin("ranks")}
     missing |= {OF_MINUTES: not config.getoption("--broken"), OF_EXTRAS: not config.getoption("--extras")}
     missing |= dict.fromkeys(OF_CLUSTER, not config.getoption("--cluster"))
@@ -121,7 +121,7 @@ def pytest_collection_modifyitems(config, items):
     chosen = [item for item in items if says_something(item)]
     later = [item for item in chosen if parameters(item).get("handed_on", ...) is None]
     if not submitted:
-        (ranks or config.pluginmanager.get_plugin("verdicts")).expect(later)  # report/merge.py sees that another session does
+        (ranks or config.pluginmanager.get_plugin("verdicts")).expect(later)  # report/merge.py checks that another session does
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen or item in later])
     items[:] = [item for item in chosen if item not in later]
 
@@ -173,13 +173,13 @@ def world(request):
 
 @pytest.fixture(scope="session")
 def root(world, tmp_path_factory) -> Path:
-    """Where the runs are: of jobs, where all nodes see them."""
+    """The folder of the runs; for jobs, one that all nodes see."""
     return world.runs_folder(lambda: tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="session")
 def cluster(site, tmp_path_factory, pytestconfig):
-    """The site's, with a spare node, under a Slurm that soon gives a node up."""
+    """The site's cluster, with a spare node. Its Slurm gives up a silent node after 5 s."""
     from conformance.cluster import layer
     from conformance.cluster.virtual import VirtualSite
 

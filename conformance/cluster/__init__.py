@@ -2,7 +2,7 @@
 
     python -m conformance.cluster.virtual --site NAME_OR_FOLDER [--nodes N] [--keep]
 
-virtual.py raises and ends it, layer.py makes what a job finds there.
+virtual.py starts and ends it; layer.py makes what a job finds there besides Slurm.
 """
 
 from dataclasses import dataclass, field
@@ -11,16 +11,16 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Layer:
-    """What a job finds on the machine beside Slurm: made by layer.py, put on every node by virtual.py."""
+    """What a job finds on the machine besides Slurm. layer.py makes it; virtual.py puts it on every node."""
 
-    # A tree that lies over the nodes' root: usr/local/bin/... with stand-ins, etc/profile.d/... It is copied, so keep it small.
+    # A tree laid over the nodes' root: stand-ins in usr/local/bin/, etc/profile.d/... It is copied, so keep it small.
     overlay: Path
-    # Lmod's module files, bound to /opt/modulefiles, which is then all of MODULEPATH.
+    # Lmod's module files. They are bound to /opt/modulefiles, which is then all of MODULEPATH.
     modulepath: Path | None = None
-    # Absolute path on the nodes ({user} is filled in) to the file or folder that is bound there; None: an empty folder of each
-    # node's own, the user's, as a local disk is.
+    # Absolute path on the nodes ({user} is filled in) to the file or folder that is bound there. None: an empty folder on each
+    # node, which belongs to the user, like a local disk.
     paths: dict[str, Path | None] = field(default_factory=dict)
-    # More names of each node, before which its name is filled in: "{name}.hsn.example.org".
+    # More names of each node, with the node's name filled in: "{name}.hsn.example.org".
     hosts: list[str] = field(default_factory=list)
-    # What a login shell exports.
+    # Variables that a login shell exports.
     environment: dict[str, str] = field(default_factory=dict)

@@ -1,9 +1,9 @@
-"""Slurm's accounting in a virtual cluster: it asks here whether the user may have the account and the QOS of a job.
+"""Slurm's accounting in a virtual cluster. Slurm asks it whether the user may use a job's account and QOS.
 
     sacctmgr show associations          what it knows, on any node of a cluster that is up
 
-The account and the QOS are those of site.toml; the first of the QOS is what a job gets that asks for none. A mariadbd and a
-slurmdbd are on the login node, and end with it. Nothing is kept: their data are in its memory.
+Account and QOS come from site.toml. A job that asks for no QOS gets the first. A mariadbd and a slurmdbd run on the login node
+and end with it. Their data are in its memory, and are not kept.
 """
 
 from conformance.cluster.shape import LOGIN
@@ -58,12 +58,12 @@ until_it $! sacctmgr --noheader show cluster
 
 
 def has_accounts(site: Site) -> bool:
-    """A scheduler that Slurm only stands in for has no accounts of Slurm's."""
+    """False also where Slurm stands in for another scheduler, which does not have Slurm's accounts."""
     return site.toml["scheduler"] == "slurm" and "account" in site.toml.get("queue", {})
 
 
 def settings(site: Site) -> dict[str, str]:
-    """For slurm.conf."""
+    """Settings for slurm.conf."""
     if not has_accounts(site):
         return {}
     return dict(
@@ -79,7 +79,7 @@ def steps(site: Site, user: str) -> dict[str, list[str]]:
         return {}
     queue = site.toml["queue"]
     account, qos = queue["account"], queue.get("qos") or ["normal"]
-    added = ",".join(name for name in qos if name != "normal")  # which is always there
+    added = ",".join(name for name in qos if name != "normal")  # Slurm always has the QOS normal
     added_words = dict(cluster=[site.name], qos=[added], account=[account])
     added_words |= dict(user=[user, f"Account={account}", f"QOS={','.join(qos)}", f"DefaultQOS={qos[0]}"])
     adds = {what: ["sacctmgr", "--immediate", "add", what, *words] for what, words in added_words.items() if all(words)}

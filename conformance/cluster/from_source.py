@@ -1,8 +1,8 @@
-"""Stand-in for mpi4py's source: what `pip install --no-binary=mpi4py` builds on a node. prefix.py packs it with PyPI's wheel.
+"""Stand-in for mpi4py's source, which `pip install --no-binary=mpi4py` builds on a node. prefix.py packs it with PyPI's wheel.
 
-From its source mpi4py takes more than a minute, most of it for one C file of 13 MB. This looks for a compiler where mpi4py
-does (MPICC, else mpicc on PATH), compiles and links the same small program, and takes what PyPI's wheel has for MPICH in
-place of what would be compiled: both ask for libmpi.so.12, and find it when a program starts. Another MPI is an error.
+Compiling the real source takes more than a minute, most of it for one C file of 13 MB. This stand-in looks for a compiler where
+mpi4py does (MPICC, else mpicc on PATH), and compiles and links the same small program. The rest comes from PyPI's wheel for
+MPICH: both need libmpi.so.12, which is found when a program starts. Another MPI is an error.
 """
 
 import base64
@@ -48,7 +48,7 @@ def build_wheel(wheel_directory: str, config_settings=None, metadata_directory=N
             if ".openmpi." in path or path.endswith("/RECORD"):
                 continue
             content = old.read(path)
-            if path == "mpi4py/__init__.py":  # it chooses among several MPIs
+            if path == "mpi4py/__init__.py":  # the removed part chooses among several MPIs
                 content = content[: content.index(b"from . import _mpiabi")]
             place = path.replace(".mpich.", ".")
             new.writestr(place, content)

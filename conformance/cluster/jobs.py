@@ -1,11 +1,10 @@
-"""A site's job on its virtual cluster: submitted by a user on the login node, and watched by what it leaves.
+"""A site's job on its virtual cluster: a user submits it on the login node, and it is watched by the files it leaves.
 
     job = Submitter(cluster, site, folder).submit("--epochs 3", nodes=2, ranks=1)
     job.until(lambda: job.steps() > 10)
 
-What a job has done stands in run.jsonl of its run directory, whatever the scheduler. Beside the site's own files, these
-facts of site.toml count: `submit`, `stop` (the command by which a user has a job save and go back into the queue), and under
-[job] `geometry` and `restarts`.
+run.jsonl in the run directory says what a job has done, under every scheduler. Of site.toml these keys are read: `submit`,
+`stop` (a user's command that makes a job save and go back into the queue), and under [job] `geometry` and `restarts`.
 """
 
 import re
@@ -22,39 +21,39 @@ from conformance.harness.sites import Site
 from conformance.harness.target import Run, read_records
 
 LOOK = 0.3  # seconds between two looks
-PATIENCE = 150.0  # seconds for what takes a tenth of it on a quiet machine
+PATIENCE = 150.0  # seconds; on a quiet machine, a tenth of it is enough
 
 
 class Odd(Exception):
-    """What should have happened has not, in one line."""
+    """Something expected has not happened, in one line."""
 
 
 @dataclass
 class Job:
-    """number: as the scheduler has said it. folder: the run directory, as this machine sees it."""
+    """number: as the scheduler printed it. folder: the run directory, as this machine sees it."""
 
     submitter: "Submitter"
     number: str
     folder: Path
     log: Path
-    seen: int  # starts that were waited for, or were there before
+    seen: int  # starts that were waited for, or that were there before the job
 
     @property
     def id(self) -> str:
-        """By which the Slurm that is beneath knows it."""
+        """The number by which the Slurm underneath knows the job."""
         return self.number.partition(".")[0]
 
-    # ---- what it leaves ---------------------------------------------------------------------------------------------
+    # ---- files that it leaves ---------------------------------------------------------------------------------------
 
     def run(self) -> Run:
-        """What it has recorded so far."""
+        """Its records so far."""
         return Run(self.folder, [], [], [], [], read_records(self.folder))
 
     def starts(self) -> list[dict]:
         return self.run().of("start")
 
     def steps(self) -> int:
-        """In the last start."""
+        """Steps since the last start."""
         kinds = [record["kind"] for record in self.run().records]
         last = len(kinds) - kinds[::-1].index("start") if "start" in kinds else 0
         return kinds[last:].count("step")
@@ -65,10 +64,10 @@ class Job:
     def last_words(self) -> str:
         return " | ".join(self.log_text().splitlines()[-6:]) or "nothing"
 
-    # ---- what the scheduler says ------------------------------------------------------------------------------------
+    # ---- the scheduler's answers ------------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """By the Slurm that is beneath. Raises Odd where nobody answers."""
+        """The status in the Slurm underneath. Raises Odd if Slurm does not answer."""
         end = time.monotonic() + PATIENCE
         while not (status := Slurm.status(self.submitter.run, self.id)):
             if time.monotonic() > end:
@@ -77,7 +76,7 @@ class Job:
         return status
 
     def fields(self) -> dict[str, str]:
-        """The fields of scontrol; empty where the job is known no longer."""
+        """scontrol's fields; empty once Slurm has forgotten the job."""
         return self.status().fields
 
     def alive(self) -> bool:
@@ -85,36 +84,36 @@ class Job:
         return status.known and status.code is None
 
     def code(self) -> int | str | None:
-        """The exit code of one that has ended by itself, or Slurm's word for another end."""
+        """The exit code of a job that has ended by itself, else Slurm's word for how it ended."""
         return self.status().code
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 
     def until(self, true: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
-        """Raises Odd with the job's last words where it has ended, or the seconds are over, before that."""
+        """Wait until true(). Raises Odd with the job's last log lines if the job ends, or the seconds pass, before that."""
         end, looks = time.monotonic() + seconds, 0
         while not true():
             looks += 1
-            # Slurm's commands are processes, and so not asked at each look.
+            # Each of Slurm's commands is a process, so ask only at every fourth look.
             looked_up = self.number if looks % 4 == 0 and not self.alive() else None
             if true():
                 return
-            if looked_up == self.number or time.monotonic() > end:  # true() may have come to follow its successor
+            if looked_up == self.number or time.monotonic() > end:  # true() may have replaced the number by a successor's
                 state = f"{self.status().state}; nodes: {self.submitter.nodes()}"
                 raise Odd(f"job {self.number} is {state}; and {what} was waited for; its log: {self.last_words()}")
             time.sleep(LOOK)
 
     def trains(self, seconds: float = PATIENCE) -> None:
-        """Until it has trained some steps since its last start."""
+        """Wait until it has trained steps since a new start."""
         self.until(lambda: len(self.starts()) > self.seen and self.steps() > 0, "a start that trains", seconds)
         self.seen = len(self.starts())
 
     def comes_back(self, lost: bool = False, seconds: float = PATIENCE) -> dict:
-        """Until it trains again after it was stopped or has lost a node: its start record.
+        """Wait until it trains again after a stop or the loss of a node. Return the new start record.
 
-        Slurm's delay of two minutes is not waited out, but so much of it that nothing which was sent about the start before
-        reaches the next, whose steps have the same numbers: to a lost node Slurm sends again and again. And credentials are
-        revoked by the second.
+        Slurm delays a requeued job by two minutes. Wait only a part of that: until no message about the previous start can
+        reach the next, whose steps have the same numbers. To a lost node, Slurm sends again and again. Credentials are revoked
+        with a resolution of one second.
         """
         delay, since = 8 if lost else 2, 0.0
 
@@ -142,12 +141,12 @@ class Job:
 
 
 def queue(cluster: VirtualSite) -> list[str]:
-    """The user's jobs."""
+    """The user's jobs in the queue."""
     return queued(lambda *command: cluster.on("login", [*command]), USER)
 
 
 def taken(cluster: VirtualSite, site: Site, folder: str) -> list[str]:
-    """What is wrong with a job, and the scheduler has not refused in its own words."""
+    """What is wrong with a job, for each faulty option that the scheduler has not refused in its own words."""
     as_user = lambda *command: cluster.on("login", [*command], folder=folder)  # noqa: E731
     return accepted(as_user, site.toml["scheduler"], site.toml["submit"], len(cluster.names) + 1, USER)
 
@@ -163,7 +162,7 @@ class Submitter:
         self.count = 0
 
     def run(self, *command: str) -> CompletedProcess:
-        """By root, on the login node."""
+        """Run a command on the login node, as root."""
         return self.cluster.on("login", [*command], user=False)
 
     def submit(
@@ -175,9 +174,9 @@ class Submitter:
         run: str = "",
         variables: dict[str, str] | None = None,
     ) -> Job:
-        """Raises Odd where the scheduler refuses. nodes: 0 for those of the job script as it stands. ranks: on each.
+        """Submit a job. Raises Odd if the scheduler refuses it. nodes: 0 for the job script's own. ranks: per node.
 
-        run: the name of the run directory, below runs/; its own by default. variables: what the script finds exported.
+        run: name of the run directory below runs/; default: a new one. variables: exported to the script.
         """
         self.count += 1
         name = run or f"run-{self.count}"
@@ -197,29 +196,29 @@ class Submitter:
         return job
 
     def of_number(self, number: str) -> Job:
-        """One that was submitted otherwise, about whose files nothing is known."""
+        """A job that was submitted in another way. Its files are not known."""
         return Job(self, number, self.here, self.here / "no-such-log", seen=0)
 
     @property
     def restarts(self) -> str:
-        """The variable by which a start is told how often its job was started before."""
+        """The variable that says how often a job was started before."""
         return self.site.toml["job"].get("restarts") or self.scheduler.restarts
 
     def geometry(self, nodes: int, ranks: int) -> str:
         return self.site.toml["job"].get("geometry", self.scheduler.geometry).format(nodes=nodes, ranks=ranks)
 
     def stop(self, job: Job) -> None:
-        """As README.md tells users to."""
+        """Stop a job as README.md says."""
         command = self.site.toml["stop"].format(job=job.number, number=job.id)
         answer = self.cluster.on("login", command, folder=self.folder)
         if answer.returncode:
             raise Odd(f"{command}: exit code {answer.returncode}: {answer.stderr.strip()}")
 
     def waits(self, job: Job) -> bool:
-        """In the queue, and nothing is under way about the start before.
+        """Pending, with no process or controller message left from the previous start.
 
-        Its script's exit code would be taken for the next one's, an srun that is killed has its step cancelled, and slurmctld's
-        agents bring nodes what they did not take at once.
+        Otherwise the next start could get the old exit code, a killed srun could cancel the new step, or an agent of slurmctld
+        could deliver an old message late.
         """
         left = ["pgrep", "-f", rf"slurmstepd: \[{job.id}\.batch|^srun "]
         if job.fields().get("JobState") != "PENDING":
@@ -230,16 +229,16 @@ class Submitter:
         return all(self.cluster.on(node, left, user=False).returncode for node in self.cluster.alive())
 
     def hurry(self, job: Job) -> None:
-        """Let it wait no longer."""
+        """End the wait for a new start."""
         self.run("scontrol", "update", f"jobid={job.id}", "StartTime=now")
 
     def nodes(self) -> str:
-        """Their states, and the reasons of those that take no job."""
+        """The nodes' states, with the reasons of nodes that take no job."""
         states = self.run("sinfo", "-h", "-N", "-o", "%N %t %E").stdout
         return ", ".join(sorted({line.removesuffix(" none") for line in states.splitlines()}))
 
     def follow(self, job: Job) -> None:
-        """Of a scheduler whose jobs submit a successor, that is the job from now on."""
+        """Where jobs submit a successor (not in Slurm), go on with the newest job."""
         if self.kind != "slurm":
             newest = max(map(int, queued(self.run, USER)), default=0)
             if newest > int(job.id):

@@ -1,10 +1,10 @@
-"""What a job finds on a site's machine besides Slurm: modules, conda, containers, PBS. Made from site.toml.
+"""What a job finds on a site's machine besides Slurm: modules, conda, containers, PBS. It is made from site.toml.
 
     layer = build(site, folder)      of a conformance.harness.sites.Site, into an empty folder
 
-Commands are the stand-ins of stand_ins/, and which of them are laid is derived: of an `image` a container runtime, of what
-`software.provides` says of modules a conda or compilers, of scheduler = "pbs" the commands of PBS and PALS. Modules are exactly
-those that site.toml names. Where on the machine an image and the modules lie is read in the site's own scripts.
+Commands are the stand-ins of stand_ins/. Which ones are installed follows from site.toml: `image` gives a container runtime,
+`software.provides` gives conda or compilers, scheduler = "pbs" the commands of PBS and PALS. Only modules in site.toml exist.
+The folders of the image and the modules are read from the site's own scripts.
 """
 
 import base64
@@ -24,30 +24,30 @@ from conformance.harness.sites import Site
 HERE = Path(__file__).parent / "stand_ins"
 HOME = "/usr/local/stand-ins"  # on the nodes
 PLAIN, PYTHON, MPI = (f"{prefix.ROOT}/{name}" for name in ("plain", "python", "mpi"))
-# What a container does not have of this machine: the scheduler is outside.
+# Commands that a container does not have: the scheduler is outside.
 OUTSIDE = "s(run|batch|cancel|control|queue|info|acct|bcast|alloc|attach|acctmgr|prio|share|stat|trigger|crontab|diag|report)"
 
 # ---- modules --------------------------------------------------------------------------------------------------------
 
-# What a module does that provides this, in Lmod's language. {name} is the module's, with a dash before the version.
+# For each word of `provides`, the module's text in Lmod's language. {name}: the module, with a dash before its version.
 PROVIDES = {
     # The Python with torch, and the folder that `pip install --user` fills.
     "torch": f'prepend_path("PATH", "{PYTHON}/bin")\n'
     'setenv("PYTHONUSERBASE", pathJoin(os.getenv("HOME") or "", ".local/{name}"))',
     "conda": f'prepend_path("PATH", "{HOME}/conda/bin")',
     "compilers": f'prepend_path("PATH", "{HOME}/wrappers/bin")',
-    # Its library is empty, and has the name for which RCCL does not look by itself (stand_ins/rccl.py).
+    # Its library is empty, and has a name that RCCL does not try by itself (stand_ins/rccl.py).
     "network-plugin": f'prepend_path("LD_LIBRARY_PATH", "{HOME}/net-plugin/lib")',
 }
 
-# A folder with a user's own below it: a disk of each node, where the machine has no such folder.
+# A folder with one folder for each user. If the tree lacks it, it is a disk of each node.
 OF_A_USER_S_DISK = r"(?<![\w.}$])((?:/\w+)+)/\$\{?USER\b"
-# Without such a module `module reset` fails. Behind a dot, it is in no list.
+# `module reset` fails without a default module. The dot hides this one from lists.
 OF_A_LOGIN = ".of-a-login"
 
 
 def provided(site: Site, module: str | None = None) -> list[str]:
-    """What this module provides, or any of the site's. Raises ValueError for what no stand-in can be made of."""
+    """Words that this module provides, or all modules. Raises ValueError for a word without a stand-in."""
     table = site.software.get("provides", {})
     words = [word for name, words in table.items() if module in (None, name) for word in words]
     if strange := [word for word in words if word not in PROVIDES and "=" not in word]:
@@ -56,7 +56,7 @@ def provided(site: Site, module: str | None = None) -> list[str]:
 
 
 def module_file(site: Site, module: str) -> str:
-    """The text of MODULE.lua. In NAME=value {folder} is the module's own, and {mpi} an MPI's."""
+    """The text of MODULE.lua. In NAME=value, {folder} is the module's folder, and {mpi} an MPI's."""
     words, lines = provided(site, module), [f'whatis("stand-in for {module}")']
     folder = f"{HOME}/{'net-plugin' if 'network-plugin' in words else 'empty'}"
     for word in words:
@@ -67,7 +67,7 @@ def module_file(site: Site, module: str) -> str:
 
 
 def modules_at(site: Site) -> dict[str, list[str]]:
-    """Modules of site.toml by the folder in which they are found: "" where no script says `module use` before it loads them."""
+    """Modules of site.toml, by the folder that a script passes to `module use` before it loads them; "" if none does."""
     modules = site.modules
     folders: dict[str, str] = {}
     for script in site.scripts:
@@ -84,11 +84,11 @@ def modules_at(site: Site) -> dict[str, list[str]]:
 
 
 def value_of(site: Site, text: str) -> str:
-    """A word of the site's scripts, with the variables in it that a script sets to a constant."""
+    """A word of the site's scripts, with variables replaced that a script sets to a constant."""
     lines = "\n".join(script.read_text() for script in site.scripts)
     constants = dict(re.findall(r"^\s*(?:export )?(\w+)=([^\s$(`;]*(?:\$\{?\w+\}?[^\s$(`;]*)*)(?:\s|$)", lines, re.MULTILINE))
     text = text.strip("\"'")
-    for _ in range(5):  # as deep as they name each other
+    for _ in range(5):  # variables may name each other, to this depth
         text = re.sub(r"\$\{?(\w+)\}?", lambda name: constants.get(name[1], name[0]).strip("\"'"), text)
     return text
 
@@ -97,7 +97,7 @@ def value_of(site: Site, text: str) -> str:
 
 
 def image_file(site: Site) -> str:
-    """Where the image lies on the machine, if it is a file: site.toml has the end of the path, a script the whole."""
+    """The image's path on the machine, if it is a file: site.toml has the end of the path, a script the whole."""
     image = site.software.get("image", "")
     if not image.endswith((".sif", ".sqfs", ".sqsh")):
         return ""
@@ -109,7 +109,7 @@ def image_file(site: Site) -> str:
 
 
 def takes_an_image(site: Site) -> bool:
-    """Whether a choice runs in an image that the user brings."""
+    """True if a choice runs in an image that the user brings."""
     return any("{image}" in choice.get("install", "") for choice in site.toml.get("job", {}).get("choices", []))
 
 
@@ -117,7 +117,7 @@ def takes_an_image(site: Site) -> bool:
 
 
 def stand_ins(site: Site) -> dict[str, list[str]]:
-    """Commands by the folder below HOME, or "" for /usr/local/bin, that they lie in."""
+    """Commands by their folder below HOME; "" for /usr/local/bin."""
     image, provides = site.software.get("image", ""), provided(site)
     commands: dict[str, list[str]] = {"": []}
     if "conda" in provides:
@@ -136,12 +136,12 @@ def stand_ins(site: Site) -> dict[str, list[str]]:
 
 
 def brings_a_plugin(site: Site) -> bool:
-    """Whether one of its modules has a network plugin for RCCL."""
+    """True if one of its modules has a network plugin for RCCL."""
     return "network-plugin" in provided(site)
 
 
 def machine_facts(site: Site) -> dict[str, str]:
-    """What stand-ins must know of the machine."""
+    """Facts about the machine that stand-ins read."""
     node, queue, software = (site.toml.get(table, {}) for table in ("node", "queue", "software"))
     cores, threads = node.get("cores", 1), node.get("threads_per_core", 1)
     reserved = [core + thread * cores for thread in range(threads) for core in numbers(node.get("reserved", ""))]
@@ -162,11 +162,11 @@ def machine_facts(site: Site) -> dict[str, str]:
     )
 
 
-# ---- all of it -------------------------------------------------------------------------------------------------------
+# ---- all together ----------------------------------------------------------------------------------------------------
 
 
 def build(site: Site, folder: Path, base: Path = Path("/"), cache: Path = prefix.CACHE) -> Layer:
-    """base: the root that nodes boot from. Raises ValueError where site.toml and the scripts do not tell enough."""
+    """Make the layer. base: the root that nodes boot from. Raises ValueError if site.toml and the scripts lack a fact."""
     overlay, tree = folder / "overlay", folder / "tree"
     home = overlay / HOME.lstrip("/")
     (home / "empty").mkdir(parents=True)
@@ -174,8 +174,8 @@ def build(site: Site, folder: Path, base: Path = Path("/"), cache: Path = prefix
         for name in names:
             lay(name, home / below if below else overlay / "usr/local/bin")
     if not site.modules and "image" not in site.software:
-        # The machine's own python3, which may be too old, or another one than torch was built for.
-        # No link: an environment that is made through one looks for its library beside the link.
+        # The machine's own python3 may be too old, or not the one that torch was built for. A script, not a link: an
+        # environment made through a link looks for its library beside the link.
         (overlay / "usr/local/bin").mkdir(parents=True, exist_ok=True)
         (overlay / "usr/local/bin/python3").write_text(f'#!/bin/sh\nexec {PLAIN}/bin/python3 "$@"\n')
         (overlay / "usr/local/bin/python3").chmod(0o755)
@@ -205,16 +205,16 @@ def build(site: Site, folder: Path, base: Path = Path("/"), cache: Path = prefix
         modulepath=modulepath,
         paths=places(tree, base) | local_disks(site, base) | {prefix.ROOT: prefix.make(cache)},
         hosts=[f"{{name}}.{domain}"] if domain else [],
-        # There is no network; pip takes what has been fetched before, and no user's settings.
+        # The nodes have no network. pip uses wheels that were downloaded before, and no user's settings.
         environment=dict(PIP_NO_INDEX="1", PIP_FIND_LINKS=f"{prefix.ROOT}/wheels {HOME}/wheels", PIP_CONFIG_FILE=os.devnull)
         | dict(LMOD_SYSTEM_DEFAULT_MODULES=OF_A_LOGIN)
-        # Behind a node's many CPUs are this machine's few: several threads a rank would only be in each other's way.
+        # A node's many CPUs are this machine's few, so several threads a rank would slow each other down.
         | dict(OMP_THREAD_LIMIT="1"),
     )
 
 
 def lay(name: str, where: Path) -> None:
-    """One stand-in; one in Python is started by the test environment's, whatever the job has done to PATH."""
+    """Install one stand-in. One in Python uses the test environment's Python, whatever the job has done to PATH."""
     where.mkdir(parents=True, exist_ok=True)
     text = (HERE / ("singularity" if name == "apptainer" else name)).read_text()
     (where / name).write_text(text.replace("#!/usr/bin/env python3\n", f"#!{PYTHON}/bin/python3 -I\n", 1))
@@ -222,7 +222,7 @@ def lay(name: str, where: Path) -> None:
 
 
 def places(tree: Path, base: Path = Path("/")) -> dict[str, Path]:
-    """Each folder below tree that base lacks, as high up as can be, and the place where it belongs."""
+    """Folders below tree that base lacks, each as high up as possible, by the path where it belongs."""
     paths, ahead = {}, sorted(tree.iterdir()) if tree.is_dir() else []
     while ahead:
         path = ahead.pop()
@@ -235,7 +235,7 @@ def places(tree: Path, base: Path = Path("/")) -> dict[str, Path]:
 
 
 def local_disks(site: Site, base: Path = Path("/")) -> dict[str, None]:
-    """Folders named for the user that scripts write to and base lacks: a disk in each node, empty at first."""
+    """Folders named for the user that scripts write to and base lacks: each is a disk of the node, empty at first."""
     text = "\n".join(script.read_text() for script in site.scripts)
     disks = set(re.findall(OF_A_USER_S_DISK, text))
     return {f"{folder}/{{user}}": None for folder in sorted(disks) if not Path(f"{base}{folder}").is_dir()}
@@ -248,7 +248,7 @@ def compile_empty(library: Path) -> None:
 
 
 def link_commands(to: Path, base: Path = Path("/")) -> None:
-    """An image's /usr/bin: base's, without the scheduler and without any Python but the image's own."""
+    """Make an image's /usr/bin: base's, without the scheduler, and without any Python but the image's own."""
     to.mkdir(parents=True)
     for path in (base / "usr/bin").iterdir():
         if not re.fullmatch(rf"{OUTSIDE}|python.*|pip.*", path.name):
@@ -256,9 +256,9 @@ def link_commands(to: Path, base: Path = Path("/")) -> None:
 
 
 def torch_wheels(site: Site, folder: Path, version: str) -> None:
-    """A wheel for each torch that the site's scripts ask pip for: it installs a link to the test environment's.
+    """Make a wheel for each torch that the site's scripts ask pip for. It installs a link to the test environment's torch.
 
-    Its version says that it is a stand-in: 2.10.0+stand.in satisfies torch==2.10.0.
+    Its version shows that it is a stand-in: 2.10.0+stand.in satisfies torch==2.10.0.
     """
     folder.mkdir(parents=True)
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}-none-any"  # another Python could not load that torch

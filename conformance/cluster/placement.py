@@ -1,9 +1,9 @@
-"""On which cores, and with which device, a site's own job script starts each rank: seen by a probe in the place of train.py.
+"""On which cores, and with which device, a site's own job script starts each rank. A probe replaces train.py and reports it.
 
     python -m pytest conformance/checks/test_jobs.py --cluster -k near
 
-The job script is submitted as it stands, after the site's install.sh. In some ranks the probe looks after `import torch`, which
-might move them; without torch it is light, for what is broken anyhow.
+The job script is submitted unchanged, after the site's install.sh. In some ranks the probe looks after `import torch`, which
+might move them. Without torch the probe is quick; tests of broken scripts need no more.
 """
 
 import json
@@ -15,7 +15,7 @@ from conformance.cluster.layer import HOME, brings_a_plugin
 from conformance.cluster.shape import numbers
 from conformance.harness.sites import Launch, Site
 
-# A file a rank: a launcher cuts long lines, and those of many ranks mix.
+# One file a rank: a launcher cuts long lines, and mixes those of many ranks.
 PROBE = r"""
 import json, os, socket
 facts = {name: int(os.environ[variable]) for name, variable in TOLD.items()}
@@ -26,14 +26,14 @@ facts |= dict(visible=[int(device) for device in os.environ.get("DEVICES", "").s
 with open(f"FOLDER/{facts['rank']}.json", "w") as file:
     json.dump(facts, file)
 """
-# It takes two seconds of a core: every fourth shows what it does to a rank's place.
+# The import takes two seconds of a core, so only every fourth rank does it.
 IMPORT = "if facts['rank'] % 4 == 0: import torch"
 NETWORK = f"import sys; sys.path.insert(0, '{HOME}/rccl'); import rccl; facts |= dict(plugin=rccl.opens(os.environ))"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A rank. visible: the devices that the launcher has told it of, none where it tells nothing. plugin: what RCCL opens."""
+    """A rank. visible: devices named in its environment; empty: none named. plugin: the network plugin that RCCL opens."""
 
     rank: int
     local_rank: int
@@ -45,25 +45,25 @@ class Row:
 
 
 def probe(site: Site, folder: str, torch: bool = True) -> str:
-    """A train.py that leaves a file in the folder, for each rank; which it is, the variables of site.toml's launcher tell."""
+    """A train.py that writes a file into the folder for each rank. Variables of site.toml's launcher give the rank's place."""
     text = PROBE.replace("TOLD", repr(told_by(site.launches[0]))).replace("IMPORT", IMPORT if torch else "")
     text = text.replace("NETWORK", NETWORK if brings_a_plugin(site) else "")
     return text.replace("DEVICES", device_variable(site)).replace("FOLDER", folder)
 
 
 def told_by(launch: Launch) -> dict[str, str]:
-    """The variables by which a launcher tells a rank its place."""
+    """The variables in which a launcher gives a rank its place."""
     words = ("rank", "local_rank", "node_rank")
     return {word: variables[0] for word in words if (variables := launch.variables_with(word))}
 
 
 def device_variable(site: Site) -> str:
-    """By which a launcher tells a rank of its devices."""
+    """The variable in which a launcher names a rank's devices."""
     return site.toml["node"].get("device_environment", "CUDA_VISIBLE_DEVICES")
 
 
 def unbound(script: str, launcher: str) -> str:
-    """The job script whose launcher binds no rank: ranks are where they come to be. Of a flag given twice the last counts."""
+    """The job script with a launcher that binds no rank to cores. Of a flag given twice, the last counts."""
     flags = rf"^( *){launcher}_flags=\(\n(.*?\n)\1\)$"
     text, count = re.subn(flags, rf"\1{launcher}_flags=(\n\2\1    --cpu-bind=none\n\1)", script, flags=re.MULTILINE | re.DOTALL)
     if not count:
@@ -72,7 +72,7 @@ def unbound(script: str, launcher: str) -> str:
 
 
 def rows_of(texts: Iterable[str]) -> list[Row]:
-    """In the order of their ranks. Where a rank asks MPI for its place and its node, these are counted."""
+    """Rows in the order of their ranks. Where ranks ask MPI, node_rank and local_rank are counted from the hosts."""
     rows: list[Row] = []
     for fields in sorted(map(json.loads, texts), key=lambda fields: fields["rank"]):
         hosts = list(dict.fromkeys([*(row.host for row in rows), fields["host"]]))
@@ -82,14 +82,14 @@ def rows_of(texts: Iterable[str]) -> list[Row]:
 
 
 def device_of(site: Site, row: Row) -> int:
-    """Which of the node's devices a rank trains on: the one with its local rank, of those that it sees, or the only one."""
+    """The index on its node of the device that a rank trains on: its only device, or the one with its local rank."""
     if not row.visible:
         return row.local_rank
     return row.visible[0 if site.toml["node"]["devices_visible_to_a_rank"] == 1 else row.local_rank % len(row.visible)]
 
 
 def misplaced(site: Site, rows: list[Row]) -> list[str]:
-    """What is not as site.toml says, a line each."""
+    """Differences from site.toml, a line each."""
     node, job = site.toml["node"], site.toml["job"]
     violations = []
     size = job["nodes"] * job["ranks_per_node"]
@@ -111,12 +111,12 @@ def misplaced(site: Site, rows: list[Row]) -> list[str]:
 
 
 def unplugged(rows: list[Row]) -> list[str]:
-    """Ranks in which RCCL finds no network plugin: it would go over TCP, or end the job."""
+    """Ranks in which RCCL finds no network plugin: it would use TCP, or end the job."""
     return [f"rank {row.rank}, {row.host}: RCCL opens no network plugin, but should open one" for row in rows if not row.plugin]
 
 
 def doubled(site: Site, rows: list[Row], what: str) -> list[str]:
-    """Devices, or cores, that two ranks of a node have."""
+    """Devices, or cores, that two ranks on a node share."""
     taken: dict[tuple, int] = {}
     violations = []
     for row in rows:

@@ -1,10 +1,10 @@
-"""A job as a user submits it: the job script as it stands, no flag and no variable of this suite, watched from outside.
+"""A job as a user submits it: the unchanged job script, without a flag or variable of this suite, watched from outside.
 
     job = Plain(user, site.cases[0]); job.runs(); job.faults()
 
-What a site says of itself counts for little here. Where ranks are, the kernel says; on which nodes, Slurm; how many there are,
-their processes; what they trained, the snapshot's history beside NumPy's training, under a seed and a learning rate drawn by
-chance. `--device cpu` is all that a user on the machine would not pass: virtual nodes have no accelerator.
+Little depends on what a site says about itself. The kernel says where ranks are; Slurm, on which nodes; their processes, how
+many. The training is compared with NumPy's, through the snapshot's history, under a random seed and learning rate.
+Only `--device cpu` is no user's flag: virtual nodes have no accelerator.
 """
 
 import json
@@ -25,8 +25,8 @@ from conformance.harness.target import read_records
 
 SNAPSHOT = "snapshot.safetensors"
 EPOCHS = 1
-# Root runs it on a node: of each Python whose program is PROGRAM, below a step of the job JOB, where it may run, and what it
-# was started with.
+# Root runs this on a node. It finds each Python that runs PROGRAM in a step of job JOB, and prints its allowed CPUs and the
+# variables NAMES of its environment.
 LOOK = r"""
 import json, os, re
 
@@ -55,7 +55,7 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
 
 
 def listing(folder: Path) -> dict[str, tuple]:
-    """Sizes and times, which show what was written. Not of Python's own caches, nor of what a stand-in for PBS keeps."""
+    """Sizes and times of files, which show what was written. Left out: Python's caches, and the PBS stand-in's files."""
     entries = {}
     for path in folder.rglob("*"):
         if "__pycache__" not in path.parts and ".pbs-stand-in" not in path.parts and not path.is_dir():
@@ -65,9 +65,9 @@ def listing(folder: Path) -> dict[str, tuple]:
 
 
 class Plain:
-    """One job. user: in the site's folder, installed. nodes, ranks: where `options` ask for others than the script.
+    """One job. user: in the site's folder, after install.sh. nodes, ranks: if `options` ask for others than the script.
 
-    slow: seconds of an fsync while it runs; None where others run beside it. watched: the folder that it alone may change.
+    slow: seconds of an fsync while it runs; None if other jobs run beside it. watched: the folder that it alone may change.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Plain:
     # ---- it runs ----------------------------------------------------------------------------------------------------
 
     def submit(self) -> "Plain":
-        """Raises Odd where the scheduler refuses."""
+        """Submit it. Raises Odd if the scheduler refuses."""
         script = self.user.here / self.case.script
         self.before, text = listing(self.home), script.read_text()
         options = shlex.split(self.options)
@@ -101,7 +101,7 @@ class Plain:
             options += self.user.scheduler.variable(name, value)
         command = self.user.scheduler.command(self.case.script, options, ["--device", "cpu", *shlex.split(self.flags)])
         try:
-            script.write_text(self.case.edited(text))  # Slurm and PBS copy it when it is submitted
+            script.write_text(self.case.edited(text))  # Slurm and PBS copy the script when it is submitted
             result = self.cluster.on("login", command, folder=self.user.folder)
         finally:
             script.write_text(text)
@@ -114,7 +114,7 @@ class Plain:
         return self
 
     def changed(self) -> dict[str, str]:
-        """Paths below the user's home that are new, changed or gone since it was submitted."""
+        """Paths below the user's home that are new, changed or gone since submission."""
         now = listing(self.home)
         new = {
             path: "is new" if path not in self.before else "was changed" for path in now if now[path] != self.before.get(path)
@@ -122,13 +122,13 @@ class Plain:
         return new | {path: "is gone" for path in self.before if path not in now}
 
     def run_directories(self) -> list[Path]:
-        """Those that it has made: which the job script names as it likes."""
+        """Run directories that it has made. Only the job script knows their names."""
         new = {path for path, how in self.changed().items() if path.endswith("/run.jsonl") and how == "is new"}
         return sorted(self.home / Path(path).parent for path in new)
 
     def runs(self, seconds: float = 270) -> "Plain":
-        """Until it has ended. Its ranks are looked at when they have met: torch is imported then, and may have moved them."""
-        self.set_disk(self.slow)  # a snapshot takes twice as long, and no work: time to look
+        """Wait until it has ended. Look at the ranks once they have met: torch is imported then, and may have moved them."""
+        self.set_disk(self.slow)  # a snapshot then takes twice this time, without work: time to look
         end = time.monotonic() + seconds
         try:
             while self.job.alive():
@@ -168,7 +168,7 @@ class Plain:
         self.allocated = listed.stdout.split()
 
     def words(self) -> str:
-        """The last ones of its log: what is new or longer beside the job script."""
+        """The last lines of its log: of files beside the job script that are new or changed."""
         logs = [self.home / path for path, how in self.changed().items() if how != "is gone"]
         texts = [log.read_text(errors="replace") for log in logs if log.parent == self.user.here]
         return " | ".join("\n".join(texts).strip().splitlines()[-5:]) or "no log"
@@ -176,7 +176,7 @@ class Plain:
     # ---- what is wrong ----------------------------------------------------------------------------------------------
 
     def faults(self) -> list[str]:
-        """Of what it trained, by how many, and of what it left (J18), a line each."""
+        """Faults in its training, its ranks and its files (J18), a line each."""
         drawn = f"{self.case.name}, {self.flags}"
         if self.code != 0:
             return [f"exit code={self.code}, but should be 0 [{drawn}]; its log: {self.words()}"]
@@ -190,7 +190,7 @@ class Plain:
         ]
 
     def before_install(self) -> list[str]:
-        """Of one that was submitted where install.sh has not run (J19)."""
+        """Faults of a job that was submitted before install.sh has run (J19)."""
         faults = [f"exit code={self.code}, but should be 3"] if self.code != 3 else []
         return faults if "install.sh" in self.words() else [*faults, f"install.sh is not named in its log: {self.words()}"]
 
@@ -199,7 +199,7 @@ class Plain:
         return reference.not_the_history(history, T2["cpu"], seed=self.seed, lr=self.lr, epochs=EPOCHS)
 
     def of_ranks(self, folder: Path) -> list[str]:
-        """The processes that were there, those that the run has recorded, and the nodes that Slurm gave."""
+        """Compare the processes that were seen, the ranks in the run's record, and the nodes that Slurm gave."""
         size, faults = self.nodes * self.ranks, []
         (start,) = [record for record in read_records(folder) if record["kind"] == "start"]
         seen = sorted((row.rank, row.host) for row in self.rows)
@@ -216,7 +216,7 @@ class Plain:
         return faults
 
     def of_files(self, folder: Path) -> list[str]:
-        """Besides the run directory one log, in the site's folder."""
+        """Besides the run directory, a job may leave one log, in the site's folder."""
         of_the_run = str(folder.relative_to(self.home))
         rest = {path: how for path, how in self.changed().items() if not path.startswith(f"{of_the_run}/")}
         logs = [path for path, how in rest.items() if how == "is new" and (self.home / path).parent == self.user.here]
@@ -229,7 +229,7 @@ class Plain:
         return [*faults[:3], *(f"{name} is left in the run directory" for name in temporary)]
 
     def misplaced(self) -> list[str]:
-        """Of a case that is submitted with the geometry of the script, whose launcher binds its ranks (J9)."""
+        """Faults in placement (J9). The case has the script's own geometry, and its launcher binds its ranks."""
         return [*placement.misplaced(self.site, self.rows), *placement.doubled(self.site, self.rows, "core")]
 
     def sharing(self) -> list[str]:
@@ -245,7 +245,7 @@ def records(folder: Path) -> list[dict]:
 
 
 def of_the_core(folder: Path) -> list[str]:
-    """Copies of the core below the site's folder that are not this repository's, and what Python would run before it."""
+    """Copies of the core below the site's folder that differ from this repository's, and files that every Python start runs."""
     should_be, faults = digests(CORE), []
     copies = [path for path in folder.rglob("ddp_core") if path.is_dir() and not path.is_symlink()]
     for copy in copies:

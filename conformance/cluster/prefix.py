@@ -1,17 +1,16 @@
-"""The test environment that stand-ins hand out: a Python that can be moved, torch for CPUs, an MPI, and wheels for pip.
+"""The test environment that stand-ins give to jobs: a relocatable Python, torch for CPUs, an MPI, and wheels for pip.
 
     python -m conformance.cluster.prefix [FOLDER]
 
-Made once, of the Python that runs this and of its packages: these must hold torch, numpy, mpich and their like. On the
-nodes it is ROOT:
+It is made once, from the running Python and its packages, among them torch, numpy and mpich. On the nodes it is ROOT:
 
     plain/    this Python with pip
-    python/   the same, which sees torch/, and nothing else, through lib/python3.*/site-packages/torch.pth
-    torch/    torch, numpy, and what torch needs
+    python/   the same, which also finds torch/, but nothing else, through lib/python3.*/site-packages/torch.pth
+    torch/    torch, numpy, and their dependencies
     mpi/      MPICH: bin/mpicc, include, lib
-    suite/    what `pytest conformance --submit` needs on a login node, by PYTHONPATH: pytest and numpy
-    wheels/   what install scripts ask pip for, besides torch (layer.py): there is no network on the nodes; and in place of
-              mpi4py's source, from which it takes a minute to build, from_source.py
+    suite/    pytest and numpy, for `pytest conformance --submit` on a login node, by PYTHONPATH
+    wheels/   what install scripts ask pip for, except torch (layer.py), since the nodes have no network. mpi4py's source is
+              replaced by from_source.py: building the real one takes a minute
 """
 
 import contextlib
@@ -33,7 +32,7 @@ from packaging.requirements import Requirement
 
 ROOT = "/opt/test-environment"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ddp-sites")
-# Besides what is pinned below: what builds ddp_core, since pip makes an environment of its own for a build, and what packs.
+# Besides `pinned` below: setuptools, which pip needs to build ddp_core in an environment of its own, and conda-pack.
 WHEELS = ("setuptools", "conda-pack==0.9.2")
 BACKEND = Path(__file__).with_name("from_source.py")
 PYPROJECT = """\
@@ -42,7 +41,7 @@ requires = []
 build-backend = "from_source"
 backend-path = ["."]
 """
-# Debian's Python looks for packages elsewhere, unless it is in an environment, or says so in the manner of old virtualenvs.
+# Debian's Python looks for packages elsewhere, unless it is in an environment, or real_prefix is set as by old virtualenvs.
 SITECUSTOMIZE = """\
 import site, sys
 sys.real_prefix = sys.base_prefix
@@ -51,7 +50,7 @@ site.addsitedir(f"{sys.prefix}/lib/python{sys.version_info.major}.{sys.version_i
 
 
 def make(cache: Path = CACHE) -> Path:
-    """The environment of these versions, made if it is not there. Raises ValueError where this Python will not do."""
+    """The environment of these versions; made if missing. Raises ValueError if this Python is not suitable."""
     names = ("torch", "numpy", "safetensors", "mpich", "mpi4py", "pytest", "pytest-timeout", "pip")
     pinned = [f"{name}=={required(name).version}" for name in names]
     sources = [Path(__file__).read_text(), BACKEND.read_text()]
@@ -73,21 +72,21 @@ def make(cache: Path = CACHE) -> Path:
         download(new / "wheels", [pin for pin in pinned if pin.startswith(("numpy==", "safetensors==", "mpi4py=="))])
         (wheel,) = (new / "wheels").glob("mpi4py-*.whl")
         pack_source(wheel)
-        # An ordinary user reads it, whatever the umask was when all this was installed.
+        # Ordinary users must be able to read it, whatever the umask was.
         subprocess.run(["chmod", "-R", "a+rX", new], check=True)
     return path
 
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A new folder beside it, which takes its name at the end: it is whole, or not there."""
+    """A new folder beside `path`, renamed to `path` at the end: it is complete, or does not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix="making-", dir=path.parent))
     try:
         yield new
         new.rename(path)
     except OSError:
-        if not path.is_dir():  # another one was faster
+        if not path.is_dir():  # another process was faster
             raise
     finally:
         shutil.rmtree(new, ignore_errors=True)
@@ -101,7 +100,7 @@ def required(package: str) -> Distribution:
 
 
 def copy_python(to: Path) -> None:
-    """The interpreter without its packages, but pip: it finds its library beside itself, wherever that is."""
+    """Copy the interpreter without its packages, except pip. It finds its library beside itself, wherever it is moved."""
     base, version = Path(sys.base_prefix), f"python{sys.version_info.major}.{sys.version_info.minor}"
     (to / "bin").mkdir(parents=True)
     shutil.copy2(os.path.realpath(sys.executable), to / "bin" / version)
@@ -115,7 +114,7 @@ def copy_python(to: Path) -> None:
     lay(required("pip"), packages)
     (to / "bin/pip").write_text('#!/bin/sh\nexec "${0%/*}/python" -m pip "$@"\n')
     (to / "bin/pip").chmod(0o755)
-    # It cannot be written to where it is used: without this each start would compile what it imports.
+    # On the nodes it is read-only: without this, each start would compile its imports again.
     subprocess.run([to / "bin/python", "-m", "compileall", "-q", "-j0", to / "lib" / version], check=True)
     if "deb_system" in sysconfig.get_scheme_names():
         (packages.parent / "sitecustomize.py").unlink(missing_ok=True)  # a link into /etc
@@ -123,7 +122,7 @@ def copy_python(to: Path) -> None:
 
 
 def with_needs(package: str) -> set[str]:
-    """This package and all that it needs, of what is installed."""
+    """This package and all its dependencies, as far as they are installed."""
     wanted, seen = [package], set()
     while wanted:
         name = wanted.pop()
@@ -145,7 +144,7 @@ def installed(package: str) -> bool:
 
 
 def lay(package: Distribution, to: Path, within: str = "") -> None:
-    """Its files within site-packages, or within this folder as seen from there: links, where it can be. torch has 900 MB."""
+    """Link a package's files below site-packages, or below `within`, relative to it, into `to`; else copy. torch has 900 MB."""
     below = Path(os.path.normpath(str(package.locate_file(within))))
     for file in package.files or []:
         path = Path(os.path.normpath(str(file.locate())))
@@ -165,7 +164,7 @@ def download(to: Path, pinned: list[str]) -> None:
 
 
 def pack_source(wheel: Path) -> None:
-    """Beside mpi4py's wheel what pip takes for its source: the wheel and from_source.py."""
+    """Pack, beside mpi4py's wheel, what pip takes for its source: the wheel and from_source.py."""
     name = "-".join(wheel.name.split("-")[:2])
     with zipfile.ZipFile(wheel) as packed:
         metadata = packed.read(f"{name}.dist-info/METADATA")

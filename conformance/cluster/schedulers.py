@@ -1,8 +1,8 @@
-"""The commands of a scheduler, and what their answers mean: one class each, which takes a function to run them by.
+"""A scheduler's commands, and the meaning of their answers. There is one class for each; callers pass a function `run`.
 
     SCHEDULERS["slurm"].status(run, "17", before)      run(*words) gives a CompletedProcess
 
-To another scheduler: a class like Slurm, and its name in SCHEDULERS.
+To add a scheduler: write a class like Slurm, and add its name to SCHEDULERS.
 """
 
 import re
@@ -14,18 +14,18 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-LAG = 20.0  # seconds until accounting surely hears of a job, and the login node sees what a compute node has written
+LAG = 20.0  # seconds until accounting knows a job, and until the login node sees a compute node's files
 Ask = Callable[..., CompletedProcess]
 
 
 class NotSubmitted(Exception):
-    """Why nothing can be submitted or waited for, in one line for whoever called: no verdict on the site."""
+    """Why nothing can be submitted or waited for, in one line for the caller. It is no verdict on the site."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """A job at one moment. state: in the scheduler's words, with its reason. code: None until the job has ended; then its exit
-    code, or the scheduler's word for another end. known: False where the scheduler knows the job no longer.
+    """A job at one moment. state: the scheduler's words, with its reason. code: None until the job ends, then its exit code or
+    the scheduler's word for another end. known: False once the scheduler has forgotten the job.
     """
 
     state: str
@@ -47,10 +47,10 @@ class Slurm:
     geometry = "--nodes={nodes} --ntasks-per-node={ranks}"
     restarts = "SLURM_RESTART_COUNT"
     hold = "--hold"
-    # With these the exit code is the script's. Any other end is told by its name, CANCELLED or TIMEOUT or NODE_FAIL.
+    # In these states the exit code is the script's. Other ends have only a name: CANCELLED, TIMEOUT, NODE_FAIL.
     BY_ITSELF = ("COMPLETED", "FAILED")
     ENDED = (*BY_ITSELF, "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "REVOKED")
-    # What is wrong with a job, by the options that make it so; and the scheduler's words for it.
+    # Options that make a job faulty, and the scheduler's words for each fault.
     REFUSES = {
         "--account=nobodys": "Invalid account or account/partition combination specified",
         "--qos=nobodys": "Invalid qos specification",
@@ -73,15 +73,15 @@ class Slurm:
 
     @staticmethod
     def number(printed: str) -> str | None:
-        """Of "17", or "17;cluster", which a site's own messages may stand before."""
+        """The number in "17" or "17;cluster"; a site's own messages may come before it."""
         match = re.search(r"^(\d+)(;\S+)?$", printed, re.MULTILINE)
         return match and match[1]
 
     @classmethod
     def status(cls, run: Ask, number: str) -> Status | None:
-        """None where nobody answers."""
+        """None if Slurm does not answer."""
         answer = run("scontrol", "-o", "show", "job", number)
-        if "Invalid job id" in answer.stderr:  # ended for longer than MinJobAge, 5 minutes by default
+        if "Invalid job id" in answer.stderr:  # a job that ended more than MinJobAge ago, 5 minutes by default
             return Status("gone", known=False)
         fields = dict(re.findall(r"(?:^| )([A-Z]\w*)=((?:(?! [A-Z]\w*=).)*)", answer.stdout.strip()))
         if not (state := fields.get("JobState")):
@@ -93,7 +93,7 @@ class Slurm:
 
     @classmethod
     def status_of_long_ago(cls, run: Ask, number: str) -> Status:
-        """Accounting remembers longer, and hears of it later."""
+        """The status from accounting, which remembers a job longer, and learns of it later."""
         end = time.monotonic() + LAG
         while True:
             answer = run("sacct", "-X", "-n", "-P", "-j", number, "-o", "State,ExitCode")
@@ -115,14 +115,14 @@ class Slurm:
 class Pbs:
     """https://github.com/openpbs/openpbs/blob/master/doc/man1/pbs_job_attributes.7B (tried with a stand-in only).
 
-    A script has no arguments there: it takes them from TRAIN_ARGS.
+    A PBS script has no arguments: it takes them from TRAIN_ARGS.
     """
 
     submits, cancels = "qsub", "qdel"
     geometry = "-l select={nodes}"
     restarts = None
     hold = "-h"
-    # A PBS has no accounts of its own, and no QOS.
+    # PBS has no QOS, and no accounts of its own.
     REFUSES = {
         "-q nowhere": "Unknown queue",
         "-l qos=nobodys": "Unknown resource Resource_List.qos",
@@ -133,7 +133,7 @@ class Pbs:
         if odd := [flag for flag in flags if re.search(r"[\s,'\"\\]", flag)]:
             raise NotSubmitted(f"{odd[0]}: qsub -v can hand on neither spaces nor commas nor quotes: use a folder without them")
         variables = [f"TRAIN_ARGS={' '.join(flags)}"]
-        while "-v" in options[:-1]:  # of several, qsub takes the last alone
+        while "-v" in options[:-1]:  # qsub uses only the last -v
             place = options.index("-v")
             variables.insert(-1, options[place + 1])
             options = [*options[:place], *options[place + 2 :]]
@@ -154,7 +154,7 @@ class Pbs:
 
     @classmethod
     def status(cls, run: Ask, number: str) -> Status | None:
-        """None where nobody answers."""
+        """None if PBS does not answer."""
         answer = run("qstat", "-x", "-f", number)
         fields = dict(re.findall(r"^ {4}([\w.]+) = (.*)$", answer.stdout.replace("\n\t", ""), re.MULTILINE))
         if "Unknown Job" in answer.stderr:
@@ -163,7 +163,7 @@ class Pbs:
             return None
         output = cls.file(fields.get("Output_Path", ""), f"{number}.OU")
         errors = cls.file(fields.get("Error_Path", ""), f"{number}.ER")
-        joined = fields.get("Join_Path", "n")  # oe: both into Output_Path, eo: into Error_Path, and the other is not made
+        joined = fields.get("Join_Path", "n")  # oe: both go to Output_Path; eo: both to Error_Path. The other file is not made.
         output, errors = errors if joined == "eo" else output, output if joined == "oe" else errors
         words = f"{state} ({fields['comment']})" if "comment" in fields and state not in "FX" else state
         return Status(words, cls.code(fields) if state in "FX" else None, output, errors, fields=fields)
@@ -174,7 +174,7 @@ class Pbs:
 
     @staticmethod
     def file(path: str, name: str) -> Path | None:
-        """Of "host:/folder/train.o17"; where a folder was asked for, this name in it."""
+        """The file of "host:/folder/train.o17"; if the path is a folder, this name in it."""
         if not path:
             return None
         file = Path(path.partition(":")[2] or path)
@@ -185,22 +185,22 @@ class Pbs:
         if "Exit_status" not in fields:
             return "none: deleted before it ran"
         code = int(fields["Exit_status"])
-        return code - 128 if code > 256 else code  # 256 + the signal; a shell says 128 + it
+        return code - 128 if code > 256 else code  # PBS says 256 + signal, a shell 128 + signal
 
 
 SCHEDULERS: dict[str, Any] = {"slurm": Slurm, "pbs": Pbs}
 
 
-# ---- what it refuses ------------------------------------------------------------------------------------------------
+# ---- faulty jobs, to be refused -------------------------------------------------------------------------------------
 
 
 def queued(run: Ask, user: str) -> list[str]:
-    """The user's jobs in Slurm, which is beneath every virtual cluster."""
+    """The user's jobs in Slurm, which runs underneath every virtual cluster."""
     return sorted(run("squeue", "-h", "-a", "-u", user, "-o", "%i").stdout.split())
 
 
 def accepted(run: Ask, name: str, script: str, nodes: int, user: str) -> list[str]:
-    """What is wrong with a job, and the scheduler has not refused in its words. nodes: more than there are."""
+    """Faulty jobs that the scheduler has not refused in its own words, a line each. nodes: more than there are."""
     scheduler, before, violations = SCHEDULERS[name], queued(run, user), []
     for wish, words in scheduler.REFUSES.items():
         option = wish.format(more=nodes)

@@ -8,11 +8,11 @@ import math
 from conformance.harness.sites import Site
 
 LOGIN = "login1"
-OLDEST = (22, 5)  # of Slurm's versions that are served
+OLDEST = (22, 5)  # the oldest Slurm that is supported
 # Root's own partition, whose jobs preempt all others: sbatch --partition=urgent --exclusive --nodelist=NODES --wrap=true
 URGENT = "urgent"
-SUBNET = "10.253"  # .K.1: the login node's interface K; .K.11 and on: the nodes'
-# What Slurm is told of a device, by the variable through which the machine hands devices to ranks.
+SUBNET = "10.253"  # .K.1: interface K of the login node; .K.11 and up: the nodes'
+# Slurm's flag for a device, by the variable in which the machine names devices to ranks.
 DEVICE_FLAGS = {
     "CUDA_VISIBLE_DEVICES": "nvidia_gpu_env",
     "ROCR_VISIBLE_DEVICES": "amd_gpu_env",
@@ -26,7 +26,7 @@ def names_of(site: Site, nodes: int) -> list[str]:
 
 
 def impossible(site: Site) -> list[str]:
-    """What no node or queue can be, a line each: site.toml may be half filled in."""
+    """Values that no node or queue can have, a line each. site.toml may be half filled in."""
     node = dict(sockets=1, threads_per_core=1, reserved="", cores_near_device=[]) | site.toml.get("node", {})
     queue = dict(partitions=[], exclusive=[]) | site.toml.get("queue", {})
     least = dict(cores=1, sockets=1, threads_per_core=1, memory_gib=1, devices=0)
@@ -66,7 +66,7 @@ def interfaces_of(site: Site) -> list[str]:
 
 
 def numbers(ranges: str) -> list[int]:
-    """Of "0,8-10" 0, 8, 9 and 10."""
+    """[0, 8, 9, 10] for "0,8-10"."""
     listed: list[int] = []
     for part in filter(None, ranges.split(",")):
         first, _, last = part.partition("-")
@@ -79,14 +79,14 @@ def shape(site: Site, version: tuple[int, int] = OLDEST) -> tuple[int, int, int]
     node = site.toml["node"]
     cores = node["cores"] // node.get("sockets", 1)
     if version >= (24, 11):
-        # From here on only whole sockets are near a device, and a smaller part of one has to be called a socket.
+        # From this version on, only whole sockets can be near a device, so a smaller part of one must be called a socket.
         # https://slurm.schedmd.com/slurm.conf.html#OPT_l3cache_as_socket
         cores = math.gcd(cores, *(edge for near in node.get("cores_near_device", []) for edge in edges(near)))
     return node["cores"] // cores, cores, node.get("threads_per_core", 1)
 
 
 def edges(ranges: str) -> set[int]:
-    """Where they begin, and what comes behind them: of "0-3,8-11" 0, 4, 8 and 12."""
+    """The beginning of each range, and the number after its end: {0, 4, 8, 12} for "0-3,8-11"."""
     inside = {*numbers(ranges)}
     return inside ^ {each + 1 for each in inside}
 
@@ -97,12 +97,12 @@ def cpus_of(site: Site) -> int:
 
 
 def devices_of(site: Site) -> int:
-    """What Slurm hands out. A scheduler that Slurm only stands in for leaves the devices to the ranks."""
+    """Devices that Slurm hands out. Where Slurm stands in for another scheduler, it hands out none."""
     return site.toml["node"]["devices"] if site.toml["scheduler"] == "slurm" else 0
 
 
 def topology(site: Site, version: tuple[int, int] = OLDEST) -> str:
-    """For hwloc, and so for slurmd. As Linux numbers them: first one thread of each core, then the others.
+    """The topology for hwloc, which slurmd uses. CPUs are numbered as in Linux: first one thread of each core, then the rest.
 
     https://www.open-mpi.org/projects/hwloc/doc/v2.9.0/a00382.php
     """
@@ -129,43 +129,43 @@ def slurm_conf(site: Site, names: list[str], settings: dict[str, str], version: 
         SlurmctldLogFile="/run/cluster/log/slurmctld.log",
         SlurmdLogFile="/run/cluster/log/slurmd-%n.log",
         MailProg="/bin/true",
-        # Of processes: cgroups are the machine's, and two clusters may have nodes of the same name.
+        # By processes: cgroups belong to the machine, and two clusters may have nodes of the same name.
         ProctrackType="proctrack/linuxproc",
         JobAcctGatherType="jobacct_gather/none",
         TaskPlugin="task/affinity",
-        # PyPI's mpich asks by PMI2 who it is; a rank that asks nobody needs nothing.
+        # PyPI's mpich uses PMI2 to find its rank. Ranks that do not ask MPI need none.
         MpiDefault="pmi2" if with_mpi else "none",
         SelectType="select/cons_tres",
         SelectTypeParameters="CR_Core_Memory",
-        # Refused when it is submitted, as where there is somebody to ask, and not left in the queue.
+        # Refuse an impossible job at submission, instead of leaving it in the queue.
         EnforcePartLimits="ALL",
-        # Nobody else is served here: look for work at once.
+        # Look for work at once: the cluster has no other users.
         SchedulerParameters="sched_interval=2,bf_interval=1,sched_min_interval=0,batch_sched_delay=0",
-        # The nodes' shape is the one written here, whatever slurmd finds.
+        # Nodes have the shape that is written here, whatever slurmd finds.
         SlurmdParameters="config_overrides",
-        # One that was set down comes back when it is told to.
+        # A node that is down returns when it registers again.
         ReturnToService="1",
-        # A dead node is told as such after 15 s, not 300.
+        # A dead node is noticed after 15 s, not 300.
         SlurmdTimeout="15",
-        # An ended job can be asked about for an hour.
+        # Slurm answers questions about an ended job for an hour.
         MinJobAge="3600",
         PropagateResourceLimits="NONE",
     )
     if site.toml["scheduler"] == "pbs":
-        # Its stand-in ends a job at its walltime to the second, which Slurm cannot; KILL comes 10 s after TERM.
+        # The PBS stand-in ends a job at its walltime to the second, which Slurm cannot. KILL comes 10 s after TERM.
         options |= dict(OverTimeLimit="1", KillWait="10")
     devices = devices_of(site)
     options |= dict(GresTypes="gpu") if devices else {}
     if site.toml["scheduler"] == "slurm":
-        # For the grace time, the ranks of a job that is preempted have SIGTERM, or their --signal instead under
-        # SlurmctldParameters=preempt_send_user_signal; then it is requeued. https://slurm.schedmd.com/preempt.html
+        # A preempted job's ranks get SIGTERM, or their --signal under SlurmctldParameters=preempt_send_user_signal, at the
+        # start of the grace time. At its end the job is requeued. https://slurm.schedmd.com/preempt.html
         options |= dict(PreemptType="preempt/partition_prio", PreemptMode="REQUEUE", PartitionName="DEFAULT GraceTime=30")
     options |= settings
-    # Of two jobs on a node each has the memory of its cores.
+    # Two jobs on one node each get the memory of their cores.
     options["DefMemPerCPU"] = node["memory_gib"] * 1024 // (sockets * cores * threads)
     node_fields = dict(Sockets=sockets, CoresPerSocket=cores, ThreadsPerCore=threads, RealMemory=node["memory_gib"] * 1024)
     node_fields |= dict(Gres=f"gpu:{devices}") if devices else {}
-    # Slurm numbers the threads of a core one after the other, whatever the kernel does.
+    # Slurm numbers a core's threads one after the other, unlike the kernel.
     reserved = [core * threads + thread for core in numbers(node.get("reserved", "")) for thread in range(threads)]
     node_fields |= dict(CpuSpecList=",".join(map(str, reserved))) if reserved else {}
     node_fields |= dict(Feature=",".join(queue["constraints"])) if queue.get("constraints") else {}
@@ -179,7 +179,7 @@ def slurm_conf(site: Site, names: list[str], settings: dict[str, str], version: 
             f"OverSubscribe={'EXCLUSIVE' if whole else 'NO'} State=UP"
         ]
     if site.toml["scheduler"] == "slurm":
-        # Users do not see it, and have the partitions of site.toml.
+        # Hidden from users, who see the partitions of site.toml.
         lines += [f"PartitionName={URGENT} Nodes=ALL PriorityTier=2 PreemptMode=OFF RootOnly=YES Hidden=YES State=UP"]
     return "\n".join(lines) + "\n"
 
@@ -199,7 +199,7 @@ def gres_conf(site: Site) -> str:
 
 
 def hosts_file(site: Site, names: list[str], aliases: list[str]) -> str:
-    """The first interface's address has the node's name; the others' have it with the interface's."""
+    """The node's name is its first interface's address. For other interfaces, the name ends with the interface's."""
     domain, suffix = site.toml["node"].get("domain"), site.toml["node"].get("suffix")
     lines = ["127.0.0.1 localhost"]
     for number, name in [(1, LOGIN), *enumerate(names, 11)]:

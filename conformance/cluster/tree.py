@@ -2,7 +2,7 @@
 
     python -m conformance.cluster.tree [FOLDER]
 
-Made once, by mmdebstrap, as root. It prints where the tree is: `nox -s cluster -- --tree THERE` raises clusters of it.
+Root makes it once, with mmdebstrap. It prints the tree's folder, for `nox -s cluster -- --tree THERE`.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from conformance.cluster.prefix import CACHE, whole
 from conformance.cluster.virtual import NoCluster, exit_on_signal
 
 SUITE = "trixie"
-# Slurm with its accounting, modules, a compiler for install scripts, Python for its libraries and for the pip that a Python
-# of Debian's, this machine's too, puts into a new venv, what boot.sh and tests call.
+# Slurm with its accounting; modules; a compiler for install scripts; Python for its libraries, and for the pip wheels that a
+# Debian Python, also this machine's, puts into a new venv; the commands that boot.sh and tests call.
 PACKAGES = (
     "slurmctld slurmd slurm-client munge slurmdbd mariadb-server-core lmod gcc libc6-dev python3 python3-pip-whl "
     "python3-setuptools-whl ca-certificates iproute2 util-linux mount procps hostname"
@@ -26,7 +26,7 @@ ANYWHERE = "http://deb.debian.org/debian"
 
 
 def make(cache: Path = CACHE) -> Path:
-    """The tree, made if it is not there. Raises NoCluster where it cannot be."""
+    """The tree; made if missing. Raises NoCluster if that fails."""
     of = hashlib.sha256(f"{SUITE} {PACKAGES}".encode()).hexdigest()[:12]
     path = cache.resolve() / f"debian-{SUITE}-{of}"
     if path.is_dir():
@@ -36,7 +36,7 @@ def make(cache: Path = CACHE) -> Path:
     if not shutil.which("mmdebstrap"):
         raise NoCluster("no mmdebstrap here: apt-get install -y --no-install-recommends mmdebstrap debian-archive-keyring")
     asked = mirror()
-    # Whatever it starts ends with this process: an apt that is left behind would fill the folder again.
+    # Its processes end with this one: an apt that is left behind would fill the folder again.
     alone = ["setpriv", "--pdeathsig=KILL", "unshare", "--fork", "--kill-child", "--pid", "--mount-proc"]
     with whole(path) as new:
         command = [*alone, "mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(new), asked]
@@ -49,12 +49,12 @@ def make(cache: Path = CACHE) -> Path:
                 f"exit code {result.returncode}"
             ]
             raise NoCluster(f"mmdebstrap, from {asked}: {errors[0]}")
-        new.chmod(0o755)  # an ordinary user reads it
+        new.chmod(0o755)  # ordinary users must be able to read it
     return path
 
 
 def mirror() -> str:
-    """Debian's, as this machine's apt has it. A machine that is no Debian asks the one that is everywhere."""
+    """This machine's Debian mirror, from apt. A machine without Debian uses deb.debian.org."""
     asked = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", "Origin: Debian", "Label: Debian"]
     try:
         addresses = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()

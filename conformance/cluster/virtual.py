@@ -4,14 +4,14 @@
     python -m conformance.cluster.virtual --folder FOLDER --on NODE [COMMAND ...]
     python -m conformance.cluster.virtual --folder FOLDER --down
 
-The first raises it, says how long that took, and takes it down; with --keep a shell on its login node comes in between. The
-others are for a second terminal. Needs root, and of Debian slurmctld, slurmd, slurmdbd, slurm-client, munge,
-mariadb-server-core, iproute2, gcc and lmod; none of their daemons has to run. With --tree the nodes boot from another
-Debian's tree, made by tree.py, and all of these but iproute2 and gcc are the tree's.
+The first command starts it, prints how long that took, and ends it; with --keep, it opens a shell on the login node in between.
+The others are for a second terminal. It needs root, and from Debian slurmctld, slurmd, slurmdbd, slurm-client, munge,
+mariadb-server-core, iproute2, gcc and lmod; none of their daemons has to run. With --tree the nodes boot from another Debian
+tree, made by tree.py. Then this machine needs only iproute2 and gcc.
 
-Everything is made from site.toml. A node is a set of namespaces (mount, network, UTS, IPC, PID), whose PID 1 is boot.sh: with
-it goes whatever the node has, and it goes with the process that raised it. Networks are inside the namespaces, so that any
-number of clusters can be up, each in a folder of its own, with the same names and addresses.
+All is made from site.toml. A node is a set of namespaces (mount, network, UTS, IPC, PID). Its PID 1 is boot.sh: when that
+ends, the whole node ends, and it ends with the process that started it. Networks are inside the namespaces, so that any number
+of clusters can be up, each in its own folder, with the same names and addresses.
 """
 
 import argparse
@@ -51,7 +51,7 @@ from conformance.harness.sites import ROOT, Site
 HERE = Path(__file__).parent
 USER, UID = "visitor", 20001
 MODULES = "/opt/modulefiles"
-# Debian's package of each command: what the nodes run, and what raises them.
+# The Debian package of each command: on the nodes, then on this machine.
 ON_NODES = {
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
@@ -67,14 +67,14 @@ APART = ["unshare", "--fork", "--kill-child", "--mount", "--net", "--uts", "--ip
 
 
 class NoCluster(Exception):
-    """Why no cluster can be raised, or is up, here: one line for whoever called."""
+    """Why no cluster can be started, or is up, here: one line for the caller."""
 
 
 # ---- a cluster ------------------------------------------------------------------------------------------------------
 
 
 def missing(tree: Path = Path("/")) -> str | None:
-    """Why none can be raised here, and what to install; None where one can. tree: as for VirtualSite."""
+    """Why no cluster can be started here, and what to install; None if one can. tree: as for VirtualSite."""
     if os.geteuid():
         return "a virtual cluster is raised by root: nodes are namespaces with mounts and networks of their own"
     root, lacking = str(tree).rstrip("/"), {}
@@ -93,8 +93,8 @@ def missing(tree: Path = Path("/")) -> str | None:
 
 
 def release_of(tree: Path) -> str:
-    """Of its Slurm: "22.05.8"."""
-    in_tree = ["chroot", str(tree)] if tree != Path("/") else []  # which is root's
+    """The version of its Slurm: "22.05.8"."""
+    in_tree = ["chroot", str(tree)] if tree != Path("/") else []  # chroot needs root
     result = subprocess.run([*in_tree, "slurmctld", "-V"], capture_output=True, text=True, check=False, env=plain())
     _must(result, f"slurmctld in {tree}")
     return result.stdout.split()[-1]
@@ -107,10 +107,10 @@ def version_of(tree: Path) -> tuple[int, int]:
 
 
 class VirtualSite:
-    """Up from up() or `with` to down(), or to the end of this process.
+    """A cluster, up from up() or `with` to down(), or to the end of this process.
 
-    build: makes what a job finds there, into an empty folder; without, there is Slurm alone. settings: more of slurm.conf.
-    tree: the root that nodes boot from, this machine's or one of tree.py. Raises NoCluster where site.toml describes no node.
+    build: makes what a job finds there, in an empty folder; None: Slurm only. settings: more of slurm.conf. tree: the root that
+    nodes boot from, this machine's or one of tree.py. Raises NoCluster if site.toml describes no possible node.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class VirtualSite:
         self.site, self.folder, self.build, self.settings = site, Path(folder).resolve(), build, settings or {}
         self.names, self.tree, self.version = names_of(site, nodes), Path(tree).resolve(), OLDEST
         self.pids: dict[str, int] = {}
-        self.seconds: dict[str, float] = {}  # what up() and down() took
-        self._inits: dict[str, Any] = {}  # processes: a node's PID 1, by the node's name
+        self.seconds: dict[str, float] = {}  # seconds that up() and down() took
+        self._inits: dict[str, Any] = {}  # processes: the parent (unshare) of each node's PID 1, by the node's name
         self._lock: Any = None  # a file descriptor
 
     def __enter__(self) -> "VirtualSite":
@@ -140,11 +140,11 @@ class VirtualSite:
 
     @property
     def home(self) -> Path:
-        """The user's, as this machine sees it; on the nodes it is /home/USER."""
+        """The user's home, as this machine sees it. On the nodes it is /home/USER."""
         return self.folder / "home" / USER
 
     def up(self) -> None:
-        """Raises NoCluster where that cannot be, or where this folder's cluster is up already."""
+        """Start it. Raises NoCluster if that fails, or if this folder's cluster is up already."""
         start = time.monotonic()
         if reason := missing(self.tree):
             raise NoCluster(reason)
@@ -162,11 +162,11 @@ class VirtualSite:
         self.seconds["up"] = time.monotonic() - start
 
     def down(self) -> None:
-        """Ends all that is left of it; also of half of one, and of none."""
+        """End all that is left of it, also of a cluster that is half up, or not at all."""
         start = time.monotonic()
         (self.folder / "up.json").unlink(missing_ok=True)
         for init in self._inits.values():
-            init.kill()  # unshare, which takes along its child, PID 1
+            init.kill()  # unshare takes its child, PID 1, along
             init.stdin.close()
             init.stdout.close()
         for init in self._inits.values():
@@ -180,15 +180,15 @@ class VirtualSite:
         self.seconds["down"] = time.monotonic() - start
 
     def wait(self) -> None:
-        """Until its login node is gone."""
+        """Wait until its login node is gone."""
         self._inits[LOGIN].wait()
 
     def on(
         self, node: str, command: str | list[str], user: bool = True, timeout: float = 60, folder: str | None = None
     ) -> subprocess.CompletedProcess:
-        """Run it on a node ("login": the login node), in a login shell of the user or as root.
+        """Run a command on a node ("login": the login node), in a login shell of the user, or as root.
 
-        Raises subprocess.TimeoutExpired; the command is ended then.
+        Raises subprocess.TimeoutExpired, after it has ended the command.
         """
         words = ["bash", "-c", command] if isinstance(command, str) else command
         limited = ["timeout", "--kill-after=2", str(timeout), *words]
@@ -201,28 +201,28 @@ class VirtualSite:
         return result
 
     def crash(self, node: str) -> None:
-        """As when it loses its power."""
+        """End a node as if it lost its power."""
         os.kill(self._pid(node), signal.SIGKILL)
         self._inits[node].wait()
 
     def slow_disk(self, seconds: float) -> None:
-        """From now on each fsync on a node lasts so long; 0: as long as this machine's."""
+        """Make each fsync on a node take this many seconds from now on; 0: this machine's own time."""
         file = self.folder / "shared/fsync"
         (self.folder / "shared/fsync.new").write_text(str(seconds))
         (self.folder / "shared/fsync.new").rename(file)
 
     def _pid(self, node: str) -> int:
         node = LOGIN if node == "login" else node
-        if node not in self.alive():  # its PID may be another's by now
+        if node not in self.alive():  # its PID may be another process's by now
             raise NoCluster(f"no node {node} is up, but {', '.join(self.alive()) or 'none'}")
         return self.pids[node]
 
     def alive(self) -> list[str]:
-        """The nodes that have not crashed, the login node among them."""
+        """The nodes that have not crashed, with the login node."""
         return [name for name in self.pids if self._inits[name].poll() is None]
 
     def put_site(self, below: str = "ddp-sites") -> str:
-        """The repository as a user has it who wants this site: into the home, on the nodes at the path that this returns."""
+        """Copy the repository into the home, as a user of this site has it. Return the site folder's path on the nodes."""
         repository = self.home / below
         for name in ("core", "conformance", "pyproject.toml"):
             if (ROOT / name).is_dir():
@@ -241,10 +241,10 @@ class VirtualSite:
     # ---- the steps of up() ------------------------------------------------------------------------------------------
 
     def _take_folder(self) -> None:
-        """The nodes' PID 1 have the lock, too: it is free when the last of them is gone."""
+        """Lock the folder. The nodes' PID 1 hold the lock, too, so it is free when the last of them has ended."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        end = time.monotonic() + 6  # the nodes of a killed cluster may just be going
+        end = time.monotonic() + 6  # the nodes of a killed cluster may still be ending
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -258,13 +258,13 @@ class VirtualSite:
                 return
 
     def _lay_out(self) -> None:
-        """The files that the nodes boot from. Homes are kept from one time to the next, and logs until then."""
+        """Write the files that the nodes boot from. Homes are kept for the next start; logs are kept until then."""
         for name in ("all", "node", "made", "layer", "shared", "munge"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         every, shared = self.folder / "all", self.folder / "shared"
         for folder in (every / "etc/slurm", every / "etc/profile.d", shared / "state", shared / "log", self.folder / "munge"):
             folder.mkdir(parents=True)
-        # Whoever is on a node reads the logs, and none of them can pass through a folder of root's own.
+        # Users on a node read the logs, so these folders must be open to all, not to root only.
         for folder in (self.folder, self.folder / "munge"):
             folder.chmod(0o755)
         self.home.mkdir(parents=True, exist_ok=True)
@@ -277,11 +277,11 @@ class VirtualSite:
         etc = {
             "hosts": hosts_file(self.site, self.names, made.hosts if made else []),
             "resolv.conf": "",
-            # Names are in /etc/hosts, and no DNS is to be waited for.
+            # Names are in /etc/hosts; nothing should wait for a DNS.
             "nsswitch.conf": _with(self.tree / "etc/nsswitch.conf", "hosts:", "hosts: files"),
             "passwd": _with(self.tree / "etc/passwd", f"{USER}:", f"{USER}:x:{UID}:{UID}::/home/{USER}:/bin/bash"),
             "group": _with(self.tree / "etc/group", f"{USER}:", f"{USER}:x:{UID}:"),
-            # Without an entry here `su` fails, and with it what gives a job of --export=NONE its environment.
+            # Without an entry here `su` fails, and `su` gives a job of --export=NONE its environment.
             "shadow": _with(self.tree / "etc/shadow", f"{USER}:", f"{USER}:*:19000:0:99999:7:::"),
             "slurm/slurm.conf": slurm_conf(self.site, self.names, accounting.settings(self.site) | self.settings, self.version),
             "slurm/slurmdbd.conf": accounting.SLURMDBD_CONF,
@@ -290,14 +290,14 @@ class VirtualSite:
         }
         exported = dict(made.environment) if made else {}
         if made and made.modulepath:
-            etc["lmod/modulespath"] = f"{MODULES}\n"  # which Debian's profile.d/lmod.sh reads
+            etc["lmod/modulespath"] = f"{MODULES}\n"  # Debian's profile.d/lmod.sh reads it
         etc["profile.d/00-site.sh"] = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in exported.items())
         for name, text in etc.items():
             path = every / "etc" / name
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
         (every / "etc/shadow").chmod(0o640)
-        (every / "etc/slurm/slurmdbd.conf").chmod(0o600)  # or slurmdbd would not start
+        (every / "etc/slurm/slurmdbd.conf").chmod(0o600)  # or slurmdbd does not start
         for name in (LOGIN, *self.names):
             (self.folder / "node" / name / "etc").mkdir(parents=True)
             (self.folder / "node" / name / "etc/hostname").write_text(f"{name}\n")
@@ -312,7 +312,7 @@ class VirtualSite:
                 _must(subprocess.run(command, capture_output=True, text=True, check=False), f"{name}.c")
 
     def _boot(self) -> None:
-        """All at once. A node says its PID when it is ready; a node that fails says why."""
+        """Boot all nodes at once. A node prints its PID when it is ready; a node that fails says why."""
         log = self.folder / "shared/log"
         for name in (LOGIN, *self.names):
             on_login = name == LOGIN
@@ -330,7 +330,7 @@ class VirtualSite:
                     stdout=subprocess.PIPE,
                     stderr=errors,
                     pass_fds=[self._lock],
-                    start_new_session=True,  # Ctrl-C is for whoever raised it
+                    start_new_session=True,  # Ctrl-C is for the process that started the cluster
                     env=plain(),
                     text=True,
                 )
@@ -342,7 +342,7 @@ class VirtualSite:
             self.pids[name] = int(answer)
 
     def _connect(self) -> None:
-        """A bridge for each interface, inside the login node; no route leads out."""
+        """Make a bridge for each interface, inside the login node. No route leads out."""
         lines = []
         for k, interface in enumerate(interfaces_of(self.site)):
             lines += [f"link add {interface} type bridge", f"address add {SUBNET}.{k}.1/24 dev {interface}"]
@@ -351,8 +351,8 @@ class VirtualSite:
                 lines += [f"link add {port} type veth peer name {interface} netns {self.pids[name]}"]
                 lines += [f"link set {port} master {interface} up"]
             lines += [f"link set {interface} up"]
-        # Of the login node with itself: slurmdbd writes a message in two parts, of which the second waits for the first one's
-        # acknowledgment, 40 ms.
+        # For the login node's connections to itself: slurmdbd sends a message in two parts, and the second waits 40 ms for the
+        # first's acknowledgment.
         lines += [f"route replace local {SUBNET}.0.1 dev {interfaces_of(self.site)[0]} table local quickack 1"]
         self._ip(LOGIN, lines)
         for number, name in enumerate(self.names, 11):
@@ -362,7 +362,7 @@ class VirtualSite:
             self._ip(name, lines)
 
     def _ip(self, node: str, lines: list[str]) -> None:
-        # Of the namespaces only this one: netns PID then means the machine's PID.
+        # Enter only the network namespace: then `netns PID` means the machine's PID.
         command = ["nsenter", f"--target={self.pids[node]}", "--net", "ip", "-batch", "-"]
         result = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=False)
         _must(result, f"the network of {node}")
@@ -371,7 +371,7 @@ class VirtualSite:
         munge = self.folder / "munge"
         (munge / "key").write_bytes(os.urandom(1024))
         (munge / "key").chmod(0o400)
-        # One for all: its socket lies in a folder that all nodes have.
+        # One munged for all nodes: its socket is in a folder that all share.
         munged = "munged --force --key-file=/run/munge/key --seed-file=/run/munge/seed --log-file=/run/cluster/log/munged.log"
         munged += " --socket=/run/munge/munge.socket.2 --pid-file=/run/munge/munged.pid"
         # slurmctld starts only if slurmdbd answers.
@@ -400,7 +400,7 @@ class VirtualSite:
 
 
 def plain() -> dict[str, str]:
-    """For what runs on the nodes: nothing of this process's own environment, whose folders are not there."""
+    """The environment for processes on the nodes. It has nothing of this process's, whose folders are missing there."""
     path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     return dict(PATH=path, HOME="/root", LANG="C.UTF-8", TERM=os.environ.get("TERM", "dumb"))
 
@@ -410,7 +410,7 @@ def entered(pid: int) -> list[str]:
 
 
 def as_user(command: list[str], folder: str | None = None) -> list[str]:
-    """In a login shell, as after ssh."""
+    """Run a command as the user in a login shell, as after ssh."""
     variables = plain() | dict(HOME=f"/home/{USER}", USER=USER, LOGNAME=USER, SHELL="/bin/bash", PATH=os.defpath)
     environment = [f"{name}={value}" for name, value in variables.items()]
     shell = ["bash", "-lc", 'cd "$1" && shift && exec "$@"', "bash", folder or f"/home/{USER}", *command]
@@ -418,19 +418,19 @@ def as_user(command: list[str], folder: str | None = None) -> list[str]:
 
 
 def home_of_python() -> str:
-    """The folder in root's home that this Python lives in, if it does: no ordinary user could run it."""
+    """The folder in root's home that has this Python; "" if there is none. An ordinary user could not read it there."""
     prefix = Path(sys.base_prefix).resolve()
     return str(Path("/root", prefix.relative_to("/root").parts[0])) if prefix.is_relative_to("/root/") else ""
 
 
 def _with(path: Path, beginning: str, line: str) -> str:
-    """A file's text, with this line in place of what begins so."""
+    """A file's text, with `line` replacing all lines that begin with `beginning`."""
     kept = [each for each in path.read_text().splitlines() if not each.startswith(beginning)]
     return "\n".join([*kept, line]) + "\n"
 
 
 def _gone(pid: int) -> None:
-    """Wait until a PID 1 that was killed has taken its node along."""
+    """Wait until a killed PID 1, and its node with it, are gone."""
     end = time.monotonic() + 10
     while time.monotonic() < end:
         try:
@@ -451,7 +451,7 @@ def _must(result: subprocess.CompletedProcess, what: str) -> None:
 
 
 def pids_in(folder: Path) -> dict[str, int]:
-    """The nodes' PIDs of the cluster that is up in this folder. Raises NoCluster where none is."""
+    """The nodes' PIDs of the cluster that is up in this folder. Raises NoCluster if none is."""
     try:
         pids = json.loads((folder / "up.json").read_text())["pids"]
         alive = {name: pid for name, pid in pids.items() if str(folder) in Path(f"/proc/{pid}/cmdline").read_text()}
@@ -464,7 +464,7 @@ def pids_in(folder: Path) -> dict[str, int]:
 
 @contextlib.contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """SIGTERM, SIGHUP and SIGINT end a `with`: the last is ignored in what a script has started in the background."""
+    """End a `with` on SIGTERM, SIGHUP and SIGINT. A script's background processes would ignore SIGINT."""
 
     def end(number, _):
         raise SystemExit(128 + number)

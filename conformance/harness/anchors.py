@@ -1,10 +1,9 @@
-"""regression, mnist and gpt trained by a plain loop: what the losses of these workloads are checked against.
+"""A plain loop that trains regression, mnist and gpt. The losses of these workloads are checked against it.
 
-    python -m conformance.harness.anchors        prints what each arrives at
+    python -m conformance.harness.anchors        prints the first and last values of each training
 
-Imports nothing of core. Models are written out in torch's elementary operations, in fp64; optimizers, schedule and
-clipping by their definitions; data, order and initial parameters come from reference.py, which is NumPy. Only the
-gradients are autograd's.
+It imports nothing of the core. Models are written in torch's elementary operations, in fp64; optimizers, schedule and clipping
+by their definitions. Data, order and initial parameters come from reference.py, which is NumPy. Only gradients are autograd's.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from conformance.harness import reference
 
 try:
     import torch
-except ImportError:  # on a login node, where checks/run is read as well: the site's jobs have torch, and this is not run
+except ImportError:  # A login node reads checks/run, too, but has no torch. The jobs have it, and this is not run there.
     torch = None
 
 Tensors = "dict[str, torch.Tensor]"
@@ -30,10 +29,10 @@ Tensors = "dict[str, torch.Tensor]"
 
 @dataclass(frozen=True)
 class Case:
-    """One training. flags: those of train.py, with {data} where the folder of its data stands.
+    """One training. flags: for train.py; {data} stands for the data folder.
 
-    rows: of a folder, [training columns, held-out columns]. loss: of parameters and a batch, the sum over its rows, and the
-    sum of its metric.
+    rows(folder): [training columns, held-out columns]. loss(parameters, batch): the loss and the metric, each summed over the
+    batch's rows.
     """
 
     flags: str
@@ -42,8 +41,8 @@ class Case:
     loss: Callable[[Tensors, tuple[torch.Tensor, ...]], tuple[torch.Tensor, torch.Tensor]]
     metric: str
     epochs: int = 2
-    steps_per_epoch: int = 0  # 0: as many as the rows give
-    global_batch_size: int = 0  # 0: rows_a_rank times the ranks
+    steps_per_epoch: int = 0  # 0: every whole batch of the rows
+    global_batch_size: int = 0  # 0: rows_a_rank * world_size
     rows_a_rank: int = 0
     optimizer: str = "sgd"
     lr: float = 0.01
@@ -56,9 +55,7 @@ class Case:
 
 
 def train(case: Case, folder: Path, world_size: int = 1, seed: int = 0) -> dict[str, list[float]]:
-    """What run.jsonl should say: `loss` and `grad_norm` of every step, and `epoch_loss`, `eval_loss` and the metric of every
-    epoch.
-    """
+    """What run.jsonl should have: `loss`, `grad_norm` of each step; `epoch_loss`, `eval_loss` and the metric of each epoch."""
     columns, held_out = case.rows(folder)
     size, count = case.global_batch_size or case.rows_a_rank * world_size, len(columns[0])
     steps = case.steps_per_epoch or count // size
@@ -86,7 +83,7 @@ def train(case: Case, folder: Path, world_size: int = 1, seed: int = 0) -> dict[
 
 @dataclass
 class Rule:
-    """SGD with momentum and L2, or AdamW (Loshchilov and Hutter, ICLR 2019), with warm-up and a cosine to 0."""
+    """SGD with momentum and L2, or AdamW (Loshchilov and Hutter, ICLR 2019), with warm-up and a cosine schedule to 0."""
 
     case: Case
     lr: float
@@ -150,13 +147,13 @@ def normalized(parameters: Tensors, name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of every place, in nats."""
+    """[...] nats, of logits [..., classes] and labels [...]."""
     chosen = logits.gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)
     return logits.logsumexp(-1) - chosen
 
 
 def convolved(parameters: Tensors, name: str, x: torch.Tensor) -> torch.Tensor:
-    """[n, channels, h, w] with kernels of 3 x 3 and no padding, as a product with the 9 shifted images."""
+    """Convolve [n, channels, h, w] with kernels of 3 x 3, without padding, as a product with the 9 shifted images."""
     weight, (height, width) = parameters[f"{name}.weight"], (x.shape[2] - 2, x.shape[3] - 2)
     shifted = [x[:, :, i : height + i, j : width + j] for i in range(3) for j in range(3)]
     windows = torch.stack(shifted, 2).flatten(1, 2).flatten(2)  # [n, channels * 9, h * w]
@@ -164,7 +161,7 @@ def convolved(parameters: Tensors, name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def halved(x: torch.Tensor) -> torch.Tensor:
-    """Means over squares of 2 x 2; a last odd row or column is left out."""
+    """Average over squares of 2 x 2; a last odd row or column is left out."""
     n, channels, height, width = x.shape
     x = x[:, :, : height // 2 * 2, : width // 2 * 2]
     return x.reshape(n, channels, height // 2, 2, width // 2, 2).mean((3, 5))
@@ -185,7 +182,7 @@ def of_mnist(parameters: Tensors, batch: tuple[torch.Tensor, ...]) -> tuple[torc
 
 
 def of_gpt(parameters: Tensors, batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two pre-norm blocks of two heads; of a row the mean over its positions."""
+    """Two pre-norm blocks with two heads. A row's loss is the mean over its positions."""
     text = batch[0].long()
     inputs, targets = text[:, :-1], text[:, 1:]
     count, length = inputs.shape
@@ -207,13 +204,13 @@ def of_gpt(parameters: Tensors, batch: tuple[torch.Tensor, ...]) -> tuple[torch.
 
 
 def split(*columns: np.ndarray) -> list[tuple[torch.Tensor, ...]]:
-    """Every fifth row is held out."""
+    """[training columns, held-out columns]: every fifth row is held out."""
     held_out = np.arange(len(columns[0])) % 5 == 4
     return [tuple(torch.from_numpy(column[kept]) for column in columns) for kept in (~held_out, held_out)]
 
 
 def regression_rows(folder: Path) -> list[tuple[torch.Tensor, ...]]:
-    """20 features in [0, 1), and a linear function of them with noise."""
+    """20 features in [0, 1), and as target a linear function of them with noise."""
     inputs, weights, noise = (reference.uniform(count, 2, part) for part, count in enumerate((2560 * 20, 20, 2560)))
     inputs, targets = inputs.reshape(2560, 20), np.zeros(2560)
     for feature in range(20):
@@ -222,7 +219,7 @@ def regression_rows(folder: Path) -> list[tuple[torch.Tensor, ...]]:
 
 
 def mnist_rows(folder: Path) -> list[tuple[torch.Tensor, ...]]:
-    """Files in MNIST's format: noise, with a bright bar whose place is the label."""
+    """Write files in MNIST's format: noise, with a bright bar whose position is the label."""
     tables = []
     for name, count in (("train", 96), ("t10k", 30)):
         labels = np.arange(count, dtype=np.uint8) * 7 % 10
@@ -237,7 +234,7 @@ def mnist_rows(folder: Path) -> list[tuple[torch.Tensor, ...]]:
 
 
 def gpt_rows(folder: Path) -> list[tuple[torch.Tensor, ...]]:
-    """Two files, one behind the other with a line feed between, cut into rows of 65 bytes; a hidden file does not count."""
+    """Write two files. Joined by a line feed, they are cut into rows of 65 bytes. A hidden file does not count."""
     letters = np.frombuffer(b"abcdefgh", np.uint8)
     one, two = (letters[(reference.uniform(count, 8, count) ** 3 * 8).astype(int)].tobytes() for count in (4000, 3835))
     for name, text in {"1.txt": one, "2.txt": two, ".3.txt": one}.items():
@@ -251,7 +248,7 @@ def write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-# ---- what is trained ----------------------------------------------------------------------------------------------
+# ---- the trainings ------------------------------------------------------------------------------------------------
 
 LINEAR = {"weight": (1, 20), "bias": (1,)}
 CNN = {"0.weight": (32, 1, 3, 3), "0.bias": (32,), "3.weight": (64, 32, 3, 3), "3.bias": (64,)}
@@ -284,7 +281,7 @@ CASES = {
         **dict(global_batch_size=64, optimizer="adamw", lr_times_ranks=True, momentum=0.8, weight_decay=0.1),
         **dict(warmup_steps=10, cosine=True, clip_norm=0.5),
     ),
-    # Its held-out loss is lowest after the first epoch, and rises.
+    # Its held-out loss is lowest after the first epoch, then rises.
     "regression-rises": Case(
         "--workload regression --epochs 3 --global-batch-size 64 --optimizer adamw --lr 0.1",
         *(LINEAR, regression_rows, of_regression, "eval_absolute_error"),

@@ -1,4 +1,4 @@
-"""A check: one verdict in the words of SPEC.md. Messages have one grammar, `value, but should be value [where] (clause)`."""
+"""A check gives one verdict in SPEC.md's words. Messages have one grammar: `value, but should be value [where] (clause)`."""
 
 import functools
 import inspect
@@ -8,16 +8,16 @@ import pytest
 
 from conformance.harness.reference import worst_deviation
 
-# Tiers of equality (SPEC.md), relative and at every step.
-T0, T1 = 0, 1e-10  # the same run again; fp64
-T2 = {"cpu": 1e-5, "cuda": 1e-4, "xpu": 1e-4}  # fp32; an H100 had 5e-7
+# Tiers of equality (SPEC.md): relative differences, at every step.
+T0, T1 = 0, 1e-10  # T0: the same run again; T1: fp64
+T2 = {"cpu": 1e-5, "cuda": 1e-4, "xpu": 1e-4}  # fp32; measured on an H100: 5e-7
 
 
-MOST = 200  # violations that are told of one test: an author of a new site fills in by them
+MOST = 200  # violations shown of one test: the author of a new site works through this list
 
 
 def clause(*ids: str) -> Callable:
-    """The clauses of SPEC.md that a test checks. One that yields does so with violations, and fails if there is one:
+    """Mark a test with the clauses of SPEC.md that it checks. A test that yields violations fails if it yields any:
 
     @clause("J6")
     def test_the_port_is_no_constant(check, site):
@@ -48,15 +48,15 @@ def parameters(item: pytest.Item) -> dict:
 
 
 def launch_of(item: pytest.Item):
-    """The launcher that an item is about: of a site, the site's own."""
+    """The launcher that an item is about; for a test of a site, that site's first launcher."""
     launch, site = parameters(item).get("launch"), parameters(item).get("site")
     return launch or (site.launches[0] if site and site.launches else None)
 
 
 class Check:
-    """The checks of one test. where: what is checked, in the words of a message.
+    """The checks of one test. where: what is checked, as messages name it.
 
-    check.equal(...) judges by the clause that the test is marked with, check["L2"].equal(...) by one of several.
+    check.equal(...) judges by the test's only clause; check["L2"].equal(...) by one of several.
     """
 
     def __init__(self, where: str, node: pytest.Item, clauses: list[str] | None = None):
@@ -68,13 +68,13 @@ class Check:
         return Check(self.where, self.node, [clause])
 
     def equal(self, **pairs: tuple) -> None:
-        """name=(value, what it should be); all that differ are told."""
+        """name=(value, expected value). Fails with every pair that differs."""
         __tracebackhide__ = True
         differ = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
         self.holds(*(f"{name}={_short(value)}, but should be {_short(other)}" for name, (value, other) in differ.items()))
 
     def close(self, values: list[float], reference: list[float], limit: float, what: str = "losses") -> None:
-        """No relative difference above the limit; the worst is printed at the end of the session, also when green."""
+        """Fail if a relative difference exceeds the limit. The session's end prints the worst, also of a passing test."""
         __tracebackhide__ = True
         worst = worst_deviation(values, reference)
         self.node.user_properties.append(("deviation", (worst, limit, what)))
@@ -82,11 +82,11 @@ class Check:
             self.holds(f"worst relative deviation of {what}={worst:.1e}, but should be at most {limit:g}")
 
     def curve(self, precision: str, losses: list[float]) -> None:
-        """The losses of a reference run, for the report."""
+        """Keep the losses of a reference run for the report."""
         self.node.user_properties.append(("curve", (precision, [loss.hex() for loss in losses])))
 
     def holds(self, *violations: str) -> None:
-        """Fails with one line for each violation, if there is one."""
+        """Fail with one line for each violation, if there is one."""
         __tracebackhide__ = True
         assert len(self.clauses) == 1, f"{self.node.name} has the clauses {self.clauses}: which one? check[...]"
         lines = [f"{violation} [{self.where}] ({self.clauses[0]})" for violation in dict.fromkeys(violations)]

@@ -1,9 +1,9 @@
-"""Which core has trained in this process: its bytes, and whether a site has put something of its own in the place of a part.
+"""Which core has trained in this process: are its bytes this repository's, and has a site replaced a part of it?
 
     with core_of.watched() as found:      found: a line for each thing that is not this repository's
         world.train(...)
 
-The program has run by then, and its modules are still there. What a site defines is told by the file that its code names.
+The check runs after the program, while its modules are still loaded. A function's code names the file that defines it.
 """
 
 import ast
@@ -19,7 +19,7 @@ from typing import Any
 from conformance.harness.sites import ROOT
 
 CORE = ROOT / "core/src/ddp_core"
-# Of torch: what a training goes through.
+# The modules of torch that a training uses.
 TORCH: tuple[str, ...] = ("torch.nn.functional", "torch.nn.modules", "torch.nn.parallel", "torch.optim", "torch.autograd")
 TORCH += ("torch.utils.data", "torch.amp", "torch.distributed.distributed_c10d", "torch._tensor")
 _watching: list[list[str]] = []
@@ -35,18 +35,18 @@ def watched() -> Iterator[list[str]]:
 
 
 def look(program: Path) -> None:
-    """At the end of a program, before its modules are dropped."""
+    """Look at the end of a program, before its modules are dropped."""
     if _watching:
         _watching[-1].extend(foreign(program.resolve().parent))
 
 
 def digests(core: Path) -> dict[str, str]:
-    """Of the modules of a copy of the core."""
+    """SHA-256 of each module of a copy of the core, by its path in it."""
     return {str(path.relative_to(core)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(core.rglob("*.py"))}
 
 
 def foreign(site: Path) -> list[str]:
-    """What is not this repository's of the core and of torch, in this process."""
+    """Find the parts of the core and of torch in this process that are not this repository's: a line for each."""
     violations, mine = [], {name: module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "ddp_core"}
     if "ddp_core.trainer" not in mine:
         violations.append("ddp_core.trainer was not imported: something else has trained")
@@ -67,12 +67,12 @@ def foreign(site: Path) -> list[str]:
 
 
 def changed(module: types.ModuleType, path: Path) -> list[str]:
-    """Functions of a module that are not those of its file, and constants that are not."""
+    """Find functions and constants of a module that differ from those in its file."""
     tree = ast.parse(path.read_text())
     written, violations = {*codes(compile(tree, str(path), "exec"))}, []
     for what, function in functions(module):
         code = function.__code__
-        made = code.co_filename == "<string>" and not function.__name__.startswith("__")  # those are a dataclass's
+        made = code.co_filename == "<string>" and not function.__name__.startswith("__")  # __ names: a dataclass's
         if made or (code.co_filename == str(path) and code not in written):
             violations.append(f"{module.__name__}.{what} is not that of its file")
     again = {line.target.id for line in tree.body if isinstance(line, ast.AugAssign) and isinstance(line.target, ast.Name)}
@@ -93,7 +93,7 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def functions(module: types.ModuleType) -> Iterator[tuple[str, types.FunctionType]]:
-    """Of a module and of its classes, by their names there."""
+    """The functions of a module and of its classes, each with its name there."""
     for name, value in list(vars(module).items()):
         owned = [(name, value)]
         if issubclass(type(value), type):
@@ -104,9 +104,9 @@ def functions(module: types.ModuleType) -> Iterator[tuple[str, types.FunctionTyp
 
 
 def unwrapped(value: Any) -> Iterator[types.FunctionType]:
-    """The functions in a property, a method, a partial or something that was decorated."""
+    """The functions inside a property, a method, a partial or a decorated function."""
     for _ in range(5):
-        kind = type(value)  # and not its __class__, by which an object may tell another
+        kind = type(value)  # not value.__class__: an object can make that say something else
         if kind is types.FunctionType:
             yield value
             value = vars(value).get("__wrapped__")
@@ -121,5 +121,5 @@ def unwrapped(value: Any) -> Iterator[types.FunctionType]:
 
 
 def of_folder(function: types.FunctionType, folder: Path) -> bool:
-    """Whether its code was written below this folder; the suite's own is not, wherever it lies."""
+    """True if its code was written below this folder. The suite's own code is not, wherever the suite lies."""
     return Path(function.__code__.co_filename).is_relative_to(folder)

@@ -1,12 +1,12 @@
-"""The core's control plane with all its ranks in one process, over a transport that counts: what does a rank of 75,264 pay?
+"""The core's control plane with all ranks in one process, over a transport that counts: what does each of 75,264 ranks pay?
 
     from conformance.harness.counted import Counted
     counted = Counted(75264)
     totals = counted.reduce(numbers, merge)      # numbers[rank] to what each rank has in the end
     counted.of(0).messages
 
-The ranks are the core's own class Control. No rank waits for another: the speaker of a group is the first of its members, so
-numbers go up from the last rank to the first, and down from the first to the last.
+The ranks are the core's own class Control. They run one after another without waiting: a group's speaker is its first member,
+so numbers are collected from the last rank to the first, and broadcast from the first to the last.
 """
 
 import json
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 @dataclass
 class Cost:
-    """What a rank has had."""
+    """What one rank has opened, sent and received."""
 
     connections: int = 0
     messages: int = 0  # sent and received
@@ -34,8 +34,8 @@ class Counted:
         from ddp_core.control import Control
 
         self.costs: dict[int, Cost] = defaultdict(Cost)
-        self.sent: dict[tuple, dict[int, torch.Tensor]] = defaultdict(dict)  # by group, what is under way
-        self.rank = 0  # which one is at work
+        self.sent: dict[tuple, dict[int, torch.Tensor]] = defaultdict(dict)  # by group, not yet received
+        self.rank = 0  # the rank that runs now
         with self._instead_of_torch():
             self.ranks = [Control(rank, world_size, timedelta()) for rank in self._each(range(world_size))]
 
@@ -43,7 +43,7 @@ class Counted:
         return self.costs[rank]
 
     def reduce(self, numbers: torch.Tensor, merge: Callable) -> list[torch.Tensor]:
-        """numbers: [ranks, n]. What reduce() returns on each rank: it is collect() and then broadcast()."""
+        """numbers: [ranks, n]. Returns what reduce() gives on each rank. reduce() is collect(), then broadcast()."""
         last_first = range(len(self.ranks) - 1, -1, -1)
         with self._instead_of_torch():
             sums = {rank: self.ranks[rank].collect(numbers[rank], merge) for rank in self._each(last_first)}
@@ -55,7 +55,7 @@ class Counted:
         for self.rank in ranks:
             yield self.rank
 
-    # ---- in the place of torch.distributed ------------------------------------------------------------------------
+    # ---- replaces torch.distributed -------------------------------------------------------------------------------
 
     @contextmanager
     def _instead_of_torch(self):
@@ -70,7 +70,7 @@ class Counted:
                 setattr(dist, name, act)
 
     def _new_group(self, members: list[int], **_) -> tuple[int, ...]:
-        """gloo connects each member to each."""
+        """gloo connects every member with every other."""
         self.costs[self.rank].connections += len(members) - 1
         return tuple(members)
 
@@ -85,7 +85,7 @@ class Counted:
             self._count(member, tensor)
 
     def _broadcast(self, tensor: torch.Tensor, speaker: int, group: tuple[int, ...]) -> None:
-        """As if the speaker sent it to each: the most that it can be. gloo has the members pass it on."""
+        """Count as if the speaker sent to each member, the most it can be. In gloo the members pass it on."""
         if self.rank == speaker:
             self.sent[group][speaker] = tensor
         else:
@@ -103,7 +103,7 @@ class Counted:
 def check_in_of(world_size: int, facts: dict[int, dict] | None = None) -> tuple[int, int]:
     """How many rows rank 0 has once all ranks have checked in, and how many bytes each other rank then reads.
 
-    facts: by rank; the others state none.
+    facts: by rank. Ranks without an entry state none.
     """
     from ddp_core import Rank
     from ddp_core.rendezvous import Rendezvous
@@ -111,10 +111,10 @@ def check_in_of(world_size: int, facts: dict[int, dict] | None = None) -> tuple[
 
     alone, store = Rank(0, 1, 0, 1, 0, "127.0.0.1", 1, "job"), dist.HashStore()
     for rank in range(world_size - 1, -1, -1):
-        meeting = Rendezvous(alone, 20, StopFlag())  # which opens no port
+        meeting = Rendezvous(alone, 20, StopFlag())  # alone (world size 1), so it opens no port
         meeting.rank = replace(alone, rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
         meeting.store = store
-        store.set("verdict", json.dumps(dict(well=True)))  # for those who would wait for rank 0, which is the last one here
+        store.set("verdict", json.dumps(dict(well=True)))  # others would wait for it, and rank 0 comes last
         store.set(f"heard/{rank}", "")
         row = dict(rank=rank, local_rank=rank % 8, node_rank=rank // 8, host=f"node{rank // 8}", backend="gloo")
         rows = meeting.check_in((facts or {}).get(rank, {}), row, None)

@@ -1,12 +1,12 @@
-"""A dry run: a site's own scripts, run here with stand-ins for the commands of its machine, which record each call.
+"""A dry run: a site's own scripts run here, with stand-ins for the commands of its machine, which record each call.
 
     runs = DryRuns(site)                           of a conformance.harness.sites.Site
     runs.install("--add", "h5py==3.14.0")          install.sh, with these flags
     runs.job(script, code=75, restarts=1)          a job script, whose ranks end with 75
-    runs.case(case, event="warning")               a choice of [[job.choices]], to whose ranks a signal comes
+    runs.case(case, event="warning")               a choice of [[job.choices]], whose ranks get a signal
 
-Needs bash; neither ranks, torch, a scheduler nor root. Absolute paths that a script names, such as /tmp and /scratch, are moved
-into the dry run's folder. Where Linux has Landlock, nothing else can be written to.
+It needs bash, but neither ranks, torch, a scheduler nor root. Absolute paths in a script, such as /tmp and /scratch, are moved
+into the dry run's folder. Where Linux has Landlock, scripts can write nowhere else.
 """
 
 import ctypes
@@ -42,22 +42,24 @@ USER, SECRET = "tester", "s3cr3t-of-the-user"
 YEARS_AGO = 1_600_000_000  # 2020
 AROUND = ("home/", "root/")  # the folders beside sites/ that a script may write to
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD", "GITHUB_PAT", "SESSION_JWT", "AWS_CREDENTIALS", "NETRC", "NGC_AUTH")
-# What users pass to a job script: words with a space and a star must arrive as they are.
+# What users pass to a job script. Words with a space or a star must arrive unchanged.
 ARGUMENTS = ("--epochs", "3", "--data-dir", "two words", "--note", "*")
-# A dry run. event: warning, stop, limit or cancelled, while it trains; pause: it is deleted between two launches. progress:
-# whether it trains a step; fails: a command that does (`fails at 3`), `hangs` what is started on the nodes after the ranks,
-# `start` its ranks before they record anything, `image` theirs after they have saved, `one run` of several; install: the flags
-# of install.sh, None where it has not run; beside: folders of another job; halves: files that a killed start has left; planted:
-# `open` or `link`, and a path below root/; shared: whether nodes are; modules_set: whether modules set what site.toml says;
-# spare: whether there are nodes to spare, and the first is down, or "later" when ranks have been there; started: how often PBS
-# has started this job; umask: its user's, if not this process's.
+# The settings of a dry run.
+# event: warning, stop, limit or cancelled, during training; pause: the job is deleted between two launches.
+# progress: whether it trains a step. started: how often PBS has started this job.
+# fails: what fails. `fails at 3`: the third command; `hangs`: what starts on the nodes after the ranks; `start`: ranks before
+# they record anything; `image`: the image after they have saved; `one run`: one of several.
+# install: flags of install.sh, None if it has not run. modules_set: whether modules set what site.toml says.
+# beside: another job's folders. halves: files of a killed start. planted: `open` or `link`, and a path below root/.
+# shared: whether nodes are shared. spare: True if there are spare nodes and the first is down; "later": down after ranks ran.
+# umask: the user's, if not this process's.
 STANDARD: dict = dict(number="4242", restarts=0, code=0, all_ranks=False, event="", progress=True, shared=False, fails="")
 STANDARD |= dict(environ={}, options={}, edit={}, ntasks=0, arguments=ARGUMENTS, install=(), install_fails="", case=None)
 STANDARD |= dict(walltime="01:42:00", beside=(), halves=(), planted=(), modules_set=True, spare=False, recorded=None, started=1)
 STANDARD |= dict(umask="")
-# How variables begin that are there whatever --export says.
+# Prefixes of variables that a job has with every --export.
 OF_NO_USER = ("SLURM_", "DRY_RUN")
-# What PBS says of the job: not what its directives say.
+# What PBS says of the job. It differs from the directives.
 OF_PBS = dict(
     name="name42",
     queue="queue42",
@@ -66,24 +68,24 @@ OF_PBS = dict(
     place="scatter:excl",
     filesystems="home:of42",
 )
-# Those that a process may have where nobody has allowed more: Linux's INR_OPEN_CUR.
+# The usual limit of a process: Linux's INR_OPEN_CUR.
 OPEN_FILES = 1024
-# The numbers of the job, of another one, and a large one, which ends in digits that are no octal number.
+# Numbers of the job, of another job, and a large one, whose last digits are no octal number.
 FIRST, OTHER, LARGE = "4242", "7001", "61230899"
-# Of absolute paths these stay as they are; all others are moved.
+# Absolute paths that stay as they are. All others are moved.
 KEPT = "usr|bin|sbin|lib|lib64|etc|proc|sys|dev/(?!shm)"
 ABSOLUTE = re.compile(
     rf"(?:(?<=:-)|(?<![\w./:~}})\]*%$\\+-]))/(?!(?:{KEPT})(?:/|\b))(?=(?:tmp|var/tmp|dev/shm)\b|[A-Za-z][\w.-]*/[\w$])"
 )
-# What may stand behind `ml` but modules. https://lmod.readthedocs.io/en/latest/010_user.html
+# Words after `ml` that are no modules. https://lmod.readthedocs.io/en/latest/010_user.html
 OF_ML = "load|add|purge|reset|use|unuse|del|unload|rm|swap|switch|list|avail|av|spider|show|save|restore|whatis|help|keyword"
 MODULE = 'module() { local said; said=$(module-call "$@") || return; eval "$said"; }; ml() { case ${1-} in '
 MODULE += f'--*) module "$@" ;; -?*) module unload "${{1#-}}" ;; {OF_ML.replace("|", " | ")}) '
 MODULE += 'module "$@" ;; *) module load "$@" ;; esac; }'
-# Likewise conda's hook. https://docs.conda.io/projects/conda/en/stable/dev-guide/deep-dives/activation.html
+# The same for conda. https://docs.conda.io/projects/conda/en/stable/dev-guide/deep-dives/activation.html
 CONDA = "NAME() { case ${1-} in activate | deactivate) local said; "
 CONDA += 'said=$(command NAME shell.posix "$@") || return; eval "$said" ;; *) command NAME "$@" ;; esac; }\n'
-# Of torchrun the parts that programs of a site call: it is a command of the dry run, and its ranks' exit code an error.
+# The parts of torchrun that sites' programs call. It runs the dry run's command, and its ranks' exit code is an error.
 ERRORS = """
 class ChildFailedError(Exception):
     def get_first_failure(self):
@@ -109,9 +111,9 @@ def main(words=None):
     if code:
         raise ChildFailedError(code)
 """
-# It says which run it is of, for two of one name would be one to W&B, and what it gets to know of it. What it is told of an
-# earlier step than its own it drops: https://docs.wandb.ai/models/track/log
-# Its folders are at home by themselves: https://docs.wandb.ai/models/track/environment-variables
+# It prints the run's id, since W&B takes two runs with one id for one, and all that it gets. It drops values of an earlier step
+# than its own: https://docs.wandb.ai/models/track/log
+# Its folders are in the home directory by default: https://docs.wandb.ai/models/track/environment-variables
 WANDB = """
 import os
 class Run:
@@ -146,7 +148,7 @@ class SummaryWriter:
     def add_scalar(self, name, value, step):
         print("tensorboard has", step, value, flush=True)
 """
-TORCH = "2.13.0+of.this.machine"  # what PyPI has not
+TORCH = "2.13.0+of.this.machine"  # PyPI does not have it
 PACKAGES = {
     "../torch/torch/__init__.py": "import os\nfrom . import cuda, version\n"
     f"__version__ = '2.14.0' if os.environ.get('DRY_RUN_FAILS') == 'another torch' else '{TORCH}'\n",
@@ -167,7 +169,7 @@ PACKAGES = {
     "../core-of/ddp_core/__init__.py": "__version__ = '0.2.0'\n",
     "horovod/__init__.py": "__version__ = '0.28.1'\n",
     "horovod/torch.py": "def gloo_built(): return True\ndef nccl_built(): return True\n",
-    # Python is known to scripts by the stand-in's name, and a library that is not there loads, or does not where it is told so.
+    # sys.executable is the stand-in. A missing library loads, except with fails="library".
     "sitecustomize.py": "import ctypes, os, sys\nsys.executable = os.environ['DRY_RUN_PYTHON']\n"
     "def load(*arguments, **options):\n"
     "    if os.environ['DRY_RUN_FAILS'] == 'library':\n"
@@ -183,7 +185,7 @@ PACKAGES = {
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a stand-in. end_time: None where another command took its place."""
+    """One call of a stand-in. end_time: None if exec replaced it by another command."""
 
     command: str
     path: str
@@ -193,7 +195,7 @@ class Call:
     start_time: int
     end_time: int | None = None
     code: int | None = None
-    notes: dict = field(default_factory=dict)  # texts that pip was given; signals: those that a rank has heard
+    notes: dict = field(default_factory=dict)  # texts that pip was given; signals: those that a rank has received
 
     @property
     def rank(self) -> int | None:
@@ -212,11 +214,11 @@ class DryRun:
     code: int
     output: str
     calls: list[Call]
-    changed: list[str]  # files outside the site's folder, or existing files of it, that were made, changed or removed
-    made: list[str] = field(default_factory=list)  # what is new in the site's folder
-    read: list[str] = field(default_factory=list)  # the files whose lines bash ran, when it was traced
-    tree: dict[str, bytes] = field(default_factory=dict)  # of install.sh: what it has left in the site's folder, and its text
-    leaks: list[tuple[str, str]] = field(default_factory=list)  # files that have a user's token, or its secret; and which
+    changed: list[str]  # files that were made, changed or removed outside the site's folder, or changed or removed inside
+    made: list[str] = field(default_factory=list)  # new names in the site's folder
+    read: list[str] = field(default_factory=list)  # the files whose lines bash ran, if it was traced
+    tree: dict[str, bytes] = field(default_factory=dict)  # after install.sh: files in the site's folder, and their bytes
+    leaks: list[tuple[str, str]] = field(default_factory=list)  # files that contain a user's token or a secret, and which one
     wide: dict[str, str] = field(default_factory=dict)  # new files with more rights than the umask leaves, and their modes
     modes: dict[str, int] = field(default_factory=dict)  # of all new files and folders
 
@@ -235,7 +237,7 @@ class DryRun:
 
     @property
     def steps(self) -> list[tuple[str, Call]]:
-        """The script's own commands, not those of ranks or in an image; before each the `fails` of a run in which it fails."""
+        """The script's own commands, not those of ranks or in an image. Each comes with the `fails` that lets it fail."""
         own = [call for call in self.calls if not {"DRY_RUN_LAUNCHER", "DRY_RUN_IMAGE"} & {*call.environ}]
         return [(f"fails at {place}", call) for place, call in enumerate(own, 1)]
 
@@ -244,7 +246,7 @@ class DryRun:
 
 
 def program(call: Call) -> int:
-    """The place of train.py, or its like, among the words of a call of Python; 0 if it is another one."""
+    """The place of train.py, or a similar name, among the words of a call of Python; 0 for another call."""
     words = call.words
     place = next((place for place, word in enumerate(words) if not word.startswith("-")), None)
     if place is None or not call.command.startswith("python"):
@@ -252,30 +254,30 @@ def program(call: Call) -> int:
     return place + 1 if Path(words[place]).name.startswith("train") else 0
 
 
-# What install.sh is given for a flag with a value, by the word that stands for it in its --help.
+# Values for install.sh's flags, by the word that its --help shows for the value.
 PASSED = dict(PACKAGE="h5py==3.14.0", WHAT="../../core", SPEC="torch==2.12.0", URL="https://download.pytorch.org/whl/of42")
 PASSED |= dict(PREFIX="/elsewhere/a prefix", IMAGE=f"docker://registry/pytorch@sha256:{'0' * 64}")
 
 
 def flags_of(dry: "DryRuns") -> list[tuple[str, str]]:
-    """The flags of install.sh that its --help shows, each with the word that stands for its value; "" for none of either."""
+    """install.sh's flags in its --help, each with the word for its value. "" for a missing flag or value."""
     usage = next((line for line in dry.install("--help").output.splitlines() if "./install.sh [" in line), "")
     return re.findall(r"\[(--[\w-]+)? ?([A-Z]+)?\]", usage)
 
 
 def given(dry: "DryRuns", *values: str) -> list[tuple[str, ...]]:
-    """Each flag of install.sh, with a value where it takes one; or those alone that take one of these values."""
+    """Each flag of install.sh, with a value if it takes one. values: only flags that take one of these."""
     flags = [each for each in flags_of(dry) if not values or each[1] in values]
     return [tuple(filter(None, (flag, PASSED.get(value, value)))) for flag, value in flags]
 
 
 def umask() -> str:
-    """This process's, which the user's scripts have at their start: asking the kernel by umask() would change it."""
+    """This process's umask, which the user's scripts start with. Calling os.umask() would change it."""
     return Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0]
 
 
 def limits(text: str) -> dict[str, float]:
-    """Of /proc/self/limits what holds, by its name: `Max open files`."""
+    """The soft limits in /proc/self/limits, by name: `Max open files`."""
     rows = [(line[:26].strip(), line[26:].split()[0]) for line in text.splitlines()[1:]]
     return {name: float(value.replace("unlimited", "inf")) for name, value in rows}
 
@@ -298,14 +300,14 @@ def values_of(words: list[str], *flags: str) -> list[str]:
 
 
 def seconds_of(words: list[str]) -> float:
-    """What `sleep` is told, or `timeout` in all: by itself, and after which it kills."""
+    """Seconds in `sleep`'s words; for `timeout`, the limit plus the time until it kills."""
     units = dict(s=1, m=60, h=3600, d=86400)
     parts = [re.fullmatch(r"([\d.]+|inf(?:inity)?)([smhd]?)", word.rpartition("=")[2]) for word in words]
     return sum(float(part[1]) * units.get(part[2], 1) for part in parts if part)
 
 
 def removed(dry: "DryRuns", run: DryRun, own: list[Path]) -> list[str]:
-    """What rm was given that is not below, or one of, these; $TMPDIR/tmp.* is mktemp's."""
+    """What rm removes outside these paths. Allowed: mktemp's $TMPDIR/tmp.*, and names with the job's number."""
     violations = []
     for call in run.called("rm"):
         for word in [word for word in call.words if not word.startswith("-")]:
@@ -315,7 +317,7 @@ def removed(dry: "DryRuns", run: DryRun, own: list[Path]) -> list[str]:
                 continue
             inside = path.is_relative_to(dry.folder) and path != dry.folder
             if inside and not (dry.pristine / path.relative_to(dry.folder.parent)).exists():
-                continue  # a file beside the scripts that no copier brought
+                continue  # a new file beside the scripts, which no copier has
             if run.shape["number"] in path.name or re.search(rf"/[^/]*{run.shape['number']}[^/]*/", f"{path}/"):
                 continue
             violations.append(f"{run.script} removes {dry.shown(str(path)) or word}, but should remove only what it made")
@@ -323,7 +325,7 @@ def removed(dry: "DryRuns", run: DryRun, own: list[Path]) -> list[str]:
 
 
 def exit_of(dry: "DryRuns", run: DryRun) -> str:
-    """Its exit code and its last line, in the words of a message."""
+    """Exit code and last line, as a message has them."""
     lines = [line for line in dry.shown(run.output).splitlines() if line.strip()]
     return f"exit code {run.code} ({lines[-1][-160:] if lines else 'it prints nothing'})"
 
@@ -333,7 +335,7 @@ def ending(dry: "DryRuns", run: DryRun) -> str:
 
 
 def started_last(dry: "DryRuns", run: DryRun) -> str:
-    """What a run without ranks has started last, in the words of a message; "" where it has ranks."""
+    """The last command of a run without ranks, as a message has it; "" if it has ranks."""
     calls = [call for call in run.calls if call.command not in ("rm", "sleep", "hostname", "scontrol")]
     return "" if run.trained or not calls else f", and the last command was {dry.shown(calls[-1].text)[:120]!r}"
 
@@ -343,12 +345,12 @@ def arguments(call: Call) -> list[str]:
 
 
 def as_in_job(call: Call) -> dict[str, str]:
-    """The environment of a rank without what this dry run has put there."""
+    """A rank's environment without the dry run's own variables."""
     return {name: value for name, value in call.environ.items() if not name.startswith("DRY_RUN")}
 
 
 def without_effect(dry: "DryRuns", script: Path, choices: list[dict[str, str]], nodes: int = 2) -> Iterator[str]:
-    """Those of these choices that change nothing, in words."""
+    """Those choices that change nothing, as `NAME=value`."""
 
     def effects(run: DryRun, own: set[str]) -> tuple:
         ranks = [{name: value for name, value in as_in_job(call).items() if name not in own} for call in run.trained[:1]]
@@ -370,7 +372,7 @@ def trains(site: Site) -> list[Path]:
 
 
 def as_chosen(site: Site, dry: "DryRuns") -> Iterator[tuple[Path, dict, DryRun]]:
-    """Every script that trains, and its run with all ranks: as it is, and by each choice that its head tells of."""
+    """Every script that trains, with a run of all ranks: unchanged, and once for each choice in its head."""
     for script in trains(site):
         yield script, {}, dry.job(script, all_ranks=True)
         for chosen in alternatives(script):
@@ -378,21 +380,21 @@ def as_chosen(site: Site, dry: "DryRuns") -> Iterator[tuple[Path, dict, DryRun]]
 
 
 def in_all_ways(site: Site, dry: "DryRuns") -> Iterator[tuple[str, DryRun]]:
-    """The runs of as_chosen, and those of the choices that scripts mark, each with what was chosen, in words."""
+    """The runs of as_chosen, and of each choice that scripts mark, each with its name."""
     for script, chosen, run in as_chosen(site, dry):
         yield " ".join([script.name, *(f"{name}={value}" for name, value in chosen.items())]), run
     yield from ((case.name, dry.case(case, all_ranks=True)) for case in site.cases)
 
 
 def alternatives(script: Path) -> list[dict[str, str]]:
-    """The values of variables that the table in a script's head has beside the default."""
+    """Values in a script head's table, besides the default, as a variable to set for each."""
     return [{name: value} for name, _, values in Script(script).variables for value in values]
 
 
 def with_modules(site: Site, *names: str) -> Case | None:
-    """The site as it stands, but for more modules in its line `modules=(...)` or in the one that loads torch's by name.
+    """A case with more modules, in the line `modules=(...)` or in the line that loads torch's module by name.
 
-    None where no script has such a line: the Python of an image does not change with modules.
+    None if no script has such a line: modules do not change the Python of an image.
     """
     torch = [name for name in site.modules if "torch" in site.software.get("provides", {}).get(name, [])]
     named = "|".join(map(re.escape, torch)) or "(?!)"
@@ -405,7 +407,7 @@ def with_modules(site: Site, *names: str) -> Case | None:
 
 
 def new_starts(run: DryRun) -> list[Call]:
-    """What makes a job start again, or another one in its place."""
+    """Commands that start the job again, or another one instead."""
     asked = [call for call in run.called("sbatch", "qsub", "qalter") if "--version" not in call.words]
     return asked + [call for call in run.called("scontrol") if call.words[:1] == ["requeue"]]  # not requeuehold
 
@@ -423,13 +425,13 @@ class DryRuns:
         self.top = Path(tempfile.mkdtemp(prefix="dry-run-", dir="/tmp" if os.access("/tmp", os.W_OK) else None)).resolve()
         self.folder = self.top / "sites" / site.folder.name
         self.made: dict = {}
-        self._touched: set[str] = set()  # what a run, or its shape, has made or changed in home/ and root/
+        self._touched: set[str] = set()  # paths in home/ and root/ that a run or its settings have made or changed
         self._lay()
 
     def close(self) -> None:
         shutil.rmtree(self.top, ignore_errors=True)
 
-    # ---- what there is ------------------------------------------------------------------------------------------------
+    # ---- the folder ---------------------------------------------------------------------------------------------------
 
     def _lay(self) -> None:
         top = self.top
@@ -437,7 +439,7 @@ class DryRuns:
             (top / name).mkdir(parents=True)
         (top / "core/pyproject.toml").write_text('[project]\nname = "ddp-core"\n')
         (top / "core/src/ddp_core/__init__.py").touch()
-        py_compile.compile(str(COMMANDS), str(top / "commands.pyc"), doraise=True)  # else each call would, in 15 ms
+        py_compile.compile(str(COMMANDS), str(top / "commands.pyc"), doraise=True)  # once, not 15 ms in each call
         for name in command_names() | {self.site.toml["launcher"]}:
             file = top / "bin" / name
             file.write_text(f'#!/bin/sh\nDRY_RUN={top} exec {self.python} -I -S {top}/commands.pyc "$0" "$@"\n')
@@ -465,17 +467,17 @@ class DryRuns:
         for path in [self.folder / script.relative_to(self.site.folder) for script in self.site.scripts]:
             if path.is_file():
                 path.write_bytes(ABSOLUTE.sub(f"{top}/root/", path.read_bytes().decode()).encode())
-        # A login shell sets PATH anew, and may know a module command of this machine.
+        # A login shell sets PATH anew, and may have a module command of this machine.
         (top / "home/.bash_profile").write_text(f"PATH={top}/bin:/usr/bin:/bin\nunset BASH_ENV\n{MODULE}\n")
         (top / "etc/profile.d").mkdir(parents=True)
         hook = "".join(CONDA.replace("NAME", name) for name in ("conda", "mamba", "micromamba"))
         (top / "etc/profile.d/conda.sh").write_text(hook)
-        # What nobody's script may touch.
+        # Files that no script may touch.
         for name in ("home/.bashrc", "root/tmp/of-somebody-else/file", f"sites/{self.folder.name}/mine.py", "sites/other/file"):
             (top / name).parent.mkdir(parents=True, exist_ok=True)
             (top / name).write_text("somebody's own\n")
         self._lay_runs()
-        # A node's own disk, where the machine gives each user a folder.
+        # A node's own disk, if the machine gives each user a folder there.
         self.disks: list[str] = []
         for script in self.site.scripts:
             for place in re.findall(layer.OF_A_USER_S_DISK, script.read_text()):
@@ -486,7 +488,7 @@ class DryRuns:
         self.installed: dict = {}
 
     def _bring(self, name: str) -> None:
-        """Beside install.sh a file or a folder/ that its user brings; of an archive or a folder, with a file in it."""
+        """Make a file or folder/ that a user brings, beside install.sh. An archive or a folder has a file in it."""
         path = self.folder / name
         file = path / "brought-1.0-py3-none-any.whl" if name.endswith("/") else path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -495,7 +497,7 @@ class DryRuns:
             subprocess.run(["tar", "-caf", path, "-C", COMMANDS.parent, COMMANDS.name], check=True)
 
     def _lay_runs(self) -> None:
-        """Of other jobs, as many and as old as one might take for not needed any more."""
+        """Make runs of other jobs, so many and so old that a script might think that nobody needs them."""
         other = [f"of-another-job/{name}" for name in ("snapshot.safetensors", "snapshot.prev.safetensors", "best/file")]
         for path in [self.folder / "runs" / name for name in (*other, *(f"{job}/run.jsonl" for job in range(1000, 1030)))]:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -505,7 +507,7 @@ class DryRuns:
 
     @property
     def other_python(self) -> Path:
-        """The folder of another Python, of the same versions."""
+        """The folder of another Python, with the same versions."""
         folder = self.top / "other/bin"
         if not folder.exists():
             folder.mkdir(parents=True)
@@ -525,12 +527,12 @@ class DryRuns:
         return kept
 
     def _restore(self, kept: Path) -> None:
-        """sites/ as it was kept, and of the home directory and the rest what runs have touched since: no run sees another's."""
+        """Restore sites/ from the copy, and what runs have touched in home/ and root/, so that no run sees another's files."""
         shutil.rmtree(self.folder.parent)
         shutil.copytree(kept, self.folder.parent, symlinks=True)
         for path in (self.top / "calls").iterdir():
             path.unlink()
-        mounts = {str(path.parent.relative_to(self.top)) for path in (self.top / "root").rglob(".mounted")}  # of one killed
+        mounts = {str(path.parent.relative_to(self.top)) for path in (self.top / "root").rglob(".mounted")}  # killed run's
         for name in sorted(path for path in self._touched | mounts if path.startswith(AROUND)):
             here, then = self.top / name, self.top / "around" / kept.name / name
             if os.path.lexists(then) and os.path.lexists(here) and kind_of(then) != kind_of(here):
@@ -546,7 +548,7 @@ class DryRuns:
             elif os.path.lexists(here):
                 here.unlink()
 
-    # ---- scripts that are run -----------------------------------------------------------------------------------------
+    # ---- running scripts ----------------------------------------------------------------------------------------------
 
     def install(
         self,
@@ -561,10 +563,10 @@ class DryRuns:
         environ: dict[str, str] | None = None,
         umask: str = "",
     ) -> DryRun:
-        """install.sh. fails: the command that does not succeed, "pip PACKAGE" where it is to install that one, or "killed at 2"
-        for what makes the second part; planted: a folder with somebody's file, where it installs; after: the flags that it was
-        run with before, and after_fails, what failed then; environ: the user's of today; left: whether files LEFT are among
-        what that has made; linked: whether its folder was moved since, and a link stands there; umask: the user's.
+        """Run install.sh. fails: the command that fails; "pip PACKAGE": if it installs that; "killed at 2": the second command
+        that makes a part. planted: a folder with somebody's file, where it installs. after: flags of an earlier run, and
+        after_fails, what failed in it. left: whether files LEFT are in what that run made. linked: whether its folder was moved
+        since, with a link in its place. environ: the user's variables now. umask: the user's.
         """
         key: tuple = ("install", *flags, fails, planted, case and case.name)
         if umask:
@@ -596,7 +598,7 @@ class DryRuns:
         return self.made[key]
 
     def packed(self, *flags: str) -> list[Path]:
-        """The packed environments that install.sh has left with these flags, and that are not the site's own."""
+        """Packed environments that install.sh has left with these flags, except the site's own."""
         self.install(*flags)
         kept, own = self.installed["install", *flags, "", "", None], self.pristine
         archives = [path.relative_to(kept) for path in kept.rglob("*") if path.name.endswith((".tar.gz", ".tar", ".sqsh"))]
@@ -608,7 +610,7 @@ class DryRuns:
             script.write_text(case.edited(script.read_text()))
 
     def job(self, script: Path, **shape) -> DryRun:
-        """A job script. shape: what differs from STANDARD; nodes, those of [job]."""
+        """Run a job script. shape: settings that differ from STANDARD; nodes, by default [job]'s."""
         standard = STANDARD | dict(nodes=self.site.job(script)["nodes"])
         key = (script.name, repr(sorted((name, value) for name, value in shape.items() if value != standard[name])))
         if key not in self.made:
@@ -621,7 +623,7 @@ class DryRuns:
                 flags = [*flags, *case.flags(PASSED["IMAGE"])] if case else flags
                 self.install(*flags, fails=full_shape["install_fails"], **anew)
                 self._restore(self.installed["install", *flags, full_shape["install_fails"], "", (anew and case.name) or None])
-            self._edit(None if flags is not None and anew else case)  # what was installed for it is edited already
+            self._edit(None if flags is not None and anew else case)  # the installation for this case has the edit already
             self._touched |= {*full_shape["halves"], *full_shape["beside"]}
             for path in full_shape["halves"]:
                 (self.top / path).parent.mkdir(parents=True, exist_ok=True)
@@ -629,7 +631,7 @@ class DryRuns:
             for path in full_shape["beside"]:
                 (self.top / path).mkdir(parents=True, exist_ok=True)
                 (self.top / path / "file").write_text("another job's\n")
-                for name in ("python", "conda-unpack"):  # of an environment that was not unpacked to its end
+                for name in ("python", "conda-unpack"):  # an environment that was only half unpacked
                     half = self.top / path / "bin" / name
                     half.parent.mkdir(exist_ok=True)
                     half.write_text("#!/bin/sh\nexit 1\n")
@@ -651,12 +653,12 @@ class DryRuns:
         return self.made[key]
 
     def first_ranks(self, **shape) -> Iterator[tuple[Path, Call]]:
-        """Each job script that trains, and the first of its ranks, if it has any."""
+        """Each job script that trains, with its first rank, if there is one."""
         for script in trains(self.site):
             yield from ((script, call) for call in self.job(script, **shape).trained[:1])
 
     def _recorded(self, code: int) -> Path:
-        """A run directory that an earlier start has left, with its exit code."""
+        """Make a run directory as an earlier start leaves it, with its exit code."""
         folder = self.folder / "runs/earlier"
         folder.mkdir(parents=True)
         words = '{"kind":"start","step":0,"epoch":0}\n{"kind":"end","exit_code":%d,"step":5,"epoch":1}\n'
@@ -666,7 +668,7 @@ class DryRuns:
 
     @contextmanager
     def _planted(self, kind: str = "", path: str = ""):
-        """What somebody else has made: a folder that everybody may write to, or a link to one that is as it should be."""
+        """Make what another user could: a folder that everybody may write to, or a link to a proper one."""
         place, other = self.top / "root" / path, self.top / "root/tmp/of-somebody-else/folder"
         if kind:
             self._touched.add(f"root/{path}")
@@ -687,9 +689,9 @@ class DryRuns:
     def command(
         self, script: Path, line: str, *flags: str, fails: str = "", devices: Sequence[int] = (), planted: tuple[str, ...] = ()
     ) -> DryRun:
-        """A command with a script in it, as a user types it in an allocation, in the site's folder; ARGUMENTS follow it.
+        """Run a line with a script in it, as a user types it in an allocation, in the site's folder. ARGUMENTS follow it.
 
-        flags: those of install.sh before it. devices: those that the allocation has, if not all of the node.
+        flags: of install.sh before it. devices: of the allocation, if not all of the node.
         """
         self.install(*flags)
         self._restore(self.installed["install", *flags, "", "", None])
@@ -704,7 +706,7 @@ class DryRuns:
             return self._run(script.name, words, self.folder, environ, full_shape)
 
     def case(self, case: Case, **shape) -> DryRun:
-        """A choice that a job script marks."""
+        """Run a choice that a job script marks."""
         script = self.site.folder / case.script
         if case.name == case.script:
             return self.job(script, **shape)
@@ -716,21 +718,21 @@ class DryRuns:
         return self.job(script, case=case, **shape)
 
     def hosts(self, nodes: int) -> list[str]:
-        # Most machines' names have another order as texts than as numbers.
+        # Most machines' names sort differently as texts than as numbers.
         count, named = max(nodes, 2), "hosts" in self.site.toml["node"]
         names = names_of(self.site, count) if named else [f"node{number}" for number in range(9, 9 + count)]
-        if self.site.toml["scheduler"] == "pbs":  # which lists them as it has found them
+        if self.site.toml["scheduler"] == "pbs":  # PBS lists nodes in no order
             names[:2] = names[1::-1]
         return names[:nodes]
 
     def _of_slurm(self, script: Path, shape: dict) -> dict[str, str]:
-        """What a batch script finds in its environment. https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES"""
+        """A batch script's environment. https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES"""
         options = Script(self.folder / script.name).options | shape["options"]
         each, nodes = int(options.get("ntasks-per-node", self.site.job(script).get("tasks_per_node", 1))), shape["nodes"]
         total = shape["ntasks"] or int(options.get("ntasks", each * nodes))
         first, *others = self.hosts(nodes)
         kind = first.rstrip("0123456789")
-        # As Slurm writes it: who takes what stands before a comma has no name of a node.
+        # In Slurm's form, the text before the first comma is no node's name.
         hosts = f"{kind}[{first.removeprefix(kind)}-{others[-1].removeprefix(kind)}]" if others else first
         own = dict(JOB_ID=shape["number"], JOBID=shape["number"], JOB_NUM_NODES=nodes, NNODES=nodes)
         own |= dict(NTASKS=total, NTASKS_PER_NODE=each, TASKS_PER_NODE=f"{each}(x{nodes})" if nodes > 1 else each)
@@ -741,7 +743,7 @@ class DryRuns:
         single = options.get("threads-per-core") == "1" or options.get("hint") == "nomultithread"
         cpus = self.site.toml["node"]["cores"] * (1 if single else self.site.toml["node"].get("threads_per_core", 1))
         own |= dict(JOB_ACCOUNT=options.get("account", "account"), NPROCS=total, CPUS_ON_NODE=cpus)
-        # Of newer releases; srun's own environment overrules what its masks say.
+        # In newer releases. For srun, this variable overrides its masks.
         own |= {"TRES_PER_TASK": f"cpu={options['cpus-per-task']}"} if "cpus-per-task" in options else {}
         for name in {"cpus-per-task", "gpus-per-node", "gpus-per-task"} & options.keys():
             own[name.replace("-", "_").upper()] = options[name]
@@ -760,20 +762,20 @@ class DryRuns:
         node = self.site.toml["node"]
         threads = node["cores"] * node.get("threads_per_core", 1)  # PBS sets both to the chunk's ncpus
         environ |= dict(NCPUS=str(threads), OMP_NUM_THREADS=str(threads))
-        # No word of PBS's variable can have a space in it; a newline is as good as one.
+        # A word in PBS's variable cannot contain a space. A newline separates as well as a space.
         words = "\n".join(word for word in shape["arguments"] if " " not in word)
         environ |= dict(PBS_O_QUEUE=OF_PBS["queue"], TRAIN_ARGS=words)
         restarts = self.site.toml["job"].get("restarts")
         return environ | ({restarts: str(shape["restarts"])} if restarts and shape["restarts"] else {})
 
     def of_the_machine(self, number: str) -> dict[str, str]:
-        """The variables that the machine sets, of a job by its number; without one those of a login shell."""
+        """The variables that the machine sets for a job with this number; with "", those of a login shell."""
         told = self.site.software.get("environment", {})
         told = {name: value for name, value in told.items() if number or "{job}" not in value}
         return {name: value.replace("{job}", number).replace("{user}", USER) for name, value in told.items()}
 
     def _set_by_the_machine(self, number: str) -> dict[str, str]:
-        """Folders among them are there, the job's own for its user alone."""
+        """The same variables. A folder among them is made, for its user alone."""
         values = self.of_the_machine(number)
         for name in [name for name, value in values.items() if re.fullmatch(r"/[^:]*", value)]:
             values[name] = f"{self.top}/root{values[name]}"
@@ -802,7 +804,7 @@ class DryRuns:
         stop, other = site.toml.get("stop", ""), f"{shape['number']}0"
         settings |= dict(stop=stop.format(job=shape["number"], number=shape["number"]))
         settings |= dict(another_s_stop=stop.format(job=other, number=other))
-        # In an interactive job most of it may be used already.
+        # An interactive job may have used most of its time already.
         limit, used = ("01:01:09", "01:00:09") if shape["event"] == "limit" else (shape["walltime"], "00:00:09")
         own_of_pbs = {"Job_Name": OF_PBS["name"], "Account_Name": OF_PBS["account"], "Resource_List.walltime": limit}
         own_of_pbs |= {"resources_used.walltime": used}
@@ -812,9 +814,9 @@ class DryRuns:
             own_of_pbs |= {"Resource_List.filesystems": OF_PBS["filesystems"]}
         settings |= dict(of_pbs=own_of_pbs)
         settings |= dict(down=self.hosts(1)[0] if shape["spare"] else "", down_later=shape["spare"] == "later")
-        # PyTorch comes with a module or an image, or else by install.sh.
+        # PyTorch comes with a module or an image, else through install.sh.
         settings |= dict(torch="torch" in layer.provided(site) or "image" in site.software)
-        # What a module binds is not read: it names it.
+        # What a module binds is unknown: only the variable's name is read.
         binds = [name for module in site.modules for name in set_by(site, module)]
         settings |= dict(bound=any(name.endswith(("_BIND", "_BINDPATH")) for name in binds))
         sets = {module: set_by(site, module) if shape["modules_set"] else {} for module in site.modules}
@@ -829,7 +831,7 @@ class DryRuns:
         own |= dict(LANG="C.UTF-8", TERM="dumb", HOSTNAME=settings["hosts"][0], TMPDIR=f"{self.top}/root/tmp")
         own |= self._set_by_the_machine("" if name == "install.sh" else shape["number"]) | environ
         own |= dict.fromkeys(SECRETS, SECRET)
-        # A job has no module command, unless its script is a login shell's; who installs has one.
+        # A job has no module command, unless its script starts as a login shell. A user who installs has one.
         if name == "install.sh" or re.match(r"#!.*\s(-l|--login)\b", (self.folder / name).read_text()):
             for function in re.split(r"; (?=ml\(\))", MODULE):
                 own[f"BASH_FUNC_{function.partition('(')[0]}%%"] = function[function.index("()") :]
@@ -863,7 +865,7 @@ class DryRuns:
         output = output.replace(f"{self.top}/root/", "/").replace(str(self.top), "")
         mine_now = [path for path in self.folder.rglob("*") if path.is_file()] if name == "install.sh" else []
         tree = {str(path.relative_to(self.folder)): path.read_bytes() for path in mine_now}
-        tree = {path: b"packed" if text[:2] == b"\x1f\x8b" else text for path, text in tree.items()}  # gzip has times in it
+        tree = {path: b"packed" if text[:2] == b"\x1f\x8b" else text for path, text in tree.items()}  # gzip stores times
         more: dict[str, Any] = dict(
             changed=changed, made=sorted(made), read=read, tree=tree, leaks=leaks, wide=wide, modes=modes
         )
@@ -871,7 +873,7 @@ class DryRuns:
 
     def _start(self, command: list[str], folder: Path, environ: dict[str, str], mask: int) -> tuple[int, str]:
         pipe: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        core = self.site.toml["scheduler"] == "pbs" and "install.sh" not in command[1]  # jobs have the limits of its daemon
+        core = self.site.toml["scheduler"] == "pbs" and "install.sh" not in command[1]  # jobs have the limits of PBS's daemon
         confined: dict[str, Any] = dict(start_new_session=True, preexec_fn=lambda: confine(self.top, core), umask=mask)
         with subprocess.Popen(command, cwd=folder, env=environ, **pipe, **confined) as script:
             try:
@@ -883,7 +885,7 @@ class DryRuns:
             return script.returncode, output
 
     def _files(self) -> dict[str, tuple[int, int] | None]:
-        """What is below the folders that a script may write to."""
+        """The state of all paths below the folders that a script may write to."""
         files = {}
         for below in ("home", "root", "sites"):
             mounted = {path.parent for path in (self.top / below).rglob(".mounted")}
@@ -902,9 +904,9 @@ class DryRuns:
 
 
 def confine(folder: Path, core: bool = False) -> None:
-    """From now on this process can write below this folder and /dev alone; core: and leaves core files unless it asks for none.
+    """Let this process write only below this folder and /dev. core: allow core files, as long as it does not forbid them.
 
-    It may open as many files as usual: in containers they are so many that a script which asks for more would get fewer.
+    Set the usual limit of open files. Containers have a far larger one, and a script that asks for more would get fewer.
     https://docs.kernel.org/userspace-api/landlock.html
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -913,7 +915,7 @@ def confine(folder: Path, core: bool = False) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (most if core else 0, most))
     system = ctypes.CDLL(None, use_errno=True)
     create, add, restrict, version = 444, 445, 446, system.syscall(444, None, ctypes.c_size_t(0), 1)
-    if version < 3:  # a kernel without it, or one that cannot refuse to truncate
+    if version < 3:  # a kernel without Landlock, or with one that cannot refuse to truncate
         return
     writing = ctypes.c_uint64(sum(1 << bit for bit in (1, *range(4, 15))))  # write, remove, make, move, truncate
     rules = system.syscall(create, ctypes.byref(writing), ctypes.c_size_t(8), 0)
@@ -935,7 +937,7 @@ def words_of(options: str) -> dict[str, str]:
 
 
 def options_of(command: str, slurm: bool) -> dict[str, str]:
-    """By their long names: -p x, -px, --partition x and --partition=x."""
+    """Options by their long names, from -p x, -px, --partition x and --partition=x."""
     long = {short.lstrip("-"): name for short, name in (SHORT | OF_SBATCH).items()} if slurm else {}
     try:
         options = words_of(re.sub(r"(?<!\S)(-[A-Za-z])=?(\w\S*)", r"\1 \2", command.partition(" #")[0]))
@@ -945,7 +947,7 @@ def options_of(command: str, slurm: bool) -> dict[str, str]:
 
 
 def of_array(array: str, number: str) -> dict[str, Any]:
-    """What Slurm says of an array, `0-7`, `1,3,5` or `0-15:4%2`, to its first job. https://slurm.schedmd.com/job_array.html"""
+    """Slurm's variables of an array, `0-7`, `1,3,5` or `0-15:4%2`, in its first job. https://slurm.schedmd.com/job_array.html"""
     tasks, step = list[int](), ""
     for first, last, step in re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", array.partition("%")[0]):
         tasks += range(int(first), int(last or first) + 1, int(step or 1))
@@ -957,28 +959,28 @@ def of_array(array: str, number: str) -> dict[str, Any]:
 
 
 def handed_on(options: str) -> dict[str, str]:
-    """The variables that qsub gives a job by -v, with their values."""
+    """The variables that qsub -v gives a job, with their values."""
     return dict(pair.split("=", 1) for pair in words_of(options).get("v", "").split(",") if "=" in pair)
 
 
 def taken_along(export: str, environ: dict[str, str]) -> dict[str, str]:
-    """Of the user's variables those that sbatch gives a job with this --export. https://slurm.schedmd.com/sbatch.html#OPT_export"""
+    """The user's variables that sbatch gives a job with this --export. https://slurm.schedmd.com/sbatch.html#OPT_export"""
     named = export.split(",")
     taken = {name: value for name, value in environ.items() if "ALL" in named or name in named or name.startswith(OF_NO_USER)}
     return taken | dict(each.split("=", 1) for each in named if "=" in each)
 
 
 def set_by(site: Site, module: str) -> dict[str, str]:
-    """The variables that a stand-in for this module sets."""
+    """The variables that the stand-in for this module sets."""
     return dict(re.findall(r'setenv\("(\w+)", "([^"]*)"\)', layer.module_file(site, module)))
 
 
 def shown_to_train(script: Path) -> list[str]:
-    """Lines of a script's head by which it trains."""
+    """Lines in a script's head that show how it trains."""
     head = re.findall(r"(?m)^#   (\S.*? train\.py\b[^.\n]*)$", script.read_text())
     return [line for line in head if f"./{script.name} " in line and "..." not in line]
 
 
 def command_names() -> set[str]:
-    """The words of COMMANDS, which cannot be imported here: the file is a program of the dry run."""
+    """The words of COMMANDS. That file is a program of the dry run, and cannot be imported here."""
     return {word for text in re.findall(r'COMMANDS = """(.*?)"""', COMMANDS.read_text(), re.DOTALL) for word in text.split()}

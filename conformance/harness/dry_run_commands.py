@@ -1,10 +1,10 @@
 """Stand-ins for the commands that a site's scripts call in a dry run. Each call is recorded; no job is submitted.
 
-dry_run.py compiles this and makes a command of each name in COMMANDS. They answer as the real ones would when all goes well.
-Each call leaves one file in $DRY_RUN/calls: its words, directory, environment, beginning and end.
+dry_run.py compiles this file, and makes a command of each name in COMMANDS. They answer as real commands that succeed.
+Each call leaves one file in $DRY_RUN/calls: its words, directory, environment, start and end.
 """
 
-# Some hundred of these run in a test: what takes Python long to import is imported where it is needed.
+# A test runs some hundred of these, so slow imports stand where they are needed.
 import _signal  # type: ignore[import-not-found]  # signal takes longer to import than all else here
 import marshal
 import os
@@ -24,11 +24,11 @@ module-call numactl uuidgen
 USR1, TERM, KILL = 10, 15, 9
 NOTES: dict = {}  # what this call has seen, for its record
 PATIENCE = 5.0  # seconds for which a rank waits for a signal
-DEAF = 0.5  # and for which it does not listen after a user's stop
-MOST_LAUNCHES = 12  # a job that launches more often has no bound
-HANG = 10.0  # seconds for which a command hangs that this dry run lets hang, whatever it is sent
-FASTER = 20  # how much shorter `timeout` is then
-MINIMAL = ("SLURM", "DRY_RUN", "HOME", "USER")  # of the environment what `srun --export=NONE`, or a list without ALL, leaves
+DEAF = 0.5  # seconds after a user's stop for which it ignores signals
+MOST_LAUNCHES = 12  # a job that launches more often would never end
+HANG = 10.0  # seconds for which a hanging command ignores signals
+FASTER = 20  # divides the seconds of `timeout`
+MINIMAL = ("SLURM", "DRY_RUN", "HOME", "USER")  # prefixes of variables that survive `srun --export=NONE`, or a list without ALL
 
 
 def write(path: str, record: dict) -> None:
@@ -38,9 +38,9 @@ def write(path: str, record: dict) -> None:
 
 
 def runs(*words: str, environment: dict[str, str] | None = None, handed_on: str = "") -> int:
-    """The exit code of a command, as a shell has it. Signals are the command's to take, unless they are ignored here.
+    """The exit code of a command, as a shell has it. The command itself gets signals, unless they are ignored here.
 
-    handed_on: who gets a USR1 that this process gets: the "command", or the "step", all that it has started, too."""
+    handed_on: who gets a USR1 that this process gets: the "command", or the "step", which is all processes below it, too."""
     for number in (USR1, TERM):
         if _signal.getsignal(number) == _signal.SIG_DFL:
             _signal.signal(number, lambda *_: None)
@@ -56,7 +56,7 @@ def runs(*words: str, environment: dict[str, str] | None = None, handed_on: str 
     if handed_on:
         _signal.signal(USR1, _signal.SIG_IGN)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    _signal.signal(USR1, earlier)  # each of the ranks, which start in turn, is sent it
+    _signal.signal(USR1, earlier)  # restore: ranks start one after another, and each gets the signal
     return code if code >= 0 else 128 - code
 
 
@@ -74,11 +74,11 @@ def which(word: str) -> str | None:
 
 
 def pairs(words: list[str]) -> list[tuple[str, str]]:
-    return list(zip(words, [*words[1:], ""], strict=False))  # of none, none
+    return list(zip(words, [*words[1:], ""], strict=False))  # [] gives []
 
 
 def split(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The flags before a command, and the command: it begins at the first word that can be started."""
+    """The flags before a command, and the command, which begins at the first word that is executable."""
     flags: dict[str, str] = {}
     last = ""
     for place, word in enumerate(words):
@@ -95,7 +95,7 @@ def split(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def value_of(words: list[str], *names: str) -> str:
-    """The last value that follows one of these flags, or stands behind its =; "" for none."""
+    """The last value after one of these flags, or behind its =; "" if there is none."""
     parts = [part for word in words for part in (word.split("=", 1) if word.startswith("-") else [word])]
     return next((value for flag, value in reversed(pairs(parts)) if flag in names), "")
 
@@ -108,7 +108,7 @@ def first(flags: dict[str, str], *names: str, default: str = "") -> str:
 
 
 def launch(name: str, words: list[str]) -> int:
-    """Starts each rank in turn, with the variables that this launcher sets."""
+    """Start the ranks one after another, with the variables that this launcher sets."""
     flags, command = split(words)
     nodes, own = int(SETTINGS["nodes"]), os.environ.get
     if "--version" in flags or "-V" in flags:
@@ -134,15 +134,15 @@ def launch(name: str, words: list[str]) -> int:
         total = total or str(SETTINGS["ranks_per_node"] * nodes)
     count = int(total or int(each or 1) * nodes)
     nodes = -(-count // int(each)) if each else min(nodes, count)
-    # In blocks: of three ranks on two nodes, the first has two.
+    # In blocks: of three ranks on two nodes, the first node has two.
     sizes = [min(int(each), count - node * int(each)) if each else (count + nodes - 1 - node) // nodes for node in range(nodes)]
     places = [(node, local) for node, size in enumerate(sizes) for local in range(size)]
-    if "hosts" in NOTES and not named:  # of the nodes that PBS lists the first ones, up or down
+    if "hosts" in NOTES and not named:  # the first of the nodes that PBS lists, whether up or down
         NOTES["hosts"] = NOTES["hosts"][: len(sizes)]
     os.environ["DRY_RUN_LAUNCHER"] = str(os.getpid())
     os.environ["DRY_RUN_ON"] = first(flags, "-w", "--nodelist", "-r", "--relative", "--host", "-host", "--hosts")
     codes = []
-    # srun's to each process of the step, torchrun's ranks and what is in an image too, as slurmstepd does.
+    # srun signals each process of the step, torchrun's ranks and processes in an image, too, as slurmstepd does.
     handed_on = "command" if of_open_mpi() else "step" if SETTINGS["to_batch"] else ""
     for rank in range(count if SETTINGS["all_ranks"] else 1):
         environ = rank_environment(name, rank, places[rank], sizes, flags)
@@ -152,7 +152,7 @@ def launch(name: str, words: list[str]) -> int:
 
 
 def of_open_mpi() -> bool:
-    """Whether the launcher is Open MPI's, which hands USR1 on to its ranks: https://docs.open-mpi.org/ (mpirun, signals)."""
+    """True for Open MPI's launcher, which passes USR1 on to its ranks: https://docs.open-mpi.org/ (mpirun, signals)."""
     return any(variable.startswith("OMPI_") for variable in SETTINGS["launcher_environment"])
 
 
@@ -163,7 +163,7 @@ def placed(rank: int, count: int, place: tuple[int, int], sizes: list[int]) -> d
 
 
 def launches() -> int:
-    """The launches of this run, this one among them."""
+    """The number of launches in this run, with this one."""
     with open(f"{TOP}/calls/launches", "a") as file:
         file.write(".")
         return file.tell()
@@ -188,14 +188,14 @@ def rank_environment(name: str, rank: int, place: tuple[int, int], sizes: list[i
         environ |= {f"SLURM_{key}": str(value) for key, value in own.items()}
         environ["SLURMD_NODENAME"] = SETTINGS["hosts"][node]
         if variable := SETTINGS["device_environment"]:
-            # Bound to some, or to one that is the rank's own; otherwise a rank sees all. srun --help
+            # With --gpus-per-task or --gpu-bind, a rank sees its own devices only; otherwise all. srun --help
             of_task = first(flags, "--gpus-per-task", default=environ.get("SLURM_GPUS_PER_TASK", ""))
             bind = flags.get("--gpu-bind", "per_task" if of_task else "none")
             given = os.environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2] or SETTINGS["asked"]
             seen = int(given or SETTINGS["devices"]) if bind == "none" else int(of_task.rpartition(":")[2] or 1)
             environ[variable] = ",".join(map(str, range(seen)))
     elif of_open_mpi():
-        # Its NODE_RANK is no node's number: that of a rank on its node, among all jobs' there.
+        # Despite its name, NODE_RANK is a rank's number among all jobs' ranks on its node.
         own = dict(RANK=rank, SIZE=total, LOCAL_RANK=local, LOCAL_SIZE=per_node, NODE_RANK=local)
         environ |= {f"OMPI_COMM_WORLD_{key}": str(value) for key, value in own.items()}
     elif name in ("mpiexec", "mpirun", "aprun"):
@@ -203,7 +203,7 @@ def rank_environment(name: str, rank: int, place: tuple[int, int], sizes: list[i
         environ |= {f"PALS_{key}": str(value) for key, value in own.items()}
         environ |= dict(PMI_RANK=str(rank), PMI_SIZE=str(total), MPI_LOCALRANKID=str(local), MPI_LOCALNRANKS=str(per_node))
         environ |= dict(PMI_LOCAL_RANK=str(local), PMI_LOCAL_SIZE=str(per_node))
-    else:  # a launcher that nobody else knows: what site.toml says, but for what the job script has set
+    else:  # another launcher: site.toml's variables, except those that the job script has set
         values: dict[str, int | str] = dict(rank=rank, world_size=total, local_rank=local, local_world_size=per_node)
         values |= dict(node_rank=node)
         values |= dict(num_nodes=nodes, job_id=SETTINGS["job"], restart=SETTINGS["restarts"], master_addr=SETTINGS["hosts"][0])
@@ -215,7 +215,7 @@ def rank_environment(name: str, rank: int, place: tuple[int, int], sizes: list[i
 
 
 def listed(text: str) -> dict[str, str | None]:
-    """The words of srun's --export, each with its value if it has one, which may stand in quotes with commas in it."""
+    """The words of srun's --export, each with its value if it has one. In quotes, a value may contain commas."""
     parts = [part.replace(",", "\0") if number % 2 else part for number, part in enumerate(text.split("'"))]
     words = [word.replace("\0", ",").partition("=") for word in "".join(parts).split(",")]
     return {name: value if equals else None for name, equals, value in words}
@@ -226,7 +226,7 @@ BARE = ("--standalone", "--no-python", "-m", "--module", "--run-path", "--virtua
 
 
 def torchrun(name: str, words: list[str]) -> int:
-    """One on each node, which starts the ranks of that node in turn: the first word that is no flag's is a script's name."""
+    """Start this node's ranks one after another. The first word that belongs to no flag is the script's name."""
     flags, rest = dict[str, str](), [*words]
     while rest and rest[0].startswith("-"):
         flag, equals, value = rest.pop(0).partition("=")
@@ -236,7 +236,7 @@ def torchrun(name: str, words: list[str]) -> int:
         print("torchrun: error: the following arguments are required: training_script", file=sys.stderr)
         return 2
     each = first(flags, "--nproc-per-node", default="1")
-    size = int(each if each.isdecimal() else SETTINGS["devices"])  # "gpu", "auto": as many as it sees, whatever was asked for
+    size = int(each if each.isdecimal() else SETTINGS["devices"])  # "gpu", "auto": as many as it sees, not as the job asked for
     nodes = int(first(flags, "--nnodes", default="1").rpartition(":")[2])
     node, sizes = int(os.environ.get("DRY_RUN_NODE", "0")), [size] * nodes
     host, _, port = first(flags, "--rdzv-endpoint", default="localhost:29400").rpartition(":")
@@ -244,7 +244,7 @@ def torchrun(name: str, words: list[str]) -> int:
     own |= dict(MASTER_ADDR=host, MASTER_PORT=port)
     own |= dict(TORCHELASTIC_RUN_ID=first(flags, "--rdzv-id"), TORCHELASTIC_RESTART_COUNT=0)
     own |= dict(TORCHELASTIC_USE_AGENT_STORE=True)
-    folder = os.path.dirname(sys.argv[1])  # the Python of torchrun starts the script, whatever PATH says
+    folder = os.path.dirname(sys.argv[1])  # torchrun starts the script with its own Python, not with that of PATH
     beside_it = f"{folder}/python" if os.path.exists(f"{folder}/activate") else "python"
     python = os.environ.get("DRY_RUN_PYTHON", beside_it)
     module = ["-m"] if {"-m", "--module"} & {*flags} else []
@@ -263,7 +263,7 @@ def torchrun(name: str, words: list[str]) -> int:
 def python(name: str, words: list[str]) -> int:
     prefix = os.path.dirname(os.path.dirname(sys.argv[1]))
     of_image, own = os.path.exists(f"{prefix}/.has-image"), os.path.exists(f"{prefix}/bin/activate")
-    if own and of_image != ("DRY_RUN_IMAGE" in os.environ):  # a link to a Python that is on the other side
+    if own and of_image != ("DRY_RUN_IMAGE" in os.environ):  # a link to a Python on the other side
         print(f"{sys.argv[1]}: cannot execute: required file not found", file=sys.stderr)
         return 127
     rest = [*words]
@@ -288,7 +288,7 @@ def python(name: str, words: list[str]) -> int:
 
 
 def beside(program: str, words: list[str]) -> int:
-    """A program that is no training. The site's own are run: torchrun's agent, a writer of metrics."""
+    """Run a program that is no training, if it is the site's own: torchrun's agent, or a writer of metrics."""
     if SETTINGS["fails"] == "beside" and "DRY_RUN_RANK" not in os.environ:
         _signal.signal(TERM, _signal.SIG_IGN)
         time.sleep(10**6)
@@ -313,9 +313,9 @@ def run_module(module: str, arguments: list[str]) -> int:
 
 
 def real(words: list[str], alone: bool = False) -> int:
-    """This machine's Python. What was installed is there, with nothing in it. alone: in the place of this process, which a
-    script has the number of."""
-    own = os.path.exists(f"{os.path.dirname(sys.argv[1])}/activate")  # the machine's does not see what is installed in another
+    """Run this machine's Python, with empty stand-ins for installed packages. alone: it replaces this process, and so keeps
+    the PID that a script has noted."""
+    own = os.path.exists(f"{os.path.dirname(sys.argv[1])}/activate")  # only an environment's Python sees its packages
     torch = SETTINGS["torch"] or SETTINGS["fails"] == "another torch" or (own and os.path.exists(f"{TOP}/sites/.has-torch"))
     folders = {"old-torch": SETTINGS["fails"] == "old torch"} | dict(torch=torch)
     folders |= {"core-of": os.path.exists(f"{TOP}/sites/.has-core"), "packages": True}
@@ -333,12 +333,12 @@ def real(words: list[str], alone: bool = False) -> int:
 
 
 def packages_of(python: str) -> str:
-    """Where the pip of this Python, of a virtual environment, installs."""
+    """The site-packages of this Python's virtual environment."""
     return f"{os.path.dirname(os.path.dirname(os.path.abspath(python)))}/lib/python3.12/site-packages"
 
 
 def environment(prefix: str, of_image: bool = "DRY_RUN_IMAGE" in os.environ) -> int:
-    """A virtual environment: commands, and a folder for packages. of_image: of a Python that only containers have."""
+    """Make a virtual environment: commands, and a folder for packages. of_image: from a Python that only containers have."""
     for below in ("bin", "lib/python3.12/site-packages"):
         os.makedirs(f"{prefix}/{below}", exist_ok=True)
     for name in ("python", "python3", "pip", "torchrun", "conda-pack", "conda-unpack"):
@@ -357,7 +357,7 @@ def run_dir(arguments: list[str]) -> str:
 
 
 def train(arguments: list[str]) -> int:
-    """A rank that trains: rank 0 writes what a job script may read, and all end with the code that the dry run asks for."""
+    """Train in a rank: rank 0 writes what a job script may read. All end with the dry run's code."""
     code = int(SETTINGS["code"])
     own, script = ([os.readlink(f"/proc/{process}/fd/{number}") for number in (1, 2)] for process in ("self", job_script()))
     NOTES["apart"] = own != script
@@ -382,8 +382,8 @@ def train(arguments: list[str]) -> int:
                 file.write(f'{{"kind":"step","step":{step},"epoch":{began and 1},"loss":{step}.5,"grad_norm":{step}.25}}\n')
             if SETTINGS["progress"]:
                 file.write(f'{{"kind":"epoch","step":{began + 2},"epoch":{began and 1},"eval_loss":{began + 1}.75}}\n')
-            exit_code = 75 if SETTINGS["fails"] == "image" else code  # it has saved, and the image is gone before it has left
-            if exit_code <= 128:  # else it was killed
+            exit_code = 75 if SETTINGS["fails"] == "image" else code  # has saved; the image is gone before it exits
+            if exit_code <= 128:  # a killed run writes no end record
                 file.write(f'{{"kind":"end","exit_code":{exit_code},"step":5,"epoch":1}}\n')
     return code
 
@@ -394,7 +394,7 @@ def umask() -> str:
 
 
 def hears(process: int) -> None:
-    """Waits until a program beside the ranks bears SIGTERM, if it ever does: a training lasts longer than its imports."""
+    """Wait until a program beside the ranks handles SIGTERM, or has ended: a real training lasts longer than its imports."""
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         try:
@@ -408,9 +408,9 @@ def hears(process: int) -> None:
 
 
 def heard(event: str) -> bool:
-    """Whether a signal reaches this rank when the event happens: a warning to all ranks, a user's stop, the limit."""
+    """True if a signal reaches this rank when the event happens: a warning to all ranks, a user's stop, the limit."""
     signals: list[int] = []
-    if event == "stop":  # this rank is still starting: who says it once is not heard
+    if event == "stop":  # this rank still starts, so a single signal is lost
         for number in (USR1, TERM):
             _signal.signal(number, _signal.SIG_IGN)
         os.system(SETTINGS["stop"])
@@ -419,19 +419,19 @@ def heard(event: str) -> bool:
         _signal.signal(number, lambda got, _: signals.append(got))
     if event == "another's stop":
         os.system(SETTINGS["another_s_stop"])
-    if event == "warning" and SETTINGS["to_batch"]:  # --signal=B:USR1, which a trap hands on
+    if event == "warning" and SETTINGS["to_batch"]:  # --signal=B:USR1, which the script's trap passes on
         os.kill(job_script(), USR1)
-    elif event == "warning":  # to every process of the ranks; and a program that runs beside them shall bear it, too
+    elif event == "warning":  # to every process of the ranks; a program beside them must survive it, too
         for process in {*below(int(os.environ["DRY_RUN_LAUNCHER"])), *programs_beside()}:
             os.kill(process, USR1)
-    elif event == "cancelled":  # by scancel to the ranks, and here to the script, too; by qdel to the script
+    elif event == "cancelled":  # scancel signals the ranks, and here also the script; qdel signals the script
         slurm = SETTINGS["scheduler"] == "slurm"
         for process in [job_script(), *(below(int(os.environ["DRY_RUN_LAUNCHER"])) if slurm else [])]:
             os.kill(process, TERM)
     until = time.monotonic() + PATIENCE
     while not signals and time.monotonic() < until:
         time.sleep(0.02)
-    time.sleep(0.1 if event == "warning" else 0)  # the others have to die, too
+    time.sleep(0.1 if event == "warning" else 0)  # the other processes must die, too
     NOTES.update(signals=signals)
     if event == "another's stop":
         return not signals
@@ -452,7 +452,7 @@ def job_script() -> int:
 
 
 def below(process: int) -> list[int]:
-    """The processes that this one has started, and these."""
+    """The processes that this one has started, and those that they have started."""
     processes, parents = [process], {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
@@ -466,7 +466,7 @@ def below(process: int) -> list[int]:
 
 
 def programs_beside() -> list[int]:
-    """Those of the site that its script has started beside the ranks: a writer of metrics. Waits for one that is on its way."""
+    """The site's programs beside the ranks, for example a writer of metrics. Wait for one that is still starting."""
     launcher, until = int(os.environ["DRY_RUN_LAUNCHER"]), time.monotonic() + PATIENCE
     while True:
         of_ranks = {launcher, *below(launcher)}
@@ -487,17 +487,17 @@ def command_line(process: int) -> list[str]:
 
 
 def is_program(words: list[str]) -> bool:
-    """Whether it is a Python program of the site, or a stand-in that is to start one."""
+    """True for a Python program of the site, or a stand-in that will start one."""
     return any(word.endswith(".py") for word in (words[5:] if stands_in(words) else words[1:3]))
 
 
 def stands_in(words: list[str]) -> bool:
-    """Whether it is this file, as a command of a dry run."""
+    """True if the process runs this file, as a command of a dry run."""
     return f"{TOP}/commands.pyc" in words[:4]
 
 
 def leave(folder: str) -> None:
-    """What a command leaves where it was not told to leave it somewhere else, or nowhere."""
+    """Write the file that a command leaves in its default folder, unless it was given another, or none."""
     os.makedirs(folder, exist_ok=True)
     open(f"{folder}/left-by-{os.path.basename(sys.argv[1])}", "a").close()
 
@@ -505,7 +505,7 @@ def leave(folder: str) -> None:
 def pip(name: str, words: list[str]) -> int:
     own = os.environ.get
     if words[:1] == ["list"] or words[:1] == ["freeze"] or "list" in words[:3]:
-        print("" if {"--local", "-l"} & {*words} else "torch==2.13.0+of.this.machine")  # which a venv sees, and has not
+        print("" if {"--local", "-l"} & {*words} else "torch==2.13.0+of.this.machine")  # a venv sees it without having it
     if os.path.isdir(packages := packages_of(sys.argv[1])):
         NOTES["there"] = [each for each in os.listdir(packages) if each.startswith("ddp_core-") and "--target" not in words]
     if "install" in words or "download" in words:
@@ -532,11 +532,11 @@ def pip(name: str, words: list[str]) -> int:
 
 
 def uv(name: str, words: list[str]) -> int:
-    """As Python's own venv and pip, whose calls are then seen, but without pip's variables, and with a cache of its own."""
+    """Call Python's venv and pip, so that these are recorded; without pip's variables, and with uv's own cache."""
     own = os.environ.get
     of_python = ("--python", "-p")
     valued = (*of_python, "--prompt", "--link-mode", "--cache-dir", "--index-url", "--default-index", "--exclude-newer")
-    while words and words[0].startswith("-"):  # of all its commands
+    while words and words[0].startswith("-"):  # flags of all uv commands
         words = words[1 + (words[0] in valued) :]
     environ = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
     environ |= dict(PIP_NO_CACHE_DIR="1", PYTHONNOUSERSITE="1")
@@ -554,7 +554,7 @@ def uv(name: str, words: list[str]) -> int:
 
 
 def sources(words: list[str]) -> None:
-    """What pip downloads of a package that CMake builds, as little as can be."""
+    """Make the smallest source archive that pip could download of a package that CMake builds."""
     with open(value_of(words, "--requirement", "-r")) as file:
         name, _, version = file.read().split()[0].partition("==")
     folder = f"{value_of(words, '--dest', '-d')}/{name}-{version}"
@@ -569,8 +569,8 @@ def sources(words: list[str]) -> None:
 
 def scontrol(name: str, words: list[str]) -> int:
     shown = "".join(words[1:2]) if words[:1] == ["show"] else ""
-    if len(shown) > 4 and "hostnames".startswith(shown):  # Slurm takes shortened words
-        # At once: up to 64 KiB a pipe takes all, also where `head -n 1` leaves then.
+    if len(shown) > 4 and "hostnames".startswith(shown):  # Slurm accepts shortened words
+        # One write: a pipe takes up to 64 KiB at once, even if `head -n 1` then exits.
         os.write(1, "".join(f"{host}\n" for host in SETTINGS["hosts"][: int(SETTINGS["nodes"])]).encode())
     elif words[:1] == ["requeue"] and SETTINGS["event"] == "cancelled":
         print("scontrol: error: Requested operation not supported on a job that is completing", file=sys.stderr)
@@ -586,7 +586,7 @@ def squeue(name: str, words: list[str]) -> int:
 
     state = "COMPLETING" if SETTINGS["event"] == "cancelled" else "RUNNING"
     whole = any(re.search(r"%[.\d]*T|\b(?i:state)\b", word) for word in words)
-    print(state if whole else {"RUNNING": "R", "COMPLETING": "CG"}[state])  # of %t, and without a format
+    print(state if whole else {"RUNNING": "R", "COMPLETING": "CG"}[state])  # for %t, and without a format
     return 0
 
 
@@ -597,7 +597,7 @@ def pbsnodes(name: str, words: list[str]) -> int:
 
 
 def scancel(name: str, words: list[str]) -> int:
-    """Of a batch shell that hands a signal on: to the processes of the ranks."""
+    """Signal the processes of the ranks, if a batch shell passes signals on."""
     names = [each for each in below(job_script()) if stands_in(command_line(each))] if SETTINGS["to_batch"] else []
     for launcher in [each for each in names if os.path.basename(command_line(each)[4]) == SETTINGS["launcher"]]:
         for process in below(launcher) if "USR1" in value_of(words, "--signal", "-s") else ():
@@ -616,7 +616,7 @@ def qsub(name: str, words: list[str]) -> int:
 
 
 def qsig(name: str, words: list[str]) -> int:
-    """PBS signals a job's session: its script, and what that has started on this node."""
+    """Signal a job's session as PBS does: its script, and all that this has started on this node."""
     number = USR1 if value_of(words, "-s").removeprefix("SIG") in ("USR1", str(USR1)) else TERM
     if words[-1].partition(".")[0] == SETTINGS["job"]:
         for process in {job_script(), *below(job_script())} - {os.getpid(), os.getppid()}:
@@ -629,7 +629,7 @@ def qstat(name: str, words: list[str]) -> int:
     if value_of(words, "-F") == "json" or "-Fjson" in words:
         import json
 
-        tables: dict = {key: {} for key in ("Resource_List", "resources_used")}  # a resource is an entry of its table there
+        tables: dict = {key: {} for key in ("Resource_List", "resources_used")}  # in JSON, a resource is an entry of its table
         for key, value in attributes.items():
             table, _, resource = key.partition(".")
             (tables[table] if resource else tables)[resource or key] = value
@@ -644,12 +644,12 @@ def qstat(name: str, words: list[str]) -> int:
 
 
 def wrapper(name: str, words: list[str]) -> int:
-    """Starts what stands behind its own flags."""
+    """Start the command behind its own flags."""
     return runs(*split(words)[1])
 
 
 def container(name: str, words: list[str]) -> int:
-    """Starts what is to be started in the image. Variables with the runtime's prefix are set there without it."""
+    """Start the command in the image. Variables with the runtime's prefix are set there without it."""
     if words[:1] and words[0] in ("pull", "build", "inspect", "import"):
         return fetched(name, words)
     start = next((place for place, word in enumerate(words) if word in ("exec", "run", "shell")), -1)
@@ -677,7 +677,7 @@ def container(name: str, words: list[str]) -> int:
                 environ[key.removeprefix(prefix)] = value
     flags = rest[: images[0]] if images else []
     if {"--contain", "-c", "--containall", "-C"} & {*flags} and not {"--nv", "--rocm"} & {*flags} and not shown("/dev", flags):
-        environ["DRY_RUN_NO_DEVICES"] = "1"  # it has a /dev of its own, with the least in it
+        environ["DRY_RUN_NO_DEVICES"] = "1"  # the container has its own /dev, with the least in it
     environ |= SETTINGS["image_sets"]
     NOTES["image"] = rest[images[0]] if images else first(split(words)[0], "--image", "-i")
     environ["APPTAINER_CONTAINER"] = environ["SINGULARITY_CONTAINER"] = environ["DRY_RUN_IMAGE"] = NOTES["image"]
@@ -687,7 +687,7 @@ def container(name: str, words: list[str]) -> int:
 
 
 def beneath(mounts: list[str], command: list[str], environ: dict[str, str]) -> int:
-    """Runs a command in a container, with which these mounts end."""
+    """Run a command in a container. Its mounts end with it."""
     code = runs(*command, environment=environ)
     for place in mounts:
         for folder, _, files in os.walk(place, topdown=False):
@@ -698,10 +698,10 @@ def beneath(mounts: list[str], command: list[str], environ: dict[str, str]) -> i
 
 
 def mounted(words: list[str]) -> list[str]:
-    """File systems in a file, where they are; without image-src the file itself is bound, and nothing is in it."""
+    """Mount file systems that are in a file. Without image-src only the file itself is bound, with nothing in it."""
     binds = [value for flag, value in pairs(words) if flag in ("--bind", "-B") and ".sqsh:" in value and "image-src=" in value]
     places = [place if inside(place) else f"{TOP}/root{place}" for place in (bind.split(":")[1] for bind in binds)]
-    places = [place for place in places if not os.path.exists(f"{place}/.mounted")]  # else another container's, around this one
+    places = [place for place in places if not os.path.exists(f"{place}/.mounted")]  # else a container around this one has it
     for place in places:
         environment(place, of_image=True)
         open(f"{place}/.mounted", "w").close()
@@ -709,7 +709,7 @@ def mounted(words: list[str]) -> list[str]:
 
 
 def fetched(name: str, words: list[str]) -> int:
-    """An image becomes a file; its layers are kept where the runtime keeps them."""
+    """Write an image file, and leave layers in the runtime's cache."""
     for word in words[1:]:
         if word.endswith((".sif", ".sqsh")):
             if os.path.exists(word) and words[0] == "pull" and not {"--force", "-F"} & {*words}:
@@ -721,7 +721,7 @@ def fetched(name: str, words: list[str]) -> int:
 
 
 def shown(folder: str, words: list[str]) -> bool:
-    """Whether a container has it: the home directory it has, and what is bound."""
+    """True if a container has this folder: it has the home directory, and the folders that are bound."""
     binds = [value for flag, value in pairs(words) if flag in ("--bind", "-B")]
     binds += [word.partition("=")[2] for word in words if word.startswith("--bind=")]
     binds += [
@@ -748,7 +748,7 @@ def conda(name: str, words: list[str]) -> int:
             print(hook.read())
     elif words[:1] == ["shell.posix"]:
         return activate(words[1:])
-    elif words[:1] == ["activate"] and not (SETTINGS["modules"] or "DRY_RUN_IMAGE" in os.environ):  # may bring the function
+    elif words[:1] == ["activate"] and not (SETTINGS["modules"] or "DRY_RUN_IMAGE" in os.environ):  # both may define conda()
         print(f"CondaError: Run 'conda init' before '{name} activate'", file=sys.stderr)
         return 1
     if SETTINGS["fails"] == "conda":
@@ -765,7 +765,7 @@ def conda(name: str, words: list[str]) -> int:
 
 
 def activate(words: list[str]) -> int:
-    """What the shell function `conda` evaluates. An environment with a name is the machine's: nothing changes."""
+    """Print what the shell function `conda` evaluates. An environment with a name is the machine's, and changes nothing."""
     prefix = value_of(words, "-p", "--prefix") or words[-1]
     if words[0] == "deactivate":
         print('PATH=${PATH#"${CONDA_PREFIX-}/bin:"}; unset CONDA_PREFIX')
@@ -798,7 +798,7 @@ def sbcast(name: str, words: list[str]) -> int:
 
 def hostname(name: str, words: list[str]) -> int:
     node = int(os.environ.get("DRY_RUN_NODE", "0"))
-    if {"-I", "--all-ip-addresses"} & {*words}:  # in no order: here the network of the management is first
+    if {"-I", "--all-ip-addresses"} & {*words}:  # in no order: here the management network is first
         print(f"172.16.0.{node + 1} 10.0.0.{node + 1} ")
     else:
         print(f"10.0.0.{node + 1}" if {"-i", "--ip-address"} & {*words} else SETTINGS["hosts"][node])
@@ -831,22 +831,22 @@ def sleep(name: str, words: list[str]) -> int:
 
 
 def rm(name: str, words: list[str]) -> int:
-    """Removes within the dry run's folder only; dry_run.py judges the rest."""
+    """Remove within the dry run's folder only. dry_run.py judges the rest."""
     flags = [word for word in words if word.startswith("-")]
     kept = [word for word in words if word not in flags and inside(word)]
     return runs("/bin/rm", *flags, "--", *kept) if kept else 0
 
 
 def inside(path: str) -> bool:
-    """Strictly below one of the folders that a script may write to."""
+    """True if the path is strictly below a folder that a script may write to."""
     folder, name = os.path.split(os.path.abspath(path))
     resolved = os.path.join(os.path.realpath(folder), name)
     return resolved.startswith((f"{TOP}/home/", f"{TOP}/root/", f"{TOP}/sites/"))
 
 
 def mktemp(name: str, words: list[str]) -> int:
-    """Below a folder of this dry run, whatever the template."""
-    if {"-u", "--dry-run"} & {*words}:  # makes none: a name by chance
+    """Make a file or folder below a folder of this dry run, whatever the template."""
+    if {"-u", "--dry-run"} & {*words}:  # makes nothing: only a random name
         return runs("/bin/mktemp", *words)
     folder = any(word == "--directory" or ("d" in word and word[:1] == "-" != word[1:2]) for word in words)
     template = next((os.path.basename(word) for word in words if "XXX" in word), "XXXXXXXXXX")
@@ -861,13 +861,13 @@ def download(name: str, words: list[str]) -> int:
 
 
 def module_call(name: str, words: list[str]) -> int:
-    """What the shell function `module` evaluates."""
+    """Print what the shell function `module` evaluates."""
     words = [word for word in words if not word.startswith("-")]
     if words[:1] in (["load"], ["add"], ["switch"], ["swap"]):
         if SETTINGS["fails"] == "module" or SETTINGS["fails"].removeprefix("module ") in words[1:]:
             print(f"Lmod has detected the following error: {words[1]} is unknown", file=sys.stderr)
             return 1
-        new = words[-1:] if words[0] in ("switch", "swap") else words[1:]  # the last one takes the place of the first
+        new = words[-1:] if words[0] in ("switch", "swap") else words[1:]  # the last module replaces the first
         for module in new:
             for key, value in SETTINGS["modules"].get(module, {}).items():
                 print(f"export {key}='{value}'")
@@ -879,7 +879,7 @@ def module_call(name: str, words: list[str]) -> int:
 
 
 def uuidgen(name: str, words: list[str]) -> int:
-    """Which not every machine has on which this suite runs."""
+    """Print a UUID: not every machine that runs this suite has the command."""
     with open("/proc/sys/kernel/random/uuid") as file:
         print(file.read().strip())
     return 0
@@ -901,7 +901,7 @@ ANSWERS |= dict(uuidgen=uuidgen, qsig=qsig, scancel=scancel)
 
 
 def fails() -> bool:
-    """Whether it is the command, of those of the job script, that this dry run lets fail."""
+    """True if this is the job script's command that the dry run lets fail."""
     if "DRY_RUN_LAUNCHER" in os.environ or "DRY_RUN_IMAGE" in os.environ:
         return False
     with open(f"{TOP}/calls/commands", "a") as file:
@@ -910,20 +910,20 @@ def fails() -> bool:
 
 
 def hangs(name: str, words: list[str]) -> bool:
-    """Whether it is something on the nodes after the ranks, which this dry run lets hang."""
+    """True if this starts something on the nodes after the ranks, which the dry run lets hang."""
     if name != SETTINGS["launcher"] or "DRY_RUN_LAUNCHER" in os.environ or {"--version", "-V"} & {*words}:
         return False
     return trained_here()
 
 
 def trained_here() -> bool:
-    """Whether ranks were: other jobs' runs, which are years old, are no sign of them."""
+    """True if ranks have run. Other jobs' runs do not count: they are years old."""
     records = [f"{folder}/run.jsonl" for folder, _, files in os.walk(f"{TOP}/sites") if "run.jsonl" in files]
     return any(time.time() - os.path.getmtime(record) < 10**7 for record in records)
 
 
 def hang() -> int:
-    """As srun does whose node does not answer: it hands signals on, and waits."""
+    """Wait like srun when its node does not answer: it passes signals on, and does not end."""
     for number in (USR1, TERM):
         _signal.signal(number, _signal.SIG_IGN)
     time.sleep(HANG)
@@ -931,7 +931,7 @@ def hang() -> int:
 
 
 def timeout(words: list[str]) -> int:
-    """The real one, but sooner: a dry run has not the time."""
+    """Run the real `timeout`, with shorter times."""
     durations, place = {"-k", "--kill-after"}, 0
     while place < len(words) and words[place].startswith("-"):
         flag, equals, value = words[place].partition("=")
@@ -962,11 +962,11 @@ HALF = "left-by-a-killed-command"
 
 
 def makes(name: str, words: list[str]) -> str:
-    """What a command makes, or adds to, of an installation: a folder or a file; "" for other commands."""
+    """The folder or file that a command makes or adds to in an installation; "" for other commands."""
     if words[:2] == ["-m", "venv"]:
         return next(word for word in reversed(words) if not word.startswith("-"))
     if (words[:2] == ["-m", "pip"] or name in ("pip", "pip3")) and {"install", "download"} & {*words}:
-        return f"{packages_of(sys.argv[1])}/~{HALF}"  # pip renames so what it takes out
+        return f"{packages_of(sys.argv[1])}/~{HALF}"  # pip gives this prefix to what it removes
     if name in ("conda", "mamba", "micromamba") and "create" in words[:2]:
         return value_of(words, "-p", "--prefix")
     if name == "conda-pack":
@@ -977,7 +977,7 @@ def makes(name: str, words: list[str]) -> str:
 
 
 def killed(made: str) -> None:
-    """With the script, and all that it has started, where this dry run says so; half of what it makes is there then."""
+    """Kill the script and all its processes, if the dry run asks for it here, and leave half of what the command makes."""
     with open(f"{TOP}/calls/made", "a") as file:
         file.write(".")
         if SETTINGS["fails"] != f"killed at {file.tell()}":

@@ -1,14 +1,14 @@
-"""Install torch, the core and some packages into the environment whose Python runs this file; nox's sessions do.
+"""Install torch, the core and some packages into the environment whose Python runs this file. nox's sessions start it.
 
     .venv/bin/python conformance/harness/environment.py pytest pytest-timeout
     .venv/bin/python conformance/harness/environment.py --torch-of /usr/bin/python3 numpy --last tensorboard
     .venv/bin/python conformance/harness/environment.py --no-torch jinja2
     .venv/bin/python conformance/harness/environment.py --all-pinned
 
-Of what constraints.txt names pip takes only files whose sha256 is in constraints.lock, which lock.py writes.
+For packages in constraints.txt, pip accepts only files whose sha256 is in constraints.lock, which lock.py writes.
 
-pip takes seconds even where all is installed already, so it is not started then: a stamp, written after the last package,
-holds what was asked for. An installation that was broken off has no stamp.
+pip takes seconds even when everything is installed. A stamp, written after the last package, holds what was asked for. If the
+stamp matches, pip is not started. An interrupted installation has no stamp.
 """
 
 import argparse
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 OF_VENV = ("pip", "setuptools", "wheel", "ddp-core")
 LISTS = ("constraints.txt", "constraints.lock", "constraints-torch.txt")
-NO_REQUIRE_HASHES = (26, 2)  # the pip since which other packages than those with a hash may be installed beside them
+NO_REQUIRE_HASHES = (26, 2)  # from this pip on, packages without a hash can be installed beside those with one
 STAMP = "ddp-sites-installed.txt"  # in site-packages
 
 
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def loose() -> list[str]:
-    """Packages of this environment whose version stands in no list: PyPI decides about them anew each day."""
+    """Packages of this environment whose version is in no list. For these, PyPI could give another version any day."""
     pinned = set().union(*map(_pins, LISTS))
     installed = distributions(path=site.getsitepackages()[:1])
     here = [f"{package.name}=={package.version.partition('+')[0]}" for package in installed]
@@ -68,7 +68,7 @@ def loose() -> list[str]:
 
 
 def requirements(text: str) -> list[str]:
-    """The requirements in a list of them, without comments and hashes."""
+    """The requirements in the text of a list, without comments and hashes."""
     return [line.split()[0] for line in text.splitlines() if line.strip() and not line.startswith("#")]
 
 
@@ -81,7 +81,7 @@ def _plain(requirement: str) -> str:
 
 
 def wish(chosen: argparse.Namespace, theirs: Path | None) -> str:
-    """Everything that decides what is installed, in words."""
+    """Everything that decides what is installed, as text."""
     files = [*LISTS, "core/pyproject.toml", __file__, *chosen.constraint]
     inputs = dict(packages=chosen.packages, last=chosen.last, torch=not chosen.no_torch, theirs=theirs)
     inputs |= dict(root=ROOT, python=sys.version)
@@ -96,7 +96,7 @@ def install(chosen: argparse.Namespace, theirs: Path | None, link: Path) -> None
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--require-hashes", "-r", "/dev/stdin"]
         subprocess.run(command, input=newer, text=True, check=True)
     constraints.append("--no-require-hashes")
-    if chosen.packages:  # before the link: behind it pip finds some of them, and leaves out their commands
+    if chosen.packages:  # before the link: after it, pip finds some there, and installs no commands of theirs
         pip(*chosen.packages, *constraints)
     if chosen.no_torch:
         return
@@ -105,13 +105,13 @@ def install(chosen: argparse.Namespace, theirs: Path | None, link: Path) -> None
     else:
         link.unlink(missing_ok=True)
         pinned = next(line for line in Path("constraints-torch.txt").read_text().splitlines() if line.startswith("torch=="))
-        try:  # the CPU build, where it can be had: the one on PyPI brings gigabytes of CUDA
+        try:  # the CPU build, if that index answers: PyPI's brings gigabytes of CUDA
             pip("--no-deps", "--retries", "0", "--index-url", CPU_WHEELS, pinned)
         except subprocess.CalledProcessError:
             print(f"no {pinned} from {CPU_WHEELS}: taking PyPI's", flush=True)
         pip("torch", "-c", "constraints-torch.txt", *constraints)
     pip("setuptools", *constraints)
-    pip("--no-build-isolation", "-e", "core", *constraints)  # isolated, it would be built by whatever is the newest
+    pip("--no-build-isolation", "-e", "core", *constraints)  # in isolation, pip would build it with the newest setuptools
     if chosen.last:
         pip(*chosen.last, *constraints)
 
@@ -122,7 +122,7 @@ def pip(*arguments: str) -> None:
 
 
 def torch_of(pythons: list[str]) -> Path | None:
-    """The site-packages with the torch of the first of them that has one and is of our version: a module, a container."""
+    """The site-packages of the first Python that has torch and our Python version, for example of a module or a container."""
     program = "import importlib.util, sys; print(sys.version_info[:2], importlib.util.find_spec('torch').origin, sep='|')"
     for python in dict.fromkeys(pythons):
         answer = subprocess.run([python, "-c", program], check=False, capture_output=True, text=True).stdout.strip()

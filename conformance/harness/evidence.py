@@ -1,6 +1,6 @@
-"""What the reports say, clause by clause: each report is the newest of its site, rung and backend.
+"""The evidence of the reports, clause by clause. Each report is the newest of its site, rung and backend.
 
-report/merge.py makes the reports, report/page.py draws CONFORMANCE.md and the page.
+report/merge.py makes the reports; report/page.py draws CONFORMANCE.md and the page.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
-# The ladder, weakest first, and what a rung says, in words that leave no doubt about where something ran.
+# The ladder, weakest rung first, and what each rung shows. The words leave no doubt about where something ran.
 RUNGS = {
     "suite": "the suite itself, against what it must reject; about no site",
     "static": "files were read, nothing was trained",
@@ -20,7 +20,7 @@ RUNGS = {
     "cluster": "the site's job script under a real Slurm on virtual nodes of a test machine; stand-ins are named",
     "machine": "the site's job script on the machine itself",
 }
-# The first that is true of any of its checks is the state of a clause.
+# A clause takes the first of these states that any of its checks has.
 STATES = ("failed", "expected failure", "pass", "of other files", "not run", "untested", "none brought", "elsewhere")
 MARKS = dict(zip(STATES, "✗!✓≠○···", strict=True))
 STATE_OF = {"passed": "pass", "failed": "failed", "expected-failure": "expected failure", "skipped": "not run"}
@@ -29,7 +29,7 @@ STATUS = {
     "simulated": "simulated, never on the machine itself",
     "run-on-site": "run on the machine itself",
 }
-CORE = "core"  # what belongs to no site
+CORE = "core"  # checks that belong to no site
 EXTRAS = "E"  # the group of what a site may bring beside its job
 NEVER_EXCUSED = ("D", "L", "S", "C")  # groups that [[expected_failures]] cannot name: the training itself
 
@@ -39,7 +39,7 @@ NEVER_EXCUSED = ("D", "L", "S", "C")  # groups that [[expected_failures]] cannot
 
 @dataclass(frozen=True)
 class Spec:
-    """groups: letter to title. clauses: id to sentence. tiers: limit to (T1, fp64)."""
+    """groups: letter to title. clauses: id to sentence. tiers: limit to (tier, precision), for example ("T1", "fp64")."""
 
     groups: dict[str, str]
     clauses: dict[str, str]
@@ -65,7 +65,7 @@ class Spec:
         return [name for name in self.clauses if name.rstrip("0123456789") == group]
 
     def tier(self, site: str, limit: float) -> str:
-        """'T1, fp64: limit 1e-10'. Tiers are for the runs of sites."""
+        """'T1, fp64: limit 1e-10'. Checks of the core have no tier."""
         words = ", ".join(filter(None, self.tiers.get(limit, ()))) if site != CORE else CORE
         return ": ".join(filter(None, [words, f"limit {plain(limit)}" if limit else "exact"]))
 
@@ -75,7 +75,7 @@ class Spec:
 
 @dataclass
 class Cell:
-    """A clause at a site. rung and date: of the strongest evidence for its state. notes: the checks that did not pass."""
+    """A clause at a site. rung, date: of the strongest evidence for its state. notes: the checks that did not pass."""
 
     state: str
     rung: str = ""
@@ -84,9 +84,9 @@ class Cell:
 
 
 class Evidence:
-    """Reports, clause by clause, in a fixed order. files(site, rung): the sha256 of the files that such a report is of now.
+    """Reports, clause by clause, in a fixed order. files(site, rung): today's sha256 of the files that such a report covers.
 
-    A report of other files is named, and is no evidence.
+    A report of other files is shown, but is no evidence.
     """
 
     def __init__(self, reports: list[dict], sites: list[dict], spec: str, golden: list[float], files: Callable):
@@ -104,11 +104,11 @@ class Evidence:
         self.cells = {(site, clause): self._cell(site, clause) for site in self.sites for clause in self.spec.clauses}
 
     def changed_in(self, report: dict) -> list[str]:
-        """Which files are others now: core, conformance, site."""
+        """Which of core, conformance and site have changed since the report."""
         return self.changed[place(report)]
 
     def _place(self, report: dict) -> tuple:
-        """Sites in order, the strongest rung first."""
+        """Sort key: sites in order, strongest rung first."""
         return self.sites.index(report["site"]), -list(RUNGS).index(report["rung"]), report["backend"]
 
     def _cell(self, site: str, clause: str) -> Cell:
@@ -127,8 +127,8 @@ class Evidence:
             state = min((state for state, _, _ in states), key=STATES.index)
             strongest = max((list(RUNGS).index(rung), date) for at, rung, date in states if at == state)
             return Cell(state, list(RUNGS)[strongest[0]], strongest[1], notes)
-        # A clause about the core is not missing at a site, nor a site's at the core. A clause that no session checked takes its
-        # group's place.
+        # A clause of the core is not missing at a site, nor a site's clause at the core. A clause that no session checked takes
+        # its group's place.
         alike = ({clause}, {*self.spec.of(clause.rstrip("0123456789"))})
         about_core = [{report["site"] == CORE for report in self.reports if names & _asked(report)} for names in alike]
         if not {site == CORE} & (about_core[0] or about_core[1] or {True, False}):
@@ -138,7 +138,7 @@ class Evidence:
         return Cell("untested" if clause in self.spec.untested else "not run", notes=notes)
 
     def status(self, site: str) -> str:
-        """What site.toml says about itself."""
+        """What site.toml says about the site itself."""
         verified = self.site_toml.get(site, {}).get("verified", {})
         if site not in self.site_toml:
             return "belongs to no site" if site == CORE else "has no site.toml here"
@@ -150,7 +150,7 @@ class Evidence:
         return " ".join(self.site_toml.get(site, {}).get("verified", {}).get("evidence", "").split())
 
     def unverified(self, site: str) -> list[str]:
-        """The sentences that site.toml lists: what no run has shown."""
+        """The sentences that site.toml lists under unverified: what no run has shown."""
         verified = self.site_toml.get(site, {}).get("verified", {})
         return [" ".join(sentence.split()) for sentence in verified.get("unverified", [])]
 
@@ -161,7 +161,7 @@ class Evidence:
         return Counter(cell.state for cell in cells), rungs, sorted({cell.date for cell in cells if cell.date})
 
     def notes(self, *states: str) -> list[tuple[str, str, str, dict]]:
-        """(site, clause, text, one check) for everything in these states; checks with one message are one entry."""
+        """(site, clause, text, one check) for every check in these states. Checks with the same message are one entry."""
         entries = []
         for (site, clause), cell in self.cells.items():
             alike: dict[tuple, list[dict]] = {}
@@ -186,7 +186,7 @@ class Evidence:
         return lines
 
     def deviations(self) -> dict[str, dict[tuple, dict]]:
-        """Tier, then (site, rung, backend), then world size, to the check that came nearest to the limit."""
+        """Tier to (site, rung, backend) to world size to the check that came nearest to the limit."""
         table: dict[tuple, dict] = {}
         for report in self.current:
             for check in report["checks"]:
@@ -198,7 +198,7 @@ class Evidence:
         return {tier: table[of_core, limit, tier] for of_core, limit, tier in sorted(table)}
 
     def worst(self) -> list[tuple[str, str, str]]:
-        """(tier, margin, place) for the worst of each tier."""
+        """(tier, margin, place) of the worst check of each tier."""
         lines = []
         for tier, rows in self.deviations().items():
             checks = [(deviation(of[size]), key, size, of[size]) for key, of in rows.items() for size in of]
@@ -217,7 +217,7 @@ class Evidence:
 
 
 def place(report: dict) -> tuple[str, str, str]:
-    """What a report is of. A newer one takes its place."""
+    """What a report is about. A newer report with the same key replaces it."""
     return report["site"], report["rung"], report["backend"]
 
 

@@ -1,4 +1,4 @@
-"""Which files ran, as sha256: of the core, of conformance and of a site. A report has them, so that other files are noticed."""
+"""SHA-256 of the files that ran: core, conformance and a site. A report keeps them, so that later changes are noticed."""
 
 import hashlib
 import importlib.util
@@ -10,19 +10,19 @@ from pathlib import Path
 
 from conformance.harness.sites import ROOT, Site
 
-# What programs and installations leave behind, and what is made of reports.
+# What programs and installations leave behind, and what is drawn from reports.
 LEFT = re.compile(
     r"\..*|__pycache__|.*\.egg-info|.*\.py[co]|.*\.out|.*\.o\d+|env|.*\.tar\.gz|.*\.sif|runs|reports|CONFORMANCE\.md"
 )
-# What judges the suite, or draws reports, and judges no site.
+# Parts that judge the suite or draw reports, and judge no site.
 OF_THE_SUITE = re.compile(r"selftest|broken|report|certify")
 NOTHING = re.compile(r"(?!)")
 
 
 def of_folder(folder: Path, without: re.Pattern = NOTHING) -> str:
-    """Over the names and bytes of all files below it, except what programs leave, and `without` at its top.
+    """SHA-256 over the names and bytes of all files below a folder, except what programs leave, and `without` at its top.
 
-    Of the core as the core computes it for the start record (ddp_core.device.source_digest).
+    The start record has the same value for the core (ddp_core.device.source_digest).
     """
     lines = []
     for parent, folders, names in os.walk(folder):
@@ -34,7 +34,9 @@ def of_folder(folder: Path, without: re.Pattern = NOTHING) -> str:
 
 
 def of_site(site: Site, rung: str) -> str:
-    """Runs do not depend on README.md, [verified] and [[sources]], where a run is written about after it; static checks do."""
+    """SHA-256 of a site's files. Runs do not depend on README.md, [verified] and [[sources]], which change after a run; static
+    checks do.
+    """
     if rung == "static":
         return of_folder(site.folder)
     toml = tomllib.loads((site.folder / "site.toml").read_text())
@@ -44,12 +46,12 @@ def of_site(site: Site, rung: str) -> str:
 
 
 def core() -> Path:
-    """The installed core, or the one of this repository where none is: a login node submits, and trains nothing."""
+    """The installed core, or else this repository's: a login node only submits, and has none installed."""
     spec = importlib.util.find_spec("ddp_core")
     return Path(spec.origin).parent if spec and spec.origin else ROOT / "core/src/ddp_core"
 
 
 def of_run(rung: str, sites: list[Site]) -> dict:
-    """What a session on this rung runs: core, conformance, and each of the sites by name."""
+    """SHA-256 of what a session on this rung runs: core, conformance, and each site by name."""
     judges = of_folder(ROOT / "conformance", NOTHING if rung == "suite" else OF_THE_SUITE)
     return dict(core=of_folder(core()), conformance=judges, sites={site.name: of_site(site, rung) for site in sites})

@@ -1,4 +1,4 @@
-"""Ranks forked from one process that has imported what their programs do: importing torch costs seconds, forking nothing."""
+"""Fork ranks from one process that has imported torch and more already: importing takes seconds, forking almost no time."""
 
 import gc
 import multiprocessing
@@ -14,10 +14,10 @@ from conformance.harness.sites import ROOT
 
 
 def server(preload: Iterable[str], *path: Path) -> Any:
-    """The context whose Process forks. path: where these modules are, besides the repository.
+    """The multiprocessing context whose Process forks. path: folders of the modules in `preload`, besides the repository.
 
-    There is one such process in this one, and who asks first starts it: what all need is set here. Sets of texts lie in the
-    order of PYTHONHASHSEED=0 in all that it forks, so that another seed is another order.
+    This process has one fork server, started by the first caller, so the settings for all callers are made here. In a forked
+    process, sets of strings are ordered by PYTHONHASHSEED=0. With another seed their order is another.
     """
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(["torch._dynamo", *preload])
@@ -43,7 +43,7 @@ def become(train: str, argv: list[str], environ: dict[str, str], files: list[Pat
 
 
 def run_to_their_end(processes: list, seconds: float) -> None:
-    """All at once; whatever is left after these seconds is killed."""
+    """Run all at once, and kill those that are left after these seconds."""
     end = time.monotonic() + seconds
     try:
         for process in processes:

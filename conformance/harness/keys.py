@@ -1,6 +1,6 @@
-"""The keys of site.toml, by the table in SPEC.md.
+"""Check the keys of site.toml by the table in SPEC.md.
 
-missing(facts), wrong(facts)        what F2 and F4 object to, a line each
+missing(facts), wrong(facts)        violations of F2 and F4, a line each
 """
 
 import datetime
@@ -32,13 +32,13 @@ TYPES: dict[str, Callable[[object], bool]] = {
 
 
 def table() -> dict[str, tuple[str, bool]]:
-    """Key to its type, and whether it is required where its table stands."""
+    """Key to its type, and whether its table requires it."""
     rows = ROW.findall((ROOT / "conformance/SPEC.md").read_text())
     return {key: (kind, required == "yes") for key, kind, required in rows}
 
 
 def tables(toml: dict) -> Iterator[tuple[str, str, dict]]:
-    """Each table of site.toml: its name in SPEC.md with a dot, its name in a message, and what is in it."""
+    """Each table of site.toml: its name in SPEC.md with a final dot, its name in a message, and its content."""
     ahead = [("", "", toml)]
     known = table()
     while ahead:
@@ -55,7 +55,7 @@ def tables(toml: dict) -> Iterator[tuple[str, str, dict]]:
 
 
 def missing(toml: dict) -> list[str]:
-    """Required keys that are not there."""
+    """Required keys that are missing."""
     needed = [key for key, (_, required) in table().items() if required]
     return [
         f"no {name}{key.removeprefix(path)} in site.toml, but should be there"

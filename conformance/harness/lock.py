@@ -1,8 +1,8 @@
 """Write constraints.lock: constraints.txt with the sha256 of every file that PyPI has of each version, and its date.
 
-`nox -s lock` starts it. Where no audit can be made, the dates tell how old a version is.
+`nox -s lock` starts it. Where no audit is possible, the dates show how old a version is.
 
-pip refuses any other file (environment.py). PyPI's answer has a standard form:
+pip refuses any other file (environment.py). The format of PyPI's answer is a standard:
 https://packaging.python.org/en/latest/specifications/simple-repository-api/
 """
 
@@ -37,7 +37,7 @@ def files(name: str) -> list[dict]:
 
 
 def version_of(filename: str) -> str:
-    """Of a wheel or an archive of sources: the second word, or the last."""
+    """The version in the name of a wheel (second part) or a source archive (last part)."""
     if filename.endswith(".whl"):
         return filename.split("-")[1]
     return filename.removesuffix(".zip").removesuffix(".tar.gz").rpartition("-")[2]

@@ -1,10 +1,10 @@
-"""Begin a site: a copy of the nearest one, under its own name and without what only that one can say.
+"""Begin a site: copy the nearest one under a new name, without the facts that are true of the old machine only.
 
     python -m conformance.harness.new_site NAME --from SITE [--to FOLDER]
 
-SITE is one of sites/, or a folder with a site.toml. FOLDER, by default sites/, is where the folder NAME is made; it may be
-outside the repository. What is to be filled in stands behind EDIT: in site.toml and README.md, and conformance rejects the
-site until nothing is left of it (F7). Exit codes: 0 done, 2 refused, and nothing was written.
+SITE is one of sites/, or a folder with a site.toml. The new folder is FOLDER/NAME; FOLDER is sites/ by default, and may be
+outside the repository. EDIT: marks what to fill in, in site.toml and README.md. Conformance rejects the site until no mark is
+left (F7). Exit codes: 0 done; 2 refused, and nothing was written.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 from conformance.harness import sites
 from conformance.harness.sites import ROOT, Site
 
-# An address in which the old name stands leads nowhere with the new one.
+# With another name in it, an address would lead nowhere, so addresses keep the old one.
 ADDRESS = r"https?://[^\s)>\"'`]+"
 NEVER_SHOWN = "Everything: no job of this site has run anywhere."
 NOTHING = {bool: "false", int: "0", float: "0.0", str: '""', list: "[]"}
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def make(name: str, source: str, to: Path) -> Path:
-    """The new site's folder. Raises ValueError, before anything is written, that names what is wrong."""
+    """Return the new site's folder. Raises ValueError, which names the mistake, before anything is written."""
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
         raise ValueError(f"NAME {name!r}, but should be small letters, digits and single hyphens, for example my-machine")
     if not to.is_dir():
@@ -52,17 +52,17 @@ def make(name: str, source: str, to: Path) -> Path:
         (old,) = sites.find([source])
     except ValueError as error:
         raise ValueError(str(error).replace("--site", "--from", 1)) from None
-    # Not .venv, runs and logs, which lie in a site that is in use.
+    # Copy listed files only: a site in use also has .venv, runs and logs.
     files = old.toml.get("files", [])
     if missing := [file for file in [*files, "site.toml", "README.md"] if not (old.folder / file).is_file()]:
         raise ValueError(f"--from {source}: its site.toml lists {missing[0]}, which is not there")
     with tempfile.TemporaryDirectory(dir=to, prefix=f".{name}-") as fresh:
         for file in dict.fromkeys([*files, "site.toml", "README.md"]):
             (target := Path(fresh, name, file)).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(old.folder / file, target)  # with the mode: install.sh can be executed
+            shutil.copy(old.folder / file, target)  # copy the mode, too: install.sh is executable
             text = target.read_text()
             target.write_text(fill(file, text, old, name))
-        Path(fresh, name).rename(folder)  # whole or not at all
+        Path(fresh, name).rename(folder)  # the site appears whole or not at all
     return folder
 
 
@@ -74,7 +74,7 @@ def fill(file: str, text: str, old: Site, name: str) -> str:
 
 
 def renamed(text: str, old: str, new: str) -> str:
-    """Every whole word `old` is `new`, but for those in addresses and in names of hosts."""
+    """Replace every whole word `old` by `new`, except in addresses and in host names."""
     return re.sub(
         rf"{ADDRESS}|(?<![\w.-]){re.escape(old)}(?![\w-]|\.\w)", lambda match: new if match[0] == old else match[0], text
     )
@@ -84,10 +84,10 @@ def renamed(text: str, old: str, new: str) -> str:
 
 
 def site_toml(text: str, old: Site, name: str) -> str:
-    """Without the old site's facts. What its copied files still need stays: [job] and the launchers."""
+    """Empty the old site's facts. Keep [job] and the launchers, which the copied files still need."""
     made: list[str] = []
     for header, theirs in tables(text):
-        # What an operator's page says stays what it says.
+        # An operator's page keeps its own words, the old name, too.
         lines = theirs if header == "[[sources]]" else [renamed(line, old.name, name) for line in theirs]
         if header in ("[node]", "[queue]", "[software]"):
             values = {key: value for key, value in old.toml[header.strip("[]")].items() if not isinstance(value, dict)}
@@ -100,7 +100,7 @@ def site_toml(text: str, old: Site, name: str) -> str:
         elif header == "[software.provides]":
             made += ["# EDIT: add [software.provides] where scripts count on what a module brings: see conformance/SPEC.md", ""]
         elif header == "[[expected_failures]]":
-            continue  # they were the old site's
+            continue  # these were the old site's
         elif header == "[[launchers]]" and "[[launchers]]" not in made:
             made += ["# EDIT: is this what the launchers here export to a rank? Compare with `env` under each.", *lines]
         elif not header:
@@ -108,12 +108,12 @@ def site_toml(text: str, old: Site, name: str) -> str:
         else:
             made += lines
     text = "\n".join(made).rstrip() + "\n"
-    tomllib.loads(text)  # an assertion of ours: what is written can be read
+    tomllib.loads(text)  # our own assertion: the text is valid TOML
     return text
 
 
 def tables(text: str) -> list[tuple[str, list[str]]]:
-    """("[node]", its lines) and so on; "" for what stands before the first. Comments above a header belong to it."""
+    """("[node]", its lines) and so on; "" for lines before the first header. Comments above a header belong to it."""
     sections: list[tuple[str, list[str]]] = [("", [])]
     inside = ""
     for line in text.splitlines():
@@ -134,7 +134,7 @@ def tables(text: str) -> list[tuple[str, list[str]]]:
 
 
 def readme(text: str, old: Site, name: str) -> str:
-    """The first sentence, the status and the output are the new site's to write; the rest may hold there, too."""
+    """Replace the first sentence, the status and the output, which only the new site can write. Keep the rest."""
     _, *sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
     made = f"""\
 # {name}
@@ -155,11 +155,11 @@ EDIT: what follows was written for {old.name}. Keep what is true of {name}, then
 
 
 def is_mark(line: str) -> bool:
-    """As F7 has it: not what tells of the marks in the job script."""
+    """True for a mark as F7 defines it. A sentence that explains the job script's marks is none."""
     return "EDIT:" in line and "`# EDIT:`" not in line
 
 
-# ---- what comes next ------------------------------------------------------------------------------------------------
+# ---- next steps -----------------------------------------------------------------------------------------------------
 
 
 def next_steps(folder: Path, source: str) -> list[str]:

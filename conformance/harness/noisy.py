@@ -1,8 +1,8 @@
-"""noisy: the digits once more, read row by row, with all that can be drawn and kept. Conformance trains it, too.
+"""A workload file as users write it: digits, read row by row, with every kind of random number and buffer.
 
 python train.py --workload conformance/harness/noisy.py --workers 2 --dropout 0.2 --batch-norm
 
-A workload file as users have one. reference.py arrives at its losses in NumPy, but not with dropout or BatchNorm.
+Conformance trains it, too. reference.py computes the same losses in NumPy, except with dropout or BatchNorm.
 """
 
 import random
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 
 class Augmented(Dataset):
-    """Each image brighter or darker, by numbers from Python's and torch's generators: another time it is another image."""
+    """Make each image brighter or darker, by numbers from Python's and torch's generators: each read gives another image."""
 
     def __init__(self, rows):
         self.images, self.labels = rows.columns
@@ -27,7 +27,7 @@ class Augmented(Dataset):
 
 
 class Jitter(nn.Module):
-    """Outputs times 1 to 1 + amount: one number for each micro-batch, of held-out rows, too."""
+    """Multiply outputs by 1 to 1 + amount: one random number for each micro-batch, of held-out rows, too."""
 
     def __init__(self, amount):
         super().__init__()
@@ -38,7 +38,7 @@ class Jitter(nn.Module):
 
 
 class Centred(nn.Module):
-    """Outputs minus their mean so far, a buffer: unlike BatchNorm's statistics it counts in training, too."""
+    """Subtract the running mean of the outputs, a buffer. Unlike BatchNorm's statistics, it is used in training, too."""
 
     def __init__(self):
         super().__init__()
@@ -66,6 +66,6 @@ class Noisy(Digits):
         return nn.Sequential(*net[:2], norm, nn.Dropout(config.dropout), net[2], Jitter(config.jitter), centred)
 
     def metrics(self, outputs, batch):
-        """Accuracy; and that of the even digits, which has a count of its own."""
+        """Accuracy; and the accuracy of even digits, which has its own count."""
         right, even = outputs.argmax(-1) == batch[1], batch[1] % 2 == 0
         return super().metrics(outputs, batch) | {"accuracy_of_even": ((right & even).sum(), even.sum())}

@@ -1,8 +1,7 @@
 """What conformance adds to pytest: a verdict for each clause and site, and ranks that fail and end together.
 
-conftest.py registers Verdicts in every session, or in place of it Ranks under --with-mpi, beside pytest-mpi, or Submitted
-under --submit.
-EXPECT_WORLD says how many ranks mpiexec was to start. --part names the folder that report/merge.py reads.
+conftest.py registers one class in every session: Ranks under --with-mpi (beside pytest-mpi), Submitted under --submit, else
+Verdicts. EXPECT_WORLD gives the number of ranks that mpiexec was to start. report/merge.py reads the folder of --part.
 """
 
 import json
@@ -24,14 +23,14 @@ from conformance.harness.evidence import NEVER_EXCUSED, margin, plain
 from conformance.harness.submit import Jobs
 from conformance.harness.world import World
 
-LONE = 5.0  # seconds that a failing rank waits for the others to come to the end of the same test
+LONE = 5.0  # seconds that a failing rank waits for the others to end the same test
 MEETING = 120.0  # seconds that a passing rank waits for the others
-CONNECTING = 15.0  # seconds for threads that the core has left behind: its rendezvous waits 10 here
-PASSED_ON = 1.0  # seconds for mpiexec to pass on what was said: MPICH's dropped it 5 times of 200 where an Abort came at once
+CONNECTING = 15.0  # seconds for threads that the core has left behind; its rendezvous waits 10 s here
+PASSED_ON = 1.0  # seconds for mpiexec to pass on output: with an immediate Abort, MPICH's lost it in 5 of 200 tries
 
 
 class Verdicts:
-    """At the end one line a check: its clauses, how many have passed, the worst deviation and its margin."""
+    """Print one line a check at the end: its clauses, how many passed, the worst deviation and its margin."""
 
     backend = "none"
     world_size: int | None = None
@@ -56,14 +55,14 @@ class Verdicts:
                 self.expected_failures.append((site, entry))
         self.files: dict = {}
 
-    # ---- what is checked of whom ------------------------------------------------------------------------------------
+    # ---- which clauses are checked of which site --------------------------------------------------------------------
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
         self.expect(items)
 
     def expect(self, items: list[pytest.Item]) -> None:
-        """These clauses are to be checked of these sites."""
+        """Note that these clauses are to be checked of these sites."""
         for item in items:
             if clauses := clauses_of(item):
                 who = self._who(item)
@@ -72,13 +71,13 @@ class Verdicts:
 
     @staticmethod
     def _who(item) -> dict:
-        """The site and the launcher that an item is about; what is about no site is about the core."""
+        """The site and the launcher that an item is about. An item without a site is about the core."""
         launch, site = parameters(item).get("launch"), parameters(item).get("site")
         return dict(site=launch.site if launch else site.name if site else "core", launcher=launch.launcher if launch else None)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
-        """A failure that the site's own site.toml expects is told as such; one that it expects in vain is a failure (V9)."""
+        """Report an expected failure of the site's site.toml as such. _judge makes one that does not happen a failure (V9)."""
         report = yield
         who = dict(item.user_properties).get("who")
         if not who or (report.when != "call" and not report.failed):
@@ -120,7 +119,7 @@ class Verdicts:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
-        """Which files run, before they do: they may be edited meanwhile."""
+        """Hash the files before the tests run: somebody may edit them meanwhile."""
         if self.config.getoption("--part"):
             self.files = files.of_run(self.rung, self.config.sites)
 
@@ -136,7 +135,7 @@ class Verdicts:
             self._write_part(Path(folder))
 
     def _judge(self) -> None:
-        """Green only if nothing was skipped (V2), and every expected failure has happened (V9)."""
+        """Object if a check was skipped (V2), or an expected failure passed (V9)."""
         if skipped := [check["name"] for check in self.checks if check["outcome"] == "skipped"]:
             observed = f"{len(skipped)} required checks were skipped"
             self.objections.append(f"{observed}, but should have run: {', '.join(skipped)} (V2)")
@@ -149,12 +148,12 @@ class Verdicts:
                 self.objections.append(f"{entry_of}, but it passes: delete the entry [{site}] (V9)")
 
     def _write_part(self, folder: Path) -> None:
-        """What report/merge.py makes its reports of."""
+        """Write the file from which report/merge.py makes its reports."""
         part = dict(format=1, rung=self.rung, backend=self.backend, world_size=self.world_size, files=self.files)
         part |= self.where() | dict(expected={site: sorted(clauses) for site, clauses in self.expected.items()})
         part |= dict(checks=self.checks, curves=self.curves, objections=self.objections)
         if self.rung == "cluster":
-            from conformance.cluster.layer import stand_ins  # not where jobs are submitted: it needs more than pytest
+            from conformance.cluster.layer import stand_ins  # imported here: where jobs are submitted, there is only pytest
             from conformance.cluster.virtual import release_of
 
             part["versions"]["slurm"] = release_of(self.config.getoption("--tree"))
@@ -193,7 +192,7 @@ class Verdicts:
 
 
 def versions() -> dict[str, str]:
-    """Of what the losses may depend on."""
+    """The versions that the losses may depend on."""
     versions_here = dict(python=platform.python_version())
     for name, package in (("torch", "torch"), ("ddp_core", "ddp-core"), ("numpy", "numpy")):
         try:
@@ -206,24 +205,24 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict:
-    """What kind of machine this is, and not whose."""
+    """What kind of machine this is; not its name or owner."""
     torch: Any = sys.modules.get("torch")
     count = torch.accelerator.device_count() if torch and torch.accelerator.is_available() else 0
     name = torch.get_device_module().get_device_name() if count else None
-    return dict(cores=os.cpu_count(), accelerator=name, accelerators=count)  # not what an MPI has bound this rank to
+    return dict(cores=os.cpu_count(), accelerator=name, accelerators=count)  # not the cores that MPI has bound this rank to
 
 
 class Ranks(Verdicts):
-    """The ranks that mpiexec has started; raises UsageError when they are not those that were asked for (V1)."""
+    """The ranks that mpiexec has started. Raises UsageError if their number is not EXPECT_WORLD (V1)."""
 
     def __init__(self, config):
         super().__init__(config)
-        from mpi4py import MPI  # starts MPI: not for a session without ranks
+        from mpi4py import MPI  # imported here: it starts MPI, which a session without ranks must not
 
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, in the first run
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it at its import, in the first run
         device, backend = config.getoption("--device"), config.getoption("--backend")
         self.world = World(MPI.COMM_WORLD, device, backend)
-        self.outcomes = World(MPI.COMM_WORLD.Dup())  # apart from what the tests themselves exchange
+        self.outcomes = World(MPI.COMM_WORLD.Dup())  # a communicator apart from the tests' own messages
         self.world_size = self.world.size
         self.rung, self.backend = "process" if device == "cpu" else "device", self.world.backend_in_use
         self.title = f"conformance, {self.rung} rung, {device}, {self.backend}, world size {self.world_size}"
@@ -237,13 +236,13 @@ class Ranks(Verdicts):
     def pytest_sessionstart(self, session):
         for plugin in self.config.pluginmanager.get_plugins():
             if type(plugin).__name__ == "MPIPlugin":
-                plugin._is_testing_mpi = False  # it would print 25 lines about MPI
+                plugin._is_testing_mpi = False  # pytest-mpi would print 25 lines about MPI
         if self.world.rank:
             self.config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
-        """The same report on all ranks: failed if it failed on any. A rank that failed alone ends the session (V3)."""
+        """Give all ranks the same report: failed if it failed on any. A rank that failed alone ends the session (V3)."""
         report = yield from super().pytest_runtest_makereport(item, call)
         if not self.outcomes.meet(LONE if report.failed else MEETING):
             what = report.longreprtext if report.failed else f"{item.name}: the other ranks have not come to its end"
@@ -260,7 +259,7 @@ class Ranks(Verdicts):
         return report
 
     def pytest_unconfigure(self):
-        """A thread of the core's that still connects to a store asks for the interpreter later, and aborts one that ends."""
+        """Wait for the core's threads that still connect to a store: later they would need the interpreter, and abort it."""
         end = time.monotonic() + CONNECTING
         for thread in [thread for thread in threading.enumerate() if thread.daemon]:
             thread.join(max(0.0, end - time.monotonic()))
@@ -271,7 +270,7 @@ class Ranks(Verdicts):
 
 
 class Submitted(Verdicts):
-    """Jobs of one site, in place of ranks. The evidence is of the machine rung, or with --virtual of the cluster rung."""
+    """Jobs of one site, instead of ranks. The evidence is of the machine rung; with --virtual, of the cluster rung."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -279,7 +278,7 @@ class Submitted(Verdicts):
             raise pytest.UsageError("--submit: name the site of this machine, --site NAME_OR_FOLDER")
         options = {name: config.getoption(f"--{name}") for name in ("geometry", "device", "backend")}
         options |= dict(options=config.getoption("--submit"), timeout=config.getoption("--submit-timeout"))
-        options |= dict(poll=1.0) if config.getoption("--virtual") else {}  # nobody else is served there
+        options |= dict(poll=1.0) if config.getoption("--virtual") else {}  # a virtual cluster serves nobody else, so ask often
         try:
             self.world = Jobs(config.sites[0], say=self._say, **options)
         except NotSubmitted as refusal:
@@ -291,11 +290,11 @@ class Submitted(Verdicts):
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session):
         for plugin in self.config.pluginmanager.get_plugins():
-            if type(plugin).__name__ == "MPIPlugin":  # it would skip what needs ranks
+            if type(plugin).__name__ == "MPIPlugin":  # pytest-mpi would skip the tests that need ranks
                 self.config.pluginmanager.unregister(plugin)
 
     def _say(self, line: str) -> None:
-        """Now, and not with what a failed test has printed."""
+        """Print at once, and not with the output of a failed test."""
         plugin = self.config.pluginmanager.getplugin
         with plugin("capturemanager").global_and_fixture_disabled():
             plugin("terminalreporter").write_line(line, flush=True)
@@ -304,7 +303,7 @@ class Submitted(Verdicts):
     def pytest_collection_modifyitems(self, items):
         super().pytest_collection_modifyitems(items)
         for item in items:
-            item.add_marker(pytest.mark.timeout(0), append=False)  # queues take hours
+            item.add_marker(pytest.mark.timeout(0), append=False)  # no time limit: queues take hours
             for mark in item.iter_markers("machine"):
                 starts = (False, True) if mark.kwargs.get("twice") else (False,)
                 runs = [(flags, again) for flags in mark.args for again in starts]
@@ -318,13 +317,13 @@ class Submitted(Verdicts):
         return (yield from super().pytest_runtest_makereport(item, call))
 
     def _judge(self) -> None:
-        """That nothing has passed is no objection where nothing was submitted."""
+        """Judge, unless nothing was submitted: "no check has passed" would be no objection then."""
         if not self.refused:
             super()._judge()
 
     def _write_part(self, folder: Path) -> None:
         self.backend = self.world.backend_in_use
-        self.files |= dict(core=self.world.first.get("core"))  # the one that the site has installed
+        self.files |= dict(core=self.world.first.get("core"))  # the core that the site has installed
         for check in self.checks:
             check["message"] = self.world.without_hosts(check["message"])
         if self.checks:

@@ -1,9 +1,9 @@
-"""The reference training once more, in NumPy: what the golden trace is checked against. Imports neither torch nor core.
+"""The reference training once more, in NumPy. The golden trace is checked against it. It imports neither torch nor core.
 
-    python -m conformance.harness.reference        prints the losses it arrives at and the amplification of a perturbation
+    python -m conformance.harness.reference        prints its losses, and how much a perturbation is amplified
 
-Read it as the definition of workload `digits`: its random numbers, its order of samples, its model, its loss; and, for
-noisy.py, of what may be drawn while rows are read and in a model.
+Read it as the definition of workload `digits`: its random numbers, its sample order, its model, its loss. It also defines, for
+noisy.py, the random numbers drawn while rows are read and in a model.
 """
 
 import gzip
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 DIGITS = Path(__file__).parents[2] / "core/src/ddp_core/workloads/digits.csv.gz"
-AUGMENTATION, DROPOUT, EVALUATION = 4, 5, 6  # streams of random numbers: of rows, and of micro-batches
+AUGMENTATION, DROPOUT, EVALUATION = 4, 5, 6  # streams of random numbers: the first for rows, the others for micro-batches
 LAYERS = {"0.weight": (256, 64), "0.bias": (256,), "2.weight": (10, 256), "2.bias": (10,)}  # Linear, tanh, Linear
 
 
@@ -30,7 +30,7 @@ def splitmix64(state: np.ndarray) -> np.ndarray:
 
 
 def words(count: int, *labels: int) -> np.ndarray:
-    """[count] uint64: the stream that the labels name, one splitmix64 a label, then one a word."""
+    """[count] uint64 of the stream that the labels name: one splitmix64 for each label, then one for each word."""
     state = np.zeros(1, np.uint64)
     for label in labels:
         state = splitmix64(state ^ np.uint64(label))
@@ -43,15 +43,15 @@ def uniform(count: int, *labels: int) -> np.ndarray:
 
 
 def sample_order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """[count] rows, in the order in which their words sort as signed integers."""
+    """[count] row numbers, sorted by their words as signed integers."""
     return np.argsort(words(count, 1, seed, epoch).view(np.int64))
 
 
 def keyed_order(seed: int, epoch: int, count: int, places: np.ndarray) -> np.ndarray:
-    """The rows at these places of an order of more than 2**24 rows, which nobody lays out.
+    """The rows at these places of an order of more than 2**24 rows, which is never held in memory.
 
-    A Feistel network of four rounds on words of 2 * half bits, the fewest that hold count. What is no row goes through it
-    again.
+    A Feistel network of four rounds permutes words of 2 * half bits, the fewest that hold count. A result that is no row goes
+    through it again.
     """
     half = np.uint64(max(1, math.ceil((count - 1).bit_length() / 2)))
     low = (np.uint64(1) << half) - np.uint64(1)
@@ -75,9 +75,9 @@ def batches(order: np.ndarray, global_batch_size: int, world_size: int) -> np.nd
 
 
 def drawn(*labels: int) -> tuple[float, float]:
-    """The first numbers of Python's random.random() and torch's torch.rand(()), once both are seeded with the labels' word."""
+    """The first numbers of random.random() and torch.rand(()), once Python and torch are seeded with the labels' word."""
     seed = int(words(1, *labels)[0])
-    TWISTER.seed(seed & 0xFFFFFFFF)  # torch's generator is the Mersenne twister, and of a seed it takes 32 bits
+    TWISTER.seed(seed & 0xFFFFFFFF)  # torch's generator is the Mersenne twister, seeded with the lower 32 bits
     return random.Random(seed).random(), int(TWISTER.randint(2**32, dtype=np.uint32) & 0xFFFFFF) / 2.0**24
 
 
@@ -85,7 +85,7 @@ TWISTER = np.random.RandomState()
 
 
 def load() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Training images [1438, 64] from 0 to 4 and labels, then held-out ones [359, 64]: rows 4, 9, 14, ... of the file."""
+    """Training images [1438, 64] from 0 to 4, and labels; the same held out [359, 64]: rows 4, 9, 14, ... of the file."""
     table = np.array([line.split(b",") for line in gzip.decompress(DIGITS.read_bytes()).split()], np.int64)
     held_out = np.arange(len(table)) % 5 == 4
     images, labels = table[:, :64] / 4, table[:, 64]
@@ -105,7 +105,7 @@ def initial_parameters(seed: int) -> dict[str, np.ndarray]:
 
 
 def forward(parameters: dict, images: np.ndarray, labels: np.ndarray, factor=1.0) -> tuple[np.ndarray, ...]:
-    """Hidden layer, log-probabilities, and cross-entropy of each row. factor: of the logits."""
+    """Hidden layer, log-probabilities, and cross-entropy of each row. factor: multiplies the logits."""
     hidden = np.tanh(images @ parameters["0.weight"].T + parameters["0.bias"])
     logits = factor * (hidden @ parameters["2.weight"].T + parameters["2.bias"])
     logits -= logits.max(1, keepdims=True)
@@ -114,7 +114,7 @@ def forward(parameters: dict, images: np.ndarray, labels: np.ndarray, factor=1.0
 
 
 def gradients(parameters: dict, images: np.ndarray, labels: np.ndarray, factor=1.0) -> tuple[float, dict[str, np.ndarray]]:
-    """Of the mean loss over these rows."""
+    """The mean loss over these rows, and its gradients by parameter name."""
     hidden, log_probabilities, losses = forward(parameters, images, labels, factor)
     at_logits = np.exp(log_probabilities)
     at_logits[np.arange(len(labels)), labels] -= 1
@@ -136,11 +136,11 @@ def train(
     shards=1,
     steps=None,
 ) -> dict[str, list[float]]:
-    """The loss of every step before its update, and the loss and accuracy on the held-out rows after every epoch.
+    """The loss of every step before its update; the loss and accuracy on the held-out rows after every epoch.
 
-    perturbation: every initial parameter is multiplied by 1 +- this, with signs from another stream. noisy: rows are those of
-    noisy.py. jitter: its flag; what is drawn for it is drawn in each of the `shards` micro-batches of a step, and of the
-    held-out rows. steps: of each epoch, all by default.
+    perturbation: every initial parameter is multiplied by 1 +- this, with signs from another stream. noisy: noisy.py's rows.
+    jitter: noisy.py's flag; one number is drawn for each of a step's `shards` micro-batches, and of the held-out rows'.
+    steps: of each epoch; default: all.
     """
     images, labels, held_out_images, held_out_labels = load()
     parameters = initial_parameters(seed)
@@ -171,7 +171,7 @@ def train(
 
 
 def not_the_history(history: list[list], limit: float, **told) -> list[str]:
-    """What is wrong with a snapshot's history: the mean loss and the held-out loss of each epoch, of this training."""
+    """What is wrong with a snapshot's history. Its rows hold the mean loss and the held-out loss of each epoch."""
     trace, found = train(**told), []
     means = np.reshape(trace["losses"], (told["epochs"], -1)).mean(1).tolist()
     for column, (name, should_be) in enumerate(dict(losses=means, held_out_losses=trace["eval_losses"]).items(), 1):
@@ -184,18 +184,18 @@ def not_the_history(history: list[list], limit: float, **told) -> list[str]:
 
 
 def as_read(image: np.ndarray, seed: int, epoch: int, row: int) -> np.ndarray:
-    """A row of noisy.py: brighter or darker, whoever reads it and whatever was read before."""
+    """A row as noisy.py reads it: brighter or darker, independent of the worker and of the rows read before."""
     shift, scale = drawn(AUGMENTATION, seed, epoch, row)
     return image * scale + shift
 
 
 def factor(jitter: float, *labels: int) -> float:
-    """Of noisy.py's logits in one micro-batch: shard m of M is the rows m, m + M, ... of the global batch."""
+    """What multiplies noisy.py's logits in one micro-batch. Shard m of M has the rows m, m + M, ... of the global batch."""
     return 1 + jitter * drawn(*labels)[1]
 
 
 def factors(jitter: float, seed: int, count: int, shards: int, size: int) -> np.ndarray:
-    """[count, 1]: of each held-out row. They are dealt out as those of a step are, and each shard is read `size` at a time."""
+    """[count, 1]: the factor of each held-out row. Rows are dealt to shards as in a step; a shard reads `size` at a time."""
     found = np.ones((count, 1))
     for shard in range(shards):
         for place, start in enumerate(range(shard, count, shards * size)):
@@ -204,7 +204,7 @@ def factors(jitter: float, seed: int, count: int, shards: int, size: int) -> np.
 
 
 def worst_deviation(values: list[float], reference: list[float]) -> float:
-    """The largest relative difference; infinite where the lengths differ or a value is not finite."""
+    """The largest relative difference; infinite if the lengths differ or a value is not finite."""
     if len(values) != len(reference) or not reference or not np.isfinite(values).all():
         return math.inf
     return float(np.max(np.abs(np.subtract(values, reference)) / np.abs(reference)))
@@ -220,7 +220,7 @@ def sha256(path: Path) -> str:
 
 
 def take_apart(path: Path) -> dict:
-    """A safetensors file read by its format: a length, a JSON header, bytes."""
+    """Read a safetensors file by its format: a length, a JSON header, bytes."""
     raw = path.read_bytes()
     start = 8 + int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8:start])

@@ -1,4 +1,4 @@
-"""What conformance reads off a site's shell scripts: directives, flags, exported variables, and the comments above them."""
+"""Read a site's shell scripts: directives, flags, exported variables, and the comments above them."""
 
 import re
 import shlex
@@ -8,17 +8,17 @@ from itertools import dropwhile, islice
 from pathlib import Path
 
 DIRECTIVE = re.compile(r"#(SBATCH|PBS)\s+(-\S.*)$")
-NEARLY = re.compile(r"\s*#\s*(SBATCH|PBS)\s*-|#(sbatch|pbs)\s+-")  # ##SBATCH is one that its user has switched off
+NEARLY = re.compile(r"\s*#\s*(SBATCH|PBS)\s*-|#(sbatch|pbs)\s+-")  # ##SBATCH is a directive that its user has switched off
 EXPORT = re.compile(r"\s*(?:export|declare -x)\s+(\w+)")
 ARRAY = re.compile(r"\s*\w+\+?=\($")
 FLAG = re.compile(r"\s+[\"']?(--?[A-Za-z][\w-]*)")
-# Its text goes to the terminal or the log, and nowhere else.
+# A here-document whose text goes to the terminal or the log only.
 MESSAGE = re.compile(r"\s*cat\s+(1?>&2\s*)?<<-?\s*(['\"]?)\\?([\w-]+)\2\s*(1?>&2\s*)?")
 QUOTED = re.compile(r"(['\"])(.*)\1")
 ADDRESS = re.compile(r"https?://[^\s)>\"'`,;]+")
-# Where a comment's reason comes from, besides addresses.
+# Sources of a comment's reason, besides addresses.
 SOURCE = re.compile(r"[\w.-]{2,} (--help|-help|-h)(?![\w-])|\bman (\d )?[A-Za-z]\w+|\bunverified\b")
-# Pages about software that is the same on all machines; what is about a machine stands in its [[sources]].
+# Pages about software that is the same on all machines. Pages about one machine belong into [[sources]].
 GENERAL = """
 docs.python.org docs.pytorch.org pytorch.org download.pytorch.org pip.pypa.io pypi.org docs.conda.io conda.github.io
 slurm.schedmd.com docs.kernel.org man7.org docs.nvidia.com huggingface.co apptainer.org docs.sylabs.io cmake.org www.gnu.org
@@ -30,39 +30,39 @@ PLACEHOLDER = re.compile(
     r"|\b(TODO|FIXME|TBD)\b|x{4,}|\b\w+@(example|mail|email)\b|@example\.|\bexample\.(com|org|net)\b",
     re.IGNORECASE,
 )
-# What a copier must edit whatever stands there: who pays, and who gets mail.
+# A copier must edit these, whatever they say: who pays, and who gets mail.
 PERSONAL = re.compile(r"^#SBATCH\s+(--account|-A|--mail-user|--reservation|--wckey)|^#PBS\s+(-A|-M|-P)")
-# What takes a check or a safeguard away. A reason stands in the same line or above it.
+# Words that switch a check or a safeguard off. The reason must stand in the same line or above it.
 SUPPRESSES = re.compile(
     r"#\s*shellcheck (disable=\S+|source=/dev/null)|\bset \+(e|o (errexit|pipefail|nounset))|\bset \+[a-z]*[eu]"
 )
 CONSTANT_PORT = re.compile(r"(\bexport |^|\s)\w*PORT=[\"']?\d+|--master[-_]port[= ]+\d+|--rdzv[-_](endpoint|id)[= ]\S*:\d+")
-# What is for finding faults: every kernel and every message waits for the one before, memory is asked for anew, nothing is
-# compiled or kept; or what fails ends nothing; or a device is taken for another one.
+# Settings for finding faults. They make every kernel and message wait for the one before, allocate memory each time, or switch
+# off compiling and caches; or a failure no longer ends the job; or a device passes as another model.
 DEBUGGING = re.compile(
     r"(CUDA_LAUNCH_BLOCKING|HIP_LAUNCH_BLOCKING|AMD_SERIALIZE_(KERNEL|COPY)|(NCCL|RCCL)_(P2P|SHM|IB)_DISABLE)=[\"']?[1-9]"
     r"|NCCL_DEBUG=[\"']?TRACE|TORCH_DISTRIBUTED_DEBUG=[\"']?(DETAIL|INFO)"
     r"|(PYTORCH_NO_(CUDA|HIP)_MEMORY_CACHING|TORCH(DYNAMO|_COMPILE)_DISABLE|MIOPEN_DISABLE_CACHE)=[\"']?[1-9]"
     r"|(TORCH_)?NCCL_ASYNC_ERROR_HANDLING=[\"']?0|FI_LOG_LEVEL=[\"']?(?i:debug|trace|info)|HSA_OVERRIDE_GFX_VERSION=[\"']?\d"
 )
-# What floods a log, blocks a thread, or leaves NCCL a part of the network: of ranks alone, for a choice may turn it on.
+# Settings that flood a log, block a thread, or limit NCCL. Checked in ranks, not in scripts: a choice there may use one.
 THROTTLING = re.compile(
     r"NCCL_DEBUG=INFO|(CCL|AMD)_LOG_LEVEL=(?i:debug|trace|info|[3-9])|(TORCH_)?NCCL_BLOCKING_WAIT=1|PYTHONMALLOC=\w*debug"
     r"|PYTORCH_NO_XPU_MEMORY_CACHING=1|[NR]CCL_(MAX_NCHANNELS|NCHANNELS_PER_\w+|ALGO|PROTO)=."
 )
-# Which traces each line of a script, whatever was chosen: of a branch that is indented, somebody has chosen it.
+# Traces each line of a script. An indented line is in a branch that somebody chose, and does not count.
 TRACES = re.compile(r"set -([a-z]*x[a-z]*|.* -[a-z]*x[a-z]*|.*\bxtrace)\b|#!.*\bbash -[a-z]*x|[^#\[]*\bbash -[a-z]*x\b")
-# How a fact begins that sets a variable.
+# The beginning of a fact that sets a variable.
 SETS = re.compile(r"[`'\"]?(?:export )?([A-Z][A-Z0-9_]+)=")
 NUMBER = re.compile(r"(\d+)(?:-\1)?")  # also Slurm's from-to
 SHORT = {"-N": "nodes", "-n": "ntasks", "-c": "cpus-per-task"}
 SHORT |= dict.fromkeys(("--ppn", "--tasks-per-node"), "ntasks-per-node")
-# Which mean something else to PBS.
+# These letters mean something else to PBS.
 OF_SBATCH = {"-A": "account", "-a": "array", "-C": "constraint", "-p": "partition", "-q": "qos", "-t": "time"}
 
-START_SECONDS = 300  # until the ranks of a large job hear a signal
+START_SECONDS = 300  # seconds until all ranks of a large job have a signal
 
-# Those of `man sbatch` of Slurm 22.05, tres-per-task of later ones, and OpenPBS's of qsub (unverified: no PBS was at hand).
+# sbatch: `man sbatch` of Slurm 22.05, and tres-per-task of later ones. qsub: OpenPBS (unverified: no PBS was at hand).
 OPTIONS = dict(
     sbatch="""
 account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint container contiguous core-spec
@@ -80,7 +80,7 @@ A B C D F G H J L M N O Q S V W a b c d e h i k m n o p q s t v w x""",
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a script. paragraph: the comment lines that stand above it without a blank line between."""
+    """One line of a script. paragraph: the comment lines above it, up to the next blank line."""
 
     number: int
     text: str
@@ -102,7 +102,7 @@ class Script:
 
     @property
     def text(self) -> str:
-        return self.path.read_bytes().decode()  # with its line ends as they are
+        return self.path.read_bytes().decode()  # with the line ends as they are
 
     @cached_property
     def lines(self) -> list[Line]:
@@ -111,7 +111,7 @@ class Script:
         above = end = ""
         texts = self.text.split("\n")
         for number, written in enumerate(texts, 1):
-            text = "" if end else written  # of a message, whose lines are no commands
+            text = "" if end else written  # a message's lines are no commands
             if end:
                 end = end if written.strip() != end else ""
             elif match := MESSAGE.fullmatch(written):
@@ -129,12 +129,12 @@ class Script:
 
     @property
     def first_command(self) -> int:
-        """The number of the first line that is neither blank nor a comment: schedulers read no directive after it."""
+        """The number of the first line that is neither blank nor a comment. Schedulers read no directive after it."""
         return next((line.number for line in self.lines if line.text.strip() and not line.text.lstrip().startswith("#")), 0)
 
     @property
     def variables(self) -> list[tuple[str, str, list[str]]]:
-        """Of the table in its head, `NAME=DEFAULT  words; VALUE or VALUE: words`: name, default, and the values beside it."""
+        """(name, default, other values) of rows `NAME=DEFAULT  words; VALUE or VALUE: words` in the script's head."""
         rows = re.findall(r"(?m)^#   ([A-Z_]+)=(\w+) {2,}(.*)$", self.text)
         values = [re.findall(r"(?:^|; )(\w+)(?: or (\w+))?:", words) for *_, words in rows]
         return [(*row[:2], [each for pair in pairs for each in pair if each]) for row, pairs in zip(rows, values, strict=True)]
@@ -145,7 +145,7 @@ class Script:
 
     @property
     def flags(self) -> list[tuple[Line, str]]:
-        """The flags that stand in arrays, where a comment can stand above each."""
+        """The flags in arrays, where each can have a comment above it."""
         flags, inside = [], False
         for line in self.lines:
             if inside and FLAG.match(line.text):
@@ -160,7 +160,7 @@ class Script:
 
     @property
     def suppressions(self) -> list[tuple[Line, str]]:
-        """Lines that take a check away, and what is said beside them or above."""
+        """Lines that switch a check off, each with the comments beside and above it."""
         suppressions, above = [], ""
         for line in self.lines:
             match = SUPPRESSES.search(line.text)
@@ -174,7 +174,7 @@ class Script:
 
     @property
     def options(self) -> dict[str, str]:
-        """What directives say, by the long names of options: --nodes=2, --nodes 2, -N2, -N 2, several of them in a line."""
+        """Directives by the options' long names. They may say --nodes=2, --nodes 2, -N2 or -N 2, several in a line."""
         options: dict[str, str] = {}
         for line, text in self.directives:
             name, short = "", SHORT | OF_SBATCH if line.text.startswith("#SBATCH") else {}
@@ -189,10 +189,10 @@ class Script:
 
     @property
     def geometry(self) -> dict[str, int]:
-        """Numbers that directives and flags give by name: nodes, ntasks-per-node, cpus-per-task, gpus-per-node, ..."""
+        """Numbers in directives and flags, by name: nodes, ntasks-per-node, cpus-per-task, gpus-per-node, ..."""
         numbers = {name: int(number[1]) for name, value in self.options.items() if (number := NUMBER.fullmatch(value))}
         for _, text in self.directives:
-            if select := re.search(r"select=(\d+)", text):  # PBS's own
+            if select := re.search(r"select=(\d+)", text):  # PBS
                 numbers["nodes"] = int(select[1])
         for _, text in self.flags:
             if match := re.match(r"(--?[\w-]+?)[= ]*\"?(\d+)\"?$", text):
@@ -201,7 +201,7 @@ class Script:
 
 
 def minutes(text: str) -> float:
-    """Of Slurm's D-HH:MM:SS, HH:MM:SS, MM:SS and MM; UNLIMITED and infinite are as long as can be."""
+    """Minutes of Slurm's D-HH:MM:SS, HH:MM:SS, MM:SS and MM; infinity for UNLIMITED and infinite."""
     if text.lower() in ("unlimited", "infinite"):
         return float("inf")
     days, _, clock = text.rpartition("-")
@@ -211,20 +211,20 @@ def minutes(text: str) -> float:
 
 
 def gib(options: dict[str, str], cpus: int, devices: int) -> float:
-    """Of a node, as Slurm's options ask for it, with so many cores (its --cpus-per-task) and devices there."""
+    """GiB of a node's memory that Slurm's options ask for. cpus: its --cpus-per-task. devices: its devices."""
     counts = {"mem": 1, "mem-per-gpu": devices, "mem-per-cpu": cpus}
     units = dict(K=2**-20, M=2**-10, G=1, T=2**10)
     asked = [(re.fullmatch(r"(\d+)([KMGT]?)B?", options.get(name, "")), count) for name, count in counts.items()]
     return max((int(match[1]) * units[match[2] or "M"] * count for match, count in asked if match), default=0)
 
 
-# Options that ask for devices; of several things in one, the word for a device.
+# Options that ask for devices. If an option asks for several things, DEVICE matches the part about devices.
 OF_DEVICES = ("gpus-per-node", "gres", "tres-per-node", "gpus-per-task", "tres-per-task", "gpus-per-socket", "gpus", "G")
 DEVICE = re.compile(r"(?:gres[/:])?(?:[a-bd-z]pu|dcu|mlu|gcd)(?:[:/][A-Za-z][\w.-]*)?(?:[:=](\d+))?(?:\(.*\))?")
 
 
 def devices_by(name: str, value: str) -> int:
-    """What an option asks for: --gpus-per-node=a100:4, --gres=gpu:a100:4,nvme:100, --tres-per-node=gres/gpu:4, ..."""
+    """Devices that an option asks for: --gpus-per-node=a100:4, --gres=gpu:a100:4,nvme:100, --tres-per-node=gres/gpu:4, ..."""
     if name.startswith(("gres", "tres")):
         return sum(int(match[1] or 1) for part in value.split(",") if (match := DEVICE.fullmatch(part)))
     match = re.fullmatch(r"(?:[A-Za-z][\w.-]*:)?(\d+)", value)
@@ -232,5 +232,5 @@ def devices_by(name: str, value: str) -> int:
 
 
 def plain(text: str) -> str:
-    """Of a setting in a shell: $NAME for ${NAME} and ${NAME:-}, without quotes."""
+    """A setting in a shell, simplified: $NAME for ${NAME} and ${NAME:-}, and no quotes."""
     return re.sub(r"\$\{(\w+)(:-)?\}", r"$\1", text).replace('"', "").strip()

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What a scheduler or an MPI has exported to the test's own ranks: no rank of a site may be told by it.
+# Variables that the tests' own scheduler or MPI has exported. No rank of a site may see them.
 FOREIGN = re.compile(r"(SLURM|SRUN|PBS|PALS|PMI|PMIX|MPI|MPIEXEC|MPIR|OMPI|HYDRA|HYDI|TORCHELASTIC)_")
 TOLD = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "EXPECT_WORLD"}
-# The first line of a shell script; and what is none, though a script names it.
+# The first line of a shell script; then the suffixes of files that are no scripts, though a script names them.
 SHEBANG = re.compile(rb"#!\s*(\S*/env\s+(-\S+\s+)*)?\S*\b(ba|da|z|k)?sh\b")
 NO_SCRIPT = {".py", ".toml", ".md", ".ipynb", ".yaml", ".yml", ".json", ".txt", ".out", ".log", ".gz", ".sif", ".safetensors"}
-# What a text in [[sources]] looks like, in a pattern and in words; which keys are days; and what a key is no use without.
+# For [[sources]]: each text's pattern and its description; which keys are days; which keys need another key.
 TEXTS = {
     "address": (r"https?://\S+", "an address"),
     "repository": (r"[\w.-]+/[\w.-]+", "owner/name"),
@@ -24,17 +24,17 @@ TEXTS = {
     "file": (r"[^/\s].*", "a path in the repository"),
 }
 DAYS = ("read", "dated")
-# An address that says which copy of which file it is.
+# An address that names one commit of one file.
 OF_A_COMMIT = re.compile(r"https://github\.com/(?P<repository>[^/]+/[^/]+)/blob/(?P<commit>[0-9a-f]{7,40})/(?P<file>[^#?]+)")
-OF_A_THREAD = re.compile(r"/(?:issues|pull)/\d+$")  # no checkout has its text
+OF_A_THREAD = re.compile(r"/(?:issues|pull)/\d+$")  # no checkout has an issue's text
 NEEDED = {"commit": "repository", "file": "repository", "facts": "file"}
 
 
 def place_of(rank: int, per_node: int, num_nodes: int) -> dict[str, int | str]:
-    """What the templates of [launchers.environment] have to say of a rank's place, the ranks lying in blocks on equal nodes."""
+    """Values for the templates of [launchers.environment] about a rank's place. Ranks lie in blocks on equal nodes."""
     values: dict[str, int | str] = dict(rank=rank, world_size=per_node * num_nodes, local_rank=rank % per_node)
     values |= dict(local_world_size=per_node, node_rank=rank // per_node, num_nodes=num_nodes)
-    # Slurm's own spelling of the ranks on each node: 4 on one node, 4(x2) on two.
+    # Slurm's spelling of the ranks on each node: 4 on one node, 4(x2) on two.
     return values | dict(tasks_per_node=per_node if num_nodes == 1 else f"{per_node}(x{num_nodes})")
 
 
@@ -52,13 +52,13 @@ class Launch:
         return f"{self.site}, {self.launcher}"
 
     def environ(self, rank: int, world_size: int, num_nodes: int, port: int, job_id: str, restart: int = 0) -> dict[str, str]:
-        """What this launcher exports to one rank, the ranks lying in blocks on equal nodes."""
+        """What this launcher exports to one rank. Ranks lie in blocks on equal nodes."""
         values = place_of(rank, world_size // num_nodes, num_nodes)
         values |= dict(job_id=job_id, restart=restart, master_addr=os.uname().nodename, master_port=port)
         return {name: template.format(**values) for name, template in self.templates}
 
     def variables_with(self, placeholder: str) -> list[str]:
-        """The variables by which this launcher tells something: world_size, for example."""
+        """The variables in which this launcher passes a value on unchanged, world_size for example."""
         return [name for name, template in self.templates if template == f"{{{placeholder}}}"]
 
 
@@ -67,7 +67,7 @@ OF_A_CHOICE = ("program", "edit", "environment", "options", "install")
 
 @dataclass(frozen=True)
 class Case:
-    """One way in which a job of this site is submitted: a job script, or a choice that it marks ([[job.choices]])."""
+    """One way to submit a job of this site: a job script, or a choice that it marks ([[job.choices]])."""
 
     name: str
     script: str
@@ -78,15 +78,15 @@ class Case:
     edit: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     options: str = ""
-    install: str | None = None  # the flags of install.sh, where it must run again; {image}: one that the user has
+    install: str | None = None  # flags of install.sh if it must run again; {image}: the user's image
     as_it_stands: bool = True  # with the geometry of the script
 
     def flags(self, image: str) -> list[str]:
-        """Those of install.sh. image: the user's, an address or a path."""
+        """The flags of install.sh. image: the user's, an address or a path."""
         return [word.replace("{image}", image) for word in shlex.split(self.install or "")]
 
     def edited(self, text: str) -> str:
-        """The script, as who chooses this edits it. Raises ValueError where it has no such line."""
+        """The script with the edits of this choice. Raises ValueError unless it has each edited line exactly once."""
         for old, new in self.edit.items():
             if text.count(f"\n{old}\n") != 1:
                 raise ValueError(f"{self.script} has the line {old!r} {text.count(old)} times, but should have it once")
@@ -127,55 +127,55 @@ class Site:
 
     @property
     def provides(self) -> list[str]:
-        """What the scripts count on modules or the image for: `torch`, `NAME=value` and the like."""
+        """What the scripts need from modules or the image: `torch`, `NAME=value` and so on."""
         return [word for words in self.software.get("provides", {}).values() for word in words]
 
     @property
     def facts(self) -> list[str]:
-        """What stands in the sources, and the site relies on."""
+        """Texts in the sources that the site relies on."""
         return [fact for source in self.toml.get("sources", []) for fact in source.get("facts", [])]
 
     @property
     def readme(self) -> str:
-        """README.md on one line: a sentence may go over several."""
+        """README.md on one line, because a sentence may cover several."""
         return " ".join((self.folder / "README.md").read_text().split())
 
     @property
     def nodes_of_queues(self) -> dict[str, tuple[int, int | None]]:
-        """The least and the most nodes, by the facts `| queue | least | most |`."""
-        # A cell of a number alone, but for a footnote: of `| gpu | 80 | 500,000 GB` no column counts nodes.
+        """The fewest and the most nodes of each queue, from facts like `| queue | least | most |`."""
+        # A cell must be a number alone, or with a footnote: in `| gpu | 80 | 500,000 GB` no column counts nodes.
         row = re.compile(r"\|\s*([\w-]+)\s*\|\s*(\d[\d,]*)\s*(?:\|\s*(\d[\d,]*)(?:\[\^\w+\])?\s*(?:\||$)|\|?\s*$)")
         rows = [match.groups() for match in filter(None, map(row.match, self.facts))]
         return {name: (int(least.replace(",", "")), int(most.replace(",", "")) if most else None) for name, least, most in rows}
 
     @property
     def most_nodes(self) -> int:
-        """Of these; 1000 where no fact says more, and never more than any machine has."""
+        """The largest of these, at least 1000; at most 20,000, more than any machine has."""
         return min(20_000, max([1000, *(most for _, most in self.nodes_of_queues.values() if most)]))
 
     @property
     def shares_nodes(self) -> bool:
-        """Whether nodes of its partition are given to several jobs at once."""
+        """True if nodes of the site's partition are given to several jobs at once."""
         partition = self.toml.get("node", {}).get("partition", "batch")
         return partition not in self.toml.get("queue", {}).get("exclusive", [partition])
 
     def job(self, script: Path) -> dict:
-        """What [job] says of one of the job scripts."""
+        """What [job] says about one of the job scripts."""
         job = self.toml["job"]
         return {key: value for key, value in job.items() if not isinstance(value, dict)} | job.get(script.name, {})
 
     @property
     def job_scripts(self) -> list[Path]:
-        """The scripts that are submitted: `submit` names the first of them, the others have directives, too."""
+        """The scripts that are submitted: first the one that `submit` names, then others with directives."""
         submit = self.folder / self.toml["submit"]
         others = [path for path in self.scripts if re.search(r"(?m)^#(SBATCH|PBS) ", path.read_text())]
         return [submit, *(path for path in others if path != submit)] if submit.is_file() else others
 
     @property
     def cases(self) -> list[Case]:
-        """The job script that `submit` names, as it stands; the others that train; and every choice that these mark.
+        """The job script that `submit` names, as it stands; the others that train; then every choice in [[job.choices]].
 
-        Raises ValueError where a choice names what is not there.
+        Raises ValueError if a choice names a launcher, a script or a line that is missing.
         """
         own, launches = self.toml["submit"], {launch.launcher: launch for launch in self.launches}
         choices = [dict(name=script.name, script=script.name) for script in self.job_scripts]
@@ -194,10 +194,10 @@ class Site:
 
     @functools.cached_property
     def scripts(self) -> list[Path]:
-        """The site's shell scripts, and whatever these name that lies in its folder and is no document, data or Python."""
+        """The site's shell scripts, and the files in its folder that these name, except documents, data and Python."""
         ahead = [path for path in self.folder.iterdir() if path.is_file() and is_shell(path)]
         scripts: set[Path] = set()
-        here = {".", "..", *os.listdir(self.folder)}  # asking for every word that there is takes a third of a second
+        here = {".", "..", *os.listdir(self.folder)}  # listed once: a look at the disk for every word takes a third of a second
         while ahead:
             scripts.add(script := ahead.pop())
             for word in set(re.findall(r"[\w.+-]+(?:/[\w.+-]+)*", script.read_text(errors="replace"))):
@@ -209,7 +209,7 @@ class Site:
 
 
 def is_text(path: Path) -> bool:
-    """install.sh may leave an image or a packed environment, which scripts name, too."""
+    """True for UTF-8 text. install.sh may leave an image or a packed environment, which scripts also name."""
     with open(path, "rb") as file:
         if b"\0" in file.read(4096):
             return False
@@ -225,7 +225,7 @@ def is_shell(path: Path) -> bool:
 
 
 def find(only: list[str] | None = None) -> list[Site]:
-    """All sites, or those of these names or in these folders. Raises ValueError that names what is not there."""
+    """All sites, or those with these names or in these folders. Raises ValueError with the name that is missing."""
     known = {path.parent.name: path.parent for path in sorted(ROOT.glob("sites/*/site.toml"))}
     sites = []
     for wanted in only or known:
@@ -243,7 +243,7 @@ def find(only: list[str] | None = None) -> list[Site]:
 
 
 def one_by_one(blocks: list[dict]) -> list[dict]:
-    """[[sources]], each page by itself: what stands beside `pages` holds for all of them, and an address may tell the copy."""
+    """Split [[sources]] into one entry a page. Keys beside `pages` hold for all pages. A GitHub address may give the commit."""
     sources = []
     for block in blocks:
         shared = {key: value for key, value in block.items() if key != "pages"}
@@ -255,7 +255,7 @@ def one_by_one(blocks: list[dict]) -> list[dict]:
 
 
 def mistakes(source: dict) -> list[str]:
-    """What is wrong with one of [[sources]], in the words of a check (F6)."""
+    """What is wrong with one entry of [[sources]], as a check words it (F6)."""
     known = [*TEXTS, *DAYS, "facts"]
     wrong = [f"{key}, but should be one of {', '.join(known)}" for key in source if key not in known]
     wrong += [f"no {key}, but should have one" for key in ("address", "read") if key not in source]
@@ -264,7 +264,7 @@ def mistakes(source: dict) -> list[str]:
     for key, value in source.items():
         if key in TEXTS and not (isinstance(value, str) and re.fullmatch(TEXTS[key][0], value)):
             wrong.append(f"{key}={value!r}, but should be {TEXTS[key][1]}")
-        if key in DAYS and type(value) is not datetime.date:  # a time is one, too, to isinstance
+        if key in DAYS and type(value) is not datetime.date:  # not isinstance: a datetime is a date, too
             wrong.append(f"{key}={value!r}, but should be a day")
     source_facts = source.get("facts", ["-"])
     if not (
@@ -279,10 +279,10 @@ def mistakes(source: dict) -> list[str]:
 
 
 def date_of_copy(source: dict) -> datetime.date | None:
-    """The day of what was read; None for a commit without one: only a checkout knows its day."""
+    """The day of the copy that was read. None for a commit without one, whose day only a checkout knows."""
     return source.get("dated", None if "commit" in source else source["read"])
 
 
 def without_launcher() -> dict[str, str]:
-    """The environment of this process without what a launcher may have put there."""
+    """This process's environment without the variables that a launcher may have set."""
     return {name: value for name, value in os.environ.items() if not FOREIGN.match(name) and name not in TOLD}

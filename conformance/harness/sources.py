@@ -1,13 +1,13 @@
-"""Do the pages still say what the sites take from them? The facts of every site.toml, looked up in a newer checkout.
+"""Do the pages still say what the sites take from them? It looks up the facts of every site.toml in a newer checkout.
 
     python -m conformance.harness.sources --checkout FOLDER... [--site NAME_OR_FOLDER]... [--at COMMIT] [--strict]
 
-A fact is a text that must stand in the `file` of one of [[sources]] (F6). FOLDER is a work tree or a bare git directory of a
-repository that [[sources]] name. Its remotes say which one it is, or its name: user-guides, or owner+user-guides.
-A hint says that the repository has since named a newer version of what a fact names: a module, an image. It ends when the page
-is read again and `commit` or `dated` says so.
+A fact is a text that must stand in the `file` of an entry of [[sources]] (F6). FOLDER is a work tree or a bare git directory of
+a repository in [[sources]]. Its remotes say which one, or its name: user-guides, or owner+user-guides.
+A hint says that the repository now names a newer version of something in a fact: a module, an image. To end it, read the page
+again and update `commit` or `dated`.
 
-Exit codes: 0 every fact that was looked up stands, 1 one does not (--strict: or there is a hint), 2 usage, or no fact could be
+Exit codes: 0 all facts that were looked up stand, 1 one does not (--strict: or there is a hint), 2 usage, or no fact could be
 looked up.
 """
 
@@ -29,9 +29,9 @@ from conformance.harness import sites
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """What git prints there; nothing where it fails, as for a file that a commit does not have."""
+    """What git prints in that folder; "" if it fails, for example for a file that a commit does not have."""
     environ = {name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")}
-    environ |= dict(GIT_CEILING_DIRECTORIES=str(folder.parent))  # no repository that happens to lie around the folder
+    environ |= dict(GIT_CEILING_DIRECTORIES=str(folder.parent))  # ignore a repository that happens to lie around the folder
     done = subprocess.run(["git", "-C", str(folder), *arguments], env=environ, capture_output=True, check=False)
     return done.stdout.decode(errors="replace")
 
@@ -49,7 +49,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Checkout:
-    """at: the commit that facts are looked up in."""
+    """at: the commit in which facts are looked up."""
 
     folder: Path
     at: str
@@ -67,7 +67,7 @@ class Checkout:
         return git(self.folder, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").strip()
 
     def is_of(self, repository: str) -> int:
-        """2 where a remote says so, 1 where only the folder's name does, else 0."""
+        """2 if a remote names the repository, 1 if only the folder's name does, else 0."""
         wanted, folder = repository.lower(), str(self.folder).lower().removesuffix("/.git").removesuffix(".git")
         remotes = git(self.folder, "config", "--get-regexp", r"^remote\..*\.url$").lower()
         if re.search(rf"[/:]{re.escape(wanted)}(\.git)?/?$", remotes, re.MULTILINE):
@@ -76,7 +76,7 @@ class Checkout:
         return int(name == wanted.partition("/")[2] or wanted.replace("/", "+") in (name, parent))
 
     def read(self, source: dict) -> str:
-        """The commit that was read: the one that the source names, or the last of its day. Nothing where it is not here."""
+        """The commit that was read: the source's, or the last one of its day. "" if this checkout does not have it."""
         if "commit" in source:
             return self.commit(source["commit"])
         return git(self.folder, "rev-list", "-1", f"--before={source['dated']} 23:59:59", self.at).strip()
@@ -88,7 +88,7 @@ class Checkout:
         return git(self.folder, "show", f"{commit}:{file}") if commit else ""
 
     def renamed(self, before: str, file: str) -> str:
-        """The file's name now, where git sees that it was moved; else the same."""
+        """The file's name now, if git detects that it was moved; else the same name."""
         flags = ("--name-status", "--find-renames", "--diff-filter=R", "-z")
         names = git(self.folder, "diff", *flags, before, self.at).split("\0")
         return dict(zip(names[1::3], names[2::3], strict=False)).get(file, file)
@@ -104,7 +104,7 @@ class Checkout:
 
 
 def places(fact: str, file: str, text: str) -> list[Place]:
-    """Where its words stand, however the lines are broken; rocm/7.1 does not stand in rocm/7.1.1."""
+    """Where the fact's words stand, across line breaks, too. rocm/7.1 is not found in rocm/7.1.1."""
     before, after = r"(?<!\w)" * bool(re.match(r"\w", fact)), r"(?!\w|\.\d)" * bool(re.search(r"\w$", fact))
     words = re.compile(before + r"\s+".join(map(re.escape, fact.split())) + after)
     lines = text.split("\n")
@@ -113,7 +113,7 @@ def places(fact: str, file: str, text: str) -> list[Place]:
 
 
 def closest(line: str, file: str, now: str, then: str) -> Place | None:
-    """Of the lines that were not there before, the one that this has probably become."""
+    """The new line of the page that this line has probably become."""
     known = {text.strip() for text in then.split("\n")}
     fresh = {text.strip(): number for number, text in enumerate(now.split("\n"), 1) if text.strip() not in known}
     return next((Place(file, fresh[text], text) for text in difflib.get_close_matches(line.strip(), fresh, n=1)), None)
@@ -124,7 +124,7 @@ def version_of(name: str) -> tuple[int, ...]:
 
 
 def series(fact: str) -> Iterator[tuple[str, str, re.Pattern[str]]]:
-    """Names with a version (name/2.1, name:2.1) or a date of 8 digits in them: the name, its beginning, others like it."""
+    """(name, beginning, pattern of its series) for names in a fact with a version (name/2.1, name:2.1) or an 8-digit date."""
     for name, start in re.findall(r"(([A-Za-z][\w.+-]*[/:])v?\d[\w.+-]*)", fact):
         yield name, start, re.compile(rf"(?<![\w.+-]){re.escape(start)}v?\d[\w.+-]*")
     for name in re.findall(r"[A-Za-z][\w.+-]*(?<!\d)20\d{6}(?!\d)[\w.+-]*", fact):
@@ -132,7 +132,7 @@ def series(fact: str) -> Iterator[tuple[str, str, re.Pattern[str]]]:
 
 
 def newer(fact: str, file: str, checkout: Checkout, before: str) -> list[str]:
-    """Later versions that the repository has named since; without a commit before, those that the same file names."""
+    """Later versions that the repository names since `before`. Without `before`, only those in the same file."""
     newest: dict[tuple[int, ...], str] = {}
     for name, start, alike in series(fact):
         known = {version_of(other) for place in checkout.grep(before, start) for other in alike.findall(place.text)}
@@ -145,7 +145,7 @@ def newer(fact: str, file: str, checkout: Checkout, before: str) -> list[str]:
 
 
 def elsewhere(fact: str, file: str, checkout: Checkout, before: str) -> tuple[bool, Place | None]:
-    """Whether another file has the fact since, and the place; else the nearest file that has it."""
+    """(True, place) if another file has the fact since `before`; else False, and the nearest file that has it."""
     candidates = [place for place in checkout.grep(checkout.at, fact) if place.file != file and places(fact, "", place.text)]
     known = {place.file for place in checkout.grep(before, fact)}
     candidates.sort(key=lambda place: (place.file in known, -len(os.path.commonpath([place.file, file]))))
@@ -174,7 +174,7 @@ def look_up(source: dict, checkout: Checkout) -> tuple[list[str], list[str]]:
             more = f" (and {len(was) - 1} more)" if len(was) > 1 else ""
             lines = [f"was: {was[0]}{more}" if was else f"was in {file} at {copy}, which this checkout does not have"]
         lines += [f"now: {stands[0]}"] if stands else [] if now else [f"no file {file} now"]
-        if not stands and not near:  # what the page says of the variable
+        if not stands and not near:  # show what the page now says of the same variable
             name = (re.split(r"[=/:]", fact)[0].split() or [fact])[-1]
             near = next(iter(places(name, file_now, now)), None)
         lines += [f"closest: {near}"] if near else []

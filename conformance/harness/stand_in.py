@@ -1,11 +1,11 @@
 """Stand-ins for a scheduler's commands and for a launcher, so that test_submit.py can submit on any machine.
 
-They start the job script that they are given, one job at a time, on this machine, and remember how it ended. What they
-print, Slurm 22.05 and OpenPBS print. They are no scheduler, and what is shown with them is shown of conformance only.
+They start the given job script on this machine, one job at a time, and remember how it ended. They print what Slurm 22.05 and
+OpenPBS print. They are no scheduler: a test with them shows something about conformance only.
 
     python conformance/harness/stand_in.py install FOLDER
 
-FOLDER/bin has then: sbatch, scontrol, sacct, scancel, qsub, qstat, march, python3
+makes in FOLDER/bin: sbatch, scontrol, sacct, scancel, qsub, qstat, march, python3
 """
 
 import fcntl
@@ -25,7 +25,7 @@ COMMANDS = ("sbatch", "scontrol", "sacct", "scancel", "qsub", "qstat", "march")
 
 
 def install(folder: str) -> int:
-    """python3 is what a module would bring: this Python with its torch, by a name that no virtual environment has."""
+    """Write the commands. python3 is this Python with its torch, as from a module: its folder is no virtual environment's."""
     bin_ = Path(folder, "bin")
     bin_.mkdir(parents=True)
     calls = {name: f'{shlex.quote(sys.executable)} -S -E {shlex.quote(__file__)} {name} "$@"' for name in COMMANDS}
@@ -55,7 +55,7 @@ def write(job: dict) -> dict:
 
 
 def queue(**job) -> str:
-    """Take a script, and start it when no other one runs."""
+    """Take a script, and start it once no other job runs."""
     held = job.pop("held")
     number = str(len(list(SPOOL.glob("job-*.json"))) + 1)
     write(job | dict(number=number, state="PENDING", reason="JobHeldUser" if held else "Resources", code=0))
@@ -117,7 +117,7 @@ def sbatch(*arguments: str) -> int:
 def scontrol(*arguments: str) -> int:
     """-o show job NUMBER, or requeue Incomplete NUMBER"""
     number = arguments[-1]
-    if arguments[0] == "requeue":  # nothing comes back here
+    if arguments[0] == "requeue":  # no stand-in's job is requeued
         return 0
     job, asked = read(number), SPOOL / f"asked-{number}"
     if not job or (os.environ.get("STAND_IN_FORGETS") and asked.exists() and job["state"] not in ("PENDING", "RUNNING")):
@@ -155,7 +155,7 @@ def refuse(words: str) -> int:
 
 
 def qsub(*arguments: str) -> int:
-    """A job starts in $HOME and gets of the environment what -v names."""
+    """Submit. As in PBS, a job starts in $HOME, and gets of the environment only what -v names."""
     *options, script = arguments
     if no_room():
         return refuse("qsub: would exceed complex's per-user limit")
@@ -174,7 +174,7 @@ def qstat(*arguments: str) -> int:
     state = dict(PENDING="Q", RUNNING="R").get(job["state"], "F")
     log = job["log"].replace("%j", job["number"])
     print(f"Job Id: {job['number']}.stand-in\n    Job_Name = {job['name']}\n    job_state = {state}\n    Join_Path = oe")
-    # Long values are folded with a tab, wherever that falls.
+    # PBS folds long values with a tab, at any character.
     print(f"    Output_Path = stand-in:{log[:40]}\n\t{log[40:]}\n    Error_Path = stand-in:{log}.none")
     print(f"    Exit_status = {job['code'] if job['code'] >= 0 else 256 - job['code']}\n" if state == "F" else "")
     return 0
@@ -184,7 +184,7 @@ def qstat(*arguments: str) -> int:
 
 
 def march(*arguments: str) -> int:
-    """--each N COMMAND: N ranks on each node of the job, and all nodes are this machine."""
+    """--each N COMMAND: start N ranks for each node of the job. All nodes are this machine."""
     each, nodes = int(arguments[1]), int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     number = os.environ.get("SLURM_JOB_ID") or os.environ["PBS_JOBID"]
     ranks = []

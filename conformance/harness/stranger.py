@@ -1,4 +1,4 @@
-"""A program on rank 0's machine that is not the job's: it looks who listens on the port, and writes into the store."""
+"""A process on rank 0's machine that is not part of the job: it finds where the port is open, and writes into the store."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ENDS = dict(error=[75, "stopped before the first step"])
-# What a stranger can gain by: all ranks end as if the job was to come again.
+# A forgery that would help an attacker: all ranks end as if the job were to start again.
 FORGED = {"rank/0": ENDS, "rank/1": ENDS, "verdict": ENDS}
 SIGNATURE = bytes(32)
 LISTEN = "0A"
@@ -21,7 +21,7 @@ LISTEN = "0A"
 
 @contextmanager
 def stranger(port: int) -> Iterator[set[str]]:
-    """Under it a process overwrites what the ranks have written. Afterwards the set has the addresses that were listened on."""
+    """Meanwhile a process overwrites what the ranks write. Afterwards the set holds the addresses where the port was open."""
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
@@ -55,7 +55,7 @@ def _overwrite(port: int, send: int) -> None:
 
 
 def listening(port: int) -> list[str]:
-    """The addresses of this machine at which a program listens on this port: 0.0.0.0 or :: is all of them."""
+    """The addresses of this machine where a program listens on this port. 0.0.0.0 and :: mean all addresses."""
     addresses = []
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

@@ -1,9 +1,9 @@
-"""A site's train.py with a stub in the core's place, which records with what it is called and whom the process is taken for.
+"""Run a site's train.py with a stub instead of the core. It records its arguments, and which rank the program found.
 
     row = called(site, environ, folder, "--epochs", "7")      {"who": {"rank": 3, ...}, "argv": [...], ...}
     who(site, environ, folder)                                its "who" alone; {"refused": "..."} after a PreflightError
 
-Needs neither torch nor ranks. To its MPI this process is rank 0 of MPI_SIZE, or alone.
+It needs neither torch nor ranks. Its stub of MPI calls this process rank 0 of MPI_SIZE, or alone.
 """
 
 import functools
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from conformance.harness.sites import Site
 
-# What a program can change of its process that the training feels, besides its environment.
+# Settings of the process, besides its environment, that a program can change and that affect training.
 AROUND = """
 import gc, os, resource, signal, socket, sys, warnings
 
@@ -124,7 +124,7 @@ class Called:
 
 
 def called(site: Site, environ: dict[str, str], folder: Path, *flags: str, code: int = 0) -> Called:
-    """train.py in this empty folder, with this environment; run() returns the code."""
+    """Run train.py in this empty folder with this environment. The stub's run() returns `code`."""
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
@@ -140,13 +140,13 @@ def called(site: Site, environ: dict[str, str], folder: Path, *flags: str, code:
 
 @functools.cache
 def around() -> dict:
-    """A process of Python as it is without train.py."""
+    """The settings of a Python process without train.py."""
     command = [sys.executable, "-c", f"{AROUND}\nimport json\nprint(json.dumps(around()))"]
     return json.loads(subprocess.run(command, env={}, capture_output=True, check=True).stdout)
 
 
 def who(site: Site, environ: dict[str, str], folder: Path) -> dict:
-    """Whom train.py takes this process for. A program that does not call run() at all has refused, too."""
+    """Which rank train.py finds for this process. A program that never calls run() counts as refused."""
     result = called(site, environ, folder)
     last_line = result.stderr.strip().splitlines()[-1:] or [f"exit code {result.code}"]
     return result.rows[0]["who"] if result.rows else dict(refused=last_line[0])

@@ -1,9 +1,9 @@
-"""The machine rung: a site's own job script, submitted from the login node, waited for, and judged by what its runs leave.
+"""The machine rung: submit a site's own job script from the login node, wait for it, and judge what its runs leave.
 
     python -m pytest conformance/checks/run --site NAME_OR_FOLDER --submit["=OPTIONS OF sbatch OR qsub"]
 
-Jobs stands where the process rung has the ranks of a World: its train() submits. The Python that runs this needs numpy
-and pytest, neither MPI nor torch.
+Jobs replaces the World of the process rung: its train() submits a job instead of running in ranks. The Python that runs this
+needs numpy and pytest, but neither MPI nor torch.
 """
 
 import datetime
@@ -24,10 +24,10 @@ from conformance.harness.sites import Launch, Site
 from conformance.harness.target import BACKENDS, Run, Target, read_records
 
 POLL = 30.0  # seconds between two questions to a scheduler, at most: it serves everybody
-NEWS = 600.0  # seconds after which a job's state is told again, though it is the same
+NEWS = 600.0  # seconds after which an unchanged state is printed again
 ROWS = 96  # the reference run's global batch
-PREFLIGHT = 3  # "nothing was started", of train.py and of job scripts
-# A node as train.py and srun name it, where nothing was recorded.
+PREFLIGHT = 3  # exit code of train.py and of job scripts: nothing was started
+# A node's name in the output of train.py and srun, for a job without a record.
 NODE = re.compile(r"\[rank \d+, ([\w.-]+)\]|^srun: error: ([\w.-]+): task", re.MULTILINE)
 
 
@@ -41,30 +41,30 @@ class Submitted:
     number: str
     since: float = field(default_factory=time.monotonic)
     status: Status = SUBMITTED
-    news: float = 0  # when its state is to be told again
-    before: dict[Path, int] = field(default_factory=dict)  # bytes in a log of this name, before the job has begun
+    news: float = 0  # when its state is printed again
+    before: dict[Path, int] = field(default_factory=dict)  # bytes that a log of this name had before the job began
 
 
-# ---- their commands -------------------------------------------------------------------------------------------------
+# ---- scheduler commands ---------------------------------------------------------------------------------------------
 
-# What nox, pytest and this suite have put into the environment. sbatch hands all of it to the job, where it would hide
-# the site's own Python and torch.
+# Variables that nox, pytest and this suite set. sbatch hands all of them to the job, where they would hide the site's own
+# Python and torch.
 OURS = re.compile(
     r"VIRTUAL_ENV.*|PYTHON(PATH|HOME|SAFEPATH)|(NOX|PIP|PYTEST|MPIEXEC)_.*|UV_PYTHON|OMP_NUM_THREADS|EXPECT_WORLD"
 )
 
 
 def environment() -> dict[str, str]:
-    """This process's, as it was before a virtual environment was entered."""
+    """This process's environment, as it was before a virtual environment was entered."""
     kept = {name: value for name, value in os.environ.items() if not OURS.fullmatch(name)}
     folders = kept.get("PATH", os.defpath).split(os.pathsep)
-    # A virtual environment is told by this file, entered by `activate`, by nox, or by its path.
+    # The file identifies a virtual environment, whether `activate`, nox or its path selected it.
     kept["PATH"] = os.pathsep.join(folder for folder in folders if not (Path(folder).parent / "pyvenv.cfg").is_file())
     return kept
 
 
 def ask(*command: str, folder: Path | None = None) -> subprocess.CompletedProcess:
-    """Run a scheduler's command. Raises NotSubmitted where there is none."""
+    """Run a scheduler's command. Raises NotSubmitted if there is no such command."""
     environ = environment()
     executable = shutil.which(command[0], path=environ["PATH"])
     if not executable:
@@ -73,18 +73,18 @@ def ask(*command: str, folder: Path | None = None) -> subprocess.CompletedProces
     return subprocess.run(whole, cwd=folder, env=environ, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
 
 
-# ---- instead of a World ---------------------------------------------------------------------------------------------
+# ---- replaces a World -----------------------------------------------------------------------------------------------
 
 
 class Jobs(Target):
-    """One site's job script, for whatever a check wants trained. Raises NotSubmitted where it cannot be submitted.
+    """Train through one site's job script. Raises NotSubmitted if it cannot be submitted.
 
-    options: for sbatch or qsub. geometry: (nodes, ranks a node), [job] of site.toml by default. device, backend: None and
-    "auto" leave them to the job script. timeout: seconds that a job may take from being submitted. poll: seconds between two
-    questions to the scheduler, at most. say: takes a line of progress.
+    options: for sbatch or qsub. geometry: (nodes, ranks a node); default: [job] of site.toml. device, backend: None and "auto"
+    leave them to the job script. timeout: seconds from submission that a job may take. poll: seconds between questions to the
+    scheduler, at most. say: called with a line of progress.
     """
 
-    rank = 0  # whoever judges is alone
+    rank = 0  # this process judges alone
 
     def __init__(
         self,
@@ -127,14 +127,14 @@ class Jobs(Target):
             )
         self.jobs: list[Submitted] = []
         self.submitted_ahead: dict[Path, Submitted] = {}
-        self.full = False  # whether a job was refused while others of ours were waiting
+        self.full = False  # True once a job was refused while others of ours were in the queue
         self.first: dict = {}  # the start record of the first run
         self.hosts: set[str] = set()  # the nodes' names
         self._root: Path | None = None
 
     @property
     def root(self) -> Path:
-        """Where the runs are: below the site's folder, which all nodes see."""
+        """The folder of the runs, below the site's folder, which all nodes see."""
         runs, name = self.site.folder / "runs", f"conformance-{datetime.date.today()}"
         again = 1
         while not self._root:
@@ -149,7 +149,7 @@ class Jobs(Target):
                 raise NotSubmitted(f"{folder}: {error.strerror}, but the runs are written there") from None
         return self._root
 
-    # ---- what a Target has -------------------------------------------------------------------------------------------
+    # ---- methods of a Target -----------------------------------------------------------------------------------------
 
     def gather(self, value: Any) -> list:
         return [value]
@@ -161,14 +161,14 @@ class Jobs(Target):
         return self.root
 
     def train(self, launch: Launch, folder: Path, flags: str) -> Run:
-        """Submit, unless it was submitted ahead, and wait until the job has ended."""
+        """Submit, unless ahead() already has, and wait until the job has ended."""
         job = self.submitted_ahead.pop(folder, None) or self._submit_when_there_is_room(folder, flags)
         self._wait(job)
         output = self._read(job, job.status.output)
         if output is None:
             output = f"job {job.number} left no log: {job.status.output} is not there, does its folder exist?"
         errors = output if job.status.errors in (None, job.status.output) else self._read(job, job.status.errors) or output
-        if job.status.code == PREFLIGHT:  # so would be every other job
+        if job.status.code == PREFLIGHT:  # every other job would end the same way
             raise NotSubmitted(f"job {job.number} has started nothing (exit code {PREFLIGHT}): {last_words(errors)}")
         code = job.status.code if isinstance(job.status.code, int) else f"{job.status.code}, of job {job.number}"
         records = self._records(folder, code)
@@ -182,7 +182,7 @@ class Jobs(Target):
 
     @property
     def device(self) -> str:  # type: ignore[override]
-        """What the ranks are to train on: --device, or else what the job script asks for, as its first run tells."""
+        """What the ranks should train on: --device, else what the first run says that the job script asks for."""
         config, rows = self.first.get("config", {}), self.first.get("ranks", [{}])
         asked = self.asked_device or config.get("device", "unknown")
         if asked != "auto":
@@ -202,7 +202,7 @@ class Jobs(Target):
     # ---- jobs -------------------------------------------------------------------------------------------------------
 
     def ahead(self, folder: Path, flags: str) -> None:
-        """Submit now what train() will wait for: a queue is waited for once. Where it takes no more, train() does it later."""
+        """Submit now what train() will wait for: jobs then share one wait in the queue. If that is full, train() submits."""
         if not self.full:
             try:
                 self.submitted_ahead[folder] = self._submit(folder, flags)
@@ -233,16 +233,16 @@ class Jobs(Target):
         self.jobs.append(job := Submitted(number))
         self.say(f"job {number}: {self.script} {flags}")
         self._look_at(job)
-        # Submitted numbers begin again when a cluster is set up anew, and a job may append to its namesake's log.
+        # Job numbers begin again when a cluster is set up anew. A job may then append to the log of an earlier namesake.
         sizes = {path: path.stat().st_size for path in (job.status.output, job.status.errors) if path and path.is_file()}
         self._look_at(job)
-        # What stood there is another job's if this one waits even now: it may have begun, and printed, since the first look.
+        # If this job still waits, the text there is another's. A running job may have printed since the first look.
         if job.status.code is None and not job.status.state.startswith("R"):
             job.before = sizes
         return job
 
     def _wait(self, job: Submitted) -> None:
-        """Until it has ended. All are looked at: a scheduler soon forgets where the log of one is that has ended."""
+        """Wait until it has ended. Ask about all jobs: a scheduler soon forgets an ended one, and where its log is."""
         pause = 0.5
         while True:
             for each in self.jobs:
@@ -265,12 +265,12 @@ class Jobs(Target):
                 self.say(f"job {job.number}: {job.status.state} after {waited}")
 
     def close(self) -> None:
-        """Leave no folder where nothing was submitted."""
+        """Remove the folder if nothing was submitted."""
         if self._root and not self.jobs:
             shutil.rmtree(self._root)
 
     def left_alone(self) -> str:
-        """What to say of jobs that nobody waits for any more."""
+        """A line about jobs that are left in the queue, with the command that cancels them."""
         numbers = [job.number for job in self.jobs if job.status.code is None]
         if not numbers:
             return ""
@@ -289,7 +289,7 @@ class Jobs(Target):
 
     @staticmethod
     def _records(folder: Path, code: int | str) -> list[dict]:
-        """Of a run that has trained to its end, all of them: a shared file system may show the last ones late."""
+        """A run's records. A shared file system may show the last ones late, so after exit code 0 wait for the end record."""
         end = time.monotonic() + (schedulers.LAG if code == 0 else 0)
         while True:
             try:
@@ -307,13 +307,13 @@ class Jobs(Target):
         return dict(self.first.get("versions", {}))
 
     def without_hosts(self, text: str) -> str:
-        """The nodes are nobody's business; report/private.py knows the names of this machine only."""
+        """Replace the nodes' names, which a report must not publish. report/private.py knows only this machine's names."""
         for host in self.hosts:
             text = re.sub(rf"(?<![\w.]){re.escape(host)}(?![\w-])", "<node>", text)
         return text
 
     def machine(self) -> dict:
-        """What kind of machine the ranks have found, and not whose."""
+        """What kind of machine the ranks found; not its name or owner."""
         rows = self.first.get("ranks", [])
         on_one_node = {row["device"] for row in rows if row["node_rank"] == 0 and row["device_index"] is not None}
         kind = next((device.partition(":")[0] for device in on_one_node), None)
@@ -322,7 +322,7 @@ class Jobs(Target):
 
 
 def last_words(text: str) -> str:
-    """The lines that tell of errors, train.py's and the job script's before others', or else the last ones, as one."""
+    """The last three lines that begin with "error", else that contain it, else any: joined to one line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = (
         [line for line in lines if line.startswith("error")] or [line for line in lines if "error" in line.lower()] or lines
@@ -331,7 +331,7 @@ def last_words(text: str) -> str:
 
 
 def geometry(text: str) -> tuple[int, int]:
-    """Of "2x8". Raises ValueError."""
+    """(2, 8) for "2x8". Raises ValueError."""
     if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)):
         raise ValueError(f"--geometry {text}, but should be NODESxRANKS, for example 2x8: 2 nodes with 8 ranks each")
     return int(match[1]), int(match[2])

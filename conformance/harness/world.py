@@ -1,7 +1,7 @@
 """The MPI ranks that conformance runs in, and how they start a site's train.py together.
 
-All ranks judge the same gathered evidence: what a rank has seen alone is gathered before it is judged, so that a check
-passes or fails on all ranks alike. pytest-mpi has no such rule of its own, and a rank that fails alone hangs the others.
+All ranks judge the same evidence: each rank's findings are gathered first, so that a check passes or fails on all ranks
+alike. pytest-mpi does not ensure this, and a rank that fails alone hangs the others.
 """
 
 import gc
@@ -29,13 +29,13 @@ from conformance.harness.ports import free_port
 from conformance.harness.sites import Launch, without_launcher
 from conformance.harness.target import BACKENDS, Run, Target, read_records
 
-# The ranks start within milliseconds of each other: whoever waits this long waits for a rank that will not come.
+# The ranks start within milliseconds of each other, so a rank that waits this long waits for one that will not come.
 DEADLINES = "--timeout 60 --rendezvous-timeout 10"
 FIRST_STEP = '"kind":"step"'
 
 
 class World(Target):
-    """This rank among the others. comm: an MPI communicator. device, backend: what train.py is told to use."""
+    """This rank among the others. comm: an MPI communicator. device, backend: flags for train.py."""
 
     def __init__(self, comm, device: str = "cpu", backend: str = "auto"):
         super().__init__()
@@ -48,7 +48,7 @@ class World(Target):
     # ---- the ranks --------------------------------------------------------------------------------------------------
 
     def meet(self, seconds: float = 600) -> bool:
-        """Wait for all ranks; False when some have not come. Asleep: MPI's own waiting takes a core from those that work."""
+        """Wait for all ranks; False if some have not come. It sleeps: MPI's own wait would take a core from working ranks."""
         request, end = self.comm.Ibarrier(), time.monotonic() + seconds
         while not request.Test():
             if time.monotonic() > end:
@@ -62,7 +62,7 @@ class World(Target):
         return self.comm.allgather(value)
 
     def on_rank_0(self, make: Callable[[], Any]) -> Any:
-        """Rank 0's result, on every rank; its exception likewise."""
+        """Rank 0's result, on every rank. Its exception is raised on all, too."""
         result, error = None, None
         if self.rank == 0:
             try:
@@ -88,7 +88,7 @@ class World(Target):
     # ---- train.py ---------------------------------------------------------------------------------------------------
 
     def ahead(self, folder: Path, flags: str) -> None:
-        """There is no queue here."""
+        """Do nothing: there is no queue here."""
 
     def train(
         self,
@@ -110,14 +110,13 @@ class World(Target):
         bare: bool = False,
         reversed_mpi: bool = False,
     ) -> Run:
-        """Start the site's train.py by its path on all ranks, as this launcher starts it; returns when all have ended.
+        """Start the site's train.py by its path on all ranks, as this launcher does. Return when all have ended.
 
-        environ: what is changed in what the launcher exports. odd_flags, and odd_start, a job id and a count of restarts,
-        are for the last rank alone. restart: how often the job was started before. run_dir: the flag that names the folder.
-        signal_rank gets a SIGUSR1 in mid-epoch, and kill_ranks get kill_by when run.jsonl has the words of kill_at; or, where
-        largest_file says so many bytes, a SIGXFSZ when one of their files has them. apart: each rank is a process of its own,
-        as it is where ranks are killed: one that fails alone ends, and its connections with it. bare: in the folder, with these
-        flags alone. reversed_mpi: MPI's world has its ranks in the other order.
+        environ: changes to the launcher's variables. restart: earlier starts of the job. run_dir: the flag that names the
+        folder. odd_flags and odd_start (job id, restarts) are for the last rank only. signal_rank gets a SIGUSR1 in mid-epoch.
+        kill_ranks get kill_by when run.jsonl contains kill_at; with largest_file (bytes), a SIGXFSZ when a file is that large.
+        apart: each rank is a process of its own, as with kill_ranks: one that fails alone ends, and its connections with it.
+        bare: run in the folder, with these flags only. reversed_mpi: MPI's world has its ranks in reverse order.
         """
         import torch  # noqa: F401 - now, and not in the program: the ranks meet after it, whatever it takes on each
 
@@ -147,7 +146,7 @@ class World(Target):
 
     @contextmanager
     def reversed(self, wanted: bool) -> Iterator[None]:
-        """Under it the last rank is MPI's rank 0, for whoever asks."""
+        """Meanwhile MPI's ranks are in reverse order: the last rank is rank 0."""
         if not wanted:
             yield
             return
@@ -160,7 +159,7 @@ class World(Target):
             MPI.COMM_WORLD = before  # type: ignore[misc]
 
     def alone(self, launch: Launch, folder: Path, flags: str, environ: dict[str, str] | None = None) -> Run:
-        """`python train.py` by hand: a process of its own on rank 0, without a launcher. environ: what is changed for it."""
+        """`python train.py` by hand: a process of its own on rank 0, without a launcher. environ: changes for it."""
 
         def by_hand() -> subprocess.CompletedProcess:
             command = [sys.executable, str(launch.train), *self.flags(folder, flags)]
@@ -172,7 +171,7 @@ class World(Target):
         return Run(folder, [result.returncode], [result.stdout], [result.stderr], [[]], records)
 
     def flags(self, folder: Path, flags: str, run_dir: str = "--run-dir") -> list[str]:
-        """What every run of conformance is told; flags come last, so that they count."""
+        """The flags of every run. The given flags come last, so they override."""
         common = f"{DEADLINES} --log-every 1 --device {self.device} --backend {self.backend}"
         if self.device != "cpu":
             common += " --deterministic"
@@ -181,7 +180,7 @@ class World(Target):
 
 @contextmanager
 def in_folder(folder: Path | None) -> Iterator[None]:
-    """As its working directory."""
+    """Make the folder the working directory for a while."""
     before = Path.cwd()
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
@@ -193,7 +192,7 @@ def in_folder(folder: Path | None) -> Iterator[None]:
 
 
 class Writes:
-    """Which files this process opens to write, moves or removes below a folder. Python's own audit events tell."""
+    """Which files below a folder this process opens to write, moves or removes. Python's audit events report them."""
 
     def __init__(self):
         self.folder, self.seen = None, set()
@@ -221,7 +220,7 @@ class Writes:
 
 
 class Kill(NamedTuple):
-    """A signal for a rank, when its log has these words."""
+    """A signal for a rank, sent when its log contains these words."""
 
     log: Path
     words: str
@@ -229,19 +228,19 @@ class Kill(NamedTuple):
 
 
 class _Left(BaseException):
-    """Instead of os._exit, which would take pytest along."""
+    """Replaces os._exit, which would end pytest, too."""
 
 
 def _start(program: Path, argv: list[str], environ: dict[str, str]) -> tuple[int, str, str]:
-    """Run a program in this process, which has imported torch already: exit code, standard output, standard error."""
+    """Run a program in this process, which has imported torch: exit code, standard output, standard error."""
     before, here = (dict(os.environ), sys.argv, list(sys.path), os._exit), os.getpid()
-    # Buffered as where the output is a file: what is not flushed before os._exit is lost.
+    # Buffered like a file: text that is not flushed before os._exit is lost.
     output = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace")
     errors = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", line_buffering=True)
 
     def leave(code: int) -> None:
         if threading.current_thread() is not threading.main_thread() or os.getpid() != here:
-            before[-1](code)  # pytest-timeout's, which means this process; and that of a process that reads rows
+            before[-1](code)  # pytest-timeout means the whole process; a worker that reads rows, itself
         raise _Left(code, written(output), written(errors))
 
     os.environ.clear()
@@ -264,7 +263,7 @@ def _start(program: Path, argv: list[str], environ: dict[str, str]) -> tuple[int
         sys.argv, sys.path[:], os._exit = before[1:]
         _drop_process_group()
         core_of.look(program)
-        # What a site has changed of the core ends with its program: the next one imports its own.
+        # A site's changes to the core end with its program: the next program imports the core anew.
         for name in [name for name in sys.modules if name.partition(".")[0] == "ddp_core"]:
             del sys.modules[name]
         if "--workers" in argv:
@@ -275,16 +274,16 @@ def _start(program: Path, argv: list[str], environ: dict[str, str]) -> tuple[int
 
 
 def written(stream: io.TextIOWrapper) -> str:
-    """What has left its buffer."""
+    """The text that has left the stream's buffer."""
     return stream.buffer.getvalue().decode()  # type: ignore[attr-defined]
 
 
 def _end_workers() -> None:
-    """The processes that read rows would have ended with this one.
+    """Kill the workers that read rows: they would end with this process, which goes on.
 
-    A later run's would inherit what is not yet collected, the groups of this one, and wait for threads that they have not.
+    Workers of a later run would inherit this run's process groups if they were not collected, and wait for threads they lack.
     """
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own calls it an error
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own handler reports a killed worker as an error
     for worker in multiprocessing.active_children():
         worker.kill()
         worker.join()
@@ -293,26 +292,26 @@ def _end_workers() -> None:
 
 
 def _drop_process_group() -> None:
-    """A program that fails leaves its group to the end of its process, which here goes on: so that peers see it end."""
+    """Destroy the process group, so that peers see it end. A failed program leaves that to its process, which here goes on."""
     torch = sys.modules.get("torch")
     if torch and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-        gc.collect()  # DistributedDataParallel holds it in a circle
+        gc.collect()  # DistributedDataParallel holds the group in a reference cycle
 
 
 def _start_apart(
     program: Path, argv: list[str], environ: dict[str, str], kill: Kill | None = None, largest_file: int | None = None
 ) -> tuple[int, str, str]:
-    """As _start, in a child of this process. largest_file: in bytes, from which on it gets the kernel's SIGXFSZ."""
+    """Like _start, in a forked child. largest_file: bytes; a longer file gets the child a SIGXFSZ from the kernel."""
     sys.stdout.flush()
     sys.stderr.flush()
     receive, send = os.pipe()
-    gc.collect()  # stores of earlier runs: in the child they would wait for threads that it has not
-    child = os.fork()  # torch is imported already, and no group of it is open
+    gc.collect()  # collect earlier runs' stores: in the child they would wait for threads that it lacks
+    child = os.fork()  # safe: torch is imported, and no process group is open
     if child == 0:
         gc.freeze()
         if largest_file:
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it, and would go on to clean up
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores this signal, and would go on and clean up
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
         try:
@@ -323,16 +322,16 @@ def _start_apart(
     os.close(send)
     if kill:
         _wait_for(kill.log, kill.words, receive)
-        os.kill(child, kill.number)  # not yet reaped, so it is still this child's number
+        os.kill(child, kill.number)  # the child is not yet reaped, so the PID is still its own
     with open(receive, "rb") as pipe:
         answer = pipe.read()
     _, status = os.waitpid(child, 0)
-    # C++ may have ended it by a handler of the program's, which exits.
+    # If C++ ended the child, a handler of the program may have called exit.
     return tuple(json.loads(answer)) if answer else (os.WEXITSTATUS(status) or 128 + os.WTERMSIG(status), "", "")
 
 
 def _start_anew(program: Path, argv: list[str], environ: dict[str, str], kill: Kill | None) -> tuple[int, str, str]:
-    """As _start_apart, by exec: in the fork of a process that has used CUDA there is no CUDA, and once a worker of it hung."""
+    """Like _start_apart, by exec: a fork of a process that has used CUDA has no CUDA, and once a worker of one hung."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen([sys.executable, str(program), *argv], env=environ, stdout=output, stderr=errors)
         if kill:
@@ -347,13 +346,13 @@ def _start_anew(program: Path, argv: list[str], environ: dict[str, str], kill: K
 
 
 def _signal_in_mid_epoch(log: Path) -> None:
-    """Send this process a SIGUSR1 when the first step is on record, as a scheduler does before the time is up."""
+    """Send this process a SIGUSR1 when run.jsonl has the first step, as a scheduler does before the time limit."""
     if _wait_for(log, FIRST_STEP):
         os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def _wait_for(log: Path, words: str, *ends: int, seconds: float = 60) -> bool:
-    """Until a log has these words, or one of these pipes has something to say."""
+    """True once a log contains these words; False if one of these file descriptors is readable first, or time is over."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if log.exists() and words in log.read_text():

@@ -649,7 +649,7 @@ def test_a_writer_gathers_no_more_tensors_than_it_can_put_down(monkeypatch, tmp_
     tensors = {f"model.{n}": torch.full((4,), float(n)) for n in range(9)}
     taken, wholes = [], []
     peers = SimpleNamespace(rank=0, world_size=1, broadcast=lambda value: value, reduce=lambda most: (None, most))
-    writers = sharding.Writers(tensors, SimpleNamespace(peers=peers, alone=False, step=1))
+    writers = sharding.Writers(tensors, SimpleNamespace(peers=peers, rank_0_writes=False, step=1))
     monkeypatch.setattr(sharding.Writers, "_whole", lambda self, name: wholes.append(name) or self.tensors[name])
     put = sharding.put
 

@@ -7,7 +7,7 @@ are due. The end of a run waits for its last save.
 import copy
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 import torch
@@ -31,12 +31,13 @@ class Saver:
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.refused = False  # a copy had no memory, and the log says so
         self.pending: Future | None = None  # the save that is running
+        self.beside = True  # training goes on meanwhile
         self.fields: dict = {}  # of that save, for run.jsonl
 
     def save(self, tensors: dict[str, torch.Tensor], document: dict, best: bool, snapshot: bool, put_drafts=None) -> None:
         """Save as best.safetensors, as snapshot.safetensors, or both. Raises the StorageError of the previous save.
 
-        put_drafts: see snapshot.write(); with it training waits until the files are written.
+        put_drafts: see snapshot.write(). The files are written before save() returns: it is collective.
         """
         self.settle()
         began = time.perf_counter()
@@ -45,7 +46,7 @@ class Saver:
         self.fields = dict(step=document["step"], epochs_run=document["epochs_run"]) if snapshot else {}
         images, tensors = copied or (None, tensors)
         write = partial(self._write, tensors, document, best, snapshot, images=images, put_drafts=put_drafts)
-        self.pending = self.pool.submit(write) if copied else _here(write)
+        self.pending, self.beside = _here(write) if put_drafts else self.pool.submit(write), bool(copied)
         self.fields |= dict(seconds=time.perf_counter() - began, copy=self.buffer.nbytes) if snapshot else {}
 
     def _write(self, tensors: dict[str, torch.Tensor], document: dict, best: bool, snapshot: bool, **source) -> float:
@@ -60,6 +61,10 @@ class Saver:
     @property
     def failed(self) -> bool:
         return self.pending is not None and self.pending.done() and self.pending.exception() is not None
+
+    def written(self, seconds: float) -> bool:
+        """Wait so long for the running save. Whether none is running any more."""
+        return self.pending is None or bool(wait([self.pending], seconds).done)
 
     def look(self) -> None:
         """Record a save that has succeeded."""

@@ -49,13 +49,13 @@ class Reconciliation:
 
     def exchange(self, step: int, stop: bool, save: bool, tolerates: bool) -> Agreed:
         """Collective. step: steps done so far. save: only rank 0's counts. tolerates: norms may be non-finite (fp16)."""
-        count, now = len(self.norms), time.monotonic()
+        count = len(self.norms)
         losses = torch.stack(self.losses).double().view(count, len(self.losses) // count, -1)
         mine = tree_sum(losses.unbind(1))  # [steps, parts], sums over this rank's rows
         numbers = torch.cat((mine.flatten(), torch.stack(self.norms).double()))
         if numbers.device.type != "cpu":
             self.peers.wait()  # gloo detects a lost rank; waiting for the device first would hang on it
-        numbers = numbers.cpu()  # the host waits for the device here
+        numbers, now = numbers.cpu(), time.monotonic()  # the host waits for the device, and the steps have ended
         mine, norms = numbers[: mine.numel()].view(mine.shape), numbers[mine.numel() :]
         flags = torch.tensor([stop, save and self.peers.rank == 0, not tolerates, now - self.last], dtype=torch.float64)
         # Norms are equal on all ranks; their maximum tells all ranks of one that is not finite.

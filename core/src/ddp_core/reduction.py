@@ -27,7 +27,7 @@ class Reduction:
 
     name = "none"
     ranks_per_replica = 1  # ranks that together hold one parameter: ranks r and r + ranks_per_replica hold the same part of it
-    needs_all = False  # the trainer must check that every parameter gets a gradient; with several ranks DDP checks itself
+    needs_all = False  # every parameter must get a gradient on this rank: the trainer checks it before the sum over ranks
     overlaps = False  # gradients are summed while backward runs, so the time that the sums take cannot be measured
 
     def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
@@ -93,8 +93,10 @@ class Ddp(Reduction):
 
     def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
         super().__init__(model, compiled, peers, unused_parameters)
+        # DDP itself notices it only in the next forward pass; until then the other ranks wait in its sum.
+        self.needs_all = not unused_parameters
         if self.world_size == 1:
-            self.name, self.overlaps, self.needs_all = Reduction.name, Reduction.overlaps, not unused_parameters
+            self.name, self.overlaps = Reduction.name, Reduction.overlaps
             return
         from torch.nn.parallel import DistributedDataParallel
 

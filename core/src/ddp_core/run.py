@@ -325,10 +325,10 @@ class _Job:
         """Turn an exception of the training into a Failure; return it unchanged if it is a bug of ours."""
         from ddp_core.workload import (
             BUILT_IN,
-            NO_GRADIENT,
             NO_SHARDS,
             blame,
             line_in,
+            no_gradient,
             out_of_memory,
             raised_by,
             unknown_to_shards,
@@ -344,7 +344,7 @@ class _Job:
         elif out_of_memory(error):
             failure = self.lacks_memory(error, self.when)
         elif "Expected to have finished reduction" in str(error):  # DDP's message, ten lines long
-            failure = self.workload.unusable(NO_GRADIENT.format(step=self.trainer.step - 1, names=""))
+            failure = no_gradient(self.workload, self.trainer.step - 1)
         elif config.sharding != "none" and (what := unknown_to_shards(error)):
             failure = WorkloadError(f"--sharding {config.sharding}: {NO_SHARDS.format(what=what)}")
         elif isinstance(error, RuntimeError) and peers.is_lost(error) and not raised_by(error, file):

@@ -33,6 +33,7 @@ from ddp_core.build import hooked, in_precision, refuse_other_modules
 from ddp_core.errors import Failure, UsageError, WorkloadError
 from ddp_core.files import Stored
 from ddp_core.order import seed_everything
+from ddp_core.probe import BATCH_STATISTICS
 from ddp_core.process_group import Peers
 from ddp_core.reduction import Reduction
 from ddp_core.rehearsal import rehearse
@@ -51,6 +52,7 @@ class Sharded(Reduction):
 
     name = "sharded"
     overlaps = True
+    needs_all = True  # FSDP2 leaves a parameter without a gradient out of its sum, and would add others in its place
 
     def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
         super().__init__(model, compiled, peers, unused_parameters)
@@ -180,11 +182,14 @@ def _shard(workload: Workload, config, model: nn.Module, mesh: DeviceMesh, devic
         checkpoint(units)
     # Children before parents: FSDP2 gives a module the parameters that no module inside it has taken.
     apart = [unit for unit in reversed([*model.modules()]) if unit in units and unit is not model and not _shares(unit, model)]
+    # BatchNorm's statistics are fp32, and PyTorch wants its weights in their precision: each is a unit of its own.
+    statistics = [module for module in model.modules() if lower and isinstance(module, BATCH_STATISTICS) and module.affine]
     unit: Any
-    for unit in [*apart, model]:
+    for unit in [*statistics, *(unit for unit in apart if unit not in statistics), model]:
         _give_memory(unit, device)
         unit.register_forward_hook(_no_view)
-        fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=offload)
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False) if unit in statistics else precision
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy, offload_policy=offload)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
         unit.set_gradient_divide_factor(1.0)
         yield unit

@@ -106,7 +106,7 @@ class Trainer:
         make_state = partial(sharding.ShardedState, device=device) if sharded else State
         self.state: State = make_state(self.model, self.optimizer, facts)
         workload.core_sets(count_steps=lambda: self.step)
-        self.reconciliation, self.watch, self.last_save = Reconciliation(peers), Stopwatch(), time.monotonic()
+        self.reconciliation, self.last_save = Reconciliation(peers), time.monotonic()
 
     def restore(self, loaded: tuple[dict[str, torch.Tensor], dict] | None) -> None:
         """Continue from rank 0's snapshot, or start with rank 0's new model (loaded is None on the other ranks, too).
@@ -133,6 +133,12 @@ class Trainer:
         with self.autocast():
             loss = self.workload.loss(outputs_of(self.workload, self.reduction.forward, rows), rows)
         parts_of(loss, self.probed.losses, self.workload)[0].backward()
+        self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        """Before the other ranks wait for a sum that this rank has no part of."""
+        if self.reduction.needs_all and any(parameter.grad is None for parameter in self.reduction.parameters):
+            refuse_unused(self.workload, self.model, self.step)
 
     @property
     def step(self) -> int:
@@ -224,6 +230,7 @@ class Trainer:
                 with self.profile.part("backward"):
                     self.guard.weighted(loss).backward()
 
+        self._refuse_unused()
         began = time.perf_counter()
         # DDP has summed the gradients during backward; flat and canonical sum them here.
         with self.profile.part("communication"):
@@ -233,10 +240,7 @@ class Trainer:
         # The learning rate depends only on the step, so there is no scheduler state to save.
         self._set_learning_rate()
         # Clip after the sum over ranks: every rank has the same norm, clips alike, and parameters stay equal.
-        gradients = self.reduction.gradients
-        if self.reduction.needs_all and len(gradients) < len(self.reduction.parameters):
-            refuse_unused(self.workload, self.model, self.step)
-        self.reconciliation.norms.append(self.guard.norm(gradients, self.reduction.norm))
+        self.reconciliation.norms.append(self.guard.norm(self.reduction.gradients, self.reduction.norm))
         # A user's optimizer may draw noise: it must be the same on every rank and in a resumed run. torch.optim draws none.
         draw = (self.device, self.peers.rank, OPTIMIZER, self.config.seed, self.step)
         with self.profile.part("optimizer"), drawing_alike(*draw) if self.own_optimizer else nullcontext():
@@ -377,6 +381,7 @@ class Trainer:
         Where memory allows, training waits only for a copy of the state, which a thread writes meanwhile (background.py).
         """
         began = time.perf_counter()
+        self._wait_for_save()
         refuse_diverged(self.model, self.peers, self.reduction.ranks_per_replica, self.step)
         with self.profile.part("snapshot"):
             self.state.progress.scale = self.guard.scale
@@ -386,12 +391,23 @@ class Trainer:
                 self.saver.save(tensors, self.state.document(), best, snapshot, drafts)
 
             self.state.save(write, self)
+            self._wait_for_save(beside=False)
         self.last_save = time.monotonic() if snapshot else self.last_save
         self.watch.spent("snapshots", began)
+
+    def _wait_for_save(self, beside: bool = True) -> None:
+        """Collective. Wait until rank 0's save is on the disk. beside=False: only for one that training must wait for.
+
+        In short pieces: in one collective for the whole save the other ranks would give rank 0 up after --timeout.
+        """
+        seconds = min(30.0, self.config.timeout / 4)
+        while self.peers.which(bool(self.saver) and (beside or not self.saver.beside) and not self.saver.written(seconds)):
+            pass
 
     def _finish(self) -> None:
         """Wait until the last snapshot is on the disk: a run must not end before that."""
         self.profile.end()
         began = time.perf_counter()
+        self._wait_for_save()
         self.peers.together(self.saver and self.saver.settle, self.record.failure)
         self.watch.spent("snapshots", began)

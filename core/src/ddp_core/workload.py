@@ -37,7 +37,6 @@ MOST_SOURCES = 64  # files that are read when the imports of a workload's file a
 BUILT_IN = ("digits", "regression", "mnist", "gpt")
 ROW = "ddp_core reads row "  # then its number: a note on an exception that was raised while the row was read
 NOT_THE_USER_S = {"site-packages", "dist-packages", "ddp_core"}
-NO_GRADIENT = "some parameters{names} had no gradient in step {step}: set unused_parameters = True in the class"
 NO_SHARDS = (
     "PyTorch cannot do this with parts of tensors ({what}): a layer whose weights another module reads is to be called by the "
     "model's forward itself, and a parameter that forward() hands on is to be copied (.clone()); else take another optimizer, "
@@ -265,7 +264,14 @@ def parts_of(loss: Any, names: tuple[str, ...], workload: Workload) -> list[torc
 def refuse_unused(workload: Workload, model: nn.Module, step: int) -> None:
     """Raises WorkloadError if a parameter has no gradient after this step. One that the model has frozen does not count."""
     if unused := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
-        raise workload.unusable(NO_GRADIENT.format(step=step, names=f" ({', '.join(unused[:6])})"))
+        raise no_gradient(workload, step, f" ({', '.join(unused[:6])})")
+
+
+def no_gradient(workload: Workload, step: int, names: str = "") -> WorkloadError:
+    fix = "set unused_parameters = True in the class"
+    if workload.config.sharding != "none":
+        fix = f"use each in every batch (times 0, say), or pass --sharding none and {fix}"
+    return workload.unusable(f"some parameters{names} had no gradient in step {step}: {fix}")
 
 
 def refuse_other_names(workload: Workload, metrics: Mapping, before: Iterable[str]) -> None:
