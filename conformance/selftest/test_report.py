@@ -254,6 +254,31 @@ def test_a_report_of_other_files_is_named_and_is_no_evidence(name):
     assert "ash    ≠1 ○1" in report.terminal(seen, False)
 
 
+@clause("V13")
+@rejects("V13")
+def test_what_failed_in_a_report_of_other_files_is_counted_and_named():
+    """A failure is not silent because one line of the core has changed since."""
+    checks = [FAILED, FAILED | dict(clauses=["L1", "L2"], case="fp16"), PASSED]
+    dated = ("2031-05-04", [part("device", 1, "nccl", checks=checks), part("static", None, "none", checks=[PASSED])])
+    words = "2 checks failed (ash, device rung, nccl, 2031-05-04: L1, L2)"
+    other = evidence(dated, now=dict(core="another"))
+    assert f"## Failed\n\nNone.\n\nOf other files: {words}.\n" in page.markdown(other)
+    assert f"2 reports of other files than those here, no evidence for these: {words}." in page.render(other)
+    same = evidence(dated)
+    assert "f other files:" not in page.markdown(same) + page.render(same) and "**L1** at ash" in page.markdown(same)
+
+
+@clause("V7")
+def test_a_site_without_extras_brings_none():
+    """It has not failed to run them. A site that brings one has."""
+    spec = SPEC + "\n## E: extras\n\n- **E1** They run.\n- **E2** They train.\n"
+    tomls = [SITES[0], SITES[1] | dict(extras=[dict(name="notebook")])]
+    seen = evidence(("2031-05-04", [part(checks=[PASSED, checked("ash", "L1")])]), sites=tomls, spec=spec)
+    assert "| **E** extras | · none brought | ○ 2 not run |" in page.markdown(seen)
+    html = page.render(seen)
+    assert html.count("none brought</span>") == 3 and 'class="state none-brought"' in html
+
+
 @pytest.fixture
 def ash(tmp_path) -> sites.Site:
     folder = shutil.copytree(sites.ROOT / "conformance/broken/sound", tmp_path / "ash")

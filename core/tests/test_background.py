@@ -412,7 +412,7 @@ def test_a_save_that_fails_beside_the_training_ends_all_ranks_before_the_next_sa
     flags = f"{RUN} --save-steps 20 --save-every 9 --eval-every 9"
     full = {0: in_turn(at_step(19, files_limited_to(100_000)), at_step(25, sleeping(1)))}
     job = train(tmp_path / "run", flags, 2, faults=full, code=8)
-    assert "snapshot.safetensors" in job.error and "free space and submit again" in job.error
+    assert "snapshot.safetensors" in job.error and f"free space and submit again with --run-dir {tmp_path / 'run'}" in job.error
     assert 19 <= job.records("step")[-1]["step"] < 39 and job.records("snapshot") == []
     assert not list(job.run_dir.glob(".*"))
     assert_same_run(train(tmp_path / "run", flags, 2, code=0), finished(flags, 2))

@@ -65,7 +65,7 @@ def test_every_rank_has_the_sums_the_largest_and_the_names(tmp_path, monkeypatch
 
 def _ask(rank, members: int, file: Path) -> None:
     control.MEMBERS = members
-    config = SimpleNamespace(timeout=20.0, backend="auto")
+    config = SimpleNamespace(timeout=20.0, backend="auto", run_dir="run")
     peers = Peers(rank, config, torch.device("cpu"), rendezvous.Rendezvous(rank, 20, StopFlag()))
     numbers = torch.tensor([1.0, 2.0]) if rank.rank == 0 else torch.zeros(2)
     mine = torch.tensor(numbers_of(rank.rank), dtype=torch.float64)
@@ -99,6 +99,7 @@ def test_a_rank_that_is_lost_is_named_wherever_it_stands(tmp_path, lost):
     job = train(tmp_path / "run", FLAGS, 8, faults=faults)
     assert job.codes == [-signal.SIGKILL if rank == lost else 7 for rank in range(8)], job.err
     assert f"rank {lost} died or hangs" in job.error
+    assert f"then submit again with --run-dir {tmp_path / 'run'};" in job.error
 
 
 @pytest.mark.parametrize("world_size, lost", [(64, [33]), (75264, [2352]), (75264, [*range(0, 75264, 7)][1:])])

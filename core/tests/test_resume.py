@@ -43,7 +43,7 @@ RUN = "--epochs 3 --precision fp64"  # 14 steps an epoch
 def test_one_rank_told_to_stop_stops_all_and_the_run_goes_on_as_ever(finished, tmp_path, number, world_size, told):
     job = train(tmp_path / "run", RUN, world_size, faults={told: at_step(3, signalled(number))}, code=75)
     assert job.err == [""] * world_size, "a stop is no error"
-    assert "submit again to resume" in job.out[0] and (told or number.name in job.out[0])
+    assert f"--run-dir {tmp_path / 'run'} resumes it" in job.out[0] and (told or number.name in job.out[0])
     assert step_of(job) % 14 > 0, "it stopped at the end of an epoch: this shows nothing about the middle of one"
     assert_same_run(train(tmp_path / "run", RUN, world_size, code=0), finished(RUN, world_size))
 
@@ -391,7 +391,8 @@ def test_a_job_that_is_started_again_and_saves_nothing_ends(finished, tmp_path):
         killed_at(34 if restart == 0 else 6, tmp_path, restart)
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     job = train(tmp_path / "run", RUN, ranks=world(2, restart=3), code=3)
-    assert "restart 3 of this job, and restarts 1 and 2 began at step 28, too" in job.error and "submit again" in job.error
+    assert "restart 3 of this job, and restarts 1 and 2 began at step 28, too" in job.error
+    assert f"submit again with --run-dir {tmp_path / 'run'}" in job.error
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
     assert_same_run(train(tmp_path / "run", RUN, ranks=world(2), code=0), finished(RUN, 2))
 

@@ -289,8 +289,9 @@ def test_storage_that_fails_in_a_save_is_a_storage_error(folder, monkeypatch, na
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_space_is_to_be_freed_where_a_disk_quota_or_limit_is_full(number):
-    assert fix_of(OSError(number, "")) == "free space and submit again"
-    assert fix_of(OSError(errno.EIO, "")) == "see to that file system and submit again"
+    path = Path("runs/1/run.jsonl")
+    assert fix_of(OSError(number, ""), path) == "free space and submit again with --run-dir runs/1"
+    assert fix_of(OSError(errno.EIO, ""), path) == "see to that file system and submit again with --run-dir runs/1"
 
 
 def test_a_file_system_that_turned_read_only_is_a_storage_error(folder, monkeypatch):

@@ -129,7 +129,9 @@ def test_a_file_system_that_is_away_for_a_moment_ends_no_heartbeat(folder, monke
 def test_a_lock_that_cannot_be_read_is_not_taken_for_another_s(folder, monkeypatch):
     lock, text = RunLock(folder / "run.lock", "job-1"), run_lock._text
     monkeypatch.setattr(run_lock, "_text", failing_with(116, "Stale file handle"))
-    with pytest.raises(StorageError, match=r"run\.lock: Stale file handle: see to that file system and submit again"):
+    with pytest.raises(
+        StorageError, match=r"run\.lock: Stale file handle: see to that file system and submit again with --run-dir"
+    ):
         lock.check()
     monkeypatch.setattr(run_lock, "_text", text)
     lock.check()
@@ -280,7 +282,7 @@ def test_who_waits_for_a_lock_hears_that_it_is_to_stop(folder):
     (folder / "run.lock").write_text(json.dumps(OTHER_HOST))
     stop = StopFlag()
     threading.Timer(0.3, stop._set, [signal.SIGTERM, None]).start()
-    with pytest.raises(StoppedError, match="SIGTERM before the first step"):
+    with pytest.raises(StoppedError, match=f"SIGTERM before the first step: .* --run-dir {re.escape(str(folder))}"):
         RunDirectory(str(folder), "job-2", stop=stop)
 
 
