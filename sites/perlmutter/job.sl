@@ -15,10 +15,10 @@
 # https://docs.nersc.gov/jobs/policy/
 #SBATCH --account=m1234
 
-# EDIT: debug starts soon and is short; regular is for production; preempt is charged less and may be stopped for other
-# jobs, which costs this program nothing: it comes back and goes on; shared is for 1 or 2 GPUs of a node.
+# EDIT: regular is for production; preempt is charged less and may be stopped for other jobs: the program comes back and goes
+# on; shared is for 1 or 2 GPUs of a node. For a short test: sbatch --qos=debug job.sl. A debug job does not come back.
 # https://docs.nersc.gov/jobs/policy/ https://docs.nersc.gov/jobs/examples/#preemptible-jobs
-#SBATCH --qos=debug
+#SBATCH --qos=regular
 
 # EDIT: nodes with GPUs; "gpu&hbm80g", in quotes, for GPUs of 80 GB instead of 40 (unverified: seen in public job scripts).
 # https://docs.nersc.gov/jobs/policy/
