@@ -375,6 +375,14 @@ def test_the_ranks_hear_in_time(check, site, dry):
 
 
 @clause("J10")
+def test_ranks_that_are_asked_where_they_are_train_on(check, site, dry):
+    """scancel --signal=USR2 JOB signals their torchrun, too."""
+    for case in site.cases if site.toml["scheduler"] == "slurm" else ():
+        if (run := dry.case(case, event="asked")).code:
+            yield f"{case.name}, USR2 to all ranks: {ending(dry, run)}, but should be 0"
+
+
+@clause("J10")
 def test_a_successor_is_stopped_by_its_own_number(check, site, dry):
     """Its first job's number does not stop it: users see only the successor's."""
     for script in trains(site):

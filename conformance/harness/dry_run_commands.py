@@ -21,7 +21,7 @@ singularity apptainer shifter shifterimg podman-hpc enroot
 hostname getent ip sleep rm mktemp curl wget git mksquashfs cc CC g++ cmake make nvidia-smi rocm-smi xpu-smi nvcc crayenv
 module-call numactl uuidgen
 """
-USR1, TERM, KILL = 10, 15, 9
+USR1, USR2, TERM, KILL = 10, 12, 15, 9
 NOTES: dict = {}  # what this call has seen, for its record
 PATIENCE = 5.0  # seconds for which a rank waits for a signal
 DEAF = 0.5  # and for which it does not listen after a user's stop
@@ -41,7 +41,7 @@ def runs(*words: str, environment: dict[str, str] | None = None, handed_on: str 
     """The exit code of a command, as a shell has it. Signals are the command's to take, unless they are ignored here.
 
     handed_on: who gets a USR1 that this process gets: the "command", or the "step", all that it has started, too."""
-    for number in (USR1, TERM):
+    for number in (USR1, USR2, TERM):
         if _signal.getsignal(number) == _signal.SIG_DFL:
             _signal.signal(number, lambda *_: None)
     try:
@@ -415,7 +415,7 @@ def heard(event: str) -> bool:
             _signal.signal(number, _signal.SIG_IGN)
         os.system(SETTINGS["stop"])
         time.sleep(DEAF)
-    for number in (USR1, TERM):
+    for number in (USR1, USR2, TERM):
         _signal.signal(number, lambda got, _: signals.append(got))
     if event == "another's stop":
         os.system(SETTINGS["another_s_stop"])
@@ -424,6 +424,9 @@ def heard(event: str) -> bool:
     elif event == "warning":  # to every process of the ranks; and a program that runs beside them shall bear it, too
         for process in {*below(int(os.environ["DRY_RUN_LAUNCHER"])), *programs_beside()}:
             os.kill(process, USR1)
+    elif event == "asked":  # where it is, by scancel --signal=USR2
+        for process in below(int(os.environ["DRY_RUN_LAUNCHER"])):
+            os.kill(process, USR2)
     elif event == "cancelled":  # by scancel to the ranks, and here to the script, too; by qdel to the script
         slurm = SETTINGS["scheduler"] == "slurm"
         for process in [job_script(), *(below(int(os.environ["DRY_RUN_LAUNCHER"])) if slurm else [])]:
@@ -431,7 +434,7 @@ def heard(event: str) -> bool:
     until = time.monotonic() + PATIENCE
     while not signals and time.monotonic() < until:
         time.sleep(0.02)
-    time.sleep(0.1 if event == "warning" else 0)  # the others have to die, too
+    time.sleep(0.1 if event in ("warning", "asked") else 0)  # the others have to die, too
     NOTES.update(signals=signals)
     if event == "another's stop":
         return not signals
