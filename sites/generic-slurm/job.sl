@@ -103,7 +103,7 @@ prepare
 # https://slurm.schedmd.com/sbatch.html#OPT_export
 export SLURM_EXPORT_ENV=ALL
 
-# Packages in ~/.local would come before the virtual environment's.
+# Packages in ~/.local would come before those of a module (its torch, too).
 # https://docs.python.org/3/using/cmdline.html#envvar-PYTHONNOUSERSITE
 export PYTHONNOUSERSITE=1
 

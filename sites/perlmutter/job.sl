@@ -114,7 +114,8 @@ esac
 # https://slurm.schedmd.com/sbatch.html#OPT_export
 export SLURM_EXPORT_ENV=ALL
 
-# What `pip install --user` has left, in ~/.local or beside the module, would come before the packages of .venv. python --help
+# What `pip install --user` has left, in ~/.local or beside the module, would come before the module's packages (its torch, too).
+# python --help
 export PYTHONNOUSERSITE=1
 
 # CPU threads of a rank: its cores, which Slurm counts twice. What was exported at submission stands.
