@@ -59,7 +59,7 @@ if [[ $pytorch == container ]]; then
     container=(shifter --image="$image" --module=none) # no driver and no NCCL of the node: nothing computes here
 else
     origin=module${modules[*]:+ modules=${modules[*]}}
-    type module >/dev/null 2>&1 || fail 3 "no module command: run this in a login shell of Perlmutter"
+    type module >/dev/null 2>&1 || fail 3 "no module command: start this from bash -l"
     set +u # module functions read unset variables
     if ((${#modules[@]})) && ! module load "${modules[@]}"; then
         module -t avail pytorch nccl >&2 || true

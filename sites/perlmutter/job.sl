@@ -24,7 +24,7 @@
 # https://docs.nersc.gov/jobs/policy/
 #SBATCH --constraint=gpu
 
-# EDIT: nodes; ranks = nodes x 4 must divide the global batch (96 unless a flag says otherwise). sbatch --help
+# EDIT: nodes; ranks = nodes x 4 must divide the global batch (96 unless a flag or the workload says otherwise). sbatch --help
 #SBATCH --nodes=2
 
 # EDIT: time limit of one start; a longer run is requeued and goes on. debug allows 30 minutes, regular and shared 2 days.
@@ -121,6 +121,14 @@ export PYTHONNOUSERSITE=1
 # CPU threads of a rank: its cores, which Slurm counts twice. What was exported at submission stands.
 # https://docs.pytorch.org/docs/stable/threading_environment_variables.html
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((SLURM_CPUS_PER_TASK + 1) / 2))}
+
+# What your own training downloads: here, as on $SCRATCH, since the home directory is small. What you have exported stands.
+# https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables#hfhome
+export HF_HOME=${HF_HOME:-$PWD/cache/huggingface} TORCH_HOME=${TORCH_HOME:-$PWD/cache/torch}
+
+# HDF5 files on file systems without locks (unverified which): HDF5 would refuse to open them.
+# https://github.com/NERSC/sc25-dl-tutorial/blob/8c6ccde/submit_pm_dp.sh
+export HDF5_USE_FILE_LOCKING=FALSE
 
 # How libfabric learns that memory it has registered was given back: the default monitor hangs under NCCL (unverified why).
 # https://github.com/NERSC/sc25-dl-tutorial/blob/8c6ccde/submit_pm_dp.sh
