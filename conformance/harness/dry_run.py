@@ -49,8 +49,8 @@ ARGUMENTS = ("--epochs", "3", "--data-dir", "two words", "--note", "*")
 # after the ranks, `start` its ranks before they record anything, `image` theirs after they have saved, `one run` of several;
 # install: the flags of install.sh, None where it has not run; beside: folders of another job; halves: files that a killed start
 # has left; planted: `open` or `link`, and a path below root/; shared: whether nodes are; modules_set: whether modules set what
-# site.toml says; spare: whether there are nodes to spare, and the first is down, or "later" when ranks have been there; started:
-# how often PBS has started this job; umask: its user's, if not this process's.
+# site.toml says; spare: whether there are nodes to spare, and the first is down, or "later" when ranks have been there;
+# started: how often PBS has started this job; umask: its user's, if not this process's.
 STANDARD: dict = dict(number="4242", restarts=0, code=0, all_ranks=False, event="", progress=True, shared=False, fails="")
 STANDARD |= dict(environ={}, options={}, edit={}, ntasks=0, arguments=ARGUMENTS, install=(), install_fails="", case=None)
 STANDARD |= dict(walltime="01:42:00", beside=(), halves=(), planted=(), modules_set=True, spare=False, recorded=None, started=1)

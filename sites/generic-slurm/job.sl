@@ -20,7 +20,8 @@
 # https://slurm.schedmd.com/sbatch.html#OPT_constraint
 #SBATCH --constraint=my_feature
 
-# EDIT: nodes; ranks = nodes x ntasks-per-node must divide the global batch (96 unless a flag or the workload says otherwise). sbatch --help
+# EDIT: nodes; ranks = nodes x ntasks-per-node must divide the global batch (96 unless a flag or the workload says
+# otherwise). sbatch --help
 #SBATCH --nodes=2
 
 # EDIT: GPUs of a node. Per node, not per task: each rank sees all of them and takes its own, because GPUs that are

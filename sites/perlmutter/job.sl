@@ -114,7 +114,7 @@ esac
 # https://slurm.schedmd.com/sbatch.html#OPT_export
 export SLURM_EXPORT_ENV=ALL
 
-# What `pip install --user` has left, in ~/.local or beside the module, would come before the module's packages (its torch, too).
+# What `pip install --user` has left in ~/.local or beside the module would come before the module's packages (its torch, too).
 # python --help
 export PYTHONNOUSERSITE=1
 
