@@ -60,10 +60,10 @@ def runs(*words: str, environment: dict[str, str] | None = None, handed_on: str 
     return code if code >= 0 else 128 - code
 
 
-def tell(processes: list[int]) -> None:
+def tell(processes: list[int], number: int = USR1) -> None:
     for process in processes:
         try:
-            os.kill(process, USR1)
+            os.kill(process, number)
         except ProcessLookupError:  # it has ended
             continue
 
@@ -425,8 +425,7 @@ def heard(event: str) -> bool:
         for process in {*below(int(os.environ["DRY_RUN_LAUNCHER"])), *programs_beside()}:
             os.kill(process, USR1)
     elif event == "asked":  # where it is, by scancel --signal=USR2
-        for process in below(int(os.environ["DRY_RUN_LAUNCHER"])):
-            os.kill(process, USR2)
+        tell(below(int(os.environ["DRY_RUN_LAUNCHER"])), USR2)
     elif event == "cancelled":  # by scancel to the ranks, and here to the script, too; by qdel to the script
         slurm = SETTINGS["scheduler"] == "slurm"
         for process in [job_script(), *(below(int(os.environ["DRY_RUN_LAUNCHER"])) if slurm else [])]:
