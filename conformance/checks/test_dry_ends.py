@@ -194,6 +194,8 @@ def test_at_last_it_says_how_to_go_on(check, site, dry):
         if lost != ["--fresh"]:
             difference = f"without {' '.join(lost) or 'any difference'}"
             yield f"{script.name}: the command that goes on is {shown[0]!r}, {difference}, but should lack --fresh alone"
+        if not re.search(r"\boptions?\b|--nodes\b|-N ?\d|\bselect=", line):
+            yield f"{script.name}: {line!r}, but should name the options that the job had: --nodes=4 is lost without"
 
 
 @clause("J10")
@@ -372,6 +374,14 @@ def test_the_ranks_hear_in_time(check, site, dry):
                 yield f"{case.name}, {what}: {ending(dry, run)}, but should be 75"
             left = sorted({*run.made} - {*dry.case(case, code=75).made})
             yield from (f"{case.name}, {what}: {name} is left, but should not: it would stop another start" for name in left)
+
+
+@clause("J10")
+def test_ranks_that_are_asked_where_they_are_train_on(check, site, dry):
+    """scancel --signal=USR2 JOB signals their torchrun, too."""
+    for case in site.cases if site.toml["scheduler"] == "slurm" else ():
+        if (run := dry.case(case, event="asked")).code:
+            yield f"{case.name}, USR2 to all ranks: {ending(dry, run)}, but should be 0"
 
 
 @clause("J10")
@@ -801,9 +811,10 @@ def no_flags(site, words: list[str]) -> list[str]:
 
 @clause("B10")
 def test_by_hand_in_a_step_it_trains_alone(check, site, tmp_path):
-    """The shell of `srun --pty` has Slurm's variables for one task, and no address of rank 0."""
+    """The shell of `srun --pty` has Slurm's variables for one task, or SLURM_NTASKS of many, and no address of rank 0."""
     text = site.readme
     told = [launch.environ(0, 1, 1, 29500, FIRST) for launch in site.launches if launch.launcher == "srun"]
+    told = [each | tasks for each in told for tasks in ({}, {"SLURM_NTASKS": "4"})]
     for variables, line in product(told, re.findall(r"`srun [^`]*--pty\b[^`]*`[^.]*?`([^`]*/python3? train\.py[^`]*)`", text)):
         unset = re.findall(r"(?:-u |--unset=)(\w+)", line)
         environ = {name: value for name, value in variables.items() if name.startswith("SLURM_") and name not in unset}

@@ -10,6 +10,7 @@ import re
 import shutil
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -243,6 +244,15 @@ def test_other_modules_than_it_was_made_with_are_noticed(check, site, dry):
         job = dry.job(site.job_scripts[0], case=case)
         if job.trained or job.code != 3 or "install.sh" not in job.output:
             yield f"{ending(dry, job)} with {other}, but what install.sh made with {line}, but should be 3 and name install.sh"
+
+
+@clause("B10")
+def test_a_choice_may_stand_in_quotes(check, site, dry):
+    """Bash takes the value alone, also before a comment, so an install.sh that reads the job script must."""
+    for case in site.cases:
+        edit = {old: re.sub(r"^(\w+=)([\w./:-]+)$", r'\1"\2"  # ours', new) for old, new in case.edit.items()}
+        if edit != case.edit and (run := dry.case(replace(case, name=f"{case.name} in quotes", edit=edit))).code:
+            yield f"{' '.join(edit.values())}: {ending(dry, run)}, but should be 0, as without quotes"
 
 
 @clause("B10")

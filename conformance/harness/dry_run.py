@@ -45,7 +45,7 @@ SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD", "GITHUB_PAT", "SESSION_JW
 # What users pass to a job script. Words with a space or a star must arrive unchanged.
 ARGUMENTS = ("--epochs", "3", "--data-dir", "two words", "--note", "*")
 # The settings of a dry run.
-# event: warning, stop, limit or cancelled, during training; pause: the job is deleted between two launches.
+# event: warning, stop, limit, cancelled or asked (where the ranks are), during training; pause: the job is deleted between two launches.
 # progress: whether it trains a step. started: how often PBS has started this job.
 # fails: what fails. `fails at 3`: the third command; `hangs`: what starts on the nodes after the ranks; `start`: ranks before
 # they record anything; `image`: the image after they have saved; `one run`: one of several.
