@@ -185,7 +185,8 @@ def test_a_torch_that_is_asked_for_is_taken_though_python_brings_one(check, dry)
 @clause("B10")
 def test_an_environment_that_does_not_work_is_not_kept(check, dry):
     """If the last test of an environment fails, the next install.sh makes it anew, and no job trains in it before."""
-    looks = [fails for fails, call in dry.install().steps if any("import" in word and "ddp_core" in word for word in call.words)]
+    steps = dry.install().steps
+    looks = [fails for fails, step in steps if any("import" in word and "ddp_core" in word for word in step.words)]
     for fails in looks[-1:]:
         first, again = dry.install(fails=fails), dry.install(after=(), after_fails=fails)
         if first.code != 1 or not made_by(again):
