@@ -789,6 +789,21 @@ def test_what_users_are_shown_works(check, site, dry):
         yield f"README.md: {command!r}: that Python has no ddp_core, but should be the one that install.sh makes"
 
 
+@clause("B10")
+def test_a_start_in_an_interactive_job_works_and_works_again(check, site, dry):
+    """`./job.pbs --epochs 3`, where it is shown, also trains a second time: the job has one number for all its starts."""
+    for script in trains(site):
+        started = rf"(?:[A-Z_]+=\S+ )*\./{re.escape(script.name)}\b[^`\n]*"
+        head = re.findall(rf"(?m)^#   ({started}?)(?: {{2,}}.*)?$", script.read_text())
+        for line in dict.fromkeys([*head, *re.findall(rf"`({started})`", site.readme)]):
+            runs = [dry.command(script, line) for _ in range(2)]
+            new = [values_of(arguments(call), "--new-run-dir") for run in runs for call in run.trained[:1]]
+            if runs[0].code or not new:
+                yield f"{line!r} in an interactive job: {ending(dry, runs[0])}, but should be 0"
+            elif new[0] and new[0] == new[-1]:
+                yield f"{line!r}: --new-run-dir {new[0][0]}, but should be --run-dir: a second start in this job is refused"
+
+
 def no_flags(site, words: list[str]) -> list[str]:
     """Return the words that look like a flag but are no flag of the core or of a program of the site."""
     if any(word.endswith(".py") for word in words):
