@@ -925,12 +925,13 @@ def test_a_run_is_one_run_of_wandb(check, site, dry):
 
 @clause("B10")
 def test_metrics_have_every_step(check, site, dry):
-    """This includes the first step, and an evaluation at the same step as a loss."""
-    for script, environ in chosen(site):
+    """The first step, an evaluation at the same step as a loss, and the steps after a warning, which is for the ranks."""
+    warned: dict[str, Any] = dict(code=75, event="warning")
+    for (script, environ), shape in product(chosen(site), ({}, warned)):
         for kind in [name for name in ("wandb", "tensorboard") if name in " ".join(environ.values())]:
-            run = dry.job(script, environ=environ)
+            run = dry.job(script, environ=environ, **shape)
             recorded = sorted({*re.findall(rf"(?m)^{kind} has (.*)$", run.output)})
-            observed = f"{script.name}: of steps 0 and 1 {kind} has {recorded}"
+            observed = f"{script.name}: of steps 0 and 1{' after a warning' if shape else ''} {kind} has {recorded}"
             if recorded != OF_STEPS:
                 yield f"{observed}, but should have {OF_STEPS}"
 
@@ -1037,9 +1038,9 @@ def followed(dry, line: str) -> DryRun | str:
         beside = [call.text for call in elsewhere.called("python") if "runs/" in call.words[-1]]
         if beside:
             return f"with --run-dir elsewhere {dry.shown(beside[0])} is started, but should read elsewhere"
-    if environ and slurm:  # programs beside the ranks survive a warning, too
+    if environ and slurm:  # after a warning, what is chosen comes back, too, such as another launcher
         run = run if run.code else dry.job(site.folder / words[place], code=75, event="warning", **shape)
-        # If such a program hangs, like a writer of metrics without network, the job does not wait long.
+        # If a program beside the ranks hangs, like a writer of metrics without network, the job does not wait long.
         run = run if run.code != 75 else dry.job(site.folder / words[place], fails="beside", **shape)
     return run
 
