@@ -755,7 +755,7 @@ def refused(dry, run: DryRun, what: str, name: str) -> list[str]:
 
 @clause("J10")
 def test_the_readme_tells_how_to_stop(check, site):
-    """Any command that begins like site.toml's is that command: job scripts react to no other."""
+    """A command there, or in a script's head, that begins like site.toml's is that one: job scripts react to no other."""
     own = site.toml["stop"]
     if re.search(r"scancel .*(--batch\b|-\w*b)", own):
         deaf = [path.name for path in trains(site) if not re.search(r"\btrap\b.*USR1", path.read_text())]
@@ -766,7 +766,18 @@ def test_the_readme_tells_how_to_stop(check, site):
     if spans and not any(re.fullmatch(pattern, span) for span in spans):
         yield f"README.md: {spans}, but should name `{own}`"
     signals = re.findall(r"`((?:scancel|qsig|kill|pkill) [^`\n]*(?:--signal|-s )[^`\n]*)`", text)
-    yield from (f"README.md: {span}, but should be `{own}`" for span in signals if not re.fullmatch(pattern, span))
+    told = [("README.md", span) for span in signals]
+    for path in site.scripts:
+        lines = re.findall(r"(?m)^#   (\S.*?)(?: {2,}.*)?$", path.read_text())
+        told += [(path.name, line) for line in lines if signals_a_job(line, own)]
+    yield from (f"{place}: {command}, but should be `{own}`" for place, command in told if not re.fullmatch(pattern, command))
+
+
+def signals_a_job(line: str, own: str) -> bool:
+    """Return whether a line of a script's head shows how to stop a job so that it saves; `scancel JOB` shows how to end it."""
+    word, _, rest = line.partition(" ")
+    named = re.search(r"(^|\s)(--signal|-s\b|-(SIG)?(USR1|TERM|INT)\b)", rest)
+    return bool(named) if word in ("scancel", "qsig", "kill", "pkill") else word == own.partition(" ")[0]
 
 
 @clause("B10")
