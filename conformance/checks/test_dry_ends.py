@@ -5,6 +5,7 @@
 Each choice that a job script marks ([[job.choices]]) is run, and each submission that its head shows.
 """
 
+import os
 import re
 import shlex
 import signal
@@ -275,6 +276,24 @@ def log_of(site, script: Path) -> str:
         return "" if "o" in options else f"{name}.o{FIRST}"
     template = options.get("output") or options.get("o") or "slurm-%j.out"
     return re.sub(r"%\d*\w", "0", re.sub(r"%\d*[jA]", FIRST, template.replace("%x", name)))
+
+
+@clause("F10")
+def test_a_folder_of_the_nodes_that_the_readme_names_is_there(check, site, dry):
+    """Users look there for what a job has left, such as `/tmp/ddp-UID-JOB`. Names without a user or job may be examples."""
+    named = {
+        path for path in re.findall(r"`((?:/tmp|/var/tmp|/dev/shm)/[^`\s]*)`", site.readme) if re.search("UID|JOB|NUMBER", path)
+    }
+    runs = [dry.job(script, environ=environ) for script, environ in chosen(site)] if named else []
+    runs += [dry.case(case) for case in site.cases] if named else []
+    texts = [text for run in runs for call in run.calls for text in (*call.environ.values(), *call.words)]
+    used = dry.shown("\n".join([*texts, *(f"{dry.top}/{path}" for run in runs for path in run.modes)]))
+    for path in sorted(named):
+        words = dict(UID=str(os.getuid()), USER=USER, JOB=FIRST, NUMBER=FIRST, SLURM_JOB_ID=FIRST)
+        parts = re.split(r"\$?\{?([A-Z][A-Z_]{2,})\}?", path)
+        pattern = "".join(words.get(part, "[^/]+") if place % 2 else re.escape(part) for place, part in enumerate(parts))
+        if not re.search(rf"(?m)(?<![\w/]){pattern}(?![\w-])", used):
+            yield f"README.md: {path}, but should be a folder that a job makes or names"
 
 
 @clause("J10")
