@@ -25,6 +25,7 @@ from conformance.harness.dry_run import (
     Call,
     DryRun,
     arguments,
+    as_in_job,
     ending,
     given,
     handed_on,
@@ -573,6 +574,39 @@ def test_each_variable_that_users_are_shown_changes_something(check, site, dry):
         ours = sorted(each for each in variables if not OF_OTHERS.match(each))
         lost = [each for each in ours if not re.search(rf"\$\{{?!?{each}\b|[\"']{each}[\"']", code)]
         yield from (f"{name}: {each}=, which no script reads, but should" for each in lost)
+
+
+@clause("B11")
+def test_a_choice_that_is_empty_changes_something_when_it_is_filled_in(check, site, dry):
+    """An empty line below `# EDIT:` stays so in every other run: a line that reads it may do nothing."""
+    install = (site.folder / "install.sh").read_text()
+    for script in trains(site):
+        ways: list[dict[str, Any]] = [dict(nodes=2)]
+        if any(re.search(rf"{re.escape(script.name)} install\b", line) for _, line in shown(site)):
+            ways.append(dict(nodes=1, arguments=["install"]))
+        for line in [line for line in Script(script).lines if line.is_to_edit]:
+            match = re.fullmatch(r"(\w+=)(\(\)|''|\"\")?(?:\s+#.*)?", line.text)
+            if match and match[1] not in install:  # that would find it in the script that lies here, not in the edited copy
+                examples = re.findall(r"\"([\w./:+-]+)\"|`([\w./:+-]+)`", " ".join(line.paragraph))
+                values = dict.fromkeys([*("".join(each) for each in examples), "1", "yes"])
+                filled = [match[1] + (f"({value})" if match[2] == "()" else value) for value in values]
+                if not any(changes(dry, script, {line.text: each}, way) for each, way in product(filled, ways)):
+                    yield f"{script.name}:{line.number}: {filled[-1]} changes nothing, but should"
+
+
+def changes(dry, script: Path, edit: dict[str, str], way: dict[str, Any]) -> bool:
+    """Return whether an edit changes which commands are called, or what these find in their environment."""
+
+    def seen(run: DryRun) -> set[tuple[str, str]]:
+        variables = {each for call in run.calls for each in as_in_job(call).items()}
+        texts = [dry.shown(call.text) for call in run.calls if call.command not in ("mktemp", "rm", "sleep")]
+        return {*variables, *(("", text) for text in texts), ("code", str(run.code))}
+
+    shapes: tuple[dict[str, Any], ...] = ({}, dict(environ=dict(DRY_RUN_AGAIN="1")), dict(edit=edit))
+    usual, again, edited = (seen(dry.job(script, **way, **shape)) for shape in shapes)
+    unlike = {name for name, _ in usual ^ again if name}  # such as a secret, in each start
+    texts = {text for name, text in usual ^ again if not name}
+    return any(name not in unlike and text not in texts for name, text in usual ^ edited)
 
 
 @clause("B11")
