@@ -1004,7 +1004,8 @@ def main(name: str, words: list[str]) -> int:
     if made := makes(name, words):
         NOTES.update(makes=made, umask=umask())
         killed(made)
-    if SETTINGS["fails"].startswith("fails at ") and fails():
+    on_a_node = "DRY_RUN_LAUNCHER" in os.environ and SETTINGS["fails"] == " ".join(["on a node", name, *words])
+    if on_a_node or (SETTINGS["fails"].startswith("fails at ") and fails()):
         NOTES["failed"], code = True, 1
     elif SETTINGS["fails"] == "hangs" and hangs(name, words):
         code = hang()
