@@ -293,7 +293,7 @@ def no_storage(path: Path, error: OSError, need: int = 0) -> StorageError:
         with suppress(OSError):
             free = shutil.disk_usage(path.parent).free
             space = f": {_size(need)} are needed and {_size(free)} free (a quota may allow less)"
-    return StorageError(f"{path}: {error.strerror}{space}: {fix_of(error)}; what was saved before is whole")
+    return StorageError(f"{path}: {error.strerror}{space}: {fix_of(error, path)}; what was saved before is whole")
 
 
 def _checksums(tensors: dict[str, torch.Tensor], meanwhile: Callable[[], None] = lambda: None) -> dict[str, int]:
