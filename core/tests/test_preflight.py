@@ -48,6 +48,13 @@ def test_a_device_that_is_not_there_is_an_error_and_no_other_device_is_taken(tmp
     assert "--device cuda" in job.error and torch.__version__ in job.error
 
 
+def test_an_accelerator_that_is_neither_cuda_nor_xpu_is_one_line(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("hpu"))
+    with pytest.raises(PreflightError, match="trains on cpu, cuda, xpu, not on hpu: pass --device cpu"):
+        device.prepare_device(parse(["--device", "auto"], 1), Rank.single())
+
+
 @pytest.mark.fault(14)
 def test_a_mask_that_hides_the_device_is_shown(tmp_path):
     hidden = environment(CUDA_VISIBLE_DEVICES="", ROCR_VISIBLE_DEVICES="7")
