@@ -408,6 +408,18 @@ class Worsens(Digits):
         return 1.0 if step < 2 * total_steps / 3 else 100.0
 """,
     # It prints in each step, and has a flag whose default in its class is another than where it is added.
+    # One rank asks for a file that the first rank of its node, which is not ready yet, never asks for.
+    "asks_for_another_file": """
+class AsksForAnotherFile(Digits):
+    def flags(self, add):
+        add("--file")
+
+    def data(self, config):
+        mine = os.environ.get("MINE", "")
+        self.once_a_node(config.file + mine).read_bytes()
+        time.sleep(0 if mine else 1)
+        return super().data(config)
+""",
     "prints": """
 class Prints(Digits):
     defaults = Digits.defaults | dict(width=5)
@@ -418,6 +430,22 @@ class Prints(Digits):
     def loss(self, outputs, batch):
         print("a step of width", self.config.width)
         return super().loss(outputs, batch)
+""",
+    # As C libraries write, past Python's streams.
+    "writes_to_descriptors": """
+class WritesToDescriptors(Digits):
+    def loss(self, outputs, batch):
+        os.write(1, b"one\\n")
+        os.write(2, b"two\\n")
+        return super().loss(outputs, batch)
+""",
+    # It works in its own folder, as scripts do that read files beside them.
+    "changes_its_folder": """
+os.chdir(os.path.dirname(__file__))
+
+
+class ChangesItsFolder(Digits):
+    pass
 """,
     # A letter that ASCII has not.
     "prints_an_umlaut": """
@@ -1332,6 +1360,33 @@ class AddsNoise(Digits):
     def optimizer(self, model, config):
         return Noisy(model.parameters(), lr=config.lr)
 """,
+    # And rows that draw, read one by one.
+    "adds_noise_and_draws_rows": """
+class Noisy(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        torch.rand(())
+
+
+class Drawing:
+    def __init__(self, rows):
+        self.images, self.labels = rows.columns
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, row):
+        print("drawn", torch.rand(()).item(), flush=True)
+        return self.images[row], self.labels[row]
+
+
+class AddsNoiseAndDrawsRows(Digits):
+    def data(self, config):
+        return Drawing(super().data(config)[0]), None
+
+    def optimizer(self, model, config):
+        return Noisy(model.parameters(), lr=config.lr)
+""",
     # A codebook that is a parameter moves by each rank's own rows.
     "moves_a_parameter": """
 class Moves(nn.Module):
@@ -1853,6 +1908,11 @@ class Compiles(Digits):
 class Mean(Digits):
     def loss(self, outputs, batch):
         return F.cross_entropy(outputs, batch[1])
+""",
+    "mean_below_zero": """
+class MeanBelowZero(Digits):
+    def loss(self, outputs, batch):
+        return F.cross_entropy(outputs, batch[1]) - 9
 """,
     "mean_metric": """
 class MeanMetric(Digits):

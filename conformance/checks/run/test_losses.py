@@ -414,6 +414,20 @@ def test_what_it_prints_need_not_be_read_to_its_end(check, world, runs, first, o
 
 
 @clause("L14")
+@only(sizes=(1,), devices=("cpu",))
+def test_what_it_prints_reaches_no_file_of_the_run_where_all_output_is_closed(check, world, runs, first, own_file):
+    """The next files that the process opens would have the numbers of standard output and standard error."""
+    folder = runs.folder(first, "closed")
+    folder.mkdir(parents=True)
+    flags = world.flags(folder, f"{own_file('writes_to_descriptors')} --epochs 1")
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, first.train, *flags]
+    code = subprocess.run(closed, env=sites.without_launcher(), timeout=60, check=False).returncode
+    log = folder / LOG
+    lines = log.read_text().splitlines() if log.exists() else ["no log"]
+    check.equal(exit_code=(code, 0), lines_that_are_no_records=([line for line in lines if line[:1] != "{"][:3], []))
+
+
+@clause("L14")
 @only(sizes=(1, 2))
 def test_batches_of_any_make_are_moved_and_converted(check, world, train_own):
     """The digits come in named tuples, dictionaries, lists and an object, in the run's precision, with the golden losses."""
@@ -479,6 +493,16 @@ def test_what_is_drawn_is_drawn_again(check, world, runs, first, own_file, name)
     resumed = done(check, *(world.train(first, path, f"{flags} {epochs}") for epochs in (1, 2)))[-1]
     for kind, value in (("step", "loss_hex"), ("epoch", "eval_loss")):
         check.equal(again=(resumed.values(kind, value), never.values(kind, value)))
+
+
+@clause("L15")
+@only(sizes=(2,))
+def test_rows_that_are_not_seeded_are_drawn_by_each_rank_for_itself(check, train_own):
+    """This also holds after an optimizer, which draws the same on all ranks."""
+    run = done(check, train_own("adds_noise_and_draws_rows", "--row-seeds off --steps-per-epoch 4"))
+    drawn = [re.findall(r"drawn (\S+)", text) for text in run.output]
+    check.equal(rows_read=([len(each) >= 4 * G // 2 for each in drawn], [True, True]))
+    check.equal(numbers_that_both_ranks_draw=(len({*drawn[0][-G:]} & {*drawn[1][-G:]}), 0))
 
 
 @clause("L16")
@@ -797,6 +821,7 @@ def test_the_other_workloads_are_a_plain_loop_s(check, world, first, runs, name)
         check["L19"].close(values, should_be[key], T1, key)
     files = world.on_rank_0(lambda: [take_apart(run.folder / file) for file in (SNAPSHOT, "best.safetensors")])
     document, best = (file["document"] for file in files)
+    check["L19"].equal(data=(document["data"], case.data))
     check["S5"].equal(crc32=(document["crc32"], files[0]["crc32"]))  # one of mnist's tensors has more than a megabyte
     history = [[row[0], *map(float.fromhex, row[1:])] for row in document["history"]]
     rows = zip(recorded["epoch_loss"], recorded["eval_loss"], recorded[case.metric], strict=True)
