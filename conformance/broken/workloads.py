@@ -300,6 +300,40 @@ class OtherArrays(Digits):
     def data(self, config):
         return Rows(), None
 """,
+    # Every rank has another order of the pixels, as by the order of a set of texts.
+    "other_pixels": """
+class OtherPixels(Digits):
+    def model(self, config):
+        self.pixels = random.SystemRandom().sample(range(64), 64)
+        return super().model(config)
+
+    def forward(self, model, batch):
+        return model(batch[0][:, self.pixels])
+""",
+    # Sound: what each rank draws by itself, in the loss or in its rows, differs, and a note says so.
+    "noise_in_its_loss": """
+class NoiseInItsLoss(Digits):
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) * (1 + random.SystemRandom().random())
+""",
+    "noise_in_its_rows": """
+class Rows:
+    fingerprint = "digits"
+
+    def __init__(self, rows):
+        self.images, self.labels = rows.columns
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        return self.images[row] * random.SystemRandom().random(), self.labels[row]
+
+
+class NoiseInItsRows(Digits):
+    def data(self, config):
+        return [Rows(rows) for rows in super().data(config)]
+""",
     # Its training images are in four files, which the ranks of a node share. Each tells how often it has opened one of them,
     # and whether it can write to what is shared.
     "reads_a_file": """

@@ -293,6 +293,15 @@ def test_ranks_with_different_data(check, train_own, name):
 
 
 @clause("X5")
+@only(sizes=(2,), devices=("cpu",))
+@pytest.mark.parametrize("flags", ["", "--reduction flat", "--sharding full"])
+def test_ranks_that_compute_otherwise(check, train_own, flags):
+    """Their rows and parameters are the same. What differs at each call is no mistake of a rank."""
+    one_line(check, train_own("other_pixels", flags), 4, "rank 1 computes another loss than rank 0")
+    done(check, *(train_own(name, f"--steps-per-epoch 2 {flags}") for name in ("noise_in_its_loss", "noise_in_its_rows")))
+
+
+@clause("X5")
 @only(sizes=(1,), devices=("cpu",))
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_alone_states_is_named(check, rank):

@@ -119,6 +119,7 @@ class ProbeResult:
     buffers: list[str]  # names of those that a forward in training changes: BatchNorm's statistics
     rows: Any  # the rows that were tried, as one batch
     others: bool  # whether the loss also draws from Python's or NumPy's generator
+    repeats: bool  # whether rows and loss were the same when they were tried again with the same seeds
     notes: list[str]  # which of the usual promises this workload breaks
 
 
@@ -154,7 +155,8 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> Pro
     notes = [ROUNDED.format(names=", ".join(batches.rounded[:6]))] if batches.rounded else []
     notes += notes_on_buffers(model, changed) + notes_on_written(model, trained) + trial.notes + random
     notes += notes_on_uncalled(workload)
-    return ProbeResult(losses, metrics, changed, trial.rows, others, notes)
+    repeats = not {NOT_REPEATED, ROWS_NOT_REPEATED.format(row="row 0")} & {*notes}
+    return ProbeResult(losses, metrics, changed, trial.rows, others, repeats, notes)
 
 
 class _Trial:

@@ -1,17 +1,51 @@
-"""Check that all ranks have equal parameters before a snapshot is written: it holds only rank 0's."""
+"""Check that all ranks compute alike before training, and that all have equal parameters before a snapshot is written: it holds
+only rank 0's.
+"""
 
 import zlib
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
-from ddp_core.errors import PeerLostError, named
+from ddp_core.batches import converted
+from ddp_core.errors import PeerLostError, RendezvousError, named
+from ddp_core.order import DROPOUT, drawing_alike
 from ddp_core.process_group import Peers
-from ddp_core.state import local
+from ddp_core.state import Kept, local
+from ddp_core.workload import outputs_of, parts_of
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per number
 BROKEN = "suspect the memory or the fabric of that node, and resume without it"
+
+
+def refuse_unlike(trainer: Any) -> None:
+    """Collective, once per start. Every rank now has rank 0's numbers, and has tried the same rows: their loss should be the
+    same. Raises RendezvousError on all ranks.
+    """
+    workload, peers, config = trainer.workload, trainer.peers, trainer.config
+    # A loss that does not repeat, or rows that do not, differ anyway; a note says so.
+    if peers.world_size == 1 or peers.which(not trainer.probed.repeats or config.row_seeds == "off"):
+        return
+    kept = Kept(trainer.model, averaged=config.sharding == "none")
+    with drawing_alike(trainer.device, peers.rank, DROPOUT, config.seed, 0), trainer.autocast():
+        rows = converted(trainer.probed.rows, torch.clone, trainer.device)
+        loss = workload.loss(outputs_of(workload, trainer.model, rows), rows)
+    total = parts_of(loss, trainer.probed.losses, workload)[0].item()
+    kept.put_back()
+    _, of_rank_0 = peers.reduce(most=torch.tensor([total if peers.rank == 0 else float("-inf")], dtype=torch.float64))
+    first = of_rank_0.item()
+    # Ranks may round differently: 10 %, because bf16 rounds by 1 %.
+    near = (0.1 if config.precision in ("bf16", "fp16") else 1e-3) * max(abs(total), abs(first)) + 1e-6
+    if odd := peers.which(abs(total - first) > near):
+        raise RendezvousError(
+            f"rank {named(odd)} computes another loss than rank 0 ({first:.6g}), of the same rows and parameters: the workload's "
+            "file computes something anew in each process, such as hash() of a text, the order of a set, numbers of an unseeded "
+            "generator, or something by its rank; make it the same everywhere (sorted(), a seed), or keep it in a buffer of the "
+            "model (register_buffer), which all ranks take from rank 0",
+            everywhere=True,
+        )
 
 
 def refuse_diverged(model: nn.Module, peers: Peers, parts: int, step: int) -> None:

@@ -10,7 +10,7 @@ many ranks has its own module:
     sharding.py            does the same for a model that one device cannot hold
     guard.py               keeps NaN and infinity out of the model
     reconcile.py           exchanges losses, norms and the wish to stop between ranks, about once a second
-    later.py, replicas.py  check the model at each exchange, and that all ranks have equal parameters at each snapshot
+    later.py, replicas.py  check the model at each exchange, and that all ranks compute alike, and have equal parameters
     evaluation.py          computes losses and metrics on the held-out rows
     state.py, document.py, snapshot.py, files.py, run_directory.py    what a snapshot holds, how it is written, and where
     background.py          writes snapshots while training goes on
@@ -45,7 +45,7 @@ from ddp_core.reconcile import Agreed, Reconciliation
 from ddp_core.record import Record
 from ddp_core.reduction import REDUCTIONS, Reduction
 from ddp_core.rehearsal import rehearse
-from ddp_core.replicas import refuse_diverged
+from ddp_core.replicas import refuse_diverged, refuse_unlike
 from ddp_core.run_directory import RunDirectory
 from ddp_core.state import State, made_by_torch, saved_buffers
 from ddp_core.stop import StopFlag
@@ -164,6 +164,7 @@ class Trainer:
         if self.held_out and (self.step < self.total_steps or self._unfinished):
             self.evaluation = Evaluation(self)
         if self.step < self.total_steps:
+            refuse_unlike(self)
             self.reduction.warm_up(self._first_backward)
         self.watch, self.reconciliation.last = Stopwatch(), time.monotonic()
         # First repeat the evaluation that the previous start did not complete, if there is one.
