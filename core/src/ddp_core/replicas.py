@@ -40,10 +40,10 @@ def refuse_unlike(trainer: Any) -> None:
     near = (0.1 if config.precision in ("bf16", "fp16") else 1e-3) * max(abs(total), abs(first)) + 1e-6
     if odd := peers.which(abs(total - first) > near):
         raise RendezvousError(
-            f"rank {named(odd)} computes another loss than rank 0 ({first:.6g}), of the same rows and parameters: the workload's "
-            "file computes something anew in each process, such as hash() of a text, the order of a set, numbers of an unseeded "
-            "generator, or something by its rank; make it the same everywhere (sorted(), a seed), or keep it in a buffer of the "
-            "model (register_buffer), which all ranks take from rank 0",
+            f"rank {named(odd)} computes another loss than rank 0 ({first:.6g}), of the same rows and parameters: the "
+            "workload's file computes something anew in each process, such as hash() of a text, the order of a set, numbers of "
+            "an unseeded generator, or something by its rank; make it the same everywhere (sorted(), a seed), or keep it in a "
+            "buffer of the model (register_buffer), which all ranks take from rank 0",
             everywhere=True,
         )
 
