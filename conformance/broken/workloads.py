@@ -709,6 +709,33 @@ class CountsBeside(Digits):
     def optimizer(self, model, config):
         return Counting(model.parameters(), lr=config.lr)
 """,
+    # A hook of its optimizer averages the weights. Sound: it keeps a view of the model's own numbers, and counts nothing.
+    "averages_by_a_hook": """
+class AveragesByAHook(Digits):
+    def optimizer(self, model, config):
+        optimizer = super().optimizer(model, config)
+        self.average, self.weight = [], model[0].weight.detach()
+
+        def move(*words):
+            self.average = self.average or [p.detach().clone() for p in model.parameters()]
+            for average, parameter in zip(self.average, model.parameters()):
+                average.lerp_(parameter.detach(), 0.1)
+
+        optimizer.register_step_post_hook(move)
+        return optimizer
+""",
+    # The core sets the rate anew in each step.
+    "sets_its_rate": """
+class SetsItsRate(Digits):
+    def optimizer(self, model, config):
+        self.trains = super().optimizer(model, config)
+        return self.trains
+
+    def loss(self, outputs, batch):
+        if not torch.is_grad_enabled() and hasattr(self, "trains"):
+            self.trains.param_groups[0]["lr"] /= 10
+        return super().loss(outputs, batch)
+""",
     # An optimizer that counts steps by sevens, in its group: after an epoch of 14 steps it is where it began.
     "by_sevens": """
 class BySevens(torch.optim.SGD):
@@ -1763,6 +1790,47 @@ class Scaled(nn.Module):
 class InitializesByRows(Digits):
     def model(self, config):
         return nn.Sequential(*super().model(config), Scaled())
+""",
+    "keeps_its_rows": """
+class Rows:
+    def __init__(self, rows):
+        self.images, self.labels = rows.columns
+        self.kept = {}
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        if row not in self.kept:
+            self.kept[row] = self.images[row] + torch.rand(64) / 10
+        return self.kept[row], self.labels[row]
+
+
+class KeepsItsRows(Digits):
+    def data(self, config):
+        return [Rows(rows) for rows in super().data(config)]
+""",
+    # Sound: its first row alone makes a table that all need.
+    "makes_a_table": """
+class Rows:
+    table = None
+
+    def __init__(self, rows):
+        self.images, self.labels = rows.columns
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        if self.table is None:
+            random.random()
+            self.table = torch.eye(64)
+        return self.images[row] @ self.table.to(self.images.dtype) + torch.rand(64) / 10, self.labels[row]
+
+
+class MakesATable(Digits):
+    def data(self, config):
+        return [Rows(rows) for rows in super().data(config)]
 """,
     "holds_out_nothing_else": """
 class HoldsOutNothingElse(Digits):

@@ -78,7 +78,6 @@ NO_SUM_OF_METRIC = (
     "all batches divided by the rows, depends on the batches; return what adds up, as a number or as (sum, count): squared "
     "errors and not their root, hits and not F1"
 )
-SAME_ROWS = "held-out rows are the training rows: what is learned by heart counts as success, and chooses best.safetensors"
 ROUNDED = (
     "column {names} of fp64 has less than three digits left of what tells rows apart, once rounded: subtract a mean (of times "
     "in seconds, say), or pass --precision fp64"
@@ -366,13 +365,13 @@ def notes_on_uncalled(workload: Workload) -> list[str]:
     return [UNCALLED.format(names=", ".join(names[:6]))] if names else []
 
 
-def notes_on_rows(others: list[str], same: bool, notes: list[str]) -> list[str]:
-    """Notes on rows, then the probe's notes. others: rows that differed when they were read again for a fingerprint. same:
-    whether the held-out rows are the training rows.
+def notes_on_rows(others: list[str], of_data: list[str], notes: list[str]) -> list[str]:
+    """Notes on rows, then the probe's notes. others: rows that differed when they were read again for a fingerprint. of_data:
+    other notes on the data.
     """
     known = [ROWS_NOT_REPEATED.format(row="row 0")] if others else []
     of_rows = [ROWS_NOT_REPEATED.format(row=row) + NOT_RESUMED for row in others[:1]]
-    return of_rows + ([SAME_ROWS] if same else []) + [note for note in notes if note not in known]
+    return of_rows + of_data + [note for note in notes if note not in known]
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:

@@ -244,7 +244,8 @@ class Trainer:
         self.reconciliation.norms.append(self.guard.norm(self.reduction.gradients, self.reduction.norm))
         # A user's optimizer may draw noise: it must be the same on every rank and in a resumed run. torch.optim draws none.
         draw = (self.device, self.peers.rank, OPTIMIZER, self.config.seed, self.step)
-        with self.profile.part("optimizer"), drawing_alike(*draw) if self.own_optimizer else nullcontext():
+        alike = drawing_alike(*draw) if self.own_optimizer else nullcontext()
+        with self.profile.part("optimizer"), self.later.watching(self.step), alike:
             self.guard.step()  # optimizer.step(), unless a gradient is not finite
         self.state.progress.step += 1
 
@@ -256,6 +257,7 @@ class Trainer:
 
     def _set_learning_rate(self) -> None:
         factor = factor_of(self.workload, self.step, self.total_steps)
+        self.later.look_at_rates(factor)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
 
