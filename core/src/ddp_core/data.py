@@ -22,6 +22,7 @@ import math
 import mmap
 import os
 import warnings
+import zlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -41,8 +42,13 @@ from ddp_core.workload import Workload, blaming
 HELD_OUT = 5  # every fifth row is held out, if the data have no split of their own
 HASHED_WHOLE = 2**30  # bytes: a larger tensor's fingerprint covers its size and 1 MiB in every 64
 LOOKED_AT = 2**20  # numbers of a column that are checked for loss by rounding
+COMPARED, COMPARED_ROWS = 2**28, 2**17  # bytes and rows of columns, held-out rows or training rows, that are compared in 0.2 s
 SAMPLED_ROWS = 16  # rows in the fingerprint of data that are read row by row
 SAME_ROWS = "held-out rows are the training rows: what is learned by heart counts as success, and chooses best.safetensors"
+SOME_SAME_ROWS = (
+    "{same} of {count} held-out rows are training rows, too: what is learned by heart counts as success, and chooses "
+    "best.safetensors"
+)
 KEPT_ROWS = (
     "{what}row {row} drew random numbers when it was first read, and none when it was read again: __getitem__ keeps what it "
     "has drawn (a dictionary, lru_cache), and each epoch has the same numbers; keep only what comes before them"
@@ -315,7 +321,36 @@ def fingerprint(train: Any, held_out: Any, workload: Workload, config) -> tuple[
     by_content = not (train.given if isinstance(train, Rows) else hasattr(train, "fingerprint"))
     same = held_out is not None and by_content and len(train) == len(held_out) and parts[0] == parts[1]
     notes = [KEPT_ROWS.format(what=what, row=kept[0]) for what, *_, kept in read if kept][:1]
-    return "+".join(dict.fromkeys(parts)), others, notes + ([SAME_ROWS] if same else [])
+    notes += [SAME_ROWS] if same else _notes_on_same_rows(train, held_out) if by_content else []
+    return "+".join(dict.fromkeys(parts)), others, notes
+
+
+def _notes_on_same_rows(train: Any, held_out: Any) -> list[str]:
+    """A note if half of the held-out rows are among the training rows: of small columns, and of parts of one Dataset."""
+    ours: list
+    theirs: list
+    if type(train).__name__ == type(held_out).__name__ == "Subset" and train.dataset is held_out.dataset:
+        ours, theirs = ([*map(int, rows.indices)] for rows in (train, held_out))
+    elif all(getattr(r, "are_columns", False) and r.nbytes <= COMPARED and len(r) <= COMPARED_ROWS for r in (train, held_out)):
+        ours, theirs = _checksums(train), _checksums(held_out)
+    else:
+        return []
+    known: set = {*ours}
+    same = sum(row in known for row in theirs)
+    # Where training rows are like each other, too, as short texts and table entries are, held-out ones are so by chance.
+    if 2 * same < len(theirs) or 10 * (len(ours) - len(known)) > len(ours):
+        return []
+    return [SOME_SAME_ROWS.format(same=same, count=len(theirs))]
+
+
+def _checksums(rows: Rows) -> list[tuple]:
+    """Of each row, one checksum a column."""
+    sums = []
+    for column in rows.columns:
+        content, width = column.contiguous(), column.nbytes // len(column)
+        raw = memory(content)
+        sums.append([zlib.crc32(raw[row * width : (row + 1) * width]) for row in range(len(column))])
+    return [*zip(*sums, strict=True)]
 
 
 def _fingerprint(rows: Any, config) -> tuple[str, list[int], list[int]]:
