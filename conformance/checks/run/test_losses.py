@@ -573,9 +573,10 @@ LATER = [["self.average of the workload changes with every batch"], ["something 
 HOOKS = ("clips_by_a_hook", "clips_when_it_is_added")
 NOTED = dict(adds_a_count=["part 'right' of loss() has no gradient, yet counts in the loss"], changes_its_batch=[])
 NOTED |= dict(hides_pixels=["collate() draws random numbers"], holds_out_nothing_else=["held-out rows are the training rows"])
-NOTED |= dict(
-    keeps_its_rows=["row 0 drew random numbers when it was first read, and none when it was read again"], makes_a_table=[]
-)
+NOTED |= dict(keeps_its_rows=["row 0 drew random numbers when it was first read, and none when it was read again"])
+NOTED |= dict(makes_a_table=[], holds_out_common_rows=[])
+SHARED = ("holds_out_what_it_trains", "holds_out_a_part_twice")
+NOTED |= {name: ["40 of 80 held-out rows are training rows, too"] for name in SHARED}
 NOTED |= dict(follows_a_centre=["the model changes its buffers centre in training, and all ranks take rank 0's"])
 NOTED |= dict(initializes_by_rows=["the model writes its parameters 3.scale when it is called"])
 NOTED |= dict(counts_in_a_global=["the same rows and seeds gave another loss the second time"])
