@@ -2172,6 +2172,13 @@ class Expanded(Digits):
         net.register_buffer("ones", torch.ones(1, 64).expand(10, 64))
         return net
 """,
+    "ties_by_data": """
+class TiesByData(Digits):
+    def model(self, config):
+        net = nn.Sequential(*super().model(config), nn.Linear(10, 10), nn.Linear(10, 10))
+        net[3].weight.data = net[4].weight.data
+        return net
+""",
     "sparse": """
 class Sparse(Digits):
     def model(self, config):

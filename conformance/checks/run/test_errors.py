@@ -77,6 +77,7 @@ REFUSED |= dict(rows_of_a_model="rows require a gradient (another model has made
 REFUSED |= dict(compiles="model() returned what torch.compile() has wrapped")
 REFUSED |= dict(schedules_by_torch="optimizer() made one of torch's lr_scheduler", lazy="3.weight, 3.bias has no shape yet")
 REFUSED |= dict(keeps_an_extra_state="Net has get_extra_state()", expanded="ones is an expanded view", sparse="links is sparse")
+REFUSED |= dict(ties_by_data="3.weight and 4.weight are parameters of one memory")
 REFUSED |= dict(keeps_a_list="keeps_a_list: the optimizer Keeps keeps seen, and a snapshot holds tensors and numbers")
 REFUSED |= dict(returns_no_row="row 219 of --workload returns_no_row: TypeError: __getitem__ returned None for row 219")
 REFUSED |= dict(has_an_odd_row="held-out row 7 of --workload has_an_odd_row: TypeError: row 7 is ([63], [])")
