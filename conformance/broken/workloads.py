@@ -1832,6 +1832,18 @@ class MakesATable(Digits):
     def data(self, config):
         return [Rows(rows) for rows in super().data(config)]
 """,
+    # As an embedding's max_norm does: of the words in a rank's own rows.
+    "writes_a_parameter": """
+class Centred(nn.Linear):
+    def forward(self, numbers):
+        self.bias.data.lerp_(-numbers.detach().mean(0), 0.1)
+        return super().forward(numbers)
+
+
+class WritesAParameter(Digits):
+    def model(self, config):
+        return nn.Sequential(*super().model(config), Centred(10, 10))
+""",
     "holds_out_nothing_else": """
 class HoldsOutNothingElse(Digits):
     def data(self, config):

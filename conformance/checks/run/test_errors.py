@@ -445,6 +445,7 @@ def test_replicas_that_differ_leave_no_snapshot(check, world, train_own, flags, 
 @only(sizes=(2,))
 def test_what_the_model_moves_by_itself_is_not_laid_on_a_node(check, train_own):
     one_line(check, train_own("moves_a_parameter"), 7, "if the model moves code by a rank's own rows, make it a buffer")
+    one_line(check, train_own("writes_a_parameter"), 7, "the model writes 3.bias when it is called, each rank by its own rows")
 
 
 @clause("X7")

@@ -3,7 +3,7 @@ only rank 0's.
 """
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,8 +48,10 @@ def refuse_unlike(trainer: Any) -> None:
         )
 
 
-def refuse_diverged(model: nn.Module, peers: Peers, parts: int, step: int) -> None:
-    """Collective. parts: ranks that together hold one model (1: each rank does). Raises PeerLostError on all ranks."""
+def refuse_diverged(model: nn.Module, peers: Peers, parts: int, step: int, written: Sequence[str] = ()) -> None:
+    """Collective. parts: ranks that together hold one model (1: each rank does). written: names of parameters that the model
+    writes when it is called. Raises PeerLostError on all ranks.
+    """
     if parts == peers.world_size:
         return  # no two ranks hold the same rows
     mine = checksum(model.parameters())
@@ -60,12 +62,12 @@ def refuse_diverged(model: nn.Module, peers: Peers, parts: int, step: int) -> No
     if odd := peers.which(bool(mine != should_be[peers.rank % parts])):
         raise PeerLostError(
             f"the parameters of rank {named(odd)} differ from rank {odd[0] % parts}'s at step {step}: no snapshot was written; "
-            f"{_cause(model, peers) if parts == 1 else BROKEN}",
+            f"{_cause(model, peers, written) if parts == 1 else BROKEN}",
             everywhere=True,
         )
 
 
-def _cause(model: nn.Module, peers: Peers) -> str:
+def _cause(model: nn.Module, peers: Peers, written: Sequence[str]) -> str:
     """Collective. The likely cause: model() makes other parameters, the model moves one itself, the optimizer, or a node."""
     parameters = dict(model.named_parameters())
     layout = zlib.crc32(repr([(name, *parameter.shape) for name, parameter in parameters.items()]).encode())
@@ -81,6 +83,11 @@ def _cause(model: nn.Module, peers: Peers) -> str:
         return BROKEN
     if not any(parameters[name].requires_grad for name in odd):
         return f"if the model moves {names} by a rank's own rows, make it a buffer (register_buffer); else {BROKEN}"
+    if {*odd} & {*written}:
+        return (
+            f"the model writes {names} when it is called, each rank by its own rows: leave max_norm of an embedding out, and "
+            "divide by the norm in forward(); initialize by rows in model()"
+        )
     return f"{names}: optimizer() or its step() is not the same on every rank, or {BROKEN}"
 
 
