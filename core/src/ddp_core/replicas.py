@@ -3,7 +3,7 @@ only rank 0's.
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -48,10 +48,10 @@ def refuse_unlike(trainer: Any) -> None:
         )
 
 
-def refuse_diverged(model: nn.Module, peers: Peers, parts: int, step: int, written: Sequence[str] = ()) -> None:
-    """Collective. parts: ranks that together hold one model (1: each rank does). written: names of parameters that the model
-    writes when it is called. Raises PeerLostError on all ranks.
-    """
+def refuse_diverged(trainer: Any) -> None:
+    """Collective. Raises PeerLostError on all ranks."""
+    model, peers = trainer.model, trainer.peers
+    parts = trainer.reduction.ranks_per_replica  # ranks that together hold one model (1: each rank does)
     if parts == peers.world_size:
         return  # no two ranks hold the same rows
     mine = checksum(model.parameters())
@@ -61,14 +61,17 @@ def refuse_diverged(model: nn.Module, peers: Peers, parts: int, step: int, writt
     _, should_be = peers.reduce(most=of_parts)
     if odd := peers.which(bool(mine != should_be[peers.rank % parts])):
         raise PeerLostError(
-            f"the parameters of rank {named(odd)} differ from rank {odd[0] % parts}'s at step {step}: no snapshot was written; "
-            f"{_cause(model, peers, written) if parts == 1 else BROKEN}",
+            f"the parameters of rank {named(odd)} differ from rank {odd[0] % parts}'s at step {trainer.step}: no snapshot was "
+            f"written; {_cause(model, peers, trainer.probed.written) if parts == 1 else BROKEN}",
             everywhere=True,
         )
 
 
-def _cause(model: nn.Module, peers: Peers, written: Sequence[str]) -> str:
-    """Collective. The likely cause: model() makes other parameters, the model moves one itself, the optimizer, or a node."""
+def _cause(model: nn.Module, peers: Peers, written: list[str]) -> str:
+    """Collective. The likely cause: model() makes other parameters, the model moves one itself, the optimizer, or a node.
+
+    written: names of parameters that the model writes when it is called.
+    """
     parameters = dict(model.named_parameters())
     layout = zlib.crc32(repr([(name, *parameter.shape) for name, parameter in parameters.items()]).encode())
     _, should_be = peers.reduce(most=torch.tensor([0.0 if peers.rank else layout], dtype=torch.float64))

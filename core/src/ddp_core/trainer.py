@@ -125,7 +125,7 @@ class Trainer:
         self.guard = Guard(self.optimizer, config.precision, config.clip_norm, weight, self.device)
         self.guard.scale = self.state.progress.scale
         # Check before training that every rank received the same parameters, not only at the first snapshot.
-        refuse_diverged(self.model, self.peers, self.reduction.ranks_per_replica, self.step, self.probed.written)
+        refuse_diverged(self)
 
     def _first_backward(self) -> None:
         """Run backward on the two rows that probe.py tried, for Reduction.settle(), which discards the gradients."""
@@ -385,7 +385,7 @@ class Trainer:
         """
         began = time.perf_counter()
         self._wait_for_save()
-        refuse_diverged(self.model, self.peers, self.reduction.ranks_per_replica, self.step, self.probed.written)
+        refuse_diverged(self)
         with self.profile.part("snapshot"):
             self.state.progress.scale = self.guard.scale
 
