@@ -2340,6 +2340,44 @@ class SkipsALayer(Digits):
         self.net[0].skips = self.steps_done == 3
         return model(batch[0])
 """,
+    # The host has so much memory for a copy of the state; with less than that, training waits while it is written.
+    "has_room": """
+from ddp_core import memory
+
+class HasRoom(Digits):
+    def flags(self, add):
+        add("--room", type=int, default=0, remembered=False, help="bytes")
+
+    def optimizer(self, model, config):
+        memory.available = lambda: config.room
+        return super().optimizer(model, config)
+""",
+    # Of two parallel layers the last rank passes over one in step 3; under --sharding the others pass over the other one.
+    # Steps are so slow that the ranks meet after each.
+    "skips_on_one_rank": """
+class Net(nn.Module):
+    skips = None
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 10) for _ in range(2))
+
+    def forward(self, images):
+        return sum(layer(images) for number, layer in enumerate(self.layers) if number != self.skips)
+
+
+class SkipsOnOneRank(Digits):
+    def model(self, config):
+        return Net()
+
+    def forward(self, model, batch):
+        last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+        other = None if self.config.sharding == "none" else 1
+        self.net = next(module for module in model.modules() if hasattr(module, "skips"))
+        self.net.skips = (0 if last else other) if self.steps_done == 3 and torch.is_grad_enabled() else None
+        time.sleep(1.1 if 0 < self.steps_done < 4 else 0)
+        return model(batch[0])
+""",
     # Under --sharding: FSDP frees a parameter that is handed on, and has but a part of one that another layer reads.
     "hands_on_a_parameter": """
 class Net(nn.Module):

@@ -113,6 +113,8 @@ def test_other_signals_stop_it_too(check, world, runs, first, number):
     path, at = runs.folder(first, number.name), '"kind":"step"'
     run = world.train(first, path, long(world)[0], kill_ranks=(1,), kill_at=at, kill_by=number)
     stopped_and_saved(check, run)
+    words = f"and saved; --run-dir {run.folder} resumes it"
+    check.equal(says=(words if words in "".join(run.output) else run.output, words))
 
 
 @clause("X2")
@@ -362,6 +364,16 @@ def test_what_fails_on_one_rank_ends_all_with_its_code(check, train_own, rank):
 
 
 @clause("X12")
+@only(sizes=(2,))
+@pytest.mark.parametrize("flags", ["", "--sharding full"], ids=["ddp", "sharded"])
+def test_a_parameter_that_one_rank_leaves_out_ends_all(check, train_own, flags):
+    """Under ddp the other ranks would wait for its gradient until --timeout; FSDP2 would add another's in its place."""
+    run = expect_exit(check, train_own("skips_on_one_rank", f"--timeout 40 {flags}", apart=True), 2)
+    says = "had no gradient in step 3: "
+    check.equal(says=(says if says in "".join(run.errors) else "".join(run.errors)[-300:], says))
+
+
+@clause("X12")
 @only(sizes=(2,), devices=("cpu",))
 def test_a_rank_that_comes_late_hears_why_all_end(check, world, train_own):
     """Its exit code is the same, because the launcher returns the highest code of the ranks."""
@@ -455,8 +467,8 @@ def test_a_killed_rank_is_named_by_the_others(check, world, runs, first, rank):
     """The error names that rank, and no rank that only waits because of it."""
     run = world.train(first, runs.folder(first, f"lost-{rank}"), long(world)[0], kill_ranks=(rank,))
     check.equal(exit_codes=(run.exit_codes, [137 if other == rank else 7 for other in range(world.size)]))
-    lost = f"rank {rank} died or hangs"
-    check.equal(says=(lost if lost in "".join(run.errors) else run.errors, lost))
+    for words in (f"rank {rank} died or hangs", f"then submit again with --run-dir {run.folder};"):
+        check.equal(says=(words if words in "".join(run.errors) else run.errors, words))
 
 
 @clause("X7")
@@ -845,7 +857,9 @@ def test_a_run_directory_that_cannot_be_written(check, world, own, runs):
 @only(sizes=(2,), devices=("cpu",))
 def test_a_log_that_cannot_be_written_to_its_end(check, train_own):
     """The disk is full only after the last snapshot."""
-    one_line(check, train_own("fills_up_at_last", apart=True), 8, f"{LOG}: ")
+    run = train_own("fills_up_at_last", apart=True)
+    one_line(check, run, 8, f"{LOG}: ")
+    one_line(check, run, 8, f"submit again with --run-dir {run.folder}")
 
 
 @clause("X9")

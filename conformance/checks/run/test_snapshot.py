@@ -135,6 +135,20 @@ def test_saves_that_are_too_slow_for_a_stop_are_noted(check, train_own):
 
 
 @clause("S11")
+@only(sizes=(2,), devices=("cpu",))
+@pytest.mark.parametrize("step, room", [(14, 10**9), (8, 0)], ids=["at_the_end", "without_a_copy"])
+def test_a_save_may_take_longer_than_the_timeout(check, world, train_own, step, room):
+    """Without this the other ranks would take rank 0 for dead, and the launcher would kill it while it writes."""
+    flags = f"--precision fp64 --save-steps 8 --room {room}"
+    slow = dict(environ=dict(DDP_FAULT=f"slow save={step} seconds=14"), apart=True)
+    run, fast = (
+        done(check, train_own("has_room", f"{flags} {more}", **how)) for more, how in (("--timeout 5", slow), ("", {}))
+    )
+    digests = world.on_rank_0(lambda: [sha256(each.folder / "snapshot.prev.safetensors") for each in (run, fast)])
+    check.equal(snapshots=(run.values("snapshot", "step"), [8, 14]), state_of_step_8=(digests[0], digests[1]))
+
+
+@clause("S11")
 @only(sizes=(1, 2), devices=("cpu",))
 def test_epochs_that_end_while_a_snapshot_is_written_are_not_in_it(check, world, train_own):
     flags = "--precision fp64 --epochs 8 --steps-per-epoch 2 --save-every 4 --eval-every 99"

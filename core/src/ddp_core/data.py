@@ -383,9 +383,6 @@ class _Hashed:
     def __init__(self, rows: Any):
         self.rows, self.total = rows, hashlib.sha256(str(len(rows)).encode())
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def __getitem__(self, row: int) -> tuple[str, str, bool]:
         before = generator_positions()
         value, alone = self.rows[row], hashlib.sha256()
