@@ -300,6 +300,40 @@ class OtherArrays(Digits):
     def data(self, config):
         return Rows(), None
 """,
+    # Every rank has another order of the pixels, as by the order of a set of texts.
+    "other_pixels": """
+class OtherPixels(Digits):
+    def model(self, config):
+        self.pixels = random.SystemRandom().sample(range(64), 64)
+        return super().model(config)
+
+    def forward(self, model, batch):
+        return model(batch[0][:, self.pixels])
+""",
+    # Sound: what each rank draws by itself, in the loss or in its rows, differs, and a note says so.
+    "noise_in_its_loss": """
+class NoiseInItsLoss(Digits):
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) * (1 + random.SystemRandom().random())
+""",
+    "noise_in_its_rows": """
+class Rows:
+    fingerprint = "digits"
+
+    def __init__(self, rows):
+        self.images, self.labels = rows.columns
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        return self.images[row] * random.SystemRandom().random(), self.labels[row]
+
+
+class NoiseInItsRows(Digits):
+    def data(self, config):
+        return [Rows(rows) for rows in super().data(config)]
+""",
     # Its training images are in four files, which the ranks of a node share. Each tells how often it has opened one of them,
     # and whether it can write to what is shared.
     "reads_a_file": """
@@ -702,6 +736,33 @@ class Counting(torch.optim.SGD):
 class CountsBeside(Digits):
     def optimizer(self, model, config):
         return Counting(model.parameters(), lr=config.lr)
+""",
+    # A hook of its optimizer averages the weights. Sound: it keeps a view of the model's own numbers, and counts nothing.
+    "averages_by_a_hook": """
+class AveragesByAHook(Digits):
+    def optimizer(self, model, config):
+        optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, fused=False)
+        self.average, self.weight = [], model[0].weight.detach()
+
+        def move(*words):
+            self.average = self.average or [p.detach().clone() for p in model.parameters()]
+            for average, parameter in zip(self.average, model.parameters()):
+                average.lerp_(parameter.detach(), 0.1)
+
+        optimizer.register_step_post_hook(move)
+        return optimizer
+""",
+    # The core sets the rate anew in each step.
+    "sets_its_rate": """
+class SetsItsRate(Digits):
+    def optimizer(self, model, config):
+        self.trains = super().optimizer(model, config)
+        return self.trains
+
+    def loss(self, outputs, batch):
+        if not torch.is_grad_enabled() and hasattr(self, "trains"):
+            self.trains.param_groups[0]["lr"] /= 10
+        return super().loss(outputs, batch)
 """,
     # An optimizer that counts steps by sevens, in its group: after an epoch of 14 steps it is where it began.
     "by_sevens": """
@@ -1785,11 +1846,97 @@ class InitializesByRows(Digits):
     def model(self, config):
         return nn.Sequential(*super().model(config), Scaled())
 """,
+    "keeps_its_rows": """
+class Rows:
+    def __init__(self, rows):
+        self.images, self.labels = rows.columns
+        self.kept = {}
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        if row not in self.kept:
+            self.kept[row] = self.images[row] + torch.rand(64) / 10
+        return self.kept[row], self.labels[row]
+
+
+class KeepsItsRows(Digits):
+    def data(self, config):
+        return [Rows(rows) for rows in super().data(config)]
+""",
+    # Sound: its first row alone makes a table that all need.
+    "makes_a_table": """
+class Rows:
+    table = None
+
+    def __init__(self, rows):
+        self.images, self.labels = rows.columns
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        if self.table is None:
+            random.random()
+            self.table = torch.eye(64)
+        return self.images[row] @ self.table.to(self.images.dtype), self.labels[row]
+
+
+class MakesATable(Digits):
+    def data(self, config):
+        return [Rows(rows) for rows in super().data(config)]
+""",
+    # As an embedding's max_norm does: of the words in a rank's own rows.
+    "writes_a_parameter": """
+class Centred(nn.Linear):
+    def forward(self, numbers):
+        self.bias.data.lerp_(-numbers.detach().mean(0), 0.1)
+        return super().forward(numbers)
+
+
+class WritesAParameter(Digits):
+    def model(self, config):
+        return nn.Sequential(*super().model(config), Centred(10, 10))
+""",
     "holds_out_nothing_else": """
 class HoldsOutNothingElse(Digits):
     def data(self, config):
         columns = super().data(config)[0].columns
         return columns, columns
+""",
+    # Of its 80 held-out rows the first 40 are training rows.
+    "holds_out_what_it_trains": """
+class HoldsOutWhatItTrains(Digits):
+    def data(self, config):
+        images, labels = super().data(config)[0].columns
+        return (images[:1200], labels[:1200]), (images[1160:1240], labels[1160:1240])
+""",
+    "holds_out_a_part_twice": """
+from torch.utils.data import Subset
+
+class Images:
+    def __init__(self, rows):
+        self.images, self.labels = rows.columns
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        return self.images[row], self.labels[row]
+
+
+class HoldsOutAPartTwice(Digits):
+    def data(self, config):
+        images = Images(super().data(config)[0])
+        return Subset(images, range(1200)), Subset(images, torch.arange(1160, 1240))
+""",
+    # Sound: a fifth of its rows is held out, and it has few different ones, as a table of short words has.
+    "holds_out_common_rows": """
+class HoldsOutCommonRows(Digits):
+    def data(self, config):
+        images, labels = (torch.cat([column[:200]] * 5) for column in super().data(config)[0].columns)
+        return (images[:800], labels[:800]), (images[800:], labels[800:])
 """,
     "evaluates_in_training_mode": """
 class EvaluatesInTrainingMode(Digits):
@@ -2095,6 +2242,13 @@ class Expanded(Digits):
     def model(self, config):
         net = super().model(config)
         net.register_buffer("ones", torch.ones(1, 64).expand(10, 64))
+        return net
+""",
+    "ties_by_data": """
+class TiesByData(Digits):
+    def model(self, config):
+        net = nn.Sequential(*super().model(config), nn.Linear(10, 10), nn.Linear(10, 10))
+        net[3].weight.data = net[4].weight.data
         return net
 """,
     "sparse": """

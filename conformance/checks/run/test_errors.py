@@ -77,6 +77,7 @@ REFUSED |= dict(rows_of_a_model="rows require a gradient (another model has made
 REFUSED |= dict(compiles="model() returned what torch.compile() has wrapped")
 REFUSED |= dict(schedules_by_torch="optimizer() made one of torch's lr_scheduler", lazy="3.weight, 3.bias has no shape yet")
 REFUSED |= dict(keeps_an_extra_state="Net has get_extra_state()", expanded="ones is an expanded view", sparse="links is sparse")
+REFUSED |= dict(ties_by_data="3.weight and 4.weight are parameters of one memory")
 REFUSED |= dict(keeps_a_list="keeps_a_list: the optimizer Keeps keeps seen, and a snapshot holds tensors and numbers")
 REFUSED |= dict(returns_no_row="row 219 of --workload returns_no_row: TypeError: __getitem__ returned None for row 219")
 REFUSED |= dict(has_an_odd_row="held-out row 7 of --workload has_an_odd_row: TypeError: row 7 is ([63], [])")
@@ -295,6 +296,15 @@ def test_ranks_with_different_data(check, train_own, name):
 
 
 @clause("X5")
+@only(sizes=(2,), devices=("cpu",))
+@pytest.mark.parametrize("flags", ["", "--reduction flat", "--sharding full"])
+def test_ranks_that_compute_otherwise(check, train_own, flags):
+    """Their rows and parameters are the same. What differs at each call is no mistake of a rank."""
+    one_line(check, train_own("other_pixels", flags), 4, "rank 1 computes another loss than rank 0")
+    done(check, *(train_own(name, f"--steps-per-epoch 2 {flags}") for name in ("noise_in_its_loss", "noise_in_its_rows")))
+
+
+@clause("X5")
 @only(sizes=(1,), devices=("cpu",))
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_alone_states_is_named(check, rank):
@@ -447,6 +457,7 @@ def test_replicas_that_differ_leave_no_snapshot(check, world, train_own, flags, 
 @only(sizes=(2,))
 def test_what_the_model_moves_by_itself_is_not_laid_on_a_node(check, train_own):
     one_line(check, train_own("moves_a_parameter"), 7, "if the model moves code by a rank's own rows, make it a buffer")
+    one_line(check, train_own("writes_a_parameter"), 7, "the model writes 3.bias when it is called, each rank by its own rows")
 
 
 @clause("X7")

@@ -560,6 +560,15 @@ def test_what_an_optimizer_keeps_beside_its_state_is_said(check, train_own):
 
 
 @clause("L17")
+@only(sizes=(1, 2))
+def test_what_a_hook_changes_and_a_rate_that_has_no_effect_are_said(check, train_own):
+    """Each is said once, and nothing of a right optimizer of one's own, whose rates the schedule changes in each step."""
+    names, schedule = ("averages_by_a_hook", "sets_its_rate", "counts"), "--epochs 3 --lr-schedule cosine"
+    told = [re.findall("note=(.*?),? and ", done(check, train_own(name, schedule)).output[0]) for name in names]
+    check.equal(notes=([[note.partition(" (")[0] for note in notes] for notes in told], LATER))
+
+
+@clause("L17")
 @only(sizes=(1,))
 def test_what_does_not_repeat_is_said(check, train_own):
     """Loss and rows use unseeded generators. The first rows, which are tried beforehand, repeat."""
@@ -584,9 +593,14 @@ def test_a_metric_that_is_no_sum_is_said(check, train_own):
     check.equal(of_one_row_nan=([note.split(" of ")[0] for note in notes], ["metric 'variance'"]))
 
 
+LATER = [["self.average of the workload changes with every batch"], ["something sets the learning rate"], []]
 HOOKS = ("clips_by_a_hook", "clips_when_it_is_added")
 NOTED = dict(adds_a_count=["part 'right' of loss() has no gradient, yet counts in the loss"], changes_its_batch=[])
 NOTED |= dict(hides_pixels=["collate() draws random numbers"], holds_out_nothing_else=["held-out rows are the training rows"])
+NOTED |= dict(keeps_its_rows=["row 0 drew random numbers when it was first read, and none when it was read again"])
+NOTED |= dict(makes_a_table=[], holds_out_common_rows=[])
+SHARED = ("holds_out_what_it_trains", "holds_out_a_part_twice")
+NOTED |= {name: ["40 of 80 held-out rows are training rows, too"] for name in SHARED}
 NOTED |= dict(follows_a_centre=["the model changes its buffers centre in training, and all ranks take rank 0's"])
 NOTED |= dict(initializes_by_rows=["the model writes its parameters 3.scale when it is called"])
 NOTED |= dict(counts_in_a_global=["the same rows and seeds gave another loss the second time"])
