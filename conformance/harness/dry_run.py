@@ -284,13 +284,9 @@ def limits(text: str) -> dict[str, float]:
 
 def made_by(install: DryRun) -> list[str]:
     """The environments that install.sh has made."""
-    environments = []
-    for call in install.calls:
-        if call.words[:2] == ["-m", "venv"]:
-            environments.append(os.path.join(call.folder, call.words[-1]))
-        if call.command in ("conda", "mamba", "micromamba") and "create" in call.words[:2]:
-            environments += [os.path.join(call.folder, value) for value in values_of(call.words, "-p", "--prefix")]
-    return environments
+    of_conda = install.called("conda", "mamba", "micromamba")
+    calls = [call for call in install.calls if "makes" in call.notes and (call in of_conda or call.words[:2] == ["-m", "venv"])]
+    return [os.path.join(call.folder, call.notes["makes"]) for call in calls]
 
 
 def values_of(words: list[str], *flags: str) -> list[str]:
@@ -435,7 +431,7 @@ class DryRuns:
 
     def _lay(self) -> None:
         top = self.top
-        for name in ("bin", "home", "root/tmp/of-somebody-else", "calls", "packages", "spool", "core/src/ddp_core"):
+        for name in ("bin", "home", "root/tmp/of-somebody-else", "root/var/tmp", "root/dev/shm", "calls", "packages", "spool", "core/src/ddp_core"):
             (top / name).mkdir(parents=True)
         (top / "core/pyproject.toml").write_text('[project]\nname = "ddp-core"\n')
         (top / "core/src/ddp_core/__init__.py").touch()
