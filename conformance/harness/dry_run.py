@@ -644,8 +644,10 @@ class DryRuns:
             options = Script(self.folder / script.name).options | full_shape["options"]
             environ |= taken_along(options.get("export", "ALL") if slurm else "ALL", full_shape["environ"])
             words = [str(copy), *(full_shape["arguments"] if slurm else [])]
+            # PBS starts jobs in the home directory, unless it has NCI's `-l wd`.
+            folder = self.folder if slurm or "wd" in Script(copy).resources else self.top / "home"
             with self._planted(*full_shape["planted"]):
-                self.made[key] = self._run(script.name, words, self.folder if slurm else self.top / "home", environ, full_shape)
+                self.made[key] = self._run(script.name, words, folder, environ, full_shape)
         return self.made[key]
 
     def first_ranks(self, **shape) -> Iterator[tuple[Path, Call]]:
@@ -802,7 +804,13 @@ class DryRuns:
         settings |= dict(another_s_stop=stop.format(job=other, number=other))
         # An interactive job may have used most of its time already.
         limit, used = ("01:01:09", "01:00:09") if shape["event"] == "limit" else (shape["walltime"], "00:00:09")
-        own_of_pbs = {"Job_Name": OF_PBS["name"], "Account_Name": OF_PBS["account"], "Resource_List.walltime": limit}
+        resources = Script(self.folder / name).resources
+        own_of_pbs = {f"Resource_List.{name}": value for name, value in resources.items() if value}
+        each = dict(ncpus=node["cores"], ngpus=node["devices"])  # PBS has no chunks here, and counts all nodes' together
+        own_of_pbs |= {f"Resource_List.{name}": nodes * each[name] for name in each.keys() & resources.keys()}
+        # The project pays where a machine has no accounts.
+        account = dict(project=OF_PBS["account"]) if "P" in options else dict(Account_Name=OF_PBS["account"])
+        own_of_pbs |= {"Job_Name": OF_PBS["name"], "Resource_List.walltime": limit} | account
         own_of_pbs |= {"resources_used.walltime": used}
         own_of_pbs |= dict(pair.split("=", 1) for name, pair in shape["options"].items() if name == "W")
         own_of_pbs |= {"Resource_List.select": nodes, "Resource_List.place": OF_PBS["place"]}
