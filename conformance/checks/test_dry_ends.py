@@ -39,7 +39,7 @@ from conformance.harness.dry_run import (
     without_effect,
     words_of,
 )
-from conformance.harness.shell import OPTIONS, START_SECONDS, Script, minutes
+from conformance.harness.shell import OPTIONS, START_SECONDS, Script, minutes, nodes_asked
 from conformance.harness.sites import ROOT
 from conformance.harness.stub_core import who
 
@@ -302,9 +302,9 @@ def test_a_folder_of_the_nodes_that_the_readme_names_is_there(check, site, dry):
 @clause("J10")
 def test_a_successor_goes_on_where_its_job_was(check, site, dry):
     """A successor asks for the same resources and finds the same run, and so does its own successor."""
-    variable = site.toml["job"].get("restarts", "")
+    variable, cores = site.toml["job"].get("restarts", ""), site.toml["node"]["cores"]
     for case in site.cases:
-        run = dry.case(case, code=75)
+        run, resources = dry.case(case, code=75), Script(site.folder / case.script).resources
         place = where(run)
         for restarts in (1, 2):
             starts = [call for call in new_starts(run) if call.command != "scontrol"]
@@ -313,6 +313,7 @@ def test_a_successor_goes_on_where_its_job_was(check, site, dry):
             command = starts[0].text
             had = OF_PBS if site.toml["scheduler"] == "pbs" else {}
             had = {key: had[key] for key in had if key != "filesystems" or key in site.toml.get("queue", {})}
+            had = {key: had[key] for key in had if key != "place" or "select" in resources}  # `place` is of chunks
             lost = [value for value in had.values() if value not in command]
             yield from (f"{case.name}: {command}, but should ask for {value}, as this job did" for value in lost)
             environ = handed_on(shlex.join(starts[0].words))
@@ -325,8 +326,7 @@ def test_a_successor_goes_on_where_its_job_was(check, site, dry):
         submits = any(call.command != "scontrol" for call in new_starts(dry.case(case, code=75)))
         for nodes in (case.nodes, case.nodes + 2) if submits else ():
             for call in new_starts(dry.case(case, code=75, nodes=nodes)):
-                asked = re.findall(r"(?:\bselect=|--nodes[= ]|-N ?)(\d+)", call.text)
-                count = int(asked[-1]) if asked else Script(site.folder / case.script).geometry["nodes"]
+                count = nodes_asked(call.text, cores) or Script(site.folder / case.script).nodes(cores) or case.nodes
                 if count != nodes:
                     yield f"{case.name} on {nodes} nodes: {call.text}, but should ask for as many, and not for {count}"
         idle = [call for call in new_starts(dry.case(case, code=75, progress=False)) if call.command != "scontrol"]
@@ -362,9 +362,13 @@ def launched(run: DryRun) -> str:
 
 @clause("J10")
 def test_a_successor_tolerates_the_nodes_that_its_job_did(check, site, dry):
-    """Without qsub -W tolerate_node_failures=all, PBS ends a job that has lost a node, despite spare nodes."""
+    """Without qsub -W tolerate_node_failures=all, PBS ends a job that has lost a node, despite spare nodes.
+
+    Asked only where the site's files name the option: not every PBS has it.
+    """
     option = "tolerate_node_failures=all"
-    for script in trains(site) if site.toml["scheduler"] == "pbs" else ():
+    named = any("tolerate_node_failures" in text for text in (site.readme, *(path.read_text() for path in site.scripts)))
+    for script in trains(site) if named and site.toml["scheduler"] == "pbs" else ():
         for call in [call for call in new_starts(dry.job(script, code=75, options=dict(W=option))) if call.command == "qsub"]:
             if option not in call.words:
                 yield f"{script.name} with -W {option}: {call.text}, but should have it, too"
@@ -925,15 +929,14 @@ A_TIME = re.compile(r"\d+\.\d+|\d+(:\d\d)+|\d+(\.\d+)? ?(h|hrs?|hours?)\.?")  # 
 @clause("B8")
 def test_jobs_have_as_many_nodes_as_their_queue_takes(check, site):
     """This holds for each script, and for each submission shown. The numbers are from a fact `| queue | least | most |`."""
-    bounds, submitted = site.nodes_of_queues, []
+    bounds, cores, submitted = site.nodes_of_queues, site.toml["node"]["cores"], []
     for script in site.job_scripts:
         submitted.append((script.name, script, ""))
         submitted += [(place, script, line) for place, line in shown(site) if f" {script.name}" in line]
     for place, path, line in submitted:
         script, given = Script(path), words_of(line.partition(f" {path.name}")[0])
         queues = [(given.get(name) or script.options.get(name, "")) for name in ("partition", "p", "q")]
-        asked = re.search(r"select=(\d+)|--nodes[= ](\d+)|-N ?(\d+)", line)
-        nodes = int(next(filter(None, asked.groups()))) if asked else script.geometry.get("nodes", 1)
+        nodes = nodes_asked(line, cores) or script.nodes(cores) or 1
         for queue in [queue for queue in queues if queue in bounds]:
             least, most = bounds[queue]
             if nodes < least or (most and nodes > most):
@@ -1100,7 +1103,7 @@ def followed(dry, line: str) -> DryRun | str:
         return "qsub hands no words to a script, but should be given them by -v"
     exported = handed_on(shlex.join(words[1:place]))
     # A placeholder (--nodes=N) keeps the script's value.
-    opened = {name for name in ("nodes", "ntasks", "time", "account", "A") if re.fullmatch("[A-Z]+", options.get(name, ""))}
+    opened = {name for name in ("nodes", "ntasks", "time", "account", "A", "P") if re.fullmatch("[A-Z]+", options.get(name, ""))}
     options = {name: value for name, value in options.items() if name != "v" and name not in opened}
     select = re.search(r"\bselect=(\d+)", line) or re.match(r"(\d+)", options.get("nodes", ""))
     nodes = int(select[1] if select else site.job(site.folder / words[place])["nodes"])

@@ -673,7 +673,7 @@ def loose_elsewhere(dry: DryRuns, run: DryRun) -> Iterator[str]:
         if UNSAFE.search(PROXY.sub("", f" {call.text} ")) and call.command not in ("rm", "module-call"):
             yield f"install.sh: {dry.shown(call.text)[:120]}, but should check what it fetches"
         words = words[words[:1] == ["env"] :]
-        if call.command in ("conda", "mamba", "micromamba") and words[:1] and words[0] in ("create", "install"):
+        if call.command in ("conda", "mamba", "micromamba") and words[:1] and words[0] in ("create", "install", "update"):
             asked = requirements(words[1:]) + in_file(call.notes.get("file", ""))
             for word in asked:
                 if not pinned(word):

@@ -263,7 +263,11 @@ def test_every_file_that_runs_is_the_site_s_and_listed(check, site, dry):
                 continue  # installed files, such as an environment's activate
             if relative not in listed or relative not in seen:
                 yield f"{script} runs {relative}, but should run files of the list `files` alone"
-    yield from (f"{name} is named by a script, but should be in `files`, too" for name in sorted(seen - listed) if listed)
+    left_over = {path.name for path in site.left_over}
+    for name in sorted(left_over):
+        yield f"{name} is a job script by its directives, but should be in `files` of site.toml, or be deleted"
+    for name in sorted(seen - listed - left_over if listed else ()):
+        yield f"{name} is named by a script, but should be in `files`, too"
 
 
 @clause("B2")
@@ -320,12 +324,15 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
                         head_name = dry.hosts(full_shape["nodes"])[0] + suffix
                         address = dict(master_addr=head_name, master_port="a port", job_id=FIRST)
                         difference = f"{name}={value or 'unset'}, but should be {template.format(**values, **address)}"
-                        yield f"{script.name}: rank {rank} of {per_node * nodes}: {difference}"
+                        yield f"{script.name}: rank {rank} of {per_node * nodes}: {difference}, {AS_SAID}"
         names = [name for name, template in launch.templates if "{job_id}" in template or "{restart}" in template]
         starts = [dry.job(script, **shape).trained[:1] for shape in (dict(all_ranks=True), dict(restarts=1, code=75))]
         first, again = ([call.environ.get(name) for call in calls for name in names] for calls in starts)
         if names and first == again:
             yield f"{script.name}: {', '.join(names)} = {first} in both starts of a job, but should differ"
+
+
+AS_SAID = "as [launchers.environment] of site.toml says"
 
 
 @clause("B3")
@@ -426,7 +433,9 @@ def test_train_py_takes_each_rank_for_who_it_is(check, site, dry, tmp_path):
     for case in site.cases:
         names = []
         for restarts in (0, 1):
-            run = dry.case(case, all_ranks=True, **(dict(restarts=restarts, code=75) if restarts else {}))
+            # Of PBS a job with the same number is one that PBS has started again: a successor has another.
+            shape = dict(started=2) if site.toml["scheduler"] == "pbs" else dict(restarts=restarts)
+            run = dry.case(case, all_ranks=True, **(dict(shape, code=75) if restarts else {}))
             for call in run.trained[:1] + ([] if case.launch.mpi else run.trained[-1:]):  # MPI's stub has only a rank 0
                 place = ("RANK", "RANKS", "NODE", "LOCAL", "PER_NODE")
                 rank, ranks, node, local, size = (int(call.environ[f"DRY_RUN_{name}"]) for name in place)

@@ -222,7 +222,7 @@ def test_directives_ask_for_what_the_machine_has(check, site):
             wanted = re.split(r"[&|,]", options[option]) if option in options else []
             wrong = [name for name in wanted if queue.get(key) and name not in queue[key]]
             yield from (f"{script.path.name}: {option}={name}, but should be one of {', '.join(queue[key])}" for name in wrong)
-        for option in ("account", "A"):
+        for option in ("account", "A", "P"):
             if option in options and "account" in queue and options[option] != queue["account"]:
                 yield f"{script.path.name}: {option}={options[option]}, but should be {queue['account']}, as in site.toml"
         pbs = " ".join(text for _, text in script.directives)
@@ -398,7 +398,7 @@ def test_directives_ask_for_all_that_the_machine_wants(check, site):
         wanted["partition" if slurm else "q"] = "partitions"
     for script in map(Script, site.job_scripts):
         options = script.options
-        lost = [name for name in wanted if name not in options]
+        lost = [name for name in wanted if name not in options and not (name == "A" and "P" in options)]  # -P: PBS's project
         yield from (f"{script.path.name}: no directive {name}, but should be one ({wanted[name]} of [queue])" for name in lost)
         if not ("time" in options if slurm else re.search(r"(?m)^#PBS .*walltime=", script.text)):
             yield f"{script.path.name}: no directive with a time limit, but should be one"

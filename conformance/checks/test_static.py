@@ -901,7 +901,7 @@ def test_the_job_fits_the_node(check, site):
         path = job.get("tasks_per_node", job["ranks_per_node"])  # one where a launcher on each node starts its ranks
         tasks = geometry.get("ntasks-per-node", path)
         where = f'[job."{script.path.name}"] tasks_per_node of site.toml, or ranks_per_node'
-        check.equal(nodes=(geometry.get("nodes"), job["nodes"]))
+        check.equal(nodes=(script.nodes(node["cores"]), job["nodes"]))
         check.holds(*([f"ntasks-per-node={tasks}, but should be {path}, by {where}"] if tasks != path else []))
         cores = tasks * geometry.get("cpus-per-task", 1)  # schedulers count each thread of a core
         path = (node["cores"] - node.get("reserved_cores", 0)) * node.get("threads_per_core", 1)

@@ -285,13 +285,9 @@ def limits(text: str) -> dict[str, float]:
 
 def made_by(install: DryRun) -> list[str]:
     """The environments that install.sh has made."""
-    environments = []
-    for call in install.calls:
-        if call.words[:2] == ["-m", "venv"]:
-            environments.append(os.path.join(call.folder, call.words[-1]))
-        if call.command in ("conda", "mamba", "micromamba") and "create" in call.words[:2]:
-            environments += [os.path.join(call.folder, value) for value in values_of(call.words, "-p", "--prefix")]
-    return environments
+    of_conda = install.called("conda", "mamba", "micromamba")
+    calls = [call for call in install.calls if "makes" in call.notes and (call in of_conda or call.words[:2] == ["-m", "venv"])]
+    return [os.path.join(call.folder, call.notes["makes"]) for call in calls]
 
 
 def values_of(words: list[str], *flags: str) -> list[str]:
@@ -436,7 +432,7 @@ class DryRuns:
 
     def _lay(self) -> None:
         top = self.top
-        for name in ("bin", "home", "root/tmp/of-somebody-else", "calls", "packages", "spool", "core/src/ddp_core"):
+        for name in ("bin", "home", "root/tmp/of-somebody-else", "root/var/tmp", "root/dev/shm", "calls", "packages", "spool", "core/src/ddp_core"):
             (top / name).mkdir(parents=True)
         (top / "core/pyproject.toml").write_text('[project]\nname = "ddp-core"\n')
         (top / "core/src/ddp_core/__init__.py").touch()
@@ -649,8 +645,10 @@ class DryRuns:
             options = Script(self.folder / script.name).options | full_shape["options"]
             environ |= taken_along(options.get("export", "ALL") if slurm else "ALL", full_shape["environ"])
             words = [str(copy), *(full_shape["arguments"] if slurm else [])]
+            # PBS starts jobs in the home directory, unless it has NCI's `-l wd`.
+            folder = self.folder if slurm or "wd" in Script(copy).resources else self.top / "home"
             with self._planted(*full_shape["planted"]):
-                self.made[key] = self._run(script.name, words, self.folder if slurm else self.top / "home", environ, full_shape)
+                self.made[key] = self._run(script.name, words, folder, environ, full_shape)
         return self.made[key]
 
     def first_ranks(self, **shape) -> Iterator[tuple[Path, Call]]:
@@ -809,7 +807,13 @@ class DryRuns:
         settings |= dict(another_s_stop=stop.format(job=other, number=other))
         # An interactive job may have used most of its time already.
         limit, used = ("01:01:09", "01:00:09") if shape["event"] == "limit" else (shape["walltime"], "00:00:09")
-        own_of_pbs = {"Job_Name": OF_PBS["name"], "Account_Name": OF_PBS["account"], "Resource_List.walltime": limit}
+        resources = Script(self.folder / name).resources
+        own_of_pbs = {f"Resource_List.{name}": value for name, value in resources.items() if value}
+        each = dict(ncpus=node["cores"], ngpus=node["devices"])  # PBS has no chunks here, and counts all nodes' together
+        own_of_pbs |= {f"Resource_List.{name}": nodes * each[name] for name in each.keys() & resources.keys()}
+        # The project pays where a machine has no accounts.
+        account = dict(project=OF_PBS["account"]) if "P" in options else dict(Account_Name=OF_PBS["account"])
+        own_of_pbs |= {"Job_Name": OF_PBS["name"], "Resource_List.walltime": limit} | account
         own_of_pbs |= {"resources_used.walltime": used}
         own_of_pbs |= dict(pair.split("=", 1) for name, pair in shape["options"].items() if name == "W")
         own_of_pbs |= {"Resource_List.select": nodes, "Resource_List.place": OF_PBS["place"]}

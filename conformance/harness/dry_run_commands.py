@@ -299,7 +299,7 @@ def beside(program: str, words: list[str]) -> int:
 
 def run_module(module: str, arguments: list[str]) -> int:
     if module == "venv":
-        return environment(next(word for word in reversed(arguments) if not word.startswith("-")))
+        return environment(folder_of_venv(["venv", *arguments], "--prompt"))
     if module == "pip":
         return pip("pip", arguments)
     if module == "torch.distributed.run":
@@ -350,6 +350,12 @@ def environment(prefix: str, of_image: bool = "DRY_RUN_IMAGE" in os.environ) -> 
     if of_image:
         open(f"{prefix}/.has-image", "w").close()
     return 0
+
+
+def folder_of_venv(words: list[str], *valued: str) -> str:
+    """The folder that venv is given, before, between or behind its options; "" if none. valued: options that take a value."""
+    named = [word for before, word in pairs(words) if word and not word.startswith("-") and before not in valued]
+    return named[-1] if named else ""
 
 
 def run_dir(arguments: list[str]) -> str:
@@ -543,8 +549,7 @@ def uv(name: str, words: list[str]) -> int:
     environ = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
     environ |= dict(PIP_NO_CACHE_DIR="1", PYTHONNOUSERSITE="1")
     if words[:1] == ["venv"]:
-        named = [word for before, word in pairs(words) if word and not word.startswith("-") and before not in valued]
-        return runs("python3", "-m", "venv", (named or [".venv"])[-1], environment=environ)
+        return runs("python3", "-m", "venv", folder_of_venv(words, *valued) or ".venv", environment=environ)
     if words[:1] == ["pip"]:
         if not {"--no-cache", "-n"} & {*words} and own("UV_NO_CACHE", "0") in ("0", "false", ""):
             leave(own("UV_CACHE_DIR") or f"{own('XDG_CACHE_HOME') or os.environ['HOME'] + '/.cache'}/uv")
@@ -759,7 +764,7 @@ def conda(name: str, words: list[str]) -> int:
         with open(path) as file:
             NOTES["file"] = file.read()
     words = words[words[:1] == ["env"] :]
-    if words[:1] == ["create"] or words[:1] == ["install"]:
+    if words[:1] in (["create"], ["install"], ["update"]):
         leave(os.environ.get("CONDA_PKGS_DIRS") or f"{os.environ['HOME']}/.conda/pkgs")
         if os.environ.get("CONDA_REGISTER_ENVS") != "false":
             leave(f"{os.environ['HOME']}/.conda")
@@ -966,10 +971,10 @@ HALF = "left-by-a-killed-command"
 def makes(name: str, words: list[str]) -> str:
     """The folder or file that a command makes or adds to in an installation; "" for other commands."""
     if words[:2] == ["-m", "venv"]:
-        return next(word for word in reversed(words) if not word.startswith("-"))
+        return folder_of_venv(words[1:], "--prompt")
     if (words[:2] == ["-m", "pip"] or name in ("pip", "pip3")) and {"install", "download"} & {*words}:
         return f"{packages_of(sys.argv[1])}/~{HALF}"  # pip gives this prefix to what it removes
-    if name in ("conda", "mamba", "micromamba") and "create" in words[:2]:
+    if name in ("conda", "mamba", "micromamba") and ("create" in words[:2] or words[:2] == ["env", "update"]):
         return value_of(words, "-p", "--prefix")
     if name == "conda-pack":
         return value_of(words, "--output")

@@ -189,15 +189,31 @@ class Script:
 
     @property
     def geometry(self) -> dict[str, int]:
-        """Numbers in directives and flags, by name: nodes, ntasks-per-node, cpus-per-task, gpus-per-node, ..."""
+        """Numbers in Slurm's directives and in flags, by name: nodes, ntasks-per-node, cpus-per-task, gpus-per-node, ..."""
         numbers = {name: int(number[1]) for name, value in self.options.items() if (number := NUMBER.fullmatch(value))}
-        for _, text in self.directives:
-            if select := re.search(r"select=(\d+)", text):  # PBS
-                numbers["nodes"] = int(select[1])
         for _, text in self.flags:
             if match := re.match(r"(--?[\w-]+?)[= ]*\"?(\d+)\"?$", text):
                 numbers[SHORT.get(match[1], match[1].lstrip("-"))] = int(match[2])
         return numbers
+
+    def nodes(self, cores: int) -> int | None:
+        """Nodes that the directives ask for; None if they do not say. cores: of a node, for a PBS that is asked for cores."""
+        of_pbs = " ".join(text for line, text in self.directives if line.text.startswith("#PBS"))
+        return self.geometry.get("nodes") or nodes_asked(of_pbs, cores)
+
+    @property
+    def resources(self) -> dict[str, str]:
+        """What `-l` of PBS's directives asks for, by name: select, walltime, ...; "" for one without a value."""
+        lists = [words for line, text in self.directives if line.text[:4] == "#PBS" for words in re.findall(r"-l\s*(\S+)", text)]
+        return {name: value for words in lists for name, _, value in (pair.partition("=") for pair in words.split(","))}
+
+
+def nodes_asked(text: str, cores: int) -> int | None:
+    """Nodes that options of sbatch or qsub ask for: --nodes=2, -N2, select=2:ncpus=48, or the cores of all, ncpus=96."""
+    if numbers := re.findall(r"(?:\b(?:select|nodes)=|--nodes |-N ?)(\d+)", text):
+        return int(numbers[-1])
+    of_all = re.search(r"\bncpus=(\d+)", text)
+    return -(-int(of_all[1]) // cores) if of_all else None
 
 
 def minutes(text: str) -> float:

@@ -166,9 +166,9 @@ class Site:
 
     @property
     def job_scripts(self) -> list[Path]:
-        """The scripts that are submitted: first the one that `submit` names, then others with directives."""
+        """The scripts that are submitted: first the one that `submit` names, then others of `files` with directives."""
         submit = self.folder / self.toml["submit"]
-        others = [path for path in self.scripts if re.search(r"(?m)^#(SBATCH|PBS) ", path.read_text())]
+        others = [path for path in self.scripts if path not in self.left_over and has_directives(path)]
         return [submit, *(path for path in others if path != submit)] if submit.is_file() else others
 
     @property
@@ -193,9 +193,16 @@ class Site:
         return cases
 
     @functools.cached_property
+    def left_over(self) -> list[Path]:
+        """Job scripts in the folder that `files` does not list, as one of the site that was copied. B2 alone looks at them."""
+        listed = {*self.toml.get("files", []), self.toml.get("submit")}
+        unlisted = [path for path in self.folder.iterdir() if path.name not in listed and path.is_file() and is_shell(path)]
+        return sorted(filter(has_directives, unlisted)) if "files" in self.toml else []
+
+    @functools.cached_property
     def scripts(self) -> list[Path]:
         """The site's shell scripts, and the files in its folder that these name, except documents, data and Python."""
-        ahead = [path for path in self.folder.iterdir() if path.is_file() and is_shell(path)]
+        ahead = [path for path in self.folder.iterdir() if path not in self.left_over and path.is_file() and is_shell(path)]
         scripts: set[Path] = set()
         here = {".", "..", *os.listdir(self.folder)}  # listed once: a look at the disk for every word takes a third of a second
         while ahead:
@@ -222,6 +229,10 @@ def is_text(path: Path) -> bool:
 
 def is_shell(path: Path) -> bool:
     return path.suffix in (".sh", ".bash", ".sl", ".pbs", ".slurm") or bool(SHEBANG.match(path.read_bytes()[:80]))
+
+
+def has_directives(path: Path) -> bool:
+    return bool(re.search(r"(?m)^#(SBATCH|PBS) ", path.read_text(errors="replace")))
 
 
 def find(only: list[str] | None = None) -> list[Site]:
