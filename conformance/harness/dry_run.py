@@ -432,7 +432,17 @@ class DryRuns:
 
     def _lay(self) -> None:
         top = self.top
-        for name in ("bin", "home", "root/tmp/of-somebody-else", "root/var/tmp", "root/dev/shm", "calls", "packages", "spool", "core/src/ddp_core"):
+        for name in (
+            "bin",
+            "home",
+            "root/tmp/of-somebody-else",
+            "root/var/tmp",
+            "root/dev/shm",
+            "calls",
+            "packages",
+            "spool",
+            "core/src/ddp_core",
+        ):
             (top / name).mkdir(parents=True)
         (top / "core/pyproject.toml").write_text('[project]\nname = "ddp-core"\n')
         (top / "core/src/ddp_core/__init__.py").touch()
