@@ -98,7 +98,8 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
                 taken += cores
                 device = device_of(site, run, local, each)
                 near = node.get("cores_near_device", [])
-                its, own = {*numbers(near[device] if device in range(len(near)) else "")}, {core % node["cores"] for core in cores}
+                its = {*numbers(near[device])} if device in range(len(near)) else set()
+                own = {core % node["cores"] for core in cores}
                 if its and not (own <= its or its <= own):  # a rank's share may be more than the near ones
                     path = f"be near device {device}: {near[device]}"
                     yield f"{script.name}: rank {local} of a node on cores {cores}, but should {path}"
@@ -304,12 +305,12 @@ def test_srun_is_told_of_cores_once(check, site, dry):
 
     Not where each mask has as many CPUs, and all threads of its cores.
     """
-    node = site.toml["node"]
+    node, threads = site.toml["node"], site.toml["node"].get("threads_per_core", 1)
     for case in site.cases:
         for call in dry.case(case).launches if site.toml["launcher"] == "srun" else ():
             numbers_told = {name: re.sub(r"\D", "", call.environ[name]) for name in OF_CORES if name in call.environ}
             sets = bound(call, 0)
-            whole = all(len({cpu % node["cores"] for cpu in cpus}) * node.get("threads_per_core", 1) == len(cpus) for cpus in sets)
+            whole = all(len({cpu % node["cores"] for cpu in cpus}) * threads == len(cpus) for cpus in sets)
             wrong = [name for name, told in numbers_told.items() if not whole or {str(len(cpus)) for cpus in sets} != {told}]
             if sets and wrong:
                 yield f"{case.name}: srun finds {' and '.join(wrong)} beside its masks, but should not: unset them before srun"

@@ -917,7 +917,8 @@ def test_the_job_fits_the_node(check, site):
         if "memory_gib" in node:  # F2 asks for it
             check.equal(gib_that_a_node_has_not=(max(0, round(asked - node["memory_gib"])), 0))
             if 0 < asked < (half := node["memory_gib"] / 2) and takes_whole_nodes(site, script):
-                yield f"{script.path.name}: {asked:g} GiB of a node's memory, but should be {half:g} or more: --mem=0 is all of it"
+                should_be = f"{half:g} or more: --mem=0 is all of it"
+                yield f"{script.path.name}: {asked:g} GiB of a node's memory, but should be {should_be}"
             if {"exclusive", "mem-per-gpu"} <= script.options.keys():  # the devices' parts are all of the node's memory
                 # Whole GiB for each device: less than 1 GiB a device may be left.
                 rest = max(0, round(node["memory_gib"] - asked) - devices + 1)

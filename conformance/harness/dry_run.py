@@ -433,7 +433,8 @@ class DryRuns:
 
     def _lay(self) -> None:
         top = self.top
-        for name in ("bin", "home", "root/tmp/of-somebody-else", "root/var/tmp", "root/dev/shm", "calls", "packages", "spool", "core/src/ddp_core"):
+        temporary = ("root/tmp/of-somebody-else", "root/var/tmp", "root/dev/shm")
+        for name in ("bin", "home", *temporary, "calls", "packages", "spool", "core/src/ddp_core"):
             (top / name).mkdir(parents=True)
         (top / "core/pyproject.toml").write_text('[project]\nname = "ddp-core"\n')
         (top / "core/src/ddp_core/__init__.py").touch()
@@ -475,8 +476,8 @@ class DryRuns:
             (top / name).parent.mkdir(parents=True, exist_ok=True)
             (top / name).write_text("somebody's own\n")
         self._lay_runs()
-        hook = re.compile(r"\bshell(\.\w+)? hook\b|/conda\.sh\b")
-        self.hook = any(hook.search(script.read_text()) for script in self.site.scripts)
+        takes_hook = re.compile(r"\bshell(\.\w+)? hook\b|/conda\.sh\b")
+        self.hook = any(takes_hook.search(script.read_text()) for script in self.site.scripts)
         # A node's own disk, if the machine gives each user a folder there.
         self.disks: list[str] = []
         for script in self.site.scripts:
