@@ -98,11 +98,9 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
                 taken += cores
                 device = device_of(site, run, local, each)
                 near = node.get("cores_near_device", [])
-                if (
-                    device is not None
-                    and device < len(near)
-                    and not {core % node["cores"] for core in cores} <= {*numbers(near[device])}
-                ):
+                its = {*numbers(near[device])} if device in range(len(near)) else set()
+                own = {core % node["cores"] for core in cores}
+                if its and not (own <= its or its <= own):  # a rank's share may be more than the near ones
                     path = f"be near device {device}: {near[device]}"
                     yield f"{script.name}: rank {local} of a node on cores {cores}, but should {path}"
             yield from (f"{script.name}: {text}" for text in devices(site, run, call))
@@ -303,12 +301,22 @@ def test_runs_side_by_side_share_the_devices_out(check, site, dry, tmp_path):
 
 @clause("J9")
 def test_srun_is_told_of_cores_once(check, site, dry):
-    """srun gets masks or a number of cores: with both, even by a variable, it binds to half of a mask's cores or refuses."""
+    """srun gets masks or a number of cores: with both, even by a variable, it binds to half of a mask's cores or refuses.
+
+    Not where each mask has as many CPUs, and all threads of its cores.
+    """
+    node, threads = site.toml["node"], site.toml["node"].get("threads_per_core", 1)
     for case in site.cases:
         for call in dry.case(case).launches if site.toml["launcher"] == "srun" else ():
-            number = [name for name in ("SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK") if name in call.environ]
-            if re.search(r"--cpu-bind=\S*(mask|map)_cpu", call.text) and number:
-                yield f"{case.name}: srun finds {' and '.join(number)} beside its masks, but should not"
+            numbers_told = {name: re.sub(r"\D", "", call.environ[name]) for name in OF_CORES if name in call.environ}
+            sets = bound(call, 0)
+            whole = all(len({cpu % node["cores"] for cpu in cpus}) * threads == len(cpus) for cpus in sets)
+            wrong = [name for name, told in numbers_told.items() if not whole or {str(len(cpus)) for cpus in sets} != {told}]
+            if sets and wrong:
+                yield f"{case.name}: srun finds {' and '.join(wrong)} beside its masks, but should not: unset them before srun"
+
+
+OF_CORES = ("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK")
 
 
 @clause("J9")

@@ -1103,9 +1103,8 @@ def followed(dry, line: str) -> DryRun | str:
         return "qsub hands no words to a script, but should be given them by -v"
     exported = handed_on(shlex.join(words[1:place]))
     # A placeholder (--nodes=N) keeps the script's value.
-    opened = {
-        name for name in ("nodes", "ntasks", "time", "account", "A", "P") if re.fullmatch("[A-Z]+", options.get(name, ""))
-    }
+    values = ("nodes", "ntasks", "time", "account", "A", "P")
+    opened = {name for name in values if re.fullmatch("[A-Z]+", options.get(name, ""))}
     options = {name: value for name, value in options.items() if name != "v" and name not in opened}
     select = re.search(r"\bselect=(\d+)", line) or re.match(r"(\d+)", options.get("nodes", ""))
     nodes = int(select[1] if select else site.job(site.folder / words[place])["nodes"])

@@ -468,7 +468,8 @@ def test_the_port_depends_on_the_job(check, site, dry):
         same += [f"{name} of an array" for name in tasks[0] if tasks[0][name] == tasks[1].get(name)] if array else []
         yield from (f"{script.name}: {name} is one in job {FIRST} and in job {OTHER}, but should differ" for name in same)
         lost = [name for name in first if name not in large]
-        yield from (f"{script.name}: no {name} in job {LARGE}, but should be one" for name in lost)
+        ends = exit_of(dry, dry.job(script, number=LARGE))
+        yield from (f"{script.name}: no {name} in job {LARGE}, {ends}, but should be one" for name in lost)
         highest = ports(site, dry.job(script, number=HIGHEST))
         for name, values in (*first.items(), *large.items(), *highest.items()):
             for value in values:

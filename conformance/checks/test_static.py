@@ -916,7 +916,9 @@ def test_the_job_fits_the_node(check, site):
         asked = memory(script, tasks, devices)
         if "memory_gib" in node:  # F2 asks for it
             check.equal(gib_that_a_node_has_not=(max(0, round(asked - node["memory_gib"])), 0))
-            check.equal(less_than_half_of_the_memory=(0 < asked < node["memory_gib"] / 2, False))
+            if 0 < asked < (half := node["memory_gib"] / 2) and takes_whole_nodes(site, script):
+                should_be = f"{half:g} or more: --mem=0 is all of it"
+                yield f"{script.path.name}: {asked:g} GiB of a node's memory, but should be {should_be}"
             if {"exclusive", "mem-per-gpu"} <= script.options.keys():  # the devices' parts are all of the node's memory
                 # Whole GiB for each device: less than 1 GiB a device may be left.
                 rest = max(0, round(node["memory_gib"] - asked) - devices + 1)
@@ -925,6 +927,12 @@ def test_the_job_fits_the_node(check, site):
         told = re.search(r"(?<!\S)--mem(-per-\w+)?[= ]", job.get("geometry", ""))
         if told and not {"mem", "mem-per-cpu", "mem-per-gpu"} & script.options.keys():
             yield f"{script.path.name}: no --mem, but should be, as in `geometry` of site.toml: Slurm's default may be little"
+
+
+def takes_whole_nodes(site, script: Script) -> bool:
+    """Return whether no other job is on its nodes, as site.toml's `queue.exclusive` or the script says."""
+    partition = script.options.get("partition", site.toml["node"].get("partition", "batch"))
+    return "exclusive" in script.options or partition in site.toml.get("queue", {}).get("exclusive", [partition])
 
 
 def devices_of(script: Script, tasks: int, nodes: int, sockets: int) -> int:

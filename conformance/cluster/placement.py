@@ -105,7 +105,8 @@ def misplaced(site: Site, rows: list[Row]) -> list[str]:
             violations.append(f"{who}: node_rank={row.node_rank}, but should be {row.rank // per_node}: ranks lie in blocks")
         if row.visible and len(row.visible) != node["devices_visible_to_a_rank"]:
             violations.append(f"{who}: devices={row.visible}, but should be {node['devices_visible_to_a_rank']} of them")
-        if near and not cores <= (allowed := {*numbers(near[device])} - reserved):
+        # A rank's share may be more than the near ones.
+        if near and not (cores <= (allowed := {*numbers(near[device])} - reserved) or allowed <= cores - reserved == cores):
             violations.append(f"{who}: cores={ranges(cores)}, but should be near device {device}, in {ranges(allowed)}")
     return violations
 

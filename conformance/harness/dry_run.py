@@ -322,8 +322,10 @@ def removed(dry: "DryRuns", run: DryRun, own: list[Path]) -> list[str]:
 
 
 def exit_of(dry: "DryRuns", run: DryRun) -> str:
-    """Exit code and last line, as a message has them."""
+    """Exit code and last line, as a message has them; of 127 the line that says what was not found."""
     lines = [line for line in dry.shown(run.output).splitlines() if line.strip()]
+    if run.code == 127:  # a script's own last words, as of a trap, do not say what was not found
+        lines = [line for line in lines if "not found" in line][:1] or lines
     return f"exit code {run.code} ({lines[-1][-160:] if lines else 'it prints nothing'})"
 
 
@@ -432,17 +434,8 @@ class DryRuns:
 
     def _lay(self) -> None:
         top = self.top
-        for name in (
-            "bin",
-            "home",
-            "root/tmp/of-somebody-else",
-            "root/var/tmp",
-            "root/dev/shm",
-            "calls",
-            "packages",
-            "spool",
-            "core/src/ddp_core",
-        ):
+        temporary = ("root/tmp/of-somebody-else", "root/var/tmp", "root/dev/shm")
+        for name in ("bin", "home", *temporary, "calls", "packages", "spool", "core/src/ddp_core"):
             (top / name).mkdir(parents=True)
         (top / "core/pyproject.toml").write_text('[project]\nname = "ddp-core"\n')
         (top / "core/src/ddp_core/__init__.py").touch()
@@ -484,6 +477,8 @@ class DryRuns:
             (top / name).parent.mkdir(parents=True, exist_ok=True)
             (top / name).write_text("somebody's own\n")
         self._lay_runs()
+        takes_hook = re.compile(r"\bshell(\.\w+)? hook\b|/conda\.sh\b")
+        self.hook = any(takes_hook.search(script.read_text()) for script in self.site.scripts)
         # A node's own disk, if the machine gives each user a folder there.
         self.disks: list[str] = []
         for script in self.site.scripts:
@@ -801,6 +796,8 @@ class DryRuns:
         settings = {name: shape[name] for name in handed_on}
         settings |= dict(job=shape["number"], nodes=nodes, hosts=self.hosts(max(2, nodes)), suffix=node.get("suffix", ""))
         settings |= dict(python=self.python, suite=os.getpid())
+        # A script that takes conda's hook does not count on a function conda() of a module's.
+        settings |= dict(hook=self.hook)
         settings |= dict(scheduler=site.toml["scheduler"], launcher=site.toml["launcher"])
         settings |= dict(launcher_environment=dict(site.launches[0].templates))
         settings |= dict(ranks_per_node=site.toml["job"]["ranks_per_node"], interfaces=node["interfaces"])

@@ -755,7 +755,8 @@ def conda(name: str, words: list[str]) -> int:
             print(hook.read())
     elif words[:1] == ["shell.posix"]:
         return activate(words[1:])
-    elif words[:1] == ["activate"] and not (SETTINGS["modules"] or "DRY_RUN_IMAGE" in os.environ):  # both may define conda()
+    elif words[:1] == ["activate"] and (SETTINGS["hook"] or not (SETTINGS["modules"] or "DRY_RUN_IMAGE" in os.environ)):
+        # A module and an image may define conda().
         print(f"CondaError: Run 'conda init' before '{name} activate'", file=sys.stderr)
         return 1
     if SETTINGS["fails"] == "conda":

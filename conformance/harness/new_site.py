@@ -15,7 +15,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from conformance.harness import sites
+from conformance.harness import keys, sites
 from conformance.harness.sites import ROOT, Site
 
 # With another name in it, an address would lead nowhere, so addresses keep the old one.
@@ -91,9 +91,7 @@ def site_toml(text: str, old: Site, name: str) -> str:
         lines = theirs if header == "[[sources]]" else [renamed(line, old.name, name) for line in theirs]
         if header in ("[node]", "[queue]", "[software]"):
             values = {key: value for key, value in old.toml[header.strip("[]")].items() if not isinstance(value, dict)}
-            empty = {key: NOTHING.get(type(value), '""') for key, value in values.items()}
-            keys = [f"{key} = {empty[key]} # EDIT: this machine's; {value!r} at {old.name}" for key, value in values.items()]
-            made += [header, *keys, ""]
+            made += [header, *(to_edit(header, key, value, old.name) for key, value in values.items()), ""]
         elif header == "[verified]":
             made += ["[verified]", 'status = "never-run" # never-run, simulated, run-on-site', 'evidence = "nothing yet"']
             made += [f'unverified = ["{NEVER_SHOWN}"] # what the scripts count on and no run has shown', ""]
@@ -110,6 +108,13 @@ def site_toml(text: str, old: Site, name: str) -> str:
     text = "\n".join(made).rstrip() + "\n"
     tomllib.loads(text)  # our own assertion: the text is valid TOML
     return text
+
+
+def to_edit(header: str, key: str, value: object, old: str) -> str:
+    """The line of a fact that is missing."""
+    _, required = keys.table().get(f"{header.strip('[]')}.{key}", ("", True))
+    what, empty = "this machine's" if required else "this machine's, or delete the line", NOTHING.get(type(value), '""')
+    return f"{key} = {empty} # EDIT: {what}; {value!r} at {old}"
 
 
 def tables(text: str) -> list[tuple[str, list[str]]]:

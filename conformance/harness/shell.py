@@ -204,9 +204,8 @@ class Script:
     @property
     def resources(self) -> dict[str, str]:
         """What `-l` of PBS's directives asks for, by name: select, walltime, ...; "" for one without a value."""
-        lists = [
-            words for line, text in self.directives if line.text[:4] == "#PBS" for words in re.findall(r"-l\s*(\S+)", text)
-        ]
+        texts = [text for line, text in self.directives if line.text.startswith("#PBS")]
+        lists = [words for text in texts for words in re.findall(r"-l\s*(\S+)", text)]
         return {name: value for words in lists for name, _, value in (pair.partition("=") for pair in words.split(","))}
 
 
