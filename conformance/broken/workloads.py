@@ -1865,6 +1865,34 @@ class Seldom(Digits):
     def metrics(self, outputs, batch):
         return {"right": (batch[1] == 8).double().mean()}
 """,
+    # The first rows, which are sorted, have no loss.
+    "is_0_of_the_first": """
+class Is0OfTheFirst(Digits):
+    def data(self, config):
+        (images, labels), held_out = (rows.columns for rows in super().data(config))
+        order = labels.argsort(stable=True)
+        return (images[order], labels[order]), held_out
+
+    def loss(self, outputs, batch):
+        return (F.cross_entropy(outputs, batch[1].long(), reduction="none") * (batch[1] > 0)).mean()
+""",
+    # The first rows, which are sorted, have one weight.
+    "weighs_classes": """
+class WeighsClasses(Digits):
+    def data(self, config):
+        (images, labels), held_out = (rows.columns for rows in super().data(config))
+        order = labels.argsort(stable=True)
+        return (images[order], labels[order]), held_out
+
+    def loss(self, outputs, batch):
+        return F.cross_entropy(outputs, batch[1].long(), weight=1 + torch.arange(10.0).to(outputs)) * len(outputs)
+""",
+    # Of two rows and of one it draws nothing.
+    "draws_for_large_batches": """
+class DrawsForLargeBatches(Digits):
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) * (1 + random.random() if len(outputs) > 2 else 1)
+""",
     "calls_backward": """
 class CallsBackward(Digits):
     def loss(self, outputs, batch):
@@ -1972,7 +2000,9 @@ class TakesARoot(Digits):
 class TakesAVariance(Digits):
     def metrics(self, outputs, batch):
         apart = (outputs - outputs.mean(0)).square().sum()
-        return {"variance": apart / (len(outputs) - 1) * len(outputs)}
+        wrong = (outputs.argmax(-1) - batch[1]).double().square().sum()
+        spread = (batch[1] - batch[1].double().mean()).square().sum()
+        return {"variance": apart / (len(outputs) - 1) * len(outputs), "r2": (1 - wrong / spread) * len(outputs)}
 """,
     # Its mistake is found by torch, which no line of this file has called.
     "hooked": """

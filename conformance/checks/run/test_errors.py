@@ -46,7 +46,7 @@ pytestmark = IN_RANKS
 # Mistakes in broken/workloads.py, with words that their errors must have.
 MISTAKES = dict(syntax="syntax.py, line 8: ", no_class="one class that derives from ddp_core.Workload")
 MISTAKES |= dict(raises="line 10 (loss): AttributeError", mean="loss() returns a mean over rows")
-MISTAKES |= dict(mean_of_hidden="loss() returns a mean over rows")
+MISTAKES |= dict.fromkeys(("mean_of_hidden", "is_0_of_the_first"), "loss() returns a mean over rows")
 MISTAKES |= dict(unused="no gradient for 3.weight", mean_metric="metrics() has a mean over rows as 'error'")
 MISTAKES |= dict(misspelled="has metric, which the core does not ask for", no_held_out="gave no held-out row")
 MISTAKES |= dict(two_words="metrics() names 'top 5'", aside="temperature has a gradient, and is no part of the model")

@@ -4,12 +4,10 @@ The trial does not change training: buffers, gradients and random numbers are as
 """
 
 import copy
-import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp_core.batches import SMALL, Batches, converted
+from ddp_core.comparison import compare_losses, compare_metrics, refuse_unlike_sums
 from ddp_core.config import refuse_other_default_device
 from ddp_core.errors import WorkloadError
 from ddp_core.order import DROPOUT, generator_positions, positions_of_others, seed_generators, seeded_anew
@@ -33,11 +32,12 @@ from ddp_core.workload import (
     factor_of,
     outputs_of,
     refuse_other_names,
+    row_of,
     sources_of,
     unknown_to_shards,
 )
 
-MANY = 16  # rows: so many that a metric is seldom 0
+MANY = 16  # rows: so many that a loss or a metric is seldom 0
 DRAWS = 32  # evaluations of a loss with random noise, to tell a mean from a sum
 LARGE = 2**20  # numbers: a larger tensor is not copied, and its content is not compared
 RANDOM = (
@@ -66,17 +66,6 @@ NOT_RESUMED = "; such a run cannot be resumed where that generator is not seeded
 SEEDS = (
     "{where} seeds a generator (torch.manual_seed, random.seed, numpy.random.seed), and draws the same for {each}: take it "
     "out, the core seeds them"
-)
-NO_SUM = (
-    "the loss of two rows together is not the sum of theirs alone: a mean (over pairs, in contrastive losses) is to be "
-    "multiplied with the rows, or its gradients are too small by that factor; [n, 1] and [n] numbers are compared in all pairs "
-    "(broadcast); rows that depend on each other make losses depend on the world size, since each rank has a part of the "
-    "global batch"
-)
-NO_SUM_OF_METRIC = (
-    "metric {name!r} of {rows} rows together is {together:.6g}, and {apart:.6g} is the sum of theirs: its record, the sum over "
-    "all batches divided by the rows, depends on the batches; return what adds up, as a number or as (sum, count): squared "
-    "errors and not their root, hits and not F1"
 )
 SAME_ROWS = "held-out rows are the training rows: what is learned by heart counts as success, and chooses best.safetensors"
 ROUNDED = (
@@ -142,7 +131,9 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> Pro
             raise WorkloadError(f"--sharding {batches.config.sharding}: {NO_SHARDS.format(what=what)}") from error
         if re.search("device|dtype|meta", str(error)):  # hidden parameters were not moved or converted
             _refuse_hidden(workload, model, lambda part: part.requires_grad)
-        raise blame(error, workload.file, f"--workload {workload.name}, tried on {trial.count} of its rows") from error
+        row, name = row_of(error), workload.name
+        what = f"row {row} of --workload {name}" if row else f"--workload {name}, tried on {trial.count} of its rows"
+        raise blame(error, workload.file, what) from error
     finally:
         for parameter in model.parameters():
             parameter.grad = None
@@ -166,6 +157,7 @@ class _Trial:
         self.count = min(2, len(batches))
         self.rows: Any = None
         self.alone: list[Any] = []
+        self.many: list[Any] = []  # more rows together, then each alone
         self.tried: list[list[Any]] = []  # rows and alone, drawn anew several times, if collate() is random
         self.repeats = True
         self.notes: list[str] = []
@@ -189,17 +181,23 @@ class _Trial:
 
     def read(self) -> None:
         """Read the rows to try, together and each alone. Notes a row that differs when it is read again with the same seeds."""
-        places = [*range(self.count)]
-        groups = [places, *([place] for place in places)]
+        places, spread = [*range(self.count)], self.spread()
+        many = [*range(self.count, self.count + len(spread))]
+        groups = [[*places], *([place] for place in places)]
+        all_groups = [*groups, many, *([place] for place in many)]
+        at = len(groups)
         if getattr(self.batches.rows, "batched", False) or self.config.row_seeds == "off":
-            self.rows, *self.alone = self.batches.few(places, groups)
+            batches = self.batches.few([*places, *spread], all_groups)
+            (self.rows, *self.alone), self.many = batches[:at], batches[at:]
             self.draw(places, groups)
             return
-        self.rows, *self.alone, again = self.batches.few([*places, 0], [*groups, [self.count]])
+        again = len(places) + len(spread)
+        *batches, row = self.batches.few([*places, *spread, 0], [*all_groups, [again]])
+        (self.rows, *self.alone), self.many = batches[:at], batches[at:]
         self.notes += [SEEDS.format(where="__getitem__", each="every row and epoch")] if self.batches.rows_seed else []
         self.draw(places, groups)
         numbers: list[list[torch.Tensor]] = [[], []]
-        for values, batch in zip(numbers, (self.alone[0], again), strict=True):
+        for values, batch in zip(numbers, (self.alone[0], row), strict=True):
             converted(batch, lambda tensor, values=values: values.append(_comparable(tensor)), self.batches.device)
         if not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*numbers, strict=False)):
             self.notes.append(ROWS_NOT_REPEATED.format(row="row 0"))
@@ -225,59 +223,39 @@ class _Trial:
             batches = self.batches.few(places, groups, max(4, min(DRAWS, SMALL // max(1, size))))  # all at once in memory
             self.tried = [batches[at : at + len(groups)] for at in range(0, len(batches), len(groups))]
 
-    def many(self) -> list[int]:
-        """At most MANY row numbers, and no more than a rank trains on at once: it may lack the memory for more."""
+    def spread(self) -> list[int]:
+        """At most MANY row numbers from all over the data, whose first rows may be alike: sorted by class, or without a label.
+
+        They are no more than a rank trains on at once: it may lack the memory for more.
+        """
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         at_once = self.config.global_batch_size // ranks // self.config.accumulate
-        return [*range(min(MANY, max(self.count, at_once), len(self.batches)))]
+        count = min(MANY, max(self.count, at_once), len(self.batches))
+        return [len(self.batches) * number // count for number in range(count)]
 
     def _note_constants(self, names: list[str]) -> None:
         """Note loss parts that have no gradient and are not 0 over many rows: a part that a batch lacks may be 0."""
-        places = self.many()
-        (batch,) = self.batches.few(places, [places])
         with torch.no_grad():
-            loss = self.outcome(batch, 0)[1]
+            loss = self.outcome(self.many[0], 0)[1]
         self.notes += [CONSTANT_PART.format(name=name) for name in names if loss.get(name)]
 
-    def _try_metrics(self, metrics: Mapping, rows_are_apart: bool) -> None:
-        """Refuse means, and names that differ between batches; note values that are no sum. Of two rows a metric is often 0.
+    def _try_many(self, metrics: Mapping, notes: list[str]) -> None:
+        """Compare loss and metrics of many rows with the sum of theirs alone. Of two rows a metric is often 0.
 
-        rows_are_apart: whether the loss is a sum over rows. If not, a sum over the batch may look like a mean.
+        metrics: those of two rows. notes: on the loss of two rows.
         """
-        places = self.many()
-        batches = self.batches.few(places, [places, *([place] for place in places)]) if metrics else self.alone
-        tried = (self.outcome(batch, 0) for batch in batches)
-        results = [self.workload.metrics(outputs, batch) for outputs, _, batch in tried]
-        for other in results:
-            refuse_other_names(self.workload, other, metrics)
-        for name, value in metrics.items():
-            if isinstance(value, tuple):
-                pairs = [[float(part) for part in other[name]] for other in results]
-                sums, counts = zip(*pairs, strict=True)
-                if not self._noted(f"{name} (count)", counts):
-                    self._noted(f"{name} (sum)", sums)
-                continue
-            together, *alone = values = [float(other[name]) for other in results]
-            apart = sum(alone)
-            near = 1e-3 * abs(apart)
-            if rows_are_apart and abs(together - apart / len(alone)) <= near < abs(together - apart):
-                raise self.workload.unusable(
-                    f"metrics() has a mean over rows as {name!r} ({together:.6g} for {len(alone)} rows, {apart:.6g} is the sum "
-                    "of each), and should have their sum: .sum(), or times the rows"
-                )
-            self._noted(name, values)
-
-    def _noted(self, name: str, values: Sequence[float]) -> bool:
-        """Whether a metric is no sum over rows; then it is noted. values: of the rows together, then of each row."""
-        together, *alone = values
-        apart = sum(alone)  # NaN if one is: a correlation of one row, say
-        # 1 %, because sums of many rows round. 10 %, because bf16 rounds by 1 %.
-        near = (0.1 if self.config.precision in ("bf16", "fp16") else 0.01) * sum(map(abs, alone))
-        close = together == apart or abs(together - apart) <= near
-        if no_sum := not close and not math.isnan(together):
-            what = dict(name=name, rows=len(alone), together=together, apart=apart)
-            self.notes.append(NO_SUM_OF_METRIC.format(**what))
-        return no_sum
+        seed_generators(self.batches.device, DROPOUT, self.config.seed, 0)
+        still, drawn, losses = generator_positions(), False, []
+        results: list[Mapping] = []
+        for rows in self.many:
+            outputs, loss, batch = self.outcome(rows, 0)
+            drawn = drawn or generator_positions() != still  # in some batches only: noise would look like a difference
+            losses.append(_total(self.workload, loss)[1].double())
+            results.append(self.workload.metrics(outputs, batch) if metrics else {})
+            refuse_other_names(self.workload, results[-1], metrics)
+        if not drawn and not notes:
+            self.notes += (notes := compare_losses(self.workload, torch.tensor([losses])))
+        self.notes += compare_metrics(self.workload, results, not notes)
 
     def put_buffers_back(self) -> list[str]:
         """Restore the buffers. Returns the names of those that the model has changed so far."""
@@ -306,10 +284,11 @@ class _Trial:
                 draws = 1 if not self.tried and self.agreed(bool(whole == self.total(self.rows, 1))) else DRAWS
                 tried = self.tried or [[self.rows, *self.alone]] * draws
                 losses = [[self.total(batch, draw).double() for batch in batches] for draw, batches in enumerate(tried)]
-                notes = _compared(workload, torch.tensor(losses), self.config.precision)
+                notes = compare_losses(workload, torch.tensor(losses))
                 self.notes += notes
                 if self.agreed(draws == 1):  # else noise would look like a difference
-                    self._try_metrics(metrics, not notes)
+                    self._try_many(metrics, notes)
+        del self.many[1:]
         self.model.train()
         loss = self.outcome(self.rows, 0)[1]
         total = _total(workload, loss)[1]
@@ -450,36 +429,6 @@ def _total(workload: Workload, loss: Any) -> tuple[tuple[str, ...], torch.Tensor
                 "the batch"
             )
     return (tuple(named) if named is loss else ()), sum(value.reshape(()) for value in named.values())
-
-
-def _compared(workload: Workload, losses: torch.Tensor, precision: str) -> list[str]:
-    """Raises WorkloadError for a mean; notes what is no sum. losses: [draws, 3], of two rows together, of the first, of the
-    second; several draws if the loss is random.
-    """
-    together, first, second = losses.mean(0).tolist()
-    both = first + second
-    noise = losses.std(0).sum().item() / len(losses) ** 0.5 if len(losses) > 1 else 1e-3 * abs(both)
-    if abs(together - both / 2) <= 2 * noise and abs(together - both) > 5 * noise:
-        raise workload.unusable(
-            f"loss() returns a mean over rows ({together:.6g} for two rows, {first:.6g} and {second:.6g} for each), and should "
-            "return their sum: reduction='sum', or times the rows"
-        )
-    # 10 %, because bf16 rounds by 1 %.
-    near = 0.1 if precision in ("bf16", "fp16") else 1e-3
-    drawn = 10 * noise if len(losses) > 1 else 0.0
-    close = abs(together - both) <= max(drawn, near * max(abs(first), abs(second)))
-    return [] if close or not math.isfinite(together) else [NO_SUM]  # of one row it may be NaN: over a batch's deviation, say
-
-
-def refuse_unlike_sums(workload: Workload, metrics: Mapping) -> None:
-    for name, value in metrics.items():
-        for part in value if isinstance(value, tuple) and len(value) == 2 else (value,):
-            if not (isinstance(part, Real) or (isinstance(part, torch.Tensor) and part.numel() == 1)):
-                what = f"a tensor of shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else repr(part)[:60]
-                raise workload.unusable(
-                    f"metrics() has {what} as {name!r}, and should have a number, the sum over the rows of the batch, or a "
-                    "pair of numbers: (sum, count)"
-                )
 
 
 def _refuse_odd_names(workload: Workload, **returned: Iterable) -> None:
