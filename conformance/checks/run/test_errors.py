@@ -67,6 +67,9 @@ MISTAKES |= dict(
 )
 MISTAKES |= dict(names_no_flag="width is no flag: call it '--width'", gives_no_type="--width has the default 16 and no type")
 MISTAKES |= dict(takes_no_config="optimizer(), line 9, of --workload takes_no_config: TypeError")
+MISTAKES |= dict(
+    keeps_a_teacher="self.teacher is float32 on", normalizes_in_training_mode="it: its dropout and BatchNorm are on"
+)
 MISTAKES |= dict(has_unequal_columns="columns of unequal length (0: 1438, 1: 1437)")
 UNBUILT = dict(unbuildable="line 11 (model): NameError", reads_a_layer="--sharding none")
 UNBUILT |= dict(clips_by_a_hook="0.weight has a hook, which its parts would not have")

@@ -569,6 +569,20 @@ NOTED |= dict(initializes_by_rows=["the model writes its parameters 3.scale when
 NOTED |= dict(counts_in_a_global=["the same rows and seeds gave another loss the second time"])
 NOTED |= dict(standardizes_by_itself=["the loss of two rows together is not the sum of theirs alone"])
 NOTED |= dict(weighs_classes=["the loss of 16 rows together is not the sum of theirs alone"], draws_for_large_batches=[])
+NOTED |= dict(
+    adds_what_is_0_at_first=[
+        "the gradient of log_scale for two rows together is not the sum of theirs alone, although the loss is"
+    ]
+)
+NOTED |= dict(adds_a_constant_to_its_logits=[], anneals_and_holds_out_nothing=[])
+NOTED |= dict(counts_in_training=["the same rows and seeds gave another loss the second time"])
+NOTED |= dict(
+    flags_that_it_is_initialized=[
+        "the model changes its buffers 3.shift in training, and all ranks take rank 0's",
+        "the rows that were tried set 3.ready of the model, and the buffers beside it were put back",
+    ]
+)
+NOTED |= dict(anneals=["the loss of held-out rows changes with self.steps_done, and chooses best.safetensors"])
 NOTED |= dict(evaluates_in_training_mode=["forward() or loss() calls train() on the model, or a part of it"])
 NOTED |= dict(trains_in_eval_mode=["forward() or loss() calls eval() on the model, or a part of it"], frozen_in_eval_mode=[])
 NOTED |= {name: ["forward() or loss() seeds a generator"] for name in ("seeds_its_forward", "seeds_its_loss")}

@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp_core.batches import SMALL, Batches, converted
-from ddp_core.comparison import compare_losses, compare_metrics, refuse_unlike_sums
+from ddp_core.comparison import compare_gradients, compare_losses, compare_metrics, refuse_unlike_sums
 from ddp_core.config import refuse_other_default_device
 from ddp_core.errors import WorkloadError
 from ddp_core.order import DROPOUT, generator_positions, positions_of_others, seed_generators, seeded_anew
@@ -96,6 +97,15 @@ WRITTEN = (
     "few that are tried before the first step, and what a rank writes by its own rows later the others do not have; compute it "
     "in model(), or keep it in a buffer"
 )
+FLAG = (
+    "the rows that were tried set {names} of the model, and the buffers beside it were put back: what it calls initialized is "
+    "not; make the flag a buffer (register_buffer), which is put back, too, and saved"
+)
+ANNEALED = (
+    "the loss of held-out rows changes with self.steps_done, and chooses best.safetensors: where torch.is_grad_enabled() is "
+    "false, give it one measure throughout, the last one, say"
+)
+OF_OTHER_TENSORS = "device|dtype|meta|scalar type|Input type"  # in torch's errors about tensors that do not go together
 BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -120,7 +130,7 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> Pro
     refuse_other_default_device(workload)
     if (dtype := torch.get_default_dtype()) != torch.float32:  # optimizers count steps in it, and fused ones then fail
         raise workload.unusable(f"torch's default dtype is {dtype}: take set_default_dtype out, pass --precision fp64")
-    trial, trained = _Trial(model, batches, autocast, agreed), bits_of_trained(model)
+    trial, trained, flags = _Trial(model, batches, autocast, agreed), bits_of_trained(model), flags_of(model)
     try:
         trial.read()
         trial.refuse_gradients_of_rows()
@@ -129,11 +139,14 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> Pro
     except (Exception, SystemExit) as error:
         if batches.config.sharding != "none" and (what := unknown_to_shards(error)):
             raise WorkloadError(f"--sharding {batches.config.sharding}: {NO_SHARDS.format(what=what)}") from error
-        if re.search("device|dtype|meta", str(error)):  # hidden parameters were not moved or converted
+        if re.search(OF_OTHER_TENSORS, str(error)):  # hidden parameters were not moved or converted
             _refuse_hidden(workload, model, lambda part: part.requires_grad)
         row, name = row_of(error), workload.name
         what = f"row {row} of --workload {name}" if row else f"--workload {name}, tried on {trial.count} of its rows"
-        raise blame(error, workload.file, what) from error
+        blamed = blame(error, workload.file, what)
+        if blamed is not error and (cause := trial.cause_of(error)):
+            blamed = WorkloadError(f"{blamed}; {cause}")
+        raise blamed from error
     finally:
         for parameter in model.parameters():
             parameter.grad = None
@@ -143,7 +156,8 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> Pro
             f"forward() moves an average of the weights ({moved[0]}), and they are in parts: pass --sharding none"
         )
     notes = [ROUNDED.format(names=", ".join(batches.rounded[:6]))] if batches.rounded else []
-    notes += notes_on_buffers(model, changed) + notes_on_written(model, trained) + trial.notes + random
+    notes += notes_on_buffers(model, changed) + notes_on_flags(model, flags, changed) + notes_on_written(model, trained)
+    notes += trial.notes + random
     notes += notes_on_uncalled(workload)
     return ProbeResult(losses, metrics, changed, trial.rows, others, notes)
 
@@ -169,11 +183,13 @@ class _Trial:
         seed_generators(self.batches.device, DROPOUT, self.config.seed, seed, others=others)
         batch = converted(batch, torch.clone, self.batches.device)
         modes = [(module, module.training) for module in self.model.modules()]
-        with self.autocast():
-            outputs = outputs_of(self.workload, self.model, batch)
-            loss = self.workload.loss(outputs, batch)
-        # A frozen part may always be in eval mode.
-        self.modes |= {m.training for m, before in modes if m.training != before and (m.training or _trains(m))}
+        try:
+            with self.autocast():
+                outputs = outputs_of(self.workload, self.model, batch)
+                loss = self.workload.loss(outputs, batch)
+        finally:  # an error may come of it
+            # A frozen part may always be in eval mode.
+            self.modes |= {m.training for m, before in modes if m.training != before and (m.training or _trains(m))}
         return outputs, loss, batch
 
     def total(self, batch: Any, seed: int, others: bool = False) -> torch.Tensor:
@@ -256,6 +272,18 @@ class _Trial:
         if not drawn and not notes:
             self.notes += (notes := compare_losses(self.workload, torch.tensor([losses])))
         self.notes += compare_metrics(self.workload, results, not notes)
+        if not drawn and not notes and self.config.sharding == "none":  # else a backward is collective
+            totals = [partial(self.total, batch, 0) for batch in (self.rows, *self.alone)]
+            self.notes += compare_gradients(self.model, self.config.precision, *totals)
+
+    def _try_last_step(self, at_first: torch.Tensor) -> None:
+        """Note a loss of held-out rows that is another one after the last step."""
+        steps = self.config.epochs * self.config.steps_of(len(self.batches))
+        self.workload.core_sets(count_steps=lambda: steps)
+        try:
+            self.notes += [ANNEALED] if self.total(self.rows, 0) != at_first else []
+        finally:
+            del vars(self.workload)["count_steps"]
 
     def put_buffers_back(self) -> list[str]:
         """Restore the buffers. Returns the names of those that the model has changed so far."""
@@ -288,6 +316,8 @@ class _Trial:
                 self.notes += notes
                 if self.agreed(draws == 1):  # else noise would look like a difference
                     self._try_many(metrics, notes)
+            if self.agreed(self.repeats):
+                self._try_last_step(whole)
         del self.many[1:]
         self.model.train()
         loss = self.outcome(self.rows, 0)[1]
@@ -299,16 +329,25 @@ class _Trial:
         if isinstance(loss, Mapping) and (constant := [name for name, part in loss.items() if not part.requires_grad]):
             self._note_constants(constant)
         _refuse_unused(workload, self.model)
-        self.notes += [MODE.format(call=call, what=what) for mode, call, what in MODES if mode in self.modes]
+        self.notes += self.notes_on_modes()
         return names, tuple(metrics)
 
-    @torch.no_grad()
+    def notes_on_modes(self) -> list[str]:
+        return [MODE.format(call=call, what=what) for mode, call, what in MODES if mode in self.modes]
+
+    def cause_of(self, error: BaseException) -> str:
+        """What the trial knows of an error's cause, or empty."""
+        if "more than 1 value per channel" in str(error):  # of BatchNorm, which is evaluated in training mode
+            return "; ".join(self.notes_on_modes())
+        return unlike_the_model(self.workload, self.model) if re.search(OF_OTHER_TENSORS, str(error)) else ""
+
+    @torch.enable_grad()  # as in training: what a model or loss counts, it may count only then
     def look_for_random_numbers(self) -> tuple[bool, list[str]]:
         """Whether the loss also draws from Python's or NumPy's generator, and notes."""
 
         def loss(seed: int, others: bool = False) -> float:
             self.put_buffers_back()
-            return self.total(self.rows, seed, others).nan_to_num().item()
+            return self.total(self.rows, seed, others).detach().nan_to_num().item()
 
         first, kept, plain = loss(0), kept_by(self.workload, self.model), kept_in(self.model)
         before = generator_positions()
@@ -343,11 +382,12 @@ def notes_on_uncalled(workload: Workload) -> list[str]:
     return [UNCALLED.format(names=", ".join(names[:6]))] if names else []
 
 
-def notes_on_rows(others: list[str], same: bool, notes: list[str]) -> list[str]:
+def notes_on_rows(others: list[str], same: bool, held_out: bool, notes: list[str]) -> list[str]:
     """Notes on rows, then the probe's notes. others: rows that differed when they were read again for a fingerprint. same:
-    whether the held-out rows are the training rows.
+    whether the held-out rows are the training rows. held_out: whether there are any.
     """
     known = [ROWS_NOT_REPEATED.format(row="row 0")] if others else []
+    known += [] if held_out else [ANNEALED]
     of_rows = [ROWS_NOT_REPEATED.format(row=row) + NOT_RESUMED for row in others[:1]]
     return of_rows + ([SAME_ROWS] if same else []) + [note for note in notes if note not in known]
 
@@ -455,12 +495,30 @@ def _refuse_unused(workload: Workload, model: nn.Module) -> None:
             f"the gradient of {', '.join(sparse)} is sparse, and ranks add up dense ones: make the layer with sparse=False"
         )
     if not trained or len(unused) == len(trained):
-        raise workload.unusable("the loss has no gradient for any parameter: is it cut off (detach)?")
+        raise workload.unusable(
+            "the loss has no gradient for any parameter: is it cut off (detach)? If a batch may lack what counts, return "
+            "outputs.sum() * 0 for it"
+        )
     if unused and not workload.unused_parameters:
         raise workload.unusable(
             f"no gradient for {', '.join(unused[:6])}{' and on' if len(unused) > 6 else ''}: use them in the loss, freeze them "
             "(requires_grad_(False)), or set unused_parameters = True in the class"
         )
+
+
+def unlike_the_model(workload: Workload, model: nn.Module) -> str:
+    """Words on an attribute of the workload whose tensors are elsewhere, or in another precision than the model's. Or empty."""
+    of_model = next(model.parameters(), torch.zeros(0))
+    for name, value in vars(workload).items():
+        parts = tree_leaves([*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else value)
+        for part in (part for part in parts if isinstance(part, torch.Tensor)):
+            if part.device != of_model.device or (part.is_floating_point() and part.dtype != of_model.dtype):
+                kinds = [f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}" for tensor in (part, of_model)]
+                return (
+                    f"self.{name} is {kinds[0]}, and the model {kinds[1]}: only the model is moved and converted, so call "
+                    f"self.{name}.to(next(model.parameters())) in forward()"
+                )
+    return ""
 
 
 def _refuse_hidden(workload: Workload, model: nn.Module, trained: Callable) -> None:
@@ -491,6 +549,19 @@ def notes_on_written(model: nn.Module, before: dict[str, float]) -> list[str]:
     """
     names = [name for name, bits in bits_of_trained(model).items() if bits != before.get(name)]
     return [WRITTEN.format(names=", ".join(names[:6]))] if names else []
+
+
+def flags_of(model: nn.Module) -> dict[tuple[str, str], bool]:
+    """The booleans that modules keep as plain attributes, by module and name."""
+    flags = {(place, name): value for place, module in model.named_modules() for name, value in vars(module).items()}
+    return {key: value for key, value in flags.items() if isinstance(value, bool) and key[1] != "training"}
+
+
+def notes_on_flags(model: nn.Module, before: dict[tuple[str, str], bool], changed: list[str]) -> list[str]:
+    """A note on flags that the trial set beside a buffer that it put back. changed: names of these buffers."""
+    moved = {name.rpartition(".")[0] for name in changed}
+    found = [key for key, value in flags_of(model).items() if value != before.get(key, False) and key[0] in moved]
+    return [FLAG.format(names=", ".join(".".join(filter(None, key)) for key in found[:6]))] if found else []
 
 
 def notes_on_buffers(model: nn.Module, changed: list[str]) -> list[str]:
