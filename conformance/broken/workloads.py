@@ -1066,6 +1066,11 @@ class AsksForTheStep(Digits):
     def loss(self, outputs, batch):
         return 0 * outputs.sum() + len(outputs) * self.steps_done
 """,
+    "asks_for_the_epoch": """
+class AsksForTheEpoch(Digits):
+    def loss(self, outputs, batch):
+        return 0 * outputs.sum() + len(outputs) * self.epochs_done
+""",
     # Its held-out rows are drawn while they are read.
     "drawn_rows": """
 class Drawn:

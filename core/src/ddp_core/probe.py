@@ -78,7 +78,7 @@ UNCALLED = (
 )
 KEPT = (
     "{names} of the {owner} changes with every batch, and no snapshot holds it: a run that goes on begins with it anew; keep "
-    "it in a buffer of the model (register_buffer), or compute it from self.steps_done"
+    "it in a buffer of the model (register_buffer), or compute it from self.steps_done or self.epochs_done"
 )
 CONSTANT_PART = (
     "part {name!r} of loss() has no gradient, yet counts in the loss, which chooses best.safetensors: return it from metrics()"
