@@ -491,7 +491,7 @@ def test_dropout_under_canonical_is_that_of_a_world_of_one(check, world, runs, f
 @only(sizes=(1, 2))
 @pytest.mark.parametrize("name, steps", [("asks_for_the_step", 1), ("asks_for_the_epoch", 14)])
 def test_a_loss_may_ask_for_the_step(check, world, runs, first, own_file, name, steps):
-    """The step number continues after another start; held-out rows get the number of completed steps. steps: of what it asks for."""
+    """The step number continues after another start; held-out rows get the number of completed steps."""
     flags, path = f"{own_file(name)} --precision fp64", runs.folder(first, name)
     starts = done(check, *[world.train(first, path, f"{flags} --epochs {epochs}") for epochs in (1, 2)])
     losses = (starts[1].losses, starts[1].values("epoch", "eval_loss"))
