@@ -1155,6 +1155,11 @@ class AsksForTheStep(Digits):
     def loss(self, outputs, batch):
         return 0 * outputs.sum() + len(outputs) * self.steps_done
 """,
+    "asks_for_the_epoch": """
+class AsksForTheEpoch(Digits):
+    def loss(self, outputs, batch):
+        return 0 * outputs.sum() + len(outputs) * self.epochs_done
+""",
     # Its held-out rows are drawn while they are read.
     "drawn_rows": """
 class Drawn:
@@ -2070,7 +2075,130 @@ class MeanMetric(Digits):
     "seldom": """
 class Seldom(Digits):
     def metrics(self, outputs, batch):
-        return {"right": (batch[1] == 8).double().mean()}
+        return {"right": (batch[1] == 3).double().mean()}
+""",
+    # The first rows, which are sorted, have no loss.
+    "is_0_of_the_first": """
+class Is0OfTheFirst(Digits):
+    def data(self, config):
+        (images, labels), held_out = (rows.columns for rows in super().data(config))
+        order = labels.argsort(stable=True)
+        return (images[order], labels[order]), held_out
+
+    def loss(self, outputs, batch):
+        return (F.cross_entropy(outputs, batch[1].long(), reduction="none") * (batch[1] > 0)).mean()
+""",
+    # The first rows, which are sorted, have one weight.
+    "weighs_classes": """
+class WeighsClasses(Digits):
+    def data(self, config):
+        (images, labels), held_out = (rows.columns for rows in super().data(config))
+        order = labels.argsort(stable=True)
+        return (images[order], labels[order]), held_out
+
+    def loss(self, outputs, batch):
+        return F.cross_entropy(outputs, batch[1].long(), weight=1 + torch.arange(10.0).to(outputs)) * len(outputs)
+""",
+    # Of two rows and of one it draws nothing.
+    "draws_for_large_batches": """
+class DrawsForLargeBatches(Digits):
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) * (1 + random.random() if len(outputs) > 2 else 1)
+""",
+    # A penalty on parameters that is 0 before the first step.
+    "adds_what_is_0_at_first": """
+class Net(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.log_scale = net, nn.Parameter(torch.zeros(()))
+
+    def forward(self, images):
+        return self.net(images), self.log_scale
+
+
+class AddsWhatIs0AtFirst(Digits):
+    def model(self, config):
+        return Net(super().model(config))
+
+    def loss(self, outputs, batch):
+        outputs, log_scale = outputs
+        return super().loss(outputs, batch) * (-log_scale).exp() + log_scale
+
+    def metrics(self, outputs, batch):
+        return super().metrics(outputs[0], batch)
+""",
+    # A parameter whose gradient is but what rounding leaves.
+    "adds_a_constant_to_its_logits": """
+class Net(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.shift = net, nn.Parameter(torch.zeros(()))
+
+    def forward(self, images):
+        return self.net(images) + self.shift
+
+
+class AddsAConstantToItsLogits(Digits):
+    def model(self, config):
+        return Net(super().model(config))
+""",
+    "counts_in_training": """
+CALLS = []
+
+
+class CountsInTraining(Digits):
+    def loss(self, outputs, batch):
+        if torch.is_grad_enabled():
+            CALLS.append(1)
+        return super().loss(outputs, batch) * (min(1, 0.1 + len(CALLS) / 100) if torch.is_grad_enabled() else 1)
+""",
+    "flags_that_it_is_initialized": """
+class Shift(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(10))
+
+    def forward(self, outputs):
+        if self.training and not hasattr(self, "ready"):
+            self.shift.copy_(outputs.detach().mean(0))
+            self.ready = True
+        return outputs - self.shift
+
+
+class FlagsThatItIsInitialized(Digits):
+    def model(self, config):
+        return nn.Sequential(*super().model(config), Shift())
+""",
+    "anneals_and_holds_out_nothing": """
+class AnnealsAndHoldsOutNothing(Digits):
+    def data(self, config):
+        return super().data(config)[0], None
+
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) * min(1, 0.1 + self.steps_done)
+""",
+    # In the trial of one row BatchNorm is in training mode, too.
+    "normalizes_in_training_mode": """
+class NormalizesInTrainingMode(Digits):
+    def model(self, config):
+        return nn.Sequential(*super().model(config), nn.BatchNorm1d(10))
+
+    def forward(self, model, batch):
+        return model.train()(batch[0])
+""",
+    # In --precision fp64 only the model is converted.
+    "keeps_a_teacher": """
+class KeepsATeacher(Digits):
+    defaults = Digits.defaults | dict(precision="fp64")
+
+    def model(self, config):
+        self.teacher = nn.Linear(64, 10)
+        return super().model(config)
+
+    def loss(self, outputs, batch):
+        with torch.no_grad():
+            wanted = self.teacher(batch[0]).softmax(-1)
+        return F.kl_div(outputs.log_softmax(-1), wanted, reduction="sum")
 """,
     "calls_backward": """
 class CallsBackward(Digits):
@@ -2179,7 +2307,9 @@ class TakesARoot(Digits):
 class TakesAVariance(Digits):
     def metrics(self, outputs, batch):
         apart = (outputs - outputs.mean(0)).square().sum()
-        return {"variance": apart / (len(outputs) - 1) * len(outputs)}
+        wrong = (outputs.mean(-1) - batch[1]).square().sum()
+        spread = (batch[1] - batch[1].double().mean()).square().sum()
+        return {"variance": apart / (len(outputs) - 1) * len(outputs), "r2": (1 - wrong / spread) * len(outputs)}
 """,
     # Its mistake is found by torch, which no line of this file has called.
     "hooked": """

@@ -460,12 +460,12 @@ def test_the_workers_of_held_out_rows_are_those_of_all_evaluations(tmp_path):
 
 
 def no_more_processes() -> None:
-    """The fourth and later forks fail: by then the rows for the trial have been read."""
+    """The third and later forks fail: by then the rows for the trial have been read."""
     fork, calls = os.fork, []
 
     def few():
         calls.append(None)
-        if len(calls) > 3:
+        if len(calls) > 2:
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return fork()
 
@@ -481,7 +481,7 @@ def test_workers_die_with_their_rank(tmp_path):
     job = train(tmp_path / "run", flags, 1, faults={0: at_step(1, signalled(signal.SIGKILL))})
     assert job.codes == [-signal.SIGKILL]
     workers = {int(line) for line in (tmp_path / "pids").read_text().split()}
-    assert len(workers) == 2 + 3  # three read the rows of the trial
+    assert len(workers) == 2 + 2  # two read the rows of the trial
     end = time.monotonic() + 20
     while time.monotonic() < end and any(map(run_lock._began, workers)):
         time.sleep(0.05)

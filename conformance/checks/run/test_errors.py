@@ -46,7 +46,7 @@ pytestmark = IN_RANKS
 # Mistakes in broken/workloads.py, with words that their errors must have.
 MISTAKES = dict(syntax="syntax.py, line 8: ", no_class="one class that derives from ddp_core.Workload")
 MISTAKES |= dict(raises="line 10 (loss): AttributeError", mean="loss() returns a mean over rows")
-MISTAKES |= dict.fromkeys(("mean_of_hidden", "mean_below_zero"), "loss() returns a mean over rows")
+MISTAKES |= dict.fromkeys(("mean_of_hidden", "mean_below_zero", "is_0_of_the_first"), "loss() returns a mean over rows")
 MISTAKES |= dict(unused="no gradient for 3.weight", mean_metric="metrics() has a mean over rows as 'error'")
 MISTAKES |= dict(misspelled="has metric, which the core does not ask for", no_held_out="gave no held-out row")
 MISTAKES |= dict(two_words="metrics() names 'top 5'", aside="temperature has a gradient, and is no part of the model")
@@ -67,6 +67,9 @@ MISTAKES |= dict(
 )
 MISTAKES |= dict(names_no_flag="width is no flag: call it '--width'", gives_no_type="--width has the default 16 and no type")
 MISTAKES |= dict(takes_no_config="optimizer(), line 9, of --workload takes_no_config: TypeError")
+MISTAKES |= dict(
+    keeps_a_teacher="self.teacher is float32 on", normalizes_in_training_mode="it: its dropout and BatchNorm are on"
+)
 MISTAKES |= dict(has_unequal_columns="columns of unequal length (0: 1438, 1: 1437)")
 UNBUILT = dict(unbuildable="line 11 (model): NameError", reads_a_layer="--sharding none")
 UNBUILT |= dict(clips_by_a_hook="0.weight has a hook, which its parts would not have")

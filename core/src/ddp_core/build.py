@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ddp_core.batches import Batches
+from ddp_core.comparison import hooked
 from ddp_core.order import seed_everything
 from ddp_core.probe import ProbeResult, probe
 from ddp_core.process_group import Peers
@@ -22,6 +23,7 @@ def build_model_and_optimizer(
     needed. Raises WorkloadError.
     """
     workload, config, device, dtype = rows.workload, rows.config, rows.device, rows.dtype
+    workload.core_sets(steps_in_epoch=config.steps_of(len(rows)))
     # The ranks may still draw different numbers (a set's order, the clock): Trainer.restore() sends rank 0's to all.
     seed_everything(config.seed)
     agreed: Callable = bool
@@ -183,12 +185,6 @@ def notes_on_modes(model: nn.Module) -> list[str]:
         "training mode: BatchNorm's statistics move, and dropout is on; the model's own train() may leave it in eval mode"
     )
     return [note] if first else []
-
-
-def hooked(model: nn.Module) -> list[str]:
-    """Names of trained parameters with hooks of the user. DistributedDataParallel adds its hooks later, and elsewhere."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return [name for name, p in trained.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
 
 
 def notes_on_hooks(model: nn.Module) -> list[str]:

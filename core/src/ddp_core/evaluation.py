@@ -6,10 +6,10 @@ import time
 
 import torch
 
+from ddp_core.comparison import refuse_unlike_sums
 from ddp_core.control import tree_sum
 from ddp_core.errors import NonFiniteError
 from ddp_core.order import EVALUATION, micro_batches, seed_generators
-from ddp_core.probe import refuse_unlike_sums
 from ddp_core.reconcile import SECONDS, next_interval
 from ddp_core.workload import outputs_of, parts_of, refuse_other_names
 

@@ -4,12 +4,11 @@ The trial does not change training: buffers, gradients and random numbers are as
 """
 
 import copy
-import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Real
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp_core.batches import SMALL, Batches, converted
+from ddp_core.comparison import compare_gradients, compare_losses, compare_metrics, refuse_unlike_sums
 from ddp_core.config import refuse_other_default_device
 from ddp_core.errors import WorkloadError
 from ddp_core.order import DROPOUT, generator_positions, positions_of_others, seed_generators, seeded_anew
@@ -33,11 +33,12 @@ from ddp_core.workload import (
     factor_of,
     outputs_of,
     refuse_other_names,
+    row_of,
     sources_of,
     unknown_to_shards,
 )
 
-MANY = 16  # rows: so many that a metric is seldom 0
+MANY = 16  # rows: so many that a loss or a metric is seldom 0
 DRAWS = 32  # evaluations of a loss with random noise, to tell a mean from a sum
 LARGE = 2**20  # numbers: a larger tensor is not copied, and its content is not compared
 RANDOM = (
@@ -67,17 +68,6 @@ SEEDS = (
     "{where} seeds a generator (torch.manual_seed, random.seed, numpy.random.seed), and draws the same for {each}: take it "
     "out, the core seeds them"
 )
-NO_SUM = (
-    "the loss of two rows together is not the sum of theirs alone: a mean (over pairs, in contrastive losses) is to be "
-    "multiplied with the rows, or its gradients are too small by that factor; [n, 1] and [n] numbers are compared in all pairs "
-    "(broadcast); rows that depend on each other make losses depend on the world size, since each rank has a part of the "
-    "global batch"
-)
-NO_SUM_OF_METRIC = (
-    "metric {name!r} of {rows} rows together is {together:.6g}, and {apart:.6g} is the sum of theirs: its record, the sum over "
-    "all batches divided by the rows, depends on the batches; return what adds up, as a number or as (sum, count): squared "
-    "errors and not their root, hits and not F1"
-)
 ROUNDED = (
     "column {names} of fp64 has less than three digits left of what tells rows apart, once rounded: subtract a mean (of times "
     "in seconds, say), or pass --precision fp64"
@@ -87,7 +77,7 @@ UNCALLED = (
 )
 KEPT = (
     "{names} of the {owner} changes with every batch, and no snapshot holds it: a run that goes on begins with it anew; keep "
-    "it in a buffer of the model (register_buffer), or compute it from self.steps_done"
+    "it in a buffer of the model (register_buffer), or compute it from self.steps_done or self.epochs_done"
 )
 CONSTANT_PART = (
     "part {name!r} of loss() has no gradient, yet counts in the loss, which chooses best.safetensors: return it from metrics()"
@@ -106,6 +96,15 @@ WRITTEN = (
     "few that are tried before the first step, and what a rank writes by its own rows later the others do not have; compute it "
     "in model(), or keep it in a buffer"
 )
+FLAG = (
+    "the rows that were tried set {names} of the model, and the buffers beside it were put back: what it calls initialized is "
+    "not; make the flag a buffer (register_buffer), which is put back, too, and saved"
+)
+ANNEALED = (
+    "the loss of held-out rows changes with self.steps_done, and chooses best.safetensors: where torch.is_grad_enabled() is "
+    "false, give it one measure throughout, the last one, say"
+)
+OF_OTHER_TENSORS = "device|dtype|meta|scalar type|Input type"  # in torch's errors about tensors that do not go together
 BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -132,7 +131,7 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> Pro
     refuse_other_default_device(workload)
     if (dtype := torch.get_default_dtype()) != torch.float32:  # optimizers count steps in it, and fused ones then fail
         raise workload.unusable(f"torch's default dtype is {dtype}: take set_default_dtype out, pass --precision fp64")
-    trial, trained = _Trial(model, batches, autocast, agreed), bits_of_trained(model)
+    trial, trained, flags = _Trial(model, batches, autocast, agreed), bits_of_trained(model), flags_of(model)
     try:
         trial.read()
         trial.refuse_gradients_of_rows()
@@ -141,9 +140,14 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> Pro
     except (Exception, SystemExit) as error:
         if batches.config.sharding != "none" and (what := unknown_to_shards(error)):
             raise WorkloadError(f"--sharding {batches.config.sharding}: {NO_SHARDS.format(what=what)}") from error
-        if re.search("device|dtype|meta", str(error)):  # hidden parameters were not moved or converted
+        if re.search(OF_OTHER_TENSORS, str(error)):  # hidden parameters were not moved or converted
             _refuse_hidden(workload, model, lambda part: part.requires_grad)
-        raise blame(error, workload.file, f"--workload {workload.name}, tried on {trial.count} of its rows") from error
+        row, name = row_of(error), workload.name
+        what = f"row {row} of --workload {name}" if row else f"--workload {name}, tried on {trial.count} of its rows"
+        blamed = blame(error, workload.file, what)
+        if blamed is not error and (cause := trial.cause_of(error)):
+            blamed = WorkloadError(f"{blamed}; {cause}")
+        raise blamed from error
     finally:
         for parameter in model.parameters():
             parameter.grad = None
@@ -154,7 +158,8 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> Pro
         )
     notes = [ROUNDED.format(names=", ".join(batches.rounded[:6]))] if batches.rounded else []
     written = names_of_written(model, trained)
-    notes += notes_on_buffers(model, changed) + notes_on_written(written) + trial.notes + random
+    notes += notes_on_buffers(model, changed) + notes_on_flags(model, flags, changed) + notes_on_written(written)
+    notes += trial.notes + random
     notes += notes_on_uncalled(workload)
     repeats = not {NOT_REPEATED, ROWS_NOT_REPEATED.format(row="row 0")} & {*notes}
     return ProbeResult(losses, metrics, changed, trial.rows, others, written, repeats, notes)
@@ -169,6 +174,7 @@ class _Trial:
         self.count = min(2, len(batches))
         self.rows: Any = None
         self.alone: list[Any] = []
+        self.many: list[Any] = []  # more rows together, then each alone
         self.tried: list[list[Any]] = []  # rows and alone, drawn anew several times, if collate() is random
         self.repeats = True
         self.notes: list[str] = []
@@ -180,11 +186,13 @@ class _Trial:
         seed_generators(self.batches.device, DROPOUT, self.config.seed, seed, others=others)
         batch = converted(batch, torch.clone, self.batches.device)
         modes = [(module, module.training) for module in self.model.modules()]
-        with self.autocast():
-            outputs = outputs_of(self.workload, self.model, batch)
-            loss = self.workload.loss(outputs, batch)
-        # A frozen part may always be in eval mode.
-        self.modes |= {m.training for m, before in modes if m.training != before and (m.training or _trains(m))}
+        try:
+            with self.autocast():
+                outputs = outputs_of(self.workload, self.model, batch)
+                loss = self.workload.loss(outputs, batch)
+        finally:  # an error may come of it
+            # A frozen part may always be in eval mode.
+            self.modes |= {m.training for m, before in modes if m.training != before and (m.training or _trains(m))}
         return outputs, loss, batch
 
     def total(self, batch: Any, seed: int, others: bool = False) -> torch.Tensor:
@@ -192,17 +200,23 @@ class _Trial:
 
     def read(self) -> None:
         """Read the rows to try, together and each alone. Notes a row that differs when it is read again with the same seeds."""
-        places = [*range(self.count)]
-        groups = [places, *([place] for place in places)]
+        places, spread = [*range(self.count)], self.spread()
+        many = [*range(self.count, self.count + len(spread))]
+        groups = [[*places], *([place] for place in places)]
+        all_groups = [*groups, many, *([place] for place in many)]
+        at = len(groups)
         if getattr(self.batches.rows, "batched", False) or self.config.row_seeds == "off":
-            self.rows, *self.alone = self.batches.few(places, groups)
+            batches = self.batches.few([*places, *spread], all_groups)
+            (self.rows, *self.alone), self.many = batches[:at], batches[at:]
             self.draw(places, groups)
             return
-        self.rows, *self.alone, again = self.batches.few([*places, 0], [*groups, [self.count]])
+        again = len(places) + len(spread)
+        *batches, row = self.batches.few([*places, *spread, 0], [*all_groups, [again]])
+        (self.rows, *self.alone), self.many = batches[:at], batches[at:]
         self.notes += [SEEDS.format(where="__getitem__", each="every row and epoch")] if self.batches.rows_seed else []
         self.draw(places, groups)
         numbers: list[list[torch.Tensor]] = [[], []]
-        for values, batch in zip(numbers, (self.alone[0], again), strict=True):
+        for values, batch in zip(numbers, (self.alone[0], row), strict=True):
             converted(batch, lambda tensor, values=values: values.append(_comparable(tensor)), self.batches.device)
         if not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*numbers, strict=False)):
             self.notes.append(ROWS_NOT_REPEATED.format(row="row 0"))
@@ -228,59 +242,51 @@ class _Trial:
             batches = self.batches.few(places, groups, max(4, min(DRAWS, SMALL // max(1, size))))  # all at once in memory
             self.tried = [batches[at : at + len(groups)] for at in range(0, len(batches), len(groups))]
 
-    def many(self) -> list[int]:
-        """At most MANY row numbers, and no more than a rank trains on at once: it may lack the memory for more."""
+    def spread(self) -> list[int]:
+        """At most MANY row numbers from all over the data, whose first rows may be alike: sorted by class, or without a label.
+
+        They are no more than a rank trains on at once: it may lack the memory for more.
+        """
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         at_once = self.config.global_batch_size // ranks // self.config.accumulate
-        return [*range(min(MANY, max(self.count, at_once), len(self.batches)))]
+        count = min(MANY, max(self.count, at_once), len(self.batches))
+        return [len(self.batches) * number // count for number in range(count)]
 
     def _note_constants(self, names: list[str]) -> None:
         """Note loss parts that have no gradient and are not 0 over many rows: a part that a batch lacks may be 0."""
-        places = self.many()
-        (batch,) = self.batches.few(places, [places])
         with torch.no_grad():
-            loss = self.outcome(batch, 0)[1]
+            loss = self.outcome(self.many[0], 0)[1]
         self.notes += [CONSTANT_PART.format(name=name) for name in names if loss.get(name)]
 
-    def _try_metrics(self, metrics: Mapping, rows_are_apart: bool) -> None:
-        """Refuse means, and names that differ between batches; note values that are no sum. Of two rows a metric is often 0.
+    def _try_many(self, metrics: Mapping, notes: list[str]) -> None:
+        """Compare loss and metrics of many rows with the sum of theirs alone. Of two rows a metric is often 0.
 
-        rows_are_apart: whether the loss is a sum over rows. If not, a sum over the batch may look like a mean.
+        metrics: those of two rows. notes: on the loss of two rows.
         """
-        places = self.many()
-        batches = self.batches.few(places, [places, *([place] for place in places)]) if metrics else self.alone
-        tried = (self.outcome(batch, 0) for batch in batches)
-        results = [self.workload.metrics(outputs, batch) for outputs, _, batch in tried]
-        for other in results:
-            refuse_other_names(self.workload, other, metrics)
-        for name, value in metrics.items():
-            if isinstance(value, tuple):
-                pairs = [[float(part) for part in other[name]] for other in results]
-                sums, counts = zip(*pairs, strict=True)
-                if not self._noted(f"{name} (count)", counts):
-                    self._noted(f"{name} (sum)", sums)
-                continue
-            together, *alone = values = [float(other[name]) for other in results]
-            apart = sum(alone)
-            near = 1e-3 * abs(apart)
-            if rows_are_apart and abs(together - apart / len(alone)) <= near < abs(together - apart):
-                raise self.workload.unusable(
-                    f"metrics() has a mean over rows as {name!r} ({together:.6g} for {len(alone)} rows, {apart:.6g} is the sum "
-                    "of each), and should have their sum: .sum(), or times the rows"
-                )
-            self._noted(name, values)
+        seed_generators(self.batches.device, DROPOUT, self.config.seed, 0)
+        still, drawn, losses = generator_positions(), False, []
+        results: list[Mapping] = []
+        for rows in self.many:
+            outputs, loss, batch = self.outcome(rows, 0)
+            drawn = drawn or generator_positions() != still  # in some batches only: noise would look like a difference
+            losses.append(_total(self.workload, loss)[1].double())
+            results.append(self.workload.metrics(outputs, batch) if metrics else {})
+            refuse_other_names(self.workload, results[-1], metrics)
+        if not drawn and not notes:
+            self.notes += (notes := compare_losses(self.workload, torch.tensor([losses])))
+        self.notes += compare_metrics(self.workload, results, not notes)
+        if not drawn and not notes and self.config.sharding == "none":  # else a backward is collective
+            totals = [partial(self.total, batch, 0) for batch in (self.rows, *self.alone)]
+            self.notes += compare_gradients(self.model, self.config.precision, *totals)
 
-    def _noted(self, name: str, values: Sequence[float]) -> bool:
-        """Whether a metric is no sum over rows; then it is noted. values: of the rows together, then of each row."""
-        together, *alone = values
-        apart = sum(alone)  # NaN if one is: a correlation of one row, say
-        # 1 %, because sums of many rows round. 10 %, because bf16 rounds by 1 %.
-        near = (0.1 if self.config.precision in ("bf16", "fp16") else 0.01) * sum(map(abs, alone))
-        close = together == apart or abs(together - apart) <= near
-        if no_sum := not close and not math.isnan(together):
-            what = dict(name=name, rows=len(alone), together=together, apart=apart)
-            self.notes.append(NO_SUM_OF_METRIC.format(**what))
-        return no_sum
+    def _try_last_step(self, at_first: torch.Tensor) -> None:
+        """Note a loss of held-out rows that is another one after the last step."""
+        steps = self.config.epochs * self.config.steps_of(len(self.batches))
+        self.workload.core_sets(count_steps=lambda: steps)
+        try:
+            self.notes += [ANNEALED] if self.total(self.rows, 0) != at_first else []
+        finally:
+            del vars(self.workload)["count_steps"]
 
     def put_buffers_back(self) -> list[str]:
         """Restore the buffers. Returns the names of those that the model has changed so far."""
@@ -309,10 +315,13 @@ class _Trial:
                 draws = 1 if not self.tried and self.agreed(bool(whole == self.total(self.rows, 1))) else DRAWS
                 tried = self.tried or [[self.rows, *self.alone]] * draws
                 losses = [[self.total(batch, draw).double() for batch in batches] for draw, batches in enumerate(tried)]
-                notes = _compared(workload, torch.tensor(losses), self.config.precision)
+                notes = compare_losses(workload, torch.tensor(losses))
                 self.notes += notes
                 if self.agreed(draws == 1):  # else noise would look like a difference
-                    self._try_metrics(metrics, not notes)
+                    self._try_many(metrics, notes)
+            if self.agreed(self.repeats):
+                self._try_last_step(whole)
+        del self.many[1:]
         self.model.train()
         loss = self.outcome(self.rows, 0)[1]
         total = _total(workload, loss)[1]
@@ -323,16 +332,25 @@ class _Trial:
         if isinstance(loss, Mapping) and (constant := [name for name, part in loss.items() if not part.requires_grad]):
             self._note_constants(constant)
         _refuse_unused(workload, self.model)
-        self.notes += [MODE.format(call=call, what=what) for mode, call, what in MODES if mode in self.modes]
+        self.notes += self.notes_on_modes()
         return names, tuple(metrics)
 
-    @torch.no_grad()
+    def notes_on_modes(self) -> list[str]:
+        return [MODE.format(call=call, what=what) for mode, call, what in MODES if mode in self.modes]
+
+    def cause_of(self, error: BaseException) -> str:
+        """What the trial knows of an error's cause, or empty."""
+        if "more than 1 value per channel" in str(error):  # of BatchNorm, which is evaluated in training mode
+            return "; ".join(self.notes_on_modes())
+        return unlike_the_model(self.workload, self.model) if re.search(OF_OTHER_TENSORS, str(error)) else ""
+
+    @torch.enable_grad()  # as in training: what a model or loss counts, it may count only then
     def look_for_random_numbers(self) -> tuple[bool, list[str]]:
         """Whether the loss also draws from Python's or NumPy's generator, and notes."""
 
         def loss(seed: int, others: bool = False) -> float:
             self.put_buffers_back()
-            return self.total(self.rows, seed, others).nan_to_num().item()
+            return self.total(self.rows, seed, others).detach().nan_to_num().item()
 
         first, kept, plain = loss(0), kept_by(self.workload, self.model), kept_in(self.model)
         before = generator_positions()
@@ -367,11 +385,12 @@ def notes_on_uncalled(workload: Workload) -> list[str]:
     return [UNCALLED.format(names=", ".join(names[:6]))] if names else []
 
 
-def notes_on_rows(others: list[str], of_data: list[str], notes: list[str]) -> list[str]:
+def notes_on_rows(others: list[str], of_data: list[str], held_out: bool, notes: list[str]) -> list[str]:
     """Notes on rows, then the probe's notes. others: rows that differed when they were read again for a fingerprint. of_data:
-    other notes on the data.
+    other notes on the data. held_out: whether there are held-out rows.
     """
     known = [ROWS_NOT_REPEATED.format(row="row 0")] if others else []
+    known += [] if held_out else [ANNEALED]
     of_rows = [ROWS_NOT_REPEATED.format(row=row) + NOT_RESUMED for row in others[:1]]
     return of_rows + of_data + [note for note in notes if note not in known]
 
@@ -455,36 +474,6 @@ def _total(workload: Workload, loss: Any) -> tuple[tuple[str, ...], torch.Tensor
     return (tuple(named) if named is loss else ()), sum(value.reshape(()) for value in named.values())
 
 
-def _compared(workload: Workload, losses: torch.Tensor, precision: str) -> list[str]:
-    """Raises WorkloadError for a mean; notes what is no sum. losses: [draws, 3], of two rows together, of the first, of the
-    second; several draws if the loss is random.
-    """
-    together, first, second = losses.mean(0).tolist()
-    both = first + second
-    noise = losses.std(0).sum().item() / len(losses) ** 0.5 if len(losses) > 1 else 1e-3 * abs(both)
-    if abs(together - both / 2) <= 2 * noise and abs(together - both) > 5 * noise:
-        raise workload.unusable(
-            f"loss() returns a mean over rows ({together:.6g} for two rows, {first:.6g} and {second:.6g} for each), and should "
-            "return their sum: reduction='sum', or times the rows"
-        )
-    # 10 %, because bf16 rounds by 1 %.
-    near = 0.1 if precision in ("bf16", "fp16") else 1e-3
-    drawn = 10 * noise if len(losses) > 1 else 0.0
-    close = abs(together - both) <= max(drawn, near * max(abs(first), abs(second)))
-    return [] if close or not math.isfinite(together) else [NO_SUM]  # of one row it may be NaN: over a batch's deviation, say
-
-
-def refuse_unlike_sums(workload: Workload, metrics: Mapping) -> None:
-    for name, value in metrics.items():
-        for part in value if isinstance(value, tuple) and len(value) == 2 else (value,):
-            if not (isinstance(part, Real) or (isinstance(part, torch.Tensor) and part.numel() == 1)):
-                what = f"a tensor of shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else repr(part)[:60]
-                raise workload.unusable(
-                    f"metrics() has {what} as {name!r}, and should have a number, the sum over the rows of the batch, or a "
-                    "pair of numbers: (sum, count)"
-                )
-
-
 def _refuse_odd_names(workload: Workload, **returned: Iterable) -> None:
     """Raises WorkloadError for a name that cannot stand in a log line name=value, or name a column."""
     for method, names in returned.items():
@@ -509,12 +498,30 @@ def _refuse_unused(workload: Workload, model: nn.Module) -> None:
             f"the gradient of {', '.join(sparse)} is sparse, and ranks add up dense ones: make the layer with sparse=False"
         )
     if not trained or len(unused) == len(trained):
-        raise workload.unusable("the loss has no gradient for any parameter: is it cut off (detach)?")
+        raise workload.unusable(
+            "the loss has no gradient for any parameter: is it cut off (detach)? If a batch may lack what counts, return "
+            "outputs.sum() * 0 for it"
+        )
     if unused and not workload.unused_parameters:
         raise workload.unusable(
             f"no gradient for {', '.join(unused[:6])}{' and on' if len(unused) > 6 else ''}: use them in the loss, freeze them "
             "(requires_grad_(False)), or set unused_parameters = True in the class"
         )
+
+
+def unlike_the_model(workload: Workload, model: nn.Module) -> str:
+    """Words on an attribute of the workload whose tensors are elsewhere, or in another precision than the model's. Or empty."""
+    of_model = next(model.parameters(), torch.zeros(0))
+    for name, value in vars(workload).items():
+        parts = tree_leaves([*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else value)
+        for part in (part for part in parts if isinstance(part, torch.Tensor)):
+            if part.device != of_model.device or (part.is_floating_point() and part.dtype != of_model.dtype):
+                kinds = [f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}" for tensor in (part, of_model)]
+                return (
+                    f"self.{name} is {kinds[0]}, and the model {kinds[1]}: only the model is moved and converted, so call "
+                    f"self.{name}.to(next(model.parameters())) in forward()"
+                )
+    return ""
 
 
 def _refuse_hidden(workload: Workload, model: nn.Module, trained: Callable) -> None:
@@ -548,6 +555,19 @@ def notes_on_written(names: list[str]) -> list[str]:
     reset, too, a resumed run would initialize its trained parameters again.
     """
     return [WRITTEN.format(names=", ".join(names[:6]))] if names else []
+
+
+def flags_of(model: nn.Module) -> dict[tuple[str, str], bool]:
+    """The booleans that modules keep as plain attributes, by module and name."""
+    flags = {(place, name): value for place, module in model.named_modules() for name, value in vars(module).items()}
+    return {key: value for key, value in flags.items() if isinstance(value, bool) and key[1] != "training"}
+
+
+def notes_on_flags(model: nn.Module, before: dict[tuple[str, str], bool], changed: list[str]) -> list[str]:
+    """A note on flags that the trial set beside a buffer that it put back. changed: names of these buffers."""
+    moved = {name.rpartition(".")[0] for name in changed}
+    found = [key for key, value in flags_of(model).items() if value != before.get(key, False) and key[0] in moved]
+    return [FLAG.format(names=", ".join(".".join(filter(None, key)) for key in found[:6]))] if found else []
 
 
 def notes_on_buffers(model: nn.Module, changed: list[str]) -> list[str]:

@@ -252,7 +252,7 @@ class _Job:
         world |= {name: facts[name] for name in names} | dict(versions=trainer.state.facts["versions"])
         world |= dict(core=facts["core"]) if peers.rank == 0 else {}  # only rank 0 writes the record
         begun = trainer.step
-        notes = notes_on_rows(self.other_rows, self.notes_on_data, trainer.probed.notes)
+        notes = notes_on_rows(self.other_rows, self.notes_on_data, self.rows[1] is not None, trainer.probed.notes)
         notes += notes_on_cores(self.ranks) + notes_on_copies(self.ranks) + self._check_place(peers)
         notes += self._notes_on_another_file(facts) if begun and peers.rank == 0 else []
         record.start(begun, len(trainer.state.progress.history), self.config.facts(), self.ranks, notes, **world)

@@ -29,7 +29,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
-from ddp_core.build import hooked, in_precision, refuse_other_modules
+from ddp_core.build import in_precision, refuse_other_modules
+from ddp_core.comparison import hooked
 from ddp_core.errors import Failure, UsageError, WorkloadError
 from ddp_core.files import Stored
 from ddp_core.order import seed_everything

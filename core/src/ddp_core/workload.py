@@ -60,10 +60,17 @@ class Workload:
     staging: Any = None  # set while data() runs: the node's copies of files (staging.py)
     count_steps: Callable[[], int] = staticmethod(lambda: 0)  # the Trainer sets it
 
+    steps_in_epoch = 1  # build.py sets it
+
     @property
     def steps_done(self) -> int:
         """Optimizer steps done, over all starts of the run: for a forward or loss that changes during training."""
         return self.count_steps()
+
+    @property
+    def epochs_done(self) -> float:
+        """The same in epochs, 1.5 in the middle of the second: min(1, self.epochs_done / 10) rises over ten epochs."""
+        return self.steps_done / self.steps_in_epoch
 
     def flags(self, add: Callable) -> None:
         """Add your own flags: add("--width", type=int, default=64, help="..."), with the arguments of argparse's add_argument.
