@@ -300,6 +300,40 @@ class OtherArrays(Digits):
     def data(self, config):
         return Rows(), None
 """,
+    # Every rank has another order of the pixels, as by the order of a set of texts.
+    "other_pixels": """
+class OtherPixels(Digits):
+    def model(self, config):
+        self.pixels = random.SystemRandom().sample(range(64), 64)
+        return super().model(config)
+
+    def forward(self, model, batch):
+        return model(batch[0][:, self.pixels])
+""",
+    # Sound: what each rank draws by itself, in the loss or in its rows, differs, and a note says so.
+    "noise_in_its_loss": """
+class NoiseInItsLoss(Digits):
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) * (1 + random.SystemRandom().random())
+""",
+    "noise_in_its_rows": """
+class Rows:
+    fingerprint = "digits"
+
+    def __init__(self, rows):
+        self.images, self.labels = rows.columns
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        return self.images[row] * random.SystemRandom().random(), self.labels[row]
+
+
+class NoiseInItsRows(Digits):
+    def data(self, config):
+        return [Rows(rows) for rows in super().data(config)]
+""",
     # Its training images are in four files, which the ranks of a node share. Each tells how often it has opened one of them,
     # and whether it can write to what is shared.
     "reads_a_file": """
@@ -408,6 +442,18 @@ class Worsens(Digits):
         return 1.0 if step < 2 * total_steps / 3 else 100.0
 """,
     # It prints in each step, and has a flag whose default in its class is another than where it is added.
+    # One rank asks for a file that the first rank of its node, which is not ready yet, never asks for.
+    "asks_for_another_file": """
+class AsksForAnotherFile(Digits):
+    def flags(self, add):
+        add("--file")
+
+    def data(self, config):
+        mine = os.environ.get("MINE", "")
+        self.once_a_node(config.file + mine).read_bytes()
+        time.sleep(0 if mine else 1)
+        return super().data(config)
+""",
     "prints": """
 class Prints(Digits):
     defaults = Digits.defaults | dict(width=5)
@@ -418,6 +464,22 @@ class Prints(Digits):
     def loss(self, outputs, batch):
         print("a step of width", self.config.width)
         return super().loss(outputs, batch)
+""",
+    # As C libraries write, past Python's streams.
+    "writes_to_descriptors": """
+class WritesToDescriptors(Digits):
+    def loss(self, outputs, batch):
+        os.write(1, b"one\\n")
+        os.write(2, b"two\\n")
+        return super().loss(outputs, batch)
+""",
+    # It works in its own folder, as scripts do that read files beside them.
+    "changes_its_folder": """
+os.chdir(os.path.dirname(__file__))
+
+
+class ChangesItsFolder(Digits):
+    pass
 """,
     # A letter that ASCII has not.
     "prints_an_umlaut": """
@@ -674,6 +736,33 @@ class Counting(torch.optim.SGD):
 class CountsBeside(Digits):
     def optimizer(self, model, config):
         return Counting(model.parameters(), lr=config.lr)
+""",
+    # A hook of its optimizer averages the weights. Sound: it keeps a view of the model's own numbers, and counts nothing.
+    "averages_by_a_hook": """
+class AveragesByAHook(Digits):
+    def optimizer(self, model, config):
+        optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, fused=False)
+        self.average, self.weight = [], model[0].weight.detach()
+
+        def move(*words):
+            self.average = self.average or [p.detach().clone() for p in model.parameters()]
+            for average, parameter in zip(self.average, model.parameters()):
+                average.lerp_(parameter.detach(), 0.1)
+
+        optimizer.register_step_post_hook(move)
+        return optimizer
+""",
+    # The core sets the rate anew in each step.
+    "sets_its_rate": """
+class SetsItsRate(Digits):
+    def optimizer(self, model, config):
+        self.trains = super().optimizer(model, config)
+        return self.trains
+
+    def loss(self, outputs, batch):
+        if not torch.is_grad_enabled() and hasattr(self, "trains"):
+            self.trains.param_groups[0]["lr"] /= 10
+        return super().loss(outputs, batch)
 """,
     # An optimizer that counts steps by sevens, in its group: after an epoch of 14 steps it is where it began.
     "by_sevens": """
@@ -1332,6 +1421,33 @@ class AddsNoise(Digits):
     def optimizer(self, model, config):
         return Noisy(model.parameters(), lr=config.lr)
 """,
+    # And rows that draw, read one by one.
+    "adds_noise_and_draws_rows": """
+class Noisy(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        torch.rand(())
+
+
+class Drawing:
+    def __init__(self, rows):
+        self.images, self.labels = rows.columns
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, row):
+        print("drawn", torch.rand(()).item(), flush=True)
+        return self.images[row], self.labels[row]
+
+
+class AddsNoiseAndDrawsRows(Digits):
+    def data(self, config):
+        return Drawing(super().data(config)[0]), None
+
+    def optimizer(self, model, config):
+        return Noisy(model.parameters(), lr=config.lr)
+""",
     # A codebook that is a parameter moves by each rank's own rows.
     "moves_a_parameter": """
 class Moves(nn.Module):
@@ -1730,11 +1846,97 @@ class InitializesByRows(Digits):
     def model(self, config):
         return nn.Sequential(*super().model(config), Scaled())
 """,
+    "keeps_its_rows": """
+class Rows:
+    def __init__(self, rows):
+        self.images, self.labels = rows.columns
+        self.kept = {}
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        if row not in self.kept:
+            self.kept[row] = self.images[row] + torch.rand(64) / 10
+        return self.kept[row], self.labels[row]
+
+
+class KeepsItsRows(Digits):
+    def data(self, config):
+        return [Rows(rows) for rows in super().data(config)]
+""",
+    # Sound: its first row alone makes a table that all need.
+    "makes_a_table": """
+class Rows:
+    table = None
+
+    def __init__(self, rows):
+        self.images, self.labels = rows.columns
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        if self.table is None:
+            random.random()
+            self.table = torch.eye(64)
+        return self.images[row] @ self.table.to(self.images.dtype), self.labels[row]
+
+
+class MakesATable(Digits):
+    def data(self, config):
+        return [Rows(rows) for rows in super().data(config)]
+""",
+    # As an embedding's max_norm does: of the words in a rank's own rows.
+    "writes_a_parameter": """
+class Centred(nn.Linear):
+    def forward(self, numbers):
+        self.bias.data.lerp_(-numbers.detach().mean(0), 0.1)
+        return super().forward(numbers)
+
+
+class WritesAParameter(Digits):
+    def model(self, config):
+        return nn.Sequential(*super().model(config), Centred(10, 10))
+""",
     "holds_out_nothing_else": """
 class HoldsOutNothingElse(Digits):
     def data(self, config):
         columns = super().data(config)[0].columns
         return columns, columns
+""",
+    # Of its 80 held-out rows the first 40 are training rows.
+    "holds_out_what_it_trains": """
+class HoldsOutWhatItTrains(Digits):
+    def data(self, config):
+        images, labels = super().data(config)[0].columns
+        return (images[:1200], labels[:1200]), (images[1160:1240], labels[1160:1240])
+""",
+    "holds_out_a_part_twice": """
+from torch.utils.data import Subset
+
+class Images:
+    def __init__(self, rows):
+        self.images, self.labels = rows.columns
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        return self.images[row], self.labels[row]
+
+
+class HoldsOutAPartTwice(Digits):
+    def data(self, config):
+        images = Images(super().data(config)[0])
+        return Subset(images, range(1200)), Subset(images, torch.arange(1160, 1240))
+""",
+    # Sound: a fifth of its rows is held out, and it has few different ones, as a table of short words has.
+    "holds_out_common_rows": """
+class HoldsOutCommonRows(Digits):
+    def data(self, config):
+        images, labels = (torch.cat([column[:200]] * 5) for column in super().data(config)[0].columns)
+        return (images[:800], labels[:800]), (images[800:], labels[800:])
 """,
     "evaluates_in_training_mode": """
 class EvaluatesInTrainingMode(Digits):
@@ -1853,6 +2055,11 @@ class Compiles(Digits):
 class Mean(Digits):
     def loss(self, outputs, batch):
         return F.cross_entropy(outputs, batch[1])
+""",
+    "mean_below_zero": """
+class MeanBelowZero(Digits):
+    def loss(self, outputs, batch):
+        return F.cross_entropy(outputs, batch[1]) - 9
 """,
     "mean_metric": """
 class MeanMetric(Digits):
@@ -2037,6 +2244,13 @@ class Expanded(Digits):
         net.register_buffer("ones", torch.ones(1, 64).expand(10, 64))
         return net
 """,
+    "ties_by_data": """
+class TiesByData(Digits):
+    def model(self, config):
+        net = nn.Sequential(*super().model(config), nn.Linear(10, 10), nn.Linear(10, 10))
+        net[3].weight.data = net[4].weight.data
+        return net
+""",
     "sparse": """
 class Sparse(Digits):
     def model(self, config):
@@ -2184,6 +2398,44 @@ class SkipsALayer(Digits):
 
     def forward(self, model, batch):
         self.net[0].skips = self.steps_done == 3
+        return model(batch[0])
+""",
+    # The host has so much memory for a copy of the state; with less than that, training waits while it is written.
+    "has_room": """
+from ddp_core import memory
+
+class HasRoom(Digits):
+    def flags(self, add):
+        add("--room", type=int, default=0, remembered=False, help="bytes")
+
+    def optimizer(self, model, config):
+        memory.available = lambda: config.room
+        return super().optimizer(model, config)
+""",
+    # Of two parallel layers the last rank passes over one in step 3; under --sharding the others pass over the other one.
+    # Steps are so slow that the ranks meet after each.
+    "skips_on_one_rank": """
+class Net(nn.Module):
+    skips = None
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 10) for _ in range(2))
+
+    def forward(self, images):
+        return sum(layer(images) for number, layer in enumerate(self.layers) if number != self.skips)
+
+
+class SkipsOnOneRank(Digits):
+    def model(self, config):
+        return Net()
+
+    def forward(self, model, batch):
+        last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+        other = None if self.config.sharding == "none" else 1
+        self.net = next(module for module in model.modules() if hasattr(module, "skips"))
+        self.net.skips = (0 if last else other) if self.steps_done == 3 and torch.is_grad_enabled() else None
+        time.sleep(1.1 if 0 < self.steps_done < 4 else 0)
         return model(batch[0])
 """,
     # Under --sharding: FSDP frees a parameter that is handed on, and has but a part of one that another layer reads.

@@ -1,12 +1,12 @@
-"""Is a scientist's own program right? What the suite asks of ours, asked of theirs, and the place of the mistake.
+"""Certificates: the suite's checks for a scientist's own program. They name the line of each mistake.
 
     nox -s conformance -- --workload path/to/mine.py [--site NAME]
 
-There is no golden trace of their program, so one is made: fp64, one rank, on the CPU. Everything else is compared with it.
+The program has no golden trace, so one is made: fp64, one rank, on the CPU. Every other run is compared with it.
 
-    runs.py        the program in ranks, by a site's train.py, also changed on the way: dropout off, files listed backwards
-    witness.py     what the file calls while it runs, and on which line: clocks, generators, seeds, other ranks
-    examine.py     a few of its rows, read twice, trained on and looked at again
-    promises.py    what is promised, what was measured, and the likeliest reason where they differ
-    report.py      the folder to attach to a paper or a ticket
+    runs.py        runs the program in N ranks with a site's train.py; can change it: dropout off, folders listed backwards
+    witness.py     records which calls the file makes, and on which line: clocks, generators, seeds, rank variables
+    examine.py     reads a few rows twice, trains on them, and compares them again
+    promises.py    judges each promise: the measurement, and the likeliest reason for a difference
+    report.py      writes the folder to attach to a paper or a ticket
 """

@@ -24,16 +24,16 @@ from conformance.harness.sites import Launch
 from conformance.harness.submit import Jobs, NotSubmitted, geometry
 
 AIM = 240.0  # seconds that all runs together should take, on two cores
-RUNS = 16.0  # how many times all steps are run, in the time that a world of one takes for them
-START = 1.5  # seconds more for one with mpiexec, whose ranks are new interpreters; a mean over all runs
-FEWEST = 12  # steps
-# What train.py may refuse a program with, what that means, and words to look for in the file.
+RUNS = 16.0  # cost of all runs, in units of one single-rank run of the same steps
+START = 1.5  # seconds that mpiexec adds to a run, because its ranks are new interpreters; a mean over all runs
+FEWEST = 12  # steps of a run, at least
+# Error messages of train.py, what each means, and words to look for in the file.
 REFUSED = (
     ("No module named", f"install it for this Python: {sys.executable} -m pip install PACKAGE", ()),
     ("has no shape yet", "a layer's size is not known before the first batch: give it", ("Lazy",)),
     ("no gradient for", "nothing of the loss comes back through this", (".detach(", "no_grad", ".data", "argmax")),
 )
-OTHER_HASHES = (3, 1, 2, 4, 5, 6)  # of hashes; 0 elsewhere. Two names in a set lie alike under half of them
+OTHER_HASHES = (3, 1, 2, 4, 5, 6)  # of PYTHONHASHSEED; other runs use 0. Half of them swap two names in a set
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,7 +96,7 @@ def usage(words: str) -> NoReturn:
 
 
 def launches(name: str | None) -> tuple[Launch, Launch]:
-    """A launcher of the site whose ranks need no MPI; and one of another site, for the hand-over."""
+    """A launcher of the site, without MPI if possible; and one of another site, to resume snapshots there."""
     try:
         mine = sites.find([name] if name else None)
     except ValueError as error:
@@ -111,7 +111,7 @@ def launches(name: str | None) -> tuple[Launch, Launch]:
 
 
 def jobs_of(options: argparse.Namespace) -> Jobs | None:
-    """None without --submit."""
+    """The site's jobs; None without --submit."""
     if options.submit is None:
         return None
     try:
@@ -123,7 +123,7 @@ def jobs_of(options: argparse.Namespace) -> Jobs | None:
 
 
 def limits(options: argparse.Namespace, certificate: Certificate):
-    """What the limits leave unproven."""
+    """One line for everything that this certificate does not show."""
     if options.limit_rows:
         yield f"rows after the first {options.limit_rows} (--limit-rows)"
     if certificate.steps < certificate.all_steps:
@@ -216,7 +216,7 @@ def in_jobs(certificate: Certificate, program: Program, jobs: Jobs, own: str, st
 def in_ranks(
     certificate: Certificate, program: Program, ranks: list[int], reference: Ended, notes: list[str]
 ) -> tuple[dict, Ended] | None:
-    """Worlds of several ranks beside one rank. Returns the change under which random numbers do not matter, and its run."""
+    """Compare several ranks with one. Returns the change that makes random numbers irrelevant, and its one-rank run."""
     run, fp64, two, four, noise = program.run, certificate.flags64, min(ranks), max(ranks), False
     of_buffers = ("statistics of a rank's own rows", "changes its buffers")
     statistics = next((note for note in notes if any(words in note for words in of_buffers)), "")
@@ -234,11 +234,11 @@ def in_ranks(
             where = certificate.source.word("BatchNorm", "register_buffer")
             promise = f"the same losses in {two} ranks as in 1, as it stands"
             certificate.judge(promise, NOT_PROMISED, f"{far:.1e} apart from step {step} on", statistics, where)
-        if not near and "changes its buffers" in statistics:  # the program's own statistics, which nothing switches off
+        if not near and "changes its buffers" in statistics:  # no change switches off the program's own statistics
             certificate.shared_files()
             return None
         change, how = change | dict(statistics=False), how + " with BatchNorm's statistics fixed"
-    if noise:  # of its own, in the loss: the same at every world size for the same micro-batches alone
+    if noise:  # noise in the loss: equal at every world size only with the same micro-batches
         flags, how = canonical, how + " with --reduction canonical"
     elif random and not statistics:
         pair = [run(f"canonical-{n}", n, canonical) for n in (1, two)]
@@ -258,7 +258,7 @@ def in_ranks(
 
 
 def as_used(certificate: Certificate, program: Program, ranks: int, flags: str, repeats: bool) -> None:
-    """In its own precision, as it stands: stopped, killed, with other workers."""
+    """Run it unchanged in its own precision: stopped, killed, with other workers."""
     run, half = program.run, certificate.steps // 2
     plain = run("own", ranks, flags)
     if words := failed(plain):
@@ -291,7 +291,7 @@ def trains(certificate: Certificate, pilot: Ended) -> bool:
 
 
 def orders(certificate: Certificate, program: Program, reference: Ended, fp64: str, repeats: bool) -> None:
-    """Folders listed from their end, and texts hashed otherwise."""
+    """List folders backwards, and use other hash seeds."""
     promise = "the order in which files are listed and sets are walked through does not matter"
     if not repeats:
         certificate.judge(promise, NOT_SHOWN, "a run that does not repeat cannot tell")

@@ -1,6 +1,6 @@
-"""A few rows of a workload, read twice, taken apart, trained on, and read again: in a process of its own, in fp64.
+"""Checks on a few rows of a workload, in one separate process, in fp64: read twice, split, trained on, and read again.
 
-What is found here is sure, and has a place in the file; what several ranks make of it, runs.py sees.
+Findings here are certain and name a line of the file. Effects of several ranks are measured by runs.py.
 """
 
 import collections
@@ -19,14 +19,14 @@ import torch
 
 from conformance.certify.source import Source
 
-ROWS = 24  # that are looked at closely
-SCANNED, SECONDS = 4096, 15.0  # rows that are looked through for numbers that are not finite, and for doubles, in this time
-WHOLE = 2**26  # bytes of an array that are looked at; of a larger one, which may be a mapped file, its beginning and samples
-EXACT = 1e-9  # relative: sums over rows in fp64 differ by rounding alone
+ROWS = 24  # rows that are examined closely
+SCANNED, SECONDS = 4096, 15.0  # rows checked for non-finite numbers and for duplicates, and the time for that in seconds
+WHOLE = 2**26  # bytes of an array that are all hashed; of a larger one, often a mapped file, only the beginning and samples
+EXACT = 1e-9  # relative: the order of additions in fp64 changes a sum by less
 
 
 def examine(argv: list[str]) -> dict:
-    """findings: dictionaries of kind, says, line. notes: what the flags and the data mean. failed: why it ended early."""
+    """findings: dictionaries of kind, says, line. notes: facts from the flags and the data. failed: why it ended early."""
     examination = Examination(argv)
     try:
         return examination.all()
@@ -71,7 +71,7 @@ class Examination:
         rows = self.hashes(self.train, first)
         self.sums()
         self.optimizer = self.workload.optimizer(self.model, config)
-        self.steps(0, 1)  # what is made in the first step, once and for all, is no state
+        self.steps(0, 1)  # the first step may create variables once; those are no state
         before = self.outside()
         self.steps(1, 3)
         self.new_parameters(parameters)
@@ -111,11 +111,11 @@ class Examination:
     # ---- rows -------------------------------------------------------------------------------------------------------
 
     def hashes(self, batches, rows: list[int]) -> list[str]:
-        """Of each row by itself, its random numbers included."""
+        """A hash of each row, read by itself, with its random numbers."""
         return [fingerprint(batch) for batch in (batches.few([row], [[0]])[0] for row in rows)]
 
     def bare(self, batches, row: int) -> Any:
-        """A row under the same random numbers as every other: what is drawn for it does not hide what it is."""
+        """A row, read with the same seed for every row, so that equal rows look equal in spite of random noise."""
         from ddp_core.order import seed_generators
 
         if getattr(batches.rows, "batched", False):
@@ -124,12 +124,12 @@ class Examination:
         return self.workload.collate([batches.rows[row]])
 
     def held(self) -> dict[str, str]:
-        """What the training rows are, or hold."""
+        """Hashes of the training rows and of their attributes."""
         rows = self.train.rows
         return {name: fingerprint(value) for name, value in [*attributes(rows), *([("them", rows)] if plain(rows) else [])]}
 
     def rows(self) -> None:
-        """The same when they are read again; finite; each of the held-out ones once."""
+        """Rows must be equal when read again, and finite; held-out rows must occur once."""
         first = [*range(min(ROWS, len(self.train)))]
         held = self.held()
         same = self.hashes(self.train, first) == self.hashes(self.train, first)
@@ -161,7 +161,7 @@ class Examination:
         if doubles:
             rows = ", ".join(str(row) for name, row in doubles[0] if name == "held-out")
             count = sum(len(places) - 1 for places in doubles)
-            few = 100 * count <= self.notes["looked_through"]["held-out"][0]  # as in any text, or in small molecules
+            few = 100 * count <= self.notes["looked_through"]["held-out"][0]  # usual in text, or for small molecules
             says = f"{count} held-out rows are there twice (rows {rows}): they count twice"
             self.find("doubles" if few else "held-out-twice", says, self.source.function("data"))
         shared = [p for p in scanned.values() if {name for name, _ in p} == {"training", "held-out"}]
@@ -174,7 +174,7 @@ class Examination:
     # ---- sums -------------------------------------------------------------------------------------------------------
 
     def sums(self) -> None:
-        """Loss and metrics of rows together are the sums of those of the rows apart, whatever rows they stand beside."""
+        """Loss and metrics of a batch must equal the sum over its parts, in whatever batch a row is."""
         count = min(7, len(self.train))
         rows = [*range(count)]
         cuts = [rows[:1], rows[1:3], rows[3:]] if count > 3 else [[row] for row in rows]
@@ -185,7 +185,7 @@ class Examination:
                     continue
                 whole, *parts = batches.few(rows, [rows, *filter(None, cuts)])
                 if (first := self.values(name, whole, 0)) != self.values(name, whole, 1):
-                    self.notes["eval_random"] = True  # noise is drawn in it: nothing to compare
+                    self.notes["eval_random"] = True  # the loss draws noise, so sums cannot be compared
                     continue
                 apart = [self.values(name, part, 0) for part in parts]
                 for key, value in first.items():
@@ -212,7 +212,7 @@ class Examination:
         return results
 
     def suspect_of_sums(self, name: str) -> int | None:
-        """Where rows may know of each other: a mean in the loss or in what comes before it, else the method itself."""
+        """The line where rows may mix: a mean in the loss or in the code before it, else the method itself."""
         words = (".mean", "len(", ".std", ".shape[0]", "size(0)", ".max", "% ", "// ")
         lines = (self.source.word(word, within=method) for method in (name, "forward", "collate") for word in words)
         return next(filter(None, lines), None) or self.source.function(name)
@@ -237,7 +237,7 @@ class Examination:
             self.optimizer.step()
 
     def outside(self) -> dict[str, str]:
-        """What a program could keep beside model and optimizer: variables of the file, attributes of its objects."""
+        """Hashes of values outside model and optimizer state: the file's variables, its objects' attributes."""
         import sys
 
         module, fingerprints = sys.modules[type(self.workload).__module__], {}
@@ -256,7 +256,7 @@ class Examination:
         return self.source.change_in_place("__getitem__", "collate", "forward", "loss")
 
     def schedule(self) -> None:
-        """A function of the step alone."""
+        """The schedule must depend on the step alone."""
         total, config, schedule = 200, self.config, self.workload.schedule
         forth = [float(schedule(step, total, config)) for step in range(total)]
         back = [float(schedule(step, total, config)) for step in reversed(range(total))][::-1]
@@ -274,7 +274,7 @@ class Examination:
         def asked(value: Callable[[], Any]) -> str:
             try:
                 return str(value())
-            except (RuntimeError, AttributeError) as error:  # torch may not tell by the old name what was set by the new one
+            except (RuntimeError, AttributeError) as error:  # torch refuses an old name after a new one was set
                 return f"unknown: {error}"
 
         getters: dict[str, Callable[[], Any]] = dict(
@@ -290,19 +290,19 @@ class Examination:
         return {name: asked(value) for name, value in getters.items()}
 
 
-# What torch itself keeps on modules and optimizers, and the core on a workload.
+# Attributes that torch keeps on modules and optimizers, and the core on a workload.
 INNER = {"state", "param_groups", "defaults", "config", "fingerprint", "columns", *vars(torch.nn.Module())}
 
 
 def attributes(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Of a program's own object, what it may count or remember in."""
+    """The attributes of a program's own object in which it may count or store values."""
     for name, value in getattr(thing, "__dict__", {}).items():
         if name not in INNER and not name.startswith("__") and plain(value):
             yield name, value
 
 
 def plain(value: Any) -> bool:
-    """A number, a text, a tensor, an array, or a container of these: what a program counts in."""
+    """Whether this is a number, a text, a tensor, an array, or a container of these: values that a program may count in."""
     if isinstance(value, types.ModuleType | type | types.FunctionType | Path):
         return False
     if isinstance(value, dict | list | tuple | set | collections.deque):
@@ -320,7 +320,7 @@ def tensors(batch: Any) -> list:
 
 
 def pieces(flat: Any) -> Iterator[bytes]:
-    """Of a flat NumPy array what is looked at."""
+    """The bytes of a flat NumPy array that are hashed."""
     if flat.nbytes <= WHOLE:
         yield flat.tobytes()
         return

@@ -1,9 +1,9 @@
-"""The program in jobs of a site's own script, on the machine or on a virtual cluster: judged as its ranks here are.
+"""The program in jobs of a site's own script, on the machine or on a virtual cluster. Verdicts are as for local ranks.
 
     nox -s conformance -- --workload mine.py --submit="--account=abc123" --site mine      on a login node of the machine
     nox -s cluster -- --workload mine.py --site mine                                      on virtual nodes of its shape
 
-A job gets a file in place of the program's: the same class, which stops or kills itself at a step, as Change says.
+A job gets another file as its workload: the same class, but it stops or kills itself at the step that Change gives.
 """
 
 import time
@@ -26,7 +26,7 @@ Program = changed({file!r}, {log!r}, __name__, **{change})
 
 
 class Submitted:
-    """Runs of the program by jobs. Those that are begun wait in the queue together."""
+    """Runs of the program as jobs. Jobs that have begun wait in the queue together."""
 
     def __init__(self, program: Program, jobs: Jobs):
         self.program, self.jobs, self.begun = program, jobs, dict[str, tuple[Path, str]]()
@@ -46,7 +46,7 @@ class Submitted:
         self.jobs.ahead(folder, words)
 
     def end(self, name: str) -> Ended:
-        """Waits for the job."""
+        """Wait for the job's end."""
         (folder, words), began = self.begun.pop(name), time.monotonic()
         result = self.jobs.train(self.program.launch, folder, words)
         codes = [code if isinstance(code, int) else -1 for code in result.exit_codes]
@@ -61,7 +61,7 @@ class Submitted:
 
 
 def by_jobs(certificate: Certificate, program: Program, jobs: Jobs, first: Ended, flags: str, own: str, change: dict) -> None:
-    """first: the run of one rank here that flags and change are of. own: flags of the program's own precision."""
+    """first: the one-rank run here, made with flags and change. own: flags of the program's own precision."""
     queue, launch, half = Submitted(program, jobs), program.launch, certificate.steps // 2
     ranks = jobs.size
     how = f" in a job at {launch.site}"
@@ -70,7 +70,7 @@ def by_jobs(certificate: Certificate, program: Program, jobs: Jobs, first: Ended
     queue.begin("job-own", own, **change)
     queue.begin("job-killed", flags, kill_at=half + 1, **change)
     queue.begin("job-from-here", flags, after=here, **change)
-    stops = jobs.scheduler.submits == "sbatch"  # the job goes back into the queue; elsewhere a successor comes after it
+    stops = jobs.scheduler.submits == "sbatch"  # Slurm requeues the job; PBS starts a successor
     if stops:
         queue.begin("job-stopped", flags, stop_at=half, **change)
     plain = queue.end("job")
@@ -87,7 +87,7 @@ def by_jobs(certificate: Certificate, program: Program, jobs: Jobs, first: Ended
     promise = f"stopped{how}, it comes back and goes on as if it had not been"
     if stops:
         stopped = queue.end("job-stopped")
-        if not stopped.well:  # its script does not put it back
+        if not stopped.well:  # its script does not requeue it
             stopped = queue.run("job-stopped-on", flags, after=stopped, **change)
         certificate.resumes(promise, plain, stopped)
     else:

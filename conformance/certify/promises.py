@@ -1,4 +1,4 @@
-"""What is promised of every program, what was measured of this one, and the likeliest reason where they differ."""
+"""The promises to every program, what was measured for this one, and the likeliest reason for a difference."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,18 +11,18 @@ from conformance.certify.witness import Call
 from conformance.harness.reference import take_apart
 from conformance.harness.sites import Launch
 
-MOVED = 1e-7  # by what initial parameters are moved to see how far rounding grows
+MOVED = 1e-7  # relative change of the initial parameters, to measure how rounding grows
 UNIT = dict(fp64=2.0**-53, fp32=2.0**-24, tf32=2.0**-11, bf16=2.0**-8, fp16=2.0**-11)
-SLACK = 500  # roundings that one step's sums may add up to, in other orders of rows and ranks
-COARSEST = dict(fp64=1e-7, fp32=1e-2, tf32=5e-2, bf16=0.2, fp16=0.2)  # a coarser comparison says nothing
-SATURATED = 1e-2  # a moved run this far away does not tell how rounding grows any more
+SLACK = 500  # rounding errors that one step's sums may collect, in other orders of rows and ranks
+COARSEST = dict(fp64=1e-7, fp32=1e-2, tf32=5e-2, bf16=0.2, fp16=0.2)  # a larger limit shows nothing
+SATURATED = 1e-2  # beyond this deviation the moved run no longer shows how rounding grows
 
 KEPT, BROKEN, NOT_PROMISED, NOT_SHOWN = "kept", "broken", "not promised", "not shown"
 
 
 @dataclass
 class Verdict:
-    """One promise. where: a line of the user's file, or None. measured: figures, in words."""
+    """One promise and its result. where: a line of the user's file, or None. measured: figures, in words."""
 
     promise: str
     state: str
@@ -37,11 +37,11 @@ class Verdict:
 
 
 class Enough(Exception):
-    """A promise is broken, and the user asked for no more than the first."""
+    """Raised at the first broken promise, under --first."""
 
 
 class Certificate:
-    """The runs of a program, and the verdict on each promise. say: is told of each as it is known.
+    """The runs of a program, and the verdict on each promise. say: called with a line for each verdict.
 
     first: judge() raises Enough when a promise is broken.
     """
@@ -52,8 +52,8 @@ class Certificate:
         self.source = Source(Path(self.notes.get("file") or program.file))
         self.verdicts: list[Verdict] = []
         self.growth: list[float] = []
-        self.steps = self.all_steps = 0  # of a run here, and of the whole training
-        self.flags64 = ""  # of the reference
+        self.steps = self.all_steps = 0  # steps of a run here, and of the whole training
+        self.flags64 = ""  # flags of the reference run
 
     # ---- words ------------------------------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class Certificate:
         return next((call for kind in kinds for call in calls if call.kind == kind and not unless(call)), None)
 
     def blamed(self, *candidates: dict | Call | tuple[str, int | None] | None, otherwise: str = "") -> dict:
-        """reason and where of the first candidate that there is."""
+        """reason and where of the first candidate that is not None."""
         for candidate in candidates:
             if isinstance(candidate, dict):
                 return dict(reason=candidate["says"], where=candidate["line"])
@@ -85,12 +85,12 @@ class Certificate:
     # ---- comparisons --------------------------------------------------------------------------------------------------
 
     def limit(self, step: int, precision: str) -> float:
-        """How far losses of this step may lie apart."""
+        """The largest allowed relative deviation of a loss at this step."""
         grown = self.growth[min(step, len(self.growth) - 1)] if self.growth else 1.0
         return UNIT[precision] * SLACK * max(1.0, grown)
 
     def horizon(self, precision: str) -> int:
-        """The steps that are compared: as long as rounding has not grown over everything."""
+        """The number of steps that are compared. Later, grown rounding hides everything."""
         steps = len(self.growth) or 10**9
         for step in range(len(self.growth)):
             if self.growth[step] * MOVED > SATURATED or self.limit(step, precision) > COARSEST[precision]:
@@ -98,7 +98,7 @@ class Certificate:
         return steps
 
     def apart(self, mine: Ended, other: Ended, precision: str) -> tuple[float, int, bool]:
-        """The worst relative deviation of a loss, the first step at which it is too far, and whether none is."""
+        """The worst relative deviation of a loss, the first step beyond the limit (-1: none), and whether all are within."""
         worst, first = 0.0, -1
         scale = max(map(abs, other.losses), default=1.0) * 1e-6 or 1e-300
         steps = min(self.horizon(precision), len(other.losses))
@@ -113,7 +113,7 @@ class Certificate:
         return worst, first, first < 0
 
     def held_out_apart(self, mine: Ended, other: Ended, precision: str) -> tuple[float, str]:
-        """The worst relative deviation of a held-out result beyond its limit, and its name."""
+        """The worst relative deviation beyond its limit of a held-out result, and that result's name."""
         worst, which = 0.0, ""
         per_epoch = len(other.losses) / max(1, len(other.held_out))
         for epoch, (ours, theirs) in enumerate(zip(mine.held_out, other.held_out, strict=False)):
@@ -122,7 +122,7 @@ class Certificate:
                 break
             for name, value in theirs.items():
                 deviation = abs(ours.get(name, math.nan) - value) / max(abs(value), 1e-3)
-                # An accuracy jumps where one row changes sides.
+                # An accuracy jumps when one row's prediction changes.
                 limit = 20 * self.limit(step, precision)
                 if name != "eval_loss" and precision != "fp64":
                     limit = max(limit, JUMP / max(1, self.notes.get("held_out_rows", 1)))
@@ -132,7 +132,7 @@ class Certificate:
 
     @staticmethod
     def same_bits(mine: Ended, other: Ended) -> str:
-        """What is not equal bit for bit; empty where all is."""
+        """A difference in words; empty if all is equal bit for bit."""
         for step, (a, b) in enumerate(zip(mine.losses, other.losses, strict=False)):
             if a != b and not (math.isnan(a) and math.isnan(b)):
                 return f"the loss of step {step}: {a!r}, and {b!r}"
@@ -161,7 +161,7 @@ class Certificate:
         return self.judge(promise, BROKEN, f"other is {differs}", **reason)
 
     def hidden_generator(self) -> tuple[str, int] | None:
-        """One that cannot be watched as it is made, by its name in the file."""
+        """A generator that the witness cannot see, found by its name in the file."""
         for names, bare in ((OUTSIDE, False), (UNSEEDED, True), (("id",), False)):
             for name in names:
                 if line := self.source.call(name, bare=bare):
@@ -169,7 +169,7 @@ class Certificate:
         return None
 
     def sizes(self, whole: dict[int, Ended], reference: Ended, how: str) -> bool:
-        """whole: by the number of ranks."""
+        """whole: runs by their number of ranks."""
         precision, promise = "fp64", f"the same losses in {listed(whole)} ranks as in 1{how}"
         worst, first, well = 0.0, -1, True
         for ranks, run in whole.items():
@@ -183,7 +183,7 @@ class Certificate:
         return self.judge(promise, BROKEN, f"from step {first} on {measured}", **self.why_not_in_ranks(""))
 
     def why_not_in_ranks(self, words: str) -> dict:
-        shared = self.shared_file() if words else None  # one may have read it half written
+        shared = self.shared_file() if words else None  # a rank may have read a half-written file
         tried = "none of what was tried: dropout, BatchNorm's statistics, canonical sums"
         return self.blamed(
             (": ".join(shared[:2]), shared[2]) if shared else None,
@@ -198,7 +198,7 @@ class Certificate:
         )
 
     def by_trying(self) -> tuple[str, int | None] | None:
-        """What has to be switched off for a world of one and one of two to agree."""
+        """Find the change under which one rank and two ranks agree."""
         for name, flags, change, says, words in TRIALS:
             pair = []
             for ranks in (1, 2):
@@ -209,7 +209,7 @@ class Certificate:
         return None
 
     def grow(self, moved: Ended, reference: Ended) -> None:
-        """How far a small change of the parameters has grown, step by step: the largest so far."""
+        """Measure at each step how far a small change of the parameters has grown; keep the largest value so far."""
         largest, scale = 1.0, max(map(abs, reference.losses)) * 1e-6 or 1e-300
         for a, b in zip(moved.losses, reference.losses, strict=False):
             deviation = abs(a - b) / max(abs(b), scale) / MOVED
@@ -225,7 +225,7 @@ class Certificate:
         self.judge("losses can be compared", KEPT if self.horizon("fp64") >= min(steps, 3) else NOT_SHOWN, text)
 
     def examined_promises(self) -> None:
-        """What was found in a few rows, in one process."""
+        """Judge the promises that examine.py checks in a few rows."""
         for promise, (likeliest, *kinds) in EXAMINED.items():
             if finding := self.finding(*kinds):
                 suspect = self.witnessed("seed", "ranks") if finding["kind"] in ("sums", "rows") else None
@@ -268,14 +268,14 @@ class Certificate:
             self.judge(promise, KEPT, "none was written by two")
 
     def shared_file(self) -> tuple[str, str, int | None] | None:
-        """A file that several ranks write under one name, what to do, and where: one reads what another has half written."""
+        """A file that several ranks write under one name, the advice, and the line. Readers may get a half-written file."""
         for run in self.program.runs:
             writers: dict[str, list[Call]] = {}
             for calls in run.calls:
                 for path, call in {call.what: call for call in calls if call.kind == "write"}.items():
                     writers.setdefault(path, []).append(call)
             for path, calls in writers.items():
-                # Made anew after it was removed: whoever comes first writes it, and no rank asks whether that is itself.
+                # The file was deleted before this run. The first rank writes it again, and the program never asks for its rank.
                 race = self.program.made.get(path) is False and calls[0].made and not self.witnessed("ranks")
                 if len(calls) > 1 or race:
                     who = f"{len(calls)} ranks at once" if len(calls) > 1 else "whichever ranks find none"
@@ -335,7 +335,7 @@ class Certificate:
         )
 
 
-# Promises that are kept or broken in a few rows already: the likeliest reason, and the findings of examine.py that break them.
+# Promises that a few rows can check: the likeliest reason, and the kinds of finding of examine.py that break them.
 EXAMINED = {
     "a row is the same whenever it is read, and is not changed by training": (
         "it is changed, or drawn anew",
@@ -348,12 +348,12 @@ EXAMINED = {
     "all parameters are trained": ("the optimizer was made before it", "parameter"),
     "the learning rate is a function of the step": ("the step is its argument", "schedule", "schedule-epochs"),
 }
-# Functions that give other numbers in each run: without arguments, and with any.
+# Functions whose results differ in each run: if called without arguments, and in any case.
 UNSEEDED = ("default_rng", "Random", "RandomState", "SeedSequence", "seed", "time", "now", "PCG64")
 OUTSIDE = ("SystemRandom", "randbelow", "randbits", "token_bytes", "urandom", "uuid4", "uuid1", "time_ns", "today")
-READING = ("__getitem__", "collate", "data")  # there seeds are the file's own business
-JUMP = 2.5  # rows that may change sides in an accuracy, in a coarser precision
-# What is tried to find out why ranks do not agree: name, flags, change, what it means, words to look for in the file.
+READING = ("__getitem__", "collate", "data")  # in these functions the file may set seeds
+JUMP = 2.5  # rows whose prediction may change in a lower precision
+# Trials for finding why ranks disagree: name, flags, change, meaning, words to look for in the file.
 TRIALS: tuple[tuple[str, str, dict, str, tuple[str, ...]], ...] = (
     ("dropout", "", dict(dropout=False), "with dropout off: its masks depend on the rank", ("ropout",)),
     ("statistics", "", dict(statistics=False), "with BatchNorm's statistics fixed", ("BatchNorm",)),
@@ -384,10 +384,10 @@ def listed(numbers: Iterable) -> str:
 
 
 def failed(run: Ended) -> str:
-    """How a run ended, where not well."""
+    """The exit code and error of a run; empty if the run ended well."""
     return "" if run.well else f"exit code {max(map(abs, (c or 0 for c in run.exit_codes)))}: {run.error}"
 
 
 def tensors(run: Ended) -> str:
-    """Checksums of the parameters and the optimizer's tensors, whatever else the snapshot tells."""
+    """Checksums of the parameters and the optimizer's tensors, without the rest of the snapshot."""
     return str(take_apart(run.snapshot)["crc32"]) if run.snapshot.exists() else "no snapshot"

@@ -42,7 +42,7 @@ def write(folder: Path, certificate: Certificate, program: Program, unproven: li
 
 
 def hashes(program: Program, certificate: Certificate) -> dict[str, str]:
-    """Of what ran: the program's file, its data, the site's folder, the core."""
+    """Hashes of everything that ran: the program's file, its data, the site's folder, the core."""
     start = next((run.first_line for run in program.runs if run.of("start")), {})
     return dict(
         program=digest([Path(certificate.notes.get("file") or program.file)]),
@@ -101,7 +101,7 @@ def page(document: dict) -> str:
 
 
 def curves(losses: dict[str, list[float]]) -> str:
-    """Every run's losses over its steps: those of one program lie on each other."""
+    """SVG of every run's losses over steps; equal runs overlap."""
     shown = {name: values for name, values in losses.items() if name != "pilot" and len(values) > 1}
     finite = [value for values in shown.values() for value in values if math.isfinite(value)]
     if not finite:

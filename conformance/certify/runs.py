@@ -1,4 +1,4 @@
-"""The program in so many ranks, by a site's own train.py: processes forked from one that has imported torch."""
+"""Runs of the program in N ranks with a site's own train.py. Ranks are forked from a process that has imported torch."""
 
 import ast
 import functools
@@ -30,11 +30,11 @@ starts = count(1)
 
 @dataclass(frozen=True)
 class Change:
-    """What is different in one run of the program; nothing by default.
+    """The changes for one run of the program; none by default.
 
-    moved: every initial parameter is multiplied with 1 + moved * a random number. dropout: False switches it off.
-    statistics: False has BatchNorm use its stored ones. backwards: folders are listed from their end. hash_seed: of Python, in
-    a new process. stop_at, kill_at: the optimizer step at which a rank gets SIGUSR1, or SIGKILL. rows: at most so many.
+    moved: multiply each initial parameter by 1 + moved * a random number. dropout: False switches it off. statistics: False
+    makes BatchNorm use its stored ones. backwards: list folders from their end. hash_seed: PYTHONHASHSEED, in a new process.
+    stop_at, kill_at: the optimizer step at which a rank gets SIGUSR1 or SIGKILL. rows: use at most this many.
     """
 
     moved: float = 0.0
@@ -49,7 +49,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Ended(Run):
-    """A run that has ended, by its name. calls: of each rank."""
+    """A finished run with its name. calls: what the witness saw in each rank."""
 
     name: str
     seconds: float
@@ -61,7 +61,7 @@ class Ended(Run):
 
     @property
     def held_out(self) -> list[dict[str, float]]:
-        """Of each epoch what was found of the held-out rows."""
+        """The held-out results of each epoch."""
         return [{name: value for name, value in record.items() if name.startswith("eval_")} for record in self.of("epoch")]
 
     @property
@@ -70,12 +70,12 @@ class Ended(Run):
 
     @property
     def witnessed(self) -> list[witness.Call]:
-        """Of all ranks, each call once."""
+        """The calls of all ranks, without repetitions."""
         return list(dict.fromkeys(call for calls in self.calls for call in calls))
 
     @property
     def error(self) -> str:
-        """The line that train.py ended with, the last rank's if none is marked as the job's."""
+        """The line with which train.py ended: the one marked as an error, else the last rank's."""
         lines = [line for line in self.error_lines if line.strip()]
         lines = [line for line in lines if line.startswith("error")] or lines
         return lines[0] if lines else f"exit codes {self.exit_codes}, and not a word"
@@ -86,9 +86,9 @@ class Ended(Run):
 
 
 class Program:
-    """A scientist's file at a site. flags: of train.py, in every run. folder: where the runs are.
+    """A scientist's file at a site. flags: train.py's, for every run. folder: holds the runs.
 
-    other: a launcher of another site, for the hand-over. jobs: those of the site's own script, where these are wanted.
+    other: a launcher of another site, which resumes snapshots. jobs: those of the site's own script, or None.
     """
 
     def __init__(
@@ -104,17 +104,17 @@ class Program:
         self.file, self.launch, self.flags, self.folder, self.rows = file, launch, flags, folder, rows
         self.other, self.jobs = other or launch, jobs
         self.runs: list[Ended] = []
-        self.made: dict[str, bool] = {}  # files that runs of the program have made, and whether they are there still
+        self.made: dict[str, bool] = {}  # files that the program has made in these runs, and whether they still exist
 
     @functools.cached_property
     def server(self):
-        """A process that has imported what the program imports, and forks the ranks; the program itself it does not know."""
+        """A fork server that has imported the modules that the program imports, but not the program itself."""
         return forked.server(["ddp_core.trainer", "conformance.certify.runs", *imports_of(self.file)])
 
     def run(
         self, name: str, ranks: int, flags: str = "", after: Ended | None = None, launch: Launch | None = None, **change
     ) -> Ended:
-        """To its end. after: goes on from a copy of that run's directory. change: see Change."""
+        """Run to the end. after: continue from a copy of that run's directory. change: see Change."""
         folder, number, launch = self.folder / name, next(starts), launch or self.launch
         if after:
             copied(after.folder, folder)
@@ -146,7 +146,7 @@ class Program:
         forked.run_to_their_end(processes, 600)
         _, errors, calls = ([file.read_text() if file.exists() else "" for file in those] for those in zip(*files, strict=True))
         codes = [process.exitcode or 0 if process.exitcode is not None else -9 for process in processes]
-        codes = codes if len(codes) == ranks else codes * ranks  # mpiexec's, for all
+        codes = codes if len(codes) == ranks else codes * ranks  # mpiexec has one exit code for all ranks
         seconds, called = time.monotonic() - began, [*map(witness.read, calls)]
         run = Ended(folder, codes, [], errors, [], read_records(folder), name, seconds, called)
         self.runs.append(run)
@@ -154,20 +154,20 @@ class Program:
         return run
 
     def argv(self, flags: str) -> list[str]:
-        """The run's flags come last, so that they count."""
+        """All arguments of train.py. The run's own flags come last and override the others."""
         return [*FLAGS.split(), "--workload", self.file, *self.flags, *flags.split()]
 
     def remember_files(self, calls: Iterable[witness.Call]) -> None:
         self.made |= {call.what: True for call in calls if call.made and self.made.get(call.what, True)}
 
     def forget_files(self) -> None:
-        """What the program has made in these runs, each file once: several ranks find what the first start of a job finds."""
+        """Delete the files that the program made, each once: several ranks then start as a job does for the first time."""
         for path in (path for path, exists in self.made.items() if exists):
             Path(path).unlink(missing_ok=True)
         self.made = dict.fromkeys(self.made, False)
 
     def examine(self, flags: str = "") -> dict:
-        """What examine.py finds, in a process of its own."""
+        """The result of examine.py, run in a separate process."""
         folder = self.folder / "examined"
         folder.mkdir(exist_ok=True)
         result, change = folder / "examined.json", Change(rows=self.rows)
@@ -182,9 +182,9 @@ class Program:
 
 
 class Apart:
-    """Ranks in interpreters of their own: under another hash seed, or by mpiexec where a site asks MPI who they are.
+    """Ranks in new interpreters: for another hash seed, or under mpiexec at a site whose ranks ask MPI.
 
-    arguments_file: what as_rank() takes of each.
+    arguments_file: JSON with the arguments of as_rank() for each rank.
     """
 
     def __init__(self, arguments_file: Path, ranks: int, hash_seed: int):
@@ -214,12 +214,12 @@ class Apart:
 
 
 def copied(run: Path, folder: Path) -> None:
-    """Without its lock: a copy is nobody's yet, and that of a job that was killed on another host would be waited for."""
+    """Copy a run directory without its lock. Otherwise the new run would wait for a job that was killed on another host."""
     shutil.copytree(run, folder, ignore=shutil.ignore_patterns("run.lock"))
 
 
 def mpiexec() -> str | None:
-    """The command; None where there is none."""
+    """The mpiexec command, or None."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     return os.environ.get("MPIEXEC") or shutil.which("mpiexec", path=path)
 
@@ -227,7 +227,7 @@ def mpiexec() -> str | None:
 def as_rank(
     train: str, argv: list[str], environ: dict, files: list[str], file: str, change: dict, last: bool, several: bool
 ) -> None:
-    """In a process of its own: `python train.py ARGV` as a launcher starts it."""
+    """Called in a separate process: like `python train.py ARGV` under a launcher."""
     forked.become(train, argv, environ, [*map(Path, files)])
     witness.install(Path(file), Path(files[2]), backwards=change["backwards"], several=several)
     make(Change(**change), lambda: last)
@@ -244,7 +244,7 @@ def as_examiner(argv: list[str], file: str, result: Path, change: Change) -> Non
 
 
 def make(change: Change, mine: Callable[[], bool]) -> None:
-    """Have every workload that is found from now on be changed so. mine: whether this rank is the one that is killed."""
+    """Change every workload that is found from now on. mine: whether this rank is the one to stop or kill."""
     from ddp_core import workload as module
 
     find = module.find
@@ -258,22 +258,22 @@ def make(change: Change, mine: Callable[[], bool]) -> None:
 
 
 def changed(file: str, log: str, module: str, **change) -> type:
-    """A file's class, changed: for the file that a job is given in its place (jobs.py). log: how its logs' names begin."""
+    """The file's class with changes, for the file that a job runs (jobs.py). log: prefix of the names of its logs."""
     from ddp_core import workload
 
     witness.install(Path(file), Path(f"{log}-{os.getpid()}.calls"))
     original = workload.find(file)
 
     def first() -> bool:
-        """Of all ranks, and of all starts of the job, the one that asks first."""
+        """True once: for the first caller of all ranks and of all starts of the job."""
         try:
             os.close(os.open(f"{log}.once", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
         return True
 
-    class OfTheUser:  # whose name the core refuses in a class of a workload's own
-        file = property(lambda self: original.file, lambda self, value: None)  # for its digest and its lines
+    class OfTheUser:  # a base class: the core refuses a workload whose own class defines `file`
+        file = property(lambda self: original.file, lambda self, value: None)  # for the digest and the line numbers
 
     class Changed(OfTheUser, type(original)):  # type: ignore[misc]
         def __init__(self):
@@ -324,12 +324,12 @@ def _change(workload, change: Change, mine: Callable[[], bool]) -> None:
 
 
 def head(rows, count: int):
-    """The first of the rows; of those in memory, or in a mapped file, a view."""
+    """The first rows: a view where rows are in memory or in a mapped file."""
     return rows.with_columns([column[:count] for column in rows.columns]) if hasattr(rows, "columns") else Head(rows, count)
 
 
 class Head:
-    """The first of rows that are read one by one, or by a class of the program's own."""
+    """The first rows of a dataset that is read row by row."""
 
     def __init__(self, rows, count: int):
         self.rows, self.count = rows, min(count, len(rows))
@@ -345,7 +345,7 @@ class Head:
 
 
 def imports_of(file: str) -> list[str]:
-    """The modules that the file imports and that are installed, not those beside it."""
+    """The installed modules that the file imports. Modules beside the file are left out."""
     tree = ast.parse(Path(file).read_text()) if Path(file).suffix == ".py" else ast.Module([], [])
     names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module and not node.level]
@@ -354,7 +354,7 @@ def imports_of(file: str) -> list[str]:
 
 if __name__ == "__main__":
     arguments = json.loads(Path(sys.argv[1]).read_text())
-    if len(arguments) > 1:  # under mpiexec
+    if len(arguments) > 1:  # mpiexec started this process
         from mpi4py import MPI
 
         arguments = arguments[MPI.COMM_WORLD.rank :]

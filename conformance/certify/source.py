@@ -1,4 +1,4 @@
-"""A workload's file as text: on which line is what was noticed?"""
+"""A workload's file as text: finds the line that belongs to a finding."""
 
 import ast
 import io
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-CHANGING = ("append", "add", "update", "extend", "insert", "pop", "remove", "clear", "sort", "reverse")  # methods of containers
+CHANGING = ("append", "add", "update", "extend", "insert", "pop", "remove", "clear", "sort", "reverse")  # of a container
 HASHED = ("set", "frozenset", "hash")
-ORDERLESS = ("sorted", "len", "min", "max", "sum", "any", "all", "set", "frozenset")  # whose argument may lie in any order
+ORDERLESS = ("sorted", "len", "min", "max", "sum", "any", "all", "set", "frozenset")  # order of the argument has no effect
 
 
 class Source:
-    """lines: its code without comments and without texts that stand alone, first line first."""
+    """lines: the code without comments and docstrings, first line first."""
 
     def __init__(self, path: Path):
         text = path.read_text()
@@ -26,7 +26,7 @@ class Source:
                 self.lines[node.lineno - 1 : last_line(node)] = [""] * (last_line(node) - node.lineno + 1)
 
     def nodes(self, below: ast.AST | None = None) -> Iterator[Any]:
-        """All that have a line."""
+        """All nodes that have a line number."""
         return (node for node in ast.walk(below or self.tree) if hasattr(node, "lineno"))
 
     def functions(self, name: str) -> Iterator[ast.FunctionDef]:
@@ -36,9 +36,9 @@ class Source:
         return next((node.lineno for node in self.functions(name)), None)
 
     def word(self, *words: str, within: str = "") -> int | None:
-        """The first line with the first of these words that occurs, imports apart.
+        """The first line with the first of these words that occurs outside imports.
 
-        within: in functions of this name, or in those of the file that they call.
+        within: search only functions of this name, and functions of the file that they call.
         """
         spans = None
         if within:
@@ -55,12 +55,12 @@ class Source:
         return None
 
     def call(self, *names: str, bare: bool = False) -> int | None:
-        """The first line on which one of these is called; bare: without arguments."""
+        """The first line that calls one of these names. bare: only calls without arguments."""
         calls = [node for node in self.nodes() if isinstance(node, ast.Call) and not (bare and (node.args or node.keywords))]
         return min((node.lineno for node in calls if last(node.func) in names), default=None)
 
     def unordered(self) -> int | None:
-        """Where a set is made that may be walked through, or hash() is called: both depend on PYTHONHASHSEED."""
+        """The first line that makes a set whose order may matter, or calls hash(): both depend on PYTHONHASHSEED."""
         harmless: set[ast.AST] = set()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Call) and last(node.func) in ORDERLESS:
@@ -71,7 +71,7 @@ class Source:
         return min((node.lineno for node in made if node not in harmless), default=None)
 
     def assignment(self, name: str) -> int | None:
-        """Where a variable, or with a dot an attribute, is changed: the last such line, which is in the loop if one is."""
+        """The last line that changes a variable, or an attribute if the name has a dot. A line in a loop comes last."""
         kind, name, line_numbers = ast.Attribute if "." in name else ast.Name, name.rpartition(".")[2], []
         for node in self.nodes():
             changed = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
@@ -85,7 +85,7 @@ class Source:
         return max(line_numbers, default=None)
 
     def change_in_place(self, *functions: str) -> int | None:
-        """Where one of these changes something that it was given."""
+        """The first line where one of these functions changes a value in place."""
         for function in functions:
             for outer in self.functions(function):
                 for node in self.nodes(outer):
@@ -105,18 +105,18 @@ def is_call(node: ast.AST, *names: str) -> bool:
 
 
 def in_place(method: str) -> bool:
-    """add_ and the like, by torch's convention."""
+    """Whether this is a method like add_, in place by torch's convention."""
     return method.endswith("_") and not method.endswith("__")
 
 
 def bare(node: ast.AST) -> ast.AST:
-    """self.images of self.images[3]."""
+    """self.images for self.images[3]."""
     while isinstance(node, ast.Subscript | ast.Starred):
         node = node.value
     return node
 
 
 def last(node: ast.AST) -> str:
-    """The name that an expression is about: images of self.images[3]."""
+    """The last name of an expression: images for self.images[3]."""
     node = bare(node)
     return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")

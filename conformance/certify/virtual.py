@@ -1,8 +1,8 @@
-"""The certificate on a site's virtual cluster: its user gives the command of jobs.py on the login node.
+"""The certificate on a site's virtual cluster. A user runs the command of jobs.py on the login node.
 
     nox -s cluster -- --site NAME_OR_FOLDER --workload path/to/mine.py [flags of the certificate and of train.py]
 
-As root, with Slurm. The program's folder is copied into the user's home, with what it reads there.
+Needs root and Slurm. The program's folder, with the data in it, is copied into the user's home.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from conformance.cluster.shape import LOGIN
 from conformance.cluster.virtual import UID, USER, NoCluster, VirtualSite, as_user, entered, exit_on_signal, plain
 from conformance.harness.sites import Site
 
-LARGEST = 2**30  # bytes of the program's folder
+LARGEST = 2**30  # bytes, at most, of the program's folder
 LEFT = shutil.ignore_patterns(".*", "runs", "certificates", "__pycache__", "env")
 
 
 def on_virtual_cluster(site: Site, workload: str, tree: Path, flags: list[str]) -> int:
-    """Exit code of the certificate, which lies in certificates/ then. flags: all others."""
+    """Returns the certificate's exit code, and leaves the certificate in certificates/. flags: all other flags."""
     with (
         tempfile.TemporaryDirectory(prefix="cluster-") as folder,
         exit_on_signal(),
@@ -33,7 +33,7 @@ def on_virtual_cluster(site: Site, workload: str, tree: Path, flags: list[str]) 
         print(f"up in {cluster.seconds['up']:.2f} s: {site.name}, {', '.join(cluster.names)}; ./install.sh", flush=True)
         user = Submitter(cluster, site, cluster.put_site())
         top, python = user.folder.partition("/sites/")[0], f"{prefix.ROOT}/python/bin/python"
-        # What nox installs for the session on a machine's login node.
+        # The packages that nox installs for its session on a real login node.
         for line in ("./install.sh", f"{python} -m pip install --quiet --target ~/suite {top}/core"):
             installed = cluster.on("login", line, folder=user.folder, timeout=240)
             if installed.returncode:
@@ -54,7 +54,7 @@ def on_virtual_cluster(site: Site, workload: str, tree: Path, flags: list[str]) 
 
 
 def put(file: Path, folder: Path) -> str:
-    """The program's folder into the home; the file's path there."""
+    """Copy the program's folder into the home. Returns the file's path there."""
     size = sum(path.stat().st_size for path in file.resolve().parent.rglob("*") if path.is_file())
     if size > LARGEST:
         raise ValueError(f"--workload {file}: its folder has {size / 2**30:.1f} GiB; put it into one with what it reads alone")
@@ -66,7 +66,7 @@ def put(file: Path, folder: Path) -> str:
 
 @contextlib.contextmanager
 def hurrying(user: Submitter) -> Iterator[None]:
-    """Jobs that are back in the queue do not wait for Slurm's two minutes, but until nothing of their start before is left."""
+    """Start requeued jobs as soon as their previous start has left nothing behind; Slurm alone would wait two minutes."""
     over = threading.Event()
 
     def hurry() -> None:

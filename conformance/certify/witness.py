@@ -1,6 +1,6 @@
-"""What a workload's file calls while it runs, and on which line: clocks, process numbers, generators, seeds, other ranks.
+"""Records which calls a workload's file makes, and on which line: clocks, process numbers, generators, seeds, rank variables.
 
-Most of these calls are innocent. They are suspects where a promise is not kept, and promises.py says of which.
+Most of these calls are harmless. They become suspects when a promise is broken; promises.py says for which promise.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import Any
 
 from conformance.harness import sites
 
-# Name to the functions that are watched. Those of "generator" are harmless with a seed.
+# Watched functions by kind of call. A call of kind "generator" is harmless if it is seeded.
 WATCHED = {
     "clock": ["time.time", "time.time_ns", "time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.perf_counter_ns"],
     "process": ["os.getpid", "os.getppid", "os.urandom", "uuid.uuid4", "uuid.uuid1", "socket.gethostname"],
@@ -39,10 +39,10 @@ WATCHED = {
         "torch.set_num_threads",
     ],
     "listing": ["os.listdir", "os.scandir"],
-    "write": ["torch.save", "safetensors.torch.save_file"],  # not in Python, which hears nothing of the file
+    "write": ["torch.save", "safetensors.torch.save_file"],  # written in C++, where Python's audit events see no file
 }
 IDENTITY = {name for site in sites.find() for launch in site.launches for name, _ in launch.templates} | {"WORLD_SIZE", "RANK"}
-# The function of ours below which a call happened, and when that is.
+# Functions of the core, and the phase of a call made below each.
 PHASES = {
     "_run_step": "a step",
     "evaluate": "evaluation",
@@ -54,9 +54,9 @@ PHASES = {
 
 @dataclass(frozen=True)
 class Call:
-    """what: the function, variable or file. function, line: where in the file. when: see PHASES. seeded: given arguments.
+    """One call. what: the function, variable or file. function, line: its place in the file. when: see PHASES.
 
-    made: of a file, that it was not there.
+    seeded: it has arguments. made: the file did not exist before.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class Call:
 
 
 class Witness:
-    """Writes every such call of the file, or of a file beside it, once to a log."""
+    """Logs, once each, the watched calls made by this file or by a file beside it."""
 
     def __init__(self, file: Path, log: Path):
         self.folder, self.log, self.seen = str(file.resolve().parent), log, set[Call]()
@@ -81,7 +81,7 @@ class Witness:
         return frame.f_code.co_filename.startswith(self.folder)
 
     def hear(self, kind: str, what: str, seeded: bool = False, through: bool = False, made: bool = False) -> bool:
-        """Whether the file has called this: itself, or with `through` by way of others."""
+        """Whether the file made this call: directly, or with `through` also indirectly."""
         place, when = None, ""
         frame: FrameType | None = sys._getframe(2)
         direct = True
@@ -103,9 +103,9 @@ class Witness:
 
 
 def install(file: Path, log: Path, backwards: bool = False, several: bool = False) -> None:
-    """From now on, in this process. backwards: what the file lists of a folder comes from its end. several: ranks.
+    """Watch this process from now on. backwards: reverse the folder listings that the file gets. several: several ranks run.
 
-    Of several ranks one that begins to write a file waits a little: the others, that look whether it is there, find none.
+    With several ranks, the writer of a new file waits 0.5 s first, so that other ranks that look for the file miss it.
     """
     if not Path(file).is_file():
         return
@@ -149,11 +149,11 @@ def _watched(witness: Witness, function, kind: str, name: str):
 
 
 def _kind_of(witness: Witness, kind: Any, name: str) -> type:
-    """A class that is watched as it is made: isinstance and subclasses are as before."""
+    """A class that reports when an instance is made. isinstance and subclasses work as before."""
 
     class Kind(type(kind)):  # type: ignore[misc]
         def __call__(cls, *arguments, **keywords):
-            # torch's begins with the same number everywhere.
+            # torch.Generator() starts with the same seed everywhere.
             witness.hear("generator", name, seeded=bool(arguments or keywords) or name == "torch.Generator")
             return kind(*arguments, **keywords)
 
@@ -162,7 +162,7 @@ def _kind_of(witness: Witness, kind: Any, name: str) -> type:
 
     try:
         return Kind(kind.__name__, (kind,), {"__module__": kind.__module__})
-    except TypeError:  # a class that may not be derived from
+    except TypeError:  # a class that allows no subclass
         return kind
 
 
@@ -180,7 +180,7 @@ def _listing(witness: Witness, function, name: str, backwards: bool):
 
 
 class Entries:
-    """What os.scandir returns, of a list."""
+    """Stands for the result of os.scandir, with these entries."""
 
     def __init__(self, entries: list):
         self.entries = iter(entries)
@@ -198,7 +198,7 @@ class Entries:
         self.close()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 def _hears_writing(witness: Witness, several: bool):
@@ -212,7 +212,7 @@ def _hears_writing(witness: Witness, several: bool):
         writes = any(letter in mode for letter in "wax+") or flags & (os.O_WRONLY | os.O_RDWR)
         if not writes or path.startswith(("/dev/", str(witness.log.parent))) or os.path.isdir(path):
             return
-        # A file that only one can make, or that comes into its place whole, is nobody else's.
+        # A file made with O_EXCL or renamed into place is never seen half written.
         alone = event == "os.rename" or "x" in mode or flags & os.O_EXCL
         heard = witness.hear("file" if alone else "write", path, through=True, made=not os.path.exists(path))
         if heard and several and not alone and len(waited) < 3 and path not in waited:
@@ -223,5 +223,5 @@ def _hears_writing(witness: Witness, several: bool):
 
 
 def read(log: str) -> list[Call]:
-    """Of one rank."""
+    """The calls in the log of one rank."""
     return [Call(**json.loads(line)) for line in log.splitlines()]

@@ -5,6 +5,7 @@
 Each choice that a job script marks ([[job.choices]]) is run, and each submission that its head shows.
 """
 
+import os
 import re
 import shlex
 import signal
@@ -24,6 +25,7 @@ from conformance.harness.dry_run import (
     Call,
     DryRun,
     arguments,
+    as_in_job,
     ending,
     given,
     handed_on,
@@ -194,6 +196,8 @@ def test_at_last_it_says_how_to_go_on(check, site, dry):
         if lost != ["--fresh"]:
             difference = f"without {' '.join(lost) or 'any difference'}"
             yield f"{script.name}: the command that goes on is {shown[0]!r}, {difference}, but should lack --fresh alone"
+        if not re.search(r"\boptions?\b|--nodes\b|-N ?\d|\bselect=", line):
+            yield f"{script.name}: {line!r}, but should name the options that the job had: --nodes=4 is lost without"
 
 
 @clause("J10")
@@ -275,6 +279,24 @@ def log_of(site, script: Path) -> str:
         return "" if "o" in options else f"{name}.o{FIRST}"
     template = options.get("output") or options.get("o") or "slurm-%j.out"
     return re.sub(r"%\d*\w", "0", re.sub(r"%\d*[jA]", FIRST, template.replace("%x", name)))
+
+
+@clause("F10")
+def test_a_folder_of_the_nodes_that_the_readme_names_is_there(check, site, dry):
+    """Users look there for what a job has left, such as `/tmp/ddp-UID-JOB`. Names without a user or job may be examples."""
+    named = {
+        path for path in re.findall(r"`((?:/tmp|/var/tmp|/dev/shm)/[^`\s]*)`", site.readme) if re.search("UID|JOB|NUMBER", path)
+    }
+    runs = [dry.job(script, environ=environ) for script, environ in chosen(site)] if named else []
+    runs += [dry.case(case) for case in site.cases] if named else []
+    texts = [text for run in runs for call in run.calls for text in (*call.environ.values(), *call.words)]
+    used = dry.shown("\n".join([*texts, *(f"{dry.top}/{path}" for run in runs for path in run.modes)]))
+    for path in sorted(named):
+        words = dict(UID=str(os.getuid()), USER=USER, JOB=FIRST, NUMBER=FIRST, SLURM_JOB_ID=FIRST)
+        parts = re.split(r"\$?\{?([A-Z][A-Z_]{2,})\}?", path)
+        pattern = "".join(words.get(part, "[^/]+") if place % 2 else re.escape(part) for place, part in enumerate(parts))
+        if not re.search(rf"(?m)(?<![\w/]){pattern}(?![\w-])", used):
+            yield f"README.md: {path}, but should be a folder that a job makes or names"
 
 
 @clause("J10")
@@ -376,6 +398,14 @@ def test_the_ranks_hear_in_time(check, site, dry):
                 yield f"{case.name}, {what}: {ending(dry, run)}, but should be 75"
             left = sorted({*run.made} - {*dry.case(case, code=75).made})
             yield from (f"{case.name}, {what}: {name} is left, but should not: it would stop another start" for name in left)
+
+
+@clause("J10")
+def test_ranks_that_are_asked_where_they_are_train_on(check, site, dry):
+    """scancel --signal=USR2 JOB signals their torchrun, too."""
+    for case in site.cases if site.toml["scheduler"] == "slurm" else ():
+        if (run := dry.case(case, event="asked")).code:
+            yield f"{case.name}, USR2 to all ranks: {ending(dry, run)}, but should be 0"
 
 
 @clause("J10")
@@ -558,6 +588,39 @@ def test_each_variable_that_users_are_shown_changes_something(check, site, dry):
         ours = sorted(each for each in variables if not OF_OTHERS.match(each))
         lost = [each for each in ours if not re.search(rf"\$\{{?!?{each}\b|[\"']{each}[\"']", code)]
         yield from (f"{name}: {each}=, which no script reads, but should" for each in lost)
+
+
+@clause("B11")
+def test_a_choice_that_is_empty_changes_something_when_it_is_filled_in(check, site, dry):
+    """An empty line below `# EDIT:` stays so in every other run: a line that reads it may do nothing."""
+    install = (site.folder / "install.sh").read_text()
+    for script in trains(site):
+        ways: list[dict[str, Any]] = [dict(nodes=2)]
+        if any(re.search(rf"{re.escape(script.name)} install\b", line) for _, line in shown(site)):
+            ways.append(dict(nodes=1, arguments=["install"]))
+        for line in [line for line in Script(script).lines if line.is_to_edit]:
+            match = re.fullmatch(r"(\w+=)(\(\)|''|\"\")?(?:\s+#.*)?", line.text)
+            if match and match[1] not in install:  # that would find it in the script that lies here, not in the edited copy
+                examples = re.findall(r"\"([\w./:+-]+)\"|`([\w./:+-]+)`", " ".join(line.paragraph))
+                values = dict.fromkeys([*("".join(each) for each in examples), "1", "yes"])
+                filled = [match[1] + (f"({value})" if match[2] == "()" else value) for value in values]
+                if not any(changes(dry, script, {line.text: each}, way) for each, way in product(filled, ways)):
+                    yield f"{script.name}:{line.number}: {filled[-1]} changes nothing, but should"
+
+
+def changes(dry, script: Path, edit: dict[str, str], way: dict[str, Any]) -> bool:
+    """Return whether an edit changes which commands are called, or what these find in their environment."""
+
+    def seen(run: DryRun) -> set[tuple[str, str]]:
+        variables = {each for call in run.calls for each in as_in_job(call).items()}
+        texts = [dry.shown(call.text) for call in run.calls if call.command not in ("mktemp", "rm", "sleep")]
+        return {*variables, *(("", text) for text in texts), ("code", str(run.code))}
+
+    shapes: tuple[dict[str, Any], ...] = ({}, dict(environ=dict(DRY_RUN_AGAIN="1")), dict(edit=edit))
+    usual, again, edited = (seen(dry.job(script, **way, **shape)) for shape in shapes)
+    unlike = {name for name, _ in usual ^ again if name}  # such as a secret, in each start
+    texts = {text for name, text in usual ^ again if not name}
+    return any(name not in unlike and text not in texts for name, text in usual ^ edited)
 
 
 @clause("B11")
@@ -759,7 +822,7 @@ def refused(dry, run: DryRun, what: str, name: str) -> list[str]:
 
 @clause("J10")
 def test_the_readme_tells_how_to_stop(check, site):
-    """Any command that begins like site.toml's is that command: job scripts react to no other."""
+    """A command there, or in a script's head, that begins like site.toml's is that one: job scripts react to no other."""
     own = site.toml["stop"]
     if re.search(r"scancel .*(--batch\b|-\w*b)", own):
         deaf = [path.name for path in trains(site) if not re.search(r"\btrap\b.*USR1", path.read_text())]
@@ -770,7 +833,18 @@ def test_the_readme_tells_how_to_stop(check, site):
     if spans and not any(re.fullmatch(pattern, span) for span in spans):
         yield f"README.md: {spans}, but should name `{own}`"
     signals = re.findall(r"`((?:scancel|qsig|kill|pkill) [^`\n]*(?:--signal|-s )[^`\n]*)`", text)
-    yield from (f"README.md: {span}, but should be `{own}`" for span in signals if not re.fullmatch(pattern, span))
+    told = [("README.md", span) for span in signals]
+    for path in site.scripts:
+        lines = re.findall(r"(?m)^#   (\S.*?)(?: {2,}.*)?$", path.read_text())
+        told += [(path.name, line) for line in lines if signals_a_job(line, own)]
+    yield from (f"{place}: {command}, but should be `{own}`" for place, command in told if not re.fullmatch(pattern, command))
+
+
+def signals_a_job(line: str, own: str) -> bool:
+    """Return whether a line of a script's head shows how to stop a job so that it saves; `scancel JOB` shows how to end it."""
+    word, _, rest = line.partition(" ")
+    named = re.search(r"(^|\s)(--signal|-s\b|-(SIG)?(USR1|TERM|INT)\b)", rest)
+    return bool(named) if word in ("scancel", "qsig", "kill", "pkill") else word == own.partition(" ")[0]
 
 
 @clause("B10")
@@ -793,6 +867,21 @@ def test_what_users_are_shown_works(check, site, dry):
         yield f"README.md: {command!r}: that Python has no ddp_core, but should be the one that install.sh makes"
 
 
+@clause("B10")
+def test_a_start_in_an_interactive_job_works_and_works_again(check, site, dry):
+    """`./job.pbs --epochs 3`, where it is shown, also trains a second time: the job has one number for all its starts."""
+    for script in trains(site):
+        started = rf"(?:[A-Z_]+=\S+ )*\./{re.escape(script.name)}\b[^`\n]*"
+        head = re.findall(rf"(?m)^#   ({started}?)(?: {{2,}}.*)?$", script.read_text())
+        for line in dict.fromkeys([*head, *re.findall(rf"`({started})`", site.readme)]):
+            runs = [dry.command(script, line) for _ in range(2)]
+            new = [values_of(arguments(call), "--new-run-dir") for run in runs for call in run.trained[:1]]
+            if runs[0].code or not new:
+                yield f"{line!r} in an interactive job: {ending(dry, runs[0])}, but should be 0"
+            elif new[0] and new[0] == new[-1]:
+                yield f"{line!r}: --new-run-dir {new[0][0]}, but should be --run-dir: a second start in this job is refused"
+
+
 def no_flags(site, words: list[str]) -> list[str]:
     """Return the words that look like a flag but are no flag of the core or of a program of the site."""
     if any(word.endswith(".py") for word in words):
@@ -805,9 +894,10 @@ def no_flags(site, words: list[str]) -> list[str]:
 
 @clause("B10")
 def test_by_hand_in_a_step_it_trains_alone(check, site, tmp_path):
-    """The shell of `srun --pty` has Slurm's variables for one task, and no address of rank 0."""
+    """The shell of `srun --pty` has Slurm's variables for one task, or SLURM_NTASKS of many, and no address of rank 0."""
     text = site.readme
     told = [launch.environ(0, 1, 1, 29500, FIRST) for launch in site.launches if launch.launcher == "srun"]
+    told = [each | tasks for each in told for tasks in ({}, {"SLURM_NTASKS": "4"})]
     for variables, line in product(told, re.findall(r"`srun [^`]*--pty\b[^`]*`[^.]*?`([^`]*/python3? train\.py[^`]*)`", text)):
         unset = re.findall(r"(?:-u |--unset=)(\w+)", line)
         environ = {name: value for name, value in variables.items() if name.startswith("SLURM_") and name not in unset}
@@ -913,12 +1003,13 @@ def test_a_run_is_one_run_of_wandb(check, site, dry):
 
 @clause("B10")
 def test_metrics_have_every_step(check, site, dry):
-    """This includes the first step, and an evaluation at the same step as a loss."""
-    for script, environ in chosen(site):
+    """The first step, an evaluation at the same step as a loss, and the steps after a warning, which is for the ranks."""
+    warned: dict[str, Any] = dict(code=75, event="warning")
+    for (script, environ), shape in product(chosen(site), ({}, warned)):
         for kind in [name for name in ("wandb", "tensorboard") if name in " ".join(environ.values())]:
-            run = dry.job(script, environ=environ)
+            run = dry.job(script, environ=environ, **shape)
             recorded = sorted({*re.findall(rf"(?m)^{kind} has (.*)$", run.output)})
-            observed = f"{script.name}: of steps 0 and 1 {kind} has {recorded}"
+            observed = f"{script.name}: of steps 0 and 1{' after a warning' if shape else ''} {kind} has {recorded}"
             if recorded != OF_STEPS:
                 yield f"{observed}, but should have {OF_STEPS}"
 
@@ -1026,9 +1117,9 @@ def followed(dry, line: str) -> DryRun | str:
         beside = [call.text for call in elsewhere.called("python") if "runs/" in call.words[-1]]
         if beside:
             return f"with --run-dir elsewhere {dry.shown(beside[0])} is started, but should read elsewhere"
-    if environ and slurm:  # programs beside the ranks survive a warning, too
+    if environ and slurm:  # after a warning, what is chosen comes back, too, such as another launcher
         run = run if run.code else dry.job(site.folder / words[place], code=75, event="warning", **shape)
-        # If such a program hangs, like a writer of metrics without network, the job does not wait long.
+        # If a program beside the ranks hangs, like a writer of metrics without network, the job does not wait long.
         run = run if run.code != 75 else dry.job(site.folder / words[place], fails="beside", **shape)
     return run
 

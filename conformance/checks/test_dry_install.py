@@ -9,7 +9,9 @@ import os
 import re
 import shutil
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -183,13 +185,17 @@ def test_a_torch_that_is_asked_for_is_taken_though_python_brings_one(check, dry)
 
 @clause("B10")
 def test_an_environment_that_does_not_work_is_not_kept(check, dry):
-    """If the last test of an environment fails, the next install.sh makes it anew."""
-    looks = [fails for fails, call in dry.install().steps if "-c" in call.words[:1] and "ddp_core" in call.text]
+    """If the last test of an environment fails, the next install.sh makes it anew, and no job trains in it before."""
+    steps = dry.install().steps
+    looks = [fails for fails, step in steps if any("import" in word and "ddp_core" in word for word in step.words)]
     for fails in looks[-1:]:
         first, again = dry.install(fails=fails), dry.install(after=(), after_fails=fails)
         if first.code != 1 or not made_by(again):
             observed = f"exit code {first.code}, and kept by the next install.sh"
             yield f"an environment that cannot be imported: {observed}, but should be 1, and made anew"
+        job = dry.job(dry.site.job_scripts[0], install_fails=fails)
+        if job.code != 3 or job.trained or "install.sh" not in job.output:
+            yield f"{ending(dry, job)} in an environment that cannot be imported, but should be 3 and name install.sh"
 
 
 @clause("B10")
@@ -243,6 +249,15 @@ def test_other_modules_than_it_was_made_with_are_noticed(check, site, dry):
         job = dry.job(site.job_scripts[0], case=case)
         if job.trained or job.code != 3 or "install.sh" not in job.output:
             yield f"{ending(dry, job)} with {other}, but what install.sh made with {line}, but should be 3 and name install.sh"
+
+
+@clause("B10")
+def test_a_choice_may_stand_in_quotes(check, site, dry):
+    """Bash takes the value alone, also before a comment, so an install.sh that reads the job script must."""
+    for case in site.cases:
+        edit = {old: re.sub(r"^(\w+=)([\w./:-]+)$", r'\1"\2"  # ours', new) for old, new in case.edit.items()}
+        if edit != case.edit and (run := dry.case(replace(case, name=f"{case.name} in quotes", edit=edit))).code:
+            yield f"{' '.join(edit.values())}: {ending(dry, run)}, but should be 0, as without quotes"
 
 
 @clause("B10")
@@ -443,6 +458,35 @@ def test_an_installation_that_fails_says_so(check, site, dry):
         if job.code != 3 or job.trained or "install.sh" not in job.output:
             subject = f"{script.name} {what} install.sh{' has failed' if what == 'after' else ''}"
             yield f"{subject}: {exit_of(dry, job)}, but should be 3 and name install.sh"
+
+
+@clause("B10")
+def test_a_step_of_an_installation_that_fails_is_not_passed_over(check, site, dry):
+    """Each step that makes something or changes modules fails once: otherwise a user who asked for it learns of it in a job.
+
+    Another command in its place, such as another source of a package, is no failure.
+    """
+    done = set()
+    for flags in [(), *given(dry, "", "PACKAGE", "IMAGE")]:
+        whole = dry.install(*flags)
+        before = Counter(dry.shown(call.text) for call in whole.calls)
+        for fails, step in whole.steps:
+            text = dry.shown(step.text)
+            if text in done or not counts(site, whole, step):
+                continue
+            done.add(text)
+            run = dry.install(*flags, fails=fails)
+            if not run.code and not Counter(dry.shown(call.text) for call in run.calls) - before:
+                what = " ".join(["install.sh", *flags[:1]])
+                yield f"{what} where {text[:110]!r} fails: exit code 0, but should be 1, or 3 before anything is made"
+
+
+def counts(site, run: DryRun, step: Call) -> bool:
+    """Return whether a step makes a part of an environment, also inside an image, or changes the site's modules."""
+    if step.command == "module-call":
+        return bool({*step.words} & {*site.modules}) and not {*step.words} & {"is-avail", "is-loaded", "avail", "show", "list"}
+    within = [call for call in run.calls if step.start_time <= call.start_time <= (step.end_time or step.start_time)]
+    return any("makes" in call.notes for call in within)
 
 
 @clause("B10")

@@ -213,6 +213,26 @@ def test_a_command_that_fails_is_not_passed_over(check, site, dry):
 
 
 @clause("B1")
+def test_a_command_that_fails_on_the_nodes_is_not_passed_over(check, site, dry):
+    """What a launcher runs there before the ranks, such as unpacking an environment: the job ends, or warns."""
+    for script, flags in itertools.product(trains(site), [(), *(flags for flags in given(dry) if dry.packed(*flags))]):
+        whole = dry.job(script, nodes=2, install=flags)
+        first = min((call.start_time for call in whole.launches), default=0)
+        before = [call for call in whole.calls if "DRY_RUN_LAUNCHER" in call.environ and call.start_time < first]
+        for text in dict.fromkeys(call.text for call in before if not asks(call)):
+            run = dry.job(script, nodes=2, install=flags, fails=f"on a node {text}")
+            if (run.trained or not run.code) and not re.search(r"(?m)^(warning|note|error): ", run.output):
+                trained = "trains all the same" if run.trained else "ends with 0"
+                yield f"{script.name}: where {dry.shown(text)[:80]!r} fails on a node it {trained}, but should end"
+
+
+def asks(call: Call) -> bool:
+    """Return whether a command on a node only asks something, or removes what may be missing."""
+    reads = {"-c", "--version", "-V"} & {*call.words} or call.command in ("hostname", "getent", "ip")
+    return bool(reads) or (call.command in ASKS and not call.command.startswith("python"))
+
+
+@clause("B1")
 def test_ranks_run_in_the_site_s_folder_with_its_python(check, site, dry):
     """The Python is that of install.sh's environment, or of the image."""
     prefixes = made_by(dry.install())

@@ -292,8 +292,11 @@ def test_the_readme_loads_the_modules_of_site_toml(check, site):
     """Where users train by hand: .venv is made with one version of a module, and works with no other."""
     versions = {name.partition("/")[0]: name for name in site.modules if "/" in name}
     isolated = any(re.search(r"(?m)^\s*export .*\bPYTHONNOUSERSITE=", path.read_text()) for path in trains(site))
+    torches = [name for name, what in site.software.get("provides", {}).items() if "torch" in what]
     for name, paragraph in paragraphs(site):
         text = " ".join(paragraph.split())
+        if torches and isolated and "-m ipykernel install " in text and "PYTHONNOUSERSITE" not in text:
+            yield f"{name}: a kernel without --env PYTHONNOUSERSITE 1, but should have it: ~/.local comes before {torches[0]}"
         for words in re.findall(r"`module (?:load|add) ([^`]+)`", text) if re.search(r"\btrain|\.venv\b|\.py\b", text) else ():
             for word in [word for word in words.split() if "/" in word and word.partition("/")[0] in versions]:
                 if word != (own := versions[word.partition("/")[0]]):

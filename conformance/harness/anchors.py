@@ -40,6 +40,7 @@ class Case:
     rows: Callable[[Path], list[tuple[torch.Tensor, ...]]]
     loss: Callable[[Tensors, tuple[torch.Tensor, ...]], tuple[torch.Tensor, torch.Tensor]]
     metric: str
+    data: str  # what snapshots call these rows: under another name, older ones would be refused
     epochs: int = 2
     steps_per_epoch: int = 0  # 0: every whole batch of the rows
     global_batch_size: int = 0  # 0: rows_a_rank * world_size
@@ -270,33 +271,33 @@ def gpt_shapes(width: int = 64, context: int = 64) -> dict[str, tuple[int, ...]]
 CASES = {
     "regression": Case(
         "--workload regression --epochs 2 --lr 0.01 --momentum 0.9 --weight-decay 0.01 --accumulate 2",
-        *(LINEAR, regression_rows, of_regression, "eval_absolute_error"),
+        *(LINEAR, regression_rows, of_regression, "eval_absolute_error", "regression-1"),
         rows_a_rank=32,
         weight_decay=0.01,
     ),
     "regression-adamw": Case(
         "--workload regression --epochs 2 --global-batch-size 64 --optimizer adamw --lr 0.01 --scale-lr --momentum 0.8 "
         "--weight-decay 0.1 --warmup-steps 10 --lr-schedule cosine --clip-norm 0.5",
-        *(LINEAR, regression_rows, of_regression, "eval_absolute_error"),
+        *(LINEAR, regression_rows, of_regression, "eval_absolute_error", "regression-1"),
         **dict(global_batch_size=64, optimizer="adamw", lr_times_ranks=True, momentum=0.8, weight_decay=0.1),
         **dict(warmup_steps=10, cosine=True, clip_norm=0.5),
     ),
     # Its held-out loss is lowest after the first epoch, then rises.
     "regression-rises": Case(
         "--workload regression --epochs 3 --global-batch-size 64 --optimizer adamw --lr 0.1",
-        *(LINEAR, regression_rows, of_regression, "eval_absolute_error"),
+        *(LINEAR, regression_rows, of_regression, "eval_absolute_error", "regression-1"),
         **dict(epochs=3, global_batch_size=64, optimizer="adamw", lr=0.1, momentum=0.0),
     ),
     "mnist": Case(
         "--workload mnist --data-dir {data} --epochs 2 --global-batch-size 24",
-        *(CNN, mnist_rows, of_mnist, "eval_accuracy"),
+        *(CNN, mnist_rows, of_mnist, "eval_accuracy", "0f11ae0e41ba"),
         global_batch_size=24,
         lr=0.05,
     ),
     "gpt": Case(
         "--workload gpt --model-size tiny --data-dir {data} --epochs 2 --steps-per-epoch 3 --global-batch-size 16 "
         "--clip-norm 1 --weight-decay 0.1 --warmup-steps 2",
-        *(gpt_shapes(), gpt_rows, of_gpt, "eval_accuracy"),
+        *(gpt_shapes(), gpt_rows, of_gpt, "eval_accuracy", "ccbfb35e3e0a"),
         **dict(steps_per_epoch=3, global_batch_size=16, optimizer="adamw", lr=1e-3, weight_decay=0.1),
         **dict(warmup_steps=2, clip_norm=1.0),
     ),

@@ -76,7 +76,7 @@ class Counted:
 
     def _gather(self, tensor: torch.Tensor, places: list[torch.Tensor] | None, speaker: int, group: tuple[int, ...]) -> None:
         if places is None:
-            self.sent[group][self.rank] = tensor
+            self.sent[group][self.rank] = tensor.clone()
             return
         assert self.rank == speaker, (self.rank, group)
         sent = self.sent.pop(group, {}) | {speaker: tensor}
@@ -87,7 +87,7 @@ class Counted:
     def _broadcast(self, tensor: torch.Tensor, speaker: int, group: tuple[int, ...]) -> None:
         """Count as if the speaker sent to each member, the most it can be. In gloo the members pass it on."""
         if self.rank == speaker:
-            self.sent[group][speaker] = tensor
+            self.sent[group][speaker] = tensor.clone()  # what is sent is not what the speaker has later
         else:
             tensor.copy_(self.sent[group][speaker])
             self.rank, rank = speaker, self.rank

@@ -45,10 +45,11 @@ SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD", "GITHUB_PAT", "SESSION_JW
 # What users pass to a job script. Words with a space or a star must arrive unchanged.
 ARGUMENTS = ("--epochs", "3", "--data-dir", "two words", "--note", "*")
 # The settings of a dry run.
-# event: warning, stop, limit or cancelled, during training; pause: the job is deleted between two launches.
+# event: warning, stop, limit, cancelled or asked (USR2), during training; pause: the job is deleted between two launches.
 # progress: whether it trains a step. started: how often PBS has started this job.
-# fails: what fails. `fails at 3`: the third command; `hangs`: what starts on the nodes after the ranks; `start`: ranks before
-# they record anything; `image`: the image after they have saved; `one run`: one of several.
+# fails: what fails. `fails at 3`: the third command; `on a node COMMAND`: what a launcher runs; `hangs`: what starts on the
+# nodes after the ranks; `start`: ranks before they record anything; `image`: the image after they have saved; `one run`: one of
+# several.
 # install: flags of install.sh, None if it has not run. modules_set: whether modules set what site.toml says.
 # beside: another job's folders. halves: files of a killed start. planted: `open` or `link`, and a path below root/.
 # shared: whether nodes are shared. spare: True if there are spare nodes and the first is down; "later": down after ranks ran.
@@ -703,6 +704,8 @@ class DryRuns:
             environ = self._of_slurm(job, STANDARD | dict(nodes=1))
             if "device_environment" in node:
                 environ |= {node["device_environment"]: ",".join(map(str, devices or range(node["devices"])))}
+        elif self.site.toml["scheduler"] == "pbs":
+            environ = self._of_pbs(STANDARD | dict(nodes=1, arguments=())) | dict(PBS_ENVIRONMENT="PBS_INTERACTIVE")
         words = ["-c", f'{line} "$@"', script.name, *ARGUMENTS]
         full_shape = STANDARD | dict(nodes=1, fails=fails, devices=len(devices))
         with self._planted(*planted):

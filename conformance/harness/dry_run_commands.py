@@ -21,7 +21,7 @@ singularity apptainer shifter shifterimg podman-hpc enroot
 hostname getent ip sleep rm mktemp curl wget git mksquashfs cc CC g++ cmake make nvidia-smi rocm-smi xpu-smi nvcc crayenv
 module-call numactl uuidgen
 """
-USR1, TERM, KILL = 10, 15, 9
+USR1, USR2, TERM, KILL = 10, 12, 15, 9
 NOTES: dict = {}  # what this call has seen, for its record
 PATIENCE = 5.0  # seconds for which a rank waits for a signal
 DEAF = 0.5  # seconds after a user's stop for which it ignores signals
@@ -41,7 +41,7 @@ def runs(*words: str, environment: dict[str, str] | None = None, handed_on: str 
     """The exit code of a command, as a shell has it. The command itself gets signals, unless they are ignored here.
 
     handed_on: who gets a USR1 that this process gets: the "command", or the "step", which is all processes below it, too."""
-    for number in (USR1, TERM):
+    for number in (USR1, USR2, TERM):
         if _signal.getsignal(number) == _signal.SIG_DFL:
             _signal.signal(number, lambda *_: None)
     try:
@@ -60,10 +60,10 @@ def runs(*words: str, environment: dict[str, str] | None = None, handed_on: str 
     return code if code >= 0 else 128 - code
 
 
-def tell(processes: list[int]) -> None:
+def tell(processes: list[int], number: int = USR1) -> None:
     for process in processes:
         try:
-            os.kill(process, USR1)
+            os.kill(process, number)
         except ProcessLookupError:  # it has ended
             continue
 
@@ -421,7 +421,7 @@ def heard(event: str) -> bool:
             _signal.signal(number, _signal.SIG_IGN)
         os.system(SETTINGS["stop"])
         time.sleep(DEAF)
-    for number in (USR1, TERM):
+    for number in (USR1, USR2, TERM):
         _signal.signal(number, lambda got, _: signals.append(got))
     if event == "another's stop":
         os.system(SETTINGS["another_s_stop"])
@@ -430,6 +430,8 @@ def heard(event: str) -> bool:
     elif event == "warning":  # to every process of the ranks; a program beside them must survive it, too
         for process in {*below(int(os.environ["DRY_RUN_LAUNCHER"])), *programs_beside()}:
             os.kill(process, USR1)
+    elif event == "asked":  # by scancel --signal=USR2: where the ranks are
+        tell(below(int(os.environ["DRY_RUN_LAUNCHER"])), USR2)
     elif event == "cancelled":  # scancel signals the ranks, and here also the script; qdel signals the script
         slurm = SETTINGS["scheduler"] == "slurm"
         for process in [job_script(), *(below(int(os.environ["DRY_RUN_LAUNCHER"])) if slurm else [])]:
@@ -437,7 +439,7 @@ def heard(event: str) -> bool:
     until = time.monotonic() + PATIENCE
     while not signals and time.monotonic() < until:
         time.sleep(0.02)
-    time.sleep(0.1 if event == "warning" else 0)  # the other processes must die, too
+    time.sleep(0.1 if event in ("warning", "asked") else 0)  # the other processes must die, too
     NOTES.update(signals=signals)
     if event == "another's stop":
         return not signals
@@ -1008,7 +1010,8 @@ def main(name: str, words: list[str]) -> int:
     if made := makes(name, words):
         NOTES.update(makes=made, umask=umask())
         killed(made)
-    if SETTINGS["fails"].startswith("fails at ") and fails():
+    on_a_node = "DRY_RUN_LAUNCHER" in os.environ and SETTINGS["fails"] == " ".join(["on a node", name, *words])
+    if on_a_node or (SETTINGS["fails"].startswith("fails at ") and fails()):
         NOTES["failed"], code = True, 1
     elif SETTINGS["fails"] == "hangs" and hangs(name, words):
         code = hang()

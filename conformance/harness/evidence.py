@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 # The ladder, weakest rung first, and what each rung shows. The words leave no doubt about where something ran.
 RUNGS = {
@@ -20,8 +21,8 @@ RUNGS = {
     "machine": "the site's job script on the machine itself",
 }
 # A clause takes the first of these states that any of its checks has.
-STATES = ("failed", "expected failure", "pass", "of other files", "not run", "untested", "elsewhere")
-MARKS = dict(zip(STATES, "✗!✓≠○··", strict=True))
+STATES = ("failed", "expected failure", "pass", "of other files", "not run", "untested", "none brought", "elsewhere")
+MARKS = dict(zip(STATES, "✗!✓≠○···", strict=True))
 STATE_OF = {"passed": "pass", "failed": "failed", "expected-failure": "expected failure", "skipped": "not run"}
 STATUS = {
     "never-run": "never run",
@@ -29,6 +30,7 @@ STATUS = {
     "run-on-site": "run on the machine itself",
 }
 CORE = "core"  # checks that belong to no site
+EXTRAS = "E"  # the group of what a site may bring beside its job
 NEVER_EXCUSED = ("D", "L", "S", "C")  # groups that [[expected_failures]] cannot name: the training itself
 
 
@@ -131,6 +133,8 @@ class Evidence:
         about_core = [{report["site"] == CORE for report in self.reports if names & _asked(report)} for names in alike]
         if not {site == CORE} & (about_core[0] or about_core[1] or {True, False}):
             return Cell("elsewhere")
+        if clause in self.spec.of(EXTRAS) and site in self.site_toml and not self.site_toml[site].get("extras"):
+            return Cell("none brought")
         return Cell("untested" if clause in self.spec.untested else "not run", notes=notes)
 
     def status(self, site: str) -> str:
@@ -170,6 +174,16 @@ class Evidence:
                 where = filter(None, [f"{rung} rung", launchers, sizes and f"world size {sizes}"])
                 entries.append((site, clause, f"{name} [{', '.join(where)}]: {message}", notes[0]))
         return entries
+
+    def failed_of_other_files(self) -> list[str]:
+        """One line a report: '2 checks failed (core, device rung, nccl, 2026-11-26: L20)'."""
+        lines = []
+        for report in (report for report in self.reports if self.changed_in(report)):
+            failed = [check["clauses"] for check in report["checks"] if check["outcome"] == "failed"]
+            if failed:
+                where = f"{report['site']}, {report['rung']} rung, {report['backend']}, {report['date']}"
+                lines.append(f"{plural(len(failed), 'check')} failed ({where}: {', '.join(sorted({*chain(*failed)}))})")
+        return lines
 
     def deviations(self) -> dict[str, dict[tuple, dict]]:
         """Tier to (site, rung, backend) to world size to the check that came nearest to the limit."""
@@ -217,11 +231,9 @@ def plural(count: int, noun: str) -> str:
 
 def counted(counts: Counter) -> dict[str, str]:
     """State to '2 expected failures', in the order of STATES."""
-    return {
-        state: plural(counts[state], state) if state == "expected failure" else f"{counts[state]:,} {state}"
-        for state in STATES
-        if counts[state]
-    }
+    words = {state: f"{counts[state]:,} {state}" for state in STATES if counts[state]}
+    others = {"expected failure": plural(counts["expected failure"], "expected failure"), "none brought": "none brought"}
+    return {state: others.get(state, text) for state, text in words.items()}
 
 
 def plain(number: float) -> str:

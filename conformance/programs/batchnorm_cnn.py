@@ -1,4 +1,4 @@
-"""A CNN with BatchNorm on augmented images: which of four wave patterns is in the noise?
+"""A CNN with BatchNorm on augmented images. It recognizes which of four wave patterns is in the noise.
 
 python train.py --workload conformance/programs/batchnorm_cnn.py --workers 2
 """
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 
 def make_images(count, seed):
-    """[count, 1, 16, 16] waves at a random phase, and [count] labels: the wave vector of each."""
+    """[count, 1, 16, 16] waves with random phases, and [count] labels: each wave's vector."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(4, (count,), generator=generator)
     vectors = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0], [0.0, 2.0]])[labels]
@@ -25,7 +25,7 @@ def make_images(count, seed):
 
 
 class Augmented(Dataset):
-    """Each row is flipped, shifted and given fresh noise whenever it is read."""
+    """Each read of a row flips it at random, shifts it, and adds new noise."""
 
     def __init__(self, images, labels):
         self.images, self.labels = images, labels
@@ -45,10 +45,10 @@ class WaveImages(Workload):
     defaults = dict(epochs=3, global_batch_size=48, optimizer="sgd", lr=0.05, momentum=0.9, weight_decay=1e-4)
 
     def data(self, config):
-        return Augmented(*make_images(720, seed=1)), make_images(192, seed=2)  # the held-out images stay as they are
+        return Augmented(*make_images(720, seed=1)), make_images(192, seed=2)  # held-out images are not augmented
 
     def model(self, config):
-        def block(inputs, outputs):  # BatchNorm has a bias of its own
+        def block(inputs, outputs):  # no bias in the convolution: BatchNorm has one
             return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
 
         return nn.Sequential(*block(1, 16), *block(16, 32), nn.AvgPool2d(4), nn.Flatten(), nn.Linear(32, 4))

@@ -1,4 +1,4 @@
-"""A small diffusion model of bright spots: it learns to predict the noise in an image, at every level of noise.
+"""A small diffusion model of bright spots. It learns to predict the noise in an image, at every noise level.
 
 python train.py --workload conformance/programs/diffusion.py
 """
@@ -7,11 +7,11 @@ import torch
 from ddp_core import Workload
 from torch import nn
 
-LEVELS = 1000  # of noise
+LEVELS = 1000  # noise levels
 
 
 def make_spots(count, seed):
-    """A tuple of one tensor, [count, 1, 16, 16]: a round spot somewhere in each image, from -1 to 1."""
+    """A tuple of one tensor, [count, 1, 16, 16]: a round spot at a random place in each image, values from -1 to 1."""
     generator = torch.Generator().manual_seed(seed)
     y, x = torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij")
     center_y, center_x = 4 + 8 * torch.rand(2, count, 1, 1, 1, generator=generator)
@@ -19,7 +19,7 @@ def make_spots(count, seed):
 
 
 class Denoiser(nn.Module):
-    """A residual block between two convolutions; the level of noise scales and shifts the block's input."""
+    """A residual block between two convolutions. The noise level scales and shifts the block's input."""
 
     def __init__(self, width):
         super().__init__()
@@ -29,7 +29,7 @@ class Denoiser(nn.Module):
         self.block = nn.Sequential(nn.SiLU(), nn.Conv2d(width, width, 3, padding=2, dilation=2), nn.SiLU())
 
     def forward(self, images, level):
-        """[n, 1, 16, 16] images and [n, 1] levels in [0, 1) to the noise in the images."""
+        """Predict the noise in [n, 1, 16, 16] images at [n, 1] levels in [0, 1). Returns [n, 1, 16, 16]."""
         waves = torch.cat([torch.cos(level * frequency) for frequency in (1, 2, 4, 8)], dim=1)
         scale, shift = self.level(waves)[..., None, None].chunk(2, dim=1)
         hidden = self.first(images)

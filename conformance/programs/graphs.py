@@ -1,4 +1,4 @@
-"""A message-passing network on molecules of unequal size: their energy from their atoms and bonds.
+"""A message-passing network on molecules of different sizes. It predicts a molecule's energy from atoms and bonds.
 
 python train.py --workload conformance/programs/graphs.py
 """
@@ -9,11 +9,11 @@ from torch import nn
 
 
 def make_molecules(count, seed):
-    """Dictionaries: atoms [n] of 5 kinds, bonds [2, n-1] between them, energy []: a sum over the bonds."""
+    """Yields dictionaries: atoms [n] of 5 kinds, bonds [2, n-1] (pairs of atoms), energy []: a sum over the bonds."""
     generator = torch.Generator().manual_seed(seed)
     for size in torch.randint(4, 17, (count,), generator=generator).tolist():
         atoms, later = torch.randint(5, (size,), generator=generator), torch.arange(1, size)
-        earlier = (later * torch.rand(size - 1, generator=generator)).long()  # a tree: each is bound to an earlier one
+        earlier = (later * torch.rand(size - 1, generator=generator)).long()  # a tree: each atom is bound to an earlier one
         energy = (5 * atoms[earlier] + atoms[later]).sin().sum()
         yield dict(atoms=atoms, bonds=torch.stack([earlier, later]), energy=energy)
 
@@ -40,11 +40,11 @@ class Energies(Workload):
         return list(make_molecules(960, seed=1)), list(make_molecules(192, seed=2))
 
     def collate(self, rows):
-        """One graph of many molecules: all atoms in a row, and every bond moved to where its atoms are now."""
+        """One graph of many molecules: concatenated atoms, and bonds with indices shifted to match."""
         sizes = torch.tensor([len(row["atoms"]) for row in rows])
         bonds = [row["bonds"] + first for row, first in zip(rows, sizes.cumsum(0) - sizes, strict=True)]
         atoms, energy = (torch.cat([row[name].view(-1) for row in rows]) for name in ("atoms", "energy"))
-        molecule = torch.arange(len(rows)).repeat_interleave(sizes)  # of each atom
+        molecule = torch.arange(len(rows)).repeat_interleave(sizes)  # the molecule of each atom
         return dict(atoms=atoms, bonds=torch.cat(bonds, dim=1), molecule=molecule, energy=energy)
 
     def model(self, config):

@@ -1,4 +1,4 @@
-"""A tiny GPT-2 of Hugging Face's transformers that learns to add: after "27+58=" comes "085".
+"""A tiny GPT-2 from Hugging Face transformers that learns to add: after "27+58=" comes "085".
 
 python train.py --workload conformance/programs/hf_transformer.py --dropout 0.2
 """
@@ -12,13 +12,13 @@ ALPHABET = "0123456789+="
 
 
 def make_sums(numbers):
-    """A dictionary of one tensor, [n, 9] characters; the model's keyword for it is input_ids."""
+    """A dictionary of one tensor, [n, 9] character indices. The model's keyword for it is input_ids."""
     texts = [f"{left:02}+{right:02}={left + right:03}" for left, right in numbers]
     return {"input_ids": torch.tensor([[ALPHABET.index(character) for character in text] for text in texts])}
 
 
 def answers(outputs, batch):
-    """[n, 3, 12] logits of the answer's digits, each from the characters before it, and the [n, 3] digits."""
+    """[n, 3, 12] logits of the answer's digits, each predicted from the characters before it, and the [n, 3] digits."""
     return outputs.logits[:, 5:8], batch["input_ids"][:, 6:]
 
 
@@ -40,7 +40,7 @@ class Addition(Workload):
 
     def loss(self, outputs, batch):
         logits, digits = answers(outputs, batch)
-        return F.cross_entropy(logits.flatten(0, 1), digits.flatten(), reduction="sum") / 3  # of a row: the mean of 3 digits
+        return F.cross_entropy(logits.flatten(0, 1), digits.flatten(), reduction="sum") / 3  # a row's loss: mean of 3 digits
 
     def metrics(self, outputs, batch):
         logits, digits = answers(outputs, batch)
@@ -49,12 +49,12 @@ class Addition(Workload):
 
     def optimizer(self, model, config):
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-        others = [parameter for parameter in model.parameters() if parameter.ndim < 2]  # norms and biases: no decay
+        others = [parameter for parameter in model.parameters() if parameter.ndim < 2]  # norms and biases: no weight decay
         groups = [dict(params=matrices, weight_decay=config.weight_decay), dict(params=others, weight_decay=0.0)]
         return torch.optim.AdamW(groups, lr=config.lr)
 
     def schedule(self, step, total_steps, config):
-        """Linear warm-up, then linear decay, as transformers' get_linear_schedule_with_warmup."""
+        """Linear warm-up, then linear decay, like transformers' get_linear_schedule_with_warmup."""
         if step < config.warmup_steps:
             return (step + 1) / config.warmup_steps
         return (total_steps - step) / (total_steps - config.warmup_steps)

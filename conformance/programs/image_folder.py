@@ -1,4 +1,4 @@
-"""A classifier of image files: a Dataset like torchvision's ImageFolder, with transforms like torchvision's.
+"""A classifier of image files, with a Dataset like torchvision's ImageFolder and transforms like torchvision's.
 
 python train.py --workload conformance/programs/image_folder.py --workers 2
 """
@@ -14,10 +14,10 @@ from torch.utils.data import Dataset
 
 
 class ImageFolder(Dataset):
-    """Rows (image, class) of the files root/class/name.png; the transforms are applied in turn."""
+    """Rows (image, class) from the files root/class/name.png. The transforms are applied in order."""
 
     def __init__(self, root, *transforms):
-        self.files = sorted(root.glob("*/*.png"))  # sorted: each file system lists them in an order of its own
+        self.files = sorted(root.glob("*/*.png"))  # sorted: the listing order differs between file systems
         self.classes = sorted({file.parent.name for file in self.files})
         self.transforms = transforms
 
@@ -36,7 +36,7 @@ def random_turn(image):
 
 
 def to_tensor(image):
-    """[3, height, width] from -1 to 1."""
+    """A [3, height, width] tensor, values from -1 to 1."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 127.5 - 1
 
 

@@ -1,4 +1,4 @@
-"""A small U-Net that finds discs in noise, trained on two losses: cross-entropy and Dice.
+"""A small U-Net that finds discs in noise. Its loss is the sum of cross-entropy and Dice.
 
 python train.py --workload conformance/programs/unet.py --width 16
 """
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def make_scenes(count, seed):
-    """[count, 1, 32, 32] noisy images, and masks of the same shape: 1 inside one of three discs, else 0."""
+    """[count, 1, 32, 32] noisy images, and masks of the same shape: 1 inside any of three discs, else 0."""
     generator = torch.Generator().manual_seed(seed)
     y, x = torch.meshgrid(torch.arange(32.0), torch.arange(32.0), indexing="ij")
     center_y, center_x, size = torch.rand(3, count, 3, 1, 1, generator=generator)
@@ -17,7 +17,7 @@ def make_scenes(count, seed):
     return masks + 0.6 * torch.randn(masks.shape, generator=generator), masks
 
 
-def block(inputs, outputs):  # GroupNorm, not BatchNorm: the losses are the same at every world size
+def block(inputs, outputs):  # GroupNorm, not BatchNorm: the losses are equal at every world size
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU())
 
 
@@ -57,4 +57,4 @@ class Segmentation(Workload):
 
     def metrics(self, outputs, batch):
         inside, masks = outputs > 0, batch[1] > 0
-        return {"iou": ((inside & masks).sum(), (inside | masks).sum())}  # a sum, and what to divide it by
+        return {"iou": ((inside & masks).sum(), (inside | masks).sum())}  # a sum and its divisor

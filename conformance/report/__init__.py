@@ -1,1 +1,1 @@
-"""The report: what was checked, on which rung and when, as Markdown and as a page."""
+"""The conformance report: what was checked, on which rung and when, as Markdown and as an HTML page."""

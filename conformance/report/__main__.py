@@ -1,9 +1,9 @@
-"""The report of conformance: what was checked, on which rung of the ladder, and when.
+"""The conformance report: what was checked, on which rung of the ladder, and when.
 
-    python -m conformance.report --parts FOLDER    reports, from what the pytest sessions of a run left there
-    python -m conformance.report                   CONFORMANCE.md and the page, from the reports: needs jinja2 and matplotlib
+    python -m conformance.report --parts FOLDER    makes reports from the parts that pytest sessions left in FOLDER
+    python -m conformance.report                   makes CONFORMANCE.md and the page from reports: needs jinja2, matplotlib
 
-Exit code 1: a check failed, or did not run where it should have; 2: usage, or a report that is refused.
+Exit code 1: a check failed, or did not run although it should. 2: usage, or a report that is refused.
 """
 
 import argparse
@@ -23,8 +23,8 @@ HERE = sites.ROOT / "conformance"
 
 
 def evidence_in(folder: Path, newer: Iterable[dict] = ()) -> Evidence:
-    """Of a folder's reports, with newer ones in their places; of the sites of this repository, or the one outside it that the
-    folder is in. Raises ValueError for what is refused.
+    """Evidence from a folder's reports; newer ones replace those of the same place. The sites are this repository's, or the
+    outside site whose folder contains this one. Raises ValueError for a report that is refused.
     """
     beside = [str(folder.parent)] if (folder.parent / "site.toml").is_file() else None
     known_sites = {site.name: site for site in sites.find(beside)}
@@ -43,7 +43,7 @@ def evidence_in(folder: Path, newer: Iterable[dict] = ()) -> Evidence:
 
 
 def terminal(evidence: Evidence, colours: bool) -> str:
-    """Sites by groups of clauses, then the worst deviations."""
+    """A table of sites by groups of clauses, then the worst deviations."""
     paint = {"failed": "31", "expected failure": "33", "pass": "32", "not run": "33"} if colours else {}
     groups, shown = list(evidence.spec.groups), STATES[:5]
     table = [["", *groups]]
@@ -60,8 +60,8 @@ def terminal(evidence: Evidence, colours: bool) -> str:
 
 
 def draw(evidence: Evidence, reports: Path) -> list[Path]:
-    """CONFORMANCE.md, beside SPEC.md or in the folder of an outside site's reports, and the page."""
-    from conformance.report import page  # not where reports are only merged
+    """Write the page, and CONFORMANCE.md beside SPEC.md or among an outside site's reports. Returns both paths."""
+    from conformance.report import page  # imported here: merging reports must not need jinja2 and matplotlib
 
     texts = {HERE if reports == HERE / "reports" else reports: ("CONFORMANCE.md", page.markdown(evidence))}
     written = {folder / name: text for folder, (name, text) in texts.items()} | {reports / "index.html": page.render(evidence)}
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
         parts = merge.parts_in(options.parts)
         outputs = (HERE / "reports", HERE / "CONFORMANCE.md")
         reports = merge.merge(parts, str(datetime.date.fromisoformat(options.date)), *merge.commit_of_this_tree(outputs))
-        evidence = evidence_in(options.reports, reports)  # refused before anything is written
+        evidence = evidence_in(options.reports, reports)  # raises ValueError before anything is written
         for report in reports:
             merge.write(report, options.reports)
     except ValueError as error:

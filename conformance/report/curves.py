@@ -1,4 +1,4 @@
-"""The loss curves as SVG, drawn by matplotlib in the page's own colours: page.css has them, in light, dark and print."""
+"""The loss curves as SVG. matplotlib draws them in CSS variables that page.css defines for light, dark and print."""
 
 import io
 import math
@@ -9,16 +9,16 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-WIDTH, HEIGHT, LEFT, RIGHT = 380, 440, 44, 376  # of a panel; a unit is a point to matplotlib, and whatever fits to a browser
-LOSSES, DEVIATIONS, EXACT = (48, 180), (216, 376), 394  # from the top
-SITES = 6  # colours, each with a shape and never alone, since not everybody can tell colours apart
+WIDTH, HEIGHT, LEFT, RIGHT = 380, 440, 44, 376  # of a panel, in points; a browser scales them
+LOSSES, DEVIATIONS, EXACT = (48, 180), (216, 376), 394  # distances from the top
+SITES = 6  # number of colours. Each has its own shape too, for readers who cannot tell colours apart
 SHAPES, DASHES = "os^Dx|", ["-", (0, (6, 3)), (0, (2, 3)), (0, (9, 3, 2, 3)), (0, (12, 5)), (0, (1, 5))]
 NAMES = ("rule", "head", "golden", "failed", "soft", "ink", *(f"c{number}" for number in range(SITES)))
-COLOUR = {name: f"#0000{number:02x}" for number, name in enumerate(NAMES, 1)}  # each stands for var(--name) until it is written
+COLOUR = {name: f"#0000{number:02x}" for number, name in enumerate(NAMES, 1)}  # placeholders, written to the SVG as var(--name)
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 STYLE = {"svg.fonttype": "none", "font.size": 11, "lines.scale_dashes": False, "text.color": COLOUR["soft"]}
 STYLE |= {"xtick.labelcolor": COLOUR["soft"], "ytick.labelcolor": COLOUR["soft"], "xtick.major.size": 0, "ytick.major.size": 0}
-# What page.css says, and what nobody refers to. A shape gets the fill that matplotlib repeats wherever it is used.
+# Removed: styles that page.css sets, unused ids. Each shape gets its fill once; matplotlib repeats it at every use.
 TIDY = {
     r"<!--.*?-->|<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>": "",
     r'(?<=<g) id="[^"]*"|font-family: [^;"]*;? ?| transform="rotate\(-0 [^"]*"': "",
@@ -29,7 +29,7 @@ TIDY = {
 
 
 def svg(figure: Figure, attributes: str) -> str:
-    """The same bytes each time: no date, shapes named by what they are, coordinates to a tenth of a point."""
+    """The figure as SVG, with equal bytes each time: no date, no random ids, coordinates to a tenth of a point."""
     figure.patch.set_visible(False)
     lines = [line for axes in figure.axes for line in (*axes.lines, *axes.get_xgridlines(), *axes.get_ygridlines())]
     for number, line in enumerate(lines):
@@ -51,7 +51,7 @@ def svg(figure: Figure, attributes: str) -> str:
 
 
 def style(number: int, dash: int) -> dict:
-    """Of the curves of a site, and of its launcher so far down the list."""
+    """matplotlib's style for a site's curves. dash: the launcher's place in the site's list."""
     return dict(
         color=COLOUR[f"c{number}"], linestyle=DASHES[dash % len(DASHES)], marker=SHAPES[number], markersize=4.4, mew=0.8
     )
@@ -59,7 +59,7 @@ def style(number: int, dash: int) -> dict:
 
 @matplotlib.rc_context(STYLE)
 def sample(curve: dict) -> str:
-    """For the legend."""
+    """SVG of a short line for the legend."""
     figure = Figure(figsize=(40 / 72, 12 / 72))
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 40), ylim=(0, 12))
     axes.axis("off")
@@ -71,7 +71,7 @@ def sample(curve: dict) -> str:
 def panel(
     golden: list[float], curves: list[dict], scale: tuple[int, int], limits: dict[float, str], title: str, label: str
 ) -> str:
-    """Losses above, and below deviations on a logarithmic scale, exact ones on a line of their own."""
+    """SVG of one world size: losses above; below, deviations on a logarithmic scale, and exact ones on a separate line."""
     figure, (low, high), steps = Figure(figsize=(WIDTH / 72, HEIGHT / 72)), scale, range(len(golden))
     top = math.ceil(max(golden) * 2) / 2
     a_unit = (high - low) / (DEVIATIONS[1] - DEVIATIONS[0])
@@ -118,7 +118,7 @@ def _height(off: float, exact: float, low: int, high: int) -> float:
 
 
 def _apart(heights: list[float], exact: float) -> tuple[list[float], list[float]]:
-    """No line between what is exact and what is not: a gap stands between them."""
+    """Split the curve between exact and other deviations, so that no line connects them."""
     xs: list[float] = []
     ys: list[float] = []
     for step, height in enumerate(heights):

@@ -1,7 +1,7 @@
-"""From the parts that pytest sessions leave (plugin.py, --part) to reports, reports/<site>/<rung>-<backend>.json.
+"""Merges the parts that pytest sessions leave (plugin.py, --part) into reports, reports/<site>/<rung>-<backend>.json.
 
-A report is made of the parts of one run, and takes the place of an older one. This needs the standard library alone, since
-reports are merged on login nodes, too.
+A report is made from the parts of one run and replaces an older report. Reports are also merged on login nodes, so this file
+imports the standard library only.
 """
 
 import json
@@ -16,12 +16,12 @@ from conformance.harness.evidence import CORE, RUNGS, STATE_OF
 from conformance.report.private import clean
 from conformance.report.verify import FORMAT, digest, path_of, read
 
-PART = 1  # the format of a part
+PART = 1  # version of the format
 NAME = re.compile(r"\w[\w.-]*")
 
 
 def parts_in(folder: Path) -> list[dict]:
-    """Raises ValueError where there is none, or where a session was ended while it wrote one."""
+    """All parts in the folder. Raises ValueError if there are none, or if one is incomplete because its session was killed."""
     parts = []
     for path in sorted(folder.rglob("*.json")):
         try:
@@ -36,7 +36,7 @@ def parts_in(folder: Path) -> list[dict]:
 
 
 def merge(parts: list[dict], date: str, commit: str | None = None, modified: bool = False) -> list[dict]:
-    """One report a site, rung and backend, with no facts but those named here. Raises ValueError where parts disagree."""
+    """One report per site, rung and backend, with only the facts named here. Raises ValueError where parts disagree."""
     reports: dict[tuple, dict] = {}
     for part in sorted(parts, key=lambda part: (part["rung"], part["world_size"] or 0)):
         checks = part["checks"] + [_objection(text) for text in part.get("objections", [])]
@@ -74,14 +74,14 @@ def merge(parts: list[dict], date: str, commit: str | None = None, modified: boo
 def _check(check: dict) -> dict:
     kept = {name: check[name] for name in ("launcher", "name", "clauses", "outcome")}
     kept |= clean({name: check.get(name) or "" for name in ("case", "message", "reason", "link", "what")})
-    # JSON has no infinity, and every reader should understand a report.
+    # JSON has no infinity, so it is written as text that every reader understands.
     deviation = check.get("deviation")
     finite = deviation is None or math.isfinite(deviation)
     return kept | dict(deviation=deviation if finite else "inf", limit=check.get("limit"))
 
 
 def _objection(text: str) -> dict:
-    """An objection of a session to itself, as a failed check of the clause that the text ends with."""
+    """A session's objection to itself, as a failed check of the clause at the end of the text."""
     clauses = re.findall(r"\(([A-Z]+\d+)\)", text)
     return dict(site=CORE, launcher=None, name="objections", clauses=clauses, outcome="failed", message=text)
 
@@ -92,7 +92,7 @@ def _where(part: dict) -> str:
 
 
 def not_run(parts: list[dict]) -> list[str]:
-    """One line for each clause that a session was to check and has not."""
+    """One line for each clause that a session should have checked and did not."""
     lines = []
     for part in parts:
         for site, clauses in sorted(part["expected"].items()):
@@ -103,7 +103,7 @@ def not_run(parts: list[dict]) -> list[str]:
 
 
 def write(report: dict, folder: Path) -> Path:
-    """One check and one curve a line, so that a diff of two reports can be read. A newer report is kept (ValueError)."""
+    """Write one check and one curve per line, so that a diff is readable. Raises ValueError if the existing report is newer."""
     path = folder / path_of(report)
     if path.exists() and (date := read(path)["date"]) > report["date"]:
         raise ValueError(f"{path}: date={report['date']}, but should be {date} or later: the report there is newer")
@@ -115,7 +115,7 @@ def write(report: dict, folder: Path) -> Path:
 
 
 def commit_of_this_tree(outputs: Iterable[Path]) -> tuple[str | None, bool]:
-    """The short hash and whether the tree differs from it, outputs apart."""
+    """The short hash, and whether the tree differs from it. Changes to the outputs do not count."""
 
     def git(*arguments: str) -> str | None:
         command = ["git", "--no-optional-locks", *arguments]

@@ -1,7 +1,7 @@
-"""CONFORMANCE.md and the page, from the templates beside this file: what is counted, compared and drawn for them.
+"""CONFORMANCE.md and the HTML page: counts, comparisons and figures for the templates beside this file.
 
-The page is one HTML file, readable without a network, without JavaScript, in print and by keyboard. Nothing in it depends on
-the clock or on the machine that draws it.
+The page is one HTML file, readable without a network, without JavaScript, in print and by keyboard. Its content does not
+depend on the clock or on the machine that draws it.
 """
 
 import math
@@ -18,7 +18,7 @@ from conformance.report.verify import off
 
 
 def render(evidence: Evidence) -> str:
-    """The page."""
+    """The HTML page."""
     notes: dict[str, list[tuple]] = {}
     for site, clause, text, check in evidence.notes("failed", "expected failure", "not run"):
         notes.setdefault(clause, []).append((site, text, STATE_OF[check["outcome"]], check["link"]))
@@ -42,7 +42,7 @@ def render(evidence: Evidence) -> str:
 
 
 def markdown(evidence: Evidence) -> str:
-    """CONFORMANCE.md: the same by groups of clauses, in one table that GitHub shows."""
+    """CONFORMANCE.md: the same content by groups of clauses, in one table that GitHub can show."""
     template = environment(prose=prose, literal=literal, cell=cell, of_group=of_group).get_template("CONFORMANCE.md")
     return template.render(evidence=evidence, **WORDS)
 
@@ -59,7 +59,7 @@ def environment(**filters) -> Environment:
 
 
 def code(text: str) -> Markup:
-    """What stands `in backticks`, for HTML."""
+    """HTML in which text in `backticks` is code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
@@ -68,17 +68,17 @@ def dated(text: str) -> Markup:
 
 
 def literal(text: str) -> str:
-    """As it stands, and not as Markdown or HTML."""
+    """Markdown that shows this text unchanged."""
     return re.sub(r"([\\`*_<>\[\]|])", r"\\\1", " ".join(text.split()))
 
 
 def prose(text: str) -> str:
-    """The same, but for what stands `in backticks`."""
+    """The same, except for code in `backticks`."""
     return re.sub(r"(`[^`]+`)|([^`]+|`)", lambda part: part[1] or re.sub(r"([\\`*_<>\[\]|])", r"\\\1", part[2]), text)
 
 
 def cell(text: str) -> str:
-    """Of a table in Markdown."""
+    """Escape text for a table cell in Markdown."""
     return str(text).replace("|", "\\|").replace("\n", " ")
 
 
@@ -105,7 +105,7 @@ def short(value: float) -> str:
 
 
 def figures(evidence: Evidence) -> list[dict]:
-    """One a precision: the legend, and a panel for each world size, all to the same scales."""
+    """One figure per precision: the legend, and a panel per world size, all with the same scales."""
     drawn = []
     for report in evidence.current:
         for curve in report["curves"]:
@@ -114,7 +114,7 @@ def figures(evidence: Evidence) -> list[dict]:
             losses = [float.fromhex(text) for text in curve["losses"]]
             number = evidence.sites.index(report["site"]) % curves.SITES
             drawn.append(curve | dict(label=label, losses=losses, off=off(losses, evidence.golden), site=number))
-    for curve in drawn:  # colour and shape tell the sites apart, dashes the launchers of one site
+    for curve in drawn:  # colour and shape identify the site, dashes its launcher
         labels = list(dict.fromkeys(other["label"] for other in drawn if other["site"] == curve["site"]))
         curve["dash"] = labels.index(curve["label"])
     precisions = sorted({curve["precision"] for curve in drawn}, reverse=True)
@@ -162,7 +162,7 @@ def figure(evidence: Evidence, precision: str, drawn: list[dict]) -> dict:
 
 
 def snapshots(evidence: Evidence) -> dict:
-    """What the checks of group S say, one row a check, with the world sizes and launchers at which it ran."""
+    """The results of group S: one row per check, with the world sizes and launchers at which it ran."""
     rows: dict[tuple, dict] = {}
     for report in evidence.current:
         for check in report["checks"]:

@@ -1,6 +1,6 @@
-"""Whether a report is to be believed: it is as it was written, it fits its rung, and it fits the other reports.
+"""Checks that a report is credible: unchanged since it was written, possible on its rung, consistent with other reports.
 
-This shows slips, such as an edited outcome or a report put in the folder of another rung. It is no proof against forgery: who
+This finds slips, such as an edited outcome or a report in another rung's folder. It cannot detect forgery: anybody who
 changes a report on purpose can compute its digest again.
 """
 
@@ -23,13 +23,13 @@ def digest(report: dict) -> str:
 
 
 def path_of(report: dict) -> Path:
-    """Below reports/: one file a site, rung and backend."""
+    """The report's path below reports/: one file per site, rung and backend."""
     site, rung, backend = place(report)
     return Path(site, f"{rung}-{backend}.json")
 
 
 def read(path: Path) -> dict:
-    """One report. Raises ValueError where the file is not as it was written."""
+    """Read one report. Raises ValueError if the file was changed after it was written."""
     try:
         report = json.loads(path.read_text())
     except ValueError as error:
@@ -44,7 +44,7 @@ def read(path: Path) -> dict:
 
 
 def contradictions(evidence: Evidence) -> list[str]:
-    """One line for each thing that cannot be: in one report, or between two."""
+    """One line per contradiction within a report or between two."""
     lines = []
     for report in evidence.reports:
         where, site = ", ".join(place(report)), evidence.site_toml.get(report["site"], {})
@@ -56,7 +56,7 @@ def contradictions(evidence: Evidence) -> list[str]:
 
 
 def _of_rung(report: dict, site: dict) -> Iterable[str]:
-    """Facts that do not fit the rung."""
+    """Facts that are impossible on this rung."""
     rung, backend, sizes, versions = (report[name] for name in ("rung", "backend", "world_sizes", "versions"))
     ranks = backend != "none" if rung == "cluster" else rung not in WITHOUT_RANKS
     used = {of["world_size"] for of in report["checks"] + report["curves"]} - {*sizes, None}
@@ -73,12 +73,12 @@ def _of_rung(report: dict, site: dict) -> Iterable[str]:
         yield "torch=none, but should be a version"
     if used:
         yield f"world sizes of checks and curves={sorted(used)}, but should be among {sizes}"
-    if datetime.date.fromisoformat(report["date"]) > datetime.date.today() + datetime.timedelta(days=1):  # east of here
+    if datetime.date.fromisoformat(report["date"]) > datetime.date.today() + datetime.timedelta(days=1):  # time zones
         yield f"date={report['date']}, but should not be in the future"
 
 
 def _of_device(report: dict, site: dict) -> Iterable[str]:
-    """Accelerators that are missing, or are more than there can be."""
+    """Accelerators that are missing, or more than possible."""
     rung, device, versions = (report[name] for name in ("rung", "device", "versions"))
     torch, accelerators = versions.get("torch", "none"), report["machine"].get("accelerators") or 0
     devices, virtual = site.get("node", {}).get("devices", 0), sorted({"slurm", "stand-ins for"} & versions.keys())
@@ -98,7 +98,7 @@ def _of_device(report: dict, site: dict) -> Iterable[str]:
 
 
 def _of_checks(report: dict) -> Iterable[str]:
-    """Outcomes that do not fit their own facts."""
+    """Outcomes that contradict their own facts."""
     for check in report["checks"]:
         name, outcome = check["name"], check["outcome"]
         if outcome == "passed" and check["limit"] is not None and not deviation(check) <= check["limit"]:
@@ -112,19 +112,19 @@ def _of_checks(report: dict) -> Iterable[str]:
 
 
 def _passed(report: dict, curve: dict) -> bool:
-    """Whether nothing has failed where this curve was recorded."""
+    """Whether every check passed for this curve's launcher and world size."""
     where = [check for check in report["checks"] if all(check[name] == curve[name] for name in ("launcher", "world_size"))]
     return all(check["outcome"] == "passed" for check in where)
 
 
 def off(losses: list[float], golden: list[float]) -> list[float]:
-    """|loss - golden| / golden at every step, infinite where that is not a number."""
+    """|loss - golden| / golden at every step; infinite where this is not a number."""
     values = [abs(loss - true) / abs(true) for loss, true in zip(losses, golden, strict=False)]
     return [value if math.isfinite(value) else math.inf for value in values]
 
 
 def _of_curves(report: dict, evidence: Evidence) -> Iterable[str]:
-    """Curves that are not the golden one, though no check says so."""
+    """Curves that differ from the golden one although no check failed."""
     for curve in (curve for curve in report["curves"] if _passed(report, curve)):
         losses = [float.fromhex(text) for text in curve["losses"]]
         limit = max((limit for limit, (_, of) in evidence.spec.tiers.items() if of == curve["precision"]), default=math.inf)
@@ -136,7 +136,7 @@ def _of_curves(report: dict, evidence: Evidence) -> Iterable[str]:
 
 
 def _between(reports: list[dict]) -> Iterable[str]:
-    """Of one commit the files are the same, and of one core the version."""
+    """Reports of one commit must have the same files; reports of one core must have the same version."""
     values: dict[tuple, dict[str, list[str]]] = {}
     for report in reports:
         rung, files = report["rung"], report["files"]
@@ -152,7 +152,7 @@ def _between(reports: list[dict]) -> Iterable[str]:
 
 
 def _of_one_run(reports: list[dict]) -> Iterable[str]:
-    """In one run all sites have the same losses at a world size, to the bit (T0)."""
+    """In one run, all sites must have the same losses at a world size, bit for bit (T0)."""
     traces: dict[str, dict[tuple, set[str]]] = {}
     for report in reports:
         versions = {name: value for name, value in report["versions"].items() if name != "stand-ins for"}

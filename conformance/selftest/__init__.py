@@ -1,1 +1,1 @@
-"""Tests of the harness, the report and the virtual clusters."""
+"""Tests of the harness, the certificate, the report and the virtual clusters."""

@@ -1,9 +1,9 @@
-"""Everything in broken/*.toml is rejected by the clause that it breaks, and says why.
+"""Every entry of broken/*.toml is rejected, by the clause that it breaks, and with a reason.
 
-    python -m pytest conformance/selftest/test_broken.py                    all of them: some minutes
-    python -m pytest conformance/selftest/test_broken.py -k momentum -rP    one, and the words of its rejection
+    python -m pytest conformance/selftest/test_broken.py                    all entries: some minutes
+    python -m pytest conformance/selftest/test_broken.py -k momentum -rP    one entry, with its rejection message
 
-Those that need an accelerator are there under `--device cuda`, those that need a scheduler, and no others, under `--cluster`.
+Entries that need an accelerator run under `--device cuda`. Under `--cluster`, only entries that need a scheduler run.
 """
 
 import shutil

@@ -1,8 +1,8 @@
-"""Everything in broken/jobs.toml is rejected by the clause that it breaks: jobs side by side on one virtual cluster.
+"""Every entry of broken/jobs.toml is rejected by the clause that it breaks. All their jobs share one virtual cluster.
 
     python -m pytest conformance/selftest/test_broken_jobs.py --cluster [-k WORDS -rP]
 
-As root, with Slurm; `nox -s cluster` runs it. A cluster and an installation for each, as in test_broken.py, would take minutes.
+Needs root and Slurm; `nox -s cluster` runs it. A cluster and an installation per entry would take minutes each.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,7 @@ SMALL = dict(options="--nodes=2 --ntasks-per-node=1 --gpus-per-node=1", nodes=2,
 
 @pytest.fixture(scope="session")
 def faults(request, tmp_path_factory, pytestconfig) -> dict[str, list[str]]:
-    """What the checks find of each entry that was chosen, by its name, and under "" of the site as it is."""
+    """The failures that the checks find for each chosen entry, by its name, and for the unchanged site under ""."""
     (site,) = sites.find([make.LISTS["jobs"]])
     chosen = {item.callspec.params["broken"].what for item in request.session.items if "faults" in item.fixturenames}
     with VirtualSite(site, tmp_path_factory.mktemp("c"), 3, layer.build, tree=pytestconfig.getoption("--tree")) as cluster:

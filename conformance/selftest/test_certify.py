@@ -1,4 +1,4 @@
-"""The certificate of a scientist's own program, by every way to ask for it. It complains of none that is sound."""
+"""The certificate of a scientist's own program, by every way to request it. It has no complaint about a sound program."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from conformance.harness.sites import ROOT
 from conformance.selftest.test_submit import SMALL, Machine
 
 SOUND = ROOT / "conformance/broken/sound-program"
-# One whose ranks ask MPI, however they are started.
+# A site whose ranks always ask MPI.
 BY_MPI = next(site.name for site in sites.find() if site.launches and all(launch.mpi for launch in site.launches))
 pytestmark = pytest.mark.timeout(300, method="thread")
 
@@ -25,7 +25,7 @@ def certificate(folder: Path, *flags: str) -> tuple[int, dict]:
 
 
 def test_a_site_whose_ranks_ask_mpi(tmp_path):
-    """Several ranks are mpiexec's, also where one is stopped or killed."""
+    """mpiexec starts every run of several ranks, also when one is stopped or killed."""
     shutil.copytree(SOUND, tmp_path / "mine")
     code, document = certificate(tmp_path / "mine", "--ranks", "2", "--limit-steps", "4", "--site", BY_MPI)
     assert code == 0, [verdict for verdict in document["verdicts"] if verdict["state"] == "broken"]
@@ -33,7 +33,7 @@ def test_a_site_whose_ranks_ask_mpi(tmp_path):
 
 
 def test_jobs_of_the_sites_own_script(tmp_path):
-    """Of the made-up site, by stand-ins for Slurm's commands: their requeue brings nothing back, and it is submitted again."""
+    """A made-up site with stand-ins for Slurm's commands. Their requeue does nothing, so the job is submitted again."""
     machine = Machine(tmp_path)
     command = [sys.executable, "-m", "conformance", "--workload", str(SOUND / "program.py"), "--site", str(machine.site)]
     command += [f"--submit={SMALL}", "--geometry=1x2", "--device=cpu", "--ranks=2", "--limit-steps=4"]
@@ -78,13 +78,13 @@ class Large(Workload):
 
 
 def test_data_larger_than_memory(tmp_path):
-    """A file of 200 GiB, which has no bytes: looked at in places, and what was not looked at is said."""
+    """A sparse file of 200 GiB: only samples are read, and the certificate says which rows were not checked."""
     with open(tmp_path / "rows.bin", "wb") as file:
         file.truncate(200 * 2**30)
     (tmp_path / "program.py").write_text(LARGE.format(file=tmp_path / "rows.bin"))
     code, document = certificate(tmp_path, "--ranks", "2", "--limit-rows", "64", "--limit-steps", "4")
     broken = [verdict for verdict in document["verdicts"] if verdict["state"] == "broken"]
-    assert [verdict["promise"] for verdict in broken] == ["most held-out rows are no training rows"], broken  # nor are they
+    assert [verdict["promise"] for verdict in broken] == ["most held-out rows are no training rows"], broken  # all are zeros
     words = "; ".join(document["not_shown"])
     assert code == 1 and "rows after the first 64" in words and "steps after the first 4" in words
 

@@ -1,8 +1,8 @@
-"""The certificate of a program in jobs of a site's own script, on its virtual cluster.
+"""The certificate of a program in jobs of a site's own script, on the site's virtual cluster.
 
     python -m pytest conformance/selftest/test_certify_jobs.py --cluster
 
-As root, with Slurm; `nox -s cluster` runs it. test_certify.py has what needs neither.
+Needs root and Slurm; `nox -s cluster` runs it. test_certify.py has the tests that need neither.
 """
 
 import json
@@ -20,7 +20,7 @@ SOUND = ROOT / "conformance/broken/sound-program"
 BY_SLURM = next(
     site for site in sites.find() if site.toml["scheduler"] == "slurm" and any(not launch.mpi for launch in site.launches)
 )
-# What ranks on one host cannot tell.
+# Rows depend on the host's name. Ranks on a single host cannot show this mistake.
 BY_HOST = [
     "        return Waves(waves[:240]",
     "        waves = waves + len(os.uname().nodename[-1]) * int('2' in os.uname().nodename)\n",
@@ -47,4 +47,4 @@ def test_a_program_is_judged_in_jobs(broken, tmp_path, monkeypatch, pytestconfig
     stopped = next(verdict for promise, verdict in of_jobs.items() if promise.startswith("stopped"))
     assert {verdict["state"] for verdict in of_jobs.values()} == {"kept"} and len(of_jobs) >= 5, of_jobs
     assert "went on at step" in stopped["measured"]
-    assert "job-stopped-on" not in [run["name"] for run in document["runs"]]  # it came back by itself
+    assert "job-stopped-on" not in [run["name"] for run in document["runs"]]  # Slurm requeued the job

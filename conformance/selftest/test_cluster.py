@@ -1,8 +1,8 @@
-"""Virtual clusters come and go, several at once, and nothing of them is left, however they end.
+"""Virtual clusters start and end, also several at once, and leave nothing behind, however they end.
 
     python -m pytest conformance/selftest/test_cluster.py --cluster [--tree FOLDER]
 
-As root, with Slurm. `nox -s cluster` runs it.
+Needs root and Slurm. `nox -s cluster` runs it.
 """
 
 import os
@@ -35,7 +35,7 @@ interfaces = ["fab0", "fab1"]
 
 @pytest.fixture
 def small(tmp_path) -> Site:
-    """A site of no machine: how it comes and goes does not depend on its shape."""
+    """A made-up site: start and end do not depend on the site's shape."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site/site.toml").write_text(SMALL)
     return sites.find([str(tmp_path / "site")])[0]
@@ -49,7 +49,7 @@ def descendants(pid: int) -> list[int]:
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             children = [int(child) for child in task.read_text().split()]
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         pids += [each for child in children for each in (child, *descendants(child))]
     return pids
@@ -63,7 +63,7 @@ def namespaces(pid: int) -> set[str]:
 
 
 class Traces:
-    """What a cluster in this folder has made on this machine: looked at while it is there, and looked for afterwards."""
+    """The traces of a cluster in this folder on this machine: look() while it runs, left() after its end."""
 
     def __init__(self, folder: Path):
         self.folder, self.spaces = folder, set()
@@ -76,7 +76,7 @@ class Traces:
         return self.spaces
 
     def left(self) -> list[str]:
-        """Processes of its namespaces or about its folder, mounts, interfaces. After what has just been killed is gone."""
+        """Processes in its namespaces or about its folder, mounts, interfaces. Killed processes get 15 s to vanish."""
         end = time.monotonic() + 15
         while True:
             traces = []
@@ -97,7 +97,7 @@ class Traces:
 def test_nothing_is_left_after_it_is_down(small, tmp_path, pytestconfig):
     traces = Traces(tmp_path / "cluster")
     with VirtualSite(small, tmp_path / "cluster", tree=pytestconfig.getoption("--tree")) as cluster:
-        # What a job leaves behind in the background, too.
+        # A background process that a job leaves behind must end too.
         behind = "setsid sleep 600 >&/dev/null </dev/null &"
         assert cluster.on("login", f"sbatch --wait -N2 -n2 --wrap='srun bash -c \"{behind}\"'").returncode == 0
         assert "sleep 600" in cluster.on(cluster.names[1], "ps -e -o args").stdout
@@ -108,7 +108,7 @@ def test_nothing_is_left_after_it_is_down(small, tmp_path, pytestconfig):
 
 @pytest.mark.parametrize("seconds", [None, 0.1, 0.3])
 def test_nothing_is_left_when_it_is_killed(small, tmp_path, seconds, pytestconfig):
-    """Whenever: without a chance to tidy up, and half-way, too. Raised again in the same folder at once."""
+    """Killed without a chance to clean up, also during its start. A new cluster in the same folder starts at once."""
     traces = Traces(tmp_path / "cluster")
     command = ["-m", "conformance.cluster.virtual", "--bare", "--keep", f"--site={small.folder}", f"--folder={traces.folder}"]
     command += [f"--tree={pytestconfig.getoption('--tree')}"]
@@ -135,7 +135,7 @@ def test_one_folder_holds_one_cluster(small, tmp_path):
 
 
 def test_several_are_up_at_once(small, tmp_path):
-    """Raised at the same moment, with the same names and addresses, and each knows nothing of the others."""
+    """Started at the same moment with the same names and addresses; none sees the others."""
     clusters = [VirtualSite(small, tmp_path / str(number)) for number in range(3)]
     try:
         with ThreadPoolExecutor() as pool:
@@ -152,7 +152,7 @@ def test_several_are_up_at_once(small, tmp_path):
 
 
 def test_a_node_may_die(small, tmp_path):
-    """The others live on, and the end is as ever."""
+    """The other nodes go on, and the cluster ends as usual."""
     traces = Traces(tmp_path / "cluster")
     with VirtualSite(small, tmp_path / "cluster", settings=dict(SlurmdTimeout="2")) as cluster:
         traces.look(os.getpid())
@@ -178,7 +178,7 @@ with VirtualSite(sites.find([site])[0], Path(folder)) as cluster:
 
 
 def test_what_the_machine_has_mounted_beside_its_root_is_not_written_to(small, tmp_path):
-    """It has /var or /opt on a disk of their own, and a node writes into its own memory there, too."""
+    """The host has /var or /opt on separate disks. A node still writes into its own memory there."""
     mounted = 'mount -t tmpfs apart /var/opt && echo whole > /var/opt/file && exec "$@"'
     command = ["unshare", "--mount", "sh", "-ec", mounted, "sh", sys.executable, "-c", BESIDE_THE_ROOT]
     command += [str(small.folder), str(tmp_path / "cluster")]
@@ -186,7 +186,7 @@ def test_what_the_machine_has_mounted_beside_its_root_is_not_written_to(small, t
     assert result.stdout.splitlines() == ["['whole', 'changed']", "['whole'] ['whole']"], result.stderr
 
 
-# ---- its queue ------------------------------------------------------------------------------------------------------
+# ---- the queue ------------------------------------------------------------------------------------------------------
 
 MADE_UP = """
 name = "made-up"
@@ -239,7 +239,7 @@ def test_a_scheduler_that_asks_nobody_is_rejected(made_up, tmp_path, enforced):
 
 
 def test_accounts_and_preemption(made_up, tmp_path):
-    """The user is told what is theirs. A job without a QOS has the first; preempted, it gets SIGTERM, and goes on later."""
+    """Users see their own accounts. A job without a QOS gets the first. Preemption sends SIGTERM, and the job resumes later."""
     rank = "trap 'echo told; sleep 1; exit 75' TERM; echo begun; while :; do sleep 0.1; done"
     job = f'srun bash -c "{rank}" || {{ scontrol requeue $SLURM_JOB_ID; exit 75; }}'
     with VirtualSite(made_up, tmp_path / "cluster") as cluster:

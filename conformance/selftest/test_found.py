@@ -1,8 +1,8 @@
-"""What a job finds on a site's virtual cluster besides Slurm: modules, conda, containers, disks, and no way out.
+"""Software and disks that a job finds on a site's virtual cluster: modules, conda, containers, disks, no network.
 
     python -m pytest conformance/selftest/test_found.py --cluster [--site NAME_OR_FOLDER]
 
-As root, with Slurm; `nox -s cluster` runs it. test_layer.py has what needs neither.
+Needs root and Slurm; `nox -s cluster` runs it. test_layer.py has the tests that need neither.
 """
 
 import subprocess
@@ -21,7 +21,7 @@ def login(cluster: VirtualSite, node: str, command: str) -> subprocess.Completed
 
 
 def test_modules_are_those_of_site_toml(cluster, site):
-    """Each loads, where the scripts look for it; another one fails in Lmod's own words."""
+    """Each module loads from the path that the scripts use. An unknown module fails with Lmod's own message."""
     modules = layer.modules_at(site)
     load = [f"{f'module use {used} && ' if used else ''}module load {' '.join(names)}" for used, names in modules.items()]
     node = cluster.names[0]
@@ -46,7 +46,7 @@ def test_conda_activates_nothing_before_init(cluster, site):
 
 @only(when=lambda site: "image" in site.toml["software"])
 def test_a_container_has_torch_and_no_scheduler(cluster, site):
-    """Nor this machine's folders. And it is not started of an image that is not there, or with a flag that is none."""
+    """A container does not see this machine's folders. A missing image or an unknown flag is an error."""
     image, file = site.toml["software"]["image"], layer.image_file(site)
     start, show, named = ("singularity exec", "--bind", file) if file else ("shifter", "--volume", f"--image={image}")
     node = cluster.names[0]
@@ -63,7 +63,7 @@ def test_a_container_has_torch_and_no_scheduler(cluster, site):
 
 
 def test_no_network_leads_out(cluster, site):
-    """And that is said at once: nothing waits for a name server, and pip tries nothing twice."""
+    """The failure comes at once: nothing waits for a name server, and pip does not retry."""
     for node in ("login", cluster.names[0]):
         assert "Network is unreachable" in cluster.on(node, "echo >/dev/tcp/192.0.2.1/443", timeout=20).stderr
         assert cluster.on(node, "getent hosts pypi.org", timeout=20).returncode == 2
@@ -76,7 +76,7 @@ def test_no_network_leads_out(cluster, site):
 
 @only(schedulers=["slurm"])
 def test_a_broadcast_reaches_each_nodes_own_disk(cluster, site):
-    """sbcast, to where the scripts write; the disk is the user's, and empty at first."""
+    """sbcast writes where the scripts expect it. The disk belongs to the user and is empty at first."""
     disks = [disk.format(user=USER) for disk in layer.local_disks(site)]
     for disk in disks:
         for node in cluster.names:

@@ -1,8 +1,8 @@
-"""Of the virtual cluster, what a job finds there besides Slurm: made from site.toml, and the stand-ins refuse what is wrong.
+"""Software and disks of the virtual cluster are made from site.toml, and its stand-in commands refuse wrong arguments.
 
     python -m pytest conformance/selftest/test_layer.py
 
-Needs neither root nor Slurm nor conda: each stand-in is called as a script would call it, and so are broken ones.
+Needs no root, Slurm or conda. Each stand-in is called as a script would call it; broken stand-ins are called too.
 """
 
 import os
@@ -24,7 +24,7 @@ from conformance.harness.sites import Site
 
 FACTS = dict(IMAGES="ours/torch:1.0", CPUS="8", RESERVED="0 4", QUEUES="debug prod", REQUIRED="Account_Name filesystems")
 FACTS |= dict(SERVER="server")
-# A scheduler that takes everything and says what it was told.
+# A scheduler that accepts everything and prints the arguments that it got.
 SLURM = {
     "sbatch": 'printf "%s\\n" "$@" >asked; cat >body; echo 7',
     "scontrol": 'echo "JobState=${STATE:-RUNNING} RunTime=00:01:00 Restarts=0 ExitCode=${ENDED:-0:0} Reason=${WHY:-None}"; '
@@ -46,13 +46,13 @@ echo started
 """
 
 
-# A job that has run: of one that was deleted before, PBS tells no Exit_status.
+# A job that has run: PBS gives no Exit_status for a job that was deleted before it ran.
 STARTED = "qsub job.pbs && touch ~/.pbs-stand-in/7.SC"
 
 
 @dataclass
 class Rule:
-    """How a command is called; its exit code, and words of what it says."""
+    """A command line, its exit code, and a pattern for its output."""
 
     command: str
     code: int
@@ -136,7 +136,7 @@ RULES = [
     Rule("mpiexec -n 6 --ppn 2 ./rank.sh", 1, "6 ranks at 2 a node need 3 hosts, and there are 2"),
     Rule("mpiexec --bind-to core -n 2 ./rank.sh", 1, "unrecognized option '--bind-to'"),
 ]
-# A stand-in, what is changed in it, and into what: each of these breaks one of the rules above.
+# A stand-in, a line of it, and the line's broken form. Each breaks one of the rules above.
 BROKEN = [
     ("singularity", "if not os.path.exists(image):", "if False:"),
     ("singularity", "if source and not os.path.exists(source):", "if False:"),
@@ -161,7 +161,7 @@ BROKEN = [
 
 
 class Machine:
-    """A folder with stand-ins, or with changed ones, beside a scheduler that takes everything."""
+    """A folder with stand-ins, or with broken ones, beside a scheduler that accepts everything."""
 
     def __init__(self, folder: Path, changed: tuple[str, str, str] | None = None):
         self.home, self.bin, self.here = folder / "stand-ins", folder / "bin", folder / "here"
@@ -194,7 +194,7 @@ class Machine:
         )  # fmt: skip
 
     def broken(self, rules: list[Rule]) -> Iterator[str]:
-        """What does not go as the rules say."""
+        """One line for each rule that is not kept."""
         for rule in rules:
             for left in (self.here / "asked", self.here / "body", *self.home.parent.glob("home/.pbs-stand-in/*")):
                 left.unlink(missing_ok=True)
@@ -211,7 +211,7 @@ def rules_of(name: str) -> list[Rule]:
     return [rule for rule in RULES if re.search(rf"(^|&& |PBS_JOBID ){name}\b", rule.command)]
 
 
-# Nobody calls these with arguments that can be wrong.
+# These have no arguments that can be wrong.
 BEHIND = {"activate", "cc", "contained", "rccl.py"}
 
 
@@ -245,12 +245,12 @@ def test_rccl_looks_for_its_plugin_under_these_names(environ, tried):
     assert rccl.names(environ) == tried
 
 
-# ---- what is made from site.toml ------------------------------------------------------------------------------------
+# ---- built from site.toml -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def build(tmp_path, monkeypatch):
-    """The layer of a site with these tables and these scripts."""
+    """Builds the layer of a site with these tables and scripts."""
     monkeypatch.setattr(prefix, "make", lambda cache: tmp_path)
     monkeypatch.setattr(layer, "compile_empty", lambda library: None)
 
@@ -314,12 +314,12 @@ def test_a_disk_of_each_node_is_read_in_the_scripts(build):
     assert made.paths == {"/mnt/nvme/{user}": None, prefix.ROOT: made.overlay.parent.parent}
 
 
-# ---- what is handed out ---------------------------------------------------------------------------------------------
+# ---- packages ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def wheels(tmp_path) -> Path:
-    """With a wheel like mpi4py's, and what pip takes for its source; beside it two MPIs."""
+    """A folder with a wheel like mpi4py's and pip's form of its source; beside it two MPIs."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     wheel = folder / "mpi4py-4.1.2-py3-none-manylinux_2_5_x86_64.whl"
@@ -350,7 +350,7 @@ def wheels(tmp_path) -> Path:
 )
 def test_mpi4py_is_built_with_the_compiler_that_is_named(wheels, mpicc, words):
     folder = wheels.parent
-    link = folder / "bin/cc"  # and no mpicc
+    link = folder / "bin/cc"  # the folder has no mpicc
     link.parent.mkdir()
     for name in ("cc", "as", "ld"):
         link.with_name(name).symlink_to(shutil.which(name))

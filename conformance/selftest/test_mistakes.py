@@ -1,4 +1,4 @@
-"""A certificate names the mistakes of broken/programs.toml, each with its line; what is odd and sound it does not name."""
+"""A certificate names the mistakes of broken/programs.toml, with their lines. It names nothing that is odd but correct."""
 
 import re
 import shutil
@@ -13,7 +13,7 @@ from conformance.harness.sites import ROOT
 from conformance.selftest.test_certify import certificate
 
 PLANTED = tomllib.loads((ROOT / "conformance/broken/programs.toml").read_text())
-# One whose ranks srun tells who they are: the mistakes that ask for it ask Slurm.
+# A site where srun gives ranks their numbers: programs with such mistakes read Slurm's variables.
 BY_SRUN = next(
     site.name
     for site in sites.find()
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(300, method="thread")
 
 
 def planted(folder: Path, entry: dict) -> list[str]:
-    """The program with what the entry changes; its lines."""
+    """Write the program with the entry's changes. Returns its lines."""
     program = ROOT / "conformance" / entry.get("program", "broken/sound-program/program.py")
     shutil.copytree(program.parent, folder)
     text = program.read_text()

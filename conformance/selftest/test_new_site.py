@@ -1,4 +1,4 @@
-"""A new site: from the command to green, with a machine that does not exist, outside the repository.
+"""A new site outside the repository, for a machine that does not exist: from the command until all checks pass.
 
 python -m pytest conformance/selftest/test_new_site.py
 """
@@ -15,13 +15,13 @@ from conformance.harness import new_site, sites
 from conformance.harness.sites import ROOT
 
 clause, rejects = pytest.mark.clause, pytest.mark.rejects
-OLD = next(site for site in sites.find() if not site.launches[0].mpi)  # whichever it is: what is shown holds for any
+OLD = next(site for site in sites.find() if not site.launches[0].mpi)  # any such site would do
 NAME = "loom"
 RANKS = [f"--clause={name}" for name in ("R1", "R3", "L2", "X3")]
 
 
 def state_of_the_repository() -> str:
-    """What git sees of it; nothing where there is no git."""
+    """Git's status of the repository; empty if there is no git."""
     if not (ROOT / ".git").exists() or not shutil.which("git"):
         return ""
     command = ["git", "--no-optional-locks", "status", "--porcelain", "--untracked-files=all"]
@@ -39,7 +39,7 @@ def left_to_fill_in(site: Path) -> dict[str, int]:
 
 
 def fill_in(site: Path, name: str) -> None:
-    """What its operator would write; the shape of the node is as before, since the job script is."""
+    """Fill in what an operator would write. The node's shape stays, because the job script has it too."""
     tables = (OLD.toml.get(name, {}) for name in ("node", "queue", "software"))
     values = {key: value for table in tables for key, value in table.items()} | dict(operator="the weavers, who do not exist")
 
@@ -58,7 +58,7 @@ def as_toml(value) -> str:
 @clause("A4")
 @pytest.mark.parametrize("copied", sites.find(), ids=lambda site: site.name)
 def test_a_copy_by_hand_with_another_name_passes(tmp_path, copied):
-    """README.md's first way to a new site: copy the folder, change `name`, and nothing else."""
+    """README.md's first way to a new site: copy the folder and change `name` only."""
     copy = tmp_path / "mymachine"
     shutil.copytree(copied.folder, copy)
     text, count = re.subn(r'(?m)^name = ".*"', 'name = "mymachine"', (copy / "site.toml").read_text(), count=1)
@@ -70,7 +70,7 @@ def test_a_copy_by_hand_with_another_name_passes(tmp_path, copied):
 @clause("J4")
 @pytest.mark.parametrize("copied", sites.find(), ids=lambda site: site.name)
 def test_a_copy_that_is_filled_in_passes(tmp_path, copied):
-    """Its own account, and a value in each line whose comment says of what machines it may be empty."""
+    """With its own account, and a value in each line that may be empty at other machines."""
     copy, account = tmp_path / "mymachine", copied.toml.get("queue", {}).get("account", "")
     shutil.copytree(copied.folder, copy)
     for path in [copy / "site.toml", *(copy / script.name for script in copied.job_scripts)]:
@@ -83,7 +83,7 @@ def test_a_copy_that_is_filled_in_passes(tmp_path, copied):
 
 @pytest.fixture
 def made(tmp_path, capsys) -> Path:
-    """As the command leaves it."""
+    """The site as the command writes it."""
     assert new_site.main([NAME, "--from", OLD.name, "--to", str(tmp_path)]) == 0
     assert f"--site {tmp_path / NAME} --submit" in capsys.readouterr().out
     return tmp_path / NAME
@@ -106,17 +106,17 @@ def test_from_the_command_to_green(made, check):
     before = state_of_the_repository()
     marks = left_to_fill_in(made)
     assert all(marks.values())
-    for name in marks:  # each says for itself what is missing
+    for name in marks:  # each mark is reported by itself
         result = static_rung(made)
         assert result.returncode == 1
-        # Each line once: pytest's summary repeats some of them, and all of them in CI.
+        # Count each line once: pytest's summary repeats some lines, and all lines in CI.
         lines = {line for line in result.stdout.splitlines() if line.endswith(f"[{NAME}] (F7)")}
         assert len({line for line in lines if line.startswith(f"{name}:")}) == marks[name], result.stdout
         fill_in(made, name)
     result = static_rung(made)
     assert result.returncode == 0, result.stdout
 
-    # Its launcher is another one. While only site.toml knows that, no rank is told which one it is.
+    # The new site has another launcher. While only site.toml names it, ranks do not learn their numbers.
     variables = exported_by_the_launcher_alone(made)
     in_another_launchers_words(made / "site.toml", variables)
     make.rejected(
@@ -129,7 +129,7 @@ def test_from_the_command_to_green(made, check):
 
 
 def exported_by_the_launcher_alone(site: Path) -> list[str]:
-    """Not what the job script reads or sets: that is the scheduler's."""
+    """The launcher's variables that the job script does not use; the scheduler exports the others."""
     script = (site / OLD.toml["submit"]).read_text()
     return [name for name, _ in OLD.launches[0].templates if name not in script]
 
@@ -139,7 +139,7 @@ def in_another_launchers_words(path: Path, variables: list[str]) -> None:
     path.write_text(re.sub(rf"\b({'|'.join(variables)})\b", r"LOOM_\1", path.read_text()))
 
 
-# ---- what is missing is told ----------------------------------------------------------------------------------------
+# ---- errors for missing values --------------------------------------------------------------------------------------
 
 
 @rejects("V10")
@@ -184,7 +184,7 @@ def test_nothing_is_left_of_the_old_site(made):
     for path in made.iterdir():
         tables = new_site.tables(path.read_text()) if path.suffix == ".toml" else [("", path.read_text().splitlines())]
         own = [line for header, lines in tables if header != "[[sources]]" for line in lines if not new_site.is_mark(line)]
-        # But for names of hosts, which a new name would falsify, as it would what an operator's page says.
+        # Host names and sentences from an operator's page keep the old name, because a new name would make them false.
         assert not re.search(rf"(?<![\w.-]){OLD.name}(?![\w-]|\.\w)", re.sub(new_site.ADDRESS, "", "\n".join(own))), path.name
     kept = [lines for header, lines in new_site.tables((made / "site.toml").read_text()) if header == "[[sources]]"]
     assert kept == [

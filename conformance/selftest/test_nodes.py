@@ -1,8 +1,8 @@
-"""The nodes of a site's virtual cluster: that they are what site.toml says, and each its own.
+"""Nodes of a site's virtual cluster match site.toml, and each has its own processes and files.
 
     python -m pytest conformance/selftest/test_nodes.py --cluster [--site NAME_OR_FOLDER]
 
-As root, with Slurm; `nox -s cluster` runs it. test_virtual.py has what needs neither.
+Needs root and Slurm; `nox -s cluster` runs it. test_virtual.py has the tests that need neither.
 """
 
 import os
@@ -16,7 +16,7 @@ from conformance.cluster.virtual import UID, USER
 
 
 def test_names_and_addresses(cluster, site):
-    """hostname -i gives the address that the other nodes look up, on the first interface; no route leads out."""
+    """hostname -i gives the address that other nodes look up, on the first interface. No route leads outside."""
     for number, name in enumerate(cluster.names, 11):
         output = cluster.on(name, "hostname; hostname -i; getent hosts $(hostname)").stdout.split()
         address = f"10.253.0.{number}"
@@ -29,7 +29,7 @@ def test_names_and_addresses(cluster, site):
         assert cluster.on(name, "ip route show default").stdout == ""
     if domain := site.toml["node"].get("domain"):
         assert cluster.on(LOGIN, f"getent hosts {cluster.names[1]}.{domain}").stdout.split()[0] == "10.253.0.12"
-    # Where the name leads, somebody answers, over every interface.
+    # A node's name leads to its server over every interface.
     listen = "import socket; s = socket.create_server(('', 7777)); s.accept()"
     for interface in interfaces_of(site):
         with ThreadPoolExecutor() as pool:
@@ -42,7 +42,7 @@ def test_names_and_addresses(cluster, site):
 
 
 def test_it_runs_what_it_was_booted_from(cluster):
-    """This machine's Slurm, or the one of --tree: the commands, and what has registered the nodes."""
+    """The Slurm of this machine, or of --tree: both the commands and the daemons that registered the nodes."""
     output = subprocess.run(["chroot", cluster.tree, "slurmctld", "-V"], capture_output=True, text=True, check=True).stdout
     for name in (LOGIN, *cluster.names):
         assert cluster.on(name, "srun --version").stdout == output
@@ -51,7 +51,7 @@ def test_it_runs_what_it_was_booted_from(cluster):
 
 
 def test_the_user(cluster):
-    """An ordinary one, with a home that all nodes have."""
+    """An ordinary user, whose home is on all nodes."""
     for name in ("login", *cluster.names):
         assert cluster.on(name, "id -u; id -un; pwd; echo $HOME").stdout.split() == [str(UID), USER, *2 * [f"/home/{USER}"]]
         assert "Permission denied" in cluster.on(name, "cat /etc/shadow /run/munge/key").stderr
@@ -61,7 +61,7 @@ def test_the_user(cluster):
 
 
 def test_what_belongs_to_one_node(cluster):
-    """/tmp, the processes, the boot's id (by which UCX and NCCL tell hosts apart), and what is written beside the home."""
+    """/tmp, the processes, the boot id (by which UCX and NCCL tell hosts apart), and files outside the home."""
     first, second = cluster.names[:2]
     name = f"cluster-test-{os.getpid()}"
     cluster.on(first, f"touch /tmp/{name} /dev/shm/{name}")

@@ -2,8 +2,8 @@
 
     python -m pytest conformance/selftest/test_own_model.py --cluster
 
-As root, with Slurm; `nox -s cluster` runs it. The page says which site is copied. Its commands are typed line by line, and its
-code is saved under the name that it gives. Only `--device cpu` is added, to what is submitted: there is no GPU.
+Needs root and Slurm; `nox -s cluster` runs it. The page names the site to copy. Commands are typed line by line; code is
+saved under the page's name for it. Jobs get `--device cpu` in addition, because there is no GPU.
 """
 
 import os
@@ -25,9 +25,9 @@ from conformance.harness.sites import ROOT, Site
 clause, rejects = pytest.mark.clause, pytest.mark.rejects
 pytestmark = pytest.mark.timeout(300, method="thread")
 
-TOP = f"/home/{USER}/ddp-sites"  # the repository, as the user has it
+TOP = f"/home/{USER}/ddp-sites"  # the user's copy of the repository
 BLOCK = re.compile(r"Save this as `(?P<name>[^`]+)`|^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-SLOW = 1.0  # seconds of an fsync, four of which are at the end of an epoch
+SLOW = 1.0  # seconds for an fsync; the end of an epoch has four
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ class Page:
 
     @property
     def blocks(self) -> list[tuple[str, str]]:
-        """In order: ("", commands), or a file's name and its code. Raises ValueError where a block is neither."""
+        """Pairs in order: ("", commands), or a file's name and its code. Raises ValueError for any other block."""
         blocks, name = [], ""
         for block in BLOCK.finditer(self.text):
             if block["name"]:
@@ -61,7 +61,7 @@ class Page:
         return [line for name, text in self.blocks if not name for line in text.splitlines()]
 
     def of_job(self, number: str) -> tuple[str, str, str]:
-        """What the page says of a job JOB: its log, its run directory, and the command that stops it."""
+        """The page's words for job JOB: its log, its run directory, and the command that stops it."""
         log, folder, stop = (words.replace("JOB", number) for words in re.findall(r"`([^`\n]*JOB[^`\n]*)`", self.text))
         return log, folder, stop
 
@@ -69,7 +69,7 @@ class Page:
         return words in " ".join(self.text.split())
 
     def but(self, old: str, new: str) -> "Page":
-        """With a mistake in it."""
+        """The page with a mistake in it."""
         assert self.text.count(old) == 1, old
         return Page(self.text.replace(old, new))
 
@@ -80,14 +80,14 @@ PAGE = Page(
 
 
 class Reader:
-    """A user who has the repository at TOP on the login node, and follows the page in one shell."""
+    """A user with the repository at TOP on the login node, who follows the page in one shell."""
 
     def __init__(self, cluster: VirtualSite):
         self.cluster, self.folder = cluster, TOP
 
     @property
     def here(self) -> Path:
-        """The shell's folder, as this machine sees it."""
+        """The shell's folder, as a path on this machine."""
         return self.cluster.home / Path(self.folder).relative_to(f"/home/{USER}")
 
     def types(self, line: str) -> CompletedProcess:
@@ -97,7 +97,7 @@ class Reader:
         return result
 
     def follows(self, blocks: list[tuple[str, str]]) -> dict[str, CompletedProcess]:
-        """What came of each command; the one that fails is the last."""
+        """The result of each command, up to the first that fails."""
         results = {}
         for name, text in blocks:
             if name:
@@ -110,7 +110,7 @@ class Reader:
         return results
 
     def submits(self, line: str) -> Job:
-        """What is found where the page says. Raises Odd where it is refused."""
+        """Submit, and find the job's files where the page says. Raises Odd if the job is refused."""
         result, user = self.types(line), Submitter(self.cluster, PAGE.site, self.folder)
         number = re.search(r"\d+$", result.stdout.strip())
         if result.returncode or not number:
@@ -126,7 +126,7 @@ def failures(followed: dict[str, CompletedProcess]) -> list[str]:
     ]
 
 
-# ---- followed -------------------------------------------------------------------------------------------------------
+# ---- the page followed step by step ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -139,7 +139,7 @@ def reader(tmp_path_factory, pytestconfig) -> Iterator[Reader]:
 
 @pytest.fixture(scope="session")
 def followed(reader) -> dict[str, CompletedProcess]:
-    """From the first command to the last but one."""
+    """The results of all commands except the last."""
     *blocks, (_, last) = PAGE.blocks
     assert last.startswith("sbatch ") and last.count("\n") == 1, last
     return reader.follows(blocks)
@@ -147,7 +147,7 @@ def followed(reader) -> dict[str, CompletedProcess]:
 
 @pytest.fixture(scope="session")
 def job(reader, followed) -> Job:
-    """The one that the last command submits, which nothing happens to."""
+    """The job of the last command, which runs undisturbed."""
     job = reader.submits(PAGE.commands[-1])
     job.ends()
     return job
@@ -157,7 +157,7 @@ def job(reader, followed) -> Job:
 def test_every_command_succeeds(check, followed):
     check.holds(*failures(followed))
     check.equal(commands=([*followed], PAGE.commands[:-1]))
-    tried, shown, used = [*followed.values()][-3:]  # the training by itself, --help, and the weights
+    tried, shown, used = [*followed.values()][-3:]  # the training by hand, --help, and the use of the weights
     notes = [line for line in tried.stdout.splitlines() if line.startswith("note=") and "--reduction canonical" in line]
     check.equal(notes_that_name_canonical=(len(notes), 1), on_the_page=(PAGE.says("`note=`"), True))
     check.equal(a_prediction=(bool(re.fullmatch(r"label \d predicted \d", used.stdout.strip())), True))
@@ -168,7 +168,7 @@ def test_every_command_succeeds(check, followed):
 
 @clause("V12")
 def test_its_job_trains(check, job):
-    """By all ranks, every epoch, at falling losses, until nearly all held-out rows are right."""
+    """All ranks train every epoch, the losses fall, and nearly all held-out rows are right in the end."""
     code, run, settings = job.code(), job.run(), PAGE.site.toml["job"]
     check.equal(exit_code=(f"{code}: {job.last_words()}" if code else 0, 0))
     losses, epochs = run.values("epoch", "loss"), int(re.search(r"--epochs (\d+)", PAGE.commands[-1])[1])
@@ -180,10 +180,10 @@ def test_its_job_trains(check, job):
 
 @clause("V12")
 def test_a_stopped_job_has_the_losses_of_one_that_was_never_stopped(check, job, reader):
-    """Stopped by the page's command within an epoch: rows, shifts and dropout go on where they were."""
+    """The page's command stops it within an epoch. Rows, shifts and dropout then resume at that step."""
     reader.cluster.slow_disk(SLOW)
     try:
-        # Ranks tell each other once a second, when they save, and at an epoch's end: an epoch here takes less than a second.
+        # Ranks exchange signals once a second, at saves, and at epoch ends; an epoch takes less than a second.
         other = reader.submits(PAGE.commands[-1] + " --save-steps 7")
         other.trains()
         other.until(lambda: other.run().of("epoch"), "the end of an epoch")

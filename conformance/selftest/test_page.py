@@ -1,10 +1,10 @@
-"""The page of conformance in a real browser: without a network, in light and dark, in print, by keyboard, on a phone.
+"""The conformance page in a real browser: without a network, in light and dark, in print, by keyboard, on a phone.
 
     python -m pytest conformance/selftest/test_page.py
 
 Needs chromium and chromedriver: apt install chromium chromium-driver.
 
-Each check is a function that returns what it objects to. Every one is shown a broken page, too, and must object to it.
+Each check is a function that returns its objections. Each is also run on a broken page, and must object.
 """
 
 import base64
@@ -18,13 +18,13 @@ from conformance.report import curves, page
 from conformance.selftest.test_report import SITES, SPEC, checked, evidence, part, realistic
 
 clause = pytest.mark.clause
-PHONE, DESK, PAPER = 390, 1280, 1017  # CSS pixels; the last is A4, landscape, within page.css's margins
+PHONE, DESK, PAPER = 390, 1280, 1017  # CSS pixels; PAPER is A4 landscape inside page.css's margins
 OPTIONS = """--headless=new --no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync
 --no-first-run --disable-dev-shm-usage"""
 
 
 def tools() -> tuple[str, str]:
-    """chromium and chromedriver. Fails, and does not skip, where one is missing."""
+    """chromium and chromedriver. A missing one is a failure, not a skip."""
     commands = [shutil.which(name) for name in ("chromium", "chromedriver")]
     try:
         import selenium  # noqa: F401
@@ -53,14 +53,14 @@ def driver(tmp_path_factory):
 
 
 class Shown:
-    """A page in the browser, from a file."""
+    """A page in the browser, loaded from a file."""
 
     def __init__(self, driver, path, html: str):
         self.driver, self.path = driver, path
         path.write_text(html)
         self.look()
         for log in ("browser", "performance"):
-            driver.get_log(log)  # those of the page before
+            driver.get_log(log)  # discards messages of the previous page
         driver.get(path.as_uri())
 
     def look(self, width: int = DESK, media: str = "", scheme: str = "light") -> None:
@@ -86,11 +86,11 @@ def show(driver, tmp_path):
     return lambda html: Shown(driver, tmp_path / "index.html", html)
 
 
-# ---- checks: what each objects to -----------------------------------------------------------------------------------
+# ---- checks ---------------------------------------------------------------------------------------------------------
 
 
 def asks_the_network(shown: Shown) -> list[str]:
-    """Requests for anything but the page itself, and errors on the console."""
+    """Requests for other files than the page, and errors on the console."""
     messages = [json.loads(entry["message"])["message"] for entry in shown.driver.get_log("performance")]
     urls = [message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"]
     assert shown.path.as_uri() in urls, "the log of requests is empty"
@@ -131,7 +131,7 @@ return [texts, objections];
 
 
 def is_hard_to_see(shown: Shown) -> list[str]:
-    """Text, of HTML and SVG, and lines with too little contrast for WCAG AA, in light, dark and print."""
+    """Text (HTML and SVG) and lines with less contrast than WCAG AA, in light, dark and print."""
     faint = []
     for media, scheme in (("screen", "light"), ("screen", "dark"), ("print", "dark")):
         shown.look(media=media, scheme=scheme)
@@ -142,7 +142,7 @@ def is_hard_to_see(shown: Shown) -> list[str]:
 
 
 def is_lost_in_print(shown: Shown) -> list[str]:
-    """Cells that are hidden, tables that are cut off, ink on the whole sheet."""
+    """Hidden cells, tables that are cut off, and ink on the whole sheet."""
     shown.look(PAPER, "print", "dark")
     lost = shown.js("""
         const hidden = [...document.querySelectorAll("th, td, summary, figure")].filter((cell) => !cell.checkVisibility());
@@ -157,7 +157,7 @@ INTERACTIVE = "a[href], button, summary, input, select, [tabindex]"
 
 
 def is_out_of_reach(shown: Shown) -> list[str]:
-    """What Tab does not come to, comes to in another order than it is read, or does not show that it has come to."""
+    """Elements that Tab does not reach, reaches out of reading order, or does not mark as focused."""
     from selenium.webdriver.common.keys import Keys
 
     wanted = shown.js(f"""
@@ -181,7 +181,7 @@ def is_out_of_reach(shown: Shown) -> list[str]:
 
 
 def does_not_open(shown: Shown) -> list[str]:
-    """Groups of clauses that Enter and Space do not open and close, or that do not say which they are."""
+    """Groups of clauses that Enter and Space do not open and close, or that have no name."""
     from selenium.webdriver.common.keys import Keys
 
     count, objections = shown.js("return document.querySelectorAll('.group button').length"), []
@@ -201,7 +201,7 @@ def does_not_open(shown: Shown) -> list[str]:
 
 
 def is_too_wide(shown: Shown) -> list[str]:
-    """Widths at which the page scrolls sideways, with all of it open."""
+    """Widths at which the page scrolls sideways when everything is open."""
     too_wide = []
     for width in (PHONE, DESK):
         shown.look(width)
@@ -215,7 +215,7 @@ def is_too_wide(shown: Shown) -> list[str]:
 
 
 def is_mute(shown: Shown) -> list[str]:
-    """What a screen reader would not say: tables without caption, headings of no scope, states that are only a sign."""
+    """Content that a screen reader misses: tables without caption, headings without scope, states shown only by a sign."""
     return shown.js("""
         const found = [];
         const each = (selector, bad, why) =>
@@ -233,7 +233,7 @@ def is_mute(shown: Shown) -> list[str]:
 
 
 def needs_javascript(shown: Shown) -> list[str]:
-    """Cells of the matrix that are hidden, and controls that would do nothing."""
+    """Hidden cells of the matrix, and controls that do nothing without JavaScript."""
     return shown.js("""
         const hidden = [...document.querySelectorAll(".matrix th, .matrix td")].filter((it) => !it.checkVisibility());
         const idle = [...document.querySelectorAll("button")].filter((it) => it.checkVisibility());
@@ -241,7 +241,7 @@ def needs_javascript(shown: Shown) -> list[str]:
     """)
 
 
-# ---- the page passes them all, and each has been seen to object -----------------------------------------------------
+# ---- the page passes all checks; each check rejects a broken page ---------------------------------------------------
 
 CHECKS = [asks_the_network, is_hard_to_see, is_lost_in_print, is_out_of_reach, does_not_open, is_too_wide, is_mute]
 
@@ -347,7 +347,7 @@ def test_a_missing_browser_is_a_failure(monkeypatch):
         tools()
 
 
-# ---- what stands in it ----------------------------------------------------------------------------------------------
+# ---- content of the page --------------------------------------------------------------------------------------------
 
 
 def drawn(losses: list[list[str]]) -> str:
@@ -370,7 +370,7 @@ def test_every_curve_is_drawn(html):
 def test_curves_that_are_broken_are_drawn_and_named():
     whole = [loss.hex() for loss in evidence().golden]
     html = drawn([whole, ["nan"] * 42, ["inf", *whole[1:]], ["0x1p+0"], []])
-    assert [html.count(f'class="curve {kind}">') for kind in ("loss", "deviation")] == [4, 4]  # the empty one is not drawn
+    assert [html.count(f'class="curve {kind}">') for kind in ("loss", "deviation")] == [4, 4]  # the empty curve is not drawn
     assert "5 curves, 5 distinct. Worst deviation: not a number" in html
     assert "2 curves of another length than the golden trace" in html
     assert not re.search(r' [dxy]="[^"]*(nan|inf)', html)

@@ -1,8 +1,8 @@
-"""What a job meets at a site with PBS on its virtual cluster: that the stand-ins do what OpenPBS 23.06.06 was seen to do.
+"""A job at a site with PBS, on a virtual cluster: the stand-ins behave like OpenPBS 23.06.06 did when it was observed.
 
     python -m pytest conformance/selftest/test_pbs.py --cluster
 
-As root, with Slurm. The site is of no machine; test_layer.py has what the stand-ins refuse, which needs no cluster.
+Needs root and Slurm. The site is made up. test_layer.py has the refusals of the stand-ins, which need no cluster.
 """
 
 import os
@@ -21,13 +21,13 @@ clause, rejects, only = pytest.mark.clause, pytest.mark.rejects, pytest.mark.onl
 FACTS = dict(
     name="made-up",
     scheduler="pbs",
-    # The nodes that ALCF's examples of placement are about.
+    # The nodes in ALCF's placement examples.
     node=dict(
         cores=104, sockets=2, threads_per_core=2, reserved="0,52", reserved_cores=2, memory_gib=1, devices=12, partition="long"
     ),
     queue=dict(partitions=["short", "long"]),
 )
-KILL_WAIT = 2  # 10 there, and on every other cluster of this suite
+KILL_WAIT = 2  # seconds; 10 at ALCF and on every other cluster of this suite
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,13 @@ def raised(tmp_path_factory):
 
 @pytest.fixture
 def pbs(raised):
-    """Nothing of a test is in the queue of the next."""
+    """Empties the queue after each test."""
     yield raised
     raised.on("login", f"scancel -u {USER}; while [[ $(squeue -h -u {USER}) ]]; do sleep 0.1; done")
 
 
 class PbsJob:
-    """A script, submitted from a folder of its own below the home."""
+    """A script, submitted from its own folder in the home."""
 
     def __init__(self, cluster: VirtualSite, script: str, options: str = "", queue: str = "long", environment: str = ""):
         self.cluster, self.name = cluster, f"job-{time.monotonic_ns()}"
@@ -73,7 +73,7 @@ class PbsJob:
         return fields
 
     def says(self, name: str, word: str = "") -> str:
-        """What a file in its folder holds, as soon as the word is in it."""
+        """The text of a file in its folder, as soon as it contains the word."""
         path, end = self.here / name, time.monotonic() + 60
         while not path.exists() or word not in path.read_text():
             assert time.monotonic() < end, f"no {word!r} in {name}: {path.read_text() if path.exists() else 'not there'}"
@@ -81,7 +81,7 @@ class PbsJob:
         return path.read_text()
 
 
-# ---- what a job finds -----------------------------------------------------------------------------------------------
+# ---- environment of a job -------------------------------------------------------------------------------------------
 
 
 def test_a_job_begins_as_there(pbs):
@@ -118,7 +118,7 @@ def test_output_that_is_kept_is_written_live(pbs):
     job.until("F")
 
 
-# ---- what is refused, and what waits --------------------------------------------------------------------------------
+# ---- refused and waiting jobs ---------------------------------------------------------------------------------------
 
 
 def test_more_time_than_the_queue_gives_is_refused(pbs):
@@ -138,7 +138,7 @@ def test_more_nodes_than_there_are_wait_for_ever(pbs):
 
 
 def test_a_dependency_on_a_deleted_job(pbs):
-    """afterok deletes the job, afterany lets it run."""
+    """With afterok the dependent job is deleted too; with afterany it runs."""
     first = PbsJob(pbs, "sleep 30")
     strict, lax = (PbsJob(pbs, "true", f"-W depend={kind}:{first.id}") for kind in ("afterok", "afterany"))
     first.until("R")
@@ -148,9 +148,9 @@ def test_a_dependency_on_a_deleted_job(pbs):
     assert lax.until("F")["Exit_status"] == "0"
 
 
-# ---- how a job ends -------------------------------------------------------------------------------------------------
+# ---- end of a job ---------------------------------------------------------------------------------------------------
 
-# On the first node in the script and in what it starts, and on the second in a rank: each says when TERM comes, and stays.
+# On the first node in the script and in a child process, on the second in a rank: each reports TERM and keeps running.
 STAYS = """
 cd $PBS_O_WORKDIR
 cat >rank.sh <<'END'
@@ -173,7 +173,7 @@ def stays(cluster: VirtualSite, options: str = "") -> PbsJob:
 
 
 def seconds_after_term(job: PbsJob) -> list[float]:
-    """How long each of them lived on."""
+    """How many seconds each process lived after TERM."""
     for name in ALL:
         job.says(name, "term")
     job.until("F")
@@ -182,7 +182,7 @@ def seconds_after_term(job: PbsJob) -> list[float]:
 
 
 def left(job: PbsJob) -> Iterator[str]:
-    """What goes on in a job that has ended, after a moment."""
+    """Processes of an ended job that still run after a second."""
     time.sleep(1)
     for node in job.cluster.names:
         processes = job.cluster.on(node, f"grep -lsz PBS_JOBID={job.id} /proc/[0-9]*/environ").stdout
@@ -199,7 +199,7 @@ def test_qdel_sends_term_to_all_and_later_kill(pbs):
 
 
 def test_walltime_ends_a_job(pbs):
-    job = stays(pbs, "-l walltime=9 -j oe")  # all are up before
+    job = stays(pbs, "-l walltime=9 -j oe")  # all processes have started before the limit
     lived = seconds_after_term(job)
     assert KILL_WAIT - 1 < min(lived) <= max(lived) < KILL_WAIT + 6, lived
     assert job.until("F")["Exit_status"] == "-29"
@@ -214,7 +214,7 @@ def test_walltime_leaves_a_job_time_to_end_by_itself(pbs):
 
 
 def test_a_signal_of_qsig_kills_the_login_shell(pbs):
-    """And so the job at once, though the script traps the signal."""
+    """Thus the job ends at once, although the script traps the signal."""
     job = stays(pbs)
     assert pbs.on("login", f"qsig -s USR1 {job.id}").returncode == 0
     assert job.until("F")["Exit_status"] == "266"
@@ -223,7 +223,7 @@ def test_a_signal_of_qsig_kills_the_login_shell(pbs):
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
-# Options of mpiexec, and the CPUs of each rank of a node, as the pages of ALCF on running jobs have them.
+# Options of mpiexec, and each rank's CPUs on a node, as in ALCF's pages about running jobs.
 PLACED = {
     "-n 12 --ppn 6 --cpu-bind depth --depth 8": "1-8 9-16 17-24 25-32 33-40 41-48",
     "-n 24 --ppn 12 --cpu-bind depth --depth 8": "1-8 9-16 17-24 25-32 33-40 41-48 49-51,53-57 58-65 66-73 74-81 82-89 90-97",

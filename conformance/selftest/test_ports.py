@@ -1,4 +1,4 @@
-"""Rendezvous ports of tests: two that run at the same time never get the same one."""
+"""Rendezvous ports of tests: two tests that run at the same time never get the same port."""
 
 import socket
 
@@ -9,7 +9,7 @@ from conformance.harness import ports
 
 @pytest.fixture
 def two(monkeypatch):
-    """There are two ports, and nobody has asked for one yet."""
+    """Only two ports exist, and none is in use."""
     monkeypatch.setattr(ports, "PORTS", (20001, 20002))
     monkeypatch.setattr(ports, "HELD", held := ports.deque(maxlen=2))
     yield

@@ -1,4 +1,4 @@
-"""The report: what is made of parts, and what is refused. All sites here are made up; nothing is written into the repository.
+"""The report: how parts become one, and what is refused. All sites are made up; nothing is written into the repository.
 
 python -m pytest conformance/selftest/test_report.py
 """
@@ -66,13 +66,13 @@ def checked(site="ash", clauses="L2", outcome="passed", **others) -> dict:
 
 
 def evidence(*dated: tuple[str, list[dict]], sites=SITES, spec=SPEC, now=None) -> Evidence:
-    """now: the files of today, where they are others than those of the reports."""
+    """Evidence from parts, by date. now: today's files, if they differ from the reports'."""
     merged = [one for date, parts in dated for one in merge.merge(parts, date, "abc1234")]
     return Evidence(merged, sites, spec, golden.load()["losses"], lambda site, rung: now or {})
 
 
 def realistic() -> Evidence:
-    """The reports of this repository, as if of today's files and of two days, with a failure and an expected one."""
+    """The reports of this repository, as if of today's files and two days, with a failure and an expected failure."""
     reports = [verify.read(path) for path in sorted((report.HERE / "reports").glob("*/*.json"))]
     next(document for document in reports if document["site"] == "core" and document["rung"] == "static")["date"] = "2026-11-01"
     one, other = [document for document in reports if document["rung"] == "process" and document["curves"]][:2]
@@ -170,7 +170,7 @@ OTHERS = dict(files=dict(core="c1", conformance="f0", sites=dict(ash="s0")))
         ([("05-04", [part(checks=[checked(outcome="skipped")])])], ("not run", "", "")),
         ([("05-04", [part(expected=dict(ash=["L2"]))])], ("not run", "", "")),
         ([], ("not run", "", "")),
-        # A pass stands on the strongest rung, with the date of that; a failure on any rung is one.
+        # A pass counts from its strongest rung, with that date. A failure counts from any rung.
         ([("05-02", [part("machine", checks=[PASSED])]), ("05-04", [part(checks=[PASSED])])], ("pass", "machine", "05-02")),
         ([("05-02", [part("machine", checks=[PASSED])]), ("05-04", [part(checks=[FAILED])])], ("failed", "process", "05-04")),
         ([("05-04", [part("static", None, checks=[PASSED]), part("device", backend="nccl")])], ("pass", "static", "05-04")),
@@ -179,7 +179,7 @@ OTHERS = dict(files=dict(core="c1", conformance="f0", sites=dict(ash="s0")))
             [("05-03", [part("device", checks=[FAILED])]), ("05-04", [part("device", 2, "nccl", checks=[PASSED])])],
             ("failed", "device", "05-03"),
         ),
-        # A report of other files is no evidence, whatever it says.
+        # A report of other files is no evidence.
         ([("05-04", [part(checks=[PASSED], **OTHERS)])], ("of other files", "process", "05-04")),
         ([("05-04", [part(checks=[FAILED], **OTHERS)])], ("of other files", "process", "05-04")),
         ([("05-04", [part(expected=dict(ash=["L2"]), **OTHERS)])], ("not run", "", "")),
@@ -233,7 +233,7 @@ def test_margins_and_the_worst_deviation_of_each_tier():
     ]
 
 
-# ---- of which files ------------------------------------------------------------------------------------------------
+# ---- reports of other files ----------------------------------------------------------------------------------------
 
 
 @clause("V13")
@@ -254,6 +254,31 @@ def test_a_report_of_other_files_is_named_and_is_no_evidence(name):
     assert "ash    ≠1 ○1" in report.terminal(seen, False)
 
 
+@clause("V13")
+@rejects("V13")
+def test_what_failed_in_a_report_of_other_files_is_counted_and_named():
+    """A failure is not silent because one line of the core has changed since."""
+    checks = [FAILED, FAILED | dict(clauses=["L1", "L2"], case="fp16"), PASSED]
+    dated = ("2031-05-04", [part("device", 1, "nccl", checks=checks), part("static", None, "none", checks=[PASSED])])
+    words = "2 checks failed (ash, device rung, nccl, 2031-05-04: L1, L2)"
+    other = evidence(dated, now=dict(core="another"))
+    assert f"## Failed\n\nNone.\n\nOf other files: {words}.\n" in page.markdown(other)
+    assert f"2 reports of other files than those here, no evidence for these: {words}." in page.render(other)
+    same = evidence(dated)
+    assert "f other files:" not in page.markdown(same) + page.render(same) and "**L1** at ash" in page.markdown(same)
+
+
+@clause("V7")
+def test_a_site_without_extras_brings_none():
+    """It has not failed to run them. A site that brings one has."""
+    spec = SPEC + "\n## E: extras\n\n- **E1** They run.\n- **E2** They train.\n"
+    tomls = [SITES[0], SITES[1] | dict(extras=[dict(name="notebook")])]
+    seen = evidence(("2031-05-04", [part(checks=[PASSED, checked("ash", "L1")])]), sites=tomls, spec=spec)
+    assert "| **E** extras | · none brought | ○ 2 not run |" in page.markdown(seen)
+    html = page.render(seen)
+    assert html.count("none brought</span>") == 3 and 'class="state none-brought"' in html
+
+
 @pytest.fixture
 def ash(tmp_path) -> sites.Site:
     folder = shutil.copytree(sites.ROOT / "conformance/broken/sound", tmp_path / "ash")
@@ -268,7 +293,7 @@ def ash(tmp_path) -> sites.Site:
         ("train.py", "import", "import  ", ["process", "static"]),
         ("new.sh", "", "exit 1\n", ["process", "static"]),
         ("site.toml", "devices = 4", "devices = 8", ["process", "static"]),
-        ("site.toml", "never-run", "simulated", ["static"]),  # written after a run, about it
+        ("site.toml", "never-run", "simulated", ["static"]),  # written after a run, about that run
         ("README.md", "#", "##", ["static"]),
         ("slurm-1.out", "", "printed", []),
         (".venv/bin/python", "", "installed", []),
@@ -288,7 +313,7 @@ def test_which_files_make_a_report_one_of_other_files(ash, file, old, new, chang
 @clause("V13")
 @rejects("V13")
 def test_a_session_writes_down_what_it_runs_and_a_login_node_merges_it(tmp_path):
-    """Where neither jinja2 nor matplotlib, nor torch, can be imported. Then the core is edited, and the page says so."""
+    """jinja2, matplotlib and torch are hidden on the login node. Then the core is edited, and the page reports that."""
     root = make.copy(tmp_path / "copy")
     session = make.start(
         root, 0, "--site", make.SOUND, "--clause", "F1", f"--part={tmp_path}/parts", "conformance/checks/test_static.py"
@@ -331,7 +356,7 @@ SHAPED = [
 
 
 def believable(rung: str, site: str = "ash", /, **others) -> dict:
-    """A report as a run on this rung makes one, with something changed, and its digest right again."""
+    """A valid report of this rung with some values changed and a correct digest."""
     how = dict(
         static=dict(world_size=None, backend="none"),
         process=dict(versions=ON_CPU),
@@ -539,7 +564,7 @@ def test_committed_reports_are_clean():
         assert private.clean(one := json.loads(path.read_text())) == one, path.name
 
 
-# ---- what is written -----------------------------------------------------------------------------------------------
+# ---- written files -------------------------------------------------------------------------------------------------
 
 
 @clause("V7")
@@ -566,7 +591,7 @@ def test_markdown_has_states_rungs_dates_reasons_and_what_is_unverified():
 
 @clause("V7")
 def test_simulated_never_reads_as_run_on_the_machine():
-    """The words for the strongest rung and status stand only where a report or a site says so."""
+    """The names of the strongest rung and status appear only where a report or a site claims them."""
     seen = evidence(("2031-05-04", [part(rung, checks=[PASSED]) for rung in ("static", "process", "device", "cluster")]))
     assert seen.cells["ash", "L2"].rung == "cluster"
     rows = [line for line in page.markdown(seen).splitlines() if line.startswith("| **")]
@@ -585,7 +610,7 @@ def test_rendering_is_deterministic():
 
 @pytest.fixture
 def run(tmp_path):
-    """main with parts, in a folder of its own; its exit code."""
+    """Call main() with these parts in a separate folder. Returns its exit code."""
 
     def run(*parts: dict, date="2026-05-04") -> int:
         folder = tmp_path / "parts"
@@ -635,7 +660,7 @@ def test_no_color_is_respected(run, monkeypatch, capsys):
 
 
 def stale(folder) -> bool:
-    """Whether CONFORMANCE.md is not what the reports beside it make."""
+    """Whether CONFORMANCE.md differs from the output for the reports beside it."""
     return (folder / "CONFORMANCE.md").read_text() != page.markdown(report.evidence_in(folder / "reports"))
 
 

@@ -1,4 +1,4 @@
-"""What the sessions of noxfile.py start: the commands of `python -m conformance`, and when pip is started (environment.py)."""
+"""The sessions of noxfile.py: which commands `python -m conformance` starts, and when environment.py calls pip."""
 
 import hashlib
 import re
@@ -18,7 +18,7 @@ SITE = f"--site={sites.ROOT}/conformance/broken/sound"
 
 @pytest.fixture
 def commands(monkeypatch, tmp_path):
-    """Those that main() starts, each with its world size; none is run, and those with a word of `commands.fail` fail."""
+    """The commands that main() would start, with their world sizes. A command that contains a word of `commands.fail` fails."""
 
     class Commands(list):
         fail: dict[str, int] = {}
@@ -32,7 +32,7 @@ def commands(monkeypatch, tmp_path):
             log.write_text(f"exit code {code}\n")
         return code
 
-    for name in ("PATH", "OMP_NUM_THREADS", "MPIEXEC_TIMEOUT"):  # put back afterwards
+    for name in ("PATH", "OMP_NUM_THREADS", "MPIEXEC_TIMEOUT"):  # monkeypatch restores these afterwards
         monkeypatch.setenv(name, "1")
     monkeypatch.delenv("MPIEXEC", raising=False)
     monkeypatch.setattr(program, "code_of", code_of)
@@ -59,7 +59,7 @@ def test_everything_runs_whatever_fails(commands):
 
 
 def test_ranks_of_several_sites_run_in_halves_that_are_all(commands):
-    """What one leaves out by --about the other does. Of one site, or of some checks, they are one."""
+    """One half runs what the other leaves out by --about. With a single site or chosen checks there is one command."""
     program.main([])
     halves = [line for line, _ in commands if "--with-mpi" in line]
     assert sorted(line.rpartition(" ")[2] for line in halves) == ["--about=core"] * 3 + ["--about=sites"] * 3
@@ -71,7 +71,7 @@ def test_ranks_of_several_sites_run_in_halves_that_are_all(commands):
 
 
 def test_a_command_to_which_a_choice_leaves_nothing_is_no_failure(commands):
-    """Of a site, of files, or of ranks. Where all are left nothing, the report is of no part, and refused (test_report)."""
+    """Files, ranks or a site may select no check. If all commands have none, the report is refused (test_report)."""
     for nothing in (f"--site={FIRST}", "test_static", "mpiexec"):
         commands.fail = {nothing: 5}
         assert program.main(["-k", "words"]) == program.main([SITE, "--clause", "J3"]) == 0
@@ -98,7 +98,7 @@ def test_another_mpiexec(commands):
 
 def test_as_many_ranks_as_devices(commands, monkeypatch):
     monkeypatch.setattr(program, "devices", lambda kind: 3)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # put back afterwards
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # monkeypatch restores it afterwards
     program.main(["--device", "cuda"])
     assert [size for _, size in commands[:-1]] == [1, 3, 2, 4]
     assert ["--backend=gloo" in line for line, _ in commands[:-1]] == [False, False, True, True]
@@ -125,12 +125,12 @@ def test_a_site_elsewhere_keeps_its_own_reports(commands, tmp_path_factory):
     assert commands[-1][0].endswith(f"--reports={folder}/reports")
 
 
-# ---- what is installed, and when ------------------------------------------------------------------------------------
+# ---- installation ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
-    """The calls of pip by environment.py, in an environment and a repository of its own; None makes the next call fail."""
+    """The calls of pip by environment.py, in a temporary environment and repository. A None makes the next call fail."""
     calls: list[str] = []
     (tmp_path / "core").mkdir()
     for name in ("constraints.txt", "constraints.lock", "core/pyproject.toml"):
@@ -182,7 +182,7 @@ def test_without_torch_nothing_else_is_installed(installed):
 
 @pytest.mark.parametrize("locked", [True, False])
 def test_a_file_of_another_hash_is_refused(monkeypatch, tmp_path, capfd, locked):
-    """By pip, which is told of the hashes and installs what has none beside that."""
+    """pip checks the hashes that it gets. In the same call it installs packages that have none."""
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     monkeypatch.setattr(environment.site, "getsitepackages", lambda: [str(tmp_path)])
     pip = environment.pip
@@ -206,7 +206,7 @@ def test_a_file_of_another_hash_is_refused(monkeypatch, tmp_path, capfd, locked)
 
 
 def test_the_lock_has_each_pinned_version_with_its_files():
-    """`nox -s lint` says so at the desk; here for whoever has changed one file by hand."""
+    """`nox -s lint` checks this too; this test helps whoever edits one file by hand."""
     lines = (environment.ROOT / "constraints.lock").read_text().splitlines()[1:]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+( --hash=sha256:[0-9a-f]{64})+ # 20\d\d-\d\d-\d\d", line) for line in lines)
     pinned = [line for line in (environment.ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
@@ -237,12 +237,12 @@ def test_a_broken_installation_is_tried_again(installed):
     installed.append(None)
     assert environment.main(["pytest", "numpy"]) == 1
     installed.clear()
-    assert environment.main(["pytest"]) == 0  # what was complete before may not be so any more
+    assert environment.main(["pytest"]) == 0  # a complete environment may lack packages later
     assert installed
 
 
 def test_a_package_whose_version_stands_nowhere_is_named(installed, tmp_path, capsys):
-    """In CI it would be another one day, and nobody's change."""
+    """Its version would change some day in CI without any change in the repository."""
     for name, version in (("pytest", "1"), ("torch", "2+cpu"), ("pip", "26"), ("Own_Thing", "3")):
         (tmp_path / f"{name}-{version}.dist-info").mkdir()
         (tmp_path / f"{name}-{version}.dist-info/METADATA").write_text(

@@ -1,4 +1,4 @@
-"""A certificate of a sound program breaks no promise: of each of programs/, and of the one in broken/sound-program.
+"""The certificate of a sound program breaks no promise: every program of programs/, and broken/sound-program's.
 
 python -m pytest conformance/selftest/test_sound_programs.py
 """
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300, method="thread")
 
 @pytest.mark.parametrize("program", ["program.py", *sorted(path.name for path in PROGRAMS.glob("*.py"))])
 def test_sound_programs_break_no_promise(program, tmp_path):
-    """By the command that users give."""
+    """The test runs the command that users run."""
     file = (SOUND if program == "program.py" else PROGRAMS) / program
     command = [sys.executable, "-m", "conformance", "--workload", str(file), "--ranks", "2", "--limit-steps", "8"]
     command += ["--output", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""Facts and their pages: what harness/sources.py finds in an older and a newer commit of a made-up operator's documentation.
+"""Facts and their pages: results of harness/sources.py in an older and a newer commit of a made-up operator's pages.
 
 python -m pytest conformance/selftest/test_sources.py        needs git
 """
@@ -16,7 +16,7 @@ from conformance.broken import make
 from conformance.harness import sources
 from conformance.harness.sites import mistakes, one_by_one
 
-# Where the repository was unpacked without git, there is none to look facts up with.
+# Without git, facts cannot be looked up.
 pytestmark = pytest.mark.only(when=lambda _: bool(shutil.which("git")))
 rejects = pytest.mark.rejects
 
@@ -40,12 +40,12 @@ OLDER = {
     "docs/news.md": "- 2030: march/2030.4.0 came\n- 2031: march/2031.1.0 came\n",
     "docs/images.md": "Use weave-u24r70-20310301.sif today.\n",
 }
-ELSEWHERE = "0123456789" * 4  # a commit that no checkout has
+ELSEWHERE = "0123456789" * 4  # a commit that is in no checkout
 FACTS = ["march/2031.1.0", "MARCH_FABRIC=fab0", "MARCH_CACHE=userfaultfd", "two hours at most"]
 
 
 class Documentation:
-    """A repository of an operator's pages."""
+    """A git repository with an operator's pages."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -59,7 +59,7 @@ class Documentation:
         return subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout.strip()
 
     def commit(self, day: str, files: dict[str, str]) -> str:
-        """These files and no others."""
+        """Commit these files and delete all others. Returns the hash."""
         self.git("rm", "-r", "--quiet", "--ignore-unmatch", ".")
         for name, text in files.items():
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def pages(tmp_path) -> Documentation:
 
 @pytest.fixture
 def takes(tmp_path, pages):
-    """Writes the site.toml of a site that takes facts from a page of the older commit; the site's folder."""
+    """A function that writes a site whose facts come from a page of the older commit. Returns the site's folder."""
 
     def takes(facts=tuple(FACTS), file="docs/fabric.md", repository="weavers/guides", copy=None) -> Path:
         (tmp_path / "loom").mkdir(exist_ok=True)
@@ -95,7 +95,7 @@ def takes(tmp_path, pages):
 
 @pytest.fixture
 def look(pages, takes, capsys):
-    """The command, by default over the site and the checkout; its exit code and what it prints."""
+    """A function that runs the command, by default on the site and the checkout. Returns exit code and output."""
 
     def look(*arguments: str, folder: Path | None = None) -> tuple[int, str]:
         where = ["--checkout", str(folder or pages.folder)] if "--checkout" not in arguments else []
@@ -113,18 +113,18 @@ def changed(old: str, new: str, file: str = "docs/fabric.md") -> dict[str, str]:
     return OLDER | {file: OLDER[file].replace(old, new)}
 
 
-# ---- what stands ----------------------------------------------------------------------------------------------------
+# ---- facts that stand -----------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_found_where_all_stands(pages, look):
-    """In the commit that was read, and in one whose lines have moved and are broken otherwise."""
+    """In the commit that was read, and in one where lines moved or wrap differently."""
     assert look() == (0, "loom: 4 of 4 facts stand in docs/fabric.md of weavers/guides\nall 4 facts stand, hints: 0\n")
     text = "A new line.\n\n" + FABRIC.replace("two hours at\nmost", "two\n  hours at most")
     pages.commit("2031-09-01", OLDER | {"docs/fabric.md": text, "docs/more.md": "march/2030.1.0 is deleted\n"})
     assert look("--strict")[0] == 0
 
 
-# ---- what does not --------------------------------------------------------------------------------------------------
+# ---- facts that do not stand ----------------------------------------------------------------------------------------
 
 
 @rejects("F6")
@@ -139,7 +139,7 @@ def test_a_changed_line_is_told_with_both_places(pages, look):
 
 
 def test_a_fact_in_another_file_has_moved(pages, takes, look):
-    """But not where the other file had it all the time, or the page itself has a new text."""
+    """A fact has not moved if the other file always had it, or if the page has a new text."""
     both = {"docs/a.md": "MARCH_CACHE=userfaultfd\n"}
     takes(copy=f'commit = "{pages.commit("2031-05-01", OLDER | both)}"\ndated = 2031-05-01')
     files = changed("    export MARCH_CACHE=userfaultfd\n", "") | both | {"docs/jobs.md": "\nMARCH_CACHE=userfaultfd\n"}
@@ -166,7 +166,7 @@ def test_a_page_under_a_new_name_is_followed(pages, look):
 
 @rejects("F6")
 def test_a_fact_that_the_page_never_had_is_found(pages, tmp_path, look):
-    """A sound site whose variable stands under a page that does not name it: in site.toml it is a fact, so J3 is content."""
+    """A site takes a variable from a page without it. J3 accepts it, because site.toml lists it as a fact."""
     root = make.copy(tmp_path / "copy")
     sound = root / make.SOUND
     source = (
@@ -189,10 +189,10 @@ def test_a_fact_that_the_page_never_had_is_found(pages, tmp_path, look):
 @pytest.mark.parametrize(
     ("fact", "stands"),
     [
-        ("march/2031.1", False),  # the beginning of a version
-        ("FABRIC=fab0", False),  # the end of a name
+        ("march/2031.1", False),  # only the beginning of a version
+        ("FABRIC=fab0", False),  # only the end of a name
         ("MARCH_FABRIC=fab", False),
-        ("fabric", False),  # only with a capital letter is it there
+        ("fabric", False),  # the page has it with a capital letter only
         ("module load march", True),
         ("export MARCH_FABRIC=fab0 # all jobs", True),
         ("debug runs for two hours at most,", True),
@@ -208,7 +208,7 @@ def test_a_fact_stands_as_whole_words(pages, takes, look, fact, stands):
 
 
 def test_a_newer_version_is_a_hint_wherever_it_is_named(pages, look):
-    """As a machine changes: the pages that were read say what they said, and a new one names the new module."""
+    """The old pages still stand, and a new page names the new module, as when a machine changes."""
     new = {
         "docs/a/modules.md": 'The default:\n   /opt/march/2031.3.0.lua\nsetenv("march/2031.3.0")\n',
         "docs/z.md": "march/2030.5.0\n",
@@ -220,7 +220,7 @@ def test_a_newer_version_is_a_hint_wherever_it_is_named(pages, look):
     assert output.count("hint:") == 1 and output.endswith("all 4 facts stand, hints: 1\n")
     assert look("--strict")[0] == 1
     pages.commit("2031-09-02", OLDER | new | changed("spring:", "summer, march/2031.3.0 is:"))
-    assert "docs/fabric.md:3: Load the module first" in look()[1]  # the page itself comes first
+    assert "docs/fabric.md:3: Load the module first" in look()[1]  # hints from the page itself come first
 
 
 # ---- checkouts ------------------------------------------------------------------------------------------------------
@@ -236,8 +236,8 @@ def test_a_checkout_is_known_by_its_remotes_or_its_name(pages, tmp_path, look):
             pages.git("remote", "set-url", "origin", "git@git.example:weavers/guides", of=folder)
         assert look(folder=folder)[0] == 0, name
     assert look(folder=pages.folder / ".git")[0] == 0
-    assert "no work tree and no git directory" in look(folder=pages.folder / "docs")[1]  # not that around it
-    # Of two, the one whose remote says so is taken.
+    assert "no work tree and no git directory" in look(folder=pages.folder / "docs")[1]  # not the repository around it
+    # The checkout whose remote matches is used.
     (tmp_path / "other/guides").mkdir(parents=True)
     other = Documentation(tmp_path / "other/guides")
     other.git("remote", "remove", "origin")
@@ -284,7 +284,7 @@ def test_a_checkout_that_is_older_than_the_copy_says_nothing(pages, takes, look)
     ],
 )
 def test_the_suite_warns_of_old_copies_and_not_of_old_readings(tmp_path, days, commit, warns):
-    """All were read today."""
+    """All copies were read today."""
     root, today = make.copy(tmp_path), datetime.date.today()
     copy = [f"read = {today}", 'repository = "weavers/guides"', 'commit = "2745903"' if commit else ""]
     copy += [f"dated = {today - datetime.timedelta(days)}"] if days else []

@@ -2,8 +2,8 @@
 
     python -m pytest conformance/selftest/test_submit.py
 
-All is real but the commands of stand_in.py: the suite submits the job script of broken/sound, which starts train.py in two
-processes, and judges what these leave.
+Everything is real except the commands of stand_in.py. The suite submits the job script of broken/sound, which starts
+train.py in two processes, and checks their results.
 """
 
 import json
@@ -35,23 +35,23 @@ march --each 2 python3 train.py "${arguments[@]}"
 
 
 class Machine:
-    """A login node with stand-in commands, and a copy of the sound site on it."""
+    """A login node with stand-in commands and a copy of the sound site."""
 
     def __init__(self, folder: Path):
         self.folder, self.site = folder, folder / "sound"
         shutil.copytree(ROOT / "conformance/broken/sound", self.site)
         stand_in.install(str(folder))
-        # As in a nox session: its virtual environment stands first.
+        # As in a nox session, its virtual environment comes first.
         path = os.pathsep.join([str(folder / "venv/bin"), str(folder / "bin"), os.defpath])
         (folder / "venv/bin").mkdir(parents=True)
         (folder / "venv/pyvenv.cfg").touch()
-        # A login node has none of these: the job has the site's.
+        # A login node has none of these packages; jobs use the site's.
         missing = ("torch", "safetensors", "ddp_core", "mpi4py", "jinja2", "matplotlib")
         login_node = f"import sys\n\nsys.modules |= dict.fromkeys({missing})\n"
         (folder / "hurry.py").write_text(f"{login_node}from conformance.cluster import schedulers\n\nschedulers.LAG = 0.2\n")
         self.environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PYTEST_"))}
         self.environ |= dict(PATH=path, VIRTUAL_ENV=str(folder / "venv"), NOX_CURRENT_SESSION="x", OMP_NUM_THREADS="7")
-        self.environ["PYTHONPATH"] = str(folder)  # of hurry.py
+        self.environ["PYTHONPATH"] = str(folder)  # for hurry.py
 
     def change(self, file: str, old: str, new: str) -> None:
         text = (self.site / file).read_text()
@@ -69,12 +69,12 @@ class Machine:
         popen_arguments = dict(
             cwd=ROOT, env=self.environ | environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
-        # A shell that starts something in the background has it ignore Ctrl-C, which is inherited.
+        # A background process inherits from its shell that Ctrl-C is ignored; undo that.
         listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         return subprocess.Popen([*pytest, *asked, *options], preexec_fn=listen, **popen_arguments)  # noqa: PLW1509
 
     def rung(self, *options: str, **keywords: str) -> tuple[int, str]:
-        """Exit code of the session, and what it said."""
+        """Exit code and output of the session."""
         session = self.start(*options, **keywords)
         output, _ = session.communicate(timeout=200)
         return session.returncode, output
@@ -96,7 +96,7 @@ def rejected(outcome: tuple[int, str], *words: str, code: int = 1) -> None:
 
 
 def refused(outcome: tuple[int, str], *words: str, code: int = 2) -> None:
-    """In one line, and without a traceback."""
+    """Checks that it was refused in one line, without a traceback."""
     __tracebackhide__ = True
     rejected(outcome, *words, code=code)
     assert "Traceback" not in outcome[1] and ".py:" not in outcome[1], outcome[1]
@@ -111,7 +111,7 @@ def refused(outcome: tuple[int, str], *words: str, code: int = 2) -> None:
 def test_a_sound_site_passes_and_is_reported_as_of_the_machine(machine, tmp_path, check):
     code, output = machine.rung("--part", str(tmp_path / "parts"))
     assert code == 0, output
-    # Twice each of two runs, one summed flat, a user's own file, another seed, a mistyped flag; then what the first has left.
+    # Two runs twice, then with flat sums, a user's file, another seed, a mistyped flag; the last uses the first one's results.
     assert len(machine.jobs()) == 9, output
     (part,) = (json.loads(path.read_text()) for path in (tmp_path / "parts").glob("*.json"))
     actual = {name: part[name] for name in ("rung", "backend", "device", "world_size")}
@@ -141,7 +141,7 @@ def test_a_script_that_always_returns_0(machine):
 
 @rejects("R4")
 def test_two_nodes_that_are_one_and_no_accelerator(machine):
-    """The job asks for none, so that a fallback to the CPU is silent; stand-in nodes are all this machine."""
+    """The job asks for no accelerator, so a fallback to the CPU is silent. The two nodes are both this machine."""
     small = SMALL.replace("--nodes=1 --ntasks-per-node=2", "--nodes=2 --ntasks-per-node=1")
     outcome = machine.rung("--clause", "R2", "--clause", "R4", submit=small, device="", geometry="2x1")
     rejected(outcome, "hosts=1, but should be 2", "(R4)", "'an accelerator:0'", "(R2)")
@@ -204,11 +204,11 @@ def wait_for(come) -> None:
         time.sleep(0.05)
 
 
-# ---- what a job gets, and what it leaves ----------------------------------------------------------------------------
+# ---- input and output of a job --------------------------------------------------------------------------------------
 
 
 def test_nothing_of_this_environment_reaches_the_job(machine):
-    """sbatch hands on what it is called with; a virtual environment in it would hide the site's own torch."""
+    """sbatch passes its caller's environment on. A virtual environment in it would hide the site's torch."""
     machine.change("job.sl", "set -euo pipefail", "set -euo pipefail\nexport >seen\ncommand -v python3 >which")
     code, output = machine.rung("--clause", "J2")
     assert code == 0, output
@@ -219,7 +219,7 @@ def test_nothing_of_this_environment_reaches_the_job(machine):
 
 
 def test_a_leak_would_be_seen(machine):
-    """The same, were the environment handed on as it is."""
+    """The same check fails if the environment is passed on unchanged."""
     machine.change("job.sl", "set -euo pipefail", "set -euo pipefail\nexport >seen")
     subprocess.run(["sbatch", *SMALL.split(), "job.sl", "--epochs", "-1"], cwd=machine.site, env=machine.environ, check=True)
     wait_for(lambda: machine.jobs()[0]["state"] == "FAILED")
@@ -242,7 +242,7 @@ def test_pbs_and_a_queue_that_takes_one_job(machine):
 
 
 def test_what_another_job_of_this_number_has_printed_is_not_read(machine):
-    """The stand-in appends as well; while another job runs, this one waits."""
+    """The stand-in appends to the log, like Slurm. A job waits while another one runs."""
     (machine.site / "slurm-2.out").write_text("error: --epochs, said long ago\n")
     code, output = machine.rung("--clause", "J1", "--clause", "J2")
     assert code == 0, output
@@ -250,7 +250,7 @@ def test_what_another_job_of_this_number_has_printed_is_not_read(machine):
 
 
 def test_what_a_job_prints_just_after_it_was_seen_waiting_is_read(machine):
-    """The stand-in starts it while the suite looks at it for the first time, and has it end before the second look."""
+    """The stand-in starts the job during the suite's first look, and ends it before the second."""
     code, output = machine.rung("--clause", "J2", STAND_IN_WAITS="1")
     assert code == 0, output
 

@@ -1,8 +1,8 @@
-"""The suite itself: what it takes, what it refuses, and that every clause has been seen to be broken.
+"""The suite itself: what it accepts, what it refuses, and that every clause has been seen to fail.
 
     python -m pytest conformance/selftest/test_suite.py
 
-Broken ways of testing are here; broken sites and cores are in broken/*.toml, and test_broken.py runs them.
+Broken ways of running tests are here. Broken sites and cores are in broken/*.toml; test_broken.py runs them.
 """
 
 import ast
@@ -21,17 +21,17 @@ from conformance.harness.sites import ROOT
 
 clause, rejects = pytest.mark.clause, pytest.mark.rejects
 SITE = ("--site", make.SOUND)
-ORDER = (*SITE, "-k", "order_of_samples")  # three checks, which start no train.py: what is broken here is not the site
+ORDER = (*SITE, "-k", "order_of_samples")  # three checks that start no train.py, because the site is not what is tested here
 
 
-# ---- what it takes ------------------------------------------------------------------------------------------------
+# ---- accepted sites -----------------------------------------------------------------------------------------------
 
 
 @clause("V10")
 @pytest.mark.timeout(600)
 def test_sites_that_are_not_in_the_repository_pass():
-    """Two made-up ones, with a launcher of their own and with MPI: both write the same snapshots. What is about the core alone
-    has been checked with the sites of the repository.
+    """Two made-up sites, with their own launcher and with MPI, write the same snapshots. Checks of the core alone are left out,
+    because they ran with the repository's sites.
     """
     result = make.start(ROOT, 2, *SITE, "--site", f"{make.SOUND}-mpi", "--about", "sites", seconds=500)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -41,7 +41,7 @@ def test_sites_that_are_not_in_the_repository_pass():
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("folder, files", [(make.SOUND, STATIC), (f"{make.SOUND}-mpi", STATIC[:1])])
 def test_their_files_pass(folder, files):
-    """The second's job asks PBS for less than its successor would need: what dry runs show of that is not looked at."""
+    """The second job asks PBS for fewer resources than its successor. These checks do not include the dry run that shows it."""
     result = make.start(ROOT, 0, *files, "--site", folder, seconds=280)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -51,7 +51,7 @@ def test_their_files_pass(folder, files):
     "odd", tomllib.loads((ROOT / "conformance/broken/odd.toml").read_text())["odd"], ids=lambda odd: odd["what"]
 )
 def test_what_is_odd_and_sound_is_not_rejected(odd, tmp_path):
-    """A false alarm costs a stranger a day, and the next alarm its reader."""
+    """A false alarm costs a stranger a day, and the next alarm is ignored."""
     root = make.copy(tmp_path)
     site = odd.get("site", "sound")
     folder = f"conformance/broken/{site}" if site.startswith("sound") else f"sites/{site}"
@@ -63,7 +63,7 @@ def test_what_is_odd_and_sound_is_not_rejected(odd, tmp_path):
 
 
 def test_what_install_sh_leaves_is_no_script(tmp_path):
-    """An image begins with #! as scripts do; a job script names it, and a packed environment."""
+    """A container image may begin with #!, as scripts do. Job scripts name it, and packed environments."""
     folder = shutil.copytree(ROOT / make.SOUND, tmp_path / "mine")
     before = [path.name for path in sites.Site(folder, {}).scripts]
     (folder / "image").write_bytes(b"#!/usr/bin/env run\n\0\xf0\xf1")
@@ -75,12 +75,12 @@ def test_what_install_sh_leaves_is_no_script(tmp_path):
 
 
 def test_a_folder_beside_the_script_needs_no_version():
-    """pip takes a word with a slash in it for a path: the core that install.sh has copied, say."""
+    """pip reads a word with a slash as a path, such as the core that install.sh copied."""
     words = ("venv/tmp/core", "core", "numpy", "conda-forge/linux-64::numpy")
     assert [pinned(word) for word in words] == [True, False, False, False]
 
 
-# ---- what it refuses ----------------------------------------------------------------------------------------------
+# ---- refused runs -------------------------------------------------------------------------------------------------
 
 
 @clause("V1")
@@ -116,7 +116,7 @@ def test_nothing_checked_is_rejected():
 @clause("V2")
 @rejects("V2")
 def test_ranks_without_their_plugin_are_rejected():
-    """pytest-mpi alone would skip every check and end with 0."""
+    """pytest-mpi alone would skip every check and exit with 0."""
     make.rejected(make.start(ROOT, 0, *ORDER, "conformance/checks/run"), "V2", "--with-mpi")
 
 
@@ -139,7 +139,7 @@ def pytest_runtest_call(item):
 @clause("V4")
 @rejects("V4")
 def test_the_other_pytest_mpi_is_rejected(tmp_path):
-    (tmp_path / "pytest_mpi.py").write_text("")  # mpi-pytest takes this name, and has no MPIPlugin
+    (tmp_path / "pytest_mpi.py").write_text("")  # the package mpi-pytest uses this module name, but has no MPIPlugin
     result = make.start(ROOT, 0, *ORDER, PYTHONPATH=str(tmp_path))
     make.rejected(result, "V4", "pip uninstall mpi-pytest")
 
@@ -181,18 +181,18 @@ def test_what_a_run_computes_is_not_excused(tmp_path, name):
     make.rejected(result, "V9", f"expected_failures: {name} in site.toml, but should be in none of the groups D, L, S, C")
 
 
-# ---- the spec, its tests, and what they have rejected -------------------------------------------------------------
+# ---- the spec, its tests, and their rejections --------------------------------------------------------------------
 
 
 def clauses_by(mark: str) -> set[str]:
-    """The clauses that tests are marked with, by the words of their files: of all tests, whatever is run."""
+    """Clauses in the marks of all test files, also of tests that are not run."""
     texts = [path.read_text() for path in (ROOT / "conformance").rglob("test_*.py")]
     marks = [arguments for text in texts for arguments in re.findall(rf"@(?:pytest\.mark\.)?{mark}\((.*?)\)", text)]
     return {name for arguments in marks for name in re.findall(r'"([A-Z]\d+)"', arguments)}
 
 
 def without_a_clause(path: Path) -> list[str]:
-    """Tests that are marked neither with clause nor with rejects."""
+    """Tests that have neither a clause mark nor a rejects mark."""
     tests = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
     marked = re.compile(r"\b(clause|rejects)\(")
     return [
@@ -204,7 +204,7 @@ def without_a_clause(path: Path) -> list[str]:
 
 @clause("V5")
 def test_every_check_names_a_clause(check):
-    """Tests of the harness are in selftest/: they show no promise of a site."""
+    """Tests of the harness belong in selftest/: they show no promise of a site."""
     files = sorted((ROOT / "conformance/checks").rglob("*.py"))
     check.equal(tests_that_name_no_clause=([test for path in files for test in without_a_clause(path)], []))
 
@@ -223,7 +223,7 @@ def test_every_clause_is_tested_or_said_to_be_untested(check):
 
 @clause("V6")
 def test_what_is_broken_is_so_in_the_files_as_they_are(check, tmp_path):
-    """Told here within seconds, and not by `mutants` after half an hour: an entry whose words the repository no longer has."""
+    """An entry whose `old` text no longer exists is found here within seconds; `mutants` would find it after half an hour."""
     stale = []
     for number, broken in enumerate(make.load()):
         for change in broken.change:
@@ -240,7 +240,7 @@ def test_what_is_broken_is_so_in_the_files_as_they_are(check, tmp_path):
 
 @clause("V6")
 def test_every_clause_has_been_seen_to_be_broken(check):
-    """In broken/*.toml, or by a test that is marked with rejects."""
+    """Each clause needs an entry in broken/*.toml, or a test with the mark rejects."""
     tested, seen = clauses_by("clause"), clauses_by("rejects") | {broken.clause for broken in make.load()}
     check.equal(tested_and_never_seen_to_fail=(sorted(tested - seen), []))
     check.equal(broken_and_not_tested=(sorted(seen - tested), []))

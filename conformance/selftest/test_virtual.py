@@ -1,4 +1,4 @@
-"""What a virtual cluster is made of, as text: from site.toml, without root and without Slurm.
+"""The configuration of a virtual cluster is text made from site.toml. These tests need neither root nor Slurm.
 
 python -m pytest conformance/selftest/test_virtual.py
 """
@@ -76,14 +76,14 @@ def test_a_node_as_site_toml_says():
     ],
 )
 def test_what_no_node_can_be_is_told(tmp_path, node, should_say):
-    """As in a site that new_site.py has begun, and nobody has filled in."""
+    """Such values stand in a site that new_site.py made and nobody has filled in."""
     assert shape.impossible(made_up(**node)) == [f"[node] {should_say}"]
     with pytest.raises(virtual.NoCluster, match=re.escape(f"made-up/site.toml: [node] {should_say}")):
         virtual.VirtualSite(made_up(**node), tmp_path)
 
 
 def test_a_site_that_says_little():
-    """Only what F4 asks for."""
+    """The site has only the keys that F4 requires."""
     site = Site(
         Path("made-up"), dict(name="made-up", scheduler="slurm", node=dict(cores=4, memory_gib=1, devices=0, interfaces=[]))
     )
@@ -115,7 +115,7 @@ def test_a_newer_slurm_has_whole_sockets_near_a_device(near, sockets):
 
 
 def test_every_site_has_a_cluster(site):
-    """The text is whole, and of this site's numbers: each CPU that Slurm counts is one of the node's."""
+    """The configuration is complete and has this site's numbers. Every CPU that Slurm counts exists on the node."""
     node = site.toml["node"]
     text = shape.slurm_conf(site, shape.names_of(site, 2), {})
     fields = {name: int(value) for name, value in re.findall(r"(Sockets|CoresPerSocket|ThreadsPerCore|RealMemory)=(\d+)", text)}
@@ -128,7 +128,7 @@ def test_every_site_has_a_cluster(site):
     assert len(shape.gres_conf(site).splitlines()) == shape.devices_of(site)
 
 
-# ---- where it cannot be ---------------------------------------------------------------------------------------------
+# ---- machines without a cluster -------------------------------------------------------------------------------------
 
 
 def test_it_says_what_to_install(monkeypatch):
@@ -143,7 +143,7 @@ def test_it_says_what_to_install(monkeypatch):
 
 @pytest.fixture
 def commands(tmp_path, monkeypatch):
-    """As root, with no other commands than these."""
+    """The user is root, and only these commands exist."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
 
@@ -192,7 +192,7 @@ def test_where_no_tree_can_be_made_it_is_said(tmp_path, commands, monkeypatch):
 
 
 def test_what_a_tree_lacks_is_laid_there(tmp_path):
-    """Not what this machine lacks."""
+    """The tree's files decide, not this machine's."""
     (tmp_path / "made/usr/modules").mkdir(parents=True)
     (tmp_path / "base/usr/bin").mkdir(parents=True)
     (tmp_path / "base/usr/bin/of-the-tree").touch()
@@ -202,7 +202,7 @@ def test_what_a_tree_lacks_is_laid_there(tmp_path):
     assert [os.readlink(path) for path in (tmp_path / "bin").iterdir()] == ["/usr/bin/of-the-tree"]
 
 
-# ---- where ranks are ------------------------------------------------------------------------------------------------
+# ---- places of ranks ------------------------------------------------------------------------------------------------
 
 
 def row(rank: int, cpus: list[int], visible: list[int], **other) -> placement.Row:
@@ -213,11 +213,11 @@ def row(rank: int, cpus: list[int], visible: list[int], **other) -> placement.Ro
     "second, words",
     [
         (row(1, [1, 2], [1]), None),
-        (row(1, [1, 9], [1]), None),  # 9: the second thread of core 1
+        (row(1, [1, 9], [1]), None),  # CPU 9 is the second thread of core 1
         (row(1, [3, 4], [1]), "rank 1, n0001, local rank 1: cores=3-4, but should be near device 1, in 1-3"),
         (row(1, [1, 2, 3, 7], [1]), None),  # all that are near, and one more
         (row(1, [0, 1, 2, 3], [1]), "cores=0-3, but should be near device 1, in 1-3"),
-        (row(1, [0, 1], [1]), "cores=0-1, but should be near device 1, in 1-3"),  # 0 is reserved
+        (row(1, [0, 1], [1]), "cores=0-1, but should be near device 1, in 1-3"),  # core 0 is reserved
         (row(1, [5], [0]), "device=0, but rank 0 has it"),
         (row(1, [1], [0, 1]), "devices=[0, 1], but should be 1 of them"),
         (row(1, [1], [1], node_rank=1), "node_rank=1, but should be 0"),
@@ -257,11 +257,11 @@ def test_ranges():
     assert placement.ranges({0, 8, 9, 10}) == "0,8-10"
 
 
-# ---- a job that is waited for ---------------------------------------------------------------------------------------
+# ---- waiting for a job ----------------------------------------------------------------------------------------------
 
 
 class Ended(jobs.Job):
-    """Job 10 has ended, and those after it have not."""
+    """Job 10 has ended; later jobs have not."""
 
     def alive(self) -> bool:
         return self.number != "10"
@@ -272,7 +272,7 @@ class Ended(jobs.Job):
 
 @pytest.mark.parametrize("followed", [True, False])
 def test_a_job_whose_successor_has_just_come_has_not_ended(monkeypatch, followed):
-    """It was asked for at the very look that found the successor."""
+    """The job's state was asked for in the same look that found the successor."""
     monkeypatch.setattr(jobs, "LOOK", 0)
     monkeypatch.setattr(jobs.Submitter, "nodes", lambda submitter: "")
     job = Ended(object.__new__(jobs.Submitter), "10", Path(), Path("/nowhere"), seen=0)
@@ -280,7 +280,7 @@ def test_a_job_whose_successor_has_just_come_has_not_ended(monkeypatch, followed
 
     def trains() -> bool:
         look = next(looks)
-        if followed and look == 8:  # the job was asked for between this one and the one before
+        if followed and look == 8:  # the job's state was asked for just before this look
             job.number = "12"
         return look == 12
 

@@ -1,9 +1,9 @@
-"""What the core's tests share: a time limit for each, finished runs to compare with, small workloads, MNIST-like files.
+"""Shared by the core's tests: time limits, finished runs as references, small workloads, MNIST-like files.
 
-    python -m pytest core/tests          (nox -s tests runs these and the suite's own)
+    python -m pytest core/tests          (nox -s tests runs these and conformance/selftest)
 
-Ranks are forked processes (ranks.py), what goes wrong in them is in faults.py. No test is timed: seconds are deadlines
-of what would hang.
+Ranks are forked processes (ranks.py); their faults are in faults.py. No test measures time: seconds are deadlines for
+processes that hang.
 """
 
 import gzip
@@ -14,13 +14,13 @@ from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
-# Before torch is imported, here and (inherited) in the fork server.
+# Set before torch is imported; the fork server inherits it.
 os.environ["OMP_NUM_THREADS"] = "1"
-# A workload that a test writes twice within a second would be the first one: what Python has compiled goes by whole seconds.
+# Compiled files are compared by whole seconds. A workload file rewritten within a second would run its old code.
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # run() sets it before it imports torch; forked ranks have torch already
-sys.path.insert(0, str(Path(__file__).parent))  # ranks.py and its like: importlib mode leaves it out
-# parked.py, in the fork server
+os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # run() sets it before it imports torch, but forked ranks have torch already
+sys.path.insert(0, str(Path(__file__).parent))  # ranks.py and the other helpers: importlib mode does not add this folder
+# The fork server imports parked.py.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (sys.path[0], os.environ.get("PYTHONPATH"))))
 
 import pytest
@@ -38,12 +38,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         numbers = [str(mark.args[0]) for mark in item.iter_markers("fault")]
         item.user_properties += [("fault", ", ".join(numbers))] if numbers else []
-        # method thread: a signal does not interrupt a collective that waits in C++.
+        # method "thread", because a signal cannot interrupt a collective that waits in C++.
         item.add_marker(pytest.mark.timeout(120, method="thread"))
 
 
 def pytest_report_teststatus(report):
-    """PASSED (fault 12) under -v: its row of core/FAULTS.md."""
+    """Show the row of core/FAULTS.md under -v: PASSED (fault 12)."""
     number = dict(getattr(report, "user_properties", ())).get("fault")
     if not number or report.when != "call" or report.outcome == "skipped":
         return None
@@ -52,7 +52,7 @@ def pytest_report_teststatus(report):
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> Callable[..., ranks.Job]:
-    """finished(flags, world_size, workload): the job that ran so without a fault, trained once in a session."""
+    """finished(flags, world_size, workload): the job of such a run without a fault, trained once per session."""
     jobs: dict[tuple[str, int, str], ranks.Job] = {}
 
     def job(flags: str, world_size: int, workload: str = "") -> ranks.Job:
@@ -67,7 +67,7 @@ def finished(tmp_path_factory) -> Callable[..., ranks.Job]:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """With the states of steps 1 and 2 in it, as a job leaves them."""
+    """A run directory with the states of steps 1 and 2, as a job leaves it."""
     directory = RunDirectory(str(tmp_path / "run"), "job-0", fresh=False)
     for step in (1, 2):
         directory.save(*state(step))
@@ -77,7 +77,7 @@ def folder(tmp_path) -> Path:
 
 @pytest.fixture(scope="session")
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """[1797, 8, 8] uint8 pixels and [1797] labels, read without ddp_core's own reader."""
+    """[1797, 8, 8] uint8 pixels and [1797] labels, read without ddp_core's reader."""
     text = gzip.decompress(resources.files("ddp_core.workloads").joinpath("digits.csv.gz").read_bytes()).decode()
     table = torch.tensor([[int(value) for value in line.split(",")] for line in text.split()], dtype=torch.uint8)
     return table[:, :64].view(-1, 8, 8), table[:, 64]
@@ -85,7 +85,7 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def idx_folder(digits, tmp_path_factory) -> Path:
-    """Four files like MNIST's, made from digits: pixels three times as wide, a margin of 2; the labels gzipped."""
+    """Four files like MNIST's, made from digits: pixels scaled by three, with a margin of 2; labels gzipped."""
     pixels, labels = digits
     large = torch.zeros(len(pixels), 28, 28, dtype=torch.uint8)
     large[:, 2:26, 2:26] = (pixels * 15).repeat_interleave(3, 1).repeat_interleave(3, 2)
@@ -98,7 +98,7 @@ def idx_folder(digits, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def flags_of(idx_folder, tmp_path_factory):
-    """Small versions of the workloads; for gpt, 200 rows of text that can be guessed."""
+    """Flags for small versions of the workloads. For gpt: 200 rows of predictable text."""
     texts = tmp_path_factory.mktemp("texts")
     (texts / "text.txt").write_bytes(b"the loss falls and falls and falls; " * 361)
     choices = {

@@ -1,4 +1,4 @@
-"""What a rank pays for the control plane, counted in the rank itself: by the kernel where it is files, connections and bytes.
+"""Counts the cost of the control plane in a rank. The kernel supplies the counts of files, connections and bytes.
 
 train(..., ranks=world(64), faults={rank: call("counting", "count", folder / str(rank)) for rank in range(64)})
 """
@@ -18,11 +18,11 @@ import torch.distributed as dist
 from ddp_core.reduction import Reduction
 
 TCP_INFO = 11
-SENT, RECEIVED = 200, 128  # of struct tcp_info: tcpi_bytes_sent, tcpi_bytes_received
+SENT, RECEIVED = 200, 128  # offsets in struct tcp_info of tcpi_bytes_sent and tcpi_bytes_received
 
 
 def count(file: Path, alone: bool = False) -> None:
-    """Before the program: from now on this process counts. alone: without gloo's connections for gradients."""
+    """Count in this process from now on; called before the program. alone: without gloo's connections for gradients."""
     from ddp_core import device, process_group, reconcile, rendezvous
 
     counts = dict(requests=0, connections=0, bytes=0, messages=0, content=0, files=0)
@@ -58,7 +58,7 @@ def count(file: Path, alone: bool = False) -> None:
     for name in ("set", "read", "add", "check", "wait"):
         setattr(rendezvous.SignedStore, name, counted(getattr(rendezvous.SignedStore, name), counts))
     if alone:
-        import torch.testing._internal.distributed.fake_pg  # noqa: F401 - makes the backend known
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
 
         device.BACKENDS["cpu"] = "fake"
         init = dist.init_process_group
@@ -74,10 +74,10 @@ def counted(method, counts: dict[str, int]):
 
 
 def connections() -> set[int]:
-    """The files of this process that are connections over TCP."""
+    """The file descriptors of this process that are TCP connections."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed by now, no socket, or one that only listens
+        with suppress(OSError):  # closed meanwhile, not a socket, or a listening socket
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as one:
                     if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername():
@@ -86,7 +86,7 @@ def connections() -> set[int]:
 
 
 def moved(files: set[int]) -> int:
-    """Bytes sent and received over these connections, as the kernel has counted them."""
+    """Bytes sent and received over these connections, from the kernel's counters."""
     total = 0
     for number in files:
         with socket.socket(fileno=os.dup(number)) as one:
@@ -96,7 +96,7 @@ def moved(files: set[int]) -> int:
 
 
 class OverTheTree(Reduction):
-    """Gradients go where nothing else than the control plane connects the ranks."""
+    """Gradients are summed over the control plane, because nothing else connects these ranks."""
 
     name = "over the tree"
 
@@ -109,7 +109,7 @@ class OverTheTree(Reduction):
 
 
 def main(world_size: int) -> None:
-    """Some 24 MB of memory a rank."""
+    """Needs about 24 MB of memory per rank."""
     import ranks
 
     ranks.SECONDS, ranks.FLAGS = 600.0, "--device cpu --rendezvous-timeout 500 --timeout 500"

@@ -1,7 +1,7 @@
-"""What can be made to go wrong in one process of a job: `train(..., faults={1: at_step(20, signalled(SIGKILL))})`.
+"""Faults for one process of a job: `train(..., faults={1: at_step(20, signalled(SIGKILL))})`.
 
-A fault is called in the forked process before the program starts there. Faults are functions and partial() of
-functions, since a lambda cannot be sent to another process.
+A fault is called in the forked process before the program starts. Faults are functions or partial() of functions,
+because a lambda cannot be pickled.
 """
 
 import gc
@@ -22,7 +22,7 @@ Fault = Callable[[], None]
 
 
 def at_step(number: int, act: Fault) -> Fault:
-    """Before the number-th optimizer step of this process (from 0): after its backward, before anything has changed."""
+    """Act before the number-th optimizer step of this process (from 0): after its backward, before anything has changed."""
     return partial(_hook_step, number, act)
 
 
@@ -40,7 +40,7 @@ def _hook_step(number: int, act: Fault) -> None:
 
 
 def before_training(act: Fault) -> Fault:
-    """When the ranks have met and the model is built."""
+    """Act when the ranks have met and the model is built."""
     return partial(_hook_restore, act)
 
 
@@ -57,7 +57,7 @@ def _hook_restore(act: Fault) -> None:
 
 
 def after_save(act: Fault) -> Fault:
-    """After every snapshot that this process has written."""
+    """Act after every snapshot that this process writes."""
     return partial(_hook_save, act)
 
 
@@ -74,7 +74,7 @@ def _hook_save(act: Fault) -> None:
 
 
 def signalled(number: signal.Signals) -> Fault:
-    """The process sends itself a signal."""
+    """The process sends itself this signal."""
     return partial(_send, number)
 
 
@@ -83,7 +83,7 @@ def _send(number: signal.Signals) -> None:
 
 
 def once_saved(act: Fault) -> Fault:
-    """When what is being written beside the training is written: not for what a kill does to that."""
+    """Act when the background writes are finished: for tests that do not kill a running write."""
     return partial(_once_saved, act)
 
 
@@ -91,12 +91,12 @@ def _once_saved(act: Fault) -> None:
     from ddp_core.background import Saver
 
     for saver in [found for found in gc.get_objects() if type(found) is Saver and found.pending]:
-        saver.pending.exception()  # waits
+        saver.pending.exception()  # waits for the write
     act()
 
 
 def signalled_after(seconds: float, number: signal.Signals) -> Fault:
-    """The process is sent a signal while it is at something else."""
+    """The process gets this signal from a timer, in the middle of other work."""
     return partial(_send_after, seconds, number)
 
 
@@ -118,12 +118,12 @@ def _call_all(acts: tuple[Fault, ...]) -> None:
 
 
 def comparing_calls() -> None:
-    """As under TORCH_DISTRIBUTED_DEBUG=DETAIL, which is read when torch is imported."""
+    """Like TORCH_DISTRIBUTED_DEBUG=DETAIL, which comes too late here: it is read when torch is imported."""
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
 
 
 def dying() -> None:
-    """As a process that does not come as far as the program: a library is missing on its node."""
+    """The process ends before the program starts, as when its node lacks a library."""
     os._exit(99)
 
 
@@ -136,12 +136,12 @@ def _set_environment(variables: dict[str, str]) -> None:
 
 
 def files_limited_to(size: int) -> Fault:
-    """From now on, no file of the process may grow beyond size bytes: as on a full disk, writes fail."""
+    """No file of the process may grow beyond size bytes from now on. Writes then fail, as on a full disk."""
     return partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
 
 
 def slow_disk(seconds: float) -> Fault:
-    """From now on every fsync of the process takes so much longer."""
+    """Every fsync of the process takes this many seconds longer."""
     return partial(_slow, "os", "fsync", seconds)
 
 
@@ -161,7 +161,7 @@ def _slow(module: str, name: str, seconds: float) -> None:
 
 
 def seen_late(name: str, looks: int) -> Fault:
-    """Files of this name are there for this process only when it looks for the looks-th time: as on a shared file system."""
+    """The process sees files of this name only from its looks-th look on, as on a shared file system with a cache."""
     return partial(_see_late, name, looks)
 
 
@@ -171,7 +171,7 @@ def _see_late(name: str, looks: int) -> None:
 
 
 def poisoned(row: int) -> Fault:
-    """In this process, and in no other, one training row holds a NaN."""
+    """One training row holds a NaN, in this process only."""
     return partial(_poison, row)
 
 
@@ -189,7 +189,7 @@ def _poison(row: int) -> None:
 
 
 def failing_data(error: Exception) -> Fault:
-    """The data cannot be loaded in this process."""
+    """Loading the data fails with this error, in this process only."""
     return partial(_fail_data, error)
 
 
@@ -203,7 +203,7 @@ def _fail_data(error: Exception) -> None:
 
 
 def cores(count: int) -> Fault:
-    """As a launcher binds a rank."""
+    """Bind the process to this many cores, as a launcher does."""
     return partial(_bind, count)
 
 
@@ -216,5 +216,5 @@ def threads(count: int) -> Fault:
 
 
 def standing_in(folder: Path) -> Fault:
-    """There relative paths begin."""
+    """Start in this folder; relative paths begin here."""
     return partial(os.chdir, folder)

@@ -1,11 +1,11 @@
-"""Runs that are killed at random moments, again and again, and must end as if nothing had happened: bit for bit.
+"""Kills runs at random moments, again and again. Each must end exactly like a run that was never killed, bit for bit.
 
     python core/tests/killed_at_random.py [--kills 200] [--seed 0] [--seconds 1500]       nox -s faults -- --long
     python core/tests/killed_at_random.py --seed 0 --trial 7                              one run and its kills again
 
-SIGKILL to all ranks of a job, or to one of them, whose peers must then say so and leave; at any moment from the start of the
-processes to their exit. A line for each kill says what repeats it, and a table at the end how many fell into which part of
-which kind of run. The draws repeat exactly; what the ranks were at when the signal came does so only about.
+SIGKILL goes to all ranks of a job, or to one, whose peers must then report it and exit. It comes at any moment between the
+start and the exit of the processes. A line per kill says how to repeat it; a table at the end counts kills by kind and part
+of the run. The random draws repeat exactly; the moment of a kill within the run only roughly.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # where conformance/ is
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the folder that contains conformance/
 
 import faults
 import ranks
@@ -29,7 +29,7 @@ import ranks
 
 @dataclass(frozen=True)
 class Kind:
-    """Of run. slow: called in each rank, so that a part of the run is long enough to be met."""
+    """A kind of run. slow: called in each rank, to make a part of the run long enough for a kill."""
 
     flags: str
     world_size: int = 2
@@ -46,7 +46,7 @@ class Kind:
 
 
 SLOW = faults.slow_disk(0.08)
-# Each is trained once without a kill, to compare with.
+# Each kind is trained once without a kill, as the reference.
 KINDS = {
     "one rank": Kind("--epochs 6 --save-steps 5", 1),
     "two ranks": Kind("--epochs 6 --save-steps 5"),
@@ -62,7 +62,7 @@ KINDS = {
     "sharded, sets of files": Kind("--sharding full --epochs 3 --save-steps 4 --max-shard-size 50KB", 4, slow=SLOW),
     "sharded, two nodes of two ranks": Kind("--sharding hybrid --epochs 3 --save-steps 4", 4, nodes=2),
 }
-AIMS = ("writing a snapshot", "writing a snapshot", "evaluation", "exit")  # and as often at any moment
+AIMS = ("writing a snapshot", "writing a snapshot", "evaluation", "exit")  # of half of the kills; others have none
 
 
 def start(folder: Path, kind: Kind) -> list:
@@ -77,7 +77,7 @@ def start(folder: Path, kind: Kind) -> list:
 
 
 def phase(folder: Path, begins: int, ends: set[int]) -> str:
-    """What the run is at, from its files. begins: the size of run.jsonl before this start. ends: steps after an epoch."""
+    """The current part of the run, from its files. begins: run.jsonl's size before this start. ends: the epochs' last steps."""
     log = folder / "run/run.jsonl"
     lines = log.read_bytes()[begins:].splitlines(keepends=True) if log.exists() else []
     records = [json.loads(line) for line in lines if line.endswith(b"\n")]
@@ -92,11 +92,11 @@ def phase(folder: Path, begins: int, ends: set[int]) -> str:
 
 
 def kill_once(folder: Path, kind: Kind, seconds: float, ends: set[int], draw: random.Random) -> tuple[str, str] | None:
-    """Who was killed and when, and the part of the run; None where it was over before. Raises AssertionError."""
+    """Who was killed and when, and the part of the run; None if the run had ended. Raises AssertionError."""
     log = folder / "run/run.jsonl"
     begins, aim = log.stat().st_size if log.exists() else 0, draw.choice(AIMS) if draw.random() < 0.5 else ""
     wait, then = draw.uniform(0, 0.95 * seconds), draw.uniform(0, 0.05)
-    victim = draw.choice([None] * 7 + [draw.randrange(kind.world_size)] * 3)  # None: all of them
+    victim = draw.choice([None] * 7 + [draw.randrange(kind.world_size)] * 3)  # None: all ranks
     began, processes = time.monotonic(), start(folder, kind)
     time.sleep(wait)
     while aim and phase(folder, begins, ends) != aim and any(process.is_alive() for process in processes):
@@ -115,14 +115,14 @@ def kill_once(folder: Path, kind: Kind, seconds: float, ends: set[int], draw: ra
         process.kill()
     said = [path.read_text() for path in sorted(folder.glob("*.err"))][-kind.world_size :]
     assert None not in codes, f"a peer of a killed rank hangs: {codes}"
-    # 7: a peer was lost; 4: it was lost before they had met; 0: all was done already.
+    # 7: a peer was lost; 4: it was lost before the ranks met; 0: the work was finished.
     assert {*codes} <= {-9, 7, 4, 0}, (codes, said)
     assert not any("Traceback" in text for text in said), said
     return f"{'all ranks' if victim is None else f'rank {victim}'} after {at:.2f} s", where
 
 
 def assert_nothing_saved_was_lost(job: ranks.Job) -> None:
-    """Every start is at the last step that was saved, or behind it."""
+    """Every start must be at or after the step of the last snapshot."""
     saved = 0
     for line in (job.run_dir / "run.jsonl").read_text().splitlines():
         with_step = json.loads(line) if line.startswith(('{"kind":"start"', '{"kind":"snapshot"')) else {}
@@ -143,12 +143,12 @@ def main() -> int:
     ranks.forks.set_forkserver_preload(["ddp_core.trainer", "ddp_core.sharding"])
     top = Path(tempfile.mkdtemp(prefix="killed-at-random-"))
     while counts.total() < flags.kills and time.monotonic() - began < flags.seconds:
-        name = [*KINDS][(5 * trial + flags.seed) % len(KINDS)]  # each kind in turn, as long as 5 does not divide them
+        name = [*KINDS][(5 * trial + flags.seed) % len(KINDS)]  # the kinds in turn, if 5 does not divide their number
         kind, folder, draw = KINDS[name], top / f"trial-{trial}", random.Random(f"{flags.seed}/{trial}")
         what = f"--seed {flags.seed} --trial {trial} ({name})"
         if name not in references:
             (top / name).mkdir()
-            for again in ("first", "run"):  # the fork server is started by the first
+            for again in ("first", "run"):  # the first run also starts the fork server, so the second is timed
                 now = time.monotonic()
                 job = kind.train(top / name / again)
             references[name] = (job, time.monotonic() - now)
@@ -162,7 +162,7 @@ def main() -> int:
                 print(f"kill {counts.total()}: {what}: {who}, {where}", flush=True)
             job = kind.train(folder / "run")
             ranks.assert_same_run(job, reference)
-            ranks.step_of(job)  # of a set every file, too
+            ranks.step_of(job)  # also verifies every file of a set
             assert_nothing_saved_was_lost(job)
         except BaseException:
             print(f"error: {what} did not end as a run that was never killed, what it left is in {folder}", flush=True)

@@ -1,20 +1,20 @@
-"""torch._dynamo, imported once in the fork server and put aside: a rank that asks for it has it at once.
+"""Imports torch._dynamo once in the fork server and puts it aside, so that ranks get it without a new import.
 
-Sharding imports it, 0.7 s of CPU time in each rank. All others go without, as in a process of their own (lazy_dynamo.py).
+Sharding imports it: 0.7 s of CPU time per rank. Other ranks do not see it, as in a fresh process (lazy_dynamo.py).
 """
 
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-import ddp_core.sharding  # noqa: F401 - and what it needs
+import ddp_core.sharding  # noqa: F401 - and the modules that it imports
 import torch._dynamo
 
 NAME = "torch._dynamo"
 
 
 class Parked:
-    """A finder of the modules that were put aside. https://docs.python.org/3/reference/import.html#finders-and-loaders"""
+    """Finds the modules that were put aside. https://docs.python.org/3/reference/import.html#finders-and-loaders"""
 
     def __init__(self):
         names = [name for name in sys.modules if name == NAME or name.startswith(f"{NAME}.")]
@@ -28,7 +28,7 @@ class Parked:
         return self.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """It was executed here, and has imported the others."""
+        """The module was executed in the fork server; its submodules come back with it."""
         sys.modules.update(self.modules)
 
 

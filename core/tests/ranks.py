@@ -1,7 +1,7 @@
-"""Jobs of W ranks for the tests: forked processes that run ddp_core like the ranks of a real job, on 127.0.0.1.
+"""Jobs of W ranks for the tests. Ranks are forked processes on 127.0.0.1 that run ddp_core like a real job's.
 
-The processes come from a fork server, one clean process that has imported torch and done nothing with it: importing
-torch costs seconds, forking milliseconds, and a process that has run autograd may not be forked.
+A fork server starts them: a clean process that has imported torch and done nothing else. Importing torch takes seconds,
+forking milliseconds; and a process that has run autograd must not be forked.
 """
 
 import hashlib
@@ -28,14 +28,14 @@ forks = multiprocessing.get_context("forkserver")
 
 forks.set_forkserver_preload(["ddp_core.trainer", "ddp_core.sharding", "parked", "pytest"])
 
-SECONDS = 40.0  # a job that takes longer hangs: its ranks are killed and the test fails
+SECONDS = 40.0  # deadline of a job: then its ranks are killed and the test fails
 FLAGS = "--device cpu --log-every 1 --rendezvous-timeout 20 --timeout 20"
 numbers = itertools.count()
 
 
 @dataclass
 class Job:
-    """What the ranks of a job left behind: exit codes, output, and the run directory."""
+    """The results of a job: each rank's exit code and output, and the run directory."""
 
     codes: list[int]  # -9: killed by signal 9
     out: list[str]
@@ -44,7 +44,7 @@ class Job:
 
     @property
     def error(self) -> str:
-        """The one line that all ranks together have written to stderr."""
+        """The error line. Fails unless all ranks together wrote one line to stderr."""
         lines = [line for text in self.err for line in text.splitlines()]
         assert len(lines) == 1 and lines[0].startswith("error"), f"not one error line but {len(lines)}: {lines}"
         return lines[0]
@@ -55,7 +55,7 @@ class Job:
 
     @property
     def losses(self) -> list[float]:
-        """Of every step; where a step was repeated after a resume, the last record counts."""
+        """The loss of each step. After a resume, the last record of a repeated step counts."""
         losses = {record["step"]: float.fromhex(record["loss_hex"]) for record in self.records("step")}
         assert sorted(losses) == list(range(len(losses))), f"steps are missing: {sorted(losses)}"
         return [losses[step] for step in range(len(losses))]
@@ -65,7 +65,7 @@ class Job:
         return self.run_dir / "snapshot.safetensors"
 
     def snapshot_hash(self) -> str:
-        """Of a set, of its index, which has the checksums of all tensors: step_of() compares them."""
+        """Hash of the snapshot file, or of a set's index, which has the checksums of all tensors; step_of() verifies these."""
         return hashlib.sha256(in_place(self.snapshot).read_bytes()).hexdigest()
 
 
@@ -85,10 +85,10 @@ def train(
 ) -> Job:
     """Run a job to its end.
 
-    ranks: instead of world_size ranks of one job. By place in ranks, flags_of: more flags, and faults: what to call
-    before the program starts. hanging: ranks to kill when all others are gone. strict_launcher: when the first rank has
-    ended, all others get SIGTERM, as from srun --kill-on-bad-exit=1. workload and reduction: of run(), as
-    "module:Class"; the former may be a file. code: what every rank must exit with.
+    ranks: used instead of world_size ranks of one job. flags_of, faults: by index in ranks, extra flags, and what to call
+    before the program starts. hanging: ranks to kill when all others have ended. strict_launcher: SIGTERM to all other
+    ranks when the first has ended, like srun --kill-on-bad-exit=1. workload, reduction: for run(), as "module:Class"; a
+    workload may also be a file. code: the expected exit code of every rank.
     """
     ranks = world(world_size) if ranks is None else ranks
     common = [*FLAGS.split(), "--run-dir", str(run_dir), *flags.split()]
@@ -103,7 +103,7 @@ def train(
 
 
 def assert_same_run(job: Job, reference: Job) -> None:
-    """Bit for bit: every loss and every byte of the snapshot."""
+    """Every loss and every byte of the snapshot must be equal."""
     assert [loss.hex() for loss in job.losses] == [loss.hex() for loss in reference.losses]
     assert job.snapshot_hash() == reference.snapshot_hash()
 
@@ -113,20 +113,20 @@ def step_of(job: Job) -> int:
 
 
 def world(world_size: int, port: int | None = None, job_id: str = "job-1", **others) -> list[Rank]:
-    """All ranks of a job on this machine."""
+    """All ranks of a job on one node."""
     port = free_port() if port is None else port
     return [Rank(r, world_size, r, world_size, 0, "127.0.0.1", port, job_id, **others) for r in range(world_size)]
 
 
 def on_nodes(nodes: int, ranks: int) -> list[Rank]:
-    """All ranks of a job on so many nodes, which are one machine here."""
+    """All ranks of a job on several nodes, which are all this machine."""
     port, size = free_port(), nodes * ranks
-    host = socket.gethostname()  # 127.0.0.1 would be refused on several nodes
+    host = socket.gethostname()  # on several nodes, 127.0.0.1 is refused
     return [Rank(r, size, r % ranks, ranks, r // ranks, host, port, "job-1") for r in range(size)]
 
 
 def fork(folder: Path, *calls: Callable[[], int | None], hanging: Sequence[int] = (), strict: bool = False) -> Job:
-    """Each call in a process of its own. What a call returns is its exit code; an exception is 1 and a traceback."""
+    """Run each call in its own process. Its exit code is the call's result; after an exception, 1 with a traceback."""
     files = [folder / f"process-{next(numbers)}" for _ in calls]
     processes = [forks.Process(target=_in_process, args=(file, call)) for file, call in zip(files, calls, strict=True)]
     try:
@@ -152,7 +152,7 @@ def fork(folder: Path, *calls: Callable[[], int | None], hanging: Sequence[int] 
 
 
 def call(module: str, name: str, *args) -> Callable[[], int | None]:
-    """A function of a test file, to be called in another process: pytest's own modules cannot be imported there."""
+    """A function of a test file, to call by name in another process, which cannot import pytest's modules."""
     return partial(_import_and_call, module, name, *args)
 
 
@@ -171,7 +171,7 @@ def as_rank(
 ) -> int:
     from ddp_core import process_group, rendezvous, run_directory
 
-    # These ranks are on one machine: more would be waiting for nobody.
+    # Seconds. All ranks are on one machine, so longer waits are useless.
     process_group.ROLL_CALL = rendezvous.REPORT_SECONDS = run_directory.LAG = 1.0
     if fault:
         fault()

@@ -1,6 +1,6 @@
-"""Small workloads, such as a scientist writes, that train in a second: `train(..., workload="small:Dropout")`.
+"""Small workloads, like a scientist's, that train in a second: `train(..., workload="small:Dropout")`.
 
-A test that needs a file of its own writes one that derives from Small.
+A test that needs its own file writes one whose class derives from Small.
 """
 
 import random
@@ -14,14 +14,14 @@ from torch.utils.data import Dataset
 
 
 def table(count: int = 128, features: int = 6, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """[count, features] numbers from -1 to 1, and [count, 1] that follow from them: the same on every machine."""
+    """[count, features] numbers from -1 to 1, and [count, 1] targets computed from them. Equal on every machine."""
     place = torch.arange(first, first + count, dtype=torch.float64).unsqueeze(1)
     inputs = torch.sin(place * (1 + torch.arange(features, dtype=torch.float64)) * 1.7)
     return inputs, (inputs[:, :3].sum(1, keepdim=True) - inputs[:, 3:4]).tanh()
 
 
 class Small(Workload):
-    """[n, 6] numbers to one: 128 rows, 8 steps an epoch, 37 held-out rows."""
+    """Six inputs, one output: 128 training rows, 8 steps an epoch, 37 held-out rows."""
 
     defaults = dict(epochs=3, global_batch_size=16, lr=0.05, momentum=0.9, precision="fp64")
 
@@ -47,7 +47,7 @@ class Dropout(Small):
 
 
 class DropoutInBlocks(Small):
-    """Each block has its own, behind numbers that are computed again under --checkpoint-activations."""
+    """Each block has dropout, after layers that --checkpoint-activations computes again."""
 
     def model(self, config):
         block = lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 16))  # noqa: E731
@@ -55,21 +55,21 @@ class DropoutInBlocks(Small):
 
 
 class Worsens(Small):
-    """Its loss rises in the last of three epochs."""
+    """The loss rises in the last of three epochs."""
 
     def schedule(self, step, total_steps, config):
         return 1.0 if step < 2 * total_steps / 3 else 60.0
 
 
 class Mixup(Small):
-    """Noise in the loss from Python's and NumPy's generators, as in many programs of others."""
+    """Draws noise in the loss from Python's and NumPy's generators, as many programs do."""
 
     def loss(self, outputs, batch):
         return super().loss(outputs, batch) * (0.9 + 0.1 * random.random() + 0.1 * numpy.random.rand())
 
 
 class OwnNoise(Small):
-    """Noise from a generator of its own: nobody can seed it."""
+    """Draws noise from its own generator, which the core cannot seed."""
 
     def loss(self, outputs, batch):
         self.own = getattr(self, "own", None) or torch.Generator().manual_seed(0)
@@ -77,7 +77,7 @@ class OwnNoise(Small):
 
 
 class Averaged(Small):
-    """Keeps a running mean of outputs in itself, and once what no batch changes."""
+    """Stores a running mean of outputs in itself; also two values that are set once."""
 
     def loss(self, outputs, batch):
         if not hasattr(self, "average"):
@@ -87,7 +87,7 @@ class Averaged(Small):
 
 
 class CountsInMetrics(Small):
-    """Keeps the best result in itself, and once what no batch changes."""
+    """Stores a count in itself; also a value that is set once."""
 
     def metrics(self, outputs, batch):
         self.fixed = getattr(self, "fixed", 0) or 3
@@ -110,7 +110,7 @@ class CountsInSchedule(Small):
 
 
 class Times(Small):
-    """Seconds since 1970."""
+    """Inputs are times in seconds since 1970, too large for fp32."""
 
     defaults = Small.defaults | dict(precision="fp32")
 
@@ -123,7 +123,7 @@ class Times(Small):
 
 
 class Initialized(nn.Sequential):
-    """By the first rows that it is called with."""
+    """The first batch sets the bias."""
 
     is_ready = False
 
@@ -148,7 +148,7 @@ CALLS: list = []
 
 
 class CountsInAGlobal(Small):
-    """Annealed over 100 calls: fewer than it is tried."""
+    """The loss factor grows over the first 90 calls, which a global counts."""
 
     def loss(self, outputs, batch):
         CALLS.append(1)
@@ -156,7 +156,7 @@ class CountsInAGlobal(Small):
 
 
 class StandardizesByItself(Small):
-    """Of a row alone the deviation is NaN."""
+    """Divides by the batch's standard deviation, which is NaN for a single row."""
 
     def data(self, config):
         return table(), None
@@ -179,7 +179,7 @@ class TrainsInEvalMode(Small):
 
 
 class FrozenInEvalMode(Small):
-    """As it should be."""
+    """Correct: only a frozen layer is in eval mode."""
 
     def model(self, config):
         net = super().model(config)
@@ -192,7 +192,7 @@ class FrozenInEvalMode(Small):
 
 
 class SeedsItsForward(Small):
-    """Its noise is the same for every batch."""
+    """Seeds the generator in each forward, so every batch has the same noise."""
 
     def forward(self, model, batch):
         torch.manual_seed(0)
@@ -200,7 +200,7 @@ class SeedsItsForward(Small):
 
 
 class SeedsItsLoss(Small):
-    """Its noise is the same for every batch."""
+    """Seeds the generator in each loss, so every batch has the same noise."""
 
     def loss(self, outputs, batch):
         random.seed(0)
@@ -208,7 +208,7 @@ class SeedsItsLoss(Small):
 
 
 class SeedsForAWhile(Small):
-    """As it should be."""
+    """Correct: seeds inside fork_rng(), which restores the generator."""
 
     def forward(self, model, batch):
         with torch.random.fork_rng():
@@ -222,21 +222,21 @@ class NoGradient(Small):
 
 
 class WholeNumbers(Small):
-    """A schedule that is 0 until the end."""
+    """The integer division makes the schedule 0 until the end."""
 
     def schedule(self, step, total_steps, config):
         return step // total_steps
 
 
 class WarmsUp(Small):
-    """From 0, as it should be."""
+    """Correct: a schedule that starts at 0."""
 
     def schedule(self, step, total_steps, config):
         return min(1, step / 5)
 
 
 class Hooks(Small):
-    """Two of three, and one is taken away again."""
+    """Registers three hooks and removes one."""
 
     def model(self, config):
         net = super().model(config)
@@ -247,14 +247,14 @@ class Hooks(Small):
 
 
 class Rate(Small):
-    """Not a factor, as it should be."""
+    """Wrong: returns a learning rate, not a factor."""
 
     def schedule(self, step, total_steps, config):
         return config.lr * (1 - step / total_steps)
 
 
 class CountsCalls(nn.Sequential):
-    """Counts in plain attributes; makes one at its first call alone, and another always anew."""
+    """Counts in plain attributes. Sets `table` once, at the first call, and `mask` anew at each."""
 
     def forward(self, x):
         self.calls = getattr(self, "calls", 0) + self.training
@@ -281,7 +281,7 @@ class BatchNorm(Small):
 
 
 class Tied(Small):
-    """Two layers that share one matrix, which the loss meets twice."""
+    """Two layers share one matrix, so it gets two gradients."""
 
     def model(self, config):
         net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
@@ -290,7 +290,7 @@ class Tied(Small):
 
 
 class Frozen(Small):
-    """The first layer stays as it was built."""
+    """The first layer is not trained."""
 
     def model(self, config):
         net = super().model(config)
@@ -299,7 +299,7 @@ class Frozen(Small):
 
 
 class FineTuned(Frozen):
-    """Numbers of one byte in the frozen part, and an optimizer that is given all parameters, as in most programs."""
+    """The frozen layer has an int8 parameter, and the optimizer gets all parameters, as in most programs."""
 
     def model(self, config):
         net = super().model(config)
@@ -311,7 +311,7 @@ class FineTuned(Frozen):
 
 
 class Turned(Small):
-    """A matrix of more than a megabyte, whose columns stand one behind the other in memory."""
+    """A matrix of more than a megabyte, stored column by column (a transposed view)."""
 
     def model(self, config):
         net = nn.Sequential(nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 400, bias=False), nn.Tanh(), nn.Linear(400, 1))
@@ -320,14 +320,14 @@ class Turned(Small):
 
 
 class Wide(Small):
-    """A snapshot of 36 MB, which is written in several parts."""
+    """A snapshot of 36 MB, written in several parts."""
 
     def model(self, config):
         return nn.Sequential(nn.Linear(6, 1500), nn.Tanh(), nn.Linear(1500, 1500), nn.Tanh(), nn.Linear(1500, 1))
 
 
 class Experts(Small):
-    """Each row goes through one of six experts; those that no row of a batch asks for have no gradient. The last never has."""
+    """Each row uses one of six experts. An expert without rows in a batch has no gradient; the last never has one."""
 
     defaults = Small.defaults | dict(global_batch_size=8)
     unused_parameters = True
@@ -337,7 +337,7 @@ class Experts(Small):
 
 
 class FirstUnasked(Experts):
-    """It is the first that never has: what is sent of the others stands behind it."""
+    """The first expert never has a gradient, so every gradient that is sent comes after it."""
 
     def model(self, config):
         model = super().model(config)
@@ -365,7 +365,7 @@ class Routed(nn.Module):
 
 
 class Dictionary(Small):
-    """Batches are dictionaries, and their keys are the model's keywords."""
+    """Batches are dictionaries; their keys are the model's keywords."""
 
     def data(self, config):
         return tuple(dict(zip(("inputs", "targets"), rows, strict=True)) for rows in super().data(config))
@@ -390,14 +390,14 @@ class TakesKeywords(nn.Module):
 
 
 class Rounded(nn.Module):
-    """Numbers from -1 to 1 to whole ones from 0 to 8."""
+    """Turns numbers from -1 to 1 into integers from 0 to 8."""
 
     def forward(self, inputs):
         return ((inputs + 1) * 4).long()
 
 
 class SeveralLosses(Small):
-    """Two of them, and a metric that is a mean over something else than rows."""
+    """Two losses, and a metric whose mean is not over rows."""
 
     def loss(self, outputs, batch):
         return {"square": super().loss(outputs, batch), "size": 0.1 * (outputs**2).sum()}
@@ -408,7 +408,7 @@ class SeveralLosses(Small):
 
 
 class Groups(Small):
-    """Two parameter groups with learning rates of their own, and a schedule of its own."""
+    """Two parameter groups with different learning rates, and a custom schedule."""
 
     def optimizer(self, model, config):
         first, last = model[0].parameters(), model[2].parameters()
@@ -419,9 +419,9 @@ class Groups(Small):
 
 
 class Counting(torch.optim.Optimizer):
-    """One's own, which counts steps in plain numbers, a parameter's and its group's, and needs both counts.
+    """A custom optimizer that counts steps per parameter and per group in plain numbers, and needs both counts.
 
-    Wherever it is stopped, one of its turns may be again what it was before the first step.
+    At any stopping point, one of its cyclic counters may be back at the value that it had before the first step.
     """
 
     TURNS = (2, 3, 5, 7)
@@ -462,7 +462,7 @@ OPTIMIZERS = {
 
 
 class Optimizers(Small):
-    """--rule says which."""
+    """--rule selects the optimizer."""
 
     def flags(self, add):
         add("--rule", choices=[*OPTIMIZERS], required=True)
@@ -475,7 +475,7 @@ class Optimizers(Small):
 
 
 class OneByOne(Dataset):
-    """Rows of tensors; each is augmented with numbers from three generators whenever it is read."""
+    """Rows of tensors. Each read adds noise from three generators."""
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor, noise: float):
         self.inputs, self.targets, self.noise = inputs, targets, noise
@@ -489,7 +489,7 @@ class OneByOne(Dataset):
 
 
 class Augmented(Small):
-    """--noise 0: rows as they are."""
+    """--noise 0 leaves rows unchanged."""
 
     def flags(self, add):
         add("--noise", type=float, default=0.1, remembered=False)
@@ -500,7 +500,7 @@ class Augmented(Small):
 
 
 class OwnRows(OneByOne):
-    """Rows of a generator of their own, made once: what a row holds depends on how many were read before it."""
+    """Rows draw from their own generator, made once, so a row depends on how many were read before it."""
 
     def __getitem__(self, row: int):
         self.own = getattr(self, "own", None) or numpy.random.default_rng(0)
@@ -525,7 +525,7 @@ class SeedsItsRows(Small):
 
 
 class SomeRowsByThemselves(Small):
-    """Half of the rows are drawn from a generator of their own, and row 0 is not."""
+    """Half of the rows draw from their own generator; row 0 does not."""
 
     def data(self, config):
         class Half(OwnRows):
@@ -537,7 +537,7 @@ class SomeRowsByThemselves(Small):
 
 
 class EvaluatedOneByOne(Augmented):
-    """The held-out rows, too, go through the DataLoader."""
+    """Held-out rows also go through the DataLoader."""
 
     def data(self, config):
         train, held_out = Small.data(self, config)

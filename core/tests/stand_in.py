@@ -1,9 +1,9 @@
-"""A stand-in for an accelerator, so that what the core does on one is run where there is none.
+"""A stand-in for an accelerator, to test the core's accelerator code on a machine that has none.
 
-Its tensors lie in the CPU's memory and carry a mark: `device` and `is_cpu` say that they are on the accelerator, what is
-computed from them is there too, and an operation that mixes them with tensors of the CPU fails, as on a real one. The data
-group, nccl or xccl by name, takes marked tensors only, the control group all others. What the core asks of the device is
-printed, so that Job.out has it.
+Its tensors are in CPU memory and carry a mark. `device` and `is_cpu` report the accelerator, results of marked tensors are
+marked too, and an operation that mixes them with CPU tensors fails, as on a real accelerator. The data group, named nccl or
+xccl, accepts marked tensors only; the control group accepts all others. What the core asks of the device is printed, so
+tests find it in Job.out.
 """
 
 import os
@@ -18,17 +18,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 CPU = torch.device("cpu")
-WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__")  # of the host
+WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__")  # where the host waits
 BOTH_SIDES = ("copy_", "to", "cpu", "backward", "_has_compatible_shallow_copy_type")  # may have operands on two devices
 
 
 def accelerator(kind: str, count: int = 4, free: int = 2**30, name: str = "") -> Fault:
-    """In this process torch sees `count` devices of a kind, with so many bytes free; their uuids begin with `name`."""
+    """torch sees `count` devices of this kind in this process, with `free` bytes each; their uuids begin with `name`."""
     return partial(_install, kind, count, free, name)
 
 
 class Marked(TorchFunctionMode):
-    """Tensors that were made on a device or moved there, and all that comes from them, are marked with it."""
+    """Marks tensors that are made on a device or moved there, and all results computed from them."""
 
     def __init__(self, say):
         super().__init__()
@@ -41,7 +41,7 @@ class Marked(TorchFunctionMode):
             return mark_of(arguments[0]) or CPU
         if attribute in ("is_cpu", "is_cuda", "is_xpu"):
             return (mark_of(arguments[0]) or CPU).type == attribute.removeprefix("is_")
-        if name == "_parse_to":  # Module.to() looks at its arguments
+        if name == "_parse_to":  # Module.to() inspects its arguments
             return function(*arguments, **keywords)
         if keywords.pop("pin_memory", False):
             print("stand-in: page-locked memory for a copy", flush=True)
@@ -51,18 +51,18 @@ class Marked(TorchFunctionMode):
         to_cpu = name == "cpu" or (name == "to" and any(isinstance(leaf, str) and leaf == "cpu" for leaf in arguments[1:2]))
         wanted = CPU if to_cpu else next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
         copied = wanted == CPU and not keywords.get("non_blocking")
-        copied = copied and "/torch/optim/" not in sys._getframe(1).f_code.co_filename  # it asks C++, which knows of no marks
+        copied = copied and "/torch/optim/" not in sys._getframe(1).f_code.co_filename  # optimizers ask C++, which has no marks
         if self.in_step and marks and (copied or name in WAITS):
             self.say("a step waits", name)
         mixed = marks and any(tensor.ndim and mark_of(tensor) != marks[0] for tensor in tensors)
-        mixed = mixed or (marks and name.endswith("_") and not mark_of(tensors[0]))  # in place, also of single numbers
+        mixed = mixed or (marks and name.endswith("_") and not mark_of(tensors[0]))  # in place, also for single numbers
         if mixed and wanted is None and name not in BOTH_SIDES and not attribute:
             raise RuntimeError(f"{name}: expected all tensors on one device, but found {[*map(mark_of, tensors)]}")
         arguments, keywords = tree_map_only(torch.device, lambda _: CPU, (arguments, keywords))
         result = function(*arguments, **keywords)
         mark = wanted or (mark_of(tensors[0]) if name == "copy_" else next(iter(marks), None))
         if tensors and result is tensors[0] and (mark_of(result) or CPU) != (mark or CPU):
-            result = result.clone()  # on another device it is other memory
+            result = result.clone()  # another device has its own memory
         for tensor in (arguments[0],) if attribute == "data" else tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and mark and mark != CPU:
                 tensor.mark = mark
@@ -77,7 +77,7 @@ def _install(kind: str, count: int, free: int, name: str) -> None:
     said = set()
 
     def say(*what) -> None:
-        """Once, however often it is asked for."""
+        """Print this once only."""
         if what not in said:
             print("stand-in:", *what, flush=True)
         said.add(what)
@@ -88,7 +88,7 @@ def _install(kind: str, count: int, free: int, name: str) -> None:
         say("workspace", os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
 
     def said_instead(what: str, function, answer):
-        """answer's result, said with the arguments of the function that it stands for."""
+        """Print the original function's arguments, and return the answer for another device."""
         return lambda *arguments: [say(what, *arguments), function(answer, *arguments[1:])][1]
 
     torch.accelerator.is_available = lambda: True
@@ -97,7 +97,7 @@ def _install(kind: str, count: int, free: int, name: str) -> None:
     torch.accelerator.set_device_index = made_current
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.current_stream = lambda device=None: SimpleNamespace(is_capturing=lambda: False)
-    torch.use_deterministic_algorithms = partial(say, "deterministic")  # torch's own imports its compiler
+    torch.use_deterministic_algorithms = partial(say, "deterministic")  # torch's own function imports its compiler
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"{name}{device.index}")
     generators = [SimpleNamespace(manual_seed=partial(say, "generator", index)) for index in range(count)]
     module = SimpleNamespace(default_generators=generators, mem_get_info=lambda device: (free, 2**40))
@@ -130,6 +130,7 @@ def _install_groups(kind: str, say) -> None:
 
     def init_process_group(backend, device_id=None, **others):
         say("group", backend, device_id)
+        say("patience", others["timeout"].seconds)
         named.append(backend)
         init("gloo", **others)
 

@@ -1,4 +1,4 @@
-"""Small states of a run, told apart by their step, for the tests of the run directory."""
+"""Small states of a run for the tests of the run directory. Each holds its step in its tensor."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import torch
 from ddp_core import snapshot
 from ddp_core.run_directory import RunDirectory
 
-BYTES = 40_000  # of the tensor in a state
+BYTES = 40_000  # size of the tensor in a state
 
 
 def state(step: int) -> tuple[dict[str, torch.Tensor], dict]:

@@ -1,4 +1,4 @@
-"""What the core does on an accelerator, under a stand-in for one (stand_in.py): devices, groups, precision, copies.
+"""The core on an accelerator, with a stand-in for it (stand_in.py): devices, groups, precision, copies.
 
 python -m pytest core/tests/test_accelerator.py
 """
@@ -14,7 +14,7 @@ from small import Small
 from stand_in import accelerator
 
 DIGITS = "--workload digits --precision fp64 --epochs 2 --steps-per-epoch 5"
-ON = "--device auto"  # behind ranks.FLAGS, which say cpu
+ON = "--device auto"  # after ranks.FLAGS, which contain --device cpu
 
 
 def on(tmp_path, flags: str, world_size: int = 2, kind: str = "cuda", code: int = 0, workload: str = "", **seen) -> Job:
@@ -23,7 +23,7 @@ def on(tmp_path, flags: str, world_size: int = 2, kind: str = "cuda", code: int 
 
 
 def said(job: Job, what: str) -> list[list[str]]:
-    """Of every rank the stand-in's lines that begin so."""
+    """The stand-in's lines that begin with this, for each rank."""
     return [re.findall(rf"^stand-in: {what} (.*)$", text, re.MULTILINE) for text in job.out]
 
 
@@ -43,6 +43,7 @@ def test_it_is_the_training_of_the_cpu_on_a_device_a_rank(finished, tmp_path, ki
     assert [[row[name] for name in names] for row in start["ranks"]] == [
         [f"{kind}:{index}", index, backend, f"stand-in {index}"] for index in range(2)
     ]
+    assert said(job, "patience") == [["80"], ["80"]], "a hang ends with 7 if the control group notices it first"
     assert f"2 on {kind}" in job.out[0]
     assert "page-locked" in job.out[0] and job.records("snapshot")[-1]["copy"] > 0, "snapshots are not saved beside training"
 
@@ -50,11 +51,11 @@ def test_it_is_the_training_of_the_cpu_on_a_device_a_rank(finished, tmp_path, ki
 @pytest.mark.parametrize("workload", ["BatchNorm", "Groups", "Experts"])
 @pytest.mark.fault(41)
 def test_any_model_and_optimizer_trains_there_and_goes_on_on_the_cpu(finished, tmp_path, workload):
-    """AdamW's count of steps may be on either side, buffers and flags are on the device."""
+    """AdamW's step count may be on either device; buffers and flags are on the accelerator."""
     workload = f"small:{workload}"
     job = on(tmp_path, "--epochs 2 --clip-norm 1", workload=workload)
     assert_same_run(job, finished("--epochs 2 --clip-norm 1", 2, workload))
-    job.snapshot.unlink()  # so that it goes on from the epoch before
+    job.snapshot.unlink()  # resume at the previous epoch
     job = train(tmp_path / "cuda", "--epochs 2 --clip-norm 1", 2, workload=workload, code=0)
     assert [record["step"] > 0 for record in job.records("start")] == [False, True]
     assert_same_run(job, finished("--epochs 2 --clip-norm 1", 2, workload))
@@ -63,13 +64,13 @@ def test_any_model_and_optimizer_trains_there_and_goes_on_on_the_cpu(finished, t
 class Curious(Small):
     def loss(self, outputs, batch):
         loss = super().loss(outputs, batch)
-        assert loss.item() < 1e9  # what tutorials print of every step
+        assert loss.item() < 1e9  # tutorials print this at every step
         return loss
 
 
 @pytest.mark.parametrize("flags", ["", "--reduction flat", "--reduction canonical", "--clip-norm 1 --accumulate 2", "gpt"])
 def test_no_step_waits_for_the_device(flags_of, tmp_path, flags):
-    """What is computed of a step is asked for once a second, when the ranks tell each other."""
+    """Results of steps are read once a second only, when the ranks exchange messages."""
     job = on(tmp_path, flags_of.get(flags, f"{DIGITS} {flags}"))
     assert said(job, "a step waits") == [[], []]
 
@@ -121,7 +122,7 @@ def test_memory_that_does_not_suffice_is_told_with_the_flags_that_save_some(tmp_
 
 
 def test_a_launcher_that_shows_each_rank_one_device_has_them_all_at_index_0(tmp_path):
-    """Their uuids tell that they are not one."""
+    """Their uuids show that these are different devices."""
     faults = {rank: accelerator("cuda", count=1, name=f"uuid-{rank}-") for rank in range(2)}
     job = train(tmp_path / "run", f"{DIGITS} {ON}", 2, faults=faults, code=0)
     assert said(job, "current") == [["0"], ["0"]]

@@ -1,4 +1,4 @@
-"""Saving while training goes on: a copy of one step, one save at a time, told when it is durable or has failed.
+"""Saving in the background: it copies a single step, one save at a time, and reports when it is durable or has failed.
 
 python -m pytest core/tests/test_background.py
 """
@@ -39,7 +39,7 @@ def whole(step: int) -> tuple[dict[str, torch.Tensor], dict]:
 
 
 class Gate:
-    """Writes wait until it is opened."""
+    """Writes wait until the gate is opened."""
 
     def __init__(self, monkeypatch):
         self.opened, self.waiting, write = threading.Event(), threading.Event(), snapshot.write
@@ -87,7 +87,7 @@ def test_what_is_saved_is_the_state_as_it_was_whatever_is_trained_meanwhile(save
 
 
 def test_a_copy_from_a_device_has_arrived_before_it_is_written(saver, monkeypatch):
-    """To page-locked memory it is under way when copy_() returns."""
+    """Into page-locked memory, copy_() returns before the copy is complete."""
     order = []
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: order.append("arrived"))
@@ -111,7 +111,7 @@ def test_it_is_the_file_that_is_written_without_a_copy(saver, tmp_path):
 
 
 def test_a_disk_that_takes_a_part_of_what_it_is_given_is_given_the_rest(saver, tmp_path, monkeypatch):
-    """As one does that is about to be full, or that is on a network."""
+    """Disks that are almost full, and network disks, may write fewer bytes than asked."""
     monkeypatch.setattr(snapshot, "PART", snapshot.PAGE)
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, content, start: pwrite(file, content[:1000], start))
@@ -122,7 +122,7 @@ def test_a_disk_that_takes_a_part_of_what_it_is_given_is_given_the_rest(saver, t
 
 
 def test_a_document_longer_than_a_part_is_written_whole(saver, monkeypatch):
-    """Of 200,000 epochs and more."""
+    """A document of 200,000 epochs or more."""
     monkeypatch.setattr(snapshot, "PART", snapshot.PAGE)
     tensors, document = whole(1)
     document |= dict(history=[[epoch, (0.1 * epoch).hex()] for epoch in range(400)])
@@ -135,7 +135,7 @@ def test_a_document_longer_than_a_part_is_written_whole(saver, monkeypatch):
 
 @pytest.mark.parametrize("kept", [0, 3])
 def test_a_copy_is_written_in_parts_and_one_that_fails_is_the_whole_save_s(saver, tmp_path, monkeypatch, kept):
-    """kept: how many parts find room; 0, and no more, for all."""
+    """kept: the number of parts that fit on the disk; 0 for no limit."""
     monkeypatch.setattr(snapshot, "PART", snapshot.PAGE)
     pwrite, full = os.pwrite, kept * snapshot.PAGE
 
@@ -157,7 +157,7 @@ def test_a_copy_is_written_in_parts_and_one_that_fails_is_the_whole_save_s(saver
 
 
 def test_parts_that_a_disk_refuses_at_once_to_write_around_its_cache_are_written_through_it(saver, tmp_path, monkeypatch):
-    """The second refusal is heard after the first has switched the file over."""
+    """The second refusal comes after the first has already switched the file."""
     monkeypatch.setattr(snapshot, "PART", snapshot.PAGE)
     flags, calls, both, switched, pwrite = [0], itertools.count(), threading.Barrier(2), threading.Event(), os.pwrite
 
@@ -192,7 +192,7 @@ def test_the_next_save_waits_and_leaves_the_copy_alone_that_is_written(saver, ga
     with ThreadPoolExecutor(1) as pool:
         assert gate.waiting.wait(30)
         second = pool.submit(saver.save, *whole(2), best=False, snapshot=True)
-        time.sleep(0.2)  # would be enough for it to copy
+        time.sleep(0.2)  # long enough for a copy
         assert not second.done()
         gate.opened.set()
         second.result()
@@ -210,7 +210,7 @@ def test_the_copy_is_kept_in_the_same_memory(saver):
 
 
 def test_the_memory_grows_with_the_history_of_a_long_run(saver):
-    """Another row an epoch: of so many the document takes more than was left for them."""
+    """Each epoch adds a row, until the document exceeds the memory reserved for it."""
     tensors, document = whole(1)
     saver.save(tensors, document, False, True)
     document["history"] = [[epoch, *(math.sqrt(epoch + part).hex() for part in range(3))] for epoch in range(2000)]
@@ -219,7 +219,7 @@ def test_the_memory_grows_with_the_history_of_a_long_run(saver):
     assert len(snapshot.read(saver.directory.snapshot)[1]["history"]) == 2000
 
 
-# ---- what is told of it ---------------------------------------------------------------------------------------------
+# ---- reports of a save ----------------------------------------------------------------------------------------------
 
 
 def test_a_snapshot_is_on_record_when_it_is_durable_and_not_before(saver, gate):
@@ -241,7 +241,7 @@ def test_the_best_model_alone_is_no_snapshot_on_record(saver):
 
 
 def test_the_best_model_is_durable_before_the_snapshot_that_tells_of_it(saver, monkeypatch):
-    """Killed between the two, the run that goes on from the snapshot would never write that model again."""
+    """If killed between the two, the resumed run would never write that model."""
     written, write = [], snapshot.write
     monkeypatch.setattr(
         run_directory, "write", lambda path, *rest, **more: [write(path, *rest, **more), written.append(path.name)]
@@ -296,7 +296,8 @@ def test_without_memory_for_a_copy_it_is_saved_before_training_goes_on_and_a_lin
     monkeypatch.setattr(memory, "available", lambda: BYTES - 1)
     for step in (1, 2):
         saver.save(*whole(step), best=False, snapshot=True)
-        assert step_in(snapshot.read(saver.directory.snapshot)) == step and saver.pending.done()
+        assert not saver.beside and saver.written(60)  # training waits for it: Trainer._wait_for_save()
+        assert step_in(snapshot.read(saver.directory.snapshot)) == step
     saver.settle()
     assert [said["copy"] for said in on_record(saver)] == [0, 0] and saver.buffer.nbytes == 0
     [line] = capsys.readouterr().out.splitlines()
@@ -316,7 +317,7 @@ def test_memory_that_is_promised_and_not_given_is_none(saver, monkeypatch, capsy
 
 
 def groups(folder: Path, most: str, taken: int, given_up: int) -> Path:
-    """As of cgroup 2, with a limit in the first one."""
+    """Files like cgroup 2's, with a limit in the first group."""
     folder.mkdir()
     (folder / "memory.max").write_text(f"{most}\n")
     (folder / "memory.current").write_text(f"{taken}\n")
@@ -337,7 +338,7 @@ def test_memory_is_what_the_cgroup_leaves_too(tmp_path, monkeypatch):
 
 
 def test_of_what_a_cgroup_leaves_a_step_takes_its_part(tmp_path, monkeypatch):
-    """Between two steps: the last one has had 20 MB more than there are in use now."""
+    """The last step used 20 MB more at its peak than is in use now, between two steps."""
     numbers, peak = memory._numbers, dict(VmHWM=120_000_000, VmRSS=100_000_000)
     monkeypatch.setattr(memory, "_numbers", lambda path: numbers(path) | (peak if path.name == "status" else {}))
     monkeypatch.setattr(memory, "MEMBER", tmp_path / "cgroup")
@@ -359,7 +360,7 @@ def test_memory_is_what_ulimit_leaves_too(tmp_path):
 
 
 def slow(seconds: float) -> None:
-    """An fsync takes so long: a disk that others use."""
+    """Every fsync takes this long, as on a busy disk."""
     fsync = os.fsync
 
     def slower(handle):
@@ -374,7 +375,7 @@ def slowly():
 
 
 def test_training_goes_on_while_a_snapshot_is_written(finished, tmp_path):
-    """With 0.6 s for each of seven files; the steps of an epoch take some milliseconds."""
+    """Each of seven files takes 0.6 s; an epoch's steps take some milliseconds."""
     job = train(tmp_path / "run", f"{RUN} --eval-every 3 --save-every 9 --save-steps 25", 2, faults={0: slowly()}, code=0)
     records = [json.loads(line) for line in (job.run_dir / "run.jsonl").read_text().splitlines()]
     order = [(record["kind"], record["step"]) for record in records]
@@ -401,18 +402,18 @@ def _last_line(job: ranks.Job) -> dict:
 
 
 def _no_number() -> None:
-    """From now on no norm of a gradient is one."""
+    """Every gradient norm from now on is NaN."""
     from ddp_core.guard import Guard
 
     Guard.norm = lambda self, *_: torch.tensor(torch.nan)
 
 
 def test_a_save_that_fails_beside_the_training_ends_all_ranks_before_the_next_save(finished, tmp_path):
-    """At step 20, and the next one would be at 40."""
+    """The save at step 20 fails; the next would be at step 40."""
     flags = f"{RUN} --save-steps 20 --save-every 9 --eval-every 9"
     full = {0: in_turn(at_step(19, files_limited_to(100_000)), at_step(25, sleeping(1)))}
     job = train(tmp_path / "run", flags, 2, faults=full, code=8)
-    assert "snapshot.safetensors" in job.error and "free space and submit again" in job.error
+    assert "snapshot.safetensors" in job.error and f"free space and submit again with --run-dir {tmp_path / 'run'}" in job.error
     assert 19 <= job.records("step")[-1]["step"] < 39 and job.records("snapshot") == []
     assert not list(job.run_dir.glob(".*"))
     assert_same_run(train(tmp_path / "run", flags, 2, code=0), finished(flags, 2))
@@ -433,7 +434,7 @@ def test_when_another_failure_ends_the_run_the_failed_save_is_a_warning(tmp_path
 
 
 def _save_beside_and_die(folder: Path, place: int) -> None:
-    """As test_run_directory's, in the thread that writes."""
+    """Like test_run_directory's, but in the thread that writes."""
     directory, boundaries = RunDirectory(str(folder), "job-1"), itertools.count()
     saver = Saver(directory, Record(time.monotonic()))
 
@@ -461,7 +462,7 @@ def test_killed_at_any_boundary_of_a_save_beside_training_the_old_state_or_the_n
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_while_a_snapshot_is_written_the_run_goes_on_from_it_or_the_one_before(finished, tmp_path, victim):
-    """At step 28 one is due, for which that of step 14 is waited; it takes 0.6 s, and the rank is killed a step later."""
+    """The save at step 28 waits for that of step 14, which takes 0.6 s. The rank is killed one step later."""
     faults = {0: slowly()}
     die = at_step(29, signalled(signal.SIGKILL))
     faults[victim] = in_turn(faults[victim], die) if victim in faults else die
@@ -472,12 +473,12 @@ def test_killed_while_a_snapshot_is_written_the_run_goes_on_from_it_or_the_one_b
     assert_same_run(train(tmp_path / "run", flags, 2, code=0), finished(flags, 2))
 
 
-# ---- and the time that a stop leaves --------------------------------------------------------------------------------
+# ---- the time for a save after a stop -------------------------------------------------------------------------------
 
 
 @pytest.mark.fault(49)
 def test_a_save_that_a_stop_may_cut_off_is_told_once(tmp_path):
-    """It takes a second here. Where the grace suffices, or nobody has told it, there is no word of it."""
+    """A save takes one second here. There is no note if --grace is long enough or not given."""
     for flags, times in (("--grace 1.9", 1), ("--grace 1000", 0), ("", 0)):
         job = train(tmp_path / f"run{times}{flags[-3:]}", f"{RUN} {flags}", 2, faults={0: slow_disk(0.5)}, code=0)
         assert job.out[0].count("a stop leaves 1.9 s (--grace)") == job.out[0].count("a stop leaves") == times, job.out

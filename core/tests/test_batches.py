@@ -1,4 +1,4 @@
-"""Rows that are read one by one: through DataLoader in our order, the same values whatever reads them and wherever.
+"""Rows read one by one by DataLoader, in the core's order: equal values for any workers and ranks.
 
 python -m pytest core/tests/test_batches.py
 """
@@ -47,7 +47,7 @@ def test_a_row_is_a_function_of_seed_epoch_and_row_and_of_nothing_else():
 
 
 def test_the_generators_are_seeded_with_the_words_of_plain_python():
-    """The fourth stream: words(1, 4, seed, epoch, row); NumPy takes the low 32 bits."""
+    """The fourth stream: words(1, 4, seed, epoch, row). NumPy takes the low 32 bits."""
     (seed,) = words(1, 4, 5, 2, 7)
     random.seed(seed)
     torch.manual_seed(seed)
@@ -66,7 +66,7 @@ def test_row_seeds_off_leaves_the_generators_alone():
 
 
 class NoRows:
-    """A loader, and its iterator."""
+    """Stands for a loader and its iterator."""
 
     _try_get_data = _shutdown_workers = staticmethod(lambda *_: None)
 
@@ -78,7 +78,7 @@ class NoRows:
 
 
 def test_a_batch_may_take_as_long_as_timeout_says(monkeypatch):
-    """Of a worker, and not as long as ranks may take to meet."""
+    """Workers get --timeout, not --rendezvous-timeout."""
     config, told = parse(["--workers", "1", "--timeout", "77", "--device", "cpu"], 1, workload=find(Augmented)), {}
     monkeypatch.setattr(loading, "DataLoader", lambda rows, **flags: told.update(flags) or NoRows())
     one = Batches(OneByOne(*table(), noise=0.0), find(Augmented), config, torch.device("cpu"), torch.float64)
@@ -89,7 +89,7 @@ def test_a_batch_may_take_as_long_as_timeout_says(monkeypatch):
 
 
 def values_read(file, workers: int, world_size: int) -> None:
-    """The values of every row in two epochs' batches, by epoch and row: as many ranks read them, each with its workers."""
+    """Write every row's values in two epochs, by epoch and row, read by this many ranks and workers."""
     config = parse(["--workers", str(workers), "--device", "cpu"], 1, workload=find(Augmented))
     dataset, found = OneByOne(*table(), noise=1.0), {}
     for rank in range(world_size):
@@ -103,7 +103,7 @@ def values_read(file, workers: int, world_size: int) -> None:
 
 
 def test_every_row_has_the_same_values_for_any_number_of_workers_and_ranks(tmp_path):
-    """In a process of its own, for workers are forked."""
+    """In separate processes, because workers are forked."""
     kinds = [(workers, world_size) for workers in (0, 1, 2) for world_size in (1, 2, 4)]
     files = [tmp_path / f"{workers}-{world_size}" for workers, world_size in kinds]
     calls = [ranks.call("test_batches", "values_read", file, *kind) for file, kind in zip(files, kinds, strict=True)]
@@ -116,7 +116,7 @@ def test_every_row_has_the_same_values_for_any_number_of_workers_and_ranks(tmp_p
 
 
 class Unreadable(OneByOne):
-    """Row 42 is."""
+    """Reading row 42 fails."""
 
     def __getitem__(self, row):
         if row == 42:
@@ -159,7 +159,7 @@ Pair = namedtuple("Pair", "image, label")
 
 
 class Ragged:
-    """A batch of an own class, such as a graph library's."""
+    """A batch of a custom class, as in graph libraries."""
 
     def __init__(self, values):
         self.values = values
@@ -169,7 +169,7 @@ class Ragged:
 
 
 def test_numbers_are_converted_in_any_kind_of_batch_and_all_else_stays():
-    """Real numbers to the run's precision; integers, texts and objects of others as they are."""
+    """Real numbers get the run's precision; integers, texts and unknown objects stay unchanged."""
     real, whole = torch.ones(2), torch.arange(2)
     batch = {"pair": Pair(real, whole), "list": [real, "text", None], "graph": Ragged(real), "tuple": (whole, 7)}
     workload = find(Augmented)
@@ -234,7 +234,7 @@ def test_held_out_rows_go_through_the_loader_too(finished, world_size):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("first, then", [(1, 1), (2, 2), (2, 1)])
 def test_stopped_in_the_middle_of_an_epoch_it_goes_on_with_the_same_rows(finished, tmp_path, workers, first, then):
-    """Its workers, which a scheduler signals along with their rank, read on until it has saved."""
+    """The scheduler signals workers together with their rank. They read on until the rank has saved."""
     flags = f"--workers {workers}"
     stopped = {0: at_step(3, signalled(signal.SIGUSR1))}
     job = train(tmp_path / "run", flags, first, workload=AUGMENTED, faults=stopped, code=75)
@@ -246,7 +246,7 @@ def test_stopped_in_the_middle_of_an_epoch_it_goes_on_with_the_same_rows(finishe
 
 
 def test_workers_that_are_signalled_with_their_rank_read_on(finished, tmp_path):
-    """As by srun, which sends SIGTERM to every process of a step."""
+    """srun sends SIGTERM to every process of a step."""
     stopped = {0: at_step(3, ranks.call("test_batches", "_signal_the_family"))}
     job = train(tmp_path / "run", "--workers 2", 2, workload=AUGMENTED, faults=stopped, code=75)
     assert job.err == ["", ""] and 0 < step_of(job) < 8
@@ -291,7 +291,7 @@ def test_a_worker_collects_nothing_that_its_rank_has_left(tmp_path):
 
 
 def _read_beside_garbage(file) -> None:
-    """What is not collected yet closes something that belongs to this process; each worker collects as soon as it is forked."""
+    """Uncollected garbage would close something of this process. Each worker collects garbage as soon as it is forked."""
     import gc
     import os
 
@@ -330,7 +330,7 @@ def _read_with_a_worker_that_dies_at_once() -> None:
 
     def plan():
         yield 0, torch.arange(4)
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # for its death: DataLoader is still being made
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # waits for the worker's death, while DataLoader is still being made
         yield 0, torch.arange(4)
 
     config = parse(["--workers", "2", "--device", "cpu"], 1, workload=find(Augmented))
@@ -354,19 +354,19 @@ def _wait_for_one_that_python_has_reaped() -> None:
     rows = Batches(Deadly(*table(), noise=0.0), find(Augmented), config, torch.device("cpu"), torch.float64)
     batches = rows.stream(iter([(0, torch.arange(4)), (0, torch.arange(4, 8))]))
     next(batches)
-    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # for its death
-    multiprocessing.active_children()  # reaps it, as the start of another does
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # waits for the worker's death
+    multiprocessing.active_children()  # reaps the worker, as the start of another would
     next(batches)
 
 
 def test_that_a_rank_hangs_up_on_a_worker_is_no_news(tmp_path):
-    """It does where another worker has died while it takes rows of this one."""
+    """A rank closes this connection when another worker dies while it takes rows from this one."""
     job = ranks.fork(tmp_path, ranks.call("test_batches", "_hung_up_on"))
     assert (job.codes, job.err) == ([0], [""])
 
 
 def _hung_up_on() -> None:
-    """As a worker: what hands rows on is a thread of its own, behind a socket."""
+    """Acts as a worker, whose rows are handed on by a separate thread behind a socket."""
     import socket
     from multiprocessing import resource_sharer
 
@@ -379,7 +379,7 @@ def _hung_up_on() -> None:
 
 @pytest.mark.parametrize("row_seeds", ["on", "off"])
 def test_a_run_repeats_with_seeds_for_each_row_and_without(finished, tmp_path, row_seeds):
-    """Without them too where one process reads all rows in order: the run's own seed is enough."""
+    """Without --row-seeds, a run repeats if one process reads all rows in order: the run's seed is enough."""
     flags = f"--row-seeds {row_seeds}"
     again = train(tmp_path / "run", flags, 1, workload=AUGMENTED, code=0)
     assert again.losses == finished(flags, 1, AUGMENTED).losses
@@ -387,11 +387,11 @@ def test_a_run_repeats_with_seeds_for_each_row_and_without(finished, tmp_path, r
 
 
 def test_workers_are_those_of_the_beginning(tmp_path):
-    """Of held-out rows, too: a process that has trained is not forked."""
+    """Also for held-out rows: a process that has trained must not be forked."""
     file = tmp_path / "mine.py"
     file.write_text(COUNTS_WORKERS)
     job = train(tmp_path / "run", f"--workload {file} --workers 1 --epochs 2", 1, code=0)
-    *_, trained = [line for line in job.out[0].splitlines() if line.startswith("workers")]  # schedule() is tried before
+    *_, trained = [line for line in job.out[0].splitlines() if line.startswith("workers")]  # schedule() is tried first
     assert trained == "workers 2"
 
 

@@ -1,4 +1,4 @@
-"""Flags: their defaults, the rules for batch sizes, what defines a problem, and errors that name flag and value.
+"""Flags: defaults, rules for batch sizes, what defines a problem, and errors that name the flag and its value.
 
 python -m pytest core/tests/test_config.py
 """
@@ -17,7 +17,7 @@ from small import Groups, Small
 
 WORLD_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 96)
 
-# For every field of TrainConfig, flags that change it.
+# Flags that change each field of TrainConfig.
 CHANGES = {
     "workload": "--workload=regression",
     "epochs": "--epochs 7",
@@ -61,7 +61,7 @@ CHANGES = {
     "profile": "--profile 3",
     "debug": "--debug",
 }
-OWN = {  # of the built-in workloads
+OWN = {  # flags of the built-in workloads
     "data_dir": "--workload gpt --data-dir texts",
     "model_size": "--workload gpt --model-size tiny",
     "channels_last": "--workload mnist --data-dir idx --channels-last",
@@ -88,9 +88,9 @@ def test_problem_holds_the_choices_that_determine_the_losses_and_no_others():
     free |= {"run_dir", "new_run_dir", "fresh", "save_every", "save_minutes", "save_steps", "eval_every", "log_every"}
     free |= {"max_shard_size", "log_seconds", "grace", "rendezvous_timeout", "timeout", "profile", "debug"}
     assert config("").problem().keys() == CHANGES.keys() - free
-    # A cosine is laid out over the epochs: there, their number is a part of the problem.
+    # A cosine schedule covers all epochs, so their number is part of the problem.
     assert config("--lr-schedule cosine").problem().keys() == CHANGES.keys() - free | {"epochs"}
-    # Of the own flags, --data-dir and --channels-last are declared with remembered=False.
+    # --data-dir and --channels-last of the workloads are declared with remembered=False.
     assert config("--workload gpt").problem().keys() == CHANGES.keys() - free | {"model_size"}
     assert config("--workload mnist").problem().keys() == CHANGES.keys() - free
 
@@ -163,8 +163,8 @@ def test_a_batch_that_does_not_divide_lists_what_fits():
         config("--global-batch-size 100", 8)
     message = str(caught.value)
     assert "--global-batch-size 100" in message and "8 ranks" in message
-    assert "96 or 104" in message  # batches for this world
-    assert "1, 2, 4, 5, 10, 20, 25, 50, 100 ranks" in message  # worlds for this batch
+    assert "96 or 104" in message  # batch sizes for this world size
+    assert "1, 2, 4, 5, 10, 20, 25, 50, 100 ranks" in message  # world sizes for this batch size
 
 
 def test_a_batch_below_the_world_size_lists_only_what_trains():
@@ -241,8 +241,8 @@ def test_flags_that_do_not_fit_are_named_with_what_does(flags, world_size, named
         *((flag, value) for flag in ("--timeout", "--rendezvous-timeout") for value in ("0", "-1", "nan", "inf")),
         *((flag, "x") for flag in ("--workload", "--optimizer", "--precision", "--device", "--backend", "--row-seeds")),
         *(("--reduction", value) for value in ("x", "auto")),
-        ("--seed", str(2**64)),  # the order of samples is computed in 64 bits
-        ("--timeout", "1e15"),  # more seconds than a timeout can hold
+        ("--seed", str(2**64)),  # the order of samples is computed with 64 bits
+        ("--timeout", "1e15"),  # too many seconds for a timeout
     ],
 )
 def test_a_bad_value_is_an_error_that_names_flag_and_value(flag, value):
@@ -257,7 +257,7 @@ def test_a_bad_value_is_an_error_that_names_flag_and_value(flag, value):
     "flags, named",
     [
         ("--no-such-flag 3", "--no-such-flag"),
-        ("--epoch 3", "--epoch"),  # no abbreviations: a later flag would change what they mean
+        ("--epoch 3", "--epoch"),  # no abbreviations: a flag added later would change their meaning
         ("extra", "extra"),
         ("--global-batch-size 8 --per-rank-batch-size 8", "--per-rank-batch-size"),
         ("--model-size tiny", "--model-size tiny"),
@@ -279,7 +279,7 @@ def test_a_usage_error_is_one_line_of_rank_0_and_exit_code_2_on_all(tmp_path):
 
 
 def test_the_rank_is_asked_for_before_torch_is_imported_and_flags_are_read_after():
-    """An MPI library may have to be started before torch; the workload, which has flags of its own, comes with it."""
+    """An MPI library may have to start before torch. The workload imports torch, and has its own flags."""
     program = """
 import sys
 from ddp_core import Rank, run

@@ -1,4 +1,4 @@
-"""The control plane: what it agrees on, what it costs, and who is named when a rank in the middle of the tree is lost.
+"""The control plane: the results that ranks agree on, its cost, and the error when a rank within the tree is lost.
 
 python -m pytest core/tests/test_control.py
 """
@@ -35,17 +35,17 @@ def _in_groups_of(members: int) -> None:
 
 
 def in_groups_of(members: int, *acts):
-    """A fault of every rank, with what else is to go wrong in this one."""
+    """A fault that sets the tree's group size in this rank, and then acts."""
     return in_turn(partial(_in_groups_of, members), *acts)
 
 
-# ---- what it agrees on --------------------------------------------------------------------------------------------
+# ---- results ------------------------------------------------------------------------------------------------------
 
 SHAPES = [(1, 2), (2, 2), (3, 2), (7, 2), (8, 2), (9, 3), (10, 4), (16, 4), (17, 4)]
 
 
 def numbers_of(rank: int) -> list[float]:
-    """Sums of them differ with the order of additions."""
+    """Numbers whose sum depends on the order of additions."""
     return [math.exp(rank), 0.1 * rank, 1 / (rank + 1)]
 
 
@@ -65,7 +65,7 @@ def test_every_rank_has_the_sums_the_largest_and_the_names(tmp_path, monkeypatch
 
 def _ask(rank, members: int, file: Path) -> None:
     control.MEMBERS = members
-    config = SimpleNamespace(timeout=20.0, backend="auto")
+    config = SimpleNamespace(timeout=20.0, backend="auto", run_dir="run")
     peers = Peers(rank, config, torch.device("cpu"), rendezvous.Rendezvous(rank, 20, StopFlag()))
     numbers = torch.tensor([1.0, 2.0]) if rank.rank == 0 else torch.zeros(2)
     mine = torch.tensor(numbers_of(rank.rank), dtype=torch.float64)
@@ -82,28 +82,29 @@ def _ask(rank, members: int, file: Path) -> None:
 
 @pytest.mark.parametrize("members", [2, 3])
 def test_a_run_is_the_same_whatever_the_tree(tmp_path, finished, members):
-    """Losses are summed in an order that is a function of the number of ranks alone."""
+    """The order in which losses are summed depends on the number of ranks only."""
     faults = {rank: in_groups_of(members) for rank in range(8)}
     job = train(tmp_path / "run", FLAGS, 8, faults=faults, code=0)
     assert_same_run(job, finished(FLAGS, 8))
 
 
-# ---- who is lost --------------------------------------------------------------------------------------------------
+# ---- lost ranks ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lost", [1, 3, 6])
 def test_a_rank_that_is_lost_is_named_wherever_it_stands(tmp_path, lost):
-    """Of groups of 2: rank 1 speaks for 1, 3, 5 and 7, rank 3 for itself and 7, and rank 6 for nobody."""
+    """In groups of 2, rank 1 speaks for 1, 3, 5 and 7; rank 3 for itself and 7; rank 6 for none."""
     faults = {rank: in_groups_of(2) for rank in range(8)}
     faults[lost] = in_groups_of(2, at_step(2, signalled(signal.SIGKILL)))
     job = train(tmp_path / "run", FLAGS, 8, faults=faults)
     assert job.codes == [-signal.SIGKILL if rank == lost else 7 for rank in range(8)], job.err
     assert f"rank {lost} died or hangs" in job.error
+    assert f"then submit again with --run-dir {tmp_path / 'run'};" in job.error
 
 
 @pytest.mark.parametrize("world_size, lost", [(64, [33]), (75264, [2352]), (75264, [*range(0, 75264, 7)][1:])])
 def test_the_roll_is_called_in_any_world(monkeypatch, world_size, lost):
-    """A rank asks three times whatever their number, and rank 0, once in a job that has lost one, each rank twice."""
+    """A rank asks three times in any world. In a job that has lost a rank, rank 0 asks twice per rank, once."""
     monkeypatch.setattr(process_group, "ROLL_CALL", 0.2)
     said: dict[str, str] = {}
     requests = dict.fromkeys(range(world_size), 0)
@@ -139,19 +140,19 @@ def test_a_line_names_16_ranks_at_most(count, line):
     assert found.startswith(line) and len(found.split(",")) == min(count, 16) and ("and more" in found) == (count > 16)
 
 
-# ---- what it costs ------------------------------------------------------------------------------------------------
+# ---- cost ---------------------------------------------------------------------------------------------------------
 
 WORLDS = [1, 2, 8, 32, 33, 34, 64, 66, 99, 256, 512, 1000, 1001, 4097, 75264]
 
 
 def levels(world_size: int) -> int:
-    """Of the tree, at most: each has 32 times fewer than the one below but one, which makes their number odd."""
+    """The largest number of levels. Each level has 32 times fewer ranks than the level two below, so their number is odd."""
     return 1 if world_size <= 32 else 1 + math.ceil(math.log(world_size, 32) - 1e-9)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_a_rank_pays_by_the_logarithm_of_their_number(world_size):
-    """At most 31 connections in each level of the tree, and a message up and down each of those that it speaks for."""
+    """At most 31 connections per level of the tree, with one message up and one down on each."""
     counted = Counted(world_size)
     numbers = torch.randn(world_size, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(world_size))
     found = counted.reduce(numbers, tree_sum)
@@ -168,7 +169,7 @@ def test_a_rank_pays_by_the_logarithm_of_their_number(world_size):
 
 
 def test_its_groups_have_the_run_s_timeout(monkeypatch):
-    """Without one a rank that hangs is noticed after half an hour, whatever --timeout is."""
+    """Without this timeout, a hanging rank is noticed after half an hour, whatever --timeout is."""
     made = []
     monkeypatch.setattr(control.dist, "new_group", lambda members, **options: made.append(options.get("timeout")))
     control.Control(0, 64, timedelta(seconds=7))
@@ -177,8 +178,8 @@ def test_its_groups_have_the_run_s_timeout(monkeypatch):
 
 @pytest.mark.parametrize("world_size", [8, 64, 128])
 def test_forked_ranks_pay_what_the_tree_says(tmp_path, monkeypatch, world_size):
-    """Counted in each rank, by the kernel and in the store. Only the control plane connects them: so it is under nccl, whose
-    connections are its own. ulimit -n 256 suffices; rank 0's store has one for each rank.
+    """Each rank counts, in the kernel and in the store. Only the control plane connects the ranks here, as under nccl, whose
+    connections are separate. ulimit -n 256 suffices, except for rank 0, whose store has one connection per rank.
     """
     files = [tmp_path / f"counts-{rank}" for rank in range(world_size)]
     limits = {rank: 256 if rank else 256 + world_size for rank in range(world_size)}
@@ -193,7 +194,7 @@ def test_forked_ranks_pay_what_the_tree_says(tmp_path, monkeypatch, world_size):
         assert paid["connections"] == sum(len(members) - 1 for members in groups)
         assert paid["requests"] <= sum(4 * len(members) for members in groups)
         assert paid["files"] <= 32 + paid["connections"] + (world_size if rank == 0 else 0)
-        # What went up and down since the start. gloo has the members of a group pass on what goes down, to 5 others at most,
-        # and adds less than 256 bytes to a message; who has its answer may have sent the next message.
+        # Bytes sent and received since the start. gloo passes messages down through at most 5 other members of a group, and
+        # adds less than 256 bytes to a message. A rank that has its answer may have sent the next message already.
         times = sum(len(members) if members[0] == rank else 6 for members in groups)
         assert paid["bytes"] <= times * (paid["content"] + 256 * (paid["messages"] + 1)), paid

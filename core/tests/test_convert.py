@@ -1,5 +1,5 @@
-"""Checkpoints of the published examples become snapshots: what they hold is taken over, training goes on as if it had
-been ours from the start, and a file that is hostile or of something else is refused with one line.
+"""Checkpoints of the published examples become snapshots: all their content is used, and training goes on as if it had always
+run here. A hostile or unknown file is refused with one line.
 
 python -m pytest core/tests/test_convert.py
 """
@@ -23,13 +23,13 @@ from test_hostile import RunsCode
 from torch.nn.parallel import DistributedDataParallel
 
 SGD = "--workload digits --precision fp64"
-PLAIN = "--workload regression --precision fp64 --epochs 4"  # OLCF's problem: no momentum, 32 rows a rank
+PLAIN = "--workload regression --precision fp64 --epochs 4"  # OLCF's problem: no momentum, 32 rows per rank
 ADAMW = "--workload digits --precision fp64 --optimizer adamw --lr 0.001 --weight-decay 0.01"
 COSINE = "--workload digits --precision fp64 --lr-schedule cosine --warmup-steps 5 --epochs 4"
 
 
 def by_hand(flags: str, epochs: int, wrapped: bool = False, world_size: int = 1):
-    """Model, optimizer, scheduler and steps after `epochs` epochs of a loop as in the examples, with torch.optim."""
+    """Model, optimizer, scheduler and steps after `epochs` epochs of a loop like the examples', with torch.optim."""
     workload, config = choose(flags.split()), parse(flags.split(), world_size)
     train, _ = data.of_workload(workload, config)
     inputs, targets = train[torch.arange(len(train))]
@@ -56,7 +56,7 @@ def by_hand(flags: str, epochs: int, wrapped: bool = False, world_size: int = 1)
 
 def checkpoint(kind: str, flags: str, epochs: int, wrapped: bool = False, world_size: int = 1) -> dict:
     model, optimizer, scheduler, steps = by_hand(flags, epochs, wrapped, world_size)
-    if kind == "olcf":  # saves the wrapped module's state
+    if kind == "olcf":  # this example saves the wrapped module's state
         return {"MODEL_STATE": getattr(model, "module", model).state_dict(), "EPOCHS_RUN": epochs - 1}
     if kind == "nersc":
         return {
@@ -66,13 +66,13 @@ def checkpoint(kind: str, flags: str, epochs: int, wrapped: bool = False, world_
             "optimizer_state_dict": optimizer.state_dict(),
             "scheduler_state_dict": scheduler.state_dict(),
         }
-    if kind == "recipe":  # as in many programs
+    if kind == "recipe":  # like many programs
         return {"epoch": epochs - 1, "model_state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
     return model.state_dict()
 
 
 def converted(folder: Path, content, flags: str, code: int = 0, capsys=None) -> str:
-    """convert's output, the line on stderr where it fails."""
+    """The output of convert, or the line on stderr if it fails."""
     torch.save(content, folder / "old.pt")
     got = convert.main(["convert", str(folder / "old.pt"), "--run-dir", str(folder / "run"), *flags.split()])
     out, err = capsys.readouterr()
@@ -104,9 +104,9 @@ def group():
     ],
 )
 def test_training_goes_on_as_if_it_had_been_ours(finished, tmp_path, group, capsys, kind, flags, wrapped):
-    """Two epochs by torch.optim and two by us have the losses of four by us."""
+    """Two epochs by torch.optim and two by the core have the same losses as four by the core."""
     content = checkpoint(kind, flags, 2, wrapped)
-    if kind == "nersc":  # as where layers were used for the first time in another order
+    if kind == "nersc":  # the layers' first use may have been in another order
         content["optimizer_state_dict"]["state"] = dict(reversed(content["optimizer_state_dict"]["state"].items()))
     said = converted(tmp_path, content, flags, capsys=capsys)
     assert "2 epochs run" in said and ("scheduler" in said) == (kind == "nersc")
@@ -152,7 +152,7 @@ def test_a_bare_state_dict_can_be_told_its_epochs(tmp_path, group, capsys):
 
 
 def test_rows_a_rank_are_of_all_ranks(finished, tmp_path, capsys):
-    """OLCF's example has its batch a rank: the problem is another one at every world size."""
+    """OLCF's example gives the batch size per rank, so the problem changes with the world size."""
     converted(tmp_path, checkpoint("olcf", PLAIN, 2, world_size=2), f"{PLAIN} --world-size 2", capsys=capsys)
     job = train_job(tmp_path / "run", PLAIN, 2, code=0)
     ours = finished(PLAIN, 2).losses
@@ -166,7 +166,7 @@ def test_a_finished_run_is_complete_and_can_be_continued(tmp_path, capsys):
 
 
 def test_the_checkpoint_of_a_file_of_one_s_own_is_converted_with_its_buffers(finished, tmp_path, capsys):
-    """A BatchNorm's statistics, and the whole number of batches that it has seen."""
+    """BatchNorm's statistics, and its integer count of batches."""
     (tmp_path / "mine.py").write_text("from small import *\n\nclass Mine(BatchNorm):\n    pass\n")
     flags = f"--workload {tmp_path / 'mine.py'}"
     tensors, _ = snapshot.read(train_job(tmp_path / "first", f"{flags} --epochs 1", code=0).snapshot)
@@ -194,7 +194,7 @@ def test_an_optimizer_of_the_file_s_own_is_not_converted(tmp_path, capsys):
     assert "--workload mine has an optimizer of its own" in line
 
 
-# ---- what does not fit --------------------------------------------------------------------------------------------
+# ---- checkpoints that do not fit ----------------------------------------------------------------------------------
 
 
 def linear(**changed) -> dict:
@@ -202,7 +202,7 @@ def linear(**changed) -> dict:
 
 
 def doubling() -> list:
-    """Few bytes in a file, and 2**60 items when it is written out."""
+    """A small file whose list has 2**60 items when it is written out."""
     value = [0]
     for _ in range(60):
         value = [value, value]
@@ -263,7 +263,7 @@ def test_a_file_saved_within_an_epoch_can_go_on_from_the_start_of_one(tmp_path, 
 
 
 def test_the_moments_of_several_parameter_groups_are_not_guessed(tmp_path, capsys):
-    """Their order is the groups', not the model's: of parameters of one shape the wrong ones would be taken."""
+    """Their order is the groups' order, not the model's. Parameters of equal shape would get the wrong moments."""
     content = checkpoint("nersc", SGD, 1)
     (group,) = content["optimizer_state_dict"]["param_groups"]
     content["optimizer_state_dict"]["param_groups"] = [group | {"params": [0, 2]}, group | {"params": [1, 3]}]
@@ -300,7 +300,7 @@ def compressed(raw: bytes) -> bytes:
 
 
 def overlapping(raw: bytes) -> bytes:
-    """A thousand entries, each of which is one and the same megabyte."""
+    """A thousand entries that all point to the same megabyte."""
     import io
 
     with zipfile.ZipFile(file := io.BytesIO(raw), "a") as archive:
@@ -315,13 +315,13 @@ def overlapping(raw: bytes) -> bytes:
 
 
 def hung_on(values: torch.Tensor, **attributes) -> torch.Tensor:
-    """The file's own words in the place of a tensor's methods."""
+    """The file sets attributes that hide a tensor's methods."""
     values.__dict__.update(attributes)
     return values
 
 
 def pickled(program: bytes) -> bytes:
-    """A whole archive, every checksum right, with this pickle."""
+    """A complete archive with correct checksums and this pickle."""
     import io
 
     with zipfile.ZipFile(io.BytesIO(saved({}))) as old, zipfile.ZipFile(file := io.BytesIO(), "w") as new:
@@ -330,7 +330,7 @@ def pickled(program: bytes) -> bytes:
     return file.getvalue()
 
 
-# OrderedDict(), then its attributes items=7 and keys=7: they stand in the place of its methods.
+# OrderedDict(), then its attributes items=7 and keys=7, which hide its methods.
 ATTRIBUTES = b"\x80\x02ccollections\nOrderedDict\n)R}(X\x05\x00\x00\x00itemsK\x07X\x04\x00\x00\x00keysK\x07ub."
 
 WHOLE = saved(linear())
@@ -384,7 +384,7 @@ def test_a_hostile_file_is_refused_with_one_line_and_runs_nothing(tmp_path, monk
 @pytest.mark.fault(35)
 @pytest.mark.parametrize("place", range(20))
 def test_a_flipped_bit_is_never_believed(tmp_path, capsys, place):
-    """Anywhere in the numbers, which torch.load reads without a look at the archive's checksums."""
+    """In any of the numbers. torch.load does not check the archive's checksums."""
     content = {"weight": torch.randn(1, 20), "bias": torch.randn(1)}
     torch.save(content, tmp_path / "old.pt")
     raw = bytearray((tmp_path / "old.pt").read_bytes())

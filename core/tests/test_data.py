@@ -1,4 +1,4 @@
-"""Rows in tensors, arrays and mapped files: the same rows whatever holds them, a fingerprint of their content, and errors.
+"""Rows in tensors, arrays and mapped files: equal rows from each, a fingerprint of their content, and errors.
 
 python -m pytest core/tests/test_data.py
 """
@@ -27,7 +27,7 @@ SOME = torch.tensor([5, 0, 127, 5])
 
 
 def of(train_rows, held_out=None, batch: int = 16):
-    """What the core makes of data()'s answer: training rows, held-out rows, and their fingerprint."""
+    """The core's form of data()'s result: training rows, held-out rows, and their fingerprint."""
     workload = find(Small)
     workload.data = lambda config: (train_rows, held_out)
     config = parse(["--global-batch-size", str(batch)], 1, workload=find(Small))
@@ -39,7 +39,7 @@ def of(train_rows, held_out=None, batch: int = 16):
 
 
 def forms(folder) -> dict:
-    """The same table in every form that is read by whole batches, and what a batch of it is."""
+    """The same table in every form that is read by whole batches, each with the type of its batches."""
     numpy.save(folder / "inputs.npy", INPUTS.numpy())
     numpy.save(folder / "targets.npy", TARGETS.numpy())
     save_file({"inputs": INPUTS, "other": torch.ones(3), "targets": TARGETS}, folder / "both.safetensors")
@@ -109,8 +109,8 @@ def test_inputs_and_targets_are_no_training_and_held_out_rows(held_out):
     "train, held_out",
     [
         ((torch.zeros(128, 6), torch.zeros(128, 3)), (torch.zeros(9, 6), torch.zeros(9, dtype=torch.long))),  # shares, classes
-        ((torch.zeros(128, 6).byte(), torch.zeros(128)), (torch.zeros(9, 7), torch.zeros(9))),  # raw images, prepared ones
-        (torch.zeros(128, 6), (torch.zeros(9, 6), torch.zeros(9))),  # trained without targets
+        ((torch.zeros(128, 6).byte(), torch.zeros(128)), (torch.zeros(9, 7), torch.zeros(9))),  # raw images and prepared images
+        (torch.zeros(128, 6), (torch.zeros(9, 6), torch.zeros(9))),  # training rows without targets
         (torch.zeros(128, 6), torch.zeros(9, 8)),
         (torch.zeros(128, 6), None),
     ],
@@ -141,7 +141,7 @@ def test_npy_files_of_every_kind_are_mapped(tmp_path, dtype, shape):
 
 @pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
 def test_npy_files_of_every_version_are_mapped(tmp_path, version):
-    """From 2.0 on the length of the header has four bytes."""
+    """From version 2.0 on, the header's length has four bytes."""
     with open(tmp_path / "a.npy", "wb") as file:
         numpy.lib.format.write_array(file, INPUTS.numpy(), version)
     assert torch.equal(mapped(tmp_path / "a.npy"), INPUTS)
@@ -196,7 +196,7 @@ def test_a_file_larger_than_memory_is_mapped_and_what_is_written_there_stays_her
 
 
 def test_a_mapped_file_stays_on_the_disk(tmp_path):
-    """300 MB, of which some rows are read: resident memory does not grow by a tenth of it."""
+    """A file of 300 MB, of which some rows are read. Resident memory grows by less than a tenth of it."""
     with open(tmp_path / "large.bin", "wb") as file:
         file.truncate(300 * 2**20)
 
@@ -343,7 +343,7 @@ def test_of_large_data_the_size_and_a_part_of_the_bytes_are_compared(monkeypatch
 
 
 class Listed:
-    """Rows that are read one by one: any value a row may be."""
+    """Rows that are read one by one, of any values."""
 
     def __init__(self, values):
         self.values = values
@@ -361,7 +361,7 @@ class Slotted:
 
 
 class Graph:
-    """Refers to itself, and to what has an address alone."""
+    """An object that refers to itself, and to an object whose repr is only an address."""
 
     def __init__(self, nodes):
         self.nodes, self.graph, self.lock = nodes, self, object()
@@ -409,7 +409,7 @@ def test_a_fingerprint_of_their_own_wins():
 
 
 def test_augmented_rows_have_one_fingerprint_however_often_it_is_taken():
-    """The generators are seeded for each row, also here; without seeds it would differ from rank to rank."""
+    """The core seeds the generators for each row here too; otherwise the fingerprint would differ between ranks."""
     from small import OneByOne
 
     assert of(OneByOne(*table(), noise=1.0))[2] == of(OneByOne(*table(), noise=1.0))[2]
@@ -427,7 +427,7 @@ def test_a_row_that_cannot_be_read_for_the_fingerprint_is_blamed_on_the_data():
 
 
 class Own:
-    """Rows of a class of one's own that are indexed by a whole batch: `batched` says so."""
+    """A custom class of rows that is indexed by a whole batch, as `batched` says."""
 
     batched, fingerprint = True, "own"
 

@@ -1,4 +1,4 @@
-"""The data of the built-in workloads: what is read, what is held out, and files that are missing or broken.
+"""The data of the built-in workloads: training rows, held-out rows, and errors for missing or broken files.
 
 python -m pytest core/tests/test_datasets.py
 """
@@ -42,7 +42,7 @@ def test_a_batch_larger_than_the_data_is_an_error():
 
 
 def test_digits_are_the_published_ones(digits):
-    """1,797 rows; the number of each digit is that of Alpaydin and Kaynak's test set."""
+    """1,797 rows. The count of each digit is that of Alpaydin and Kaynak's test set."""
     text = gzip.decompress(resources.files("ddp_core.workloads").joinpath("digits.csv.gz").read_bytes())
     assert hashlib.sha256(text).hexdigest() == "6ebb3d2fee246a4e99363262ddf8a00a3c41bee6014c373ed9d9216ba7f651b8"
     pixels, labels = digits
@@ -78,7 +78,7 @@ def test_every_world_size_reads_the_same_rows(world_size):
 
 
 def test_regression_can_be_learned():
-    """The published example draws targets and inputs independently: there is nothing to learn in it."""
+    """Unlike the published example, which draws targets and inputs independently: nothing can be learned from it."""
     inputs, targets = load("--workload", "regression").train
     assert inputs.shape == (2048, 20) and targets.shape == (2048, 1)
     inputs = torch.cat((inputs, torch.ones(2048, 1)), 1)
@@ -99,7 +99,7 @@ def test_idx_files_are_read_gzipped_or_not(idx_folder, digits):
 
 
 def test_images_are_bytes_until_they_are_in_a_batch_and_then_as_pytorch_s_example_has_them(idx_folder, digits):
-    """In the model's input, pixel 3, 3 of the first digit: (grey / 255 - 0.1307) / 0.3081."""
+    """The model's input at pixel 3, 3 of the first digit: (grey / 255 - 0.1307) / 0.3081."""
     loaded, seen = load("--workload", "mnist", "--data-dir", str(idx_folder)), []
     images, labels = loaded.train
 
@@ -124,7 +124,7 @@ def test_idx_files_may_lie_deeper_in_the_folder(idx_folder, tmp_path):
 
 
 def test_gzipped_or_not_they_have_the_same_fingerprint(idx_folder, tmp_path):
-    """Unpacked between two jobs of a run they are still its images."""
+    """A user may unpack the images between two jobs of a run."""
     for path in idx_folder.iterdir():
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         (tmp_path / path.name.removesuffix(".gz")).write_bytes(raw)
@@ -133,7 +133,7 @@ def test_gzipped_or_not_they_have_the_same_fingerprint(idx_folder, tmp_path):
 
 
 def test_images_of_the_same_names_and_sizes_have_another_fingerprint(idx_folder, tmp_path):
-    """As those of Fashion-MNIST have."""
+    """Fashion-MNIST's files have the same names and sizes."""
     shutil.copytree(idx_folder, tmp_path / "raw")
     [images] = [path for path in (tmp_path / "raw").iterdir() if path.name.startswith("train-images")]
     raw = gzip.decompress(images.read_bytes()) if images.suffix == ".gz" else images.read_bytes()
@@ -196,11 +196,11 @@ def test_images_and_labels_that_do_not_belong_together_are_named(idx_folder, tmp
 
 
 def text_folder(folder, count: int = 65 * 50) -> list[str]:
-    """Two files of different bytes and a hidden one; the flags that read them."""
+    """Write two files of different bytes and a hidden one. Returns the flags that read them."""
     (folder / "texts").mkdir()
     raw = bytes(i * 7 % 251 for i in range(count))
     (folder / "texts" / "a.txt").write_bytes(raw[:1000])
-    (folder / "texts" / "b.txt").write_bytes(raw[1001:])  # a newline comes between two files
+    (folder / "texts" / "b.txt").write_bytes(raw[1001:])  # a newline is put between two files
     (folder / "texts" / ".hidden").write_bytes(b"x" * 1000)
     return ["--data-dir", str(folder / "texts"), "--model-size", "tiny"]
 
@@ -211,7 +211,7 @@ def test_gpt_predicts_each_byte_from_those_before_it(tmp_path):
     assert loaded.train[0].tolist() == [i * 7 % 251 for i in range(65)]
     assert loaded.held_out[0, 0] == 4 * 65 * 7 % 251, "the fifth row is not the first that is held out"
     logits = torch.zeros(40, 64, 256)
-    logits.scatter_(2, loaded.train[:, 1:].long().unsqueeze(2), 1.0)  # on the byte that follows
+    logits.scatter_(2, loaded.train[:, 1:].long().unsqueeze(2), 1.0)  # predicts the byte that follows
     assert choose(["--workload", "gpt"]).metrics(logits, loaded.train)["accuracy"] == 40
 
 

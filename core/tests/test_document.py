@@ -1,4 +1,4 @@
-"""Snapshots with right checksums and documents that no run has written: each is refused in one line, with exit code 5.
+"""Snapshots with correct checksums and impossible documents: each is refused in one line, with exit code 5.
 
 python -m pytest core/tests/test_document.py
 """
@@ -25,7 +25,7 @@ def fresh() -> State:
 
 
 def adopted(document: dict) -> State:
-    """What a run makes of a snapshot with this document and tensors that fit."""
+    """The state that a run reads from a snapshot with this document and fitting tensors."""
     theirs, ours = fresh(), fresh()
     theirs.lay_out()
     theirs.forget(["bias"])
@@ -36,7 +36,7 @@ def adopted(document: dict) -> State:
 
 
 def test_what_an_optimizer_makes_in_a_later_step_is_made_as_a_snapshot_has_it():
-    """Of a user's own; one of torch's makes all in its first."""
+    """A user's optimizer may make state later; torch's optimizers make all of it in the first step."""
     theirs, ours, torch_s = fresh(), fresh(), fresh()
     ours.optimizer.__class__ = type("Own", (torch.optim.SGD,), {})
     for parameter in theirs.model.parameters():

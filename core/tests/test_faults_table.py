@@ -1,4 +1,4 @@
-"""core/FAULTS.md names a test for each fault, or why there is none, and the test carries the number of its row.
+"""core/FAULTS.md names a test for each fault, or the reason for none. The test carries the number of its row.
 
 python -m pytest core/tests/test_faults_table.py
 """
@@ -16,7 +16,7 @@ ROWS = re.findall(r"^\| (\d+) \| .* \| (\S[^|]*) \| ([^|]*) \|$", (ROOT / "core/
 
 @functools.cache
 def marks() -> dict[str, set[int]]:
-    """Of each test of this folder, by file and name, the rows that it says it shows."""
+    """The row numbers in the marks of each test in this folder, by file and name."""
     found = {}
     for path in Path(__file__).parent.glob("test_*.py"):
         for node in ast.parse(path.read_text()).body:

@@ -1,4 +1,4 @@
-"""Snapshots of several files: a set and its index, one of which is whole at every moment.
+"""Snapshots of several files: a set and its index. One index is complete at every moment.
 
 python -m pytest core/tests/test_files.py
 """
@@ -38,7 +38,7 @@ ONE = 2**40
 
 
 def state(step: int) -> tuple[dict[str, torch.Tensor], dict]:
-    """Three files, of which one has a tensor that is larger than MOST."""
+    """A state of three files; one holds a tensor larger than MOST."""
     sizes = {"model.a": 3000, "model.b": 900, "model.c": 300, "optim.momentum.a": 1000, "optim.step.a": 1}
     tensors = {name: torch.full((size,), float(step), dtype=torch.float64) for name, size in sizes.items()}
     return tensors, {"step": step, "epochs_run": 0, "history": [[0]], "versions": {"ddp_core": "0.1.0"}}
@@ -78,7 +78,7 @@ def named_by(index: Path) -> set[str]:
 
 
 def assert_nothing_stale(folder: Path) -> None:
-    """Every file is named by an index, and no snapshot is there in both forms."""
+    """Every file must be named by an index, and no snapshot may exist as both a file and a set."""
     indexes = [*folder.glob("*.index.json")]
     named = {name for index in indexes for name in named_by(index)}
     alone = {"snapshot.safetensors", "snapshot.prev.safetensors", "best.safetensors"} & names(folder)
@@ -93,7 +93,7 @@ def written(tmp_path) -> Path:
     return tmp_path / "snapshot.safetensors.index.json"
 
 
-# ---- what is written ------------------------------------------------------------------------------------------------
+# ---- written files --------------------------------------------------------------------------------------------------
 
 
 def test_a_set_is_files_that_safetensors_reads_and_an_index_as_hugging_face_has_it(written):
@@ -143,7 +143,7 @@ def bytes_of(folder: Path) -> dict[str, str]:
 
 
 def test_the_same_state_is_the_same_bytes_also_from_a_copy(tmp_path):
-    """Beside training each file is written from its image in memory."""
+    """In the background, each file is written from its image in memory."""
     tensors, document = state(5)
     turned = [dict(reversed(part.items())) for part in (tensors, document)]
     snapshot.write(tmp_path / "snapshot.safetensors", *turned, most=MOST)
@@ -159,7 +159,7 @@ def test_the_same_state_is_the_same_bytes_also_from_a_copy(tmp_path):
 
 
 def test_another_content_or_split_has_other_names(tmp_path):
-    """Else a set would be written over the one that is in place."""
+    """Otherwise a set would overwrite the set in use."""
     seen = set()
     for number, most in enumerate((MOST, MOST - 2000, 9000)):
         for value in (0.0, 1.0):
@@ -212,7 +212,7 @@ def _save_and_die(folder: Path, place: int, links: bool, most: int, best: bool) 
     directory, boundaries = directory_of(folder, most), itertools.count()
 
     def at_call(frame, event: str, function) -> None:
-        # Not what a lock of the threads that compute checksums does: it is not always as many calls.
+        # Ignore calls on a lock by the threads that compute checksums: their number varies.
         if event != "c_call" or function.__name__ not in ("link", "unlink", "replace", "fsync", "write"):
             return
         if not isinstance(function.__self__, str) and next(boundaries) == place:
@@ -275,7 +275,7 @@ def test_a_damaged_set_falls_back_and_never_takes_the_place_of_the_whole_one(tmp
 
 
 def test_of_a_file_and_a_set_the_one_that_is_further_is_loaded_and_the_other_is_named(tmp_path, capsys):
-    """As after a kill between the commit of one and the removal of the other. Opening the folder removes nothing."""
+    """The state after a kill between the commit of one and the removal of the other. Opening the folder removes nothing."""
     for step, most in ((3, ONE), (4, MOST), (5, ONE)):
         save(tmp_path / str(step), step, most=most)
     for older, newer in ((3, 4), (4, 5)):
@@ -292,7 +292,7 @@ def test_of_a_file_and_a_set_the_one_that_is_further_is_loaded_and_the_other_is_
 
 @pytest.mark.parametrize("newer, name", [(MOST, "snapshot.safetensors.index.json"), (ONE, "snapshot.safetensors")])
 def test_of_a_file_and_a_set_one_that_is_damaged_is_not_passed_over_in_silence(tmp_path, capsys, newer, name):
-    """It may be the one that is further."""
+    """The damaged one may be the later one."""
     save(tmp_path / "old", 3, most=ONE if newer == MOST else MOST)
     save(tmp_path / "new", 4, 5, most=newer)
     shutil.copytree(tmp_path / "old", tmp_path / "new", dirs_exist_ok=True)
@@ -328,7 +328,7 @@ def test_fresh_moves_a_set_aside_whole(tmp_path):
 
 
 def test_files_of_others_are_left_alone(tmp_path):
-    """Such as a set that the user has named, and another program's."""
+    """Such as a set that the user renamed, and another program's set."""
     save(tmp_path, 1)
     kept = {"keep.safetensors.index.json", *named_by(tmp_path / "snapshot.safetensors.index.json")}
     (tmp_path / "keep.safetensors.index.json").write_bytes((tmp_path / "snapshot.safetensors.index.json").read_bytes())
@@ -348,7 +348,7 @@ def test_on_a_full_disk_the_old_set_stays_and_no_other_file(tmp_path):
 
 
 def _save_without_space(folder: Path) -> int:
-    files_limited_to(MOST + 2000)()  # the second file is the larger one
+    files_limited_to(MOST + 2000)()  # the second file is larger than that
     directory = directory_of(folder)
     try:
         directory.save(*state(3))
@@ -375,7 +375,7 @@ def _other(index: dict, name: str) -> dict:
 
 
 def _placed(index: dict, tensor: str) -> dict:
-    """In the file of model.a."""
+    """Put the tensor in model.a's file."""
     return index | dict(weight_map=index["weight_map"] | {tensor: index["weight_map"]["model.a"]})
 
 
@@ -417,7 +417,7 @@ def test_a_hostile_index_is_refused_in_a_line(written, capsys, change):
         with pytest.raises(SnapshotError) as caught:
             read(written)
         assert str(caught.value).isprintable() and len(str(caught.value)) < 700 and str(written.parent) in str(caught.value)
-    assert show.main(["show", str(written)]) in (0, 5)  # show believes the document
+    assert show.main(["show", str(written)]) in (0, 5)  # show does not verify the document
     assert capsys.readouterr().err.count("\n") <= 1 and names(written.parent) == before
 
 
@@ -532,13 +532,13 @@ def test_at_every_world_size_the_files_have_equal_bytes(finished):
     one, *others = (sets_of(finished(flags, world_size)) for world_size in (1, 2, 4))
     indexes = {name for name in one if name.endswith("index.json")}
     assert len(indexes) == 3 and len(one) > 9
-    for other in others:  # in an index the world size is noted
+    for other in others:  # the index holds the world size
         assert other.keys() == one.keys() and {name for name in one if one[name] != other[name]} == indexes
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_sharded_run_reads_a_set_and_writes_it_to_the_bit(finished, tmp_path, world_size):
-    """As one file (test_sharding.py): but for the world size, which the index notes."""
+    """Like a single file (test_sharding.py), except for the world size in the index."""
     flags = f"--optimizer adamw {SETS}"
     reference = finished(flags, 2)
     index = reference.run_dir / "snapshot.safetensors.index.json"
@@ -569,7 +569,7 @@ SHARDED = f"{RUN} --sharding full {SETS}"
 
 
 def telling() -> None:
-    """Which files this rank writes."""
+    """Print the number of each file that this rank writes."""
     from ddp_core import sharding
 
     put = sharding.put
@@ -583,7 +583,7 @@ def telling() -> None:
 
 
 def put_by(job: ranks.Job) -> list[set[int]]:
-    """Of each rank, the places of its files in a set."""
+    """For each rank, the numbers of its files in a set."""
     return [{int(line.split()[1]) for line in out.splitlines() if line.startswith("put ")} for out in job.out]
 
 
@@ -600,7 +600,7 @@ def by_rank_0_alone() -> None:
         (1, "50KB", [{0, 1, 2, 3, 4}]),
         (2, "50KB", [{0, 2, 4}, {1, 3}]),
         (4, "50KB", [{0, 4}, {1}, {2}, {3}]),
-        (4, "200KB", [{0}, set(), {1}, set()]),  # on two nodes of two ranks: one on each
+        (4, "200KB", [{0}, set(), {1}, set()]),  # on two nodes of two ranks: one writer per node
     ],
 )
 def test_every_rank_writes_its_files_of_a_set_and_the_bytes_are_those_of_one_writer(tmp_path, world_size, size, expected):
@@ -618,7 +618,7 @@ def test_every_rank_writes_its_files_of_a_set_and_the_bytes_are_those_of_one_wri
 
 
 def test_all_files_of_a_set_are_written_at_once(tmp_path):
-    """Each writer waits with its first tensor until the others have theirs."""
+    """Each writer waits at its first tensor until the others have reached theirs."""
     flags = "--epochs 1 --precision fp64 --sharding full --max-shard-size 200KB"
     faults = {rank: partial(waiting_for_each_other, tmp_path, rank) for rank in range(2)}
     assert put_by(train(tmp_path / "run", flags, 2, faults=faults, code=0)) == [{0}, {1}]
@@ -692,7 +692,7 @@ def test_a_file_that_does_not_fit_half_way_ends_all_ranks_though_they_go_on_gath
 
 
 def dying_with_a_draft() -> None:
-    """After the first of its files of the second set is on the disk."""
+    """Die when the first file of the second set is on the disk."""
     from ddp_core import sharding
 
     put = sharding.put
@@ -707,7 +707,7 @@ def dying_with_a_draft() -> None:
 
 
 def dying_before_the_commit() -> None:
-    """When all files of the second set are on the disk, and none has its name."""
+    """Die when all files of the second set are on the disk, before they get their names."""
     names_of_files = snapshot.names_of_files
 
     def killed(path, step, sums):

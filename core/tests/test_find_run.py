@@ -1,4 +1,4 @@
-"""find_run: where a job script finds the run of its flags, without importing torch.
+"""find_run prints the run directory for a job script's flags, without importing torch.
 
 python -m pytest core/tests/test_find_run.py
 """

@@ -1,4 +1,4 @@
-"""Snapshots that earlier versions wrote are resumed to the losses that these versions gave.
+"""Snapshots of earlier versions are resumed, with the losses that those versions gave.
 
 python -m pytest core/tests/test_formats.py
 """
@@ -34,12 +34,12 @@ def resumed(folder: Path, name: str, flags: str = "", world_size: int = 1, code:
 
 
 def as_recorded(fingerprint: str) -> None:
-    """golden.py's rows come from torch's sin and tanh, whose last bits are the CPU's, and so is their fingerprint."""
+    """golden.py's rows come from torch's sin and tanh. Their last bits, and so their fingerprint, depend on the CPU."""
     data.fingerprint = lambda *rows: (fingerprint, [], False)
 
 
 KINDS = [(name, 1, "ddp") for name in NAMES]
-KINDS += [(name, 2, kind) for name in NAMES for kind in ("ddp", "flat") if name != "format2-own"]  # it has BatchNorm
+KINDS += [(name, 2, kind) for name in NAMES for kind in ("ddp", "flat") if name != "format2-own"]  # format2-own has BatchNorm
 
 
 @pytest.mark.parametrize("name, world_size, reduction", KINDS)
@@ -67,7 +67,7 @@ def test_what_it_becomes_is_of_the_newest_format_with_its_history(tmp_path, name
 
 
 def raw_document(path: Path) -> dict:
-    """As it stands in the file."""
+    """The document as it stands in the file."""
     raw = path.read_bytes()
     return json.loads(json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]["ddp_core"])
 
@@ -88,7 +88,7 @@ def test_these_files_are_of_the_format_that_they_are_named_after(name):
     ],
 )
 def test_under_other_flags_it_is_refused_as_ever(tmp_path, name, flags, said):
-    """What format 1 did not know has the value that it trained with."""
+    """A setting that format 1 lacks gets the value with which it trained."""
     assert said in resumed(tmp_path, name, flags, code=5).error
 
 

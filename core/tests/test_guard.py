@@ -1,4 +1,4 @@
-"""A gradient that is not finite stops the optimizer for good, clipping, and the learning rate's course.
+"""A gradient that is not finite stops the optimizer for good. Also clipping, and the learning rate's schedule.
 
 python -m pytest core/tests/test_guard.py
 """
@@ -34,7 +34,7 @@ def guarded(optimizer: Optimizer, precision: str = "fp64", clip_norm: float = 0.
 
 
 def step(guard: Guard, parameter: torch.nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
-    """One step of the optimizer with this gradient; the norm that the guard saw."""
+    """One step of the optimizer with this gradient. Returns the norm that the guard saw."""
     parameter.grad = grad.clone()
     norm = guard.norm([p.grad for group in guard.optimizer.param_groups for p in group["params"]])
     guard.step()
@@ -65,7 +65,7 @@ def test_after_a_gradient_that_is_not_finite_no_number_changes_any_more(made, ba
     spoilt = grad.clone()
     spoilt[7] = bad
     assert not step(guard, parameter, spoilt).isfinite()
-    for _ in range(3):  # the gradients that follow are fine, and come too late
+    for _ in range(3):  # finite gradients afterwards change nothing
         step(guard, parameter, grad)
     for now, then in zip(everything(optimizer), before, strict=True):
         assert torch.equal(now, then)
@@ -73,7 +73,7 @@ def test_after_a_gradient_that_is_not_finite_no_number_changes_any_more(made, ba
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_makes_every_gradient_nan(bad):
-    """Also those of parameters that have nothing to do with it: a sum over ranks then carries it to all."""
+    """Even unrelated parameters get NaN, so that a sum over ranks carries it to all."""
     one, two = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
     guard = guarded(SGD([one, two], lr=0.1, fused=True), weight=0.25)
     guard.weighted(one.sum() + 2 * two.sum() + bad).backward()
@@ -142,7 +142,7 @@ def test_under_fp16_a_step_that_overflows_is_skipped_and_the_scale_is_halved():
     assert float.fromhex(guard.scale[0]) == before / 2
     parameter.grad = None
     guard.weighted(parameter.sum()).backward()
-    assert guard.norm([parameter.grad]).item() == 2.0  # of four ones: the scale is taken out first
+    assert guard.norm([parameter.grad]).item() == 2.0  # four ones: the scale is removed first
     guard.step()
     assert torch.equal(parameter.detach(), torch.full((4,), 0.5))
 
@@ -154,11 +154,11 @@ def test_under_fp16_overflows_are_not_tolerated_for_ever():
     while guard.tolerates():
         tolerated += 1
         parameter.grad = torch.full((1,), torch.inf)
-        guard.weighted(parameter.sum())  # the scaler begins with its first loss
+        guard.weighted(parameter.sum())  # the scaler starts with its first loss
         guard.norm([parameter.grad])
         guard.step()
         assert tolerated < 40
-    assert tolerated == 17  # from a scale of 2**16 to below 1
+    assert tolerated == 17  # the scale falls from 2**16 to below 1
 
 
 def test_the_scaler_goes_on_where_it_was():

@@ -1,4 +1,4 @@
-"""A snapshot is data: whatever is in the file, reading it runs no code and ends in one error that names it.
+"""A snapshot is data: reading it runs no code, and bad content ends in one error that names the file.
 
 python -m pytest core/tests/test_hostile.py
 """
@@ -23,7 +23,7 @@ def safetensors_bytes(header: dict | bytes, body: bytes = b"") -> bytes:
 
 
 class RunsCode:
-    """Unpickling it makes a file."""
+    """Unpickling it creates a file."""
 
     def __reduce__(self):
         return os.mkdir, ("code-has-run",)
@@ -98,7 +98,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, kind):
 
 @pytest.mark.fault(36)
 def test_a_header_of_93_mb_is_refused_before_it_is_read(tmp_path, monkeypatch):
-    """Reading one has taken 2.6 GB."""
+    """Parsing such a header took 2.6 GB."""
     monkeypatch.setattr(files.json, "loads", lambda *_: pytest.fail("it was read"))
     with open(tmp_path / "file", "wb") as file:
         file.write(struct.pack("<Q", 93 * 2**20))
@@ -119,7 +119,7 @@ def test_a_header_that_could_not_be_read_again_is_not_written(tmp_path, monkeypa
 
 
 def test_a_message_says_no_more_of_a_file_than_a_line(tmp_path):
-    """A tensor's name is the file's word."""
+    """The file chooses its tensors' names."""
     names = {f"\x1b[2J{number}" * 9: torch.ones(2) for number in range(400)}
     snapshot.write(tmp_path / "file", names, {"step": 1})
     raw = bytearray((tmp_path / "file").read_bytes())
@@ -162,7 +162,7 @@ def test_what_torch_save_wrote_is_refused_and_runs_nothing(tmp_path, monkeypatch
 
 
 def test_the_package_knows_no_pickle_but_in_the_one_place_that_converts():
-    """There torch.load is called once, with weights_only=True (test_convert.py)."""
+    """Only convert calls torch.load: once, with weights_only=True (test_convert.py)."""
     forbidden = re.compile(r"import \w*pickle|torch\.load|torch\.save\(|marshal|shelve|\beval\(|\bexec\(")
     found = []
     for source in Path(ddp_core.__file__).parent.rglob("*.py"):

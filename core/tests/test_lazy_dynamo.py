@@ -1,4 +1,4 @@
-"""torch's compiler is imported by who compiles, and by nobody else: a second or two of every rank's start.
+"""Only ranks that compile import torch's compiler, which adds a second or two to a rank's start.
 
 python -m pytest core/tests/test_lazy_dynamo.py
 """
@@ -9,7 +9,7 @@ import pytest
 import ranks
 from ranks import call, train
 
-REAL = "torch._dynamo.eval_frame"  # a part of the real module
+REAL = "torch._dynamo.eval_frame"  # a submodule of the real compiler
 
 
 def _tell_at_the_end() -> None:
@@ -59,7 +59,7 @@ def _compile() -> None:
 
 
 def test_who_compiles_gets_the_real_one(tmp_path):
-    """Its stand-in makes room at the first question that it does not know."""
+    """The stand-in replaces itself at the first attribute that it lacks."""
     job = ranks.fork(tmp_path, call("test_lazy_dynamo", "_compile"))
     assert job.codes == [0], job.err
 
@@ -99,7 +99,7 @@ def _stop_the_compiler(told: bool) -> None:
 
 @pytest.mark.parametrize("told, code", [(True, 75), (False, 2)])
 def test_a_stop_that_ends_the_compiler_is_one(tmp_path, told, code):
-    """Ctrl-C, or a signal to a job's step, reaches the C++ compiler, too."""
+    """Ctrl-C, or a signal to a job step, also reaches the C++ compiler."""
     faults = {0: call("test_lazy_dynamo", "_stop_the_compiler", told)}
     job = train(tmp_path / "run", "--compile --epochs 1", workload="small:Small", faults=faults, code=code)
     assert ("SIGUSR1 while the model was compiled at step 0: what was saved is whole" in job.error) == told

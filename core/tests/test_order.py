@@ -1,4 +1,4 @@
-"""Random integers, the order of samples, and who trains on which rows.
+"""Random integers, the order of samples, and each rank's rows.
 
 python -m pytest core/tests/test_order.py
 """
@@ -15,12 +15,12 @@ from ddp_core.order import words as our_words
 from ranks import call, train
 
 MASK = 2**64 - 1
-# The sequence from seed 1234567 that https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64 publishes.
+# The published sequence for seed 1234567: https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64
 PUBLISHED = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
 
 
 def splitmix64(state: int) -> int:
-    """The output of one state, in Python's own integers."""
+    """The output for one state, computed with Python's integers."""
     z = (state + 0x9E3779B97F4A7C15) & MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
@@ -89,7 +89,7 @@ def test_every_row_comes_first_about_equally_often():
     assert first.min() > 140 and first.max() < 260, first  # 200 +- 4.5 standard deviations
 
 
-# ---- who trains on what -------------------------------------------------------------------------------------------
+# ---- rows of a rank -----------------------------------------------------------------------------------------------
 
 BATCHES = [(world_size, rows * world_size) for world_size in range(1, 17) for rows in (1, 3, 8)]
 
@@ -120,17 +120,17 @@ def test_rows_left_over_are_others_in_the_next_epoch():
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_micro_batches_of_all_ranks_are_the_same_while_their_number_is(count):
-    """As --reduction canonical needs it: rank r's m-th is the (r + m * world size)-th of all."""
+    """--reduction canonical needs this: rank r's m-th micro-batch is number r + m * world_size of all."""
     rows = torch.arange(24)
     shards = {r + m * 2: part.tolist() for r in range(2) for m, part in enumerate(micro_batches(rows[r::2], count))}
     assert shards == {number: rows[number :: 2 * count].tolist() for number in range(2 * count)}
 
 
-# ---- an order that is never laid out ------------------------------------------------------------------------------
+# ---- an order computed place by place -----------------------------------------------------------------------------
 
 
 def keyed(seed: int, epoch: int, count: int, place: int) -> int:
-    """The row at a place, in Python's own integers: a Feistel network of four rounds, walked until it is a row."""
+    """The row at a place, computed with Python's integers: a Feistel network of four rounds, repeated until it gives a row."""
     bits = (count - 1).bit_length()
     half = max(1, (bits + 1) // 2)
     keys = [words(1, 1, seed, epoch, number)[0] % 2**62 for number in range(4)]
@@ -178,12 +178,12 @@ def test_every_row_comes_first_about_equally_often_there_too(count):
 
 
 def test_neighbours_are_scattered():
-    """Of the places 0 .. 99,999 of 10^6, the distance from one row to the next is a third of all on average, as by chance."""
+    """For places 0 .. 99,999 of 10^6, the mean distance between successive rows is a third of all rows, as by chance."""
     rows = keyed_order(0, 0, 10**6, torch.arange(10**5)).double()
     assert abs((rows[1:] - rows[:-1]).abs().mean().item() / 10**6 - 1 / 3) < 0.01
 
 
-# ---- which of the two ---------------------------------------------------------------------------------------------
+# ---- the choice between both orders -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count, batch", [(100, 12), (97, 8), (64, 64)])

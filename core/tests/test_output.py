@@ -1,4 +1,4 @@
-"""Whatever becomes of standard output, the run goes on, ends with 0, and its record is whole.
+"""A run with a broken standard output goes on and ends with 0, and its record is complete.
 
 python -m pytest core/tests/test_output.py
 """
@@ -19,7 +19,7 @@ FLAGS = "--device cpu --epochs 3 --steps-per-epoch 4 --log-every 1"
 
 
 def ended(folder: Path, where: str, **environ: str) -> subprocess.CompletedProcess:
-    """`python train.py FLAGS` in a shell, which says where its output goes; standard output is the exit code."""
+    """Run `python train.py FLAGS` in a shell with this redirection. Standard output of the result is the exit code."""
     command = f'"{sys.executable}" -c "$PROGRAM" {FLAGS} --run-dir "{folder}" {where}'
     told = dict(os.environ) | dict(PROGRAM=PROGRAM) | environ
     return subprocess.run(["bash", "-c", command], env=told, capture_output=True, text=True, timeout=120, check=False)

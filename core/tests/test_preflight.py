@@ -1,4 +1,4 @@
-"""Before anything is started: device, interface, environment and data are there, and one rank's failure is everyone's.
+"""Checks before the start: device, interface, environment and data exist, and one rank's failure ends all ranks.
 
 python -m pytest core/tests/test_preflight.py
 """
@@ -48,6 +48,13 @@ def test_a_device_that_is_not_there_is_an_error_and_no_other_device_is_taken(tmp
     assert "--device cuda" in job.error and torch.__version__ in job.error
 
 
+def test_an_accelerator_that_is_neither_cuda_nor_xpu_is_one_line(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("hpu"))
+    with pytest.raises(PreflightError, match="trains on cpu, cuda, xpu, not on hpu: pass --device cpu"):
+        device.prepare_device(parse(["--device", "auto"], 1), Rank.single())
+
+
 @pytest.mark.fault(14)
 def test_a_mask_that_hides_the_device_is_shown(tmp_path):
     hidden = environment(CUDA_VISIBLE_DEVICES="", ROCR_VISIBLE_DEVICES="7")
@@ -71,7 +78,7 @@ def test_a_python_whose_torch_cannot_be_imported_is_one_line(tmp_path, broken):
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
 def test_a_rank_s_row_names_its_device(monkeypatch, kind):
-    """With a stand-in for the accelerator: which one it was tells nobody from `cuda:1`."""
+    """With a stand-in for the accelerator. The name `cuda:1` alone would not identify it."""
     monkeypatch.setattr(torch.get_device_module(kind), "get_device_name", lambda device: f"Accelerator {device.index}")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"uuid-{device.index}"))
     row = describe(parse([], 1), Rank.single(), torch.device(kind, 1))
@@ -151,14 +158,14 @@ def test_a_limit_that_would_end_the_run_is_named_before(tmp_path):
     "limit, workers, enough", [(71, 0, False), (72, 0, True), (135, 4, False), (136, 4, True), (-1, 99, True)]
 )
 def test_threads_and_processes_of_a_node_are_counted(monkeypatch, limit, workers, enough):
-    """Not set for real: of an ordinary user this limit counts all that runs."""
+    """The real limit stays unchanged, because it counts all processes of an ordinary user."""
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit if which == resource.RLIMIT_NPROC else 10**6, -1))
     with nullcontext() if enough else pytest.raises(PreflightError, match=f"ulimit -u is {limit} "):
         device._check_limits(parse(["--workers", str(workers)], 8), ranks.world(8)[0], "cpu")
 
 
 def test_open_files_are_allowed_up_to_the_hard_limit(tmp_path):
-    """A shell's soft limit of 1,024 is met by some 300 ranks, and the kernel lets each process raise it."""
+    """About 300 ranks reach a shell's soft limit of 1,024. The kernel lets each process raise it."""
     faults = {rank: limited(resource.RLIMIT_NOFILE, 40, 200) for rank in range(2)}
     train(tmp_path / "run", "--epochs 1 --steps-per-epoch 1", 2, faults=faults, code=0)
 
@@ -209,20 +216,20 @@ def test_a_failure_on_one_rank_reaches_all_with_its_code(tmp_path, failing, erro
 
 
 def test_a_failure_of_rank_0_is_told_to_a_rank_that_starts_later(tmp_path):
-    """Ranks import torch from a shared file system, and are seconds apart."""
+    """Ranks import torch from a shared file system, so their starts are seconds apart."""
     faults = {0: failing_data(PreflightError("no data there")), 1: sleeping(1.5)}
     job = train(tmp_path / "run", "--epochs 1 --rendezvous-timeout 10", 2, faults=faults, code=3)
     assert "no data there" in job.error
 
 
-# ---- a launcher that ends all ranks once one has left -------------------------------------------------------------
+# ---- a launcher that ends all ranks when one exits ----------------------------------------------------------------
 
-PATIENT = "--epochs 1 --rendezvous-timeout 100"  # longer than a test may take
+PATIENT = "--epochs 1 --rendezvous-timeout 100"  # longer than a test's time limit
 
 
 @pytest.mark.parametrize("failing", [[0], [1], [0, 1, 2]])
 def test_no_rank_leaves_before_all_have_heard_why(tmp_path, failing):
-    """Rank 2 is late: whoever left before it has heard would have it killed on its way."""
+    """Rank 2 is late. If a rank exits before rank 2 hears the reason, the launcher kills rank 2."""
     faults = {rank: failing_data(PreflightError("no data there")) for rank in failing}
     faults[2] = in_turn(sleeping(1.5), *filter(None, [faults.get(2)]))
     job = train(tmp_path / "run", PATIENT, 3, faults=faults, strict_launcher=True, code=3)
@@ -236,7 +243,7 @@ def test_ranks_that_wait_for_a_dead_one_end_with_the_failure_that_they_know(tmp_
 
 
 def test_ranks_that_wait_for_a_dead_one_and_are_told_to_stop_do_not_ask_for_another_start(tmp_path):
-    """With 75 the job would come back, and the rank fail again."""
+    """Exit code 75 would requeue the job, and the rank would fail again."""
     job = train(tmp_path / "run", PATIENT, 3, faults={2: in_turn(sleeping(2), dying)}, strict_launcher=True)
     # Rank 1 may be slow to come.
     assert job.codes == [4, 4, 99] and re.search(r"SIGTERM before all ranks had met \(rank (1, )?2 had not\)", job.error)
@@ -248,7 +255,7 @@ def test_a_rank_that_is_told_to_stop_gives_rank_0_time_to_say_why(tmp_path):
     assert "no data there" in job.error
 
 
-# ---- what a failure says ------------------------------------------------------------------------------------------
+# ---- error messages -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", [2, 3, 4, 5, 6, 7, 8])
@@ -263,7 +270,7 @@ def test_debug_shows_the_traceback_along_with_the_line(tmp_path):
     assert job.err[0].startswith("error: no data there\n") and "Traceback" in job.err[0]
 
 
-# ---- what a rank can be asked, and says by itself -----------------------------------------------------------------
+# ---- reports of a running rank ------------------------------------------------------------------------------------
 
 
 @pytest.mark.fault(21)
@@ -284,7 +291,7 @@ def test_more_threads_than_cores_are_said(tmp_path):
 @pytest.mark.fault(44)
 @pytest.mark.parametrize("places, said", [(("a", "b"), True), (("a", "a"), False)])
 def test_a_run_directory_of_one_node_alone_is_said(tmp_path, places, said):
-    """A job that comes back on another node would begin anew there."""
+    """A job that is requeued to another node would start from the beginning there."""
     for place in places:
         (tmp_path / place).mkdir(exist_ok=True)
     faults = {rank: standing_in(tmp_path / place) for rank, place in enumerate(places)}
@@ -302,7 +309,7 @@ def test_a_run_directory_that_a_node_sees_a_little_later_is_not_taken_for_anothe
 
 @pytest.mark.parametrize("mask, never", [(0, 0o002), (0o077, 0o077)])
 def test_nothing_of_a_run_is_everybody_s_to_write(tmp_path, mask, never):
-    """Though its user's umask would have it: a file of one's own there would be another run's weights. A stricter one stays."""
+    """Even if the user's umask allows it: another user could put other weights there. A stricter umask stays."""
     train(tmp_path / "run", "--epochs 1", faults={0: partial(os.umask, mask)}, code=0)
     paths = [tmp_path / "run", *(tmp_path / "run").iterdir()]
     assert len(paths) == 4 and not [path.name for path in paths if path.stat().st_mode & never]

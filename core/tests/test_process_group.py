@@ -1,4 +1,4 @@
-"""How ranks meet, and what they say when they do not: one line that names the culprit, and the same code on all.
+"""How ranks meet. If they cannot, one line names the faulty rank, and all ranks exit with the same code.
 
 python -m pytest core/tests/test_process_group.py
 """
@@ -32,12 +32,12 @@ from ranks import call, train, world
 
 SOON = "--epochs 1 --rendezvous-timeout 3"
 LATER = "--epochs 1 --rendezvous-timeout 3"
-LONG = {0: at_step(0, sleeping(2))}  # a job that is still there when a process comes late that does not belong to it
+LONG = {0: at_step(0, sleeping(2))}  # the job still runs when a foreign process comes late
 
 
 @pytest.fixture(params=[b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None], ids=["hangs up", "http", "silent"])
 def listener(request):
-    """A port where another program listens, and what it answers with."""
+    """A port where another program listens, and its answer."""
 
     def serve(server: socket.socket) -> None:
         connections = []
@@ -55,7 +55,7 @@ def listener(request):
         yield server.getsockname()[1]
 
 
-# ---- who is missing, and who should not be there ------------------------------------------------------------------
+# ---- missing and unexpected ranks ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("missing", [[2], [1, 3]])
@@ -69,7 +69,7 @@ def test_missing_ranks_are_named(tmp_path, missing):
 
 @pytest.mark.fault(4)
 def test_without_rank_0_the_others_say_where_they_looked():
-    """In a process that is not forked: c10d's own pages of C++ frames come from before Python's line."""
+    """Not forked: only a new process shows whether c10d prints pages of C++ frames before the error line."""
     program = f"from ddp_core import *; raise SystemExit(run(lambda environ: {world(2)[1]!r}, {SOON.split()!r}))"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_")}
     command = [sys.executable, "-c", program]
@@ -80,7 +80,7 @@ def test_without_rank_0_the_others_say_where_they_looked():
 
 
 def test_ranks_do_not_end_through_python(tmp_path):
-    """There one of gloo's threads that asks for the interpreter aborts a run that is complete."""
+    """During Python's exit, a gloo thread that asks for the interpreter can abort a complete run."""
     flags = f"{ranks.FLAGS} --epochs 1 --steps-per-epoch 1 --run-dir {tmp_path}/run".split()
     program = "import atexit, os; atexit.register(os.abort); from ddp_core import *; raise SystemExit(run(lambda _: {}, {}))"
     commands = [[sys.executable, "-c", program.format(rank, flags)] for rank in world(2)]
@@ -91,7 +91,7 @@ def test_ranks_do_not_end_through_python(tmp_path):
 @pytest.mark.parametrize("flag", ["", "--debug"])
 @pytest.mark.fault(11)
 def test_a_kernel_without_ipv6_is_no_news(tmp_path, flag):
-    """c10d tries IPv6 first, and warns; --debug shows that it does so here."""
+    """c10d tries IPv6 first and warns. --debug shows that it does so here."""
     ours = [replace(rank, master_addr="localhost") for rank in world(2)]
     flags = f"{ranks.FLAGS} --epochs 1 --steps-per-epoch 1 --run-dir {tmp_path}/run {flag}".split()
     program = "from ddp_core import *; raise SystemExit(run(lambda _: {}, {}))"
@@ -104,11 +104,11 @@ def test_a_kernel_without_ipv6_is_no_news(tmp_path, flag):
 
 
 def without_ipv6() -> None:
-    """This process and its children get errno 97 from the kernel for a socket of IPv6, as where it has none: by seccomp.
+    """The kernel gives this process and its children errno 97 for IPv6 sockets, as a kernel without IPv6 does. Uses seccomp.
 
     https://docs.kernel.org/userspace-api/seccomp_filter.html
     """
-    number = dict(x86_64=41, aarch64=198)[os.uname().machine]  # of the call socket()
+    number = dict(x86_64=41, aarch64=198)[os.uname().machine]  # the number of the system call socket()
     load, jump, end, allow, refuse = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000
     steps = [
         (load, 0, 0, 0),
@@ -128,7 +128,7 @@ def without_ipv6() -> None:
 @pytest.mark.parametrize("odd, size", [(1, 3), (2, 4)])
 @pytest.mark.fault(6)
 def test_a_rank_that_expects_a_larger_world_names_both(tmp_path, odd, size):
-    """Within rank 0's world of two, whose own rank 1 is missing then, and beyond it, where rank 0 does not look."""
+    """Rank 1 is in rank 0's world of two, which then lacks it; rank 2 is beyond it, where rank 0 does not look."""
     present = world(2)
     larger = world(size, port=present[0].master_port)[odd]
     job = train(tmp_path / "run", LATER, ranks=[*present[:odd], larger], faults=LONG)
@@ -139,7 +139,7 @@ def test_a_rank_that_expects_a_larger_world_names_both(tmp_path, odd, size):
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.fault(7)
 def test_a_rank_that_is_there_twice_is_named(tmp_path, world_size):
-    """Beside a world that is complete, and in the place of a rank that is missing."""
+    """In a complete world, and in a world where another rank is missing."""
     present = world(world_size)[:2]
     job = train(tmp_path / "run", LATER, ranks=[*present, present[1]], faults=LONG)
     assert 4 in job.codes[1:] and {*job.codes} <= {0, 4}, (job.codes, job.err)
@@ -149,7 +149,7 @@ def test_a_rank_that_is_there_twice_is_named(tmp_path, world_size):
 @pytest.mark.parametrize("waiting", [0, 1])
 @pytest.mark.parametrize("told, code", [(signal.SIGUSR1, 75), (signal.SIGTERM, 4)])
 def test_a_rank_that_waits_for_the_other_can_be_told_to_stop(tmp_path, waiting, told, code):
-    """SIGTERM is also what launchers send when a rank has failed, which then is the one that is missing."""
+    """Launchers send SIGTERM also when a rank has failed. That rank is then the missing one."""
     faults = {0: signalled_after(0.5, told)}
     job = train(tmp_path / "run", "--epochs 1 --rendezvous-timeout 100", ranks=[world(2)[waiting]], faults=faults, code=code)
     assert told.name in job.error
@@ -157,7 +157,7 @@ def test_a_rank_that_waits_for_the_other_can_be_told_to_stop(tmp_path, waiting, 
 
 
 def test_the_first_signal_is_the_reason(tmp_path):
-    """The scheduler's warning reaches all ranks; who obeys first has the launcher end the others."""
+    """The scheduler warns all ranks. The first to exit makes the launcher end the others."""
     faults = {0: in_turn(signalled_after(0.5, signal.SIGUSR1), signalled_after(1, signal.SIGTERM))}
     train(tmp_path / "run", "--epochs 1", ranks=[world(2)[1]], faults=faults, code=75)
 
@@ -175,7 +175,7 @@ def test_a_port_that_another_program_has_is_named_by_every_rank(tmp_path, listen
 
 @pytest.mark.fault(2)
 def test_another_job_s_rank_0_is_told_from_ours(tmp_path):
-    """Rank 1 of `mine` finds the rank 0 of `theirs` on the port, which waits for its own rank 1."""
+    """Rank 1 of `mine` finds rank 0 of `theirs` on its port, which waits for its own rank 1."""
     theirs = world(2, job_id="theirs")[0]
     mine = world(2, port=theirs.master_port, job_id="mine")[1]
     job = train(tmp_path / "run", SOON, ranks=[theirs, mine], code=4)
@@ -193,7 +193,7 @@ def test_an_address_that_does_not_resolve_is_named(tmp_path):
 
 
 def test_a_launcher_s_store_serves_one_start_after_another(tmp_path):
-    """torchrun's agent keeps its store over a restart of the ranks, with the keys of the first start in it."""
+    """torchrun's agent keeps its store when it restarts the ranks, with the keys of the first start."""
     port = ranks.free_port()
     store = torch.distributed.TCPStore("127.0.0.1", port, None, True, timedelta(seconds=20), wait_for_workers=False)
     failing = {1: failing_data(PreflightError("no data"))}
@@ -208,7 +208,7 @@ def test_many_ranks_meet_on_one_machine(tmp_path, world_size):
     train(tmp_path / "run", "--epochs 1 --steps-per-epoch 1", world_size, code=0)
 
 
-# ---- of one mind --------------------------------------------------------------------------------------------------
+# ---- ranks that disagree ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_rank_0_that_is_too_slow_hears_who_has_given_up(tmp_path):
 @pytest.mark.parametrize("name, value", [("core", "digest"), ("python", "3.99.0"), ("cpu_capability", "NEON")])
 @pytest.mark.fault(12)
 def test_a_rank_that_computes_with_something_else_is_named(tmp_path, name, value):
-    """A stale copy of the same version on one node, another interpreter, another kind of processor."""
+    """A stale copy of the same version on one node, another interpreter, or another type of processor."""
     faults = {1: call("test_process_group", "_other_program", name, value)}
     job = train(tmp_path / "run", "--epochs 1", 2, faults=faults, code=4)
     assert f"{name}={value} on rank 1, but" in job.error and " on rank 0: " in job.error
@@ -288,7 +288,7 @@ def test_every_file_of_the_core_counts(tmp_path, monkeypatch):
 
 
 def test_a_rank_0_that_was_slow_does_not_miss_those_who_are_there(tmp_path):
-    """It reads its data for longer than --rendezvous-timeout: the ranks wait for its verdict a little longer."""
+    """Rank 0 reads its data for longer than --rendezvous-timeout. The other ranks wait a little longer for its verdict."""
     faults = {0: call("test_process_group", "_slow_data", 3.3)}
     train(tmp_path / "run", f"{SOON} --steps-per-epoch 1", 2, faults=faults, code=0)
 
@@ -316,7 +316,7 @@ def test_what_one_rank_alone_cannot_build_it_says_itself(tmp_path):
 
 
 def test_a_rank_that_comes_after_the_verdict_hears_it(tmp_path):
-    """Rank 1 lacks data; rank 2 comes two seconds later, and must not end as if nobody had been there."""
+    """Rank 1 lacks data. Rank 2 comes two seconds later and must still get that verdict."""
     late = {1: failing_data(PreflightError("no data")), 2: sleeping(2)}
     job = train(tmp_path / "run", "--epochs 1", 3, faults=late, code=3)
     assert "no data" in job.error
@@ -326,7 +326,7 @@ def test_a_rank_that_comes_after_the_verdict_hears_it(tmp_path):
 
 
 def _exhaust(how: str) -> None:
-    """What cannot be had, of torch's allocator, Python's, and the kernel."""
+    """Ask for more memory than exists: from torch's allocator, Python's, or the kernel."""
     if how == "torch":
         torch.empty(2**60, dtype=torch.uint8)
     elif how == "python":
@@ -359,11 +359,11 @@ def _exhaust_in(when: str, how: str) -> None:
         Digits.model = lambda *arguments: _exhaust(how)
 
 
-# ---- what meeting costs -------------------------------------------------------------------------------------------
+# ---- cost of the rendezvous ---------------------------------------------------------------------------------------
 
 
 def _count_requests(file: Path) -> None:
-    """Of this process in the store, until its first step: how often, and how many bytes it reads; not those of gloo."""
+    """Count this process's requests to the store and the bytes read, until its first step, without gloo's."""
     from ddp_core.rendezvous import SignedStore
 
     counts = dict(requests=0, read=0)
@@ -390,7 +390,7 @@ def _write_counts(file: Path, counts: dict[str, int]) -> None:
 
 
 def test_a_rank_s_own_cost_of_meeting_does_not_grow_with_their_number(tmp_path):
-    """The rows of all ranks go to rank 0 alone; sent to everybody they would be a terabyte at 75,000 ranks."""
+    """All ranks' rows go to rank 0 only. Sent to every rank, they would be a terabyte at 75,000 ranks."""
     costs = {}
     for world_size in (2, 8, 16):
         file = tmp_path / f"costs-{world_size}"
@@ -399,7 +399,7 @@ def test_a_rank_s_own_cost_of_meeting_does_not_grow_with_their_number(tmp_path):
         train(tmp_path / f"run-{world_size}", flags, world_size, faults=faults, code=0)
         costs[world_size] = json.loads(file.read_text())
     assert costs[2]["requests"] == costs[8]["requests"] == costs[16]["requests"] < 10, costs
-    assert costs[16]["read"] <= costs[2]["read"] + 2, costs  # world_size has a digit more
+    assert costs[16]["read"] <= costs[2]["read"] + 2, costs  # world_size has one more digit
 
 
 @pytest.mark.fault(20)
@@ -414,13 +414,13 @@ def test_a_rank_s_own_cost_of_meeting_does_not_grow_with_their_number(tmp_path):
     ],
 )
 def test_every_way_in_which_gloo_says_that_a_peer_is_gone_is_known(text):
-    """One that was not was a traceback and 1 beside a killed rank: four ranks, killed while they met."""
+    """An unknown message once gave a traceback and exit code 1 beside a killed rank: of four ranks, killed while they met."""
     assert Peers.is_lost(RuntimeError(text)) and not Peers.is_lost(RuntimeError("shapes cannot be multiplied"))
 
 
 @pytest.mark.parametrize("backend, closed", [("gloo", [None]), ("nccl", ["of a node", "of nodes"])])
 def test_a_rank_that_hangs_up_closes_no_group_of_nccl_which_would_wait_for_its_peers(monkeypatch, backend, closed):
-    """None: all groups."""
+    """closed None: all groups."""
     found = []
     monkeypatch.setattr(process_group.dist, "get_backend", lambda: backend)
     monkeypatch.setattr(process_group.dist, "destroy_process_group", found.append)
@@ -433,9 +433,9 @@ def test_as_many_ranks_as_the_kernel_allows_may_call_rank_0_at_once(monkeypatch)
     asked = []
     monkeypatch.setattr(socket, "create_server", lambda place, **words: asked.append(words["backlog"]))
     rendezvous.Rendezvous._listen(SimpleNamespace(rank=world(2)[0]))
-    assert asked == [4096]  # the limit of Linux, net.core.somaxconn
+    assert asked == [4096]  # Linux's limit, net.core.somaxconn
 
 
 def test_how_long_ranks_wait_for_each_other():
-    """Those of these tests are on one machine, and wait less (ranks.py)."""
+    """In these tests all ranks are on one machine and wait less (ranks.py)."""
     assert (process_group.ROLL_CALL, rendezvous.REPORT_SECONDS, rendezvous.GRACE, run_directory.LAG) == (5.0, 10.0, 2.0, 10.0)

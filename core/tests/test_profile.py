@@ -1,4 +1,4 @@
-"""--profile: a trace with names, and none where it is not asked for.
+"""--profile writes a trace with named parts; without the flag there is no trace.
 
 python -m pytest core/tests/test_profile.py
 """
@@ -18,7 +18,7 @@ RUN = "--epochs 3 --precision fp64"  # 14 steps an epoch
 
 
 def events(job: ranks.Job) -> list[dict]:
-    """Of the trace; those that have a duration."""
+    """The trace's events that have a duration."""
     with gzip.open(job.run_dir / "trace.json.gz", "rt") as file:
         return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
 
@@ -47,7 +47,7 @@ def test_the_sums_that_ddp_starts_during_backward_are_communication(tmp_path):
 
 @pytest.mark.parametrize("flags, steps", [("--profile", 10), ("--profile 10 --accumulate 2", 20), ("--profile 9", 9)])
 def test_it_has_as_many_steps_as_are_asked_for(tmp_path, flags, steps):
-    """--profile 9 ends with an epoch, whose evaluation has forward passes of its own, and not of a step."""
+    """--profile 9 ends after an epoch. Its evaluation's forward passes do not count as steps."""
     job = train(tmp_path / "run", f"{RUN} {flags}", code=0)
     assert count(job, "backward") == count(job, "forward") == steps
 

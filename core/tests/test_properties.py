@@ -1,4 +1,4 @@
-"""Whatever is in a file or a variable: it is read, or refused in one line. And every row has its rank, in worlds up to 100,000.
+"""Any file or variable is read, or refused in one line. Every row has one rank, in worlds of up to 100,000 ranks.
 
 python -m pytest core/tests/test_properties.py
 """
@@ -19,7 +19,7 @@ from test_document import WHOLE, adopted
 from test_rank import GOOD, VARIABLES
 from test_snapshot import DOCUMENT, TENSORS
 
-# The same examples each time: what fails once fails again.
+# The examples are the same each time, so a failure repeats.
 settings.register_profile(
     "ddp", derandomize=True, deadline=None, database=None, max_examples=300, suppress_health_check=[*HealthCheck]
 )
@@ -79,7 +79,7 @@ def test_any_header_is_refused_in_a_line(whole, text):
 @pytest.mark.fault(36)
 @given(value=VALUES, formed=st.booleans(), step=VALUES | st.just(10**400), problem=VALUES | st.just({"optimizer": "adamw"}))
 def test_any_document_with_right_checksums_is_refused_or_read(whole, value, formed, step, problem):
-    """Also one of format 1, which is made one of format 2."""
+    """Documents of format 1 are converted to format 2 first."""
     path = whole[2]
     if isinstance(value, dict):
         value |= dict(format=1, crc32={}, step=step, problem=problem) if formed else {}
@@ -95,7 +95,7 @@ def test_any_document_with_right_checksums_is_refused_or_read(whole, value, form
 @pytest.mark.fault(36)
 @given(data=st.data())
 def test_a_document_with_a_part_that_is_another_is_adopted_or_refused_in_a_line(data):
-    """Anywhere in it, at any depth."""
+    """The changed part may be anywhere, at any depth."""
     document = copy.deepcopy(WHOLE | dict(numbers=[{"momentum": 0.5}, {}]))
     place, key = document, data.draw(st.sampled_from([*document]))
     while isinstance(place[key], dict | list) and place[key] and data.draw(st.booleans()):
@@ -147,7 +147,7 @@ def test_the_ranks_of_any_world_share_an_epoch_out_among_them(world_size, each, 
 @settings(max_examples=60)
 @given(world_size=st.integers(1, 100_000), each=st.integers(1, 5), keyed=st.booleans(), data=st.data())
 def test_a_rank_of_any_world_has_its_place_in_the_order(world_size, each, keyed, data):
-    """Both where the order is sorted and where it is computed place by place."""
+    """Both when the order is sorted, and when it is computed place by place."""
     size, rank = world_size * each, data.draw(st.integers(0, world_size - 1))
     before, order.SORTED_ORDER = order.SORTED_ORDER, 0 if keyed else order.SORTED_ORDER
     try:

@@ -1,4 +1,4 @@
-"""Rank: good values are taken, impossible ones are errors that name the variable and its value.
+"""Rank accepts good values. Impossible values are errors that name the variable and its value.
 
 python -m pytest core/tests/test_rank.py
 """
@@ -9,7 +9,7 @@ import pytest
 from ddp_core import Rank
 from ddp_core.errors import ExitCode, PreflightError
 
-# The second of two ranks on the second of two nodes, as some launcher exports it.
+# The second of two ranks on the second of two nodes, in a made-up launcher's variables.
 GOOD = {
     "L_RANK": "3",
     "L_SIZE": "4",
@@ -93,7 +93,7 @@ def test_a_number_of_many_digits_is_refused_and_cut(variable, value):
 @pytest.mark.parametrize(
     "variable, value",
     [
-        ("L_SIZE", "99999999"),  # no list of the missing ranks of such a world
+        ("L_SIZE", "99999999"),  # the error must not list the missing ranks of such a world
         ("L_ADDR", "n" * 64),
         ("L_ADDR", "n..m"),
         ("L_ADDR", "n." * 130),
@@ -125,13 +125,13 @@ def test_addresses_of_every_kind_are_good(address):
         (GOOD | {"L_LOCAL_RANK": "2"}, "L_LOCAL_RANK=2"),
         (GOOD | {"L_RANK": "0"}, "L_LOCAL_RANK=1"),  # the local rank is above the rank
         (GOOD | {"L_NODE": "4"}, "L_NODE=4"),
-        (ONE_NODE | {"L_NODE": "1"}, "L_NODE=1"),  # all ranks on one node, and that is not the first
-        (ONE_NODE | {"L_LOCAL_RANK": "2"}, "L_LOCAL_RANK=2"),  # all on one node, and yet not its rank
+        (ONE_NODE | {"L_NODE": "1"}, "L_NODE=1"),  # all ranks are on one node, which must be the first
+        (ONE_NODE | {"L_LOCAL_RANK": "2"}, "L_LOCAL_RANK=2"),  # all ranks are on one node, so local rank and rank must agree
         (GOOD | {"L_PORT": "65536"}, "L_PORT=65536"),
         (GOOD | {"L_PORT": "99999"}, "L_PORT=99999"),
-        (GOOD | {"L_PORT": "0"}, "L_PORT=0"),  # a port that the others cannot know
-        (GOOD | {"L_ADDR": "127.0.0.1"}, "L_ADDR='127.0.0.1'"),  # the other node would talk to itself
-        (GOOD | {"L_ADDR": "127.0.1.1"}, "L_ADDR='127.0.1.1'"),  # Debian's /etc/hosts gives this for `hostname -i`
+        (GOOD | {"L_PORT": "0"}, "L_PORT=0"),  # a port that other ranks cannot know
+        (GOOD | {"L_ADDR": "127.0.0.1"}, "L_ADDR='127.0.0.1'"),  # the other node would connect to itself
+        (GOOD | {"L_ADDR": "127.0.1.1"}, "L_ADDR='127.0.1.1'"),  # `hostname -i` gives this with Debian's /etc/hosts
         (GOOD | {"L_ADDR": "::1"}, "L_ADDR='::1'"),
         (GOOD | {"L_ADDR": "localhost"}, "L_ADDR='localhost'"),
     ],
@@ -169,17 +169,17 @@ def test_uneven_nodes_are_good():
 
 @pytest.mark.fault(3)
 def test_two_addresses_in_one_value_are_an_error():
-    """`hostname -i` prints several on a node with several interfaces."""
+    """`hostname -i` prints several addresses on a node with several interfaces."""
     with pytest.raises(PreflightError, match=r"L_ADDR='10\.0\.0\.1 10\.1\.0\.1'"):
         read(GOOD | {"L_ADDR": "10.0.0.1 10.1.0.1"})
 
 
-# ---- how often the job was started before -------------------------------------------------------------------------
+# ---- number of earlier starts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value, restart", [(None, 0), ("", 0), (" ", 0), ("0", 0), ("3", 3)])
 def test_the_number_of_earlier_starts_may_be_unset(value, restart):
-    """Slurm sets SLURM_RESTART_COUNT from the second start on."""
+    """Slurm sets SLURM_RESTART_COUNT only from the second start on."""
     environ = GOOD if value is None else GOOD | {"L_RESTARTS": value}
     assert Rank.read(environ, **VARIABLES, restart="L_RESTARTS").restart == restart
     assert read(GOOD | {"L_RESTARTS": "3"}).restart == 0, "a site that names no variable has none"

@@ -1,4 +1,4 @@
-"""What the ranks agree on once a second: sums, an interval by the slowest clock, who may stop and who may save, what is bad.
+"""The ranks agree once a second: on sums, the slowest clock's interval, stops, saves, and non-finite numbers.
 
 python -m pytest core/tests/test_reconcile.py
 """
@@ -25,7 +25,7 @@ def clock(monkeypatch):
 
 
 class Peers:
-    """Two ranks, this one at `place`. others: what the other one says, where it says something else."""
+    """Stands for two ranks; this one is at `place`. others: the other rank's values that differ from this rank's."""
 
     def __init__(self, place: int = 0, **others):
         self.rank, self.others = place, others
@@ -55,7 +55,7 @@ def exchange(peers: Peers, losses=(1.0, 2.0), norms=(3.0, 4.0), seconds=0.5, ste
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("mine, theirs", [(0.01, 2.0), (2.0, 0.01)])
 def test_the_next_interval_is_that_of_the_slowest_clock_on_every_rank(place, mine, theirs):
-    """Ranks that went by their own would speak at different steps, and wait for each other for ever."""
+    """Otherwise the ranks would exchange at different steps, and wait for each other forever."""
     reconciliation, agreed = exchange(Peers(place, seconds=theirs), [1.0] * 40, [1.0] * 40, seconds=mine)
     assert (reconciliation.interval, agreed.seconds) == (20, 2.0)
 
@@ -118,13 +118,13 @@ def test_a_gradient_that_is_not_finite_is_tolerated_where_all_ranks_tolerate_it(
     assert agreed.not_finite == (8, [], "gradient")
     _, agreed = exchange(Peers(), norms=(bad, 1.0), tolerates=True)
     assert agreed.not_finite is None
-    for losses in ((1.0, bad), ([3.0, 1.0, 2.0], [bad, 1.0, bad])):  # a sum with one part that is not
+    for losses in ((1.0, bad), ([3.0, 1.0, 2.0], [bad, 1.0, bad])):  # a sum of which one part is not finite
         _, agreed = exchange(Peers(), losses=losses, norms=(bad, bad), tolerates=True)
         assert agreed.not_finite == (9, [0, 1], "loss on rank 0, 1")
 
 
 def test_the_ranks_wait_for_each_other_before_they_wait_for_their_devices():
-    """gloo notices a lost rank; the device would wait for it."""
+    """gloo notices a lost rank; a device would wait forever."""
     order, peers = [], Peers()
     peers.wait = lambda: order.append("peers")
     with Marked(lambda what, name: order.append(name)) as marked:
@@ -135,6 +135,19 @@ def test_the_ranks_wait_for_each_other_before_they_wait_for_their_devices():
     assert order == ["peers", "cpu"]
 
 
+def test_the_seconds_of_steps_end_when_the_device_has_done_them(monkeypatch):
+    """The host is ahead of the device: its own clock would count these steps' seconds to the next ones."""
+    clock, peers = [NOW], Peers(seconds=0)
+    peers.wait = lambda: None
+    monkeypatch.setattr(reconcile, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with Marked(lambda what, name: clock.append(clock.pop() + 2.0)) as marked:
+        marked.in_step = True
+        reconciliation = Reconciliation(peers)
+        reconciliation.losses = reconciliation.norms = [torch.ones((), device=torch.device("cuda"))]
+        agreed = reconciliation.exchange(1, stop=False, save=False, tolerates=False)
+    assert (agreed.seconds, reconciliation.last) == (2.0, NOW + 2)
+
+
 def test_what_was_told_is_forgotten_and_the_clock_begins_anew():
     reconciliation, _ = exchange(Peers(), seconds=5)
     assert reconciliation.losses == reconciliation.norms == []
@@ -142,7 +155,7 @@ def test_what_was_told_is_forgotten_and_the_clock_begins_anew():
 
 
 class Lagging(Small):
-    """Its metrics take 0.2 s on all ranks."""
+    """Metrics take 0.2 s on all ranks."""
 
     defaults = Small.defaults | dict(epochs=1, global_batch_size=8)
 
@@ -152,7 +165,7 @@ class Lagging(Small):
 
 
 def _a_fast_clock() -> None:
-    """Of rank 1: three seconds a second."""
+    """Rank 1's clock runs at three times the speed."""
     from ddp_core import evaluation
 
     evaluation.time = SimpleNamespace(monotonic=lambda: 3 * time.monotonic())

@@ -1,4 +1,4 @@
-"""run.jsonl: what its records hold, and that half a line at its end does no harm; progress, notes, and the table at the end.
+"""run.jsonl: its records, and a torn last line; progress lines, notes, and the table at the end.
 
 python -m pytest core/tests/test_record.py
 """
@@ -27,7 +27,7 @@ from ddp_core.workload import find
 from faults import after_save, at_step, files_limited_to, signalled
 from small import OneByOne, SeveralLosses, Small, table
 
-KEYS = {  # at least
+KEYS = {  # the keys that each record has at least
     "start": {"step", "config", "data", "versions", "world_size", "reduction", "ranks", "seconds", "restart", "notes"}
     | {"workload_file", "training_rows", "held_out_rows"},
     "step": {"epoch", "step", "loss", "loss_hex", "grad_norm"},
@@ -52,7 +52,7 @@ def kinds(path: Path) -> list[str]:
 
 
 def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path):
-    record = opened(tmp_path / "run.jsonl")  # held open: closing it would write the line too
+    record = opened(tmp_path / "run.jsonl")  # kept open: closing it would also write the line
     record.write("step", step=1, loss=0.5)
     assert (tmp_path / "run.jsonl").read_text() == '{"kind":"step","step":1,"loss":0.5}\n'
 
@@ -141,7 +141,7 @@ def test_the_start_record_says_where_each_rank_is(finished):
 
 
 def many(tmp_path: Path, count: int) -> list[dict]:
-    """The rows of so many ranks, 8 a node, of a start that is on record."""
+    """The rows of `count` ranks, 8 per node, after a recorded start."""
     rows = [dict(rank=n, node_rank=n // 8, host=f"node{n // 8}", device="cpu") for n in range(count)]
     record = opened(tmp_path / "run.jsonl")
     record.start(0, 0, dict(device="cpu"), rows, [])
@@ -179,14 +179,14 @@ def test_losses_are_logged_every_so_many_steps(finished):
 
 
 def test_a_log_that_cannot_be_written_ends_the_run_on_all_ranks_alike(tmp_path):
-    """run.jsonl of one step an entry has about 5 kB after 20 steps."""
+    """With a record per step, run.jsonl has about 5 kB after 20 steps."""
     full = {0: at_step(20, files_limited_to(4000))}
     job = ranks.train(tmp_path / "run", "--epochs 3 --save-every 9", 2, faults=full, code=8)
     assert "run.jsonl" in job.error and "free space" in job.error
 
 
 def test_an_end_that_cannot_be_written_ends_the_run_on_all_ranks_alike(tmp_path):
-    """A log longer than any snapshot, so that the limit stops the log alone, after the last snapshot."""
+    """The log is longer than any snapshot, so the limit stops only the log, after the last snapshot."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.jsonl").write_text('{"kind":"step"}\n' * 60_000)
     job = ranks.train(tmp_path / "run", "--epochs 1", 2, faults={0: after_save(files_limited_to(500_000))}, code=8)
@@ -210,7 +210,7 @@ def test_each_of_several_losses_is_recorded_and_their_sum_is_the_loss(finished, 
 
 
 def test_the_parts_have_the_names_that_the_workload_gave_them(finished):
-    """Of the first step, by hand: the model as it is built, and the rows of the first global batch."""
+    """The first step's parts, computed by hand from the model as built and the rows of the first global batch."""
     seed_everything(0)
     model, rows = find(SeveralLosses).model(parse([], 1)).double(), sample_order(0, 0, 128)[:16]
     inputs, targets = (column[rows] for column in table())
@@ -226,7 +226,7 @@ def test_one_loss_has_no_parts(finished):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_metric_with_a_count_of_its_own_is_a_mean_over_that(finished, world_size):
-    """small.SeveralLosses: the error over rows above 0 alone, recomputed from the snapshot."""
+    """small.SeveralLosses: the error over rows above 0 only, computed again from the snapshot."""
     job = finished("", world_size, "small:SeveralLosses")
     model = find(SeveralLosses).model(parse([], 1)).double()
     tensors, _ = snapshot.read(job.snapshot)
@@ -239,7 +239,7 @@ def test_a_metric_with_a_count_of_its_own_is_a_mean_over_that(finished, world_si
 
 
 class CountsNothing(Small):
-    """A metric whose own count is not finite, while its sum is."""
+    """A metric with a finite sum and a count that is not finite."""
 
     def metrics(self, outputs, batch):
         return {"odd": (outputs.sum(), torch.tensor(torch.nan))}
@@ -261,7 +261,7 @@ class Limited(Small):
 
 @pytest.mark.parametrize("limit", ["inf", "nan"])
 def test_a_flag_of_one_s_own_that_is_no_number_is_a_word_in_the_record(tmp_path, limit):
-    """All ranks have the same, though NaN is not equal to itself, and a run goes on with it."""
+    """All ranks have the same value, although NaN is not equal to itself. The run can be resumed with it."""
     flags = f"--epochs 1 --limit {limit}"
     job = ranks.train(tmp_path / "run", flags, 2, workload="test_record:Limited", code=0)
     assert job.records("start")[0]["config"]["limit"] == limit
@@ -319,7 +319,7 @@ def test_gradients_that_are_all_0_are_said_once(finished):
 
 @pytest.mark.parametrize("tracks, changed, noted", [(True, ["1.running_mean"], True), (True, [], False), (False, [], True)])
 def test_a_batch_s_own_statistics_are_noted_and_frozen_ones_are_not(tracks, changed, noted):
-    """Without running means no buffer changes, and the statistics are the batch's all the same."""
+    """Without running means no buffer changes, but the statistics still come from the batch."""
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8, track_running_stats=tracks))
     assert [note.split(" uses ")[0] for note in notes_on_buffers(model, changed)] == ["BatchNorm1d"] * noted
 
@@ -434,7 +434,7 @@ LINE = re.compile(r"epoch=(\d)/2 step=(\d+)/14 loss=(\S+) rows_a_second=\d+ left
 
 
 def test_lines_come_while_an_epoch_lasts(finished):
-    """Seconds that have always passed: a line at every reconciliation, which comes after 1, 3, 7 steps at the latest."""
+    """With an interval that has always passed, every reconciliation prints a line; they come after at most 1, 3, 7 steps."""
     job = finished("--epochs 2 --log-seconds 1e-9", 2)
     found = [match.groups() for match in map(LINE.fullmatch, job.out[0].splitlines()) if match]
     assert len(found) >= 4 and job.out[1] == ""
@@ -449,7 +449,7 @@ def test_there_is_none_with_0_and_none_in_a_run_of_a_second(finished, flags):
 
 
 def told(record: Record, capsys, seconds: list[float], monkeypatch) -> list[float]:
-    """At which of these times a line of progress is printed."""
+    """The times, of these, at which a progress line is printed."""
     monkeypatch.setattr(time, "monotonic", lambda: now)
     lines = []
     for now in seconds:
@@ -522,7 +522,7 @@ PARTS = ["computing", "reading", "communication", "evaluation", "snapshots"]
 
 
 def table_of(job: ranks.Job) -> dict[str, str]:
-    """The lines below the title, which are indented."""
+    """The indented lines below the title."""
     lines = [line for line in job.out[0].splitlines() if line.startswith("  ")]
     return dict(re.split(r"  +", line.strip(), maxsplit=1) for line in lines)
 
@@ -581,7 +581,7 @@ def test_the_table_has_every_loss_and_metric(finished):
 
 
 def test_a_run_that_was_stopped_tells_its_own_steps_speed(tmp_path):
-    """Rows a second are of this start, not of all steps so far."""
+    """Rows per second count this start's steps, not all steps of the run."""
     flags = "--epochs 2"
     job = ranks.train(tmp_path / "run", flags, 1, faults={0: at_step(3, signalled(signal.SIGUSR1))}, code=75)
     assert "stopped early (SIGUSR1) and saved" in job.out[0] and table_of(job)["epochs run"] == "0 of 2"
@@ -599,7 +599,7 @@ def test_a_run_with_nothing_left_to_do_has_no_speed(finished, tmp_path):
     assert (end["rows_a_second"], end["median"], end["p10"]) == (0, 0, 0) and "seconds" not in table_of(job)
 
 
-# ---- what the numbers mean ------------------------------------------------------------------------------------------
+# ---- meaning of the numbers -----------------------------------------------------------------------------------------
 
 
 def test_the_time_left_is_of_the_steps_that_are_left(tmp_path):
@@ -631,7 +631,7 @@ def test_the_speed_that_counts_is_the_latest():
 
 
 class SlowRows(OneByOne):
-    """Its rows take 10 ms each."""
+    """Each row takes 10 ms."""
 
     def __getitem__(self, index):
         time.sleep(0.01)
@@ -645,7 +645,7 @@ class ReadSlowly(Small):
 
 def test_reading_and_waiting_for_others_are_where_they_belong(tmp_path):
     reads = train_small(tmp_path / "reads", "--epochs 1 --steps-per-epoch 3", workload="test_record:ReadSlowly")
-    assert reads.records("end")[0]["seconds"]["reading"] >= 0.3  # 2 x 16 rows, behind those that were read before the training
+    assert reads.records("end")[0]["seconds"]["reading"] >= 0.3  # 2 x 16 rows; others were read before the training
     waits = train_small(tmp_path / "waits", "--epochs 1 --steps-per-epoch 4 --reduction flat", 2, "test_record:Lags")
     end = waits.records("end")[0]
     assert end["seconds"]["communication"] >= 0.6 and end["slowest_rank"] == 1
@@ -653,7 +653,7 @@ def test_reading_and_waiting_for_others_are_where_they_belong(tmp_path):
 
 
 class Lags(Small):
-    """Rank 1 takes 0.2 s a step."""
+    """Rank 1 takes 0.2 s per step."""
 
     def loss(self, outputs, batch):
         time.sleep(0.2 if torch.distributed.get_rank() == 1 else 0)
@@ -661,7 +661,7 @@ class Lags(Small):
 
 
 class LongEvaluation(Small):
-    """By the clock each held-out batch takes 1,000 s."""
+    """Each held-out batch takes 1,000 s by the clock."""
 
     past = 0.0
 

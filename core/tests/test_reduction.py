@@ -1,4 +1,4 @@
-"""How gradients are summed: ddp, flat and canonical agree; canonical gives the same bits at every world size.
+"""Gradient sums: ddp, flat and canonical agree; canonical gives the same bits at every world size.
 
 python -m pytest core/tests/test_reduction.py
 """
@@ -22,7 +22,7 @@ RUN = f"--epochs 3 {CANONICAL}"  # 14 steps an epoch
 
 
 def assert_same_bits(job: Job, reference: Job) -> None:
-    """Every loss, gradient norm, evaluation and tensor; snapshots differ in what names the world size, and only there."""
+    """Every loss, gradient norm, evaluation and tensor. Snapshots may differ only where they give the world size."""
     assert [loss.hex() for loss in job.losses] == [loss.hex() for loss in reference.losses]
     ours, theirs = ({step["step"]: step["grad_norm"] for step in one.records("step")} for one in (job, reference))
     assert ours == theirs
@@ -43,7 +43,7 @@ def assert_same_bits(job: Job, reference: Job) -> None:
 
 @dataclass
 class Term:
-    """A sum written out, with its brackets."""
+    """A sum as text, with its brackets."""
 
     text: str
 
@@ -67,7 +67,7 @@ def test_the_order_of_additions():
 
 def test_tensors_are_summed_in_that_order():
     parts = torch.tensor([[1e16, 1.0], [1.0, 2.0], [-1e16, 4.0], [1.0, 8.0]], dtype=torch.float64)
-    assert tree_sum(parts).tolist() == [2.0, 15.0]  # in the order of the rows, the first would be 1
+    assert tree_sum(parts).tolist() == [2.0, 15.0]  # added in the order of rows, the first sum would be 1
     assert tree_sum(parts[:1]).tolist() == [1e16, 1.0]
 
 
@@ -87,7 +87,7 @@ def test_tensors_are_summed_in_that_order():
         ("mnist", ""),
         ("mnist", "--channels-last --precision fp64"),
         ("gpt", ""),
-        ("gpt", "--global-batch-size 64 --shards 64 --steps-per-epoch 1"),  # 41 rows are held out: some shards have none
+        ("gpt", "--global-batch-size 64 --shards 64 --steps-per-epoch 1"),  # 41 rows are held out, so some shards have none
     ],
 )
 def test_every_world_size_gives_the_same_bits(flags_of, finished, workload, flags, world_size):
@@ -95,14 +95,14 @@ def test_every_world_size_gives_the_same_bits(flags_of, finished, workload, flag
     assert_same_bits(finished(flags, world_size), finished(flags, 1))
 
 
-@pytest.mark.parametrize("world_size", [3, 12])  # beyond 8, flat has gloo add, in an order of its own
+@pytest.mark.parametrize("world_size", [3, 12])  # beyond 8 ranks, flat lets gloo add, in gloo's own order
 def test_worlds_of_other_sizes_give_them_too(finished, world_size):
     assert_same_bits(finished(f"{RUN} --shards 12", world_size), finished(f"{RUN} --shards 12", 1))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_noise_in_held_out_rows_is_the_same(finished, world_size):
-    """In Mixup's loss, which numbers of the generators weigh."""
+    """Mixup's loss is weighted by random numbers."""
     ours, alone = (finished(CANONICAL, size, "small:Mixup").records("epoch") for size in (world_size, 1))
     assert [record["eval_loss"] for record in ours] == [record["eval_loss"] for record in alone]
 
@@ -117,7 +117,7 @@ def test_it_is_the_same_training(finished):
 
 
 def test_threads_do_not_change_them(flags_of, finished, tmp_path):
-    """Where a rank has more cores to itself than another, kernels would add in another order."""
+    """A rank with more cores would otherwise run kernels with more threads, which add in another order."""
     flags = f"{flags_of['mnist']} {CANONICAL}"
     job = train(tmp_path / "run", flags, 1, faults={0: partial(torch.set_num_threads, 2)}, code=0)
     assert [row["threads"] for row in job.records("start")[0]["ranks"]] == [1]
@@ -148,7 +148,7 @@ def test_a_run_of_another_reduction_goes_on_with_it(finished, tmp_path):
 @pytest.mark.parametrize("flags", ["--reduction ddp", "--reduction flat", "--reduction canonical --shards 4"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_parameters_without_a_gradient_are_left_alone_whatever_sums_the_others(finished, flags, world_size):
-    """small.Experts: on each rank and in each shard others have none; who has none on any rank is not stepped at all."""
+    """small.Experts: unused experts differ between ranks and shards. One that no rank uses is not stepped at all."""
     decay = "--weight-decay 0.01"
     job, alone = finished(f"{flags} {decay}", world_size, "small:Experts"), finished(decay, 1, "small:Experts")
     assert deviation(job.losses, alone.losses) < 1e-12
@@ -183,7 +183,7 @@ def test_ddp_is_the_default(finished):
 
 
 class OneByOne(Reduction):
-    """As another library may sum gradients: each by itself, after backward."""
+    """As another library may sum gradients: one at a time, after backward."""
 
     name = "one by one"
 
@@ -207,7 +207,7 @@ def test_then_a_flag_that_names_another_is_refused(tmp_path, flag):
 
 
 def test_a_sum_is_timed_in_little_memory(monkeypatch):
-    """By a part of the numbers, and told for all of them."""
+    """A part of the numbers is timed, and the result is scaled to all."""
     sizes, clock = [], iter(range(0, 100, 3))
     monkeypatch.setattr(reduction, "MOST_TIMED", 8)
     monkeypatch.setattr(reduction.dist, "all_reduce", lambda numbers, group: sizes.append(len(numbers)))
@@ -218,7 +218,7 @@ def test_a_sum_is_timed_in_little_memory(monkeypatch):
 
 
 def test_a_sharded_sum_is_timed_by_a_rank_s_share(monkeypatch):
-    """And counts for all shares, half as much again."""
+    """The time of one share is multiplied by the number of shares and by 1.5."""
     sharded = object.__new__(Sharded)
     sharded.ranks_per_replica = 4
     monkeypatch.setattr(Reduction, "seconds_of_a_sum", lambda sharded, share: {0.125: 2.0}[share])

@@ -1,4 +1,4 @@
-"""A run that cannot go on ends on all ranks with one code and one line, and leaves the last snapshot as it is.
+"""A run that cannot go on ends on all ranks with one exit code and one line, and keeps the last snapshot unchanged.
 
 python -m pytest core/tests/test_refusal.py
 """
@@ -21,7 +21,7 @@ RUN = "--epochs 3 --precision fp64"  # 14 steps an epoch
 )
 @pytest.mark.fault(18)
 def test_a_nan_on_one_rank_stops_all_before_the_optimizer_uses_it(tmp_path, flags):
-    """In step 5 of the second epoch, on rank 1 alone: rank 0's own losses stay finite."""
+    """The NaN is on rank 1 only, in step 5 of the second epoch. Rank 0's own losses stay finite."""
     first, second = (rows_of_rank(sample_order(0, epoch, 1438), 96, 1, 2) for epoch in (0, 1))
     row = next(row for row in second[5, :6].tolist() if row not in first)
     good = train(tmp_path / "run", f"{RUN} {flags} --epochs 1", 2, code=0).snapshot_hash()
@@ -65,7 +65,7 @@ def test_the_snapshot_of_another_run_is_refused_with_what_differs(finished, tmp_
 
 
 def test_rows_of_a_generator_of_one_s_own_are_told_from_other_flags(tmp_path):
-    """Where the data alone differ, no flag may."""
+    """If only the data differ, the error must not blame a flag."""
     rows = "torch.rand(96, 6, generator=torch.Generator().manual_seed(int(time.time_ns() % 2**31)))"
     source = f"import time\nfrom small import *\n\nclass Mine(Small):\n    def data(self, config):\n        x = {rows}\n"
     (tmp_path / "mine.py").write_text(source + "        return (x, x.sum(1, keepdim=True)), None\n")
@@ -83,7 +83,7 @@ def test_a_broken_snapshot_is_refused_on_all_ranks(tmp_path):
 
 
 def test_a_file_that_is_a_whole_snapshot_of_nothing_is_refused(tmp_path):
-    """Tensors, checksums and a document, but not of a run: exit code 5 on all ranks, no traceback."""
+    """The file has tensors, checksums and a document, but no run: exit code 5 on all ranks, no traceback."""
     (tmp_path / "run").mkdir()
     snapshot.write(tmp_path / "run" / "snapshot.safetensors", {}, {"written": "by hand"})
     job = train(tmp_path / "run", "--epochs 1", 2, code=5)

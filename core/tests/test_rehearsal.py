@@ -1,4 +1,4 @@
-"""DDP_FAULT: each rehearsed fault has the end that README promises for the real one.
+"""DDP_FAULT: each rehearsed fault ends as README promises for the real fault.
 
 python -m pytest core/tests/test_rehearsal.py
 """

@@ -1,4 +1,4 @@
-"""Stop a run whenever you like: it is resumed with the same losses and the same weights.
+"""A run stopped at any time resumes with the same losses and the same weights.
 
 python -m pytest core/tests/test_resume.py
 """
@@ -26,7 +26,7 @@ from test_trainer import deviation
 RUN = "--epochs 3 --precision fp64"  # 14 steps an epoch
 
 
-# ---- told to stop -------------------------------------------------------------------------------------------------
+# ---- stopped by a signal ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ RUN = "--epochs 3 --precision fp64"  # 14 steps an epoch
 def test_one_rank_told_to_stop_stops_all_and_the_run_goes_on_as_ever(finished, tmp_path, number, world_size, told):
     job = train(tmp_path / "run", RUN, world_size, faults={told: at_step(3, signalled(number))}, code=75)
     assert job.err == [""] * world_size, "a stop is no error"
-    assert "submit again to resume" in job.out[0] and (told or number.name in job.out[0])
+    assert f"--run-dir {tmp_path / 'run'} resumes it" in job.out[0] and (told or number.name in job.out[0])
     assert step_of(job) % 14 > 0, "it stopped at the end of an epoch: this shows nothing about the middle of one"
     assert_same_run(train(tmp_path / "run", RUN, world_size, code=0), finished(RUN, world_size))
 
@@ -58,7 +58,7 @@ def test_stopped_again_and_again_the_run_is_still_the_same(finished, tmp_path, c
 
 
 def test_a_stop_at_the_end_of_an_epoch_saves_once(tmp_path):
-    """The snapshot before it, which serves where this one is damaged, stays."""
+    """The previous snapshot stays, as the fallback for a damaged one."""
     job = train(tmp_path / "run", RUN, 2, faults={1: at_step(27, signalled(signal.SIGTERM))}, code=75)
     assert [record["step"] for record in job.records("snapshot")] == [14, 28]
     assert step_of(job) == 28 and snapshot.read(job.run_dir / "snapshot.prev.safetensors")[1]["step"] == 14
@@ -83,7 +83,7 @@ class Mine(Small):
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_an_evaluation_that_a_stop_breaks_off_is_done_by_the_next_start(tmp_path, epochs, world_size):
-    """Held-out rows can take longer than a scheduler waits. At the end of the run, too, where no step is left."""
+    """Evaluation can take longer than a scheduler waits. The same at the end of the run, where no step is left."""
     told = tmp_path / "told"
     text = STOPPED_WHILE_EVALUATED.replace("STEPS", str(8 * epochs)).replace("TOLD", str(told))
     (tmp_path / "mine.py").write_text(text)
@@ -122,7 +122,7 @@ class Mine(Small):
 
 
 def test_a_stop_waits_a_second_and_not_as_many_held_out_batches_as_steps_take_one(tmp_path):
-    """Steps of a millisecond are asked about every 64th time here; held-out batches take longer."""
+    """Steps take a millisecond, so the ranks ask every 64th step here. Held-out batches take longer."""
     (tmp_path / "mine.py").write_text(STOPPED_WHILE_ROWS_ARE_SLOW.replace("COUNT", str(tmp_path / "count")))
     train(tmp_path / "run", f"--workload {tmp_path / 'mine.py'}", code=75)
     batches, seconds = map(float, (tmp_path / "count").read_text().split())
@@ -131,7 +131,7 @@ def test_a_stop_waits_a_second_and_not_as_many_held_out_batches_as_steps_take_on
 
 @pytest.mark.fault(50)
 def test_however_early_it_is_stopped_each_start_trains_a_step(finished, tmp_path):
-    """Told while the model is built: a job that comes back gets further each time."""
+    """The signal comes while the model is built. A requeued job still advances at each start."""
     flags, steps = "--epochs 1 --global-batch-size 240", [0]
     told = {1: before_training(signalled(signal.SIGTERM))}
     while (job := train(tmp_path / "run", flags, 2, faults=told)).codes == [75, 75]:
@@ -191,7 +191,7 @@ def saved_at(job: ranks.Job) -> list[int]:
 
 
 def test_snapshots_come_every_so_many_steps_and_at_the_ends_of_epochs(finished):
-    """Counted over the whole run: epochs have 14 steps. A save changes nothing that is trained."""
+    """Steps are counted over the whole run; an epoch has 14. A save changes nothing in the training."""
     job = finished(f"{RUN} --save-steps 5", 2)
     assert saved_at(job) == [5, 10, 14, 15, 20, 25, 28, 30, 35, 40, 42]
     assert job.losses == finished(RUN, 2).losses and job.snapshot_hash() == finished(RUN, 2).snapshot_hash()
@@ -211,14 +211,14 @@ def test_steps_that_end_an_epoch_are_saved_though_epochs_are_not(finished, evalu
 
 
 def test_snapshots_come_every_so_many_minutes(finished):
-    """A time that has always passed: at every reconciliation, of which there is at least one in the first steps."""
+    """With an interval that has always passed, every reconciliation saves; at least one comes in the first steps."""
     job = finished(f"{RUN} --save-minutes 1e-9", 2)
     assert saved_at(job)[0] == 1 and len(saved_at(job)) > 5 and {14, 28, 42} <= {*saved_at(job)}
     assert job.losses == finished(RUN, 2).losses and job.snapshot_hash() == finished(RUN, 2).snapshot_hash()
 
 
 def _a_step_takes_a_minute() -> None:
-    """By the clock that says when the last snapshot was. The ranks speak after each."""
+    """A step takes a minute by the clock for snapshots. The ranks exchange after each step."""
     from ddp_core import reconcile, trainer
     from ddp_core.guard import Guard
 
@@ -234,7 +234,7 @@ def _a_step_takes_a_minute() -> None:
 
 @pytest.mark.parametrize("minutes, evaluated", [(5, 9), (9, 1)])
 def test_minutes_are_counted_from_the_last_snapshot(tmp_path, minutes, evaluated):
-    """And not from best.safetensors, which each evaluation writes here."""
+    """Writes of best.safetensors do not count; each evaluation writes one here."""
     flags = f"{RUN} --save-minutes {minutes} --save-every 9 --eval-every {evaluated}"
     clock = ranks.call("test_resume", "_a_step_takes_a_minute")
     job = train(tmp_path / "run", flags, 2, faults=dict.fromkeys(range(2), clock), code=0)
@@ -250,14 +250,14 @@ def test_by_default_a_short_run_is_saved_at_the_ends_of_epochs_only(finished):
     [
         ("--save-steps 4", 24, {24}),
         ("--save-steps 5", 24, {20}),
-        ("--save-minutes 1e-9", 11, {*range(7, 12)}),  # the ranks speak after 1, 3 and 7 steps at the latest
+        ("--save-minutes 1e-9", 11, {*range(7, 12)}),  # the ranks exchange after at most 1, 3 and 7 steps
     ],
 )
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_in_the_middle_of_an_epoch_the_run_goes_on_from_there_bit_for_bit(
     finished, tmp_path, flags, dies_at, saved, victim
 ):
-    """Epochs have 14 steps; the loss of the one it was killed in is the mean of both starts' steps."""
+    """Epochs have 14 steps. The loss of the interrupted epoch is the mean over the steps of both starts."""
     kill = at_step(dies_at, once_saved(signalled(signal.SIGKILL)))
     job = train(tmp_path / "run", f"{RUN} {flags}", 2, faults={victim: kill})
     assert job.codes[victim] == -signal.SIGKILL and job.codes[1 - victim] == 7
@@ -302,7 +302,7 @@ def test_more_epochs_continue_a_finished_run(finished, tmp_path):
 
 
 def test_the_best_model_so_far_is_remembered(finished, tmp_path):
-    """The loss of this run rises again: an epoch after the resume is worse than the best before it."""
+    """The loss rises again: an epoch after the resume is worse than the best one before it."""
     flags = "--steps-per-epoch 3 --lr 3.0 --seed 1"
     whole = finished(f"--epochs 6 {flags}", 1)
     losses = [record["eval_loss"] for record in whole.records("epoch")]
@@ -323,7 +323,7 @@ def test_a_finished_run_has_nothing_to_do(tmp_path):
 @pytest.mark.parametrize(
     "first, then, words",
     [
-        ("--epochs 4", "--epochs 2", "(--epochs 8 would continue it)"),  # --epochs 4 has been trained already
+        ("--epochs 4", "--epochs 2", "(--epochs 8 would continue it)"),  # --epochs 4 is trained already
         ("--epochs 2 --lr-schedule cosine", "--epochs 2 --lr-schedule cosine", "(it is laid out over --epochs 2)"),
     ],
 )
@@ -349,7 +349,7 @@ def test_fresh_starts_again_and_moves_the_old_run_aside(finished, tmp_path):
 
 
 def _say_what_is_still_held() -> None:
-    """At the first step: how many of the model's tensors that were read are still in memory."""
+    """Print at the first step how many of the loaded model tensors are still in memory."""
     load, found = RunDirectory.load, []
 
     def watched(*arguments):
@@ -372,7 +372,7 @@ def test_rank_0_does_not_keep_what_it_has_read_beside_the_state(tmp_path):
 
 
 def test_fresh_acts_at_a_job_s_first_start_only(finished, tmp_path):
-    """A job script passes --fresh on at every start; a requeued job must not begin again."""
+    """A job script passes --fresh at every start, but a requeued job must not begin again."""
     train(tmp_path / "run", "--epochs 1 --seed 5", 2, code=0)
     flags = f"{RUN} --fresh"
     job = train(tmp_path / "run", flags, ranks=world(2), faults={0: at_step(20, signalled(signal.SIGTERM))}, code=75)
@@ -386,18 +386,19 @@ def test_fresh_acts_at_a_job_s_first_start_only(finished, tmp_path):
 
 @pytest.mark.fault(50)
 def test_a_job_that_is_started_again_and_saves_nothing_ends(finished, tmp_path):
-    """Its node dies at the same step each time, say. Whoever submits anew goes on."""
-    for restart in range(3):  # the first saves at the end of an epoch, and two more are tried
+    """For example, its node fails at the same step each time. A new job goes on."""
+    for restart in range(3):  # the first start saves at an epoch's end; two more starts may follow
         killed_at(34 if restart == 0 else 6, tmp_path, restart)
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     job = train(tmp_path / "run", RUN, ranks=world(2, restart=3), code=3)
-    assert "restart 3 of this job, and restarts 1 and 2 began at step 28, too" in job.error and "submit again" in job.error
+    assert "restart 3 of this job, and restarts 1 and 2 began at step 28, too" in job.error
+    assert f"submit again with --run-dir {tmp_path / 'run'}" in job.error
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
     assert_same_run(train(tmp_path / "run", RUN, ranks=world(2), code=0), finished(RUN, 2))
 
 
 def test_a_job_whose_restarts_go_on_is_started_again(finished, tmp_path):
-    """The second saves, or another job has been there between them."""
+    """Either the second start saves, or another job ran between the starts."""
     killed_at(6, tmp_path, 1)
     killed_at(20, tmp_path, 2)
     killed_at(6, tmp_path, 3)
@@ -407,9 +408,9 @@ def test_a_job_whose_restarts_go_on_is_started_again(finished, tmp_path):
 
 @pytest.mark.parametrize("code", [None, 75])
 def test_restarts_that_were_stopped_in_order_have_saved(tmp_path, code):
-    """In an evaluation that takes longer than each of them had: the step is the same."""
+    """Each was stopped in an evaluation longer than its time, so the step stays the same."""
     directory = RunDirectory(str(tmp_path), "job")
-    own = dict(restart=7, exit_code=75)  # the workload's flags may be called so
+    own = dict(restart=7, exit_code=75)  # a workload's flags may have these names
     rows = [dict(kind="start", step=28, config=own, restart=restart) for restart in (1, 2)]
     starts = [json.dumps(row, separators=(",", ":")) for row in rows]
     ends = [json.dumps(dict(kind="end", exit_code=code), separators=(",", ":"))] if code else []
@@ -420,14 +421,14 @@ def test_restarts_that_were_stopped_in_order_have_saved(tmp_path, code):
 
 
 def killed_at(step: int, folder, restart: int) -> None:
-    """Of this start, from 0. Its peer waits for no reply."""
+    """Kill rank 1 at this step, counted from this start. Its peer exits without waiting for a reply."""
     killed = {1: at_step(step, signalled(signal.SIGKILL))}
     job = train(folder / "run", f"{RUN} --timeout 20", ranks=world(2, restart=restart), faults=killed)
     assert job.codes == [7, -signal.SIGKILL], job.err
 
 
 def launched(folder, flags: str, restart: int = 0, code: int | None = None) -> ranks.Job:
-    """Without the --run-dir that train() has: it would win."""
+    """Run a job without train()'s --run-dir, which would override the one in flags."""
     arguments = [*ranks.FLAGS.split(), "--epochs", "1", *flags.split()]
     calls = [ranks.call("ranks", "as_rank", rank, arguments) for rank in world(2, restart=restart)]
     job = ranks.fork(folder, *calls)
@@ -466,7 +467,7 @@ def test_fresh_and_a_directory_of_its_own_move_the_other_job_s_run_aside(tmp_pat
 
 
 def test_a_signal_is_heard_though_the_rank_s_own_glue_has_taken_it(tmp_path):
-    """As MPICH does, which keeps SIGUSR1 after its end."""
+    """MPICH does so: it keeps SIGUSR1 after its end."""
     glue = """
 import os, signal, sys, threading
 from ddp_core import Rank, run

@@ -1,4 +1,4 @@
-"""The run directory: killed anywhere it holds the old state or the new one, whole, and says which.
+"""The run directory: killed at any point, it holds the old state or the new one, complete, and reports which.
 
 python -m pytest core/tests/test_run_directory.py
 """
@@ -21,7 +21,7 @@ from ddp_core.run_directory import RunDirectory
 from faults import files_limited_to
 from states import BYTES, load, state, step_of, steps
 
-# ---- what is loaded -----------------------------------------------------------------------------------------------
+# ---- loading ------------------------------------------------------------------------------------------------------
 
 
 def test_an_empty_directory_has_nothing_to_resume(tmp_path):
@@ -35,7 +35,7 @@ def test_the_newest_state_is_loaded_and_the_one_before_is_kept(folder, capsys):
 
 
 def test_a_fresh_run_finds_nothing_of_the_old_one(tmp_path):
-    """Were a file left, the next start would resume the old run."""
+    """A remaining file would make the next start resume the old run."""
     names = ("snapshot.safetensors", "snapshot.prev.safetensors", "snapshot.damaged.safetensors", "best.safetensors")
     for name in (*names, "run.jsonl", "ranks.jsonl", "trace.json.gz"):
         (tmp_path / name).write_text("of the old run")
@@ -69,7 +69,7 @@ def test_a_broken_snapshot_falls_back_with_a_warning(folder, capsys, damage):
 
 @pytest.mark.fault(45)
 def test_what_another_node_has_saved_is_waited_for_where_the_file_system_lags(folder, monkeypatch, capsys):
-    """The record tells of step 2, and the file of step 1 still has its name: until the lag is over."""
+    """The record names step 2, but the file of step 1 still has its name until the lag is over."""
     monkeypatch.setattr(run_directory, "LAG", 30.0)
     late = folder / "late"
     os.rename(folder / "snapshot.safetensors", late)
@@ -90,7 +90,7 @@ def test_a_snapshot_that_is_older_than_the_record_tells_is_no_secret(folder, mon
 
 
 def test_a_broken_snapshot_never_takes_the_place_of_the_only_whole_one(folder, monkeypatch):
-    """The save after a fall-back fails, as on a full disk: what it fell back to is still there."""
+    """The save after a fallback fails, as on a full disk. The snapshot used for the fallback must survive."""
     path = folder / "snapshot.safetensors"
     path.write_bytes(b"garbage")
     directory = RunDirectory(str(folder), "job")
@@ -111,7 +111,7 @@ def test_a_broken_snapshot_never_takes_the_place_of_the_only_whole_one(folder, m
 
 
 def test_the_saves_after_a_fall_back_keep_the_one_before_as_ever(folder):
-    """The damaged file is set aside once; a later one is whole, and is kept as the one before."""
+    """The damaged file is set aside once. Later files are complete and become the previous snapshot."""
     (folder / "snapshot.safetensors").write_bytes(b"garbage")
     directory = RunDirectory(str(folder), "job")
     directory.load()
@@ -128,7 +128,7 @@ def test_a_missing_snapshot_falls_back_with_a_warning(folder, capsys):
 
 
 def test_a_run_whose_snapshots_were_purged_is_refused(folder):
-    """Its log tells of one; starting at epoch 0 would look like a run that goes on."""
+    """Its log names a snapshot. A start at epoch 0 would look like a resumed run."""
     (folder / "run.jsonl").write_text('{"kind":"step","step":0}\n{"kind":"snapshot","step":28,"epochs_run":2}\n')
     for name in ("snapshot.safetensors", "snapshot.prev.safetensors"):
         (folder / name).unlink(missing_ok=True)
@@ -157,7 +157,7 @@ def test_a_link_that_leads_nowhere_is_no_empty_directory(folder):
 
 @pytest.mark.fault(40)
 def test_a_newer_format_is_no_reason_to_go_back(folder, monkeypatch):
-    """What a newer ddp_core has trained since snapshot.prev would be trained again, by the older one."""
+    """A fallback to snapshot.prev would repeat the newer ddp_core's training with the older one."""
     monkeypatch.setattr(snapshot, "FORMAT", snapshot.FORMAT + 1)
     snapshot.write(folder / "snapshot.safetensors", *state(3))
     monkeypatch.undo()
@@ -182,7 +182,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path, name):
 
 
 def test_nothing_temporary_is_left_where_both_files_are_one(folder):
-    """A kill between link and write leaves one file under two names, which rename() does not touch."""
+    """A kill between link and write leaves one file with two names, which rename() does not change."""
     (folder / "snapshot.prev.safetensors").unlink()
     os.link(folder / "snapshot.safetensors", folder / "snapshot.prev.safetensors")
     directory = RunDirectory(str(folder), "job")
@@ -218,7 +218,7 @@ CHANGES_FILES = {"open", "write", "flush", "close", "fsync", "link", "unlink", "
 
 
 def _save_and_die(folder: Path, place: int, links: bool) -> None:
-    """Save step 3; at the place-th boundary, before or after a call that changes files, kill this process."""
+    """Save step 3. At the place-th boundary, before or after a call that changes files, kill this process."""
     if not links:
         os.link = _no_link
     directory, boundaries = RunDirectory(str(folder), "job-1", fresh=False), itertools.count()
@@ -239,7 +239,7 @@ def test_killed_at_any_boundary_of_a_save_the_old_state_or_the_new_one_is_there_
     for place in itertools.count():
         job = ranks.fork(folder.parent, ranks.call("test_run_directory", "_save_and_die", folder, place, links))
         if job.codes == [0]:
-            break  # there is no such boundary: the save went through
+            break  # no more boundaries: the save finished
         assert job.codes == [-signal.SIGKILL], job.err
         found.append(step_of(load(folder)))
         assert not list(folder.glob(".*")), "what the killed writer has left is swept away"
@@ -253,7 +253,7 @@ def test_killed_at_any_boundary_of_a_save_the_old_state_or_the_new_one_is_there_
 
 def _save_and_die_half_way(folder: Path, size: int) -> None:
     directory = RunDirectory(str(folder), "job-1", fresh=False)
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel kills who writes beyond the limit
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel kills a process that writes beyond the limit
     files_limited_to(size)()
     directory.save(*state(3))
 
@@ -277,7 +277,7 @@ def test_storage_that_fails_in_a_save_is_a_storage_error(folder, monkeypatch, na
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, name, fail)
-    if name == "link":  # a file system without hard links is none that fails
+    if name == "link":  # a file system without hard links is not an error
         directory.save(*state(3))
     else:
         with pytest.raises(StorageError, match="Input/output error"):
@@ -289,8 +289,9 @@ def test_storage_that_fails_in_a_save_is_a_storage_error(folder, monkeypatch, na
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_space_is_to_be_freed_where_a_disk_quota_or_limit_is_full(number):
-    assert fix_of(OSError(number, "")) == "free space and submit again"
-    assert fix_of(OSError(errno.EIO, "")) == "see to that file system and submit again"
+    path = Path("runs/1/run.jsonl")
+    assert fix_of(OSError(number, ""), path) == "free space and submit again with --run-dir runs/1"
+    assert fix_of(OSError(errno.EIO, ""), path) == "see to that file system and submit again with --run-dir runs/1"
 
 
 def test_a_file_system_that_turned_read_only_is_a_storage_error(folder, monkeypatch):

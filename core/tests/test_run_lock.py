@@ -1,4 +1,4 @@
-"""One job at a time writes in a run directory, and --fresh moves what is there aside.
+"""One job at a time writes in a run directory; --fresh moves existing files aside.
 
 python -m pytest core/tests/test_run_lock.py
 """
@@ -28,7 +28,7 @@ from states import load, state, step_of
 def test_a_second_job_is_refused_by_the_name_of_the_first(folder):
     first = RunDirectory(str(folder), "job-1", fresh=False)
     refusal = rf"--run-dir {re.escape(str(folder))} is in use by job job-1.*{os.getpid()}"
-    (draft := folder / ".snapshot.safetensors.0.here.1.tmp").touch()  # which the first is writing
+    (draft := folder / ".snapshot.safetensors.0.here.1.tmp").touch()  # the first job is writing this
     with pytest.raises(PreflightError, match=refusal):
         RunDirectory(str(folder), "job-2", fresh=False)
     assert list(folder.glob(".*")) == [draft], "the second job leaves nothing behind, and takes nothing away"
@@ -74,7 +74,7 @@ def test_a_lock_of_another_host_is_taken_over_once_it_was_silent_for_long(folder
 
 
 def test_a_lock_of_another_host_that_falls_silent_is_waited_for(folder, monkeypatch, capsys):
-    """Its node was lost a moment ago, and the job was started again elsewhere: it is not refused by its own lock."""
+    """The lock's node was lost a moment ago and the job restarted elsewhere. Its own old lock must not refuse it."""
     monkeypatch.setattr(run_lock, "HEARTBEAT", 0.1)
     (folder / "run.lock").write_text(json.dumps(OTHER_HOST))
     began = time.monotonic()
@@ -85,9 +85,9 @@ def test_a_lock_of_another_host_that_falls_silent_is_waited_for(folder, monkeypa
 
 def test_a_process_of_another_host_with_our_number_is_not_taken_for_dead(folder, monkeypatch):
     monkeypatch.setattr(run_lock, "HEARTBEAT", 2)
-    dead = 2**22 + 1  # above the largest process number of Linux
+    dead = 2**22 + 1  # larger than any Linux process number
     lock = folder / "run.lock"
-    ours = os.readlink("/proc/self/ns/pid")  # the first container of every machine has the same number
+    ours = os.readlink("/proc/self/ns/pid")  # the first container on every machine has the same number
     lock.write_text(json.dumps(OTHER_HOST | {"pid": dead, "pids": ours}))
     beating = threading.Timer(0.3, os.utime, [lock])
     beating.start()
@@ -129,7 +129,9 @@ def test_a_file_system_that_is_away_for_a_moment_ends_no_heartbeat(folder, monke
 def test_a_lock_that_cannot_be_read_is_not_taken_for_another_s(folder, monkeypatch):
     lock, text = RunLock(folder / "run.lock", "job-1"), run_lock._text
     monkeypatch.setattr(run_lock, "_text", failing_with(116, "Stale file handle"))
-    with pytest.raises(StorageError, match=r"run\.lock: Stale file handle: see to that file system and submit again"):
+    with pytest.raises(
+        StorageError, match=r"run\.lock: Stale file handle: see to that file system and submit again with --run-dir"
+    ):
         lock.check()
     monkeypatch.setattr(run_lock, "_text", text)
     lock.check()
@@ -144,7 +146,7 @@ def failing_with(number: int, text: str):
 
 
 def test_the_file_server_s_clock_tells_how_fresh_a_lock_is(folder, monkeypatch):
-    """Others compare it with files that they make there: by this node's clock, if that is behind, the lock would be silent."""
+    """Other nodes compare the lock with files that they make there. With a slow local clock, the lock would look dead."""
     monkeypatch.setattr(run_lock, "HEARTBEAT", 0.02)
     directory, lock = RunDirectory(str(folder), "job-1", fresh=False), folder / "run.lock"
     now = time.time()
@@ -157,12 +159,12 @@ def test_the_file_server_s_clock_tells_how_fresh_a_lock_is(folder, monkeypatch):
     directory.release()
 
 
-# ---- who owns it, and from when on ---------------------------------------------------------------------------------
+# ---- ownership of the lock -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.fault(42)
 def test_of_two_jobs_at_a_dead_lock_the_later_one_is_refused(folder, monkeypatch):
-    """It saw the dead owner, stood still for a moment, and would remove the lock of whoever came meanwhile."""
+    """It saw the dead owner, then paused. It must not remove the lock of a job that came meanwhile."""
     lock = folder / "run.lock"
     lock.write_text(json.dumps(OTHER_HOST))
     os.utime(lock, (0, 0))
@@ -184,7 +186,7 @@ def test_of_two_jobs_at_a_dead_lock_the_later_one_is_refused(folder, monkeypatch
 
 
 def test_who_stood_still_while_another_took_the_lock_writes_no_more(folder, monkeypatch):
-    """A frozen node that comes back beside its successor."""
+    """A frozen node resumes beside its successor."""
     first = RunDirectory(str(folder), "job-1")
     before = (folder / "snapshot.safetensors").read_bytes()
     (folder / "run.lock").unlink()
@@ -219,7 +221,7 @@ def test_its_record_ends_at_the_next_heartbeat(folder, monkeypatch):
 
 
 def own_lock(**changed) -> dict:
-    """Of this process."""
+    """A lock of this process."""
     pids = os.readlink("/proc/self/ns/pid")
     return dict(job_id="job-1", host=socket.gethostname(), pid=os.getpid(), pids=pids) | changed
 
@@ -258,7 +260,7 @@ JUNK = [
 @pytest.mark.fault(43)
 @pytest.mark.parametrize("content", [*JUNK, json.dumps({"job_id": "\x1b[2J\n" * 999, "host": [1] * 9999, "pid": {"a": None}})])
 def test_a_lock_that_holds_junk_is_a_dead_job_s(folder, monkeypatch, capsys, content):
-    """And is named in one short line, which no terminal obeys."""
+    """A short warning names the lock, without its control characters."""
     monkeypatch.setattr(run_lock, "HEARTBEAT", 0.02)
     (folder / "run.lock").write_text(content)
     assert step_of(load(folder)) == 2
@@ -280,12 +282,12 @@ def test_who_waits_for_a_lock_hears_that_it_is_to_stop(folder):
     (folder / "run.lock").write_text(json.dumps(OTHER_HOST))
     stop = StopFlag()
     threading.Timer(0.3, stop._set, [signal.SIGTERM, None]).start()
-    with pytest.raises(StoppedError, match="SIGTERM before the first step"):
+    with pytest.raises(StoppedError, match=f"SIGTERM before the first step: .* --run-dir {re.escape(str(folder))}"):
         RunDirectory(str(folder), "job-2", stop=stop)
 
 
 def test_a_lock_that_another_job_has_taken_over_is_not_given_up(folder):
-    """After a pause of minutes, in which this job was taken for dead."""
+    """After a pause of minutes, during which this job was taken for dead."""
     late, lock = RunDirectory(str(folder), "job-1"), folder / "run.lock"
     lock.write_text(json.dumps(OTHER_HOST))
     late.release()
@@ -322,7 +324,7 @@ def test_nor_for_alive(folder):
 
 
 def test_a_local_clock_that_is_wrong_does_not_matter(folder, monkeypatch, capsys):
-    """How old a lock is, the file server's clock alone says: by ours it was silent for an hour."""
+    """Only the file server's clock gives a lock's age. By the local clock, the lock was silent for an hour."""
     monkeypatch.setattr(run_lock, "HEARTBEAT", 0.1)
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 3600)

@@ -1,4 +1,4 @@
-"""Models larger than a device: sharded training is ddp training, and its snapshot is everybody's.
+"""Models larger than a device: sharded training equals ddp training, and its snapshots work everywhere.
 
 python -m pytest core/tests/test_sharding.py
 """
@@ -35,7 +35,7 @@ RUN = "--epochs 3 --precision fp64"
 
 
 def assert_same_training(job: Job, reference: Job) -> None:
-    """Every loss, gradient norm, evaluation and number of the snapshot, within T1."""
+    """Compare every loss, gradient norm, evaluation and number of the snapshot, within T1."""
     assert deviation(job.losses, reference.losses) < T1
     for kind, names in (("step", ["grad_norm"]), ("epoch", ["loss", "eval_loss"])):
         for name in names:
@@ -65,7 +65,7 @@ def test_gpt(flags_of, finished, world_size):
     assert_same_training(finished(f"{flags} {FULL}", world_size), finished(flags, 1))
 
 
-# 37 held-out rows: some ranks have one batch less than others.
+# There are 37 held-out rows, so some ranks have one batch less.
 @pytest.mark.parametrize(
     "workload",
     [
@@ -83,13 +83,13 @@ def test_gpt(flags_of, finished, world_size):
     ],
 )
 def test_small_models(finished, workload):
-    """On four ranks most have no row of some parameters."""
+    """With four ranks, most ranks have no row of some parameters."""
     ours, theirs = (finished(f"--log-every 1 {flags}", 4, f"small:{workload}") for flags in (FULL, ""))
     assert_same_training(ours, theirs)
     assert ours.records("start")[0]["reduction"] == "sharded"
 
 
-@pytest.mark.parametrize("rule", [rule for rule in OPTIMIZERS if rule != "rprop"])  # which is refused, below
+@pytest.mark.parametrize("rule", [rule for rule in OPTIMIZERS if rule != "rprop"])  # rprop is refused, see below
 def test_optimizers(finished, rule):
     ours, theirs = (finished(f"--rule {rule} {flags}", 2, "small:Optimizers") for flags in (FULL, ""))
     assert_same_training(ours, theirs)
@@ -103,6 +103,14 @@ def test_lower_precisions(finished, precision):
     assert ours.losses != finished(f"{flags} {FULL}".replace(precision, "fp32"), 2).losses, "it was not computed in it"
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_batch_norm_in_lower_precisions(tmp_path, precision):
+    """PyTorch takes its weights in the precision of its statistics alone."""
+    flags, ways = f"--epochs 1 --precision {precision}", (FULL, "--reduction flat")  # under ddp fp16 skips other steps
+    ours, theirs = (train(tmp_path / f"run{way}", f"{flags} {way}", 2, workload="small:BatchNorm", code=0) for way in ways)
+    assert deviation(ours.losses, theirs.losses) < 0.05
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_hybrid(finished, tmp_path, nodes):
     job = train(tmp_path / "run", f"{RUN} --sharding hybrid --clip-norm 0.5", ranks=ranks.on_nodes(nodes, 4 // nodes), code=0)
@@ -111,7 +119,7 @@ def test_hybrid(finished, tmp_path, nodes):
 
 @pytest.mark.parametrize("where", ["rank 0", "rank 1", "both"])
 def test_a_model_that_cannot_be_built_is_one_line_and_2(tmp_path, where):
-    """Also where the ranks of a node build it one after the other, since it cannot be built without memory."""
+    """Also where a node's ranks build it one after another for lack of memory."""
     fails = dict(both="True").get(where, f"torch.distributed.get_rank() == {where[-1]}")
     body = "torch.zeros(3).sum().item()\n        if " + fails + ":\n            return undefined_name"
     source = f"    def model(self, config):\n        {body}\n        return super().model(config)\n"
@@ -136,7 +144,7 @@ def test_a_stopped_run_is_resumed_to_the_bit(finished, tmp_path, flags):
     [((FULL, 2), ("", 4)), (("", 2), (FULL, 4)), ((FULL, 4), (FULL, 3)), ((FULL, 1), (FULL, 4)), ((FULL, 4), ("", 1))],
 )
 def test_handed_over_it_is_the_same_training(finished, tmp_path, first, then):
-    """In the middle of an epoch, with momentum: ddp to sharded, back, and to another world size."""
+    """Stopped within an epoch, with momentum: from ddp to sharded, back, and to another world size."""
     flags = f"{RUN} --optimizer adamw --lr 0.003"
     stop = {0: at_step(17, signalled(signal.SIGTERM))}
     (more, size), (others, another) = first, then
@@ -155,7 +163,7 @@ def test_small_models_are_handed_over(finished, tmp_path, workload):
 
 @pytest.mark.parametrize("rule", ["nadam", "asgd", "counting"])
 def test_optimizers_are_handed_over(finished, tmp_path, rule):
-    """Those with numbers beside their tensors, and with tensors that are no part of a parameter."""
+    """Optimizers with numbers beside tensors, and with tensors that are not shaped like parameters."""
     flags, workload = f"--rule {rule} ", "small:Optimizers"
     stop = {0: at_step(10, signalled(signal.SIGTERM))}
     train(tmp_path / "run", f"{flags}{FULL}", 2, workload=workload, faults=stop, code=75)
@@ -164,7 +172,7 @@ def test_optimizers_are_handed_over(finished, tmp_path, rule):
 
 @pytest.mark.parametrize("workload", ["", "small:Tied", "small:Optimizers"])
 def test_of_equal_numbers_the_bytes_are_equal(finished, tmp_path, workload):
-    """What ddp has written, a sharded run reads, and writes to the bit; in 4 ranks, too, which few rows divide by."""
+    """A sharded run reads ddp's snapshot and writes the same bytes; also with 4 ranks, which few tensors' rows divide by."""
     flags = "--rule nadam" if workload == "small:Optimizers" else "--optimizer adamw"
     reference = finished(flags, 2, workload).snapshot.read_bytes()
     for world_size in (2, 4):
@@ -182,7 +190,7 @@ def test_of_equal_numbers_the_bytes_are_equal(finished, tmp_path, workload):
 
 
 def saving_at_once() -> None:
-    """As if told to stop before its first step."""
+    """Save as if stopped before the first step."""
     from ddp_core.trainer import Trainer
 
     Trainer._run_epoch = _stop
@@ -209,7 +217,7 @@ def test_a_snapshot_read_one_tensor_at_a_time_is_the_same(finished, tmp_path):
             snapshot.read(tmp_path / "broken", lazily=True)
 
 
-# ---- what goes wrong ----------------------------------------------------------------------------------------------
+# ---- failures -----------------------------------------------------------------------------------------------------
 
 
 def test_a_nan_on_one_rank_stops_all_before_the_optimizer_uses_it(tmp_path):
@@ -221,7 +229,7 @@ def test_a_nan_on_one_rank_stops_all_before_the_optimizer_uses_it(tmp_path):
 
 
 def poisoning_the_next_gradient() -> None:
-    """Of this rank alone: its next loss is a NaN to backward(), and not to the record."""
+    """On this rank only, backward() gets NaN as the next loss, and the record does not."""
     from ddp_core.guard import Guard
 
     weighted = Guard.weighted
@@ -234,7 +242,7 @@ def poisoning_the_next_gradient() -> None:
 
 
 def test_a_snapshot_that_does_not_fit_ends_the_run_on_all_ranks_and_the_one_before_stays(finished, tmp_path):
-    """The other ranks send all their rows, although rank 0 has stopped writing."""
+    """Rank 0 has stopped writing, but the other ranks send all their rows."""
     flags = f"{RUN} {FULL}"
     job = train(tmp_path / "run", flags, 2, faults={0: at_step(20, files_limited_to(100_000))}, code=8)
     assert "free space" in job.error
@@ -250,7 +258,7 @@ def test_a_rank_that_dies_ends_all_others(tmp_path, killed):
 
 
 def test_replicas_that_diverge_are_named(tmp_path):
-    """Rank 3 has the rows that rank 1 has on the other node."""
+    """Rank 3 has the same rows as rank 1 on the other node."""
     flags, odd = f"{RUN} --sharding hybrid", {3: at_step(3, flipping_a_bit)}
     job = train(tmp_path / "run", flags, ranks=ranks.on_nodes(2, 2), faults=odd, code=7)
     assert "the parameters of rank 3 differ from rank 1's" in job.err[0]
@@ -297,7 +305,7 @@ def test_hybrid_needs_the_ranks_of_a_node_in_a_row(tmp_path):
 
 
 class Muon(small.Small):
-    """An optimizer that multiplies whole matrices."""
+    """Uses an optimizer that multiplies whole matrices."""
 
     def optimizer(self, model, config):
         return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.01)
@@ -334,7 +342,7 @@ def test_shards_are_what_is_in_the_largest_list_else_in_the_largest_sequence():
 
 
 class Looks(small.Small):
-    """A model that looks at its numbers when it is built."""
+    """The model reads its parameters while it is built."""
 
     def model(self, config):
         net = super().model(config)
@@ -343,7 +351,7 @@ class Looks(small.Small):
 
 
 class KeepsATensor(small.Small):
-    """One that is neither a parameter nor a buffer; and a buffer that is not saved."""
+    """The model has a tensor that is neither parameter nor buffer, and a buffer that is not saved."""
 
     def model(self, config):
         net = super().model(config)
@@ -362,7 +370,7 @@ class KeepsABuffer(KeepsATensor):
 
 
 class KeepsATensorBesideIt(small.Small):
-    """The workload has it, in a dictionary, and its loss needs it."""
+    """The workload stores a tensor in a dictionary, and its loss needs that tensor."""
 
     def model(self, config):
         self.scales = dict(outputs=torch.tensor([2.0], dtype=torch.float64))
@@ -383,7 +391,7 @@ def test_models_that_cannot_be_built_without_numbers_are_built_in_turn(finished,
 
 
 class Counted(small.Small):
-    """Says how often a model was built with numbers."""
+    """Prints how often a model was built with real numbers."""
 
     def model(self, config):
         net = super().model(config)
@@ -397,7 +405,7 @@ def test_no_rank_but_the_first_has_the_whole_model(tmp_path):
     assert built == [["built on meta", "built on cpu"], ["built on meta"]]
 
 
-# ---- computed again -----------------------------------------------------------------------------------------------
+# ---- activation checkpointing -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("more", ["", "--reduction flat", "--accumulate 2", FULL])
@@ -424,7 +432,7 @@ def test_what_is_not_computed_again_may_change_a_buffer():
 
 
 class Calls(small.Small):
-    """Says when its layer is called for a gradient."""
+    """Prints when its layer is called for a gradient."""
 
     def model(self, config):
         return torch.nn.Sequential(Says(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
@@ -439,20 +447,20 @@ class Says(torch.nn.Linear):
 
 @pytest.mark.parametrize("flags", ["", FULL])
 def test_layers_are_computed_twice_if_asked_to(tmp_path, flags):
-    """In three steps, and when the workload is tried on two of its rows."""
+    """In three steps, and when the core tries the workload on two rows."""
     for again, times in (("", 4), ("--checkpoint-activations", 8)):
         flags_of_run = f"--epochs 1 --steps-per-epoch 3 {flags} {again}"
         job = train(tmp_path / f"run{again}", flags_of_run, workload="test_sharding:Calls", code=0)
         assert job.out[0].count("called for a gradient") == times
 
 
-# ---- under a cap --------------------------------------------------------------------------------------------------
+# ---- with limited memory ------------------------------------------------------------------------------------------
 
-CAP = 130  # MB that a rank may take beyond what it has before it starts
+CAP = 130  # MB that a rank may allocate after its start
 
 
 class Deep(Gpt):
-    """0.8 million parameters a layer; with gradients and AdamW's state, 13 MB a layer."""
+    """0.8 million parameters per layer: 13 MB with gradients and AdamW's state."""
 
     defaults = Gpt.defaults | dict(model_size="tiny")
 
@@ -465,9 +473,9 @@ class Deep(Gpt):
 
 
 def capped() -> None:
-    """As under `ulimit -v`. Libraries that a sharded run imports later are there already."""
-    ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX: each arena of a thread would take 64 MB of addresses
-    threading.stack_size(2**20)  # and its stack 8 MB
+    """Like `ulimit -v`. The libraries that a sharded run imports later are loaded before."""
+    ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX: each thread's arena would take 64 MB of addresses
+    threading.stack_size(2**20)  # default stacks take 8 MB
     import ddp_core.sharding
     import torch._dynamo  # noqa: F401
 
@@ -478,7 +486,7 @@ def capped() -> None:
 
 @pytest.mark.timeout(400, method="thread")
 def test_a_model_four_times_as_large_trains_under_the_same_cap(monkeypatch, tmp_path):
-    """2 layers fit under ddp, 8 do not; sharded over 4 ranks they do, also when they are saved and resumed."""
+    """Under ddp, 2 layers fit and 8 do not. Sharded over 4 ranks, 8 fit, also when saved and resumed."""
     monkeypatch.setattr(ranks, "SECONDS", 100.0)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "text.txt").write_bytes(b"the loss falls and falls and falls; " * 72)
@@ -506,7 +514,7 @@ def test_layers_are_put_away_after_their_forward_and_where_they_were_asked_to(mo
     net = Gpt().model(SimpleNamespace(model_size="tiny", seed=0))
     monkeypatch.setattr(sharding, "fully_shard", lambda unit, **words: asked.append(words))
     config = SimpleNamespace(precision="fp32", offload=offload, checkpoint_activations=False)
-    with suppress(AttributeError):  # nothing is in shards
+    with suppress(AttributeError):  # this model has no shards
         list(sharding._shard(Gpt(), config, net, None, torch.device("cpu")))
     assert asked[0]["reshard_after_forward"] is True
     assert isinstance(asked[0]["offload_policy"], CPUOffloadPolicy) is offload
@@ -520,7 +528,7 @@ def test_hybrid_needs_as_many_ranks_on_every_node():
 
 
 class Rows:
-    """Rows of an offloaded tensor, which gathered say on which device they are."""
+    """Stands for the rows of an offloaded tensor; the gathered rows give their device."""
 
     def __init__(self, device: str = "cpu"):
         self.device, self.full_tensor = device, lambda: device

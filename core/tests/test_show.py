@@ -1,4 +1,4 @@
-"""What is in a snapshot: show, verify and diff, and one line for what is none.
+"""The snapshot commands show, verify and diff; any other file gets one line.
 
 python -m pytest core/tests/test_show.py
 """
@@ -59,7 +59,7 @@ def test_verify_says_of_each_file_whether_it_is_whole(tmp_path, capsys):
 
 @pytest.mark.parametrize("act", ["show", "verify", "diff"])
 def test_who_reads_no_further_ends_it_without_a_word(tmp_path, act):
-    """As `| head` does; of PIPE, and not of an exception."""
+    """A reader such as `| head` closes the pipe. The command ends by SIGPIPE, without an exception."""
     files = [written(tmp_path / "file"), *[written(tmp_path / "other", step=42)] * (act == "diff")]
     command = f'"{sys.executable}" -m ddp_core.snapshot {act} {" ".join(map(str, files))} | true; exit ${{PIPESTATUS[0]}}'
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
@@ -84,7 +84,7 @@ def test_every_flipped_bit_is_found_that_a_resume_finds(tmp_path, capsys):
             assert str(path) in said(capsys, "verify", path, code=5)
 
 
-# ---- what is no snapshot --------------------------------------------------------------------------------------------
+# ---- files that are not snapshots -----------------------------------------------------------------------------------
 
 HEAD = struct.pack("<Q", 2)
 BAD = {
@@ -178,7 +178,7 @@ def test_large_tensors_are_compared_part_by_part(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("act", ["show", "verify"])
 def test_show_and_verify_import_neither_torch_nor_safetensors(tmp_path, act):
-    """As on a login node, whose Python has neither: whoever imports them there fails."""
+    """A login node's Python may have neither, so importing them fails here."""
     for name in ("torch", "safetensors"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('there is none')")
     environ = os.environ | dict(PYTHONPATH=os.pathsep.join([str(tmp_path), str(Path(show.__file__).parents[1])]))

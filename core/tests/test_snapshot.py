@@ -1,4 +1,4 @@
-"""The snapshot file: equal bytes for equal runs, whole or refused.
+"""The snapshot file: equal bytes for equal runs; a file is read whole or refused.
 
 python -m pytest core/tests/test_snapshot.py
 """
@@ -50,7 +50,7 @@ def test_what_is_written_is_read(file):
 @pytest.mark.parametrize("dtype", snapshot.DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (2, 3)])
 def test_every_kind_of_number_is_written_and_read(tmp_path, dtype, shape):
-    """Also one number alone, as an optimizer's step is, none at all, and kinds of different sizes side by side."""
+    """Also scalars, as an optimizer's step is, empty tensors, and types of different sizes together."""
     values = (torch.arange(7) % 2)[: max(1, torch.Size(shape).numel())].expand(max(shape, default=1), -1).reshape(-1)
     values = values[: torch.Size(shape).numel()].view(shape).to(dtype)
     snapshot.write(tmp_path / "file", {"model.a": values, "model.b": torch.ones(3, dtype=torch.uint8)}, DOCUMENT)
@@ -67,7 +67,7 @@ def test_the_same_state_is_the_same_bytes(file):
 
 @pytest.mark.parametrize("most", [float("inf"), 8])
 def test_a_save_leaves_no_file_open(tmp_path, most):
-    """A run of weeks saves thousands of times, and has 1,024 descriptors."""
+    """A run of weeks saves thousands of times with 1,024 file descriptors."""
     numbers = dict.fromkeys("abc", torch.ones(4))
 
     def save() -> int:
@@ -107,7 +107,7 @@ def test_the_mode_of_the_file_is_the_umask_s(tmp_path, mask, mode):
 
 
 def test_the_file_is_on_the_disk_before_it_has_its_name_and_the_name_before_write_returns(tmp_path, monkeypatch):
-    """Without the first fsync a crash of the machine leaves a file of zeros, without the second no file."""
+    """Without the first fsync, a machine crash leaves a file of zeros; without the second, no file."""
     done = []
 
     def noting(name: str):
@@ -160,7 +160,7 @@ def test_a_tensor_that_was_taken_out_is_missed(file, reads):
 
 
 def test_a_flipped_bit_in_the_header_changes_nothing_in_silence(file):
-    """A step count of 40 for 41 would repeat a step; a loss sum with another digit would be reported."""
+    """A step count of 40 for 41 would repeat a step. A wrong digit in a loss sum would be reported."""
     raw, (tensors, document) = file.read_bytes(), snapshot.read(file)
     unnoticed = []
     for bit in range(8 * 8, 8 * (8 + struct.unpack("<Q", raw[:8])[0]), 5):

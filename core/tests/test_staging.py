@@ -1,8 +1,8 @@
-"""Files of data that one rank of a node reads, and the others share: who opens them, and what happens where they cannot.
+"""Data files that one rank of a node reads and the others share: which rank opens them, and what happens if sharing fails.
 
 python -m pytest core/tests/test_staging.py
 
-Each rank writes down which of the files it opens (watching). Nodes are one machine here, so they differ by node_rank alone.
+Each rank prints the files that it opens (watching). All nodes are one machine here and differ only in node_rank.
 """
 
 import os
@@ -53,7 +53,7 @@ def files(tmp_path) -> Path:
 def trained(
     files: Path, source: str = "", nodes: int = 1, ranks: int = 2, flags: str = "", code: int | None = 0, **faults
 ) -> Job:
-    """The job of a workload file; faults: by rank_N, what to call there before the program starts."""
+    """The job of a workload file. faults: as rank_N, what to call before rank N's program starts."""
     folder = files.parent
     file = folder / "mine.py"
     file.write_text(source or MINE.format(folder=str(files)))
@@ -63,8 +63,8 @@ def trained(
 
 
 def watching(folder: str, fault=None) -> None:
-    """Print, of each file below the folder, that it is opened."""
-    staging.IN_MEMORY = ()  # where /tmp is memory, these tests are the same
+    """Print each opened file below the folder."""
+    staging.IN_MEMORY = ()  # the tests must not depend on whether /tmp is in memory
 
     def hook(event: str, args: tuple) -> None:
         if event == "open" and str(args[0]).startswith(folder):
@@ -76,12 +76,12 @@ def watching(folder: str, fault=None) -> None:
 
 
 def opened(job: Job) -> list[list[str]]:
-    """By rank: the files that it has opened."""
+    """For each rank, the files that it has opened."""
     return [sorted(re.findall(r"^opened (.*)$", text, re.MULTILINE)) for text in job.out]
 
 
 def error(job: Job) -> str:
-    """The one line of error; on several nodes there is a note, too, on how rank 0 listens."""
+    """The single error line. With several nodes there is also a note about rank 0's address."""
     [line] = [line for text in job.err for line in text.splitlines() if not line.startswith("note: MASTER_ADDR")]
     return line
 
@@ -103,7 +103,7 @@ def test_the_first_rank_of_a_node_opens_a_file_and_the_others_share_it(files, no
 
 
 def test_a_long_name_that_is_not_ascii_is_shared_too(files):
-    """A copy's name has 249 bytes at most: of these letters each takes three."""
+    """A copy's name may have 249 bytes. Each of these letters takes three."""
     longer = files / ("測定" * 35)
     longer.mkdir()
     for name in BOTH:
@@ -167,7 +167,7 @@ def test_nobody_can_write_to_a_copy(files):
     assert "PermissionError" in error(job) and "line 12 (data)" in error(job)
 
 
-# ---- what all have read -------------------------------------------------------------------------------------------
+# ---- fingerprints of the data -------------------------------------------------------------------------------------
 
 
 def on_node_1() -> None:
@@ -175,7 +175,7 @@ def on_node_1() -> None:
 
 
 def other_copy() -> None:
-    """A byte of what this node copies is another."""
+    """One byte differs in this node's copy."""
     on_node_1()
     seal = staging.fcntl.fcntl
 
@@ -188,15 +188,15 @@ def other_copy() -> None:
 
 def test_a_node_whose_copy_is_damaged_is_named(files):
     job = trained(files, nodes=2, ranks=2, code=4, rank_2=other_copy, rank_3=on_node_1)
-    # Of the two ranks of the node it is the one that comes first.
+    # The error names whichever of the node's two ranks came first.
     assert re.search(r"data=\S+ on rank ([23]), but \S+ on rank 0: .* \(rank \1 is on node-1\)", error(job))
 
 
-# ---- where there is no copy ---------------------------------------------------------------------------------------
+# ---- files without a copy -----------------------------------------------------------------------------------------
 
 
 def note(job: Job) -> str:
-    """The one note on it, in the record and in print."""
+    """The single note about it, which is recorded and printed."""
     [start] = job.records("start")
     [told] = [note for note in start["notes"] if "not once" in note]
     assert "".join(job.out).count("not once") == 1 and not any("in_place" in row for row in start["ranks"])
@@ -250,7 +250,7 @@ def test_a_first_rank_that_cannot_copy_says_why(files, fault, why, read):
 
 
 class Later:
-    """A stop that comes when a part is copied."""
+    """A stop that comes after a part has been copied."""
 
     asked = 0
 
@@ -260,7 +260,7 @@ class Later:
 
 
 def test_a_stop_ends_a_copy(files, monkeypatch):
-    """Large files take minutes, and a job that is told to stop has seconds."""
+    """Large files take minutes, and a job that must stop has seconds."""
     monkeypatch.setattr(staging, "IN_MEMORY", ())
     monkeypatch.setattr(staging, "CHUNK", 100)
     store = SimpleNamespace(set=lambda *pair: None)
@@ -272,19 +272,19 @@ def test_a_stop_ends_a_copy(files, monkeypatch):
 
 
 def another_user() -> None:
-    """What this rank's kernel tells of the other end is not its own number."""
+    """This rank's user number differs from the other end's, which the kernel reports."""
     os.geteuid = lambda: 12345
 
 
 @pytest.mark.parametrize("rank, why", [(0, "its first rank gave no copy"), (1, "another user's program has the address")])
 def test_another_user_s_process_is_neither_believed_nor_answered(files, rank, why):
-    """Rank 0 does not answer the other's call; rank 1 does not take its answer."""
+    """Rank 0 ignores the other rank's call; rank 1 ignores rank 0's answer."""
     job = trained(files, **{f"rank_{rank}": another_user})
     assert opened(job) == [BOTH, BOTH] and why in note(job)
 
 
 def test_a_copy_of_safetensors_is_read_as_what_it_was(tmp_path, monkeypatch):
-    """Its own path ends in no .safetensors: .../fd/7."""
+    """The copy's own path, .../fd/7, has no suffix .safetensors."""
     monkeypatch.setattr(staging, "IN_MEMORY", ())
     save_file({"x": table()[0]}, tmp_path / "x.safetensors")
     store = SimpleNamespace(set=lambda *pair: None)
@@ -299,7 +299,7 @@ def test_files_in_memory_are_not_copied():
     assert staging._in_memory(os.stat("/dev/shm").st_dev) and not staging._in_memory(os.stat("/proc").st_dev)
 
 
-# ---- what goes wrong ----------------------------------------------------------------------------------------------
+# ---- failures -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("content, said", [(None, "FileNotFoundError"), (b"short", "IndexError")])
@@ -327,7 +327,7 @@ class Mine(Small):
 
 @pytest.mark.parametrize("at", ["x", "y"])
 def test_ranks_that_wait_for_a_first_rank_hear_why_it_failed(files, at):
-    """Before it has copied anything, or after the first of two files. They would wait five minutes: ranks.SECONDS is less."""
+    """Before it copies anything, or after the first of two files. Waiting takes five minutes, more than ranks.SECONDS."""
     job = trained(files, FAILS.format(folder=files, at=at), nodes=2, flags="--rendezvous-timeout 600", code=2)
     assert "line 9 (data): OSError: tape 7" in error(job)
 
@@ -343,7 +343,7 @@ def test_a_first_rank_that_is_killed_while_others_wait_for_it_is_named_alone(fil
 
 
 def test_nothing_is_left_of_a_job_that_is_killed(files):
-    """While it trains, both ranks hold the copies; when they are gone, nobody does, and no name leads to one."""
+    """During training both ranks hold the copies. After their end, no process holds one and no name leads to one."""
     job = trained(files, code=None, **{f"rank_{rank}": at_step(3, copies_then_killed) for rank in (0, 1)})
     held = [re.findall(r"^holds (.*)$", text, re.MULTILINE) for text in job.out]
     assert job.codes == [-signal.SIGKILL] * 2 and held[0] == held[1] == [f"/memfd:{files}/{name} (deleted)" for name in BOTH]
@@ -351,7 +351,7 @@ def test_nothing_is_left_of_a_job_that_is_killed(files):
 
 
 def copies(folder: str, process: str = "*") -> list[str]:
-    """What processes hold open."""
+    """The copies that processes hold open."""
     found = []
     for descriptor in Path("/proc").glob(f"{process}/fd/*"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a snapshot holds: of any model and any optimizer all that a stopped run needs to go on, bit for bit.
+"""A snapshot holds everything that a stopped run needs to resume bit for bit, for any model and any optimizer.
 
 python -m pytest core/tests/test_state.py
 """
@@ -44,7 +44,7 @@ def test_any_optimizer_of_torch_is_stopped_and_resumed_bit_for_bit(finished, tmp
 
 @pytest.mark.parametrize("rule", ["nesterov", "rprop", "nadam", "counting"])
 def test_it_is_the_same_on_two_ranks(finished, tmp_path, rule):
-    """A state that was not sent to rank 1 would drive the replicas apart."""
+    """If rank 1 did not get the state, the replicas would diverge."""
     whole = finished(f"--rule {rule}", 2, "small:Optimizers")
     assert deviation(whole.losses, finished(f"--rule {rule}", 1, "small:Optimizers").losses) < 1e-10
     assert_same_run(stopped_and_resumed(tmp_path, "small:Optimizers", f"--rule {rule}", 2, 2), whole)
@@ -60,7 +60,7 @@ def test_states_are_named_after_their_parameters_and_of_sgd_and_adam_as_in_earli
 
 
 def test_a_loop_by_hand_with_its_groups_clipping_and_schedule_has_the_same_losses(finished):
-    """small.Groups: AdamW with two groups, a schedule of its own; the textbook's loop on the same rows."""
+    """small.Groups: AdamW with two groups and its own schedule, against a textbook loop on the same rows."""
     flags = "--clip-norm 0.5 --epochs 2"
     workload, config = find(Groups), parse(flags.split(), 1, workload=find(Groups))
     seed_everything(config.seed)
@@ -117,7 +117,7 @@ def test_it_is_the_same_without_ddp(finished, tmp_path, reduction):
 
 
 def test_more_than_two_ranks_under_ddp_resume_bit_for_bit(finished, tmp_path):
-    """DDP lays its buckets out anew after its first backward, and so adds in another order than before."""
+    """DDP rearranges its buckets after its first backward, which changes the order of additions."""
     whole = finished("", 4, "small:Small")
     assert_same_run(stopped_and_resumed(tmp_path, "small:Small", "", 4, 4), whole)
 
@@ -137,7 +137,7 @@ def test_frozen_parameters_are_saved_do_not_move_and_have_no_state(finished, tmp
 
 
 def test_a_parameter_that_has_never_had_a_gradient_is_left_alone_and_has_no_state(finished):
-    """small.Experts: the last is never asked. Weight decay would move it."""
+    """small.Experts: the last expert is never used. Weight decay would change it."""
     flags = "--weight-decay 0.1 --epochs 1 --steps-per-epoch 2"
     job = finished(flags, 2, "small:Experts")
     tensors, document = snapshot.read(job.snapshot)
@@ -150,7 +150,7 @@ def test_a_parameter_that_has_never_had_a_gradient_is_left_alone_and_has_no_stat
 
 @pytest.mark.parametrize("workload", ["FirstUnasked", "Turned"])
 def test_several_ranks_resume_from_what_only_rank_0_has_read(finished, tmp_path, workload):
-    """FirstUnasked: each rank has laid out a state that the snapshot has not. Turned: a large tensor in another order."""
+    """FirstUnasked: ranks make states that the snapshot lacks. Turned: a large tensor with another memory order."""
     flags = "--weight-decay 0.1"
     train(tmp_path / "run", f"{flags} --epochs 1", 2, workload=f"small:{workload}", code=0)
     again = train(tmp_path / "run", f"{flags} --timeout 5", 2, workload=f"small:{workload}", code=0)
@@ -168,7 +168,7 @@ def test_buffers_are_in_the_snapshot_and_those_of_rank_0(finished):
 
 
 def test_statistics_are_trained_and_evaluation_uses_them(finished):
-    """On one rank: rank 0's own running mean, by hand, after the first epoch."""
+    """On one rank: compare with rank 0's running mean, computed by hand, after the first epoch."""
     workload = find(BatchNorm)
     config = parse(["--epochs", "1"], 1, workload=workload)
     seed_everything(0)
@@ -187,7 +187,7 @@ def test_statistics_are_trained_and_evaluation_uses_them(finished):
 
 @pytest.mark.parametrize("reduction", ["ddp", "flat", "canonical"])
 def test_every_rank_evaluates_with_the_same_statistics(finished, reduction):
-    """Means over all held-out rows of rank 0's model, recomputed from the snapshot."""
+    """Means over all held-out rows with rank 0's model, computed again from the snapshot."""
     job = finished(f"--reduction {reduction}", 2, "small:BatchNorm")
     workload = find(BatchNorm)
     model = workload.model(parse([], 1, workload=workload)).double()
@@ -215,7 +215,7 @@ def test_noise_from_python_and_numpy_is_drawn_again_after_a_stop(finished, tmp_p
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_masks_are_a_function_of_seed_step_and_micro_batch(finished, world_size):
-    """By hand: two micro-batches a rank, each under torch's generator seeded with words(1, 5, seed, step, its number)."""
+    """Two micro-batches per rank, by hand: torch's generator is seeded with words(1, 5, seed, step, its number) for each."""
     seed_everything(0)
     workload = find(Dropout)
     model, (inputs, targets) = workload.model(parse([], 1, workload=workload)).double().train(), table()
@@ -262,7 +262,7 @@ def test_fp16_trains_with_a_scaled_loss_and_its_scale_goes_on(finished, tmp_path
 
 
 def test_under_fp16_a_step_that_overflows_is_left_out_and_said(tmp_path):
-    """A loss of thousands, times 2**16, does not fit fp16: the first steps are skipped until the scale is low enough."""
+    """A loss of thousands times 2**16 exceeds fp16. The first steps are skipped until the scale is low enough."""
     source = """
 from small import *
 

@@ -1,4 +1,4 @@
-"""The wish to stop, heard and no longer heard.
+"""The stop flag: which signals it hears, and when it stops hearing them.
 
 python -m pytest core/tests/test_stop.py
 """
@@ -13,7 +13,7 @@ from ddp_core.stop import StopFlag
 
 
 def ends_with_75(number: int) -> int:
-    """A launcher that ends the others once one has left sends them SIGTERM while Python takes its own handlers away."""
+    """The launcher ends the other ranks by SIGTERM when one exits, while Python removes its handlers."""
     stop = StopFlag()
     stop.ignore()
     os.kill(os.getpid(), number)
@@ -27,7 +27,7 @@ def test_a_rank_that_leaves_hears_no_signal_any_more(tmp_path, number):
 
 
 def has_a_child(number: int) -> int:
-    """0: it lived on; else the signal that has ended it."""
+    """0 if the child survives; else the number of the signal that ended it."""
     stop = StopFlag()
     if not (child := os.fork()):
         os.kill(os.getpid(), number)
@@ -37,14 +37,14 @@ def has_a_child(number: int) -> int:
 
 @pytest.mark.parametrize("number, code", [(signal.SIGUSR1, 0), (signal.SIGINT, 0), (signal.SIGTERM, signal.SIGTERM)])
 def test_a_process_that_a_workload_forks_ends_by_sigterm_alone(tmp_path, number, code):
-    """A scheduler signals all processes of a job; multiprocessing ends its own by SIGTERM, and waits for them."""
+    """A scheduler signals all processes of a job. multiprocessing ends its processes by SIGTERM and waits for them."""
     assert ranks.fork(tmp_path, ranks.call("test_stop", "has_a_child", number)).codes == [code]
 
 
 def hears(number: int) -> int:
     stop = StopFlag()
     os.kill(os.getpid(), number)
-    os.kill(os.getpid(), signal.SIGTERM)  # as ranks end
+    os.kill(os.getpid(), signal.SIGTERM)  # as launchers do when a rank ends
     return 0 if stop.reason == signal.Signals(number).name else 1
 
 

@@ -1,4 +1,4 @@
-"""Nobody but the job's own ranks takes part: what other programs on this machine write, and where they can reach.
+"""Only the job's own ranks take part. Tests what other programs on this machine may write, and where they can connect.
 
 python -m pytest core/tests/test_stranger.py
 """
@@ -29,7 +29,7 @@ from ranks import assert_same_run, call, fork, train, world
 
 FLAGS = "--epochs 1 --steps-per-epoch 3 --rendezvous-timeout 2 --timeout 2"
 SECRET = "0123456789abcdef" * 2
-# What the ranks have written under a rank's name, as well as a stranger can imitate it.
+# Values as ranks write them, as well as a stranger can imitate them.
 PROGRESS = dict(step=14, loss_sum=0.0, history=[[0, "0x0p+0"]], best=None, scale=None, stateless=[], numbers=[])
 FORGED = {
     "greeting": dict(job_id="job-1", world_size=2),
@@ -47,7 +47,7 @@ FORGED = {
 
 
 def _connected(port: int) -> dist.TCPStore:
-    """As soon as rank 0 is there."""
+    """Connect as soon as rank 0 listens."""
     while True:
         with suppress(OSError, RuntimeError):
             socket.create_connection(("127.0.0.1", port)).close()
@@ -56,7 +56,7 @@ def _connected(port: int) -> dist.TCPStore:
 
 
 def _overwrite(port: int, seed: int) -> None:
-    """From a chance moment on put forged values in the place of all that the store has, until this process is ended."""
+    """From a random moment on, overwrite all values in the store with forged ones, until this process is ended."""
     signal.alarm(60)
     draw, store = random.Random(seed), _connected(port)
     time.sleep(draw.random() * draw.choice([0, 0.1, 0.3]))
@@ -73,7 +73,7 @@ def _overwrite(port: int, seed: int) -> None:
 
 @pytest.fixture
 def stranger():
-    """stranger(act, *arguments): a process that is not the job's, on the machine of rank 0."""
+    """stranger(act, *arguments): a foreign process on rank 0's machine."""
     started = []
 
     def start(act, *arguments):
@@ -88,7 +88,7 @@ def stranger():
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("STRANGERS", "8"))))
 def test_a_stranger_in_the_store_changes_no_run(tmp_path, finished, stranger, seed):
-    """It trains to the same losses, or ends with one line a rank and 4: never complete without training, nor with 75."""
+    """The run has the same losses, or ends with 4 and one line per rank. It never ends untrained with 0, nor with 75."""
     present = world(2, secret=SECRET)
     stranger(_overwrite, present[0].master_port, seed)
     job = train(tmp_path / "run", FLAGS, ranks=present)
@@ -108,11 +108,11 @@ def test_a_stranger_does_not_answer_for_a_rank_that_is_lost(tmp_path, stranger, 
     assert "rank 1 died or hangs" in job.error
 
 
-# ---- words that no rank has written, where anybody can sign: without a secret ------------------------------------------
+# ---- forged values without a secret, when anybody can sign -------------------------------------------------------------
 
 
 def _sign(port: int, key: str, text: bytes) -> None:
-    """As a program that knows how, put this into the store before and after the ranks have written."""
+    """Put this correctly signed text into the store, before and after the ranks have written."""
     signal.alarm(60)
     store = _connected(port)
     signed = rendezvous.SignedStore(dist.PrefixStore("ddp_core/", store), "", "")
@@ -127,7 +127,7 @@ JUNK = [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"error": 4}', b'{
 @pytest.mark.parametrize("text", JUNK, ids=range(len(JUNK)))
 @pytest.mark.parametrize("key", ["greeting", "rank/0", "rank/1", "verdict"])
 def test_junk_is_one_line(tmp_path, stranger, key, text):
-    """What a rank has read first, it goes by; otherwise it says that this is not what a rank writes."""
+    """A rank uses the value that it reads first, or reports that no rank writes such a value."""
     present = world(2)
     stranger(_sign, present[0].master_port, key, text)
     job = train(tmp_path / "run", FLAGS, ranks=present)
@@ -148,7 +148,7 @@ def test_a_greeting_without_control_characters(tmp_path, stranger):
 
 
 def _record(file) -> None:
-    """Where this process listens at its first step, besides what gloo has on the loopback interface."""
+    """The addresses where this process listens at its first step, except gloo's on the loopback interface."""
     mine = {link.rpartition("[")[2][:-1] for link in map(os.readlink, _descriptors()) if link.startswith("socket:[")}
     file.write_text(json.dumps(sorted({place for place, inode in listeners() if inode in mine})))
 
@@ -158,14 +158,14 @@ def _descriptors() -> list[str]:
 
 
 def listeners() -> list[tuple[str, str]]:
-    """Address and port, as Linux writes them, of each socket that listens, and its inode."""
+    """The address and port of each listening socket, as Linux writes them, and its inode."""
     lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
     return [(words[1], words[9]) for words in lines if words[3] == "0A"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_one_machine_listens_on_its_loopback_interface_alone(tmp_path, world_size):
-    """The store of several ranks, and gloo's own ports, which PyTorch opens even for one."""
+    """The store of several ranks, and gloo's ports, which PyTorch opens even for a single rank."""
     files = [tmp_path / f"ports-{rank}" for rank in range(world_size)]
     present = world(world_size)
     faults = {rank: at_step(0, partial(_record, file)) for rank, file in enumerate(files)}
@@ -177,14 +177,14 @@ def test_one_machine_listens_on_its_loopback_interface_alone(tmp_path, world_siz
 
 @pytest.mark.fault(4)
 def test_an_address_of_another_host_is_not_taken_for_a_port_in_use(tmp_path):
-    """192.0.2.0/24 is nobody's: https://datatracker.ietf.org/doc/html/rfc5737"""
+    """192.0.2.0/24 belongs to nobody: https://datatracker.ietf.org/doc/html/rfc5737"""
     elsewhere = [replace(rank, master_addr="192.0.2.1") for rank in world(2)]
     job = train(tmp_path / "run", FLAGS, ranks=elsewhere[:1], code=4)
     assert "MASTER_ADDR=192.0.2.1" in job.error and "is no address of" in job.error and "taken" not in job.error
 
 
 def test_a_name_that_is_the_loopback_on_its_own_host_is_heard_by_the_others(tmp_path):
-    """As Debian's /etc/hosts has it: two nodes, made of the ranks of one, whose name is 127.0.0.1 here."""
+    """As in Debian's /etc/hosts. Two nodes are made of one node's ranks; their name is 127.0.0.1 here."""
     port = ranks.free_port()
     two_nodes = [Rank(rank, 2, 0, 1, rank, socket.gethostname(), port, "job-1") for rank in range(2)]
     job = train(tmp_path / "run", FLAGS, ranks=two_nodes, code=0)
@@ -206,7 +206,7 @@ def test_ranks_with_different_secrets_do_not_meet(tmp_path):
 
 @pytest.mark.parametrize("length", [1, 31])
 def test_a_secret_that_can_be_guessed_is_refused(length):
-    """And is not shown."""
+    """The secret is not shown."""
     with pytest.raises(PreflightError, match=f"DDP_SECRET.* has {length} characters.*openssl rand") as refused:
         replace(Rank.single(), secret="q" * length)
     assert "qq" not in str(refused.value)
@@ -220,11 +220,11 @@ def test_the_record_says_whether_there_was_a_secret(tmp_path, secret):
     assert SECRET not in (job.run_dir / "run.jsonl").read_text()
 
 
-# ---- what all ranks are told ------------------------------------------------------------------------------------------
+# ---- values for all ranks ---------------------------------------------------------------------------------------------
 
 
 def _long_value(rank: Rank, file: Path) -> int:
-    """Of 9 MiB and a little: a value in the store may have 8."""
+    """A value of a little more than 9 MiB; the store allows 8 MiB for one."""
     config = SimpleNamespace(timeout=20.0, backend="auto")
     peers = Peers(rank, config, torch.device("cpu"), rendezvous.Rendezvous(rank, 20, StopFlag()))
     value = peers.broadcast([0.5] * 2_000_000 if rank.rank == 0 else None)
@@ -243,7 +243,7 @@ def test_the_history_of_many_epochs_reaches_all_ranks(tmp_path):
 
 
 def test_a_value_that_is_copied_under_another_name_is_a_stranger_s():
-    """Who cannot sign may still write what he has read."""
+    """A stranger who cannot sign can still write what he has read."""
     plain = dist.HashStore()
     store = rendezvous.SignedStore(plain, SECRET, "here")
     store.set("verdict", "all are well")
@@ -256,7 +256,7 @@ def test_a_value_that_is_copied_under_another_name_is_a_stranger_s():
 
 
 def _note_signed_keys(file: Path) -> None:
-    """The names of what this process writes with a signature, until its first step."""
+    """Record the keys that this process writes with a signature, until its first step."""
     keys, method = [], rendezvous.SignedStore.set
 
     def noting(store, key, value):
@@ -268,7 +268,7 @@ def _note_signed_keys(file: Path) -> None:
 
 
 def test_the_addresses_of_gloo_are_signed(tmp_path):
-    """Of the group that sums gradients, as of the one over which ranks agree: else a stranger has them connect to himself."""
+    """For the groups of gradients and of control messages. Otherwise a stranger could make ranks connect to him."""
     faults = {1: call("test_stranger", "_note_signed_keys", tmp_path / "keys")}
     train(tmp_path / "run", "--epochs 1 --steps-per-epoch 1 --global-batch-size 96", 2, faults=faults, code=0)
     groups = {key.partition("/")[0] for key in (tmp_path / "keys").read_text().splitlines() if "/" in key}

@@ -1,4 +1,4 @@
-"""The same losses: again, at another world size, precision, reduction and cut of the batch; evaluation; what is kept.
+"""The same losses: repeated, at other world sizes, precisions, reductions and micro-batches; evaluation; saved files.
 
 python -m pytest core/tests/test_trainer.py
 """
@@ -17,7 +17,7 @@ TWO_EPOCHS = "--epochs 2 --precision fp64"
 
 
 def deviation(losses: list[float], reference: list[float]) -> float:
-    """The worst relative difference of two courses of the loss."""
+    """The largest relative difference of two loss curves."""
     assert len(losses) == len(reference)
     return max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
 
@@ -43,7 +43,7 @@ def test_a_finished_run_says_so(finished):
 
 
 def test_an_evaluation_leaves_the_training_as_it_was(finished):
-    """Dropout is drawn in every epoch, not only before the first evaluation."""
+    """Dropout must act in every epoch, not only before the first evaluation."""
     assert finished("", 1, "small:Dropout").losses == finished("--eval-every 9", 1, "small:Dropout").losses
 
 
@@ -64,7 +64,7 @@ def test_an_epoch_s_loss_is_the_mean_over_its_steps(finished):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_epochs_without_evaluation_and_snapshot_are_recorded_as_well(finished, world_size):
-    """The ranks do not wait for each other at the end of such an epoch: its loss is told later, and is the same."""
+    """Ranks do not wait for each other at such an epoch's end. Its loss is reported later and is the same."""
     often, seldom = (
         finished(f"--epochs 6 --precision fp64{flags}", world_size) for flags in ("", " --eval-every 4 --save-every 9")
     )
@@ -78,13 +78,13 @@ def test_epochs_without_evaluation_and_snapshot_are_recorded_as_well(finished, w
 
 @pytest.mark.parametrize("flag", ["--seed 1", "--lr 0.05", "--momentum 0.5", "--weight-decay 0.01", "--warmup-steps 5"])
 def test_another_choice_gives_another_curve(finished, flag):
-    """Nothing vacuous: a flag that changed nothing would pass every comparison of runs."""
+    """A flag without effect would pass every comparison of runs."""
     assert deviation(finished(f"{TWO_EPOCHS} {flag}", 1).losses, finished(TWO_EPOCHS, 1).losses) > 1e-3
 
 
 @pytest.mark.fault(24)
 def test_every_epoch_has_an_order_of_its_own(finished):
-    """With a learning rate that changes next to nothing, equal orders would give equal losses."""
+    """At a tiny learning rate, equal orders of rows would give equal losses."""
     losses = finished("--epochs 2 --lr 1e-12 --precision fp64", 1).losses
     assert deviation(losses[:14], losses[14:]) > 1e-3
 
@@ -101,7 +101,7 @@ def test_losses_do_not_depend_on_the_world_size(finished, world_size, flags):
 
 @pytest.mark.parametrize("world_size, reduction", [(6, "ddp"), (8, "canonical"), (12, "flat")])
 def test_larger_worlds_whose_shards_are_uneven_train_and_evaluate_alike(finished, world_size, reduction):
-    """Of 359 held-out rows a rank of 6, 8 or 12 has one more than another."""
+    """With 359 held-out rows, some of 6, 8 or 12 ranks have one row more."""
     flags = f"{TWO_EPOCHS} --reduction {reduction}"
     job, alone = finished(flags, world_size), finished(flags, 1)
     assert deviation(job.losses, alone.losses) < 1e-12
@@ -131,7 +131,7 @@ def test_fp32_follows_fp64_and_bf16_at_a_distance(finished):
     ],
 )
 def test_losses_and_metrics_are_not_rounded_as_products_are(tmp_path, precision, product, dtype, form):
-    """In the trial of two rows, in steps and in evaluation."""
+    """Checked in the trial of two rows, in steps and in evaluation."""
     file = tmp_path / "mine.py"
     file.write_text(f"""
 import torch
@@ -191,7 +191,7 @@ def test_scale_lr_trains_with_the_product(finished):
 
 
 def test_each_group_of_parameters_keeps_its_own_learning_rate(tmp_path):
-    """The schedule is a factor: of 0.01 and 0.03 here, whatever --lr is."""
+    """The schedule multiplies 0.01 and 0.03 here, whatever --lr is."""
     write = ranks.call("test_trainer", "_write_rates", tmp_path / "rates")
     ranks.train(tmp_path / "run", "--epochs 1 --lr 7", workload="small:Groups", faults={0: write}, code=0)
     rates = [json.loads(line) for line in (tmp_path / "rates").read_text().splitlines()]
@@ -211,11 +211,11 @@ def _write_rates(file: Path) -> None:
     Guard.step = stepped
 
 
-# ---- evaluation and what is kept ----------------------------------------------------------------------------------
+# ---- evaluation and saved files -----------------------------------------------------------------------------------
 
 
 def test_an_evaluation_takes_no_more_rows_at_once_than_training(tmp_path):
-    """Of 96 rows a step 16, in 2 ranks and 3 micro-batches: a model that fills the memory in training must fit here, too."""
+    """16 of a step's 96 rows, with 2 ranks and 3 micro-batches. A model that fills the memory in training must fit here too."""
     write = ranks.call("test_trainer", "_write_sizes", tmp_path / "sizes")
     flags = "--epochs 1 --steps-per-epoch 1 --accumulate 3"
     ranks.train(tmp_path / "run", flags, 2, faults={1: write}, code=0)
@@ -236,7 +236,7 @@ def _write_sizes(file: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_held_out_row_counts_once(finished, world_size):
-    """359 rows do not divide by 2 or 4. An accuracy over all of them, each counted once, is a number of 359ths."""
+    """359 rows do not divide by 2 or 4. An accuracy over all rows, each counted once, is a multiple of 1/359."""
     for ours, alone in zip(*(finished(TWO_EPOCHS, size).records("epoch") for size in (world_size, 1)), strict=True):
         assert ours["eval_accuracy"] * 359 == pytest.approx(round(ours["eval_accuracy"] * 359), abs=1e-9)
         assert ours["eval_accuracy"] == alone["eval_accuracy"]
@@ -280,7 +280,7 @@ def _receive_other_numbers() -> None:
 
 
 def test_the_best_model_is_that_of_the_lowest_held_out_loss(finished):
-    """A learning rate this large makes the loss rise again, so that the best epoch is not the last."""
+    """This large learning rate makes the loss rise again, so the best epoch is not the last."""
     job = finished("--epochs 6 --steps-per-epoch 3 --lr 3.0 --seed 1", 1)
     losses = [record["eval_loss"] for record in job.records("epoch")]
     _, document = snapshot.read(job.run_dir / "best.safetensors")

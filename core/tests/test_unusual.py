@@ -1,4 +1,4 @@
-"""What few programs do, and may: averages of weights, complex buffers, groups without parameters, batches of any make.
+"""Rare but allowed programs: averaged weights, complex buffers, groups without parameters, unusual batches.
 
 python -m pytest core/tests/test_unusual.py
 """
@@ -30,7 +30,7 @@ RUN = "--epochs 2"
 
 
 class Rotated(Small):
-    """Its buffer turns pairs of numbers, as many models of language do; no snapshot holds it."""
+    """A complex buffer rotates pairs of numbers, as in many language models. It is not saved in snapshots."""
 
     def model(self, config):
         class Net(nn.Module):
@@ -48,7 +48,7 @@ class Rotated(Small):
 
 
 class Averaging(Small):
-    """A frozen copy of its weights follows them, and another counts how often."""
+    """A frozen copy follows the weights, and a frozen parameter counts the updates."""
 
     def model(self, config):
         class Net(nn.Module):
@@ -73,7 +73,7 @@ class Averaging(Small):
 
 
 class AveragingBesideABackbone(Averaging):
-    """A copy of all that is frozen would cost too much memory."""
+    """Copying all frozen parameters would need too much memory."""
 
     def model(self, config):
         net = super().model(config)
@@ -82,7 +82,7 @@ class AveragingBesideABackbone(Averaging):
 
 
 class HeadAlone(Small):
-    """Its optimizer has no group with the rest of the model, which is not frozen."""
+    """The optimizer has only the head, although the rest of the model is not frozen."""
 
     def optimizer(self, model, config):
         return torch.optim.SGD(model[2].parameters(), config.lr)
@@ -100,7 +100,7 @@ class FirstGroupIsEmpty(Small):
 
 
 class Halved(Rows):
-    """It prepares each batch itself."""
+    """Prepares each batch itself."""
 
     def __getitem__(self, index):
         inputs, targets = super().__getitem__(index)
@@ -186,7 +186,7 @@ class OfAStream(Named):
 
 
 class Unsent(Named):
-    """A batch that no process can hand to another."""
+    """A batch that cannot be sent to another process."""
 
     def collate(self, rows):
         return *super().collate(rows), (lambda: None)
@@ -316,7 +316,7 @@ class Pair:
 
 
 class BatchOfADataclass(Small):
-    """And outputs of one, within a dictionary."""
+    """The outputs are dataclasses too, inside a dictionary."""
 
     def data(self, config):
         rows = lambda first, count: [*zip(*table(count, first=first), strict=True)]  # noqa: E731
@@ -338,7 +338,7 @@ class BatchOfADataclass(Small):
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_batches_and_outputs_may_be_dataclasses(tmp_path, precision):
-    """In the run's precision, and outputs in fp32 where autocast left bf16."""
+    """Batches get the run's precision; outputs that autocast left in bf16 become fp32."""
     flags = f"{RUN} --precision {precision}"
     plain = train(tmp_path / "plain", flags, workload="small:Small", code=0)
     assert train(tmp_path / "run", flags, workload="test_unusual:BatchOfADataclass", code=0).losses == plain.losses
@@ -480,7 +480,7 @@ class Mine(Small):
 
 
 def test_what_collate_draws_follows_its_last_row(tmp_path):
-    """The run repeats, and no note says that it does not."""
+    """The run repeats, and no note denies it."""
     (tmp_path / "mine.py").write_text(MIXES)
     runs = [
         train(tmp_path / str(workers), f"--workload {tmp_path / 'mine.py'} --workers {workers}", code=0) for workers in (0, 1)
@@ -551,6 +551,6 @@ class Mine(Small):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_model_may_make_its_buffers_while_it_is_called(tmp_path, world_size):
-    """And longer ones: many keep angles for as many places as they have seen, each rank in its own rows."""
+    """Buffers may also grow: many models keep angles for all positions seen so far, which differ between ranks."""
     (tmp_path / "mine.py").write_text(CACHES)
     train(tmp_path / "run", f"--workload {tmp_path / 'mine.py'}", world_size, code=0)

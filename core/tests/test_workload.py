@@ -1,4 +1,4 @@
-"""A workload of one's own: what is wrong in its file is one line on stderr and exit code 2, 3 or 7, never a hang.
+"""A scientist's own workload: a mistake in its file is one line on stderr and exit code 2, 3 or 7, never a hang.
 
 python -m pytest core/tests/test_workload.py
 """
@@ -49,7 +49,7 @@ def written(folder: Path, source: str, name: str = "mine.py") -> Path:
 
 
 def small(methods: str) -> str:
-    """A file with one class that differs from small.Small in these methods; they begin in line 5."""
+    """A file with one class that differs from small.Small in these methods. They begin in line 5."""
     lines = methods.strip("\n").splitlines()
     margin = len(lines[0]) - len(lines[0].lstrip())
     return SMALL + "".join(f"    {line[margin:]}\n" if line.strip() else "\n" for line in lines)
@@ -176,7 +176,7 @@ def test_a_whole_file_trains_and_needs_neither_flags_nor_held_out_rows(tmp_path)
 
 
 def test_defaults_are_of_any_flag_and_the_command_line_comes_first(tmp_path):
-    """Also of a flag that the core has a default for."""
+    """Also for a flag that has a default in the core."""
     source = WHOLE.replace("lr=0.1", 'lr=0.1, seed=3, log_every=1, reduction="canonical", deterministic=True')
     file = written(tmp_path, source)
     workload = find(str(file))
@@ -195,7 +195,7 @@ def test_what_a_job_alone_can_say_is_no_default_of_a_class(tmp_path, name):
 
 
 def test_its_digest_is_also_that_of_the_files_beside_it_that_it_imports(tmp_path):
-    """Directly, by each other, in a package, or only when a method is called; of no other file."""
+    """Imported directly, by each other, from a package, or only when a method is called; no other files."""
     (tmp_path / "nets").mkdir()
     beside = dict.fromkeys(("layers.py", "nets/__init__.py", "nets/blocks.py", "later.py"), "") | {"other.py": ""}
     beside |= {"layers.py": "from nets import blocks\n", "nets/blocks.py": "from . import norms\n", "nets/norms.py": ""}
@@ -235,7 +235,7 @@ def test_a_base_class_in_the_same_file_is_no_second_workload(tmp_path):
 
 
 def test_files_beside_it_can_be_imported_and_a_name_of_the_standard_library_is_no_trouble(tmp_path):
-    """statistics.py: whoever imports the library's own afterwards still gets it."""
+    """statistics.py: a later import of the library's own statistics still gets that."""
     written(tmp_path, "ROWS = 32\n", "my_settings.py")
     source = WHOLE.replace("import torch\n", "import torch\nimport my_settings\n", 1).replace(
         "        inputs = torch.linspace(-1, 1, 96).view(32, 3)",
@@ -311,7 +311,7 @@ def test_data_that_cannot_be_used_are_one_line_and_2(tmp_path, methods, said):
 
 
 def test_data_may_be_read_by_a_pool_of_processes(tmp_path):
-    """It ends them by SIGTERM, which is no wish of theirs to stop."""
+    """The pool ends its processes by SIGTERM, which is not a request to stop the run."""
     methods = """
     def data(self, config):
         import multiprocessing, signal
@@ -325,7 +325,7 @@ def test_data_may_be_read_by_a_pool_of_processes(tmp_path):
 
 
 def test_data_that_stop_with_a_preflight_error_of_their_own_are_3(tmp_path):
-    """As the built-ins do where a folder is missing: the program is right, and the place is not."""
+    """The built-ins do so for a missing folder: the program is right, and the place is wrong."""
     methods = """
     def data(self, config):
         from ddp_core.errors import PreflightError
@@ -336,7 +336,7 @@ def test_data_that_stop_with_a_preflight_error_of_their_own_are_3(tmp_path):
 
 @pytest.mark.parametrize("which", ["training_rows", "held_out_rows"])
 def test_data_whose_length_differs_between_ranks_are_named(tmp_path, which):
-    """A file that one node reads while another still writes it; 4: the ranks are not of one mind."""
+    """One node reads a file while another still writes it. Exit code 4: the ranks disagree."""
     count = "128 - int(os.environ.get('FEWER', 0))"
     train_rows, held_out = (count, "37") if which == "training_rows" else ("128", count)
     methods = f"def data(self, config):\n    import os\n    return table({train_rows}), table({held_out})"
@@ -352,7 +352,7 @@ def test_data_that_differ_between_ranks_are_named(tmp_path):
 
 @pytest.mark.fault(12)
 def test_a_file_that_differs_between_ranks_is_named(tmp_path):
-    """A stale copy on one node."""
+    """One node has a stale copy."""
     mine, other = written(tmp_path, WHOLE), tmp_path / "other"
     other.mkdir()
     stale = written(other, WHOLE.replace("lr=0.1", "lr=0.2").replace("lr=0.2)", "lr=0.1)  # stale"))
@@ -375,7 +375,7 @@ def test_a_file_that_differs_between_ranks_is_named(tmp_path):
     ids=["cannot be read", "cannot be collated", "is none"],
 )
 def test_a_row_that_cannot_be_read_or_collated_is_named_with_its_batch(tmp_path, workers, act, said):
-    """Row 37 is none of those that are tried at the start. Of two ranks one has it, and the other does not hang."""
+    """Row 37 is not among the rows tried at the start. One of two ranks has it, and the other must not hang."""
     flags = f"--workers {workers} --epochs 1 --global-batch-size 4"
     job = failed(tmp_path, small(ROWS.format(act)), flags, world_size=1)
     assert re.search(said, job.error), job.error
@@ -384,7 +384,7 @@ def test_a_row_that_cannot_be_read_or_collated_is_named_with_its_batch(tmp_path,
 
 
 def blamed(job: Job, code: int, said: str) -> None:
-    """Of two ranks one has ended with this code and a line that says so; the other, at most, points to it."""
+    """One of two ranks must end with this code and this message. The other may print one line that points to it."""
     assert all(len(text.splitlines()) <= 1 for text in job.err), job.err
     ((rank, line),) = ((rank, text) for rank, text in enumerate(job.err) if re.search(said, text))
     assert job.codes[rank] == code and line.startswith(f"error [rank {rank}, "), (job.codes, job.err)
@@ -423,7 +423,7 @@ def test_a_worker_that_dies_is_named_and_nobody_hangs(tmp_path):
 
 
 def test_a_worker_dies_while_its_rank_computes(tmp_path):
-    """Nothing is raised there, where any lock may be held, but where the rank waits for its next rows."""
+    """The error is raised where the rank waits for its next rows. While it computes, it may hold any lock."""
     there = tmp_path / "undisturbed"
     kill = "import multiprocessing, os, time; os.kill(multiprocessing.active_children()[0].pid, 9); time.sleep(0.5)"
     schedule = (
@@ -435,7 +435,7 @@ def test_a_worker_dies_while_its_rank_computes(tmp_path):
 
 
 def test_a_worker_that_dies_with_a_lock_holds_nobody_up(tmp_path):
-    """The lock of DataLoader's event, by which its workers are told to end."""
+    """The lock of the event by which DataLoader ends its workers."""
     die = (
         "import os, sys\n"
         "frame = sys._getframe()\n"
@@ -448,7 +448,7 @@ def test_a_worker_that_dies_with_a_lock_holds_nobody_up(tmp_path):
 
 
 def test_the_workers_of_held_out_rows_are_those_of_all_evaluations(tmp_path):
-    """And are there before the training begins: what is forked beside its threads may find a lock that nobody gives back."""
+    """They are forked before the training, because a fork beside its threads may inherit a lock that is never released."""
     counts = []
     for epochs in (1, 3):
         pids = tmp_path / f"pids-{epochs}"
@@ -460,7 +460,7 @@ def test_the_workers_of_held_out_rows_are_those_of_all_evaluations(tmp_path):
 
 
 def no_more_processes() -> None:
-    """From the fourth on: the rows that are looked at have been read by then."""
+    """The fourth and later forks fail: by then the rows for the trial have been read."""
     fork, calls = os.fork, []
 
     def few():
@@ -473,7 +473,7 @@ def no_more_processes() -> None:
 
 
 def test_workers_die_with_their_rank(tmp_path):
-    """Also those that hang while they read a row, each in its second batch: DataLoader's own watch is between batches."""
+    """Also workers that hang in a row of their second batch: DataLoader itself checks only between batches."""
     note = f"open({str(tmp_path / 'pids')!r}, 'a').write(f'{{os.getpid()}}\\n')"
     act = f"import os, time; self.read = getattr(self, 'read', 0) + 1; {note}; self.read > 32 and time.sleep(3600)"
     source = written(tmp_path, small(ROWS.format(f"if torch.utils.data.get_worker_info(): {act}")))
@@ -481,7 +481,7 @@ def test_workers_die_with_their_rank(tmp_path):
     job = train(tmp_path / "run", flags, 1, faults={0: at_step(1, signalled(signal.SIGKILL))})
     assert job.codes == [-signal.SIGKILL]
     workers = {int(line) for line in (tmp_path / "pids").read_text().split()}
-    assert len(workers) == 2 + 3  # three have read the rows that are looked at before
+    assert len(workers) == 2 + 3  # three read the rows of the trial
     end = time.monotonic() + 20
     while time.monotonic() < end and any(map(run_lock._began, workers)):
         time.sleep(0.05)
@@ -492,7 +492,7 @@ def test_workers_die_with_their_rank(tmp_path):
 
 
 def test_of_four_ranks_the_one_whose_worker_died_is_named_and_no_other(tmp_path):
-    """Workers inherit a rank's connections: while they live, the others do not see that it has closed them."""
+    """Workers inherit a rank's connections. While they live, other ranks do not see that it has closed them."""
     methods = ROWS.format(IN_WORKER + "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     job = failed(tmp_path, small(methods), "--workers 1 --epochs 1", world_size=4, code=7)
     (rank,) = (rank for rank, text in enumerate(job.err) if "a worker that reads rows died" in text)
@@ -728,7 +728,7 @@ PARTS = {
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("flags, where", [("", "loss"), ("--workers 1", "__getitem__")])
 def test_words_of_the_file_s_own_error_are_not_taken_for_a_lost_rank(tmp_path, world_size, flags, where):
-    """Nothing is started again for it."""
+    """The job is not requeued for it."""
     act = 'raise RuntimeError("the peer of the tokenizer timed out")'
     loss = (
         f"def loss(self, outputs, batch):\n    if self.steps_done == 3:\n        {act}\n    return super().loss(outputs, batch)"
@@ -739,7 +739,7 @@ def test_words_of_the_file_s_own_error_are_not_taken_for_a_lost_rank(tmp_path, w
 
 
 def test_a_rank_whose_file_has_one_flag_more_is_named(tmp_path):
-    """A stale copy on one node."""
+    """One node has a stale copy."""
     for name, more in (("new", "    def flags(self, add):\n        add('--width', type=int, default=4)\n"), ("old", "")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.py").write_text(f"from small import *\n\nclass Mine(Small):\n    lr = 1\n{more}")
@@ -799,7 +799,7 @@ class Mine(Small):
 @pytest.mark.parametrize("given", [False, True], ids=["", "with a fingerprint"])
 @pytest.mark.parametrize("how, workers, code", [("file", 1, 2), ("file", 0, 0), ("again", 1, 0), ("each", 1, 0), ("map", 1, 0)])
 def test_a_file_that_is_open_before_the_workers_read_it_is_refused(tmp_path, how, workers, code, given):
-    """Not where it is mapped, opened again, or a row's alone."""
+    """A file may be mapped, opened again, or opened for each row."""
     source = OPEN.format(how, str(tmp_path / "rows.bin"), given)
     job = failed(tmp_path, source, f"--workers {workers} --epochs 1", 1, code)
     assert code == 0 or "rows.bin was open before the workers (--workers), which would read at each" in job.error, job.error
@@ -830,7 +830,7 @@ def test_an_optimizer_that_keeps_what_no_snapshot_holds_is_told(tmp_path):
 
 @pytest.mark.parametrize("flags", ["", "--global-batch-size 1 --epochs 1"])
 def test_a_loss_that_weighs_rows_unequally_is_no_mean(tmp_path, flags):
-    """Rows whose losses are far apart: the mean of two is not half of their sum by chance."""
+    """The rows' losses differ widely, so the mean of two is not half of their sum by chance."""
     methods = "def loss(self, outputs, batch):\n    return (batch[0][:, 0].abs() ** 3 * (outputs - batch[1])[:, 0] ** 2).sum()"
     failed(tmp_path, small(methods), flags, world_size=1, code=0)
 
@@ -851,7 +851,7 @@ def test_metrics_that_are_sums_or_have_their_count_are_no_means(tmp_path, metric
     ],
 )
 def test_a_count_of_batches_is_noted(tmp_path, metric, said):
-    """The mean of a batch with 1 beside it: the record would be a mean of means."""
+    """A batch's mean with a count of 1 would be recorded as a mean of means."""
     job = failed(tmp_path, small(MEAN.format(metric)), "--epochs 1", code=0)
     assert [note.split(":")[0] for note in job.records("start")[0]["notes"]] == said
 
@@ -881,7 +881,7 @@ def test_methods_that_nobody_calls_are_noted(tmp_path):
 
 
 def test_the_config_may_be_kept_where_it_is(tmp_path):
-    """Also where the model alone is made, to use what it has learned."""
+    """Also when only the model is made, to use its trained weights."""
     methods = "def model(self, config):\n    self.config = config\n    return super().model(config)"
     failed(tmp_path, small(methods), "--epochs 1", code=0)
     assert find(str(tmp_path / "mine.py")).model(object())
@@ -899,7 +899,7 @@ def test_metrics_that_have_other_names_in_the_training_are_named(tmp_path):
 
 
 def test_metrics_are_no_means_where_rows_depend_on_each_other(tmp_path):
-    """Of two rows together one may be right by the other, as in contrastive losses."""
+    """Two rows in a batch may influence each other's result, as in contrastive losses."""
     failed(tmp_path, small(MEAN.format("1") + CONTRAST), "--epochs 1", code=0)
 
 
@@ -934,7 +934,7 @@ def test_a_loss_whose_rows_depend_on_each_other_is_noted(tmp_path, methods, note
 
 @pytest.mark.parametrize("reduction", ["ddp", "flat", "canonical"])
 def test_a_parameter_that_later_has_no_gradient_is_told_where_ddp_cannot_go_on(tmp_path, reduction):
-    """The probe sees both layers in use. From step 3 on one of them is not: DDP waits for its gradient."""
+    """The probe sees both layers in use. From step 3 on one is unused, and DDP waits for its gradient."""
     methods = """
     class Net(nn.Module):
         def __init__(self):
@@ -961,7 +961,7 @@ def test_a_parameter_that_later_has_no_gradient_is_told_where_ddp_cannot_go_on(t
 
 @pytest.mark.parametrize("when, code", [("True", 2), ("not self.training", 2), ("self.training and len(self.places) < 3", 0)])
 def test_a_saved_buffer_that_grows_is_named(tmp_path, when, code):
-    """What it is after a few rows were tried, it is at each start."""
+    """Its size after the trial of a few rows is its size at each start."""
     source = f"""
 from small import *
 
@@ -1023,7 +1023,7 @@ def test_a_bug_of_a_workload_is_shown_whole_with_debug(tmp_path):
     assert job.err[0].startswith("error: ") and "Traceback" in job.err[0] and "return 1 / 0" in job.err[0]
 
 
-# ---- calls of its own to the other ranks ----------------------------------------------------------------------------
+# ---- the workload's own collective calls ----------------------------------------------------------------------------
 
 CALLS = """
     def loss(self, outputs, batch):
@@ -1041,7 +1041,7 @@ ORDER = "for sums in (odd, not odd): dist.all_reduce(torch.ones(3)) if sums else
 
 @pytest.mark.fault(22)
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("number", [2, 40])  # when it is tried on some rows, and in the training
+@pytest.mark.parametrize("number", [2, 40])  # in the trial on some rows, and in the training
 @pytest.mark.parametrize("act", [SIZES, ORDER, "odd and dist.all_reduce(torch.ones(3))"], ids=["sizes", "order", "one alone"])
 def test_ranks_that_send_each_other_other_things_end_with_7_and_hear_why(tmp_path, world_size, number, act):
     source = small(CALLS.format(number=number, act=act))
@@ -1061,7 +1061,7 @@ def test_where_pytorch_compares_the_calls_they_are_named_with_their_line(tmp_pat
     assert f"rank 0, 1 in line {line_of(source, 'dist.all_reduce')} (loss) of mine" in job.error
 
 
-# ---- flags of its own ---------------------------------------------------------------------------------------------
+# ---- the workload's own flags -------------------------------------------------------------------------------------
 
 WIDE = small("""
     def flags(self, add):
@@ -1123,7 +1123,7 @@ def test_a_flag_may_have_the_name_of_what_the_core_remembers(tmp_path):
 
 
 def test_values_of_any_kind_are_told_in_words_that_are_equal_in_all_ranks(tmp_path):
-    """A set of texts has another order in each process, and an object another address."""
+    """A set of texts has another order in each process, and an object has another address."""
     flags = """
         def flags(self, add):
             add("--kinds", type=lambda text: set(text.split("+")), default={"b", "a"}, remembered=False)
@@ -1150,7 +1150,7 @@ def test_run_takes_a_class_a_file_and_a_name(tmp_path):
 
 
 def test_the_whole_of_a_train_py(tmp_path):
-    """A program with its class in it, as a site's train.py could have it; its own line is in the error."""
+    """A program that contains its class, as a site's train.py could. The error names its line."""
     program = WHOLE + "\nfrom ddp_core import Rank, run\nraise SystemExit(run(lambda environ: Rank.single(), workload=Mine))\n"
     file = written(tmp_path, program, "train.py")
     flags = ["--device", "cpu", "--run-dir", str(tmp_path / "run")]

@@ -1,4 +1,4 @@
-"""The built-in workloads: initial parameters, losses that are sums over rows, something to learn; two ranks train like one.
+"""The built-in workloads: initial parameters, losses as sums over rows, learnable data; two ranks train like one.
 
 python -m pytest core/tests/test_workloads.py
 """
@@ -28,7 +28,7 @@ def built(workload: str, seed: int = 0) -> torch.nn.Module:
 
 
 def batch(workload: str, digits, count: int = 8, dtype: torch.dtype = torch.float32) -> tuple | torch.Tensor:
-    """Rows like the workload's, made from the digits where it brings none of its own."""
+    """Rows like the workload's, made from the digits if it has no data of its own."""
     pixels, labels = digits
     if workload == "mnist":
         images = F.pad(pixels.repeat_interleave(3, 1).repeat_interleave(3, 2) * 15, (2, 2, 2, 2))
@@ -101,7 +101,7 @@ def test_no_model_keeps_batch_statistics_or_draws_random_numbers(workload, digit
 
 
 def summed(workload: Workload, kind: str, outputs: torch.Tensor, rows: tuple | torch.Tensor) -> float:
-    """The loss, or the one metric."""
+    """The value of the loss, or of the only metric."""
     if kind == "loss":
         return workload.loss(outputs, rows).item()
     (value,) = workload.metrics(outputs, rows).values()
@@ -127,7 +127,7 @@ def test_cross_entropy_of_equal_logits_is_the_logarithm_of_their_number():
 
 
 def test_files_of_text_come_in_the_order_of_their_names(tmp_path, monkeypatch):
-    """A folder lists them as the file system likes, which may be another on each node."""
+    """The listing order depends on the file system and may differ between nodes."""
     for name in ("b/text.txt", "c/text.txt", "a/text.txt", "d/a.txt"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(name[0] * 400)
@@ -147,7 +147,7 @@ def test_text_in_folders_below_is_read_too(tmp_path):
 
 
 def test_gpt_has_the_sizes_of_the_published_models():
-    """Layers, heads, width and positions of GPT-2 in its three larger sizes; with other heads all shapes are the same."""
+    """Layers, heads, width and positions of GPT-2's three larger sizes. Tests of shapes would miss a wrong number of heads."""
     sizes = {"tiny": (2, 2, 64, 64), "small": (6, 6, 384, 256), "medium": (12, 12, 768, 512)}
     sizes |= {"large": (24, 16, 1024, 1024), "xl": (48, 25, 1600, 1024)}
     with torch.device("meta"):
@@ -183,7 +183,7 @@ def test_every_gradient_is_alive_and_the_loss_falls(workload, digits):
 
 
 def test_the_published_loss_teaches_nothing(digits):
-    """Cross-entropy over one column, as in the example that `regression` is after: always 0, like its gradients."""
+    """Cross-entropy over one column, as in the original example of `regression`: always 0, like its gradients."""
     (inputs, targets), module = batch("regression", digits), built("regression")
     loss = F.cross_entropy(module(inputs), targets)
     loss.backward()
@@ -212,7 +212,7 @@ def test_two_ranks_train_like_one(workload, flags_of, finished):
 
 
 def test_channels_last_gives_the_same_losses(flags_of, finished):
-    """Snapshots, too, hold the numbers in the order of the shapes, whatever their order in memory."""
+    """In snapshots too, numbers are ordered by shape, whatever their order in memory."""
     flags = f"{flags_of['mnist']} --precision fp64"
     assert deviation(finished(f"{flags} --channels-last", 2).losses, finished(flags, 2).losses) < 1e-10
 

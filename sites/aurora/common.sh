@@ -11,7 +11,8 @@ fail() {
 
 # ---- the module and its PyTorch -------------------------------------------------------------------------------------
 
-# Packages in ~/.local, or in a PYTHONPATH of yours, would come before the virtual environment's. The module may set it anew.
+# Packages in a PYTHONPATH of yours would come before all others, and those in ~/.local before the module's (its torch, too).
+# The module may set PYTHONPATH anew.
 # https://docs.python.org/3/using/cmdline.html#envvar-PYTHONNOUSERSITE
 unset PYTHONPATH
 export PYTHONNOUSERSITE=1

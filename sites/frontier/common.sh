@@ -132,17 +132,17 @@ finish() {
     [[ ${SLURM_ARRAY_JOB_ID:-} != "$job" ]] || job+=_$SLURM_ARRAY_TASK_ID
     # The command that resumes by hand, without --fresh, which would put aside what this job has done.
     resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
-    resume=${resume/ --fresh / }
+    resume="to resume, with the other options that this job had: ${resume/ --fresh / }"
     if [[ ${SLURM_JOB_QOS:-} == debug ]]; then
         # https://docs.olcf.ornl.gov/systems/frontier_user_guide.html#debug-quality-of-service-class
-        echo "stopped and saved. OLCF prohibits chains of debug jobs, so this one does not come back; to resume: $resume"
+        echo "stopped and saved. OLCF prohibits chains of debug jobs, so this one does not come back; $resume"
     elif ((restarts >= max_restarts)); then
-        echo "error: stopped and saved, but this was restart $restarts of $max_restarts (max_restarts); to resume: $resume" >&2
+        echo "error: stopped and saved, but this was restart $restarts of $max_restarts (max_restarts); $resume" >&2
     else
         # Printed first: the requeue ends this shell. "Incomplete" leaves a cancelled job cancelled.
         echo "stopped and saved: job $SLURM_JOB_ID goes back into the queue, and resumes when it starts"
         scontrol requeue Incomplete "$job" ||
-            echo "error: Slurm did not requeue the job (above); to resume: $resume" >&2
+            echo "error: Slurm did not requeue the job (above); $resume" >&2
     fi
     exit 75
 }

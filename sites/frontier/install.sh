@@ -99,7 +99,7 @@ if [[ ! -e $prefix/.mpi4py ]]; then # a mark of its own: when it fails, the many
         # With them cc links what GPU-aware MPI needs; MPI only counts ranks here. PyPI's own build is for other MPIs.
         # https://docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html#optional-install-mpi4py
         set +u
-        module unload rocm craype-accel-amd-gfx90a rccl-net-plugin
+        module unload rocm craype-accel-amd-gfx90a rccl-net-plugin || exit 1 # bash ignores set -e in what stands before ||
         set -u
         MPICC="cc -shared" pip install --no-binary=mpi4py mpi4py==4.1.2
     ) || fail "mpi4py could not be built (above): check the network and what cc is, then run this again" 1

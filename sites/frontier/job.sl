@@ -13,7 +13,7 @@
 # https://docs.olcf.ornl.gov/systems/frontier_user_guide.html#common-slurm-options
 #SBATCH --account=ABC123
 
-# EDIT: nodes. Each has 8 ranks; the number of ranks must divide the global batch (96 unless a flag says otherwise).
+# EDIT: nodes. Each has 8 ranks; all ranks must divide the global batch (96 unless a flag or the workload says otherwise).
 # https://docs.olcf.ornl.gov/systems/frontier_user_guide.html#common-slurm-options
 #SBATCH --nodes=2
 

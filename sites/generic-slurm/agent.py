@@ -2,7 +2,8 @@
 
     .venv/bin/python agent.py --standalone --nproc-per-node 2 train.py --epochs 5
 
-All flags are torchrun's, which by itself ends with 1 whatever its ranks ended with, and of Slurm's USR1 before the time limit.
+All flags are torchrun's, which by itself ends with 1 whatever its ranks ended with. It dies of Slurm's USR1 before the time
+limit, and of the USR2 by which you ask the ranks where they are.
 """
 
 import os
@@ -31,8 +32,9 @@ def launch() -> int:
 
 
 if __name__ == "__main__":
-    # The ranks inherit it until train.py takes the signal, so that it cannot end one that is still importing either.
+    # The ranks, which Slurm signals too, inherit it until train.py takes the signals: none ends one that is still importing.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if "--debug" not in sys.argv:  # pages of C++ frames, when the torchrun of another node has ended first
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     code = launch()

@@ -126,13 +126,13 @@ finish() {
     # before it comes here, and "Incomplete" keeps even then a cancelled job from coming back.
     # The command that resumes by hand. Without --fresh, which would put aside what this job has done.
     resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
-    resume=${resume/ --fresh / }
+    resume="to resume, with the other options that this job had: ${resume/ --fresh / }"
     if ((restarts >= max_restarts)); then
-        echo "error: stopped and saved, but this was restart $restarts of $max_restarts; to resume: $resume" >&2
+        echo "error: stopped and saved, but this was restart $restarts of $max_restarts; $resume" >&2
     else
         # Said before: the requeue ends this shell.
         echo "stopped and saved: job $SLURM_JOB_ID goes back into the queue, and resumes when it starts"
-        scontrol requeue Incomplete "$job" || echo "error: Slurm did not requeue it (above); to resume: $resume" >&2
+        scontrol requeue Incomplete "$job" || echo "error: Slurm did not requeue it (above); $resume" >&2
     fi
     exit 75
 }

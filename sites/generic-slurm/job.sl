@@ -20,7 +20,8 @@
 # https://slurm.schedmd.com/sbatch.html#OPT_constraint
 #SBATCH --constraint=my_feature
 
-# EDIT: nodes; ranks = nodes x ntasks-per-node must divide the global batch (96 unless a flag says otherwise). sbatch --help
+# EDIT: nodes; ranks = nodes x ntasks-per-node must divide the global batch (96 unless a flag or the workload says
+# otherwise). sbatch --help
 #SBATCH --nodes=2
 
 # EDIT: GPUs of a node. Per node, not per task: each rank sees all of them and takes its own, because GPUs that are
@@ -103,7 +104,7 @@ prepare
 # https://slurm.schedmd.com/sbatch.html#OPT_export
 export SLURM_EXPORT_ENV=ALL
 
-# Packages in ~/.local would come before the virtual environment's.
+# Packages in ~/.local would come before those of a module (its torch, too).
 # https://docs.python.org/3/using/cmdline.html#envvar-PYTHONNOUSERSITE
 export PYTHONNOUSERSITE=1
 
@@ -124,6 +125,10 @@ export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 # Of this start's ranks alone: they sign with it what they tell each other while they meet. od --help
 export DDP_SECRET
 DDP_SECRET=$(od -An -N32 -tx8 /dev/urandom | tr -d ' \n')
+
+# What your own training downloads: here, since home directories are often small. What you have exported stands.
+# https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables#hfhome
+export HF_HOME=${HF_HOME:-$PWD/cache/huggingface} TORCH_HOME=${TORCH_HOME:-$PWD/cache/torch}
 
 # Which of an adapter's addresses NCCL uses.
 # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-ib-gid-index

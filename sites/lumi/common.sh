@@ -134,16 +134,16 @@ finish() {
     [[ ${SLURM_ARRAY_JOB_ID:-} != "$job" ]] || job+=_$SLURM_ARRAY_TASK_ID
     # 75: all ranks have stopped and saved. --fresh would put aside what they saved.
     resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
-    resume=${resume/ --fresh / }
+    resume="to resume, with the other options that this job had: ${resume/ --fresh / }"
     if [[ $SLURM_JOB_PARTITION == dev-g ]]; then
         # For tests, not for production. https://docs.lumi-supercomputer.eu/runjobs/scheduled-jobs/partitions/
-        echo "stopped and saved: a job in dev-g does not requeue itself; to resume: $resume"
+        echo "stopped and saved: a job in dev-g does not requeue itself; $resume"
     elif ((restarts >= max_restarts)); then
-        echo "error: stopped and saved, but this was restart $restarts of $max_restarts (max_restarts); to resume: $resume" >&2
+        echo "error: stopped and saved, but this was restart $restarts of $max_restarts (max_restarts); $resume" >&2
     else
         # Said before: the requeue ends this shell. "Incomplete": a cancelled job does not come back.
         echo "stopped and saved: job $SLURM_JOB_ID goes back into the queue, and resumes when it starts"
-        scontrol requeue Incomplete "$job" || echo "error: it was not requeued (above); to resume: $resume" >&2
+        scontrol requeue Incomplete "$job" || echo "error: it was not requeued (above); $resume" >&2
     fi
     exit 75
 }

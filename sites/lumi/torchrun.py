@@ -2,7 +2,7 @@
 
     srun ... singularity exec IMAGE PYTHON torchrun.py RANKS_PER_NODE train.py [flags]
 
-By itself torchrun dies of a SIGUSR1, and ends with 1 whatever its ranks ended with.
+By itself torchrun dies of a SIGUSR1 or SIGUSR2, and ends with 1 whatever its ranks ended with.
 """
 
 import os
@@ -51,7 +51,7 @@ def launch(ranks_per_node: str, program: list[str]) -> int:
         # A NUMA node has two GCDs and 14 cores: 7 for each rank. https://github.com/Lumi-supercomputer/LUMI-AI-Guide/pull/100
         flags += ["--numa-binding=exclusive"]
     # The ranks ignore the signals until train.py takes them: one that comes while Python starts would end it.
-    flags += ["--no-python", "env", "--ignore-signal=TERM", "--ignore-signal=USR1", sys.executable]
+    flags += ["--no-python", "env", "--ignore-signal=TERM", "--ignore-signal=USR1", "--ignore-signal=USR2", sys.executable]
     try:
         main([*flags, *program])
     except ChildFailedError as error:
@@ -64,6 +64,7 @@ def launch(ranks_per_node: str, program: list[str]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, to_the_ranks)
+    signal.signal(signal.SIGUSR2, to_the_ranks)  # on which a rank prints where it is
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else pages of C++ frames when another node's launcher ends first
     try:
         make_caches(Path(os.environ["MIOPEN_USER_DB_PATH"]))

@@ -106,15 +106,18 @@ finish() {
     state=$(squeue --noheader --jobs="$job" --format=%T) || state=RUNNING
     # The command that resumes by hand. Without --fresh, which would put aside what this job has done.
     resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
-    resume=${resume/ --fresh / }
-    if ((restarts >= max_restarts)); then
-        echo "error: stopped and saved, but this was restart $restarts of $max_restarts (max_restarts); to resume: $resume" >&2
+    resume="to resume, with the other options that this job had: ${resume/ --fresh / }"
+    if [[ ${SLURM_JOB_QOS:-} == debug || ${SLURM_JOB_QOS:-} == gpu_debug ]]; then
+        # The second is Slurm's name of it on GPU nodes. https://docs.nersc.gov/policies/resource-usage/
+        echo "stopped and saved. NERSC prohibits chains of debug jobs, so this one does not come back; $resume"
+    elif ((restarts >= max_restarts)); then
+        echo "error: stopped and saved, but this was restart $restarts of $max_restarts (max_restarts); $resume" >&2
     elif [[ $state != RUNNING ]]; then
-        echo "stopped and saved: job $SLURM_JOB_ID is $state and does not come back; to resume: $resume"
+        echo "stopped and saved: job $SLURM_JOB_ID is $state and does not come back; $resume"
     else
         # Said before: the requeue ends this shell.
         echo "stopped and saved: job $SLURM_JOB_ID goes back into the queue, and resumes when it starts"
-        scontrol requeue Incomplete "$job" || echo "error: not requeued (above); to resume: $resume" >&2
+        scontrol requeue Incomplete "$job" || echo "error: not requeued (above); $resume" >&2
     fi
     exit 75
 }

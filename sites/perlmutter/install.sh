@@ -41,13 +41,13 @@ done
 unset PYTHONPATH
 export PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
 
-# The choice, the modules and the image stand in job.sl alone.
-pytorch=$(sed -n 's/^pytorch=//p' "$here/job.sl")
-image=$(sed -n 's/^ *image=//p' "$here/job.sl")
+# The choice, the modules and the image stand in job.sl alone. Bash reads them, with quotes or a comment behind.
+pytorch='' image='' modules=()
+# shellcheck source=/dev/null # of job.sl these lines alone
+source <(grep -E '^(pytorch=| *image=| *modules=\(.*\))' "$here/job.sl")
+[[ $pytorch == module || $pytorch == container ]] || fail 3 "pytorch=$pytorch in job.sl, but should be module or container"
 [[ $pytorch != module ]] || grep -q '^ *modules=(.*)' "$here/job.sl" ||
     fail 3 "job.sl has lost its line modules=(...), which may be empty"
-read -r -a modules < <(sed -n 's/^ *modules=(\([^)]*\)).*/\1/p' "$here/job.sl" && echo)
-modules=("${modules[@]//[\"\']/}")
 container=()
 if [[ $pytorch == container ]]; then
     origin="container image=$image"
@@ -59,7 +59,7 @@ if [[ $pytorch == container ]]; then
     container=(shifter --image="$image" --module=none) # no driver and no NCCL of the node: nothing computes here
 else
     origin=module${modules[*]:+ modules=${modules[*]}}
-    type module >/dev/null 2>&1 || fail 3 "no module command: run this in a login shell of Perlmutter"
+    type module >/dev/null 2>&1 || fail 3 "no module command: start this from bash -l"
     set +u # module functions read unset variables
     if ((${#modules[@]})) && ! module load "${modules[@]}"; then
         module -t avail pytorch nccl >&2 || true

@@ -15,16 +15,16 @@
 # https://docs.nersc.gov/jobs/policy/
 #SBATCH --account=m1234
 
-# EDIT: debug starts soon and is short; regular is for production; preempt is charged less and may be stopped for other
-# jobs, which costs this program nothing: it comes back and goes on; shared is for 1 or 2 GPUs of a node.
+# EDIT: regular is for production; preempt is charged less and may be stopped for other jobs: the program comes back and goes
+# on; shared is for 1 or 2 GPUs of a node. For a short test: sbatch --qos=debug job.sl. A debug job does not come back.
 # https://docs.nersc.gov/jobs/policy/ https://docs.nersc.gov/jobs/examples/#preemptible-jobs
-#SBATCH --qos=debug
+#SBATCH --qos=regular
 
 # EDIT: nodes with GPUs; "gpu&hbm80g", in quotes, for GPUs of 80 GB instead of 40 (unverified: seen in public job scripts).
 # https://docs.nersc.gov/jobs/policy/
 #SBATCH --constraint=gpu
 
-# EDIT: nodes; ranks = nodes x 4 must divide the global batch (96 unless a flag says otherwise). sbatch --help
+# EDIT: nodes; ranks = nodes x 4 must divide the global batch (96 unless a flag or the workload says otherwise). sbatch --help
 #SBATCH --nodes=2
 
 # EDIT: time limit of one start; a longer run is requeued and goes on. debug allows 30 minutes, regular and shared 2 days.
@@ -114,12 +114,21 @@ esac
 # https://slurm.schedmd.com/sbatch.html#OPT_export
 export SLURM_EXPORT_ENV=ALL
 
-# What `pip install --user` has left, in ~/.local or beside the module, would come before the packages of .venv. python --help
+# What `pip install --user` has left in ~/.local or beside the module would come before the module's packages (its torch, too).
+# python --help
 export PYTHONNOUSERSITE=1
 
 # CPU threads of a rank: its cores, which Slurm counts twice. What was exported at submission stands.
 # https://docs.pytorch.org/docs/stable/threading_environment_variables.html
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((SLURM_CPUS_PER_TASK + 1) / 2))}
+
+# What your own training downloads: here, as on $SCRATCH, since the home directory is small. What you have exported stands.
+# https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables#hfhome
+export HF_HOME=${HF_HOME:-$PWD/cache/huggingface} TORCH_HOME=${TORCH_HOME:-$PWD/cache/torch}
+
+# HDF5 files on file systems without locks (unverified which): HDF5 would refuse to open them.
+# https://github.com/NERSC/sc25-dl-tutorial/blob/8c6ccde/submit_pm_dp.sh
+export HDF5_USE_FILE_LOCKING=FALSE
 
 # How libfabric learns that memory it has registered was given back: the default monitor hangs under NCCL (unverified why).
 # https://github.com/NERSC/sc25-dl-tutorial/blob/8c6ccde/submit_pm_dp.sh

@@ -108,6 +108,6 @@ if ((restarts < max_restarts)); then
     scontrol requeue Incomplete "$job"
 else
     resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
-    echo "stopped and saved; to resume: ${resume/ --fresh / }"
+    echo "stopped and saved; to resume, with this job's other options: ${resume/ --fresh / }"
 fi
 exit 75

@@ -76,8 +76,8 @@ job=$SLURM_JOB_ID
 # 75: stopped and saved. A job that can never end must not come back for ever.
 resume="sbatch job.sl $(printf '%q ' --run-dir "runs/$SLURM_JOB_ID" "$@")"
 if ((${SLURM_RESTART_COUNT:-0} < 20)); then
-    scontrol requeue Incomplete "$job" || echo "error: Slurm did not requeue it; to resume: ${resume/ --fresh / }" >&2
+    scontrol requeue Incomplete "$job" || echo "error: Slurm did not requeue it; to resume, with this job's other options: ${resume/ --fresh / }" >&2
 else
-    echo "stopped and saved; to resume: ${resume/ --fresh / }"
+    echo "stopped and saved; to resume, with this job's other options: ${resume/ --fresh / }"
 fi
 exit 75

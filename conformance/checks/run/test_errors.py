@@ -46,7 +46,7 @@ pytestmark = IN_RANKS
 # Mistakes in broken/workloads.py, with words that their errors must have.
 MISTAKES = dict(syntax="syntax.py, line 8: ", no_class="one class that derives from ddp_core.Workload")
 MISTAKES |= dict(raises="line 10 (loss): AttributeError", mean="loss() returns a mean over rows")
-MISTAKES |= dict(mean_of_hidden="loss() returns a mean over rows")
+MISTAKES |= dict.fromkeys(("mean_of_hidden", "mean_below_zero"), "loss() returns a mean over rows")
 MISTAKES |= dict(unused="no gradient for 3.weight", mean_metric="metrics() has a mean over rows as 'error'")
 MISTAKES |= dict(misspelled="has metric, which the core does not ask for", no_held_out="gave no held-out row")
 MISTAKES |= dict(two_words="metrics() names 'top 5'", aside="temperature has a gradient, and is no part of the model")
@@ -77,6 +77,7 @@ REFUSED |= dict(rows_of_a_model="rows require a gradient (another model has made
 REFUSED |= dict(compiles="model() returned what torch.compile() has wrapped")
 REFUSED |= dict(schedules_by_torch="optimizer() made one of torch's lr_scheduler", lazy="3.weight, 3.bias has no shape yet")
 REFUSED |= dict(keeps_an_extra_state="Net has get_extra_state()", expanded="ones is an expanded view", sparse="links is sparse")
+REFUSED |= dict(ties_by_data="3.weight and 4.weight are parameters of one memory")
 REFUSED |= dict(keeps_a_list="keeps_a_list: the optimizer Keeps keeps seen, and a snapshot holds tensors and numbers")
 REFUSED |= dict(returns_no_row="row 219 of --workload returns_no_row: TypeError: __getitem__ returned None for row 219")
 REFUSED |= dict(has_an_odd_row="held-out row 7 of --workload has_an_odd_row: TypeError: row 7 is ([63], [])")
@@ -112,6 +113,8 @@ def test_other_signals_stop_it_too(check, world, runs, first, number):
     path, at = runs.folder(first, number.name), '"kind":"step"'
     run = world.train(first, path, long(world)[0], kill_ranks=(1,), kill_at=at, kill_by=number)
     stopped_and_saved(check, run)
+    words = f"and saved; --run-dir {run.folder} resumes it"
+    check.equal(says=(words if words in "".join(run.output) else run.output, words))
 
 
 @clause("X2")
@@ -293,6 +296,15 @@ def test_ranks_with_different_data(check, train_own, name):
 
 
 @clause("X5")
+@only(sizes=(2,), devices=("cpu",))
+@pytest.mark.parametrize("flags", ["", "--reduction flat", "--sharding full"])
+def test_ranks_that_compute_otherwise(check, train_own, flags):
+    """Their rows and parameters are the same. What differs at each call is no mistake of a rank."""
+    one_line(check, train_own("other_pixels", flags), 4, "rank 1 computes another loss than rank 0")
+    done(check, *(train_own(name, f"--steps-per-epoch 2 {flags}") for name in ("noise_in_its_loss", "noise_in_its_rows")))
+
+
+@clause("X5")
 @only(sizes=(1,), devices=("cpu",))
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_alone_states_is_named(check, rank):
@@ -349,6 +361,16 @@ def test_what_fails_on_one_rank_ends_all_with_its_code(check, train_own, rank):
     """The launcher returns the highest code of the ranks: 7 would restart the job, to fail again."""
     run = expect_exit(check, train_own("fails_alone_in_a_step", f"--of-rank {rank}", apart=True), 2)
     check.equal(recorded=([record["exit_code"] for record in run.of("end")], [2]))
+
+
+@clause("X12")
+@only(sizes=(2,))
+@pytest.mark.parametrize("flags", ["", "--sharding full"], ids=["ddp", "sharded"])
+def test_a_parameter_that_one_rank_leaves_out_ends_all(check, train_own, flags):
+    """Under ddp the other ranks would wait for its gradient until --timeout; FSDP2 would add another's in its place."""
+    run = expect_exit(check, train_own("skips_on_one_rank", f"--timeout 40 {flags}", apart=True), 2)
+    says = "had no gradient in step 3: "
+    check.equal(says=(says if says in "".join(run.errors) else "".join(run.errors)[-300:], says))
 
 
 @clause("X12")
@@ -435,6 +457,7 @@ def test_replicas_that_differ_leave_no_snapshot(check, world, train_own, flags, 
 @only(sizes=(2,))
 def test_what_the_model_moves_by_itself_is_not_laid_on_a_node(check, train_own):
     one_line(check, train_own("moves_a_parameter"), 7, "if the model moves code by a rank's own rows, make it a buffer")
+    one_line(check, train_own("writes_a_parameter"), 7, "the model writes 3.bias when it is called, each rank by its own rows")
 
 
 @clause("X7")
@@ -444,8 +467,8 @@ def test_a_killed_rank_is_named_by_the_others(check, world, runs, first, rank):
     """The error names that rank, and no rank that only waits because of it."""
     run = world.train(first, runs.folder(first, f"lost-{rank}"), long(world)[0], kill_ranks=(rank,))
     check.equal(exit_codes=(run.exit_codes, [137 if other == rank else 7 for other in range(world.size)]))
-    lost = f"rank {rank} died or hangs"
-    check.equal(says=(lost if lost in "".join(run.errors) else run.errors, lost))
+    for words in (f"rank {rank} died or hangs", f"then submit again with --run-dir {run.folder};"):
+        check.equal(says=(words if words in "".join(run.errors) else run.errors, words))
 
 
 @clause("X7")
@@ -834,7 +857,9 @@ def test_a_run_directory_that_cannot_be_written(check, world, own, runs):
 @only(sizes=(2,), devices=("cpu",))
 def test_a_log_that_cannot_be_written_to_its_end(check, train_own):
     """The disk is full only after the last snapshot."""
-    one_line(check, train_own("fills_up_at_last", apart=True), 8, f"{LOG}: ")
+    run = train_own("fills_up_at_last", apart=True)
+    one_line(check, run, 8, f"{LOG}: ")
+    one_line(check, run, 8, f"submit again with --run-dir {run.folder}")
 
 
 @clause("X9")

@@ -414,6 +414,20 @@ def test_what_it_prints_need_not_be_read_to_its_end(check, world, runs, first, o
 
 
 @clause("L14")
+@only(sizes=(1,), devices=("cpu",))
+def test_what_it_prints_reaches_no_file_of_the_run_where_all_output_is_closed(check, world, runs, first, own_file):
+    """The next files that the process opens would have the numbers of standard output and standard error."""
+    folder = runs.folder(first, "closed")
+    folder.mkdir(parents=True)
+    flags = world.flags(folder, f"{own_file('writes_to_descriptors')} --epochs 1")
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, first.train, *flags]
+    code = subprocess.run(closed, env=sites.without_launcher(), timeout=60, check=False).returncode
+    log = folder / LOG
+    lines = log.read_text().splitlines() if log.exists() else ["no log"]
+    check.equal(exit_code=(code, 0), lines_that_are_no_records=([line for line in lines if line[:1] != "{"][:3], []))
+
+
+@clause("L14")
 @only(sizes=(1, 2))
 def test_batches_of_any_make_are_moved_and_converted(check, world, train_own):
     """The digits come in named tuples, dictionaries, lists and an object, in the run's precision, with the golden losses."""
@@ -481,6 +495,16 @@ def test_what_is_drawn_is_drawn_again(check, world, runs, first, own_file, name)
         check.equal(again=(resumed.values(kind, value), never.values(kind, value)))
 
 
+@clause("L15")
+@only(sizes=(2,))
+def test_rows_that_are_not_seeded_are_drawn_by_each_rank_for_itself(check, train_own):
+    """This also holds after an optimizer, which draws the same on all ranks."""
+    run = done(check, train_own("adds_noise_and_draws_rows", "--row-seeds off --steps-per-epoch 4"))
+    drawn = [re.findall(r"drawn (\S+)", text) for text in run.output]
+    check.equal(rows_read=([len(each) >= 4 * G // 2 for each in drawn], [True, True]))
+    check.equal(numbers_that_both_ranks_draw=(len({*drawn[0][-G:]} & {*drawn[1][-G:]}), 0))
+
+
 @clause("L16")
 @only(sizes=(2, 4))
 def test_dropout_under_canonical_is_that_of_a_world_of_one(check, world, runs, first):
@@ -536,6 +560,15 @@ def test_what_an_optimizer_keeps_beside_its_state_is_said(check, train_own):
 
 
 @clause("L17")
+@only(sizes=(1, 2))
+def test_what_a_hook_changes_and_a_rate_that_has_no_effect_are_said(check, train_own):
+    """Each is said once, and nothing of a right optimizer of one's own, whose rates the schedule changes in each step."""
+    names, schedule = ("averages_by_a_hook", "sets_its_rate", "counts"), "--epochs 3 --lr-schedule cosine"
+    told = [re.findall("note=(.*?),? and ", done(check, train_own(name, schedule)).output[0]) for name in names]
+    check.equal(notes=([[note.partition(" (")[0] for note in notes] for notes in told], LATER))
+
+
+@clause("L17")
 @only(sizes=(1,))
 def test_what_does_not_repeat_is_said(check, train_own):
     """Loss and rows use unseeded generators. The first rows, which are tried beforehand, repeat."""
@@ -560,9 +593,14 @@ def test_a_metric_that_is_no_sum_is_said(check, train_own):
     check.equal(of_one_row_nan=([note.split(" of ")[0] for note in notes], ["metric 'variance'"]))
 
 
+LATER = [["self.average of the workload changes with every batch"], ["something sets the learning rate"], []]
 HOOKS = ("clips_by_a_hook", "clips_when_it_is_added")
 NOTED = dict(adds_a_count=["part 'right' of loss() has no gradient, yet counts in the loss"], changes_its_batch=[])
 NOTED |= dict(hides_pixels=["collate() draws random numbers"], holds_out_nothing_else=["held-out rows are the training rows"])
+NOTED |= dict(keeps_its_rows=["row 0 drew random numbers when it was first read, and none when it was read again"])
+NOTED |= dict(makes_a_table=[], holds_out_common_rows=[])
+SHARED = ("holds_out_what_it_trains", "holds_out_a_part_twice")
+NOTED |= {name: ["40 of 80 held-out rows are training rows, too"] for name in SHARED}
 NOTED |= dict(follows_a_centre=["the model changes its buffers centre in training, and all ranks take rank 0's"])
 NOTED |= dict(initializes_by_rows=["the model writes its parameters 3.scale when it is called"])
 NOTED |= dict(counts_in_a_global=["the same rows and seeds gave another loss the second time"])
@@ -797,6 +835,7 @@ def test_the_other_workloads_are_a_plain_loop_s(check, world, first, runs, name)
         check["L19"].close(values, should_be[key], T1, key)
     files = world.on_rank_0(lambda: [take_apart(run.folder / file) for file in (SNAPSHOT, "best.safetensors")])
     document, best = (file["document"] for file in files)
+    check["L19"].equal(data=(document["data"], case.data))
     check["S5"].equal(crc32=(document["crc32"], files[0]["crc32"]))  # one of mnist's tensors has more than a megabyte
     history = [[row[0], *map(float.fromhex, row[1:])] for row in document["history"]]
     rows = zip(recorded["epoch_loss"], recorded["eval_loss"], recorded[case.metric], strict=True)

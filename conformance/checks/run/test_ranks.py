@@ -32,6 +32,7 @@ from conformance.checks.run.common import (
 )
 from conformance.harness import core_of, reference
 from conformance.harness.check import T0, T2
+from conformance.harness.ports import free_port
 from conformance.harness.reference import take_apart
 
 pytestmark = IN_RANKS
@@ -55,9 +56,10 @@ def test_every_rank_is_there_once(check, world, launch, runs):
 @only(sizes=(1,), devices=("cpu",))
 @pytest.mark.parametrize("ranks", [64, 72])
 def test_of_many_ranks_the_record_has_the_nodes(check, tmp_path, ranks):
-    """The core's own Record is used as on rank 0 of so many ranks."""
+    """The core's own Record is used as on rank 0 of so many ranks. An earlier start has left the rows of others."""
     from ddp_core.record import Record
 
+    (tmp_path / "ranks.jsonl").write_text('{"rank":0}\n')
     rows = [dict(rank=n, local_rank=n % 8, node_rank=n // 8, host=f"node{n // 8}", device="cpu") for n in range(ranks)]
     record = Record(time.monotonic())
     record.open(tmp_path / LOG)
@@ -234,6 +236,30 @@ def test_two_processes_that_are_one_rank_are_named(check, world, runs, first):
     check.equal(says=(words if words in "".join(run.errors) else run.errors, words))
 
 
+@clause("R11")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_launcher_s_store_serves_one_start_after_another(check):
+    """The ranks of two starts meet in it, one after another in this process."""
+    from datetime import timedelta
+
+    from ddp_core import Rank
+    from ddp_core.errors import RendezvousError
+    from ddp_core.rendezvous import Rendezvous
+    from ddp_core.stop import StopFlag
+    from torch.distributed import TCPStore
+
+    port, ends = free_port(), []
+    store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=9), wait_for_workers=False)
+    for start, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        try:
+            Rendezvous(Rank(rank, 2, rank, 2, 0, "127.0.0.1", port, f"7.{start}", launcher_store=True), 2, StopFlag())
+            ends.append(0)
+        except RendezvousError as error:
+            ends.append(int(error.code))
+    del store
+    check.equal(exit_codes=(ends, [0] * 4))
+
+
 @machine(FP64)
 @clause("R9")
 def test_the_end_says_how_fast_it_was(check, world, own, runs):
@@ -287,12 +313,16 @@ def test_the_seconds_of_a_part_are_those_of_all_times(check, train_own):
 @clause("R9")
 @only(sizes=(1, 2))
 def test_an_epoch_s_progress_is_told(check, world, train_own):
-    run = done(check, train_own("slow_steps", "--precision fp64 --log-seconds 0.5 --steps-per-epoch 14 --epochs 2"))
+    run = done(check, train_own("slow_steps", "--precision fp64 --log-seconds 0.5 --steps-per-epoch 14 --epochs 3"))
     progress_lines = [line.split() for line in run.output[0].splitlines() if re.match(r"epoch=\S+ step=\d+/14 ", line)]
     records = [dict(word.partition("=")[::2] for word in words) for words in progress_lines]
     places = [(int(record["epoch"][0]) - 1) * 14 + int(record["step"].partition("/")[0]) for record in records]
     losses = [f"{run.losses[place - 1]:.6g}" for place in places]
     check.equal(lines_within_epochs=(len(progress_lines) > 0, True), losses=([record["loss"] for record in records], losses))
+    left = [sum(60**place * int(part) for place, part in enumerate(record["left"].split(":")[::-1])) for record in records]
+    least = [(42 - place) * 0.1 for place in places]  # each step waits 0.1 s
+    check.equal(seconds_left_are_too_few=([pair for pair in zip(left, least, strict=True) if pair[0] < pair[1] - 1], []))
+    check.equal(seconds_left_at_last_are_too_many=(left[-1] > 9 * least[-1] + 1, False))
     check.equal(of_other_ranks=(["step=" in text for text in run.output[1:]], [False] * (world.size - 1)))
 
 
@@ -330,6 +360,19 @@ def test_a_file_of_data_is_read_once_a_node(check, world, runs, first, train_own
     check.equal(ranks_that_can_write_to_it=([rank for rank, text in enumerate(once.output) if "written to" in text], []))
     check.close(once.losses, each.losses, T0)
     check.close(once.losses, runs.train(first, FP64).losses[: len(once.losses)], T0, "losses, to the reference run's")
+
+
+@clause("R13")
+@only(sizes=(2,))
+def test_a_file_that_the_first_rank_of_a_node_does_not_ask_for_is_not_waited_for(check, world, runs, train_own):
+    """Copies are waited for until half of --rendezvous-timeout, here 10 s, unless the first rank has read its data."""
+    file, environ = runs.root / "asked-for", dict(MINE="-by-rank-1") if world.rank else {}
+    world.on_rank_0(lambda: [Path(f"{file}{of}").write_bytes(b"x") for of in ("", "-by-rank-1")])
+    flags = f"--steps-per-epoch 1 --rendezvous-timeout 20 --file {file}"
+    run = done(check, train_own("asks_for_another_file", flags, environ=environ))
+    seconds = run.values("start", "seconds")[-1]
+    waited = seconds["groups"] - seconds["data"]
+    check.equal(rank_1_comes=("at once" if waited < 8 else f"after {waited:.0f} s", "at once"))
 
 
 @clause("R9")

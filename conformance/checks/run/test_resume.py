@@ -722,6 +722,8 @@ def test_each_run_that_is_moved_aside_is_kept(check, world, runs, first):
         older |= {f"{name} of run {seed}": (name, sha256(path / name)) for name in (SNAPSHOT, "best.safetensors") if seed < 2}
     aside = {(file.name, sha256(file)) for file in path.glob("old-*/*.safetensors")}
     check.equal(lost=([what for what, content in older.items() if content not in aside], []))
+    again = done(check, world.train(first, path, f"{SHORT} --fresh --seed 2 --epochs 2", restart=1))
+    check.equal(a_later_start_goes_on_at_steps=(again.values("start", "step"), [0, 1]))
 
 
 @clause("C9")
@@ -738,6 +740,15 @@ def test_a_job_script_finds_the_run_where_it_is(check, world, runs, first, own_f
         command = [sys.executable, "-m", "ddp_core.find_run", *flags.split()]
         found.append(subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip())
     check.equal(found=(found, should_be), of_user=(should_be[-1], "of-user"))
+
+
+@clause("C9")
+@only(sizes=(1,), devices=("cpu",))
+def test_a_run_directory_is_below_the_folder_of_the_start(check, world, runs, first, own_file):
+    path = runs.folder(first, "changes-folder")
+    flags = f"--device cpu {own_file('changes_its_folder')} --epochs 1 --steps-per-epoch 1 --run-dir mine"
+    done(check, world.train(first, path, flags, bare=True))
+    check.equal(run=((path / "mine" / SNAPSHOT).exists(), True))
 
 
 @clause("C9")

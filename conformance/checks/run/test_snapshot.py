@@ -37,6 +37,7 @@ from conformance.harness.check import T1
 from conformance.harness.reference import LAYERS, sha256, take_apart
 
 pytestmark = IN_RANKS
+DIGITS = "6ebb3d2fee24"  # of sha256 of its file, unpacked. Under another name all older snapshots would be refused.
 
 
 def disk_operations(output: str) -> list[list[str]]:
@@ -57,7 +58,7 @@ def test_what_a_snapshot_holds(check, world, own, runs):
     known = {"format", "problem", "data", "step", "steps_per_epoch", "epochs_run", "epoch_loss_sum"}
     known |= {"history", "best", "crc32", "document_crc32", "world_size", "versions"}
     check["S2"].equal(metadata_keys=(snapshot["keys"], ["ddp_core"]), missing_in_the_document=(known - {*document}, set()))
-    expected = dict(format=2, step=42, epochs_run=3, steps_per_epoch=14, world_size=world.size)
+    expected = dict(format=2, data=DIGITS, step=42, epochs_run=3, steps_per_epoch=14, world_size=world.size)
     check["S2"].equal(**{name: (document[name], should_be) for name, should_be in expected.items()})
     rest = {name: document[name] for name in {*document} - {"document_crc32"}}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
@@ -132,6 +133,20 @@ def test_saves_that_are_too_slow_for_a_stop_are_noted(check, train_own):
         run = done(check, train_own("slow_disk", f"--precision fp64 --grace {grace}", apart=True))
         notes.append("--grace" in run.output[0])
     check.equal(noted_with_half_a_second_and_with_a_minute=(notes, [True, False]))
+
+
+@clause("S11")
+@only(sizes=(2,), devices=("cpu",))
+@pytest.mark.parametrize("step, room", [(14, 10**9), (8, 0)], ids=["at_the_end", "without_a_copy"])
+def test_a_save_may_take_longer_than_the_timeout(check, world, train_own, step, room):
+    """Without this the other ranks would take rank 0 for dead, and the launcher would kill it while it writes."""
+    flags = f"--precision fp64 --save-steps 8 --room {room}"
+    slow = dict(environ=dict(DDP_FAULT=f"slow save={step} seconds=14"), apart=True)
+    run, fast = (
+        done(check, train_own("has_room", f"{flags} {more}", **how)) for more, how in (("--timeout 5", slow), ("", {}))
+    )
+    digests = world.on_rank_0(lambda: [sha256(each.folder / "snapshot.prev.safetensors") for each in (run, fast)])
+    check.equal(snapshots=(run.values("snapshot", "step"), [8, 14]), state_of_step_8=(digests[0], digests[1]))
 
 
 @clause("S11")
@@ -212,16 +227,17 @@ def test_a_large_snapshot_is_a_set_of_files_that_holds_the_same(check, world, ru
 @clause("S13")
 @only(sizes=(1,), devices=("cpu",))
 def test_another_set_of_a_step_has_files_of_its_own(check, tmp_path):
-    """Files have at most 1,000 bytes: three tensors of 400 bytes and one of 900, which differs between the sets."""
+    """Files have at most 1,000 bytes: three tensors of 400 bytes, one of 900, which differs between the sets, one of 100."""
     import torch
     from ddp_core import snapshot
 
     sets = []
     for last in range(2):
-        tensors = {f"model.{place}": torch.zeros(100) for place in range(3)} | {"model.3": torch.full((225,), float(last))}
+        tensors = {f"model.{place}": torch.zeros(100) for place in range(3)}
+        tensors |= {"model.3": torch.full((225,), float(last)), "model.4": torch.zeros(25)}
         snapshot.write(tmp_path / SNAPSHOT, tensors, dict(step=1), most=1000)
         sets.append(take_set_apart(tmp_path / f"{SNAPSHOT}.index.json")["sizes"])
-    check.equal(tensors_and_bytes=([[*sizes.values()] for sizes in sets], [[(2, 800), (1, 400), (1, 900)]] * 2))
+    check.equal(tensors_and_bytes=([[*sizes.values()] for sizes in sets], [[(2, 800), (1, 400), (2, 1000)]] * 2))
     check.equal(files_of_both_sets=(sorted(sets[0].keys() & sets[1].keys()), []))
 
 

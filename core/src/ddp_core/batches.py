@@ -87,7 +87,7 @@ class Batches:
         return [self._moved(self.rows[numbers[group]]) for group in groups]
 
     def _ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """On an accelerator, keep one batch ahead: it is copied while the batch before is trained on."""
+        """On an accelerator, keep one batch ahead: its copy is queued before training needs it."""
         if self.device.type == "cpu":
             yield from map(self._moved, batches)
             return

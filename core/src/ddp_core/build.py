@@ -148,6 +148,16 @@ def refuse_other_modules(model: object, workload: Workload) -> None:
         raise workload.unusable(
             f"{views[0]} is an expanded view, whose rows are one: a snapshot cannot be read back into it, so .clone() it"
         )
+    places: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters():
+        places.setdefault(parameter.data_ptr() if parameter.numel() else 0, []).append(name)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    # Parts of a sharded parameter, and numbers on the meta device, have no address.
+    if shared := [names for place, names in places.items() if place and len(names) > 1 and trained & {*names}]:
+        raise workload.unusable(
+            f"{' and '.join(shared[0][:4])} are parameters of one memory (by .data), which the optimizer would step once for "
+            "each, and --precision or --device part: to tie them, make them one parameter (one.weight = other.weight)"
+        )
 
 
 def notes_on_precision(model: nn.Module, precision: str) -> list[str]:

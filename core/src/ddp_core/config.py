@@ -313,7 +313,7 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
         prog="train.py",
         description="Train one workload on all ranks of this job; what is in the run directory is resumed.",
         epilog="exit codes: 0 done, 2 usage or the workload's file, 3 preflight, 4 rendezvous or peers disagree, 5 snapshot "
-        "unusable, 6 non-finite loss, 7 peer lost or hung, 8 storage, 75 stopped early and saved: submit again to resume",
+        "unusable, 6 non-finite loss, 7 peer lost or hung, 8 storage, 75 stopped early and saved: resume with --run-dir",
         allow_abbrev=False,
     )
     if quiet:

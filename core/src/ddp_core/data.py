@@ -34,14 +34,25 @@ import torch
 
 from ddp_core.errors import PreflightError, UsageError
 from ddp_core.loading import some
-from ddp_core.order import seed_everything
+from ddp_core.order import generator_positions, seed_everything, words
+from ddp_core.replicas import BITS
 from ddp_core.snapshot import DTYPE_NAMED, memory
 from ddp_core.workload import Workload, blaming
 
 HELD_OUT = 5  # every fifth row is held out, if the data have no split of their own
 HASHED_WHOLE = 2**30  # bytes: a larger tensor's fingerprint covers its size and 1 MiB in every 64
 LOOKED_AT = 2**20  # numbers of a column that are checked for loss by rounding
+COMPARED, COMPARED_ROWS = 2**28, 2**17  # bytes and rows of columns, held-out rows or training rows, that are compared in 0.2 s
 SAMPLED_ROWS = 16  # rows in the fingerprint of data that are read row by row
+SAME_ROWS = "held-out rows are the training rows: what is learned by heart counts as success, and chooses best.safetensors"
+SOME_SAME_ROWS = (
+    "{same} of {count} held-out rows are training rows, too: what is learned by heart counts as success, and chooses "
+    "best.safetensors"
+)
+KEPT_ROWS = (
+    "{what}row {row} drew random numbers when it was first read, and none when it was read again: __getitem__ keeps what it "
+    "has drawn (a dictionary, lru_cache), and each epoch has the same numbers; keep only what comes before them"
+)
 
 
 # ---- rows in tensors ----------------------------------------------------------------------------------------------
@@ -295,8 +306,8 @@ def _known(rows: Any) -> Any:
     return rows
 
 
-def fingerprint(train: Any, held_out: Any, workload: Workload, config) -> tuple[str, list[str], bool]:
-    """(fingerprint of training and held-out rows, rows that changed, whether the held-out rows are the training rows).
+def fingerprint(train: Any, held_out: Any, workload: Workload, config) -> tuple[str, list[str], list[str]]:
+    """(fingerprint of training and held-out rows, rows that changed, notes).
 
     The fingerprint is the rows' attribute, else a hash of their bytes, else of some rows. Rows that changed, as "row 7" or
     "held-out row 7", differed when they were read again.
@@ -305,45 +316,80 @@ def fingerprint(train: Any, held_out: Any, workload: Workload, config) -> tuple[
         read = [
             (what, *_fingerprint(rows, config)) for what, rows in (("", train), ("held-out ", held_out)) if rows is not None
         ]
-    others = [f"{what}row {row}" for what, _, changed in read for row in changed]
-    parts = [part for _, part, _ in read]
+    others = [f"{what}row {row}" for what, _, changed, _ in read for row in changed]
+    parts = [part for _, part, *_ in read]
     by_content = not (train.given if isinstance(train, Rows) else hasattr(train, "fingerprint"))
     same = held_out is not None and by_content and len(train) == len(held_out) and parts[0] == parts[1]
-    return "+".join(dict.fromkeys(parts)), others, same
+    notes = [KEPT_ROWS.format(what=what, row=kept[0]) for what, *_, kept in read if kept][:1]
+    notes += [SAME_ROWS] if same else _notes_on_same_rows(train, held_out) if by_content else []
+    return "+".join(dict.fromkeys(parts)), others, notes
 
 
-def _fingerprint(rows: Any, config) -> tuple[str, list[int]]:
-    """A fingerprint, and the rows that differed when the same process read them again with the same seeds."""
+def _notes_on_same_rows(train: Any, held_out: Any) -> list[str]:
+    """A note if half of the held-out rows are among the training rows: of small columns, and of parts of one Dataset."""
+    both = (train, held_out)
+    if type(train).__name__ == type(held_out).__name__ == "Subset" and train.dataset is held_out.dataset:
+        ours, theirs = (torch.tensor([*map(int, rows.indices)]) for rows in both)
+    elif all(getattr(rows, "are_columns", False) and rows.nbytes <= COMPARED and len(rows) <= COMPARED_ROWS for rows in both):
+        ours, theirs = map(_hashes, both)
+    else:
+        return []
+    known = ours.unique()
+    same = int(torch.isin(theirs, known).sum())
+    # Where training rows are like each other, too, as short texts and table entries are, held-out ones are so by chance.
+    if 2 * same < len(theirs) or 10 * (len(ours) - len(known)) > len(ours):
+        return []
+    return [SOME_SAME_ROWS.format(same=same, count=len(theirs))]
+
+
+def _hashes(rows: Rows) -> torch.Tensor:
+    """[rows] int64: of each row, the sum of the bits of 64 numbers or more of each column, times random words."""
+    total = torch.zeros(len(rows), dtype=torch.int64)
+    for number, column in enumerate(rows.columns):
+        width = column[0].numel()
+        # Training rows that are told apart by the numbers between are counted as alike, too: that is no alarm.
+        numbers = column.reshape(len(rows), width)[:, :: max(1, width // 64)].contiguous()
+        bits = numbers.view(BITS[min(8, numbers.itemsize)])
+        total += (bits * words(bits.shape[1], number)).sum(1)
+    return total
+
+
+def _fingerprint(rows: Any, config) -> tuple[str, list[int], list[int]]:
+    """A fingerprint; rows that differed when the same process read them again with the same seeds; rows that drew no more."""
     count = len(rows)
     if named := getattr(rows, "fingerprint", ""):
         if config.workers and not getattr(rows, "batched", False):
             some(rows, config, [(0, row) for row in (0, count - 1, 0)], len)  # for Watched; row 0 may first come from a buffer
-        return str(named), []
+        return str(named), [], []
     sampled = sorted({count * number // SAMPLED_ROWS for number in range(SAMPLED_ROWS)})
     again = sampled if config.row_seeds == "on" else []
 
-    def made(read: list[tuple[str, str]]) -> tuple[str, list[int]]:
+    def made(read: list[tuple[str, str, bool]]) -> tuple[str, list[int], list[int]]:
         first, second = read[: len(sampled)], read[len(sampled) :]
-        pairs = zip(again, first, second, strict=False)
-        return first[-1][0][:12], [row for row, (_, once), (_, twice) in pairs if once != twice]
+        pairs = [*zip(again, first, second, strict=False)]
+        changed = [row for row, (_, once, _), (_, twice, _) in pairs if once != twice]
+        kept = [row for row, (*_, drew), (*_, draws) in pairs if drew and not draws]
+        # One row alone may have made something that all need, such as a table.
+        return first[-1][0][:12], changed, kept if len(kept) > 1 else []
 
     return some(_Hashed(rows), config, [(0, row) for row in [*sampled, *again]], made)
 
 
 class _Hashed:
-    """Each row as two digests: of all rows read so far, and of this row alone. Rows are not kept: they may be large."""
+    """Each row as two digests: of all rows read so far, and of this row alone; and whether it drew random numbers. Rows are not
+    kept: they may be large.
+    """
 
     def __init__(self, rows: Any):
         self.rows, self.total = rows, hashlib.sha256(str(len(rows)).encode())
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, row: int) -> tuple[str, str]:
+    def __getitem__(self, row: int) -> tuple[str, str, bool]:
+        before = generator_positions()
         value, alone = self.rows[row], hashlib.sha256()
+        drew = generator_positions() != before
         for total in (self.total, alone):
             _update(total, value)
-        return self.total.hexdigest(), alone.hexdigest()
+        return self.total.hexdigest(), alone.hexdigest(), drew
 
 
 def _update(total, value: Any, within: tuple[int, ...] = ()) -> None:

@@ -30,6 +30,8 @@ def prepare_device(config: TrainConfig, rank: Rank) -> torch.device:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     present = accelerator.type if accelerator else "cpu"
     kind = present if config.device == "auto" else config.device
+    if kind not in BACKENDS:
+        raise PreflightError(f"--device auto: this program trains on {', '.join(BACKENDS)}, not on {kind}: pass --device cpu")
     if kind not in ("cpu", present):
         raise PreflightError(
             f"--device {kind}, but torch {torch.__version__} sees no {kind} device on {socket.gethostname()} ({_masks()}): "

@@ -7,6 +7,7 @@ Any other exception is a bug of ours: it ends with a traceback and exit code 1.
 import errno
 from collections.abc import Sequence
 from enum import IntEnum
+from pathlib import Path
 
 NAMED = 16  # ranks named in one line at most: two nodes of eight
 
@@ -36,7 +37,7 @@ class ExitCode(IntEnum):
     NON_FINITE = 6  # a loss or gradient is not finite; stopped before the optimizer used it
     PEER_LOST = 7  # a rank died, hung or ran out of memory; what was saved is whole
     STORAGE = 8  # the run directory cannot be written; what was saved is whole
-    STOPPED = 75  # stopped early and saved, on all ranks alike: submit again to resume (EX_TEMPFAIL of sysexits.h)
+    STOPPED = 75  # stopped early and saved, on all ranks alike: --run-dir resumes it (EX_TEMPFAIL of sysexits.h)
 
 
 class Failure(Exception):
@@ -96,9 +97,9 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EFBIG: beyond ulimit -f
 
 
-def fix_of(error: OSError) -> str:
-    """What to do after a file could not be written."""
-    return f"{'free space' if is_full(error) else 'see to that file system'} and submit again"
+def fix_of(error: OSError, path: Path) -> str:
+    """What to do after this file of a run directory could not be written."""
+    return f"{'free space' if is_full(error) else 'see to that file system'} and submit again with --run-dir {path.parent}"
 
 
 def failure_with(code: int, message: str, everywhere: bool = True) -> Failure:

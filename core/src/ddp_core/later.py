@@ -1,17 +1,19 @@
 """Checks at each reconciliation, for faults that the trial before the first step (probe.py) could not see."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ddp_core.probe import plain
+from ddp_core.probe import KEPT, kept_by, plain
 from ddp_core.replicas import BITS, checksum
 from ddp_core.state import RATES, dense, local, made_by_torch, saved_buffers, unsaved
 from ddp_core.workload import Workload
 
-EARLY = 10  # steps at the beginning of a start in which the optimizer's attributes are checked
+EARLY = 10  # steps at the beginning of a start in which attributes of optimizer and workload are checked
 OF_TORCH = ("state", "param_groups", "defaults", "grad_scale", "found_inf")
 LATE_BUFFERS = (
     "the model began to change its buffers {names} by step {step}, and not at the first: if it does so by a rank's own rows, "
@@ -26,6 +28,10 @@ KEPT_BESIDE = (
     "of the optimizer {names} changes from step to step, and is in no snapshot: a run that goes on begins anew there, unless "
     "each step does; keep what later steps need in self.state[parameter] (tensors, numbers), or as a number in a group"
 )
+RATE_IS_SET = (
+    "something sets the learning rate (one of torch's lr_scheduler, or lr of a group by hand), and it has no effect: each step "
+    "sets it to the group's first one times the factor of schedule(); return what it should be from there"
+)
 
 
 class Later:
@@ -38,6 +44,8 @@ class Later:
         self.own = self.shapes.keys() - {*shared}
         self.trained = self._trained()
         self.beside: dict[str, list] | None = None
+        self.factor: float | None = None  # the schedule's, at the last step
+        self.found: dict[str, bool] = {}  # notes on single steps, and whether look() has returned them
         self.begin()
 
     def look(self, step: int, norms: torch.Tensor) -> list[str]:
@@ -58,7 +66,35 @@ class Later:
         self.refuse_other_shapes(step)
         first = step - len(norms) == self.first
         no_gradient = [NO_GRADIENT.format(step=self.first)] if first and not norms.any() else []
-        return [*no_gradient, *self._late_buffers(step), *self._kept_beside(step)]
+        found = [note for note, returned in self.found.items() if not returned]
+        self.found = dict.fromkeys(self.found, True)
+        return [*no_gradient, *self._late_buffers(step), *self._kept_beside(step), *found]
+
+    def look_at_rates(self, factor: float) -> None:
+        """Called in every step before its rates are set. factor: the schedule's. Finds rates that are not the last step's."""
+        rates = [(group["lr"], group["initial_lr"]) for group in self.optimizer.param_groups if self.factor is not None]
+        # To compare a tensor would wait for the device.
+        if any(not isinstance(rate, torch.Tensor) and rate != first * self.factor for rate, first in rates):
+            self.found.setdefault(RATE_IS_SET, False)
+        self.factor = factor
+
+    @contextmanager
+    def watching(self, step: int) -> Iterator[None]:
+        """Around the optimizer's step: finds attributes of the workload that a hook changes there, such as an average."""
+        hooks = [getattr(self.optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
+        # What the first step makes is no change.
+        watched = self.first < step < self.first + EARLY and (any(hooks) or not made_by_torch(self.optimizer))
+        before = self._kept_by_workload() if watched else {}
+        yield
+        now = self._kept_by_workload() if before else {}
+        if changed := [f"self.{name}" for name in now if now[name] != before.get(name, now[name])]:
+            self.found.setdefault(KEPT.format(names=", ".join(changed[:6]), owner="workload"), False)
+
+    def _kept_by_workload(self) -> dict[str, list]:
+        """What is no view of the model's own tensors, whose versions move with theirs."""
+        own = {tensor.data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers())}
+        kept = kept_by(self.workload, self.model).items()
+        return {name: [part for part in parts if not isinstance(part, tuple) or part[0] not in own] for name, parts in kept}
 
     def refuse_other_shapes(self, step: int) -> None:
         """Raise WorkloadError if a saved buffer has changed its shape: the next start makes the old shape, and could not load

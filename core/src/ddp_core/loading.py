@@ -87,9 +87,6 @@ class _Wrapped:
     def __init__(self, rows: Any):
         self.rows = rows
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
 
 class Watched(_Wrapped):
     """Rows that a worker reads to find shared files. A file that the rank opened has one position for all its workers, which

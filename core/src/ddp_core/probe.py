@@ -78,7 +78,6 @@ NO_SUM_OF_METRIC = (
     "all batches divided by the rows, depends on the batches; return what adds up, as a number or as (sum, count): squared "
     "errors and not their root, hits and not F1"
 )
-SAME_ROWS = "held-out rows are the training rows: what is learned by heart counts as success, and chooses best.safetensors"
 ROUNDED = (
     "column {names} of fp64 has less than three digits left of what tells rows apart, once rounded: subtract a mean (of times "
     "in seconds, say), or pass --precision fp64"
@@ -119,6 +118,8 @@ class ProbeResult:
     buffers: list[str]  # names of those that a forward in training changes: BatchNorm's statistics
     rows: Any  # the rows that were tried, as one batch
     others: bool  # whether the loss also draws from Python's or NumPy's generator
+    written: list[str]  # names of the trained parameters that the model writes when it is called
+    repeats: bool  # whether rows and loss were the same when they were tried again with the same seeds
     notes: list[str]  # which of the usual promises this workload breaks
 
 
@@ -152,9 +153,11 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> Pro
             f"forward() moves an average of the weights ({moved[0]}), and they are in parts: pass --sharding none"
         )
     notes = [ROUNDED.format(names=", ".join(batches.rounded[:6]))] if batches.rounded else []
-    notes += notes_on_buffers(model, changed) + notes_on_written(model, trained) + trial.notes + random
+    written = names_of_written(model, trained)
+    notes += notes_on_buffers(model, changed) + notes_on_written(written) + trial.notes + random
     notes += notes_on_uncalled(workload)
-    return ProbeResult(losses, metrics, changed, trial.rows, others, notes)
+    repeats = not {NOT_REPEATED, ROWS_NOT_REPEATED.format(row="row 0")} & {*notes}
+    return ProbeResult(losses, metrics, changed, trial.rows, others, written, repeats, notes)
 
 
 class _Trial:
@@ -364,13 +367,13 @@ def notes_on_uncalled(workload: Workload) -> list[str]:
     return [UNCALLED.format(names=", ".join(names[:6]))] if names else []
 
 
-def notes_on_rows(others: list[str], same: bool, notes: list[str]) -> list[str]:
-    """Notes on rows, then the probe's notes. others: rows that differed when they were read again for a fingerprint. same:
-    whether the held-out rows are the training rows.
+def notes_on_rows(others: list[str], of_data: list[str], notes: list[str]) -> list[str]:
+    """Notes on rows, then the probe's notes. others: rows that differed when they were read again for a fingerprint. of_data:
+    other notes on the data.
     """
     known = [ROWS_NOT_REPEATED.format(row="row 0")] if others else []
     of_rows = [ROWS_NOT_REPEATED.format(row=row) + NOT_RESUMED for row in others[:1]]
-    return of_rows + ([SAME_ROWS] if same else []) + [note for note in notes if note not in known]
+    return of_rows + of_data + [note for note in notes if note not in known]
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
@@ -536,11 +539,14 @@ def bits_of_trained(model: nn.Module) -> dict[str, float]:
     return {name: checksum([p]).item() if p.numel() <= LARGE else p._version for name, p in trained.items()}
 
 
-def notes_on_written(model: nn.Module, before: dict[str, float]) -> list[str]:
+def names_of_written(model: nn.Module, before: dict[str, float]) -> list[str]:
+    return [name for name, bits in bits_of_trained(model).items() if bits != before.get(name)]
+
+
+def notes_on_written(names: list[str]) -> list[str]:
     """They are not restored. The model's own flag says that they are initialized, and no snapshot holds it: if the flag were
     reset, too, a resumed run would initialize its trained parameters again.
     """
-    names = [name for name, bits in bits_of_trained(model).items() if bits != before.get(name)]
     return [WRITTEN.format(names=", ".join(names[:6]))] if names else []
 
 

@@ -28,6 +28,8 @@ from ddp_core.rank import Rank
 from ddp_core.rendezvous import Rendezvous, with_timeout
 
 ROLL_CALL = 5.0  # seconds that the remaining ranks wait for each other before they report a rank as lost
+# NCCL's watchdog ends the process at its timeout (SIGABRT, 134), so the control group's must come first: exit code 7.
+NOTICED_BY_GLOO = timedelta(seconds=60)
 LOOPBACK = "lo"  # its name on Linux
 NOTHING = torch.zeros(0, dtype=torch.float64)
 DIFFER = "mismatch between collectives"  # in PyTorch's message when TORCH_DISTRIBUTED_DEBUG=DETAIL compares calls
@@ -44,7 +46,7 @@ class Peers:
     def __init__(self, rank: Rank, config: TrainConfig, device: torch.device, rendezvous: Rendezvous):
         self.rank, self.world_size, self.local_rank = rank.rank, rank.world_size, rank.local_rank
         self.local_world_size = rank.local_world_size
-        self.store, self.left = rendezvous.store, False
+        self.store, self.run_dir, self.left = rendezvous.store, config.run_dir, False
         backend, timeout = backend_of(config, device.type), timedelta(seconds=config.timeout)
         self.store.set_timeout(timeout)
         # nccl's threads ask their store once a second; a store written in Python was never tested with them.
@@ -57,7 +59,7 @@ class Peers:
                 store=dist.PrefixStore("group", of_data),
                 rank=rank.rank,
                 world_size=rank.world_size,
-                timeout=timeout,
+                timeout=timeout if backend == "gloo" else timeout + NOTICED_BY_GLOO,
                 device_id=None if backend == "gloo" else device,
             )
             self.data = dist.group.WORLD
@@ -180,7 +182,7 @@ class Peers:
         except RendezvousError:
             missing, code = [], 0  # another program wrote to the store
         who = f"rank {named(missing)} died or hangs" if missing else "a connection broke"
-        fix = "see that rank's output, then submit again"
+        fix = f"see that rank's output, then submit again with --run-dir {self.run_dir}"
         if not missing and (places or DIFFER in str(error)):
             who = "ranks are in calls that differ," if DIFFER in str(error) else f"{who}, or ranks are in calls that differ,"
             at = [f"rank {named(ranks)} in {line}" for line, ranks in places.items()]

@@ -57,5 +57,5 @@ class Profile:
             trace.export_chrome_trace(str(self.path))  # gzipped, because the name ends in .gz
             self.record.say(profile=self.path, open_it_at="https://ui.perfetto.dev")
         except OSError as error:
-            why = f"{error.strerror}: {fix_of(error)}, or leave --profile out"
+            why = f"{error.strerror}: {fix_of(error, self.path)}, or leave --profile out"
             self.record.failure = StorageError(f"{self.path}: {why} (torch writes it to TMPDIR first)")

@@ -61,7 +61,7 @@ class Record:
                 self._file.write(json.dumps(dict(kind=kind, **values), separators=(",", ":"), allow_nan=False).encode() + b"\n")
                 self._file.flush()
             except OSError as error:
-                self.failure = StorageError(f"{self.path}: {error.strerror}: {fix_of(error)}")
+                self.failure = StorageError(f"{self.path}: {error.strerror}: {fix_of(error, self.path)}")
 
     def say(self, **values) -> None:
         """Print one line of key=value."""
@@ -96,7 +96,7 @@ class Record:
             else:
                 path.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
         except OSError as error:
-            self.failure = StorageError(f"{path}: {error.strerror}: {fix_of(error)}")
+            self.failure = StorageError(f"{path}: {error.strerror}: {fix_of(error, path)}")
 
     def epoch(self, epoch: int, epochs: int, step: int, values: dict[str, float]) -> None:
         seconds = round(time.monotonic() - self.training, 3)
@@ -155,7 +155,8 @@ class Record:
         table |= {"ranks": f"{len(trainer.ranks)} on {trainer.device.type}"} | lines | {"run": self.path.parent}
         title = "run complete"
         if code == ExitCode.STOPPED:
-            title = f"stopped early ({trainer.stop.reason or 'another rank was told to'}) and saved: submit again to resume"
+            reason = trainer.stop.reason or "another rank was told to"
+            title = f"stopped early ({reason}) and saved; --run-dir {config.run_dir} resumes it"
         elif not trained:
             more = f"--epochs {2 * max(config.epochs, len(history))} would continue it"
             if "epochs" in config.remembered:

@@ -300,7 +300,7 @@ class Rendezvous:
             raise RendezvousError(
                 f"SIGTERM before all ranks had met{missing}: a rank has failed (see its own output), or the job was cancelled"
             )
-        raise StoppedError(f"{self.stop.reason} before the first step: the run is as it was, submit again")
+        raise StoppedError(f"{self.stop.reason} before the first step: the run is as it was, submit again with its --run-dir")
 
 
 def with_timeout(act: Callable, seconds: float, meanwhile: Callable = lambda: None):

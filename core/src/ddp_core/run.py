@@ -223,7 +223,7 @@ class _Job:
                 "model() on"
             )
         lengths = [0 if rows is None else len(rows) for rows in self.rows]
-        self.fingerprint, self.other_rows, self.same_rows = data.fingerprint(*self.rows, self.workload, config)
+        self.fingerprint, self.other_rows, self.notes_on_data = data.fingerprint(*self.rows, self.workload, config)
         if self.rank.rank == 0:
             fresh, new = config.fresh and first, config.new_run_dir and first
             self.directory = RunDirectory(self.run_dir, self.rank.job_id, fresh, new, self.stop, config.max_shard_size)
@@ -252,7 +252,7 @@ class _Job:
         world |= {name: facts[name] for name in names} | dict(versions=trainer.state.facts["versions"])
         world |= dict(core=facts["core"]) if peers.rank == 0 else {}  # only rank 0 writes the record
         begun = trainer.step
-        notes = notes_on_rows(self.other_rows, self.same_rows, trainer.probed.notes)
+        notes = notes_on_rows(self.other_rows, self.notes_on_data, trainer.probed.notes)
         notes += notes_on_cores(self.ranks) + notes_on_copies(self.ranks) + self._check_place(peers)
         notes += self._notes_on_another_file(facts) if begun and peers.rank == 0 else []
         record.start(begun, len(trainer.state.progress.history), self.config.facts(), self.ranks, notes, **world)

@@ -86,9 +86,10 @@ class RunDirectory:
         # A stop during a long evaluation also saves, at the same step at which that start began.
         stopped = any(_number("exit_code", line) == 75 for line in lines[min(places, default=0) :])
         if before == [(number, step) for number in range(restart - IN_VAIN, restart)] and not stopped:
+            again = f"submit again with --run-dir {self.folder}"
             raise PreflightError(
                 f"restart {restart} of this job, and restarts {restart - 2} and {restart - 1} began at step {step}, too, and "
-                f"saved nothing: see in its log what ended them, lower --save-minutes perhaps, and submit again to resume"
+                f"saved nothing: see in its log what ended them, lower --save-minutes perhaps, and {again}"
             )
 
     def _wait_for_another(self) -> None:

@@ -47,7 +47,7 @@ class RunLock:
         try:
             self.lost = self.lost or not self._is_mine()
         except OSError as error:
-            raise StorageError(f"{self.path}: {error.strerror}: {fix_of(error)}") from error
+            raise StorageError(f"{self.path}: {error.strerror}: {fix_of(error, self.path)}") from error
         if self.lost:
             raise self.loss()
 
@@ -124,7 +124,8 @@ class RunLock:
                 warned = True
             time.sleep(min(missing, HEARTBEAT / 20))
             if self.stop:
-                raise StoppedError(f"{self.stop.reason} before the first step: the run is as it was, submit again")
+                again = f"submit again with --run-dir {self.path.parent}"
+                raise StoppedError(f"{self.stop.reason} before the first step: the run is as it was, {again}")
             if (now := _beat_of(path)) is None:
                 return None
             if now != beat:

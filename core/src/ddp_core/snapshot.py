@@ -25,7 +25,7 @@ import shutil
 import socket
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -166,7 +166,12 @@ def put(
     tensors, room = draft.tensors, draft.room
     with open(draft.path, "wb", buffering=0) as file:
         if image is None:
-            sums = _put_tensors(file, tensors, gathered or tensors.__getitem__, room)
+            sums = {}
+            file.seek(room)
+            for name in tensors:
+                tensor = gathered(name) if gathered else tensors[name]
+                _put_all(file, memory(tensor))
+                sums[name] = zlib.crc32(memory(tensor))
             file.seek(0)
             _put_all(file, _head(tensors, draft.metadata(sums), room))
         else:
@@ -242,17 +247,6 @@ def images_size(files: list[tuple[dict, int]]) -> int:
     return PAGE + sum(room + sum(tensor.nbytes for tensor in file.values()) + PAGE for file, room in files)
 
 
-def _put_tensors(file: FileIO, names: Iterable[str], numbers: Callable[[str], torch.Tensor], room: int) -> dict[str, int]:
-    """Write the tensors, and return their checksums."""
-    sums = {}
-    file.seek(room)
-    for name in names:
-        tensor = numbers(name)
-        _put_all(file, memory(tensor))
-        sums[name] = zlib.crc32(memory(tensor))
-    return sums
-
-
 def _put_all(file: FileIO, content: bytes | ctypes.Array) -> None:
     left = memoryview(content)
     while left:
@@ -293,7 +287,7 @@ def no_storage(path: Path, error: OSError, need: int = 0) -> StorageError:
         with suppress(OSError):
             free = shutil.disk_usage(path.parent).free
             space = f": {_size(need)} are needed and {_size(free)} free (a quota may allow less)"
-    return StorageError(f"{path}: {error.strerror}{space}: {fix_of(error)}; what was saved before is whole")
+    return StorageError(f"{path}: {error.strerror}{space}: {fix_of(error, path)}; what was saved before is whole")
 
 
 def _checksums(tensors: dict[str, torch.Tensor], meanwhile: Callable[[], None] = lambda: None) -> dict[str, int]:

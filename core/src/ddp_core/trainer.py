@@ -10,7 +10,7 @@ many ranks has its own module:
     sharding.py            does the same for a model that one device cannot hold
     guard.py               keeps NaN and infinity out of the model
     reconcile.py           exchanges losses, norms and the wish to stop between ranks, about once a second
-    later.py, replicas.py  check the model at each exchange, and that all ranks have equal parameters at each snapshot
+    later.py, replicas.py  check the model at each exchange, and that all ranks compute alike, and have equal parameters
     evaluation.py          computes losses and metrics on the held-out rows
     state.py, document.py, snapshot.py, files.py, run_directory.py    what a snapshot holds, how it is written, and where
     background.py          writes snapshots while training goes on
@@ -45,7 +45,7 @@ from ddp_core.reconcile import Agreed, Reconciliation
 from ddp_core.record import Record
 from ddp_core.reduction import REDUCTIONS, Reduction
 from ddp_core.rehearsal import rehearse
-from ddp_core.replicas import refuse_diverged
+from ddp_core.replicas import refuse_diverged, refuse_unlike
 from ddp_core.run_directory import RunDirectory
 from ddp_core.state import State, made_by_torch, saved_buffers
 from ddp_core.stop import StopFlag
@@ -125,7 +125,7 @@ class Trainer:
         self.guard = Guard(self.optimizer, config.precision, config.clip_norm, weight, self.device)
         self.guard.scale = self.state.progress.scale
         # Check before training that every rank received the same parameters, not only at the first snapshot.
-        refuse_diverged(self.model, self.peers, self.reduction.ranks_per_replica, self.step)
+        refuse_diverged(self)
 
     def _first_backward(self) -> None:
         """Run backward on the two rows that probe.py tried, for Reduction.settle(), which discards the gradients."""
@@ -164,6 +164,7 @@ class Trainer:
         if self.held_out and (self.step < self.total_steps or self._unfinished):
             self.evaluation = Evaluation(self)
         if self.step < self.total_steps:
+            refuse_unlike(self)
             self.reduction.warm_up(self._first_backward)
         self.watch, self.reconciliation.last = Stopwatch(), time.monotonic()
         # First repeat the evaluation that the previous start did not complete, if there is one.
@@ -243,7 +244,8 @@ class Trainer:
         self.reconciliation.norms.append(self.guard.norm(self.reduction.gradients, self.reduction.norm))
         # A user's optimizer may draw noise: it must be the same on every rank and in a resumed run. torch.optim draws none.
         draw = (self.device, self.peers.rank, OPTIMIZER, self.config.seed, self.step)
-        with self.profile.part("optimizer"), drawing_alike(*draw) if self.own_optimizer else nullcontext():
+        alike = drawing_alike(*draw) if self.own_optimizer else nullcontext()
+        with self.profile.part("optimizer"), self.later.watching(self.step), alike:
             self.guard.step()  # optimizer.step(), unless a gradient is not finite
         self.state.progress.step += 1
 
@@ -255,6 +257,7 @@ class Trainer:
 
     def _set_learning_rate(self) -> None:
         factor = factor_of(self.workload, self.step, self.total_steps)
+        self.later.look_at_rates(factor)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
 
@@ -382,7 +385,7 @@ class Trainer:
         """
         began = time.perf_counter()
         self._wait_for_save()
-        refuse_diverged(self.model, self.peers, self.reduction.ranks_per_replica, self.step)
+        refuse_diverged(self)
         with self.profile.part("snapshot"):
             self.state.progress.scale = self.guard.scale
 
