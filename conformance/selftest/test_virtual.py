@@ -217,7 +217,7 @@ def row(rank: int, cpus: list[int], visible: list[int], **other) -> placement.Ro
         (row(1, [3, 4], [1]), "rank 1, n0001, local rank 1: cores=3-4, but should be near device 1, in 1-3"),
         (row(1, [1, 2, 3, 7], [1]), None),  # all that are near, and one more
         (row(1, [0, 1, 2, 3], [1]), "cores=0-3, but should be near device 1, in 1-3"),
-        (row(1, [0, 1], [1]), "cores=0-1, but should be near device 1, in 1-3"),  # 0 is reserved
+        (row(1, [0, 1], [1]), "cores=0-1, but should be near device 1, in 1-3"),  # core 0 is reserved
         (row(1, [5], [0]), "device=0, but rank 0 has it"),
         (row(1, [1], [0, 1]), "devices=[0, 1], but should be 1 of them"),
         (row(1, [1], [1], node_rank=1), "node_rank=1, but should be 0"),
