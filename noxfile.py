@@ -105,7 +105,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """Test what core/FAULTS.md promises, a test or more for each fault. `-- --long`: also 200 SIGKILLs at random moments.
+    """Run the tests of core/tests that core/FAULTS.md names. `-- --long`: also 200 SIGKILLs at random moments.
 
     `-- --long --kills 50 --seed 7`: 50 kills, at other moments. Without --long it takes some minutes, with it half an hour.
     """

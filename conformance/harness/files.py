@@ -12,7 +12,7 @@ from conformance.harness.sites import ROOT, Site
 
 # What programs and installations leave behind, and what is drawn from reports.
 LEFT = re.compile(
-    r"\..*|__pycache__|.*\.egg-info|.*\.py[co]|.*\.out|.*\.o\d+|env|.*\.tar\.gz|.*\.sif|runs|reports|CONFORMANCE\.md"
+    r"\..*|__pycache__|.*\.egg-info|.*\.py[co]|.*\.out|.*\.o\d+|env|.*\.tar\.gz|.*\.sif|runs|cache|reports|CONFORMANCE\.md"
 )
 # Parts that judge the suite or draw reports, and judge no site.
 OF_THE_SUITE = re.compile(r"selftest|broken|report|certify")

@@ -126,10 +126,6 @@ export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export DDP_SECRET
 DDP_SECRET=$(od -An -N32 -tx8 /dev/urandom | tr -d ' \n')
 
-# What your own training downloads: here, since home directories are often small. What you have exported stands.
-# https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables#hfhome
-export HF_HOME=${HF_HOME:-$PWD/cache/huggingface} TORCH_HOME=${TORCH_HOME:-$PWD/cache/torch}
-
 # Which of an adapter's addresses NCCL uses.
 # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-ib-gid-index
 [[ -z $roce_gid_index ]] || export NCCL_IB_GID_INDEX=$roce_gid_index

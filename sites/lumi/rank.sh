@@ -6,7 +6,7 @@ set -euo pipefail
 
 # Ignored until train.py takes them: a signal that comes while Python starts would end it. When another rank has failed, TERM
 # comes, and its 143 would hide the code and the line that say what was wrong.
-trap '' TERM USR1
+trap '' TERM USR1 USR2
 
 # The node's first rank makes it. Compilers load code from there: it is this user's alone, and not what somebody made before.
 cache=${TRITON_CACHE_DIR%/*}

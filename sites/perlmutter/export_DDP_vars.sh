@@ -11,7 +11,7 @@ set -euo pipefail
 
 # Ignored until train.py takes them: a signal that comes while Python starts would end it. When another rank has failed, TERM
 # comes, and its 143 would hide the code and the line that say what was wrong.
-trap '' TERM USR1
+trap '' TERM USR1 USR2
 
 # "4(x2)": 4 ranks on each of two nodes. "4,3" would need another reading, and nobody wants it.
 if [[ ! $SLURM_STEP_TASKS_PER_NODE =~ ^[0-9]+(\(x[0-9]+\))?$ ]]; then

@@ -122,10 +122,6 @@ export PYTHONNOUSERSITE=1
 # https://docs.pytorch.org/docs/stable/threading_environment_variables.html
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((SLURM_CPUS_PER_TASK + 1) / 2))}
 
-# What your own training downloads: here, as on $SCRATCH, since the home directory is small. What you have exported stands.
-# https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables#hfhome
-export HF_HOME=${HF_HOME:-$PWD/cache/huggingface} TORCH_HOME=${TORCH_HOME:-$PWD/cache/torch}
-
 # HDF5 files on file systems without locks (unverified which): HDF5 would refuse to open them.
 # https://github.com/NERSC/sc25-dl-tutorial/blob/8c6ccde/submit_pm_dp.sh
 export HDF5_USE_FILE_LOCKING=FALSE
