@@ -837,6 +837,7 @@ def test_the_readme_tells_how_to_stop(check, site):
     for path in site.scripts:
         lines = re.findall(r"(?m)^#   (\S.*?)(?: {2,}.*)?$", path.read_text())
         told += [(path.name, line) for line in lines if signals_a_job(line, own)]
+    told = [each for each in told if not re.search(r"\b(SIG)?USR2\b", each[1])]  # asks where the ranks are, and stops nothing
     yield from (f"{place}: {command}, but should be `{own}`" for place, command in told if not re.fullmatch(pattern, command))
 
 
