@@ -24,6 +24,7 @@ from conformance.harness.dry_run import (
     USER,
     Call,
     DryRun,
+    alternatives,
     arguments,
     as_in_job,
     ending,
@@ -596,6 +597,8 @@ def test_a_choice_that_is_empty_changes_something_when_it_is_filled_in(check, si
     install = (site.folder / "install.sh").read_text()
     for script in trains(site):
         ways: list[dict[str, Any]] = [dict(nodes=2)]
+        others = [environ for path, environ in chosen(site) if path == script] + alternatives(script)
+        ways += [dict(nodes=2, environ=environ) for environ in others]  # it may act under another choice alone
         if any(re.search(rf"{re.escape(script.name)} install\b", line) for _, line in shown(site)):
             ways.append(dict(nodes=1, arguments=["install"]))
         for line in [line for line in Script(script).lines if line.is_to_edit]:
@@ -604,7 +607,7 @@ def test_a_choice_that_is_empty_changes_something_when_it_is_filled_in(check, si
                 examples = re.findall(r"\"([\w./:+-]+)\"|`([\w./:+-]+)`", " ".join(line.paragraph))
                 values = dict.fromkeys([*("".join(each) for each in examples), "1", "yes"])
                 filled = [match[1] + (f"({value})" if match[2] == "()" else value) for value in values]
-                if not any(changes(dry, script, {line.text: each}, way) for each, way in product(filled, ways)):
+                if not any(changes(dry, script, {line.text: each}, way) for way, each in product(ways, filled)):
                     yield f"{script.name}:{line.number}: {filled[-1]} changes nothing, but should"
 
 
@@ -614,10 +617,11 @@ def changes(dry, script: Path, edit: dict[str, str], way: dict[str, Any]) -> boo
     def seen(run: DryRun) -> set[tuple[str, str]]:
         variables = {each for call in run.calls for each in as_in_job(call).items()}
         texts = [dry.shown(call.text) for call in run.calls if call.command not in ("mktemp", "rm", "sleep")]
+        texts = [re.sub(r"/tmp/tmp\.[^/\s\"']*", "/tmp/tmp.", text) for text in texts]  # mktemp's names are others in each run
         return {*variables, *(("", text) for text in texts), ("code", str(run.code))}
 
-    shapes: tuple[dict[str, Any], ...] = ({}, dict(environ=dict(DRY_RUN_AGAIN="1")), dict(edit=edit))
-    usual, again, edited = (seen(dry.job(script, **way, **shape)) for shape in shapes)
+    again_too = dict(environ=way.get("environ", {}) | dict(DRY_RUN_AGAIN="1"))
+    usual, again, edited = (seen(dry.job(script, **(way | shape))) for shape in ({}, again_too, dict(edit=edit)))
     unlike = {name for name, _ in usual ^ again if name}  # such as a secret, in each start
     texts = {text for name, text in usual ^ again if not name}
     return any(name not in unlike and text not in texts for name, text in usual ^ edited)
