@@ -197,8 +197,9 @@ def test_at_last_it_says_how_to_go_on(check, site, dry):
         if lost != ["--fresh"]:
             difference = f"without {' '.join(lost) or 'any difference'}"
             yield f"{script.name}: the command that goes on is {shown[0]!r}, {difference}, but should lack --fresh alone"
-        if not re.search(r"\boptions?\b|--nodes\b|-N ?\d|\bselect=", line):
-            yield f"{script.name}: {line!r}, but should name the options that the job had: --nodes=4 is lost without"
+        if not re.search(r"\boptions?\b|--nodes\b|-N ?\d|\b(select|ncpus|nodes)=", line):
+            lost_option = "--nodes=4" if site.toml["scheduler"] == "slurm" else "-l select=4"
+            yield f"{script.name}: {line!r}, but should name the options that the job had: {lost_option} is lost without"
 
 
 @clause("J10")
