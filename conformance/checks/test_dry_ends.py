@@ -1116,8 +1116,7 @@ def followed(dry, line: str) -> DryRun | str:
     values = ("nodes", "ntasks", "time", "account", "A", "P")
     opened = {name for name in values if re.fullmatch("[A-Z]+", options.get(name, ""))}
     options = {name: value for name, value in options.items() if name != "v" and name not in opened}
-    select = re.search(r"\bselect=(\d+)", line) or re.match(r"(\d+)", options.get("nodes", ""))
-    nodes = int(select[1] if select else site.job(site.folder / words[place])["nodes"])
+    nodes = nodes_asked(shlex.join(words[:place]), site.toml["node"]["cores"]) or site.job(site.folder / words[place])["nodes"]
     shape = dict(environ=environ | exported, options=options, nodes=nodes, arguments=words[place + 1 :])
     run = dry.job(site.folder / words[place], **shape)
     if environ and slurm and not run.code:

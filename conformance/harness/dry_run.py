@@ -33,7 +33,7 @@ from typing import Any
 
 from conformance.cluster import layer
 from conformance.cluster.shape import names_of
-from conformance.harness.shell import OF_DEVICES, OF_SBATCH, SHORT, Script, devices_by
+from conformance.harness.shell import OF_DEVICES, OF_SBATCH, SHORT, Script, devices_by, nodes_asked
 from conformance.harness.sites import Case, Site
 
 COMMANDS = Path(__file__).with_name("dry_run_commands.py")
@@ -718,7 +718,7 @@ class DryRuns:
             return self.job(script, **shape)
         options, environ = words_of(case.options), case.environment | handed_on(case.options)
         options.pop("v", None)
-        nodes = int((re.search(r"select=(\d+)", case.options) or ["", options.get("nodes", case.nodes)])[1])
+        nodes = nodes_asked(case.options, self.site.toml["node"]["cores"]) or case.nodes
         shape = dict(nodes=nodes, spare=nodes > case.nodes) | shape
         shape |= dict(environ=environ | shape.get("environ", {}), options=options | shape.get("options", {}))
         return self.job(script, case=case, **shape)
