@@ -477,8 +477,6 @@ class DryRuns:
             (top / name).parent.mkdir(parents=True, exist_ok=True)
             (top / name).write_text("somebody's own\n")
         self._lay_runs()
-        takes_hook = re.compile(r"\bshell(\.\w+)? hook\b|/conda\.sh\b")
-        self.hook = any(takes_hook.search(script.read_text()) for script in self.site.scripts)
         # A node's own disk, if the machine gives each user a folder there.
         self.disks: list[str] = []
         for script in self.site.scripts:
@@ -488,6 +486,13 @@ class DryRuns:
                 (top / f"root{place}" / USER / "of-another-job/file").write_text("somebody's own\n")
         self.pristine = self._keep("pristine")
         self.installed: dict = {}
+
+    def _takes_hook(self, name: str) -> bool:
+        """Whether a script, or one that it reads, takes conda's shell hook."""
+        code = "\n".join(line.text for line in Script(self.folder / name).lines if not line.is_comment)
+        others = [path.name for path in self.site.scripts if path.name != name]
+        read = [other for other in others if re.search(rf"(?:\bsource|(?<!\S)\.) \S*{re.escape(other)}", code)]
+        return bool(re.search(r"\bshell(\.\w+)? hook\b|/conda\.sh\b", code)) or any(map(self._takes_hook, read))
 
     def _bring(self, name: str) -> None:
         """Make a file or folder/ that a user brings, beside install.sh. An archive or a folder has a file in it."""
@@ -797,7 +802,7 @@ class DryRuns:
         settings |= dict(job=shape["number"], nodes=nodes, hosts=self.hosts(max(2, nodes)), suffix=node.get("suffix", ""))
         settings |= dict(python=self.python, suite=os.getpid())
         # A script that takes conda's hook does not count on a function conda() of a module's.
-        settings |= dict(hook=self.hook)
+        settings |= dict(hook=self._takes_hook(name))
         settings |= dict(scheduler=site.toml["scheduler"], launcher=site.toml["launcher"])
         settings |= dict(launcher_environment=dict(site.launches[0].templates))
         settings |= dict(ranks_per_node=site.toml["job"]["ranks_per_node"], interfaces=node["interfaces"])
