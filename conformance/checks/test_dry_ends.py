@@ -289,7 +289,7 @@ def test_a_folder_of_the_nodes_that_the_readme_names_is_there(check, site, dry):
     named = {
         path for path in re.findall(r"`((?:/tmp|/var/tmp|/dev/shm)/[^`\s]*)`", site.readme) if re.search("UID|JOB|NUMBER", path)
     }
-    runs = [dry.job(script, environ=environ) for script, environ in chosen(site)] if named else []
+    runs = [dry.install(), *(dry.job(script, environ=environ) for script, environ in chosen(site))] if named else []
     runs += [dry.case(case) for case in site.cases] if named else []
     texts = [text for run in runs for call in run.calls for text in (*call.environ.values(), *call.words)]
     used = dry.shown("\n".join([*texts, *(f"{dry.top}/{path}" for run in runs for path in run.modes)]))
