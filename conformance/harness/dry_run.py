@@ -487,12 +487,14 @@ class DryRuns:
         self.pristine = self._keep("pristine")
         self.installed: dict = {}
 
-    def _takes_hook(self, name: str) -> bool:
-        """Whether a script, or one that it reads, takes conda's shell hook."""
+    def _takes_hook(self, name: str, *by: str) -> bool:
+        """Whether a script, or one that it reads, takes conda's shell hook. by: the scripts that read it."""
         code = "\n".join(line.text for line in Script(self.folder / name).lines if not line.is_comment)
-        others = [path.name for path in self.site.scripts if path.name != name]
+        others = [path.name for path in self.site.scripts if path.name not in (name, *by)]
         read = [other for other in others if re.search(rf"(?:\bsource|(?<!\S)\.) \S*{re.escape(other)}", code)]
-        return bool(re.search(r"\bshell(\.\w+)? hook\b|/conda\.sh\b", code)) or any(map(self._takes_hook, read))
+        return bool(re.search(r"\bshell(\.\w+)? hook\b|/conda\.sh\b", code)) or any(
+            self._takes_hook(other, name, *by) for other in read
+        )
 
     def _bring(self, name: str) -> None:
         """Make a file or folder/ that a user brings, beside install.sh. An archive or a folder has a file in it."""
