@@ -308,7 +308,8 @@ def test_srun_is_told_of_cores_once(check, site, dry):
     node, threads = site.toml["node"], site.toml["node"].get("threads_per_core", 1)
     for case in site.cases:
         for call in dry.case(case).launches if site.toml["launcher"] == "srun" else ():
-            numbers_told = {name: re.sub(r"\D", "", call.environ[name]) for name in OF_CORES if name in call.environ}
+            values = {name: call.environ[name] for name in OF_CORES if name in call.environ}  # 7, or cpu=7,gres/gpu=1
+            numbers_told = {name: "".join(re.findall(r"(?:^|\bcpu[=:])(\d+)", value)) for name, value in values.items()}
             sets = bound(call, 0)
             whole = all(len({cpu % node["cores"] for cpu in cpus}) * threads == len(cpus) for cpus in sets)
             wrong = [name for name, told in numbers_told.items() if not whole or {str(len(cpus)) for cpus in sets} != {told}]

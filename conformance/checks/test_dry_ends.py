@@ -24,6 +24,7 @@ from conformance.harness.dry_run import (
     USER,
     Call,
     DryRun,
+    alternatives,
     arguments,
     as_in_job,
     ending,
@@ -196,8 +197,9 @@ def test_at_last_it_says_how_to_go_on(check, site, dry):
         if lost != ["--fresh"]:
             difference = f"without {' '.join(lost) or 'any difference'}"
             yield f"{script.name}: the command that goes on is {shown[0]!r}, {difference}, but should lack --fresh alone"
-        if not re.search(r"\boptions?\b|--nodes\b|-N ?\d|\bselect=", line):
-            yield f"{script.name}: {line!r}, but should name the options that the job had: --nodes=4 is lost without"
+        if not re.search(r"\boptions?\b|--nodes\b|-N ?\d|\b(select|ncpus|nodes)=", line):
+            lost_option = "--nodes=4" if site.toml["scheduler"] == "slurm" else "-l select=4"
+            yield f"{script.name}: {line!r}, but should name the options that the job had: {lost_option} is lost without"
 
 
 @clause("J10")
@@ -287,7 +289,7 @@ def test_a_folder_of_the_nodes_that_the_readme_names_is_there(check, site, dry):
     named = {
         path for path in re.findall(r"`((?:/tmp|/var/tmp|/dev/shm)/[^`\s]*)`", site.readme) if re.search("UID|JOB|NUMBER", path)
     }
-    runs = [dry.job(script, environ=environ) for script, environ in chosen(site)] if named else []
+    runs = [dry.install(), *(dry.job(script, environ=environ) for script, environ in chosen(site))] if named else []
     runs += [dry.case(case) for case in site.cases] if named else []
     texts = [text for run in runs for call in run.calls for text in (*call.environ.values(), *call.words)]
     used = dry.shown("\n".join([*texts, *(f"{dry.top}/{path}" for run in runs for path in run.modes)]))
@@ -596,6 +598,8 @@ def test_a_choice_that_is_empty_changes_something_when_it_is_filled_in(check, si
     install = (site.folder / "install.sh").read_text()
     for script in trains(site):
         ways: list[dict[str, Any]] = [dict(nodes=2)]
+        others = [environ for path, environ in chosen(site) if path == script] + alternatives(script)
+        ways += [dict(nodes=2, environ=environ) for environ in others]  # it may act under another choice alone
         if any(re.search(rf"{re.escape(script.name)} install\b", line) for _, line in shown(site)):
             ways.append(dict(nodes=1, arguments=["install"]))
         for line in [line for line in Script(script).lines if line.is_to_edit]:
@@ -604,7 +608,7 @@ def test_a_choice_that_is_empty_changes_something_when_it_is_filled_in(check, si
                 examples = re.findall(r"\"([\w./:+-]+)\"|`([\w./:+-]+)`", " ".join(line.paragraph))
                 values = dict.fromkeys([*("".join(each) for each in examples), "1", "yes"])
                 filled = [match[1] + (f"({value})" if match[2] == "()" else value) for value in values]
-                if not any(changes(dry, script, {line.text: each}, way) for each, way in product(filled, ways)):
+                if not any(changes(dry, script, {line.text: each}, way) for way, each in product(ways, filled)):
                     yield f"{script.name}:{line.number}: {filled[-1]} changes nothing, but should"
 
 
@@ -614,10 +618,11 @@ def changes(dry, script: Path, edit: dict[str, str], way: dict[str, Any]) -> boo
     def seen(run: DryRun) -> set[tuple[str, str]]:
         variables = {each for call in run.calls for each in as_in_job(call).items()}
         texts = [dry.shown(call.text) for call in run.calls if call.command not in ("mktemp", "rm", "sleep")]
+        texts = [re.sub(r"/tmp/tmp\.[^/\s\"']*", "/tmp/tmp.", text) for text in texts]  # mktemp's names are others in each run
         return {*variables, *(("", text) for text in texts), ("code", str(run.code))}
 
-    shapes: tuple[dict[str, Any], ...] = ({}, dict(environ=dict(DRY_RUN_AGAIN="1")), dict(edit=edit))
-    usual, again, edited = (seen(dry.job(script, **way, **shape)) for shape in shapes)
+    again_too = dict(environ=way.get("environ", {}) | dict(DRY_RUN_AGAIN="1"))
+    usual, again, edited = (seen(dry.job(script, **(way | shape))) for shape in ({}, again_too, dict(edit=edit)))
     unlike = {name for name, _ in usual ^ again if name}  # such as a secret, in each start
     texts = {text for name, text in usual ^ again if not name}
     return any(name not in unlike and text not in texts for name, text in usual ^ edited)
@@ -837,6 +842,7 @@ def test_the_readme_tells_how_to_stop(check, site):
     for path in site.scripts:
         lines = re.findall(r"(?m)^#   (\S.*?)(?: {2,}.*)?$", path.read_text())
         told += [(path.name, line) for line in lines if signals_a_job(line, own)]
+    told = [each for each in told if not re.search(r"\b(SIG)?USR2\b", each[1])]  # asks where the ranks are, and stops nothing
     yield from (f"{place}: {command}, but should be `{own}`" for place, command in told if not re.fullmatch(pattern, command))
 
 
@@ -869,11 +875,15 @@ def test_what_users_are_shown_works(check, site, dry):
 
 @clause("B10")
 def test_a_start_in_an_interactive_job_works_and_works_again(check, site, dry):
-    """`./job.pbs --epochs 3`, where it is shown, also trains a second time: the job has one number for all its starts."""
+    """`./job.pbs --epochs 3`, where it is shown, also trains a second time: the job has one number for all its starts.
+
+    In README.md `./job.pbs` alone may be the file's name.
+    """
     for script in trains(site):
         started = rf"(?:[A-Z_]+=\S+ )*\./{re.escape(script.name)}\b[^`\n]*"
         head = re.findall(rf"(?m)^#   ({started}?)(?: {{2,}}.*)?$", script.read_text())
-        for line in dict.fromkeys([*head, *re.findall(rf"`({started})`", site.readme)]):
+        spans = [span for span in re.findall(rf"`({started})`", site.readme) if " " in span.strip()]
+        for line in dict.fromkeys([*head, *spans]):
             runs = [dry.command(script, line) for _ in range(2)]
             new = [values_of(arguments(call), "--new-run-dir") for run in runs for call in run.trained[:1]]
             if runs[0].code or not new:
@@ -1106,8 +1116,7 @@ def followed(dry, line: str) -> DryRun | str:
     values = ("nodes", "ntasks", "time", "account", "A", "P")
     opened = {name for name in values if re.fullmatch("[A-Z]+", options.get(name, ""))}
     options = {name: value for name, value in options.items() if name != "v" and name not in opened}
-    select = re.search(r"\bselect=(\d+)", line) or re.match(r"(\d+)", options.get("nodes", ""))
-    nodes = int(select[1] if select else site.job(site.folder / words[place])["nodes"])
+    nodes = nodes_asked(shlex.join(words[:place]), site.toml["node"]["cores"]) or site.job(site.folder / words[place])["nodes"]
     shape = dict(environ=environ | exported, options=options, nodes=nodes, arguments=words[place + 1 :])
     run = dry.job(site.folder / words[place], **shape)
     if environ and slurm and not run.code:

@@ -33,7 +33,7 @@ from typing import Any
 
 from conformance.cluster import layer
 from conformance.cluster.shape import names_of
-from conformance.harness.shell import OF_DEVICES, OF_SBATCH, SHORT, Script, devices_by
+from conformance.harness.shell import OF_DEVICES, OF_SBATCH, SHORT, Script, devices_by, nodes_asked
 from conformance.harness.sites import Case, Site
 
 COMMANDS = Path(__file__).with_name("dry_run_commands.py")
@@ -477,8 +477,6 @@ class DryRuns:
             (top / name).parent.mkdir(parents=True, exist_ok=True)
             (top / name).write_text("somebody's own\n")
         self._lay_runs()
-        takes_hook = re.compile(r"\bshell(\.\w+)? hook\b|/conda\.sh\b")
-        self.hook = any(takes_hook.search(script.read_text()) for script in self.site.scripts)
         # A node's own disk, if the machine gives each user a folder there.
         self.disks: list[str] = []
         for script in self.site.scripts:
@@ -488,6 +486,15 @@ class DryRuns:
                 (top / f"root{place}" / USER / "of-another-job/file").write_text("somebody's own\n")
         self.pristine = self._keep("pristine")
         self.installed: dict = {}
+
+    def _takes_hook(self, name: str, *by: str) -> bool:
+        """Whether a script, or one that it reads, takes conda's shell hook. by: the scripts that read it."""
+        code = "\n".join(line.text for line in Script(self.folder / name).lines if not line.is_comment)
+        others = [path.name for path in self.site.scripts if path.name not in (name, *by)]
+        read = [other for other in others if re.search(rf"(?:\bsource|(?<!\S)\.) \S*{re.escape(other)}", code)]
+        return bool(re.search(r"\bshell(\.\w+)? hook\b|/conda\.sh\b", code)) or any(
+            self._takes_hook(other, name, *by) for other in read
+        )
 
     def _bring(self, name: str) -> None:
         """Make a file or folder/ that a user brings, beside install.sh. An archive or a folder has a file in it."""
@@ -718,7 +725,7 @@ class DryRuns:
             return self.job(script, **shape)
         options, environ = words_of(case.options), case.environment | handed_on(case.options)
         options.pop("v", None)
-        nodes = int((re.search(r"select=(\d+)", case.options) or ["", options.get("nodes", case.nodes)])[1])
+        nodes = nodes_asked(case.options, self.site.toml["node"]["cores"]) or case.nodes
         shape = dict(nodes=nodes, spare=nodes > case.nodes) | shape
         shape |= dict(environ=environ | shape.get("environ", {}), options=options | shape.get("options", {}))
         return self.job(script, case=case, **shape)
@@ -797,7 +804,7 @@ class DryRuns:
         settings |= dict(job=shape["number"], nodes=nodes, hosts=self.hosts(max(2, nodes)), suffix=node.get("suffix", ""))
         settings |= dict(python=self.python, suite=os.getpid())
         # A script that takes conda's hook does not count on a function conda() of a module's.
-        settings |= dict(hook=self.hook)
+        settings |= dict(hook=self._takes_hook(name))
         settings |= dict(scheduler=site.toml["scheduler"], launcher=site.toml["launcher"])
         settings |= dict(launcher_environment=dict(site.launches[0].templates))
         settings |= dict(ranks_per_node=site.toml["job"]["ranks_per_node"], interfaces=node["interfaces"])

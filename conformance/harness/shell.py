@@ -199,21 +199,25 @@ class Script:
     def nodes(self, cores: int) -> int | None:
         """Nodes that the directives ask for; None if they do not say. cores: of a node, for a PBS that is asked for cores."""
         of_pbs = " ".join(text for line, text in self.directives if line.text.startswith("#PBS"))
-        return self.geometry.get("nodes") or nodes_asked(of_pbs, cores)
+        return self.geometry.get("nodes") or nodes_asked(f"qsub {of_pbs}", cores)
 
     @property
     def resources(self) -> dict[str, str]:
         """What `-l` of PBS's directives asks for, by name: select, walltime, ...; "" for one without a value."""
         texts = [text for line, text in self.directives if line.text.startswith("#PBS")]
-        lists = [words for text in texts for words in re.findall(r"-l\s*(\S+)", text)]
+        lists = [words for text in texts for words in re.findall(r"(?<!\S)-l\s*(\S+)", text)]
         return {name: value for words in lists for name, _, value in (pair.partition("=") for pair in words.split(","))}
 
 
 def nodes_asked(text: str, cores: int) -> int | None:
     """Nodes that options of sbatch or qsub ask for: --nodes=2, -N2, select=2:ncpus=48, or the cores of all, ncpus=96."""
-    if numbers := re.findall(r"(?:\b(?:select|nodes)=|--nodes |-N ?)(\d+)", text):
+    text = re.sub("[\"']", "", text)
+    resources = ",".join(re.findall(r"(?<!\S)-l\s*(\S+)", text))
+    of_pbs = resources or "qsub" in text.split()  # whose -N is a job's name
+    pattern = r"(?<![^,])(?:select|nodes)=(\d+)" if of_pbs else r"(?<!\S)(?:--nodes[= ]|-N ?)(\d+)"
+    if numbers := re.findall(pattern, resources if of_pbs else text):
         return int(numbers[-1])
-    of_all = re.search(r"\bncpus=(\d+)", text)
+    of_all = re.search(r"(?<![^,])ncpus=(\d+)", resources)
     return -(-int(of_all[1]) // cores) if of_all else None
 
 
