@@ -597,7 +597,7 @@ def test_a_metric_that_is_no_sum_is_said(check, train_own):
     check.equal(of_one_row_nan_or_infinite=(names, ["metric 'variance'", "metric 'r2'"]))
 
 
-LATER = [["self.average of the workload changes with every batch"], ["something sets the learning rate"], []]
+LATER = [["self.average of the workload changes with every step of the optimizer"], ["something sets the learning rate"], []]
 HOOKS = ("clips_by_a_hook", "clips_when_it_is_added")
 NOTED = dict(adds_a_count=["part 'right' of loss() has no gradient, yet counts in the loss"], changes_its_batch=[])
 NOTED |= dict(hides_pixels=["collate() draws random numbers"], holds_out_nothing_else=["held-out rows are the training rows"])

@@ -23,7 +23,7 @@ def build_model_and_optimizer(
     needed. Raises WorkloadError.
     """
     workload, config, device, dtype = rows.workload, rows.config, rows.device, rows.dtype
-    workload.core_sets(steps_in_epoch=config.steps_of(len(rows)))
+    workload.core_sets(_steps_in_epoch=config.steps_of(len(rows)))
     # The ranks may still draw different numbers (a set's order, the clock): Trainer.restore() sends rank 0's to all.
     seed_everything(config.seed)
     agreed: Callable = bool

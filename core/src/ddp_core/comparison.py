@@ -10,8 +10,11 @@ from numbers import Real
 import torch
 from torch import nn
 
-from ddp_core.workload import Workload
+from ddp_core.errors import Failure
+from ddp_core.process_group import Peers
+from ddp_core.workload import Workload, out_of_memory
 
+ROUNDED_BY = dict(bf16=0.1, fp16=0.1, tf32=0.01)  # relative: ten times the rounding of a number, and more
 NO_SUM = (
     "the loss of {rows} rows together is not the sum of theirs alone: a mean (over pairs, in contrastive losses) is to be "
     "multiplied with the rows, or its gradients are too small by that factor; [n, 1] and [n] numbers are compared in all pairs "
@@ -42,15 +45,14 @@ def compare_losses(workload: Workload, losses: torch.Tensor) -> list[str]:
             f"loss() returns a mean over rows ({together:.6g} for {rows} rows, {apart:.6g} is the sum of each), and should "
             "return their sum: reduction='sum', or times the rows"
         )
-    # 10 %, because bf16 rounds by 1 %.
-    near = 0.1 if workload.config.precision in ("bf16", "fp16") else 1e-3
+    near = ROUNDED_BY.get(workload.config.precision, 1e-3)
     drawn = 10 * noise if len(losses) > 1 else 0.0
     close = abs(together - apart) <= max(drawn, near * size)
     # Of one row it may be NaN: over a batch's deviation, say.
     return [] if close or not math.isfinite(together) else [NO_SUM.format(rows=rows)]
 
 
-def compare_gradients(model: nn.Module, precision: str, together: Callable, *alone: Callable) -> list[str]:
+def compare_gradients(model: nn.Module, together: Callable, *alone: Callable) -> list[str]:
     """Note parameters whose gradient is no sum over rows. Each function returns a loss: of the rows together, then of each.
 
     The model is in eval mode, in which rows are apart. What remains is added up in place, for no second copy of the gradients.
@@ -67,13 +69,15 @@ def compare_gradients(model: nn.Module, precision: str, together: Callable, *alo
                 (part := loss()).neg().backward()
                 parts.append(part.item())
             left = _norms(parameters)
-    except Exception:  # training has no gradients in eval mode, and neither have cuDNN's recurrent layers
+    except Exception as error:  # training has no gradients in eval mode, and neither have cuDNN's recurrent layers
+        if isinstance(error, Failure) or out_of_memory(error) or (isinstance(error, RuntimeError) and Peers.is_lost(error)):
+            raise
         return []
     finally:
         for parameter in parameters.values():
             parameter.grad = None
-    # Of each, and of all: a bias in attention has no gradient but what rounding leaves. 10 %, because bf16 rounds by 1 %.
-    near = 0.1 if precision in ("bf16", "fp16") else 1e-3
+    # Of each, and of all: a bias in attention has no gradient but what rounding leaves. 10 %: a model may autocast itself.
+    near = 0.1
     if abs(whole.item() - sum(parts)) > near * sum(map(abs, parts)):  # the loss counts or draws where there are gradients
         return []
     least = near / 10 * math.hypot(*sizes.values())
@@ -119,8 +123,8 @@ def _note_on(workload: Workload, name: str, values: Sequence[float]) -> list[str
     """A note on a metric that is no sum over rows. values: of the rows together, then of each row."""
     together, *alone = values
     apart = sum(alone)  # NaN if one is: a correlation of one row, say
-    # 1 %, because sums of many rows round. 10 %, because bf16 rounds by 1 %.
-    near = (0.1 if workload.config.precision in ("bf16", "fp16") else 0.01) * sum(map(abs, alone))
+    # 1 %, because sums of many rows round.
+    near = max(0.01, ROUNDED_BY.get(workload.config.precision, 0.0)) * sum(map(abs, alone))
     close = together == apart or abs(together - apart) <= near < math.inf  # of one row it may be infinite: R2, say
     if close or math.isnan(together):
         return []

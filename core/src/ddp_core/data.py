@@ -329,7 +329,7 @@ def _notes_on_same_rows(train: Any, held_out: Any) -> list[str]:
     """A note if half of the held-out rows are among the training rows: of small columns, and of parts of one Dataset."""
     both = (train, held_out)
     if type(train).__name__ == type(held_out).__name__ == "Subset" and train.dataset is held_out.dataset:
-        ours, theirs = (torch.tensor([*map(int, rows.indices)]) for rows in both)
+        ours, theirs = (torch.as_tensor(rows.indices) for rows in both)
     elif all(getattr(rows, "are_columns", False) and rows.nbytes <= COMPARED and len(rows) <= COMPARED_ROWS for rows in both):
         ours, theirs = map(_hashes, both)
     else:

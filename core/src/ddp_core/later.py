@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ddp_core.probe import KEPT, kept_by, plain
+from ddp_core.probe import kept_by, plain
 from ddp_core.replicas import BITS, checksum
 from ddp_core.state import RATES, dense, local, made_by_torch, saved_buffers, unsaved
 from ddp_core.workload import Workload
 
-EARLY = 10  # steps at the beginning of a start in which attributes of optimizer and workload are checked
+EARLY = 10  # steps at the beginning of a start in which the optimizer's attributes are checked
 OF_TORCH = ("state", "param_groups", "defaults", "grad_scale", "found_inf")
 LATE_BUFFERS = (
     "the model began to change its buffers {names} by step {step}, and not at the first: if it does so by a rank's own rows, "
@@ -28,9 +28,14 @@ KEPT_BESIDE = (
     "of the optimizer {names} changes from step to step, and is in no snapshot: a run that goes on begins anew there, unless "
     "each step does; keep what later steps need in self.state[parameter] (tensors, numbers), or as a number in a group"
 )
+KEPT_IN_STEP = (
+    "{names} of the workload changes with every step of the optimizer, and no snapshot holds it: a run that goes on begins with "
+    "it anew, unless each step does; keep averaged weights in the model, as a submodule, numbers in a group of the optimizer"
+)
 RATE_IS_SET = (
-    "something sets the learning rate (one of torch's lr_scheduler, or lr of a group by hand), and it has no effect: each step "
-    "sets it to the group's first one times the factor of schedule(); return what it should be from there"
+    "something sets the learning rate (one of torch's lr_scheduler, or lr of a group by hand), which no snapshot holds: before "
+    "each step of the optimizer it is set back to the group's first one times the factor of schedule(); return from there what "
+    "it should be"
 )
 
 
@@ -83,12 +88,12 @@ class Later:
         """Around the optimizer's step: finds attributes of the workload that a hook changes there, such as an average."""
         hooks = [getattr(self.optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
         # What the first step makes is no change.
-        watched = self.first < step < self.first + EARLY and (any(hooks) or not made_by_torch(self.optimizer))
+        watched = self.first < step <= self.first + 2 and (any(hooks) or not made_by_torch(self.optimizer))
         before = self._kept_by_workload() if watched else {}
         yield
         now = self._kept_by_workload() if before else {}
         if changed := [f"self.{name}" for name in now if now[name] != before.get(name, now[name])]:
-            self.found.setdefault(KEPT.format(names=", ".join(changed[:6]), owner="workload"), False)
+            self.found.setdefault(KEPT_IN_STEP.format(names=", ".join(changed[:6])), False)
 
     def _kept_by_workload(self) -> dict[str, list]:
         """What is no view of the model's own tensors, whose versions move with theirs."""

@@ -1,4 +1,4 @@
-"""Tries a workload on two rows before training: refuses silent mistakes, and notes which promises the workload breaks.
+"""Tries a workload on a few rows before training: refuses silent mistakes, and notes which promises the workload breaks.
 
 The trial does not change training: buffers, gradients and random numbers are as before.
 """
@@ -39,7 +39,9 @@ from ddp_core.workload import (
 )
 
 MANY = 16  # rows: so many that a loss or a metric is seldom 0
+FEW = 4
 DRAWS = 32  # evaluations of a loss with random noise, to tell a mean from a sum
+LONG = 2**12  # entries: a longer list, of file names say, is not looked into
 LARGE = 2**20  # numbers: a larger tensor is not copied, and its content is not compared
 RANDOM = (
     "random numbers are drawn in the model or loss (dropout, noise): by torch's generators, which are seeded at each step, but "
@@ -143,7 +145,7 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> Pro
         if re.search(OF_OTHER_TENSORS, str(error)):  # hidden parameters were not moved or converted
             _refuse_hidden(workload, model, lambda part: part.requires_grad)
         row, name = row_of(error), workload.name
-        what = f"row {row} of --workload {name}" if row else f"--workload {name}, tried on {trial.count} of its rows"
+        what = f"row {row} of --workload {name}" if row else f"--workload {name}, tried on {trial.trying}"
         blamed = blame(error, workload.file, what)
         if blamed is not error and (cause := trial.cause_of(error)):
             blamed = WorkloadError(f"{blamed}; {cause}")
@@ -172,6 +174,7 @@ class _Trial:
         self.kept = Kept(model, averaged=self.config.sharding == "none")  # else parameters are sharded
         self.changed: list[str] = []
         self.count = min(2, len(batches))
+        self.trying = f"{self.count} of its rows"  # for messages
         self.rows: Any = None
         self.alone: list[Any] = []
         self.many: list[Any] = []  # more rows together, then each alone
@@ -249,7 +252,9 @@ class _Trial:
         """
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         at_once = self.config.global_batch_size // ranks // self.config.accumulate
-        count = min(MANY, max(self.count, at_once), len(self.batches))
+        # Under --sharding each forward gathers the whole model.
+        most = MANY if self.config.sharding == "none" else FEW
+        count = min(most, max(self.count, at_once), len(self.batches))
         return [len(self.batches) * number // count for number in range(count)]
 
     def _note_constants(self, names: list[str]) -> None:
@@ -266,23 +271,27 @@ class _Trial:
         seed_generators(self.batches.device, DROPOUT, self.config.seed, 0)
         still, drawn, losses = generator_positions(), False, []
         results: list[Mapping] = []
-        for rows in self.many:
+        spread, usual = self.spread(), self.trying
+        for rows, place in zip(self.many, (None, *spread), strict=True):
+            self.trying = f"{len(spread)} of its rows" if place is None else f"row {place}"
             outputs, loss, batch = self.outcome(rows, 0)
             drawn = drawn or generator_positions() != still  # in some batches only: noise would look like a difference
             losses.append(_total(self.workload, loss)[1].double())
             results.append(self.workload.metrics(outputs, batch) if metrics else {})
             refuse_other_names(self.workload, results[-1], metrics)
+        self.trying = usual
         if not drawn and not notes:
             self.notes += (notes := compare_losses(self.workload, torch.tensor([losses])))
         self.notes += compare_metrics(self.workload, results, not notes)
         if not drawn and not notes and self.config.sharding == "none":  # else a backward is collective
             totals = [partial(self.total, batch, 0) for batch in (self.rows, *self.alone)]
-            self.notes += compare_gradients(self.model, self.config.precision, *totals)
+            self.notes += compare_gradients(self.model, *totals)
 
     def _try_last_step(self, at_first: torch.Tensor) -> None:
         """Note a loss of held-out rows that is another one after the last step."""
         steps = self.config.epochs * self.config.steps_of(len(self.batches))
-        self.workload.core_sets(count_steps=lambda: steps)
+        self.workload.core_sets(count_steps=lambda: steps - 1)  # what training asks for last, of a table, say
+        self.trying += ", as in the last step"
         try:
             self.notes += [ANNEALED] if self.total(self.rows, 0) != at_first else []
         finally:
@@ -405,13 +414,22 @@ def kept_by(workload: Workload, model: nn.Module) -> dict[str, list]:
     written.
     """
     of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    kept = {}
+    kept: dict[str, list] = {}
     for name, value in vars(workload).items():
+        if isinstance(value, list | tuple | set | dict) and len(value) > LONG:
+            kept[name] = [len(value)]
+            continue
         parts = tree_leaves([*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else value)
         tensors = [part for part in parts if isinstance(part, torch.Tensor) and id(part) not in of_model]
         numbers = [part for part in parts if isinstance(part, bool | int | float)]
-        kept[name] = [*numbers, *((tensor.data_ptr(), tensor._version) for tensor in tensors)]
+        kept[name] = [*numbers, *(_version(tensor) for tensor in tensors)]
     return kept
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor is, and how often it was written; torch does not count that for all."""
+    counted = dense(tensor) and not tensor.is_inference()
+    return (tensor.data_ptr(), tensor._version) if counted else (id(tensor), 0)
 
 
 def kept_in(model: nn.Module) -> dict[str, list]:

@@ -48,6 +48,7 @@ class Peers:
         self.local_world_size = rank.local_world_size
         self.store, self.run_dir, self.left = rendezvous.store, config.run_dir, False
         backend, timeout = backend_of(config, device.type), timedelta(seconds=config.timeout)
+        self.data_timeout = timeout if backend == "gloo" else timeout + NOTICED_BY_GLOO
         self.store.set_timeout(timeout)
         # nccl's threads ask their store once a second; a store written in Python was never tested with them.
         of_data = self.store if backend == "gloo" else rendezvous.unsigned
@@ -59,7 +60,7 @@ class Peers:
                 store=dist.PrefixStore("group", of_data),
                 rank=rank.rank,
                 world_size=rank.world_size,
-                timeout=timeout if backend == "gloo" else timeout + NOTICED_BY_GLOO,
+                timeout=self.data_timeout,
                 device_id=None if backend == "gloo" else device,
             )
             self.data = dist.group.WORLD

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from queue import Queue
@@ -151,7 +150,7 @@ def _mesh(peers: Any, device: torch.device, config) -> DeviceMesh:
     mine: list[Any] = []
     for groups in (ranks.T, ranks):  # first the ranks that hold the same rows, then the ranks of each node
         for group in groups.tolist():  # new_group() is collective over all ranks, also those outside the group
-            made = dist.new_group(group, timeout=timedelta(seconds=config.timeout))
+            made = dist.new_group(group, timeout=peers.data_timeout)
             mine += [made] if peers.rank in group else []
     return DeviceMesh.from_group(mine, device.type, mesh=ranks, mesh_dim_names=("replicas", "parts"))
 

@@ -5,7 +5,7 @@ many ranks has its own module:
 
     order.py               chooses the rows that this rank trains on
     batches.py, loading.py read them, and make batches on the device
-    build.py, probe.py     make model and optimizer, and try them on two rows before training
+    build.py, probe.py     make model and optimizer, and try them on a few rows before training
     reduction.py           sums the gradients of all ranks: DistributedDataParallel, or by hand
     sharding.py            does the same for a model that one device cannot hold
     guard.py               keeps NaN and infinity out of the model
@@ -128,7 +128,7 @@ class Trainer:
         refuse_diverged(self)
 
     def _first_backward(self) -> None:
-        """Run backward on the two rows that probe.py tried, for Reduction.settle(), which discards the gradients."""
+        """Run backward on the two rows that probe.py tried, for Reduction.warm_up(), which discards the gradients."""
         rows = self.probed.rows
         with self.autocast():
             loss = self.workload.loss(outputs_of(self.workload, self.reduction.forward, rows), rows)
@@ -362,7 +362,7 @@ class Trainer:
         due = self.step == self.total_steps or (not stop and (save or (epoch + 1) % self.config.save_every == 0))
         if due or best:
             self._save_snapshot(best, due)
-        self.reconciliation.last = time.monotonic()  # keep evaluation and saving out of the speed of the next steps
+        self.reconciliation.last = time.monotonic()  # keep evaluation out of the speed of the next steps
         return stop
 
     @property
@@ -397,6 +397,7 @@ class Trainer:
             self._wait_for_save(beside=False)
         self.last_save = time.monotonic() if snapshot else self.last_save
         self.watch.spent("snapshots", began)
+        self.reconciliation.last = time.monotonic()  # keep saving out of the speed of the next steps
 
     def _wait_for_save(self, beside: bool = True) -> None:
         """Collective. Wait until rank 0's save is on the disk. beside=False: only for one that training must wait for.

@@ -60,7 +60,7 @@ class Workload:
     staging: Any = None  # set while data() runs: the node's copies of files (staging.py)
     count_steps: Callable[[], int] = staticmethod(lambda: 0)  # the Trainer sets it
 
-    steps_in_epoch = 1  # build.py sets it
+    _steps_in_epoch = 1  # build.py sets it
 
     @property
     def steps_done(self) -> int:
@@ -70,7 +70,7 @@ class Workload:
     @property
     def epochs_done(self) -> float:
         """The same in epochs, 1.5 in the middle of the second: min(1, self.epochs_done / 10) rises over ten epochs."""
-        return self.steps_done / self.steps_in_epoch
+        return self.steps_done / self._steps_in_epoch
 
     def flags(self, add: Callable) -> None:
         """Add your own flags: add("--width", type=int, default=64, help="..."), with the arguments of argparse's add_argument.
