@@ -247,7 +247,7 @@ def test_a_rank_with_other_data_is_named(tmp_path):
 def _other_digits() -> None:
     from ddp_core import data
 
-    data.fingerprint = lambda *rows_and_workload: ("other", [], False)
+    data.fingerprint = lambda *rows_and_workload: ("other", [], [])
 
 
 def test_a_rank_0_that_is_too_slow_hears_who_has_given_up(tmp_path):

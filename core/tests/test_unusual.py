@@ -554,3 +554,43 @@ def test_a_model_may_make_its_buffers_while_it_is_called(tmp_path, world_size):
     """Buffers may also grow: many models keep angles for all positions seen so far, which differ between ranks."""
     (tmp_path / "mine.py").write_text(CACHES)
     train(tmp_path / "run", f"--workload {tmp_path / 'mine.py'}", world_size, code=0)
+
+
+# ---- right programs that the trial must leave alone -------------------------------------------------------------------
+
+
+class DrawnTogether(Small):
+    """Its rows are read as a batch, and each time with other noise."""
+
+    def data(self, config):
+        class Noisy(Rows):
+            def __getitem__(self, rows):
+                inputs, targets = super().__getitem__(rows)
+                return inputs + torch.randn(inputs.shape, dtype=inputs.dtype), targets
+
+        return Noisy(*table()), None
+
+
+class Weighted(Small):
+    """Its loss takes a weight for each step from a table that ends with the last one. A buffer beside it is sparse."""
+
+    def data(self, config):
+        rows = table()
+        self.weights = torch.linspace(1, 2, config.epochs * config.steps_of(len(rows[0])))
+        self.links = torch.eye(3).to_sparse()
+        return rows, None
+
+    def loss(self, outputs, batch):
+        return self.weights[self.steps_done] * super().loss(outputs, batch)
+
+
+@pytest.mark.parametrize("flags", ["", "--sharding full"])
+def test_rows_that_draw_as_a_batch_are_noted_and_not_refused(tmp_path, flags):
+    """Ranks may draw others for the rows that are tried: their losses tell nothing."""
+    job = train(tmp_path / "run", f"--epochs 1 {flags}", 2, workload="test_unusual:DrawnTogether", code=0)
+    notes = job.records("start")[0]["notes"]
+    assert any("row 0 was another" in note for note in notes) and not any("is not the sum" in note for note in notes)
+
+
+def test_a_loss_may_take_a_number_for_each_step_from_a_table(tmp_path):
+    train(tmp_path / "run", "--epochs 2", workload="test_unusual:Weighted", code=0)

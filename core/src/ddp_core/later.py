@@ -29,7 +29,7 @@ KEPT_BESIDE = (
     "each step does; keep what later steps need in self.state[parameter] (tensors, numbers), or as a number in a group"
 )
 KEPT_IN_STEP = (
-    "{names} of the workload changes with every step of the optimizer, and no snapshot holds it: a run that goes on begins with "
+    "{names} of the workload changes with every step of the optimizer, and no snapshot has it: a run that goes on begins with "
     "it anew, unless each step does; keep averaged weights in the model, as a submodule, numbers in a group of the optimizer"
 )
 RATE_IS_SET = (

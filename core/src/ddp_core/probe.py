@@ -180,6 +180,7 @@ class _Trial:
         self.many: list[Any] = []  # more rows together, then each alone
         self.tried: list[list[Any]] = []  # rows and alone, drawn anew several times, if collate() is random
         self.repeats = True
+        self.rows_repeat = True  # else a batch and its rows alone have been drawn apart
         self.notes: list[str] = []
         self.moved: list[str] = []  # attributes of the workload that metrics() changes
         self.modes: set[bool] = set()  # training modes that forward and loss set on a part of the model
@@ -208,21 +209,29 @@ class _Trial:
         groups = [[*places], *([place] for place in places)]
         all_groups = [*groups, many, *([place] for place in many)]
         at = len(groups)
-        if getattr(self.batches.rows, "batched", False) or self.config.row_seeds == "off":
+        batched = getattr(self.batches.rows, "batched", False)
+        if batched or self.config.row_seeds == "off":
             batches = self.batches.few([*places, *spread], all_groups)
             (self.rows, *self.alone), self.many = batches[:at], batches[at:]
             self.draw(places, groups)
+            again = self.batches.few(places, [places])[0] if batched else self.rows
+            self._note_other_rows(self.rows, again)
             return
         again = len(places) + len(spread)
         *batches, row = self.batches.few([*places, *spread, 0], [*all_groups, [again]])
         (self.rows, *self.alone), self.many = batches[:at], batches[at:]
         self.notes += [SEEDS.format(where="__getitem__", each="every row and epoch")] if self.batches.rows_seed else []
         self.draw(places, groups)
+        self._note_other_rows(self.alone[0], row)
+
+    def _note_other_rows(self, first: Any, again: Any) -> None:
+        """Note rows that are others when they are read again. Those of a batch are then no sum of the same rows alone."""
         numbers: list[list[torch.Tensor]] = [[], []]
-        for values, batch in zip(numbers, (self.alone[0], row), strict=True):
+        for values, batch in zip(numbers, (first, again), strict=True):
             converted(batch, lambda tensor, values=values: values.append(_comparable(tensor)), self.batches.device)
         if not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*numbers, strict=False)):
             self.notes.append(ROWS_NOT_REPEATED.format(row="row 0"))
+            self.rows_repeat = not getattr(self.batches.rows, "batched", False)
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors in the rows."""
@@ -319,7 +328,7 @@ class _Trial:
             _refuse_odd_names(workload, loss=names, metrics=metrics)
             if taken := metrics.keys() & {"loss", *(f"loss_{part}" for part in names)}:
                 raise workload.unusable(f"metrics() has {', '.join(sorted(taken))}, the name of a loss: give it another")
-            if self.count == 2:
+            if self.count == 2 and self.agreed(self.rows_repeat):
                 self.repeats = bool(whole == self.total(self.rows, 0))  # now: after many trials a counter is at its end
                 draws = 1 if not self.tried and self.agreed(bool(whole == self.total(self.rows, 1))) else DRAWS
                 tried = self.tried or [[self.rows, *self.alone]] * draws
