@@ -225,7 +225,7 @@ def test_the_record_says_whether_there_was_a_secret(tmp_path, secret):
 
 def _long_value(rank: Rank, file: Path) -> int:
     """A value of a little more than 9 MiB; the store allows 8 MiB for one."""
-    config = SimpleNamespace(timeout=20.0, backend="auto")
+    config = SimpleNamespace(timeout=20.0, backend="auto", run_dir="run")
     peers = Peers(rank, config, torch.device("cpu"), rendezvous.Rendezvous(rank, 20, StopFlag()))
     value = peers.broadcast([0.5] * 2_000_000 if rank.rank == 0 else None)
     file.write_text(str(len(value)))
