@@ -564,7 +564,7 @@ def test_what_an_optimizer_keeps_beside_its_state_is_said(check, train_own):
 
 @clause("L17")
 @only(sizes=(1, 2))
-def test_what_a_hook_changes_and_a_rate_that_has_no_effect_are_said(check, train_own):
+def test_what_a_hook_changes_and_a_rate_that_is_set_back_are_said(check, train_own):
     """Each is said once, and nothing of a right optimizer of one's own, whose rates the schedule changes in each step."""
     names, schedule = ("averages_by_a_hook", "sets_its_rate", "counts"), "--epochs 3 --lr-schedule cosine"
     told = [re.findall("note=(.*?),? and ", done(check, train_own(name, schedule)).output[0]) for name in names]
