@@ -33,7 +33,7 @@ KEPT_IN_STEP = (
     "it anew, unless each step does; keep averaged weights in the model, as a submodule, numbers in a group of the optimizer"
 )
 RATE_IS_SET = (
-    "something sets the learning rate (one of torch's lr_scheduler, or lr of a group by hand), and no snapshot holds it: before "
+    "something sets the learning rate (one of torch's lr_scheduler, or lr of a group by hand), and no snapshot has it: before "
     "each step of the optimizer it is set back to the group's first one times the factor of schedule(); return from there what "
     "it should be"
 )
