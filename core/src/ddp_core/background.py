@@ -64,7 +64,13 @@ class Saver:
 
     def written(self, seconds: float) -> bool:
         """Wait so long for the running save. Whether none is running any more."""
-        return self.pending is None or bool(wait([self.pending], seconds).done)
+        if self.pending is None:
+            return True
+        began = time.perf_counter()
+        done = wait([self.pending], seconds).done
+        if self.fields:
+            self.fields["seconds"] += time.perf_counter() - began
+        return bool(done)
 
     def look(self) -> None:
         """Record a save that has succeeded."""
