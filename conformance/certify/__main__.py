@@ -229,12 +229,12 @@ def in_ranks(
         noise = not still.well or any("random numbers are drawn" in note for note in still.first_line["notes"])
         change, how, first = ({}, "", reference) if noise else (dict(dropout=False), " with dropout off", still)
     if statistics:
-        far, step, near = certificate.apart(run("as-it-stands", two, fp64, **change), first, "fp64")
-        if not near:
+        far, step = certificate.apart(run("as-it-stands", two, fp64, **change), first, "fp64")
+        if step is not None:
             where = certificate.source.word("BatchNorm", "register_buffer")
             promise = f"the same losses in {two} ranks as in 1, as it stands"
             certificate.judge(promise, NOT_PROMISED, f"{far:.1e} apart from step {step} on", statistics, where)
-        if not near and "changes its buffers" in statistics:  # no change switches off the program's own statistics
+        if step is not None and "changes its buffers" in statistics:  # no change switches off the program's own statistics
             certificate.shared_files()
             return None
         change, how = change | dict(statistics=False), how + " with BatchNorm's statistics fixed"

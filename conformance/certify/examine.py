@@ -28,10 +28,12 @@ EXACT = 1e-9  # relative: the order of additions in fp64 changes a sum by less
 def examine(argv: list[str]) -> dict:
     """findings: dictionaries of kind, says, line. notes: facts from the flags and the data. failed: why it ended early."""
     examination = Examination(argv)
+    failed = ""
     try:
-        return examination.all()
+        examination.all()
     except Exception as error:
-        return examination.result(failed=f"{type(error).__name__}: {error}")
+        failed = f"{type(error).__name__}: {error}"
+    return dict(findings=examination.findings, notes=examination.notes, failed=failed)
 
 
 class Examination:
@@ -43,7 +45,7 @@ class Examination:
     def find(self, kind: str, says: str, line: int | None = None) -> None:
         self.findings.append(dict(kind=kind, says=says, line=line))
 
-    def all(self) -> dict:
+    def all(self) -> None:
         from ddp_core import data
         from ddp_core.batches import Batches
         from ddp_core.config import choose, parse
@@ -59,7 +61,7 @@ class Examination:
         self.config = config = parse([*self.argv, "--precision", "fp64"], 1, workload=self.workload)
         seed_everything(config.seed)
         train, held_out = data.of_workload(self.workload, config)
-        self.notes |= dict(row_by_row=not getattr(train, "batched", False), held_out_rows=len(held_out or ()))
+        self.notes |= dict(row_by_row=not getattr(train, "batched", False))
         cpu, fp64 = torch.device("cpu"), torch.float64
         self.train = Batches(train, self.workload, config, cpu, fp64)
         self.held_out = Batches(held_out, self.workload, config, cpu, fp64) if held_out is not None and len(held_out) else None
@@ -76,17 +78,11 @@ class Examination:
         self.steps(1, 3)
         self.new_parameters(parameters)
         self.state(before)
-        if not self.any("rows") and rows != self.hashes(self.train, first):
+        read_again = any(finding["kind"] == "rows" for finding in self.findings)
+        if not read_again and rows != self.hashes(self.train, first):
             self.find("in-place", "rows are others after they were trained on: something changes them in place", self.changed())
         self.schedule()
         self.settings_changed(settings)
-        return self.result()
-
-    def result(self, failed: str = "") -> dict:
-        return dict(findings=self.findings, notes=self.notes, failed=failed)
-
-    def any(self, kind: str) -> bool:
-        return any(finding["kind"] == kind for finding in self.findings)
 
     def new_parameters(self, before: set[str]) -> None:
         if new := {name for name, _ in self.model.named_parameters()} - before:

@@ -97,36 +97,25 @@ class Certificate:
                 return step
         return steps
 
-    def apart(self, mine: Ended, other: Ended, precision: str) -> tuple[float, int, bool]:
-        """The worst relative deviation of a loss, the first step beyond the limit (-1: none), and whether all are within."""
-        worst, first = 0.0, -1
-        scale = max(map(abs, other.losses), default=1.0) * 1e-6 or 1e-300
-        steps = min(self.horizon(precision), len(other.losses))
+    def apart(self, mine: Ended, other: Ended, precision: str) -> tuple[float, int | None]:
+        """The worst relative deviation of a loss, and the first step beyond the limit, or None."""
         if len(mine.losses) != len(other.losses):
-            return math.inf, min(len(mine.losses), len(other.losses)), False
-        for step, (a, b) in enumerate(zip(mine.losses[:steps], other.losses[:steps], strict=True)):
-            deviation = abs(a - b) / max(abs(b), scale)
-            deviation = math.inf if math.isnan(deviation) else deviation
-            if deviation > self.limit(step, precision) and first < 0:
-                first = step
-            worst = max(worst, deviation)
-        return worst, first, first < 0
+            return math.inf, min(len(mine.losses), len(other.losses))
+        deviations = relative(mine.losses, other.losses)[: self.horizon(precision)]
+        beyond = (step for step, deviation in enumerate(deviations) if deviation > self.limit(step, precision))
+        return max(deviations, default=0.0), next(beyond, None)
 
-    def held_out_apart(self, mine: Ended, other: Ended, precision: str) -> tuple[float, str]:
-        """The worst relative deviation beyond its limit of a held-out result, and that result's name."""
+    def held_out_apart(self, mine: Ended, other: Ended) -> tuple[float, str]:
+        """The worst relative deviation beyond its limit of a held-out result in fp64, and that result's name."""
         worst, which = 0.0, ""
         per_epoch = len(other.losses) / max(1, len(other.held_out))
         for epoch, (ours, theirs) in enumerate(zip(mine.held_out, other.held_out, strict=False)):
             step = int((epoch + 1) * per_epoch) - 1
-            if step >= self.horizon(precision):
+            if step >= self.horizon("fp64"):
                 break
             for name, value in theirs.items():
                 deviation = abs(ours.get(name, math.nan) - value) / max(abs(value), 1e-3)
-                # An accuracy jumps when one row's prediction changes.
-                limit = 20 * self.limit(step, precision)
-                if name != "eval_loss" and precision != "fp64":
-                    limit = max(limit, JUMP / max(1, self.notes.get("held_out_rows", 1)))
-                if not deviation <= limit:
+                if not deviation <= 20 * self.limit(step, "fp64"):
                     worst, which = max((worst, which), (deviation, name))
         return worst, which
 
@@ -148,9 +137,6 @@ class Certificate:
 
     def repeats(self, first: Ended, again: Ended) -> bool:
         promise = "run twice, it is the same to the bit"
-        differs = failed(again) or self.same_bits(again, first)
-        if not differs:
-            return self.judge(promise, KEPT, f"{len(first.losses)} losses, held-out results, snapshot")
         reason = self.blamed(
             self.witnessed("generator", unless=lambda call: call.seeded),
             self.witnessed("clock", "process"),
@@ -158,7 +144,13 @@ class Certificate:
             self.hidden_generator(),
             otherwise="; ".join(first.first_line.get("notes", [])) or "kernels that do not repeat, or what is read changes",
         )
-        return self.judge(promise, BROKEN, f"other is {differs}", **reason)
+        return self.equal(promise, again, first, f"{len(first.losses)} losses, held-out results, snapshot", reason)
+
+    def equal(self, promise: str, mine: Ended, other: Ended, kept: str, reason: dict) -> bool:
+        """Judge whether two runs are the same bit for bit."""
+        if differs := failed(mine) or self.same_bits(mine, other):
+            return self.judge(promise, BROKEN, f"other is {differs}", **reason)
+        return self.judge(promise, KEPT, kept)
 
     def hidden_generator(self) -> tuple[str, int] | None:
         """A generator that the witness cannot see, found by its name in the file."""
@@ -170,21 +162,18 @@ class Certificate:
 
     def sizes(self, whole: dict[int, Ended], reference: Ended, how: str) -> bool:
         """whole: runs by their number of ranks."""
-        precision, promise = "fp64", f"the same losses in {listed(whole)} ranks as in 1{how}"
-        worst, first, well = 0.0, -1, True
+        promise = f"the same losses in {listed(whole)} ranks as in 1{how}"
         for ranks, run in whole.items():
             if words := failed(run):
                 return self.judge(promise, BROKEN, f"in {ranks} ranks: {words}", **self.why_not_in_ranks(words))
-            far, step, near = self.apart(run, reference, precision)
-            worst, first, well = max(worst, far), step if not near and first < 0 else first, well and near
-        measured = f"at most {worst:.1e} apart in {min(self.horizon(precision), len(reference.losses))} steps of fp64"
-        if well:
-            return self.judge(promise, KEPT, measured)
-        return self.judge(promise, BROKEN, f"from step {first} on {measured}", **self.why_not_in_ranks(""))
+        deviations, steps = zip(*(self.apart(run, reference, "fp64") for run in whole.values()), strict=True)
+        measured = f"at most {max(deviations):.1e} apart in {min(self.horizon('fp64'), len(reference.losses))} steps of fp64"
+        if beyond := [step for step in steps if step is not None]:
+            return self.judge(promise, BROKEN, f"from step {beyond[0]} on {measured}", **self.why_not_in_ranks(""))
+        return self.judge(promise, KEPT, measured)
 
     def why_not_in_ranks(self, words: str) -> dict:
         shared = self.shared_file() if words else None  # a rank may have read a half-written file
-        tried = "none of what was tried: dropout, BatchNorm's statistics, canonical sums"
         return self.blamed(
             (": ".join(shared[:2]), shared[2]) if shared else None,
             self.witnessed("ranks"),
@@ -192,28 +181,15 @@ class Certificate:
             self.witnessed("generator", unless=lambda call: call.seeded),
             self.witnessed("clock", "process"),
             self.finding("rows", "state", "in-place", "parameter"),
-            None if words else self.by_trying(),
             self.finding("kept"),
-            otherwise="its own line says it" if words else tried,
+            otherwise="its own line says it" if words else "nothing in the file tells why",
         )
-
-    def by_trying(self) -> tuple[str, int | None] | None:
-        """Find the change under which one rank and two ranks agree."""
-        for name, flags, change, says, words in TRIALS:
-            pair = []
-            for ranks in (1, 2):
-                run = self.program.run(f"try-{name}-{ranks}", ranks, f"{self.flags64} {flags}".strip(), **change)
-                pair.append(run)
-            if all(run.well for run in pair) and self.apart(pair[1], pair[0], "fp64")[2]:
-                return f"they agree {says}", self.source.word(*words)
-        return None
 
     def grow(self, moved: Ended, reference: Ended) -> None:
         """Measure at each step how far a small change of the parameters has grown; keep the largest value so far."""
-        largest, scale = 1.0, max(map(abs, reference.losses)) * 1e-6 or 1e-300
-        for a, b in zip(moved.losses, reference.losses, strict=False):
-            deviation = abs(a - b) / max(abs(b), scale) / MOVED
-            largest = max(largest, deviation if math.isfinite(deviation) else 1 / MOVED)
+        largest = 1.0
+        for deviation in relative(moved.losses, reference.losses):
+            largest = max(largest, deviation / MOVED if math.isfinite(deviation) else 1 / MOVED)
             self.growth.append(largest)
         steps, compared = len(self.growth), []
         for precision in ("fp64", "fp32"):
@@ -253,7 +229,7 @@ class Certificate:
         promise = f"the same held-out results in {listed(whole)} ranks as in 1 (fp64)"
         if not first.held_out or not any(first.held_out):
             return
-        worst, which = max(self.held_out_apart(run, first, "fp64") for run in whole.values())
+        worst, which = max(self.held_out_apart(run, first) for run in whole.values())
         if not which:
             self.judge(promise, KEPT, f"{', '.join(first.held_out[-1])}{how}")
             return
@@ -288,8 +264,8 @@ class Certificate:
         if words := failed(went_on):
             self.judge(promise, BROKEN, words, **self.why_not_in_ranks(words))
             return
-        far, step, near = self.apart(went_on, first, "fp64")
-        if near:
+        far, step = self.apart(went_on, first, "fp64")
+        if step is None:
             self.judge(promise, KEPT, f"at most {far:.1e} apart")
         else:
             self.judge(promise, BROKEN, f"{far:.1e} apart from step {step} on", **self.why_not_resumed())
@@ -301,19 +277,18 @@ class Certificate:
         if words := failed(mine):
             self.judge(promise, BROKEN, words)
             return
-        far, step, near = self.apart(mine, reference, precision)
+        far, step = self.apart(mine, reference, precision)
         words = f"at most {far:.1e} apart in {min(self.horizon(precision), len(reference.losses))} steps"
         reason = "sums of large and small numbers, or numbers that fp32 does not hold"
-        self.judge(promise, KEPT, words) if near else self.judge(promise, BROKEN, f"from step {step} on {words}", reason)
+        if step is None:
+            self.judge(promise, KEPT, words)
+        else:
+            self.judge(promise, BROKEN, f"from step {step} on {words}", reason)
 
     def workers(self, plain: Ended, read: Ended) -> None:
         promise = "rows are the same, whichever process reads them (--workers 2)"
-        differs = failed(read) or self.same_bits(read, plain)
-        if not differs:
-            self.judge(promise, KEPT, "equal to the bit")
-            return
         reason = self.blamed(self.witnessed("process", "generator", "clock"), self.finding("in-place", "state", "rows", "kept"))
-        self.judge(promise, BROKEN, f"other is {differs}", **reason)
+        self.equal(promise, read, plain, "equal to the bit", reason)
 
     def resumes(self, promise: str, whole: Ended, resumed: Ended) -> bool:
         differs = failed(resumed) or self.same_bits(resumed, whole)
@@ -352,19 +327,6 @@ EXAMINED = {
 UNSEEDED = ("default_rng", "Random", "RandomState", "SeedSequence", "seed", "time", "now", "PCG64")
 OUTSIDE = ("SystemRandom", "randbelow", "randbits", "token_bytes", "urandom", "uuid4", "uuid1", "time_ns", "today")
 READING = ("__getitem__", "collate", "data")  # in these functions the file may set seeds
-JUMP = 2.5  # rows whose prediction may change in a lower precision
-# Trials for finding why ranks disagree: name, flags, change, meaning, words to look for in the file.
-TRIALS: tuple[tuple[str, str, dict, str, tuple[str, ...]], ...] = (
-    ("dropout", "", dict(dropout=False), "with dropout off: its masks depend on the rank", ("ropout",)),
-    ("statistics", "", dict(statistics=False), "with BatchNorm's statistics fixed", ("BatchNorm",)),
-    (
-        "canonical",
-        "--reduction canonical --shards 2",
-        {},
-        "with --reduction canonical: random numbers or statistics of a rank's rows are in the loss",
-        ("rand", "normal", "mean(", "std("),
-    ),
-)
 
 SUSPICIONS = dict(
     clock="it depends on the time: {}",
@@ -381,6 +343,13 @@ SUSPICIONS = dict(
 
 def listed(numbers: Iterable) -> str:
     return " and ".join(map(str, numbers))
+
+
+def relative(losses: list[float], reference: list[float]) -> list[float]:
+    """The relative deviation at each step, infinite for NaN. A reference near 0 counts as 1e-6 of the largest one."""
+    scale = max(map(abs, reference), default=1.0) * 1e-6 or 1e-300
+    deviations = [abs(a - b) / max(abs(b), scale) for a, b in zip(losses, reference, strict=False)]
+    return [math.inf if math.isnan(deviation) else deviation for deviation in deviations]
 
 
 def failed(run: Ended) -> str:

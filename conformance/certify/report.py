@@ -1,6 +1,5 @@
 """The folder to attach to a paper or a ticket: certificate.json, certificate.md, and a page with the loss curves."""
 
-import hashlib
 import html
 import json
 import math
@@ -12,7 +11,8 @@ from pathlib import Path
 
 from conformance.certify.promises import Certificate
 from conformance.certify.runs import Program
-from conformance.harness.sites import ROOT
+from conformance.harness import files
+from conformance.harness.reference import sha256
 
 WIDTH, HEIGHT = 900, 260
 STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}
@@ -44,19 +44,10 @@ def write(folder: Path, certificate: Certificate, program: Program, unproven: li
 def hashes(program: Program, certificate: Certificate) -> dict[str, str]:
     """Hashes of everything that ran: the program's file, its data, the site's folder, the core."""
     start = next((run.first_line for run in program.runs if run.of("start")), {})
-    return dict(
-        program=digest([Path(certificate.notes.get("file") or program.file)]),
-        data=start.get("data", ""),
-        site=digest(sorted(path for path in program.launch.train.parent.iterdir() if path.is_file())),
-        core=digest(sorted((ROOT / "core/src/ddp_core").rglob("*.py"))),
-    )
-
-
-def digest(files: list[Path]) -> str:
-    total = hashlib.sha256()
-    for path in files:
-        total.update(path.name.encode() + b"\0" + (path.read_bytes() if path.is_file() else b""))
-    return total.hexdigest()[:16]
+    file = Path(certificate.notes.get("file") or program.file)
+    of_program = sha256(file) if file.is_file() else ""
+    of_site, of_core = files.of_folder(program.launch.train.parent), files.of_folder(files.core())
+    return dict(program=of_program[:16], data=start.get("data", ""), site=of_site[:16], core=of_core[:16])
 
 
 def headline(document: dict) -> str:

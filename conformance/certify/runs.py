@@ -8,7 +8,6 @@ import runpy
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -140,7 +139,8 @@ class Program:
         ]
         if changed.hash_seed is not None or (launch.mpi and ranks > 1):
             (folder / f".{number}.json").write_text(json.dumps(arguments))
-            processes: list[Any] = [Apart(folder / f".{number}.json", ranks, changed.hash_seed or 0)]
+            command, environ = apart(folder / f".{number}.json", ranks, changed.hash_seed or 0)
+            processes: list[Any] = [self.server.Process(target=execute, args=(command, environ))]
         else:
             processes = [self.server.Process(target=as_rank, kwargs=one) for one in arguments]
         forked.run_to_their_end(processes, 600)
@@ -181,36 +181,22 @@ class Program:
         return dict(failed=f"exit code {process.exitcode}", findings=[], notes={})
 
 
-class Apart:
-    """Ranks in new interpreters: for another hash seed, or under mpiexec at a site whose ranks ask MPI.
+def apart(arguments_file: Path, ranks: int, hash_seed: int) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of ranks in new interpreters: for another hash seed, or at a site whose ranks ask MPI.
 
     arguments_file: JSON with the arguments of as_rank() for each rank.
     """
+    start = [*shlex.split(mpiexec() or "mpiexec"), "-n", str(ranks)] if ranks > 1 else []
+    places = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), str(ROOT))))
+    environ = without_launcher() | dict(PYTHONHASHSEED=str(hash_seed), PYTHONPATH=places, OMP_NUM_THREADS="1")
+    return [*start, sys.executable, "-m", "conformance.certify.runs", str(arguments_file)], environ
 
-    def __init__(self, arguments_file: Path, ranks: int, hash_seed: int):
-        start = [*shlex.split(mpiexec() or "mpiexec"), "-n", str(ranks)] if ranks > 1 else []
-        self.command = [*start, sys.executable, "-m", "conformance.certify.runs", str(arguments_file)]
-        places = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), str(ROOT))))
-        self.environ = without_launcher() | dict(PYTHONHASHSEED=str(hash_seed), PYTHONPATH=places, OMP_NUM_THREADS="1")
-        self.process: subprocess.Popen | None = None
 
-    def start(self) -> None:
-        self.process = subprocess.Popen(self.command, env=self.environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-
-    def join(self, seconds: float | None = None) -> None:
-        assert self.process, "start() comes first"
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-
-    def kill(self) -> None:
-        if self.process and self.process.poll() is None:
-            self.process.kill()
-
-    @property
-    def exitcode(self) -> int | None:
-        return self.process.returncode if self.process else None
+def execute(command: list[str], environ: dict[str, str]) -> None:
+    """Called in a separate process, which becomes that of the command."""
+    for descriptor in (0, 1):
+        os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+    os.execvpe(command[0], command, environ)
 
 
 def copied(run: Path, folder: Path) -> None:

@@ -3,6 +3,7 @@
 Most of these calls are harmless. They become suspects when a promise is broken; promises.py says for which promise.
 """
 
+import contextlib
 import functools
 import importlib
 import json
@@ -179,26 +180,20 @@ def _listing(witness: Witness, function, name: str, backwards: bool):
     return listed
 
 
-class Entries:
+class Entries(contextlib.closing):
     """Stands for the result of os.scandir, with these entries."""
 
     def __init__(self, entries: list):
-        self.entries = iter(entries)
+        super().__init__(entry for entry in entries)  # a generator can be closed
 
     def __iter__(self):
-        return self
+        return self.thing
 
     def __next__(self):
-        return next(self.entries)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
+        return next(self.thing)
 
     def close(self) -> None:
-        """Nothing to close."""
+        self.thing.close()
 
 
 def _hears_writing(witness: Witness, several: bool):

@@ -23,6 +23,7 @@ from conformance.report import __main__ as report
 from conformance.report import merge, page, private, verify
 
 clause, rejects = pytest.mark.clause, pytest.mark.rejects
+GOLDEN = [loss.hex() for loss in golden.load()["losses"]]
 
 SPEC = """
 **T0** exact, **T1** 1e-10, in fp64, **T2** 1e-5, in fp32.
@@ -52,12 +53,18 @@ SITES = [
 ]
 
 
+OF_ASH = dict(core="c0", conformance="f0", site="s0")  # the files of these parts
+
+
 def part(rung="process", world_size=2, backend="gloo", expected=None, checks=(), curves=(), **others) -> dict:
     defaults = dict(format=1, rung=rung, backend=backend, device="cpu", world_size=world_size, objections=[])
     defaults |= dict(versions=dict(python="3.11.2", torch="2.13.0", mpi="MPICH", ddp_core="1.0"))
     defaults |= dict(machine=dict(cores=2, accelerator=None, accelerators=0))
     defaults |= dict(files=dict(core="c0", conformance="f0", sites=dict.fromkeys(("ash", "birch"), "s0")))
     return defaults | dict(expected=expected or {}, checks=[*checks], curves=[*curves]) | others
+
+
+OTHERS = dict(files=dict(core="c1", conformance="f0", sites=dict(ash="s0")))
 
 
 def checked(site="ash", clauses="L2", outcome="passed", **others) -> dict:
@@ -129,10 +136,7 @@ def test_a_report_takes_the_place_of_an_older_one_alone(tmp_path):
         ([part(backend="a/b", checks=[checked()])], "backend=a/b"),
         ([part(checks=[checked()]), part(world_size=4, checks=[checked()], versions=dict(torch="2.8.0"))], "versions="),
         ([part(checks=[checked()]), part(world_size=4, checks=[checked()], device="cuda")], "device=cuda"),
-        (
-            [part(checks=[checked()]), part(world_size=4, checks=[checked()], files=dict(core="", conformance="", sites={}))],
-            "files=",
-        ),
+        ([part(checks=[checked()]), part(world_size=4, checks=[checked()], files=OTHERS["files"])], "files="),
     ],
 )
 def test_parts_that_cannot_be_are_refused(parts, message):
@@ -157,7 +161,6 @@ def test_an_objection_of_a_session_is_a_failed_check_of_its_clause():
 
 PASSED, FAILED = checked(), checked(outcome="failed", message="losses=1, but should be 2 [ash] (L2)")
 EXPECTED = checked(outcome="expected-failure", reason="the launcher miscounts", link="https://example.org/1")
-OTHERS = dict(files=dict(core="c1", conformance="f0", sites=dict(ash="s0")))
 
 
 @clause("V7", "V13")
@@ -190,7 +193,7 @@ OTHERS = dict(files=dict(core="c1", conformance="f0", sites=dict(ash="s0")))
     ],
 )
 def test_state_of_a_clause_at_a_site(dated, cell):
-    seen = evidence(*dated, now=dict(core="c0", conformance="f0", site="s0")).cells["ash", "L2"]
+    seen = evidence(*dated, now=OF_ASH).cells["ash", "L2"]
     assert (seen.state, seen.rung, seen.date) == cell
 
 
@@ -240,13 +243,10 @@ def test_margins_and_the_worst_deviation_of_each_tier():
 @rejects("V13")
 @pytest.mark.parametrize("name", ["core", "conformance", "site"])
 def test_a_report_of_other_files_is_named_and_is_no_evidence(name):
-    curve = dict(site="ash", launcher="srun", precision="fp64", losses=[loss.hex() for loss in golden.load()["losses"]])
-    parts, now = (
-        [part(checks=[checked(deviation=0.0, limit=0.0)], curves=[curve])],
-        dict(core="c0", conformance="f0", site="s0"),
-    )
-    assert evidence(("2031-05-04", parts), now=now).cells["ash", "L2"].state == "pass"
-    seen = evidence(("2031-05-04", parts), now=now | {name: "another"})
+    curve = dict(site="ash", launcher="srun", precision="fp64", losses=GOLDEN)
+    parts = [part(checks=[checked(deviation=0.0, limit=0.0)], curves=[curve])]
+    assert evidence(("2031-05-04", parts), now=OF_ASH).cells["ash", "L2"].state == "pass"
+    seen = evidence(("2031-05-04", parts), now=OF_ASH | {name: "another"})
     html = page.render(seen)
     assert "1 report of other files than those here, no evidence for these" in html and f"of other files: {name}</span>" in html
     assert 'class="state pass"' not in html and "No report has a curve yet." in html and seen.worst() == []
@@ -324,15 +324,8 @@ def test_a_session_writes_down_what_it_runs_and_a_login_node_merges_it(tmp_path)
     def command(before: str, *arguments: str) -> str:
         code = f"import sys; {before}; from conformance.report.__main__ import main; sys.exit(main(sys.argv[1:]))"
         environ = os.environ | dict(PYTHONPATH=f"{root}{os.pathsep}{root}/core/src")
-        result = subprocess.run(
-            [sys.executable, "-c", code, f"--reports={reports}", *arguments],
-            cwd=root,
-            env=environ,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        command = [sys.executable, "-c", code, f"--reports={reports}", *arguments]
+        result = subprocess.run(command, cwd=root, env=environ, check=False, capture_output=True, text=True, timeout=60)
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 
@@ -364,7 +357,7 @@ def believable(rung: str, site: str = "ash", /, **others) -> dict:
         cluster=dict(world_size=4, versions=ON_SLURM),
         machine=dict(world_size=8, backend="nccl", device="cuda", versions=ON_GPU, machine=FOUR),
     )[rung]
-    curve = dict(site=site, launcher="srun", precision="fp64", losses=[loss.hex() for loss in golden.load()["losses"]])
+    curve = dict(site=site, launcher="srun", precision="fp64", losses=GOLDEN)
     curves = [] if rung == "static" else [curve]
     check = checked(site, launcher=None if rung == "static" else "srun", deviation=1e-15, limit=1e-10)
     (one,) = merge.merge([part(rung, checks=[check], curves=curves, **how)], "2026-05-04", "abc1234")
@@ -386,7 +379,9 @@ def test_believable_reports_are_believed():
     assert contradictions(*reports) == []
 
 
-OFF = [loss.hex() for loss in [golden.load()["losses"][0] * 1.001, *golden.load()["losses"][1:]]]
+FIRST, *REST = golden.load()["losses"]
+OFF, A_LITTLE_OFF = ([loss.hex() for loss in (FIRST * factor, *REST)] for factor in (1.001, 1 + 1e-12))
+EXCUSED = dict(outcome="expected-failure", reason="x", link="x")
 
 
 @clause("V14")
@@ -399,8 +394,6 @@ OFF = [loss.hex() for loss in [golden.load()["losses"][0] * 1.001, *golden.load(
         ("machine", dict(versions=ON_CPU), "torch=2.13.0+cpu, but should be a build for accelerators"),
         ("machine", dict(machine=FOUR | dict(accelerators=8)), "accelerators=8, but should be at most 4"),
         ("machine", dict(versions=ON_GPU | dict(slurm="22.05.8")), "slurm=22.05.8, but should be on a virtual cluster only"),
-        ("process", dict(rung="machine"), "accelerators=0, but should be at least 1"),
-        ("cluster", dict(rung="machine"), "slurm=22.05.8, but should be on a virtual cluster only"),
         ("device", dict(machine=NONE), "accelerators=0, but should be at least 1"),
         ("process", dict(rung="device"), "device=cpu, but should be an accelerator"),
         ("device", dict(rung="process"), "device=cuda, but should be cpu"),
@@ -415,11 +408,7 @@ OFF = [loss.hex() for loss in [golden.load()["losses"][0] * 1.001, *golden.load(
         ("process", dict(deviation="inf"), "passed with a deviation of inf, but should be at most 1e-10"),
         ("process", dict(outcome="failed"), "failed without a message"),
         ("process", dict(outcome="expected-failure", clauses=["R3"]), "expected failure without reason and link"),
-        (
-            "process",
-            dict(outcome="expected-failure", reason="x", link="x"),
-            "expected failure of L2, but should be of no clause in D",
-        ),
+        ("process", EXCUSED, "expected failure of L2, but should be of no clause in D"),
         ("process", dict(losses=OFF), "curve of srun, world size 2, fp64: 1.0e-03 off in 42 steps, and nothing has failed"),
         ("process", dict(losses=OFF[1:]), "off in 41 steps, and nothing has failed"),
     ],
@@ -434,18 +423,10 @@ def test_a_report_that_contradicts_itself_is_refused(rung, changed, words):
     ("name", "changed", "words"),
     [
         ("birch", dict(rung="cluster", versions=ON_SLURM), "stand-ins for=none, but should name the commands of pbs"),
-        ("birch", dict(files=dict(core="c0", conformance="f1", site="s0")), "files of conformance, abc1234={'f0': ["),
-        (
-            "ash",
-            dict(rung="cluster", versions=ON_SLURM, files=dict(core="c0", conformance="f0", site="s1")),
-            "files of ash, abc1234=",
-        ),
+        ("birch", dict(files=OF_ASH | dict(conformance="f1")), "files of conformance, abc1234={'f0': ["),
+        ("ash", dict(rung="cluster", versions=ON_SLURM, files=OF_ASH | dict(site="s1")), "files of ash, abc1234="),
         ("birch", dict(versions=ON_CPU | dict(ddp_core="2.0")), "core of these files, c0={'1.0': ["),
-        (
-            "birch",
-            dict(losses=[(float.fromhex(OFF[0]) / 1.001 * (1 + 1e-12)).hex(), *OFF[1:]]),
-            "rung=2 (ash; birch), but should be 1",
-        ),
+        ("birch", dict(losses=A_LITTLE_OFF), "rung=2 (ash; birch), but should be 1"),
     ],
 )
 def test_reports_that_contradict_each_other_are_refused(name, changed, words):
@@ -466,7 +447,6 @@ def test_a_failure_is_no_contradiction():
     [
         ('"outcome": "failed"', '"outcome": "passed"', "changed after it was written (V14)"),
         ("1e-15", "1e-17", "changed after it was written (V14)"),
-        ('"rung": "process"', '"rung": "machine"', "changed after it was written (V14)"),
         ('"digest": "', '"digest": "0', "changed after it was written (V14)"),
         ('"format": 2', '"format": 1', "format should be 2 (V14)"),
         ('"checks"', '"che', "not JSON"),
@@ -504,26 +484,7 @@ HOSTILE = [
     "git: https://x-access:gh0_ada_pat@example.org/r.git refused, by http://ada:pr0xy-word@proxy:3128/",
     "sent ghp_abcdefgh and eyJhbGciOi.abc and creds-of-hers as headers",
 ]
-SECRETS = [
-    "ada",
-    "lovelace",
-    "phys123",
-    "nid",
-    "10.11",
-    "fe80",
-    "export",
-    "/home",
-    "tmp",
-    "usr",
-    "/var",
-    "plans.txt'",
-    "rack_7",
-    "gh0_",
-    "pr0xy-word",
-    "ghp_",
-    "eyjhbg",
-    "creds-of",
-]
+SECRETS = "ada lovelace phys123 nid 10.11 fe80 export /home tmp usr /var plans.txt' rack_7 gh0_ pr0xy-word ghp_ eyjhbg creds-of"
 
 
 @pytest.fixture
@@ -547,7 +508,7 @@ def test_a_report_does_not_say_whose_machine_it_was(ada, tmp_path, text):
     others = dict(machine=machine, versions=dict(mpi=text), environ=dict(USER="ada"))
     (one,) = merge.merge([part(checks=checks, **others)], "2031-05-04")
     written = merge.write(one, tmp_path).read_text().lower()
-    assert [word for word in [*SECRETS, socket.gethostname().lower()] if word in written] == []
+    assert [word for word in [*SECRETS.split(), socket.gethostname().lower()] if word in written] == []
     assert private.clean(private.clean(text)) == private.clean(text)
 
 

@@ -59,19 +59,13 @@ class Machine:
         (self.site / file).write_text(text.replace(old, new))
 
     def start(self, *options: str, submit: str = SMALL, device: str = "cpu", geometry: str = "1x2", **environ: str):
-        asked = [
-            f"--site={self.site}",
-            f"--submit={submit}",
-            f"--geometry={geometry}",
-            *([f"--device={device}"] * bool(device)),
-        ]
+        asked = [f"--site={self.site}", f"--submit={submit}", f"--geometry={geometry}", *[f"--device={device}"] * bool(device)]
         pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "hurry", "conformance/checks/run"]
-        popen_arguments = dict(
-            cwd=ROOT, env=self.environ | environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        streams = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         # A background process inherits from its shell that Ctrl-C is ignored; undo that.
         listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        return subprocess.Popen([*pytest, *asked, *options], preexec_fn=listen, **popen_arguments)  # noqa: PLW1509
+        command, environ = [*pytest, *asked, *options], self.environ | environ
+        return subprocess.Popen(command, cwd=ROOT, env=environ, preexec_fn=listen, **streams)  # noqa: PLW1509
 
     def rung(self, *options: str, **keywords: str) -> tuple[int, str]:
         """Exit code and output of the session."""

@@ -97,14 +97,7 @@ def test_a_site_that_says_little():
 
 
 @pytest.mark.parametrize(
-    "near, sockets",
-    [
-        (["4-7", "0-3"], 2),
-        (["0-3", "4-7"], 2),
-        (["0-7", "0-7"], 1),
-        (["0-1,6-7", "0-1,6-7"], 4),
-        ([], 1),
-    ],
+    "near, sockets", [(["4-7", "0-3"], 2), (["0-3", "4-7"], 2), (["0-7", "0-7"], 1), (["0-1,6-7", "0-1,6-7"], 4), ([], 1)]
 )
 def test_a_newer_slurm_has_whole_sockets_near_a_device(near, sockets):
     site = made_up(sockets=1, cores_near_device=near)
