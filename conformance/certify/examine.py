@@ -61,16 +61,14 @@ class Examination:
         self.config = config = parse([*self.argv, "--precision", "fp64"], 1, workload=self.workload)
         seed_everything(config.seed)
         train, held_out = data.of_workload(self.workload, config)
-        self.notes |= dict(row_by_row=not getattr(train, "batched", False))
+        self.notes["row_by_row"] = not getattr(train, "batched", False)
         cpu, fp64 = torch.device("cpu"), torch.float64
         self.train = Batches(train, self.workload, config, cpu, fp64)
         self.held_out = Batches(held_out, self.workload, config, cpu, fp64) if held_out is not None and len(held_out) else None
-        self.rows()
+        rows = self.rows()
         seed_everything(config.seed)
         self.model = self.workload.model(config).to(fp64)
         parameters = {name for name, _ in self.model.named_parameters()}
-        first = [*range(min(ROWS, len(self.train)))]
-        rows = self.hashes(self.train, first)
         self.sums()
         self.optimizer = self.workload.optimizer(self.model, config)
         self.steps(0, 1)  # the first step may create variables once; those are no state
@@ -78,8 +76,7 @@ class Examination:
         self.steps(1, 3)
         self.new_parameters(parameters)
         self.state(before)
-        read_again = any(finding["kind"] == "rows" for finding in self.findings)
-        if not read_again and rows != self.hashes(self.train, first):
+        if rows and rows != self.hashes():
             self.find("in-place", "rows are others after they were trained on: something changes them in place", self.changed())
         self.schedule()
         self.settings_changed(settings)
@@ -106,9 +103,9 @@ class Examination:
 
     # ---- rows -------------------------------------------------------------------------------------------------------
 
-    def hashes(self, batches, rows: list[int]) -> list[str]:
-        """A hash of each row, read by itself, with its random numbers."""
-        return [fingerprint(batch) for batch in (batches.few([row], [[0]])[0] for row in rows)]
+    def hashes(self) -> list[str]:
+        """A hash of each of the first training rows, read by itself, with its random numbers."""
+        return [fingerprint(self.train.few([row], [[0]])[0]) for row in range(min(ROWS, len(self.train)))]
 
     def bare(self, batches, row: int) -> Any:
         """A row, read with the same seed for every row, so that equal rows look equal in spite of random noise."""
@@ -124,11 +121,10 @@ class Examination:
         rows = self.train.rows
         return {name: fingerprint(value) for name, value in [*attributes(rows), *([("them", rows)] if plain(rows) else [])]}
 
-    def rows(self) -> None:
-        """Rows must be equal when read again, and finite; held-out rows must occur once."""
-        first = [*range(min(ROWS, len(self.train)))]
-        held = self.held()
-        same = self.hashes(self.train, first) == self.hashes(self.train, first)
+    def rows(self) -> list[str]:
+        """Rows must be equal when read again, and finite; held-out rows must occur once. Returns hashes() if these repeat."""
+        held, first = self.held(), self.hashes()
+        same = first == self.hashes()
         changed = [name for name, value in self.held().items() if held.get(name) != value]
         if not same:
             says = "a row is another when it is read again with the same seeds"
@@ -166,6 +162,7 @@ class Examination:
             kind = "leak" if 2 * count > min(SCANNED, len(self.held_out or ())) else "shared"
             says = f"{count} held-out rows are training rows, too: row {shared[0][-1][1]} is the first"
             self.find(kind, says, self.source.function("data"))
+        return first if same else []
 
     # ---- sums -------------------------------------------------------------------------------------------------------
 

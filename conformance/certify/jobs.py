@@ -50,7 +50,7 @@ class Submitted:
         (folder, words), began = self.begun.pop(name), time.monotonic()
         result = self.jobs.train(self.program.launch, folder, words)
         codes = [code if isinstance(code, int) else -1 for code in result.exit_codes]
-        calls = [witness.read(path.read_text()) for path in sorted(folder.glob(".job-*.calls"))]
+        calls = [*map(witness.read, sorted(folder.glob(".job-*.calls")))]
         seconds = time.monotonic() - began
         self.program.runs.append(run := Ended(folder, codes, [], result.errors, [], result.records, name, seconds, calls))
         return run

@@ -123,19 +123,11 @@ class Program:
             self.forget_files()
         port, outside = free_port(), without_launcher() | dict(OMP_NUM_THREADS="1")
         changed, began = Change(rows=self.rows, **change), time.monotonic()
-        files = [[folder / f".{number}-{rank}.{end}" for end in ("out", "err", "calls")] for rank in range(ranks)]
+        logs = [str(folder / f".{number}-{rank}") for rank in range(ranks)]
+        same = dict(train=str(launch.train), argv=argv, file=self.file, change=asdict(changed), several=ranks > 1)
+        environs = [outside | launch.environ(rank, ranks, 1, port, f"{1000 + number}") for rank in range(ranks)]
         arguments: list[dict] = [
-            dict(
-                train=str(launch.train),
-                argv=argv,
-                environ=outside | launch.environ(rank, ranks, 1, port, f"{1000 + number}"),
-                files=[*map(str, files[rank])],
-                file=self.file,
-                change=asdict(changed),
-                last=rank == ranks - 1,
-                several=ranks > 1,
-            )
-            for rank in range(ranks)
+            same | dict(environ=environs[rank], log=logs[rank], last=rank == ranks - 1) for rank in range(ranks)
         ]
         if changed.hash_seed is not None or (launch.mpi and ranks > 1):
             (folder / f".{number}.json").write_text(json.dumps(arguments))
@@ -144,11 +136,11 @@ class Program:
         else:
             processes = [self.server.Process(target=as_rank, kwargs=one) for one in arguments]
         forked.run_to_their_end(processes, 600)
-        _, errors, calls = ([file.read_text() if file.exists() else "" for file in those] for those in zip(*files, strict=True))
-        codes = [process.exitcode or 0 if process.exitcode is not None else -9 for process in processes]
+        codes = [process.exitcode for process in processes]
         codes = codes if len(codes) == ranks else codes * ranks  # mpiexec has one exit code for all ranks
-        seconds, called = time.monotonic() - began, [*map(witness.read, calls)]
-        run = Ended(folder, codes, [], errors, [], read_records(folder), name, seconds, called)
+        errors = [file.read_text() if file.exists() else "" for file in (Path(f"{log}.err") for log in logs)]
+        calls = [witness.read(Path(f"{log}.calls")) for log in logs]
+        run = Ended(folder, codes, [], errors, [], read_records(folder), name, time.monotonic() - began, calls)
         self.runs.append(run)
         self.remember_files(run.witnessed)
         return run
@@ -175,7 +167,7 @@ class Program:
         process = self.server.Process(target=as_examiner, args=arguments)
         forked.run_to_their_end([process], 300)
         calls = folder / "examined.calls"
-        self.remember_files(witness.read(calls.read_text()) if calls.exists() else ())
+        self.remember_files(witness.read(calls))
         if result.exists():
             return json.loads(result.read_text())
         return dict(failed=f"exit code {process.exitcode}", findings=[], notes={})
@@ -210,12 +202,10 @@ def mpiexec() -> str | None:
     return os.environ.get("MPIEXEC") or shutil.which("mpiexec", path=path)
 
 
-def as_rank(
-    train: str, argv: list[str], environ: dict, files: list[str], file: str, change: dict, last: bool, several: bool
-) -> None:
-    """Called in a separate process: like `python train.py ARGV` under a launcher."""
-    forked.become(train, argv, environ, [*map(Path, files)])
-    witness.install(Path(file), Path(files[2]), backwards=change["backwards"], several=several)
+def as_rank(train: str, argv: list[str], environ: dict, log: str, file: str, change: dict, last: bool, several: bool) -> None:
+    """Called in a separate process: like `python train.py ARGV` under a launcher. log: where its logs are, but for the ends."""
+    forked.become(train, argv, environ, [Path(f"{log}.out"), Path(f"{log}.err")])
+    witness.install(Path(file), Path(f"{log}.calls"), backwards=change["backwards"], several=several)
     make(Change(**change), lambda: last)
     runpy.run_path(train, run_name="__main__")
 

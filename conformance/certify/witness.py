@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -180,20 +181,20 @@ def _listing(witness: Witness, function, name: str, backwards: bool):
     return listed
 
 
-class Entries(contextlib.closing):
+class Entries(contextlib.AbstractContextManager, Iterator):
     """Stands for the result of os.scandir, with these entries."""
 
     def __init__(self, entries: list):
-        super().__init__(entry for entry in entries)  # a generator can be closed
-
-    def __iter__(self):
-        return self.thing
+        self.entries = iter(entries)
 
     def __next__(self):
-        return next(self.thing)
+        return next(self.entries)
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
     def close(self) -> None:
-        self.thing.close()
+        """Nothing to close."""
 
 
 def _hears_writing(witness: Witness, several: bool):
@@ -217,6 +218,6 @@ def _hears_writing(witness: Witness, several: bool):
     return hear
 
 
-def read(log: str) -> list[Call]:
-    """The calls in the log of one rank."""
-    return [Call(**json.loads(line)) for line in log.splitlines()]
+def read(log: Path) -> list[Call]:
+    """The calls in the log of one rank, which is made at the first."""
+    return [Call(**json.loads(line)) for line in log.read_text().splitlines()] if log.exists() else []

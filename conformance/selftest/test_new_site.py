@@ -148,8 +148,6 @@ def in_another_launchers_words(path: Path, variables: list[str]) -> None:
     [
         ("train.py", None, None, "F1", "missing_files=['train.py']"),
         ("site.toml", f'name = "{NAME}"', 'name = "another"', "F2", "name=another, but should be loom"),
-        ("site.toml", "cores = ", "kernels = ", "F4", "node.kernels, but should be one of the keys"),
-        ("README.md", "**Status: never-run.**", "**Status: run-on-site** (2026-11-21).", "F5", "README_md="),
         ("README.md", "A loom", "EDIT: A loom", "F7", "EDIT: A loom"),
     ],
 )

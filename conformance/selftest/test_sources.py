@@ -295,10 +295,6 @@ def test_the_suite_warns_of_old_copies_and_not_of_old_readings(tmp_path, days, c
     assert warned == ([warns] if warns else [])
 
 
-def test_mistakes_in_a_source_are_told():
-    assert mistakes({}) == ["a source: no address, but should have one", "a source: no read, but should have one"]
-
-
 def test_an_address_may_tell_the_copy():
     copy = dict(repository="weavers/guides", commit="2745903", file="docs/fabric.md")
     address = "https://github.com/weavers/guides/blob/2745903/docs/fabric.md"
