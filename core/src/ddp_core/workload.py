@@ -21,7 +21,7 @@ import re
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -38,9 +38,8 @@ BUILT_IN = ("digits", "regression", "mnist", "gpt")
 ROW = "ddp_core reads row "  # then its number: a note on an exception that was raised while the row was read
 NOT_THE_USER_S = {"site-packages", "dist-packages", "ddp_core"}
 NO_SHARDS = (
-    "PyTorch cannot do this with parts of tensors ({what}): a layer whose weights another module reads is to be called by the "
-    "model's forward itself, and a parameter that forward() hands on is to be copied (.clone()); else take another optimizer, "
-    "or pass --sharding none"
+    "PyTorch cannot do this with parts of tensors ({what}): call a layer whose weights another module reads in the model's own "
+    "forward, and .clone() a parameter that forward() hands on; else take another optimizer, or pass --sharding none"
 )
 # What a workload's class may define.
 YOURS: tuple[str, ...] = ("defaults", "unused_parameters", "flags", "data", "collate", "model", "forward", "loss", "metrics")
@@ -257,21 +256,24 @@ def parts_of(loss: Any, names: tuple[str, ...], workload: Workload) -> list[torc
     if (isinstance(loss, Mapping) and {*loss} != {*names}) or (names and not isinstance(loss, Mapping)):
         now, before = [*loss] if isinstance(loss, Mapping) else "one", [*names] or "one"
         raise workload.unusable(f"loss() gave {now}, and {before} before: give a part that a batch has not as 0")
-    if not names and isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return [loss.reshape(())]
-    given = [loss[name] for name in names] if names else [loss]
-    kind = next((value for value in given if isinstance(value, torch.Tensor)), None)
-    if kind is None or not all(isinstance(value, int | float) or getattr(value, "numel", int)() == 1 for value in given):
-        what = ", ".join(f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:40] for value in given)
-        raise workload.unusable(f"loss() returned {what}, and a scalar before: the sum over a batch's rows, as a tensor")
-    parts = [(value if isinstance(value, torch.Tensor) else kind.new_full((), value)).reshape(()) for value in given]
-    return [sum(parts[1:], parts[0]), *parts]
+    parts = {name: loss[name] for name in names} if names else {"": loss}
+    scalars = [value for value in parts.values() if isinstance(value, torch.Tensor) and value.numel() == 1]
+    for name, value in parts.items():
+        if isinstance(value, int | float) and scalars:
+            parts[name] = scalars[0].new_full((), value)
+        elif not isinstance(value, torch.Tensor) or value.numel() != 1:
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:40]
+            raise workload.unusable(
+                f"loss(){f' {name!r}' if name else ''} returned {what}, and should return a scalar: the sum over its rows"
+            )
+    first, *others = losses = [value.reshape(()) for value in parts.values()]
+    return [sum(others, first), *losses] if names else losses
 
 
 def refuse_unused(workload: Workload, model: nn.Module, step: int) -> None:
     """Raises WorkloadError if a parameter has no gradient after this step. One that the model has frozen does not count."""
     if unused := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
-        raise no_gradient(workload, step, f" ({', '.join(unused[:6])})")
+        raise no_gradient(workload, step, f" ({listed(unused)})")
 
 
 def no_gradient(workload: Workload, step: int, names: str = "") -> WorkloadError:
@@ -292,10 +294,18 @@ def factor_of(workload: Workload, step: int, total_steps: int) -> float:
     factor = workload.schedule(step, total_steps, workload.config)
     if not hasattr(factor, "__float__") or not 0 <= (factor := float(factor)) < math.inf:
         raise workload.unusable(
-            f"schedule() returned {factor!r} at step {step} of {total_steps}, and should return a number from 0 on, which the "
-            "learning rate is multiplied with"
+            f"schedule() returned {factor!r} at step {step} of {total_steps}, and should return a number from 0 on, a factor"
         )
     return factor
+
+
+def note_on(names: Sequence[str], text: str, **values: Any) -> list[str]:
+    """A note with these {names}, if there are any."""
+    return [text.format(names=listed(names), **values)] if names else []
+
+
+def listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + " and on" * (len(names) > 6)
 
 
 # ---- from a name or a file to the workload ------------------------------------------------------------------------
