@@ -669,7 +669,7 @@ PARTS = {
     "model: a parameter beside it": (
         "def model(self, config):\n    self.factor = nn.Parameter(torch.ones(()))\n    return super().model(config)\n"
         "def loss(self, outputs, batch):\n    return super().loss(outputs * self.factor, batch)",
-        r"self\.factor has a gradient, and is no part of the model",
+        r"self\.factor of the workload is neither trained nor saved",
     ),
     "loss: a part that a batch has not": (
         "def loss(self, outputs, batch):\n    self.calls = getattr(self, 'calls', 0) + 1\n"

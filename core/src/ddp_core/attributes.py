@@ -17,7 +17,7 @@ LARGE = 2**20  # numbers: a larger tensor is not copied, and its content is not 
 OF_TORCH = ("state", "param_groups", "defaults", "grad_scale", "found_inf")
 
 
-def notes_on_changes(names: list[str], owner: str, when: str) -> list[str]:
+def note_changes(names: list[str], owner: str, when: str) -> list[str]:
     return note_on(
         names,
         "{names} of the {owner} changes with every {when}, and no snapshot holds it: a run that goes on begins with it anew; "
@@ -34,12 +34,11 @@ def changes(before: Mapping, now: Mapping) -> list[str]:
 
 
 def of_workload(workload: Workload, model: nn.Module) -> dict[str, list]:
-    attributes = {f"self.{name}": value for name, value in vars(workload).items()}
-    return _values(attributes, [*model.parameters(), *model.buffers()], writes)
+    return _values(_attributes_of_workload(workload), [*model.parameters(), *model.buffers()], writes)
 
 
 def of_modules(model: nn.Module) -> dict[str, list]:
-    return _values(plain_attributes(model), [*model.parameters(), *model.buffers()], _content)
+    return _values(_attributes_of_modules(model), [*model.parameters(), *model.buffers()], _content)
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, list]:
@@ -60,7 +59,37 @@ def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str
     return _values(attributes, saved, writes)
 
 
-def plain_attributes(model: nn.Module) -> dict[str, Any]:
+def refuse_beside(workload: Workload, model: nn.Module, owner: str, counts: Callable) -> None:
+    """Raises WorkloadError for parameters that are not the model's, as of layers in a plain list, where torch finds none."""
+    own = {id(parameter) for parameter in model.parameters()}
+    attributes = _attributes_of_modules(model) if owner == "model" else _attributes_of_workload(workload)
+    for name, value in attributes.items():
+        if any(isinstance(part, nn.Parameter) and id(part) not in own and counts(part) for part in _parts_in(value)):
+            raise workload.unusable(
+                f"{name} of the {owner} is neither trained nor saved: make it a part of the model (of an nn.ModuleList, "
+                "nn.ModuleDict or nn.ParameterList, not a plain list), or freeze it (requires_grad_(False))"
+            )
+
+
+def unlike_the_model(workload: Workload, model: nn.Module) -> str:
+    """Words on an attribute of the workload whose tensors are elsewhere, or in another precision than the model's. Or empty."""
+    of_model = next(model.parameters(), torch.zeros(0))
+    for name, value in _attributes_of_workload(workload).items():
+        for part in (part for part in _parts_in(value) if isinstance(part, torch.Tensor)):
+            if part.device != of_model.device or (part.is_floating_point() and part.dtype != of_model.dtype):
+                kind, kind_of_model = (f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in (part, of_model))
+                return (
+                    f"{name} is {kind}, and the model {kind_of_model}: only the model is moved and converted, so call "
+                    f"{name}.to(next(model.parameters())) in forward()"
+                )
+    return ""
+
+
+def _attributes_of_workload(workload: Workload) -> dict[str, Any]:
+    return {f"self.{name}": value for name, value in vars(workload).items()}
+
+
+def _attributes_of_modules(model: nn.Module) -> dict[str, Any]:
     """Attributes of the model's modules, by name, that are no parameters, buffers or modules, nor private ones of torch's."""
     own, attributes = vars(nn.Module()), {}
     for place, module in model.named_modules():
@@ -71,7 +100,7 @@ def plain_attributes(model: nn.Module) -> dict[str, Any]:
     return attributes
 
 
-def parts_in(value: Any) -> list:
+def _parts_in(value: Any) -> list:
     """All that lists, tuples and dictionaries hold, but of a long one its length. A module's are its parameters and buffers."""
     if isinstance(value, list | tuple | set | dict) and len(value) > LONG:
         return [len(value)]
@@ -90,7 +119,7 @@ def _values(attributes: Mapping[str, Any], saved: Iterable, of_tensor: Callable)
             return None if _address(part) in addresses else of_tensor(part)
         return repr(part) if isinstance(part, float) else part if isinstance(part, bool | int | str) else None  # NaN equals NaN
 
-    return {name: [value_of(part) for part in parts_in(value)] for name, value in attributes.items()}
+    return {name: [value_of(part) for part in _parts_in(value)] for name, value in attributes.items()}
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ddp_core.attributes import changes, notes_on_changes, of_optimizer, of_workload, writes
+from ddp_core.attributes import changes, note_changes, of_optimizer, of_workload, writes
 from ddp_core.comparison import trained_parameters
 from ddp_core.replicas import checksum
 from ddp_core.state import made_by_torch, saved_buffers, unsaved
@@ -77,7 +77,7 @@ class Later:
         for owner, now in (self._attributes() if watched else {}).items():
             names = [name for name in changes(before[owner], now) if (owner, name) not in self.noted]
             self.noted |= {(owner, name) for name in names}
-            self.notes += notes_on_changes(names, owner, "step of the optimizer")
+            self.notes += note_changes(names, owner, "step of the optimizer")
 
     def _attributes(self) -> dict[str, dict[str, list]]:
         return dict(workload=of_workload(self.workload, self.model), optimizer=of_optimizer(self.optimizer, self.model))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ddp_core.attributes import LARGE, changes, notes_on_changes, of_modules, of_workload, parts_in, plain_attributes
+from ddp_core.attributes import LARGE, changes, note_changes, of_modules, of_workload, refuse_beside, unlike_the_model
 from ddp_core.batches import SMALL, Batches, converted
 from ddp_core.comparison import compare_gradients, compare_losses, compare_metrics, refuse_unlike_sums, trained_parameters
 from ddp_core.config import refuse_other_default_device
@@ -258,8 +258,8 @@ class Trial:
         # Even if the loss is the same: perhaps one row in ten is mixed with another.
         drawn = positions_of_others() != before[1:]
         moved = dict.fromkeys([*changes(of_self, of_workload(self.workload, self.model)), *self.moved])
-        self.notes += notes_on_changes([*moved], "workload", "batch")
-        self.notes += notes_on_changes(changes(of_model, of_modules(self.model)), "model", "batch")
+        self.notes += note_changes([*moved], "workload", "batch")
+        self.notes += note_changes(changes(of_model, of_modules(self.model)), "model", "batch")
         other = loss(1, others=True)
         seeds = seeded_anew(before, generator_positions())
         self.notes += [SEEDS.format(where="forward() or loss()", each="every batch")] if seeds else []
@@ -315,8 +315,7 @@ class Trial:
         if self.sharded and (what := unknown_to_shards(error)):
             return WorkloadError(f"--sharding {self.config.sharding}: {NO_SHARDS.format(what=what)}")
         if re.search(OF_OTHER_TENSORS, str(error)):
-            # Hidden parameters were not moved or converted.
-            _refuse_hidden(workload, [name for name, parameter in _hidden(self.model) if parameter.requires_grad])
+            refuse_beside(workload, self.model, "model", lambda part: part.requires_grad)  # they were not moved or converted
             cause = unlike_the_model(workload, self.model)
         if "more than 1 value per channel" in str(error):  # of BatchNorm, which is evaluated in training mode
             cause = "; ".join(self.notes_on_modes())
@@ -336,12 +335,8 @@ def _refuse_odd_names(workload: Workload, **returned: Iterable) -> None:
 
 
 def _refuse_unused(workload: Workload, model: nn.Module) -> None:
-    for name, parameter in _parameters_beside(model, vars(workload)):
-        if parameter.grad is not None:
-            raise workload.unusable(
-                f"self.{name} has a gradient, and is no part of the model, which alone is trained: make it one in model()"
-            )
-    _refuse_hidden(workload, [name for name, parameter in _hidden(model) if parameter.grad is not None])
+    for owner in ("workload", "model"):
+        refuse_beside(workload, model, owner, lambda part: part.grad is not None)
     trained = trained_parameters(model)
     unused = [name for name, parameter in trained.items() if parameter.grad is None]
     if sparse := [name for name, p in trained.items() if p.grad is not None and p.grad.is_sparse]:
@@ -358,40 +353,6 @@ def _refuse_unused(workload: Workload, model: nn.Module) -> None:
             f"no gradient for {listed(unused)}: use them in the loss, freeze them (requires_grad_(False)), or set "
             "unused_parameters = True in the class"
         )
-
-
-def _refuse_hidden(workload: Workload, names: list[str]) -> None:
-    if names:
-        raise workload.unusable(
-            f"{names[0]} of the model is neither trained nor saved: make it an nn.ModuleList, nn.ModuleDict or "
-            "nn.ParameterList, or freeze it (requires_grad_(False))"
-        )
-
-
-def _hidden(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters of layers in a plain list or dictionary, in which torch does not find them."""
-    return _parameters_beside(model, plain_attributes(model))
-
-
-def _parameters_beside(model: nn.Module, attributes: Mapping[str, Any]) -> list[tuple[str, nn.Parameter]]:
-    """Parameters in attributes that are not the model's, with the attribute's name."""
-    own = {id(parameter) for parameter in model.parameters()}
-    parts = [(name, part) for name, value in attributes.items() for part in parts_in(value)]
-    return [(name, part) for name, part in parts if isinstance(part, nn.Parameter) and id(part) not in own]
-
-
-def unlike_the_model(workload: Workload, model: nn.Module) -> str:
-    """Words on an attribute of the workload whose tensors are elsewhere, or in another precision than the model's. Or empty."""
-    of_model = next(model.parameters(), torch.zeros(0))
-    for name, value in vars(workload).items():
-        for part in (part for part in parts_in(value) if isinstance(part, torch.Tensor)):
-            if part.device != of_model.device or (part.is_floating_point() and part.dtype != of_model.dtype):
-                kind, kind_of_model = (f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in (part, of_model))
-                return (
-                    f"self.{name} is {kind}, and the model {kind_of_model}: only the model is moved and converted, so call "
-                    f"self.{name}.to(next(model.parameters())) in forward()"
-                )
-    return ""
 
 
 # ---- notes --------------------------------------------------------------------------------------------------------
@@ -421,7 +382,7 @@ def notes_on_schedule(workload: Workload, model: nn.Module, total_steps: int) ->
             attributes.append(of_workload(tried, model))
         steps = range(0, total_steps, max(1, total_steps // 16))
         none = factor == 0 and not any(factor_of(tried, step, total_steps) for step in steps)  # a warm-up may begin at 0
-    notes, lr = notes_on_changes(changes(*attributes), "workload", "batch"), workload.config.lr
+    notes, lr = note_changes(changes(*attributes), "workload", "batch"), workload.config.lr
     if workload.overrides("schedule") and factor == lr != 1:
         notes.append(f"schedule() returned --lr {lr:g} itself at step 0: it should return a factor, which multiplies it")
     if none:

@@ -217,14 +217,11 @@ def sources_of(file: Path) -> Iterator[bytes]:
 
 def _imported(tree: ast.Module) -> Iterator[str]:
     """Names of the imported modules, and of the packages that contain them."""
-    names: list[str] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names += [f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names]
-    for name in names:
-        yield from itertools.accumulate(name.split("."), "{}.{}".format)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                name = f"{getattr(node, 'module', None) or ''}.{alias.name}".lstrip(".")  # only `from` has a module
+                yield from itertools.accumulate(name.split("."), "{}.{}".format)
 
 
 def outputs_of(workload: Workload, model: nn.Module, batch: Any) -> Any:
@@ -338,15 +335,13 @@ def _made(kind: type[Workload], name: str, file: Path | None) -> Workload:
         workload = kind()
     except (Exception, SystemExit) as error:
         raise blame(error, file, f"--workload {name}: {kind.__name__}(), which is called without arguments") from error
+    workload.core_sets(name=name, file=file)
     given: Any = workload.defaults
     if not isinstance(given, Mapping):
         kind_of = "a method" if callable(given) else f"a {type(given).__name__}"
-        raise WorkloadError(f"--workload {name}: defaults is {kind_of}, and should be a dict(...): defaults = dict(epochs=10)")
+        raise workload.unusable(f"defaults is {kind_of}, and should be a dict(...): defaults = dict(epochs=10)")
     if not isinstance(workload.unused_parameters, bool):
-        raise WorkloadError(
-            f"--workload {name}: unused_parameters is {workload.unused_parameters!r:.40}, and should be True or False"
-        )
-    workload.core_sets(name=name, file=file)
+        raise workload.unusable(f"unused_parameters is {workload.unused_parameters!r:.40}, and should be True or False")
     return workload
 
 
@@ -425,8 +420,7 @@ def blame(error: BaseException, file: Path | None, when: str) -> BaseException:
     if isinstance(error, Failure) or out_of_memory(error) or (between_ranks and not raised_by(error, file)):
         return error
     place = line_in(error, file)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith(ROW)]
+    lines = [line for line in map(str.strip, str(error).splitlines()) if line and not line.startswith(ROW)]
     if [line[-1:] for line in lines[:1]] == [":"]:  # the reason is on the next line
         lines[:2] = [" ".join(lines[:2])]
     text = f"{type(error).__name__}: {lines[0][:240]}" if lines else type(error).__name__
