@@ -20,7 +20,7 @@ from ddp_core.comparison import compare_gradients, compare_losses, compare_metri
 from ddp_core.config import refuse_other_default_device
 from ddp_core.errors import WorkloadError
 from ddp_core.order import DROPOUT, generator_positions, positions_of_others, seed_generators, seeded_anew
-from ddp_core.replicas import checksum
+from ddp_core.replicas import BITS, checksum
 from ddp_core.state import Kept, dense, saved_buffers
 from ddp_core.workload import (
     NO_SHARDS,
@@ -98,7 +98,7 @@ def probe(model: nn.Module, batches: Batches, autocast, agreed: Callable) -> "Tr
 
 
 class Trial:
-    """Tries a workload on a few rows. Has what it has found."""
+    """Tries a workload on a few rows. Its attributes are what it found: a run keeps it."""
 
     def __init__(self, model: nn.Module, batches: Batches, autocast, agreed: Callable):
         self.model, self.batches, self.autocast, self.agreed = model, batches, autocast, agreed
@@ -129,15 +129,17 @@ class Trial:
             "(of times in seconds, say), or pass --precision fp64",
         )
         batched = getattr(self.batches.rows, "batched", False)
-        first, (*many, again) = range(self.count), range(self.count, self.count + len(self.spread) + 1)
-        groups = [[*first], *([place] for place in first)]
+        first = [*range(self.count)]
+        *many, again = range(self.count, self.count + len(self.spread) + 1)  # places among the rows that are read
+        groups = [first, *([place] for place in first)]
         all_groups = [*groups, many, *([place] for place in many), [again]]
         *read, row = self.batches.few([*first, *self.spread, 0], all_groups)
         (self.rows, *self.alone), self.many = read[: len(groups)], read[len(groups) :]
         tensors, *pair = [self._tensors(batch) for batch in (self.rows, self.alone[0], row)]
         if any(tensor.requires_grad for tensor in tensors):
             raise self.workload.unusable("rows require a gradient (another model has made them, say): .detach() them")
-        self.checksum = checksum(tensor for tensor in tensors if dense(tensor)).item() % 2**32
+        plain = [tensor for tensor in tensors if dense(tensor) and tensor.element_size() in BITS]  # complex128 is not
+        self.checksum = checksum(tensor.resolve_conj().resolve_neg() for tensor in plain).item() % 2**32
         seeded = batched or self.config.row_seeds != "off"
         if seeded and self.batches.rows_seed:
             self.notes.append(SEEDS.format(where="__getitem__", each="every row and epoch"))
@@ -149,7 +151,7 @@ class Trial:
             )
             self.notes += [] if self.config.shards else [note]
             draws = max(4, min(DRAWS, SMALL // max(1, sum(tensor.nbytes for tensor in tensors))))  # all at once in memory
-            drawn = self.batches.few([*first], groups, draws)
+            drawn = self.batches.few(first, groups, draws)
             self.tried = [drawn[at : at + len(groups)] for at in range(0, len(drawn), len(groups))]
         pair = [[part.nan_to_num() for part in parts if dense(part)] for parts in pair]
         same = all(one.shape == other.shape and torch.equal(one, other) for one, other in zip(*pair, strict=False))
