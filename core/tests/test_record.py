@@ -16,9 +16,9 @@ import pytest
 import ranks
 import torch
 from ddp_core import snapshot
+from ddp_core.attributes import changes, of_optimizer
 from ddp_core.config import parse
 from ddp_core.errors import StorageError
-from ddp_core.later import kept_beside
 from ddp_core.order import sample_order, seed_everything
 from ddp_core.probe import notes_on_buffers
 from ddp_core.record import Record
@@ -339,9 +339,9 @@ def test_what_an_optimizer_changes_beside_its_state_is_seen_also_in_one_that_it_
         parameter.grad = torch.ones_like(parameter)
     for _ in range(2):
         optimizer.step()
-        kept.append(kept_beside(optimizer, model))
-    assert [name for name in kept[0] if kept[0][name] != kept[1][name]] == ["self.inner"]
-    assert kept_beside(optimizer.inner, model) == {}
+        kept.append(of_optimizer(optimizer, model))
+    assert changes(*kept) == ["self.inner"]
+    assert of_optimizer(optimizer.inner, model) == {}
 
 
 def test_under_canonical_dropout_needs_no_note(finished):
@@ -365,7 +365,7 @@ def test_a_learning_rate_that_no_group_has_is_a_note(tmp_path):
     for flags, notes in (("--lr 0.5", 1), ("--lr 0.25", 0)):
         job = ranks.train(tmp_path / flags, f"--workload {tmp_path / 'mine.py'} --epochs 1 {flags}", code=0)
         found = job.records("start")[0]["notes"]
-        assert [note.split(":")[0] for note in found] == ["--lr 0.5 is the rate of no group of optimizer() (0.25)"] * notes
+        assert [note.split(":")[0] for note in found] == ["--lr 0.5 is not what optimizer() took (0.25)"] * notes
 
 
 @pytest.mark.parametrize("rule", ["Adam(model.parameters(), lr=0.05)", "SGD(model.parameters(), lr=0.05, momentum=0.5)"])

@@ -268,7 +268,7 @@ def test_a_run_directory_is_where_the_job_was_started_though_the_workload_goes_e
     [
         ("OfAStream", "", 2, "row 1"),
         ("OfAStream", "--workers 1", 2, "rows need an index, streams are not supported"),
-        ("NothingLater", "", 2, "loss() returned 0.0, and a scalar before"),
+        ("NothingLater", "", 2, "loss() returned 0.0, and should return a scalar"),
         ("NoMetricLater", "", 2, "metrics() has None as 'found'"),
         ("FrozenAlone", "", 2, "optimizer() has no parameter that is trained"),
         ("Problem", "", 2, "its flag --problem has a name that config has"),

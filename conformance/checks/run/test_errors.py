@@ -49,7 +49,7 @@ MISTAKES |= dict(raises="line 10 (loss): AttributeError", mean="loss() returns a
 MISTAKES |= dict.fromkeys(("mean_of_hidden", "mean_below_zero", "is_0_of_the_first"), "loss() returns a mean over rows")
 MISTAKES |= dict(unused="no gradient for 3.weight", mean_metric="metrics() has a mean over rows as 'error'")
 MISTAKES |= dict(misspelled="has metric, which the core does not ask for", no_held_out="gave no held-out row")
-MISTAKES |= dict(two_words="metrics() names 'top 5'", aside="temperature has a gradient, and is no part of the model")
+MISTAKES |= dict(two_words="metrics() names 'top 5'", aside="self.temperature of the workload is neither trained nor saved")
 MISTAKES |= dict(seldom="metrics() has a mean over rows as 'right'", calls_backward="loss() calls backward()")
 MISTAKES |= dict(
     calls_backward_at_once="backward() is the core's to call", hides_layers="hidden of the model is neither trained nor saved"

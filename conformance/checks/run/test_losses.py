@@ -559,7 +559,7 @@ def test_what_no_snapshot_holds_is_said(check, train_own):
 def test_what_an_optimizer_keeps_beside_its_state_is_said(check, train_own):
     """It is named once, and an optimizer with all of its values in its state is not."""
     beside, counts = done(check, train_own("counts_beside"), train_own("counts"))
-    named = [re.findall("note=of the optimizer (.*) changes", run.output[0]) for run in (beside, counts)]
+    named = [re.findall("note=(.*) of the optimizer changes", run.output[0]) for run in (beside, counts)]
     check.equal(named=(named, [["self.count, seen in a group"], []]))
 
 

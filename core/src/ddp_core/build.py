@@ -7,18 +7,18 @@ import torch
 from torch import nn
 
 from ddp_core.batches import Batches
-from ddp_core.comparison import hooked
+from ddp_core.comparison import hooked, trained_parameters
 from ddp_core.order import seed_everything
-from ddp_core.probe import ProbeResult, probe
+from ddp_core.probe import Trial, probe
 from ddp_core.process_group import Peers
 from ddp_core.snapshot import refuse_unknown_dtypes
 from ddp_core.state import dense, of_model
-from ddp_core.workload import Workload, blaming
+from ddp_core.workload import Workload, blaming, listed, note_on
 
 
 def build_model_and_optimizer(
     rows: Batches, peers: Peers, autocast: Callable, sharding: Any
-) -> tuple[nn.Module, torch.optim.Optimizer, ProbeResult]:
+) -> tuple[nn.Module, torch.optim.Optimizer, Trial]:
     """Collective under --sharding. rows: training rows, of which two are tried (probe.py). sharding: sharding.py, if it is
     needed. Raises WorkloadError.
     """
@@ -46,7 +46,13 @@ def build_model_and_optimizer(
         with blaming(workload, "optimizer()"):
             optimizer = workload.optimizer(model, config)
         probed.notes.extend([*notes, *check_optimizer(optimizer, model, workload, config)])
-        probed.notes.extend(notes_on_hooks(model) if not config.shards else [])
+        probed.notes.extend(
+            note_on(
+                [] if config.shards else hooked(model),
+                "hooks on {names} act on a rank's own gradient, before the sum over ranks: losses depend on the world size, "
+                "unless they multiply it by a number; register_step_pre_hook of the optimizer comes after the sum",
+            )
+        )
     # The rate that the schedule multiplies; torch.optim's own schedulers use the same name.
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
@@ -81,38 +87,24 @@ def check_optimizer(optimizer: object, model: nn.Module, workload: Workload, con
             f"optimizer() has {strangers} parameters that are not the model's, and no gradient of theirs is summed over ranks: "
             "make them the model's (a module or nn.Parameter of it)"
         )
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = trained_parameters(model)
     left = [name for name, parameter in trained.items() if parameter not in stepped]
     if len(left) == len(trained):
         raise workload.unusable("optimizer() has no parameter that is trained: give it those with requires_grad")
     for name in left:  # else their gradients would be summed, and count in the norm that clips the others
         trained[name].requires_grad_(False)
-    notes = [f"the optimizer has no group with {', '.join(left[:6])}: not trained"] if left else []
-    rates = {float(group["lr"]) for group in optimizer.param_groups}
-    if config.lr not in rates:
-        theirs = ", ".join(f"{rate:g}" for rate in sorted(rates)[:6])
-        notes.append(
-            f"--lr {config.lr:g} is the rate of no group of optimizer() ({theirs}): it has no effect, unless optimizer() reads "
-            f"config.lr"
-        )
+    notes = note_on(left, "the optimizer has no group with {names}: not trained")
+    groups, rule = optimizer.param_groups, torch.optim.SGD if config.optimizer == "sgd" else torch.optim.AdamW
+    taken: dict[str, list] = dict(lr=[float(group["lr"]) for group in groups])
+    taken["optimizer"] = [config.optimizer if isinstance(optimizer, rule) else type(optimizer).__name__]
+    for name, other in (("momentum", "betas"), ("weight_decay", "")):  # AdamW's --momentum is its beta1
+        taken[name] = [group.get(name, (group.get(other) or (0.0,))[0]) for group in groups]
     return notes + [
-        f"--{name.replace('_', '-')} {getattr(config, name)} is not what optimizer() took ({theirs}): it has no effect, unless "
-        f"optimizer() reads config.{name}"
-        for name, theirs in _made_otherwise(optimizer, config).items()
-        if name in config.passed
+        f"--{name.replace('_', '-')} {getattr(config, name)} is not what optimizer() took ("
+        f"{listed([*dict.fromkeys(map(str, values))])}): it has no effect, unless optimizer() reads config.{name}"
+        for name, values in taken.items()
+        if getattr(config, name) not in values and (name == "lr" or name in config.passed)
     ]
-
-
-def _made_otherwise(optimizer: torch.optim.Optimizer, config) -> dict[str, str]:
-    """Flags that the optimizer does not follow, with its own values. AdamW's --momentum is its beta1."""
-    others = {}
-    if not isinstance(optimizer, torch.optim.SGD if config.optimizer == "sgd" else torch.optim.AdamW):
-        others["optimizer"] = type(optimizer).__name__
-    for name, other in (("momentum", "betas"), ("weight_decay", "")):
-        values = [group.get(name, (group.get(other) or (0.0,))[0]) for group in optimizer.param_groups]
-        if not any(value == getattr(config, name) for value in values):
-            others[name] = ", ".join([*dict.fromkeys(map(str, values))][:6])
-    return others
 
 
 def refuse_other_modules(model: object, workload: Workload) -> None:
@@ -122,8 +114,7 @@ def refuse_other_modules(model: object, workload: Workload) -> None:
     kinds = {type(module).__name__ for module in model.modules()}
     if around := sorted(kind for kind in kinds if kind.endswith("DataParallel") or kind.startswith("FSDP")):
         raise workload.unusable(
-            f"model() returned a {', '.join(around)}, and should return the module without it: --reduction and --sharding put "
-            "it there"
+            f"model() returned a {', '.join(around)}, and should return the module without it: the core puts it there"
         )
     if "OptimizedModule" in kinds:
         raise workload.unusable(
@@ -137,14 +128,12 @@ def refuse_other_modules(model: object, workload: Workload) -> None:
     asked = nn.Module.get_extra_state
     if extra := sorted({type(module).__name__ for module in model.modules() if type(module).get_extra_state is not asked}):
         raise workload.unusable(
-            f"{', '.join(extra)} has get_extra_state(), and a snapshot holds parameters and buffers: keep it in one "
-            "(register_buffer)"
+            f"{', '.join(extra)} has get_extra_state(), and a snapshot holds parameters and buffers: keep it in a buffer"
         )
     tensors = of_model(model).items()
     if sparse := [name for name, tensor in tensors if not dense(tensor)]:
         raise workload.unusable(
-            f"{sparse[0]} is sparse or ragged, and a snapshot holds dense tensors: register a buffer that never changes with "
-            "persistent=False"
+            f"{sparse[0]} is sparse or ragged, and a snapshot holds dense tensors: register it with persistent=False"
         )
     if views := [name for name, t in tensors if any(n > 1 and not s for n, s in zip(t.shape, t.stride(), strict=True))]:
         raise workload.unusable(
@@ -153,8 +142,8 @@ def refuse_other_modules(model: object, workload: Workload) -> None:
     places: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters():
         places.setdefault(parameter.data_ptr() if parameter.numel() else 0, []).append(name)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     # Parts of a sharded parameter, and numbers on the meta device, have no address.
+    trained = trained_parameters(model).keys()
     if shared := [names for place, names in places.items() if place and len(names) > 1 and trained & {*names}]:
         raise workload.unusable(
             f"{' and '.join(shared[0][:4])} are parameters of one memory (by .data), which the optimizer would step once for "
@@ -179,18 +168,8 @@ def notes_on_modes(model: nn.Module) -> list[str]:
     changed = [name for name, module in model.named_modules() if module in parts and module.training]
     for module in parts:
         module.training = False
-    first = [name for name in changed if not any(name.startswith(f"{other}.") for other in changed)]
-    note = (
-        f"model() left {', '.join(first[:6])}{' and on' if len(first) > 6 else ''} in eval mode, and the run trains it in "
-        "training mode: BatchNorm's statistics move, and dropout is on; the model's own train() may leave it in eval mode"
+    return note_on(
+        [name for name in changed if not any(name.startswith(f"{other}.") for other in changed)],
+        "model() left {names} in eval mode, and the run trains it in training mode: BatchNorm's statistics move, and dropout "
+        "is on; the model's own train() may leave it in eval mode",
     )
-    return [note] if first else []
-
-
-def notes_on_hooks(model: nn.Module) -> list[str]:
-    names = hooked(model)
-    note = (
-        f"hooks on {', '.join(names[:6])} act on a rank's own gradient, before the sum over ranks: losses depend on the world "
-        "size, unless they multiply it by a number; register_step_pre_hook of the optimizer comes after the sum"
-    )
-    return [note] if names else []

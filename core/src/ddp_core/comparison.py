@@ -12,24 +12,9 @@ from torch import nn
 
 from ddp_core.errors import Failure
 from ddp_core.process_group import Peers
-from ddp_core.workload import Workload, out_of_memory
+from ddp_core.workload import Workload, note_on, out_of_memory
 
 ROUNDED_BY = dict(bf16=0.1, fp16=0.1, tf32=0.01)  # relative: ten times the rounding of a number, and more
-NO_SUM = (
-    "the loss of {rows} rows together is not the sum of theirs alone: a mean (over pairs, in contrastive losses) is to be "
-    "multiplied with the rows, or its gradients are too small by that factor; [n, 1] and [n] numbers are compared in all pairs "
-    "(broadcast); rows that depend on each other make losses depend on the world size, since each rank has a part of the "
-    "global batch"
-)
-NO_SUM_OF_GRADIENT = (
-    "the gradient of {names} for two rows together is not the sum of theirs alone, although the loss is: a penalty that is 0 "
-    "at first, say, is to be multiplied with the rows, or it is counted once for each part of a batch"
-)
-NO_SUM_OF_METRIC = (
-    "metric {name!r} of {rows} rows together is {together:.6g}, and {apart:.6g} is the sum of theirs: its record, the sum over "
-    "all batches divided by the rows, depends on the batches; return what adds up, as a number or as (sum, count): squared "
-    "errors and not their root, hits and not F1"
-)
 
 
 def compare_losses(workload: Workload, losses: torch.Tensor) -> list[str]:
@@ -48,8 +33,13 @@ def compare_losses(workload: Workload, losses: torch.Tensor) -> list[str]:
     near = ROUNDED_BY.get(workload.config.precision, 1e-3)
     drawn = 10 * noise if len(losses) > 1 else 0.0
     close = abs(together - apart) <= max(drawn, near * size)
-    # Of one row it may be NaN: over a batch's deviation, say.
-    return [] if close or not math.isfinite(together) else [NO_SUM.format(rows=rows)]
+    if close or not math.isfinite(together):  # of one row it may be NaN: over a batch's deviation, say
+        return []
+    return [
+        f"the loss of {rows} rows together is not the sum of theirs alone: a mean (over pairs, in contrastive losses) is to be "
+        "multiplied with the rows, or its gradients are too small by that factor; [n, 1] and [n] numbers are compared in all "
+        "pairs (broadcast); rows that depend on each other make losses depend on the world size"
+    ]
 
 
 def compare_gradients(model: nn.Module, together: Callable, *alone: Callable) -> list[str]:
@@ -57,8 +47,7 @@ def compare_gradients(model: nn.Module, together: Callable, *alone: Callable) ->
 
     The model is in eval mode, in which rows are apart. What remains is added up in place, for no second copy of the gradients.
     """
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    parts: list[float] = []
+    parameters, parts = trained_parameters(model), []
     if hooked(model):  # their sum is not the hook's of the sum
         return []
     try:
@@ -82,17 +71,24 @@ def compare_gradients(model: nn.Module, together: Callable, *alone: Callable) ->
         return []
     least = near / 10 * math.hypot(*sizes.values())
     names = [name for name, size in left.items() if size > near * sizes.get(name, 0.0) + least]
-    return [NO_SUM_OF_GRADIENT.format(names=", ".join(names[:6]))] if names else []
+    return note_on(
+        names,
+        "the gradient of {names} for two rows together is not the sum of theirs alone, although the loss is: a penalty that is "
+        "0 at first, say, is to be multiplied with the rows, or it is counted once for each part of a batch",
+    )
 
 
 def _norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
     return {name: p.grad.norm().item() for name, p in parameters.items() if p.grad is not None}
 
 
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def hooked(model: nn.Module) -> list[str]:
     """Names of trained parameters with hooks of the user. DistributedDataParallel adds its hooks later, and elsewhere."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return [name for name, p in trained.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    return [name for name, p in trained_parameters(model).items() if p._backward_hooks or p._post_accumulate_grad_hooks]
 
 
 def compare_metrics(workload: Workload, results: Sequence[Mapping], rows_are_apart: bool) -> list[str]:
@@ -103,9 +99,8 @@ def compare_metrics(workload: Workload, results: Sequence[Mapping], rows_are_apa
     notes = []
     for name, value in results[0].items():
         if isinstance(value, tuple):
-            pairs = [[float(part) for part in result[name]] for result in results]
-            sums, counts = zip(*pairs, strict=True)
-            notes += _note_on(workload, f"{name} (count)", counts) or _note_on(workload, f"{name} (sum)", sums)
+            sums, counts = ([float(result[name][part]) for result in results] for part in (0, 1))
+            notes += _note_on_sum(workload, f"{name} (count)", counts) or _note_on_sum(workload, f"{name} (sum)", sums)
             continue
         together, *alone = values = [float(result[name]) for result in results]
         apart = sum(alone)
@@ -115,11 +110,11 @@ def compare_metrics(workload: Workload, results: Sequence[Mapping], rows_are_apa
                 f"metrics() has a mean over rows as {name!r} ({together:.6g} for {len(alone)} rows, {apart:.6g} is the sum "
                 "of each), and should have their sum: .sum(), or times the rows"
             )
-        notes += _note_on(workload, name, values)
+        notes += _note_on_sum(workload, name, values)
     return notes
 
 
-def _note_on(workload: Workload, name: str, values: Sequence[float]) -> list[str]:
+def _note_on_sum(workload: Workload, name: str, values: Sequence[float]) -> list[str]:
     """A note on a metric that is no sum over rows. values: of the rows together, then of each row."""
     together, *alone = values
     apart = sum(alone)  # NaN if one is: a correlation of one row, say
@@ -128,7 +123,11 @@ def _note_on(workload: Workload, name: str, values: Sequence[float]) -> list[str
     close = together == apart or abs(together - apart) <= near < math.inf  # of one row it may be infinite: R2, say
     if close or math.isnan(together):
         return []
-    return [NO_SUM_OF_METRIC.format(name=name, rows=len(alone), together=together, apart=apart)]
+    return [
+        f"metric {name!r} of {len(alone)} rows together is {together:.6g}, and {apart:.6g} is the sum of theirs: its record, "
+        "the sum over all batches divided by the rows, depends on the batches; return what adds up, as a number or as (sum, "
+        "count): squared errors and not their root, hits and not F1"
+    ]
 
 
 def refuse_unlike_sums(workload: Workload, metrics: Mapping) -> None:

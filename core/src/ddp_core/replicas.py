@@ -14,7 +14,7 @@ from ddp_core.comparison import ROUNDED_BY
 from ddp_core.errors import PeerLostError, RendezvousError, named
 from ddp_core.order import DROPOUT, drawing_alike
 from ddp_core.process_group import Peers
-from ddp_core.state import Kept, dense, local
+from ddp_core.state import Kept, local
 from ddp_core.workload import outputs_of, parts_of
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per number
@@ -35,12 +35,9 @@ def refuse_unlike(trainer: Any) -> None:
         loss = workload.loss(outputs_of(workload, trainer.model, rows), rows)
     total = parts_of(loss, trainer.probed.losses, workload)[0].item()
     kept.put_back()
-    tensors: list[torch.Tensor] = []
-    converted(trainer.probed.rows, tensors.append, trainer.device)
-    mark = checksum(tensor for tensor in tensors if dense(tensor)).item() % 2**32
-    mine = torch.tensor([total, mark] if peers.rank == 0 else [float("-inf")] * 2, dtype=torch.float64)
-    first, mark_of_rank_0 = peers.reduce(most=mine)[1].tolist()
-    if peers.which(mark != mark_of_rank_0):
+    mine = torch.tensor([total, trainer.probed.checksum] if peers.rank == 0 else [float("-inf")] * 2, dtype=torch.float64)
+    first, checksum_of_rank_0 = peers.reduce(most=mine)[1].tolist()
+    if peers.which(trainer.probed.checksum != checksum_of_rank_0):
         return  # rows that draw when they are read: a loss tells nothing then
     near = ROUNDED_BY.get(config.precision, 1e-3) * max(abs(total), abs(first)) + 1e-6  # ranks may round differently
     if odd := peers.which(abs(total - first) > near):

@@ -21,7 +21,7 @@ import re
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -38,9 +38,8 @@ BUILT_IN = ("digits", "regression", "mnist", "gpt")
 ROW = "ddp_core reads row "  # then its number: a note on an exception that was raised while the row was read
 NOT_THE_USER_S = {"site-packages", "dist-packages", "ddp_core"}
 NO_SHARDS = (
-    "PyTorch cannot do this with parts of tensors ({what}): a layer whose weights another module reads is to be called by the "
-    "model's forward itself, and a parameter that forward() hands on is to be copied (.clone()); else take another optimizer, "
-    "or pass --sharding none"
+    "PyTorch cannot do this with parts of tensors ({what}): call a layer whose weights another module reads in the model's own "
+    "forward, and .clone() a parameter that forward() hands on; else take another optimizer, or pass --sharding none"
 )
 # What a workload's class may define.
 YOURS: tuple[str, ...] = ("defaults", "unused_parameters", "flags", "data", "collate", "model", "forward", "loss", "metrics")
@@ -218,14 +217,11 @@ def sources_of(file: Path) -> Iterator[bytes]:
 
 def _imported(tree: ast.Module) -> Iterator[str]:
     """Names of the imported modules, and of the packages that contain them."""
-    names: list[str] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names += [f"{node.module or ''}.{alias.name}".lstrip(".") for alias in node.names]
-    for name in names:
-        yield from itertools.accumulate(name.split("."), "{}.{}".format)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                name = f"{getattr(node, 'module', None) or ''}.{alias.name}".lstrip(".")  # only `from` has a module
+                yield from itertools.accumulate(name.split("."), "{}.{}".format)
 
 
 def outputs_of(workload: Workload, model: nn.Module, batch: Any) -> Any:
@@ -257,21 +253,24 @@ def parts_of(loss: Any, names: tuple[str, ...], workload: Workload) -> list[torc
     if (isinstance(loss, Mapping) and {*loss} != {*names}) or (names and not isinstance(loss, Mapping)):
         now, before = [*loss] if isinstance(loss, Mapping) else "one", [*names] or "one"
         raise workload.unusable(f"loss() gave {now}, and {before} before: give a part that a batch has not as 0")
-    if not names and isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return [loss.reshape(())]
-    given = [loss[name] for name in names] if names else [loss]
-    kind = next((value for value in given if isinstance(value, torch.Tensor)), None)
-    if kind is None or not all(isinstance(value, int | float) or getattr(value, "numel", int)() == 1 for value in given):
-        what = ", ".join(f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:40] for value in given)
-        raise workload.unusable(f"loss() returned {what}, and a scalar before: the sum over a batch's rows, as a tensor")
-    parts = [(value if isinstance(value, torch.Tensor) else kind.new_full((), value)).reshape(()) for value in given]
-    return [sum(parts[1:], parts[0]), *parts]
+    parts = {name: loss[name] for name in names} if names else {"": loss}
+    scalars = [value for value in parts.values() if isinstance(value, torch.Tensor) and value.numel() == 1]
+    for name, value in parts.items():
+        if isinstance(value, int | float) and scalars:
+            parts[name] = scalars[0].new_full((), value)
+        elif not isinstance(value, torch.Tensor) or value.numel() != 1:
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:40]
+            raise workload.unusable(
+                f"loss(){f' {name!r}' if name else ''} returned {what}, and should return a scalar: the sum over its rows"
+            )
+    first, *others = losses = [value.reshape(()) for value in parts.values()]
+    return [sum(others, first), *losses] if names else losses
 
 
 def refuse_unused(workload: Workload, model: nn.Module, step: int) -> None:
     """Raises WorkloadError if a parameter has no gradient after this step. One that the model has frozen does not count."""
     if unused := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
-        raise no_gradient(workload, step, f" ({', '.join(unused[:6])})")
+        raise no_gradient(workload, step, f" ({listed(unused)})")
 
 
 def no_gradient(workload: Workload, step: int, names: str = "") -> WorkloadError:
@@ -292,10 +291,18 @@ def factor_of(workload: Workload, step: int, total_steps: int) -> float:
     factor = workload.schedule(step, total_steps, workload.config)
     if not hasattr(factor, "__float__") or not 0 <= (factor := float(factor)) < math.inf:
         raise workload.unusable(
-            f"schedule() returned {factor!r} at step {step} of {total_steps}, and should return a number from 0 on, which the "
-            "learning rate is multiplied with"
+            f"schedule() returned {factor!r} at step {step} of {total_steps}, and should return a number from 0 on, a factor"
         )
     return factor
+
+
+def note_on(names: Sequence[str], text: str, **values: Any) -> list[str]:
+    """A note with these {names}, if there are any."""
+    return [text.format(names=listed(names), **values)] if names else []
+
+
+def listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + " and on" * (len(names) > 6)
 
 
 # ---- from a name or a file to the workload ------------------------------------------------------------------------
@@ -328,15 +335,13 @@ def _made(kind: type[Workload], name: str, file: Path | None) -> Workload:
         workload = kind()
     except (Exception, SystemExit) as error:
         raise blame(error, file, f"--workload {name}: {kind.__name__}(), which is called without arguments") from error
+    workload.core_sets(name=name, file=file)
     given: Any = workload.defaults
     if not isinstance(given, Mapping):
         kind_of = "a method" if callable(given) else f"a {type(given).__name__}"
-        raise WorkloadError(f"--workload {name}: defaults is {kind_of}, and should be a dict(...): defaults = dict(epochs=10)")
+        raise workload.unusable(f"defaults is {kind_of}, and should be a dict(...): defaults = dict(epochs=10)")
     if not isinstance(workload.unused_parameters, bool):
-        raise WorkloadError(
-            f"--workload {name}: unused_parameters is {workload.unused_parameters!r:.40}, and should be True or False"
-        )
-    workload.core_sets(name=name, file=file)
+        raise workload.unusable(f"unused_parameters is {workload.unused_parameters!r:.40}, and should be True or False")
     return workload
 
 
@@ -415,8 +420,7 @@ def blame(error: BaseException, file: Path | None, when: str) -> BaseException:
     if isinstance(error, Failure) or out_of_memory(error) or (between_ranks and not raised_by(error, file)):
         return error
     place = line_in(error, file)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith(ROW)]
+    lines = [line for line in map(str.strip, str(error).splitlines()) if line and not line.startswith(ROW)]
     if [line[-1:] for line in lines[:1]] == [":"]:  # the reason is on the next line
         lines[:2] = [" ".join(lines[:2])]
     text = f"{type(error).__name__}: {lines[0][:240]}" if lines else type(error).__name__
