@@ -213,7 +213,7 @@ def _save_and_die(folder: Path, place: int, links: bool, most: int, best: bool) 
 
     def at_call(frame, event: str, function) -> None:
         # Ignore calls on a lock by the threads that compute checksums: their number varies.
-        if event != "c_call" or function.__name__ not in ("link", "unlink", "replace", "fsync", "write"):
+        if event != "c_call" or function.__name__ not in ("link", "unlink", "replace", "fsync", "pwrite"):
             return
         if not isinstance(function.__self__, str) and next(boundaries) == place:
             os.kill(os.getpid(), signal.SIGKILL)

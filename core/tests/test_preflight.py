@@ -161,7 +161,7 @@ def test_threads_and_processes_of_a_node_are_counted(monkeypatch, limit, workers
     """The real limit stays unchanged, because it counts all processes of an ordinary user."""
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit if which == resource.RLIMIT_NPROC else 10**6, -1))
     with nullcontext() if enough else pytest.raises(PreflightError, match=f"ulimit -u is {limit} "):
-        device._check_limits(parse(["--workers", str(workers)], 8), ranks.world(8)[0], "cpu")
+        device._check_limits(parse(["--workers", str(workers)], 8), ranks.world(8)[0], "gloo")
 
 
 def test_open_files_are_allowed_up_to_the_hard_limit(tmp_path):
@@ -186,13 +186,6 @@ def _count_files(file: Path) -> None:
 @pytest.mark.parametrize("rank, backend, most", [(1, "nccl", 256), (0, "nccl", 700), (1, "gloo", 700), (0, "gloo", 1200)])
 def test_what_512_ranks_need(rank, backend, most):
     assert descriptors(Rank(rank, 512, rank, 8, 0, "node0", 29500, "1"), backend) <= most
-
-
-@pytest.mark.parametrize("limit, ranks_here, said", [(65536, 1, True), (65536, 2, False), (2**30, 1, False), (-1, 1, False)])
-def test_little_locked_memory_is_told_where_there_is_a_fabric(monkeypatch, capsys, limit, ranks_here, said):
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
-    device._note_locked_memory(Rank(0, 2, 0, ranks_here, 0, "node0", 29500, "1"))
-    assert ("ulimit -l is 64 kB" in capsys.readouterr().err) == said
 
 
 # ---- a failure of one rank ----------------------------------------------------------------------------------------

@@ -6,17 +6,16 @@ are due. The end of a run waits for its last save.
 
 import copy
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 import torch
 
 from ddp_core import memory
-from ddp_core.errors import StorageError, first_line
+from ddp_core.errors import first_line
 from ddp_core.record import Record
 from ddp_core.run_directory import RunDirectory
-from ddp_core.snapshot import files_of, images_of, images_size
+from ddp_core.snapshot import drafts_of, images_of, images_size
 
 SPARE = 2**16  # bytes, for the history of some hundred more epochs
 
@@ -43,10 +42,16 @@ class Saver:
         began = time.perf_counter()
         document = copy.deepcopy(document)  # the next epoch would extend its history
         copied = None if put_drafts else self._copied(tensors, document)
-        self.fields = dict(step=document["step"], epochs_run=document["epochs_run"]) if snapshot else {}
         images, tensors = copied or (None, tensors)
         write = partial(self._write, tensors, document, best, snapshot, images=images, put_drafts=put_drafts)
-        self.pending, self.beside = _here(write) if put_drafts else self.pool.submit(write), bool(copied)
+        if put_drafts:
+            seconds = write()  # in this thread, so that its collectives keep their order among all others
+            self.pending = Future()
+            self.pending.set_result(seconds)
+        else:
+            self.pending = self.pool.submit(write)
+        self.beside = bool(copied)
+        self.fields = dict(step=document["step"], epochs_run=document["epochs_run"]) if snapshot else {}
         self.fields |= dict(seconds=time.perf_counter() - began, copy=self.buffer.nbytes) if snapshot else {}
 
     def _write(self, tensors: dict[str, torch.Tensor], document: dict, best: bool, snapshot: bool, **source) -> float:
@@ -62,8 +67,8 @@ class Saver:
     def failed(self) -> bool:
         return self.pending is not None and self.pending.done() and self.pending.exception() is not None
 
-    def written(self, seconds: float) -> bool:
-        """Wait so long for the running save. Whether none is running any more."""
+    def written(self, seconds: float | None = None) -> bool:
+        """Wait so long for the running save (None: to its end). Whether none is running any more."""
         if self.pending is None:
             return True
         began = time.perf_counter()
@@ -81,11 +86,11 @@ class Saver:
         """Wait for the running save, and record it. Raises its StorageError."""
         if self.pending is None:
             return
-        began, pending, self.pending = time.perf_counter(), self.pending, None
+        self.written()
+        pending, self.pending = self.pending, None
         writing = pending.result()
         if self.fields:
-            waited = self.fields.pop("seconds") + time.perf_counter() - began
-            self.record.write("snapshot", **self.fields, seconds=waited, writing=writing)
+            self.record.write("snapshot", **self.fields, writing=writing)
         if 0 < self.grace < 2 * writing:  # at a stop, the last save may have to wait for a running one
             self.record.say(
                 note=f"a save took {writing:.1f} s, and a stop leaves {self.grace:g} s (--grace), in which there may be two: "
@@ -95,11 +100,11 @@ class Saver:
 
     def _copied(self, tensors: dict[str, torch.Tensor], document: dict) -> tuple[list, dict[str, torch.Tensor]] | None:
         """A copy of the state, laid out in memory as in the files; None if memory is lacking."""
-        files = files_of(tensors, document, self.directory.most)
-        size = images_size(files)
+        drafts = drafts_of(tensors, document, self.directory.most)
+        size = images_size(drafts)
         if self.buffer.nbytes < size and not self._has_room_for(size + SPARE, tensors):
             return None
-        images, places = images_of(files, self.buffer)
+        images, places = images_of(drafts, self.buffer)
         for name, place in places.items():
             place.copy_(tensors[name].detach(), non_blocking=True)
         if self.buffer.is_pinned():
@@ -126,13 +131,3 @@ class Saver:
                 f"memory for a copy of the state, {why}"
             )
         return False
-
-
-def _here(act: Callable) -> Future:
-    """Like pool.submit, but in this thread, so that its collectives keep their order among all others."""
-    done: Future = Future()
-    try:
-        done.set_result(act())
-    except StorageError as error:
-        done.set_exception(error)
-    return done

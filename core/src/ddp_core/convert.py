@@ -6,6 +6,7 @@ Only this module reads a pickle, with torch's safe unpickler. In that a file cou
 (CVE-2025-32434) and 2.10 (CVE-2026-24747, https://github.com/pytorch/pytorch/security/advisories/GHSA-63cw-57p8-fm3p).
 """
 
+import argparse
 import re
 import resource
 import sys
@@ -37,9 +38,8 @@ MOST_EPOCHS = 10**6
 
 def main(argv: list[str]) -> int:
     """The command line; returns the exit code (errors.py)."""
-    usage = "python -m ddp_core.snapshot convert OLD.pt --run-dir DIR [--world-size N] [--epochs-run N] [flags of train.py]"
     parser = Parser(
-        usage=usage,
+        usage="python -m ddp_core.snapshot convert OLD.pt --run-dir DIR [--world-size N] [--epochs-run N] [flags of train.py]",
         description="Make a snapshot from what torch.save wrote: {MODEL_STATE, EPOCHS_RUN}; {model_state, epoch, iters, "
         "optimizer_state_dict, ...}; or a bare state_dict; with or without `module.` in the names. Parameters, momentum or "
         "AdamW's moments, and epochs run are taken over. Flags of train.py: those of the run that is to go on.",
@@ -47,25 +47,22 @@ def main(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     size, count = number(int, 1, 2**20), number(int, 0, MOST_EPOCHS)
+    parser.add_argument("convert", choices=["convert"], help=argparse.SUPPRESS)
+    parser.add_argument("old", type=Path, metavar="OLD.pt")
     parser.add_argument("--world-size", type=size, default=1, metavar="N", help="ranks, for --per-rank-batch-size (default: 1)")
     parser.add_argument("--epochs-run", type=count, metavar="N", help="count N epochs as run, whatever the file says")
     try:
-        if {"-h", "--help"} & {*argv}:
-            parser.print_help()
-            return 0
-        if argv[:1] != ["convert"] or len(argv) < 2 or argv[1].startswith("-"):
-            raise UsageError(f"usage: {usage}")
-        mine, others = parser.parse_known_args(argv[2:])
+        args, others = parser.parse_known_args(argv)
         workload = choose(others)
-        config = parse(others, mine.world_size, workload=workload)
-        convert(Path(argv[1]), workload, config, mine.world_size, mine.epochs_run)
+        config = parse(others, args.world_size, workload=workload)
+        convert(args.old, workload, config, args.world_size, args.epochs_run)
     except Failure as error:
         print(f"error: {error}", file=sys.stderr)
         return int(error.code)
     return 0
 
 
-def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int = 1, epochs_run: int | None = None) -> None:
+def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int, epochs_run: int | None) -> None:
     """Write the snapshot into config.run_dir, or nothing. Raises a Failure that names the file and what does not fit."""
     if workload.overrides("optimizer"):
         raise UsageError(
@@ -76,21 +73,21 @@ def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int 
     net = in_precision(workload.model(config), dtype)
     mine = {name.removeprefix("model."): tensor for name, tensor in state.of_model(net).items()}
     trained = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
-    names = {id(tensor): name for name, tensor in net.named_parameters()}
-    entries = net.state_dict(keep_vars=True).items()
-    tied = {name: names[id(tensor)] for name, tensor in entries if name not in mine and id(tensor) in names}
+    first = {id(tensor): name for name, tensor in net.named_parameters()}
+    every = net.named_parameters(remove_duplicate=False)
+    tied = {name: first[id(tensor)] for name, tensor in every if name not in mine}
     model = _fitted(old, next((content[key] for key in MODEL if key in content), content), mine, dtype, tied)
     moments, moments_step = _moments(old, content, trained, dtype, config)
 
-    given, key = epochs_run is not None, next((key for key in EPOCH if key in content), None)
+    steps, of_flag = config.steps_of(len(rows[0])), epochs_run is not None
     if epochs_run is None:
+        key = next((key for key in EPOCH if key in content), None)
         epochs_run = _count(old, content, key, MOST_EPOCHS) + 1 if key else 0
         says = f"{key}={epochs_run - 1} is the last epoch that was finished" if key else "no epoch is in the file"
         print(f"{says}: {epochs_run} epochs run (--epochs-run N if it is not so)")
-    steps = config.steps_of(len(rows[0]))
     step = epochs_run * steps
     done = _count(old, content, "iters", 2**53) if "iters" in content else moments_step
-    if not given and done not in (None, step):
+    if not of_flag and done not in (None, step):
         raise SnapshotError(
             f"{old} was saved after {done} steps, but {epochs_run} epochs of these flags are {step} ({steps} an epoch): pass "
             f"that run's batch size; if it was saved within an epoch, --epochs-run N goes on from the start of epoch N"
@@ -115,12 +112,8 @@ def convert(old: Path, workload: Workload, config: TrainConfig, world_size: int 
     fingerprint, *_ = data.fingerprint(*rows, workload, config)
     facts = dict(problem=config.problem(), data=fingerprint, steps_per_epoch=steps, world_size=world_size, versions=versions())
     progress = state.Progress(step=step, history=[[epoch] for epoch in range(epochs_run)])
-    directory = RunDirectory(config.run_dir, "convert", fresh=config.fresh, most=config.max_shard_size)
+    directory = RunDirectory(config.run_dir, "convert", config.fresh, new=True, most=config.max_shard_size)
     try:
-        saved = (directory.snapshot, directory.previous, directory.best, directory.log)
-        existing = [path for path in map(in_place, saved) if path.exists()]
-        if existing:
-            raise PreflightError(f"--run-dir {config.run_dir} has a run already ({existing[0].name}): pass another, or --fresh")
         directory.save(tensors, facts | progress.document())
     finally:
         directory.release()
@@ -145,16 +138,13 @@ def _load(old: Path) -> dict:
         match = re.search(r"GLOBAL ([\w.]{1,80})", str(error))
         why = f"it holds {match[1]}, which is no plain data" if match else f"{type(error).__name__}: {printable(str(error))}"
         raise SnapshotError(f"{old} is not a checkpoint that can be read safely ({why})") from error
-    named = _dictionary(content)
-    if named is None:
-        raise SnapshotError(f"{old} holds no dictionary of names, but {type(content).__name__}")
-    return named
+    return _dictionary(old, content)
 
 
-def _dictionary(value: object) -> dict[str, Any] | None:
-    """A plain copy of a dictionary of names, else None. A file's OrderedDict may have attributes that hide its methods."""
+def _dictionary(old: Path, value: object) -> dict[str, Any]:
+    """A plain copy of a dictionary of names: a file's OrderedDict may have attributes that hide its methods."""
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in dict.keys(value)):
-        return None
+        raise SnapshotError(f"{old} holds {type(value).__name__}, but should hold a dictionary of names")
     return dict(dict.items(value))
 
 
@@ -199,9 +189,7 @@ def _fitted(
 
     tied: other names of a tied tensor, to the one name that a snapshot has.
     """
-    named = _dictionary(value)
-    if named is None:
-        raise SnapshotError(f"{old} holds no parameters by name")
+    named = _dictionary(old, value)
     # DDP's prefix is on all names or on none.
     prefix = "module." if all(name.startswith("module.") for name in named) else ""
     named = {name.removeprefix(prefix): values for name, values in named.items()}

@@ -5,12 +5,12 @@ import os
 import platform
 import resource
 import socket
-import sys
 from hashlib import sha256
 from pathlib import Path
 
 import torch
 
+import ddp_core
 from ddp_core.config import TrainConfig
 from ddp_core.control import groups_of
 from ddp_core.errors import PreflightError, UsageError
@@ -37,10 +37,11 @@ def prepare_device(config: TrainConfig, rank: Rank) -> torch.device:
             f"--device {kind}, but torch {torch.__version__} sees no {kind} device on {socket.gethostname()} ({_masks()}): "
             f"check the job's device request and the torch build, or pass --device cpu"
         )
-    _check_limits(config, rank, kind)
-    if backend_of(config, kind) not in ("gloo", BACKENDS[kind]):
+    backend = backend_of(config, kind)
+    if backend not in ("gloo", BACKENDS[kind]):
         raise UsageError(f"--backend {config.backend} does not carry tensors of --device {kind}: pass auto or gloo")
-    _refuse_absent_interfaces(backend_of(config, kind))
+    _check_limits(config, rank, backend)
+    _refuse_absent_interfaces(backend)
     if kind == "cpu":
         if config.precision == "tf32":
             raise UsageError("--precision tf32 is a mode of accelerators: pass fp32 with --device cpu")
@@ -50,14 +51,13 @@ def prepare_device(config: TrainConfig, rank: Rank) -> torch.device:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.local_world_size))
         _tune_memory(keep=config.sharding == "none")
         return torch.device("cpu")
-    _note_locked_memory(rank)
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
     if config.deterministic:  # accelerators only: on the CPU these models repeat bit for bit without it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     count = torch.accelerator.device_count()
-    if 1 < count <= rank.local_rank and backend_of(config, kind) != "gloo":
+    if 1 < count <= rank.local_rank and backend != "gloo":
         raise PreflightError(
             f"{rank.variables.get('local_rank', 'local_rank')}={rank.local_rank}, but torch sees {count} {kind} devices on "
             f"{socket.gethostname()} ({_masks()}): start as many ranks a node as it has devices, or pass --backend gloo"
@@ -98,9 +98,7 @@ def describe(config: TrainConfig, rank: Rank, device: torch.device) -> dict:
 
 
 def versions() -> dict[str, str]:
-    from ddp_core import __version__
-
-    return dict(ddp_core=__version__, torch=torch.__version__)
+    return dict(ddp_core=ddp_core.__version__, torch=torch.__version__)
 
 
 def program(device: torch.device) -> dict[str, str]:
@@ -151,15 +149,13 @@ def raise_limits(rank: Rank) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
-def _check_limits(config: TrainConfig, rank: Rank, kind: str) -> None:
+def _check_limits(config: TrainConfig, rank: Rank, backend: str) -> None:
     """Raise PreflightError if a limit of the system would end this run later."""
-    files = descriptors(rank, backend_of(config, kind))
     # 9 threads were counted in a rank with one compute thread. Twice the workers: the held-out rows have their own.
-    processes = rank.local_world_size * (9 + 2 * config.workers)
-    of_node = f"threads and processes of the {rank.local_world_size} ranks of a node"
+    processes, node = rank.local_world_size * (9 + 2 * config.workers), f"the {rank.local_world_size} ranks of a node"
     for name, which, needed, what in (
-        ("ulimit -n", resource.RLIMIT_NOFILE, files, f"open files in a run of {rank.world_size} ranks"),
-        ("ulimit -u", resource.RLIMIT_NPROC, processes, of_node),
+        ("ulimit -n", resource.RLIMIT_NOFILE, descriptors(rank, backend), f"open files in a run of {rank.world_size} ranks"),
+        ("ulimit -u", resource.RLIMIT_NPROC, processes, f"threads and processes of {node}"),
     ):
         limit = resource.getrlimit(which)[0]
         if limit != resource.RLIM_INFINITY and limit < needed:
@@ -167,14 +163,6 @@ def _check_limits(config: TrainConfig, rank: Rank, kind: str) -> None:
                 f"{name} is {limit} on {socket.gethostname()}, and {needed} are needed for {what}: raise it in the job script, "
                 f"or ask the machine's operators"
             )
-
-
-def _note_locked_memory(rank: Rank) -> None:
-    """Rank 0 prints a note if its node limits locked memory. No error: not every fabric needs it, and some only get slow."""
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if rank.rank == 0 and rank.local_world_size < rank.world_size and 0 <= limit < 2**26:
-        where = f"ulimit -l is {limit // 1024} kB on {socket.gethostname()}"
-        print(f"note: {where}: where the fabric locks memory (RDMA), connecting may fail or go over TCP", file=sys.stderr)
 
 
 def _check_environment(config: TrainConfig) -> None:

@@ -79,14 +79,17 @@ def of_sets(folder: Path) -> list[Path]:
 # ---- reading ------------------------------------------------------------------------------------------------------
 
 
-def refuse_unreadable(path: Path) -> None:
-    """Raises ValueError, before more is read, for a file that would block (a pipe) or whose header would fill the memory."""
+def _json_in(path: Path) -> tuple[dict, int]:
+    """A file's header, or an index; and the bytes of it. Raises ValueError, before more is read, for a file that would block (a
+    pipe) or whose header would fill the memory.
+    """
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError("it is no file")  # a pipe, a device
     with open(path, "rb") as file:
         size = path.stat().st_size if is_index(path) else int.from_bytes(file.read(8), "little")
         if size > MOST_HEADER:
             raise ValueError(f"its header should have {size} bytes, more than {MOST_HEADER}")
+        return json.loads(file.read(size)), size
 
 
 @dataclass(frozen=True)
@@ -123,10 +126,7 @@ def header_of(path: Path) -> tuple[dict[str, Stored], dict]:
 
     Raises ValueError, KeyError or TypeError unless the tensors fill the file without gaps.
     """
-    refuse_unreadable(path)
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
+    header, size = _json_in(path)
     metadata, place, entries = header.pop("__metadata__", {}), 0, {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         start, end = entry["data_offsets"]
@@ -157,8 +157,7 @@ def assemble(index: Path) -> tuple[dict[str, Stored], dict]:
 
     Raises OSError, and ValueError, KeyError or TypeError unless the files hold exactly what the index says.
     """
-    refuse_unreadable(index)
-    read = json.loads(index.read_bytes())
+    read, _ = _json_in(index)
     names: dict[str, set[str]] = {}
     for tensor, name in read["weight_map"].items():
         if Path(name).name != name or not name.endswith(".safetensors"):
@@ -207,9 +206,8 @@ def refuse_damaged(path: Path, sums: dict[str, int], document: dict) -> None:
 def _step(path: Path) -> float:
     """The step of a snapshot; infinite if it cannot be read, so that it is chosen and reported, not ignored in silence."""
     try:
-        if is_index(path):
-            refuse_unreadable(path)
-            return int(json.loads(path.read_bytes())["metadata"]["ddp_core"]["step"])
-        return int(document_in(header_of(path)[1])["step"])
+        content, _ = _json_in(path)
+        document = content["metadata"]["ddp_core"] if is_index(path) else document_in(content["__metadata__"])
+        return int(document["step"])
     except (ArithmeticError, AttributeError, OSError, LookupError, RecursionError, TypeError, ValueError):
         return math.inf

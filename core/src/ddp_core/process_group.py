@@ -122,8 +122,6 @@ class Peers:
 
     def broadcast(self, value):
         """Collective. Returns rank 0's value on all ranks; it travels as JSON."""
-        if self.world_size == 1:
-            return value
         text = bytearray(json.dumps(value).encode() if self.rank == 0 else b"")
         length = torch.tensor([len(text)])
         self.control.broadcast(length)
@@ -132,23 +130,14 @@ class Peers:
         return json.loads(text)
 
     def broadcast_tensors(self, tensors: list[torch.Tensor]) -> None:
-        """Collective. Copy rank 0's values into the tensors of all ranks: one message per tensor above 1 MiB, and one for all
-        small tensors of a dtype and device.
-        """
-        kinds: dict[tuple, list[torch.Tensor]] = {}
-        for number, tensor in enumerate(tensors if self.world_size > 1 else ()):
-            alone = number if tensor.nbytes > 2**20 else -1
-            kinds.setdefault((tensor.dtype, tensor.device.type, alone), []).append(tensor)
-        for (_, device, alone), alike in kinds.items():
+        """Collective. Copy rank 0's values into the tensors of all ranks."""
+        for tensor in tensors if self.world_size > 1 else ():
             # Not nccl for tensors on the CPU: an optimizer may keep its step count there.
-            send = self.control.broadcast if device == "cpu" else partial(dist.broadcast, src=0, group=self.data)
-            if alone >= 0 and alike[0].is_contiguous():
-                send(_as_bytes(alike[0]))
-                continue
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
-            send(_as_bytes(flat))
-            for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
-                tensor.detach().copy_(part.view(tensor.shape))
+            send = self.control.broadcast if tensor.device.type == "cpu" else partial(dist.broadcast, src=0, group=self.data)
+            whole = tensor.detach().contiguous()
+            send(whole.view(-1).view(torch.uint8))  # as bytes: gloo and nccl support few dtypes, and no booleans
+            if not tensor.is_contiguous():
+                tensor.detach().copy_(whole)
 
     @staticmethod
     def is_lost(error: RuntimeError) -> bool:
@@ -175,13 +164,12 @@ class Peers:
         """
         traceback.clear_frames(error.__traceback__)
         self.hang_up()
-        places: dict[str, list[int]] = {}
         try:
             missing, code, places = with_timeout(lambda: self._call_the_roll(place), 2 * ROLL_CALL + 3)
         except (RuntimeError, ValueError):
-            missing, code = [0], 0  # the store ended with rank 0, or is frozen with it
+            missing, code, places = [0], 0, {}  # the store ended with rank 0, or is frozen with it
         except RendezvousError:
-            missing, code = [], 0  # another program wrote to the store
+            missing, code, places = [], 0, {}  # another program wrote to the store
         who = f"rank {named(missing)} died or hangs" if missing else "a connection broke"
         fix = f"see that rank's output, then submit again with --run-dir {self.run_dir}"
         if not missing and (places or DIFFER in str(error)):
@@ -201,24 +189,26 @@ class Peers:
         if self.rank:
             self.store.wait(["missing"], timedelta(seconds=2 * ROLL_CALL))
             return *json.loads(self.store.get("missing")), {}  # only rank 0 reports the lines
-        missing, end = [*range(1, self.world_size)], time.monotonic() + ROLL_CALL
-        while (missing := [rank for rank in missing if not self._has_said(f"alive/{rank}")]) and time.monotonic() < end:
+        lines, end = {0: place}, time.monotonic() + ROLL_CALL
+        while len(lines) < self.world_size and time.monotonic() < end:
             time.sleep(0.05)
-        places: dict[str, list[int]] = {place: [0]}
-        for rank in range(1, 0 if missing else self.world_size):
-            places.setdefault(self.store.get(f"alive/{rank}").decode(), []).append(rank)
-        places.pop("", None)
-        missing = missing[: NAMED + 1]  # short, since all ranks read it
-        code = max((int(self.store.get(f"failed/{rank}")) for rank in missing if self._has_said(f"failed/{rank}")), default=0)
+            answers = {rank: self._signed(f"alive/{rank}") for rank in range(self.world_size) if rank not in lines}
+            lines |= {rank: line.decode() for rank, line in answers.items() if line is not None}
+        missing = [rank for rank in range(self.world_size) if rank not in lines][: NAMED + 1]  # short, since all ranks read it
+        code = max((int(self._signed(f"failed/{rank}") or 0) for rank in missing), default=0)
         self.store.set("missing", json.dumps([missing, code]))
         time.sleep(min(1, ROLL_CALL))  # let the others read first: the store ends with this process
+        places: dict[str, list[int]] = {}
+        for rank, line in sorted(lines.items()):
+            if line and not missing:
+                places.setdefault(line, []).append(rank)
         return missing, code, places
 
-    def _has_said(self, key: str) -> bool:
-        """Whether a rank of this job has written the key; an unsigned value does not count."""
+    def _signed(self, key: str) -> bytes | None:
+        """What a rank of this job has written there, else None: an unsigned value does not count."""
         with suppress(RendezvousError):
-            return self.store.check([key]) and self.store.get(key) is not None
-        return False
+            return self.store.get(key) if self.store.check([key]) else None
+        return None
 
     def speaks(self, code: int) -> bool:
         """Whether this rank prints its own failure: rank 0 does, the others only if rank 0 has not failed."""
@@ -230,7 +220,7 @@ class Peers:
                 self.hang_up()
             end = time.monotonic() + 1
             while self.rank and time.monotonic() < end:
-                if self._has_said("failed/0"):
+                if self._signed("failed/0"):
                     return False
                 time.sleep(0.05)
             time.sleep(0 if self.rank or self.world_size == 1 else 1)  # let the others read first: the store ends with rank 0
@@ -254,11 +244,6 @@ def _handing_out(store: dist.Store) -> Iterator[None]:
         yield
     finally:
         groups[dist.group.WORLD] = kind, first
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as bytes: gloo and nccl support few dtypes, and no booleans."""
-    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def sentence_of(error: BaseException) -> str:

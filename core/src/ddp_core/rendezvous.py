@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
@@ -22,15 +22,11 @@ from ddp_core.rank import Rank
 from ddp_core.stop import StopFlag
 
 REPORT_SECONDS = 10.0  # seconds that a rank whose workload file failed tries to reach rank 0
-OTHER_ROWS = (
+FIXES = dict.fromkeys(
+    ("training_rows", "held_out_rows", "data"),
     ": data() should give all ranks the same rows: draw from torch's, Python's or NumPy's own generators, which are seeded, "
-    "sort what sets and os.listdir() give, and read files that nobody writes"
-)
-ABSENT = "nothing"
-FIXES = dict(
-    training_rows=OTHER_ROWS,
-    held_out_rows=OTHER_ROWS,
-    data=OTHER_ROWS,
+    "sort what sets and os.listdir() give, and read files that nobody writes",
+) | dict(
     workload_file=": it, or what it imports from beside it, is a copy of another age on that node",
     core=": other files of ddp_core on that node: run the site's install.sh again",
     python=": other versions of Python: run the site's install.sh again",
@@ -94,26 +90,24 @@ class Rendezvous:
 
     def __init__(self, rank: Rank, seconds: float, stop: StopFlag):
         """Connect to rank 0. Raises RendezvousError after `seconds` (--rendezvous-timeout), at once on another job's rank 0."""
-        self.rank, self.stop, self.seconds = rank, stop, seconds
-        self.deadline = time.monotonic() + self.seconds
+        self.rank, self.stop, self.seconds, self.deadline = rank, stop, seconds, time.monotonic() + seconds
         self.where = f"MASTER_ADDR={rank.master_addr} MASTER_PORT={rank.master_port}"
         self.unsigned: Any = dist.HashStore()
         self.store: Any = self.unsigned
         if rank.world_size == 1:
             return  # no other rank, so no port is opened
         serves = rank.rank == 0 and not rank.launcher_store
-        timeout = timedelta(seconds=self.seconds)
         try:
             socket.getaddrinfo(rank.master_addr, rank.master_port)
-            where = (rank.master_addr, rank.master_port, None, serves, timeout)
-            here: dict[str, Any] = dict(master_listen_fd=self._listen().detach()) if serves else {}
-            store = self._wait(lambda: dist.TCPStore(*where, wait_for_workers=False, **here))
+            options: dict[str, Any] = dict(is_master=serves, timeout=timedelta(seconds=seconds), wait_for_workers=False)
+            options |= dict(master_listen_fd=self._listen().detach()) if serves else {}
+            store = self._wait(lambda: dist.TCPStore(rank.master_addr, rank.master_port, **options))
         except OSError as error:
             raise RendezvousError(f"{self.where}: {error.strerror}: is it the address of the job's first node?") from error
         except (RuntimeError, ValueError) as error:  # its own message is pages of C++ frames
             raise RendezvousError(
                 f"{self.where}: rank 0 did not answer rank {rank.rank} on {socket.gethostname()} within "
-                f"{self.seconds:g} s (--rendezvous-timeout): it failed earlier, or cannot be reached from here"
+                f"{seconds:g} s (--rendezvous-timeout): it failed earlier, or cannot be reached from here"
             ) from error
         # A launcher's store outlives a restart of the ranks, so job_id separates the keys of one start from the next.
         self.unsigned = dist.PrefixStore(f"ddp_core/{rank.job_id if rank.launcher_store else ''}", store)
@@ -150,8 +144,8 @@ class Rendezvous:
         if self.rank.rank == 0:
             self.store.set("greeting", json.dumps(mine))
             return
-        text, signed = self._patient("greeting", self.store.read)
-        theirs = _parsed(text, mine.keys()) or mine  # read even if unsigned: the error then names the other job
+        text, signed = self._get("greeting", self.store.read)
+        theirs = mine | _parsed(text)  # read even if unsigned: the error then names the other job
         if theirs["job_id"] != mine["job_id"]:
             job = ascii(str(theirs["job_id"])[:80])[1:-1]  # escaped, since another program may have written it
             raise RendezvousError(
@@ -161,11 +155,10 @@ class Rendezvous:
             raise self.store.foreign("greeting")
         if theirs["world_size"] != mine["world_size"]:
             message = f"world_size={mine['world_size']} on rank {self.rank.rank}, but {theirs['world_size']} on rank 0"
-            self._raise_objection(message, heard=[f"heard/{self.rank.rank}"])
+            self._raise_objection(message)
         if self.store.add(f"count/{self.rank.rank}", 1) > 1:
-            self._raise_objection(
-                f"rank {self.rank.rank} is there twice, also on {socket.gethostname()}: check the launch line", []
-            )
+            message = f"rank {self.rank.rank} is there twice, also on {socket.gethostname()}: check the launch line"
+            self._raise_objection(message, twice=True)
 
     def check_in(self, facts: dict, row: dict, error: Failure | None) -> list[dict]:
         """Report to rank 0 and wait for its verdict. Returns all ranks' rows on rank 0, [] on the others.
@@ -184,30 +177,28 @@ class Rendezvous:
                 verdict = dict(error=[int(failure.code), str(failure)])
             self.store.set("verdict", json.dumps(verdict))
         else:
-            verdict = self._validated(self._verdict(), "verdict", "well")
+            try:
+                text = self._get("verdict")
+            except RendezvousError:
+                waited = f"{self.seconds:g} s (--rendezvous-timeout)"
+                late = f"rank {self.rank.rank} has given up after {waited}: rank 0 was not ready"
+                with suppress(RuntimeError):  # rank 0 may still be reading its data, or may be gone
+                    with_timeout(lambda: self.store.set("objection", late), 1)
+                raise
+            verdict = self._validated(text, "verdict", "well")
         if "error" in verdict:
             self._leave_together()
             raise failure_with(*verdict["error"])
         return rows
 
-    def _verdict(self) -> bytes:
-        try:
-            return self._get("verdict")
-        except RendezvousError:
-            message = (
-                f"rank {self.rank.rank} has given up after {self.seconds:g} s (--rendezvous-timeout): rank 0 was not ready"
-            )
-            with suppress(RuntimeError):  # rank 0 may still be reading its data, or may be gone
-                with_timeout(lambda: self.store.set("objection", message), 1)
-            raise
-
-    def _leave_together(self) -> None:
+    def _leave_together(self, answers: bool = True) -> None:
         """Wait until all ranks know why they end, also late ones. The store ends with rank 0, and a launcher may kill all ranks
         once one has left (srun --kill-on-bad-exit=1), which changes their exit codes.
         """
         if self.rank.rank:
             with suppress(RuntimeError, RendezvousError, StoppedError):  # rank 0 has left, or this rank got a stop signal
-                self.store.set(f"heard/{self.rank.rank}", "")
+                if answers:
+                    self.store.set(f"heard/{self.rank.rank}", "")
                 self._get("farewell")
             return
         others = [f"heard/{rank}" for rank in range(1, self.rank.world_size)]
@@ -219,70 +210,72 @@ class Rendezvous:
         self.store.set("farewell", "")
 
     def _collect(self) -> list[dict]:
-        entries, began = dict[int, dict](), time.monotonic()
+        entries, began, size = dict[int, dict](), time.monotonic(), self.rank.world_size
+        missing = [*range(size)]
         while True:
             if self.store.check(["objection"]):
                 raise RendezvousError(self.store.get("objection").decode())
-            for rank in sorted(set(range(self.rank.world_size)) - entries.keys()):
-                if not self.store.check([f"rank/{rank}"]):
-                    continue
+            for rank in missing:
                 key = f"rank/{rank}"
+                if not self.store.check([key]):
+                    continue
                 entry = entries[rank] = self._validated(self.store.get(key), key, "facts", "row")
                 if "error" in entry:
                     code, message = entry["error"]
                     raise failure_with(code, message if rank == 0 else f"rank {rank}: {message}")
-                theirs, ours = entry["facts"], entries[0]["facts"]
-                for name in theirs | ours:
-                    if theirs.get(name, ABSENT) != ours.get(name, ABSENT):
-                        message = f"{name}={theirs.get(name, ABSENT)} on rank {rank}, but {ours.get(name, ABSENT)} on rank 0"
-                        where = f" (rank {rank} is on {entry['row'].get('host')})"
-                        raise RendezvousError(message + FIXES.get(name, "") + where)
-            missing = sorted(set(range(self.rank.world_size)) - entries.keys())
+                for name in entry["facts"] | entries[0]["facts"]:
+                    theirs, ours = (each["facts"].get(name, "nothing") for each in (entry, entries[0]))
+                    if theirs != ours:
+                        message = f"{name}={theirs} on rank {rank}, but {ours} on rank 0{FIXES.get(name, '')}"
+                        raise RendezvousError(f"{message} (rank {rank} is on {entry['row'].get('host')})")
+            missing = [rank for rank in missing if rank not in entries]
             if not missing:
                 break
             names = named(missing)
             if time.monotonic() > self.deadline:
                 raise RendezvousError(
-                    f"{len(missing)} of {self.rank.world_size} ranks missing after {self.seconds:g} s "
-                    f"(--rendezvous-timeout): rank {names}"
+                    f"{len(missing)} of {size} ranks missing after {self.seconds:g} s (--rendezvous-timeout): rank {names}"
                 )
             self._raise_if_stopped(missing=f" (rank {names} had not)")
             # Each look sends a request per missing rank, so look less often the longer it takes.
             time.sleep(max(0.005, min(0.5, 0.05 * (time.monotonic() - began), self.deadline - time.monotonic())))
-        rows = [entries[rank]["row"] for rank in range(self.rank.world_size)]
+        rows = [entries[rank]["row"] for rank in range(size)]
         refuse_shared_devices(rows)
         return rows
 
-    def _raise_objection(self, message: str, heard: list[str]) -> None:
-        """Fail for a reason that rank 0 cannot see. Rank 0 prints it, unless all its ranks had checked in before."""
+    def _raise_objection(self, message: str, twice: bool = False) -> None:
+        """Fail for a reason that rank 0 cannot see. Rank 0 prints it, unless all its ranks had checked in before.
+
+        twice: another process is this rank, too, and answers rank 0.
+        """
         self.store.set("objection", message)
         try:
             failed = "error" in self._validated(self._get("verdict"), "verdict", "well")
-            for key in heard:
-                self.store.set(key, "")
-            if failed:
-                self._get("farewell")
         except (RendezvousError, RuntimeError):
             failed = True  # rank 0 has left, so the job had failed already
+        if failed:
+            self._leave_together(answers=not twice)
         raise RendezvousError(message, everywhere=failed)
 
     def _validated(self, text: bytes, key: str, *names: str) -> dict:
         """A rank's JSON document, which must have these names or an error: without a secret anybody can write one."""
-        document = _parsed(text, names) or _parsed(text, ["error"])
-        if document and "error" in document and not _is_error(document["error"]):
-            document = None
-        if document is None:
+        document = _parsed(text)
+        match document.get("error"):
+            case None:
+                valid = all(name in document for name in names)
+            case [code, str()]:
+                valid = code in list(ExitCode)
+            case _:
+                valid = False
+        if not valid:
             raise self.store.foreign(key)
         return document
 
-    def _get(self, key: str) -> bytes:
-        return self._patient(key, self.store.get)
-
-    def _patient(self, key: str, read: Callable):
+    def _get(self, key: str, read: Callable | None = None):
         # End before _wait() does: a connection that still waits for a key cannot send an objection.
         seconds = timedelta(seconds=max(0.1, self.deadline + 1.5 - time.monotonic()))
         try:
-            return self._wait(lambda: [self.store.wait([key], seconds), read(key)][1])
+            return self._wait(lambda: [self.store.wait([key], seconds), (read or self.store.get)(key)][1])
         except (RuntimeError, ValueError) as error:
             self._raise_if_stopped()  # rank 0 may have ended by the same stop signal
             raise RendezvousError(
@@ -325,15 +318,10 @@ def with_timeout(act: Callable, seconds: float, meanwhile: Callable = lambda: No
     raise RuntimeError("no answer")
 
 
-def _parsed(text: bytes, names: Iterable[str]) -> dict | None:
-    """The JSON document in the text if it has these names, else None."""
+def _parsed(text: bytes) -> dict:
+    """The JSON object in the text; empty if there is none."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
-        return None
-    return document if isinstance(document, dict) and all(name in document for name in names) else None
-
-
-def _is_error(value: object) -> bool:
-    """Whether the value is [exit code, message]."""
-    return isinstance(value, list) and len(value) == 2 and value[0] in list(ExitCode) and isinstance(value[1], str)
+        document = None
+    return document if isinstance(document, dict) else {}

@@ -1,5 +1,6 @@
 """The files of a run, and the lock that keeps a second job out of them."""
 
+import itertools
 import json
 import math
 import os
@@ -28,7 +29,7 @@ class RunDirectory:
     ):
         """Raises PreflightError if another job writes here, StorageError if the folder cannot be written.
 
-        fresh: move an existing run aside. new: refuse an existing run (a job's own directory, at its first start).
+        fresh: move an existing run aside. new: refuse an existing run (a job's own directory, at its first start; convert.py).
         stop: the request to stop (stop.py), checked while another job's lock is watched. most: --max-shard-size, bytes.
         """
         self.folder, self.most = Path(folder), most
@@ -41,8 +42,9 @@ class RunDirectory:
         self._lock: Any = None  # a RunLock, once it is acquired
         self._fell_back = False
         try:
-            if new and not fresh and (self.log.exists() or in_place(self.snapshot).exists()):
-                raise PreflightError(f"--new-run-dir {folder} has a run of another job: pass --run-dir, or --fresh")
+            if new and not fresh and any(map(Path.exists, map(in_place, (self.log, self.snapshot, self.previous, self.best)))):
+                again = f"train.py --run-dir {folder} goes on with it"
+                raise PreflightError(f"{folder} has a run already: {again}; else pass another, or --fresh")
             self.folder.mkdir(parents=True, exist_ok=True)
             if self.log.exists() and not self.log.is_file():  # opening a pipe would block
                 raise StorageError(f"{self.log} is no file: move it away")
@@ -60,15 +62,16 @@ class RunDirectory:
 
         lazily: see snapshot.read. restart: the job's restart number; PreflightError if the two restarts before saved nothing.
         """
-        state, recorded = self._found(lazily), self._on_record()
-        if state is None and recorded:
+        state, saved = self._read(lazily), self.lines("snapshot")
+        recorded = _number("step", saved[-1]) if saved else -1
+        if state is None and saved:
             raise SnapshotError(
-                f"{self.log} tells of a snapshot at step {recorded}, and {self.snapshot} is not there: restore a copy, or pass "
-                f"--fresh to start again"
+                f"{self.log} tells of a snapshot at step {'unknown' if recorded < 0 else recorded}, and {self.snapshot} is not "
+                f"there: restore a copy, or pass --fresh to start again"
             )
         if state and in_place(self.snapshot).exists() and not self._fell_back and _is_before(state, recorded):
             self._wait_for_another()
-            state = self._found(lazily)
+            state = self._read(lazily)
             if state and _is_before(state, recorded):
                 step = state[1]["step"]
                 again = f"the one that is there is of step {step}, and what follows is trained again"
@@ -98,11 +101,10 @@ class RunDirectory:
         while time.monotonic() < end:
             time.sleep(LAG / 20)
             with suppress(FileNotFoundError):  # while it is replaced
-                now = in_place(self.snapshot).stat()
-                if (now.st_ino, now.st_mtime_ns, now.st_size) != (before.st_ino, before.st_mtime_ns, before.st_size):
+                if not os.path.samestat(before, in_place(self.snapshot).stat()):
                     break
 
-    def _found(self, lazily: bool) -> tuple[dict[str, torch.Tensor], dict] | None:
+    def _read(self, lazily: bool) -> tuple[dict[str, torch.Tensor], dict] | None:
         broken = []
         for name in (self.snapshot, self.previous):
             path = in_place(name)
@@ -119,10 +121,11 @@ class RunDirectory:
                 continue
             if name == self.previous:
                 self._fell_back = bool(broken)
-                aside = in_form_of(in_place(self.snapshot), self.damaged).name
-                aside = f", and the next save moves that file to {aside}" if broken else ""
-                why = broken[0] if broken else f"{self.snapshot} is missing"
-                print(f"warning: {why}; resuming from {path}{aside}", flush=True)
+                why = f"{self.snapshot} is missing"
+                if broken:
+                    damaged = in_form_of(in_place(self.snapshot), self.damaged)
+                    why = f"{broken[0]}; the next save moves that file to {damaged.name}"
+                print(f"warning: {why}; resuming from {path}", flush=True)
             return state
         if broken:
             raise SnapshotError(f"{' and '.join(broken)}: restore a copy, or pass --fresh to start again")
@@ -130,12 +133,6 @@ class RunDirectory:
             if path.is_symlink():
                 raise SnapshotError(f"{path} leads to {os.readlink(path)}, which is not there: restore it, or pass --fresh")
         return None
-
-    def _on_record(self) -> str:
-        """The step of the last save in run.jsonl; "unknown" if it is no number; empty if there is no save."""
-        saved = self.lines("snapshot")
-        step = _number("step", saved[-1]) if saved else None
-        return "" if not saved else "unknown" if step is None else str(step)
 
     def lines(self, *kinds: str) -> list[bytes]:
         """The lines of run.jsonl that are of these kinds."""
@@ -174,7 +171,6 @@ class RunDirectory:
 
     def save_best(self, tensors: dict[str, torch.Tensor], document: dict, **source: Any) -> None:
         """Write best.safetensors, the state with the lowest held-out loss so far. Raises StorageError."""
-        self._lock.check()
         write(self.best, tensors, document, self._lock.check, most=self.most, **source)
 
     def lost(self) -> StorageError | None:
@@ -182,7 +178,6 @@ class RunDirectory:
         return self._lock.loss() if self._lock.lost else None
 
     def release(self) -> None:
-        """Release the lock, unless another job has taken it."""
         if self._lock:
             self._lock.release()
 
@@ -193,24 +188,22 @@ class RunDirectory:
         logs = (self.trace, self.log, self.log.with_name("ranks.jsonl"))
         files = [path for path in (*of_sets(self.folder), *named, *logs) if path.exists()]
         if files:
-            number = 1
-            while (aside := self.folder / f"old-{number}").exists():
-                number += 1
+            aside = next(path for n in itertools.count(1) if not (path := self.folder / f"old-{n}").exists())
             aside.mkdir()
             for path in files:
                 os.replace(path, aside / path.name)
             print(f"--fresh: the run that was here is now in {aside}", flush=True)
 
 
-def _number(name: str, line: bytes) -> int | None:
-    """A whole number in a line of run.jsonl, else None: the line may hold any text."""
+def _number(name: str, line: bytes) -> int:
+    """A whole number in a line of run.jsonl, else -1: the line may hold any text."""
     try:
         value = json.loads(line)[name]
     except (KeyError, ValueError, RecursionError):
-        return None
-    return value if type(value) is int and 0 <= value < 10**18 else None
+        return -1
+    return value if type(value) is int and 0 <= value < 10**18 else -1
 
 
-def _is_before(state: tuple[dict[str, torch.Tensor], dict], recorded: str) -> bool:
+def _is_before(state: tuple[dict[str, torch.Tensor], dict], recorded: int) -> bool:
     step = state[1].get("step")
-    return recorded.isdecimal() and isinstance(step, int) and step < int(recorded)
+    return isinstance(step, int) and step < recorded

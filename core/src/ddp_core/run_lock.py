@@ -19,21 +19,17 @@ HEARTBEAT = 10.0  # seconds between touches; a lock without a touch for six time
 
 
 class RunLock:
-    """Held from construction to release(). Raises PreflightError if another job holds it, StoppedError at a request to stop."""
+    """Held from construction to release(). Raises PreflightError if another job holds it, StoppedError at `stop`."""
 
     def __init__(self, path: Path, job_id: str, stop=None):
-        """stop: the request to stop (stop.py), checked while a silent lock is watched."""
         self.path, self.stop, self.lost = path, stop, False
         pids = os.readlink("/proc/self/ns/pid")  # each container on a host has its own process numbers
-        me = dict(job_id=job_id, host=socket.gethostname(), pid=os.getpid(), pids=pids)
-        self.me = me | dict(began=_began(os.getpid()), at=time.time_ns())  # two locks never have the same content
+        self.me = dict(job_id=job_id, host=socket.gethostname(), pid=os.getpid(), pids=pids)
+        self.me |= dict(began=_began(os.getpid()), at=time.time_ns())  # two locks never have the same content
+        self.content = json.dumps(self.me)
         self._released = threading.Event()
         self._acquire(path)
         threading.Thread(target=self._beat, daemon=True).start()
-
-    @property
-    def content(self) -> str:
-        return json.dumps(self.me)
 
     def release(self) -> None:
         """Release the lock, unless another job has taken it."""
@@ -52,7 +48,8 @@ class RunLock:
             raise self.loss()
 
     def loss(self) -> StorageError:
-        owner = _name(_owner(self.path)) if self.path.exists() else "nobody"
+        content = _text(self.path)
+        owner = _name(_owner(content)) if content else "nobody"
         return StorageError(f"{self.path} is {owner}'s now: this job stood still for too long, and writes no more")
 
     def _is_mine(self) -> bool:
@@ -107,22 +104,23 @@ class RunLock:
 
         A job on another host shows life by its lock only: one beat means that it is alive, silence that it is dead.
         """
-        content, owner = _text(path), _owner(path)
+        content = _text(path)
         if content is None:
             return None
+        owner = _owner(content)
         name = _name(owner)
         in_use = PreflightError(f"--run-dir {self.path.parent} is in use by {name}: wait, cancel that job, or pass another")
         local = all(owner.get(key) == self.me[key] for key in ("host", "pids")) and isinstance(owner.get("pid"), int)
         if local and _runs(owner):
             raise in_use
-        beat, began, warned = _beat_of(path), time.monotonic(), False
+        beat = _beat_of(path)
         # A file server's clock can be wrong. A lock that was watched for so long without a beat is dead, whatever its time is.
         silent = min(6 * HEARTBEAT, max(0.0, 6 * HEARTBEAT - (self._now() - (beat or 0))))
-        while not local and (missing := silent - (time.monotonic() - began)) > 0:
-            if not warned:
-                print(f"warning: {name} may still write into {self.path.parent}: looking for {missing:.0f} s", flush=True)
-                warned = True
-            time.sleep(min(missing, HEARTBEAT / 20))
+        end = time.monotonic() + (0 if local else silent)
+        if not local and silent:
+            print(f"warning: {name} may still write into {self.path.parent}: looking for {silent:.0f} s", flush=True)
+        while time.monotonic() < end:
+            time.sleep(HEARTBEAT / 20)
             if self.stop:
                 again = f"submit again with --run-dir {self.path.parent}"
                 raise StoppedError(f"{self.stop.reason} before the first step: the run is as it was, {again}")
@@ -145,21 +143,18 @@ class RunLock:
 
 
 def _text(path: Path) -> str | None:
-    try:
-        if path.exists() and not path.is_file():  # opening a pipe would block
-            raise StorageError(f"{path} is no file: move it away")
-        with open(path, errors="replace") as file:
-            return file.read(2**16)  # a lock is one line
-    except FileNotFoundError:
-        return None
+    if path.exists() and not path.is_file():  # opening a pipe would block
+        raise StorageError(f"{path} is no file: move it away")
+    with suppress(FileNotFoundError), open(path, errors="replace") as file:
+        return file.read(2**16)  # a lock is one line
+    return None
 
 
-def _owner(path: Path) -> dict:
-    try:
-        owner = json.loads(_text(path) or "")
-    except (ValueError, RecursionError):
-        owner = None
-    return owner if isinstance(owner, dict) else {}
+def _owner(content: str) -> dict:
+    with suppress(ValueError, RecursionError):
+        if isinstance(owner := json.loads(content), dict):
+            return owner
+    return {}
 
 
 def _name(owner: dict) -> str:
@@ -168,10 +163,9 @@ def _name(owner: dict) -> str:
 
 
 def _beat_of(path: Path) -> float | None:
-    try:
+    with suppress(FileNotFoundError):
         return path.stat().st_mtime
-    except FileNotFoundError:
-        return None
+    return None
 
 
 def _runs(owner: dict) -> bool:

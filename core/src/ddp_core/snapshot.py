@@ -76,9 +76,7 @@ def write(
     in memory, with the tensors at their places (images_of). put_drafts: writes the drafts if the tensors are sharded over
     ranks, and returns the checksums (sharding.py). most: the most bytes of tensors in one file.
     """
-    tensors = {name: tensors[name].detach() for name in in_order(tensors)}
-    if put_drafts is None:
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    tensors = {name: tensor.detach() for name, tensor in tensors.items()}
     document, size = document | dict(format=FORMAT), sum(tensor.nbytes for tensor in tensors.values())
     drafts, finals = drafts_of(tensors, document, most, partial(_draft, path)), [path]
     temporary = [draft.path for draft in drafts]
@@ -98,7 +96,7 @@ def write(
             temporary.append(_draft(path, len(drafts)))
             finals.append(index_of(path))
             with open(temporary[-1], "wb", buffering=0) as raw:
-                _put_all(raw, index)
+                _put(raw, index, 0)
                 os.fsync(raw.fileno())
         check()
         *data, commit = zip(temporary, finals, strict=True)
@@ -146,52 +144,15 @@ class Draft:
     path: Path
     tensors: dict[str, torch.Tensor]
     room: int  # bytes before the first tensor
-    metadata: Callable[[dict[str, int]], dict[str, str]]  # made from the checksums
+    document: dict | None
 
 
-def drafts_of(tensors: dict[str, torch.Tensor], document: dict, most: float, where: Callable[[int], Path]) -> list[Draft]:
-    """One draft for each file. document: put into the file only if there is one. where: from a draft's number to its path."""
-    files = files_of(tensors, document, most)
-    metadata = (lambda sums: _alone(_signed(document, sums))) if len(files) == 1 else lambda sums: IN_A_SET
-    return [Draft(where(number), file, room, metadata) for number, (file, room) in enumerate(files)]
+def drafts_of(
+    tensors: dict[str, torch.Tensor], document: dict, most: float, where: Callable[[int], Path] = lambda number: Path()
+) -> list[Draft]:
+    """The files of a snapshot, each with at most `most` bytes of tensors (a larger tensor has its own file).
 
-
-def put(
-    draft: Draft, image: torch.Tensor | None = None, gathered: Callable[[str], torch.Tensor] | None = None
-) -> dict[str, int]:
-    """Write a draft, and return its tensors' checksums. The header is written last, because it holds the checksums.
-
-    gathered: returns the whole tensor of a name, if tensors are sharded over ranks. Called once for each name, in order.
-    """
-    tensors, room = draft.tensors, draft.room
-    with open(draft.path, "wb", buffering=0) as file:
-        if image is None:
-            sums = {}
-            file.seek(room)
-            for name in tensors:
-                tensor = gathered(name) if gathered else tensors[name]
-                _put_all(file, memory(tensor))
-                sums[name] = zlib.crc32(memory(tensor))
-            file.seek(0)
-            _put_all(file, _head(tensors, draft.metadata(sums), room))
-        else:
-            sums = _checksums(tensors, partial(_put_image, file, image, room))
-            ctypes.memmove(image.data_ptr(), _head(tensors, draft.metadata(sums), room), room)
-            for start in range(0, room, PART):  # the header may be longer than a part
-                _put(file, image, start)
-            file.truncate(room + sum(tensor.nbytes for tensor in tensors.values()))
-        os.fsync(file.fileno())
-    return sums
-
-
-def in_order(tensors: dict[str, torch.Tensor]) -> list[str]:
-    """Names in the order of a file: widest dtype first, so that each number is aligned to its size; then by name."""
-    return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-
-
-def files_of(tensors: dict[str, torch.Tensor], document: dict, most: float) -> list[tuple[dict[str, torch.Tensor], int]]:
-    """For each file its tensors in order, at most `most` bytes (a larger tensor has its own file), and the bytes of its header.
-    The header has room for any checksums.
+    document: put into the file only if there is one. where: from a draft's number to its path.
     """
     files: list[dict[str, torch.Tensor]] = [{}]
     size = 0
@@ -201,10 +162,38 @@ def files_of(tensors: dict[str, torch.Tensor], document: dict, most: float) -> l
             size = 0
         files[-1][name] = tensors[name]
         size += tensors[name].nbytes
-    metadata = IN_A_SET
-    if len(files) == 1:
-        metadata = _alone(document | dict(format=FORMAT, crc32=dict.fromkeys(tensors, LONGEST), document_crc32=LONGEST))
-    return [(file, len(_head(file, metadata, 0))) for file in files]
+    alone = document if len(files) == 1 else None  # of a set, the index has it
+    # Room for any checksums.
+    longest = alone and alone | dict(format=FORMAT, crc32=dict.fromkeys(tensors, LONGEST), document_crc32=LONGEST)
+    return [Draft(where(n), file, len(_head(file, longest, 0)), alone) for n, file in enumerate(files)]
+
+
+def put(
+    draft: Draft, image: torch.Tensor | None = None, gathered: Callable[[str], torch.Tensor] | None = None
+) -> dict[str, int]:
+    """Write a draft, and return its tensors' checksums. The header is written last, because it holds the checksums.
+
+    gathered: returns the whole tensor of a name, if tensors are sharded over ranks. Called once for each name, in order.
+    """
+    with open(draft.path, "wb", buffering=0) as file:
+        if image is None:
+            sums, place = {}, draft.room
+            for name, tensor in draft.tensors.items():
+                whole = gathered(name) if gathered else tensor.cpu().contiguous()
+                _put(file, memory(whole), place)
+                sums[name], place = zlib.crc32(memory(whole)), place + whole.nbytes
+        else:
+            sums = _checksums(draft.tensors, partial(_put_image, file, image))
+            file.truncate(draft.room + sum(tensor.nbytes for tensor in draft.tensors.values()))
+        signed = draft.document and _signed(draft.document, sums)
+        _put(file, _head(draft.tensors, signed, draft.room), 0)
+        os.fsync(file.fileno())
+    return sums
+
+
+def in_order(tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Names in the order of a file: widest dtype first, so that each number is aligned to its size; then by name."""
+    return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
 def _signed(document: dict, sums: dict[str, int]) -> dict:
@@ -212,59 +201,50 @@ def _signed(document: dict, sums: dict[str, int]) -> dict:
     return document | dict(document_crc32=zlib.crc32(as_json(document)))
 
 
-def _alone(document: dict) -> dict[str, str]:
-    """The metadata of a snapshot that is one file."""
-    return dict(ddp_core=as_json(document).decode())
-
-
-def _head(tensors: dict[str, torch.Tensor], metadata: dict[str, str], room: int) -> bytes:
-    """The bytes before the tensors, padded with blanks to `room` bytes; if `room` is 0, to a multiple of 8."""
-    header: dict[str, dict] = {"__metadata__": metadata}
+def _head(tensors: dict[str, torch.Tensor], document: dict | None, room: int) -> bytes:
+    """The bytes before a file's tensors, padded with blanks to `room` bytes; if `room` is 0, to a multiple of 8."""
+    header: dict[str, dict] = {"__metadata__": dict(ddp_core=as_json(document).decode()) if document else IN_A_SET}
     end = 0
-    for name in in_order(tensors):
-        start, end = end, end + tensors[name].nbytes
-        header[name] = dict(dtype=DTYPES[tensors[name].dtype], shape=list(tensors[name].shape), data_offsets=[start, end])
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = dict(dtype=DTYPES[tensor.dtype], shape=list(tensor.shape), data_offsets=[start, end])
     head = as_json(header)
     head = head.ljust(room - 8 if room else -(-len(head) // 8) * 8)
     return struct.pack("<Q", len(head)) + head
 
 
-def images_of(files: list[tuple[dict, int]], buffer: torch.Tensor) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def images_of(drafts: list[Draft], buffer: torch.Tensor) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """An image of each file, in whole pages of the buffer, and by name the tensors in them, still empty. See images_size()."""
     images, places, first = [], {}, -buffer.data_ptr() % PAGE
-    for file, room in files:
-        end = first + room
-        for name in file:
-            start, end = end, end + file[name].nbytes
-            places[name] = buffer[start:end].view(file[name].dtype).view(file[name].shape)
+    for draft in drafts:
+        end = first + draft.room
+        for name, tensor in draft.tensors.items():
+            start, end = end, end + tensor.nbytes
+            places[name] = buffer[start:end].view(tensor.dtype).view(tensor.shape)
         pages = -(-(end - first) // PAGE) * PAGE
         images.append(buffer[first : first + pages])
         first += pages
     return images, places
 
 
-def images_size(files: list[tuple[dict, int]]) -> int:
-    return PAGE + sum(room + sum(tensor.nbytes for tensor in file.values()) + PAGE for file, room in files)
+def images_size(drafts: list[Draft]) -> int:
+    return PAGE + sum(draft.room + sum(tensor.nbytes for tensor in draft.tensors.values()) + PAGE for draft in drafts)
 
 
-def _put_all(file: FileIO, content: bytes | ctypes.Array) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[file.write(left) :]  # Linux writes 2 GiB at most at once, and less on a disk that is almost full
-
-
-def _put_image(file: FileIO, image: torch.Tensor, room: int) -> None:
-    """Write all parts except those with the header. O_DIRECT avoids the page cache: a third of the time for large files."""
+def _put_image(file: FileIO, image: torch.Tensor) -> None:
+    """Write all of an image. O_DIRECT avoids the page cache: a third of the time for large files."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
     with suppress(OSError):  # some file systems have no O_DIRECT
-        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
     with ThreadPoolExecutor(4) as pool:  # parallel file systems are faster with several writes at once
-        for done in [pool.submit(_put, file, image, start) for start in range(-(-room // PART) * PART, len(image), PART)]:
-            done.result()
+        parts = range(0, len(image), PART)
+        list(pool.map(lambda start: _put(file, memory(image[start : start + PART]), start), parts))  # raises the first error
+    fcntl.fcntl(file, fcntl.F_SETFL, flags)  # the header is written next, which is no whole page
 
 
-def _put(file: FileIO, image: torch.Tensor, start: int) -> None:
-    """Write the part of an image that begins at `start` to the same place in the file."""
-    left = memoryview(memory(image[start : start + PART]))
+def _put(file: FileIO, content: bytes | ctypes.Array, start: int) -> None:
+    """Write all of the content to this place of a file. Linux writes 2 GiB at most at once, and less on an almost full disk."""
+    left = memoryview(content)
     while left:
         flags = fcntl.fcntl(file, fcntl.F_GETFL)  # before the write: another part's thread may clear O_DIRECT meanwhile
         try:
@@ -319,9 +299,9 @@ def read(path: Path, lazily: bool = False) -> tuple[dict[str, Any], dict]:
         if type(document["format"]) is not int or document["format"] < 1:
             raise ValueError(f"its format is {document['format']!r}")
         if document["format"] > FORMAT:
+            versions = printable(document.get("versions"))
             raise NewerFormatError(
-                f"{path} has format {document['format']}, of ddp_core {_writer(document)}; this ddp_core reads up to "
-                f"format {FORMAT}: update it"
+                f"{path} has format {document['format']}, of {versions}; this ddp_core reads up to format {FORMAT}: update it"
             )
         tensors: dict[str, Any] = stored
         if lazily:
@@ -331,11 +311,6 @@ def read(path: Path, lazily: bool = False) -> tuple[dict[str, Any], dict]:
             sums = _checksums(tensors)
         refuse_damaged(path, sums, document)
         return migrate(tensors, document)
-
-
-def _writer(document: dict) -> str:
-    versions = document.get("versions")
-    return printable(versions.get("ddp_core"), 40) if isinstance(versions, dict) else "unknown"
 
 
 def migrate(tensors: dict[str, torch.Tensor], document: dict) -> tuple[dict[str, torch.Tensor], dict]:

@@ -82,25 +82,23 @@ class State:
 
     def made_later(self, tensors: dict) -> list[tuple[str, str, str, tuple]]:
         """State that a user's own optimizer created after its first step: (state, parameter, dtype, shape), from a snapshot."""
-        mine = self.tensors()
-        layouts = [layout({name: all_of[name] for name in all_of if name.startswith("model.")}) for all_of in (tensors, mine)]
-        if made_by_torch(self.optimizer) or layouts[0] != layouts[1]:
+        if made_by_torch(self.optimizer):
             return []
-        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        missing = [name.split(".", 2) for name in tensors.keys() - mine.keys() if name.count(".") > 1]
-        pairs = sorted((key, name) for kind, key, name in missing if kind == "optim" and name in trained)
-        found = [(key, name, tensors[f"optim.{key}.{name}"]) for key, name in pairs]
-        made = [(key, name, DTYPES.get(tensor.dtype, tensor.dtype), tuple(tensor.shape)) for key, name, tensor in found]
-        return [each for each in made if each[2] in DTYPE_NAMED]
+        made, trained = [], {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        for full in sorted(tensors.keys() - self.tensors().keys()):
+            kind, key, name = (*full.split(".", 2), "", "")[:3]
+            if kind == "optim" and name in trained:
+                made.append((key, name, DTYPES.get(tensors[full].dtype, tensors[full].dtype), tuple(tensors[full].shape)))
+        return made
 
     def make(self, states: list) -> None:
         """Create the states of made_later(), into which a snapshot is then copied."""
         parameters, of_torch = dict(self.model.named_parameters()), {ours: theirs for theirs, ours in NAMES.items()}
-        for key, name, kind, shape in states:
+        for key, name, dtype, shape in states:
             parameter = parameters[name]
             alike = tuple(shape) == tuple(parameter.shape)  # then sharded as the parameter is
             like = parameter.detach() if alike else torch.empty(shape, device=parameter.device)
-            self.optimizer.state[parameter][of_torch.get(key, key)] = torch.zeros_like(like, dtype=DTYPE_NAMED[kind])
+            self.optimizer.state[parameter][of_torch.get(key, key)] = torch.zeros_like(like, dtype=DTYPE_NAMED[dtype])
 
     def check(self, tensors: dict[str, torch.Tensor], document: dict, path: object) -> Progress:
         """The progress in a snapshot. Raises SnapshotError unless it fits the run, the model and the laid-out optimizer."""
@@ -136,10 +134,9 @@ class State:
     def _unknown(self, numbers: list[dict]) -> list[str]:
         """The optimizer's numbers in a snapshot that this optimizer does not keep."""
         mine = numbers_of(self.model, self.optimizer)
-        if numbers and len(numbers) != len(mine):
-            return [f"{len(numbers) - 1} groups of the optimizer there, {len(mine) - 1} here"]
-        *groups, states = numbers or mine
-        *ours, our_states = mine
+        (*groups, states), (*ours, our_states) = numbers or mine, mine
+        if len(groups) != len(ours):
+            return [f"{len(groups)} groups of the optimizer there, {len(ours)} here"]
         pairs = [*zip(groups, ours, strict=True), *((states[name], our_states.get(name, {})) for name in states)]
         return [f"{printable(key)}: no number of this optimizer" for then, now in pairs for key in then.keys() - now.keys()]
 
@@ -234,11 +231,12 @@ class Kept:
         for parameter, numbers in self.averages:
             parameter.copy_(numbers)
         # By name: a forward pass may replace a buffer's tensor. A new buffer, or a longer one, is a cache (of angles, say).
-        now = {name: b for name, b in self.model.named_buffers() if name in self.buffers}
-        pairs = {name: (b, self.buffers[name]) for name, b in now.items() if b.shape == self.buffers[name].shape}
-        changed = [name for name, (buffer, numbers) in pairs.items() if not torch.equal(buffer.cpu(), numbers)]
-        for name in changed:
-            pairs[name][0].copy_(pairs[name][1])
+        now, changed = dict(self.model.named_buffers()), []
+        for name, numbers in self.buffers.items():
+            buffer = now.get(name)
+            if buffer is not None and buffer.shape == numbers.shape and not torch.equal(buffer.cpu(), numbers):
+                buffer.copy_(numbers)
+                changed.append(name)
         return changed
 
 
@@ -257,16 +255,13 @@ def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict]
 
     torch.optim's own optimizers keep only tensors for a parameter.
     """
-    numbers = [
-        {key: n for key, n in group.items() if isinstance(n, int | float) and key not in RATES}
-        for group in optimizer.param_groups
-    ]
-    states = {}
-    for name, parameter in model.named_parameters():
-        state = optimizer.state.get(parameter, {})
-        if kept := {key: value for key, value in state.items() if isinstance(value, int | float)}:
-            states[name] = kept
-    return [*numbers, states]
+
+    def numbers(values: dict) -> dict:
+        return {key: value for key, value in values.items() if isinstance(value, int | float)}
+
+    groups = [{key: n for key, n in numbers(group).items() if key not in RATES} for group in optimizer.param_groups]
+    states = {name: numbers(optimizer.state.get(parameter, {})) for name, parameter in model.named_parameters()}
+    return [*groups, {name: kept for name, kept in states.items() if kept}]
 
 
 def made_by_torch(optimizer: torch.optim.Optimizer) -> bool:
