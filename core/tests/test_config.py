@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import ranks
-from ddp_core.config import NOT_FLAGS, TrainConfig, parse
+from ddp_core.config import TrainConfig, parse
 from ddp_core.errors import ExitCode, UsageError, WorkloadError
 from ddp_core.workload import BUILT_IN, find
 from small import Groups, Small
@@ -72,7 +72,7 @@ def config(flags: str, world_size: int = 1) -> TrainConfig:
     return parse(flags.split(), world_size)
 
 
-FIELDS = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in NOT_FLAGS]
+FIELDS = [field.name for field in dataclasses.fields(TrainConfig) if field.metadata]
 
 
 @pytest.mark.parametrize("name", [*FIELDS, *OWN])
