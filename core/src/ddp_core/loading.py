@@ -26,11 +26,10 @@ from ddp_core.workload import ROW, Workload
 def loaded(rows: Any, config, places, collate: Callable, workers: int, pin: bool = False) -> Generator[Any]:
     """Batches from DataLoader. places: for each batch, a list of (epoch, row). Raises PreflightError, PeerLostError."""
     timing: dict[str, Any] = dict(timeout=config.timeout, multiprocessing_context="fork") if workers else {}
-    seeded = SeededRows(rows, config)
     loader: DataLoader[Any] = DataLoader(
-        seeded,  # type: ignore[arg-type]
+        SeededRows(rows, config),  # type: ignore[arg-type]
         batch_sampler=places,
-        collate_fn=lambda values: collated(collate, values, seeded.taken()),
+        collate_fn=lambda values_and_numbers: collated(collate, *values_and_numbers),
         num_workers=workers,
         pin_memory=pin,
         worker_init_fn=_begin_worker if workers else None,
@@ -81,20 +80,13 @@ def some(rows: Any, config, places: list[tuple[int, int]], made: Callable[[list]
         batches.close()
 
 
-class _Wrapped:
-    """Base class: rows, with something added when a row is read."""
-
-    def __init__(self, rows: Any):
-        self.rows = rows
-
-
-class Watched(_Wrapped):
+class Watched:
     """Rows that a worker reads to find shared files. A file that the rank opened has one position for all its workers, which
     move it for each other: ValueError if two rows move it. A file that is mapped, or opened again, is no problem.
     """
 
     def __init__(self, rows: Any):
-        super().__init__(rows)
+        self.rows = rows
         self.files: dict[int, str] | None = None
         self.moved: dict[int, int] = {}  # by file, the first row that moved its position
 
@@ -124,28 +116,32 @@ def inherited_files() -> dict[int, str]:
     return copies
 
 
-class WithGenerators(_Wrapped):
+class WithGenerators:
     """Rows, each with the states of all random generators after it was read."""
+
+    def __init__(self, rows: Any):
+        self.rows = rows
 
     def __getitem__(self, row: int) -> tuple[Any, tuple]:
         return self.rows[row], generator_positions()
 
 
-class SeededRows(_Wrapped):
+class SeededRows:
     """Rows by (epoch, row). Random numbers drawn while a row is read depend on seed, epoch and row only: not on the worker, the
     rank, the world size, or earlier rows.
     """
 
     def __init__(self, rows: Any, config):
-        super().__init__(rows)
-        self.seed, self.seeded = config.seed, config.row_seeds == "on"
+        self.rows, self.seed, self.seeded = rows, config.seed, config.row_seeds == "on"
         self.epoch: int | None = None
         self.state = 0
-        self.read: list[int] = []  # row numbers of the batch that is being read
+
+    def __getitems__(self, places: list[tuple[int, int]]) -> tuple[list, list[int]]:
+        """The rows of a batch, and their numbers, which collated() needs for messages. DataLoader calls this."""
+        return [self[place] for place in places], [row for _, row in places]
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, row = place
-        self.read.append(row)
         self.seed_generators(epoch, row)
         try:
             return self.rows[row]
@@ -154,10 +150,6 @@ class SeededRows(_Wrapped):
         except Exception as error:
             error.add_note(f"{ROW}{row}")
             raise
-
-    def taken(self) -> list[int]:
-        read, self.read = self.read, []
-        return read
 
     def seed_generators(self, epoch: int, row: int) -> None:
         if not self.seeded:

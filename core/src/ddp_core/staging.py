@@ -31,18 +31,17 @@ IN_MEMORY = ("tmpfs", "ramfs")  # file systems that are memory already: /dev/shm
 
 
 class Staging:
-    """The copies of a node. Its first rank makes them and serves them until close(); the other ranks request them."""
+    """The copies of a node. Its first rank makes them and serves them; the other ranks request them."""
 
     def __init__(self, rank: Rank, rendezvous: Rendezvous, wanted: bool):
         self.shared, self.leads, self.rendezvous = wanted and rank.local_world_size > 1, rank.local_rank == 0, rendezvous
         self.key = f"staging/{rank.node_rank}"
         self.copies: dict[str, int | None] = {}  # open file by path; None: no copy, read the file where it is
-        self.in_place = ""  # why the first file without a copy has none
+        self.note: dict[str, str] = {}  # for this rank's row: why the first file without a copy has none
         # Copy until half of --rendezvous-timeout is over: the rest is left for reading files where they are.
         self.until = (time.monotonic() + rendezvous.deadline) / 2
-        self.address, self.room, self.most = b"", 0, 0
+        self.changed, self.over, self.address = threading.Condition(), False, b""
         if self.shared and self.leads:
-            self.changed, self.over = threading.Condition(), False
             self.server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self.server.bind("")  # Linux chooses an abstract address, which is no file
             self.server.listen(rank.local_world_size)
@@ -53,40 +52,26 @@ class Staging:
         """The path to read from: that of the copy (/proc/PID/fd/N), or `path` if there is none."""
         name = os.path.abspath(path)
         if self.shared and name not in self.copies:
-            if not self.copies:
-                self.room, self.most = available() // 2, _open_files() // 8
-            if not self.leads:
-                self.copies[name] = self._ask(name)
-            else:
-                copy = self._copy(name)
-                with self.changed:
-                    self.copies[name] = copy
-                    self.changed.notify_all()
+            copy = self._copy(name) if self.leads else self._ask(name)
+            with self.changed:
+                self.copies[name] = copy
+                self.changed.notify_all()
         copy = self.copies.get(name)
         return Path(path) if copy is None else Path(f"/proc/{os.getpid()}/fd/{copy}")
 
-    def note(self) -> dict[str, str]:
-        """For this rank's row: why the first file without a copy has none."""
-        return dict(in_place=self.in_place) if self.in_place else {}
-
     def finish(self) -> None:
         """Call after this rank has read its data, or failed to: the others stop waiting for further copies."""
-        if self.shared and self.leads:
-            with self.changed:
-                self.over = True
-                self.changed.notify_all()
-
-    def close(self) -> None:
-        """Stop serving, once all ranks have read their data or the run has ended. The copies live as long as the ranks."""
-        if self.shared and self.leads:
-            with suppress(OSError):  # the socket is closed already
-                self.server.shutdown(socket.SHUT_RDWR)  # ends accept() in the thread
-            self.server.close()
+        with self.changed:
+            self.over = True
+            self.changed.notify_all()
 
     # ---- the first rank of a node ---------------------------------------------------------------------------------
 
     def _copy(self, name: str) -> int | None:
         """Copy the file. Returns the copy's file descriptor, or None if the file is to be read where it is."""
+        if not self.copies:
+            self.room = available() // 2
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8  # a copy is an open file, mapping it opens another
         try:
             status = os.stat(name)
             if not stat.S_ISREG(status.st_mode) or _in_memory(status.st_dev):
@@ -94,8 +79,8 @@ class Staging:
             if status.st_size > self.room:
                 left = f"of half of the memory that was free, {self.room} bytes are left"
                 return self._none(name, f"it has {status.st_size} bytes, and {left}")
-            if len(self.copies) >= self.most:
-                return self._none(name, f"ulimit -n allows {self.most} copies")
+            if len(self.copies) >= most:
+                return self._none(name, f"ulimit -n allows {most} copies")
             nameless = os.memfd_create(os.fsdecode(os.fsencode(name)[-200:]), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             with open(nameless, "wb") as copy, open(name, "rb", buffering=0) as file:
                 while (chunk := file.read(CHUNK)) and time.monotonic() < self.until and not self.rendezvous.stop:
@@ -110,13 +95,13 @@ class Staging:
             return self._none(name, str(error.strerror))
 
     def _none(self, name: str, why: str) -> int | None:
-        self.in_place = (
-            self.in_place or f"{printable(name, 400)} is read by each rank of {socket.gethostname()}, not once: {why}"
+        self.note.setdefault(
+            "in_place", f"{printable(name, 400)} is read by each rank of {socket.gethostname()}, not once: {why}"
         )
         return None
 
     def _hand_out(self) -> None:
-        with suppress(OSError):  # close() was called
+        with suppress(OSError):  # no file can be opened any more
             while True:
                 line, _ = self.server.accept()
                 with line, suppress(OSError):
@@ -156,12 +141,6 @@ def _of_this_user(line: socket.socket) -> bool:
     """Whether the other end runs as this user: anybody on the node can connect to an abstract address, or reuse a free one."""
     _, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return user == os.geteuid()
-
-
-def _open_files() -> int:
-    """How many files this process may have open. Each copy is one, and mapping it opens another."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 2**16 if soft == resource.RLIM_INFINITY else soft
 
 
 def _in_memory(device: int) -> bool:
