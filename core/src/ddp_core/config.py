@@ -19,9 +19,6 @@ from ddp_core.errors import UsageError
 SHARDS = 8  # default of --shards: fits 1, 2, 4 and 8 ranks
 
 
-# ---- values of flags ----------------------------------------------------------------------------------------------
-
-
 def number(kind, low, high, above=False):
     """An argparse type: a number from `low` (or above it) to `high`; any other text is a one-line error."""
 
@@ -44,9 +41,6 @@ def size_in_bytes(text: str) -> int:
     if not match or not int(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 2GB, 500MB or 4096 (bytes)")
     return int(match[1]) * 1000 ** ["", "KB", "MB", "GB", "TB"].index(match[2])
-
-
-# ---- the choices --------------------------------------------------------------------------------------------------
 
 
 def _flag(default: Any, text: str, **keywords: Any) -> Any:
@@ -97,8 +91,7 @@ class TrainConfig:
     )
     sharding: str = _flag(
         "none",
-        "for a model that one device does not hold. full: each rank keeps a part of everything; hybrid: each rank of "
-        "a node does (default: none)",
+        "full: a rank keeps a part of the model; hybrid: within a node (default: none)",
         choices=["none", "full", "hybrid"],
     )
     checkpoint_activations: bool = _switch("keep no outputs within the model's layers: less memory, slower")
@@ -109,39 +102,26 @@ class TrainConfig:
     compile: bool = _switch("torch.compile; measured slower on CPU for these models")
     workers: int = _count(0, "processes a rank for data that are read row by row (default: 0)")
     row_seeds: str = _flag("on", "seed generators for each such row (default: on)", choices=["on", "off"])
-    stage_data: str = _flag(
-        "on",
-        "one rank of a node reads each data file, and the others use its copy in memory, if that fits into half of what "
-        "is free (default: on)",
-        choices=["on", "off"],
-    )
+    stage_data: str = _flag("on", "read each data file once a node, if memory has room (default: on)", choices=["on", "off"])
     rendezvous_timeout: float = _seconds(120.0, "seconds for all ranks to meet (default: 120)")
     timeout: float = _seconds(600.0, "seconds for one collective (default: 600)")
 
     # What is saved and reported.
     run_dir: str = _flag(None, "snapshots and run.jsonl; what is there is resumed (default: runs/WORKLOAD)", metavar="DIR")
-    # The field's value: whether the run directory belongs to one job, so that another job's run there is refused.
+    # The field's value: whether the run directory belongs to one job.
     new_run_dir: bool = _flag(None, "of job scripts: the same, but refused if another job has left a run there", metavar="DIR")
     fresh: bool = _switch("start again; the run that is there is moved to DIR/old-N")
     save_every: int = _size(1, "epochs between snapshots (default: 1)")
     save_minutes: float = _share(10.0, "also save every M minutes (default: 10; 0: never)", metavar="M")
     save_steps: int = _count(0, "also save every N steps (default: 0, never)")
     max_shard_size: int = _flag(
-        2 * 10**9,
-        "a snapshot of more than SIZE is a set of such files and an index, as transformers' (default: 2GB)",
-        type=size_in_bytes,
-        metavar="SIZE",
+        2 * 10**9, "a larger snapshot is a set of such files and an index (default: 2GB)", type=size_in_bytes, metavar="SIZE"
     )
     grace: float = _share(0.0, "seconds from signal to kill: notes slower saves (default: 0)", metavar="S")
     eval_every: int = _size(1, "epochs between evaluations (default: 1)")
     log_every: int = _size(10, "steps between records of the loss (default: 10)")
     log_seconds: float = _share(30.0, "seconds between lines of progress (default: 30; 0: none)", metavar="S")
-    profile: int = _size(
-        0,
-        "trace N steps of rank 0 to DIR/trace.json.gz, for https://ui.perfetto.dev (N: 10; default: none)",
-        nargs="?",
-        const=10,
-    )
+    profile: int = _size(0, "trace N steps (10) of rank 0: DIR/trace.json.gz, for ui.perfetto.dev", nargs="?", const=10)
     debug: bool = _switch("tracebacks and C++ messages along with the one-line errors")
 
     passed: tuple[str, ...] = ()  # flags of OF_THE_OPTIMIZER that the command line gives
@@ -212,17 +192,13 @@ def choose(argv: list[str], default: str | type = "digits"):
     """The workload that --workload names; without the flag, `default` (a name, file or class). Raises WorkloadError."""
     from ddp_core.workload import find
 
-    named = looked_up(argv, "workload").workload
-    workload = find(default if named is None else named)
+    workload = find(looked_up(argv, "workload").get("workload", default))
     refuse_other_default_device(workload)
     return workload
 
 
 def refuse_other_default_device(workload) -> None:
-    """Refuse torch.set_default_device() in a workload's file: it would also move the core's own small tensors.
-
-    Raises WorkloadError.
-    """
+    """Raises WorkloadError for torch.set_default_device() in a workload's file: it would also move the core's small tensors."""
     import torch
 
     try:
@@ -234,12 +210,12 @@ def refuse_other_default_device(workload) -> None:
         raise workload.unusable(f"torch's default device is {kind}: take set_default_device out, pass --device")
 
 
-def looked_up(argv: list[str], *names: str) -> argparse.Namespace:
-    """Only these flags of the command line, as texts; None for a flag that is absent. Raises UsageError."""
-    flags = Parser(add_help=False, allow_abbrev=False)
+def looked_up(argv: list[str], *names: str) -> dict[str, str]:
+    """Those of these flags that the command line has, as texts. Raises UsageError."""
+    flags = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name in names:
         flags.add_argument(f"--{name.replace('_', '-')}")
-    return flags.parse_known_args(argv)[0]
+    return vars(flags.parse_known_args(argv)[0])
 
 
 def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) -> TrainConfig:
@@ -264,8 +240,7 @@ def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) 
     _refuse_sharding(values)
     values["lr"] *= world_size if values.pop("scale_lr") else 1
     values["workload"] = workload.name
-    passed = vars(looked_up(argv, *OF_THE_OPTIMIZER))
-    values["passed"] = tuple(name for name in passed if passed[name] is not None)
+    values["passed"] = tuple(looked_up(argv, *OF_THE_OPTIMIZER))
     new = values.pop("new_run_dir")
     values["new_run_dir"] = bool(new and not values["run_dir"])
     values["run_dir"] = values["run_dir"] or new or f"runs/{workload.name}"
@@ -286,14 +261,9 @@ def _global_batch_size(global_batch_size: int, per_rank: int | None, accumulate:
     if global_batch_size % parts:
         below = global_batch_size // parts * parts
         fits = [str(size) for size in (below, below + parts) if size]
-        worlds = [
-            str(size) for size in range(1, min(global_batch_size, 4096) + 1) if global_batch_size % (size * accumulate) == 0
-        ]
-        raise UsageError(
-            f"--global-batch-size {global_batch_size} does not divide by "
-            f"{f'{world_size} ranks x ' if world_size > 1 else ''}--accumulate {accumulate}: take {' or '.join(fits)}"
-            + (f", or one of {', '.join(worlds)} ranks" if worlds else "")
-        )
+        ranks = f"{world_size} ranks x " if world_size > 1 else ""
+        what = f"--global-batch-size {global_batch_size} does not divide by {ranks}--accumulate {accumulate}"
+        raise UsageError(f"{what}: take {' or '.join(fits)}")
     return global_batch_size
 
 
@@ -328,9 +298,6 @@ def _refuse_sharding(flags: dict) -> None:
         raise UsageError(f"--compile is not made for --sharding {sharding}: leave one of them out")
     if flags["offload"] and flags["precision"] == "fp16":
         raise UsageError("--offload keeps gradients where fp16's scaler does not reach: pass --precision bf16")
-
-
-# ---- the flags ----------------------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
@@ -391,15 +358,11 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, dict[str, b
     def add_own(*names: str, remembered: bool = True, **keywords) -> None:
         if keywords.get("type") is bool:
             raise ValueError(f'{names[0]} has type=bool, which makes True of "False": action="store_true" is for switches')
-        if keywords.get("type") is list:
-            raise ValueError(f'{names[0]} has type=list, which makes letters of a word: nargs="+" is for lists')
         if not names[0].startswith("-"):
             raise ValueError(f"{names[0]} is no flag: call it '--{names[0]}'")
         default = keywords.get("default")
         if type(default) in (int, float) and not {"type", "action"} & keywords.keys():
-            raise ValueError(
-                f"{names[0]} has the default {default} and no type, and would be a text: type={type(default).__name__} (or str)"
-            )
+            raise ValueError(f"{names[0]} has the default {default} and no type: give type={type(default).__name__}, or str")
         action = group.add_argument(*names, **keywords)
         if callable(action.type):
             action.type = _in_one_line(action.type)

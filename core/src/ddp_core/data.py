@@ -24,7 +24,6 @@ import os
 import warnings
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +32,7 @@ from typing import Any
 import torch
 
 from ddp_core.errors import PreflightError, UsageError
-from ddp_core.loading import some
+from ddp_core.loading import form_of, some
 from ddp_core.order import generator_positions, seed_everything, words
 from ddp_core.replicas import BITS
 from ddp_core.snapshot import DTYPE_NAMED, memory
@@ -45,17 +44,11 @@ LOOKED_AT = 2**20  # numbers of a column that are checked for loss by rounding
 COMPARED, COMPARED_ROWS = 2**28, 2**17  # bytes and rows of columns, held-out rows or training rows, that are compared in 0.2 s
 SAMPLED_ROWS = 16  # rows in the fingerprint of data that are read row by row
 SAME_ROWS = "held-out rows are the training rows: what is learned by heart counts as success, and chooses best.safetensors"
-SOME_SAME_ROWS = (
-    "{same} of {count} held-out rows are training rows, too: what is learned by heart counts as success, and chooses "
-    "best.safetensors"
-)
+SOME_SAME_ROWS = "{same} of {count} held-out rows are training rows, too: what is learned by heart counts as success"
 KEPT_ROWS = (
     "{what}row {row} drew random numbers when it was first read, and none when it was read again: __getitem__ keeps what it "
     "has drawn (a dictionary, lru_cache), and each epoch has the same numbers; keep only what comes before them"
 )
-
-
-# ---- rows in tensors ----------------------------------------------------------------------------------------------
 
 
 class Rows:
@@ -96,8 +89,8 @@ class Rows:
         names = []
         for name, column in zip(self.names or map(str, range(len(self.columns))), self.columns, strict=True):
             if column.dtype == torch.float64 != dtype and len(column) > 1:
-                some = column[: max(2, LOOKED_AT // max(1, column[0].numel()))]
-                spread, lost = some.std(0), (some - some.to(dtype)).abs().amax(0)
+                first = column[: max(2, LOOKED_AT // max(1, column[0].numel()))]
+                spread, lost = first.std(0), (first - first.to(dtype)).abs().amax(0)
                 names += [name] if ((spread > 0) & (lost > 1e-3 * spread)).any() else []
         return names
 
@@ -208,10 +201,8 @@ def mapped(path: str | Path, dtype: torch.dtype = torch.uint8, name: str = "") -
 
 def original(path: str | Path) -> Path:
     """The source file of a copy in memory (staging.py), for messages; any other path unchanged."""
-    with suppress(OSError):
-        if (link := os.readlink(path)).startswith("/memfd:"):
-            return Path(link.removeprefix("/memfd:").removesuffix(" (deleted)"))
-    return Path(path)
+    link = os.readlink(path) if os.path.islink(path) else ""
+    return Path(link.removeprefix("/memfd:").removesuffix(" (deleted)") if link.startswith("/memfd:") else path)
 
 
 UNMAPPED = "{} cannot be mapped ({}: {})"
@@ -235,28 +226,19 @@ def digest(parts) -> str:
     return total.hexdigest()[:12]
 
 
-# ---- a workload's rows ---------------------------------------------------------------------------------------------
-
-
 def of_workload(workload: Workload, config) -> tuple[Any, Any]:
     """(training rows, held-out rows) of a workload, each in one of the two forms. Raises a Failure that names its file."""
     workload.core_sets(config=config)
     seed_everything(config.seed)  # which rows are held out may be random
     with blaming(workload, "the data"):
-        returned = workload.data(config)
+        returned: Any = workload.data(config)
         if not isinstance(returned, tuple | list) or len(returned) != 2:
-            raise TypeError(
-                f"data() should return (training rows, held-out rows), and returned {type(returned).__name__}"
-                + (f" of {len(returned)}" if isinstance(returned, tuple | list) else "")
-            )
+            what = f"{type(returned).__name__}: {form_of(returned)}"
+            raise TypeError(f"data() should return (training rows, held-out rows), and returned {what}")
         train, held_out = (_known(rows) for rows in returned)
-        if train is None or not len(train):
-            raise UsageError(f"data() of {workload.name} gave no training row: is the folder or file the right one?")
-        if config.global_batch_size > len(train):
-            raise UsageError(
-                f"--global-batch-size {config.global_batch_size} is more than the {len(train)} training rows of "
-                f"{workload.name}: no step would fill it"
-            )
+        count, size = 0 if train is None else len(train), config.global_batch_size
+        if size > count:
+            raise UsageError(f"--global-batch-size {size} is more than the {count} training rows of {workload.name}")
         if held_out is not None and not len(held_out):
             raise UsageError(f"data() of {workload.name} gave no held-out row: give None where nothing is to be evaluated")
         _refuse_another_form(train, held_out)

@@ -9,6 +9,7 @@ import stat
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
+from functools import cached_property
 from multiprocessing import active_children
 from multiprocessing.queues import Queue
 from typing import Any
@@ -43,8 +44,7 @@ def loaded(rows: Any, config, places, collate: Callable, workers: int, pin: bool
         batches = iter(loader)  # forks the workers
     except OSError as error:
         raise PreflightError(
-            f"--workers {workers}: no process could be started to read rows ({error.strerror}): lower --workers, or raise "
-            f"ulimit -u"
+            f"--workers {workers}: no process could be started to read rows ({error.strerror}): lower it, or raise ulimit -u"
         ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, StopFlag.SIGNALS)
@@ -60,8 +60,7 @@ def loaded(rows: Any, config, places, collate: Callable, workers: int, pin: bool
             ) from error
         if str(error).startswith(("DataLoader worker", "DataLoader timed out")):
             raise PeerLostError(
-                f"a worker that reads rows died or hangs ({first_line(error)}): lower --workers, or see its line, its memory "
-                "and /dev/shm"
+                f"a worker that reads rows died or hangs ({first_line(error)}): lower --workers, or see its memory and /dev/shm"
             ) from error
         raise
     finally:
@@ -87,12 +86,9 @@ class Watched:
 
     def __init__(self, rows: Any):
         self.rows = rows
-        self.files: dict[int, str] | None = None
         self.moved: dict[int, int] = {}  # by file, the first row that moved its position
 
     def __getitem__(self, row: int) -> Any:
-        if self.files is None:  # the first read, in the worker
-            self.files = inherited_files()
         before = {copied: os.lseek(copied, 0, os.SEEK_CUR) for copied in self.files}
         value = self.rows[row]
         for copied, place in before.items():
@@ -104,16 +100,16 @@ class Watched:
                 )
         return value
 
-
-def inherited_files() -> dict[int, str]:
-    """Names of regular files that this process has open for reading, by a copy of the descriptor, which stays open."""
-    copies = {}
-    for number in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # the listing's own descriptor is closed by now
-            of_rows = number > 2 and stat.S_ISREG(os.fstat(number).st_mode)  # below: read-only, so no log
-            if of_rows and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-                copies[os.dup(number)] = os.path.basename(os.readlink(f"/proc/self/fd/{number}"))
-    return copies
+    @cached_property
+    def files(self) -> dict[int, str]:
+        """At the first read, in the worker: names of regular files open for reading, by a copy of their descriptor."""
+        copies = {}
+        for number in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):  # the listing's own descriptor is closed by now
+                of_rows = number > 2 and stat.S_ISREG(os.fstat(number).st_mode)  # below: read-only, so no log
+                if of_rows and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                    copies[os.dup(number)] = os.path.basename(os.readlink(f"/proc/self/fd/{number}"))
+        return copies
 
 
 class WithGenerators:
@@ -166,7 +162,7 @@ def collated(collate: Callable, values: list, numbers: list[int]) -> Any:
     try:
         return collate(values)
     except Exception as error:
-        forms = [_form(value) for value in values]
+        forms = [form_of(value) for value in values]
         usual = max(forms, key=forms.count)
         odd = [place for place, value in enumerate(values) if value is None and "NoneType" in str(error)]
         why = "__getitem__ returned None for row {0}"
@@ -181,14 +177,14 @@ def collated(collate: Callable, values: list, numbers: list[int]) -> Any:
         raise named from error
 
 
-def _form(value: Any) -> str:
+def form_of(value: Any) -> str:
     """The shapes or types in a row, as text."""
     if hasattr(value, "shape"):
         return str([*value.shape])
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {_form(part)}' for name, part in value.items())}}}"
+        return f"{{{', '.join(f'{name}: {form_of(part)}' for name, part in value.items())}}}"
     if isinstance(value, list | tuple):
-        forms = [*map(_form, value)]
+        forms = [*map(form_of, value)]
         alike = len(forms) > 3 and len({*forms}) == 1
         return f"{len(forms)} x {forms[0]}" if alike else f"({', '.join(forms)})"
     return type(value).__name__

@@ -133,7 +133,7 @@ def _train(job: "_Job") -> int:
             if not out_of_memory(error):
                 raise
             failure = job.lacks_memory(error)
-        staging.finish()
+        staging.over = True
         job.record.lap("data")
         try:
             job.ranks = rendezvous.check_in(facts, row, failure) or [row]
@@ -195,9 +195,8 @@ class _Job:
         config, first = self.config, self.rank.restart == 0
         self.rows = data.of_workload(self.workload, config)
         if is_initialized():
-            raise WorkloadError(
-                "the workload's file has called init_process_group: take it out, for train.py does; its ranks can speak from "
-                "model() on"
+            raise self.workload.unusable(
+                "its file has called init_process_group: take it out, for train.py does before model()"
             )
         lengths = [0 if rows is None else len(rows) for rows in self.rows]
         self.fingerprint, self.other_rows, self.notes_on_data = data.fingerprint(*self.rows, self.workload, config)
@@ -254,10 +253,8 @@ class _Job:
             fix += ", or pass --sharding full"
         if isinstance(error, OutOfMemoryError):
             return PeerLostError(f"out of memory on {self.device} {self.when}: {fix}")
-        where = f"rank {self.rank.rank} on {os.uname().nodename}, in the host's own memory"
-        return PeerLostError(
-            f"out of memory, {where}, {self.when}: {fix}; or ask for more memory, or put fewer ranks on a node"
-        )
+        where = f"rank {self.rank.rank} on {os.uname().nodename}, in the host's own memory, {self.when}"
+        return PeerLostError(f"out of memory, {where}: {fix}; or ask for more memory, or put fewer ranks on a node")
 
     @property
     def when(self) -> str:
@@ -281,22 +278,17 @@ class _Job:
             time.sleep(LAG / 20)
         blind = peers.which(not seen)
         self.trainer.rank_0_writes = bool(blind)
-        return [
-            f"--run-dir {self.config.run_dir} is not seen by rank {rank} on {self.ranks[rank]['host']}: is it on a "
-            f"node's own disk? A job that comes back on another node begins anew there"
-            for rank in blind[:1]
-            if peers.rank == 0  # only rank 0 knows the hosts
-        ]
+        if not blind or peers.rank:  # only rank 0 knows the hosts
+            return []
+        rank = f"rank {blind[0]} on {self.ranks[blind[0]]['host']}"
+        return [f"--run-dir {self.config.run_dir} is not seen by {rank}: is it on a node's own disk? Another node begins anew"]
 
     def _notes_on_another_file(self, facts: dict) -> list[str]:
         """A note if the workload's file has changed since the previous start of this run."""
         before, digest = self.directory.lines("start"), facts["workload_file"]
         if not before or f'"workload_file":"{digest}"'.encode() in before[-1]:
             return []
-        return [
-            f"{self.workload.file}, or what it imports from beside it, has changed since this run was last started: the steps "
-            f"before were trained with what it said then; --fresh begins anew"
-        ]
+        return [f"{self.workload.file}, or a file that it imports, has changed since the last start; --fresh begins anew"]
 
     def explain(self, error: BaseException, peers) -> BaseException:
         """Turn an exception of the training into a Failure; return it unchanged if it is a bug of ours."""
