@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import ranks
-from ddp_core.config import NOT_FLAGS, TrainConfig, parse
+from ddp_core.config import TrainConfig, parse
 from ddp_core.errors import ExitCode, UsageError, WorkloadError
 from ddp_core.workload import BUILT_IN, find
 from small import Groups, Small
@@ -72,7 +72,7 @@ def config(flags: str, world_size: int = 1) -> TrainConfig:
     return parse(flags.split(), world_size)
 
 
-FIELDS = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in NOT_FLAGS]
+FIELDS = [field.name for field in dataclasses.fields(TrainConfig) if field.metadata]
 
 
 @pytest.mark.parametrize("name", [*FIELDS, *OWN])
@@ -163,18 +163,17 @@ def test_a_batch_that_does_not_divide_lists_what_fits():
         config("--global-batch-size 100", 8)
     message = str(caught.value)
     assert "--global-batch-size 100" in message and "8 ranks" in message
-    assert "96 or 104" in message  # batch sizes for this world size
-    assert "1, 2, 4, 5, 10, 20, 25, 50, 100 ranks" in message  # world sizes for this batch size
+    assert "take 96 or 104" in message
 
 
 def test_a_batch_below_the_world_size_lists_only_what_trains():
-    with pytest.raises(UsageError, match="take 8, or"):
+    with pytest.raises(UsageError, match=r"take 8$"):
         config("--global-batch-size 4", 8)
 
 
 def test_accumulate_counts_in_the_division():
     assert config("--global-batch-size 96 --accumulate 3", 4).accumulate == 3
-    with pytest.raises(UsageError, match=r"--global-batch-size 96.*4 ranks.*--accumulate 5.*take 80 or 100"):
+    with pytest.raises(UsageError, match=r"--global-batch-size 96.*4 ranks.*--accumulate 5: take 80 or 100$"):
         config("--global-batch-size 96 --accumulate 5", 4)
     with pytest.raises(UsageError, match=r"--per-rank-batch-size 10.*--accumulate 3"):
         config("--per-rank-batch-size 10 --accumulate 3", 2)

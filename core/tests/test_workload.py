@@ -291,12 +291,15 @@ DATA = {
         "def data(self, config):\n    return table(), table(0)",
         "gave no held-out row: give None where nothing is to be evaluated",
     ),
-    "no training rows": ("def data(self, config):\n    return None, table()", r"data\(\) of mine gave no training row"),
+    "no training rows": (
+        "def data(self, config):\n    return None, table()",
+        "--global-batch-size 16 is more than the 0 training rows of mine",
+    ),
     "an empty folder": (
         "def data(self, config):\n    return (torch.empty(0, 4),), None",
-        r"data\(\) of mine gave no training row",
+        "--global-batch-size 16 is more than the 0 training rows of mine",
     ),
-    "four entries": ("def data(self, config):\n    return 1, 2, 3, 4", r"held-out rows\), and returned tuple of 4"),
+    "four entries": ("def data(self, config):\n    return 1, 2, 3, 4", r"held-out rows\), and returned tuple: 4 x int"),
     "too few rows": (
         "def data(self, config):\n    return table(15), None",
         "--global-batch-size 16 is more than the 15 training rows",

@@ -4,6 +4,7 @@ and run from here.
 
 import os
 import sys
+from importlib.machinery import PathFinder
 
 
 def _refuse_namesakes(folder: str) -> None:
@@ -11,17 +12,14 @@ def _refuse_namesakes(folder: str) -> None:
     misleading traceback.
     """
     try:
-        entries = sorted(os.listdir(folder or "."))
+        names = {entry.removesuffix(".py") for entry in os.listdir(folder or ".")}
     except OSError:  # with python -P, sys.path[0] is a zip archive
         return
-    for entry in entries:
-        name, path = entry.removesuffix(".py"), os.path.join(folder, entry)
-        if name not in sys.stdlib_module_names or name in sys.builtin_module_names:
-            continue
-        hides = os.path.isfile(path if entry.endswith(".py") else os.path.join(path, "__init__.py"))
-        taken = getattr(sys.modules.get(name), "__file__", None)  # a module imported before the script began stays
-        if hides and (taken is None or os.path.abspath(taken).startswith(os.path.abspath(path))):
-            print(f"error: {path} hides Python's own module {name}: rename it", file=sys.stderr)
+    for name in sorted(names & (sys.stdlib_module_names - {*sys.builtin_module_names})):
+        beside = PathFinder.find_spec(name, [folder or "."])
+        imported = getattr(sys.modules.get(name), "__file__", None)  # a module imported before the script began stays
+        if beside and beside.origin and imported in (None, beside.origin):
+            print(f"error: {beside.origin} hides Python's own module {name}: rename it", file=sys.stderr)
             raise SystemExit(2)
 
 

@@ -1,4 +1,4 @@
-"""TrainConfig: the training choices, and the flags that set them.
+"""TrainConfig: the training choices, each declared once with its flag.
 
 Job geometry (nodes, ranks, devices) is in the batch script, process identity in the environment; neither is here.
 A workload's file holds its defaults and its own flags: `config.width` is the value of its flag --width.
@@ -9,69 +9,121 @@ import difflib
 import json
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ddp_core.errors import UsageError
 
 SHARDS = 8  # default of --shards: fits 1, 2, 4 and 8 ranks
 
 
+def number(kind, low, high, above=False):
+    """An argparse type: a number from `low` (or above it) to `high`; any other text is a one-line error."""
+
+    def convert(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or "_" in text or not text.isascii() or not low <= value <= high or (above and value == low):
+            noun = "whole number" if kind is int else "number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {noun} {'above' if above else 'from'} {low} to {high:g}")
+        return value
+
+    return convert
+
+
+def size_in_bytes(text: str) -> int:
+    """An argparse type: 2GB, 500MB, or a number of bytes. Returns bytes; units are powers of 1000."""
+    match = re.fullmatch(r"(\d{1,15})(KB|MB|GB|TB|)", text.upper(), re.ASCII)
+    if not match or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 2GB, 500MB or 4096 (bytes)")
+    return int(match[1]) * 1000 ** ["", "KB", "MB", "GB", "TB"].index(match[2])
+
+
+def _flag(default: Any, text: str, **keywords: Any) -> Any:
+    """A field that a flag of its name sets: the default, the help, and more arguments of argparse's add_argument."""
+    return field(metadata=dict(default=default, help=text, **keywords))
+
+
+_count, _size = (partial(_flag, type=number(int, low, 2**53), metavar="N") for low in (0, 1))
+_positive = partial(_flag, type=number(float, 0, 1e9, above=True), metavar="X")
+_share = partial(_flag, type=number(float, 0, 1e9), metavar="X")
+_seconds = partial(_flag, type=number(float, 0, 1e7, above=True), metavar="S")
+_switch = partial(_flag, False, action="store_true")
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Every training choice of a run, resolved: no None is left for the trainer to interpret."""
 
-    # What is trained.
-    workload: str
-    epochs: int
-    steps_per_epoch: int  # 0: as many full global batches as the training rows give
-    global_batch_size: int  # rows a step, over all ranks
-    accumulate: int  # micro-batches in one rank's share of a step
-    shards: int  # with --reduction canonical: micro-batches of a step over all ranks; else 0
-    seed: int
-
-    # How its parameters are updated.
-    optimizer: str
-    lr: float  # after --scale-lr
-    momentum: float
-    weight_decay: float
-    lr_schedule: str
-    warmup_steps: int
-    clip_norm: float  # 0: not clipped
-
-    # What computes it, and how ranks meet and rows are read.
-    device: str
-    backend: str
-    precision: str
-    reduction: str
-    sharding: str
-    checkpoint_activations: bool
-    offload: bool
-    deterministic: bool
-    compile: bool
-    workers: int  # processes per rank that read rows; 0: the rank itself reads
-    row_seeds: str
-    stage_data: str
-    rendezvous_timeout: float  # seconds
-    timeout: float  # seconds
-
-    # What is saved and reported.
-    run_dir: str
-    new_run_dir: bool  # the run directory belongs to one job: refuse it if another job left a run there
-    fresh: bool
-    save_every: int  # epochs
-    save_minutes: float
-    save_steps: int
-    max_shard_size: int  # bytes of a snapshot's tensors in one file
-    grace: float  # seconds; 0: not known
-    eval_every: int  # epochs
-    log_every: int  # steps
-    log_seconds: float
-    profile: int  # steps; 0: none
-    debug: bool
-
     own: dict  # the workload's own flags
     remembered: tuple[str, ...]  # the choices that determine the losses
+
+    # What is trained.
+    workload: str = _flag(None, "digits, regression, mnist, gpt, or a file of yours (default: digits)", metavar="NAME|FILE")
+    epochs: int = _size(10, "epochs in all, counted from the start of the run")
+    steps_per_epoch: int = _count(0, "steps an epoch (default: as many as the rows fill)")
+    global_batch_size: int = _size(None, "rows a step, over all ranks")
+    accumulate: int = _size(1, "micro-batches a step, to save memory (default: 1)")  # in one rank's share of it
+    seed: int = _count(0, "of initial parameters, order, augmentation, dropout (default: 0)")
+
+    # How its parameters are updated.
+    optimizer: str = _flag("sgd", "SGD with momentum, or AdamW", choices=["sgd", "adamw"])
+    lr: float = _positive(0.01, "learning rate")  # the field's value: after --scale-lr
+    momentum: float = _share(0.9, "of SGD; AdamW's beta1 (beta2: 0.95)")
+    weight_decay: float = _share(0.0, "L2 with sgd, decoupled with adamw (default: 0)")
+    lr_schedule: str = _flag("constant", "cosine: to 0 at the end (default: constant)", choices=["constant", "cosine"])
+    warmup_steps: int = _count(0, "the learning rate rises linearly over them (default: 0)")
+    clip_norm: float = _share(0.0, "scale gradients down to this norm (default: 0, not clipped)")
+
+    # What computes it, and how ranks meet and rows are read.
+    device: str = _flag("auto", "auto: the accelerator if one is visible", choices=["auto", "cpu", "cuda", "xpu"])
+    backend: str = _flag("auto", "auto: the one for the device", choices=["auto", "gloo", "nccl", "xccl"])
+    precision: str = _flag("fp32", "of arithmetic (default: fp32)", choices=["fp64", "fp32", "tf32", "bf16", "fp16"])
+    reduction: str = _flag(
+        "ddp",
+        "of gradients. ddp: DistributedDataParallel; flat: in one piece after backward; canonical: in --shards, for the "
+        "same bits at every world size (deterministic, one thread a rank on the CPU; slower) (default: ddp)",
+        choices=["ddp", "flat", "canonical"],
+    )
+    sharding: str = _flag(
+        "none",
+        "full: a rank keeps a part of the model; hybrid: within a node (default: none)",
+        choices=["none", "full", "hybrid"],
+    )
+    checkpoint_activations: bool = _switch("keep no outputs within the model's layers: less memory, slower")
+    offload: bool = _switch("with --sharding: parameters and optimizer on the CPU between uses")
+    # The field's value is 0 without --reduction canonical.
+    shards: int = _size(None, f"with canonical: parts of a step, ranks x a power of two (default: {SHARDS})")
+    deterministic: bool = _switch("only kernels that repeat bit for bit, on an accelerator")
+    compile: bool = _switch("torch.compile; measured slower on CPU for these models")
+    workers: int = _count(0, "processes a rank for data that are read row by row (default: 0)")
+    row_seeds: str = _flag("on", "seed generators for each such row (default: on)", choices=["on", "off"])
+    stage_data: str = _flag("on", "read each data file once a node, if memory has room (default: on)", choices=["on", "off"])
+    rendezvous_timeout: float = _seconds(120.0, "seconds for all ranks to meet (default: 120)")
+    timeout: float = _seconds(600.0, "seconds for one collective (default: 600)")
+
+    # What is saved and reported.
+    run_dir: str = _flag(None, "snapshots and run.jsonl; what is there is resumed (default: runs/WORKLOAD)", metavar="DIR")
+    # The field's value: whether the run directory belongs to one job.
+    new_run_dir: bool = _flag(None, "of job scripts: the same, but refused if another job has left a run there", metavar="DIR")
+    fresh: bool = _switch("start again; the run that is there is moved to DIR/old-N")
+    save_every: int = _size(1, "epochs between snapshots (default: 1)")
+    save_minutes: float = _share(10.0, "also save every M minutes (default: 10; 0: never)", metavar="M")
+    save_steps: int = _count(0, "also save every N steps (default: 0, never)")
+    max_shard_size: int = _flag(
+        2 * 10**9, "a larger snapshot is a set of such files and an index (default: 2GB)", type=size_in_bytes, metavar="SIZE"
+    )
+    grace: float = _share(0.0, "seconds from signal to kill: notes slower saves (default: 0)", metavar="S")
+    eval_every: int = _size(1, "epochs between evaluations (default: 1)")
+    log_every: int = _size(10, "steps between records of the loss (default: 10)")
+    log_seconds: float = _share(30.0, "seconds between lines of progress (default: 30; 0: none)", metavar="S")
+    profile: int = _size(0, "trace N steps (10) of rank 0: DIR/trace.json.gz, for ui.perfetto.dev", nargs="?", const=10)
+    debug: bool = _switch("tracebacks and C++ messages along with the one-line errors")
+
     passed: tuple[str, ...] = ()  # flags of OF_THE_OPTIMIZER that the command line gives
 
     def __getattr__(self, name: str):
@@ -90,7 +142,7 @@ class TrainConfig:
 
     def facts(self) -> dict:
         """All choices as numbers and texts, for the start record and for the ranks to compare."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in NOT_FLAGS}
+        plain = {choice.name: getattr(self, choice.name) for choice in fields(self) if choice.metadata}
         for name, value in self.own.items():
             plain[name] = _comparable(value) if isinstance(value, str | int | float | None) else _in_words(value)
         return plain
@@ -128,8 +180,9 @@ def _refuse_unknown_kinds(own: dict, workload) -> None:
 REMEMBERED: tuple[str, ...] = ("workload", "steps_per_epoch", "global_batch_size", "optimizer", "lr", "momentum")
 REMEMBERED += ("weight_decay", "lr_schedule", "warmup_steps", "clip_norm", "row_seeds", "precision", "seed")
 
-NOT_FLAGS = ("own", "remembered", "passed")  # fields of TrainConfig that are not flags
 OF_THE_OPTIMIZER = ("optimizer", "momentum", "weight_decay")  # no effect if a workload's optimizer() does not read them
+
+GROUPS = dict(workload="problem", optimizer="optimizer", device="machine", run_dir="run")  # of --help, by their first flag
 
 # Flags for which a workload cannot set a default: find_run.py must find the run from the command line alone.
 COMMAND_LINE_ONLY = ("help", "workload", "run_dir", "new_run_dir", "fresh")
@@ -139,17 +192,13 @@ def choose(argv: list[str], default: str | type = "digits"):
     """The workload that --workload names; without the flag, `default` (a name, file or class). Raises WorkloadError."""
     from ddp_core.workload import find
 
-    named = looked_up(argv, "workload").workload
-    workload = find(default if named is None else named)
+    workload = find(looked_up(argv, "workload").get("workload", default))
     refuse_other_default_device(workload)
     return workload
 
 
 def refuse_other_default_device(workload) -> None:
-    """Refuse torch.set_default_device() in a workload's file: it would also move the core's own small tensors.
-
-    Raises WorkloadError.
-    """
+    """Raises WorkloadError for torch.set_default_device() in a workload's file: it would also move the core's small tensors."""
     import torch
 
     try:
@@ -161,12 +210,12 @@ def refuse_other_default_device(workload) -> None:
         raise workload.unusable(f"torch's default device is {kind}: take set_default_device out, pass --device")
 
 
-def looked_up(argv: list[str], *names: str) -> argparse.Namespace:
-    """Only these flags of the command line, as texts; None for a flag that is absent. Raises UsageError."""
-    flags = Parser(add_help=False, allow_abbrev=False)
+def looked_up(argv: list[str], *names: str) -> dict[str, str]:
+    """Those of these flags that the command line has, as texts. Raises UsageError."""
+    flags = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name in names:
         flags.add_argument(f"--{name.replace('_', '-')}")
-    return flags.parse_known_args(argv)[0]
+    return vars(flags.parse_known_args(argv)[0])
 
 
 def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) -> TrainConfig:
@@ -175,14 +224,14 @@ def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) 
     quiet: print no help (every rank but 0). workload: the one that choose() returned.
     """
     workload = workload or choose(argv)
-    parser, names, forgotten = _parser(workload, quiet)
+    parser, own_flags = _parser(workload, quiet)
     values = vars(parser.parse_args(argv))
     if unknown := sorted(workload.defaults.keys() - values.keys()):
         raise workload.unusable(f"its defaults name {', '.join(unknown)}, and there is no such flag")
     if not (values["global_batch_size"] or values["per_rank_batch_size"]):
         values["global_batch_size"] = workload.defaults.get("global_batch_size", 96)
         values["per_rank_batch_size"] = workload.defaults.get("per_rank_batch_size")
-    own = {name: values.pop(name) for name in names}
+    own = {name: values.pop(name) for name in own_flags}
     per_rank = values.pop("per_rank_batch_size")
     values["global_batch_size"] = _global_batch_size(values["global_batch_size"], per_rank, values["accumulate"], world_size)
     values["shards"] = _shards(values, world_size)
@@ -191,13 +240,12 @@ def parse(argv: list[str], world_size: int, quiet: bool = False, workload=None) 
     _refuse_sharding(values)
     values["lr"] *= world_size if values.pop("scale_lr") else 1
     values["workload"] = workload.name
-    passed = vars(looked_up(argv, *OF_THE_OPTIMIZER))
-    values["passed"] = tuple(name for name in passed if passed[name] is not None)
+    values["passed"] = tuple(looked_up(argv, *OF_THE_OPTIMIZER))
     new = values.pop("new_run_dir")
     values["new_run_dir"] = bool(new and not values["run_dir"])
     values["run_dir"] = values["run_dir"] or new or f"runs/{workload.name}"
-    _refuse_unknown_kinds({name: value for name, value in own.items() if name not in forgotten}, workload)
-    remembered = (*REMEMBERED, *(name for name in own if name not in forgotten))
+    remembered = (*REMEMBERED, *(name for name in own if own_flags[name]))
+    _refuse_unknown_kinds({name: own[name] for name in remembered if name in own}, workload)
     if values["lr_schedule"] == "cosine" or workload.overrides("schedule") or workload.reads("epochs"):
         remembered += ("epochs",)
     return TrainConfig(own=own, remembered=remembered, **values)
@@ -213,14 +261,9 @@ def _global_batch_size(global_batch_size: int, per_rank: int | None, accumulate:
     if global_batch_size % parts:
         below = global_batch_size // parts * parts
         fits = [str(size) for size in (below, below + parts) if size]
-        worlds = [
-            str(size) for size in range(1, min(global_batch_size, 4096) + 1) if global_batch_size % (size * accumulate) == 0
-        ]
-        raise UsageError(
-            f"--global-batch-size {global_batch_size} does not divide by "
-            f"{f'{world_size} ranks x ' if world_size > 1 else ''}--accumulate {accumulate}: take {' or '.join(fits)}"
-            + (f", or one of {', '.join(worlds)} ranks" if worlds else "")
-        )
+        ranks = f"{world_size} ranks x " if world_size > 1 else ""
+        what = f"--global-batch-size {global_batch_size} does not divide by {ranks}--accumulate {accumulate}"
+        raise UsageError(f"{what}: take {' or '.join(fits)}")
     return global_batch_size
 
 
@@ -257,31 +300,12 @@ def _refuse_sharding(flags: dict) -> None:
         raise UsageError("--offload keeps gradients where fp16's scaler does not reach: pass --precision bf16")
 
 
-# ---- the flags ----------------------------------------------------------------------------------------------------
-
-
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         unknown = [word.partition("=")[0] for word in message.partition("unrecognized arguments: ")[2].split()][:1]
         close = [near for word in unknown for near in difflib.get_close_matches(word, self._option_string_actions, 1, 0.7)]
         hints = [*close[:1], *(f"--workload {word}" for word in unknown if word.endswith(".py"))]
         raise UsageError(f"{message} ({f'is it {hints[0]}? ' if hints else ''}train.py --help lists the flags)")
-
-
-def number(kind, low, high, above=False):
-    """An argparse type: a number from `low` (or above it) to `high`; any other text is a one-line error."""
-
-    def convert(text: str):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or "_" in text or not text.isascii() or not low <= value <= high or (above and value == low):
-            noun = "whole number" if kind is int else "number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {noun} {'above' if above else 'from'} {low} to {high:g}")
-        return value
-
-    return convert
 
 
 def _in_one_line(kind):
@@ -299,16 +323,8 @@ def _in_one_line(kind):
     return convert
 
 
-def size_in_bytes(text: str) -> int:
-    """An argparse type: 2GB, 500MB, or a number of bytes. Returns bytes; units are powers of 1000."""
-    match = re.fullmatch(r"(\d{1,15})(KB|MB|GB|TB|)", text.upper(), re.ASCII)
-    if not match or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 2GB, 500MB or 4096 (bytes)")
-    return int(match[1]) * 1000 ** ["", "KB", "MB", "GB", "TB"].index(match[2])
-
-
-def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], set[str]]:
-    """Returns the parser, the names of the workload's own flags, and the subset that a snapshot does not remember."""
+def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, dict[str, bool]]:
+    """Returns the parser, and the names of the workload's own flags, each with whether a snapshot remembers it."""
     parser = Parser(
         prog="train.py",
         description="Train one workload on all ranks of this job; what is in the run directory is resumed.",
@@ -318,80 +334,15 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
     )
     if quiet:
         parser.print_help = lambda file=None: None  # type: ignore[method-assign]
-    count, size = number(int, 0, 2**53), number(int, 1, 2**53)
-    positive, seconds, share = number(float, 0, 1e9, above=True), number(float, 0, 1e7, above=True), number(float, 0, 1e9)
-
-    add = parser.add_argument_group("problem").add_argument
-    add("--workload", metavar="NAME|FILE", help="digits, regression, mnist, gpt, or a file of yours (default: digits)")
-    add("--epochs", type=size, default=10, metavar="N", help="epochs in all, counted from the start of the run")
-    add("--steps-per-epoch", type=count, default=0, metavar="N", help="steps an epoch (default: as many as the rows fill)")
     batch = parser.add_mutually_exclusive_group()
-    batch.add_argument("--global-batch-size", type=size, metavar="N", help="rows a step, over all ranks")
-    batch.add_argument("--per-rank-batch-size", type=size, metavar="N", help="rows a step on each rank")
-    add("--accumulate", type=size, default=1, metavar="N", help="micro-batches a step, to save memory (default: 1)")
-    add("--seed", type=count, default=0, metavar="N", help="of initial parameters, order, augmentation, dropout (default: 0)")
-
-    add = parser.add_argument_group("optimizer").add_argument
-    add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="SGD with momentum, or AdamW")
-    add("--lr", type=positive, default=0.01, metavar="X", help="learning rate")
-    add("--scale-lr", action="store_true", help="multiply --lr by the world size")
-    add("--momentum", type=share, default=0.9, metavar="X", help="of SGD; AdamW's beta1 (beta2: 0.95)")
-    add("--weight-decay", type=share, default=0.0, metavar="X", help="L2 with sgd, decoupled with adamw (default: 0)")
-    add("--lr-schedule", choices=["constant", "cosine"], default="constant", help="cosine: to 0 at the end (default: constant)")
-    add("--warmup-steps", type=count, default=0, metavar="N", help="the learning rate rises linearly over them (default: 0)")
-    add("--clip-norm", type=share, default=0.0, metavar="X", help="scale gradients down to this norm (default: 0, not clipped)")
-
-    add = parser.add_argument_group("machine").add_argument
-    add("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto", help="auto: the accelerator if one is visible")
-    add("--backend", choices=["auto", "gloo", "nccl", "xccl"], default="auto", help="auto: the one for the device")
-    add("--precision", choices=["fp64", "fp32", "tf32", "bf16", "fp16"], default="fp32", help="of arithmetic (default: fp32)")
-    add(
-        "--reduction",
-        choices=["ddp", "flat", "canonical"],
-        default="ddp",
-        help="of gradients. ddp: DistributedDataParallel; flat: in one piece after backward; canonical: in --shards, for the "
-        "same bits at every world size (deterministic, one thread a rank on the CPU; slower) (default: ddp)",
-    )
-    add(
-        "--sharding",
-        choices=["none", "full", "hybrid"],
-        default="none",
-        help="for a model that one device does not hold. full: each rank keeps a part of everything; hybrid: each rank of "
-        "a node does (default: none)",
-    )
-    add("--checkpoint-activations", action="store_true", help="keep no outputs within the model's layers: less memory, slower")
-    add("--offload", action="store_true", help="with --sharding: parameters and optimizer on the CPU between uses")
-    add("--shards", type=size, metavar="N", help=f"with canonical: parts of a step, ranks x a power of two (default: {SHARDS})")
-    add("--deterministic", action="store_true", help="only kernels that repeat bit for bit, on an accelerator")
-    add("--compile", action="store_true", help="torch.compile; measured slower on CPU for these models")
-    add("--workers", type=count, default=0, metavar="N", help="processes a rank for data that are read row by row (default: 0)")
-    add("--row-seeds", choices=["on", "off"], default="on", help="seed generators for each such row (default: on)")
-    add(
-        "--stage-data",
-        choices=["on", "off"],
-        default="on",
-        help="one rank of a node reads each data file, and the others use its copy in memory, if that fits into half of what "
-        "is free (default: on)",
-    )
-    add("--rendezvous-timeout", type=seconds, default=120.0, metavar="S", help="seconds for all ranks to meet (default: 120)")
-    add("--timeout", type=seconds, default=600.0, metavar="S", help="seconds for one collective (default: 600)")
-
-    add = parser.add_argument_group("run").add_argument
-    add("--run-dir", metavar="DIR", help="snapshots and run.jsonl; what is there is resumed (default: runs/WORKLOAD)")
-    add("--new-run-dir", metavar="DIR", help="of job scripts: the same, but refused if another job has left a run there")
-    add("--fresh", action="store_true", help="start again; the run that is there is moved to DIR/old-N")
-    add("--save-every", type=size, default=1, metavar="N", help="epochs between snapshots (default: 1)")
-    add("--save-minutes", type=share, default=10.0, metavar="M", help="also save every M minutes (default: 10; 0: never)")
-    add("--save-steps", type=count, default=0, metavar="N", help="also save every N steps (default: 0, never)")
-    parts = "a snapshot of more than SIZE is a set of such files and an index, as transformers' (default: 2GB)"
-    add("--max-shard-size", type=size_in_bytes, default=2 * 10**9, metavar="SIZE", help=parts)
-    add("--grace", type=share, default=0.0, metavar="S", help="seconds from signal to kill: notes slower saves (default: 0)")
-    add("--eval-every", type=size, default=1, metavar="N", help="epochs between evaluations (default: 1)")
-    add("--log-every", type=size, default=10, metavar="N", help="steps between records of the loss (default: 10)")
-    add("--log-seconds", type=share, default=30.0, metavar="S", help="seconds between lines of progress (default: 30; 0: none)")
-    profile = "trace N steps of rank 0 to DIR/trace.json.gz, for https://ui.perfetto.dev (N: 10; default: none)"
-    add("--profile", type=size, nargs="?", const=10, default=0, metavar="N", help=profile)
-    add("--debug", action="store_true", help="tracebacks and C++ messages along with the one-line errors")
+    for choice in fields(TrainConfig):
+        if choice.name in GROUPS:
+            section = parser.add_argument_group(GROUPS[choice.name])
+        if choice.metadata:
+            group = batch if choice.name == "global_batch_size" else section
+            group.add_argument(f"--{choice.name.replace('_', '-')}", **choice.metadata)
+    batch.add_argument("--per-rank-batch-size", type=number(int, 1, 2**53), metavar="N", help="rows a step on each rank")
+    parser.add_argument("--scale-lr", action="store_true", help="multiply --lr by the world size")
 
     for action in parser._actions:
         if action.dest in workload.defaults:
@@ -401,36 +352,30 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, list[str], 
             if not action.dest.endswith("batch_size"):  # parse() sets these: giving one must drop the default of the other
                 action.default = value
 
-    before, forgotten = {action.dest for action in parser._actions}, set()
+    own: dict[str, bool] = {}
     group = parser.add_argument_group(f"of --workload {workload.name}")
 
     def add_own(*names: str, remembered: bool = True, **keywords) -> None:
         if keywords.get("type") is bool:
             raise ValueError(f'{names[0]} has type=bool, which makes True of "False": action="store_true" is for switches')
-        if keywords.get("type") is list:
-            raise ValueError(f'{names[0]} has type=list, which makes letters of a word: nargs="+" is for lists')
         if not names[0].startswith("-"):
             raise ValueError(f"{names[0]} is no flag: call it '--{names[0]}'")
         default = keywords.get("default")
         if type(default) in (int, float) and not {"type", "action"} & keywords.keys():
-            raise ValueError(
-                f"{names[0]} has the default {default} and no type, and would be a text: type={type(default).__name__} (or str)"
-            )
+            raise ValueError(f"{names[0]} has the default {default} and no type: give type={type(default).__name__}, or str")
         action = group.add_argument(*names, **keywords)
         if callable(action.type):
             action.type = _in_one_line(action.type)
         action.default = workload.defaults.get(action.dest, action.default)
-        if not remembered:
-            forgotten.add(action.dest)
+        own[action.dest] = remembered and own.get(action.dest, True)  # two flags may set one value
 
     try:
         workload.flags(add_own)
     except Exception as error:
         raise workload.unusable(f"its flags() failed: {type(error).__name__}: {error}") from error
-    own = [*dict.fromkeys(action.dest for action in parser._actions if action.dest not in before)]
-    if taken := [name for name in own if hasattr(TrainConfig, name) or name in NOT_FLAGS]:
+    if taken := [name for name in own if hasattr(TrainConfig, name) or name in TrainConfig.__annotations__]:
         raise workload.unusable(f"its flag --{taken[0]} has a name that config has: give it another")
-    return parser, own, forgotten
+    return parser, own
 
 
 def _fitting(workload, action: argparse.Action):

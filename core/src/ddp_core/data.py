@@ -24,7 +24,6 @@ import os
 import warnings
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +32,7 @@ from typing import Any
 import torch
 
 from ddp_core.errors import PreflightError, UsageError
-from ddp_core.loading import some
+from ddp_core.loading import form_of, some
 from ddp_core.order import generator_positions, seed_everything, words
 from ddp_core.replicas import BITS
 from ddp_core.snapshot import DTYPE_NAMED, memory
@@ -45,17 +44,11 @@ LOOKED_AT = 2**20  # numbers of a column that are checked for loss by rounding
 COMPARED, COMPARED_ROWS = 2**28, 2**17  # bytes and rows of columns, held-out rows or training rows, that are compared in 0.2 s
 SAMPLED_ROWS = 16  # rows in the fingerprint of data that are read row by row
 SAME_ROWS = "held-out rows are the training rows: what is learned by heart counts as success, and chooses best.safetensors"
-SOME_SAME_ROWS = (
-    "{same} of {count} held-out rows are training rows, too: what is learned by heart counts as success, and chooses "
-    "best.safetensors"
-)
+SOME_SAME_ROWS = "{same} of {count} held-out rows are training rows, too: what is learned by heart counts as success"
 KEPT_ROWS = (
     "{what}row {row} drew random numbers when it was first read, and none when it was read again: __getitem__ keeps what it "
     "has drawn (a dictionary, lru_cache), and each epoch has the same numbers; keep only what comes before them"
 )
-
-
-# ---- rows in tensors ----------------------------------------------------------------------------------------------
 
 
 class Rows:
@@ -67,7 +60,7 @@ class Rows:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nothing here writes
             self.columns = tuple(torch.as_tensor(column) for column in columns)
-        self.names, self.bare, self.given = tuple(names), bare, fingerprint
+        self.names, self.bare, self.own_fingerprint = tuple(names), bare, fingerprint
         lengths = {len(column) for column in self.columns}
         if len(lengths) != 1:
             each = [f"{names[n] if names else n}: {len(column)}" for n, column in enumerate(self.columns)]
@@ -96,14 +89,14 @@ class Rows:
         names = []
         for name, column in zip(self.names or map(str, range(len(self.columns))), self.columns, strict=True):
             if column.dtype == torch.float64 != dtype and len(column) > 1:
-                some = column[: max(2, LOOKED_AT // max(1, column[0].numel()))]
-                spread, lost = some.std(0), (some - some.to(dtype)).abs().amax(0)
+                first = column[: max(2, LOOKED_AT // max(1, column[0].numel()))]
+                spread, lost = first.std(0), (first - first.to(dtype)).abs().amax(0)
                 names += [name] if ((spread > 0) & (lost > 1e-3 * spread)).any() else []
         return names
 
     @cached_property
     def fingerprint(self) -> str:
-        return self.given or digest(column.contiguous().view(-1).view(torch.uint8) for column in self.columns)
+        return self.own_fingerprint or digest(column.contiguous().view(-1).view(torch.uint8) for column in self.columns)
 
     def with_columns(self, columns) -> "Rows":
         other = copy.copy(self)  # keeps the subclass and its attributes
@@ -118,14 +111,7 @@ class Bytes:
     batched = True
 
     def __init__(self, files: Sequence[Path], width: int, where: object):
-        self.width, self.parts = width, []
-        for path in files:
-            try:
-                with open(path, "rb") as file:
-                    size = file.seek(0, 2)
-                    self.parts.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
-            except OSError as error:
-                raise PreflightError(f"{original(path)}: {error.strerror}") from error
+        self.width, self.parts = width, [contents(path) for path in files]
         self.starts = [0, *itertools.accumulate(len(part) + 1 for part in self.parts)]
         self.total = max(0, self.starts[-1] - 1)
         if len(self) < HELD_OUT:
@@ -135,25 +121,21 @@ class Bytes:
         return self.total // self.width
 
     def __getitem__(self, index: torch.Tensor) -> torch.Tensor:
-        text = b"".join(self.read(row * self.width, self.width) for row in index.tolist())
-        return torch.frombuffer(bytearray(text), dtype=torch.uint8).view(len(index), self.width)
+        return torch.stack([self.read(row * self.width, self.width) for row in index.tolist()])
 
-    def read(self, start: int, count: int) -> bytes:
+    def read(self, start: int, count: int) -> torch.Tensor:
         number = bisect_right(self.starts, start) - 1
         place = start - self.starts[number]
-        text = self.parts[number][place : place + count]  # one slice only: each slice of a map copies
+        text = self.parts[number][place : place + count]
         while len(text) < count and number + 1 < len(self.parts):
             number += 1
-            text += b"\n" + self.parts[number][: count - len(text) - 1]
+            text = torch.cat([text, LINE_FEED, self.parts[number][: count - len(text) - 1]])
         return text[:count]
 
     @cached_property
     def fingerprint(self) -> str:
-        feed = torch.frombuffer(bytearray(b"\n"), dtype=torch.uint8)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            parts = [torch.frombuffer(part, dtype=torch.uint8) if len(part) else feed[:0] for part in self.parts]
-        return digest(piece for number, part in enumerate(parts) for piece in ((feed, part) if number else (part,)))
+        first, *others = self.parts
+        return digest([first, *(piece for part in others for piece in (LINE_FEED, part))])
 
 
 class Every:
@@ -182,45 +164,49 @@ def split(rows: Rows | Bytes) -> tuple[Any, Any]:
     return training, rest
 
 
-def mapped(path: str | Path, dtype: torch.dtype = torch.uint8, name: str = "") -> torch.Tensor:
-    """A tensor that stays in its file: .npy, one of .safetensors (name), or raw numbers of `dtype`. Raises PreflightError."""
-    path, source = Path(path), original(path)
-    shape, start = (-1,), 0
+def contents(path: str | Path) -> torch.Tensor:
+    """[bytes] uint8: a file that stays where it is. Raises PreflightError. A write changes this process's copy only."""
     try:
         with open(path, "rb") as file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            if size:
-                # A write changes this process's copy only. Without NORESERVE, Linux would reserve memory for the whole file.
-                pages = mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
-            if source.suffix == ".npy":
-                head = file.read(12)
-                long = head[6] > 1
-                start = (12 if long else 10) + int.from_bytes(head[8 : 12 if long else 10], "little")
-                file.seek(12 if long else 10)
-                header = ast.literal_eval(file.read(start - file.tell()).decode("latin1"))
-                if header["fortran_order"]:
-                    raise ValueError("it is in Fortran's order")
-                shape, dtype = header["shape"], NUMPY[header["descr"]]
-            elif source.suffix == ".safetensors":
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length))[name]
-                shape, dtype, start = header["shape"], SAFETENSORS[header["dtype"]], 8 + length + header["data_offsets"][0]
-    except (OSError, ValueError, KeyError, SyntaxError, IndexError) as error:
-        raise PreflightError(f"{source} cannot be mapped ({type(error).__name__}: {error})") from error
-    content = torch.frombuffer(pages, dtype=torch.uint8)[start:] if size else torch.empty(0, dtype=torch.uint8)
-    count = math.prod(shape) * dtype.itemsize if shape != (-1,) else len(content) // dtype.itemsize * dtype.itemsize
-    return content[:count].view(dtype).view(*shape)
+            if not (size := file.seek(0, 2)):
+                return torch.empty(0, dtype=torch.uint8)
+            # Without NORESERVE, Linux would reserve memory for the whole file.
+            pages = mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise PreflightError(UNMAPPED.format(original(path), type(error).__name__, error)) from error
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def mapped(path: str | Path, dtype: torch.dtype = torch.uint8, name: str = "") -> torch.Tensor:
+    """A tensor that stays in its file: .npy, one of .safetensors (name), or raw numbers of `dtype`. Raises PreflightError."""
+    content, source, start = contents(path), original(path), 0
+    raw: Any = memory(content)
+    shape = [len(content) // dtype.itemsize]
+    try:
+        if source.suffix == ".npy":
+            begin = 12 if content[6] > 1 else 10
+            start = begin + int.from_bytes(raw[8:begin], "little")
+            header = ast.literal_eval(raw[begin:start].decode("latin1"))
+            if header["fortran_order"]:
+                raise ValueError("it is in Fortran's order")
+            shape, dtype = header["shape"], NUMPY[header["descr"]]
+        elif source.suffix == ".safetensors":
+            start = 8 + int.from_bytes(raw[:8], "little")
+            header = json.loads(raw[8:start])[name]
+            shape, dtype, start = header["shape"], SAFETENSORS[header["dtype"]], start + header["data_offsets"][0]
+    except (ValueError, KeyError, SyntaxError, IndexError) as error:
+        raise PreflightError(UNMAPPED.format(source, type(error).__name__, error)) from error
+    return content[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
 
 def original(path: str | Path) -> Path:
     """The source file of a copy in memory (staging.py), for messages; any other path unchanged."""
-    with suppress(OSError):
-        if (link := os.readlink(path)).startswith("/memfd:"):
-            return Path(link.removeprefix("/memfd:").removesuffix(" (deleted)"))
-    return Path(path)
+    link = os.readlink(path) if os.path.islink(path) else ""
+    return Path(link.removeprefix("/memfd:").removesuffix(" (deleted)") if link.startswith("/memfd:") else path)
 
 
+UNMAPPED = "{} cannot be mapped ({}: {})"
+LINE_FEED = torch.tensor([10], dtype=torch.uint8)
 NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
 NUMPY = {"|u1": torch.uint8, "|i1": torch.int8, "|b1": torch.bool, "<u2": torch.uint16, "<i2": torch.int16}
 NUMPY |= {"<i4": torch.int32, "<i8": torch.int64, "<f2": torch.float16, "<f4": torch.float32, "<f8": torch.float64}
@@ -240,28 +226,19 @@ def digest(parts) -> str:
     return total.hexdigest()[:12]
 
 
-# ---- a workload's rows ---------------------------------------------------------------------------------------------
-
-
 def of_workload(workload: Workload, config) -> tuple[Any, Any]:
     """(training rows, held-out rows) of a workload, each in one of the two forms. Raises a Failure that names its file."""
     workload.core_sets(config=config)
     seed_everything(config.seed)  # which rows are held out may be random
     with blaming(workload, "the data"):
-        returned = workload.data(config)
+        returned: Any = workload.data(config)
         if not isinstance(returned, tuple | list) or len(returned) != 2:
-            raise TypeError(
-                f"data() should return (training rows, held-out rows), and returned {type(returned).__name__}"
-                + (f" of {len(returned)}" if isinstance(returned, tuple | list) else "")
-            )
+            what = f"{type(returned).__name__}: {form_of(returned)}"
+            raise TypeError(f"data() should return (training rows, held-out rows), and returned {what}")
         train, held_out = (_known(rows) for rows in returned)
-        if train is None or not len(train):
-            raise UsageError(f"data() of {workload.name} gave no training row: is the folder or file the right one?")
-        if config.global_batch_size > len(train):
-            raise UsageError(
-                f"--global-batch-size {config.global_batch_size} is more than the {len(train)} training rows of "
-                f"{workload.name}: no step would fill it"
-            )
+        count, size = 0 if train is None else len(train), config.global_batch_size
+        if size > count:
+            raise UsageError(f"--global-batch-size {size} is more than the {count} training rows of {workload.name}")
         if held_out is not None and not len(held_out):
             raise UsageError(f"data() of {workload.name} gave no held-out row: give None where nothing is to be evaluated")
         _refuse_another_form(train, held_out)
@@ -297,10 +274,6 @@ def _known(rows: Any) -> Any:
         return Rows(*rows)
     if type(rows).__name__ == "TensorDataset":
         return Rows(*rows.tensors)
-    tensors = rows if isinstance(rows, list) and all(isinstance(each, torch.Tensor) and each.ndim for each in rows) else []
-    lengths = {len(each) for each in tensors}
-    if len(lengths) == 1 < len({(each.dtype, each.shape) for each in tensors}) and len(tensors) < lengths.pop():
-        raise TypeError(f"a list of {len(tensors)} tensors is as many rows, and these are columns: give a tuple of them")
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         raise TypeError(f"rows need a length and an index, and {type(rows).__name__} has not both (streams are not supported)")
     return rows
@@ -318,7 +291,7 @@ def fingerprint(train: Any, held_out: Any, workload: Workload, config) -> tuple[
         ]
     others = [f"{what}row {row}" for what, _, changed, _ in read for row in changed]
     parts = [part for _, part, *_ in read]
-    by_content = not (train.given if isinstance(train, Rows) else hasattr(train, "fingerprint"))
+    by_content = not (train.own_fingerprint if isinstance(train, Rows) else hasattr(train, "fingerprint"))
     same = held_out is not None and by_content and len(train) == len(held_out) and parts[0] == parts[1]
     notes = [KEPT_ROWS.format(what=what, row=kept[0]) for what, *_, kept in read if kept][:1]
     notes += [SAME_ROWS] if same else _notes_on_same_rows(train, held_out) if by_content else []
@@ -363,16 +336,13 @@ def _fingerprint(rows: Any, config) -> tuple[str, list[int], list[int]]:
         return str(named), [], []
     sampled = sorted({count * number // SAMPLED_ROWS for number in range(SAMPLED_ROWS)})
     again = sampled if config.row_seeds == "on" else []
-
-    def made(read: list[tuple[str, str, bool]]) -> tuple[str, list[int], list[int]]:
-        first, second = read[: len(sampled)], read[len(sampled) :]
-        pairs = [*zip(again, first, second, strict=False)]
-        changed = [row for row, (_, once, _), (_, twice, _) in pairs if once != twice]
-        kept = [row for row, (*_, drew), (*_, draws) in pairs if drew and not draws]
-        # One row alone may have made something that all need, such as a table.
-        return first[-1][0][:12], changed, kept if len(kept) > 1 else []
-
-    return some(_Hashed(rows), config, [(0, row) for row in [*sampled, *again]], made)
+    read = some(_Hashed(rows), config, [(0, row) for row in [*sampled, *again]], list)
+    first, second = read[: len(sampled)], read[len(sampled) :]
+    pairs = [*zip(again, first, second, strict=False)]
+    changed = [row for row, (_, once, _), (_, twice, _) in pairs if once != twice]
+    kept = [row for row, (*_, drew), (*_, draws) in pairs if drew and not draws]
+    # One row alone may have made something that all need, such as a table.
+    return first[-1][0][:12], changed, kept if len(kept) > 1 else []
 
 
 class _Hashed:
@@ -416,15 +386,10 @@ def _entries(value: Any) -> Sequence | None:
         return value
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
-    if not isinstance(value, Mapping):
-        value = _attributes(value)
-    return value and [entry for pair in sorted(value.items(), key=lambda pair: str(pair[0])) for entry in pair]
-
-
-def _attributes(value: Any) -> dict | None:
-    """The attributes of an object of a user's class, such as a graph; None if it has none."""
     if isinstance(value, type):
         return None
-    if is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
-    return getattr(value, "__dict__", None) or None
+    if is_dataclass(value) and not isinstance(value, Mapping):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif not isinstance(value, Mapping):  # an object of a user's class, such as a graph
+        value = getattr(value, "__dict__", None) or None
+    return value and [entry for pair in sorted(value.items(), key=lambda pair: str(pair[0])) for entry in pair]

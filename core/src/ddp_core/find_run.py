@@ -13,7 +13,7 @@ from ddp_core.errors import UsageError
 def find_run(argv: list[str]) -> str:
     """The run directory that train.py uses with these flags. Raises UsageError."""
     flags = looked_up(argv, "run_dir", "new_run_dir", "workload")
-    return flags.run_dir or flags.new_run_dir or f"runs/{Path(flags.workload or 'digits').stem}"
+    return flags.get("run_dir") or flags.get("new_run_dir") or f"runs/{Path(flags.get('workload') or 'digits').stem}"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import stat
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
+from functools import cached_property
 from multiprocessing import active_children
 from multiprocessing.queues import Queue
 from typing import Any
@@ -26,11 +27,10 @@ from ddp_core.workload import ROW, Workload
 def loaded(rows: Any, config, places, collate: Callable, workers: int, pin: bool = False) -> Generator[Any]:
     """Batches from DataLoader. places: for each batch, a list of (epoch, row). Raises PreflightError, PeerLostError."""
     timing: dict[str, Any] = dict(timeout=config.timeout, multiprocessing_context="fork") if workers else {}
-    seeded = SeededRows(rows, config)
     loader: DataLoader[Any] = DataLoader(
-        seeded,  # type: ignore[arg-type]
+        SeededRows(rows, config),  # type: ignore[arg-type]
         batch_sampler=places,
-        collate_fn=lambda values: collated(collate, values, seeded.taken()),
+        collate_fn=lambda values_and_numbers: collated(collate, *values_and_numbers),
         num_workers=workers,
         pin_memory=pin,
         worker_init_fn=_begin_worker if workers else None,
@@ -44,8 +44,7 @@ def loaded(rows: Any, config, places, collate: Callable, workers: int, pin: bool
         batches = iter(loader)  # forks the workers
     except OSError as error:
         raise PreflightError(
-            f"--workers {workers}: no process could be started to read rows ({error.strerror}): lower --workers, or raise "
-            f"ulimit -u"
+            f"--workers {workers}: no process could be started to read rows ({error.strerror}): lower it, or raise ulimit -u"
         ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, StopFlag.SIGNALS)
@@ -61,8 +60,7 @@ def loaded(rows: Any, config, places, collate: Callable, workers: int, pin: bool
             ) from error
         if str(error).startswith(("DataLoader worker", "DataLoader timed out")):
             raise PeerLostError(
-                f"a worker that reads rows died or hangs ({first_line(error)}): lower --workers, or see its line, its memory "
-                "and /dev/shm"
+                f"a worker that reads rows died or hangs ({first_line(error)}): lower --workers, or see its memory and /dev/shm"
             ) from error
         raise
     finally:
@@ -81,26 +79,16 @@ def some(rows: Any, config, places: list[tuple[int, int]], made: Callable[[list]
         batches.close()
 
 
-class _Wrapped:
-    """Base class: rows, with something added when a row is read."""
-
-    def __init__(self, rows: Any):
-        self.rows = rows
-
-
-class Watched(_Wrapped):
+class Watched:
     """Rows that a worker reads to find shared files. A file that the rank opened has one position for all its workers, which
     move it for each other: ValueError if two rows move it. A file that is mapped, or opened again, is no problem.
     """
 
     def __init__(self, rows: Any):
-        super().__init__(rows)
-        self.files: dict[int, str] | None = None
+        self.rows = rows
         self.moved: dict[int, int] = {}  # by file, the first row that moved its position
 
     def __getitem__(self, row: int) -> Any:
-        if self.files is None:  # the first read, in the worker
-            self.files = inherited_files()
         before = {copied: os.lseek(copied, 0, os.SEEK_CUR) for copied in self.files}
         value = self.rows[row]
         for copied, place in before.items():
@@ -112,40 +100,44 @@ class Watched(_Wrapped):
                 )
         return value
 
+    @cached_property
+    def files(self) -> dict[int, str]:
+        """At the first read, in the worker: names of regular files open for reading, by a copy of their descriptor."""
+        copies = {}
+        for number in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):  # the listing's own descriptor is closed by now
+                of_rows = number > 2 and stat.S_ISREG(os.fstat(number).st_mode)  # below: read-only, so no log
+                if of_rows and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                    copies[os.dup(number)] = os.path.basename(os.readlink(f"/proc/self/fd/{number}"))
+        return copies
 
-def inherited_files() -> dict[int, str]:
-    """Names of regular files that this process has open for reading, by a copy of the descriptor, which stays open."""
-    copies = {}
-    for number in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # the listing's own descriptor is closed by now
-            of_rows = number > 2 and stat.S_ISREG(os.fstat(number).st_mode)  # below: read-only, so no log
-            if of_rows and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-                copies[os.dup(number)] = os.path.basename(os.readlink(f"/proc/self/fd/{number}"))
-    return copies
 
-
-class WithGenerators(_Wrapped):
+class WithGenerators:
     """Rows, each with the states of all random generators after it was read."""
+
+    def __init__(self, rows: Any):
+        self.rows = rows
 
     def __getitem__(self, row: int) -> tuple[Any, tuple]:
         return self.rows[row], generator_positions()
 
 
-class SeededRows(_Wrapped):
+class SeededRows:
     """Rows by (epoch, row). Random numbers drawn while a row is read depend on seed, epoch and row only: not on the worker, the
     rank, the world size, or earlier rows.
     """
 
     def __init__(self, rows: Any, config):
-        super().__init__(rows)
-        self.seed, self.seeded = config.seed, config.row_seeds == "on"
+        self.rows, self.seed, self.seeded = rows, config.seed, config.row_seeds == "on"
         self.epoch: int | None = None
         self.state = 0
-        self.read: list[int] = []  # row numbers of the batch that is being read
+
+    def __getitems__(self, places: list[tuple[int, int]]) -> tuple[list, list[int]]:
+        """The rows of a batch, and their numbers, which collated() needs for messages. DataLoader calls this."""
+        return [self[place] for place in places], [row for _, row in places]
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, row = place
-        self.read.append(row)
         self.seed_generators(epoch, row)
         try:
             return self.rows[row]
@@ -154,10 +146,6 @@ class SeededRows(_Wrapped):
         except Exception as error:
             error.add_note(f"{ROW}{row}")
             raise
-
-    def taken(self) -> list[int]:
-        read, self.read = self.read, []
-        return read
 
     def seed_generators(self, epoch: int, row: int) -> None:
         if not self.seeded:
@@ -174,7 +162,7 @@ def collated(collate: Callable, values: list, numbers: list[int]) -> Any:
     try:
         return collate(values)
     except Exception as error:
-        forms = [_form(value) for value in values]
+        forms = [form_of(value) for value in values]
         usual = max(forms, key=forms.count)
         odd = [place for place, value in enumerate(values) if value is None and "NoneType" in str(error)]
         why = "__getitem__ returned None for row {0}"
@@ -189,14 +177,14 @@ def collated(collate: Callable, values: list, numbers: list[int]) -> Any:
         raise named from error
 
 
-def _form(value: Any) -> str:
+def form_of(value: Any) -> str:
     """The shapes or types in a row, as text."""
     if hasattr(value, "shape"):
         return str([*value.shape])
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {_form(part)}' for name, part in value.items())}}}"
+        return f"{{{', '.join(f'{name}: {form_of(part)}' for name, part in value.items())}}}"
     if isinstance(value, list | tuple):
-        forms = [*map(_form, value)]
+        forms = [*map(form_of, value)]
         alike = len(forms) > 3 and len({*forms}) == 1
         return f"{len(forms)} x {forms[0]}" if alike else f"({', '.join(forms)})"
     return type(value).__name__

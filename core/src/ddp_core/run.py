@@ -14,16 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_core.config import TrainConfig, choose, parse
-from ddp_core.errors import (
-    ExitCode,
-    Failure,
-    PeerLostError,
-    PreflightError,
-    StoppedError,
-    UsageError,
-    WorkloadError,
-    first_line,
-)
+from ddp_core.errors import ExitCode, Failure, PeerLostError, PreflightError, StoppedError, UsageError, WorkloadError
 from ddp_core.output import lasting_output
 from ddp_core.rank import Rank
 from ddp_core.record import Record
@@ -38,6 +29,7 @@ if "--debug" not in sys.argv:
 OWN = str(Path(__file__).parent)
 
 
+@lasting_output()
 def run(
     rank_of: Callable[[Mapping[str, str]], Rank],
     argv: list[str] | None = None,
@@ -49,30 +41,28 @@ def run(
     rank_of: the site's function from os.environ to its Rank. workload: the default for --workload: a name, file or class.
     reduction: a subclass of Reduction (reduction.py) that sums the gradients with another library.
     """
-    with lasting_output():
-        faulthandler.register(signal.SIGUSR2, file=2)  # prints the stack of every thread: kill -USR2 shows where a run hangs
-        return _run(rank_of, sys.argv[1:] if argv is None else argv, workload, reduction)
-
-
-def _run(
-    rank_of: Callable[[Mapping[str, str]], Rank], argv: list[str], workload: str | type | Path, reduction: type | None
-) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    faulthandler.register(signal.SIGUSR2, file=2)  # prints the stack of every thread: kill -USR2 shows where a run hangs
     os.umask(os.umask(0o077) | 0o002)  # other users must not write to a run's files and folders
     start_folder = ""
     with suppress(OSError):  # the folder may have been removed
         start_folder = os.getcwd()  # now, because the workload's file may change it
-    began, rank, stop, failure = time.monotonic(), None, StopFlag(), None
+    began, rank, stop = time.monotonic(), None, StopFlag()
     try:
         rank = rank_of(os.environ)
         plan(os.environ, rank.rank, rank.restart)
         stop.listen()  # again: an MPI library that rank_of() starts and ends may keep SIGUSR1 (MPICH 5.0.2 does)
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # NumPy is optional
         try:
-            chosen = _choose(argv, workload if isinstance(workload, type) else str(workload))
+            chosen = choose(argv, workload if isinstance(workload, type) else str(workload))
             config = parse(argv, rank.world_size, quiet=rank.rank != 0, workload=chosen)
             if reduction and (config.reduction != "ddp" or config.sharding != "none"):
                 other = f"--reduction {config.reduction}" if config.sharding == "none" else f"--sharding {config.sharding}"
                 raise UsageError(f"{other}: this program sums gradients by {reduction.__name__}; see train.py")
+        except ImportError as error:  # the core's own: that of a user's file is a WorkloadError
+            fix = "run the site's install.sh, and start train.py with its Python"
+            message = f"{sys.executable} cannot import what the core needs ({error}): {fix}"
+            raise PreflightError(message, everywhere=True) from error
         except Failure as error:
             error.everywhere = True  # all ranks have the same flags and file, so rank 0 alone prints it
             if rank.rank and isinstance(error, WorkloadError):
@@ -83,9 +73,14 @@ def _run(
                     Rendezvous(rank, REPORT_SECONDS, stop).check_in({}, {}, error)
             raise
         run_dir, record = Path(start_folder, config.run_dir), Record(began, config.log_seconds)
-        code = _train(rank, _Job(rank, chosen, config, run_dir, stop, record, reduction))
+        code = _train(_Job(rank, chosen, config, run_dir, stop, record, reduction))
     except Failure as error:
-        failure, code = error, int(error.code)
+        code = int(error.code)
+        where = f" [rank {rank.rank}, {os.uname().nodename}]" if rank and rank.world_size > 1 else ""
+        if not rank or rank.rank == 0 or not error.everywhere:
+            print(f"error{where}: {error}", file=sys.stderr)
+        if "--debug" in argv:
+            traceback.print_exception(error)
     except Exception:  # a bug of ours
         if not rank or rank.world_size == 1:
             raise
@@ -93,12 +88,6 @@ def _run(
         code = 1
     finally:
         stop.ignore()
-    if failure:
-        where = f" [rank {rank.rank}, {os.uname().nodename}]" if rank and rank.world_size > 1 else ""
-        if not rank or rank.rank == 0 or not failure.everywhere:
-            print(f"error{where}: {failure}", file=sys.stderr)
-        if "--debug" in argv:
-            traceback.print_exception(failure)
     if rank and rank.world_size > 1:
         # Skip Python's own shutdown: a gloo thread that waits for a lost peer and then asks for the interpreter aborts the
         # process. Exit code 134 came instead of 5 in 3 of 9 refused snapshots on two nodes, and once, it seems, instead of 0.
@@ -109,18 +98,7 @@ def _run(
     return code
 
 
-def _choose(argv: list[str], workload: str | type) -> Any:
-    """The workload. An ImportError here is the core's own: that of a user's file is a WorkloadError."""
-    try:
-        return choose(argv, workload)
-    except ImportError as error:
-        raise PreflightError(
-            f"{sys.executable} cannot import what the core needs ({first_line(error)}): run the site's install.sh, and start "
-            "train.py with its Python"
-        ) from error
-
-
-def _train(rank: Rank, job: "_Job") -> int:
+def _train(job: "_Job") -> int:
     """Meet the other ranks, agree that all are ready, train. Returns the exit code. Raises a Failure."""
     from ddp_core import lazy_dynamo
 
@@ -133,6 +111,7 @@ def _train(rank: Rank, job: "_Job") -> int:
     from ddp_core.staging import Staging
     from ddp_core.workload import out_of_memory
 
+    rank = job.rank
     job.record.lap("imports")
     raise_limits(rank)
     rendezvous = Rendezvous(rank, job.config.rendezvous_timeout, job.stop)
@@ -147,20 +126,19 @@ def _train(rank: Rank, job: "_Job") -> int:
             job.device = prepare_device(job.config, rank)
             row = describe(job.config, rank, job.device)
             facts |= program(job.device) | job.prepare()
-            row |= staging.note()
+            row |= staging.note
         except Failure as error:
             failure = error
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            failure = job.lacks_memory(error, "before the first step")
-        staging.finish()
+            failure = job.lacks_memory(error)
+        staging.over = True
         job.record.lap("data")
         try:
             job.ranks = rendezvous.check_in(facts, row, failure) or [row]
         except Failure as verdict:
             raise verdict from failure  # --debug then shows the cause, too
-        staging.close()
         job.workload.core_sets(staging=None)
         peers = Peers(rank, job.config, job.device, rendezvous)
         job.record.lap("groups")
@@ -184,7 +162,6 @@ def _train(rank: Rank, job: "_Job") -> int:
             peers.leave()
         raise
     finally:
-        staging.close()
         if job.trainer and rank.world_size == 1:  # with several ranks, os._exit() ends the workers, too
             job.trainer.close()
         if job.directory:
@@ -218,9 +195,8 @@ class _Job:
         config, first = self.config, self.rank.restart == 0
         self.rows = data.of_workload(self.workload, config)
         if is_initialized():
-            raise WorkloadError(
-                "the workload's file has called init_process_group: take it out, for train.py does; its ranks can speak from "
-                "model() on"
+            raise self.workload.unusable(
+                "its file has called init_process_group: take it out, for train.py does before model()"
             )
         lengths = [0 if rows is None else len(rows) for rows in self.rows]
         self.fingerprint, self.other_rows, self.notes_on_data = data.fingerprint(*self.rows, self.workload, config)
@@ -245,12 +221,10 @@ class _Job:
         self.loaded = None  # frees memory: it is as large as model and optimizer state
         trainer.ranks = self.ranks
         record.lap("model")
-        names = ("data", "training_rows", "held_out_rows", "workload_file")
-        world = dict(world_size=peers.world_size, reduction=trainer.reduction.name, restart=self.rank.restart)
-        world |= dict(optimizer=type(trainer.optimizer).__name__)
+        world = {name: facts[name] for name in ("data", "training_rows", "held_out_rows", "workload_file", "core")}
+        world |= dict(world_size=peers.world_size, reduction=trainer.reduction.name, restart=self.rank.restart)
+        world |= dict(optimizer=type(trainer.optimizer).__name__, versions=trainer.state.facts["versions"])
         world |= dict(signed=bool(self.rank.secret)) if peers.world_size > 1 else {}
-        world |= {name: facts[name] for name in names} | dict(versions=trainer.state.facts["versions"])
-        world |= dict(core=facts["core"]) if peers.rank == 0 else {}  # only rank 0 writes the record
         begun = trainer.step
         notes = notes_on_rows(self.other_rows, self.notes_on_data, self.rows[1] is not None, trainer.probed.notes)
         notes += notes_on_cores(self.ranks) + notes_on_copies(self.ranks) + self._check_place(peers)
@@ -268,8 +242,8 @@ class _Job:
         except Failure as error:
             print(f"warning: {error}", flush=True)
 
-    def lacks_memory(self, error: BaseException, when: str) -> PeerLostError:
-        """The Failure for memory that ran out, on the device or on the host, with what to change. when: "at step 5"."""
+    def lacks_memory(self, error: BaseException) -> PeerLostError:
+        """The Failure for memory that ran out, on the device or on the host, with what to change."""
         from torch import OutOfMemoryError
 
         config = self.config
@@ -278,9 +252,9 @@ class _Job:
         if config.sharding == "none" and self.rank.world_size > 1:
             fix += ", or pass --sharding full"
         if isinstance(error, OutOfMemoryError):
-            return PeerLostError(f"out of memory on {self.device} {when}: {fix}")
-        where = f"rank {self.rank.rank} on {os.uname().nodename}, in the host's own memory"
-        return PeerLostError(f"out of memory, {where}, {when}: {fix}; or ask for more memory, or put fewer ranks on a node")
+            return PeerLostError(f"out of memory on {self.device} {self.when}: {fix}")
+        where = f"rank {self.rank.rank} on {os.uname().nodename}, in the host's own memory, {self.when}"
+        return PeerLostError(f"out of memory, {where}: {fix}; or ask for more memory, or put fewer ranks on a node")
 
     @property
     def when(self) -> str:
@@ -304,35 +278,21 @@ class _Job:
             time.sleep(LAG / 20)
         blind = peers.which(not seen)
         self.trainer.rank_0_writes = bool(blind)
-        return [
-            f"--run-dir {self.config.run_dir} is not seen by rank {rank} on {self.ranks[rank]['host']}: is it on a "
-            f"node's own disk? A job that comes back on another node begins anew there"
-            for rank in blind[:1]
-            if peers.rank == 0  # only rank 0 knows the hosts
-        ]
+        if not blind or peers.rank:  # only rank 0 knows the hosts
+            return []
+        rank = f"rank {blind[0]} on {self.ranks[blind[0]]['host']}"
+        return [f"--run-dir {self.config.run_dir} is not seen by {rank}: is it on a node's own disk? Another node begins anew"]
 
     def _notes_on_another_file(self, facts: dict) -> list[str]:
         """A note if the workload's file has changed since the previous start of this run."""
         before, digest = self.directory.lines("start"), facts["workload_file"]
         if not before or f'"workload_file":"{digest}"'.encode() in before[-1]:
             return []
-        return [
-            f"{self.workload.file}, or what it imports from beside it, has changed since this run was last started: the steps "
-            f"before were trained with what it said then; --fresh begins anew"
-        ]
+        return [f"{self.workload.file}, or a file that it imports, has changed since the last start; --fresh begins anew"]
 
     def explain(self, error: BaseException, peers) -> BaseException:
         """Turn an exception of the training into a Failure; return it unchanged if it is a bug of ours."""
-        from ddp_core.workload import (
-            BUILT_IN,
-            NO_SHARDS,
-            blame,
-            line_in,
-            no_gradient,
-            out_of_memory,
-            raised_by,
-            unknown_to_shards,
-        )
+        from ddp_core import workload
 
         config, name, file = self.config, self.workload.name, self.workload.file
         failure: Any
@@ -341,21 +301,21 @@ class _Job:
         elif self.stop and type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.")):
             # --compile: the signal also ended the C++ compiler.
             failure = StoppedError(f"{self.stop.reason} while the model was compiled {self.when}: what was saved is whole")
-        elif out_of_memory(error):
-            failure = self.lacks_memory(error, self.when)
+        elif workload.out_of_memory(error):
+            failure = self.lacks_memory(error)
         elif "Expected to have finished reduction" in str(error):  # DDP's message, ten lines long
-            failure = no_gradient(self.workload, self.trainer.step - 1)
-        elif config.sharding != "none" and (what := unknown_to_shards(error)):
-            failure = WorkloadError(f"--sharding {config.sharding}: {NO_SHARDS.format(what=what)}")
-        elif isinstance(error, RuntimeError) and peers.is_lost(error) and not raised_by(error, file):
+            failure = workload.no_gradient(self.workload, self.trainer.step - 1)
+        elif config.sharding != "none" and (what := workload.unknown_to_shards(error)):
+            failure = WorkloadError(f"--sharding {config.sharding}: {workload.NO_SHARDS.format(what=what)}")
+        elif isinstance(error, RuntimeError) and peers.is_lost(error) and not workload.raised_by(error, file):
             self.drop_connections()
-            place = line_in(error, file)
+            place = workload.line_in(error, file)
             return peers.lost(error, self.when, f"{place} of {name}" if place else "")
-        elif line_in(error, file):
-            failure = blame(error, file, f"--workload {name}, {self.when}")
-        elif name not in BUILT_IN and not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(OWN):
+        elif workload.line_in(error, file):
+            failure = workload.blame(error, file, f"--workload {name}, {self.when}")
+        elif name not in workload.BUILT_IN and not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(OWN):
             # Raised in a library that torch called: an optimizer or a hook of the workload's file.
-            failure = blame(error, file, f"--workload {name}, {self.when} (--debug: where)")
+            failure = workload.blame(error, file, f"--workload {name}, {self.when} (--debug: where)")
         else:
             return error
         if not failure.everywhere and not isinstance(failure, PeerLostError):

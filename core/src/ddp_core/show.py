@@ -1,10 +1,14 @@
 """Shows what is in a snapshot. show and verify need neither torch nor safetensors, and so run on any login node.
 
-python -m ddp_core.snapshot show FILE...     its step, its run, its epochs and its tensors
-python -m ddp_core.snapshot verify FILE...   are all bytes as they were written?
-python -m ddp_core.snapshot diff FILE FILE   which tensors differ, and by how much
+python -m ddp_core.snapshot show FILE...                     its step, its run, its epochs and its tensors
+python -m ddp_core.snapshot verify FILE...                   are all bytes as they were written?
+python -m ddp_core.snapshot diff FILE FILE                   which tensors differ, and by how much
+python -m ddp_core.snapshot convert OLD.pt --run-dir DIR     from another program's checkpoint (convert --help)
+
+exit codes: 0 done, 1 (of diff) they differ, 2 usage, 5 a file is no whole snapshot
 """
 
+import argparse
 import itertools
 import sys
 from collections.abc import Iterator
@@ -24,14 +28,8 @@ def main(argv: list[str]) -> int:
         from ddp_core.convert import main as convert
 
         return convert(argv)
-    usage = "python -m ddp_core.snapshot show FILE... | verify FILE... | diff FILE FILE | convert OLD.pt --run-dir DIR ..."
-    parser = Parser(
-        usage=usage,
-        description="show: how far a snapshot is, of which run, its epochs and its tensors. verify: every checksum. diff: "
-        "which tensors differ, and by how much. convert: a snapshot of another program's checkpoint (convert --help).",
-        epilog="exit codes: 0 done, 1 (of diff) they differ, 2 usage, 5 a file is no whole snapshot",
-        allow_abbrev=False,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="python -m ddp_core.snapshot", description=__doc__, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("act", choices=["show", "verify", "diff"])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     try:
@@ -51,9 +49,6 @@ def main(argv: list[str]) -> int:
             print(f"error: {error}", file=sys.stderr)
             code = error.code
     return int(code)
-
-
-# ---- show -----------------------------------------------------------------------------------------------------------
 
 
 def show(path: Path) -> None:
@@ -80,9 +75,6 @@ def _lines(path: Path, tensors: dict[str, Stored], document: dict) -> Iterator[s
         yield f"    {name:<{width}}  {tensors[name].dtype:<4}  {[*tensors[name].shape]}"
 
 
-# ---- verify ---------------------------------------------------------------------------------------------------------
-
-
 def verify(path: Path) -> None:
     """Raises SnapshotError that names what is damaged."""
     with opened(path) as (tensors, document):
@@ -91,9 +83,6 @@ def verify(path: Path) -> None:
             refuse_damaged(path, dict(zip(tensors, sums, strict=True)), document)
         size = sum(tensor.nbytes for tensor in tensors.values())
     print(f"{path}: whole, {len(tensors)} tensors, {size / 1e6:.3f} MB, step {document['step']}")
-
-
-# ---- diff -----------------------------------------------------------------------------------------------------------
 
 
 def diff(one: Path, other: Path) -> int:

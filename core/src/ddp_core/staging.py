@@ -31,92 +31,66 @@ IN_MEMORY = ("tmpfs", "ramfs")  # file systems that are memory already: /dev/shm
 
 
 class Staging:
-    """The copies of a node. Its first rank makes them and serves them until close(); the other ranks request them."""
+    """The copies of a node. Its first rank makes them and serves them; the other ranks request them."""
 
     def __init__(self, rank: Rank, rendezvous: Rendezvous, wanted: bool):
         self.shared, self.leads, self.rendezvous = wanted and rank.local_world_size > 1, rank.local_rank == 0, rendezvous
         self.key = f"staging/{rank.node_rank}"
         self.copies: dict[str, int | None] = {}  # open file by path; None: no copy, read the file where it is
-        self.in_place = ""  # why the first file without a copy has none
+        self.note: dict[str, str] = {}  # for this rank's row: why the first file without a copy has none
         # Copy until half of --rendezvous-timeout is over: the rest is left for reading files where they are.
         self.until = (time.monotonic() + rendezvous.deadline) / 2
-        self.address, self.room, self.most = b"", 0, 0
+        self.over = False  # set once this rank has read its data, or failed to: then the others wait for no further copy
+        self.address = b""
         if self.shared and self.leads:
-            self.changed, self.over = threading.Condition(), False
             self.server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self.server.bind("")  # Linux chooses an abstract address, which is no file
             self.server.listen(rank.local_world_size)
             rendezvous.store.set(self.key, self.server.getsockname())
-            threading.Thread(target=self._hand_out, daemon=True).start()
+            threading.Thread(target=self._serve, daemon=True).start()
 
     def once(self, path: str | Path) -> Path:
         """The path to read from: that of the copy (/proc/PID/fd/N), or `path` if there is none."""
         name = os.path.abspath(path)
         if self.shared and name not in self.copies:
-            if not self.copies:
-                self.room, self.most = available() // 2, _open_files() // 8
-            if not self.leads:
-                self.copies[name] = self._ask(name)
-            else:
-                copy = self._copy(name)
-                with self.changed:
-                    self.copies[name] = copy
-                    self.changed.notify_all()
+            self.copies[name] = self._copy(name) if self.leads else self._ask(name)
         copy = self.copies.get(name)
         return Path(path) if copy is None else Path(f"/proc/{os.getpid()}/fd/{copy}")
 
-    def note(self) -> dict[str, str]:
-        """For this rank's row: why the first file without a copy has none."""
-        return dict(in_place=self.in_place) if self.in_place else {}
-
-    def finish(self) -> None:
-        """Call after this rank has read its data, or failed to: the others stop waiting for further copies."""
-        if self.shared and self.leads:
-            with self.changed:
-                self.over = True
-                self.changed.notify_all()
-
-    def close(self) -> None:
-        """Stop serving, once all ranks have read their data or the run has ended. The copies live as long as the ranks."""
-        if self.shared and self.leads:
-            with suppress(OSError):  # the socket is closed already
-                self.server.shutdown(socket.SHUT_RDWR)  # ends accept() in the thread
-            self.server.close()
-
-    # ---- the first rank of a node ---------------------------------------------------------------------------------
-
     def _copy(self, name: str) -> int | None:
         """Copy the file. Returns the copy's file descriptor, or None if the file is to be read where it is."""
+        if not self.copies:
+            self.room = available() // 2
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8  # a copy is an open file, mapping it opens another
         try:
             status = os.stat(name)
             if not stat.S_ISREG(status.st_mode) or _in_memory(status.st_dev):
                 return None
             if status.st_size > self.room:
                 left = f"of half of the memory that was free, {self.room} bytes are left"
-                return self._none(name, f"it has {status.st_size} bytes, and {left}")
-            if len(self.copies) >= self.most:
-                return self._none(name, f"ulimit -n allows {self.most} copies")
+                return self._no_copy(name, f"it has {status.st_size} bytes, and {left}")
+            if len(self.copies) >= most:
+                return self._no_copy(name, f"ulimit -n allows {most} copies")
             nameless = os.memfd_create(os.fsdecode(os.fsencode(name)[-200:]), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             with open(nameless, "wb") as copy, open(name, "rb", buffering=0) as file:
                 while (chunk := file.read(CHUNK)) and time.monotonic() < self.until and not self.rendezvous.stop:
                     copy.write(chunk)
                 if chunk:
-                    return self._none(name, "copying took half of --rendezvous-timeout")
+                    return self._no_copy(name, "copying took half of --rendezvous-timeout")
                 copy.flush()
                 fcntl.fcntl(copy, fcntl.F_ADD_SEALS, SEALS)
                 self.room -= status.st_size
                 return os.dup(copy.fileno())
         except OSError as error:  # if the file itself is at fault, reading it raises the error later
-            return self._none(name, str(error.strerror))
+            return self._no_copy(name, str(error.strerror))
 
-    def _none(self, name: str, why: str) -> int | None:
-        self.in_place = (
-            self.in_place or f"{printable(name, 400)} is read by each rank of {socket.gethostname()}, not once: {why}"
-        )
+    def _no_copy(self, name: str, why: str) -> int | None:
+        host = socket.gethostname()
+        self.note.setdefault("in_place", f"{printable(name, 400)} is read by each rank of {host}, not once: {why}")
         return None
 
-    def _hand_out(self) -> None:
-        with suppress(OSError):  # close() was called
+    def _serve(self) -> None:
+        with suppress(OSError):  # no file can be opened any more
             while True:
                 line, _ = self.server.accept()
                 with line, suppress(OSError):
@@ -124,13 +98,10 @@ class Staging:
                         continue
                     line.settimeout(1)
                     name = os.fsdecode(line.recv(2**16))
-                    with self.changed:
-                        while name not in self.copies and not self.over:
-                            self.changed.wait()
+                    while name not in self.copies and not self.over:
+                        time.sleep(0.01)
                     copy = self.copies.get(name)
                     socket.send_fds(line, [b"."], [] if copy is None else [copy])
-
-    # ---- the others -----------------------------------------------------------------------------------------------
 
     def _ask(self, name: str) -> int | None:
         seconds, store = max(1.0, self.until - time.monotonic()), self.rendezvous.store
@@ -142,13 +113,11 @@ class Staging:
                 line.settimeout(seconds + 5)
                 line.connect(self.address)
                 if not _of_this_user(line):
-                    return self._none(name, "another user's program has the address of the first rank")
+                    return self._no_copy(name, "another user's program has the address of the first rank")
                 line.send(os.fsencode(name))
-                _, copies, *_ = socket.recv_fds(line, 1, 1)
+                _, copies, *_ = socket.recv_fds(line, 1, 1, socket.MSG_CMSG_CLOEXEC)
         except (OSError, RuntimeError) as error:
-            return self._none(name, f"its first rank gave no copy ({first_line(error, 80)})")
-        for copy in copies:
-            os.set_inheritable(copy, False)
+            return self._no_copy(name, f"its first rank gave no copy ({first_line(error, 80)})")
         return copies[0] if copies else None
 
 
@@ -156,12 +125,6 @@ def _of_this_user(line: socket.socket) -> bool:
     """Whether the other end runs as this user: anybody on the node can connect to an abstract address, or reuse a free one."""
     _, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return user == os.geteuid()
-
-
-def _open_files() -> int:
-    """How many files this process may have open. Each copy is one, and mapping it opens another."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 2**16 if soft == resource.RLIM_INFINITY else soft
 
 
 def _in_memory(device: int) -> bool:

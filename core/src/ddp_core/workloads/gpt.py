@@ -56,12 +56,7 @@ class Gpt(Workload):
     defaults = dict(epochs=1, global_batch_size=96, optimizer="adamw", lr=1e-3, momentum=0.9)
 
     def flags(self, add):
-        add(
-            "--model-size",
-            choices=[*CONTEXT],
-            default="small",
-            help="0.1, 11, 86, 304 or 1478 million parameters (default: %(default)s)",
-        )
+        add("--model-size", choices=[*CONTEXT], default="small", help="0.1 to 1478 million parameters (default: %(default)s)")
         add("--data-dir", default="", metavar="DIR", remembered=False, help="text files (default: Python's standard library)")
 
     def data(self, config):

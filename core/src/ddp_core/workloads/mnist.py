@@ -35,16 +35,14 @@ class Mnist(Workload):
         """60,000 training images of 28x28, and MNIST's own 10,000 held-out ones. They are bytes until forward() scales them."""
         if not config.data_dir:
             raise UsageError("--workload mnist needs --data-dir: the folder of the IDX files. " + how_to_fetch("DIR"))
-        digest, place = hashlib.sha256(), (self.once_a_node, config.data_dir)
-        train, held_out = (
-            (idx(*place, f"{name}-images-idx3", 3, digest), idx(*place, f"{name}-labels-idx1", 1, digest))
-            for name in ("train", "t10k")
-        )
-        for name, (images, labels) in dict(train=train, t10k=held_out).items():
+        digest, parts = hashlib.sha256(), []
+        for name in ("train", "t10k"):
+            images = idx(self.once_a_node, config.data_dir, f"{name}-images-idx3", 3, digest)
+            labels = idx(self.once_a_node, config.data_dir, f"{name}-labels-idx1", 1, digest)
             if len(images) != len(labels) or images.shape[1:] != (28, 28):
                 raise PreflightError(f"--data-dir {config.data_dir}: {name} is {tuple(images.shape)}, {len(labels)} labels")
-        fingerprint = digest.hexdigest()[:12]
-        return Rows(*train, fingerprint=fingerprint), Rows(*held_out, fingerprint=fingerprint)
+            parts.append((images, labels))
+        return tuple(Rows(*part, fingerprint=digest.hexdigest()[:12]) for part in parts)
 
     def model(self, config):
         # GELU and average pooling: with ReLU and max pooling, a rounding error of 1e-7 grows to 6 % of the loss in 400 steps.
