@@ -263,7 +263,11 @@ def _global_batch_size(global_batch_size: int, per_rank: int | None, accumulate:
         fits = [str(size) for size in (below, below + parts) if size]
         ranks = f"{world_size} ranks x " if world_size > 1 else ""
         what = f"--global-batch-size {global_batch_size} does not divide by {ranks}--accumulate {accumulate}"
-        raise UsageError(f"{what}: take {' or '.join(fits)}")
+        # A run that resumes keeps its batch size, so it needs other ranks.
+        sizes = range(1, min(global_batch_size, 4096) + 1)
+        worlds = [str(size) for size in sizes if global_batch_size % (size * accumulate) == 0]
+        others = f", or one of {', '.join(worlds)} ranks" if worlds else ""
+        raise UsageError(f"{what}: take {' or '.join(fits)}{others}")
     return global_batch_size
 
 
@@ -358,6 +362,8 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, dict[str, b
     def add_own(*names: str, remembered: bool = True, **keywords) -> None:
         if keywords.get("type") is bool:
             raise ValueError(f'{names[0]} has type=bool, which makes True of "False": action="store_true" is for switches')
+        if keywords.get("type") is list:
+            raise ValueError(f'{names[0]} has type=list, which makes letters of a word: nargs="+" is for lists')
         if not names[0].startswith("-"):
             raise ValueError(f"{names[0]} is no flag: call it '--{names[0]}'")
         default = keywords.get("default")

@@ -238,7 +238,8 @@ def of_workload(workload: Workload, config) -> tuple[Any, Any]:
         train, held_out = (_known(rows) for rows in returned)
         count, size = 0 if train is None else len(train), config.global_batch_size
         if size > count:
-            raise UsageError(f"--global-batch-size {size} is more than the {count} training rows of {workload.name}")
+            fix = "lower it" if count else "is the folder or file that data() reads the right one?"
+            raise UsageError(f"--global-batch-size {size} is more than the {count} training rows of {workload.name}: {fix}")
         if held_out is not None and not len(held_out):
             raise UsageError(f"data() of {workload.name} gave no held-out row: give None where nothing is to be evaluated")
         _refuse_another_form(train, held_out)

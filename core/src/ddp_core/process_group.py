@@ -130,14 +130,22 @@ class Peers:
         return json.loads(text)
 
     def broadcast_tensors(self, tensors: list[torch.Tensor]) -> None:
-        """Collective. Copy rank 0's values into the tensors of all ranks."""
-        for tensor in tensors if self.world_size > 1 else ():
+        """Collective. Copy rank 0's values into the tensors of all ranks: one message per tensor above 1 MiB, and one for all
+        small tensors of a dtype and device. BatchNorm's buffers, sent in every step, are many and small.
+        """
+        kinds: dict[tuple, list[torch.Tensor]] = {}
+        for number, tensor in enumerate(tensors if self.world_size > 1 else ()):
+            alone = number if tensor.nbytes > 2**20 else -1
+            kinds.setdefault((tensor.dtype, tensor.device.type, alone), []).append(tensor.detach())
+        for (_, device, _), alike in kinds.items():
             # Not nccl for tensors on the CPU: an optimizer may keep its step count there.
-            send = self.control.broadcast if tensor.device.type == "cpu" else partial(dist.broadcast, src=0, group=self.data)
-            whole = tensor.detach().contiguous()
-            send(whole.view(-1).view(torch.uint8))  # as bytes: gloo and nccl support few dtypes, and no booleans
-            if not tensor.is_contiguous():
-                tensor.detach().copy_(whole)
+            send = self.control.broadcast if device == "cpu" else partial(dist.broadcast, src=0, group=self.data)
+            whole = len(alike) == 1 and alike[0].is_contiguous()
+            flat = alike[0].view(-1) if whole else torch.cat([tensor.reshape(-1) for tensor in alike])
+            send(flat.view(torch.uint8))  # as bytes: gloo and nccl support few dtypes, and no booleans
+            if not whole:
+                for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
 
     @staticmethod
     def is_lost(error: RuntimeError) -> bool:
