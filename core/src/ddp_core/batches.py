@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from collections import UserDict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -34,11 +35,12 @@ class Batches:
         self.streaming: Generator[Any] | None = None
         if config.workers:
             util.Finalize(None, kill_children, exitpriority=100)
-        if getattr(rows, "are_columns", False) and (device.type == "cpu" or rows.nbytes < _free_memory(device) / 4):
+        room = math.inf if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0] / 4
+        if getattr(rows, "are_columns", False) and rows.nbytes < room:
             converted_already = all(column.dtype == dtype or not column.is_floating_point() for column in rows.columns)
             if device.type != "cpu" or (rows.nbytes <= SMALL and not converted_already):
-                self.rows, self.resident = rows.with_columns([self._moved(column) for column in rows.columns]), True
-            self.resident = self.resident or converted_already
+                self.rows, converted_already = rows.with_columns([self._moved(column) for column in rows.columns]), True
+            self.resident = converted_already
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -51,11 +53,13 @@ class Batches:
     def stream(self, plan) -> Iterator[Any]:
         """The plan's batches. A second stream ends the first."""
         self.close()
-        if not getattr(self.rows, "batched", False):
-            self.streaming = self._read(plan)
-            return self._ahead(self.streaming)
-        batches = (self.rows[rows] for _, rows in plan)
-        return batches if self.resident else self._ahead(batches)
+        if getattr(self.rows, "batched", False):
+            batches: Iterator[Any] = (self.rows[rows] for _, rows in plan)
+        else:
+            batches = self.streaming = self._read(plan)
+        batches = batches if self.resident else self._ahead(batches)
+        # Reading the first forks the workers now: forked after the first sum of gradients, they crashed in one session of two.
+        return itertools.chain([*itertools.islice(batches, 1)], batches)
 
     def close(self) -> None:
         """End the processes that read rows."""
@@ -104,35 +108,30 @@ class Batches:
                 asked.append(rows)
                 yield [(epoch, row) for row in rows.tolist()]
 
-        pin = self.device.type != "cpu"
-        batches = loaded(self.rows, self.config, places(), self.workload.collate, self.config.workers, pin)
+        workers, pin = self.config.workers, self.device.type != "cpu"
+        batches = loaded(self.rows, self.config, places(), self.workload.collate, workers, pin)
         try:
-            while True:
-                try:
-                    batch = next(batches, None)
-                except Failure:
-                    raise
-                except Exception as error:
-                    rows = asked[0].tolist()
-                    what = f"rows {', '.join(map(str, rows[:6]))}{' and on' if len(rows) > 6 else ''}"
-                    if row := row_of(error):
-                        what = f"row {row}"
-                    what = f"{self.kind}{what} of --workload {self.workload.name}"
-                    raise blame(error, self.workload.file, what) from error
-                if batch is None:
-                    return
+            for batch in batches:
                 asked.popleft()
                 yield batch
+        except Failure:
+            raise
+        except Exception as error:
+            rows = asked[0].tolist()
+            what = f"rows {', '.join(map(str, rows[:6]))}{' and on' if len(rows) > 6 else ''}"
+            if row := row_of(error):
+                what = f"row {row}"
+            raise blame(error, self.workload.file, f"{self.kind}{what} of --workload {self.workload.name}") from error
         finally:
             batches.close()
 
     def _moved(self, batch: Any) -> Any:
         """The batch on the device: real numbers in the run's precision, others unchanged."""
-        return converted(batch, self._move, self.device)
 
-    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
-        dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(self.device, dtype, non_blocking=True)
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None, non_blocking=True)
+
+        return converted(batch, move, self.device)
 
 
 def converted(batch: Any, convert: Callable, device: torch.device) -> Any:
@@ -154,7 +153,3 @@ def converted(batch: Any, convert: Callable, device: torch.device) -> Any:
     if is_dataclass(batch) and not hasattr(batch, "to"):
         return with_fields(batch, lambda value: converted(value, convert, device))
     return batch.to(device) if hasattr(batch, "to") else batch
-
-
-def _free_memory(device: torch.device) -> int:
-    return torch.get_device_module(device).mem_get_info(device)[0]

@@ -49,17 +49,15 @@ class Control:
 def groups_of(rank: int, world_size: int) -> list[range]:
     """The members of this rank's groups, from the lowest level up. It represents each group except its last.
 
-    An even number of ranks splits into groups of up to 32 members at equal, largest distances: their sums are the first
-    folds of tree_sum(). An odd number splits into groups of neighbours, and the last rank may form a group alone: torch
+    Up to 32 ranks are one group. Beyond, an even number splits into groups at equal, largest distances: their sums are the
+    first folds of tree_sum(). An odd number splits into groups of neighbours, and the last rank may form a group alone: torch
     names a group by the number of groups made before it, which must be equal on all members.
     """
     groups = []
     count, span = world_size, 1  # ranks on this level, and the distance between them
     while count > 1 and rank % span == 0 and rank < count * span:
         place = rank // span
-        if count <= MEMBERS:
-            members, left, apart = range(count), 1, 1
-        elif count % 2 == 0:
+        if count > MEMBERS and count % 2 == 0:
             left, apart = count // math.gcd(count, 2 ** (MEMBERS.bit_length() - 1)), 1
             members = range(place % left, count, left)
         else:

@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 import torch
 
-LOWEST_SCALE = 1.0  # fp16's loss scale: below 1 even unscaled gradients overflow
-
 
 class Guard:
     def __init__(self, optimizer: torch.optim.Optimizer, precision: str, clip_norm: float, weight: float, device: torch.device):
@@ -56,8 +54,10 @@ class Guard:
             self.optimizer.step()
 
     def tolerates(self) -> bool:
-        """True under fp16, which skips a step whose gradients overflow and halves the scale, until the scale is below 1."""
-        return self.scaler is not None and self.scaler.get_scale() >= LOWEST_SCALE
+        """True under fp16, which skips a step whose gradients overflow, and halves the scale of the loss. Below 1 even unscaled
+        gradients overflow.
+        """
+        return self.scaler is not None and self.scaler.get_scale() >= 1
 
     @property
     def scale(self) -> list | None:

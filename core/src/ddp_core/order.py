@@ -14,10 +14,6 @@ import torch
 SORTED_ORDER = 2**24  # rows: a longer order is computed row by row, since sorting takes 16 bytes a row in each rank
 # Streams of random numbers: the first label of words(). Stream 2 is for regression's rows, 3 for initial parameters.
 ORDER, AUGMENTATION, DROPOUT, EVALUATION, OPTIMIZER = 1, 4, 5, 6, 7
-
-
-# ---- integers -----------------------------------------------------------------------------------------------------
-
 GOLDEN, MIX1, MIX2 = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 MASK = 2**64 - 1
 
@@ -36,10 +32,9 @@ def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 def words(count: int, *labels: int) -> torch.Tensor:
     """[count] distinct int64 words. Other labels give another stream."""
-    state = torch.zeros(1, dtype=torch.int64)
-    for label in labels:
-        state = splitmix64(state ^ label)
-    return splitmix64(state + GOLDEN * torch.arange(count, dtype=torch.int64))
+    state = stream(*labels)
+    signed = state - (state >> 63 << 64)
+    return splitmix64(signed + GOLDEN * torch.arange(count, dtype=torch.int64))
 
 
 def uniform(count: int, *labels: int) -> torch.Tensor:
@@ -63,9 +58,6 @@ def stream(*labels: int, state: int = 0) -> int:
         z = ((z ^ z >> 27) * MIX2) & MASK
         state = z ^ z >> 31
     return state
-
-
-# ---- the order of rows --------------------------------------------------------------------------------------------
 
 
 def sample_order(seed: int, epoch: int, count: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 
 
@@ -14,20 +15,20 @@ class Lasting:
             stream.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
-        try:
-            return self.stream.write(text)
-        except (OSError, ValueError) as error:
-            self._give_up(error)
+        self._try(self.stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        try:
-            self.stream.flush()
-        except (OSError, ValueError) as error:
-            self._give_up(error)
+        self._try(self.stream.flush)
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)
+
+    def _try(self, act: Callable, *arguments: str) -> None:
+        try:
+            act(*arguments)
+        except (OSError, ValueError) as error:
+            self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         with suppress(OSError, ValueError):  # so that Python's flush at exit does not fail

@@ -24,15 +24,14 @@ def next_interval(steps: int, seconds: float) -> int:
 
 @dataclass(frozen=True)
 class Agreed:
-    """Equal on all ranks. losses: [steps, parts], sums over the rows of all ranks. norms: [steps]. first: their first step."""
+    """Equal on all ranks. losses: [steps, parts], sums over the rows of all ranks. norms: [steps]."""
 
-    first: int
     losses: torch.Tensor
     norms: torch.Tensor
     stop: bool
     save: bool
-    seconds: float  # since the last reconciliation, by the slowest rank's clock
-    not_finite: tuple[int, list[int], str] | None  # step; ranks with such a loss ([]: a gradient); description
+    seconds: float  # of these steps, by the slowest rank's clock
+    not_finite: tuple[int, list[int], str] | None  # the first such step; ranks with such a loss ([]: a gradient); description
 
 
 class Reconciliation:
@@ -41,7 +40,11 @@ class Reconciliation:
         self.losses: list[torch.Tensor] = []  # this rank's losses since the last exchange, one per micro-batch
         self.norms: list[torch.Tensor] = []  # gradient norms since then, one per step
         self.interval = 1  # steps between two exchanges
-        self.last = time.monotonic()
+        self.last = time.monotonic()  # when the steps since the last exchange began
+
+    def begin_step(self) -> None:
+        if not self.norms:  # evaluation and saving do not count
+            self.last = time.monotonic()
 
     @property
     def due(self) -> bool:
@@ -64,27 +67,18 @@ class Reconciliation:
         # All ranks compute the same interval from the slowest one's clock.
         self.interval = next_interval(count, seconds)
         self.losses, self.norms, self.last = [], [], now
+        not_finite, bad = None, ~losses.isfinite().all(1)
+        steps = bad | (~norms.isfinite() & bool(most[2]))
+        if steps.any():  # on all ranks alike
+            index = int(steps.int().argmax())
+            ranks = self.peers.which(not mine[index].isfinite().all())
+            which = f"loss on rank {named(ranks)}" if ranks else "loss" if bad[index] else "gradient"
+            not_finite = step - count + index, ranks, which
         return Agreed(
-            first=step - count,
             losses=losses,  # per step, so that results repeat bit for bit whatever the interval
             norms=norms,
             stop=bool(most[0]),
             save=bool(most[1]),
             seconds=seconds,
-            not_finite=self._not_finite(step - count, mine, losses, norms, not most[2]),
+            not_finite=not_finite,
         )
-
-    def _not_finite(
-        self, first: int, mine: torch.Tensor, losses: torch.Tensor, norms: torch.Tensor, tolerates: bool
-    ) -> tuple[int, list[int], str] | None:
-        """The first step that is not finite, or None. Collective only if there is one, which all ranks see alike.
-
-        mine: this rank's part of the losses.
-        """
-        bad = ~losses.isfinite().all(1)
-        steps = bad | (~norms.isfinite() & (not tolerates))
-        if not steps.any():
-            return None
-        index = int(steps.int().argmax())
-        ranks = self.peers.which(not mine[index].isfinite().all())
-        return first + index, ranks, f"loss on rank {named(ranks)}" if ranks else "loss" if bad[index] else "gradient"

@@ -9,13 +9,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from ddp_core.errors import ExitCode, StorageError, fix_of
 
 ROWS = 64  # ranks listed in a `start` record at most
+CLEAR = "\r\033[K"  # on a terminal, the line that progress() has left
 
 
 class Record:
@@ -27,7 +28,6 @@ class Record:
         self.began, self.log_seconds = began, log_seconds
         self.seconds: dict[str, float] = {}  # from `began` to the end of each start-up phase
         self.training = self.spoke = time.monotonic()
-        self.bar: Any = None
 
     def open(self, path: Path, lost: Callable[[], StorageError | None] = lambda: None) -> None:
         """Open run.jsonl to append; cut off an incomplete last line, left by a killed process. Raises StorageError.
@@ -53,50 +53,52 @@ class Record:
 
         Never raises, since it runs on rank 0 only; it keeps the failure for all ranks to agree on.
         """
-        if self.path:
-            if lost := self.lost():
-                self.failure = lost
-                return
-            try:
-                self._file.write(json.dumps(dict(kind=kind, **values), separators=(",", ":"), allow_nan=False).encode() + b"\n")
-                self._file.flush()
-            except OSError as error:
-                self.failure = StorageError(f"{self.path}: {error.strerror}: {fix_of(error, self.path)}")
+        if not self.path:
+            return
+        if lost := self.lost():
+            self.failure = lost
+            return
+        with self._keeping_failure(self.path):
+            self._file.write(_line(dict(kind=kind, **values)).encode())
+            self._file.flush()
+
+    @contextmanager
+    def _keeping_failure(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = StorageError(f"{path}: {error.strerror}: {fix_of(error, path)}")
 
     def say(self, **values) -> None:
         """Print one line of key=value."""
         if self.path:
-            self._clear()
-            print(" ".join(f"{name}={_short(value)}" for name, value in values.items() if value is not None), flush=True)
+            _print(" ".join(f"{name}={_short(value)}" for name, value in values.items() if value is not None))
 
     def start(self, step: int, epochs_run: int, config: dict, rows: list[dict], notes: list[str], **facts) -> None:
         """rows: host and device of each rank, in rank order. notes: which usual guarantees this run does not give."""
         self.training = self.spoke = time.monotonic()
+        if not self.path:
+            return
         if config["device"] == "auto" and rows[0]["device"] == "cpu":
             self.say(note="no accelerator is visible, training on the CPU (--device auto)")
         many = len(rows) > ROWS
         facts |= dict(ranks=of_nodes(rows) if many else rows, notes=notes, seconds=self.seconds)
         self.write("start", step=step, config=config, **facts)
-        if self.path and not self.failure:
-            self._write_rows(rows, self.path.with_name("ranks.jsonl"))
+        all_rows = self.path.with_name("ranks.jsonl")
+        if not self.failure:
+            with self._keeping_failure(all_rows):
+                if many:
+                    all_rows.write_text("".join(_line(row) for row in rows))
+                else:  # an earlier start may have left it
+                    all_rows.unlink(missing_ok=True)
         for row in rows[:8]:
             self.say(**row)
-        if self.path and len(rows) > 8:
-            self.say(ranks=f"{len(rows)} (all of them in {self.path.with_name('ranks.jsonl') if many else self.path})")
+        if len(rows) > 8:
+            self.say(ranks=f"{len(rows)} (all of them in {all_rows if many else self.path})")
         for note in notes:
             self.say(note=note)
         if step:
-            self.say(resuming=self.path and self.path.parent, epochs_run=epochs_run, step=step)
-
-    def _write_rows(self, rows: list[dict], path: Path) -> None:
-        """Write ranks.jsonl for more than 64 ranks. For fewer, remove the file, which an earlier start may have left."""
-        try:
-            if len(rows) <= ROWS:
-                path.unlink(missing_ok=True)
-            else:
-                path.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
-        except OSError as error:
-            self.failure = StorageError(f"{path}: {error.strerror}: {fix_of(error, path)}")
+            self.say(resuming=self.path.parent, epochs_run=epochs_run, step=step)
 
     def epoch(self, epoch: int, epochs: int, step: int, values: dict[str, float]) -> None:
         seconds = round(time.monotonic() - self.training, 3)
@@ -104,43 +106,18 @@ class Record:
         self.say(epoch=f"{epoch + 1}/{epochs}", step=step, **values, seconds=seconds)
         self.spoke = time.monotonic()
 
-    # ---- progress within an epoch ---------------------------------------------------------------------------------
-
     def progress(self, epoch: str, index: int, steps: int, loss: float, rows_a_second: float, left: float) -> None:
         """index: steps done of the epoch's `steps`. left: seconds to the end of the run. Updates a live line on a terminal,
         else prints a line every --log-seconds.
         """
-        now = time.monotonic()
         if not self.path or not self.log_seconds:
             return
         if sys.stdout.isatty():
-            self._live(epoch, index, steps, loss, rows_a_second, left)
-        elif now - self.spoke >= self.log_seconds:
-            self.spoke = now
+            text = f"epoch {epoch}  loss {_short(loss)}  {rows_a_second:.0f} rows/s  {_clock(left)} left"
+            print(f"{CLEAR}{text}  step {index}/{steps}", end="", flush=True)
+        elif time.monotonic() - self.spoke >= self.log_seconds:
+            self.spoke = time.monotonic()
             self.say(epoch=epoch, step=f"{index}/{steps}", loss=loss, rows_a_second=round(rows_a_second), left=_clock(left))
-
-    def _live(self, epoch: str, index: int, steps: int, loss: float, rows_a_second: float, left: float) -> None:
-        text = f"epoch {epoch}  loss {_short(loss)}  {rows_a_second:.0f} rows/s  {_clock(left)} left"
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            print(f"\r\033[K{text}  step {index}/{steps}", end="", flush=True)
-            self.bar = "\r\033[K"
-            return
-        if self.bar is None or self.bar.total != steps:
-            self.bar = tqdm(total=steps, leave=False, file=sys.stdout)
-        self.bar.n = index
-        self.bar.set_description_str(text, refresh=True)
-
-    def _clear(self) -> None:
-        """Clear the live line before another line is printed."""
-        if isinstance(self.bar, str):
-            print(self.bar, end="")
-        elif self.bar is not None:
-            self.bar.close()
-        self.bar = None
-
-    # ---- the end --------------------------------------------------------------------------------------------------
 
     def end(self, code: ExitCode, trainer, speed: dict, seconds: dict, lines: dict, trained: bool) -> None:
         """Write the last record of a run that ends in order, and print the table. lines: its rows on speed (summary.py)."""
@@ -163,8 +140,7 @@ class Record:
                 more = f"it is laid out over --epochs {config.epochs}"
             title = f"run is complete already, nothing to do ({more})"
         width = max(map(len, table))
-        self._clear()
-        print("\n".join([title, *(f"  {name:<{width}}  {_short(value)}" for name, value in table.items())]), flush=True)
+        _print("\n".join([title, *(f"  {name:<{width}}  {_short(value)}" for name, value in table.items())]))
 
 
 def of_nodes(rows: list[dict]) -> list[dict]:
@@ -174,6 +150,14 @@ def of_nodes(rows: list[dict]) -> list[dict]:
         first = nodes.setdefault((row["node_rank"], row["host"]), row | dict(ranks_on_node=0))
         first["ranks_on_node"] += 1
     return [*nodes.values()]
+
+
+def _line(values: dict) -> str:
+    return json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _print(text: str) -> None:
+    print(f"{CLEAR if sys.stdout.isatty() else ''}{text}", flush=True)
 
 
 def _short(value) -> str:

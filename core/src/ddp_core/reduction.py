@@ -17,7 +17,7 @@ from torch import nn
 from ddp_core.control import tree_sum
 from ddp_core.errors import WorkloadError
 from ddp_core.process_group import Peers
-from ddp_core.state import Kept
+from ddp_core.state import Kept, local
 
 MOST_TIMED = 2**24  # numbers; the time of a longer sum is extrapolated from these
 
@@ -44,8 +44,8 @@ class Reduction:
 
     @property
     def gradients(self) -> list[torch.Tensor]:
-        """The summed gradients, after sum_gradients(). One tensor may hold those of many parameters."""
-        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        """This rank's rows of the summed gradients, after sum_gradients(). One tensor may hold those of many parameters."""
+        return [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
 
     def norm(self, norm: torch.Tensor) -> torch.Tensor:
         """Norm of this rank's gradients to the norm over all ranks: the same, unless ranks hold parts (sharding.py)."""
@@ -157,20 +157,19 @@ class Flat(Reduction):
     def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
         super().__init__(model, compiled, peers, unused_parameters)
         first = self.parameters[0]
-        count, self.last = sum(parameter.numel() for parameter in self.parameters), len(self.parameters)
+        sizes = [parameter.numel() for parameter in self.parameters]
         # With unused_parameters the tensor ends with one count per parameter: the ranks that have its gradient.
-        self.flat = torch.zeros(count + unused_parameters * self.last, device=first.device, dtype=first.dtype)
-        self.views, start = [], 0
-        for parameter in self.parameters:
-            part = self.flat[start : start + parameter.numel()]
-            start += parameter.numel()
-            self.views.append(_as_laid_out(part, parameter))
+        self.flat = torch.zeros(sum(sizes) + unused_parameters * len(sizes), device=first.device, dtype=first.dtype)
+        *parts, self.counts = self.flat.split([*sizes, len(self.flat) - sum(sizes)])
+        self.views = [  # in each parameter's memory order (channels last, transposed), as fused optimizers need
+            part.as_strided(parameter.shape, torch.empty_like(parameter).stride(), part.storage_offset())
+            for part, parameter in zip(parts, self.parameters, strict=True)
+        ]
         self.zero_grad()
         # Gather all parts and add them here: faster than gloo's all_reduce for small tensors. And canonical needs its own
         # order of additions.
         gathers = self.name == "canonical" or (first.device.type == "cpu" and self.world_size <= 8)
         self.parts: Any = self.flat.new_empty(self.world_size, len(self.flat)) if gathers else None
-        self.gathered = list(self.parts.unbind()) if self.parts is not None else []
 
     @property
     def gradients(self) -> list[torch.Tensor]:
@@ -183,27 +182,27 @@ class Flat(Reduction):
 
     def sum_gradients(self) -> None:
         super().sum_gradients()
-        if self.unused_parameters:
-            self._collect()
+        self._collect()
         if self.world_size > 1:
             self._sum_over_ranks()
         if self.unused_parameters:
-            present = self.flat[-self.last :].tolist()
-            for parameter, view, ranks in zip(self.parameters, self.views, present, strict=True):
+            for parameter, view, ranks in zip(self.parameters, self.views, self.counts.tolist(), strict=True):
                 parameter.grad = view if ranks else None
 
     def _collect(self) -> None:
-        for number, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
-            if parameter.grad is not None:
-                view.copy_(parameter.grad)
-                self.flat[number - self.last] = 1
+        """Copy gradients that are no views into the flat tensor."""
+        if self.unused_parameters:
+            for number, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+                if parameter.grad is not None:
+                    view.copy_(parameter.grad)
+                    self.counts[number] = 1
 
     def _sum_over_ranks(self) -> None:
         if self.parts is None:
             dist.all_reduce(self.flat, group=self.peers.data)
-            return
-        dist.all_gather(self.gathered, self.flat, group=self.peers.data)
-        self._add_parts()
+        else:
+            dist.all_gather([*self.parts], self.flat, group=self.peers.data)
+            self._add_parts()
 
     def _add_parts(self) -> None:
         torch.sum(self.parts, 0, out=self.flat)
@@ -216,34 +215,27 @@ class Canonical(Flat):
 
     def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
         super().__init__(model, compiled, peers, unused_parameters)
-        self.aside: list[torch.Tensor] = []  # gradients of all but the last shard of this step
+        self.shards: list[torch.Tensor] = []  # gradients of the shards of this step
 
     @contextmanager
     def no_sync(self):
         yield
-        if self.unused_parameters:
-            self._collect()
-        self.aside.append(self.flat.clone())
-        self.zero_grad()
+        self._set_aside()
 
     def sum_gradients(self) -> None:
-        if self.aside:
-            if self.unused_parameters:
-                self._collect()
-            self.flat.copy_(tree_sum([*self.aside, self.flat]))
-            self.aside.clear()
-            if self.unused_parameters:  # else _collect() would overwrite the sum with the last shard's gradients
-                for parameter in self.parameters:
-                    parameter.grad = None
+        if self.shards:
+            self._set_aside()
+            self.flat.copy_(tree_sum(self.shards))
+            self.shards.clear()
         super().sum_gradients()
+
+    def _set_aside(self) -> None:
+        self._collect()
+        self.shards.append(self.flat.clone())
+        self.zero_grad()  # else the next _collect() would overwrite the sum with this shard's gradients
 
     def _add_parts(self) -> None:
         self.flat.copy_(tree_sum(self.parts))
-
-
-def _as_laid_out(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """View a flat part in the parameter's shape and memory order (channels last, transposed), as fused optimizers need."""
-    return part.as_strided(parameter.shape, torch.empty_like(parameter).stride(), part.storage_offset())
 
 
 REDUCTIONS = {"ddp": Ddp, "flat": Flat, "canonical": Canonical}

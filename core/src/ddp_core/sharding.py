@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp_core.build import in_precision, refuse_other_modules
 from ddp_core.comparison import hooked
@@ -60,10 +61,6 @@ class Sharded(Reduction):
         self.device = torch.device(mesh.device_type)  # with --offload the parameters are on the CPU
         self.ranks_per_replica = mesh.size(mesh.ndim - 1)
 
-    @property
-    def gradients(self) -> list[torch.Tensor]:
-        return [local(gradient) for gradient in super().gradients]
-
     def norm(self, norm: torch.Tensor) -> torch.Tensor:
         # Sum over all ranks, even where every node has all rows: all replicas must clip by the same bits. That sum counts
         # each row once per replica.
@@ -74,9 +71,6 @@ class Sharded(Reduction):
     def seconds_of_a_sum(self, share: float = 1.0) -> float:
         """Parameters are gathered twice, gradients scattered once: each costs half an all_reduce. Timed on one rank's share."""
         return 1.5 * self.ranks_per_replica * super().seconds_of_a_sum(share / self.ranks_per_replica)
-
-
-# ---- the model ----------------------------------------------------------------------------------------------------
 
 
 def build(workload: Workload, config, peers: Peers, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, list[str]]:
@@ -93,26 +87,25 @@ def build(workload: Workload, config, peers: Peers, device: torch.device, dtype:
     model: Any = _skeleton(workload, config)
     numbers: dict[str, torch.Tensor] = {}
 
-    def in_its_turn(turn: int) -> None:
+    @blaming(workload, "the model")
+    def build_and_shard() -> None:
         nonlocal model
-        if turn == peers.local_rank:
-            with blaming(workload, "the model"):
-                model = _whole(workload, config, dtype)
-                deque(_shard(workload, config, model, mesh, device), 0)
+        model = _whole(workload, config, dtype)
+        deque(_shard(workload, config, model, mesh, device), 0)
 
+    @blaming(workload, "the model")
     def make_numbers() -> None:
-        with blaming(workload, "the model"):
-            numbers.update(_numbers(_whole(workload, config, dtype)))
+        numbers.update(_numbers(_whole(workload, config, dtype)))
 
     if in_turn := model is None:
         for turn in range(int(peers.reduce(most=torch.tensor([peers.local_world_size], dtype=torch.float64))[1])):
-            peers.together(partial(in_its_turn, turn))
+            peers.together(build_and_shard if turn == peers.local_rank else None)
     peers.together(make_numbers if peers.rank == 0 else None)
     dealt: set[str] = set()
     for _ in [model] if in_turn else _shard(workload, config, in_precision(model, dtype), mesh, device):
         for name, tensor in _numbers(model).items():
             if name not in dealt and not tensor.is_meta:
-                deal(numbers.pop(name, None), tensor, peers, device)  # pop: rank 0 frees each whole tensor once it is sent
+                deal(numbers.pop(name, None), tensor, peers)  # pop: rank 0 frees each whole tensor once it is sent
                 dealt.add(name)
     return model, [IN_TURN] if in_turn else []
 
@@ -180,12 +173,13 @@ def _shard(workload: Workload, config, model: nn.Module, mesh: DeviceMesh, devic
     units = chosen(workload, model)
     if config.checkpoint_activations:
         checkpoint(units)
-    # Children before parents: FSDP2 gives a module the parameters that no module inside it has taken.
-    apart = [unit for unit in reversed([*model.modules()]) if unit in units and unit is not model and not _shares(unit, model)]
     # BatchNorm's statistics are fp32, and PyTorch wants its weights in their precision: each is a unit of its own.
     statistics = [module for module in model.modules() if lower and isinstance(module, BATCH_STATISTICS) and module.affine]
     unit: Any
-    for unit in [*statistics, *(unit for unit in apart if unit not in statistics), model]:
+    # Children before parents: FSDP2 gives a module the parameters that no module inside it has taken.
+    for unit in reversed([*model.modules()]):
+        if not (unit is model or unit in statistics or (unit in units and not _shares(unit, model))):
+            continue
         _give_memory(unit, device)
         unit.register_forward_hook(_no_view)
         policy = MixedPrecisionPolicy(cast_forward_inputs=False) if unit in statistics else precision
@@ -199,13 +193,13 @@ def _no_view(module: nn.Module, inputs: tuple, output: Any) -> Any:
     """Clone outputs that are views or parameters. FSDP2 gathers a module for backward by a hook on its output, which
     `output += x` silently removes from a view; and it frees the memory of a parameter that is returned as output.
     """
-    if isinstance(output, torch.Tensor):
-        base = output if output._base is None else output._base
-        handed_on = isinstance(base, nn.Parameter) or (base is not output and output.requires_grad)
-        return output.clone() if handed_on else output
-    if type(output) is dict:
-        return {name: _no_view(module, inputs, part) for name, part in output.items()}
-    return type(output)(_no_view(module, inputs, part) for part in output) if type(output) in (tuple, list) else output
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        base = tensor if tensor._base is None else tensor._base
+        handed_on = isinstance(base, nn.Parameter) or (base is not tensor and tensor.requires_grad)
+        return tensor.clone() if handed_on else tensor
+
+    return tree_map_only(torch.Tensor, own, output)
 
 
 def chosen(workload: Workload, model: nn.Module) -> list[nn.Module]:
@@ -226,16 +220,12 @@ def _shares(unit: nn.Module, model: nn.Module) -> bool:
 
 def _give_memory(unit: nn.Module, device: torch.device) -> None:
     """Replace the unit's meta tensors by uninitialized ones on the device."""
-    made: dict[torch.Tensor, nn.Parameter] = {}  # so that tied parameters stay tied
-    for module in unit.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta and not isinstance(parameter, DTensor):
-                if parameter not in made:
-                    made[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-                module._parameters[name] = made[parameter]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+    for tensor in (*unit.parameters(), *unit.buffers()):
+        if tensor.is_meta:
+            empty: torch.Tensor = torch.empty_like(tensor, device=device)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, empty)  # in place, so that tied parameters stay tied
 
 
 def _numbers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -245,11 +235,9 @@ def _numbers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def checkpoint(modules: list[nn.Module]) -> None:
     """--checkpoint-activations: do not keep what these modules compute in forward, but compute it again in backward."""
-    from torch.utils.checkpoint import checkpoint
-
     for module in modules:
         # Replace the method, do not wrap the module: parameter names stay, and hooks on the module run once.
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        module.forward = partial(torch.utils.checkpoint.checkpoint, module.forward, use_reentrant=False)
 
 
 def refuse_to_compute_again(workload: Workload, model: nn.Module, probed) -> None:
@@ -264,20 +252,15 @@ def refuse_to_compute_again(workload: Workload, model: nn.Module, probed) -> Non
         )
 
 
-# ---- tensors to ranks, and back -----------------------------------------------------------------------------------
-
-
-def deal(numbers: torch.Tensor | None, tensor: torch.Tensor, peers: Peers, device: torch.device) -> None:
-    """Collective. Send one whole tensor from rank 0 to all ranks; each copies its own rows into `tensor`.
-
-    numbers: the whole tensor on rank 0, None elsewhere.
-    """
+def deal(numbers: torch.Tensor | None, tensor: torch.Tensor, peers: Peers) -> None:
+    """Collective. Send a whole tensor from rank 0 (None elsewhere) to all ranks; each copies its own rows into `tensor`."""
+    # With --offload the rows are on the CPU, and the ranks are connected by their devices.
+    device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if numbers is None else numbers.to(device).contiguous()
     peers.broadcast_tensors([whole])
     if isinstance(tensor, DTensor):
-        whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
-        tensor = tensor.to_local()
-    tensor.copy_(whole)
+        whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    local(tensor).copy_(local(whole))
 
 
 class Writers:
@@ -291,7 +274,6 @@ class Writers:
     def __init__(self, tensors: dict[str, torch.Tensor], trainer: Any):
         self.tensors = {name: tensors[name].detach() for name in in_order(tensors)}
         self.trainer, self.peers = trainer, trainer.peers
-        self.most = 1 if trainer.rank_0_writes else self.peers.world_size  # ranks that may write
 
     def lead(self, drafts: list[Draft]) -> dict[str, int]:
         """Rank 0's part: the put_drafts of snapshot.write(). Raises an OSError that any rank met."""
@@ -310,51 +292,43 @@ class Writers:
 
     def _deal(self, count: int) -> list[int]:
         """The writing rank of each file. A few files get writers far apart, so on several nodes."""
-        writers = min(count, self.most)
+        writers = min(count, 1 if self.trainer.rank_0_writes else self.peers.world_size)
         return [n % writers * self.peers.world_size // writers for n in range(count)]
 
     def _put(self, drafts: list[Draft]) -> dict:
         """Collective. Returns on all ranks: checksums by tensor name; and by file number its errno, 0 if it is written."""
-        deal, turns = self._deal(len(drafts)), []
-        for n, draft in enumerate(drafts):
-            turn, place = deal[:n].count(deal[n]), 0
-            for name, tensor in draft.tensors.items():
-                turns.append((turn, place, n, name))
-                place += tensor.nbytes
-        mine = {n: draft for n, draft in enumerate(drafts) if deal[n] == self.peers.rank}
+        writers = self._deal(len(drafts))
+        mine = {n: draft for n, draft in enumerate(drafts) if writers[n] == self.peers.rank}
+        # By turn: each writer has one file of it, and of these files first the first tensors.
+        places = ((n, place, name) for n, draft in enumerate(drafts) for place, name in enumerate(draft.tensors))
+        turns = sorted((n // len({*writers}), place, n, name) for n, place, name in places)
         waiting: Queue = Queue(1)
         with ThreadPoolExecutor(1, "save") as pool:
-            put_down = pool.submit(self._put_mine, mine, iter(waiting.get, None))
+            written = pool.submit(self._put_mine, mine, iter(waiting.get, None))
             try:
-                for *_, n, name in sorted(turns, key=lambda turn: turn[:2]):
+                for *_, n, name in turns:
                     whole = self._whole(name)
                     if n in mine:
-                        waiting.put((name, whole.cpu().contiguous()))
+                        waiting.put({name: whole.cpu().contiguous()})
             finally:
                 waiting.put(None)
         keys = [*self.tensors, *range(len(drafts))]
-        results = torch.tensor([put_down.result().get(key, 0) for key in keys], dtype=torch.float64)
+        results = torch.tensor([written.result().get(key, 0) for key in keys], dtype=torch.float64)
         _, results = self.peers.reduce(most=results)
         return dict(zip(keys, results.long().tolist(), strict=True))
 
-    def _put_mine(self, drafts: dict[int, Draft], numbers: Iterator[tuple[str, torch.Tensor]]) -> dict:
-        """Write this rank's files, one after the other (in a thread)."""
-
-        def gathered(expected: str) -> torch.Tensor:
-            name, whole = next(numbers)
-            assert name == expected
-            return whole
-
+    def _put_mine(self, drafts: dict[int, Draft], gathered: Iterator[dict[str, torch.Tensor]]) -> dict:
+        """Write this rank's files, one after the other (in a thread). gathered: each tensor under its name."""
         results: dict = {}
         try:
             for n, draft in drafts.items():
                 results[n] = 0
                 rehearse("save", self.trainer.step)
-                results |= put(draft, gathered=gathered)
+                results |= put(draft, gathered=lambda name: next(gathered)[name])
         except OSError as error:
             results[n] = error.errno or errno.EIO
         finally:
-            deque(numbers, 0)  # empty the queue: if it stayed full, this rank would stop gathering, and all others would wait
+            deque(gathered, 0)  # empty the queue: if it stayed full, this rank would stop gathering, and all others would wait
         return results
 
     def _whole(self, name: str) -> torch.Tensor:
@@ -365,28 +339,22 @@ class Writers:
 class ShardedState(State):
     """The same snapshot format as that of every other run, read and written tensor by tensor."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict, device: torch.device):
-        super().__init__(model, optimizer, facts)
-        self.device = device
-
     def save(self, write: Callable, trainer: Any) -> None:
-        peers, writers = trainer.peers, Writers(self.tensors(), trainer)
-
-        def lead() -> None:
+        peers, writers, failure = trainer.peers, Writers(self.tensors(), trainer), None
+        if peers.rank:
+            writers.follow()
+        else:
             try:
                 write(self.tensors(), writers.lead)
-            except Failure:
-                peers.broadcast(None)
-                raise
+            except Failure as error:
+                failure = error
             peers.broadcast(None)  # ends follow() on the other ranks
-
-        peers.together(lead if peers.rank == 0 else writers.follow)
-        peers.agree(trainer.record.failure)
+        peers.agree(failure or trainer.record.failure)
 
     def send(self, tensors: dict[str, Any], resuming: bool, peers: Peers) -> None:
         for name, tensor in self.tensors().items() if resuming else ():  # build() has dealt out a new model already
             numbers = tensors.get(name)
-            deal(load(numbers) if isinstance(numbers, Stored) else numbers, tensor, peers, self.device)
+            deal(load(numbers) if isinstance(numbers, Stored) else numbers, tensor, peers)
 
 
 def hang_up(store_port: int) -> None:

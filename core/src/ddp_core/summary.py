@@ -2,6 +2,8 @@
 
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -13,13 +15,16 @@ class Stopwatch:
 
     def __init__(self):
         self.began = time.monotonic()
-        self.seconds = dict.fromkeys((*PARTS, "own"), 0.0)  # own: reading and forward, before it waits for others
+        self.seconds = dict.fromkeys((*PARTS, "forward"), 0.0)
         self.skipped = 0  # steps skipped under fp16, since a gradient overflowed
         self.speeds: list[float] = []  # rows per second over all ranks, one value per reconciliation
 
-    def spent(self, part: str, since: float) -> None:
-        """since: time.perf_counter() when the part began."""
-        self.seconds[part] += time.perf_counter() - since
+    @contextmanager
+    def part(self, part: str) -> Iterator[None]:
+        """Inside, time counts to this part."""
+        began = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - began
 
     @property
     def speed(self) -> float:
@@ -36,7 +41,8 @@ def summarize(trainer, steps: int) -> tuple[dict, dict, dict]:
         # The sums overlap with backward and cannot be timed: estimate them by an all_reduce of the same size alone.
         half = (training - sum(took.values()) + took["communication"]) / 2
         took["communication"], estimated = min(steps * trainer.reduction.seconds_of_a_sum(), half), " (estimated)"
-    own = torch.tensor([watch.seconds["own"]], dtype=torch.float64)
+    # Reading and forward: a rank's own time, before it waits for others.
+    own = torch.tensor([watch.seconds["reading"] + watch.seconds["forward"]], dtype=torch.float64)
     total, most = peers.reduce(own, own)
     slowest, times = peers.which(bool(own == most))[0], (most * peers.world_size / total.clamp(min=1e-9)).item()
     speeds = sorted(watch.speeds) or [0.0]

@@ -17,7 +17,6 @@ many ranks has its own module:
 """
 
 import importlib
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -103,8 +102,7 @@ class Trainer:
         self.probed.notes.extend(peers.together(lambda: notes_on_schedule(workload, self.model, self.total_steps)))
         facts = dict(problem=config.problem(), data=fingerprint, steps_per_epoch=self.steps_per_epoch)
         facts |= dict(world_size=peers.world_size, versions=versions())
-        make_state = partial(sharding.ShardedState, device=device) if sharded else State
-        self.state: State = make_state(self.model, self.optimizer, facts)
+        self.state: State = (sharding.ShardedState if sharded else State)(self.model, self.optimizer, facts)
         workload.core_sets(count_steps=lambda: self.step)
         self.reconciliation, self.last_save = Reconciliation(peers), time.monotonic()
 
@@ -156,26 +154,27 @@ class Trainer:
         """Train to the end (DONE), or until the ranks agree to stop (STOPPED). Raises the same kind of Failure on all ranks."""
         self.first = self.step  # the step at which this start of the run begins
         self.profile = Profile(self.config.profile, self.first, self.directory and self.directory.trace, self.record)
-        # One stream for all epochs, so that its workers also read ahead across the end of an epoch.
-        self.batches = self.train_rows.stream(self._plan())
-        if self.step < self.total_steps:
-            # next() forks the workers now: forked after the first sum of gradients, they crashed in one session of two.
-            self.batches = itertools.chain([next(self.batches)], self.batches)
         if self.held_out and (self.step < self.total_steps or self._unfinished):
             self.evaluation = Evaluation(self)
         if self.step < self.total_steps:
+            # One stream for all epochs, so that its workers also read ahead across the end of an epoch.
+            self.batches = self.train_rows.stream(self._plan())
             refuse_unlike(self)
             self.reduction.warm_up(self._first_backward)
-        self.watch, self.reconciliation.last = Stopwatch(), time.monotonic()
+        self.watch = Stopwatch()
         # First repeat the evaluation that the previous start did not complete, if there is one.
         stop = self._unfinished and self._end_epoch(len(self.state.progress.history) - 1)
         while self.step < self.total_steps and not stop:
             stop = self._run_epoch(*divmod(self.step, self.steps_per_epoch))
-        if stop and (self.step < self.total_steps or self._unfinished):
+        if stopped := stop and (self.step < self.total_steps or self._unfinished):
             self._save_snapshot()
-            self._finish()
+        self.profile.end()
+        # A run must not end before its last snapshot is on the disk.
+        with self.watch.part("snapshots"):
+            self._wait_for_save()
+            self.peers.together(self.saver and self.saver.settle, self.record.failure)
+        if stopped:
             return ExitCode.STOPPED
-        self._finish()
         rehearse("end", self.step)
         return ExitCode.DONE
 
@@ -206,11 +205,10 @@ class Trainer:
     def _run_step(self) -> None:
         """Do one optimizer step, on this rank's share of a global batch."""
         rehearse("step", self.step, self.model)
-        began = time.perf_counter()
+        self.reconciliation.begin_step()
         # This rank's rows of the global batch, in --accumulate micro-batches (one by default).
-        with self.profile.part("data"):
+        with self.profile.part("data"), self.watch.part("reading"):
             batches = [next(self.batches) for _ in range(self.config.accumulate)]
-        self.watch.spent("reading", began)
 
         # backward() adds to existing gradients, so each step must clear the previous ones.
         self.reduction.zero_grad()
@@ -221,22 +219,20 @@ class Trainer:
             # DDP sums over ranks only in the step's last backward; the earlier ones add up on this rank (no_sync).
             with self.reduction.no_sync() if number < len(batches) - 1 else nullcontext():
                 # bf16 and fp16 apply to the forward pass only: parameters and gradients stay fp32.
-                with self.autocast(), self.profile.part("forward"):
+                with self.autocast(), self.profile.part("forward"), self.watch.part("forward"):
                     outputs = outputs_of(self.workload, self.reduction.forward, batch)
-                    loss = self._keep_loss(self.workload.loss(outputs, batch))
-                if number == 0:
-                    self.watch.spent("own", began)
+                    loss, *parts = parts_of(self.workload.loss(outputs, batch), self.probed.losses, self.workload)
+                # Its value stays on the device until the next reconciliation, so no step waits for it.
+                self.reconciliation.losses.append(torch.stack([loss, *parts]).detach() if parts else loss.detach())
                 # Each rank's loss is a sum over its rows. Weighted, the gradients of all ranks add up to the gradient of
                 # the mean over the global batch.
                 with self.profile.part("backward"):
                     self.guard.weighted(loss).backward()
 
         self._refuse_unused()
-        began = time.perf_counter()
         # DDP has summed the gradients during backward; flat and canonical sum them here.
-        with self.profile.part("communication"):
+        with self.profile.part("communication"), self.watch.part("communication"):
             self.reduction.sum_gradients()
-        self.watch.spent("communication", began)
 
         # The learning rate depends only on the step, so there is no scheduler state to save.
         self._set_learning_rate()
@@ -248,12 +244,6 @@ class Trainer:
         with self.profile.part("optimizer"), self.later.watching(self.step), alike:
             self.guard.step()  # optimizer.step(), unless a gradient is not finite
         self.state.progress.step += 1
-
-    def _keep_loss(self, loss: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
-        """The scalar loss to train on. Its value stays on the device until the next reconciliation, so no step waits for it."""
-        total, *parts = parts_of(loss, self.probed.losses, self.workload)
-        self.reconciliation.losses.append(torch.stack([part.detach() for part in (total, *parts)]) if parts else total.detach())
-        return total
 
     def _set_learning_rate(self) -> None:
         factor = factor_of(self.workload, self.step, self.total_steps)
@@ -292,7 +282,7 @@ class Trainer:
             self.record.say(note=note)
         # The ranks exchange sums over rows, divided once here: means of means would round differently at each world size.
         losses = (agreed.losses / config.global_batch_size).tolist()
-        for step, (parts, norm) in enumerate(zip(losses, agreed.norms.tolist(), strict=True), agreed.first):
+        for step, (parts, norm) in enumerate(zip(losses, agreed.norms.tolist(), strict=True), self.step - len(losses)):
             self._record_step(step, *parts, grad_norm=norm)
         self.record.lap("first_step")
         self.watch.speeds.append(len(losses) * config.global_batch_size / max(agreed.seconds, 1e-9))
@@ -346,15 +336,14 @@ class Trainer:
         """
         progress, best = self.state.progress, False
         if self._evaluates(epoch):
-            began = time.perf_counter()
-            # A buffer that began to change late may differ by rank (later.py): all evaluate with rank 0's, as in the snapshot.
-            self.peers.broadcast_tensors([*saved_buffers(self.model).values()])
-            self.later.begin()
-            rehearse("evaluation", self.step)
-            results = self.evaluation.evaluate()
-            self.watch.spent("evaluation", began)
+            with self.watch.part("evaluation"):
+                # A buffer that began to change late may differ by rank (later.py). All evaluate with rank 0's, as the snapshot.
+                self.peers.broadcast_tensors([*saved_buffers(self.model).values()])
+                self.later.begin()
+                rehearse("evaluation", self.step)
+                results = self.evaluation.evaluate()
             if not results:  # the ranks agreed to stop: the next start evaluates, and records this epoch
-                progress.history[epoch:] = [[epoch, self._mean_loss.hex()]]
+                progress.history[epoch:] = [[epoch, (progress.loss_sum / self.steps_per_epoch).hex()]]
                 return True
             self._close_epoch(epoch, results)
             if results["eval_loss"] < (float.fromhex(progress.best[1]) if progress.best else float("inf")):
@@ -362,18 +351,12 @@ class Trainer:
         due = self.step == self.total_steps or (not stop and (save or (epoch + 1) % self.config.save_every == 0))
         if due or best:
             self._save_snapshot(best, due)
-        self.reconciliation.last = time.monotonic()  # keep evaluation out of the speed of the next steps
         return stop
-
-    @property
-    def _mean_loss(self) -> float:
-        """Training loss, a mean over the steps of the epoch that has just ended."""
-        return self.state.progress.loss_sum / self.steps_per_epoch
 
     def _close_epoch(self, epoch: int, results: dict[str, float]) -> None:
         """Record an epoch after its last step. results: name to mean over the held-out rows; {} without evaluation."""
         progress = self.state.progress
-        values = {"loss": self._mean_loss} | results
+        values = {"loss": progress.loss_sum / self.steps_per_epoch} | results
         progress.history[epoch:] = [[epoch, *(value.hex() for value in values.values())]]
         progress.measured = [*values] if results else progress.measured
         self.record.epoch(epoch, self.config.epochs, (epoch + 1) * self.steps_per_epoch, values)
@@ -383,21 +366,18 @@ class Trainer:
 
         Where memory allows, training waits only for a copy of the state, which a thread writes meanwhile (background.py).
         """
-        began = time.perf_counter()
-        self._wait_for_save()
-        refuse_diverged(self)
-        with self.profile.part("snapshot"):
+
+        def write(tensors: dict, drafts: Callable | None) -> None:
+            self.later.refuse_other_shapes(self.step)  # an evaluation may have resized buffers
+            self.saver.save(tensors, self.state.document(), best, snapshot, drafts)
+
+        with self.profile.part("snapshot"), self.watch.part("snapshots"):
+            self._wait_for_save()
+            refuse_diverged(self)
             self.state.progress.scale = self.guard.scale
-
-            def write(tensors: dict, drafts: Callable | None) -> None:
-                self.later.refuse_other_shapes(self.step)  # an evaluation may have resized buffers
-                self.saver.save(tensors, self.state.document(), best, snapshot, drafts)
-
             self.state.save(write, self)
             self._wait_for_save(beside=False)
         self.last_save = time.monotonic() if snapshot else self.last_save
-        self.watch.spent("snapshots", began)
-        self.reconciliation.last = time.monotonic()  # keep saving out of the speed of the next steps
 
     def _wait_for_save(self, beside: bool = True) -> None:
         """Collective. Wait until rank 0's save is on the disk. beside=False: only for one that training must wait for.
@@ -407,11 +387,3 @@ class Trainer:
         seconds = min(30.0, self.config.timeout / 4)
         while self.peers.which(bool(self.saver) and (beside or not self.saver.beside) and not self.saver.written(seconds)):
             pass
-
-    def _finish(self) -> None:
-        """Wait until the last snapshot is on the disk: a run must not end before that."""
-        self.profile.end()
-        began = time.perf_counter()
-        self._wait_for_save()
-        self.peers.together(self.saver and self.saver.settle, self.record.failure)
-        self.watch.spent("snapshots", began)
