@@ -13,20 +13,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from conformance.checks.test_dry_run import own_words
 from conformance.cluster.shape import numbers
 from conformance.harness.check import clause
-from conformance.harness.dry_run import (
-    Call,
-    DryRun,
-    as_chosen,
-    as_in_job,
-    ending,
-    in_all_ways,
-    program,
-    trains,
-    values_of,
-)
+from conformance.harness.dry_run import Call, DryRun, trains, values_of
 from conformance.harness.shell import Script, devices_by, gib
 from conformance.harness.stub_core import who
 
@@ -74,14 +63,14 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
     node = site.toml["node"]
     threads = node.get("threads_per_core", 1)
     reserved = {core + thread * node["cores"] for thread in range(threads) for core in numbers(node.get("reserved", ""))}
-    tasks = ((name, call, cores) for name, run in in_all_ways(site, dry) for call in run.launches for cores in bound(call, 0))
+    tasks = ((name, call, cores) for name, run in dry.in_all_ways() for call in run.launches for cores in bound(call, 0))
     for name, call, cores in tasks:
         if of_system := [core for core in cores if core in reserved]:
             yield f"{name}: a task on cores {of_system} ({call.text[:100]}), but should leave them to the system"
-    for script, chosen, run in as_chosen(site, dry):
+    for script, chosen, run in dry.as_chosen():
         each = int(run.trained[0].environ["DRY_RUN_PER_NODE"]) if run.trained else site.job(script)["ranks_per_node"]
         if run.code:
-            yield f"{script.name} {chosen}: {ending(dry, run)}, but should be 0"
+            yield f"{script.name} {chosen}: {dry.ending(run)}, but should be 0"
         yield from (f"{script.name} {chosen}: {text}" for text in masked(site, run, each))
         yield from (f"{script.name} {chosen}: {text}" for text in threads_bound_alike(run))
         for call in run.launches:
@@ -120,7 +109,7 @@ def test_ranks_share_the_cores_of_a_node(check, site, dry):
 
 def memory_of(call: Call, script: Path, site, each: int) -> Iterator[str]:
     """Yield what is wrong with a step's memory, which is the job's unless the step asks for less."""
-    words, cpus = own_words(call), cpus_per_task(call, script, site)
+    words, cpus = call.launcher_words, cpus_per_task(call, script, site)
     names = {"mem": "NODE", "mem-per-cpu": "CPU", "mem-per-gpu": "GPU"}
     told = {name: call.environ.get(f"SLURM_MEM_PER_{what}", "") for name, what in names.items()}
     step = {name: value for name in names for value in values_of(words, f"--{name}")[-1:]} or told
@@ -194,7 +183,7 @@ def bound(call: Call, each: int) -> list[list[int]]:
 def test_what_is_said_of_each_device_is_said_of_all(check, site, dry):
     """A list NUMBER:VALUE,NUMBER:VALUE names every device: a missing one works differently, and all wait for its ranks."""
     devices = site.toml["node"]["devices"]
-    for script, chosen, run in as_chosen(site, dry):
+    for script, chosen, run in dry.as_chosen():
         for call in run.trained[:1]:
             for name, value in call.environ.items():
                 named = re.findall(r"(?:^|,)(\d+):\d+(?=,|$)", value) if re.fullmatch(r"[\d:,]*,[\d:,]*", value) else []
@@ -224,7 +213,7 @@ def test_devices_are_chosen_once(check, site, dry):
 @clause("J9")
 def test_ranks_in_an_image_have_the_node_s_devices(check, site, dry):
     """A container that is isolated from the node has a /dev without its devices, unless a flag asks for GPUs."""
-    for what, run in in_all_ways(site, dry) if site.toml["node"]["devices"] else ():
+    for what, run in dry.in_all_ways() if site.toml["node"]["devices"] else ():
         for call in [call for call in run.trained[:1] if "DRY_RUN_NO_DEVICES" in call.environ]:
             image = Path(call.environ["DRY_RUN_IMAGE"]).name
             yield f"{what}: no device in {image}, but should be (--contain without --nv or --rocm hides /dev)"
@@ -256,7 +245,7 @@ def test_a_run_that_is_killed_beside_others_is_a_failure(check, site, dry):
     for script in sorted(site.folder.glob("*.py")) if site.toml["node"].get("device_environment") else ():
         for line in lines_of_several(script)[:1]:
             if not (run := dry.command(script, line, fails="one run")).code:
-                yield f"{line!r}, one of whose runs is killed: {ending(dry, run)}, but should be that run's"
+                yield f"{line!r}, one of whose runs is killed: {dry.ending(run)}, but should be that run's"
 
 
 @clause("J9")
@@ -275,7 +264,7 @@ def test_runs_side_by_side_share_the_devices_out(check, site, dry, tmp_path):
             if run.code == 2 and line in {*lessened} - {*lines, *halved}:  # the program refuses this number of ranks
                 continue
             outside = [call for call in run.calls if call.rank is None]
-            started = [call for call in outside if program(call) or "torch.distributed.run" in call.words]
+            started = [call for call in outside if call.program or "torch.distributed.run" in call.words]
             shares = [tuple(call.environ.get(variable, "").split(",")) for call in started]
             places = [values_of(call.words, "--run-dir")[-1:] for call in started]
             ranks = [int((values_of(call.words, "--nproc-per-node") or ["1"])[0]) for call in started]
@@ -290,8 +279,8 @@ def test_runs_side_by_side_share_the_devices_out(check, site, dry, tmp_path):
                 yield f"{observed}, but should use {most} devices of {len(visible)}"
             elif strange := {*taken} - {*map(str, visible)}:
                 yield f"{observed}, but the job has no device {', '.join(sorted(strange))}: {variable} says so"
-            for call in [call for call in started if program(call)][:1]:  # started without torchrun
-                if refused := who(site, as_in_job(call), tmp_path).get("refused"):
+            for call in [call for call in started if call.program][:1]:  # started without torchrun
+                if refused := who(site, call.job_environ, tmp_path).get("refused"):
                     yield f"{line!r}: train.py says {refused!r}, but should be a world of one"
             apart = ("--standalone", "--rdzv", "--master")
             meet = [call for call in started if "torch.distributed.run" in call.words and not any(map(call.text.count, apart))]
@@ -325,8 +314,8 @@ def test_a_notebook_takes_the_devices_that_there_are(check, site):
     """Where Jupyter has given one device, the notebook starts one rank: four would share the device, and be refused."""
     stand_in = "class torch:\n  class cuda:\n    def device_count(): return {}\n  accelerator = cuda\n"
     for name, cells in notebooks(site).items():
-        lines = re.findall(r"(?m)^ranks\s*=.*", "\n".join(cells))
-        if any("--nproc-per-node" in cell for cell in cells):
+        lines = re.findall(r"(?m)^ranks\s*=.*", "\n".join(texts(cells)))
+        if any("--nproc-per-node" in text for text in texts(cells)):
             check.equal(**{f"numbers_of_ranks_in_{name}": (len(lines), 1)})
         for devices, line in itertools.product((1, 4), lines):
             program = [sys.executable, "-c", f"{stand_in.format(devices)}\n{line}\nprint(ranks)"]
@@ -337,10 +326,16 @@ def test_a_notebook_takes_the_devices_that_there_are(check, site):
 
 @clause("B10")
 def test_a_notebook_that_is_opened_again_goes_on(check, site):
-    """By default it resumes in the same folder: otherwise a lost kernel would lose all training so far."""
+    """By default it resumes in the same folder: otherwise a lost kernel would lose all training so far.
+
+    It has not been run: another machine's output looks like the reader's own, and each execution would change the file.
+    """
     for name, cells in notebooks(site).items():
-        check.equal(**{f"{name}_begins_anew": (any("--fresh" in cell for cell in cells), False)})
-        lines = [line for cell in cells for line in ast.parse(re.sub(r"(?m)^\s*[%!].*", "", cell)).body]
+        outputs = [(cell.get("outputs"), cell.get("execution_count")) for cell in cells]
+        ran = [number for number, (output, count) in enumerate(outputs, 1) if output or count is not None]
+        check.equal(**{f"cells_of_{name}_that_were_run": (ran, [])})
+        check.equal(**{f"{name}_begins_anew": (any("--fresh" in text for text in texts(cells)), False)})
+        lines = [line for text in texts(cells) for line in ast.parse(re.sub(r"(?m)^\s*[%!].*", "", text)).body]
         imports = [line for line in lines if isinstance(line, ast.Import) and line.names[0].name in sys.stdlib_module_names]
         assigned = {ast.unparse(line.targets[0]): line for line in lines if isinstance(line, ast.Assign)}
         for line in [assigned["device"]] if "device" in assigned and site.toml["node"]["devices"] else ():
@@ -355,19 +350,14 @@ def test_a_notebook_that_is_opened_again_goes_on(check, site):
             check.equal(**{f"run_dir_of_{name}_another_time": pair})
 
 
-@clause("B10")
-def test_a_notebook_has_not_been_run(check, site):
-    """Another machine's output looks like the reader's own, and each execution would change the file."""
-    for path in sorted(site.folder.glob("*.ipynb")):
-        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-        run = [number for number, cell in enumerate(cells, 1) if cell.get("outputs") or cell.get("execution_count") is not None]
-        check.equal(**{f"cells_of_{path.name}_that_were_run": (run, [])})
-
-
-def notebooks(site) -> dict[str, list[str]]:
+def notebooks(site) -> dict[str, list[dict]]:
     """Return the code cells of each notebook, by file name."""
     all_cells = {path.name: json.loads(path.read_text())["cells"] for path in sorted(site.folder.glob("*.ipynb"))}
-    return {name: ["".join(cell["source"]) for cell in all_cells[name] if cell["cell_type"] == "code"] for name in all_cells}
+    return {name: [cell for cell in cells if cell["cell_type"] == "code"] for name, cells in all_cells.items()}
+
+
+def texts(cells: list[dict]) -> list[str]:
+    return ["".join(cell["source"]) for cell in cells]
 
 
 def device_of(site, run: DryRun, local: int, each: int) -> int | None:

@@ -14,33 +14,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from conformance.checks.test_dry_install import pips
 from conformance.harness.check import clause
-from conformance.harness.dry_run import (
-    ARGUMENTS,
-    OF_PBS,
-    PASSED,
-    SECRET,
-    USER,
-    Call,
-    DryRun,
-    alternatives,
-    arguments,
-    as_in_job,
-    ending,
-    given,
-    handed_on,
-    new_starts,
-    options_of,
-    seconds_of,
-    set_by,
-    shown_to_train,
-    trains,
-    values_of,
-    without_effect,
-    words_of,
-)
-from conformance.harness.shell import OPTIONS, START_SECONDS, Script, minutes, nodes_asked
+from conformance.harness.dry_run import ARGUMENTS, FIRST, OF_PBS, OTHER, PASSED, SECRET, USER, Call, DryRun, trains, values_of
+from conformance.harness.shell import OPTIONS, START_SECONDS, Script, handed_on, minutes, nodes_asked, options_of, words_of
 from conformance.harness.sites import ROOT
 from conformance.harness.stub_core import who
 
@@ -53,24 +29,19 @@ FINAL |= {8: "storage"}
 # After these codes another launch may succeed, so a few are allowed; Slurm's own requeue is for failed nodes.
 LOST = {1: "a launcher that failed", 4: "ranks that did not meet", 7: "a rank that was lost", 137: "ranks that were killed"}
 BUS_ERROR = 135
-MOST_LAUNCHES, MANY_RESTARTS, FIRST, OTHER = 4, 1000, "4242", "7001"
+MOST_LAUNCHES, MANY_RESTARTS = 4, 1000
 NONSENSE = "nonsense"
 
 
 @clause("J2")
 def test_the_exit_code_of_the_ranks_is_the_job_s(check, site, dry):
-    for case in site.cases:
-        codes = {code: dry.case(case, code=code).code for code in (*FINAL, *LOST, BUS_ERROR, 75)}
-        check.equal(**{f"exit_codes_of_{case.name}": (codes, {code: code for code in codes})})
-
-
-@clause("J2")
-def test_the_exit_code_is_not_that_of_an_agent_that_srun_has_ended(check, site, dry):
     """srun returns the highest code, perhaps that of torchrun on the other nodes after the first node's ranks have ended."""
     for case in site.cases:
-        if dry.case(case).called("torchrun"):
-            codes = {code: dry.case(case, code=code, fails="agent", nodes=2, all_ranks=True).code for code in (75, 7)}
-            check.equal(**{f"exit_codes_of_{case.name}": (codes, {code: code for code in codes})})
+        shapes: list[tuple[tuple, dict]] = [((75, 7), dict(fails="agent", nodes=2, all_ranks=True))]
+        shapes = shapes if dry.case(case).called("torchrun") else []
+        for codes, shape in [*shapes, ((*FINAL, *LOST, BUS_ERROR, 75), {})]:
+            exit_codes = {code: dry.case(case, code=code, **shape).code for code in codes}
+            check.equal(**{f"exit_codes_of_{case.name}": (exit_codes, {code: code for code in codes})})
 
 
 @clause("J2")
@@ -78,11 +49,10 @@ def test_the_exit_code_of_the_ranks_is_the_job_s_whatever_fails_after_them(check
     """The scheduler may not answer, or a node be lost: a stopped run that ends with 1 would look failed."""
     for script in trains(site):
         run = dry.job(script, code=75)
-        end_time = max((call.end_time or 0 for call in run.launches), default=0)
-        for fails, call in [(fails, call) for fails, call in run.steps if call.start_time > end_time]:
+        for fails, call in [(fails, call) for fails, call in run.steps if call.start_time > run.end_time]:
             again = dry.job(script, code=75, fails=fails)
             if again.code != 75:
-                yield f"{script.name}, where {call.text} fails: {ending(dry, again)}, but should be 75"
+                yield f"{script.name}, where {call.text} fails: {dry.ending(again)}, but should be 75"
 
 
 @clause("J10")
@@ -92,19 +62,17 @@ def test_a_node_that_hangs_does_not_keep_a_stopped_job_from_coming_back(check, s
     srun passes SIGTERM on to the ranks, and continues to wait.
     """
     for script in trains(site):
-        run = dry.job(script, code=75, fails="hangs") if new_starts(dry.job(script, code=75)) else None
-        starts = min((call.start_time for call in new_starts(run)), default=0) if run else 0
-        end_time = max((call.end_time or 0 for call in run.launches), default=0) if run else 0
-        for call in [call for call in run.called(run.launcher) if call.start_time > end_time > 0] if run else ():
+        usual = dry.job(script, code=75)
+        run = dry.job(script, code=75, fails="hangs") if usual.new_starts else usual
+        starts = min((call.start_time for call in run.new_starts), default=0)
+        for call in [call for call in run.called(run.launcher) if call.start_time > run.end_time > 0]:
             own = values_of(call.words, "--time", "-t")  # a step's limit, which Slurm enforces
             late = not starts or starts > (call.end_time or starts)  # a call without an end was killed
-            if late and not own and not {"--version", "-V"} & {*call.words}:
+            if usual.new_starts and late and not own and not {"--version", "-V"} & {*call.words}:
                 yield f"{script.name}, where {dry.shown(call.text)} hangs: no new start before it ends, but should be one"
-        run = dry.job(script, code=75)
-        end_time = max((call.end_time or 0 for call in run.launches), default=0)
-        left = [float(grace) / 2 for call in run.trained[:1] for grace in values_of(arguments(call), "--grace")[-1:]]
-        timed = [call for call in run.called(run.launcher) if call.start_time > end_time]
-        if left and new_starts(run) and (seconds := timed_out(timed)) > left[0]:
+        left = [float(grace) / 2 for call in usual.trained[:1] for grace in values_of(call.arguments, "--grace")[-1:]]
+        seconds = timed_out([call for call in usual.called(usual.launcher) if call.start_time > usual.end_time])
+        if left and usual.new_starts and seconds > left[0]:
             limit = f"at most {left[0]:g}, half of --grace"
             yield f"{script.name}: {seconds:g} s of timeout before it starts again, but should be {limit}"
 
@@ -115,32 +83,27 @@ def timed_out(calls: list[Call]) -> float:
     for call in sorted(calls, key=lambda call: call.start_time):
         if call.start_time > end_time:
             seconds, longest = seconds + longest, 0.0
-        words = re.sub(r"(?<!\S)(-s |--signal[= ])\S+", "", " ".join(call.notes.get("timeout", []))).split()
-        longest, end_time = max(longest, seconds_of(words)), max(end_time, call.end_time or call.start_time)
+        longest, end_time = max(longest, call.seconds), max(end_time, call.end_time or call.start_time)
     return seconds + longest
 
 
 @clause("J2")
 def test_the_exit_code_of_an_earlier_start_is_none_of_this_one(check, site, dry):
-    """Killed ranks record no code: the last one in run.jsonl is from an earlier start."""
+    """Killed ranks record no code: the last one in run.jsonl is from an earlier start.
+
+    But ranks that have saved may end with a bus error: Apptainer without setuid mounts by a process that Slurm's USR1 ends.
+    """
     for case in site.cases:
         for code, when in ((137, ""), (BUS_ERROR, "start"), (BUS_ERROR, "")):
             run = dry.case(case, code=code, recorded=75, fails=when)
             check.equal(**{f"exit_code_of_{case.name}_whose_ranks_end_with_{code}": (run.code, code)})
-            yield from (f"{case.name}: {call.text}, but should not" for call in new_starts(run))
+            yield from (f"{case.name}: {call.text}, but should not" for call in run.new_starts)
         run = dry.case(case, code=75, recorded=0, arguments=["--fresh"])  # --fresh begins a new record
         check.equal(**{f"exit_code_of_{case.name}_--fresh": (run.code, 75)})
-        check.equal(**{f"new_starts_of_{case.name}_--fresh": (len(new_starts(run)), 1)})
-
-
-@clause("J2")
-def test_the_exit_code_is_not_that_of_an_image_that_is_gone(check, site, dry):
-    """Apptainer without setuid mounts by a process that Slurm's USR1 ends: ranks that have saved end with a bus error."""
-    for case in site.cases:
-        if dry.case(case).called("apptainer"):
-            for words in (ARGUMENTS, ("--run-dir", "runs/mine")):
-                run = dry.case(case, code=BUS_ERROR, fails="image", arguments=words)
-                check.equal(**{f"exit_code_of_{case.name}_{' '.join(words)}": (run.code, 75)})
+        check.equal(**{f"new_starts_of_{case.name}_--fresh": (len(run.new_starts), 1)})
+        for words in (ARGUMENTS, ("--run-dir", "runs/mine")) if run.called("apptainer") else ():
+            saved = dry.case(case, code=BUS_ERROR, fails="image", arguments=words)
+            check.equal(**{f"exit_code_of_{case.name}_{' '.join(words)}": (saved.code, 75)})
 
 
 @clause("J10")
@@ -148,7 +111,7 @@ def test_what_would_fail_again_is_not_started_again(check, site, dry):
     for case in site.cases:
         for code, what in (FINAL | LOST).items():
             run, most = dry.case(case, code=code), 1 if code in FINAL else MOST_LAUNCHES
-            yield from (f"{case.name}: {call.text} after {code} ({what}), but should not" for call in new_starts(run))
+            yield from (f"{case.name}: {call.text} after {code} ({what}), but should not" for call in run.new_starts)
             if len(run.launches) > most:
                 yield f"{case.name}: {len(run.launches)} launches after {code} ({what}), but should be {most}"
 
@@ -159,19 +122,19 @@ def test_a_stopped_job_comes_back_once_its_ranks_have_ended(check, site, dry):
     for case in site.cases:
         for restarts in (0, 1):
             run = dry.case(case, code=75, **(dict(restarts=restarts) if restarts else {}))
-            starts, end_time = new_starts(run), max((call.end_time or 0 for call in run.launches), default=0)
+            starts = run.new_starts
             if len(starts) != 1:
-                yield f"{case.name}: {len(starts)} new starts after 75, but should be 1 ({ending(dry, run)})"
+                yield f"{case.name}: {len(starts)} new starts after 75, but should be 1 ({dry.ending(run)})"
             for call in starts:
-                if call.start_time < end_time:
+                if call.start_time < run.end_time:
                     yield f"{case.name}: {call.text} before its ranks have ended, but should be after"
             named = re.compile(rf"{FIRST}(_\d+)?")  # or the array's job with its index
             wrong = [call for call in starts if call.command == "scontrol" and not any(map(named.fullmatch, call.words))]
             yield from (f"{case.name}: {call.text}, but should name job {FIRST}" for call in wrong)
         for options in site.job(site.folder / case.script).get("ends_when_stopped", []):
-            if starts := new_starts(dry.job(site.folder / case.script, code=75, options=words_of(options))):
+            if starts := dry.job(site.folder / case.script, code=75, options=words_of(options)).new_starts:
                 yield f"{case.name}: {starts[0].text} with {options}, but should end (ends_when_stopped)"
-        if starts := new_starts(dry.case(case, code=75, restarts=MANY_RESTARTS)):
+        if starts := dry.case(case, code=75, restarts=MANY_RESTARTS).new_starts:
             yield f"{case.name}: {starts[0].text} after {MANY_RESTARTS} restarts, but should have a limit"
 
 
@@ -227,7 +190,7 @@ def test_the_jobs_of_an_array_are_jobs_of_their_own(check, site, dry):
         # The array's number would stop and requeue all of its jobs. It is also the last job's own number.
         for number, name in ((FIRST, FIRST), (OTHER, f"{OTHER}_3")):
             run = dry.job(script, environ=array, number=number, code=75)
-            commands = [call.text for call in new_starts(run) if OTHER in call.words]
+            commands = [call.text for call in run.new_starts if OTHER in call.words]
             yield from (f"{script.name} in an array: {command}, but should name the job: {name}" for command in commands)
 
 
@@ -240,7 +203,7 @@ def test_the_readme_tells_how_often_it_comes_back(check, site, dry):
     most = int(match[1]) if match else 0
     for script in trains(site) if match else ():
         for restarts, should in ((3, 1), (most - 1, 1), (most, 0)):  # compared as texts, 3 would come after 20
-            if len(starts := new_starts(dry.job(script, code=75, restarts=restarts))) != should:
+            if len(starts := dry.job(script, code=75, restarts=restarts).new_starts) != should:
                 path = f"{script.name}: {len(starts)} new starts after {restarts} restarts"
                 yield f"{path}, but should be {should}: README.md says {match[0]}"
 
@@ -250,7 +213,7 @@ def test_the_readme_tells_how_often_it_launches_again(check, site, dry):
     """README.md also says after how long a job launches again: nodes without ranks are paid for."""
     for part in re.findall(r"[^.;]*\b(?:re|)launch(?:es)?(?: them)? again\b[^.;]*", site.readme):
         run = max((dry.case(case, code=7) for case in site.cases), key=lambda run: len(run.launches))
-        again, slept = len(run.launches) - 1, {seconds_of(call.words) for call in run.called("sleep")}
+        again, slept = len(run.launches) - 1, {call.seconds for call in run.called("sleep")}
         for often, number in re.findall(r"\bat most (once|twice|(\d+) times)", part):
             if again != (should := int(number or dict(once=1, twice=2)[often])):
                 yield f"{run.script}: {again} more launches after 7, but should be {should}: README.md says at most {often}"
@@ -264,7 +227,7 @@ def test_the_readme_tells_how_often_it_launches_again(check, site, dry):
 def test_the_readme_tells_where_log_and_run_are(check, site, dry):
     """`train-JOB.out`, `train-%j.out` and `train-15.out` mean the same file there."""
     scripts = trains(site)
-    known = dict(log={log_of(site, script) for script in scripts}, run={where(dry.job(script)) for script in scripts})
+    known = dict(log={log_of(site, script) for script in scripts}, run={dry.job(script).run_dir for script in scripts})
     sentences = [part for part in re.split(r"(?<=[.;]) ", site.readme) if not re.search("--run-dir|install|error log", part)]
     told = [each for part in sentences for each in re.findall(r"\b[Tt]he (log|run) is (?:in )?`([^` ]+)`", part)]
     for what, span in told:
@@ -307,32 +270,29 @@ def test_a_successor_goes_on_where_its_job_was(check, site, dry):
     variable, cores = site.toml["job"].get("restarts", ""), site.toml["node"]["cores"]
     for case in site.cases:
         run, resources = dry.case(case, code=75), Script(site.folder / case.script).resources
-        place = where(run)
+        place = run.run_dir
         for restarts in (1, 2):
-            starts = [call for call in new_starts(run) if call.command != "scontrol"]
-            if not starts:
+            if not run.successors:
                 break
-            command = starts[0].text
+            command = run.successors[0].text
             had = OF_PBS if site.toml["scheduler"] == "pbs" else {}
             had = {key: had[key] for key in had if key != "filesystems" or key in site.toml.get("queue", {})}
             had = {key: had[key] for key in had if key != "place" or "select" in resources}  # `place` is of chunks
             lost = [value for value in had.values() if value not in command]
             yield from (f"{case.name}: {command}, but should ask for {value}, as this job did" for value in lost)
-            environ = handed_on(shlex.join(starts[0].words))
+            environ = handed_on(shlex.join(run.successors[0].words))
             if environ.get(variable) != str(restarts):
                 yield f"{case.name}: {variable}={environ.get(variable)} for the next job, but should be {restarts}"
             run = dry.case(case, code=75, number=f"{int(FIRST) + restarts}", environ=environ)
-            if where(run) != place:
-                yield f"{case.name}: run directory={where(run)} in successor {restarts}, but should be {place}"
+            if run.run_dir != place:
+                yield f"{case.name}: run directory={run.run_dir} in successor {restarts}, but should be {place}"
         # The directive's number of nodes, and another one as a user may submit it.
-        submits = any(call.command != "scontrol" for call in new_starts(dry.case(case, code=75)))
-        for nodes in (case.nodes, case.nodes + 2) if submits else ():
-            for call in new_starts(dry.case(case, code=75, nodes=nodes)):
+        for nodes in (case.nodes, case.nodes + 2):
+            for call in dry.case(case, code=75, nodes=nodes).successors:
                 count = nodes_asked(call.text, cores) or Script(site.folder / case.script).nodes(cores) or case.nodes
                 if count != nodes:
                     yield f"{case.name} on {nodes} nodes: {call.text}, but should ask for as many, and not for {count}"
-        idle = [call for call in new_starts(dry.case(case, code=75, progress=False)) if call.command != "scontrol"]
-        for call in idle:
+        for call in dry.case(case, code=75, progress=False).successors:
             yield f"{case.name}: {call.text} after no step, but should not: nor would the next job get further"
 
 
@@ -344,7 +304,7 @@ def test_a_successor_is_given_the_choices_of_its_job(check, site, dry):
             value = values[0] if values else str(int(default) // 2 or 1)
             shape: dict = dict(code=75, nodes=3, spare=True)
             run = dry.job(script, environ={name: value}, **shape)
-            for call in [call for call in new_starts(run) if call.command != "scontrol"]:
+            for call in run.successors:
                 exported = handed_on(shlex.join(call.words))
                 if exported.get(name) != value:
                     yield f"{script.name} with {name}={value}: {call.text}, but should hand that on"
@@ -371,7 +331,7 @@ def test_a_successor_tolerates_the_nodes_that_its_job_did(check, site, dry):
     option = "tolerate_node_failures=all"
     named = any("tolerate_node_failures" in text for text in (site.readme, *(path.read_text() for path in site.scripts)))
     for script in trains(site) if named and site.toml["scheduler"] == "pbs" else ():
-        for call in [call for call in new_starts(dry.job(script, code=75, options=dict(W=option))) if call.command == "qsub"]:
+        for call in [call for call in dry.job(script, code=75, options=dict(W=option)).new_starts if call.command == "qsub"]:
             if option not in call.words:
                 yield f"{script.name} with -W {option}: {call.text}, but should have it, too"
 
@@ -380,24 +340,23 @@ def test_a_successor_tolerates_the_nodes_that_its_job_did(check, site, dry):
 def test_a_time_limit_may_be_days(check, site, dry):
     for script in trains(site) if site.toml["scheduler"] == "pbs" else ():
         run = dry.job(script, walltime="36:00:00")
-        if run.code or not run.trained:
-            yield f"{script.name} with a walltime of 36:00:00: {ending(dry, run)}, but should be 0"
-
-
-def where(run: DryRun) -> str:
-    given = [value for call in run.trained[:1] for value in values_of(arguments(call), "--run-dir", "--new-run-dir")]
-    return given[0] if given else "none"
+        yield from dry.failed(run, f"{script.name} with a walltime of 36:00:00")
 
 
 @clause("J10")
 def test_the_ranks_hear_in_time(check, site, dry):
-    """A warning to all processes of the ranks ends none. Where the scheduler sends no warning, the job script does."""
+    """A warning to all processes of the ranks ends none. Where the scheduler sends no warning, the job script does.
+
+    Ranks that are lost while they save are not launched again: new ones would have no time for a step.
+    """
     for case in site.cases:
         for event, what in warnings_of(site).items():
             run = dry.case(case, code=75, event=event)
             refused = event == "limit" and run.code == 3 and not run.trained
             if run.code != 75 and not refused:
-                yield f"{case.name}, {what}: {ending(dry, run)}, but should be 75"
+                yield f"{case.name}, {what}: {dry.ending(run)}, but should be 75"
+            if len(lost := dry.case(case, code=137, event=event).launches) > 1:
+                yield f"{case.name}, {what}: {len(lost)} launches, but should be 1"
             left = sorted({*run.made} - {*dry.case(case, code=75).made})
             yield from (f"{case.name}, {what}: {name} is left, but should not: it would stop another start" for name in left)
 
@@ -407,27 +366,18 @@ def test_ranks_that_are_asked_where_they_are_train_on(check, site, dry):
     """scancel --signal=USR2 JOB signals their torchrun, too."""
     for case in site.cases if site.toml["scheduler"] == "slurm" else ():
         if (run := dry.case(case, event="asked")).code:
-            yield f"{case.name}, USR2 to all ranks: {ending(dry, run)}, but should be 0"
+            yield f"{case.name}, USR2 to all ranks: {dry.ending(run)}, but should be 0"
 
 
 @clause("J10")
-def test_a_successor_is_stopped_by_its_own_number(check, site, dry):
-    """Its first job's number does not stop it: users see only the successor's."""
-    for script in trains(site):
-        starts = [call for call in new_starts(dry.job(script, code=75)) if call.command != "scontrol"]
-        for call in starts[:1] if "stop" in warnings_of(site) else ():
+def test_a_job_is_stopped_by_its_own_number_alone(check, site, dry):
+    """A successor, too: users see only its number. Of two jobs in one folder one is stopped, and the other trains on."""
+    for script in trains(site) if "stop" in warnings_of(site) else ():
+        for call in dry.job(script, code=75).successors[:1]:
             run = dry.job(script, code=75, event="stop", number=OTHER, environ=handed_on(shlex.join(call.words)))
             if run.code != 75:
-                yield f"{script.name}, a successor, by its own number: {ending(dry, run)}, but should be 75"
-
-
-@clause("J10")
-def test_a_job_is_not_stopped_by_another_s_number(check, site, dry):
-    """Two jobs of one user share the folder: one is stopped, and the other trains on."""
-    for script in trains(site) if "stop" in warnings_of(site) else ():
-        run = dry.job(script, event="another's stop")
-        if run.code:
-            yield f"{script.name}, where another job is stopped: {ending(dry, run)}, but should be 0"
+                yield f"{script.name}, a successor, by its own number: {dry.ending(run)}, but should be 75"
+        yield from dry.failed(dry.job(script, event="another's stop"), f"{script.name}, where another job is stopped")
 
 
 @clause("J10")
@@ -447,8 +397,7 @@ def test_a_scheduler_that_does_not_tell_which_nodes_are_down_ends_no_job(check, 
         for fails, call in dry.case(case).steps:
             if call.command in ("pbsnodes", "sinfo"):
                 run = dry.case(case, fails=fails, spare=False)
-                if run.code or not run.trained:
-                    yield f"{case.name}, where {call.text} fails: {ending(dry, run)}, but should be 0"
+                yield from dry.failed(run, f"{case.name}, where {call.text} fails")
 
 
 def warnings_of(site) -> dict[str, str]:
@@ -458,22 +407,13 @@ def warnings_of(site) -> dict[str, str]:
     return {"stop": site.toml["stop"], "limit": "60 s before its time limit"}
 
 
-@clause("J10")
-def test_a_job_that_is_told_to_stop_starts_no_ranks_again(check, site, dry):
-    """Ranks that are lost while they save are not relaunched: new ones would have no time for a step."""
-    for case in site.cases:
-        for event, what in warnings_of(site).items():
-            if len((run := dry.case(case, code=137, event=event)).launches) > 1:
-                yield f"{case.name}, {what}: {len(run.launches)} launches, but should be 1"
-
-
 @clause("J8")
 def test_train_py_knows_the_seconds_that_a_stop_leaves(check, site, dry):
     """--grace is --signal's number under Slurm. With another one, slow saves are noted too late, or without need."""
     for case in site.cases:
         signalled = Script(site.folder / case.script).options.get("signal", "")
         should = [signalled.partition("@")[2] or "60"] if signalled else []
-        grace = sorted({value for call in dry.case(case).trained for value in values_of(arguments(call), "--grace")})
+        grace = sorted({value for call in dry.case(case).trained for value in values_of(call.arguments, "--grace")})
         if grace != should and (should or len(grace) != 1):
             wanted = " ".join(should) or "one number"
             yield f"{case.name}: --grace {' '.join(grace) or 'is not there'}, but should be {wanted}"
@@ -484,7 +424,7 @@ def test_a_stop_leaves_time_to_train(check, site, dry):
     """Under PBS the script counts the seconds before its limit: if they are all of it, no start would train."""
     for script in trains(site) if site.toml["scheduler"] == "pbs" else ():
         walltime = re.search(r"(?m)^#PBS .*\bwalltime=([\d:]+)", script.read_text())
-        for grace in [value for call in dry.job(script).trained[:1] for value in values_of(arguments(call), "--grace")]:
+        for grace in [value for call in dry.job(script).trained[:1] for value in values_of(call.arguments, "--grace")]:
             if walltime and minutes(walltime[1]) * 60 < 2 * float(grace) + START_SECONDS:
                 yield f"{script.name}: --grace {grace} of walltime={walltime[1]}, but should leave half of the time to train"
 
@@ -494,7 +434,7 @@ def test_the_readme_has_the_seconds_that_a_stop_leaves(check, site, dry):
     """They are --grace: "120 to 180 s before" the limit under Slurm, which may send the signal 60 s early."""
     told = re.findall(r"USR1 [^.]*?\b(\d+)(?: to \d+)? s(?:econds)? before", site.readme)
     for script in trains(site) if told else ():
-        for grace in [value for call in dry.job(script).trained[:1] for value in values_of(arguments(call), "--grace")]:
+        for grace in [value for call in dry.job(script).trained[:1] for value in values_of(call.arguments, "--grace")]:
             if grace not in told:
                 yield f"README.md: {' and '.join(told)} s before the limit, but should be {grace}: --grace of {script.name}"
 
@@ -527,15 +467,15 @@ def ignores(call: Call, number: int) -> bool:
 def test_a_cancelled_job_stays_cancelled(check, site, dry):
     for case in site.cases:
         run = dry.case(case, code=75, event="cancelled")
-        starts = [call for call in new_starts(run) if "Incomplete" not in call.words]
+        starts = [call for call in run.new_starts if "Incomplete" not in call.words]
         yield from (f"{case.name}: {call.text} of a cancelled job, but should be `requeue Incomplete`" for call in starts)
         if run.code not in (75, -15):
-            yield f"{case.name}, cancelled: {ending(dry, run)}, but should be 75, as its ranks end"
+            yield f"{case.name}, cancelled: {dry.ending(run)}, but should be 75, as its ranks end"
         launches = len(dry.case(case, code=7, event="pause").launches) if len(dry.case(case, code=7).launches) > 1 else 1
         if launches > 1:
             yield f"{case.name}, cancelled before it launches ranks again: {launches} launches, but should be 1"
     for script in trains(site):
-        for call in new_starts(dry.job(script, code=75)):
+        for call in dry.job(script, code=75).new_starts:
             if call.command == "scontrol" and "Incomplete" not in call.words:
                 yield f"{script.name}: {call.text}, but should be `requeue Incomplete`: a cancelled job would come back"
 
@@ -551,7 +491,7 @@ def test_a_choice_that_is_none_is_refused(check, site, dry):
         shapes = [dict(environ={name: NONSENSE}) for name in environ] + [dict(edit={old: new}) for old, new in edits.items()]
         for shape in shapes:
             run = dry.job(site.folder / case.script, **shape)
-            yield from refused(dry, run, f"{case.script} with {NONSENSE} for {case.name}", NONSENSE)
+            yield from dry.refused(run, f"{case.script} with {NONSENSE} for {case.name}", NONSENSE)
     text = "\n".join(script.read_text() for script in site.scripts)
     for _, line in shown(site):  # also submissions that choose no other launch
         words = shlex.split(line)
@@ -559,7 +499,7 @@ def test_a_choice_that_is_none_is_refused(check, site, dry):
             script = next((script for script in site.job_scripts if script.name in words), None)
             if script and re.search(rf"\$\{{?{name}\b", text):
                 run = dry.job(script, environ={name: NONSENSE})
-                yield from refused(dry, run, f"{script.name} with {name}={NONSENSE} for {value}", NONSENSE)
+                yield from dry.refused(run, f"{script.name} with {name}={NONSENSE} for {value}", NONSENSE)
 
 
 # Variables that only the scheduler, libraries and Python need to read.
@@ -576,7 +516,7 @@ def test_each_variable_that_users_are_shown_changes_something(check, site, dry):
         first = dry.job(script, nodes=2).trained[:1]
         # A variable that a module sets to this value has it anyway.
         variables = [environ for environ in ours if not any(environ.items() <= call.environ.items() for call in first)]
-        yield from (f"{script.name}: {choice} changes nothing, but should" for choice in without_effect(dry, script, variables))
+        yield from (f"{script.name}: {choice} changes nothing, but should" for choice in dry.without_effect(script, variables))
     texts = {path.name: path.read_text() for path in (site.folder / "README.md", *site.scripts)}
     code = "\n".join(line.text for path in site.scripts for line in Script(path).lines if not line.is_comment)
     unless = re.findall(r"unless you (?:export|set) `([A-Z]\w+)=([^`\"']+)`(?! in `)", " ".join(texts["README.md"].split()))
@@ -598,7 +538,7 @@ def test_a_choice_that_is_empty_changes_something_when_it_is_filled_in(check, si
     install = (site.folder / "install.sh").read_text()
     for script in trains(site):
         ways: list[dict[str, Any]] = [dict(nodes=2)]
-        others = [environ for path, environ in chosen(site) if path == script] + alternatives(script)
+        others = [environ for path, environ in chosen(site) if path == script] + Script(script).alternatives
         ways += [dict(nodes=2, environ=environ) for environ in others]  # it may act under another choice alone
         if any(re.search(rf"{re.escape(script.name)} install\b", line) for _, line in shown(site)):
             ways.append(dict(nodes=1, arguments=["install"]))
@@ -608,24 +548,8 @@ def test_a_choice_that_is_empty_changes_something_when_it_is_filled_in(check, si
                 examples = re.findall(r"\"([\w./:+-]+)\"|`([\w./:+-]+)`", " ".join(line.paragraph))
                 values = dict.fromkeys([*("".join(each) for each in examples), "1", "yes"])
                 filled = [match[1] + (f"({value})" if match[2] == "()" else value) for value in values]
-                if not any(changes(dry, script, {line.text: each}, way) for way, each in product(ways, filled)):
+                if not any(dry.changes(script, way, edit={line.text: each}) for way, each in product(ways, filled)):
                     yield f"{script.name}:{line.number}: {filled[-1]} changes nothing, but should"
-
-
-def changes(dry, script: Path, edit: dict[str, str], way: dict[str, Any]) -> bool:
-    """Return whether an edit changes which commands are called, or what these find in their environment."""
-
-    def seen(run: DryRun) -> set[tuple[str, str]]:
-        variables = {each for call in run.calls for each in as_in_job(call).items()}
-        texts = [dry.shown(call.text) for call in run.calls if call.command not in ("mktemp", "rm", "sleep")]
-        texts = [re.sub(r"/tmp/tmp\.[^/\s\"']*", "/tmp/tmp.", text) for text in texts]  # mktemp's names are others in each run
-        return {*variables, *(("", text) for text in texts), ("code", str(run.code))}
-
-    again_too = dict(environ=way.get("environ", {}) | dict(DRY_RUN_AGAIN="1"))
-    usual, again, edited = (seen(dry.job(script, **(way | shape))) for shape in ({}, again_too, dict(edit=edit)))
-    unlike = {name for name, _ in usual ^ again if name}  # such as a secret, in each start
-    texts = {text for name, text in usual ^ again if not name}
-    return any(name not in unlike and text not in texts for name, text in usual ^ edited)
 
 
 @clause("B11")
@@ -636,21 +560,7 @@ def test_another_number_of_ranks_is_started_or_refused(check, site, dry):
         ranks = {call.environ["DRY_RUN_RANKS"] for call in run.trained}
         should = {3, 2 * site.job(script)["ranks_per_node"]} if run.called("torchrun") else {3}  # torchrun's are no tasks
         if not (run.code == 0 and len(run.trained) in should and ranks == {str(len(run.trained))}):
-            yield from refused(dry, run, f"{script.name} with --ntasks=3", "")
-
-
-@clause("J9")
-def test_twice_the_nodes_have_twice_the_ranks(check, site, dry):
-    """A total among the directives (--ntasks) overrules the ranks per node: half of the paid nodes would be idle."""
-    for script in trains(site):
-        nodes = site.job(script)["nodes"]
-        counts = []
-        for shape in (nodes, 2 * nodes):
-            run = dry.job(script, nodes=shape)
-            counts.append({call.environ.get("DRY_RUN_RANKS", "none") for call in run.trained})
-        expected = [{str(shape * site.job(script)["ranks_per_node"])} for shape in (nodes, 2 * nodes)]
-        if counts != expected:
-            yield f"{script.name} on {nodes} and {2 * nodes} nodes: ranks={counts}, but should be {expected}"
+            yield from dry.refused(run, f"{script.name} with --ntasks=3")
 
 
 @clause("J9")
@@ -669,8 +579,7 @@ def test_devices_may_be_asked_for_by_their_type(check, site, dry):
     for script in trains(site):
         if (devices := Script(script).options.get("gpus-per-node", "")).isdecimal():
             run = dry.job(script, options={"gpus-per-node": f"a100:{devices}"})
-            if run.code or not run.trained:
-                yield f"{script.name} with --gpus-per-node=a100:{devices}: {ending(dry, run)}, but should be 0"
+            yield from dry.failed(run, f"{script.name} with --gpus-per-node=a100:{devices}")
 
 
 @clause("B11")
@@ -682,7 +591,7 @@ def test_cores_are_bound_by_number_on_whole_nodes_alone(check, site, dry):
             some_share = {*queue.get("partitions", [])} - {*queue.get("exclusive", ())}
             if "exclusive" not in queue or some_share:
                 shared = dry.job(script, shared=True)
-                yield from refused(dry, shared, f"{script.name} on shared nodes (scontrol show job: OverSubscribe=OK)", "")
+                yield from dry.refused(shared, f"{script.name} on shared nodes (scontrol show job: OverSubscribe=OK)")
             if "exclusive" in queue and some_share and "exclusive" not in Script(script).options:
                 shared_ones = " and ".join(sorted(some_share))
                 yield f"{script.name}: no directive exclusive, but should be one: {shared_ones} give parts of nodes, too"
@@ -709,14 +618,14 @@ def test_ranks_of_several_nodes_never_go_over_tcp_in_silence(check, site, dry):
             run = dry.job(script, modules_set=False, environ=environ, nodes=max(2, site.job(script)["nodes"]))
             if run.trained and run.trained[0].environ.get("NCCL_NET", "Socket") == "Socket":
                 subject = f"{script.name} without NCCL_NET of its module{' and with a Socket of the user' if environ else ''}"
-                yield f"{subject}: {ending(dry, run)}, but should be 3"
+                yield f"{subject}: {dry.ending(run)}, but should be 3"
         run = dry.job(script, nodes=2, fails="library")
         if run.trained and run.trained[0].environ.get("NCCL_NET") == "Socket":
-            yield f"{script.name}, whose network plugin does not load: {ending(dry, run)}, but should be 3"
+            yield f"{script.name}, whose network plugin does not load: {dry.ending(run)}, but should be 3"
     for case in site.cases:
         own = 2 if case.install is not None else case.nodes
         if own > case.nodes and (run := dry.case(case, nodes=own)).code:
-            yield f"{case.name} on {own} nodes: {ending(dry, run)}, but should be 0"
+            yield f"{case.name} on {own} nodes: {dry.ending(run)}, but should be 0"
         many = (MANY_NODES, site.most_nodes) if case.name == case.script else ()
         launched = [(nodes, call) for nodes in (own, *many) for call in dry.case(case, nodes=nodes).trained[:1]]
         for nodes, call in [(nodes, call) for nodes, call in launched if nodes > 1]:
@@ -738,7 +647,7 @@ def test_what_modules_set_is_there_where_ranks_start(check, site, dry):
     runs |= {case.name: dry.case(case, nodes=max(2, case.nodes)) for case in site.cases}
     for (what, run), module in product(runs.items(), site.modules):
         loaded = any(module in call.words for call in run.called("module-call"))
-        for call, (name, value) in product(run.launches if loaded else (), set_by(site, module).items()):
+        for call, (name, value) in product(run.launches if loaded else (), dry.set_by(module).items()):
             if value not in call.environ.get(name, ""):
                 observed = f"{what}: {name}={call.environ.get(name, 'unset')} where ranks start"
                 yield f"{dry.shown(observed)}, but should have {value}, by the module {module}"
@@ -817,14 +726,6 @@ def option_of(variable: str) -> str:
     return variable.removeprefix("SLURM_").lower().replace("_", "-")
 
 
-def refused(dry, run: DryRun, what: str, name: str) -> list[str]:
-    """Return a violation, unless the run ends with 3 before any rank, and names the mistake."""
-    if run.code == 3 and not run.trained and name in run.output:
-        return []
-    named = f", and a line that names {name}" if name else ""
-    return [f"{what}: {ending(dry, run)} after {len(run.trained)} ranks, but should be 3 before any{named}"]
-
-
 @clause("J10")
 def test_the_readme_tells_how_to_stop(check, site):
     """A command there, or in a script's head, that begins like site.toml's is that one: job scripts react to no other."""
@@ -862,8 +763,8 @@ def test_what_users_are_shown_works(check, site, dry):
         elif isinstance(run := followed(dry, line), str):
             yield f"{where_it_stands}: {line!r}: {run}"
         elif run.code or "still running" in run.output:
-            yield f"{where_it_stands}: {line!r}: {ending(dry, run)}, but should be 0"
-        elif lost := [flag for call in run.trained[:1] for flag in no_flags(site, arguments(call))]:
+            yield f"{where_it_stands}: {line!r}: {dry.ending(run)}, but should be 0"
+        elif lost := [flag for call in run.trained[:1] for flag in no_flags(site, call.arguments)]:
             yield f"{where_it_stands}: {line!r}: train.py is given {' '.join(lost)}, but should be given flags that there are"
         elif run.trained and (devices := run.shape.get("options", {}).get("gpus-per-node", "").rpartition(":")[2]):
             ranks = run.trained[0].environ["DRY_RUN_PER_NODE"]
@@ -885,9 +786,9 @@ def test_a_start_in_an_interactive_job_works_and_works_again(check, site, dry):
         spans = [span for span in re.findall(rf"`({started})`", site.readme) if " " in span.strip()]
         for line in dict.fromkeys([*head, *spans]):
             runs = [dry.command(script, line) for _ in range(2)]
-            new = [values_of(arguments(call), "--new-run-dir") for run in runs for call in run.trained[:1]]
+            new = [values_of(call.arguments, "--new-run-dir") for run in runs for call in run.trained[:1]]
             if runs[0].code or not new:
-                yield f"{line!r} in an interactive job: {ending(dry, runs[0])}, but should be 0"
+                yield f"{line!r} in an interactive job: {dry.ending(runs[0])}, but should be 0"
             elif new[0] and new[0] == new[-1]:
                 yield f"{line!r}: --new-run-dir {new[0][0]}, but should be --run-dir: a second start in this job is refused"
 
@@ -919,7 +820,7 @@ def test_by_hand_in_a_step_it_trains_alone(check, site, tmp_path):
 @clause("B10")
 def test_packages_that_users_are_shown_go_with_torch(check, site, dry):
     """Where one fact has both versions, install.sh pins one of them, and pip refuses any other version of the second."""
-    asked = [("install.sh", word) for _, words in pips(dry.install()) for word in words]
+    asked = [("install.sh", word) for _, words in dry.install().pips() for word in words]
     pin, code = re.compile(r"([\w.-]+)==([\w.+]+)"), "\n".join(path.read_text() for path in site.scripts)
     of_facts = [dict(pin.findall(fact)) for fact in site.facts]
     known = [each for pins in of_facts for each in pins.items()]
@@ -981,8 +882,7 @@ def test_a_line_that_users_may_delete_is_not_needed(check, site, dry):
             name = option.partition("=")[0].removeprefix("--")
             if name in deletable or "delete the line" in " ".join(line.paragraph):
                 run = dry.case(replace(case, name=f"without --{name}", edit=case.edit | {line.text: ""}))
-                if run.code or not run.trained:
-                    yield f"{case.script} without --{name}: {ending(dry, run)}, but should be 0"
+                yield from dry.failed(run, f"{case.script} without --{name}")
 
 
 @clause("B6")
@@ -1056,18 +956,17 @@ def test_no_secret_is_printed(check, site, dry):
 @clause("B10")
 def test_a_script_for_users_hands_their_arguments_on(check, site, dry):
     """This covers every other script whose head shows how to train with it, after each installation."""
-    for script in [path for path in site.scripts if path not in site.job_scripts]:
-        for line, flags in product(shown_to_train(script), [(), *given(dry)]):
-            run = dry.command(script, line, *flags)
-            words = [arguments(call)[-len(ARGUMENTS) :] for call in run.trained]
-            for call in run.trained[:1] if (cores := re.search(r"--cpus-per-task=(\d+)", line)) else ():
-                threads = call.environ.get("OMP_NUM_THREADS", "unset")
-                if not threads.isdecimal() or int(threads) > int(cores[1]):
-                    yield f"{script.name}: {line!r}: OMP_NUM_THREADS={threads}, but should be at most {cores[1]}"
-            if run.code or words != [list(ARGUMENTS)]:
-                observed = f"{ending(dry, run)}, train.py with {words or 'nothing'}"
-                after = " ".join(["install.sh", *flags])
-                yield f"{script.name}: {line!r} after {after}: {observed}, but should be 0 and {list(ARGUMENTS)}"
+    for (script, line), flags in product(dry.by_hand, [(), *dry.given()]):
+        run = dry.command(script, line, *flags)
+        words = [call.arguments[-len(ARGUMENTS) :] for call in run.trained]
+        for call in run.trained[:1] if (cores := re.search(r"--cpus-per-task=(\d+)", line)) else ():
+            threads = call.environ.get("OMP_NUM_THREADS", "unset")
+            if not threads.isdecimal() or int(threads) > int(cores[1]):
+                yield f"{script.name}: {line!r}: OMP_NUM_THREADS={threads}, but should be at most {cores[1]}"
+        if run.code or words != [list(ARGUMENTS)]:
+            observed = f"{dry.ending(run)}, train.py with {words or 'nothing'}"
+            after = " ".join(["install.sh", *flags])
+            yield f"{script.name}: {line!r} after {after}: {observed}, but should be 0 and {list(ARGUMENTS)}"
 
 
 @clause("B10")
@@ -1079,14 +978,14 @@ def test_an_installation_as_a_job_gets_its_arguments(check, site, dry):
             calls = [call for call in run.calls if PACKAGES in call.words]
             pip = [call.words[-1] for call in calls]
             if run.code or not pip:
-                observed = f"{script.name} install --add {PACKAGES!r}: {ending(dry, run)}, pip has {pip or 'not heard of it'}"
+                observed = f"{script.name} install --add {PACKAGES!r}: {dry.ending(run)}, pip has {pip or 'not heard of it'}"
                 yield f"{observed}, but should be given it as it is"
             ranks = max((int(call.environ.get("DRY_RUN_RANKS", "1")) for call in calls), default=1)
             if ranks > 1:
                 yield f"{script.name} install: {ranks} of it in one prefix, side by side, but should be one"
             # All proxy variables that are empty in the script are set at once: there may be one for each protocol.
             edit = {line: line + PROXY for line in re.findall(r"(?m)^(?!no_)\w*proxy=$", script.read_text())}
-            for call, _ in pips(dry.job(script, nodes=1, arguments=["install"], edit=edit))[:1] if edit else ():
+            for call, _ in dry.job(script, nodes=1, arguments=["install"], edit=edit).pips()[:1] if edit else ():
                 for name in ("http_proxy", "https_proxy"):
                     if PROXY not in (call.environ.get(name), call.environ.get(name.upper())):
                         yield f"{script.name} install with {' '.join(edit.values())}: pip has no {name} of it, but should"
@@ -1123,11 +1022,10 @@ def followed(dry, line: str) -> DryRun | str:
         # Programs beside the ranks use the ranks' run directory, whichever it is.
         flags = dict(arguments=[*words[place + 1 :], "--run-dir", "elsewhere"])
         elsewhere = dry.job(site.folder / words[place], **(shape | flags))
-        beside = [call.text for call in elsewhere.called("python") if "runs/" in call.words[-1]]
-        if beside:
-            return f"with --run-dir elsewhere {dry.shown(beside[0])} is started, but should read elsewhere"
-    if environ and slurm:  # after a warning, what is chosen comes back, too, such as another launcher
-        run = run if run.code else dry.job(site.folder / words[place], code=75, event="warning", **shape)
+        for call in [call for call in elsewhere.called("python") if "runs/" in call.words[-1]]:
+            return f"with --run-dir elsewhere {dry.shown(call.text)} is started, but should read elsewhere"
+        # After a warning, what is chosen comes back, too, such as another launcher.
+        run = dry.job(site.folder / words[place], code=75, event="warning", **shape)
         # If a program beside the ranks hangs, like a writer of metrics without network, the job does not wait long.
         run = run if run.code != 75 else dry.job(site.folder / words[place], fails="beside", **shape)
     return run

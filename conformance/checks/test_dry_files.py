@@ -13,23 +13,7 @@ from pathlib import Path
 
 from conformance.cluster.layer import OF_A_USER_S_DISK
 from conformance.harness.check import clause
-from conformance.harness.dry_run import (
-    FIRST,
-    OPEN_FILES,
-    OTHER,
-    USER,
-    arguments,
-    as_chosen,
-    as_in_job,
-    ending,
-    given,
-    limits,
-    removed,
-    shown_to_train,
-    trains,
-    umask,
-    values_of,
-)
+from conformance.harness.dry_run import FIRST, OPEN_FILES, OTHER, USER, limits, trains, umask, values_of
 from conformance.harness.shell import plain
 
 
@@ -77,7 +61,7 @@ def at_one_time(dry) -> dict[str, str]:
 @clause("B6")
 def test_a_job_touches_only_what_is_its_own(check, site, dry):
     for script in site.job_scripts:
-        for shape in (dict(all_ranks=True), dict(code=75), *(dict(install=flags) for flags in given(dry))):
+        for shape in (dict(all_ranks=True), dict(code=75), *(dict(install=flags) for flags in dry.given())):
             run = dry.job(script, **shape)
             node = [path for path in run.changed if re.match(r"root/(tmp|var/tmp|dev/shm)/", path)]
             shared = [path for path in node if FIRST not in path]
@@ -85,12 +69,11 @@ def test_a_job_touches_only_what_is_its_own(check, site, dry):
             others = [path for path in elsewhere if FIRST not in path]
             yield from (f"{script.name} changes {dry.shown(str(dry.top / path))}, but should leave it" for path in others)
             yield from (f"{script.name} writes /{path[5:]}, but should name it for job {FIRST}" for path in shared)
-            places = [value for call in run.trained for value in values_of(arguments(call), "--run-dir", "--new-run-dir")]
-            folders = {os.path.relpath(dry.folder / place, dry.folder).partition("/") for place in places}
+            folders = {os.path.relpath(dry.folder / call.run_dir, dry.folder).partition("/") for call in run.trained}
             runs = {"runs"} | {above for above, _, below in folders if FIRST in below}  # the folder of all runs
             lasting = [name for name in run.made if name not in runs and FIRST not in name]
             yield from (f"{script.name} leaves {name}, but should leave its run, and what has its number" for name in lasting)
-            yield from removed(dry, run, [dry.folder / "runs", *(dry.top / "root").rglob(f"*{FIRST}*")])
+            yield from dry.removed(run, [dry.folder / "runs", *(dry.top / "root").rglob(f"*{FIRST}*")])
 
 
 @clause("B6")
@@ -144,16 +127,20 @@ def test_proxies_are_spoken_to_by_http(check, site, dry):
 
 
 @clause("B6")
-def test_what_a_run_leaves_is_as_its_user_s_umask_says(check, site, dry):
-    """The user decides whether others of the project may read it."""
-    own = umask()
-    for script, call in dry.first_ranks(all_ranks=True):
-        if call.notes["umask"] != own:
-            yield f"{script.name}: umask={call.notes['umask']}, but should be the user's: {own}"
-    for script, mask in itertools.product(site.job_scripts, ("0022", "0077")):
-        for path, mode in dry.job(script, all_ranks=True, umask="" if mask == own else mask).wide.items():
+def test_what_scripts_leave_is_as_their_user_s_umask_says(check, site, dry):
+    """The user decides whether others may read it. Who may write to an installation could run commands as its owner."""
+    own, installs = umask(), {" ".join(("install.sh", *flags)): flags for flags in [(), *dry.given()]}
+    calls = [(script.name, call) for script, call in dry.first_ranks(all_ranks=True)]
+    calls += [(what, call) for what, flags in installs.items() for call in dry.install(*flags).calls if "makes" in call.notes]
+    for what, call in [(what, call) for what, call in calls if call.notes["umask"] != own]:
+        yield f"{what}: umask={call.notes['umask']}, but should be the user's: {own}"
+    for mask in sorted({"0022", "0077", own}):
+        shape = dict(umask="" if mask == own else mask)
+        runs = {script.name: dry.job(script, all_ranks=True, **shape) for script in site.job_scripts}
+        runs |= {what: dry.install(*flags, **shape) for what, flags in installs.items() if mask == own or not flags}
+        for what, path, mode in [(what, *each) for what, run in runs.items() for each in run.wide.items()]:
             place = dry.shown(str(dry.top / path))
-            yield f"{script.name} leaves {place} with mode {mode}, but should as its user's umask says: {mask}"
+            yield f"{what} leaves {place} with mode {mode}, but should as its user's umask says: {mask}"
 
 
 @clause("B6")
@@ -186,7 +173,7 @@ def test_the_ranks_write_into_the_job_s_log_themselves(check, site, dry):
 def test_caches_are_the_job_s_own(check, site, dry):
     """Caches that the script sets are not in the home directory, which all jobs share; in /tmp they have the job's number."""
     for script, call in dry.first_ranks(all_ranks=True):
-        for name, value in as_in_job(call).items():
+        for name, value in call.job_environ.items():
             if (
                 not re.search(r"CACHE|_DB_PATH$|^TMPDIR$|^TORCH_EXTENSIONS_DIR$", name)
                 or not value.startswith("/")
@@ -245,32 +232,9 @@ def test_what_is_downloaded_outlives_the_job(check, site, dry):
 # https://github.com/intel/compute-runtime/blob/master/programmers-guide/COMPILER_CACHE.md (its code: default_cache_config.cpp)
 # https://docs.python.org/3/library/tempfile.html#tempfile.gettempdir
 MUST_EXIST = ("NEO_CACHE_DIR", "TMPDIR")
-
-
-@clause("B6")
-def test_folders_that_nobody_else_makes_are_there_when_ranks_start(check, site, dry):
-    for script, _, run in as_chosen(site, dry):
-        for call in run.trained:
-            for name in call.notes["missing"]:
-                if name in MUST_EXIST:
-                    yield f"{script.name}: {name}={dry.shown(call.environ[name])} is not there, but should be made"
-
-
 # Variables that move one half of a cache, with the one for the other half: MIOpen keeps kernels and tuning apart.
 # https://rocm.docs.amd.com/projects/MIOpen/en/latest/cache.html
 HALVES = {"MIOPEN_USER_DB_PATH": "MIOPEN_CUSTOM_CACHE_DIR"}
-
-
-@clause("B6")
-def test_both_halves_of_a_cache_are_moved(check, site, dry):
-    """The other half would stay in the home directory, where SQLite fails as soon as many ranks write."""
-    for script, chosen, run in as_chosen(site, dry):
-        for call in run.trained[:1]:
-            alone = [half for half, other in HALVES.items() if half in call.environ and other not in call.environ]
-            for half in alone:
-                yield f"{script.name} {chosen or ''}: {half} without {HALVES[half]}, but should have both"
-
-
 # Caches of compiled kernels, which every rank reads and writes.
 KERNELS = ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 KERNELS += ("NEO_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
@@ -282,6 +246,7 @@ def test_caches_of_kernels_are_on_the_node(check, site, dry):
     """In a folder that all nodes share, SQLite's locks fail, and ranks read each other's unfinished files.
 
     Allowed are /tmp and similar, the user's folder on a disk that site.toml names, and the folder the machine makes per job.
+    Half of a cache would stay in the home directory, where SQLite fails as soon as many ranks write.
     """
     scripts = "\n".join(script.read_text() for script in site.scripts)
     named = str(site.toml | dict(software=[]))  # with the facts of sources
@@ -290,8 +255,13 @@ def test_caches_of_kernels_are_on_the_node(check, site, dry):
     told = str(site.toml | dict(software=[], sources=[]))
     folders += [place for place in re.findall(r"(?<![\w./])(?:/\w+)+", told) if place not in SHARED]
     folders += [place for place in dry.of_the_machine(FIRST).values() if place.startswith("/") and FIRST in place]
-    for script, _, run in as_chosen(site, dry):
+    for script, chosen, run in dry.as_chosen():
+        for call, name in itertools.product(run.trained, MUST_EXIST):
+            if name in call.notes["missing"]:
+                yield f"{script.name}: {name}={dry.shown(call.environ[name])} is not there, but should be made"
         for call in run.trained[:1]:
+            for half in [half for half, other in HALVES.items() if half in call.environ and other not in call.environ]:
+                yield f"{script.name} {chosen or ''}: {half} without {HALVES[half]}, but should have both"
             for name, place in [(name, dry.shown(call.environ[name])) for name in KERNELS if name in call.environ]:
                 if not any(Path(place).is_relative_to(folder) for folder in folders):
                     yield f"{script.name}: {name}={place}, which all nodes share, but should be on each node"
@@ -301,7 +271,7 @@ def test_caches_of_kernels_are_on_the_node(check, site, dry):
 def test_a_user_s_own_place_for_models_is_kept(check, site, dry):
     """It may hold gigabytes, and nodes without internet access cannot download them again."""
     for script, call in dry.first_ranks(all_ranks=True):
-        own = {name: f"/mine/{name.lower()}" for name in ("HF_HOME", "TORCH_HOME") if name in as_in_job(call)}
+        own = {name: f"/mine/{name.lower()}" for name in ("HF_HOME", "TORCH_HOME") if name in call.job_environ}
         for again in dry.job(script, all_ranks=True, environ=own).trained[:1] if own else ():
             lost = [name for name, value in own.items() if again.environ.get(name) != value]
             for name in lost:
@@ -313,12 +283,11 @@ def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
     """Another user may have made it first, and compilers and torch load code from it. Each choice of a script checks it."""
     ways: dict[str, Callable] = {path.name: partial(dry.job, path) for path in trains(site)}
     ways |= {case.name: partial(dry.case, case) for case in site.cases if case.script in ways and case.name not in ways}
-    for script in [path for path in site.scripts if path not in site.job_scripts]:
-        for line in shown_to_train(script):
-            ways[line] = lambda all_ranks, command=(script, line), **planted: dry.command(*command, **planted)
+    for script, line in dry.by_hand:
+        ways[line] = lambda all_ranks, command=(script, line), **planted: dry.command(*command, **planted)
     for name, run_as in ways.items():
         run = run_as(all_ranks=True)
-        variables = [pair for call in run.trained for pair in as_in_job(call).items()]
+        variables = [pair for call in run.trained for pair in call.job_environ.items()]
         shown = {dry.shown(value) for name, value in variables if re.search("CACHE|_DB_PATH$", name)}
         tops = {match[1] for value in shown if (match := re.match(r"/((?:var/)?tmp/[^/]+|dev/shm/[^/]+)", value))}
         # The machine makes these before the job, for it alone.
@@ -330,12 +299,12 @@ def test_a_cache_that_is_not_the_user_s_alone_is_refused(check, site, dry):
         for kind, path in itertools.product(("open", "link"), tops):
             what = dict(open="which others may write to", link="a link")[kind]
             run = run_as(all_ranks=True, planted=(kind, path))
-            if run.trained and not any(f"/{path}" in value for call in run.trained for value in as_in_job(call).values()):
+            if run.trained and not any(f"/{path}" in value for call in run.trained for value in call.job_environ.values()):
                 continue  # mktemp gives it another name each time
             if run.trained or run.code != 3:
-                yield f"{name}: trains with /{path}, {what}, but should end with 3 ({ending(dry, run)})"
+                yield f"{name}: trains with /{path}, {what}, but should end with 3 ({dry.ending(run)})"
             elif f"/{path}" not in run.output:
-                yield f"{ending(dry, run)}, but should name /{path}"
+                yield f"{dry.ending(run)}, but should name /{path}"
 
 
 @clause("X21")
@@ -349,5 +318,5 @@ def test_no_word_of_a_variable_is_run(check, site, dry):
             if mark.exists():
                 mark.unlink()
                 yield f"{script.name} runs the command in {name}=UID[$(command)0], but should refuse it"
-            elif run.trained or run.code != 3 or name not in run.output:
-                yield f"{name}=two: {ending(dry, run)}, but should be 3 and name {name}"
+            else:
+                yield from dry.refused(run, f"{name}={value}", name)

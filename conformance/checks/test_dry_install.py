@@ -19,58 +19,14 @@ import pytest
 
 from conformance.cluster import layer
 from conformance.harness.check import clause
-from conformance.harness.dry_run import (
-    LEFT,
-    PASSED,
-    TORCH,
-    USER,
-    Call,
-    DryRun,
-    DryRuns,
-    ending,
-    exit_of,
-    flags_of,
-    given,
-    made_by,
-    removed,
-    umask,
-    values_of,
-    with_modules,
-)
+from conformance.harness.dry_run import LEFT, PASSED, TORCH, USER, Call, DryRun, DryRuns, values_of, with_modules
 from conformance.harness.sites import ROOT
 from conformance.harness.sources import version_of
 
 
 def runs(dry: DryRuns) -> dict[str, DryRun]:
     """Map the flags of install.sh to its runs."""
-    return {" ".join(["install.sh", *flags[:1]]): dry.install(*flags) for flags in [(), *given(dry)]}
-
-
-def pips(run: DryRun, what: str = "install") -> list[tuple[Call, list[str]]]:
-    """Return the pip calls that install (or download), each with its words behind `what`."""
-    calls = [call for call in run.calls if call.words[:2] == ["-m", "pip"] or call.command in ("pip", "pip3")]
-    return [(call, call.words[call.words.index(what) + 1 :]) for call in calls if what in call.words]
-
-
-@clause("B10")
-def test_packages_of_the_user_s_own_are_not_counted(check, dry):
-    """pip would count packages in ~/.local as installed, and no job sees those."""
-    for what, run in runs(dry).items():
-        for call, words in pips(run):
-            if not call.environ.get("PYTHONNOUSERSITE"):
-                subject = f"{what}: pip install {' '.join(words)}"
-                yield f"{dry.shown(subject)}: without PYTHONNOUSERSITE, but should have it as jobs do"
-
-
-@clause("B10")
-def test_a_pythonpath_of_the_user_s_own_is_not_counted(check, site, dry):
-    """Packages of the submitting shell's PYTHONPATH would come before the environment's. Modules may set the variable."""
-    own = dict(PYTHONPATH="/somewhere/site-packages")
-    runs = {case.name: dry.case(case, environ=own) for case in site.cases} | {"install.sh": dry.install(after=(), environ=own)}
-    for what, run in runs.items():
-        for call in [*run.trained[:1], *(call for call, _ in pips(run))]:
-            if own["PYTHONPATH"] in (value := call.environ.get("PYTHONPATH", "")):
-                yield f"{what}: {call.command} with PYTHONPATH={value} of the user's shell, but should be without"
+    return {" ".join(["install.sh", *flags[:1]]): dry.install(*flags) for flags in [(), *dry.given()]}
 
 
 # Variables that change where pip installs, or make it refuse. PIP_USER overrules a pip.conf, too.
@@ -78,9 +34,24 @@ OF_PIP = dict(PIP_USER=("1", "--no-user"), PIP_TARGET=("/elsewhere", "--target")
 
 
 @clause("B10")
-def test_pip_installs_where_the_script_says(check, dry):
-    """With PIP_USER=1 from the user's shell, a virtual environment's pip refuses, or installs into ~/.local."""
-    for call, words in pips(dry.install(after=(), environ={name: value for name, (value, _) in OF_PIP.items()})):
+def test_packages_of_the_user_s_own_are_not_counted(check, site, dry):
+    """pip would count packages in ~/.local as installed, and no job sees those.
+
+    Packages of the submitting shell's PYTHONPATH would come before the environment's. Modules may set the variable. With
+    PIP_USER=1, a virtual environment's pip refuses, or installs into ~/.local.
+    """
+    for what, run in runs(dry).items():
+        for call, words in run.pips():
+            if not call.environ.get("PYTHONNOUSERSITE"):
+                subject = f"{what}: pip install {' '.join(words)}"
+                yield f"{dry.shown(subject)}: without PYTHONNOUSERSITE, but should have it as jobs do"
+    own = dict(PYTHONPATH="/somewhere/site-packages")
+    install = dry.install(after=(), environ=own | {name: value for name, (value, _) in OF_PIP.items()})
+    for what, run in ({case.name: dry.case(case, environ=own) for case in site.cases} | {"install.sh": install}).items():
+        for call in [*run.trained[:1], *(call for call, _ in run.pips())]:
+            if own["PYTHONPATH"] in (value := call.environ.get("PYTHONPATH", "")):
+                yield f"{what}: {call.command} with PYTHONPATH={value} of the user's shell, but should be without"
+    for call, words in install.pips():
         flags = {word.partition("=")[0] for word in call.words}
         kept = [name for name, (value, flag) in OF_PIP.items() if call.environ.get(name) == value and flag not in flags]
         if kept and "--isolated" not in flags:
@@ -91,16 +62,16 @@ def test_pip_installs_where_the_script_says(check, dry):
 @clause("B10")
 def test_each_flag_of_its_help_works(check, dry):
     """The result of each flag also trains: a packed environment, or one elsewhere."""
-    unknown = {f"{flag} {value}" for flag, value in flags_of(dry) if value and value not in PASSED}
+    unknown = {f"{flag} {value}" for flag, value in dry.flags if value and value not in PASSED}
     yield from (f"install.sh --help: {each}, but should be one of {', '.join(PASSED)}" for each in sorted(unknown))
     for what, run in runs(dry).items():
         if run.code:
-            yield f"{what}: {exit_of(dry, run)}, but should be 0"
-    for flags in given(dry):
+            yield f"{what}: {dry.exit_of(run)}, but should be 0"
+    for flags in dry.given():
         job = dry.job(dry.site.job_scripts[0], install=flags)
         elsewhere = PASSED["IMAGE"] in flags and job.code == 3 and "install.sh" in job.output  # job.sl names install.sh, too
         if not (job.trained and job.code == 0) and not elsewhere:
-            yield f"a job after install.sh {flags[0]}: {exit_of(dry, job)}, but should be 0"
+            yield f"a job after install.sh {flags[0]}: {dry.exit_of(job)}, but should be 0"
 
 
 @clause("B10")
@@ -110,9 +81,9 @@ def test_what_it_installs_is_what_the_core_takes(check, dry):
     bounds = [f"python{project['requires-python']}", *project["dependencies"]]
     least = {name: version_of(number) for name, number in (bound.split(">=") for bound in bounds)}
     for what, run in runs(dry).items():
-        asked = [word for _, words in pips(run) for word in words]
+        asked = [word for _, words in run.pips() for word in words]
         asked += [word for call in run.called("conda", "mamba", "micromamba") for word in call.words]
-        asked += [line.split()[0] for call, _ in pips(run) for line in call.notes.get("requirements", "").splitlines() if line]
+        asked += [line.split()[0] for call, _ in run.pips() for line in call.notes.get("requirements", "").splitlines() if line]
         for word in dict.fromkeys(asked):
             name, _, number = re.sub("==?", "=", word).partition("=")
             if name in least and number[:1].isdigit() and version_of(number) < least[name]:
@@ -122,7 +93,7 @@ def test_what_it_installs_is_what_the_core_takes(check, dry):
 @clause("B10")
 def test_its_help_tells_what_it_installs_by_default(check, dry):
     """Users compare `(default: torch==...)` with the driver of the nodes."""
-    asked = {word for _, words in pips(dry.install()) for word in words}
+    asked = {word for _, words in dry.install().pips() for word in words}
     for default in re.findall(r"\(default: ([^)]*)\)", " ".join(dry.install("--help").output.split())):
         for word in re.findall(r"[a-z][\w-]*==[\d.]*\d(?:\+[\w.]+)?|https?://[^\s;,]+", default):
             if word not in asked:
@@ -133,7 +104,7 @@ def test_its_help_tells_what_it_installs_by_default(check, dry):
 @clause("B10")
 def test_a_packed_environment_is_not_older_than_the_installed_one(check, dry):
     """Jobs unpack it: they would silently train with the older environment."""
-    for flags in given(dry):
+    for flags in dry.given():
         for path in dry.packed(*flags):
             again = dry.install(after=flags)
             if str(path.relative_to(dry.top)) not in again.changed:
@@ -144,7 +115,7 @@ def test_a_packed_environment_is_not_older_than_the_installed_one(check, dry):
 def test_another_image_takes_the_place_of_the_first(check, dry):
     """The user expects the newer PyTorch, and would train with the old one."""
     image = PASSED["IMAGE"]
-    for flags in given(dry, "IMAGE"):
+    for flags in dry.given("IMAGE"):
         newer = image[:-1] + "1"
         run = dry.install(*(newer if word == image else word for word in flags), after=flags)
         if not any(newer in call.words for call in run.called("apptainer", "singularity", "podman-hpc", "shifterimg")):
@@ -161,13 +132,13 @@ def test_another_image_takes_the_place_of_the_first(check, dry):
 @clause("B10")
 def test_another_torch_takes_the_place_of_the_first(check, dry):
     """The user names another torch because the first one does not work here: a complete environment would keep the first."""
-    for flag, value in given(dry, "SPEC", "URL"):
+    for flag, value in dry.given("SPEC", "URL"):
         other = value[:-1] + "9"
         run = dry.install(flag, other, after=(flag, value))
-        if not any(other in word for _, words in pips(run) for word in words):
+        if not any(other in word for _, words in run.pips() for word in words):
             yield f"install.sh {flag} {other} after one with {value}: pip is not asked for it, but should be"
-        asked = {word for _, words in pips(run) for word in words}
-        lost = {word for _, words in pips(dry.install(flag, other)) for word in words if re.match(r"[a-z][\w-]*==\d", word)}
+        asked = {word for _, words in run.pips() for word in words}
+        lost = {word for _, words in dry.install(flag, other).pips() for word in words if re.match(r"[a-z][\w-]*==\d", word)}
         subject = f"install.sh {flag} {other} after one with {value}"
         yield from (f"{subject}: it has no {word}, but should, as if it were the first" for word in sorted(lost - asked))
 
@@ -175,8 +146,8 @@ def test_another_torch_takes_the_place_of_the_first(check, dry):
 @clause("B10")
 def test_a_torch_that_is_asked_for_is_taken_though_python_brings_one(check, dry):
     """The user asks for another build because Python's own is wrong for this machine."""
-    for flag, value in given(dry, "SPEC", "URL"):
-        asked = [words for _, words in pips(dry.install(flag, value, fails="another torch"))]
+    for flag, value in dry.given("SPEC", "URL"):
+        asked = [words for _, words in dry.install(flag, value, fails="another torch").pips()]
         if not any(value in word for words in asked for word in words):
             yield f"install.sh {flag} {value} with a Python that has torch: pip is not asked for it, but should be"
         if value == PASSED["URL"] and not any(value in values_of(words, "--index-url", "-i") for words in asked):
@@ -190,33 +161,30 @@ def test_an_environment_that_does_not_work_is_not_kept(check, dry):
     looks = [fails for fails, step in steps if any("import" in word and "ddp_core" in word for word in step.words)]
     for fails in looks[-1:]:
         first, again = dry.install(fails=fails), dry.install(after=(), after_fails=fails)
-        if first.code != 1 or not made_by(again):
+        if first.code != 1 or not again.prefixes:
             observed = f"exit code {first.code}, and kept by the next install.sh"
             yield f"an environment that cannot be imported: {observed}, but should be 1, and made anew"
         job = dry.job(dry.site.job_scripts[0], install_fails=fails)
-        if job.code != 3 or job.trained or "install.sh" not in job.output:
-            yield f"{ending(dry, job)} in an environment that cannot be imported, but should be 3 and name install.sh"
+        yield from dry.refused(job, "a job in an environment that cannot be imported", "install.sh")
 
 
 @clause("B10")
-def test_another_torch_of_the_machine_is_noticed(check, dry):
-    """A complete environment would otherwise keep packages made for the first torch."""
-    brings = any("torch" in call.text and "version" in call.text for call in dry.install().called("python", "python3"))
-    if brings and not any("torch==2" in word for _, words in pips(dry.install()) for word in words):
-        run = dry.install(after=(), fails="another torch")
-        if run.code == 0 and not made_by(run):
-            yield "install.sh keeps what it made over torch 2.13.0, but should make it anew over 2.14.0"
+def test_another_torch_or_python_of_the_machine_is_noticed(check, dry):
+    """A complete environment would keep packages made for the first torch.
 
-
-@clause("B10")
-def test_another_python_of_the_machine_is_noticed(check, dry):
-    """Two Pythons may have one version: the environment would use the first, and break when that is removed."""
-    first = dry.install()
-    makes = [call.path for call in first.calls if call.words[:2] == ["-m", "venv"] and call.path.startswith(f"{dry.top}/bin/")]
-    if makes:
-        run = dry.install(after=(), environ=dict(PATH=f"{dry.other_python}:{dry.top}/bin:/usr/bin:/bin"))
-        if run.code == 0 and not made_by(run):
-            yield "install.sh keeps what it made with another python3 in PATH, but should make it anew with today's"
+    Two Pythons may have one version: the environment would use the first, and break when that is removed.
+    """
+    first, others = dry.install(), dict[str, dict]()
+    brings = any("torch" in call.text and "version" in call.text for call in first.called("python", "python3"))
+    if brings and not any("torch==2" in word for _, words in first.pips() for word in words):
+        others["over torch 2.13.0, but should make it anew over 2.14.0"] = dict(fails="another torch")
+    if any(call.words[:2] == ["-m", "venv"] and call.path.startswith(f"{dry.top}/bin/") for call in first.calls):
+        path = f"{dry.other_python}:{dry.top}/bin:/usr/bin:/bin"
+        others["with another python3 in PATH, but should make it anew with today's"] = dict(environ=dict(PATH=path))
+    for what, shape in others.items():
+        run = dry.install(after=(), **shape)
+        if run.code == 0 and not run.prefixes:
+            yield f"install.sh keeps what it made {what}"
 
 
 @clause("B10")
@@ -232,8 +200,8 @@ def test_an_image_that_is_another_one_today_is_noticed(check, site, dry):
         finally:
             path.unlink()
             newer.rename(path)
-        if first.code == 0 and (job.trained or job.code != 3 or "install.sh" not in job.output):
-            yield f"{ending(dry, job)} in another image than install.sh was run for, but should be 3 and name install.sh"
+        if first.code == 0:
+            yield from dry.refused(job, "a job in another image than install.sh was run for", "install.sh")
 
 
 @clause("B10")
@@ -242,13 +210,12 @@ def test_other_modules_than_it_was_made_with_are_noticed(check, site, dry):
     if case := with_modules(site, "another/1.0", "another/2.0"):
         [(line, other)] = case.edit.items()
         run = dry.install(after=(), case=case)
-        if run.code == 0 and not made_by(run):
+        if run.code == 0 and not run.prefixes:
             yield f"install.sh keeps what it made with {line}, but should make it anew with {other}"
         as_one = {word for call in run.called("module-call") for word in call.words if " " in word}
         yield from (f"install.sh loads {word!r}, but should load each by its name" for word in as_one)
         job = dry.job(site.job_scripts[0], case=case)
-        if job.trained or job.code != 3 or "install.sh" not in job.output:
-            yield f"{ending(dry, job)} with {other}, but what install.sh made with {line}, but should be 3 and name install.sh"
+        yield from dry.refused(job, f"a job with {other}, but what install.sh made with {line}", "install.sh")
 
 
 @clause("B10")
@@ -257,7 +224,7 @@ def test_a_choice_may_stand_in_quotes(check, site, dry):
     for case in site.cases:
         edit = {old: re.sub(r"^(\w+=)([\w./:-]+)$", r'\1"\2"  # ours', new) for old, new in case.edit.items()}
         if edit != case.edit and (run := dry.case(replace(case, name=f"{case.name} in quotes", edit=edit))).code:
-            yield f"{' '.join(edit.values())}: {ending(dry, run)}, but should be 0, as without quotes"
+            yield f"{' '.join(edit.values())}: {dry.ending(run)}, but should be 0, as without quotes"
 
 
 @clause("B10")
@@ -265,12 +232,12 @@ def test_what_is_made_anew_has_nothing_of_the_first(check, site, dry):
     """pip would find packages of another Python, MPI or torch, not rebuild them, and they would fail in the job."""
     ways: list[tuple] = [(case, case.flags(PASSED["IMAGE"])) for case in site.cases if case.install is not None]
     ways += [(case, []) for case in [with_modules(site, "another/1.0")] if case]
-    ways += [(None, flags) for flags in given(dry, "SPEC")]
+    ways += [(None, flags) for flags in dry.given("SPEC")]
     ways.append((None, []))
     kept = set()
     for linked, (case, flags) in product((False, True), ways):
         run = dry.install(*flags, after=(), case=case, left=True, linked=linked)
-        own = {os.path.relpath(os.path.realpath(prefix), os.path.realpath(dry.folder)) for prefix in made_by(run)}
+        own = {os.path.relpath(os.path.realpath(prefix), os.path.realpath(dry.folder)) for prefix in run.prefixes}
         what = f"with {case.name}" if case else " ".join(flags) or "again"
         if run.code == 0 and any(path.startswith(f"{prefix}/") and path.endswith(LEFT) for prefix in own for path in run.tree):
             if what != "again" or (linked and what not in kept):
@@ -283,7 +250,7 @@ def test_what_is_made_anew_has_nothing_of_the_first(check, site, dry):
 def test_the_core_is_installed_though_one_of_its_version_is_there(check, dry):
     """pip calls a wheel or URL of this version already installed, silently under --quiet: jobs would keep the old core."""
     run = dry.install(after=(), left=True)
-    for call, words in pips(run):
+    for call, words in run.pips():
         if any(word.rstrip("/").endswith("core") for word in words) and not {"--force-reinstall", "--upgrade", "-U"} & {*words}:
             installed = call.notes.get("there", [])
             check.equal(ddp_core_that_pip_finds_there=([*map(dry.shown, installed)], []))
@@ -292,10 +259,9 @@ def test_the_core_is_installed_though_one_of_its_version_is_there(check, dry):
 @clause("B10")
 def test_in_another_place_it_is_the_one_that_jobs_find(check, dry):
     """A link to the environment leads to the new one. `ln -sf` would put the new link into the first one's folder."""
-    for flags in given(dry, "PREFIX"):
+    for flags in dry.given("PREFIX"):
         other = tuple(word.replace(PASSED["PREFIX"], f"{PASSED['PREFIX']} 2") for word in flags)
-        dry.install(*other)
-        fresh = links(dry.installed["install", *other, "", "", None] / dry.folder.name)
+        fresh = links(dry.install(*other).kept / dry.folder.name)
         if dry.install(*other, after=flags).code == 0 and (actual_links := links(dry.folder)) != fresh:
             observed = f"{dry.shown(str(actual_links))}, but should be {dry.shown(str(fresh))}"
             yield f"install.sh {other[-1]} after {flags[-1]}: links are {observed}"
@@ -309,7 +275,7 @@ def links(folder: Path) -> dict[str, str]:
 def test_an_installation_that_was_killed_is_made_whole_by_the_next(check, dry):
     """Ctrl-C or a login node's limits kill it. The next job ends with 3, and the next install.sh keeps nothing half made."""
     done = set()
-    for flags in [(), *[flags for flags in given(dry) if PASSED["PREFIX"] not in flags]]:
+    for flags in [(), *[flags for flags in dry.given() if PASSED["PREFIX"] not in flags]]:
         whole = dry.install(*flags)
         for number, step in enumerate([call for call in whole.calls if "makes" in call.notes], 1):
             if dry.shown(step.text) in done:
@@ -321,17 +287,17 @@ def test_an_installation_that_was_killed_is_made_whole_by_the_next(check, dry):
             other = sorted(path for path in paths if again.tree.get(path) != whole.tree.get(path))
             what = f"{' '.join(['install.sh', *flags[:1]])}, killed in {dry.shown(step.text)[:80]!r}, and run again"
             if again.code or other:
-                observed = f"{exit_of(dry, again)}, {' '.join(other[:3]) or 'the same files'}"
+                observed = f"{dry.exit_of(again)}, {' '.join(other[:3]) or 'the same files'}"
                 yield f"{what}: {observed}, but should be 0 and the files of one that was not killed"
-            job = None if flags else dry.job(dry.site.job_scripts[0], install=flags, install_fails=fails)
-            if job and (job.trained or job.code != 3 or "install.sh" not in job.output):
-                yield f"{ending(dry, job)} after an install.sh that was killed, but should be 3 and name install.sh"
+            if not flags:
+                job = dry.job(dry.site.job_scripts[0], install_fails=fails)
+                yield from dry.refused(job, "a job after an install.sh that was killed", "install.sh")
 
 
 @clause("B10")
 def test_what_is_made_on_a_node_s_own_disk_is_made_on_every_node(check, dry):
     """This needs a launcher: the job script's own commands run on the first node only, and other ranks would find nothing."""
-    for flags in given(dry) if dry.disks else ():
+    for flags in dry.given() if dry.disks else ():
         run = dry.job(dry.site.job_scripts[0], install=flags, nodes=2)
         for call in run.calls:
             reads = call.command in ("srun", "mpiexec", "sbcast") or "-c" in call.words  # reads, or copies to all nodes
@@ -349,7 +315,7 @@ def nodes_of(calls: list[Call]) -> int:
 @clause("B10")
 def test_a_packed_environment_is_unpacked_by_its_own_command(check, dry):
     """conda-unpack corrects paths in its programs, on every node: otherwise they run the old place's programs."""
-    for flags in given(dry):
+    for flags in dry.given():
         packs = [call for call in dry.install(*flags).calls if "conda_pack" in call.text or "conda-pack" in call.text]
         run = dry.job(dry.site.job_scripts[0], install=flags, nodes=2) if packs and dry.packed(*flags) else None
         unpacks = [call for call in run.calls if "conda-unpack" in call.text] if run else []
@@ -363,7 +329,7 @@ def test_a_packed_environment_is_unpacked_by_its_own_command(check, dry):
 def test_what_an_interrupted_start_has_left_on_a_node_is_made_anew(check, dry):
     """A job killed while unpacking comes back to the same node, where its folder is incomplete."""
     script = dry.site.job_scripts[0]
-    for flags in given(dry) if dry.disks else ():
+    for flags in dry.given() if dry.disks else ():
         first = dry.job(script, install=flags)
         left = [re.match(rf".*/{USER}/[^/]+(?=/)", path) for path in first.changed]
         halves = tuple(call.words[-1] for call in first.called("sbcast"))  # sbcast refuses an existing file: sbcast --help
@@ -372,7 +338,7 @@ def test_what_an_interrupted_start_has_left_on_a_node_is_made_anew(check, dry):
             again = dry.job(script, install=flags, restarts=1, beside=(folder,), halves=halves)
             theirs, ours = ({dry.shown(call.path) for call in run.trained} for run in (again, first))
             if again.code or theirs != ours:
-                observed = f"{ending(dry, again)}, trained by {' '.join(theirs) or 'none'}"
+                observed = f"{dry.ending(again)}, trained by {' '.join(theirs) or 'none'}"
                 yield f"where a killed start has left {Path(folder).name}: {observed}, but should be 0, by {' '.join(ours)}"
 
 
@@ -385,12 +351,12 @@ def test_what_is_too_old_is_refused_before_anything_is_installed(check, dry, wha
     own = any(call.command in ("conda", "mamba", "micromamba") for call in first.calls)  # conda makes its own Python
     venvs = [values_of(call.words, "--python", "-p") for call in first.called("uv") if call.words[:1] == ["venv"]]
     own |= any("/" not in "".join(python) for python in venvs)
-    own |= what == "torch" and any("torch==2" in word for _, words in pips(first) for word in words)
-    if own or not brought or not pips(first):
+    own |= what == "torch" and any("torch==2" in word for _, words in first.pips() for word in words)
+    if own or not brought or not first.pips():
         return
     run = dry.install(fails=f"old {what}")
-    if run.code != 3 or pips(run):
-        observed = f"{exit_of(dry, run)} and {len(pips(run))} installations"
+    if run.code != 3 or run.pips():
+        observed = f"{dry.exit_of(run)} and {len(run.pips())} installations"
         yield f"install.sh with an old {what}: {observed}, but should be 3 before any"
 
 
@@ -399,27 +365,27 @@ def test_a_module_that_is_missing_ends_it_before_anything_is_installed(check, si
     """After an upgrade of the machine, an environment made with half of the modules would fail later, and elsewhere."""
     if case := with_modules(site, "another/1.0", "another/2.0"):  # any module may be missing, not only the last
         run = dry.install(fails="module another/1.0", case=case)
-        if run.code != 3 or made_by(run):
-            yield f"install.sh without another/1.0 of two modules: {ending(dry, run)}, but should be 3 before anything"
+        if run.code != 3 or run.prefixes:
+            yield f"install.sh without another/1.0 of two modules: {dry.ending(run)}, but should be 3 before anything"
     loads = [call for call in dry.install().called("module-call") if "load" in call.words]
     run = dry.install(fails="module") if loads else None
     names = {word.partition("/")[0] for call in loads for word in call.words[1:]}
     named = run and re.search(rf"(?m)\berror: .*\b(modules?|{'|'.join(map(re.escape, names))})\b", run.output)
-    if run and (run.code != 3 or pips(run) or made_by(run) or not named):
-        made = len(pips(run)) + len(made_by(run))
-        ends = f"{exit_of(dry, run)} and {made} installations"
+    if run and (run.code != 3 or run.pips() or run.prefixes or not named):
+        made = len(run.pips()) + len(run.prefixes)
+        ends = f"{dry.exit_of(run)} and {made} installations"
         yield f"install.sh without its modules: {ends}, but should be 3 before any and name them"
 
 
 @clause("B10")
 def test_a_wrong_flag_is_refused_before_anything_is_done(check, dry):
-    flags = flags_of(dry)
+    flags = dry.flags
     wrong = [("--no-such-flag",)] + [(flag,) for flag, value in flags if flag and value]
     for words in wrong if flags else []:
         run = dry.install(*words)
         lines = run.output.strip().splitlines()
-        if run.code != 2 or len(lines) != 1 or words[0] not in run.output or pips(run):
-            observed = f"{exit_of(dry, run)} and {len(lines)} lines"
+        if run.code != 2 or len(lines) != 1 or words[0] not in run.output or run.pips():
+            observed = f"{dry.exit_of(run)} and {len(lines)} lines"
             yield f"install.sh {words[0]}: {observed}, but should be 2 and one line that names it"
 
 
@@ -430,7 +396,7 @@ def test_a_flag_is_not_lost_beside_an_image(check, dry):
     def done(*flags: str) -> set[str]:
         return {dry.shown(call.text) for call in dry.install(*flags).calls}
 
-    for image, flag in product(given(dry, "IMAGE"), given(dry)):
+    for image, flag in product(dry.given("IMAGE"), dry.given()):
         works = flag != image and done(*flag) != done() and dry.install(*image, *flag).code == 0
         if works and done(*image, *flag) == done(*image):
             observed = f"install.sh {' '.join(image)[:40]}... {' '.join(flag)} does what it does without {flag[0]}"
@@ -438,7 +404,7 @@ def test_a_flag_is_not_lost_beside_an_image(check, dry):
     # A user's own wheel, in a folder that no image has.
     (wheel := dry.top / "root/wheels/mine-1.0-py3-none-any.whl").parent.mkdir(exist_ok=True)
     wheel.touch()
-    for image, (flag, _) in product(given(dry, "IMAGE"), given(dry, "PACKAGE")):
+    for image, (flag, _) in product(dry.given("IMAGE"), dry.given("PACKAGE")):
         run = dry.install(*image, flag, f"/wheels/{wheel.name}")
         seen = [value for call in run.calls for value in values_of(call.words, "--bind", "-B") if str(wheel.parent) in value]
         if not seen:
@@ -448,16 +414,13 @@ def test_a_flag_is_not_lost_beside_an_image(check, dry):
 @clause("B10")
 def test_an_installation_that_fails_says_so(check, site, dry):
     """It ends with 1, and a later job with 3, as without any installation (J19)."""
-    if not pips(dry.install()) or not made_by(dry.install()):
+    if not dry.install().pips() or not dry.install().prefixes:
         return  # nothing is installed
     run, script = dry.install(fails="pip"), site.job_scripts[0]
     if run.code != 1:
         yield f"install.sh where pip fails: exit code {run.code}, but should be 1"
-    for what, shape in dict(before=dict(install=None), after=dict(install_fails="pip")).items():
-        job = dry.job(script, **shape)
-        if job.code != 3 or job.trained or "install.sh" not in job.output:
-            subject = f"{script.name} {what} install.sh{' has failed' if what == 'after' else ''}"
-            yield f"{subject}: {exit_of(dry, job)}, but should be 3 and name install.sh"
+    for what, shape in {"before install.sh": dict(install=None), "after it has failed": dict(install_fails="pip")}.items():
+        yield from dry.refused(dry.job(script, **shape), what, "install.sh")
 
 
 @clause("B10")
@@ -467,7 +430,7 @@ def test_a_step_of_an_installation_that_fails_is_not_passed_over(check, site, dr
     Another command in its place, such as another source of a package, is no failure.
     """
     done = set()
-    for flags in [(), *given(dry, "", "PACKAGE", "IMAGE")]:
+    for flags in [(), *dry.given("", "PACKAGE", "IMAGE")]:
         whole = dry.install(*flags)
         before = Counter(dry.shown(call.text) for call in whole.calls)
         for fails, step in whole.steps:
@@ -498,7 +461,7 @@ def test_an_installation_starts_as_many_compilers_as_it_says(check, site, dry):
     wrong = {path: without if path in site.job_scripts else f"{without}|{of_all}" for path in scripts}
     matches = {path.name: re.findall(each, path.read_text(), re.MULTILINE) for path, each in wrong.items()}
     yield from (f"{name}: {words[0].strip()!r}, but should have a number behind -j" for name, words in matches.items() if words)
-    for call in [call for flags in [(), *given(dry)] for call in dry.install(*flags).called("mksquashfs", "conda-pack")]:
+    for call in [call for flags in [(), *dry.given()] for call in dry.install(*flags).called("mksquashfs", "conda-pack")]:
         counts = values_of(call.words, "-processors", "--n-threads", "-j")  # conda-pack takes one by default
         if (call.command == "mksquashfs" and not counts) or {*counts} & {"-1", "0"}:
             yield f"install.sh: {dry.shown(call.text)[:80]}, but should say on how many cores: a login node is everybody's"
@@ -507,25 +470,11 @@ def test_an_installation_starts_as_many_compilers_as_it_says(check, site, dry):
 @clause("B6")
 def test_a_folder_of_somebody_else_is_no_prefix(check, dry):
     """A folder .venv of somebody else is kept as it is."""
-    for prefix in made_by(dry.install())[:1]:
+    for prefix in dry.install().prefixes[:1]:
         place = os.path.relpath(os.path.realpath(prefix), dry.top)
         run = dry.install(planted=place)
-        if run.code != 3 or f"{place}/mine" in run.changed or pips(run):
-            yield f"install.sh where {Path(place).name} is somebody else's: {exit_of(dry, run)}, but should be 3 and leave it"
-
-
-@clause("B6")
-def test_what_an_installation_leaves_is_as_its_user_s_umask_says(check, dry):
-    """Jobs run these files: anybody who may write there could run commands as their owner."""
-    own = umask()
-    for flags in [(), *given(dry)]:
-        for other in sorted({call.notes["umask"] for call in dry.install(*flags).calls if "makes" in call.notes} - {own}):
-            yield f"{' '.join(('install.sh', *flags))}: umask={other}, but should be the user's: {own}"
-    for mask, flags in [("0022", ()), ("0077", ()), *((own, flags) for flags in given(dry))]:
-        run = dry.install(*flags, umask="" if mask == own else mask)
-        for path, mode in run.wide.items():
-            observed = f"{' '.join(('install.sh', *flags))} leaves {dry.shown(str(dry.top / path))} with mode {mode}"
-            yield f"{observed}, but should as its user's umask says: {mask}"
+        if run.code != 3 or f"{place}/mine" in run.changed or run.pips():
+            yield f"install.sh where {Path(place).name} is somebody else's: {dry.exit_of(run)}, but should be 3 and leave it"
 
 
 @clause("B6")
@@ -534,10 +483,8 @@ def test_an_installation_touches_only_its_prefix(check, dry):
         dry.install(*flags)  # earlier checks may have installed more
     pristine, beside = dry.pristine / dry.folder.name, f"{dry.folder.parent}/"
     pristine_names = {path.name for path in pristine.iterdir()}
-    for (_, *flags, fails, planted, _), kept in list(dry.installed.items()):
-        if planted:
-            continue
-        run = dry.install(*flags, fails=fails)
+    for run in [run for run in dry.made.values() if run.kept and not run.shape["planted"]]:
+        kept, flags = run.kept, run.shape["flags"]
         own = [dry.folder / path.name for path in (kept / dry.folder.name).iterdir() if path.name not in pristine_names]
         # Files that it made and removed again are its own, too.
         own += [Path(call.folder, word) for call in run.calls for word in call.words if word.startswith(f"{dry.folder}/.")]
@@ -545,10 +492,10 @@ def test_an_installation_touches_only_its_prefix(check, dry):
         changed = [dry.top / path for path in run.changed if not any((dry.top / path).is_relative_to(each) for each in own)]
         name = " ".join(["install.sh", *flags[:1]])
         yield from (f"{name} changes {dry.shown(str(path))}, but should write into its prefix alone" for path in changed)
-        yield from removed(dry, run, own)
+        yield from dry.removed(run, own)
         # Temporary files are removed: the layers of an image are some GB.
         places = {value for call in run.calls for key, value in call.environ.items() if re.search(r"(CACHEDIR|TMPDIR)$", key)}
-        for place in sorted(places) if not fails else ():
+        for place in sorted(places) if not run.shape["fails"] else ():
             if place.startswith(f"{dry.folder}/") and (kept / place[len(beside) :]).exists():
                 yield f"{name} leaves {dry.shown(place)}, but should remove it at its end"
 
@@ -558,10 +505,10 @@ def test_nothing_replaces_the_torch_of_the_machine(check, dry):
     """The core is installed without dependencies. A user's package, accepted or refused by pip, never changes torch."""
     refused = {
         f"install.sh {flags[0]}, which pip refuses,": dry.install(*flags, fails=f"pip {PASSED['PACKAGE']}")
-        for flags in given(dry, "PACKAGE")
+        for flags in dry.given("PACKAGE")
     }
     for what, run in (runs(dry) | refused).items():
-        for call, words in pips(run):
+        for call, words in run.pips():
             if "--no-deps" in words:
                 continue
             held = f"torch=={TORCH}" in [*words, *call.notes.get("constraints", "").splitlines()]
@@ -578,11 +525,11 @@ def test_nothing_replaces_the_torch_of_the_machine(check, dry):
 def test_an_image_is_named_by_what_is_in_it(check, dry):
     """A tag such as :latest is another image tomorrow: install.sh refuses it, or fetches today's image by its digest."""
     named, runtimes = "docker://registry/pytorch:latest", ("apptainer", "singularity", "podman-hpc", "enroot", "shifterimg")
-    for flag, *_ in given(dry, "IMAGE"):
+    for flag, *_ in dry.given("IMAGE"):
         run = dry.install(flag, named)
         by_tag = [call for call in run.called(*runtimes) if named in call.words]
         if by_tag or (run.code not in (2, 3) and not any("@sha256:" in call.text for call in run.calls)):
-            yield f"install.sh {flag} {named}: {exit_of(dry, run)}, but should be 2: a digest names an image, a tag does not"
+            yield f"install.sh {flag} {named}: {dry.exit_of(run)}, but should be 2: a digest names an image, a tag does not"
 
 
 UNSAFE = re.compile(r"--trusted-host|--insecure|\s-k\s|--no-check-certificate|http://(?!localhost)|--break-system-packages")
@@ -605,7 +552,7 @@ FETCHES = {
 @clause("B7")
 def test_what_is_installed_is_named_with_its_version(check, site, dry):
     for run in runs(dry).values():
-        asked = [(what, call, words) for what in ("install", "download") for call, words in pips(run, what)]
+        asked = [(what, call, words) for what in ("install", "download") for call, words in run.pips(what)]
         for what, word in [(what, word) for what, call, words in asked for word in without_hash(call, words)]:
             # A flag may add packages named by a range, or by the user.
             if word != PASSED["PACKAGE"] and (run is dry.install() or not re.search("[<>]", word)):
@@ -639,9 +586,9 @@ def test_a_hash_is_whole_and_of_the_version_above_it(check, site):
 
 def loose(site, dry: DryRuns, run: DryRun) -> Iterator[str]:
     """Yield what pip is free to choose: versions, sources and the place."""
-    prefixes = [os.path.realpath(prefix) for prefix in made_by(run)]
+    prefixes = [os.path.realpath(prefix) for prefix in run.prefixes]
     mpi = any(launch.mpi for launch in site.launches)
-    for call, words in pips(run):
+    for call, words in run.pips():
         asked = requirements(words)
         yield from (f"install.sh: pip install {word}, but should name a version" for word in asked if not pinned(word))
         mpi4py = mpi and any(word.startswith("mpi4py") for word in asked)

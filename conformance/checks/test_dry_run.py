@@ -13,30 +13,7 @@ from pathlib import Path
 
 from conformance.checks.test_dry_install import pinned, requirements
 from conformance.harness.check import clause
-from conformance.harness.dry_run import (
-    ARGUMENTS,
-    FIRST,
-    LARGE,
-    OTHER,
-    Call,
-    DryRun,
-    alternatives,
-    arguments,
-    as_in_job,
-    command_names,
-    ending,
-    exit_of,
-    given,
-    in_all_ways,
-    made_by,
-    program,
-    seconds_of,
-    shown_to_train,
-    started_last,
-    trains,
-    values_of,
-    without_effect,
-)
+from conformance.harness.dry_run import ARGUMENTS, FIRST, LARGE, OTHER, Call, DryRun, trains, values_of
 from conformance.harness.shell import DEBUGGING, SETS, THROTTLING, Script
 from conformance.harness.sites import place_of
 from conformance.harness.stub_core import who
@@ -57,19 +34,20 @@ LEAST_SECONDS_OF_WAIT, MOST_SECONDS_OF_WAIT = 30, 600
 
 @clause("B1")
 def test_scripts_run_to_their_end(check, site, dry):
+    """On other nodes, too: a total among the directives (--ntasks) overrules the ranks per node, and nodes would be idle."""
     install = dry.install()
     if install.code:
-        yield f"{ending(dry, install)}, but should be 0"
+        yield f"{dry.ending(install)}, but should be 0"
     for case in site.cases:
         as_it_stands = case.name == case.script
-        for nodes in (case.nodes, 1) if as_it_stands else (case.nodes,):
+        for nodes in (case.nodes, 1 if case.nodes > 1 else 2) if as_it_stands else (case.nodes,):
             run = dry.case(case, all_ranks=nodes > 1, **(dict(nodes=nodes) if as_it_stands else {}))
             ranks = nodes * case.ranks_per_node
             started = sorted(int(call.environ["DRY_RUN_RANK"]) for call in run.trained)
             world_sizes = {call.environ["DRY_RUN_RANKS"] for call in run.trained}
             if run.code or started != list(range(ranks if nodes > 1 else 1)) or world_sizes != {str(ranks)}:
                 shown_sizes = " ".join(world_sizes) or "no"
-                observed = f"{ending(dry, run)} and {shown_sizes} ranks on {nodes} nodes{started_last(dry, run)}"
+                observed = f"{dry.ending(run)} and {shown_sizes} ranks on {nodes} nodes"
                 yield f"{case.name}: {observed}, but should be 0 and {ranks}"
             if run.trained and not run.launches:
                 first = next((call.command for call in run.calls if call.command in LAUNCHERS), "no launcher of a scheduler")
@@ -92,7 +70,7 @@ def test_a_job_runs_in_a_folder_with_a_space_in_its_path(check, site, dry):
     for case, code in itertools.product(site.cases, (0, 75)):
         usual, run = (dry.case(case, code=code, environ=environ) for environ in ({}, there))
         if run.code != code == usual.code or len(run.trained) != len(usual.trained):
-            yield f'{case.name} in a folder "a b": {ending(dry, run)}, but should be {code}, as in another'
+            yield f'{case.name} in a folder "a b": {dry.ending(run)}, but should be {code}, as in another'
 
 
 @clause("B1")
@@ -103,8 +81,8 @@ def test_scripts_run_on_as_many_nodes_as_the_machine_has(check, site, dry):
     """
     for script in trains(site):
         run = dry.job(script, nodes=site.most_nodes)
-        if run.code and not (run.code == 3 and "node" in exit_of(dry, run)):
-            yield f"{script.name} on {site.most_nodes} nodes: {exit_of(dry, run)}, but should be 0"
+        if run.code and not (run.code == 3 and "node" in dry.exit_of(run)):
+            yield f"{script.name} on {site.most_nodes} nodes: {dry.exit_of(run)}, but should be 0"
 
 
 @clause("B1")
@@ -127,7 +105,7 @@ def test_each_choice_of_a_script_s_head_changes_something(check, site, dry):
     for script in trains(site):
         yield from (
             f"{script.name}: {choice} changes nothing, but should"
-            for choice in without_effect(dry, script, alternatives(script))
+            for choice in dry.without_effect(script, Script(script).alternatives)
         )
 
 
@@ -137,7 +115,7 @@ def test_a_default_changes_at_the_nodes_that_the_head_says(check, site, dry):
     row = re.compile(r"(?m)^#   ([A-Z_]+)=(\w+) {2,}.*\b(?:beyond|above|more than) ([\d,]+) nodes (\w+) is the default")
     for script, (name, few, text, many) in [(path, each) for path in trains(site) for each in row.findall(path.read_text())]:
         for nodes, default in ((most := int(text.replace(",", "")), few), (most + 1, many)):
-            alike = [*without_effect(dry, script, [{name: default}], nodes=nodes)]
+            alike = [*dry.without_effect(script, [{name: default}], nodes=nodes)]
             if dry.job(script, nodes=nodes).trained and not alike:
                 yield f"{script.name} on {nodes} nodes: {name}={default} changes something, but should be the default there"
 
@@ -147,14 +125,14 @@ def test_a_choice_counts_whatever_was_set_before(check, site, dry):
     """Ranks get the value that the choice decides, not the default's, even when a module has set the variable before."""
     for script in trains(site):
         default, again = (dry.job(script, nodes=2, environ=environ) for environ in ({}, dict(DRY_RUN_AGAIN="1")))
-        for chosen in alternatives(script) if default.trained and again.trained else ():
+        for chosen in Script(script).alternatives if default.trained and again.trained else ():
             without = dry.job(script, nodes=2, environ=chosen)
-            expected, other, same = (as_in_job(run.trained[0]) if run.trained else {} for run in (without, default, again))
+            expected, other, same = (run.trained[0].job_environ if run.trained else {} for run in (without, default, again))
             before = {name: value for name, value in other.items() if same.get(name) == value != expected.get(name, value)}
             before = {name: value for name, value in before.items() if not re.match(GIVEN, name)}
             run = dry.job(script, nodes=2, environ=before | chosen)
             for name in sorted(before if run.trained and without.trained else ()):
-                value = as_in_job(run.trained[0]).get(name)
+                value = run.trained[0].job_environ.get(name)
                 if value != expected[name]:
                     choice = " ".join(f"{name}={value}" for name, value in chosen.items())
                     yield f"{script.name}, {choice}, {name}={before[name]} was set: {value}, but should be {expected[name]}"
@@ -168,7 +146,7 @@ def test_lists_of_a_script_are_its_own(check, site, dry):
     for case in site.cases if names else ():
         run = dry.case(case, environ=dict.fromkeys(names, "of-the-shell"))
         if run.code != dry.case(case).code or any("of-the-shell" in call.words for call in run.calls):
-            yield f"{case.name} where a shell exports {' '.join(sorted(names))}: {ending(dry, run)}, but should be as without"
+            yield f"{case.name} where a shell exports {' '.join(sorted(names))}: {dry.ending(run)}, but should be as without"
 
 
 @clause("B11")
@@ -184,7 +162,7 @@ def test_a_flag_that_a_choice_names_reaches_a_command(check, site, dry):
 @clause("B1")
 def test_a_command_that_fails_is_not_passed_over(check, site, dry):
     """Each command before the ranks fails once: the job ends, or warns, or trains as without the failure."""
-    for script, flags in itertools.product(trains(site), [(), *(flags for flags in given(dry) if dry.packed(*flags))]):
+    for script, flags in itertools.product(trains(site), [(), *(flags for flags in dry.given() if dry.packed(*flags))]):
         shape = dict(nodes=2, install=flags)
         whole, again = dry.job(script, **shape), dry.job(script, **shape, environ=dict(DRY_RUN_AGAIN="1"))
         (first, *_), (second, *_) = whole.trained or [None], again.trained or [None]
@@ -201,7 +179,7 @@ def test_a_command_that_fails_is_not_passed_over(check, site, dry):
             warned = re.search(r"(?m)^(warning|note): ", run.output)
             warned = warned or any("use" in call.words for call in run.called("module-call"))
             actual, expected = (
-                {name: value for name, value in as_in_job(call).items() if name not in own} if call else {}
+                {name: value for name, value in call.job_environ.items() if name not in own} if call else {}
                 for call in (rank, first)
             )
             same = rank and rank.words == first.words and actual == expected
@@ -215,7 +193,7 @@ def test_a_command_that_fails_is_not_passed_over(check, site, dry):
 @clause("B1")
 def test_a_command_that_fails_on_the_nodes_is_not_passed_over(check, site, dry):
     """What a launcher runs there before the ranks, such as unpacking an environment: the job ends, or warns."""
-    for script, flags in itertools.product(trains(site), [(), *(flags for flags in given(dry) if dry.packed(*flags))]):
+    for script, flags in itertools.product(trains(site), [(), *(flags for flags in dry.given() if dry.packed(*flags))]):
         whole = dry.job(script, nodes=2, install=flags)
         first = min((call.start_time for call in whole.launches), default=0)
         before = [call for call in whole.calls if "DRY_RUN_LAUNCHER" in call.environ and call.start_time < first]
@@ -237,7 +215,7 @@ def asks(call: Call) -> bool:
 @clause("B1")
 def test_ranks_run_in_the_site_s_folder_with_its_python(check, site, dry):
     """The Python is that of install.sh's environment, or of the image."""
-    prefixes = made_by(dry.install())
+    prefixes = dry.install().prefixes
     image = Path(site.software.get("image", "")).name if not site.modules else ""
     for script, call in dry.first_ranks(all_ranks=True):
         path = Path(os.path.realpath(Path(call.folder, call.path).parent))
@@ -306,14 +284,12 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
     for script in trains(site):
         for shape in (dict(all_ranks=True), dict(restarts=1, code=75), dict(nodes=1), *of_fewer_ranks(site, script)):
             run = dry.job(script, **shape)
-            full_shape = dict(number=FIRST, nodes=site.job(script)["nodes"]) | run.shape
+            head = dry.hosts(run.shape["nodes"])[0] + suffix
+            address = re.escape(f"{head}.{domain}") if domain else rf"{re.escape(head)}(\.[\w.-]+)?|10\.0\.0\.1"
             for call in run.trained:
                 rank, per_node, nodes = (int(call.environ[f"DRY_RUN_{name}"]) for name in ("RANK", "PER_NODE", "NODES"))
-                values = place_of(rank, per_node, nodes) | dict(restart=full_shape["restarts"])
+                values = place_of(rank, per_node, nodes) | dict(restart=run.shape["restarts"])
                 patterns = {name: re.escape(str(value)) for name, value in values.items()}
-                head = re.escape(dry.hosts(full_shape["nodes"])[0])
-                head += re.escape(suffix)
-                address = rf"{head}\.{re.escape(domain)}" if domain else rf"{head}(\.[\w.-]+)?|10\.0\.0\.1"
                 patterns |= dict(master_addr=f"(?:{address})", master_port=r"\d{4,5}", job_id=rf"\S*{FIRST}\S*")
                 for name, template in launch.templates:
                     if "{" not in template or (launch.mpi and "{master" in template):
@@ -323,18 +299,9 @@ def test_a_rank_is_told_what_site_toml_says(check, site, dry):
                     parts = ["{job_id}"] if "{job_id}" in template else re.split(r"(\{\w+\})", template)
                     pattern = "".join(patterns.get(part[1:-1], re.escape(part)) for part in parts)
                     if value is None or not re.fullmatch(pattern, value):
-                        head_name = dry.hosts(full_shape["nodes"])[0] + suffix
-                        address = dict(master_addr=head_name, master_port="a port", job_id=FIRST)
-                        difference = f"{name}={value or 'unset'}, but should be {template.format(**values, **address)}"
-                        yield f"{script.name}: rank {rank} of {per_node * nodes}: {difference}, {AS_SAID}"
-        names = [name for name, template in launch.templates if "{job_id}" in template or "{restart}" in template]
-        starts = [dry.job(script, **shape).trained[:1] for shape in (dict(all_ranks=True), dict(restarts=1, code=75))]
-        first, again = ([call.environ.get(name) for call in calls for name in names] for calls in starts)
-        if names and first == again:
-            yield f"{script.name}: {', '.join(names)} = {first} in both starts of a job, but should differ"
-
-
-AS_SAID = "as [launchers.environment] of site.toml says"
+                        observed = f"{script.name}: rank {rank} of {per_node * nodes}: {name}={value or 'unset'}"
+                        should = template.format(**values, master_addr=head, master_port="a port", job_id=FIRST)
+                        yield f"{observed}, but should be {should}, as [launchers.environment] of site.toml says"
 
 
 @clause("B3")
@@ -343,31 +310,22 @@ def test_what_the_scripts_export_is_there_in_a_container(check, site, dry):
 
     srun drops variables by --export with a list without ALL. A variable that a script drops by name is meant to go.
     """
-    by_hand = [(script, line) for script in site.scripts if script not in site.job_scripts for line in shown_to_train(script)]
-    runs = [dry.job(script) for script in trains(site)] + [dry.command(*each) for each in by_hand]
-    exported = {
-        name
-        for script in site.scripts
-        for line in re.findall(r"\bexport ([^\n#]*)", script.read_text())
-        for name in re.findall(r"\b([A-Z]\w+)\b=?", line)
-    }
+    runs = [dry.job(script) for script in trains(site)] + [dry.command(*each) for each in dry.by_hand]
     text = "\n".join(path.read_text() for path in site.scripts)
     jobs = {path.name for path in site.job_scripts}
     # An installation's exports are for itself.
-    text_of_jobs = "\n".join(path.read_text() for path in site.scripts if not path.name.startswith("install"))
-    of_jobs = {name for line in re.findall(r"\bexport ([^\n#]*)", text_of_jobs) for name in re.findall(r"\b[A-Z]\w+\b", line)}
+    of_jobs = "\n".join(path.read_text() for path in site.scripts if not path.name.startswith("install"))
+    exported = {name for line in re.findall(r"\bexport ([^\n#]*)", of_jobs) for name in re.findall(r"\b[A-Z]\w+\b", line)}
     dropped = {name for line in re.findall(r"(?:\bunset|\benv -u)\b(.*)", text) for name in re.findall(r"\b[A-Z]\w+", line)}
     for run in runs:
         for launch in run.launches if run.script in jobs else ():  # by hand, the user decides what is passed on
             started = [call for call in run.calls if call.rank is not None and call.start_time > launch.start_time]
-            lost = sorted((of_jobs - dropped) & {*launch.environ} - {*started[0].environ})
-            if lost:
+            if lost := sorted((exported - dropped) & {*launch.environ} - {*started[0].environ}):
                 yield f"{run.script}: {launch.command} without {', '.join(lost[:4])}, but should hand on what is exported"
         containers = [call for call in run.calls if "image" in call.notes]
-        for call in [call for call in run.calls if program(call) and "DRY_RUN_IMAGE" in call.environ]:
+        for call in [call for call in run.calls if call.program and "DRY_RUN_IMAGE" in call.environ]:
             *_, outside = [each for each in containers if each.start_time <= call.start_time and each.rank == call.rank]
-            lost = sorted(name for name in exported & {*outside.environ} if name not in call.environ)
-            if lost:
+            if lost := sorted(exported & {*outside.environ} - {*call.environ}):
                 yield f"{run.script}: {outside.command} without {', '.join(lost[:4])}, but should hand on what is exported"
 
 
@@ -378,18 +336,6 @@ def of_fewer_ranks(site, script: Script) -> list[dict]:
         return []
     options = {"ntasks-per-node": str(per_node)}
     return [dict(nodes=2, all_ranks=True, options=options, ntasks=2 * per_node)]
-
-
-@clause("B3")
-def test_a_job_that_pbs_has_started_twice_is_a_restart(check, site, dry):
-    """Slurm sets a variable, PBS only qstat's run_count. A successor also counts the starts of earlier jobs."""
-    names = [name for name, template in site.launches[0].templates if template == "{restart}"]
-    for script in trains(site) if site.toml["scheduler"] == "pbs" else []:
-        for restarts in (0, 3):
-            for call in dry.job(script, started=2, restarts=restarts, code=75).trained[:1]:
-                wrong = [name for name in names if call.environ.get(name) != str(restarts + 1)]
-                subject = f"{script.name}, started twice after {restarts} jobs"
-                yield from (f"{subject}: {name}={call.environ.get(name)}, but should be {restarts + 1}" for name in wrong)
 
 
 @clause("B3")
@@ -425,24 +371,29 @@ def test_nodes_do_not_wait_long_between_launches(check, site, dry):
             ends = min((end for _, end in training), default=0)
             own = [call for call in run.called("sleep") if ends and call.start_time > ends and call.rank is None]
             for call in [call for call in own if not any(start < call.start_time < end for start, end in training)]:
-                if seconds_of(call.words) > MOST_SECONDS_OF_WAIT:
+                if call.seconds > MOST_SECONDS_OF_WAIT:
                     yield f"{case.name}: {call.text} after {code}, but should be {MOST_SECONDS_OF_WAIT} s at most"
 
 
 @clause("B3")
 def test_train_py_takes_each_rank_for_who_it_is(check, site, dry, tmp_path):
-    """train.py reads the environment of a dry run's rank, in a first start and in a later one."""
+    """train.py reads the environment of a dry run's rank, in a first start and in later ones.
+
+    Slurm counts starts by a variable, PBS by qstat's run_count: there a job with the same number is one that PBS has started
+    again. A successor, here the third, also counts the starts of earlier jobs.
+    """
+    later: dict[int, dict] = {1: dict(restarts=1, code=75)}
+    if site.toml["scheduler"] == "pbs":
+        later = {1: dict(started=2, code=75), 4: dict(started=2, restarts=3, code=75)}
     for case in site.cases:
         names = []
-        for restarts in (0, 1):
-            # Of PBS a job with the same number is one that PBS has started again: a successor has another.
-            shape = dict(started=2) if site.toml["scheduler"] == "pbs" else dict(restarts=restarts)
-            run = dry.case(case, all_ranks=True, **(dict(shape, code=75) if restarts else {}))
+        for restarts, shape in ({0: {}} | later).items():
+            run = dry.case(case, all_ranks=True, **shape)
             for call in run.trained[:1] + ([] if case.launch.mpi else run.trained[-1:]):  # MPI's stub has only a rank 0
                 place = ("RANK", "RANKS", "NODE", "LOCAL", "PER_NODE")
                 rank, ranks, node, local, size = (int(call.environ[f"DRY_RUN_{name}"]) for name in place)
                 # A step can have fewer tasks than its job.
-                environ = as_in_job(call) | dict(MPI_SIZE=str(ranks), SLURM_NTASKS="97")
+                environ = call.job_environ | dict(MPI_SIZE=str(ranks), SLURM_NTASKS="97")
                 identity = who(site, environ, tmp_path)
                 should = dict(rank=rank, world_size=ranks, restart=restarts)
                 if not case.launch.mpi:
@@ -470,7 +421,7 @@ def test_the_port_depends_on_the_job(check, site, dry):
         same += [f"{name} of an array" for name in tasks[0] if tasks[0][name] == tasks[1].get(name)] if array else []
         yield from (f"{script.name}: {name} is one in job {FIRST} and in job {OTHER}, but should differ" for name in same)
         lost = [name for name in first if name not in large]
-        ends = exit_of(dry, dry.job(script, number=LARGE))
+        ends = dry.exit_of(dry.job(script, number=LARGE))
         yield from (f"{script.name}: no {name} in job {LARGE}, {ends}, but should be one" for name in lost)
         highest = ports(site, dry.job(script, number=HIGHEST))
         for name, values in (*first.items(), *large.items(), *highest.items()):
@@ -500,7 +451,7 @@ def ports(site, run: DryRun) -> dict[str, set[str]]:
     by_name: dict[str, set[str]] = {}
     port_variables = site.launches[0].variables_with("master_port")
     for call in run.trained:
-        for name, value in as_in_job(call).items():
+        for name, value in call.job_environ.items():
             if (name in port_variables or re.search(r"(^|_)PORT$", name)) and value.isdecimal() and value != "0":
                 by_name.setdefault(name, set()).add(value)
     for call in run.calls:
@@ -535,7 +486,7 @@ def test_a_network_that_is_not_known_is_not_named(check, site, dry):
     lines = [line for path in site.scripts for line in Script(path).lines if not line.is_comment]
     code, to_edit = ("\n".join(line.text for line in lines if line.is_to_edit is edit) for edit in (False, True))
     for script, call in [] if site.toml["node"]["interfaces"] else dry.first_ranks(all_ranks=True, nodes=2):
-        for name, value in [each for each in as_in_job(call).items() if names.fullmatch(each[0])]:
+        for name, value in [each for each in call.job_environ.items() if names.fullmatch(each[0])]:
             edited = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w.])", to_edit)
             literal = re.search(rf"(=|:-)[\"']?{re.escape(value)}(?![\w.])", code)  # a value found by the job is right there
             if literal and name not in known and not edited and not value.startswith("^"):  # a list of exclusions
@@ -560,10 +511,10 @@ def test_no_rank_has_a_variable_for_finding_faults(check, site, dry):
     by_modules = {word.partition("=")[0] for word in site.provides}
     of_facts = {match[1] for fact in site.facts if (match := SETS.match(fact))}
     left_on = re.compile(f"{DEBUGGING.pattern}|{THROTTLING.pattern}")
-    ways = [way for way in in_all_ways(site, dry) if not re.search("DEBUG|VERBOSE|TRACE", way[0])]  # the others ask for it
+    ways = [way for way in dry.in_all_ways() if not re.search("DEBUG|VERBOSE|TRACE", way[0])]  # the others ask for it
     for what, run in ways:
         for call in run.trained[:1]:
-            for name, value in as_in_job(call).items():
+            for name, value in call.job_environ.items():
                 if name not in by_modules | of_facts and left_on.match(f"{name}={value}"):
                     yield f"{what}: {name}={value} in a rank, but should be left to who looks for a fault"
 
@@ -587,7 +538,7 @@ def test_a_plugin_of_the_user_s_own_is_taken(check, site, dry):
         own = f"{Path(named).parent}/./{Path(named).name}"  # another name of the same file, which can be loaded
         run = dry.job(script, all_ranks=True, nodes=2, environ=dict(NCCL_NET_PLUGIN=own)) if "/" in named else None
         if run and not (run.trained and run.trained[0].environ.get("NCCL_NET_PLUGIN") == own):
-            yield f"{script.name}: not the NCCL_NET_PLUGIN of the user, but should be ({ending(dry, run)})"
+            yield f"{script.name}: not the NCCL_NET_PLUGIN of the user, but should be ({dry.ending(run)})"
 
 
 @clause("J13")
@@ -604,11 +555,11 @@ def test_a_plugin_that_a_script_builds_is_taken(check, site, dry):
         environments = {*re.findall(r"([\w./${}-]+)/bin/(?:python|activate)", code)}
         looks = rf"({'|'.join(map(re.escape, environments))})/%s/[\w./-]*-net[\w-]*\.so\b"
         folders = {(top, below) for top, below in folders if environments and re.search(looks % top, code)}
-        for script, prefix, (top, below) in itertools.product(trains(site), made_by(dry.install()), sorted(folders)):
+        for script, prefix, (top, below) in itertools.product(trains(site), dry.install().prefixes, sorted(folders)):
             plugin = Path(prefix, top, below)
             run = dry.job(script, nodes=2, halves=(str(plugin.relative_to(dry.top)),))
             if {call.environ.get("NCCL_NET_PLUGIN") for call in run.trained} != {str(plugin)}:
-                named = [dry.shown(call.environ.get("NCCL_NET_PLUGIN", "none")) for call in run.trained] or [exit_of(dry, run)]
+                named = [dry.shown(call.environ.get("NCCL_NET_PLUGIN", "none")) for call in run.trained] or [dry.exit_of(run)]
                 yield f"{script.name}: plugin={named[0]}, but should be {dry.shown(str(plugin))}, which {builder.name} builds"
 
 
@@ -620,7 +571,7 @@ def test_arguments_arrive_word_for_word(check, site, dry):
     wanted = list(ARGUMENTS) if site.toml["scheduler"] == "slurm" else [word for word in ARGUMENTS if " " not in word]
     for case in site.cases:
         for call in dry.case(case, all_ranks=True).trained[:1]:
-            check.equal(**{f"last_arguments_of_{case.name}": (arguments(call)[-len(wanted) :], wanted)})
+            check.equal(**{f"last_arguments_of_{case.name}": (call.arguments[-len(wanted) :], wanted)})
 
 
 @clause("B4")
@@ -629,7 +580,7 @@ def test_the_script_says_where_and_not_what(check, site, dry):
         for call in [
             call for shape in (dict(all_ranks=True), dict(restarts=1, code=75)) for call in dry.case(case, **shape).trained[:1]
         ]:
-            own = arguments(call)[: -len(ARGUMENTS) if site.toml["scheduler"] == "slurm" else -5]
+            own = call.arguments[: -len(ARGUMENTS) if site.toml["scheduler"] == "slurm" else -5]
             flags = [word.partition("=")[0] for word in own if word.startswith("--")]
             # The jobs of an array differ in a choice of the training, which is their script's purpose.
             chosen = "array" in Script(site.folder / case.script).options
@@ -674,10 +625,9 @@ def test_a_job_finds_its_run_again_and_no_other_job_s(check, site, dry):
         places = {}
         for what, shape in dict(first=dict(all_ranks=True), again=dict(restarts=1, code=75), other=dict(number=OTHER)).items():
             for call in dry.job(script, **shape).trained[:1]:
-                given = values_of(arguments(call), "--run-dir", "--new-run-dir")
-                places[what] = os.path.join(call.folder, given[0]) if given else "none"
+                places[what] = os.path.join(call.folder, call.run_dir) if call.run_dir != "none" else "none"
         first = places.get("first", "none")
-        if first == "none" or not Path(first).is_relative_to(dry.folder):
+        if not Path(first).is_relative_to(dry.folder):
             yield f"{script.name}: run directory={dry.shown(first)}, but should be below the site's folder"
         if (again := places.get("again", "none")) != first:
             yield f"{script.name}: run directory={dry.shown(again)} when the job comes back, but should be {dry.shown(first)}"
@@ -716,7 +666,7 @@ def test_every_srun_of_ranks_ends_when_one_dies(check, site, dry):
 
 def limits_of_its_own(call: Call) -> Iterator[str]:
     """Yield the time limits of a step: its ranks get no warning unless it has a signal, and a longer job does not help."""
-    words = own_words(call)
+    words = call.launcher_words
     limit = (values_of(words, "--time", "-t") or [call.environ.get("SLURM_TIMELIMIT", "")])[0]
     warned = values_of(words, "--signal") or "SLURM_SIGNAL" in call.environ
     if call.command == "srun" and re.search("[1-9]", limit) and not warned:
@@ -724,17 +674,6 @@ def limits_of_its_own(call: Call) -> Iterator[str]:
     timed = call.notes.get("timeout", [])
     if timed and not any(re.match("--signal|--preserve-status|-s|-p$", word) for word in timed):
         yield f"ranks under timeout {' '.join(timed)}, but should have the job's limit: after another one 124 hides their code"
-
-
-# Commands that srun may start, and that have no stand-in.
-SHELLS = ("bash", "sh", "env", "nice", "taskset", "stdbuf", "chrt")
-
-
-def own_words(call: Call) -> list[str]:
-    """Return a launcher's words, without the words of the program that it starts."""
-    programs = {*command_names(), *SHELLS}
-    own = itertools.takewhile(lambda word: word.startswith("-") or not ("/" in word or word in programs), call.words)
-    return [*own]
 
 
 def kills(call: Call) -> bool:

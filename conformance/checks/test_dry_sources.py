@@ -10,20 +10,10 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from conformance.checks.test_static import cells_of
 from conformance.harness.check import clause
-from conformance.harness.dry_run import (
-    Call,
-    as_chosen,
-    command_names,
-    given,
-    in_all_ways,
-    options_of,
-    trains,
-    values_of,
-    with_modules,
-    words_of,
-)
-from conformance.harness.shell import PLACEHOLDER, SETS, Script, minutes, plain
+from conformance.harness.dry_run import command_names, trains, values_of, with_modules
+from conformance.harness.shell import PLACEHOLDER, SETS, Script, minutes, options_of, plain, words_of
 from conformance.harness.sites import ROOT
 
 OF_A_USER = "/opt/of-a-user/lib"
@@ -33,7 +23,7 @@ OF_A_USER = "/opt/of-a-user/lib"
 def test_ranks_have_the_paths_that_the_sources_put_together(check, site, dry):
     """`export A=$B:$A` puts B's value, set by the loaded modules, before A's: otherwise the path is wrong, or empty."""
     added = re.findall(r"(?m)^export (\w+)=\$(\w+):\$\1$", "\n".join(map(plain, site.facts)))
-    for script, chosen, run in as_chosen(site, dry) if added else ():
+    for script, chosen, run in dry.as_chosen() if added else ():
         for call in run.trained[:1]:
             for name, part in added:
                 if (value := call.environ.get(part, "")) and value not in call.environ.get(name, "").split(":"):
@@ -57,7 +47,7 @@ def test_ranks_have_the_values_of_the_sources(check, site, dry):
         known.setdefault(match[1], set()).add(match[2])
     to_edit = {name for script in map(Script, site.scripts) for line, name in script.exports if line.is_to_edit}
     names = [name for name in sorted(known.keys() - to_edit) if not name.endswith(("PATH", "_PLUGIN"))]
-    for what, run in in_all_ways(site, dry) if names else ():
+    for what, run in dry.in_all_ways() if names else ():
         for call in run.trained:
             for name in names:
                 if (value := call.environ.get(name)) is not None and value not in known[name]:
@@ -84,8 +74,8 @@ def test_commands_have_the_options_that_the_sources_give_them(check, site, dry):
     facts = [words for words in facts if words[0] in command_names() | {site.toml["launcher"]}]
     unloads = [match[1] for fact in site.facts if (match := re.match(r"module unload (\S+)$", plain(fact)))]
     given_variables = [each for each in map(with_variables, site.facts) if each[0] and each[1][0] in command_names()]
-    runs = [run for _, run in in_all_ways(site, dry)] if facts or unloads or given_variables else []
-    runs += [dry.install(*flags) for flags in [(), *given(dry)]] if runs else []
+    runs = [run for _, run in dry.in_all_ways()] if facts or unloads or given_variables else []
+    runs += [dry.install(*flags) for flags in [(), *dry.given()]] if runs else []
     calls = [call.words for run in runs for call in run.called("module-call")]
     for name in [name for name in unloads if not any({"unload", name} <= {*words} for words in calls)]:
         yield f"no module unload {name}, but should be one, as a fact of [[sources]] says"
@@ -107,15 +97,15 @@ def test_commands_have_the_options_that_the_sources_give_them(check, site, dry):
 def test_ranks_are_bound_as_the_sources_say(check, site, dry):
     """Some launch uses a fact's list of cores exactly."""
     lists = [fact for fact in site.facts if re.fullmatch(r"list:[\d,:-]+", fact)]
-    launches = [call for _, run in in_all_ways(site, dry) for call in run.launches] if lists else []
-    for fact in [fact for fact in lists if not any(fact in values_of(call.words, "--cpu-bind") for call in launches)]:
-        yield f"no launch has --cpu-bind {fact[:60]}..., but one should, as a fact of [[sources]] says"
     # A fact may have only some of the masks, the first one behind `mask_cpu:`. A launch may use fewer cores of a mask.
     mask = r"(?:0x[0-9a-f]+|[0-9]*[a-f][0-9a-f]*)"
     facts = [match.groups() for fact in site.facts if (match := re.fullmatch(rf"(\S*mask_cpu:)?({mask}(?:,{mask})+)", fact))]
-    launches = [call for _, run in in_all_ways(site, dry) for call in run.launches] if facts else []
-    masks = [[int(each, 16) for each in text.split(",")] for call in launches for text in masks_of(call)]
-    masks = [each for each in masks if len(each) > 1]  # not the single mask of a torchrun
+    launches = [call for _, run in dry.in_all_ways() for call in run.launches] if lists or facts else []
+    bindings = [value for call in launches for value in values_of(call.words, "--cpu-bind")]
+    for fact in [fact for fact in lists if fact not in bindings]:
+        yield f"no launch has --cpu-bind {fact[:60]}..., but one should, as a fact of [[sources]] says"
+    texts = [value.partition("mask_cpu:")[2].split(",") for value in bindings if "mask_cpu:" in value]
+    masks = [[int(each, 16) for each in text] for text in texts if len(text) > 1]  # not the single mask of a torchrun
     for first, fact in facts if masks else ():
         wanted = [int(each, 16) for each in fact.split(",")]
         starts = [(each, start) for each in masks for start in range(len(each) - len(wanted) + 1) if not (first and start)]
@@ -124,10 +114,6 @@ def test_ranks_are_bound_as_the_sources_say(check, site, dry):
         if not alike:
             order = "first" if first else "one after the other"
             yield f"no launch has the masks {fact} {order}, but one should, as a fact of [[sources]] says"
-
-
-def masks_of(call: Call) -> list[str]:
-    return [value.partition("mask_cpu:")[2] for value in values_of(call.words, "--cpu-bind") if "mask_cpu:" in value]
 
 
 def of_command(fact: str) -> list[str]:
@@ -197,12 +183,10 @@ def test_modules_are_loaded_once_and_kept(check, site, dry):
 def test_the_modules_of_a_login_shell_are_cleared_first(check, site, dry):
     """sbatch copies the environment, with the libraries of the modules loaded there."""
     clears, runs = site.software.get("cleared_by", ""), {}
-    if clears and site.modules:
+    if site.modules:
         runs = {script.name: dry.job(script) for script in trains(site)} | {"install.sh": dry.install()}
     elif clears and (case := with_modules(site, "another/1.0")):  # a site without modules, whose user adds some
         runs = {case.script: dry.job(site.folder / case.script, case=case), "install.sh": dry.install(case=case)}
-    elif not clears and site.modules:
-        runs = {script.name: dry.job(script) for script in trains(site)} | {"install.sh": dry.install()}
     for name, run in runs.items():
         acts = [next((word for word in call.words if not word.startswith("-")), "") for call in run.called("module-call")]
         before = acts[: acts.index("load")] if "load" in acts else []
@@ -215,17 +199,13 @@ def test_the_modules_of_a_login_shell_are_cleared_first(check, site, dry):
 @clause("B8")
 def test_directives_ask_for_what_the_machine_has(check, site):
     queue = site.toml.get("queue", {})
-    known = dict(partition="partitions", q="partitions", qos="qos", constraint="constraints")
     for script in map(Script, site.job_scripts):
-        options = script.options
-        for option, key in known.items():
-            wanted = re.split(r"[&|,]", options[option]) if option in options else []
-            wrong = [name for name in wanted if queue.get(key) and name not in queue[key]]
-            yield from (f"{script.path.name}: {option}={name}, but should be one of {', '.join(queue[key])}" for name in wrong)
+        options, pbs = script.options, " ".join(text for _, text in script.directives)
+        asked = options.get("time") or script.resources.get("walltime", "")
+        yield from (f"{script.path.name}: {text}" for text in beyond(queue, options, asked))
         for option in ("account", "A", "P"):
             if option in options and "account" in queue and options[option] != queue["account"]:
                 yield f"{script.path.name}: {option}={options[option]}, but should be {queue['account']}, as in site.toml"
-        pbs = " ".join(text for _, text in script.directives)
         systems = re.search(r"filesystems=(\S+)", pbs)
         if "filesystems" in queue and not (systems and {*systems[1].split(":")} <= {*queue["filesystems"]}):
             yield f"{script.path.name}: filesystems={systems and systems[1]}, but should be of {':'.join(queue['filesystems'])}"
@@ -234,32 +214,36 @@ def test_directives_ask_for_what_the_machine_has(check, site):
                 yield f"{script.path.name}: {words} as it stands, but should come back (ends_when_stopped)"
         if (one := options.get("q")) in queue.get("one_job", []):
             yield f"{script.path.name}: q={one}, but should be a queue that takes the job that follows (one_job)"
-        limits = queue.get("minutes", {})
-        asked = options.get("time") or (re.search(r"walltime=(\S+)", pbs) or ["", ""])[1]
-        for name in {options.get("partition"), options.get("qos"), options.get("q")} & limits.keys():
-            if asked and minutes(asked) > limits[name]:
-                yield f"{script.path.name}: time={asked}, but should be at most {limits[name]} minutes in {name}"
         if site.toml["scheduler"] == "slurm" and asked and minutes(asked) < 1:
             yield f"{script.path.name}: time={asked}, but should be a minute or more"
+
+
+def beyond(queue: dict, options: dict[str, str], asked: str) -> Iterator[str]:
+    """Yield the options that name none of site.toml's queues, QOS and features, and a time that is longer than they give."""
+    known = dict(partition="partitions", q="partitions", qos="qos", constraint="constraints")
+    for option, key in known.items():
+        names = re.split(r"[&|,]", options[option]) if option in options else []
+        wrong = [name for name in names if queue.get(key) and name not in queue[key]]
+        yield from (f"{option}={name}, but should be one of {', '.join(queue[key])}" for name in wrong)
+    limits = queue.get("minutes", {})
+    for name in {options.get("partition"), options.get("qos"), options.get("q")} & limits.keys():
+        if asked and minutes(asked) > limits[name]:
+            yield f"time={asked}, but should be at most {limits[name]} minutes in {name}"
 
 
 @clause("B8")
 def test_sessions_that_users_are_shown_ask_for_what_the_machine_has(check, site):
     """`salloc ...` and similar, in README.md and the heads of scripts, name site.toml's queues and as many GPUs as the job."""
     queue, slurm = site.toml.get("queue", {}), site.toml["scheduler"] == "slurm"
-    known = dict(partition="partitions", q="partitions", qos="qos", constraint="constraints")
-    known = known if not slurm else {option: key for option, key in known.items() if option != "q"}
     of_jobs = [Script(path).options.keys() & OF_GPUS for path in trains(site)]
     for name, command, paragraph in sessions(site):
         options = options_of(command, slurm)
-        for option, key in known.items():
-            wanted = [each for each in re.split(r"[&|,]", options.get(option, "")) if re.search(r"[a-z]", each)]  # not NAME
-            wrong = [each for each in wanted if re.fullmatch(r"[\w.-]+", each) and queue.get(key) and each not in queue[key]]
-            yield from (f"{name}: {command!r}: {option}={each}, but should be one of {', '.join(queue[key])}" for each in wrong)
-        asked, limits = options.get("time", ""), queue.get("minutes", {})
-        for each in {options.get("partition"), options.get("qos")} & limits.keys():
-            if re.fullmatch(r"[\d:-]*\d", asked) and minutes(asked) > limits[each]:
-                yield f"{name}: {command!r}: time={asked}, but should be at most {limits[each]} minutes in {each}"
+        named = {
+            option: text for option, text in options.items() if re.fullmatch(r"[\w.&|,-]*[a-z][\w.&|,-]*", text)
+        }  # not NAME
+        asked = options.get("time", "")
+        wrong = beyond(queue, named, asked if re.fullmatch(r"[\d:-]*\d", asked) else "")
+        yield from (f"{name}: {command!r}: {text}" for text in wrong)
         trains_there = command.startswith("salloc") and re.search(r"\btrain|torchrun|\.py\b", paragraph)
         if slurm and trains_there and all(of_jobs) and not options.keys() & {*OF_GPUS, "exclusive"}:
             yield f"{name}: {command!r}: no GPU, but should ask for some, as the job does"
@@ -315,15 +299,16 @@ def test_the_readme_has_the_values_of_the_ranks(check, site, dry):
     condition = re.compile(r"\b(with|if|set|export|pass|instead)\b[^.;:]*$")
     spans = re.finditer(r"`([A-Z]\w+)=[\"']?([^`\"' ]+)[\"']?`", text)
     told = [match.groups() for match in spans if not condition.search(text[max(0, match.start() - 60) : match.start()])]
-    runs = [run for _, run in in_all_ways(site, dry)] + [dry.job(script, nodes=1) for script in trains(site)] if told else []
-    for name, value in told:
-        values = {dry.shown(call.environ[name]) for run in runs for call in run.trained if name in call.environ}
-        if values and value not in values:
-            yield f"README.md: {name}={value}, but should be {' or '.join(sorted(values))}, as in ranks"
     tabled = [("README.md", *row) for row in values_in_tables(site.folder / "README.md", "value")]
     if site.folder.parent == ROOT / "sites":
         tabled += [("sites/README.md", *row) for row in values_in_tables(ROOT / "sites/README.md", site.name)]
-    runs = [run for _, run in in_all_ways(site, dry)] if tabled else []
+    runs = [run for _, run in dry.in_all_ways()] if told or tabled else []
+    of_one_node = [dry.job(script, nodes=1) for script in trains(site)] if told else []
+    for name, value in told:
+        ranks = [call for run in runs + of_one_node for call in run.trained]
+        values = {dry.shown(call.environ[name]) for call in ranks if name in call.environ}
+        if values and value not in values:
+            yield f"README.md: {name}={value}, but should be {' or '.join(sorted(values))}, as in ranks"
     code = "\n".join(line.text for script in map(Script, site.scripts) for line in script.lines if not line.is_comment)
     for place, name, value in tabled:
         values = {dry.shown(call.environ[name]) for run in runs for call in run.trained if name in call.environ}
@@ -356,16 +341,6 @@ def values_in_tables(path: Path, column: str) -> list[tuple[str, str]]:
         name = re.fullmatch(r"`([A-Z][A-Z0-9_]+)`", head)
         value = re.fullmatch(rf"(`?)([\w.,/-]+|{UNSET})\1", re.sub(r"^(not set|unset)(\W*$|:.*)", UNSET, cell))
         rows += [(name[1], value[2])] if name and value and value[2] != "-" else []
-    return rows
-
-
-def cells_of(path: Path, column: str) -> list[tuple[str, str]]:
-    """Return the cells of this column, each with the first cell of its row."""
-    rows, heads = [], []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        cells = [cell.strip() for cell in line.strip().split("|")[1:-1]]
-        heads = heads if cells and heads else cells
-        rows += [(cells[0], cells[heads.index(column)])] if column in heads[1 : len(cells)] else []
     return rows
 
 

@@ -22,34 +22,11 @@ import pytest
 
 from conformance.cluster.shape import impossible, numbers
 from conformance.golden import make as golden
-from conformance.harness import keys, reference
+from conformance.harness import keys, reference, shell
 from conformance.harness.check import clause
 from conformance.harness.dry_run import OF_ML
 from conformance.harness.new_site import is_mark
-from conformance.harness.shell import (
-    ADDRESS,
-    CONSTANT_PORT,
-    DEBUGGING,
-    DIRECTIVE,
-    GENERAL,
-    NEARLY,
-    OF_DEVICES,
-    OF_SBATCH,
-    OPTIONS,
-    PERSONAL,
-    PLACEHOLDER,
-    SETS,
-    SHORT,
-    SOURCE,
-    START_SECONDS,
-    TRACES,
-    Line,
-    Script,
-    devices_by,
-    gib,
-    minutes,
-    plain,
-)
+from conformance.harness.shell import Line, Script, devices_by, gib, minutes, plain
 from conformance.harness.sites import ROOT, date_of_copy, find, mistakes
 
 CORE = sorted((ROOT / "core/src/ddp_core").rglob("*.py"))
@@ -107,13 +84,9 @@ def names_of(sites: set[str]) -> str:
 
 
 @clause("A1")
-def test_core_names_no_site(check):
-    check.equal(site_names_in_core=(matches_in(CORE, names_of(ADOPTED)), {}))
-
-
-@clause("A1")
-def test_conformance_names_no_site(check):
-    check.equal(site_names_in_conformance=(matches_in(CONFORMANCE, names_of(ADOPTED)), {}))
+def test_core_and_conformance_name_no_site(check):
+    in_core, in_conformance = (matches_in(files, names_of(ADOPTED)) for files in (CORE, CONFORMANCE))
+    check.equal(site_names_in_core=(in_core, {}), site_names_in_conformance=(in_conformance, {}))
 
 
 @clause("A2")
@@ -202,16 +175,23 @@ def test_what_no_run_has_shown_is_listed(check, site):
 @clause("F9")
 def test_the_table_of_sites_tells_what_is_unverified(check):
     """Sites with a row there are compared; a new site needs none."""
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (ROOT / "README.md").read_text().splitlines()]
-    heads = next((row for row in rows if row[:1] == ["site"]), [])
-    rows_by_site = {
-        match[1]: dict(zip(heads, row, strict=False)) for row in rows if row and (match := re.match(r"\[([\w-]+)\]", row[0]))
-    }
-    verified = {site.name: site.toml.get("verified", {}) for site in find() if site.name in rows_by_site}
-    numbers = {name: rows_by_site[name].get("unverified") for name in verified}
-    check.equal(unverified_in_README_md=(numbers, {name: str(len(verified[name].get("unverified", []))) for name in verified}))
-    wrong = [name for name in verified if not rows_by_site[name]["status"].startswith(verified[name]["status"])]
+    columns = [cells_of(ROOT / "README.md", column) for column in ("unverified", "status")]
+    unverified, status = ({head.partition("]")[0].removeprefix("["): cell for head, cell in cells} for cells in columns)
+    verified = {site.name: site.toml.get("verified", {}) for site in find() if site.name in status}
+    numbers = {name: str(len(its.get("unverified", []))) for name, its in verified.items()}
+    check.equal(unverified_in_README_md=({name: unverified.get(name) for name in verified}, numbers))
+    wrong = [name for name, its in verified.items() if not status[name].startswith(its["status"])]
     check.equal(another_status_in_README_md=(wrong, []))
+
+
+def cells_of(path: Path, column: str) -> list[tuple[str, str]]:
+    """Return the cells of this column of a file's tables, each with the first cell of its row."""
+    rows, heads = [], []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        cells = [cell.strip() for cell in line.strip().split("|")[1:-1]]
+        heads = heads if cells and heads else cells
+        rows += [(cells[0], cells[heads.index(column)])] if column in heads[1 : len(cells)] else []
+    return rows
 
 
 @clause("F6")
@@ -261,13 +241,26 @@ def test_the_readme_has_the_core_s_exit_codes(check, site):
 
 @clause("F10")
 def test_the_readme_has_the_cores_of_site_toml(check, site):
-    """They stand in a table with a row `| cores | 1-7 | ...`, a column for each device."""
-    near, wrong = site.toml["node"].get("cores_near_device", []), []
-    rows = re.findall(r"^ *\| cores \|(.*)\|$", (site.folder / "README.md").read_text(), re.MULTILINE)
-    for cells in [row.split("|") for row in rows if near]:
-        pairs = itertools.zip_longest(near, map(str.strip, cells), fillvalue="")
-        wrong += [f"{cell} for device {n}" for n, (its, cell) in enumerate(pairs) if not {*numbers(cell)} <= {*numbers(its)}]
-    check.equal(cores_in_README_md_not_near_their_device=(wrong, []))
+    """They stand in a table with a column for each device and a row `cores`, perhaps with a row `rank on the node`.
+
+    Ranks take a node's cores in order. Numbers of chiplets or NUMA nodes in other rows rise with the cores.
+    """
+    near = site.toml["node"].get("cores_near_device", [])
+    order = sorted(range(len(near)), key=lambda device: min(numbers(near[device])))
+    for table in re.findall(r"(?:^ *\|.*\n)+", (site.folder / "README.md").read_text(), re.MULTILINE):
+        rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()]
+        cores = next((row[1:] for row in rows if row[0] == "cores"), [])
+        pairs = itertools.zip_longest(near, cores, fillvalue="") if near and cores else ()
+        wrong = [f"{cell} for device {n}" for n, (its, cell) in enumerate(pairs) if not {*numbers(cell)} <= {*numbers(its)}]
+        check.equal(cores_in_README_md_not_near_their_device=(wrong, []))
+        for name, *counted in rows[1:]:
+            heads = list(map(str, range(len(counted))))  # such a row only counts the columns
+            if name == "rank on the node":
+                check.equal(ranks_in_README_md=(counted, [str(order.index(device)) for device in range(len(near))]))
+            elif cores and len(counted) == len(cores) and all(map(str.isdecimal, counted)) and counted != heads:
+                along = sorted(zip(cores, map(int, counted), strict=True), key=lambda pair: numbers(pair[0])[:1])
+                wrong = [f"{second[1]} on {second[0]}" for first, second in itertools.pairwise(along) if second[1] < first[1]]
+                check.equal(**{f"{name}_in_README_md_not_in_the_order_of_cores": (wrong, [])})
 
 
 # Tokens of Hugging Face, GitHub, GitLab, OpenAI; in an address; under a telling name. Each has a digit; placeholders have none.
@@ -285,31 +278,6 @@ def test_no_file_holds_a_secret(check, site):
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
             if match := SECRET.search(line):
                 yield f"{path.name}:{number}: {match[0][:6]}..., but should hold no secret: read it from a file of mode 600"
-
-
-@clause("F10")
-def test_what_the_readme_counts_goes_over_the_cores_in_their_order(check, site):
-    """In the table that has the row of cores, the numbers of chiplets or NUMA nodes rise with the cores."""
-    for table in re.findall(r"(?:^ *\|.*\n)+", (site.folder / "README.md").read_text(), re.MULTILINE):
-        rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()]
-        cores = next((row[1:] for row in rows if row[0] == "cores"), [])
-        for name, *counted in rows[1:]:
-            heads = list(map(str, range(len(counted))))  # such a row only counts the columns
-            if cores and len(counted) == len(cores) and all(map(str.isdecimal, counted)) and counted != heads:
-                along = sorted(zip(cores, map(int, counted), strict=True), key=lambda pair: numbers(pair[0])[:1])
-                wrong = [f"{second[1]} on {second[0]}" for first, second in itertools.pairwise(along) if second[1] < first[1]]
-                check.equal(**{f"{name}_in_README_md_not_in_the_order_of_cores": (wrong, [])})
-
-
-@clause("F10")
-def test_the_readme_has_the_rank_of_each_device(check, site):
-    """A table row `| rank on the node | 6 | 7 | ...` agrees with the cores: ranks take a node's cores in order."""
-    near = site.toml["node"].get("cores_near_device", [])
-    order = sorted(range(len(near)), key=lambda device: min(numbers(near[device])))
-    rows = re.findall(r"^ *\| rank on the node \|(.*)\|$", (site.folder / "README.md").read_text(), re.MULTILINE)
-    for cells in rows:
-        ranks = [cell.strip() for cell in cells.split("|")]
-        check.equal(ranks_in_README_md=(ranks, [str(order.index(device)) for device in range(len(near))]))
 
 
 @clause("B7")
@@ -396,8 +364,6 @@ LOADS = re.compile(
 @clause("F8")
 def test_scripts_and_site_toml_name_the_same_software(check, site):
     scripts = {path.name: path.read_text() for path in site.scripts}
-    code = "\n".join(line for text in scripts.values() for line in text.splitlines() if not line.lstrip().startswith("#"))
-    check.equal(modules_in_no_script=([name for name in site.modules if name not in code], []))
     image = site.software.get("image", "")
     paths = [site.folder / name for name in site.toml.get("files", []) if name not in ("README.md", "site.toml")]
     named = [*scripts.values(), *(path.read_text(errors="replace") for path in paths if path.is_file())]
@@ -476,23 +442,23 @@ def place(address: str) -> str:
 
 @clause("J3")
 def test_everything_is_explained(check, site):
-    known = {*GENERAL.split(), *(place(source["address"]) for source in site.toml.get("sources", []))}
+    known = {*shell.GENERAL.split(), *(place(source["address"]) for source in site.toml.get("sources", []))}
     known |= {f"github.com/{source['repository']}" for source in site.toml.get("sources", []) if "repository" in source}
 
     def unexplained(line: Line, comments: list[str]) -> str:
         text = "\n".join(comments)
-        addresses = ADDRESS.findall(text)
-        words = re.findall(WORD, re.sub(r"\bunverified\b|--\w+|EDIT:", " ", ADDRESS.sub(" ", text)))
+        addresses = shell.ADDRESS.findall(text)
+        words = re.findall(WORD, re.sub(r"\bunverified\b|--\w+|EDIT:", " ", shell.ADDRESS.sub(" ", text)))
         if not comments or len(words) < 2:
             return "have its reason directly above, of two words or more"
         if unknown := [address for address in addresses if place(address) not in known]:
             return f"have its source above, and {unknown[0]} is none of [[sources]]"
         sources = 'an address, NAME --help, man NAME, or "unverified"'
-        return "" if addresses or SOURCE.search(text) else f"have its source above: {sources}"
+        return "" if addresses or shell.SOURCE.search(text) else f"have its source above: {sources}"
 
     for script in map(Script, site.scripts):
         for line, _ in [*script.directives, *script.flags]:
-            directly = line.paragraph if line.above.lstrip().startswith("#") and not DIRECTIVE.match(line.above) else []
+            directly = line.paragraph if line.above.lstrip().startswith("#") and not shell.DIRECTIVE.match(line.above) else []
             if what := unexplained(line, directly):
                 yield at(script, line, what)
         for line, _ in script.exports:
@@ -505,17 +471,14 @@ def test_everything_is_explained(check, site):
 @clause("J3")
 def test_variables_under_one_address_are_facts_of_its_page(check, site):
     """harness/sources.py looks up whether the page has the facts. Other variables can stand under another comment."""
-    facts_by_page = {
-        source["address"].rstrip("/"): source["facts"] for source in site.toml.get("sources", []) if "facts" in source
-    }
+    sources = [source for source in site.toml.get("sources", []) if "facts" in source]
+    facts_by_page = {source["address"].rstrip("/"): source["facts"] for source in sources}
     for script in map(Script, site.scripts):
         blocks: dict[tuple[str, ...], list[tuple[Line, str]]] = {}
         for line, name in script.exports:
             blocks.setdefault(tuple(line.paragraph), []).append((line, name))
         for comments, exported in blocks.items():
-            pages = {
-                page.partition("#")[0].rstrip("/.:") for page in re.findall(r"https?://[^\s)>\"'`,;]+", " ".join(comments))
-            }
+            pages = {page.partition("#")[0].rstrip("/.:") for page in shell.ADDRESS.findall(" ".join(comments))}
             pages = {page for page in pages if not re.search(r"/(issues|pull)/\d+$", page)}  # nobody looks up facts in issues
             if len(exported) > 1 and pages and pages <= facts_by_page.keys():
                 known = " ".join(fact for page in pages for fact in facts_by_page[page])
@@ -548,16 +511,13 @@ def test_values_are_those_of_the_sources(check, site):
                         yield at(script, line, should_be)
     code = "\n".join(line.text for script in map(Script, site.scripts) for line in script.lines if not line.is_comment)
     by_modules = {word.partition("=")[0] for word in site.provides}
-    for name in sorted({match[1] for fact in site.facts if (match := SETS.match(fact))} - by_modules):
+    for name in sorted({match[1] for fact in site.facts if (match := shell.SETS.match(fact))} - by_modules):
         if not re.search(rf"(?:\b|ENV_){name}=", code) and not advised(site, name):
             problem = "is set in no script, nor to be tried by README.md with a value of it"
             yield f"{name} {problem}, but a fact of [[sources]] sets it: another spelling is ignored"
     code += "\n".join(path.read_text() for path in sorted(site.folder.glob("*.py")))
-    for name in [
-        word
-        for text in site.toml.get("verified", {}).get("unverified", [])
-        for word in re.findall(r"`([A-Z0-9]+(?:_[A-Z0-9]+)+)`", text)
-    ]:
+    unverified = "\n".join(site.toml.get("verified", {}).get("unverified", []))
+    for name in re.findall(r"`([A-Z0-9]+(?:_[A-Z0-9]+)+)`", unverified):
         if name in facts_text and not re.search(rf"\b{name}\b", code):
             yield f"{name} is in no script, but a fact of [[sources]] and `unverified` name it: another spelling is ignored"
 
@@ -585,7 +545,7 @@ def test_addresses_and_places_are_those_of_the_sources(check, site):
     """With one wrong digit in a proxy, a package index or an image's folder, the job fails after waiting in the queue."""
     facts = "\n".join(site.facts)
     # Where facts have addresses of a host, only these are allowed: another index has other builds.
-    general = {*GENERAL.split(), "localhost", "127.0.0.1"} - {place(address) for address in REACHED.findall(facts)}
+    general = {*shell.GENERAL.split(), "localhost", "127.0.0.1"} - {place(address) for address in REACHED.findall(facts)}
     told = "\n".join([facts, *(source["address"] for source in site.toml.get("sources", []))])
     places = [f"{first}{rest}".rstrip("/") for first, rest in ABSOLUTE.findall(facts) if first not in OF_LINUX]
     for script in map(Script, site.scripts):
@@ -614,7 +574,7 @@ def test_what_the_sources_ask_of_a_job_the_site_asks(check, site):
     """The job has the directives that facts name, and loads modules in their order."""
     source_facts = [plain(fact) for fact in site.facts]
     words = [match[1] for fact in source_facts if (match := re.match(r"#SBATCH (--[a-z-]+|-\w)", fact))]
-    asked = {(SHORT | OF_SBATCH).get(word, word.lstrip("-")) for word in words}
+    asked = {(shell.SHORT | shell.OF_SBATCH).get(word, word.lstrip("-")) for word in words}
     lost = asked - {option for script in map(Script, site.job_scripts) for option in script.options}
     for name in sorted(lost):
         fact = "as a fact of [[sources]] in site.toml has; or that fact goes, too"
@@ -636,7 +596,7 @@ def test_what_the_sources_ask_of_a_job_the_site_asks(check, site):
 def test_options_of_the_scheduler_stand_before_the_script(check, site):
     """Behind the script they are arguments of train.py, which refuses them."""
     pattern = r"\bsbatch(?: [^\s`]+)*? [\w./-]+\.(?:sl|sh)((?: +-{1,2}[\w-]+(?:[= ][^\s`-][^\s`]*)?)+)"
-    own = {*OPTIONS["sbatch"].split()} - {"help", "profile"}  # train.py has these flags, too
+    own = {*shell.OPTIONS["sbatch"].split()} - {"help", "profile"}  # train.py has these flags, too
     for path in (site.folder / "README.md", *site.scripts):
         for words in re.findall(pattern, " ".join(re.sub(r"(?m)^ *#+ ", "", path.read_text()).split())):
             wrong = [name for name in re.findall(r"(?<= )--?([\w-]+)", words) if name in own]
@@ -666,7 +626,7 @@ def test_programs_that_users_are_shown_have_the_flags(check, site):
     # Flags of other programs are free; an abbreviation of a flag of train.py is a mistake.
     flags = sorted({*re.findall(r"[\"'](--[a-z][\w-]+)[\"']", of_core)})
     known = "\n".join([*site.facts, *(path.read_text() for path in site.scripts), *(text for _, text in shown[1:])])
-    known += " --".join(["", *OPTIONS["sbatch"].split()])
+    known += " --".join(["", *shell.OPTIONS["sbatch"].split()])
     for flag in re.findall(r"(?<!\S)(--[a-z][\w-]+)", " ".join(re.findall(r"`(--[^`]*)`", readme))):
         whole = [each for each in flags if each.startswith(flag)]
         if whole and flag not in flags and not re.search(rf"{flag}(?![\w-])", known):
@@ -740,7 +700,7 @@ def test_what_is_to_be_edited_is_plain(check, site):
     In a directory to be copied it is empty. It is filled in where site.toml has a machine's own account or modules.
     """
     own = site.toml.get("queue", {}).get("account", "")
-    filled = (own and not PLACEHOLDER.search(own)) or site.modules
+    filled = (own and not shell.PLACEHOLDER.search(own)) or site.modules
     for script in map(Script, site.scripts):
         for line in [line for line in script.lines if line.is_to_edit]:
             value = re.match(r"(?:export )?\w+=(.*)", line.text)
@@ -752,11 +712,11 @@ def test_what_is_to_be_edited_is_plain(check, site):
 
 def to_edit(site, text: str) -> bool:
     """Return whether the text has a placeholder or a personal value: site.toml's account, mail, a reservation."""
-    if text.startswith(("#SBATCH", "#PBS")) and PERSONAL.match(text):
+    if text.startswith(("#SBATCH", "#PBS")) and shell.PERSONAL.match(text):
         return True
     account = site.toml.get("queue", {}).get("account")
     text = re.sub(r"\bmktemp\b[^;|&)]*|\.X{6,}", "", text)  # mktemp's template is not a placeholder
-    return bool(PLACEHOLDER.search(text) or (account and re.search(rf"(?<![\w-]){re.escape(account)}(?![\w-])", text)))
+    return bool(shell.PLACEHOLDER.search(text) or (account and re.search(rf"(?<![\w-]){re.escape(account)}(?![\w-])", text)))
 
 
 @clause("J5")
@@ -765,19 +725,13 @@ def test_directives_are_directives(check, site):
         for line in script.lines:
             if "\r" in line.text:
                 yield at(script, line, "end without a carriage return")
-            if NEARLY.match(line.text) and not DIRECTIVE.match(line.text):
+            if shell.NEARLY.match(line.text) and not shell.DIRECTIVE.match(line.text):
                 yield at(script, line, "begin with exactly #SBATCH or #PBS and an option")
         for line, text in script.directives:
             if line.number > script.first_command:
                 yield at(script, line, f"stand before the first command, line {script.first_command}")
             if re.search(r"\s#", text):
                 yield at(script, line, "have no comment behind it")
-
-
-@clause("J6")
-def test_the_port_is_no_constant(check, site):
-    should_be = "come from the job's number, or from a free port of rank 0"
-    check.holds(*at_lines(site, lambda line: not line.is_comment and CONSTANT_PORT.search(line.text), should_be))
 
 
 @clause("J7")
@@ -868,9 +822,9 @@ def late(site, script: Script, value: str) -> Iterator[str]:
     if seconds < needed:
         yield f"--signal={value}, but should come {needed} s before the time limit or earlier: a save takes as long"
     least = script.options.get("time-min", "")
-    if least and minutes(least) * 60 < 2 * seconds + START_SECONDS:
+    if least and minutes(least) * 60 < 2 * seconds + shell.START_SECONDS:
         yield f"--signal={value} of --time-min={least}, but should leave time to start and to train: Slurm may give no more"
-    if limit and minutes(limit) * 60 < 2 * seconds + START_SECONDS:
+    if limit and minutes(limit) * 60 < 2 * seconds + shell.START_SECONDS:
         yield f"--signal={value} of --time={limit}, but should leave time to start, and half of the rest to train"
 
 
@@ -880,17 +834,6 @@ def hands_on(site, name: str) -> bool:
     signal = rf"(SIG)?{name.removeprefix('SIG')}\b"
     parts = (rf"(?m)^\s*trap\s.*\s{signal}", rf"\b(kill|scancel) .*\b{signal}", r"(?<![\w-])wait\b")
     return all(re.search(part, code) for part in parts)
-
-
-@clause("J11")
-def test_a_rank_that_dies_alone_ends_the_job(check, site):
-    """The flag is found however it is written; the dry run shows what srun is given."""
-    exported = any(re.search(r"(?m)^[^#\n]*\bSLURM_KILL_BAD_EXIT=1\b", path.read_text()) for path in site.scripts)
-    for script in map(Script, site.scripts):
-        kills = exported or re.search(r"(?m)^[^#\n]*[\s(][\"']?(--kill-on-bad-exit(=1)?|-K1?)(?![\w=])", script.text)
-        for line in script.lines if script.path.name != "install.sh" else ():  # install.sh starts no ranks
-            if re.match(r"[^#]*\bsrun \"\$\{\w+\[@\]\}\"", line.text) and not kills:
-                yield at(script, line, "have --kill-on-bad-exit=1 among its flags")
 
 
 @clause("J9")
@@ -913,7 +856,7 @@ def test_the_job_fits_the_node(check, site):
         check.equal(devices_without_a_rank=(max(0, node["devices"] - job["ranks_per_node"]), 0))
         if devices or ("device_environment" in node and site.toml["scheduler"] == "slurm"):  # Slurm gives only these
             check.equal(devices_that_are_not_asked_for=(max(0, node["devices"] - devices), 0))
-        asked = memory(script, tasks, devices)
+        asked = gib(script.options, tasks * geometry.get("cpus-per-task", 1), devices)
         if "memory_gib" in node:  # F2 asks for it
             check.equal(gib_that_a_node_has_not=(max(0, round(asked - node["memory_gib"])), 0))
             if 0 < asked < (half := node["memory_gib"] / 2) and takes_whole_nodes(site, script):
@@ -938,7 +881,7 @@ def takes_whole_nodes(site, script: Script) -> bool:
 def devices_of(script: Script, tasks: int, nodes: int, sockets: int) -> int:
     """Return the devices of a node that the directives ask for."""
     counts = {"gpus-per-task": tasks, "tres-per-task": tasks, "gpus-per-socket": sockets, "gpus": 1 / nodes, "G": 1 / nodes}
-    requested = [devices_by(name, script.options.get(name, "")) * counts.get(name, 1) for name in OF_DEVICES]
+    requested = [devices_by(name, script.options.get(name, "")) * counts.get(name, 1) for name in shell.OF_DEVICES]
     return int(max([*requested, tasks * script.geometry.get("gpus-per-task", 0)]))  # the count may be a flag of srun's
 
 
@@ -960,24 +903,12 @@ def test_no_directive_keeps_the_job_from_its_work(check, site):
 
 
 @clause("J13")
-def test_no_variable_for_finding_faults_is_left_on(check, site):
-    def for_debugging(line: Line) -> object:
-        text = line.text.strip()
-        found = [match[0].partition("=")[0] for match in DEBUGGING.finditer(text)]
-        return not line.is_comment and text.startswith("export ") and {*found} - of_facts
-
-    of_facts = {match[1] for fact in site.facts if (match := SETS.match(fact))}  # a source sets it for the machine
-    check.holds(*at_lines(site, for_debugging, "be left to who looks for a fault: it makes every step slower, or hides one"))
+def test_no_script_traces_itself(check, site):
     for script in map(Script, site.scripts):
         ends = [number for number, line in enumerate(script.lines) if re.match(r"[{\s]*set \+\w*x", line.text)]
         for line in script.lines[max(ends, default=0) :]:
-            if TRACES.match(line.text):
+            if shell.TRACES.match(line.text):
                 yield at(script, line, "trace nothing unless it is asked to: of each rank the log would have each line")
-
-
-def memory(script: Script, tasks: int, devices: int) -> float:
-    """Return the GiB of a node that directives ask for."""
-    return gib(script.options, tasks * script.geometry.get("cpus-per-task", 1), devices)
 
 
 # ---- the golden trace is right, and a fair thing to compare by -------------------------------------------------------

@@ -16,7 +16,6 @@ import os
 import py_compile
 import re
 import resource
-import shlex
 import shutil
 import signal
 import stat
@@ -26,14 +25,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from conformance.cluster import layer
 from conformance.cluster.shape import names_of
-from conformance.harness.shell import OF_DEVICES, OF_SBATCH, SHORT, Script, devices_by, nodes_asked
+from conformance.harness.shell import OF_DEVICES, Script, devices_by, handed_on, nodes_asked, words_of
 from conformance.harness.sites import Case, Site
 
 COMMANDS = Path(__file__).with_name("dry_run_commands.py")
@@ -58,6 +56,10 @@ STANDARD: dict = dict(number="4242", restarts=0, code=0, all_ranks=False, event=
 STANDARD |= dict(environ={}, options={}, edit={}, ntasks=0, arguments=ARGUMENTS, install=(), install_fails="", case=None)
 STANDARD |= dict(walltime="01:42:00", beside=(), halves=(), planted=(), modules_set=True, spare=False, recorded=None, started=1)
 STANDARD |= dict(umask="")
+# after: flags of an earlier run of install.sh, and after_fails, what failed in it. left: whether files LEFT are in what that
+# run made. linked: whether its folder was moved since, with a link in its place. planted: a folder with somebody's file, where
+# it installs. `fails` may be "pip PACKAGE", if it installs that, or "killed at 2": the second command that makes a part.
+OF_INSTALL: dict = dict(after=None, after_fails="", left=False, linked=False, planted="")
 # Prefixes of variables that a job has with every --export.
 OF_NO_USER = ("SLURM_", "DRY_RUN")
 # What PBS says of the job. It differs from the directives.
@@ -69,6 +71,9 @@ OF_PBS = dict(
     place="scatter:excl",
     filesystems="home:of42",
 )
+# Commands that a launcher may start, and that have no stand-in.
+SHELLS = ("bash", "sh", "env", "nice", "taskset", "stdbuf", "chrt")
+OF_CONDA = ("conda", "mamba", "micromamba")
 # The usual limit of a process: Linux's INR_OPEN_CUR.
 OPEN_FILES = 1024
 # Numbers of the job, of another job, and a large one, whose last digits are no octal number.
@@ -151,27 +156,27 @@ class SummaryWriter:
 """
 TORCH = "2.13.0+of.this.machine"  # PyPI does not have it
 PACKAGES = {
-    "../torch/torch/__init__.py": "import os\nfrom . import cuda, version\n"
+    "torch/torch/__init__.py": "import os\nfrom . import cuda, version\n"
     f"__version__ = '2.14.0' if os.environ.get('DRY_RUN_FAILS') == 'another torch' else '{TORCH}'\n",
-    "../old-torch/torch/__init__.py": "__version__ = '2.4.0'\n",
-    "../torch/torch/distributed/run.py": TORCHRUN,
-    "../torch/torch/distributed/elastic/multiprocessing/__init__.py": SIGNALS,
-    "../torch/torch/distributed/elastic/multiprocessing/errors.py": ERRORS,
-    "../torch/torch/utils/tensorboard.py": BOARD,
-    "../torch/torch/version.py": "cuda = '13.0'\nhip = '7.1'\nxpu = '2026'\n",
-    "../torch/torch/cuda.py": "import os\ndef is_available(): return True\n"
+    "old-torch/torch/__init__.py": "__version__ = '2.4.0'\n",
+    "torch/torch/distributed/run.py": TORCHRUN,
+    "torch/torch/distributed/elastic/multiprocessing/__init__.py": SIGNALS,
+    "torch/torch/distributed/elastic/multiprocessing/errors.py": ERRORS,
+    "torch/torch/utils/tensorboard.py": BOARD,
+    "torch/torch/version.py": "cuda = '13.0'\nhip = '7.1'\nxpu = '2026'\n",
+    "torch/torch/cuda.py": "import os\ndef is_available(): return True\n"
     "def device_count(): return int(os.environ['DRY_RUN_DEVICES'])\n",
-    "mpi4py/__init__.py": "__version__ = '4.1.2'\nclass rc: initialize = finalize = True\n",
-    "mpi4py/MPI.py": "def Get_library_version(): return 'MPI of a dry run'\n",
-    "safetensors/__init__.py": "__version__ = '0.5'\n",
-    "safetensors/torch.py": "",
-    "numpy/__init__.py": "__version__ = '2.0'\n",
-    "wandb/__init__.py": WANDB,
-    "../core-of/ddp_core/__init__.py": "__version__ = '0.2.0'\n",
-    "horovod/__init__.py": "__version__ = '0.28.1'\n",
-    "horovod/torch.py": "def gloo_built(): return True\ndef nccl_built(): return True\n",
+    "packages/mpi4py/__init__.py": "__version__ = '4.1.2'\nclass rc: initialize = finalize = True\n",
+    "packages/mpi4py/MPI.py": "def Get_library_version(): return 'MPI of a dry run'\n",
+    "packages/safetensors/__init__.py": "__version__ = '0.5'\n",
+    "packages/safetensors/torch.py": "",
+    "packages/numpy/__init__.py": "__version__ = '2.0'\n",
+    "packages/wandb/__init__.py": WANDB,
+    "core-of/ddp_core/__init__.py": "__version__ = '0.2.0'\n",
+    "packages/horovod/__init__.py": "__version__ = '0.28.1'\n",
+    "packages/horovod/torch.py": "def gloo_built(): return True\ndef nccl_built(): return True\n",
     # sys.executable is the stand-in. A missing library loads, except with fails="library".
-    "sitecustomize.py": "import ctypes, os, sys\nsys.executable = os.environ['DRY_RUN_PYTHON']\n"
+    "packages/sitecustomize.py": "import ctypes, os, sys\nsys.executable = os.environ['DRY_RUN_PYTHON']\n"
     "def load(*arguments, **options):\n"
     "    if os.environ['DRY_RUN_FAILS'] == 'library':\n"
     "        raise OSError('libfabric.so.1: cannot open shared object file')\n"
@@ -206,6 +211,44 @@ class Call:
     def text(self) -> str:
         return " ".join([self.command, *self.words])
 
+    @property
+    def program(self) -> int:
+        """The place of train.py, or a similar name, among the words of a call of Python; 0 for another call."""
+        place = next((place for place, word in enumerate(self.words) if not word.startswith("-")), None)
+        if place is None or not self.command.startswith("python"):
+            return 0
+        return place + 1 if Path(self.words[place]).name.startswith("train") else 0
+
+    @property
+    def launcher_words(self) -> list[str]:
+        """A launcher's words, without those of the program that it starts."""
+        programs = {*command_names(), *SHELLS}
+        own = itertools.takewhile(lambda word: word.startswith("-") or not ("/" in word or word in programs), self.words)
+        return [*own]
+
+    @property
+    def seconds(self) -> float:
+        """How long `sleep` takes, or how long `timeout` lets a launcher run until it kills it."""
+        units = dict(s=1, m=60, h=3600, d=86400)
+        words = self.words if self.command == "sleep" else self.notes.get("timeout", [])
+        words = re.sub(r"(?<!\S)(-s |--signal[= ])\S+", "", " ".join(words)).split()
+        parts = [re.fullmatch(r"([\d.]+|inf(?:inity)?)([smhd]?)", word.rpartition("=")[2]) for word in words]
+        return sum(float(part[1]) * units.get(part[2], 1) for part in parts if part)
+
+    @property
+    def arguments(self) -> list[str]:
+        return self.words[self.program :]
+
+    @property
+    def run_dir(self) -> str:
+        """The run directory that train.py is given, or "none"."""
+        return next(iter(values_of(self.arguments, "--run-dir", "--new-run-dir")), "none")
+
+    @property
+    def job_environ(self) -> dict[str, str]:
+        """The environment without the dry run's own variables."""
+        return {name: value for name, value in self.environ.items() if not name.startswith("DRY_RUN")}
+
 
 @dataclass(frozen=True)
 class DryRun:
@@ -222,11 +265,17 @@ class DryRun:
     leaks: list[tuple[str, str]] = field(default_factory=list)  # files that contain a user's token or a secret, and which one
     wide: dict[str, str] = field(default_factory=dict)  # new files with more rights than the umask leaves, and their modes
     modes: dict[str, int] = field(default_factory=dict)  # of all new files and folders
+    kept: Path | None = None  # after install.sh: a copy of sites/, as it has left it
 
     @property
     def trained(self) -> list[Call]:
         """The calls of train.py in a rank."""
-        return [call for call in self.calls if call.rank is not None and program(call)]
+        return [call for call in self.calls if call.rank is not None and call.program]
+
+    @property
+    def run_dir(self) -> str:
+        """That of the first rank; "none" without ranks."""
+        return self.trained[0].run_dir if self.trained else "none"
 
     @property
     def launches(self) -> list[Call]:
@@ -242,17 +291,35 @@ class DryRun:
         own = [call for call in self.calls if not {"DRY_RUN_LAUNCHER", "DRY_RUN_IMAGE"} & {*call.environ}]
         return [(f"fails at {place}", call) for place, call in enumerate(own, 1)]
 
+    @property
+    def end_time(self) -> int:
+        """When the last launch ended; 0 without one."""
+        return max((call.end_time or 0 for call in self.launches), default=0)
+
+    @property
+    def new_starts(self) -> list[Call]:
+        """Commands that start the job again, or a successor."""
+        return self.successors + [call for call in self.called("scontrol") if call.words[:1] == ["requeue"]]  # not requeuehold
+
+    @property
+    def successors(self) -> list[Call]:
+        """Commands that submit another job instead, or change one that waits."""
+        return [call for call in self.called("sbatch", "qsub", "qalter") if "--version" not in call.words]
+
+    @property
+    def prefixes(self) -> list[str]:
+        """The environments that install.sh has made."""
+        made = [call for call in self.calls if "makes" in call.notes]
+        calls = [call for call in made if call.command in OF_CONDA or call.words[:2] == ["-m", "venv"]]
+        return [os.path.join(call.folder, call.notes["makes"]) for call in calls]
+
     def called(self, *commands: str) -> list[Call]:
         return [call for call in self.calls if call.command in commands]
 
-
-def program(call: Call) -> int:
-    """The place of train.py, or a similar name, among the words of a call of Python; 0 for another call."""
-    words = call.words
-    place = next((place for place, word in enumerate(words) if not word.startswith("-")), None)
-    if place is None or not call.command.startswith("python"):
-        return 0
-    return place + 1 if Path(words[place]).name.startswith("train") else 0
+    def pips(self, what: str = "install") -> list[tuple[Call, list[str]]]:
+        """The pip calls that install (or download), each with its words behind `what`."""
+        calls = [call for call in self.calls if call.words[:2] == ["-m", "pip"] or call.command in ("pip", "pip3")]
+        return [(call, call.words[call.words.index(what) + 1 :]) for call in calls if what in call.words]
 
 
 # Values for install.sh's flags, by the word that its --help shows for the value.
@@ -260,16 +327,8 @@ PASSED = dict(PACKAGE="h5py==3.14.0", WHAT="../../core", SPEC="torch==2.12.0", U
 PASSED |= dict(PREFIX="/elsewhere/a prefix", IMAGE=f"docker://registry/pytorch@sha256:{'0' * 64}")
 
 
-def flags_of(dry: "DryRuns") -> list[tuple[str, str]]:
-    """install.sh's flags in its --help, each with the word for its value. "" for a missing flag or value."""
-    usage = next((line for line in dry.install("--help").output.splitlines() if "./install.sh [" in line), "")
-    return re.findall(r"\[(--[\w-]+)? ?([A-Z]+)?\]", usage)
-
-
-def given(dry: "DryRuns", *values: str) -> list[tuple[str, ...]]:
-    """Each flag of install.sh, with a value if it takes one. values: only flags that take one of these."""
-    flags = [each for each in flags_of(dry) if not values or each[1] in values]
-    return [tuple(filter(None, (flag, PASSED.get(value, value)))) for flag, value in flags]
+def changed_settings(shape: dict, standard: dict) -> str:
+    return repr(sorted((name, value) for name, value in shape.items() if value != standard[name]))
 
 
 def umask() -> str:
@@ -283,111 +342,15 @@ def limits(text: str) -> dict[str, float]:
     return {name: float(value.replace("unlimited", "inf")) for name, value in rows}
 
 
-def made_by(install: DryRun) -> list[str]:
-    """The environments that install.sh has made."""
-    of_conda = install.called("conda", "mamba", "micromamba")
-    calls = [call for call in install.calls if "makes" in call.notes and (call in of_conda or call.words[:2] == ["-m", "venv"])]
-    return [os.path.join(call.folder, call.notes["makes"]) for call in calls]
-
-
 def values_of(words: list[str], *flags: str) -> list[str]:
     values = [word.partition("=")[2] for word in words if word.partition("=")[0] in flags and "=" in word]
     glued = [word[2:] for word in words for flag in flags if len(flag) == 2 and re.fullmatch(rf"{flag}\w+", word)]
     return values + glued + [value for flag, value in itertools.pairwise(words) if flag in flags]
 
 
-def seconds_of(words: list[str]) -> float:
-    """Seconds in `sleep`'s words; for `timeout`, the limit plus the time until it kills."""
-    units = dict(s=1, m=60, h=3600, d=86400)
-    parts = [re.fullmatch(r"([\d.]+|inf(?:inity)?)([smhd]?)", word.rpartition("=")[2]) for word in words]
-    return sum(float(part[1]) * units.get(part[2], 1) for part in parts if part)
-
-
-def removed(dry: "DryRuns", run: DryRun, own: list[Path]) -> list[str]:
-    """What rm removes outside these paths. Allowed: mktemp's $TMPDIR/tmp.*, and names with the job's number."""
-    violations = []
-    for call in run.called("rm"):
-        for word in [word for word in call.words if not word.startswith("-")]:
-            path = Path(os.path.normpath(Path(call.folder, word)))
-            temporary = path.parent == dry.top / "root/tmp" and path.name.startswith("tmp.")
-            if temporary or any(path.is_relative_to(each) for each in own if each != dry.folder / "runs"):
-                continue
-            inside = path.is_relative_to(dry.folder) and path != dry.folder
-            if inside and not (dry.pristine / path.relative_to(dry.folder.parent)).exists():
-                continue  # a new file beside the scripts, which no copier has
-            if run.shape["number"] in path.name or re.search(rf"/[^/]*{run.shape['number']}[^/]*/", f"{path}/"):
-                continue
-            violations.append(f"{run.script} removes {dry.shown(str(path)) or word}, but should remove only what it made")
-    return violations
-
-
-def exit_of(dry: "DryRuns", run: DryRun) -> str:
-    """Exit code and last line, as a message has them; of 127 the line that says what was not found."""
-    lines = [line for line in dry.shown(run.output).splitlines() if line.strip()]
-    if run.code == 127:  # a script's own last words, as of a trap, do not say what was not found
-        lines = [line for line in lines if "not found" in line][:1] or lines
-    return f"exit code {run.code} ({lines[-1][-160:] if lines else 'it prints nothing'})"
-
-
-def ending(dry: "DryRuns", run: DryRun) -> str:
-    return f"{run.script}: {exit_of(dry, run)}"
-
-
-def started_last(dry: "DryRuns", run: DryRun) -> str:
-    """The last command of a run without ranks, as a message has it; "" if it has ranks."""
-    calls = [call for call in run.calls if call.command not in ("rm", "sleep", "hostname", "scontrol")]
-    return "" if run.trained or not calls else f", and the last command was {dry.shown(calls[-1].text)[:120]!r}"
-
-
-def arguments(call: Call) -> list[str]:
-    return call.words[program(call) :]
-
-
-def as_in_job(call: Call) -> dict[str, str]:
-    """A rank's environment without the dry run's own variables."""
-    return {name: value for name, value in call.environ.items() if not name.startswith("DRY_RUN")}
-
-
-def without_effect(dry: "DryRuns", script: Path, choices: list[dict[str, str]], nodes: int = 2) -> Iterator[str]:
-    """Those choices that change nothing, as `NAME=value`."""
-
-    def effects(run: DryRun, own: set[str]) -> tuple:
-        ranks = [{name: value for name, value in as_in_job(call).items() if name not in own} for call in run.trained[:1]]
-        calls = sorted(dry.shown(call.text) for call in run.calls if call.command not in ("mktemp", "rm", "sleep"))
-        return ranks, calls, run.code
-
-    default, again = (dry.job(script, nodes=nodes, environ=environ) for environ in ({}, dict(DRY_RUN_AGAIN="1")))
-    for chosen in choices if default.trained and again.trained else ():
-        first, second = default.trained[0].environ, again.trained[0].environ
-        own = {name for name in first | second if first.get(name) != second.get(name)} | {*chosen}
-        run = dry.job(script, nodes=nodes, environ=chosen)
-        if effects(run, own) == effects(default, own):
-            yield " ".join(f"{name}={value}" for name, value in chosen.items())
-
-
 def trains(site: Site) -> list[Path]:
     """The job scripts that train."""
     return [script for script in site.job_scripts if site.job(script).get("trains", True)]
-
-
-def as_chosen(site: Site, dry: "DryRuns") -> Iterator[tuple[Path, dict, DryRun]]:
-    """Every script that trains, with a run of all ranks: unchanged, and once for each choice in its head."""
-    for script in trains(site):
-        yield script, {}, dry.job(script, all_ranks=True)
-        for chosen in alternatives(script):
-            yield script, chosen, dry.job(script, all_ranks=True, environ=chosen, nodes=2)
-
-
-def in_all_ways(site: Site, dry: "DryRuns") -> Iterator[tuple[str, DryRun]]:
-    """The runs of as_chosen, and of each choice that scripts mark, each with its name."""
-    for script, chosen, run in as_chosen(site, dry):
-        yield " ".join([script.name, *(f"{name}={value}" for name, value in chosen.items())]), run
-    yield from ((case.name, dry.case(case, all_ranks=True)) for case in site.cases)
-
-
-def alternatives(script: Path) -> list[dict[str, str]]:
-    """Values in a script head's table, besides the default, as a variable to set for each."""
-    return [{name: value} for name, _, values in Script(script).variables for value in values]
 
 
 def with_modules(site: Site, *names: str) -> Case | None:
@@ -403,12 +366,6 @@ def with_modules(site: Site, *names: str) -> Case | None:
             other = f"{match[1]} {' '.join(names)}{match[2]}".replace("( ", "(")
             return replace(site.cases[0], name="other modules", script=name, edit={match[0]: other})
     return None
-
-
-def new_starts(run: DryRun) -> list[Call]:
-    """Commands that start the job again, or another one instead."""
-    asked = [call for call in run.called("sbatch", "qsub", "qalter") if "--version" not in call.words]
-    return asked + [call for call in run.called("scontrol") if call.words[:1] == ["requeue"]]  # not requeuehold
 
 
 def kind_of(path: Path) -> int:
@@ -430,34 +387,37 @@ class DryRuns:
     def close(self) -> None:
         shutil.rmtree(self.top, ignore_errors=True)
 
+    def _write(self, name: str, text: str = "") -> Path:
+        """Write a file below the dry run's folder, and make the folders above it."""
+        path = self.top / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
     # ---- the folder ---------------------------------------------------------------------------------------------------
 
     def _lay(self) -> None:
         top = self.top
         temporary = ("root/tmp/of-somebody-else", "root/var/tmp", "root/dev/shm")
-        for name in ("bin", "home", *temporary, "calls", "packages", "spool", "core/src/ddp_core"):
+        for name in ("bin", "home", *temporary, "calls", "spool"):
             (top / name).mkdir(parents=True)
-        (top / "core/pyproject.toml").write_text('[project]\nname = "ddp-core"\n')
-        (top / "core/src/ddp_core/__init__.py").touch()
+        self._write("core/pyproject.toml", '[project]\nname = "ddp-core"\n')
+        self._write("core/src/ddp_core/__init__.py")
         py_compile.compile(str(COMMANDS), str(top / "commands.pyc"), doraise=True)  # once, not 15 ms in each call
         for name in command_names() | {self.site.toml["launcher"]}:
-            file = top / "bin" / name
-            file.write_text(f'#!/bin/sh\nDRY_RUN={top} exec {self.python} -I -S {top}/commands.pyc "$0" "$@"\n')
-            file.chmod(0o755)
+            command = f'#!/bin/sh\nDRY_RUN={top} exec {self.python} -I -S {top}/commands.pyc "$0" "$@"\n'
+            self._write(f"bin/{name}", command).chmod(0o755)
         for name, text in PACKAGES.items():
-            (top / "packages" / name).parent.mkdir(parents=True, exist_ok=True)
-            (top / "packages" / name).write_text(text)
+            self._write(name, text)
         if self.site.toml["node"].get("device_environment", "").startswith(("ROCR", "HIP")):  # AMD's build of torch
             (top / "torch/torch/version.py").write_text("cuda = None\nhip = '7.1'\nxpu = None\n")
-        (old := top / "old-torch/torch-2.4.0.dist-info").mkdir()
-        (old / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.4.0\n")
-        for name, version in dict(torch=TORCH, ddp_core="0.2.0", mpi4py="4.1.2", safetensors="0.5", numpy="2.0").items():
-            info = top / dict(torch="torch", ddp_core="core-of").get(name, "packages") / f"{name}-{version}.dist-info"
-            info.mkdir(parents=True)
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+        installed = [("torch", "torch", TORCH), ("old-torch", "torch", "2.4.0"), ("core-of", "ddp_core", "0.2.0")]
+        installed += [("packages", *each) for each in (("mpi4py", "4.1.2"), ("safetensors", "0.5"), ("numpy", "2.0"))]
+        for folder, name, version in installed:
+            metadata = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
+            self._write(f"{folder}/{name}-{version}.dist-info/METADATA", metadata)
         if image := layer.image_file(self.site):
-            (top / "root" / image.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
-            (top / "root" / image.lstrip("/")).touch()
+            self._write(f"root/{image.lstrip('/')}")
         brought = [name for name in self.site.software.get("brought", []) if not re.search(r"^/|\.\.", name)]  # inside
         left = [".venv*", "env", "runs", "__pycache__", "*.out", ".git", "packages", "*.tar.gz", "*.sif"]
         left += [name.rstrip("/") for name in brought]
@@ -469,23 +429,19 @@ class DryRuns:
                 path.write_bytes(ABSOLUTE.sub(f"{top}/root/", path.read_bytes().decode()).encode())
         # A login shell sets PATH anew, and may have a module command of this machine.
         (top / "home/.bash_profile").write_text(f"PATH={top}/bin:/usr/bin:/bin\nunset BASH_ENV\n{MODULE}\n")
-        (top / "etc/profile.d").mkdir(parents=True)
         hook = "".join(CONDA.replace("NAME", name) for name in ("conda", "mamba", "micromamba"))
-        (top / "etc/profile.d/conda.sh").write_text(hook)
+        self._write("etc/profile.d/conda.sh", hook)
         # Files that no script may touch.
         for name in ("home/.bashrc", "root/tmp/of-somebody-else/file", f"sites/{self.folder.name}/mine.py", "sites/other/file"):
-            (top / name).parent.mkdir(parents=True, exist_ok=True)
-            (top / name).write_text("somebody's own\n")
+            self._write(name, "somebody's own\n")
         self._lay_runs()
         # A node's own disk, if the machine gives each user a folder there.
         self.disks: list[str] = []
         for script in self.site.scripts:
             for place in re.findall(layer.OF_A_USER_S_DISK, script.read_text()):
                 self.disks.append(f"{top}/root{place}/")
-                (top / f"root{place}" / USER / "of-another-job").mkdir(parents=True, exist_ok=True)
-                (top / f"root{place}" / USER / "of-another-job/file").write_text("somebody's own\n")
+                self._write(f"root{place}/{USER}/of-another-job/file", "somebody's own\n")
         self.pristine = self._keep("pristine")
-        self.installed: dict = {}
 
     def _takes_hook(self, name: str, *by: str) -> bool:
         """Whether a script, or one that it reads, takes conda's shell hook. by: the scripts that read it."""
@@ -508,9 +464,8 @@ class DryRuns:
     def _lay_runs(self) -> None:
         """Make runs of other jobs, so many and so old that a script might think that nobody needs them."""
         other = [f"of-another-job/{name}" for name in ("snapshot.safetensors", "snapshot.prev.safetensors", "best/file")]
-        for path in [self.folder / "runs" / name for name in (*other, *(f"{job}/run.jsonl" for job in range(1000, 1030)))]:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("somebody's own\n")
+        for name in (*other, *(f"{job}/run.jsonl" for job in range(1000, 1030))):
+            self._write(f"sites/{self.folder.name}/runs/{name}", "somebody's own\n")
         for path in (self.folder / "runs").rglob("*"):
             os.utime(path, (YEARS_AGO, YEARS_AGO))
 
@@ -535,8 +490,12 @@ class DryRuns:
             shutil.copytree(self.top / below, self.top / "around" / name / below, symlinks=True)
         return kept
 
-    def _restore(self, kept: Path) -> None:
-        """Restore sites/ from the copy, and what runs have touched in home/ and root/, so that no run sees another's files."""
+    def _restore(self, kept: Path | None = None) -> None:
+        """Restore sites/ from this copy, or from that before any installation, so that no run sees another's files.
+
+        Restore also what runs have touched in home/ and root/.
+        """
+        kept = kept or self.pristine
         shutil.rmtree(self.folder.parent)
         shutil.copytree(kept, self.folder.parent, symlinks=True)
         for path in (self.top / "calls").iterdir():
@@ -559,57 +518,37 @@ class DryRuns:
 
     # ---- running scripts ----------------------------------------------------------------------------------------------
 
-    def install(
-        self,
-        *flags: str,
-        fails: str = "",
-        planted: str = "",
-        case: Case | None = None,
-        after: tuple[str, ...] | None = None,
-        after_fails: str = "",
-        left: bool = False,
-        linked: bool = False,
-        environ: dict[str, str] | None = None,
-        umask: str = "",
-    ) -> DryRun:
-        """Run install.sh. fails: the command that fails; "pip PACKAGE": if it installs that; "killed at 2": the second command
-        that makes a part. planted: a folder with somebody's file, where it installs. after: flags of an earlier run, and
-        after_fails, what failed in it. left: whether files LEFT are in what that run made. linked: whether its folder was moved
-        since, with a link in its place. environ: the user's variables now. umask: the user's.
-        """
-        key: tuple = ("install", *flags, fails, planted, case and case.name)
-        if umask:
-            key = ("umask", umask, *key)
-        if after is not None:
-            first = self.install(*after, fails=after_fails)
-            key = ("again", *after, after_fails, left, linked, repr(environ), "then", *key)
+    def install(self, *flags: str, **shape) -> DryRun:
+        """Run install.sh. shape: settings that differ from STANDARD and OF_INSTALL."""
+        standard = STANDARD | OF_INSTALL
+        key = ("install.sh", *flags, changed_settings(shape, standard))
         if key not in self.made:
-            self._restore(self.pristine if after is None else self.installed["install", *after, after_fails, "", None])
-            self._edit(case)
-            for prefix in made_by(first) if left else ():
-                packages = Path(prefix, "lib/python3.12/site-packages")
-                for path in (packages / LEFT, packages / f"ddp_core-0.2.0.dist-info-{LEFT}", Path(prefix, f".{LEFT}")):
+            full_shape = standard | shape | dict(flags=flags)
+            after, planted = full_shape["after"], full_shape["planted"]
+            first = None if after is None else self.install(*after, fails=full_shape["after_fails"])
+            self._restore(first.kept if first else None)
+            self._edit(full_shape["case"])
+            for number, prefix in enumerate(map(Path, first.prefixes if first else ())):
+                packages = prefix / "lib/python3.12/site-packages"
+                left = (packages / LEFT, packages / f"ddp_core-0.2.0.dist-info-{LEFT}", prefix / f".{LEFT}")
+                for path in left if full_shape["left"] else ():
                     path.touch()
-            for number, prefix in enumerate(made_by(first) if linked else ()):
-                if Path(prefix).is_dir() and not Path(prefix).is_symlink():
+                if full_shape["linked"] and prefix.is_dir() and not prefix.is_symlink():
                     shutil.move(prefix, self.folder / f"moved-{number}")
-                    Path(prefix).symlink_to(self.folder / f"moved-{number}")
+                    prefix.symlink_to(self.folder / f"moved-{number}")
             if planted:
                 self._touched.add(planted)
-                (self.top / planted).mkdir(parents=True)
-                (self.top / planted / "mine").write_text("somebody's own\n")
+                self._write(f"{planted}/mine", "somebody's own\n")
             moved = [f"{self.top}/root{flag}" if flag.startswith("/") else flag for flag in flags]
             words = [str(self.folder / "install.sh"), *moved]
-            full_shape = STANDARD | dict(fails=fails, umask=umask)
-            self.made[key] = self._run("install.sh", words, self.folder, environ or {}, full_shape)
-            if after is None and not umask:
-                self.installed[key] = self._keep(f"installed-{len(self.installed)}")
+            run = self._run("install.sh", words, self.folder, full_shape["environ"], full_shape)
+            kept = self._keep(f"installed-{len(self.made)}") if after is None and not full_shape["umask"] else None
+            self.made[key] = replace(run, kept=kept)
         return self.made[key]
 
     def packed(self, *flags: str) -> list[Path]:
         """Packed environments that install.sh has left with these flags, except the site's own."""
-        self.install(*flags)
-        kept, own = self.installed["install", *flags, "", "", None], self.pristine
+        kept, own = self.install(*flags).kept or self.pristine, self.pristine
         archives = [path.relative_to(kept) for path in kept.rglob("*") if path.name.endswith((".tar.gz", ".tar", ".sqsh"))]
         return [self.folder.parent / path for path in archives if not (own / path).exists()]
 
@@ -621,30 +560,24 @@ class DryRuns:
     def job(self, script: Path, **shape) -> DryRun:
         """Run a job script. shape: settings that differ from STANDARD; nodes, by default [job]'s."""
         standard = STANDARD | dict(nodes=self.site.job(script)["nodes"])
-        key = (script.name, repr(sorted((name, value) for name, value in shape.items() if value != standard[name])))
+        key = (script.name, changed_settings(shape, standard))
         if key not in self.made:
             full_shape = standard | shape
             case, flags = full_shape.pop("case"), full_shape["install"]
+            own = case if case and case.install is not None and flags is not None else None  # whose installation has the edit
             if flags is None:
-                self._restore(self.pristine)
+                self._restore()
             else:
-                anew = dict(case=case) if case and case.install is not None else {}
                 flags = [*flags, *case.flags(PASSED["IMAGE"])] if case else flags
-                self.install(*flags, fails=full_shape["install_fails"], **anew)
-                self._restore(self.installed["install", *flags, full_shape["install_fails"], "", (anew and case.name) or None])
-            self._edit(None if flags is not None and anew else case)  # the installation for this case has the edit already
+                self._restore(self.install(*flags, fails=full_shape["install_fails"], case=own).kept)
+            self._edit(None if own else case)
             self._touched |= {*full_shape["halves"], *full_shape["beside"]}
             for path in full_shape["halves"]:
-                (self.top / path).parent.mkdir(parents=True, exist_ok=True)
-                (self.top / path).write_text("half of it")
+                self._write(path, "half of it")
             for path in full_shape["beside"]:
-                (self.top / path).mkdir(parents=True, exist_ok=True)
-                (self.top / path / "file").write_text("another job's\n")
+                self._write(f"{path}/file", "another job's\n")
                 for name in ("python", "conda-unpack"):  # an environment that was only half unpacked
-                    half = self.top / path / "bin" / name
-                    half.parent.mkdir(exist_ok=True)
-                    half.write_text("#!/bin/sh\nexit 1\n")
-                    half.chmod(0o755)
+                    self._write(f"{path}/bin/{name}", "#!/bin/sh\nexit 1\n").chmod(0o755)
             if full_shape["recorded"] is not None:
                 full_shape["arguments"] = [*full_shape["arguments"], "--run-dir", str(self._recorded(full_shape["recorded"]))]
             slurm = self.site.toml["scheduler"] == "slurm"
@@ -659,43 +592,31 @@ class DryRuns:
             words = [str(copy), *(full_shape["arguments"] if slurm else [])]
             # PBS starts jobs in the home directory, unless it has NCI's `-l wd`.
             folder = self.folder if slurm or "wd" in Script(copy).resources else self.top / "home"
-            with self._planted(*full_shape["planted"]):
-                self.made[key] = self._run(script.name, words, folder, environ, full_shape)
+            self._plant(*full_shape["planted"])
+            self.made[key] = self._run(script.name, words, folder, environ, full_shape)
         return self.made[key]
-
-    def first_ranks(self, **shape) -> Iterator[tuple[Path, Call]]:
-        """Each job script that trains, with its first rank, if there is one."""
-        for script in trains(self.site):
-            yield from ((script, call) for call in self.job(script, **shape).trained[:1])
 
     def _recorded(self, code: int) -> Path:
         """Make a run directory as an earlier start leaves it, with its exit code."""
-        folder = self.folder / "runs/earlier"
-        folder.mkdir(parents=True)
         words = '{"kind":"start","step":0,"epoch":0}\n{"kind":"end","exit_code":%d,"step":5,"epoch":1}\n'
-        (folder / "run.jsonl").write_text(words % code)
-        os.utime(folder / "run.jsonl", (time.time() - 3600,) * 2)
-        return folder
+        path = self._write(f"sites/{self.folder.name}/runs/earlier/run.jsonl", words % code)
+        os.utime(path, (time.time() - 3600,) * 2)
+        return path.parent
 
-    @contextmanager
-    def _planted(self, kind: str = "", path: str = ""):
+    def _plant(self, kind: str = "", path: str = "") -> None:
         """Make what another user could: a folder that everybody may write to, or a link to a proper one."""
         place, other = self.top / "root" / path, self.top / "root/tmp/of-somebody-else/folder"
-        if kind:
-            self._touched.add(f"root/{path}")
-            shutil.rmtree(place, ignore_errors=True)
-            other.mkdir(exist_ok=True)
-            other.chmod(0o700)
-            if kind == "link":
-                place.symlink_to(other)
-            else:
-                place.mkdir(parents=True)
-                place.chmod(0o777)
-        yield
-        if place.is_symlink():
-            place.unlink()
-        elif kind:
-            shutil.rmtree(place, ignore_errors=True)  # the job may have removed it
+        if not kind:
+            return
+        self._touched.add(f"root/{path}")
+        shutil.rmtree(place, ignore_errors=True)
+        other.mkdir(exist_ok=True)
+        other.chmod(0o700)
+        if kind == "link":
+            place.symlink_to(other)
+        else:
+            place.mkdir(parents=True)
+            place.chmod(0o777)
 
     def command(
         self, script: Path, line: str, *flags: str, fails: str = "", devices: Sequence[int] = (), planted: tuple[str, ...] = ()
@@ -704,8 +625,7 @@ class DryRuns:
 
         flags: of install.sh before it. devices: of the allocation, if not all of the node.
         """
-        self.install(*flags)
-        self._restore(self.installed["install", *flags, "", "", None])
+        self._restore(self.install(*flags).kept)
         job, node, environ = self.site.job_scripts[0], self.site.toml["node"], {}
         if self.site.toml["scheduler"] == "slurm":
             environ = self._of_slurm(job, STANDARD | dict(nodes=1))
@@ -715,8 +635,8 @@ class DryRuns:
             environ = self._of_pbs(STANDARD | dict(nodes=1, arguments=())) | dict(PBS_ENVIRONMENT="PBS_INTERACTIVE")
         words = ["-c", f'{line} "$@"', script.name, *ARGUMENTS]
         full_shape = STANDARD | dict(nodes=1, fails=fails, devices=len(devices))
-        with self._planted(*planted):
-            return self._run(script.name, words, self.folder, environ, full_shape)
+        self._plant(*planted)
+        return self._run(script.name, words, self.folder, environ, full_shape)
 
     def case(self, case: Case, **shape) -> DryRun:
         """Run a choice that a job script marks."""
@@ -787,6 +707,10 @@ class DryRuns:
         told = {name: value for name, value in told.items() if number or "{job}" not in value}
         return {name: value.replace("{job}", number).replace("{user}", USER) for name, value in told.items()}
 
+    def set_by(self, module: str) -> dict[str, str]:
+        """The variables that the stand-in for this module sets."""
+        return dict(re.findall(r'setenv\("(\w+)", "([^"]*)"\)', layer.module_file(self.site, module)))
+
     def _set_by_the_machine(self, number: str) -> dict[str, str]:
         """The same variables. A folder among them is made, for its user alone."""
         values = self.of_the_machine(number)
@@ -838,9 +762,9 @@ class DryRuns:
         # PyTorch comes with a module or an image, else through install.sh.
         settings |= dict(torch="torch" in layer.provided(site) or "image" in site.software)
         # What a module binds is unknown: only the variable's name is read.
-        binds = [name for module in site.modules for name in set_by(site, module)]
+        binds = [name for module in site.modules for name in self.set_by(module)]
         settings |= dict(bound=any(name.endswith(("_BIND", "_BINDPATH")) for name in binds))
-        sets = {module: set_by(site, module) if shape["modules_set"] else {} for module in site.modules}
+        sets = {module: self.set_by(module) if shape["modules_set"] else {} for module in site.modules}
         (self.top / "bin/timeout").unlink(missing_ok=True)
         if shape["fails"] == "hangs":
             shutil.copy(self.top / "bin/rm", self.top / "bin/timeout")
@@ -887,10 +811,8 @@ class DryRuns:
         mine_now = [path for path in self.folder.rglob("*") if path.is_file()] if name == "install.sh" else []
         tree = {str(path.relative_to(self.folder)): path.read_bytes() for path in mine_now}
         tree = {path: b"packed" if text[:2] == b"\x1f\x8b" else text for path, text in tree.items()}  # gzip stores times
-        more: dict[str, Any] = dict(
-            changed=changed, made=sorted(made), read=read, tree=tree, leaks=leaks, wide=wide, modes=modes
-        )
-        return DryRun(name, settings["launcher"], shape, code, output, called, **more)
+        run = DryRun(name, settings["launcher"], shape, code, output, called, changed, sorted(made))
+        return replace(run, read=read, tree=tree, leaks=leaks, wide=wide, modes=modes)
 
     def _start(self, command: list[str], folder: Path, environ: dict[str, str], mask: int) -> tuple[int, str]:
         pipe: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -915,6 +837,102 @@ class DryRuns:
                 state = None if stat.S_ISDIR(status.st_mode) else (status.st_size, status.st_mtime_ns)
                 files[str(path.relative_to(self.top))] = state
         return files
+
+    # ---- several runs, and how messages tell of one --------------------------------------------------------------------
+
+    @property
+    def flags(self) -> list[tuple[str, str]]:
+        """install.sh's flags in its --help, each with the word for its value. "" for a missing flag or value."""
+        usage = next((line for line in self.install("--help").output.splitlines() if "./install.sh [" in line), "")
+        return re.findall(r"\[(--[\w-]+)? ?([A-Z]+)?\]", usage)
+
+    def given(self, *values: str) -> list[tuple[str, ...]]:
+        """Each flag of install.sh, with a value if it takes one. values: only flags that take one of these."""
+        flags = [each for each in self.flags if not values or each[1] in values]
+        return [tuple(filter(None, (flag, PASSED.get(value, value)))) for flag, value in flags]
+
+    @property
+    def by_hand(self) -> list[tuple[Path, str]]:
+        """Lines in the heads of scripts that are no job's, which show how to train with them."""
+        others = [script for script in self.site.scripts if script not in self.site.job_scripts]
+        return [(script, line) for script in others for line in Script(script).training_lines]
+
+    def first_ranks(self, **shape) -> Iterator[tuple[Path, Call]]:
+        """Each job script that trains, with its first rank, if there is one."""
+        for script in trains(self.site):
+            yield from ((script, call) for call in self.job(script, **shape).trained[:1])
+
+    def as_chosen(self) -> Iterator[tuple[Path, dict, DryRun]]:
+        """Every script that trains, with a run of all ranks: unchanged, and once for each choice in its head."""
+        for script in trains(self.site):
+            yield script, {}, self.job(script, all_ranks=True)
+            for chosen in Script(script).alternatives:
+                yield script, chosen, self.job(script, all_ranks=True, environ=chosen, nodes=2)
+
+    def in_all_ways(self) -> Iterator[tuple[str, DryRun]]:
+        """The runs of as_chosen, and of each choice that scripts mark, each with its name."""
+        for script, chosen, run in self.as_chosen():
+            yield " ".join([script.name, *(f"{name}={value}" for name, value in chosen.items())]), run
+        yield from ((case.name, self.case(case, all_ranks=True)) for case in self.site.cases)
+
+    def without_effect(self, script: Path, choices: list[dict[str, str]], nodes: int = 2) -> Iterator[str]:
+        """Those choices that change nothing, as `NAME=value`."""
+        for chosen in choices if self.job(script, nodes=nodes).trained else ():
+            if not self.changes(script, dict(nodes=nodes), environ=chosen):
+                yield " ".join(f"{name}={value}" for name, value in chosen.items())
+
+    def changes(self, script: Path, way: dict[str, Any], **shape) -> bool:
+        """Whether settings change which commands a run calls, or what these find in their environment, besides `environ`."""
+
+        def seen(run: DryRun) -> set[tuple[str, str]]:
+            variables = {each for call in run.calls for each in call.job_environ.items()}
+            texts = [self.shown(call.text) for call in run.calls if call.command not in ("mktemp", "rm", "sleep")]
+            texts = [re.sub(r"/tmp/tmp\.[^/\s\"']*", "/tmp/tmp.", text) for text in texts]  # mktemp's names differ in each run
+            return {*variables, *(("", text) for text in texts), ("code", str(run.code))}
+
+        chosen, environ = shape.get("environ", {}), way.get("environ", {})
+        shapes: tuple[dict, ...] = ({}, dict(environ=environ | dict(DRY_RUN_AGAIN="1")), shape)
+        usual, again, other = (seen(self.job(script, **(way | each))) for each in shapes)
+        unlike = {name for name, _ in usual ^ again if name} | {*chosen}  # such as a secret, in each start
+        texts = {text for name, text in usual ^ again if not name}
+        return any(name not in unlike and text not in texts for name, text in usual ^ other)
+
+    def removed(self, run: DryRun, own: list[Path]) -> list[str]:
+        """What rm removes outside these paths. Allowed: mktemp's $TMPDIR/tmp.*, and names with the job's number."""
+        violations = []
+        for call in run.called("rm"):
+            for word in [word for word in call.words if not word.startswith("-")]:
+                path = Path(os.path.normpath(Path(call.folder, word)))
+                temporary = path.parent == self.top / "root/tmp" and path.name.startswith("tmp.")
+                if temporary or any(path.is_relative_to(each) for each in own if each != self.folder / "runs"):
+                    continue
+                inside = path.is_relative_to(self.folder) and path != self.folder
+                if inside and not (self.pristine / path.relative_to(self.folder.parent)).exists():
+                    continue  # a new file beside the scripts, which no copier has
+                if re.search(rf"/[^/]*{run.shape['number']}[^/]*/", f"{path}/"):
+                    continue
+                violations.append(f"{run.script} removes {self.shown(str(path)) or word}, but should remove only what it made")
+        return violations
+
+    def exit_of(self, run: DryRun) -> str:
+        """Exit code and last line, as a message has them; of 127 the line that says what was not found."""
+        lines = [line for line in self.shown(run.output).splitlines() if line.strip()]
+        if run.code == 127:  # a script's own last words, as of a trap, do not say what was not found
+            lines = [line for line in lines if "not found" in line][:1] or lines
+        return f"exit code {run.code} ({lines[-1][-160:] if lines else 'it prints nothing'})"
+
+    def failed(self, run: DryRun, what: str) -> list[str]:
+        """A violation, unless the run trains and ends with 0."""
+        return [] if run.trained and not run.code else [f"{what}: {self.ending(run)}, but should be 0"]
+
+    def refused(self, run: DryRun, what: str, name: str = "") -> list[str]:
+        """A violation, unless the run ends with 3 before any rank, and names the mistake."""
+        named = f" and name {name}" if name else ""
+        right = run.code == 3 and not run.trained and name in run.output
+        return [] if right else [f"{what}: {self.ending(run)}, but should be 3{named}"]
+
+    def ending(self, run: DryRun) -> str:
+        return f"{run.script}: {self.exit_of(run)}"
 
     def shown(self, text: str) -> str:
         """A text of a dry run with the site's own paths."""
@@ -947,26 +965,6 @@ def confine(folder: Path, core: bool = False) -> None:
     system.syscall(restrict, rules, 0)
 
 
-def words_of(options: str) -> dict[str, str]:
-    """Options of a scheduler's command by name, without dashes; `-v A=1` has the name v."""
-    words, values = shlex.split(options), {}
-    for word, value in itertools.pairwise([*words, ""]):
-        if word.startswith("-"):
-            name, equals, own = word.lstrip("-").partition("=")
-            values[name] = own if equals else value
-    return values
-
-
-def options_of(command: str, slurm: bool) -> dict[str, str]:
-    """Options by their long names, from -p x, -px, --partition x and --partition=x."""
-    long = {short.lstrip("-"): name for short, name in (SHORT | OF_SBATCH).items()} if slurm else {}
-    try:
-        options = words_of(re.sub(r"(?<!\S)(-[A-Za-z])=?(\w\S*)", r"\1 \2", command.partition(" #")[0]))
-    except ValueError:
-        return {}
-    return {long.get(name, name): value for name, value in options.items()}
-
-
 def of_array(array: str, number: str) -> dict[str, Any]:
     """Slurm's variables of an array, `0-7`, `1,3,5` or `0-15:4%2`, in its first job. https://slurm.schedmd.com/job_array.html"""
     tasks, step = list[int](), ""
@@ -979,27 +977,11 @@ def of_array(array: str, number: str) -> dict[str, Any]:
     return {f"ARRAY_{name}": value for name, value in own.items()}
 
 
-def handed_on(options: str) -> dict[str, str]:
-    """The variables that qsub -v gives a job, with their values."""
-    return dict(pair.split("=", 1) for pair in words_of(options).get("v", "").split(",") if "=" in pair)
-
-
 def taken_along(export: str, environ: dict[str, str]) -> dict[str, str]:
     """The user's variables that sbatch gives a job with this --export. https://slurm.schedmd.com/sbatch.html#OPT_export"""
     named = export.split(",")
     taken = {name: value for name, value in environ.items() if "ALL" in named or name in named or name.startswith(OF_NO_USER)}
     return taken | dict(each.split("=", 1) for each in named if "=" in each)
-
-
-def set_by(site: Site, module: str) -> dict[str, str]:
-    """The variables that the stand-in for this module sets."""
-    return dict(re.findall(r'setenv\("(\w+)", "([^"]*)"\)', layer.module_file(site, module)))
-
-
-def shown_to_train(script: Path) -> list[str]:
-    """Lines in a script's head that show how it trains."""
-    head = re.findall(r"(?m)^#   (\S.*? train\.py\b[^.\n]*)$", script.read_text())
-    return [line for line in head if f"./{script.name} " in line and "..." not in line]
 
 
 def command_names() -> set[str]:

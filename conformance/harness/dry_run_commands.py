@@ -423,27 +423,23 @@ def heard(event: str) -> bool:
         time.sleep(DEAF)
     for number in (USR1, USR2, TERM):
         _signal.signal(number, lambda got, _: signals.append(got))
+    of_ranks = below(int(os.environ["DRY_RUN_LAUNCHER"]))
     if event == "another's stop":
         os.system(SETTINGS["another_s_stop"])
     if event == "warning" and SETTINGS["to_batch"]:  # --signal=B:USR1, which the script's trap passes on
         os.kill(job_script(), USR1)
     elif event == "warning":  # to every process of the ranks; a program beside them must survive it, too
-        for process in {*below(int(os.environ["DRY_RUN_LAUNCHER"])), *programs_beside()}:
-            os.kill(process, USR1)
+        tell([*{*of_ranks, *programs_beside()}])
     elif event == "asked":  # by scancel --signal=USR2: where the ranks are
-        tell(below(int(os.environ["DRY_RUN_LAUNCHER"])), USR2)
+        tell(of_ranks, USR2)
     elif event == "cancelled":  # scancel signals the ranks, and here also the script; qdel signals the script
-        slurm = SETTINGS["scheduler"] == "slurm"
-        for process in [job_script(), *(below(int(os.environ["DRY_RUN_LAUNCHER"])) if slurm else [])]:
-            os.kill(process, TERM)
+        tell([job_script(), *(of_ranks if SETTINGS["scheduler"] == "slurm" else [])], TERM)
     until = time.monotonic() + PATIENCE
     while not signals and time.monotonic() < until:
         time.sleep(0.02)
     time.sleep(0.1 if event in ("warning", "asked") else 0)  # the other processes must die, too
     NOTES.update(signals=signals)
-    if event == "another's stop":
-        return not signals
-    return bool(signals)
+    return bool(signals) != (event == "another's stop")
 
 
 def parent(process: int | str) -> int:
@@ -510,6 +506,13 @@ def leave(folder: str) -> None:
     open(f"{folder}/left-by-{os.path.basename(sys.argv[1])}", "a").close()
 
 
+def leave_cache(name: str, without: str) -> None:
+    """The same in the cache of pip or uv, unless a variable says to do without."""
+    if without in ("0", "false", ""):
+        base = os.environ.get("XDG_CACHE_HOME") or f"{os.environ['HOME']}/.cache"
+        leave(os.environ.get(f"{name.upper()}_CACHE_DIR") or f"{base}/{name}")
+
+
 def pip(name: str, words: list[str]) -> int:
     own = os.environ.get
     if words[:1] == ["list"] or words[:1] == ["freeze"] or "list" in words[:3]:
@@ -525,8 +528,8 @@ def pip(name: str, words: list[str]) -> int:
         if what == "pip" and package in ("", *words):
             print("ERROR: Could not find a version that satisfies the requirement", file=sys.stderr)
             return 1
-        if own("PIP_NO_CACHE_DIR", "0") in ("0", "false", "") and "--no-cache-dir" not in words:
-            leave(own("PIP_CACHE_DIR") or f"{own('XDG_CACHE_HOME') or os.environ['HOME'] + '/.cache'}/pip")
+        if "--no-cache-dir" not in words:
+            leave_cache("pip", own("PIP_NO_CACHE_DIR", "0"))
     if "download" in words:
         sources(words)
     elif "install" in words and os.path.isdir(packages_of(sys.argv[1])):
@@ -551,8 +554,8 @@ def uv(name: str, words: list[str]) -> int:
     if words[:1] == ["venv"]:
         return runs("python3", "-m", "venv", folder_of_venv(words, *valued) or ".venv", environment=environ)
     if words[:1] == ["pip"]:
-        if not {"--no-cache", "-n"} & {*words} and own("UV_NO_CACHE", "0") in ("0", "false", ""):
-            leave(own("UV_CACHE_DIR") or f"{own('XDG_CACHE_HOME') or os.environ['HOME'] + '/.cache'}/uv")
+        if not {"--no-cache", "-n"} & {*words}:
+            leave_cache("uv", own("UV_NO_CACHE", "0"))
         python = value_of(words, *of_python) or own("VIRTUAL_ENV", ".venv")
         python += "/bin/python" if os.path.isdir(python) else ""
         rest = [word for before, word in pairs(["", *words[1:]]) if word and not {before, word} & {*of_python}]
@@ -607,18 +610,12 @@ def scancel(name: str, words: list[str]) -> int:
     """Signal the processes of the ranks, if a batch shell passes signals on."""
     names = [each for each in below(job_script()) if stands_in(command_line(each))] if SETTINGS["to_batch"] else []
     for launcher in [each for each in names if os.path.basename(command_line(each)[4]) == SETTINGS["launcher"]]:
-        for process in below(launcher) if "USR1" in value_of(words, "--signal", "-s") else ():
-            os.kill(process, USR1)
+        tell(below(launcher) if "USR1" in value_of(words, "--signal", "-s") else [])
     return 0
 
 
-def sbatch(name: str, words: list[str]) -> int:
-    print("777" if "--parsable" in words else "Submitted batch job 777")
-    return 0
-
-
-def qsub(name: str, words: list[str]) -> int:
-    print("777.server")
+def submit(name: str, words: list[str]) -> int:
+    print("777.server" if name == "qsub" else "777" if "--parsable" in words else "Submitted batch job 777")
     return 0
 
 
@@ -626,8 +623,7 @@ def qsig(name: str, words: list[str]) -> int:
     """Signal a job's session as PBS does: its script, and all that this has started on this node."""
     number = USR1 if value_of(words, "-s").removeprefix("SIG") in ("USR1", str(USR1)) else TERM
     if words[-1].partition(".")[0] == SETTINGS["job"]:
-        for process in {job_script(), *below(job_script())} - {os.getpid(), os.getppid()}:
-            os.kill(process, number)
+        tell([*{job_script(), *below(job_script())} - {os.getpid(), os.getppid()}], number)
     return 0
 
 
@@ -664,29 +660,30 @@ def container(name: str, words: list[str]) -> int:
     images = [
         place for place, word in enumerate(rest) if word.endswith((".sif", ".sqsh", ".sqfs")) and not word.startswith("-")
     ]
+    flags = rest[: images[0]] if images else []
+    image = rest[images[0]] if images else ""
     command = rest[images[0] + 1 :] if images else split(rest)[1]
-    if images and not os.path.exists(rest[images[0]]):
-        print(f"FATAL: could not open image {rest[images[0]]}", file=sys.stderr)
+    if images and not os.path.exists(image):
+        print(f"FATAL: could not open image {image}", file=sys.stderr)
         return 255
     folder = os.getcwd()
-    if images and not SETTINGS["bound"] and not shown(folder, rest[: images[0]]):
+    if images and not SETTINGS["bound"] and not shown(folder, flags):
         print(f"WARNING: {folder} is not there in the container: starting in the home directory", file=sys.stderr)
         os.chdir(os.environ["HOME"])
         if command and "/" in command[0] and os.path.abspath(os.path.join(folder, command[0])).startswith(f"{TOP}/sites/"):
             print(f"FATAL:   stat {command[0]}: no such file or directory", file=sys.stderr)
             return 255
     environ = dict(os.environ)
-    if {"--cleanenv", "-e", "--containall", "-C"} & {*(rest[: images[0]] if images else [])}:
+    if {"--cleanenv", "-e", "--containall", "-C"} & {*flags}:
         environ = {key: value for key, value in environ.items() if key.startswith(("DRY_RUN", "HOME", "PATH", "LANG"))}
     for key, value in os.environ.items():
         for prefix in ("SINGULARITYENV_", "APPTAINERENV_"):
             if key.startswith(prefix):
                 environ[key.removeprefix(prefix)] = value
-    flags = rest[: images[0]] if images else []
     if {"--contain", "-c", "--containall", "-C"} & {*flags} and not {"--nv", "--rocm"} & {*flags} and not shown("/dev", flags):
         environ["DRY_RUN_NO_DEVICES"] = "1"  # the container has its own /dev, with the least in it
     environ |= SETTINGS["image_sets"]
-    NOTES["image"] = rest[images[0]] if images else first(split(words)[0], "--image", "-i")
+    NOTES["image"] = image or first(split(words)[0], "--image", "-i")
     environ["APPTAINER_CONTAINER"] = environ["SINGULARITY_CONTAINER"] = environ["DRY_RUN_IMAGE"] = NOTES["image"]
     if not command:
         return 0
@@ -893,17 +890,13 @@ def uuidgen(name: str, words: list[str]) -> int:
     return 0
 
 
-def nothing(name: str, words: list[str]) -> int:
-    return 0
-
-
 ANSWERS = {"conda-pack": conda_pack, "module-call": module_call}
 ANSWERS |= dict(torchrun=torchrun, pbsnodes=pbsnodes, mksquashfs=mksquashfs, sbcast=sbcast)
 ANSWERS |= dict.fromkeys(("srun", "mpiexec", "mpirun", "aprun"), launch)
 ANSWERS |= dict.fromkeys(("python", "python3", "python3.11", "python3.12"), python)
 ANSWERS |= dict.fromkeys(("singularity", "apptainer", "shifter", "podman-hpc", "enroot"), container)
 ANSWERS |= dict(pip=pip, pip3=pip, uv=uv, conda=conda, mamba=conda, micromamba=conda, scontrol=scontrol, squeue=squeue)
-ANSWERS |= dict(sbatch=sbatch, qsub=qsub, qstat=qstat, shifterimg=shifterimg, hostname=hostname, getent=getent, ip=ip)
+ANSWERS |= dict(sbatch=submit, qsub=submit, qstat=qstat, shifterimg=shifterimg, hostname=hostname, getent=getent, ip=ip)
 ANSWERS |= dict(numactl=wrapper, sleep=sleep, rm=rm, mktemp=mktemp, curl=download, wget=download)
 ANSWERS |= dict(uuidgen=uuidgen, qsig=qsig, scancel=scancel)
 
@@ -956,12 +949,8 @@ def timeout(words: list[str]) -> int:
 
 
 def sooner(duration: str) -> str:
-    return str(seconds(duration) / FASTER)
-
-
-def seconds(duration: str) -> float:
     units = dict(s=1, m=60, h=3600, d=86400)
-    return float(duration.rstrip("smhd")) * units.get(duration[-1:], 1)
+    return str(float(duration.rstrip("smhd")) * units.get(duration[-1:], 1) / FASTER)
 
 
 # ---- an installation that is killed ---------------------------------------------------------------------------------
@@ -1016,7 +1005,8 @@ def main(name: str, words: list[str]) -> int:
     elif SETTINGS["fails"] == "hangs" and hangs(name, words):
         code = hang()
     else:
-        code = ANSWERS.get(name, launch if name == SETTINGS["launcher"] else nothing)(name, words)
+        answer = ANSWERS.get(name, launch if name == SETTINGS["launcher"] else None)
+        code = answer(name, words) if answer else 0
     write(file, call | dict(end_time=time.time_ns(), code=code, notes=NOTES))
     return code
 

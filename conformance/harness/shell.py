@@ -1,10 +1,10 @@
 """Read a site's shell scripts: directives, flags, exported variables, and the comments above them."""
 
+import itertools
 import re
 import shlex
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import dropwhile, islice
 from pathlib import Path
 
 DIRECTIVE = re.compile(r"#(SBATCH|PBS)\s+(-\S.*)$")
@@ -36,7 +36,6 @@ PERSONAL = re.compile(r"^#SBATCH\s+(--account|-A|--mail-user|--reservation|--wck
 SUPPRESSES = re.compile(
     r"#\s*shellcheck (disable=\S+|source=/dev/null)|\bset \+(e|o (errexit|pipefail|nounset))|\bset \+[a-z]*[eu]"
 )
-CONSTANT_PORT = re.compile(r"(\bexport |^|\s)\w*PORT=[\"']?\d+|--master[-_]port[= ]+\d+|--rdzv[-_](endpoint|id)[= ]\S*:\d+")
 # Settings for finding faults. They make every kernel and message wait for the one before, allocate memory each time, or switch
 # off compiling and caches; or a failure no longer ends the job; or a device passes as another model.
 DEBUGGING = re.compile(
@@ -115,8 +114,8 @@ class Script:
             if end:
                 end = end if written.strip() != end else ""
             elif match := MESSAGE.fullmatch(written):
-                rest = dropwhile(match[3].__ne__, map(str.strip, texts[number:]))
-                to_file = re.match(r"[})]\s*(>(?!&)|\|)|\)", next(islice(rest, 1, None), "")) and ">&2" not in written
+                rest = itertools.dropwhile(match[3].__ne__, map(str.strip, texts[number:]))
+                to_file = re.match(r"[})]\s*(>(?!&)|\|)|\)", next(itertools.islice(rest, 1, None), "")) and ">&2" not in written
                 end = "" if to_file else match[3]
             line = Line(number, text, [*paragraph], above)
             if not text.strip():
@@ -138,6 +137,17 @@ class Script:
         rows = re.findall(r"(?m)^#   ([A-Z_]+)=(\w+) {2,}(.*)$", self.text)
         values = [re.findall(r"(?:^|; )(\w+)(?: or (\w+))?:", words) for *_, words in rows]
         return [(*row[:2], [each for pair in pairs for each in pair if each]) for row, pairs in zip(rows, values, strict=True)]
+
+    @property
+    def alternatives(self) -> list[dict[str, str]]:
+        """The values of these rows besides the default, as a variable to set for each."""
+        return [{name: value} for name, _, values in self.variables for value in values]
+
+    @property
+    def training_lines(self) -> list[str]:
+        """Lines in the script's head that show how it trains."""
+        head = re.findall(r"(?m)^#   (\S.*? train\.py\b[^.\n]*)$", self.text)
+        return [line for line in head if f"./{self.path.name} " in line and "..." not in line]
 
     @property
     def directives(self) -> list[tuple[Line, str]]:
@@ -207,6 +217,31 @@ class Script:
         texts = [text for line, text in self.directives if line.text.startswith("#PBS")]
         lists = [words for text in texts for words in re.findall(r"(?<!\S)-l\s*(\S+)", text)]
         return {name: value for words in lists for name, _, value in (pair.partition("=") for pair in words.split(","))}
+
+
+def words_of(options: str) -> dict[str, str]:
+    """Options of a scheduler's command by name, without dashes; `-v A=1` has the name v."""
+    words, values = shlex.split(options), {}
+    for word, value in itertools.pairwise([*words, ""]):
+        if word.startswith("-"):
+            name, equals, own = word.lstrip("-").partition("=")
+            values[name] = own if equals else value
+    return values
+
+
+def options_of(command: str, slurm: bool) -> dict[str, str]:
+    """Options by their long names, from -p x, -px, --partition x and --partition=x."""
+    long = {short.lstrip("-"): name for short, name in (SHORT | OF_SBATCH).items()} if slurm else {}
+    try:
+        options = words_of(re.sub(r"(?<!\S)(-[A-Za-z])=?(\w\S*)", r"\1 \2", command.partition(" #")[0]))
+    except ValueError:
+        return {}
+    return {long.get(name, name): value for name, value in options.items()}
+
+
+def handed_on(options: str) -> dict[str, str]:
+    """The variables that qsub -v gives a job, with their values."""
+    return dict(pair.split("=", 1) for pair in words_of(options).get("v", "").split(",") if "=" in pair)
 
 
 def nodes_asked(text: str, cores: int) -> int | None:

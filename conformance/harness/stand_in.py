@@ -83,12 +83,9 @@ def start(number: str) -> int:
     return 0
 
 
-def waiting() -> int:
-    return sum(json.loads(path.read_text())["state"] in ("PENDING", "RUNNING") for path in SPOOL.glob("job-*.json"))
-
-
 def no_room() -> bool:
-    return waiting() >= int(os.environ.get("STAND_IN_ROOM", "100"))
+    states = [json.loads(path.read_text())["state"] for path in SPOOL.glob("job-*.json")]
+    return sum(state in ("PENDING", "RUNNING") for state in states) >= int(os.environ.get("STAND_IN_ROOM", "100"))
 
 
 # ---- Slurm ----------------------------------------------------------------------------------------------------------
