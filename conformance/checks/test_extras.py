@@ -42,6 +42,9 @@ def test_an_extra_runs_as_the_site_says(check, site, extra, tmp_path):
     runs = {log.parent: read_records(log.parent) for log in run_dir.rglob("run.jsonl")}
     ends = [records[-1].get("exit_code") for records in runs.values()]
     check["E1"].equal(exit_codes_of_its_runs=(ends, [0] * extra.get("runs", 1)))
+    # Losses do not show it: the reference run has the same ones in any number of ranks.
+    sizes = [record["world_size"] for records in runs.values() for record in records if record["kind"] == "start"]
+    check["E1"].equal(ranks_of_its_largest_run=(max(sizes, default=0), extra.get("ranks", 1)))
     for folder, records in runs.items() if "line" in extra else ():
         count = sum(record["kind"] in ("step", "epoch") for record in records)
         best = min((record["eval_loss"] for record in records if "eval_loss" in record), default=float("nan"))

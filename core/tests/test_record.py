@@ -482,11 +482,38 @@ def test_the_time_left_is_hours_minutes_seconds(tmp_path, capsys, seconds, shown
 def test_on_a_terminal_one_line_is_written_over_and_taken_away(tmp_path, monkeypatch, capsys):
     record = opened(tmp_path / "run.jsonl")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
     for step in (1, 2):
         record.progress("1/2", step, 10, 0.5, 1000.0, 60.0)
     record.say(epoch="1/2")
     live = "\r\033[Kepoch 1/2  loss 0.5  1000 rows/s  0:01:00 left  step {}/10"
     assert capsys.readouterr().out == live.format(1) + live.format(2) + "\r\033[K" + "epoch=1/2\n"
+
+
+def test_where_tqdm_is_installed_the_line_is_its_bar(tmp_path, monkeypatch):
+    class Bar:
+        made = []
+
+        def __init__(self, total, leave, file):
+            self.total, self.n, self.said, self.closed = total, 0, "", False
+            Bar.made.append(self)
+
+        def set_description_str(self, text, refresh):
+            self.said = text
+
+        def close(self):
+            self.closed = True
+
+    record = opened(tmp_path / "run.jsonl")
+    monkeypatch.setitem(sys.modules, "tqdm", type(sys)("tqdm"))
+    sys.modules["tqdm"].tqdm = Bar
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for step in (1, 7):
+        record.progress("1/2", step, 10, 0.5, 1000.0, 60.0)
+    (bar,) = Bar.made
+    assert (bar.total, bar.n, bar.closed) == (10, 7, False) and "loss 0.5" in bar.said
+    record.say(epoch="1/2")
+    assert bar.closed
 
 
 # ---- the end ------------------------------------------------------------------------------------------------------

@@ -35,8 +35,7 @@ class Batches:
         self.streaming: Generator[Any] | None = None
         if config.workers:
             util.Finalize(None, kill_children, exitpriority=100)
-        room = math.inf if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0] / 4
-        if getattr(rows, "are_columns", False) and rows.nbytes < room:
+        if getattr(rows, "are_columns", False) and rows.nbytes < _room(device):
             converted_already = all(column.dtype == dtype or not column.is_floating_point() for column in rows.columns)
             if device.type != "cpu" or (rows.nbytes <= SMALL and not converted_already):
                 self.rows, converted_already = rows.with_columns([self._moved(column) for column in rows.columns]), True
@@ -153,3 +152,8 @@ def converted(batch: Any, convert: Callable, device: torch.device) -> Any:
     if is_dataclass(batch) and not hasattr(batch, "to"):
         return with_fields(batch, lambda value: converted(value, convert, device))
     return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def _room(device: torch.device) -> float:
+    """Bytes of data that may stay on the device: a quarter of its free memory."""
+    return math.inf if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0] / 4

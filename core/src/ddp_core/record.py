@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ddp_core.errors import ExitCode, StorageError, fix_of
 
 ROWS = 64  # ranks listed in a `start` record at most
-CLEAR = "\r\033[K"  # on a terminal, the line that progress() has left
+CLEAR = "\r\033[K"  # on a terminal, begins the line again
 
 
 class Record:
@@ -28,6 +29,7 @@ class Record:
         self.began, self.log_seconds = began, log_seconds
         self.seconds: dict[str, float] = {}  # from `began` to the end of each start-up phase
         self.training = self.spoke = time.monotonic()
+        self.bar: Any = None  # the live line: tqdm's, or the text that clears ours
 
     def open(self, path: Path, lost: Callable[[], StorageError | None] = lambda: None) -> None:
         """Open run.jsonl to append; cut off an incomplete last line, left by a killed process. Raises StorageError.
@@ -72,7 +74,7 @@ class Record:
     def say(self, **values) -> None:
         """Print one line of key=value."""
         if self.path:
-            _print(" ".join(f"{name}={_short(value)}" for name, value in values.items() if value is not None))
+            self._print(" ".join(f"{name}={_short(value)}" for name, value in values.items() if value is not None))
 
     def start(self, step: int, epochs_run: int, config: dict, rows: list[dict], notes: list[str], **facts) -> None:
         """rows: host and device of each rank, in rank order. notes: which usual guarantees this run does not give."""
@@ -113,11 +115,31 @@ class Record:
         if not self.path or not self.log_seconds:
             return
         if sys.stdout.isatty():
-            text = f"epoch {epoch}  loss {_short(loss)}  {rows_a_second:.0f} rows/s  {_clock(left)} left"
-            print(f"{CLEAR}{text}  step {index}/{steps}", end="", flush=True)
+            self._live(index, steps, f"epoch {epoch}  loss {_short(loss)}  {rows_a_second:.0f} rows/s  {_clock(left)} left")
         elif time.monotonic() - self.spoke >= self.log_seconds:
             self.spoke = time.monotonic()
             self.say(epoch=epoch, step=f"{index}/{steps}", loss=loss, rows_a_second=round(rows_a_second), left=_clock(left))
+
+    def _live(self, index: int, steps: int, text: str) -> None:
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            print(f"{CLEAR}{text}  step {index}/{steps}", end="", flush=True)
+            self.bar = CLEAR
+            return
+        if self.bar is None or self.bar.total != steps:
+            self.bar = tqdm(total=steps, leave=False, file=sys.stdout)
+        self.bar.n = index
+        self.bar.set_description_str(text, refresh=True)
+
+    def _print(self, text: str) -> None:
+        """Print in place of the live line, if there is one."""
+        if isinstance(self.bar, str):
+            print(self.bar, end="")
+        elif self.bar is not None:
+            self.bar.close()
+        self.bar = None
+        print(text, flush=True)
 
     def end(self, code: ExitCode, trainer, speed: dict, seconds: dict, lines: dict, trained: bool) -> None:
         """Write the last record of a run that ends in order, and print the table. lines: its rows on speed (summary.py)."""
@@ -140,7 +162,7 @@ class Record:
                 more = f"it is laid out over --epochs {config.epochs}"
             title = f"run is complete already, nothing to do ({more})"
         width = max(map(len, table))
-        _print("\n".join([title, *(f"  {name:<{width}}  {_short(value)}" for name, value in table.items())]))
+        self._print("\n".join([title, *(f"  {name:<{width}}  {_short(value)}" for name, value in table.items())]))
 
 
 def of_nodes(rows: list[dict]) -> list[dict]:
@@ -154,10 +176,6 @@ def of_nodes(rows: list[dict]) -> list[dict]:
 
 def _line(values: dict) -> str:
     return json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n"
-
-
-def _print(text: str) -> None:
-    print(f"{CLEAR if sys.stdout.isatty() else ''}{text}", flush=True)
 
 
 def _short(value) -> str:

@@ -170,6 +170,7 @@ class Flat(Reduction):
         # order of additions.
         gathers = self.name == "canonical" or (first.device.type == "cpu" and self.world_size <= 8)
         self.parts: Any = self.flat.new_empty(self.world_size, len(self.flat)) if gathers else None
+        self.gathered = [*self.parts] if gathers else []
 
     @property
     def gradients(self) -> list[torch.Tensor]:
@@ -201,7 +202,7 @@ class Flat(Reduction):
         if self.parts is None:
             dist.all_reduce(self.flat, group=self.peers.data)
         else:
-            dist.all_gather([*self.parts], self.flat, group=self.peers.data)
+            dist.all_gather(self.gathered, self.flat, group=self.peers.data)
             self._add_parts()
 
     def _add_parts(self) -> None:
