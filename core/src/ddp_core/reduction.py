@@ -170,7 +170,7 @@ class Flat(Reduction):
         # order of additions.
         gathers = self.name == "canonical" or (first.device.type == "cpu" and self.world_size <= 8)
         self.parts: Any = self.flat.new_empty(self.world_size, len(self.flat)) if gathers else None
-        self.gathered = [*self.parts] if gathers else []
+        self.gathered = list(self.parts.unbind()) if self.parts is not None else []
 
     @property
     def gradients(self) -> list[torch.Tensor]:
