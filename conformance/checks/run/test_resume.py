@@ -545,7 +545,7 @@ MOMENTS = {"sgd": dict(momentum_buffer="momentum"), "adamw": dict(exp_avg="mean"
 @only(sizes=(1,), devices=("cpu",))
 @pytest.mark.parametrize("optimizer", MOMENTS)
 def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, own_file, optimizer, monkeypatch):
-    """Its momentum continues, too. One layer is named like DDP's prefix, its bias is frozen, and the rows draw random numbers."""
+    """Its momentum continues, too. One layer is named like DDP's prefix, its bias is frozen, and its rows are random."""
     import torch
     from ddp_core import convert
     from safetensors.torch import load_file
@@ -582,12 +582,13 @@ def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, 
             ("of another step", old, other := path.with_name(f"other-{optimizer}"), "--epochs-run", "2"),
         ):
             outcomes[name] = convert.main(["convert", str(file), "--run-dir", str(folder), *more, *flags.split()])
-        layers = [torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10)]
-        apart = torch.nn.Sequential(*layers, *(torch.nn.Linear(10, 10, bias=False) for _ in range(2)))
-        torch.save(apart.state_dict(), old)
-        folder = path.with_name(f"tied-{optimizer}")
-        outcomes["tied only here"] = convert.main(["convert", str(old), "--run-dir", str(folder), *own_file("ties").split()])
-        codes = {"again": 3, "of DDP": 0, "harmful": 5, "of another step": 0, "tied only here": 5}
+        layers = [torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)]
+        layers += [torch.nn.Linear(10, 10, bias=False) for _ in range(2)]
+        for name in ("tied only here", "tied there, too"):
+            torch.save(torch.nn.Sequential(*layers).state_dict(), old)
+            layers[4].weight, folder = layers[3].weight, path.with_name(f"tied-{optimizer}")
+            outcomes[name] = convert.main(["convert", str(old), "--run-dir", str(folder), *own_file("ties").split()])
+        codes = {"again": 3, "of DDP": 0, "harmful": 5, "of another step": 0, "tied only here": 5, "tied there, too": 0}
         check.equal(exit_codes=(outcomes, codes), made=(made.exists(), False))
         check.equal(snapshot_that_was_there=(sha256(path / SNAPSHOT), before), and_of_ddp=(sha256(of_ddp / SNAPSHOT), before))
         kept = {name: bool(tensor.any()) for name, tensor in load_file(other / SNAPSHOT).items() if "step." not in name}
@@ -600,7 +601,7 @@ def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, 
 @clause("C2")
 @only(sizes=(1, 2))
 def test_flags_of_any_make_are_the_same_ones(check, world, runs, first, own_file):
-    """A snapshot returns a tuple as a list, a path or infinity as a text, a table with text keys: all are equal, as is a set."""
+    """A snapshot returns a tuple as a list, a path and infinity as texts, a table with text keys: all are equal; so is a set."""
     file, path = own_file("flags_of_any_make"), runs.folder(first, "flags-of-any-make")
     _, run = done(check, *(world.train(first, path, f"{file} --steps-per-epoch 2 --epochs {epochs}") for epochs in (1, 2)))
     kinds = [config["kinds"] for config in run.values("start", "config")]
