@@ -601,7 +601,7 @@ def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, 
 @clause("C2")
 @only(sizes=(1, 2))
 def test_flags_of_any_make_are_the_same_ones(check, world, runs, first, own_file):
-    """A snapshot returns a tuple as a list, a path and infinity as texts, a table with text keys: all are equal; so is a set."""
+    """A snapshot returns a tuple as a list, paths and infinity as texts, a table with text keys: all are equal; so is a set."""
     file, path = own_file("flags_of_any_make"), runs.folder(first, "flags-of-any-make")
     _, run = done(check, *(world.train(first, path, f"{file} --steps-per-epoch 2 --epochs {epochs}") for epochs in (1, 2)))
     kinds = [config["kinds"] for config in run.values("start", "config")]
