@@ -197,8 +197,8 @@ class AlwaysSteep(Digits):
         return outputs + (0 * outputs.sum()).sqrt() if model.training else outputs
 
 
-# Its disk takes 1,000 bytes at once, and a fifth of a second for each fsync; what is asked of it is told, with the clock of
-# all processes.
+# Its disk takes 1,000 bytes at once, a fifth of a second for each fsync, and no hard links; what is asked of it is told, with
+# the clock of all processes.
 class SlowDisk(Digits):
     def optimizer(self, model, config):
         fsync, replace, pwrite = os.fsync, os.replace, os.pwrite
@@ -217,8 +217,11 @@ class SlowDisk(Digits):
             def write(self, content):
                 return super().write(memoryview(content)[:1000])
 
+        def refuses(source, target):
+            raise PermissionError(1, "Operation not permitted")
+
         snapshot.open = lambda path, mode, buffering: Short(path, mode)
-        os.fsync, os.replace = slower, told
+        os.fsync, os.replace, os.link = slower, told, refuses
         os.pwrite = lambda file, content, start: pwrite(file, content[:1000], start)
         return super().optimizer(model, config)
 
@@ -271,6 +274,13 @@ class Diverges(Digits):
             bias = bias.to_local() if self.config.sharding != "none" else bias
             bias += 1e-9
         return 1.0
+
+
+# A rank that makes another model: it has a layer more.
+class MakesAnotherModel(Digits):
+    def model(self, config):
+        further = [nn.Linear(10, 10)] if torch.distributed.get_rank() else []
+        return nn.Sequential(*super().model(config), *further)
 
 
 # Every rank has other data of one shape: they differ in the last number, 3 MB behind the first.
@@ -601,7 +611,18 @@ class FlagsOfAnyMake(Digits):
         add("--sizes", default=(16, (3, 3)))
         add("--place", type=Path, default=Path("here"))
         add("--table", default={1: 0.5})
+        add("--limit", type=float, default=float("inf"))
         add("--kinds", default={*"abcdefgh"}, remembered=False)
+
+
+# Its training rows have one name, however many they are.
+class NamesItsRows(Digits):
+    def flags(self, add):
+        add("--rows", type=int, default=1438, remembered=False)
+
+    def data(self, config):
+        train, held_out = super().data(config)
+        return Rows(*(column[: config.rows] for column in train.columns), fingerprint="digits"), held_out
 
 
 # Each of its rows has a set of texts.
@@ -1472,6 +1493,17 @@ class Unfit(Digits):
         return super().loss(outputs, batch) + (0 * batch[0]).sum()
 
 
+# Of a held-out row the loss is finite, and a metric is not.
+class UnfitInAMetric(Digits):
+    def data(self, config):
+        train, held_out = super().data(config)
+        held_out.columns[0][7, 0] = -1000.0
+        return train, held_out
+
+    def metrics(self, outputs, batch):
+        return {"roots": batch[0].sum(1).sqrt().sum()}
+
+
 # Its rows cannot be read, which a rank with LATE seconds finds out as much later.
 class NoRows(Digits):
     def data(self, config):
@@ -1541,10 +1573,11 @@ class DrawsItsRows(Digits):
         return [(images[rows], labels[rows]) for rows in drawn]
 
 
-# And a layer has the name that DistributedDataParallel puts before all others.
+# And a layer has the name that DistributedDataParallel puts before all others, and a bias that is not trained.
 class HasAModule(DrawsItsRows):
     def model(self, config):
         first, tanh, last = super().model(config)
+        first.bias.requires_grad_(False)
         net = nn.Sequential()
         for name, layer in dict(module=first, tanh=tanh, head=last).items():
             net.add_module(name, layer)
@@ -2213,6 +2246,17 @@ class NeedsAClosure(Digits):
         return torch.optim.LBFGS(model.parameters(), lr=config.lr)
 
 
+class StepsAStranger(Digits):
+    def optimizer(self, model, config):
+        return torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.ones(3))], lr=config.lr)
+
+
+class SetsTheDefaultDtype(Digits):
+    def model(self, config):
+        torch.set_default_dtype(torch.float64)
+        return super().model(config)
+
+
 class SchedulesByTorch(Digits):
     def optimizer(self, model, config):
         made = super().optimizer(model, config)
@@ -2261,6 +2305,14 @@ class TiesByData(Digits):
     def model(self, config):
         net = nn.Sequential(*super().model(config), nn.Linear(10, 10), nn.Linear(10, 10))
         net[3].weight.data = net[4].weight.data
+        return net
+
+
+# Sound: one parameter, of two layers.
+class Ties(Digits):
+    def model(self, config):
+        net = nn.Sequential(*super().model(config), *(nn.Linear(10, 10, bias=False) for _ in range(2)))
+        net[4].weight = net[3].weight
         return net
 
 

@@ -78,6 +78,8 @@ UNBUILT |= dict(averages_its_weights="forward() moves an average of the weights 
 REFUSED = dict(needs_a_closure="should return an optimizer of torch.optim that needs no closure")
 REFUSED |= dict(rows_of_a_model="rows require a gradient (another model has made them, say)")
 REFUSED |= dict(compiles="model() returned what torch.compile() has wrapped")
+REFUSED |= dict(steps_a_stranger="optimizer() has 1 parameters that are not the model's")
+REFUSED |= dict(sets_the_default_dtype="torch's default dtype is torch.float64: take set_default_dtype out")
 REFUSED |= dict(schedules_by_torch="optimizer() made one of torch's lr_scheduler", lazy="3.weight, 3.bias has no shape yet")
 REFUSED |= dict(keeps_an_extra_state="Net has get_extra_state()", expanded="ones is an expanded view", sparse="links is sparse")
 REFUSED |= dict(ties_by_data="3.weight and 4.weight are parameters of one memory")
@@ -433,8 +435,10 @@ def test_gradients_that_are_never_finite_end_fp16_too(check, train_own):
 
 @clause("X6")
 @only(sizes=(1, 2))
-def test_a_held_out_loss_that_is_not_finite(check, world, train_own):
-    run = expect_exit(check, train_own("unfit", "--steps-per-epoch 2"), 6)
+@pytest.mark.parametrize("name", ["unfit", "unfit_in_a_metric"])
+def test_a_held_out_loss_that_is_not_finite(check, world, train_own, name):
+    """Or a metric."""
+    run = expect_exit(check, train_own(name, "--steps-per-epoch 2"), 6)
     kept = world.on_rank_0(lambda: [path.name for path in run.folder.glob("*.safetensors")])
     check.equal(snapshots=(kept, []))
 
@@ -454,6 +458,14 @@ def test_replicas_that_differ_leave_no_snapshot(check, world, train_own, flags, 
     check.equal(
         names_the_rank=(f"of rank {world.size - 1} differ" in output, True), snapshot=((run.folder / SNAPSHOT).exists(), False)
     )
+
+
+@clause("X11")
+@only(sizes=(2,), devices=("cpu",))
+def test_replicas_that_differ_from_the_start_do_no_step(check, train_own):
+    run = train_own("makes_another_model", "--reduction flat")
+    one_line(check, run, 7, "model() makes other parameters there, by name or shape")
+    check.equal(steps=(run.of("step"), []))
 
 
 @clause("X11")
@@ -878,7 +890,7 @@ def test_a_workload_file_that_cannot_be_used_is_one_line(check, train_own, name)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_or_an_optimizer_that_cannot_be_used_is_one_line(check, train_own, name):
     """The line comes before any line of an epoch."""
-    run = train_own(name)
+    run = train_own(name, apart=name == "sets_the_default_dtype")  # of its process
     one_line(check, run, 2, REFUSED[name], [line for line in run.lines if not line.startswith("rank=")])
 
 

@@ -205,7 +205,7 @@ SAME += " --timeout 50"
 
 @clause("C2", "C3")
 @only(sizes=(1, 2))
-def test_what_is_another_problem_and_what_is_not(check, world, runs, first):
+def test_what_is_another_problem_and_what_is_not(check, world, runs, first, own_file):
     run, path = runs.train(first, FP64), runs.folder(first, "another-problem")
     done(check["C3"], run)
     world.on_rank_0(lambda: bool(shutil.copytree(run.folder, path)))
@@ -216,6 +216,9 @@ def test_what_is_another_problem_and_what_is_not(check, world, runs, first):
     own = world.train(first, copy, runs.filled(f"{NOISY} --jitter 0.5"))
     check["C3"].equal(exit_codes_under_another_flag_of_its_own=(own.exit_codes, [5] * world.size))
     check["C3"].equal(exit_codes_under=(codes, dict.fromkeys(codes, [5] * world.size)))
+    file, fewer = own_file("names_its_rows"), runs.folder(first, "fewer-rows")
+    done(check["C3"], world.train(first, fewer, f"{file} --epochs 1"))
+    expect_exit(check["C3"], world.train(first, fewer, f"{file} --epochs 2 --rows 1000"), 5)
     again = done(check["C2"], world.train(first, path, f"{FP64} {SAME}"))
     check["C2"].equal(started_at_steps=(again.values("start", "step"), [0, 42]))
 
@@ -542,7 +545,7 @@ MOMENTS = {"sgd": dict(momentum_buffer="momentum"), "adamw": dict(exp_avg="mean"
 @only(sizes=(1,), devices=("cpu",))
 @pytest.mark.parametrize("optimizer", MOMENTS)
 def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, own_file, optimizer, monkeypatch):
-    """Its momentum continues, too. One layer is named like DDP's prefix, and its rows draw random numbers."""
+    """Its momentum continues, too. One layer is named like DDP's prefix, its bias is frozen, and its rows are random."""
     import torch
     from ddp_core import convert
     from safetensors.torch import load_file
@@ -552,9 +555,9 @@ def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, 
     folders = [runs.folder(first, f"to-convert-{optimizer}-{epochs}") for epochs in (1, 2)]
     half, whole = done(check, *(world.train(first, folder, f"{flags} --epochs {folder.name[-1]}") for folder in folders))
     tensors, names = load_file(half.folder / SNAPSHOT), ["module.weight", "module.bias", "head.weight", "head.bias"]
-    moments = MOMENTS[optimizer].items()
-    states = [{theirs: tensors[f"optim.{ours}.{name}"] for theirs, ours in moments} for name in names]
-    state = dict(state=dict(enumerate(states)), param_groups=[dict(params=[*range(len(names))])])
+    moments, trained = MOMENTS[optimizer].items(), [name for name in names if name != "module.bias"]
+    states = [{theirs: tensors[f"optim.{ours}.{name}"] for theirs, ours in moments} for name in trained]
+    state = dict(state=dict(enumerate(states)), param_groups=[dict(params=[*range(len(trained))])])
     model = {name: tensors[f"model.{name}"] for name in names}
     old, ddp, harmful, made = (half.folder / name for name in ("old.pt", "ddp.pt", "harmful.pt", "made"))
     wrapped = {f"module.{name}": tensor for name, tensor in model.items()}
@@ -579,7 +582,13 @@ def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, 
             ("of another step", old, other := path.with_name(f"other-{optimizer}"), "--epochs-run", "2"),
         ):
             outcomes[name] = convert.main(["convert", str(file), "--run-dir", str(folder), *more, *flags.split()])
-        codes = {"again": 3, "of DDP": 0, "harmful": 5, "of another step": 0}
+        layers = [torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)]
+        layers += [torch.nn.Linear(10, 10, bias=False) for _ in range(2)]
+        for name in ("tied only here", "tied there, too"):
+            torch.save(torch.nn.Sequential(*layers).state_dict(), old)
+            layers[4].weight, folder = layers[3].weight, path.with_name(f"tied-{optimizer}")
+            outcomes[name] = convert.main(["convert", str(old), "--run-dir", str(folder), *own_file("ties").split()])
+        codes = {"again": 3, "of DDP": 0, "harmful": 5, "of another step": 0, "tied only here": 5, "tied there, too": 0}
         check.equal(exit_codes=(outcomes, codes), made=(made.exists(), False))
         check.equal(snapshot_that_was_there=(sha256(path / SNAPSHOT), before), and_of_ddp=(sha256(of_ddp / SNAPSHOT), before))
         kept = {name: bool(tensor.any()) for name, tensor in load_file(other / SNAPSHOT).items() if "step." not in name}
@@ -592,7 +601,7 @@ def test_a_checkpoint_of_a_published_example_goes_on(check, world, runs, first, 
 @clause("C2")
 @only(sizes=(1, 2))
 def test_flags_of_any_make_are_the_same_ones(check, world, runs, first, own_file):
-    """A snapshot returns a tuple as a list, a path as a text, a table with text keys: all count as equal, and so does a set."""
+    """A snapshot returns a tuple as a list, paths and infinity as texts, a table with text keys: all are equal; so is a set."""
     file, path = own_file("flags_of_any_make"), runs.folder(first, "flags-of-any-make")
     _, run = done(check, *(world.train(first, path, f"{file} --steps-per-epoch 2 --epochs {epochs}") for epochs in (1, 2)))
     kinds = [config["kinds"] for config in run.values("start", "config")]

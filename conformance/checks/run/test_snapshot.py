@@ -365,6 +365,9 @@ def test_epochs_that_are_not_evaluated_or_saved(check, world, runs, first):
     history = world.on_rank_0(lambda: take_apart(run.folder / SNAPSHOT)["document"]["history"])
     should_be = [[epoch, *(value.hex() for value in row if value is not None)] for epoch, row in enumerate(rows)]
     check["S9"].equal(history=(history, should_be))
+    longer = done(check["S9"], runs.train(first, f"{FP64} --epochs 4 --eval-every 2 --save-every 3"))
+    before = world.on_rank_0(lambda: take_apart(longer.folder / "snapshot.prev.safetensors")["document"])  # not evaluated
+    check["S9"].equal(names_of_values=(before.get("measured"), [*names]), after_epochs=(before["epochs_run"], 3))
 
 
 @clause("S9")
