@@ -119,7 +119,8 @@ def test_the_roll_is_called_in_any_world(monkeypatch, world_size, lost):
         one = Peers.__new__(Peers)
         check = lambda keys: [requests.update({rank: requests[rank] + 1}), keys[0] in said][1]  # noqa: E731
         one.rank, one.world_size = rank, world_size
-        one.store = SimpleNamespace(set=act, get=act, check=check, wait=lambda keys, _: act(keys[0]))
+        get = lambda key: act(key).encode()  # noqa: E731
+        one.store = SimpleNamespace(set=act, get=get, check=check, wait=lambda keys, _: act(keys[0]))
         return one
 
     others = sorted({*range(1, world_size)} - {*lost})
