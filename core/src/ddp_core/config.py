@@ -345,8 +345,12 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, dict[str, b
         if choice.metadata:
             group = batch if choice.name == "global_batch_size" else section
             group.add_argument(f"--{choice.name.replace('_', '-')}", **choice.metadata)
-    batch.add_argument("--per-rank-batch-size", type=number(int, 1, 2**53), metavar="N", help="rows a step on each rank")
-    parser.add_argument("--scale-lr", action="store_true", help="multiply --lr by the world size")
+        if choice.name == "global_batch_size":
+            batch.add_argument(
+                "--per-rank-batch-size", type=number(int, 1, 2**53), metavar="N", help="rows a step on each rank"
+            )
+        if choice.name == "lr":
+            section.add_argument("--scale-lr", action="store_true", help="multiply --lr by the world size")
 
     for action in parser._actions:
         if action.dest in workload.defaults:
@@ -356,6 +360,7 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, dict[str, b
             if not action.dest.endswith("batch_size"):  # parse() sets these: giving one must drop the default of the other
                 action.default = value
 
+    of_core = {action.dest for action in parser._actions} | {choice.name for choice in fields(TrainConfig)}
     own: dict[str, bool] = {}
     group = parser.add_argument_group(f"of --workload {workload.name}")
 
@@ -379,7 +384,7 @@ def _parser(workload, quiet: bool) -> tuple[argparse.ArgumentParser, dict[str, b
         workload.flags(add_own)
     except Exception as error:
         raise workload.unusable(f"its flags() failed: {type(error).__name__}: {error}") from error
-    if taken := [name for name in own if hasattr(TrainConfig, name) or name in TrainConfig.__annotations__]:
+    if taken := [name for name in own if name in of_core or hasattr(TrainConfig, name)]:
         raise workload.unusable(f"its flag --{taken[0]} has a name that config has: give it another")
     return parser, own
 

@@ -275,6 +275,10 @@ def _known(rows: Any) -> Any:
         return Rows(*rows)
     if type(rows).__name__ == "TensorDataset":
         return Rows(*rows.tensors)
+    tensors = rows if isinstance(rows, list) and all(isinstance(each, torch.Tensor) and each.ndim for each in rows) else []
+    lengths = {len(each) for each in tensors}
+    if len(lengths) == 1 < len({(each.dtype, each.shape) for each in tensors}) and len(tensors) < lengths.pop():
+        raise TypeError(f"a list of {len(tensors)} tensors is as many rows, and these are columns: give a tuple of them")
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         raise TypeError(f"rows need a length and an index, and {type(rows).__name__} has not both (streams are not supported)")
     return rows

@@ -403,7 +403,7 @@ def bits_of_trained(model: nn.Module) -> dict[str, float]:
 def notes_on_flags(before: Mapping[str, list], now: Mapping[str, list], buffers: list[str]) -> list[str]:
     """A note on flags that the trial set beside a buffer that it put back. before, now: attributes. buffers: names of these."""
     beside = {name.rpartition(".")[0] for name in buffers}
-    flags = [name for name, value in now.items() if value in ([True], [False]) and name.rpartition(".")[0] in beside]
+    flags = [name for name, value in now.items() if [*map(type, value)] == [bool] and name.rpartition(".")[0] in beside]
     return note_on(
         [name for name in flags if now[name] != before.get(name, [False])],
         "the rows that were tried set {names} of the model, and the buffers beside it were put back: what it calls initialized "

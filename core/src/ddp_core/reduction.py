@@ -216,24 +216,24 @@ class Canonical(Flat):
 
     def __init__(self, model: nn.Module, compiled: nn.Module, peers: Peers, unused_parameters: bool):
         super().__init__(model, compiled, peers, unused_parameters)
-        self.shards: list[torch.Tensor] = []  # gradients of the shards of this step
+        self.shards: list[torch.Tensor] = []  # gradients of all but the last shard of this step
 
     @contextmanager
     def no_sync(self):
         yield
-        self._set_aside()
+        self._collect()
+        self.shards.append(self.flat.clone())
+        self.zero_grad()
 
     def sum_gradients(self) -> None:
         if self.shards:
-            self._set_aside()
-            self.flat.copy_(tree_sum(self.shards))
+            self._collect()
+            self.flat.copy_(tree_sum([*self.shards, self.flat]))
             self.shards.clear()
+            if self.unused_parameters:  # else the next _collect() would overwrite the sum with the last shard's gradients
+                for parameter in self.parameters:
+                    parameter.grad = None
         super().sum_gradients()
-
-    def _set_aside(self) -> None:
-        self._collect()
-        self.shards.append(self.flat.clone())
-        self.zero_grad()  # else the next _collect() would overwrite the sum with this shard's gradients
 
     def _add_parts(self) -> None:
         self.flat.copy_(tree_sum(self.parts))

@@ -186,7 +186,7 @@ class Rendezvous:
                     with_timeout(lambda: self.store.set("objection", late), 1)
                 raise
             verdict = self._validated(text, "verdict", "well")
-        if "error" in verdict:
+        if verdict.get("error"):
             self._leave_together()
             raise failure_with(*verdict["error"])
         return rows
@@ -220,7 +220,7 @@ class Rendezvous:
                 if not self.store.check([key]):
                     continue
                 entry = entries[rank] = self._validated(self.store.get(key), key, "facts", "row")
-                if "error" in entry:
+                if entry.get("error"):
                     code, message = entry["error"]
                     raise failure_with(code, message if rank == 0 else f"rank {rank}: {message}")
                 for name in entry["facts"] | entries[0]["facts"]:

@@ -139,6 +139,7 @@ def _train(job: "_Job") -> int:
             job.ranks = rendezvous.check_in(facts, row, failure) or [row]
         except Failure as verdict:
             raise verdict from failure  # --debug then shows the cause, too
+        staging.close()
         job.workload.core_sets(staging=None)
         peers = Peers(rank, job.config, job.device, rendezvous)
         job.record.lap("groups")
@@ -162,6 +163,7 @@ def _train(job: "_Job") -> int:
             peers.leave()
         raise
     finally:
+        staging.close()
         if job.trainer and rank.world_size == 1:  # with several ranks, os._exit() ends the workers, too
             job.trainer.close()
         if job.directory:

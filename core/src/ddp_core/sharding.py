@@ -220,12 +220,16 @@ def _shares(unit: nn.Module, model: nn.Module) -> bool:
 
 def _give_memory(unit: nn.Module, device: torch.device) -> None:
     """Replace the unit's meta tensors by uninitialized ones on the device."""
-    for tensor in (*unit.parameters(), *unit.buffers()):
-        if tensor.is_meta:
-            empty: torch.Tensor = torch.empty_like(tensor, device=device)
-            if isinstance(tensor, nn.Parameter):
-                empty = nn.Parameter(empty, tensor.requires_grad)
-            torch.utils.swap_tensors(tensor, empty)  # in place, so that tied parameters stay tied
+    made: dict[torch.Tensor, nn.Parameter] = {}  # so that tied parameters stay tied
+    for module in unit.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta and not isinstance(parameter, DTensor):
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                module._parameters[name] = made[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 def _numbers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -57,6 +57,13 @@ class Staging:
         copy = self.copies.get(name)
         return Path(path) if copy is None else Path(f"/proc/{os.getpid()}/fd/{copy}")
 
+    def close(self) -> None:
+        """Serve no more: all ranks have read their data. Their copies live as long as they do."""
+        if self.shared and self.leads:
+            with suppress(OSError):  # the socket is closed already
+                self.server.shutdown(socket.SHUT_RDWR)  # ends accept() in the thread
+            self.server.close()
+
     def _copy(self, name: str) -> int | None:
         """Copy the file. Returns the copy's file descriptor, or None if the file is to be read where it is."""
         if not self.copies:
@@ -90,7 +97,7 @@ class Staging:
         return None
 
     def _serve(self) -> None:
-        with suppress(OSError):  # no file can be opened any more
+        with suppress(OSError):  # close() was called
             while True:
                 line, _ = self.server.accept()
                 with line, suppress(OSError):

@@ -11,6 +11,7 @@ many ranks has its own module:
     guard.py               keeps NaN and infinity out of the model
     reconcile.py           exchanges losses, norms and the wish to stop between ranks, about once a second
     later.py, replicas.py  check the model at each exchange, and that all ranks compute alike, and have equal parameters
+    attributes.py          compares what no snapshot holds
     evaluation.py          computes losses and metrics on the held-out rows
     state.py, document.py, snapshot.py, files.py, run_directory.py    what a snapshot holds, how it is written, and where
     background.py          writes snapshots while training goes on
