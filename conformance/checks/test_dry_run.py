@@ -652,17 +652,17 @@ def test_torchrun_starts_no_rank_again(check, site, dry):
 
 @clause("J11")
 def test_every_srun_of_ranks_ends_when_one_dies(check, site, dry):
-    for script in trains(site):
-        for call in dry.job(script, all_ranks=True).launches:
+    for name, run in dry.in_all_ways():
+        for call in run.launches:
             if call.command == "srun" and not kills(call):
-                yield f"{script.name}: {call.text[:120]}, but should have --kill-on-bad-exit=1 among its flags"
+                yield f"{name}: {call.text[:120]}, but should have --kill-on-bad-exit=1 among its flags"
             waits = values_of(call.words, "--wait", "-W") or [call.environ.get("SLURM_WAIT", "0")]
             if call.command == "srun" and not LEAST_SECONDS_OF_WAIT <= int(waits[0]) <= MOST_SECONDS_OF_WAIT:
                 observed = f"--wait={waits[0]}, but should be {LEAST_SECONDS_OF_WAIT} to {MOST_SECONDS_OF_WAIT} s"
-                yield f"{script.name}: {observed}: ranks that are left later hang, and sooner they may be ending well"
-            yield from (f"{script.name}: {text}" for text in limits_of_its_own(call))
+                yield f"{name}: {observed}: ranks that are left later hang, and sooner they may be ending well"
+            yield from (f"{name}: {text}" for text in limits_of_its_own(call))
             if {"--no-abort-on-failure", "--no-kill"} & {*call.words}:
-                yield f"{script.name}: {call.text[:120]}, but should end when a rank dies"
+                yield f"{name}: {call.text[:120]}, but should end when a rank dies"
 
 
 def limits_of_its_own(call: Call) -> Iterator[str]:

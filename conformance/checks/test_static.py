@@ -734,6 +734,12 @@ def test_directives_are_directives(check, site):
                 yield at(script, line, "have no comment behind it")
 
 
+@clause("J6")
+def test_the_port_is_no_constant(check, site):
+    should_be = "come from the job's number, or from a free port of rank 0"
+    check.holds(*at_lines(site, lambda line: not line.is_comment and shell.CONSTANT_PORT.search(line.text), should_be))
+
+
 @clause("J7")
 def test_scripts_stop_at_the_first_error(check, site):
     check.equal(without_set_euo_pipefail=([path.name for path in site.scripts if not stops(path.read_text())], []))
@@ -900,6 +906,19 @@ def test_no_directive_keeps_the_job_from_its_work(check, site):
             if name in NEVER and re.fullmatch(NEVER[name] or ".*", value):
                 directive = f"--{name}={value}" if value else f"--{name}"
                 yield f"{script.path.name}: {directive}, but should be left to the command line of sbatch, if at all"
+
+
+@clause("J13")
+def test_no_variable_for_finding_faults_is_left_on(check, site):
+    """Also where no dry run comes: in scripts that are run by hand."""
+
+    def for_debugging(line: Line) -> object:
+        text = line.text.strip()
+        variables = {match[0].partition("=")[0] for match in shell.DEBUGGING.finditer(text)}
+        return not line.is_comment and text.startswith("export ") and variables - of_facts
+
+    of_facts = {match[1] for fact in site.facts if (match := shell.SETS.match(fact))}  # a source sets it for the machine
+    check.holds(*at_lines(site, for_debugging, "be left to who looks for a fault: it makes every step slower, or hides one"))
 
 
 @clause("J13")

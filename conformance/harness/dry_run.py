@@ -882,10 +882,13 @@ class DryRuns:
                 yield " ".join(f"{name}={value}" for name, value in chosen.items())
 
     def changes(self, script: Path, way: dict[str, Any], **shape) -> bool:
-        """Whether settings change which commands a run calls, or what these find in their environment, besides `environ`."""
+        """Whether settings change which commands a run calls, or what its first rank finds in its environment (of an edit: what
+        any command finds), besides `environ`.
+        """
 
         def seen(run: DryRun) -> set[tuple[str, str]]:
-            variables = {each for call in run.calls for each in call.job_environ.items()}
+            calls = run.calls if "edit" in shape else run.trained[:1]
+            variables = {each for call in calls for each in call.job_environ.items()}
             texts = [self.shown(call.text) for call in run.calls if call.command not in ("mktemp", "rm", "sleep")]
             texts = [re.sub(r"/tmp/tmp\.[^/\s\"']*", "/tmp/tmp.", text) for text in texts]  # mktemp's names differ in each run
             return {*variables, *(("", text) for text in texts), ("code", str(run.code))}

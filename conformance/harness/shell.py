@@ -36,6 +36,7 @@ PERSONAL = re.compile(r"^#SBATCH\s+(--account|-A|--mail-user|--reservation|--wck
 SUPPRESSES = re.compile(
     r"#\s*shellcheck (disable=\S+|source=/dev/null)|\bset \+(e|o (errexit|pipefail|nounset))|\bset \+[a-z]*[eu]"
 )
+CONSTANT_PORT = re.compile(r"(\bexport |^|\s)\w*PORT=[\"']?\d+|--master[-_]port[= ]+\d+|--rdzv[-_](endpoint|id)[= ]\S*:\d+")
 # Settings for finding faults. They make every kernel and message wait for the one before, allocate memory each time, or switch
 # off compiling and caches; or a failure no longer ends the job; or a device passes as another model.
 DEBUGGING = re.compile(
