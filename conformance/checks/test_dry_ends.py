@@ -17,7 +17,7 @@ from typing import Any
 from conformance.harness.check import clause
 from conformance.harness.dry_run import ARGUMENTS, FIRST, OF_PBS, OTHER, PASSED, SECRET, USER, Call, DryRun, trains, values_of
 from conformance.harness.shell import OPTIONS, START_SECONDS, Script, handed_on, minutes, nodes_asked, options_of, words_of
-from conformance.harness.sites import ROOT
+from conformance.harness.sites import ROOT, flags_in
 from conformance.harness.stub_core import who
 
 MANY_NODES, OF_ANOTHER = 100, "runs/of-another-job"
@@ -797,8 +797,7 @@ def no_flags(site, words: list[str]) -> list[str]:
     """Return the words that look like a flag but are no flag of the core or of a program of the site."""
     if any(word.endswith(".py") for word in words):
         return []  # a workload file may define its own flags
-    code = "\n".join(path.read_text() for path in (*sorted((ROOT / "core/src").rglob("*.py")), *site.folder.glob("train*.py")))
-    flags = {*re.findall(r"[\"'](--[a-z][\w-]+)[\"']", code), "--help"}
+    flags = flags_in(ROOT / "core/src", "**/*.py") | flags_in(site.folder, "train*.py")
     own = [word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)]
     return [flag for flag in own if flag not in flags and f"--{flag.removeprefix('--no-')}" not in flags]
 

@@ -27,7 +27,7 @@ from conformance.harness.check import clause
 from conformance.harness.dry_run import OF_ML
 from conformance.harness.new_site import is_mark
 from conformance.harness.shell import Line, Script, devices_by, gib, minutes, plain
-from conformance.harness.sites import ROOT, date_of_copy, find, mistakes
+from conformance.harness.sites import ROOT, date_of_copy, find, flags_in, mistakes
 
 CORE = sorted((ROOT / "core/src/ddp_core").rglob("*.py"))
 CONFORMANCE = sorted((ROOT / "conformance").rglob("*.py"))
@@ -608,28 +608,28 @@ def test_programs_that_users_are_shown_have_the_flags(check, site):
     """In `python sweep.py ... -- ...` flags before the dashes are the program's; the others are train.py's and the core's."""
     shown = [("README.md", (site.folder / "README.md").read_text())]
     shown += [(path.name, path.read_text()) for path in sorted(site.folder.glob("*.py"))]
-    of_core = "\n".join(path.read_text() for path in CORE)
+    of_core = flags_in(ROOT / "core/src", "**/*.py")
     for name, text in shown:
         for line in re.findall(r"/bin/python +([^`\n]*?\.py\b[^`\n]*)", text):
             program, words = re.findall(r"(\w+\.py)(?!.*\.py)(.*)", re.split(r" {3,}|  # ", line)[0])[0]
             path, (own, _, others) = site.folder / program, words.partition(" -- ")
-            code = path.read_text() if path.is_file() else ""
-            for part, known in ((own, code + of_core if program.startswith("train") else code), (others, of_core)):
+            of_program = flags_in(path.parent, path.name)
+            for part, known in ((own, of_program | of_core if program.startswith("train") else of_program), (others, of_core)):
                 for flag in re.findall(r"(?<!\S)(--[a-z][\w-]*)", part):
-                    if not re.search(rf"[\"']{flag}[\"']", known):
+                    if flag not in known:
                         yield f"{name}: {line!r} has {flag}, but should have flags that there are"
     readme = " ".join(shown[0][1].split())
     for program, flag in re.findall(r"/bin/python [^`]*?(\w+\.py)\b[^`]*`[^`.]*; `(--[a-z][\w-]*)", readme):
-        code = next((text for name, text in shown if name == program), "")
-        if code and not re.search(rf"[\"']{flag}[\"']", code + of_core if program.startswith("train") else code):
+        of_program = flags_in(site.folder, program)
+        known = of_program | of_core if program.startswith("train") else of_program
+        if (site.folder / program).is_file() and flag not in known:
             yield f"README.md: {flag} behind a command of {program}, but should be a flag of it"
     # Flags of other programs are free; an abbreviation of a flag of train.py is a mistake.
-    flags = sorted({*re.findall(r"[\"'](--[a-z][\w-]+)[\"']", of_core)})
-    known = "\n".join([*site.facts, *(path.read_text() for path in site.scripts), *(text for _, text in shown[1:])])
-    known += " --".join(["", *shell.OPTIONS["sbatch"].split()])
+    elsewhere = "\n".join([*site.facts, *(path.read_text() for path in site.scripts), *(text for _, text in shown[1:])])
+    elsewhere += " --".join(["", *shell.OPTIONS["sbatch"].split()])
     for flag in re.findall(r"(?<!\S)(--[a-z][\w-]+)", " ".join(re.findall(r"`(--[^`]*)`", readme))):
-        whole = [each for each in flags if each.startswith(flag)]
-        if whole and flag not in flags and not re.search(rf"{flag}(?![\w-])", known):
+        whole = [each for each in sorted(of_core) if each.startswith(flag)]
+        if whole and flag not in of_core and not re.search(rf"{flag}(?![\w-])", elsewhere):
             yield f"README.md: {flag}, but should be {' or '.join(whole)}: train.py takes no part of a word"
 
 

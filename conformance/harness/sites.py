@@ -294,6 +294,13 @@ def date_of_copy(source: dict) -> datetime.date | None:
     return source.get("dated", None if "commit" in source else source["read"])
 
 
+def flags_in(folder: Path, pattern: str) -> set[str]:
+    """The flags that these programs have: --help, those that stand in quotes, and the core's as fields of TrainConfig."""
+    code = "\n".join(path.read_text() for path in sorted(folder.glob(pattern)))
+    choices = re.findall(r"(?m)^    (\w+): \w+ = _\w+\(", code)
+    return {"--help", *re.findall(r"[\"'](--[a-z][\w-]+)[\"']", code), *(f"--{name.replace('_', '-')}" for name in choices)}
+
+
 def without_launcher() -> dict[str, str]:
     """This process's environment without the variables that a launcher may have set."""
     return {name: value for name, value in os.environ.items() if not FOREIGN.match(name) and name not in TOLD}
